@@ -1,0 +1,1 @@
+"""The event loop and what it owns; knows no model, no format, no vendor by name."""

@@ -1,0 +1,1 @@
+"""Block pool, prefix index, KV manager: pure Python, no torch."""

@@ -1,0 +1,170 @@
+"""`EngineConfig`: every engine option, documented once. The command line is derived from it.
+
+Field names are vLLM's wherever the meaning is the same.
+"""
+
+from __future__ import annotations
+
+import difflib
+from typing import Annotated, Any, Literal, get_type_hints
+
+import msgspec
+from msgspec import Meta
+
+from .errors import ConfigError
+
+Device = Literal["auto", "cuda", "cpu"]
+DType = Literal["auto", "bfloat16", "float16", "float32"]
+LoadFormat = str
+
+
+def _doc(text: str, **bounds: Any) -> Any:
+    return Meta(description=text, **bounds)
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """All that an engine needs to know to start. Frozen; refused as a whole if a part is wrong.
+
+    Raises `ConfigError` with the field's name.
+    """
+
+    model: Annotated[
+        str, _doc("Path of a checkpoint folder, or a hub name. Empty: the embedded tiny model.")
+    ] = ""
+    tokenizer: Annotated[str | None, _doc("Tokenizer path or name; default: the model's.")] = None
+    revision: Annotated[str | None, _doc("Hub revision of the checkpoint.")] = None
+    tokenizer_revision: Annotated[str | None, _doc("Hub revision of the tokenizer.")] = None
+    served_model_name: Annotated[
+        tuple[str, ...], _doc("Names the server answers to; default: the value of model.")
+    ] = ()
+    trust_remote_code: Annotated[
+        bool,
+        _doc("Kept for compatibility. Jackfield never imports a checkpoint's code; True is refused."),
+    ] = False
+    skip_tokenizer_init: Annotated[
+        bool, _doc("Load no tokenizer: prompts are token ids and outputs have no text.")
+    ] = False
+    chat_template: Annotated[
+        str | None, _doc("Chat template (Jinja text or a file's path) instead of the tokenizer's.")
+    ] = None
+    device: Annotated[Device, _doc("Where the model runs; auto: cuda if there is one.")] = "auto"
+    dtype: Annotated[
+        DType, _doc("Type of weights and activations; auto: the checkpoint's, float32 on a CPU.")
+    ] = "auto"
+    seed: Annotated[int, _doc("Seeds the requests that bring no seed, and dummy weights.")] = 0
+    load_format: Annotated[
+        LoadFormat, _doc("Weight loader: auto, safetensors, dummy (random), or a plugin's.")
+    ] = "auto"
+    max_model_len: Annotated[
+        int | None, _doc("Context length in tokens; default: the model's.", ge=1)
+    ] = None
+    max_num_seqs: Annotated[int, _doc("Requests that run at once (slots).", ge=1)] = 256
+    max_num_batched_tokens: Annotated[
+        int | None, _doc("Token budget of one step; default: 8192 on a GPU, 2048 on a CPU.", ge=1)
+    ] = None
+    max_waiting_requests: Annotated[
+        int | None, _doc("Refuse new requests (503) past so many waiting; default: no limit.", ge=1)
+    ] = None
+    enable_chunked_prefill: Annotated[
+        bool, _doc("Split long prompts over several steps. Off: a prompt must fit in one budget.")
+    ] = True
+    long_prefill_token_threshold: Annotated[
+        int, _doc("At most so many tokens of one prompt in a step; 0: no limit.", ge=0)
+    ] = 0
+    scheduling_policy: Annotated[
+        str, _doc("Who goes first: fcfs, priority (lower value first), or a plugin's.")
+    ] = "fcfs"
+    block_size: Annotated[int, _doc("Tokens in a KV-cache block.", ge=1, le=1024)] = 16
+    enable_prefix_caching: Annotated[bool, _doc("Reuse KV blocks of equal prefixes.")] = True
+    gpu_memory_utilization: Annotated[
+        float, _doc("Share of the device's memory this engine may use.", gt=0.0, le=1.0)
+    ] = 0.9
+    num_gpu_blocks_override: Annotated[
+        int | None, _doc("KV-cache blocks, instead of what profiling finds.", ge=2)
+    ] = None
+    cpu_kvcache_space: Annotated[
+        float, _doc("GiB for the KV cache when the device is a CPU.", gt=0.0)
+    ] = 1.0
+    kv_cache_dtype: Annotated[
+        Literal["auto", "bfloat16", "float16", "float32"],
+        _doc("Type of cached keys and values; auto: the model's."),
+    ] = "auto"
+    attention_backend: Annotated[str, _doc("Attention backend by name, or auto.")] = "auto"
+    quantization: Annotated[str | None, _doc("Quantization method by name.")] = None
+    executor: Annotated[str, _doc("Where ranks run: inprocess, or a plugin's.")] = "inprocess"
+    tensor_parallel_size: Annotated[int, _doc("GPUs that share each layer.", ge=1)] = 1
+    pipeline_parallel_size: Annotated[int, _doc("GPUs that share the layers.", ge=1)] = 1
+    enforce_eager: Annotated[bool, _doc("Never capture CUDA graphs.")] = False
+    max_logprobs: Annotated[
+        int, _doc("Largest logprobs a request may ask for; -1: no limit.", ge=-1)
+    ] = 20
+    reasoning_parser: Annotated[
+        str | None, _doc("Reasoning parser by name; default: none.")
+    ] = None
+    tool_call_parser: Annotated[str | None, _doc("Tool-call parser by name; default: none.")] = None
+    disable_plugins: Annotated[
+        tuple[str, ...], _doc("Entry points or distributions not to load.")
+    ] = ()
+    hf_overrides: Annotated[
+        dict[str, Any] | None, _doc("Values that replace those of the checkpoint's config.json.")
+    ] = None
+
+    def __post_init__(self) -> None:
+        for name in ("served_model_name", "disable_plugins"):
+            value = getattr(self, name)
+            if value is None:
+                value = ()
+            if isinstance(value, str):
+                value = (value,)
+            if isinstance(value, list):
+                value = tuple(value)
+            msgspec.structs.force_setattr(self, name, value)
+        for name, hint in _field_types(type(self)).items():
+            try:
+                msgspec.convert(getattr(self, name), hint)
+            except msgspec.ValidationError as error:
+                raise ConfigError(
+                    f"{name}: {error} (got {getattr(self, name)!r})", param=name
+                ) from None
+        self._check_together()
+
+    def _check_together(self) -> None:
+        if self.trust_remote_code:
+            raise ConfigError(
+                "trust_remote_code: Jackfield never runs code from a checkpoint; write a model "
+                "plugin instead (docs/how-to)",
+                param="trust_remote_code",
+            )
+        for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+            if getattr(self, name) > 1:
+                raise ConfigError(
+                    f"{name}: more than one GPU is not supported yet, set it to 1", param=name
+                )
+        if (
+            not self.enable_chunked_prefill
+            and self.max_num_batched_tokens is not None
+            and self.max_model_len is not None
+            and self.max_num_batched_tokens < self.max_model_len
+        ):
+            raise ConfigError(
+                f"max_num_batched_tokens: {self.max_num_batched_tokens} is below max_model_len "
+                f"({self.max_model_len}), and enable_chunked_prefill is off: such prompts could "
+                "never run",
+                param="max_num_batched_tokens",
+            )
+
+    @classmethod
+    def from_options(cls, options: dict[str, Any]) -> EngineConfig:
+        """Build from a plain dict; an unknown name is refused with the nearest valid one."""
+        known = set(cls.__struct_fields__)
+        for name in options:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, n=1)
+                hint = f"; did you mean {near[0]}?" if near else ""
+                raise ConfigError(f"{name}: no such engine option{hint}", param=name)
+        return cls(**options)
+
+
+def _field_types(cls: type) -> dict[str, Any]:
+    hints: dict[str, Any] = get_type_hints(cls, include_extras=True)
+    return {name: hints[name] for name in cls.__struct_fields__}  # type: ignore[attr-defined]

@@ -1,0 +1,1 @@
+"""AsyncEngine: the pipelined step loop and per-request output streams."""

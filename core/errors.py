@@ -1,0 +1,92 @@
+"""The error family: each error knows its HTTP status and its OpenAI error type."""
+
+from __future__ import annotations
+
+
+class JackfieldError(Exception):
+    """Base of every error that Jackfield raises on purpose.
+
+    `param` names the offending field, where there is one.
+    """
+
+    status = 500
+    error_type = "server_error"
+    code: str | None = None
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+
+
+class InvalidRequest(JackfieldError):
+    """A request that cannot be served as asked: wrong type, out of range, too long."""
+
+    status = 400
+    error_type = "invalid_request_error"
+
+
+class ContextLengthExceeded(InvalidRequest):
+    """The prompt does not fit in `max_model_len`."""
+
+    code = "context_length_exceeded"
+
+
+class AuthenticationFailed(JackfieldError):
+    """No API key, or a wrong one."""
+
+    status = 401
+    error_type = "authentication_error"
+    code = "invalid_api_key"
+
+
+class ModelNotFound(JackfieldError):
+    """The request names a model that this server does not serve."""
+
+    status = 404
+    error_type = "not_found_error"
+    code = "model_not_found"
+
+
+class NotSupported(JackfieldError):
+    """A feature that Jackfield does not have (yet); the message names it."""
+
+    status = 501
+    error_type = "not_supported_error"
+
+
+class EngineOverloaded(JackfieldError):
+    """A configured limit on waiting requests is reached; try again later."""
+
+    status = 503
+    error_type = "overloaded_error"
+
+
+class EngineStopped(JackfieldError):
+    """The engine is stopping, has stopped, or lost its device."""
+
+    status = 503
+    error_type = "service_unavailable_error"
+
+
+class RequestFailed(JackfieldError):
+    """One request failed inside the engine; the others go on."""
+
+
+class ConfigError(JackfieldError, ValueError):
+    """An engine option is unknown, out of range or at odds with another one."""
+
+    status = 400
+    error_type = "invalid_request_error"
+
+
+class LoadError(JackfieldError):
+    """A checkpoint cannot be loaded: a tensor is missing, unexpected or of another shape."""
+
+
+class OutOfMemory(JackfieldError):
+    """The device cannot hold what was asked for; the message says what to lower."""
+
+
+class PluginError(JackfieldError):
+    """A plugin failed to import, clashes with another one, or does not exist."""

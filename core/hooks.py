@@ -1,0 +1,227 @@
+"""THE page of the framework: every hook, its signature, who calls it and when.
+
+A plugin is a module (or object) with functions marked `@hookimpl`, found through the entry-point
+group `jackfield`:
+
+    # pyproject.toml
+    [project.entry-points.jackfield]
+    my-plugin = "my_package.plugin"
+
+    # my_package/plugin.py
+    from jackfield import hookimpl
+
+    @hookimpl
+    def register_tool_parsers(registry):
+        registry.add("mine", "my_package.parser:MyToolParser")
+
+Registration hooks run once, when the plugins are loaded (`core.registry.load_plugins`), and take a
+typed registry. References are lazy: `"module:attribute"` is imported when somebody uses the name,
+so finding plugins imports neither torch nor a plugin's heavy modules. Event hooks run on the event
+loop; they may be `async def`. A hook that nobody implements costs nothing in a step.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pluggy
+
+if TYPE_CHECKING:
+    from .protocols import (
+        AttentionBackend,
+        Executor,
+        GrammarBackend,
+        KVCompressor,
+        KVConnector,
+        LogitsProcessor,
+        Model,
+        QuantizationMethod,
+        ReasoningParser,
+        SchedulePolicy,
+        Speculator,
+        ToolParser,
+        WeightLoader,
+    )
+    from .registry import Registry
+    from .types import RequestOutput, StepPlan, StepResult
+
+PROJECT = "jackfield"
+API_VERSION = 1
+
+hookspec = pluggy.HookspecMarker(PROJECT)
+hookimpl = pluggy.HookimplMarker(PROJECT)
+
+
+# ---------------------------------------------------------------- registration
+
+
+@hookspec
+def register_models(registry: Registry[type[Model]]) -> None:
+    """Architecture name (as in config.json's `architectures`) → module class.
+
+        registry.add("LlamaForCausalLM", "jackfield.plugins.models.llama:LlamaForCausalLM")
+
+    Used by the worker when it builds the model. Contract: `protocols.Model`.
+    """
+
+
+@hookspec
+def register_attention_backends(registry: Registry[type[AttentionBackend]]) -> None:
+    """Attention over the paged KV cache, prefill and decode.
+
+        registry.add("triton", "jackfield.plugins.attention.triton:TritonAttention", priority=20)
+
+    Used by the worker at start; `auto` takes the highest priority that supports the model here and
+    logs why. Contract: `protocols.AttentionBackend`.
+    """
+
+
+@hookspec
+def register_quantization(registry: Registry[type[QuantizationMethod]]) -> None:
+    """Checkpoint format → linear, MoE and KV methods.
+
+        registry.add("fp8", "my_package.fp8:Fp8")
+
+    Used by the worker when it builds the model. Contract: `protocols.QuantizationMethod`.
+    """
+
+
+@hookspec
+def register_reasoning_parsers(registry: Registry[type[ReasoningParser]]) -> None:
+    """Where thought ends and the answer starts.
+
+        registry.add("qwen3", "jackfield.plugins.reasoning.think_tags:Qwen3Reasoning")
+
+    Used by the server, one instance a request. Contract: `protocols.ReasoningParser`.
+    """
+
+
+@hookspec
+def register_tool_parsers(registry: Registry[type[ToolParser]]) -> None:
+    """A model family's tool-call dialect.
+
+        registry.add("hermes", "jackfield.plugins.tools.hermes:HermesToolParser")
+
+    Used by the server, one instance a request. Contract: `protocols.ToolParser`.
+    """
+
+
+@hookspec
+def register_kv_connectors(registry: Registry[type[KVConnector]]) -> None:
+    """KV cache from and to elsewhere: disaggregated prefill, offloading, shared stores.
+
+        registry.add("my_store", "my_package.store:StoreConnector")
+
+    Called by nothing yet: the engine has no connector support in this version.
+    Contract: `protocols.KVConnector`.
+    """
+
+
+@hookspec
+def register_kv_compressors(registry: Registry[type[KVCompressor]]) -> None:
+    """Which cached KV may be dropped or merged.
+
+        registry.add("my_compressor", "my_package.compress:Compressor")
+
+    Called by nothing yet. Contract: `protocols.KVCompressor`.
+    """
+
+
+@hookspec
+def register_structured_backends(registry: Registry[type[GrammarBackend]]) -> None:
+    """Grammar → token bitmask.
+
+        registry.add("my_grammar", "my_package.grammar:Backend")
+
+    Called by nothing yet. Contract: `protocols.GrammarBackend`.
+    """
+
+
+@hookspec
+def register_speculators(registry: Registry[type[Speculator]]) -> None:
+    """Draft tokens for speculative decoding.
+
+        registry.add("my_drafts", "my_package.drafts:Speculator")
+
+    Called by nothing yet. Contract: `protocols.Speculator`.
+    """
+
+
+@hookspec
+def register_logits_processors(registry: Registry[type[LogitsProcessor]]) -> None:
+    """Changes to the logits of a batch.
+
+        registry.add("my_processor", "my_package.processor:Processor")
+
+    Called by nothing yet. Contract: `protocols.LogitsProcessor`.
+    """
+
+
+@hookspec
+def register_weight_loaders(registry: Registry[type[WeightLoader]]) -> None:
+    """Load format → loader.
+
+        registry.add("dummy", "jackfield.plugins.loaders.dummy:DummyLoader")
+
+    Used by the worker at start (`EngineConfig.load_format`). Contract: `protocols.WeightLoader`.
+    """
+
+
+@hookspec
+def register_executors(registry: Registry[type[Executor]]) -> None:
+    """Where ranks run.
+
+        registry.add("inprocess", "jackfield.plugins.executors.inprocess:InProcessExecutor")
+
+    Used by the engine at start (`EngineConfig.executor`). Contract: `protocols.Executor`.
+    """
+
+
+@hookspec
+def register_schedule_policies(registry: Registry[type[SchedulePolicy]]) -> None:
+    """Who goes first, and who is preempted.
+
+        registry.add("priority", "jackfield.plugins.policies.builtin:Priority")
+
+    Used by the engine at start (`EngineConfig.scheduling_policy`).
+    Contract: `protocols.SchedulePolicy`.
+    """
+
+
+@hookspec
+def register_routes(app: Any, engine: Any) -> None:
+    """Add HTTP routes to the `aiohttp.web.Application`, before the server starts.
+
+        app.router.add_get("/hello", hello)
+    """
+
+
+@hookspec
+def register_commands(commands: Registry[Any]) -> None:
+    """Command-line commands: name → `module:function` taking (argv: list[str]) → exit status.
+
+        commands.add("hello", "my_package.cli:hello", help="Say hello")
+    """
+
+
+# ---------------------------------------------------------------- events
+
+
+@hookspec
+def engine_started(engine: Any) -> None:
+    """After an engine is ready, before its first request. May be async."""
+
+
+@hookspec
+def engine_stopping(engine: Any) -> None:
+    """Before an engine stops its worker. May be async."""
+
+
+@hookspec
+def request_finished(output: RequestOutput) -> None:
+    """After a request's last output was published. Read-only. May be async."""
+
+
+@hookspec
+def step_finished(plan: StepPlan, result: StepResult) -> None:
+    """After a step's result was applied. Read-only. Runs in the step loop: be quick."""

@@ -1,0 +1,1 @@
+"""Checkpoints: configuration, tensors, weight-name mapping."""

@@ -1,0 +1,68 @@
+"""What building blocks are given: how to build a model, and what a forward pass works on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..protocols import AttentionBackend, AttentionSpec, QuantizationMethod
+
+
+@dataclass(frozen=True)
+class BuildContext:
+    """How parameters are created."""
+
+    device: torch.device
+    dtype: torch.dtype
+    quantization: QuantizationMethod | None = None
+
+
+@dataclass(frozen=True)
+class BatchLayout:
+    """One step's rows and tokens. Tensors live on the device; `*_cpu` twins are numpy.
+
+    R = num_rows, T = num_tokens, B = blocks a request may hold.
+    """
+
+    num_rows: int
+    num_tokens: int
+    max_query_len: int
+    max_seq_len: int
+    query_start: torch.Tensor
+    """[R + 1] int32: row r's tokens are query_start[r] .. query_start[r + 1]."""
+    seq_lens: torch.Tensor
+    """[R] int32: tokens in the cache once this step has written its own."""
+    block_table: torch.Tensor
+    """[R, B] int32"""
+    slot_mapping: torch.Tensor
+    """[T] int64: block * block_size + offset, where each token's KV goes."""
+    query_start_cpu: np.ndarray
+    seq_lens_cpu: np.ndarray
+
+    @property
+    def decode_only(self) -> bool:
+        """Every row computes one token."""
+        return self.max_query_len == 1
+
+
+@dataclass(frozen=True)
+class ForwardContext:
+    """Passed down through a forward call: no globals."""
+
+    backend: AttentionBackend
+    metadata: Any
+    layout: BatchLayout
+
+    def attend(
+        self,
+        spec: AttentionSpec,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+    ) -> torch.Tensor:
+        """[T, num_heads, head_dim] → the same shape."""
+        return self.backend.forward(spec, query, key, value, kv_cache, self.metadata)

@@ -1,0 +1,270 @@
+"""Finds plugins, keeps their named references, and knows where each came from.
+
+`load_plugins()` discovers the entry-point group `jackfield`, calls the registration hooks and
+returns a `Plugins`: one `Registry` for each kind, and the event hooks. Nothing heavy is imported
+until a name is used (`Registry.load`).
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+import logging
+import os
+import traceback
+from collections.abc import Iterable, Iterator
+from importlib import metadata
+from typing import Any, Generic, TypeVar
+
+import msgspec
+import pluggy
+
+from . import hooks
+from .errors import PluginError
+
+logger = logging.getLogger("jackfield.plugins")
+T = TypeVar("T")
+
+KINDS = {
+    "model": "register_models",
+    "attention_backend": "register_attention_backends",
+    "quantization": "register_quantization",
+    "reasoning_parser": "register_reasoning_parsers",
+    "tool_parser": "register_tool_parsers",
+    "kv_connector": "register_kv_connectors",
+    "kv_compressor": "register_kv_compressors",
+    "structured_backend": "register_structured_backends",
+    "speculator": "register_speculators",
+    "logits_processor": "register_logits_processors",
+    "weight_loader": "register_weight_loaders",
+    "executor": "register_executors",
+    "schedule_policy": "register_schedule_policies",
+    "command": "register_commands",
+}
+
+
+class Provenance(msgspec.Struct, frozen=True):
+    """Where a plugin came from."""
+
+    distribution: str
+    version: str
+    entry_point: str
+
+
+class Entry(msgspec.Struct, frozen=True):
+    """One registered name."""
+
+    name: str
+    reference: Any
+    """`"module:attribute"`, or the object itself."""
+    provenance: Provenance
+    priority: int = 0
+    help: str = ""
+
+
+class FailedPlugin(msgspec.Struct, frozen=True):
+    """A plugin that was left out, and why."""
+
+    provenance: Provenance
+    error: str
+    traceback: str = ""
+
+
+class Registry(Generic[T]):
+    """Names of one kind, with lazy references."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self._entries: dict[str, Entry] = {}
+        self._loaded: dict[str, T] = {}
+        self._registering = Provenance("unknown", "", "")
+
+    def add(
+        self,
+        name: str,
+        reference: str | T,
+        *,
+        override: bool = False,
+        priority: int = 0,
+        help: str = "",
+    ) -> None:
+        """Register `reference` ("module:attribute", or the object) under `name`.
+
+        Raises PluginError if another distribution has the name and `override` is not set.
+        """
+        if isinstance(reference, str) and reference.count(":") != 1:
+            raise PluginError(f"{self.kind} {name!r}: {reference!r} is not 'module:attribute'")
+        present = self._entries.get(name)
+        if present is not None and not override:
+            raise PluginError(
+                f"{self.kind} {name!r} is registered twice: by {present.provenance.distribution} "
+                f"({present.provenance.entry_point}) and by {self._registering.distribution} "
+                f"({self._registering.entry_point}); uninstall one, disable one, or register with "
+                "override=True"
+            )
+        self._entries[name] = Entry(name, reference, self._registering, priority, help)
+        self._loaded.pop(name, None)
+
+    def load(self, name: str) -> T:
+        """Import and return what is registered under `name`. Raises PluginError."""
+        if name in self._loaded:
+            return self._loaded[name]
+        entry = self._entries.get(name)
+        if entry is None:
+            near = difflib.get_close_matches(name, self._entries, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise PluginError(
+                f"no {self.kind.replace('_', ' ')} named {name!r}{hint} "
+                f"(there are: {', '.join(sorted(self._entries)) or 'none'})"
+            )
+        loaded = entry.reference
+        if isinstance(loaded, str):
+            module, _, attribute = loaded.partition(":")
+            try:
+                loaded = getattr(importlib.import_module(module), attribute)
+            except Exception as error:
+                raise PluginError(
+                    f"{self.kind} {name!r} of {entry.provenance.distribution} cannot be loaded "
+                    f"from {entry.reference}: {type(error).__name__}: {error}"
+                ) from error
+        self._loaded[name] = loaded
+        return loaded  # type: ignore[no-any-return]
+
+    def entries(self) -> list[Entry]:
+        """All entries, highest priority first, then by name."""
+        return sorted(self._entries.values(), key=lambda e: (-e.priority, e.name))
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._entries
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+
+class Plugins:
+    """Every registry, and the event hooks. One for an engine; pass it, do not import it."""
+
+    def __init__(self) -> None:
+        self.manager = pluggy.PluginManager(hooks.PROJECT)
+        self.manager.add_hookspecs(hooks)
+        self.registries: dict[str, Registry[Any]] = {kind: Registry(kind) for kind in KINDS}
+        self.failed: list[FailedPlugin] = []
+        self.provenance: dict[str, Provenance] = {}
+
+    def __getitem__(self, kind: str) -> Registry[Any]:
+        return self.registries[kind]
+
+    def add_plugin(self, plugin: object, provenance: Provenance) -> None:
+        """Register one plugin object and run its registration hooks.
+
+        Raises PluginError on a name conflict and pluggy's own error on a wrong signature; the
+        plugin is then left out whole.
+        """
+        saved = {kind: dict(r._entries) for kind, r in self.registries.items()}
+        name = f"{provenance.distribution}:{provenance.entry_point}"
+        try:
+            self.manager.register(plugin, name=name)
+            self.manager.check_pending()
+            for kind, hook in KINDS.items():
+                registry = self.registries[kind]
+                registry._registering = provenance
+                for impl in getattr(self.manager.hook, hook).get_hookimpls():
+                    if impl.plugin_name == name:
+                        impl.function(registry)
+        except BaseException:
+            if self.manager.has_plugin(name):
+                self.manager.unregister(name=name)
+            for kind, entries in saved.items():
+                self.registries[kind]._entries = entries
+            raise
+        self.provenance[name] = provenance
+
+    def has_listeners(self, event: str) -> bool:
+        """Whether any plugin implements an event hook."""
+        return bool(getattr(self.manager.hook, event).get_hookimpls())
+
+    async def emit(self, event: str, **kwargs: Any) -> None:
+        """Call an event hook; await what is awaitable. A listener's error is logged, not raised."""
+        for impl in reversed(getattr(self.manager.hook, event).get_hookimpls()):
+            try:
+                result = impl.function(**{k: kwargs[k] for k in impl.argnames})
+                if inspect.isawaitable(result):
+                    await result
+            except Exception:
+                logger.exception("plugin %s failed in %s", impl.plugin_name, event)
+
+
+def load_plugins(
+    *,
+    disable: Iterable[str] = (),
+    only: Iterable[str] | None = None,
+    extra: Iterable[object] = (),
+) -> Plugins:
+    """Discover and register every installed plugin.
+
+    `disable`: entry points or distributions to leave out. `only`: when given (or the environment's
+    JACKFIELD_PLUGINS is set), load just these third-party ones, and fail if one cannot be loaded;
+    Jackfield's own always load. `extra`: plugin objects of the caller.
+
+    Raises PluginError on a name conflict, or when a plugin named in `only` fails.
+    """
+    plugins = Plugins()
+    refused = set(disable)
+    if only is None and os.environ.get("JACKFIELD_PLUGINS"):
+        only = os.environ["JACKFIELD_PLUGINS"].split(",")
+    named = None if only is None else {name.strip() for name in only}
+    found: set[str] = set()
+    for entry_point, provenance in _discover():
+        names = {provenance.entry_point, provenance.distribution}
+        own = provenance.distribution == hooks.PROJECT
+        if names & refused or (named is not None and not own and not names & named):
+            continue
+        found |= names
+        try:
+            plugins.add_plugin(entry_point.load(), provenance)
+        except PluginError:
+            raise
+        except Exception as error:
+            explicit = named is not None and bool(names & named)
+            if own or explicit:
+                raise PluginError(
+                    f"plugin {provenance.entry_point} of {provenance.distribution} "
+                    f"{provenance.version} failed: {type(error).__name__}: {error}"
+                ) from error
+            plugins.failed.append(
+                FailedPlugin(provenance, f"{type(error).__name__}: {error}", traceback.format_exc())
+            )
+            logger.warning(
+                "plugin %s of %s %s is left out: %s: %s",
+                provenance.entry_point,
+                provenance.distribution,
+                provenance.version,
+                type(error).__name__,
+                error,
+            )
+    if named is not None and (missing := named - found - {hooks.PROJECT, ""}):
+        raise PluginError(f"no such plugin installed: {', '.join(sorted(missing))}")
+    for number, plugin in enumerate(extra):
+        plugins.add_plugin(plugin, Provenance("(given by the caller)", "", f"extra-{number}"))
+    return plugins
+
+
+def _discover() -> Iterator[tuple[metadata.EntryPoint, Provenance]]:
+    """Entry points, Jackfield's own first, each once (a path may list a distribution twice)."""
+    seen: set[tuple[str, str]] = set()
+    points = []
+    for point in metadata.entry_points(group=hooks.PROJECT):
+        dist = point.dist
+        provenance = Provenance(
+            dist.name if dist else "unknown", dist.version if dist else "", point.name
+        )
+        key = (provenance.distribution, point.name)
+        if key not in seen:
+            seen.add(key)
+            points.append((point, provenance))
+    points.sort(key=lambda p: (p[1].distribution != hooks.PROJECT, p[1].distribution, p[0].name))
+    return iter(points)

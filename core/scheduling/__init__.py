@@ -1,0 +1,1 @@
+"""Scheduler, queues and plans: pure Python, no torch."""

@@ -1,0 +1,1 @@
+"""Tokenizer, incremental detokenizer, chat templates, stop strings."""

@@ -1,0 +1,350 @@
+"""What travels: sampling parameters in, step plans to the worker, step results back, outputs out.
+
+`SamplingParams → Request → StepPlan → StepResult → RequestOutput`. Everything here is a plain
+`msgspec.Struct` without torch, so a plan can be recorded, replayed and simulated anywhere.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from typing import Any, Literal, TypeAlias, TypedDict
+
+import msgspec
+
+from .errors import InvalidRequest
+
+FinishReason: TypeAlias = Literal["stop", "length", "abort", "error"]
+
+
+class OutputKind(str, enum.Enum):
+    """What each `RequestOutput` of a stream holds."""
+
+    CUMULATIVE = "cumulative"
+    """All text and tokens so far."""
+    DELTA = "delta"
+    """Only what is new since the last one."""
+    FINAL_ONLY = "final_only"
+    """One output, at the end."""
+
+
+MAX_LOGPROBS = 20
+MAX_N = 128
+MAX_STOP_STRINGS = 64
+MAX_STOP_LENGTH = 1024
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """How to choose tokens for one request. Names and defaults are vLLM's.
+
+    Raises `InvalidRequest` with the field's name when a value is out of range.
+    """
+
+    n: int = 1
+    """Completions for the prompt."""
+    max_tokens: int | None = None
+    """Tokens to generate at most; None: as many as the context leaves."""
+    min_tokens: int = 0
+    """No stop (EOS, stop ids, stop strings) before so many tokens."""
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 or -1: no limit."""
+    min_p: float = 0.0
+    """Keep tokens at least this probable, relative to the most probable one."""
+    seed: int | None = None
+    """Same seed, same tokens, whatever else is in the batch."""
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    stop: tuple[str, ...] = ()
+    """Strings that end the output; cut off unless `include_stop_str_in_output`."""
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    """Log-probabilities of the most likely tokens at each position, besides the sampled one's;
+    -1: the whole vocabulary."""
+    prompt_logprobs: int | None = None
+    """The same for each prompt token."""
+    logit_bias: dict[int, float] | None = None
+    """Token id → number added to its logit, in [-100, 100]."""
+    allowed_token_ids: tuple[int, ...] | None = None
+    """Only these tokens may be sampled."""
+    bad_words: tuple[str, ...] = ()
+    """Words whose last token may not be sampled after the ones before it."""
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    detokenize: bool = True
+    truncate_prompt_tokens: int | None = None
+    """Keep only the last so many prompt tokens; -1: as many as the context holds."""
+    output_kind: OutputKind = OutputKind.CUMULATIVE
+
+    def __post_init__(self) -> None:
+        for name in ("stop", "stop_token_ids", "bad_words", "allowed_token_ids"):
+            value = getattr(self, name)
+            if isinstance(value, str):
+                value = (value,)
+            if isinstance(value, list):
+                value = tuple(value)
+            if value is None and name != "allowed_token_ids":
+                value = ()
+            msgspec.structs.force_setattr(self, name, value)
+        self._check()
+
+    def _check(self) -> None:
+        def refuse(param: str, wanted: str) -> None:
+            raise InvalidRequest(
+                f"{param} must be {wanted}, got {getattr(self, param)!r}", param=param
+            )
+
+        def number(param: str) -> float:
+            value = getattr(self, param)
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                refuse(param, "a number")
+            if not math.isfinite(value):
+                refuse(param, "finite")
+            return float(value)
+
+        def integer(param: str) -> int:
+            value = getattr(self, param)
+            if isinstance(value, bool) or not isinstance(value, int):
+                refuse(param, "an integer")
+            return int(value)
+
+        if not 1 <= integer("n") <= MAX_N:
+            refuse("n", f"between 1 and {MAX_N}")
+        if self.max_tokens is not None and integer("max_tokens") < 1:
+            refuse("max_tokens", "at least 1")
+        if integer("min_tokens") < 0:
+            refuse("min_tokens", "at least 0")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            refuse("min_tokens", f"at most max_tokens ({self.max_tokens})")
+        if not 0.0 <= number("temperature") <= 100.0:
+            refuse("temperature", "between 0 and 100")
+        if not 0.0 < number("top_p") <= 1.0:
+            refuse("top_p", "in (0, 1]")
+        if integer("top_k") < -1:
+            refuse("top_k", "-1 or 0 (no limit) or positive")
+        if not 0.0 <= number("min_p") <= 1.0:
+            refuse("min_p", "in [0, 1]")
+        for name in ("presence_penalty", "frequency_penalty"):
+            if not -2.0 <= number(name) <= 2.0:
+                refuse(name, "in [-2, 2]")
+        if not 0.0 < number("repetition_penalty") <= 100.0:
+            refuse("repetition_penalty", "in (0, 100]")
+        if self.seed is not None and not -(2**63) <= integer("seed") < 2**63:
+            refuse("seed", "a 64-bit integer")
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None and integer(name) < -1:
+                refuse(name, "-1 (whole vocabulary), 0 or positive")
+        if self.truncate_prompt_tokens is not None and (
+            integer("truncate_prompt_tokens") < -1 or self.truncate_prompt_tokens == 0
+        ):
+            refuse("truncate_prompt_tokens", "-1 or positive")
+        self._check_lists(refuse)
+
+    def _check_lists(self, refuse: Any) -> None:
+        if len(self.stop) > MAX_STOP_STRINGS:
+            refuse("stop", f"at most {MAX_STOP_STRINGS} strings")
+        if any(not isinstance(s, str) or not 0 < len(s) <= MAX_STOP_LENGTH for s in self.stop):
+            refuse("stop", f"non-empty strings of at most {MAX_STOP_LENGTH} characters")
+        if self.stop and not self.detokenize:
+            refuse("stop", "empty when detokenize is off")
+        if any(not isinstance(w, str) or not w for w in self.bad_words):
+            refuse("bad_words", "non-empty strings")
+        for name in ("stop_token_ids", "allowed_token_ids"):
+            if any(isinstance(t, bool) or not isinstance(t, int) for t in getattr(self, name) or ()):
+                refuse(name, "a list of integers")
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            refuse("allowed_token_ids", "non-empty")
+        if self.logit_bias is not None and any(
+            not isinstance(t, int) or not math.isfinite(b) or abs(b) > 100
+            for t, b in self.logit_bias.items()
+        ):
+            refuse("logit_bias", "a map of token id to a number in [-100, 100]")
+
+    @property
+    def greedy(self) -> bool:
+        """True when the most likely token is always taken."""
+        return self.temperature < 1e-5
+
+    @property
+    def has_penalties(self) -> bool:
+        """True when counts of earlier tokens change the logits."""
+        return (
+            self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+            or self.repetition_penalty != 1.0
+        )
+
+
+class TokensPrompt(TypedDict):
+    """A prompt given as token ids."""
+
+    prompt_token_ids: list[int]
+
+
+Prompt: TypeAlias = str | list[int] | TokensPrompt
+ChatMessage: TypeAlias = dict[str, Any]
+
+
+# ---------------------------------------------------------------- loop → worker
+
+
+class SlotStart(msgspec.Struct, frozen=True):
+    """A request takes a slot: newly admitted, or resumed after preemption."""
+
+    slot: int
+    request_id: str
+    token_ids: tuple[int, ...]
+    """Every token known: the prompt, and what was generated before a preemption."""
+    num_prompt_tokens: int
+    num_computed_tokens: int
+    """Tokens whose KV is already in `block_ids` (prefix-cache hits)."""
+    block_ids: tuple[int, ...]
+    params: SamplingParams
+    seed: int
+    """Seed of the request's counter-based random numbers (drawn at admission when not given)."""
+    stop_token_ids: tuple[int, ...] = ()
+    """EOS and stop ids; masked while fewer than `params.min_tokens` tokens are out."""
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
+
+
+class StepPlan(msgspec.Struct, frozen=True):
+    """One step of work: the whole contract between the event loop and the worker.
+
+    It carries differences: a slot's tokens, blocks and parameters travel once. Applied in order:
+    `released`, `starts`, `appended_blocks`; then rows run as given by `slots`/`num_tokens`.
+    """
+
+    step: int
+    slots: tuple[int, ...]
+    """[num_rows] The slot of each scheduled row. Decode rows (one token) come before prefill rows."""
+    num_tokens: tuple[int, ...]
+    """[num_rows] Tokens to compute for each row, from where the row's slot stands."""
+    samples: tuple[bool, ...]
+    """[num_rows] Whether the row reaches its last known token, so that a token is sampled."""
+    released: tuple[int, ...] = ()
+    """Slots whose request ended or was preempted."""
+    starts: tuple[SlotStart, ...] = ()
+    appended_blocks: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    """(slot, new block ids) for running slots whose block table grew."""
+
+    @property
+    def total_tokens(self) -> int:
+        """Tokens computed in this step."""
+        return sum(self.num_tokens)
+
+
+# ---------------------------------------------------------------- worker → loop
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True):
+    """Log-probabilities at one position, from the model's raw logits (before any processing)."""
+
+    token_id: int
+    """The sampled token (or the prompt token)."""
+    logprob: float
+    rank: int
+    """1 for the most likely token."""
+    top_ids: list[int]
+    """[k], most likely first."""
+    top_logprobs: list[float]
+    """[k]"""
+
+
+class StepResult(msgspec.Struct, frozen=True):
+    """What a step produced, row by row as in its plan."""
+
+    step: int
+    token_ids: list[int]
+    """[num_rows] The sampled token, or -1 where the row does not sample."""
+    logprobs: dict[int, TokenLogprobs] = {}
+    """Row → log-probabilities of its sampled token, where asked for."""
+    prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
+    """Row → log-probabilities of the prompt tokens that FOLLOW the positions computed in this
+    step (position p predicts token p + 1), in order, where asked for."""
+    failed: dict[int, str] = {}
+    """Row → why this row alone failed."""
+    device_seconds: float = 0.0
+    """Launch to result, as the worker saw it."""
+
+
+# ---------------------------------------------------------------- engine → caller
+
+
+class Logprob(msgspec.Struct, frozen=True):
+    """Log-probability of one token at one position."""
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+PositionLogprobs: TypeAlias = dict[int, Logprob]
+"""Token id → Logprob: the position's own token, then the most likely ones."""
+
+
+class CompletionOutput(msgspec.Struct, kw_only=True):
+    """One of the `n` completions of a request."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = []
+    logprobs: list[PositionLogprobs] | None = None
+    cumulative_logprob: float | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    """The stop token id or stop string that ended it; None for EOS and everything else."""
+
+
+class RequestTimings(msgspec.Struct, kw_only=True):
+    """Monotonic times in seconds (`time.monotonic`)."""
+
+    arrival: float
+    first_scheduled: float | None = None
+    first_token: float | None = None
+    last_token: float | None = None
+    finished: float | None = None
+    num_preemptions: int = 0
+
+
+class RequestOutput(msgspec.Struct, kw_only=True):
+    """What `AsyncEngine.generate` yields."""
+
+    request_id: str
+    prompt: str | None = None
+    prompt_token_ids: list[int]
+    prompt_logprobs: list[PositionLogprobs | None] | None = None
+    """[num_prompt_tokens]; the first is None, for nothing precedes it."""
+    outputs: list[CompletionOutput]
+    finished: bool
+    num_cached_tokens: int = 0
+    """Prompt tokens that came from the prefix cache."""
+    timings: RequestTimings
+    error: str | None = None
+    """Why, when a finish_reason is "error"."""
+
+
+class EngineStats(msgspec.Struct, kw_only=True):
+    """A snapshot of the engine, cheap to take."""
+
+    num_requests_running: int = 0
+    num_requests_waiting: int = 0
+    num_slots: int = 0
+    kv_blocks_total: int = 0
+    kv_blocks_used: int = 0
+    """Held by requests. Cached blocks that nobody holds count as free."""
+    kv_cache_usage: float = 0.0
+    prefix_cache_queries: int = 0
+    """Prompt tokens looked up, since the start."""
+    prefix_cache_hits: int = 0
+    """Prompt tokens found, since the start."""
+    num_preemptions: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    steps: int = 0
+    requests_finished: dict[str, int] = {}
+    """finish_reason → count, since the start."""

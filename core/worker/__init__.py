@@ -1,0 +1,1 @@
+"""The in-process GPU worker: thread, persistent batch, model runner, sampler, memory."""

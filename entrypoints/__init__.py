@@ -1,0 +1,1 @@
+"""The faces: command line, OpenAI server, synchronous LLM."""

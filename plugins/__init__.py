@@ -1,0 +1,1 @@
+"""What ships in the box, registered through the same entry points as anyone's."""

@@ -1,0 +1,13 @@
+"""Weight loaders that ship in the box."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...core.hooks import hookimpl
+
+
+@hookimpl
+def register_weight_loaders(registry: Any) -> None:
+    registry.add("safetensors", "jackfield.plugins.loaders.safetensors:SafetensorsLoader")
+    registry.add("dummy", "jackfield.plugins.loaders.dummy:DummyLoader")

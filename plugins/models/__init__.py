@@ -1,0 +1,15 @@
+"""Model architectures that ship in the box."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...core.hooks import hookimpl
+
+
+@hookimpl
+def register_models(registry: Any) -> None:
+    registry.add("LlamaForCausalLM", "jackfield.plugins.models.llama:LlamaForCausalLM")
+    registry.add("MistralForCausalLM", "jackfield.plugins.models.mistral:MistralForCausalLM")
+    registry.add("Qwen2ForCausalLM", "jackfield.plugins.models.qwen2:Qwen2ForCausalLM")
+    registry.add("Qwen3ForCausalLM", "jackfield.plugins.models.qwen3:Qwen3ForCausalLM")

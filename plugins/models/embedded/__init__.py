@@ -1,0 +1,1 @@
+"""The tiny chat model that ships in the package."""

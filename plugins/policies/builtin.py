@@ -1,0 +1,21 @@
+"""First come first served, and by priority."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...core.scheduling.request import Request
+
+
+class FirstComeFirstServed:
+    """By arrival."""
+
+    def key(self, request: Request) -> tuple[Any, ...]:
+        return (request.arrival,)
+
+
+class Priority:
+    """Lower `priority` first; among equals by arrival."""
+
+    def key(self, request: Request) -> tuple[Any, ...]:
+        return (request.priority, request.arrival)
