@@ -1,6 +1,6 @@
 """Jackfield: an LLM serving engine built as an asyncio plugin framework.
 
-    from jackfield import AsyncEngine, EngineConfig, SamplingParams
+from jackfield import AsyncEngine, EngineConfig, SamplingParams
 """
 
 from __future__ import annotations

@@ -18,6 +18,10 @@ DType = Literal["auto", "bfloat16", "float16", "float32"]
 LoadFormat = str
 
 
+AtLeastOne = Annotated[int, Meta(ge=1)]
+AtLeastTwo = Annotated[int, Meta(ge=2)]
+
+
 def _doc(text: str, **bounds: Any) -> Any:
     return Meta(description=text, **bounds)
 
@@ -39,7 +43,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = ()
     trust_remote_code: Annotated[
         bool,
-        _doc("Kept for compatibility. Jackfield never imports a checkpoint's code; True is refused."),
+        _doc(
+            "Kept for compatibility. Jackfield never imports a checkpoint's code; True is refused."
+        ),
     ] = False
     skip_tokenizer_init: Annotated[
         bool, _doc("Load no tokenizer: prompts are token ids and outputs have no text.")
@@ -56,14 +62,15 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         LoadFormat, _doc("Weight loader: auto, safetensors, dummy (random), or a plugin's.")
     ] = "auto"
     max_model_len: Annotated[
-        int | None, _doc("Context length in tokens; default: the model's.", ge=1)
+        AtLeastOne | None, _doc("Context length in tokens; default: the model's.")
     ] = None
     max_num_seqs: Annotated[int, _doc("Requests that run at once (slots).", ge=1)] = 256
     max_num_batched_tokens: Annotated[
-        int | None, _doc("Token budget of one step; default: 8192 on a GPU, 2048 on a CPU.", ge=1)
+        AtLeastOne | None, _doc("Token budget of one step; default: 8192 on a GPU, 2048 on a CPU.")
     ] = None
     max_waiting_requests: Annotated[
-        int | None, _doc("Refuse new requests (503) past so many waiting; default: no limit.", ge=1)
+        AtLeastOne | None,
+        _doc("Refuse new requests (503) past so many waiting; default: no limit."),
     ] = None
     enable_chunked_prefill: Annotated[
         bool, _doc("Split long prompts over several steps. Off: a prompt must fit in one budget.")
@@ -80,7 +87,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         float, _doc("Share of the device's memory this engine may use.", gt=0.0, le=1.0)
     ] = 0.9
     num_gpu_blocks_override: Annotated[
-        int | None, _doc("KV-cache blocks, instead of what profiling finds.", ge=2)
+        AtLeastTwo | None, _doc("KV-cache blocks, instead of what profiling finds.")
     ] = None
     cpu_kvcache_space: Annotated[
         float, _doc("GiB for the KV cache when the device is a CPU.", gt=0.0)
@@ -98,9 +105,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_logprobs: Annotated[
         int, _doc("Largest logprobs a request may ask for; -1: no limit.", ge=-1)
     ] = 20
-    reasoning_parser: Annotated[
-        str | None, _doc("Reasoning parser by name; default: none.")
-    ] = None
+    reasoning_parser: Annotated[str | None, _doc("Reasoning parser by name; default: none.")] = None
     tool_call_parser: Annotated[str | None, _doc("Tool-call parser by name; default: none.")] = None
     disable_plugins: Annotated[
         tuple[str, ...], _doc("Entry points or distributions not to load.")

@@ -192,7 +192,7 @@ def register_schedule_policies(registry: Registry[type[SchedulePolicy]]) -> None
 def register_routes(app: Any, engine: Any) -> None:
     """Add HTTP routes to the `aiohttp.web.Application`, before the server starts.
 
-        app.router.add_get("/hello", hello)
+    app.router.add_get("/hello", hello)
     """
 
 
@@ -200,7 +200,7 @@ def register_routes(app: Any, engine: Any) -> None:
 def register_commands(commands: Registry[Any]) -> None:
     """Command-line commands: name → `module:function` taking (argv: list[str]) → exit status.
 
-        commands.add("hello", "my_package.cli:hello", help="Say hello")
+    commands.add("hello", "my_package.cli:hello", help="Say hello")
     """
 
 

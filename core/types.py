@@ -155,7 +155,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         if any(not isinstance(w, str) or not w for w in self.bad_words):
             refuse("bad_words", "non-empty strings")
         for name in ("stop_token_ids", "allowed_token_ids"):
-            if any(isinstance(t, bool) or not isinstance(t, int) for t in getattr(self, name) or ()):
+            tokens = getattr(self, name) or ()
+            if any(isinstance(t, bool) or not isinstance(t, int) for t in tokens):
                 refuse(name, "a list of integers")
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             refuse("allowed_token_ids", "non-empty")
@@ -221,7 +222,7 @@ class StepPlan(msgspec.Struct, frozen=True):
 
     step: int
     slots: tuple[int, ...]
-    """[num_rows] The slot of each scheduled row. Decode rows (one token) come before prefill rows."""
+    """[num_rows] Each scheduled row's slot. Decode rows (one token) come before prefill rows."""
     num_tokens: tuple[int, ...]
     """[num_rows] Tokens to compute for each row, from where the row's slot stands."""
     samples: tuple[bool, ...]
