@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from .config import EngineConfig
     from .loading.model_config import ModelConfig
     from .nn.context import BatchLayout, BuildContext, ForwardContext
+    from .registry import Plugins
     from .scheduling.request import Request
 
 
@@ -211,13 +212,15 @@ class WeightLoader(Protocol):
     def __init__(self, config: EngineConfig, model_config: ModelConfig) -> None: ...
 
     def load(self, model: nn.Module, device: torch.device) -> None:
-        """Fill every parameter of `model`. Raises LoadError naming what is missing or unexpected."""
+        """Fill every parameter of `model`. Raises LoadError naming what is missing or unknown."""
 
 
 class Executor(Protocol):
     """Where the ranks run. The event loop talks to the worker through this alone."""
 
-    def __init__(self, config: EngineConfig, model_config: ModelConfig) -> None: ...
+    def __init__(
+        self, config: EngineConfig, model_config: ModelConfig, plugins: Plugins
+    ) -> None: ...
 
     async def start(self) -> ExecutorInfo:
         """Load the model, size the cache, warm up."""
@@ -251,7 +254,7 @@ class SchedulePolicy(Protocol):
         """Smallest first. The victim of a preemption is the running request with the largest."""
 
 
-# ---------------------------------------------------------------- specified now, used by later parts
+# ---------------------------------------------------------------- specified, not called yet
 
 
 class KVConnector(Protocol):

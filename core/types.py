@@ -17,7 +17,7 @@ from .errors import InvalidRequest
 FinishReason: TypeAlias = Literal["stop", "length", "abort", "error"]
 
 
-class OutputKind(str, enum.Enum):
+class OutputKind(enum.StrEnum):
     """What each `RequestOutput` of a stream holds."""
 
     CUMULATIVE = "cumulative"

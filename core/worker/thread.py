@@ -1,0 +1,110 @@
+"""The threads between the event loop and the device: one launches, one waits.
+
+The launch thread owns the device: everything that touches it runs there, in order. A step is
+launched without waiting for it; the completion thread waits on its event, which releases the
+interpreter lock, and hands the result to the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
+
+from ..types import StepPlan, StepResult
+
+T = TypeVar("T")
+
+
+class PendingStep(Protocol):
+    """A launched step."""
+
+    def wait(self) -> StepResult:
+        """Block until the device is done; runs on the completion thread."""
+
+
+class WorkerThread:
+    """Runs device work in order, off the event loop."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, name: str = "jackfield-worker") -> None:
+        self._loop = loop
+        self._jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._launched: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._threads = [
+            threading.Thread(target=self._launch, name=name, daemon=True),
+            threading.Thread(target=self._complete, name=f"{name}-wait", daemon=True),
+        ]
+        self._closed = False
+        for thread in self._threads:
+            thread.start()
+
+    def call(self, function: Callable[[], T]) -> asyncio.Future[T]:
+        """Run a function on the launch thread, after what is queued."""
+        future: asyncio.Future[T] = self._loop.create_future()
+        if self._closed:
+            future.set_exception(RuntimeError("the worker thread is closed"))
+        else:
+            self._jobs.put((function, future, False))
+        return future
+
+    def step(self, launch: Callable[[], PendingStep]) -> asyncio.Future[StepResult]:
+        """Launch a step; the future is done when the device is."""
+        future: asyncio.Future[StepResult] = self._loop.create_future()
+        if self._closed:
+            future.set_exception(RuntimeError("the worker thread is closed"))
+        else:
+            self._jobs.put((launch, future, True))
+        return future
+
+    async def close(self) -> None:
+        """Finish what is queued and end both threads. Safe to call twice."""
+        if self._closed:
+            return
+        self._closed = True
+        self._jobs.put(None)
+        for thread in self._threads:
+            await asyncio.to_thread(thread.join)
+
+    def _launch(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            function, future, is_step = job
+            try:
+                result = function()
+            except BaseException as error:
+                self._hand_over(future, None, error)
+                continue
+            if is_step:
+                self._launched.put((result, future))
+            else:
+                self._hand_over(future, result, None)
+            del job, function, future, result
+        self._launched.put(None)
+
+    def _complete(self) -> None:
+        while (launched := self._launched.get()) is not None:
+            pending, future = launched
+            try:
+                result = pending.wait()
+            except BaseException as error:
+                self._hand_over(future, None, error)
+            else:
+                self._hand_over(future, result, None)
+
+    def _hand_over(
+        self, future: asyncio.Future[Any], result: Any, error: BaseException | None
+    ) -> None:
+        def settle() -> None:
+            if future.done():
+                return
+            if error is not None:
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(settle)
+
+
+__all__ = ["PendingStep", "StepPlan", "WorkerThread"]
