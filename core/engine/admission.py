@@ -1,0 +1,151 @@
+"""From what a caller asks to what the scheduler takes: checks against the model, fills defaults."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from ..errors import ContextLengthExceeded, InvalidRequest
+from ..loading.model_config import ModelConfig
+from ..scheduling.request import Request
+from ..text.tokenizer import Tokenizer
+from ..types import Prompt, SamplingParams
+
+
+class Admission:
+    """Makes scheduler requests. Every refusal names the field."""
+
+    def __init__(
+        self,
+        model_config: ModelConfig,
+        tokenizer: Tokenizer | None,
+        *,
+        seed: int,
+        max_logprobs: int,
+    ) -> None:
+        self.model_config = model_config
+        self.tokenizer = tokenizer
+        self.max_logprobs = max_logprobs
+        self._seeds = random.Random(seed)
+
+    def tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        """→ (text or None, token ids). Raises InvalidRequest."""
+        if isinstance(prompt, Mapping):
+            if "prompt_token_ids" not in prompt:
+                raise InvalidRequest("prompt: a dict needs prompt_token_ids", param="prompt")
+            prompt = prompt["prompt_token_ids"]
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise InvalidRequest(
+                    "prompt: this engine has no tokenizer (skip_tokenizer_init), send token ids",
+                    param="prompt",
+                )
+            return prompt, self.tokenizer.encode(prompt)
+        if not isinstance(prompt, list | tuple) or any(
+            isinstance(t, bool) or not isinstance(t, int) for t in prompt
+        ):
+            raise InvalidRequest("prompt: must be text or a list of token ids", param="prompt")
+        return None, list(prompt)
+
+    def requests(
+        self,
+        request_id: str,
+        token_ids: list[int],
+        params: SamplingParams,
+        *,
+        priority: int,
+        cache_salt: str | None,
+    ) -> list[Request]:
+        """`params.n` scheduler requests for one prompt, the first one leading."""
+        token_ids = self._truncated(token_ids, params)
+        self._check_prompt(token_ids)
+        self._check_params(params)
+        room = self.model_config.max_model_len - len(token_ids)
+        max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+        if params.min_tokens > max_tokens:
+            params = msgspec.structs.replace(params, min_tokens=max_tokens)
+        eos = frozenset() if params.ignore_eos else self.model_config.eos_token_ids
+        bad_words: Any = ()
+        if params.bad_words:
+            if self.tokenizer is None:
+                raise InvalidRequest("bad_words: needs a tokenizer", param="bad_words")
+            bad_words = self.tokenizer.bad_words_ids(params.bad_words)
+        seed = self._seeds.getrandbits(62) if params.seed is None else params.seed
+        made: list[Request] = []
+        for index in range(params.n):
+            made.append(
+                Request(
+                    request_id=request_id if params.n == 1 else f"{request_id}#{index}",
+                    prompt_token_ids=token_ids,
+                    params=params,
+                    max_tokens=max_tokens,
+                    seed=seed + index,
+                    eos_token_ids=eos,
+                    bad_words_token_ids=bad_words,
+                    priority=priority,
+                    cache_salt=cache_salt,
+                    leader=made[0] if made else None,
+                )
+            )
+        return made
+
+    def _truncated(self, token_ids: list[int], params: SamplingParams) -> list[int]:
+        keep = params.truncate_prompt_tokens
+        if keep is None:
+            return token_ids
+        limit = self.model_config.max_model_len - 1
+        if keep == -1:
+            keep = limit
+        elif keep > limit:
+            raise InvalidRequest(
+                f"truncate_prompt_tokens: {keep} leaves no room in a context of "
+                f"{self.model_config.max_model_len} tokens",
+                param="truncate_prompt_tokens",
+            )
+        return token_ids[-keep:]
+
+    def _check_prompt(self, token_ids: list[int]) -> None:
+        if not token_ids:
+            raise InvalidRequest("prompt: must have at least one token", param="prompt")
+        limit = self.model_config.max_model_len
+        if len(token_ids) >= limit:
+            raise ContextLengthExceeded(
+                f"prompt: {len(token_ids)} tokens, but the context holds {limit} including at "
+                "least one token of output; shorten it or set truncate_prompt_tokens",
+                param="prompt",
+            )
+        vocab = self.model_config.vocab_size
+        if min(token_ids) < 0 or max(token_ids) >= vocab:
+            wrong = next(t for t in token_ids if not 0 <= t < vocab)
+            raise InvalidRequest(
+                f"prompt: token id {wrong} is not in the vocabulary (0 to {vocab - 1})",
+                param="prompt",
+            )
+
+    def _check_params(self, params: SamplingParams) -> None:
+        vocab = self.model_config.vocab_size
+        for name in ("logprobs", "prompt_logprobs"):
+            asked = getattr(params, name)
+            if asked is None or self.max_logprobs == -1:
+                continue
+            if (vocab if asked == -1 else asked) > self.max_logprobs:
+                raise InvalidRequest(
+                    f"{name}: {asked} asked, at most max_logprobs={self.max_logprobs} allowed",
+                    param=name,
+                )
+        for name in ("logit_bias", "allowed_token_ids", "stop_token_ids"):
+            for token in getattr(params, name) or ():
+                if not 0 <= token < vocab:
+                    raise InvalidRequest(
+                        f"{name}: token id {token} is not in the vocabulary (0 to {vocab - 1})",
+                        param=name,
+                    )
+        if self.tokenizer is None:
+            for name in ("stop", "bad_words"):
+                if getattr(params, name):
+                    raise InvalidRequest(
+                        f"{name}: needs a tokenizer, and this engine has none", param=name
+                    )

@@ -1,0 +1,442 @@
+"""`AsyncEngine`: the engine inside somebody's own asyncio program.
+
+async with AsyncEngine(EngineConfig(model="path")) as engine:
+    async for output in engine.generate("Once", SamplingParams(max_tokens=32)):
+        print(output.outputs[0].text)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..config import EngineConfig
+from ..errors import (
+    EngineOverloaded,
+    EngineStopped,
+    InvalidRequest,
+    NotSupported,
+)
+from ..loading.model_config import ModelConfig, resolve_model_config
+from ..observe.metrics import EngineMetrics
+from ..protocols import Executor, ExecutorInfo
+from ..registry import Plugins, load_plugins
+from ..scheduling.scheduler import Scheduler, Update
+from ..text.chat import ChatTemplate
+from ..text.tokenizer import Tokenizer
+from ..types import (
+    ChatMessage,
+    EngineStats,
+    FinishReason,
+    Prompt,
+    SamplingParams,
+    StepPlan,
+    StepResult,
+)
+from .admission import Admission
+from .output import OutputStream, RequestState
+from .resolve import resolve_config
+from .step_loop import StepLoop
+
+logger = logging.getLogger("jackfield.engine")
+
+
+class AsyncEngine:
+    """Schedules requests onto an in-process worker. Many may live in one process.
+
+    Use as an async context manager, or call `start` and `stop`. All methods belong to the event
+    loop that started it.
+    """
+
+    config: EngineConfig
+    """Resolved at start: `device` and `max_num_batched_tokens` are concrete."""
+    model_config: ModelConfig
+    info: ExecutorInfo
+    tokenizer: Tokenizer | None
+    metrics: EngineMetrics
+
+    def __init__(self, config: EngineConfig, *, plugins: Plugins | None = None) -> None:
+        """`plugins`: what to use instead of everything that is installed."""
+        self.config = config
+        self.plugins = (
+            plugins if plugins is not None else load_plugins(disable=config.disable_plugins)
+        )
+        self.tokenizer = None
+        self.dead_reason: str | None = None
+        self._chat_template: ChatTemplate | None = None
+        self._states: dict[str, RequestState] = {}
+        self._owners: dict[str, tuple[RequestState, int]] = {}
+        """Scheduler request id → its state and completion index."""
+        self._started = False
+        self._accepting = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._background: set[asyncio.Task[Any]] = set()
+        self._finished_counts: dict[str, int] = {}
+        self._num_prompt_tokens = 0
+        self._num_generation_tokens = 0
+        self._num_steps = 0
+
+    # ------------------------------------------------------------ life
+
+    async def start(self) -> None:
+        """Load the model and begin to serve. Raises ConfigError, LoadError, OutOfMemory."""
+        if self._started:
+            raise EngineStopped("this engine was started before; make a new one")
+        self._started = True
+        began = time.monotonic()
+        self.config = resolve_config(self.config)
+        self.model_config = await asyncio.to_thread(resolve_model_config, self.config)
+        executor_class = self.plugins["executor"].load(self.config.executor)
+        self._executor: Executor = executor_class(self.config, self.model_config, self.plugins)
+        starting = asyncio.ensure_future(self._executor.start())
+        try:
+            await asyncio.to_thread(self._load_text)
+            self.info = await starting
+        except BaseException:
+            await asyncio.gather(starting, return_exceptions=True)
+            await self._executor.stop()
+            raise
+        self._serve()
+        logger.info(
+            "ready in %.1f s: %s on %s (%s), attention %s (%s), %d KV blocks of %d tokens",
+            time.monotonic() - began,
+            self.model_config.architecture,
+            self.info.device,
+            self.info.dtype,
+            self.info.attention_backend,
+            self.info.attention_reason,
+            self.info.num_blocks,
+            self.config.block_size,
+        )
+        await self.plugins.emit("engine_started", engine=self)
+
+    def _load_text(self) -> None:
+        if self.config.skip_tokenizer_init:
+            return
+        source = self.config.tokenizer or str(self.model_config.path)
+        self.tokenizer = Tokenizer.load(
+            source,
+            revision=self.config.tokenizer_revision,
+            chat_template=self.config.chat_template,
+        )
+        if self.tokenizer.chat_template:
+            self._chat_template = ChatTemplate(self.tokenizer.chat_template, self.tokenizer)
+
+    def _serve(self) -> None:
+        config = self.config
+        assert config.max_num_batched_tokens is not None
+        self.metrics = EngineMetrics(self.served_model_names[0])
+        self._admission = Admission(
+            self.model_config,
+            self.tokenizer,
+            seed=config.seed,
+            max_logprobs=config.max_logprobs,
+        )
+        self._scheduler = Scheduler(
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_model_len=self.model_config.max_model_len,
+            num_blocks=self.info.num_blocks,
+            block_size=config.block_size,
+            enable_prefix_caching=config.enable_prefix_caching,
+            enable_chunked_prefill=config.enable_chunked_prefill,
+            long_prefill_token_threshold=config.long_prefill_token_threshold,
+            policy=self.plugins["schedule_policy"].load(config.scheduling_policy)(),
+        )
+        self._steps = StepLoop(
+            self._scheduler,
+            self._executor,
+            publish=self._publish,
+            stepped=self._stepped,
+            died=self._die,
+        )
+        self._watch_steps = self.plugins.has_listeners("step_finished")
+        self._watch_requests = self.plugins.has_listeners("request_finished")
+        self._steps.start()
+        self._accepting = True
+
+    async def drain(self, timeout: float | None = None) -> bool:
+        """Take no new requests; wait for the running ones, at most `timeout` seconds.
+
+        → whether all of them finished.
+        """
+        self._accepting = False
+        try:
+            await asyncio.wait_for(self._idle.wait(), timeout)
+        except TimeoutError:
+            return False
+        return True
+
+    async def stop(self) -> None:
+        """Abort what is running and free the device. Safe to call twice."""
+        self._accepting = False
+        if not hasattr(self, "_steps"):
+            return
+        await self.plugins.emit("engine_stopping", engine=self)
+        for state in list(self._states.values()):
+            self._abort(state)
+        await self._steps.stop()
+        await self._executor.stop()
+        if self._background:
+            await asyncio.gather(*self._background, return_exceptions=True)
+
+    async def __aenter__(self) -> AsyncEngine:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.stop()
+
+    # ------------------------------------------------------------ requests
+
+    def generate(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> OutputStream:
+        """Complete `prompt` (text, token ids or `{"prompt_token_ids": [...]}`).
+
+        → async iterator of RequestOutput. Its first step raises InvalidRequest (with the field's
+        name), EngineOverloaded or EngineStopped.
+        """
+
+        async def start() -> RequestState:
+            return self._admit(prompt, params or SamplingParams(), request_id, priority, cache_salt)
+
+        return OutputStream(start, self._abort)
+
+    def chat(
+        self,
+        messages: Sequence[ChatMessage],
+        params: SamplingParams | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> OutputStream:
+        """Answer OpenAI-style messages through the model's chat template."""
+
+        async def start() -> RequestState:
+            token_ids = await asyncio.to_thread(
+                self.render_chat,
+                messages,
+                tools=tools,
+                chat_template_kwargs=chat_template_kwargs,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+            )
+            return self._admit(
+                token_ids, params or SamplingParams(), request_id, priority, cache_salt
+            )
+
+        return OutputStream(start, self._abort)
+
+    def render_chat(
+        self,
+        messages: Sequence[ChatMessage],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+    ) -> list[int]:
+        """The prompt's token ids, as `chat` would send them."""
+        if self._chat_template is None:
+            raise InvalidRequest(
+                "messages: this model has no chat template; give one with chat_template, or use "
+                "completions",
+                param="messages",
+            )
+        return self._chat_template.render_tokens(
+            list(messages),
+            tools=None if tools is None else list(tools),
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            **dict(chat_template_kwargs or {}),
+        )
+
+    async def abort(self, request_id: str) -> bool:
+        """End a request; its stream gets a last output with finish_reason "abort".
+
+        → whether there was one.
+        """
+        state = self._states.get(request_id)
+        if state is None:
+            return False
+        self._abort(state)
+        return True
+
+    async def encode(self, *_: Any, **__: Any) -> None:
+        """Reserved for embeddings and pooling."""
+        raise NotSupported("encode: pooling and embeddings are not supported yet")
+
+    async def reset_prefix_cache(self) -> bool:
+        """Forget cached blocks; → False when some are in use."""
+        return self._scheduler.reset_prefix_cache()
+
+    # ------------------------------------------------------------ state
+
+    @property
+    def healthy(self) -> bool:
+        """Started, not stopped, and the device works."""
+        return hasattr(self, "_steps") and self.dead_reason is None
+
+    @property
+    def served_model_names(self) -> tuple[str, ...]:
+        """Names to answer to; the first one is told in responses."""
+        if self.config.served_model_name:
+            return self.config.served_model_name
+        return (self.config.model or "jackfield-tiny",)
+
+    def stats(self) -> EngineStats:
+        """A snapshot, cheap to take."""
+        stats = self._scheduler.stats()
+        stats.prompt_tokens = self._num_prompt_tokens
+        stats.generation_tokens = self._num_generation_tokens
+        stats.steps = self._num_steps
+        stats.requests_finished = dict(self._finished_counts)
+        return stats
+
+    # ------------------------------------------------------------ inside
+
+    def _admit(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        request_id: str | None,
+        priority: int,
+        cache_salt: str | None,
+    ) -> RequestState:
+        if self.dead_reason is not None:
+            raise EngineStopped(f"the engine died: {self.dead_reason}")
+        if not self._accepting:
+            raise EngineStopped("the engine is not accepting requests: it is stopping or stopped")
+        limit = self.config.max_waiting_requests
+        if limit is not None and self._scheduler.num_waiting >= limit:
+            raise EngineOverloaded(f"{limit} requests are waiting already; try again later")
+        request_id = request_id or uuid.uuid4().hex
+        if request_id in self._states:
+            raise InvalidRequest(
+                f"request_id: {request_id!r} is in use by a running request", param="request_id"
+            )
+        text, token_ids = self._admission.tokenize(prompt)
+        requests = self._admission.requests(
+            request_id, token_ids, params, priority=priority, cache_salt=cache_salt
+        )
+        if not self._scheduler.fits(requests[0]):
+            raise InvalidRequest(
+                f"prompt: {len(requests[0].prompt_token_ids)} prompt tokens and up to "
+                f"{requests[0].max_tokens} more never fit in the KV cache of "
+                f"{self.info.num_blocks - 1} blocks; lower max_tokens or give the cache more memory",
+                param="prompt",
+            )
+        state = RequestState(request_id, text, requests, requests[0].params, self.tokenizer)
+        self._states[request_id] = state
+        self._idle.clear()
+        for index, request in enumerate(requests):
+            self._owners[request.request_id] = (state, index)
+            self._scheduler.add(request)
+        self._num_prompt_tokens += len(requests[0].prompt_token_ids)
+        self._steps.wake()
+        return state
+
+    def _publish(self, updates: list[Update]) -> None:
+        """Give a step's tokens to their streams."""
+        for update in updates:
+            request = update.request
+            owner = self._owners.get(request.request_id)
+            if owner is None:
+                continue
+            state, index = owner
+            completion = state.completions[index]
+            if update.prompt_logprobs and index == 0:
+                state.add_prompt_logprobs(update.prompt_logprobs)
+            if update.new_token_ids:
+                self._num_generation_tokens += len(update.new_token_ids)
+                self._observe_tokens(state, len(update.new_token_ids))
+                stop = completion.apply(update)
+                if stop is not None:
+                    self._scheduler.finish(request.request_id, "stop", stop)
+                    completion.finish("stop", stop)
+            if update.error is not None:
+                state.error = update.error
+            if update.finished:
+                assert request.finish_reason is not None
+                completion.finish(request.finish_reason, request.stop_reason)
+            if completion.finish_reason is not None:
+                self._ended(state, request.request_id)
+            state.changed.set()
+
+    def _observe_tokens(self, state: RequestState, count: int) -> None:
+        before = state.timings.last_token
+        state.mark_tokens()
+        now = state.timings.last_token
+        assert now is not None
+        if before is None:
+            self.metrics.observe_first_token(now - state.timings.arrival)
+        else:
+            self.metrics.observe_inter_token((now - before) / count, count)
+
+    def _ended(self, state: RequestState, scheduler_id: str) -> None:
+        """One completion ended; perhaps the request did."""
+        owner = self._owners.pop(scheduler_id, None)
+        if owner is not None:
+            reason: FinishReason = state.completions[owner[1]].finish_reason or "abort"
+            self._finished_counts[reason] = self._finished_counts.get(reason, 0) + 1
+        if not state.finished or state.request_id not in self._states:
+            return
+        del self._states[state.request_id]
+        state.mark_finished()
+        output = state.peek()
+        self.metrics.observe_finished(output, state.params)
+        if self._watch_requests:
+            self._spawn(self.plugins.emit("request_finished", output=output))
+        if not self._states:
+            self._idle.set()
+
+    def _abort(self, state: RequestState) -> None:
+        """End what is left of a request, at once: its blocks are free when this returns."""
+        for request, completion in zip(state.requests, state.completions, strict=True):
+            if completion.finish_reason is None:
+                self._scheduler.finish(request.request_id, "abort")
+                completion.finish("abort", None)
+                self._ended(state, request.request_id)
+        state.changed.set()
+        self._steps.wake()
+
+    def _stepped(self, plan: StepPlan, result: StepResult) -> None:
+        self._num_steps += 1
+        self.metrics.observe_step(self.stats(), plan.total_tokens, result.device_seconds)
+        if self._watch_steps:
+            self._spawn(self.plugins.emit("step_finished", plan=plan, result=result))
+
+    def _die(self, error: BaseException) -> None:
+        """A step failed as a whole: every request ends with an error, and no more are taken."""
+        self.dead_reason = f"{type(error).__name__}: {error}"
+        self._accepting = False
+        logger.error("the engine died", exc_info=error)
+        for state in list(self._states.values()):
+            state.error = f"the engine died: {self.dead_reason}"
+            for request, completion in zip(state.requests, state.completions, strict=True):
+                if completion.finish_reason is None:
+                    completion.finish("error", None)
+                    self._ended(state, request.request_id)
+            state.changed.set()
+
+    def _spawn(self, awaitable: Any) -> None:
+        task = asyncio.ensure_future(awaitable)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)

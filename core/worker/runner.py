@@ -1,0 +1,223 @@
+"""The model runner: one plan in, one launched step out. Runs on the launch thread alone."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..nn.context import ForwardContext
+from ..protocols import AttentionBackend
+from ..types import StepPlan, StepResult, TokenLogprobs
+from .batch import PersistentBatch, StepInputs
+from .sampler import Sampler, SamplerOutput, prompt_logprobs
+from .sampling_state import SamplingState
+
+
+@dataclass
+class LaunchedStep:
+    """A step on its way through the device: `wait` makes a StepResult of it."""
+
+    plan: StepPlan
+    sample_rows: list[int]
+    wanted_logprobs: dict[int, int]
+    """Row of the plan → k."""
+    output: dict[str, torch.Tensor]
+    prompt_scores: list[dict[str, Any]]
+    event: Any
+    launched: float
+    keep: list[Any] = field(default_factory=list)
+    """Device tensors that the copies read; held until they are done."""
+
+    def wait(self) -> StepResult:
+        """Blocks until the copies to the host are done."""
+        if self.event is not None:
+            self.event.synchronize()
+        self.keep.clear()
+        token_ids = [-1] * len(self.plan.slots)
+        failed: dict[int, str] = {}
+        sampled = self.output["token_ids"].tolist() if self.sample_rows else []
+        bad = self.output["bad_rows"].tolist() if self.sample_rows else []
+        for row, token, is_bad in zip(self.sample_rows, sampled, bad, strict=True):
+            token_ids[row] = token
+            if is_bad:
+                failed[row] = "the model produced logits that are not numbers (NaN)"
+        logprobs = {}
+        if self.wanted_logprobs:
+            tables = {name: self.output[name].tolist() for name in _LOGPROB_FIELDS}
+            for index, row in enumerate(self.sample_rows):
+                if (k := self.wanted_logprobs.get(row)) is not None:
+                    logprobs[row] = _position(tables, index, token_ids[row], k)
+        prompts = {}
+        for scores in self.prompt_scores:
+            tables = {name: scores[name].tolist() for name in _LOGPROB_FIELDS}
+            targets = scores["targets"].tolist()
+            prompts[scores["row"]] = [
+                _position(tables, index, target, scores["k"])
+                for index, target in enumerate(targets)
+            ]
+        return StepResult(
+            step=self.plan.step,
+            token_ids=token_ids,
+            logprobs=logprobs,
+            prompt_logprobs=prompts,
+            failed=failed,
+            device_seconds=time.monotonic() - self.launched,
+        )
+
+
+_LOGPROB_FIELDS = ("top_ids", "top_logprobs", "sampled_logprob", "sampled_rank")
+
+
+def _position(tables: dict[str, Any], index: int, token_id: int, k: int) -> TokenLogprobs:
+    return TokenLogprobs(
+        token_id=token_id,
+        logprob=tables["sampled_logprob"][index],
+        rank=tables["sampled_rank"][index],
+        top_ids=tables["top_ids"][index][:k],
+        top_logprobs=tables["top_logprobs"][index][:k],
+    )
+
+
+class ModelRunner:
+    """Turns plans into launches: batch, forward, sampling, copies back."""
+
+    def __init__(
+        self,
+        *,
+        model: nn.Module,
+        backend: AttentionBackend,
+        batch: PersistentBatch,
+        sampling: SamplingState,
+        sampler: Sampler,
+        vocab_size: int,
+        device: torch.device,
+    ) -> None:
+        self.model = model
+        self.backend = backend
+        self.batch = batch
+        self.sampling = sampling
+        self.sampler = sampler
+        self.vocab_size = vocab_size
+        self.device = device
+        self._logprobs: dict[int, int] = {}
+        """Slot → k, for requests that want log-probabilities."""
+        self._prompt_logprobs: dict[int, int] = {}
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        """Queue one step on the device and return at once."""
+        launched = time.monotonic()
+        self._update_slots(plan)
+        inputs = self.batch.apply(plan)
+        self.sampling.upload()
+        hidden = self.forward(inputs)
+        output: dict[str, torch.Tensor] = {}
+        wanted: dict[int, int] = {}
+        if inputs.sample_rows:
+            rows_host = [plan.slots[row] for row in inputs.sample_rows]
+            wanted = {
+                row: self._logprobs[plan.slots[row]]
+                for row in inputs.sample_rows
+                if plan.slots[row] in self._logprobs
+            }
+            logits = self._logits(hidden[inputs.last_tokens])
+            sampled = self.sampler.sample(
+                logits, inputs.sample_slots, rows_host, inputs.sample_lengths
+            )
+            self.batch.record_sampled(inputs, sampled.token_ids)
+            output = _tensors(sampled)
+        scores = self._score_prompts(plan, inputs, hidden)
+        return self._copy_back(plan, inputs.sample_rows, wanted, output, scores, launched)
+
+    def forward(self, inputs: StepInputs) -> torch.Tensor:
+        """→ hidden states [num_tokens, hidden_size]"""
+        context = ForwardContext(
+            backend=self.backend,
+            metadata=self.backend.build_metadata(inputs.layout),
+            layout=inputs.layout,
+        )
+        hidden: torch.Tensor = self.model(inputs.input_ids, inputs.positions, context)
+        return hidden
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.model.compute_logits(hidden)  # type: ignore[operator]
+        return logits[:, : self.vocab_size]
+
+    def _update_slots(self, plan: StepPlan) -> None:
+        for slot in plan.released:
+            self.sampling.release(slot)
+            self._logprobs.pop(slot, None)
+            self._prompt_logprobs.pop(slot, None)
+        for start in plan.starts:
+            self.sampling.start(start)
+            for table, k in (
+                (self._logprobs, start.params.logprobs),
+                (self._prompt_logprobs, start.params.prompt_logprobs),
+            ):
+                if k is not None:
+                    table[start.slot] = self.vocab_size if k == -1 else min(k, self.vocab_size)
+                else:
+                    table.pop(start.slot, None)
+
+    def _score_prompts(
+        self, plan: StepPlan, inputs: StepInputs, hidden: torch.Tensor
+    ) -> list[dict[str, Any]]:
+        """Score the prompt tokens that follow this step's positions, where asked for."""
+        scored: list[dict[str, Any]] = []
+        if not self._prompt_logprobs:
+            return scored
+        starts, ends = inputs.layout.query_start_cpu, inputs.layout.seq_lens_cpu
+        for row, slot in enumerate(plan.slots):
+            if (k := self._prompt_logprobs.get(slot)) is None:
+                continue
+            first = int(ends[row]) - plan.num_tokens[row]
+            count = min(int(ends[row]), int(self.batch.num_prompt[slot]) - 1) - first
+            if count <= 0:
+                continue
+            begin = int(starts[row])
+            targets = self.batch.token_history[slot, first + 1 : first + 1 + count].long()
+            result = prompt_logprobs(self._logits(hidden[begin : begin + count]), targets, k)
+            scored.append({**_tensors(result), "targets": targets, "row": row, "k": k})
+        return scored
+
+    def _copy_back(
+        self,
+        plan: StepPlan,
+        sample_rows: list[int],
+        wanted: dict[int, int],
+        output: dict[str, torch.Tensor],
+        scores: list[dict[str, Any]],
+        launched: float,
+    ) -> LaunchedStep:
+        """Start the copies to the host; no synchronisation."""
+        keep: list[Any] = [output, scores]
+        event = None
+        if self.device.type == "cuda":
+            output = {name: _to_host(tensor) for name, tensor in output.items()}
+            scores = [
+                {
+                    name: _to_host(value) if isinstance(value, torch.Tensor) else value
+                    for name, value in one.items()
+                }
+                for one in scores
+            ]
+            event = torch.cuda.Event()
+            event.record()
+        return LaunchedStep(plan, sample_rows, wanted, output, scores, event, launched, keep)
+
+
+def _tensors(output: SamplerOutput | Any) -> dict[str, torch.Tensor]:
+    """The tensors among a result's fields."""
+    fields = ("token_ids", "bad_rows", *_LOGPROB_FIELDS)
+    found = {name: getattr(output, name, None) for name in fields}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    host.copy_(tensor, non_blocking=True)
+    return host

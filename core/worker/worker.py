@@ -1,0 +1,255 @@
+"""The in-process worker: builds the model, sizes the cache, runs steps. One owner of the device.
+
+Every method runs on the launch thread.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import time
+
+import torch
+
+from ..config import EngineConfig
+from ..errors import ConfigError
+from ..loading.build import build_model
+from ..loading.model_config import ModelConfig
+from ..nn.attention import Attention
+from ..nn.context import BatchLayout
+from ..protocols import ExecutorInfo
+from ..registry import Plugins
+from ..types import SamplingParams, SlotStart, StepPlan
+from .attention import select_backend
+from .batch import PersistentBatch, StepInputs
+from .memory import bytes_per_block, explain_oom, num_kv_blocks
+from .runner import LaunchedStep, ModelRunner
+from .sampler import Sampler
+from .sampling_state import SamplingState
+
+logger = logging.getLogger("jackfield.worker")
+
+KV_DTYPES = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+}
+
+
+class Worker:
+    """Owner of one device."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model_config: ModelConfig,
+        plugins: Plugins,
+    ) -> None:
+        """`config` is resolved: `device` and `max_num_batched_tokens` are concrete."""
+        assert config.max_num_batched_tokens is not None
+        self.config = config
+        self.model_config = model_config
+        self.plugins = plugins
+        self.device = torch.device(config.device)
+        self.max_num_batched_tokens = config.max_num_batched_tokens
+        self.runner: ModelRunner | None = None
+
+    def start(self) -> ExecutorInfo:
+        """Load the model and make everything ready for the first step."""
+        try:
+            return self._start()
+        except torch.OutOfMemoryError as error:
+            raise explain_oom(error, "starting the engine") from error
+
+    @torch.inference_mode()
+    def _start(self) -> ExecutorInfo:
+        config, model_config, device = self.config, self.model_config, self.device
+        began = time.monotonic()
+        held_before = _allocated(device)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+            torch.cuda.reset_peak_memory_stats(device)
+        model = build_model(self.plugins, config, model_config, device)
+        weight_bytes = sum(p.nbytes for p in model.parameters())
+        layers = [m for m in model.modules() if isinstance(m, Attention)]
+        specs = [layer.spec for layer in layers]
+        kv_dtype = (
+            model_config.dtype
+            if config.kv_cache_dtype == "auto"
+            else KV_DTYPES[config.kv_cache_dtype]
+        )
+        if kv_dtype != model_config.dtype:
+            raise ConfigError(
+                f"kv_cache_dtype: {config.kv_cache_dtype} differs from the model's "
+                f"{model_config.dtype}, which is not supported yet",
+                param="kv_cache_dtype",
+            )
+        name, backend_class, reason = select_backend(
+            self.plugins["attention_backend"],
+            config.attention_backend,
+            set(specs),
+            device,
+            model_config.dtype,
+        )
+        max_model_len = model_config.max_model_len
+        backend = backend_class(
+            device=device,
+            dtype=model_config.dtype,
+            block_size=config.block_size,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            max_model_len=max_model_len,
+        )
+        batch = PersistentBatch(
+            max_num_seqs=config.max_num_seqs,
+            max_model_len=max_model_len,
+            block_size=config.block_size,
+            device=device,
+        )
+        sampling = SamplingState(
+            config.max_num_seqs, model_config.vocab_size, device, batch.token_history
+        )
+        self.runner = ModelRunner(
+            model=model,
+            backend=backend,
+            batch=batch,
+            sampling=sampling,
+            sampler=Sampler(sampling),
+            vocab_size=model_config.vocab_size,
+            device=device,
+        )
+        block_bytes = bytes_per_block(specs, config.block_size, kv_dtype)
+        num_blocks = num_kv_blocks(
+            config,
+            available=self._available(held_before, block_bytes, layers, kv_dtype),
+            block_bytes=block_bytes,
+            block_size=config.block_size,
+            max_model_len=max_model_len,
+        )
+        self._bind_cache(layers, num_blocks, kv_dtype)
+        self._warm_up()
+        return ExecutorInfo(
+            num_blocks=num_blocks,
+            device=str(device),
+            dtype=str(model_config.dtype).removeprefix("torch."),
+            attention_backend=name,
+            attention_reason=reason,
+            weight_bytes=weight_bytes,
+            kv_cache_bytes=num_blocks * block_bytes,
+            load_seconds=time.monotonic() - began,
+        )
+
+    def step(self, plan: StepPlan) -> LaunchedStep:
+        """Launch one step."""
+        assert self.runner is not None, "start() comes first"
+        try:
+            return self.runner.launch(plan)
+        except torch.OutOfMemoryError as error:
+            raise explain_oom(error, f"running a step of {plan.total_tokens} tokens") from error
+
+    def stop(self) -> None:
+        """Give the device's memory back."""
+        self.runner = None
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _bind_cache(self, layers: list[Attention], num_blocks: int, dtype: torch.dtype) -> None:
+        for layer in layers:
+            layer.kv_cache = torch.zeros(
+                2,
+                num_blocks,
+                self.config.block_size,
+                layer.spec.num_kv_heads,
+                layer.spec.head_dim,
+                dtype=dtype,
+                device=self.device,
+            )
+
+    def _available(
+        self, held_before: int, block_bytes: int, layers: list[Attention], dtype: torch.dtype
+    ) -> int:
+        """Bytes left for the KV cache, after one step at full budget has been measured."""
+        if self.device.type == "cpu":
+            return int(self.config.cpu_kvcache_space * (1 << 30))
+        if self.config.num_gpu_blocks_override is not None:
+            return 0
+        self._bind_cache(layers, 2, dtype)
+        self._run_dummy(self.max_num_batched_tokens, self.config.max_num_seqs)
+        torch.cuda.synchronize(self.device)
+        peak = torch.cuda.max_memory_allocated(self.device) - held_before
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(self.device)
+        held = torch.cuda.memory_allocated(self.device) - held_before
+        budget = int(total * self.config.gpu_memory_utilization) - peak
+        return max(0, min(budget, free - (peak - held)))
+
+    def _warm_up(self) -> None:
+        """Run one prefill and one decode step on the null block, so that kernels are compiled."""
+        assert self.runner is not None
+        for num_tokens in (
+            min(32, self.max_num_batched_tokens, self.model_config.max_model_len),
+            1,
+        ):
+            self._run_dummy(num_tokens, 1)
+
+    def _run_dummy(self, num_tokens: int, num_rows: int) -> None:
+        """A forward pass over the null block, and sampling with every costly stage on."""
+        runner = self.runner
+        assert runner is not None
+        num_rows = min(num_rows, num_tokens)
+        device, block = self.device, self.config.block_size
+        counts = torch.full((num_rows,), num_tokens // num_rows, dtype=torch.int32)
+        counts[: num_tokens % num_rows] += 1
+        counts.clamp_(max=self.model_config.max_model_len)
+        num_tokens = int(counts.sum())
+        query_start = torch.zeros(num_rows + 1, dtype=torch.int32)
+        query_start[1:] = counts.cumsum(0)
+        longest = int(counts.max())
+        positions = torch.cat([torch.arange(int(c)) for c in counts])
+        layout = BatchLayout(
+            num_rows=num_rows,
+            num_tokens=num_tokens,
+            max_query_len=longest,
+            max_seq_len=longest,
+            query_start=query_start.to(device),
+            seq_lens=counts.to(device),
+            block_table=torch.zeros(num_rows, -(-longest // block), dtype=torch.int32).to(device),
+            slot_mapping=torch.zeros(num_tokens, dtype=torch.int64, device=device),
+            query_start_cpu=query_start.numpy(),
+            seq_lens_cpu=counts.numpy(),
+        )
+        slots = list(range(num_rows))
+        params = SamplingParams(temperature=0.8, top_p=0.9, top_k=50)
+        for slot in slots:
+            runner.sampling.start(
+                SlotStart(
+                    slot=slot,
+                    request_id="warm-up",
+                    token_ids=(0,),
+                    num_prompt_tokens=1,
+                    num_computed_tokens=0,
+                    block_ids=(),
+                    params=params,
+                    seed=0,
+                )
+            )
+        runner.sampling.upload()
+        index = torch.arange(num_rows, device=device)
+        inputs = StepInputs(
+            input_ids=torch.zeros(num_tokens, dtype=torch.int64, device=device),
+            positions=positions.to(device),
+            layout=layout,
+            last_tokens=index,
+            sample_slots=index,
+            sample_lengths=index * 0 + 1,
+            sample_rows=slots,
+        )
+        hidden = runner.forward(inputs)
+        runner.sampler.sample(runner._logits(hidden[index]), index, slots, index * 0 + 1)
+        for slot in slots:
+            runner.sampling.release(slot)
+
+
+def _allocated(device: torch.device) -> int:
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0

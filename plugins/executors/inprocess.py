@@ -1,0 +1,39 @@
+"""One rank, in this process, on a thread of its own."""
+
+from __future__ import annotations
+
+import asyncio
+
+from ...core.config import EngineConfig
+from ...core.loading.model_config import ModelConfig
+from ...core.protocols import ExecutorInfo
+from ...core.registry import Plugins
+from ...core.types import StepPlan, StepResult
+from ...core.worker.thread import WorkerThread
+from ...core.worker.worker import Worker
+
+
+class InProcessExecutor:
+    """Runs plans on a worker thread beside the event loop."""
+
+    def __init__(self, config: EngineConfig, model_config: ModelConfig, plugins: Plugins) -> None:
+        self._worker = Worker(config, model_config, plugins)
+        self._thread: WorkerThread | None = None
+
+    async def start(self) -> ExecutorInfo:
+        """Load the model on the worker thread."""
+        self._thread = WorkerThread(asyncio.get_running_loop())
+        return await self._thread.call(self._worker.start)
+
+    def submit(self, plan: StepPlan) -> asyncio.Future[StepResult]:
+        """Queue one step."""
+        assert self._thread is not None, "start() comes first"
+        return self._thread.step(lambda: self._worker.step(plan))
+
+    async def stop(self) -> None:
+        """Finish what is queued, free the device."""
+        if self._thread is None:
+            return
+        thread, self._thread = self._thread, None
+        await thread.call(self._worker.stop)
+        await thread.close()
