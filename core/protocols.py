@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 class Model(Protocol):
     """An architecture, composed of `core.nn` blocks. Subclasses `torch.nn.Module`.
 
-    `weight_map` is data: which checkpoint names stack into which parameter (`core.loading.weight_map`).
+    `weight_map` is data: which checkpoint names stack into which parameter
+    (`core.loading.weight_map`).
     """
 
     weight_map: ClassVar[Any]

@@ -340,7 +340,7 @@ class AsyncEngine:
             raise InvalidRequest(
                 f"prompt: {len(requests[0].prompt_token_ids)} prompt tokens and up to "
                 f"{requests[0].max_tokens} more never fit in the KV cache of "
-                f"{self.info.num_blocks - 1} blocks; lower max_tokens or give the cache more memory",
+                f"{self.info.num_blocks - 1} blocks; lower max_tokens or enlarge the cache",
                 param="prompt",
             )
         state = RequestState(request_id, text, requests, requests[0].params, self.tokenizer)

@@ -21,7 +21,10 @@ STAGING_BUFFERS = 4
 
 @dataclass(frozen=True)
 class StepInputs:
-    """What a forward pass and the sampler need, on the device. T tokens, R rows, S sampling rows."""
+    """What a forward pass and the sampler need, on the device.
+
+    T = tokens, R = rows, S = rows that sample.
+    """
 
     input_ids: torch.Tensor
     """[T] int64"""

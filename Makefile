@@ -1,0 +1,40 @@
+# `make demo` and `make test` do everything on a fresh clone: environment, install, run.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: demo test test-gpu test-nightly lint clean
+
+# torch comes first and pinned to its CPU build here, so that nothing pulls gigabytes of CUDA.
+# On a GPU machine, make the environment yourself and use `pip install -e '.[gpu,test]'`.
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "Jackfield needs Python 3.11 or newer: make PYTHON=python3.11 ..."; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
+	touch $(READY)
+
+demo: $(READY)
+	$(BIN)/python examples/demo.py
+
+test: $(READY)
+	$(MAKE) lint
+	$(BIN)/python -m pytest
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	@# The repository root is the package, so mypy sees it through a link that bears its name.
+	mkdir -p $(VENV)/src && ln -sfn $(CURDIR) $(VENV)/src/jackfield
+	MYPYPATH=$(VENV)/src $(BIN)/mypy
+
+test-nightly: $(READY)
+	$(BIN)/python -m pytest -m 'not gpu'
+
+test-gpu:
+	$(PYTHON) -m pytest -m 'gpu or not slow'
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info

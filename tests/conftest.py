@@ -1,0 +1,20 @@
+"""Shared fixtures: tiny random checkpoints, made once a session."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+    torch.set_num_threads(2)
+
+
+@pytest.fixture(scope="session")
+def device() -> str:
+    """Where engine tests run."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
