@@ -1,0 +1,107 @@
+"""Tiny random checkpoints and reference computations, shared by the tests."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+VOCAB = 199
+COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "initializer_range": 0.2,
+}
+
+CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {"tie_word_embeddings": False}),
+    "llama-rope-llama3": (
+        "Llama",
+        {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 10000.0,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 64,
+            }
+        },
+    ),
+    "llama-rope-linear": (
+        "Llama",
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}},
+    ),
+    "llama-rope-yarn": (
+        "Llama",
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 128,
+            }
+        },
+    ),
+    "mistral-window": ("Mistral", {"sliding_window": 24, "head_dim": 16}),
+    "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
+    "qwen3": ("Qwen3", {"head_dim": 32, "tie_word_embeddings": True}),
+}
+
+
+def make_checkpoint(name: str, folder: Path, *, dtype: torch.dtype = torch.float32) -> Path:
+    """Save a random model of CONFIGS[name] (no tokenizer) and return its folder."""
+    family, extra = CONFIGS[name]
+    config = getattr(transformers, f"{family}Config")(**{**COMMON, **extra})
+    torch.manual_seed(7)
+    model = getattr(transformers, f"{family}ForCausalLM")(config).to(dtype)
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if "norm" in parameter_name:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+            if parameter_name.endswith("bias"):
+                parameter.add_(0.3 * torch.randn_like(parameter))
+    model.save_pretrained(folder)
+    return folder
+
+
+def reference_model(folder: Path, device: str = "cpu") -> Any:
+    """The `transformers` model of a checkpoint, float32, eager attention."""
+    return (
+        transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="eager"
+        )
+        .to(device)
+        .eval()
+    )
+
+
+@torch.no_grad()
+def greedy_reference(model: Any, prompt: list[int], count: int) -> tuple[list[int], torch.Tensor]:
+    """Greedy continuation without a cache: → (token ids, logprobs [count, vocab])."""
+    tokens = list(prompt)
+    rows = []
+    for _ in range(count):
+        logits = model(torch.tensor([tokens], device=model.device), use_cache=False).logits[0, -1]
+        logprobs = torch.log_softmax(logits.float(), -1)
+        rows.append(logprobs.cpu())
+        tokens.append(int(logprobs.argmax()))
+    return tokens[len(prompt) :], torch.stack(rows)
+
+
+def edit_json(path: Path, **changes: Any) -> None:
+    """Change keys of a JSON file."""
+    data = json.loads(path.read_text())
+    data.update(changes)
+    path.write_text(json.dumps(data))
