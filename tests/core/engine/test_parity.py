@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import CONFIGS, VOCAB, greedy_reference, make_checkpoint, reference_model
 
 from jackfield import AsyncEngine, EngineConfig, SamplingParams
+
+from helpers import CONFIGS, VOCAB, greedy_reference, make_checkpoint, reference_model
 
 OUTPUT = 12
 
