@@ -88,6 +88,7 @@ class Admission:
                     priority=priority,
                     cache_salt=cache_salt,
                     leader=made[0] if made else None,
+                    shares_prompt=params.n > 1,
                 )
             )
         return made

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import time
 from dataclasses import dataclass, field
+from typing import Any
 
 from ..types import FinishReason, SamplingParams
 
@@ -51,6 +52,12 @@ class Request:
     block_ids: list[int] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)
     """Chained hash of each full block of known tokens, made as needed."""
+    sort_key: tuple[Any, ...] = ()
+    """From the schedule policy, set when the request is queued."""
+    num_registered_blocks: int = 0
+    """Leading blocks that the prefix index was told of."""
+    shares_prompt: bool = False
+    """One of several siblings: its prompt's blocks are shared even without prefix caching."""
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     num_preemptions: int = 0
@@ -69,6 +76,20 @@ class Request:
     def num_tokens(self) -> int:
         """Known tokens and those in flight."""
         return self.num_known_tokens + self.num_pending_tokens
+
+    def tokens(self, start: int, end: int) -> list[int]:
+        """Known tokens start .. end."""
+        split = len(self.prompt_token_ids)
+        if end <= split:
+            return self.prompt_token_ids[start:end]
+        if start >= split:
+            return self.output_token_ids[start - split : end - split]
+        return self.prompt_token_ids[start:] + self.output_token_ids[: end - split]
+
+    @property
+    def prompt_computed(self) -> bool:
+        """The whole prompt is in the cache, or being written by a step in flight."""
+        return self.num_computed_tokens >= len(self.prompt_token_ids)
 
     @property
     def finished(self) -> bool:
