@@ -309,9 +309,7 @@ class Scheduler:
         request.num_computed_tokens += count
         if request.first_scheduled is None:
             request.first_scheduled = time.monotonic()
-        if (
-            request.num_computed_tokens // self.kv.block_size > request.num_registered_blocks
-        ):
+        if request.num_computed_tokens // self.kv.block_size > request.num_registered_blocks:
             self.kv.register(request)
 
     def _preempt(self, request: Request) -> None:

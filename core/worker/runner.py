@@ -13,7 +13,7 @@ from ..nn.context import ForwardContext
 from ..protocols import AttentionBackend
 from ..types import StepPlan, StepResult, TokenLogprobs
 from .batch import PersistentBatch, StepInputs
-from .sampler import Sampler, SamplerOutput, prompt_logprobs
+from .sampler import Sampler, Scores, prompt_logprobs
 from .sampling_state import SamplingState
 
 
@@ -129,7 +129,11 @@ class ModelRunner:
                 logits, inputs.sample_slots, rows_host, inputs.sample_lengths
             )
             self.batch.record_sampled(inputs, sampled.token_ids)
-            output = _tensors(sampled)
+            output = {
+                "token_ids": sampled.token_ids,
+                "bad_rows": sampled.bad_rows,
+                **_score_tensors(sampled.scores),
+            }
         scores = self._score_prompts(plan, inputs, hidden)
         return self._copy_back(plan, inputs.sample_rows, wanted, output, scores, launched)
 
@@ -181,7 +185,7 @@ class ModelRunner:
             begin = int(starts[row])
             targets = self.batch.token_history[slot, first + 1 : first + 1 + count].long()
             result = prompt_logprobs(self._logits(hidden[begin : begin + count]), targets, k)
-            scored.append({**_tensors(result), "targets": targets, "row": row, "k": k})
+            scored.append({**_score_tensors(result), "targets": targets, "row": row, "k": k})
         return scored
 
     def _copy_back(
@@ -210,11 +214,8 @@ class ModelRunner:
         return LaunchedStep(plan, sample_rows, wanted, output, scores, event, launched, keep)
 
 
-def _tensors(output: SamplerOutput | Any) -> dict[str, torch.Tensor]:
-    """The tensors among a result's fields."""
-    fields = ("token_ids", "bad_rows", *_LOGPROB_FIELDS)
-    found = {name: getattr(output, name, None) for name in fields}
-    return {name: value for name, value in found.items() if value is not None}
+def _score_tensors(scores: Scores | None) -> dict[str, torch.Tensor]:
+    return {} if scores is None else {name: getattr(scores, name) for name in _LOGPROB_FIELDS}
 
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:
