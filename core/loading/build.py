@@ -1,0 +1,43 @@
+"""From a model configuration to a loaded module."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+import torch
+from torch import nn
+
+from ..config import EngineConfig
+from ..errors import ConfigError, PluginError
+from ..nn.context import BuildContext
+from ..registry import Plugins
+from .model_config import ModelConfig
+
+logger = logging.getLogger("jackfield.loading")
+
+
+def build_model(
+    plugins: Plugins, config: EngineConfig, model_config: ModelConfig, device: torch.device
+) -> nn.Module:
+    """Build the architecture on `device` and fill it. Raises ConfigError, LoadError."""
+    began = time.monotonic()
+    registry = plugins["model"]
+    if model_config.architecture not in registry:
+        raise ConfigError(
+            f"model: architecture {model_config.architecture!r} is not supported (there are: "
+            f"{', '.join(sorted(registry))}); install a plugin that registers it",
+            param="model",
+        )
+    load_format = "safetensors" if config.load_format == "auto" else config.load_format
+    try:
+        loader_class = plugins["weight_loader"].load(load_format)
+    except PluginError as error:
+        raise ConfigError(f"load_format: {error}", param="load_format") from error
+    build = BuildContext(device=device, dtype=model_config.dtype)
+    model: nn.Module = registry.load(model_config.architecture)(model_config, build)
+    loader_class(config, model_config).load(model, device)
+    model.eval()
+    model.requires_grad_(False)
+    logger.info("weights: %s in %.2f s", load_format, time.monotonic() - began)
+    return model

@@ -1,0 +1,110 @@
+"""Weight maps: data that says which checkpoint tensors go where.
+
+    weight_map = WeightMap(
+        stacked={
+            "q_proj": Shard("qkv_proj", "q"),
+            "k_proj": Shard("qkv_proj", "k"),
+            "v_proj": Shard("qkv_proj", "v"),
+        },
+    )
+
+A checkpoint name maps to the parameter of the same name, unless one of its dotted parts is in
+`stacked`: then it fills that shard of the merged parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from ..errors import LoadError
+
+IGNORED_SUFFIXES = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A part of a merged parameter."""
+
+    parameter: str
+    """The dotted part that replaces the checkpoint's."""
+    name: str
+    """Which shard, as the layer's `shards` calls it."""
+
+
+@dataclass(frozen=True)
+class WeightMap:
+    """How checkpoint names become parameters."""
+
+    stacked: Mapping[str, Shard] = field(default_factory=dict)
+    tied: Mapping[str, str] = field(default_factory=dict)
+    """Parameter → the one it shares memory with when the model ties them."""
+
+    def target(self, name: str) -> tuple[str, str | None]:
+        """Checkpoint name → (parameter name, shard name or None)."""
+        parts = name.split(".")
+        for index, part in enumerate(parts):
+            if part in self.stacked:
+                shard = self.stacked[part]
+                parts[index] = shard.parameter
+                return ".".join(parts), shard.name
+        return name, None
+
+
+class ParameterFiller:
+    """Copies named tensors into a model's parameters, and knows what is still missing."""
+
+    def __init__(self, model: nn.Module, weight_map: WeightMap) -> None:
+        self.model = model
+        self.weight_map = weight_map
+        self.parameters = dict(model.named_parameters())
+        modules = dict(model.named_modules())
+        self.shards: dict[str, Mapping[str, slice]] = {}
+        self.missing: set[tuple[str, str | None]] = set()
+        for name in self.parameters:
+            shards = getattr(modules[name.rpartition(".")[0]], "shards", None)
+            if shards:
+                self.shards[name] = shards
+                self.missing |= {(name, shard) for shard in shards}
+            else:
+                self.missing.add((name, None))
+
+    def fill(self, name: str, tensor: torch.Tensor) -> None:
+        """Copy one checkpoint tensor. Raises LoadError when it has no place or another shape."""
+        if name.endswith(IGNORED_SUFFIXES):
+            return
+        parameter_name, shard = self.weight_map.target(name)
+        parameter = self.parameters.get(parameter_name)
+        if parameter is None:
+            tied = self.weight_map.tied.get(parameter_name)
+            if tied is not None:
+                return
+            raise LoadError(f"unexpected tensor {name!r}: the model has no such parameter")
+        into = parameter.data
+        if shard is not None:
+            into = into[self.shards[parameter_name][shard]]
+        if into.shape != tensor.shape:
+            raise LoadError(
+                f"tensor {name!r} has shape {tuple(tensor.shape)}, the model's is "
+                f"{tuple(into.shape)}"
+            )
+        into.copy_(tensor)
+        self.missing.discard((parameter_name, shard))
+
+    def finish(self) -> None:
+        """Raises LoadError naming what the checkpoint did not have."""
+        if self.missing:
+            raise LoadError(f"missing tensors: {_some(self._names())}")
+
+    def _names(self) -> Iterable[str]:
+        for parameter, shard in sorted(self.missing, key=str):
+            yield parameter if shard is None else f"{parameter} (shard {shard})"
+
+
+def _some(names: Iterable[str], limit: int = 8) -> str:
+    found = list(names)
+    more = f" and {len(found) - limit} more" if len(found) > limit else ""
+    return ", ".join(found[:limit]) + more

@@ -1,0 +1,27 @@
+"""Token embeddings, and the head that may share them."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from .context import BuildContext
+
+
+class Embedding(nn.Module):
+    """weight: [vocab_size, hidden_size]"""
+
+    def __init__(self, vocab_size: int, hidden_size: int, build: BuildContext) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(
+            torch.empty(vocab_size, hidden_size, device=build.device, dtype=build.dtype)
+        )
+
+    def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """[num_tokens] → [num_tokens, hidden_size]"""
+        return F.embedding(token_ids, self.weight)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """As a tied head: [num_rows, hidden_size] → [num_rows, vocab_size]"""
+        return F.linear(hidden, self.weight)

@@ -1,0 +1,132 @@
+"""Rotary position embedding and its variants, from a table made once.
+
+Variants: default, linear, dynamic, llama3, yarn. "dynamic" changes its base with the sequence's
+length; a paged cache holds rotated keys, so the base here is fixed by `max_model_len`, as if every
+sequence had that length: for lengths within the original context that is the plain rope.
+Sources: RoFormer (arXiv 2104.09864); YaRN (arXiv 2309.00071); Llama 3.1's published scaling.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import ConfigError
+from ..loading.model_config import ModelConfig
+from .context import BuildContext
+
+
+class Rotary(nn.Module):
+    """Rotates the first `rotary_dim` of each head, halves paired (neox style)."""
+
+    def __init__(self, config: ModelConfig, build: BuildContext) -> None:
+        super().__init__()
+        rope = rope_parameters(config.hf_config)
+        partial = float(rope.get("partial_rotary_factor") or 1.0)
+        self.rotary_dim = int(config.head_dim * partial)
+        frequencies, attention_factor = inverse_frequencies(
+            rope, self.rotary_dim, config.max_model_len, config.hf_config.max_position_embeddings
+        )
+        angles = torch.outer(torch.arange(config.max_model_len).float(), frequencies)
+        table = torch.cat([angles.cos(), angles.sin()], dim=-1) * attention_factor
+        self.register_buffer("table", table.to(build.device), persistent=False)
+        """[max_model_len, rotary_dim] float32: cosines, then sines."""
+
+    def lookup(self, positions: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Cosines and sines of a step, for all its layers: [num_tokens, 1, rotary_dim]."""
+        table: torch.Tensor = self.table  # type: ignore[assignment]
+        return table[positions][:, None].to(dtype)
+
+    def forward(self, x: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
+        """x: [num_tokens, num_heads, head_dim] → rotated, the same shape."""
+        cos, sin = cos_sin.chunk(2, dim=-1)
+        first, second = x[..., : self.rotary_dim].chunk(2, dim=-1)
+        rotated = [first * cos - second * sin, second * cos + first * sin]
+        if self.rotary_dim < x.shape[-1]:
+            rotated.append(x[..., self.rotary_dim :])
+        return torch.cat(rotated, dim=-1)
+
+
+def rope_parameters(hf_config: Any) -> dict[str, Any]:
+    """One dict from what checkpoints call `rope_parameters` or `rope_scaling` and `rope_theta`."""
+    rope = dict(
+        getattr(hf_config, "rope_parameters", None)
+        or getattr(hf_config, "rope_scaling", None)
+        or {}
+    )
+    rope.setdefault("rope_theta", getattr(hf_config, "rope_theta", None) or 10000.0)
+    rope.setdefault("rope_type", rope.get("type", "default"))
+    return rope
+
+
+def inverse_frequencies(
+    rope: dict[str, Any], dim: int, max_model_len: int, max_positions: int
+) -> tuple[torch.Tensor, float]:
+    """→ ([dim / 2] float32, factor on cosines and sines). Raises ConfigError."""
+    base = float(rope["rope_theta"])
+    plain = 1.0 / base ** (torch.arange(0, dim, 2).float() / dim)
+    kind = rope["rope_type"]
+    if kind == "default":
+        return plain, 1.0
+    factor = float(rope.get("factor") or 1.0)
+    if kind == "linear":
+        return plain / factor, 1.0
+    if kind == "dynamic":
+        original = rope.get("original_max_position_embeddings") or max_positions
+        stretch = factor * max(max_model_len, original) / original - (factor - 1)
+        base *= stretch ** (dim / (dim - 2))
+        return 1.0 / base ** (torch.arange(0, dim, 2).float() / dim), 1.0
+    if kind == "llama3":
+        return _llama3(rope, plain, factor), 1.0
+    if kind == "yarn":
+        return _yarn(rope, plain, factor, base, dim, max_positions)
+    raise ConfigError(f"rope_type: {kind!r} is not supported", param="rope_type")
+
+
+def _llama3(rope: dict[str, Any], plain: torch.Tensor, factor: float) -> torch.Tensor:
+    original = float(rope["original_max_position_embeddings"])
+    low, high = float(rope["low_freq_factor"]), float(rope["high_freq_factor"])
+    wavelength = 2 * math.pi / plain
+    smooth = (original / wavelength - low) / (high - low)
+    blended = (1 - smooth) * plain / factor + smooth * plain
+    scaled = torch.where(wavelength > original / low, plain / factor, plain)
+    between = (wavelength <= original / low) & (wavelength >= original / high)
+    return torch.where(between, blended, scaled)
+
+
+def _yarn(
+    rope: dict[str, Any],
+    plain: torch.Tensor,
+    factor: float,
+    base: float,
+    dim: int,
+    max_positions: int,
+) -> tuple[torch.Tensor, float]:
+    original = rope.get("original_max_position_embeddings") or max_positions
+
+    def scale(by: float, mscale: float = 1.0) -> float:
+        return 1.0 if by <= 1 else 0.1 * mscale * math.log(by) + 1.0
+
+    attention_factor = rope.get("attention_factor")
+    if attention_factor is None:
+        mscale, all_dim = rope.get("mscale"), rope.get("mscale_all_dim")
+        if mscale and all_dim:
+            attention_factor = scale(factor, mscale) / scale(factor, all_dim)
+        else:
+            attention_factor = scale(factor)
+
+    def turns_to_dim(turns: float) -> float:
+        return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(base))
+
+    low = turns_to_dim(float(rope.get("beta_fast") or 32))
+    high = turns_to_dim(float(rope.get("beta_slow") or 1))
+    if rope.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    if low == high:
+        high += 0.001
+    ramp = ((torch.arange(dim // 2).float() - low) / (high - low)).clamp(0, 1)
+    return plain / factor * ramp + plain * (1 - ramp), float(attention_factor)

@@ -1,0 +1,62 @@
+"""Safetensors checkpoints: one file or many, streamed straight to the device."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+from ...core.config import EngineConfig
+from ...core.errors import LoadError
+from ...core.loading.model_config import ModelConfig
+from ...core.loading.weight_map import ParameterFiller
+
+INDEX = "model.safetensors.index.json"
+
+
+class SafetensorsLoader:
+    """Fills a model from `*.safetensors`."""
+
+    def __init__(self, config: EngineConfig, model_config: ModelConfig) -> None:
+        self.folder = model_config.path
+
+    def load(self, model: nn.Module, device: torch.device) -> None:
+        """Raises LoadError naming what is missing, unexpected, or of another shape."""
+        filler = ParameterFiller(model, model.weight_map)  # type: ignore[arg-type]
+        for file in checkpoint_files(self.folder):
+            try:
+                with safe_open(file, framework="pt", device=str(device)) as tensors:
+                    for name in tensors.keys():  # noqa: SIM118 (not a dict)
+                        filler.fill(name, tensors.get_tensor(name))
+            except SafetensorError as error:
+                raise LoadError(f"{file.name} is not a safetensors file: {error}") from error
+            except LoadError as error:
+                raise LoadError(f"{file.name}: {error.message}") from error
+        filler.finish()
+
+
+def checkpoint_files(folder: Path) -> list[Path]:
+    """The files of a checkpoint. Raises LoadError when there are none, or one lies elsewhere."""
+    index = folder / INDEX
+    if not index.is_file():
+        files = sorted(folder.glob("*.safetensors"))
+        if not files:
+            raise LoadError(
+                f"no *.safetensors in {folder}; convert the checkpoint, or use load_format=dummy"
+            )
+        return files
+    try:
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    except (ValueError, KeyError, AttributeError) as error:
+        raise LoadError(f"{INDEX} cannot be read: {error}") from error
+    files = []
+    for name in names:
+        if Path(name).name != name:
+            raise LoadError(f"{INDEX} names {name!r}, which is not a file of its own folder")
+        if not (folder / name).is_file():
+            raise LoadError(f"{INDEX} names {name!r}, which is missing")
+        files.append(folder / name)
+    return files

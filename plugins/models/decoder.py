@@ -1,0 +1,179 @@
+"""What Llama-like decoders share: embedding, blocks of attention and MLP, final norm, head.
+
+A family is an attention class (how queries, keys and values come about) and a few words of
+configuration; this file knows no family by name.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from ...core.loading.model_config import ModelConfig
+from ...core.loading.weight_map import Shard, WeightMap
+from ...core.nn.attention import Attention
+from ...core.nn.context import BuildContext, ForwardContext
+from ...core.nn.embedding import Embedding
+from ...core.nn.linear import Linear, MergedLinear
+from ...core.nn.mlp import GatedMLP
+from ...core.nn.norm import RMSNorm
+from ...core.nn.rotary import Rotary
+from ...core.protocols import AttentionSpec
+
+
+class SelfAttention(nn.Module):
+    """Grouped-query attention with rotary positions. Families override the three small methods."""
+
+    def __init__(self, config: ModelConfig, layer: int, build: BuildContext) -> None:
+        super().__init__()
+        hf = config.hf_config
+        self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
+        self.head_dim = config.head_dim
+        sizes = {
+            "q": self.num_heads * self.head_dim,
+            "k": self.num_kv_heads * self.head_dim,
+            "v": self.num_kv_heads * self.head_dim,
+        }
+        self.qkv_proj = MergedLinear(hf.hidden_size, sizes, build, bias=self.qkv_bias(hf))
+        self.o_proj = Linear(sizes["q"], hf.hidden_size, build, bias=self.output_bias(hf))
+        self.attention = Attention(
+            AttentionSpec(
+                num_heads=self.num_heads,
+                num_kv_heads=self.num_kv_heads,
+                head_dim=self.head_dim,
+                scale=self.head_dim**-0.5,
+                sliding_window=self.sliding_window(hf, layer),
+            )
+        )
+
+    @staticmethod
+    def qkv_bias(hf: object) -> bool:
+        return bool(getattr(hf, "attention_bias", False))
+
+    @staticmethod
+    def output_bias(hf: object) -> bool:
+        return bool(getattr(hf, "attention_bias", False))
+
+    @staticmethod
+    def sliding_window(hf: object, layer: int) -> int | None:
+        return None
+
+    def heads(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """→ query, key, value as [num_tokens, heads, head_dim]"""
+        query, key, value = self.qkv_proj.split(self.qkv_proj(x))
+        return (
+            query.unflatten(-1, (self.num_heads, self.head_dim)),
+            key.unflatten(-1, (self.num_kv_heads, self.head_dim)),
+            value.unflatten(-1, (self.num_kv_heads, self.head_dim)),
+        )
+
+    def forward(
+        self, x: torch.Tensor, rotary: Rotary, cos_sin: torch.Tensor, context: ForwardContext
+    ) -> torch.Tensor:
+        query, key, value = self.heads(x)
+        query, key = rotary(query, cos_sin), rotary(key, cos_sin)
+        out: torch.Tensor = self.o_proj(self.attention(query, key, value, context))
+        return out
+
+
+class Block(nn.Module):
+    """Attention and MLP, each behind a norm, over a running residual."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer: int,
+        build: BuildContext,
+        attention: type[SelfAttention],
+    ) -> None:
+        super().__init__()
+        hf = config.hf_config
+        self.input_layernorm = RMSNorm(hf.hidden_size, hf.rms_norm_eps, build)
+        self.self_attn = attention(config, layer, build)
+        self.post_attention_layernorm = RMSNorm(hf.hidden_size, hf.rms_norm_eps, build)
+        self.mlp = GatedMLP(
+            hf.hidden_size,
+            hf.intermediate_size,
+            hf.hidden_act,
+            build,
+            bias=bool(getattr(hf, "mlp_bias", False)),
+        )
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        rotary: Rotary,
+        cos_sin: torch.Tensor,
+        context: ForwardContext,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if residual is None:
+            x, residual = self.input_layernorm(x), x
+        else:
+            x, residual = self.input_layernorm.add(x, residual)
+        x = self.self_attn(x, rotary, cos_sin, context)
+        x, residual = self.post_attention_layernorm.add(x, residual)
+        return self.mlp(x), residual
+
+
+class Decoder(nn.Module):
+    """Everything between token ids and the last norm."""
+
+    def __init__(
+        self, config: ModelConfig, build: BuildContext, attention: type[SelfAttention]
+    ) -> None:
+        super().__init__()
+        hf = config.hf_config
+        self.embed_tokens = Embedding(config.vocab_size, hf.hidden_size, build)
+        self.rotary = Rotary(config, build)
+        self.layers = nn.ModuleList(
+            Block(config, layer, build, attention) for layer in range(hf.num_hidden_layers)
+        )
+        self.norm = RMSNorm(hf.hidden_size, hf.rms_norm_eps, build)
+
+    def forward(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext
+    ) -> torch.Tensor:
+        x = self.embed_tokens(input_ids)
+        cos_sin = self.rotary.lookup(positions, x.dtype)
+        residual = None
+        for layer in self.layers:
+            x, residual = layer(x, residual, self.rotary, cos_sin, context)
+        normed: torch.Tensor = self.norm.add(x, residual)[0]
+        return normed
+
+
+class CausalLM(nn.Module):
+    """A decoder and its head. A family sets `attention`."""
+
+    attention: ClassVar[type[SelfAttention]] = SelfAttention
+    weight_map: ClassVar[WeightMap] = WeightMap(
+        stacked={
+            "q_proj": Shard("qkv_proj", "q"),
+            "k_proj": Shard("qkv_proj", "k"),
+            "v_proj": Shard("qkv_proj", "v"),
+            "gate_proj": Shard("gate_up_proj", "gate"),
+            "up_proj": Shard("gate_up_proj", "up"),
+        },
+        tied={"lm_head.weight": "model.embed_tokens.weight"},
+    )
+
+    def __init__(self, config: ModelConfig, build: BuildContext) -> None:
+        super().__init__()
+        self.model = Decoder(config, build, self.attention)
+        if not config.hf_config.tie_word_embeddings:
+            self.lm_head = Embedding(config.vocab_size, config.hidden_size, build)
+
+    def forward(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext
+    ) -> torch.Tensor:
+        """[num_tokens] → [num_tokens, hidden_size]"""
+        hidden: torch.Tensor = self.model(input_ids, positions, context)
+        return hidden
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[num_rows, hidden_size] → [num_rows, vocab_size]"""
+        head: Embedding = getattr(self, "lm_head", self.model.embed_tokens)
+        return head.logits(hidden)

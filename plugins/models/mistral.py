@@ -1,0 +1,28 @@
+"""Mistral: Llama with a sliding window."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .decoder import CausalLM, SelfAttention
+
+
+class MistralAttention(SelfAttention):
+    """No biases; every layer sees the last `sliding_window` tokens."""
+
+    @staticmethod
+    def qkv_bias(hf: object) -> bool:
+        return False
+
+    @staticmethod
+    def output_bias(hf: object) -> bool:
+        return False
+
+    @staticmethod
+    def sliding_window(hf: Any, layer: int) -> int | None:
+        window: int | None = getattr(hf, "sliding_window", None)
+        return window
+
+
+class MistralForCausalLM(CausalLM):
+    attention = MistralAttention

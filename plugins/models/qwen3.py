@@ -1,0 +1,33 @@
+"""Qwen3 (dense): a norm on each head's queries and keys, before the rotation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ...core.loading.model_config import ModelConfig
+from ...core.nn.context import BuildContext
+from ...core.nn.norm import RMSNorm
+from .decoder import CausalLM, SelfAttention
+from .qwen2 import window_of_layer
+
+
+class Qwen3Attention(SelfAttention):
+    def __init__(self, config: ModelConfig, layer: int, build: BuildContext) -> None:
+        super().__init__(config, layer, build)
+        eps = config.hf_config.rms_norm_eps
+        self.q_norm = RMSNorm(self.head_dim, eps, build)
+        self.k_norm = RMSNorm(self.head_dim, eps, build)
+
+    @staticmethod
+    def sliding_window(hf: Any, layer: int) -> int | None:
+        return window_of_layer(hf, layer)
+
+    def heads(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        query, key, value = super().heads(x)
+        return self.q_norm(query), self.k_norm(key), value
+
+
+class Qwen3ForCausalLM(CausalLM):
+    attention = Qwen3Attention
