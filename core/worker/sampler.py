@@ -147,7 +147,7 @@ class Sampler:
         seeds = state.column("seed", slots)
         top_k = state.column("top_k", slots)[:, None]
         if stages & Stage.TOP_P:
-            ordered, token_ids = x.sort(-1, descending=True, stable=True)
+            ordered, token_ids = x.sort(dim=-1, descending=True, stable=True)
             place = self._all_tokens[None, :]
             ordered = torch.where((top_k > 0) & (place >= top_k), NEGATIVE, ordered)
             probs = ordered.softmax(-1)

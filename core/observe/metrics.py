@@ -1,0 +1,123 @@
+"""Prometheus metrics of one engine. Names are vLLM's where the meaning is the same."""
+
+from __future__ import annotations
+
+import prometheus_client as prometheus
+
+from ..types import EngineStats, RequestOutput, SamplingParams
+
+SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10,
+           20, 40, 80, 160, 640)  # fmt: skip
+ITL_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5,
+               0.75, 1, 2.5, 5, 10, 20, 40, 80)  # fmt: skip
+TOKENS = tuple(m * 10**e for e in range(6) for m in (1, 2, 5))
+
+
+class EngineMetrics:
+    """One registry an engine, so that many engines live in one process."""
+
+    def __init__(
+        self, model_name: str, *, registry: prometheus.CollectorRegistry | None = None
+    ) -> None:
+        self.registry = registry or prometheus.CollectorRegistry()
+        self._model = model_name
+        self._seen = EngineStats()
+
+        def gauge(name: str, text: str) -> prometheus.Gauge:
+            return prometheus.Gauge(
+                f"jackfield:{name}", text, ["model_name"], registry=self.registry
+            ).labels(model_name)
+
+        def counter(name: str, text: str) -> prometheus.Counter:
+            return prometheus.Counter(
+                f"jackfield:{name}", text, ["model_name"], registry=self.registry
+            ).labels(model_name)
+
+        def histogram(
+            name: str, text: str, buckets: tuple[float, ...] = SECONDS
+        ) -> prometheus.Histogram:
+            return prometheus.Histogram(
+                f"jackfield:{name}", text, ["model_name"], buckets=buckets, registry=self.registry
+            ).labels(model_name)
+
+        self._running = gauge("num_requests_running", "Requests in the batch.")
+        self._waiting = gauge("num_requests_waiting", "Requests waiting for a slot.")
+        self._usage = gauge("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.")
+        self._counters = {
+            "prefix_cache_queries": counter("prefix_cache_queries", "Prompt tokens looked up."),
+            "prefix_cache_hits": counter("prefix_cache_hits", "Prompt tokens found."),
+            "num_preemptions": counter("num_preemptions", "Preemptions."),
+            "prompt_tokens": counter("prompt_tokens", "Prompt tokens of admitted requests."),
+            "generation_tokens": counter("generation_tokens", "Tokens generated."),
+        }
+        self._success = prometheus.Counter(
+            "jackfield:request_success",
+            "Finished requests.",
+            ["model_name", "finished_reason"],
+            registry=self.registry,
+        )
+        self._iteration = histogram("iteration_tokens_total", "Tokens a step.", TOKENS)
+        self._ttft = histogram("time_to_first_token_seconds", "Arrival to first token.")
+        self._itl = histogram("inter_token_latency_seconds", "Between tokens.", ITL_SECONDS)
+        self._tpot = histogram(
+            "request_time_per_output_token_seconds", "Mean time a token.", ITL_SECONDS
+        )
+        self._e2e = histogram("e2e_request_latency_seconds", "Arrival to end.")
+        self._queue = histogram("request_queue_time_seconds", "Arrival to first schedule.")
+        self._prefill = histogram("request_prefill_time_seconds", "Schedule to first token.")
+        self._decode = histogram("request_decode_time_seconds", "First to last token.")
+        self._inference = histogram("request_inference_time_seconds", "Schedule to last token.")
+        self._prompt = histogram("request_prompt_tokens", "Prompt tokens a request.", TOKENS)
+        self._generated = histogram(
+            "request_generation_tokens", "Generated tokens a request.", TOKENS
+        )
+        self._n = histogram("request_params_n", "n a request.", (1, 2, 5, 10, 20))
+        self._max_tokens = histogram("request_params_max_tokens", "max_tokens a request.", TOKENS)
+
+    def observe_step(self, stats: EngineStats, num_tokens: int, seconds: float) -> None:
+        """After each step."""
+        self._running.set(stats.num_requests_running)
+        self._waiting.set(stats.num_requests_waiting)
+        self._usage.set(stats.kv_cache_usage)
+        for name, counter in self._counters.items():
+            grown = getattr(stats, name) - getattr(self._seen, name)
+            if grown:
+                counter.inc(grown)
+        self._seen = stats
+        self._iteration.observe(num_tokens)
+
+    def observe_first_token(self, seconds: float) -> None:
+        """Arrival to first token."""
+        self._ttft.observe(seconds)
+
+    def observe_inter_token(self, seconds: float, count: int) -> None:
+        """`count` tokens, `seconds` apart."""
+        for _ in range(count):
+            self._itl.observe(seconds)
+
+    def observe_finished(self, output: RequestOutput, params: SamplingParams) -> None:
+        """Once a request."""
+        for completion in output.outputs:
+            self._success.labels(self._model, completion.finish_reason or "abort").inc()
+        generated = sum(len(completion.token_ids) for completion in output.outputs)
+        self._prompt.observe(len(output.prompt_token_ids))
+        self._generated.observe(generated)
+        self._n.observe(params.n)
+        if params.max_tokens is not None:
+            self._max_tokens.observe(params.max_tokens)
+        times = output.timings
+        if times.finished is not None:
+            self._e2e.observe(times.finished - times.arrival)
+        if times.first_scheduled is None or times.first_token is None or times.last_token is None:
+            return
+        self._queue.observe(times.first_scheduled - times.arrival)
+        self._prefill.observe(times.first_token - times.first_scheduled)
+        self._decode.observe(times.last_token - times.first_token)
+        self._inference.observe(times.last_token - times.first_scheduled)
+        if generated > 1:
+            self._tpot.observe((times.last_token - times.first_token) / (generated - 1))
+
+    def render(self) -> bytes:
+        """In Prometheus' text format."""
+        text: bytes = prometheus.generate_latest(self.registry)
+        return text
