@@ -1,0 +1,103 @@
+"""The KV cache's blocks: who holds them, which are free, which hash each one answers to."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+NULL_BLOCK = 0
+"""Padding rows write here; never handed out."""
+
+
+class BlockPool:
+    """Ref-counted blocks 1 .. num_blocks - 1, all operations O(1) per block.
+
+    A free block keeps its hash, and so its content, until it is handed out again: a hit revives
+    it. Free blocks are handed out least recently used first, those without a hash before all.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        if num_blocks < 2:
+            raise ValueError(f"num_blocks must be at least 2 (one is the null block): {num_blocks}")
+        self.num_blocks = num_blocks
+        self._ref_counts = [0] * num_blocks
+        self._hashes: list[bytes | None] = [None] * num_blocks
+        self._cached: dict[bytes, int] = {}
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))
+
+    @property
+    def num_usable(self) -> int:
+        return self.num_blocks - 1
+
+    @property
+    def num_free(self) -> int:
+        """Blocks nobody holds, cached or not."""
+        return len(self._free)
+
+    def is_free(self, block_id: int) -> bool:
+        return self._ref_counts[block_id] == 0
+
+    def allocate(self, count: int) -> list[int]:
+        """Hand out `count` blocks and forget what they held. The caller has checked `num_free`."""
+        blocks = [self._free.popitem(last=False)[0] for _ in range(count)]
+        for block_id in blocks:
+            self.forget(block_id)
+            self._ref_counts[block_id] = 1
+        return blocks
+
+    def hold(self, block_ids: Iterable[int]) -> None:
+        """One more holder of each block; a free one is revived."""
+        for block_id in block_ids:
+            if self._ref_counts[block_id] == 0:
+                del self._free[block_id]
+            self._ref_counts[block_id] += 1
+
+    def release(self, block_ids: Sequence[int]) -> None:
+        """One holder less, last block first: of a prefix that is free, the tail goes first."""
+        for block_id in reversed(block_ids):
+            count = self._ref_counts[block_id] - 1
+            if count < 0:
+                raise AssertionError(f"block {block_id} is freed twice")
+            self._ref_counts[block_id] = count
+            if count == 0:
+                self._free[block_id] = None
+                if self._hashes[block_id] is None:
+                    self._free.move_to_end(block_id, last=False)
+
+    def lookup(self, block_hash: bytes) -> int | None:
+        """The block with this content, free or held."""
+        return self._cached.get(block_hash)
+
+    def register(self, block_id: int, block_hash: bytes) -> None:
+        """Let hits find this block. The first block with a content stays the one that is found."""
+        if self._cached.setdefault(block_hash, block_id) == block_id:
+            self._hashes[block_id] = block_hash
+
+    def forget(self, block_id: int) -> None:
+        """No hit finds this block any more."""
+        block_hash = self._hashes[block_id]
+        if block_hash is not None:
+            del self._cached[block_hash]
+            self._hashes[block_id] = None
+
+    def forget_all(self) -> None:
+        for block_id in self._cached.values():
+            self._hashes[block_id] = None
+        self._cached.clear()
+
+    def check(self, held: Iterable[int]) -> None:
+        """Raise AssertionError unless `held` (one entry per holder) explains every count."""
+        expected = [0] * self.num_blocks
+        for block_id in held:
+            expected[block_id] += 1
+        assert expected[NULL_BLOCK] == 0, "the null block is held by a request"
+        for block_id, (want, have) in enumerate(zip(expected, self._ref_counts, strict=True)):
+            assert want == have, f"block {block_id} has {have} references, {want} holders"
+            free = block_id in self._free
+            assert free == (want == 0 and block_id != NULL_BLOCK), (
+                f"block {block_id} with {want} holders is {'' if free else 'not '}in the free list"
+            )
+        for block_hash, block_id in self._cached.items():
+            assert self._hashes[block_id] == block_hash, f"block {block_id} has another hash"
+        num_hashed = sum(block_hash is not None for block_hash in self._hashes)
+        assert num_hashed == len(self._cached), f"{num_hashed} hashes, {len(self._cached)} indexed"
