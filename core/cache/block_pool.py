@@ -1,106 +1,103 @@
-"""Ref-counted KV blocks: a free list in LRU order, and an index of cached ones by hash."""
+"""The KV cache's blocks: who holds them, which are free, which hash each one answers to."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 NULL_BLOCK = 0
-"""Never handed out: padding rows write there."""
+"""Padding rows write here; never handed out."""
 
 
 class BlockPool:
-    """`num_blocks` blocks, ids 1 .. num_blocks - 1, each free or held by some number of requests.
+    """Ref-counted blocks 1 .. num_blocks - 1, all operations O(1) per block.
 
-    A free block may still be cached: its content is good until the block is handed out again,
-    which happens in the order in which blocks became free (least recently used first).
+    A free block keeps its hash, and so its content, until it is handed out again: a hit revives
+    it. Free blocks are handed out least recently used first, those without a hash before all.
     """
 
     def __init__(self, num_blocks: int) -> None:
         if num_blocks < 2:
-            raise ValueError(f"num_blocks: a pool needs the null block and one more, {num_blocks=}")
+            raise ValueError(f"num_blocks must be at least 2 (one is the null block): {num_blocks}")
         self.num_blocks = num_blocks
-        self._refs = [0] * num_blocks
+        self._ref_counts = [0] * num_blocks
         self._hashes: list[bytes | None] = [None] * num_blocks
         self._cached: dict[bytes, int] = {}
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))
 
     @property
+    def num_usable(self) -> int:
+        return self.num_blocks - 1
+
+    @property
     def num_free(self) -> int:
-        """Blocks that can be handed out, cached ones included."""
+        """Blocks nobody holds, cached or not."""
         return len(self._free)
 
-    @property
-    def num_used(self) -> int:
-        """Blocks held by requests."""
-        return self.num_blocks - 1 - len(self._free)
+    def is_free(self, block_id: int) -> bool:
+        return self._ref_counts[block_id] == 0
 
-    @property
-    def num_cached(self) -> int:
-        """Blocks found by hash."""
-        return len(self._cached)
+    def allocate(self, count: int) -> list[int]:
+        """Hand out `count` blocks and forget what they held. The caller has checked `num_free`."""
+        blocks = [self._free.popitem(last=False)[0] for _ in range(count)]
+        for block_id in blocks:
+            self.forget(block_id)
+            self._ref_counts[block_id] = 1
+        return blocks
 
-    def find(self, block_hash: bytes) -> int | None:
-        """The cached block with this content, held or free."""
+    def hold(self, block_ids: Iterable[int]) -> None:
+        """One more holder of each block; a free one is revived."""
+        for block_id in block_ids:
+            if self._ref_counts[block_id] == 0:
+                del self._free[block_id]
+            self._ref_counts[block_id] += 1
+
+    def release(self, block_ids: Sequence[int]) -> None:
+        """One holder less, last block first: of a prefix that is free, the tail goes first."""
+        for block_id in reversed(block_ids):
+            count = self._ref_counts[block_id] - 1
+            if count < 0:
+                raise AssertionError(f"block {block_id} is freed twice")
+            self._ref_counts[block_id] = count
+            if count == 0:
+                self._free[block_id] = None
+                if self._hashes[block_id] is None:
+                    self._free.move_to_end(block_id, last=False)
+
+    def lookup(self, block_hash: bytes) -> int | None:
+        """The block with this content, free or held."""
         return self._cached.get(block_hash)
 
-    def is_free(self, block: int) -> bool:
-        """Nobody holds it."""
-        return self._refs[block] == 0
+    def register(self, block_id: int, block_hash: bytes) -> None:
+        """Let hits find this block. The first block with a content stays the one that is found."""
+        if self._cached.setdefault(block_hash, block_id) == block_id:
+            self._hashes[block_id] = block_hash
 
-    def take(self, count: int) -> list[int]:
-        """Hand out `count` blocks, forgetting what they cached. Raises ValueError if too few."""
-        if count > len(self._free):
-            raise ValueError(f"{count} blocks wanted, {len(self._free)} free")
-        taken = []
-        for _ in range(count):
-            block, _ = self._free.popitem(last=False)
-            self._forget(block)
-            self._refs[block] = 1
-            taken.append(block)
-        return taken
-
-    def share(self, blocks: Iterable[int]) -> None:
-        """One more holder for each of these cached blocks."""
-        for block in blocks:
-            if self._refs[block] == 0:
-                del self._free[block]
-            self._refs[block] += 1
-
-    def release(self, blocks: Iterable[int]) -> None:
-        """One holder less for each; those without holders become free, in the order given."""
-        for block in blocks:
-            if self._refs[block] <= 0:
-                raise ValueError(f"block {block} is released, but nobody holds it")
-            self._refs[block] -= 1
-            if self._refs[block] == 0:
-                self._free[block] = None
-
-    def register(self, block: int, block_hash: bytes) -> None:
-        """Make a full block findable. The first block with a content keeps its place."""
-        if block_hash not in self._cached and self._hashes[block] is None:
-            self._cached[block_hash] = block
-            self._hashes[block] = block_hash
+    def forget(self, block_id: int) -> None:
+        """No hit finds this block any more."""
+        block_hash = self._hashes[block_id]
+        if block_hash is not None:
+            del self._cached[block_hash]
+            self._hashes[block_id] = None
 
     def forget_all(self) -> None:
-        """Drop the index."""
+        for block_id in self._cached.values():
+            self._hashes[block_id] = None
         self._cached.clear()
-        self._hashes = [None] * self.num_blocks
 
-    def check(self, holders: dict[int, int]) -> None:
-        """AssertionError unless exactly `holders` (block → count) hold blocks and all is consistent."""
-        for block in range(1, self.num_blocks):
-            expected = holders.get(block, 0)
-            assert self._refs[block] == expected, (
-                f"block {block}: {self._refs[block]} references, {expected} holders"
+    def check(self, held: Iterable[int]) -> None:
+        """Raise AssertionError unless `held` (one entry per holder) explains every count."""
+        expected = [0] * self.num_blocks
+        for block_id in held:
+            expected[block_id] += 1
+        assert expected[NULL_BLOCK] == 0, "the null block is held by a request"
+        for block_id, (want, have) in enumerate(zip(expected, self._ref_counts, strict=True)):
+            assert want == have, f"block {block_id} has {have} references, {want} holders"
+            free = block_id in self._free
+            assert free == (want == 0 and block_id != NULL_BLOCK), (
+                f"block {block_id} with {want} holders is {'' if free else 'not '}in the free list"
             )
-            assert (block in self._free) == (expected == 0), f"block {block}: free list is wrong"
-        assert NULL_BLOCK not in holders and NULL_BLOCK not in self._free
-        for block_hash, block in self._cached.items():
-            assert self._hashes[block] == block_hash, f"block {block}: index and hash disagree"
-
-    def _forget(self, block: int) -> None:
-        block_hash = self._hashes[block]
-        if block_hash is not None:
-            self._hashes[block] = None
-            del self._cached[block_hash]
+        for block_hash, block_id in self._cached.items():
+            assert self._hashes[block_id] == block_hash, f"block {block_id} has another hash"
+        num_hashed = sum(block_hash is not None for block_hash in self._hashes)
+        assert num_hashed == len(self._cached), f"{num_hashed} hashes, {len(self._cached)} indexed"

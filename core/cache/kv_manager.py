@@ -1,109 +1,127 @@
-"""Which blocks each request holds: allocation, prefix hits, registration of full blocks."""
+"""Block tables of requests: prefix hits, allocation, registration of full blocks."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 from ..scheduling.request import Request
 from .block_pool import BlockPool
-from .hashing import block_hash, root_hash
+from .prefix_index import BlockHasher
 
 
 class KVCacheManager:
-    """Block tables over one pool.
+    """Gives requests the blocks that their tokens' KV goes to.
 
-    A block is registered as soon as its tokens are known and scheduled: within a step, every layer
-    writes keys and values before anything reads them, so even a later row of the same step may use
-    it.
+    Steps run in the order they were planned, and every row of a step writes its KV before any row
+    reads. So a block may be registered as soon as the step that fills it is planned, and a freed
+    one may be reused by the next plan although a step in flight still touches it.
     """
 
     def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool) -> None:
-        self.pool = BlockPool(num_blocks)
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
-        self.queries = 0
-        """Prompt tokens looked up."""
-        self.hits = 0
-        """Prompt tokens found."""
+        self.pool = BlockPool(num_blocks)
+        self._hasher = BlockHasher(block_size)
+        self.num_queried_tokens = 0
+        self.num_hit_tokens = 0
+
+    @property
+    def num_used_blocks(self) -> int:
+        return self.pool.num_usable - self.pool.num_free
+
+    @property
+    def usage(self) -> float:
+        """Share of the blocks that requests hold, 0 to 1."""
+        return self.num_used_blocks / self.pool.num_usable
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that hold so many tokens."""
         return -(-num_tokens // self.block_size)
 
     def find_hits(self, request: Request) -> list[int]:
-        """Cached blocks that hold the request's first tokens; at least one token stays to compute."""
+        """Cached blocks of the longest known prefix; changes nothing.
+
+        At least one token is left to compute. None when prompt logprobs are asked for, which
+        need every position computed.
+        """
         if not self._caches(request) or request.params.prompt_logprobs is not None:
             return []
-        self._extend_hashes(request)
-        usable = (request.num_known_tokens - 1) // self.block_size
-        found = []
-        for digest in request.block_hashes[:usable]:
-            block = self.pool.find(digest)
-            if block is None:
+        limit = (request.num_known_tokens - 1) // self.block_size
+        self._hasher.extend(request, limit)
+        hits = []
+        for block_hash in request.block_hashes[:limit]:
+            block_id = self.pool.lookup(block_hash)
+            if block_id is None:
                 break
-            found.append(block)
-        return found
+            hits.append(block_id)
+        return hits
 
-    def admit(self, request: Request, hits: list[int], num_new_tokens: int) -> bool:
-        """Give `request` its hits and room for `num_new_tokens` more; False changes nothing."""
-        total = self.blocks_for(len(hits) * self.block_size + num_new_tokens)
-        fresh = total - len(hits)
-        revived = sum(self.pool.is_free(block) for block in hits)
-        if fresh + revived > self.pool.num_free:
-            return False
-        self.pool.share(hits)
-        request.block_ids = [*hits, *self.pool.take(fresh)]
-        return True
+    def can_hold(self, num_tokens: int, hits: Sequence[int] = (), reserve: int = 0) -> bool:
+        """Whether blocks for `num_tokens`, `hits` among them, are to be had, and `reserve` left."""
+        revived = sum(map(self.pool.is_free, hits))
+        return self.blocks_for(num_tokens) - len(hits) + revived + reserve <= self.pool.num_free
 
-    def count_lookup(self, request: Request, num_hit: int) -> None:
-        """Statistics of an admission: its first one counts."""
-        if request.num_preemptions == 0:
-            request.num_cached_tokens = num_hit
-            self.queries += request.num_prompt_tokens
-            self.hits += num_hit
+    def allocate(
+        self, request: Request, num_new_tokens: int, hits: Sequence[int] = ()
+    ) -> list[int] | None:
+        """Blocks for the next `num_new_tokens`, appended to the request's table and returned.
 
-    def extend(self, request: Request, num_tokens: int) -> list[int] | None:
-        """Room for `num_tokens` in all; → the new blocks, or None, which changes nothing."""
-        missing = self.blocks_for(num_tokens) - len(request.block_ids)
-        if missing <= 0:
-            return []
-        if missing > self.pool.num_free:
+        `hits`, from `find_hits`, go before them and count as computed. None, and nothing changes,
+        when there are too few blocks.
+        """
+        table = request.block_ids
+        computed = request.num_computed_tokens + len(hits) * self.block_size
+        count = self.blocks_for(computed + num_new_tokens) - len(table) - len(hits)
+        revived = sum(map(self.pool.is_free, hits)) if hits else 0
+        if count + revived > self.pool.num_free:
             return None
-        new = self.pool.take(missing)
-        request.block_ids.extend(new)
+        if hits:
+            self.pool.hold(hits)
+            table.extend(hits)
+            request.num_computed_tokens = computed
+        new = self.pool.allocate(count) if count > 0 else []
+        table.extend(new)
         return new
 
+    def count_lookup(self, request: Request, num_hit_tokens: int) -> None:
+        """For the statistics, once per request."""
+        if self.enable_prefix_caching and request.params.prompt_logprobs is None:
+            self.num_queried_tokens += request.num_prompt_tokens
+            self.num_hit_tokens += num_hit_tokens
+
     def register(self, request: Request) -> None:
-        """Make the full blocks of computed, known tokens findable."""
+        """Let hits find the request's full blocks whose tokens are known and planned."""
         if not self._caches(request):
             return
-        full = min(request.num_computed_tokens, request.num_known_tokens) // self.block_size
-        if full <= request.num_registered_blocks:
-            return
-        self._extend_hashes(request)
-        for index in range(request.num_registered_blocks, full):
-            self.pool.register(request.block_ids[index], request.block_hashes[index])
-        request.num_registered_blocks = full
+        num_full = min(request.num_computed_tokens, request.num_known_tokens) // self.block_size
+        if num_full > request.num_registered_blocks:
+            self._hasher.extend(request, num_full)
+            for i in range(request.num_registered_blocks, num_full):
+                self.pool.register(request.block_ids[i], request.block_hashes[i])
+            request.num_registered_blocks = num_full
 
     def free(self, request: Request) -> None:
-        """Take the request's blocks away; its tail is reused first."""
-        self.pool.release(reversed(request.block_ids))
+        """Take the request's blocks; their content stays findable until they are reused."""
+        self.register(request)
+        self.pool.release(request.block_ids)
         request.block_ids = []
         request.num_registered_blocks = 0
 
-    def _caches(self, request: Request) -> bool:
-        return self.enable_prefix_caching or request.shares_prompt
+    def distrust(self, request: Request) -> None:
+        """The request failed: no hit may find what it computed."""
+        for block_id in request.block_ids:
+            self.pool.forget(block_id)
+        request.num_registered_blocks = len(request.block_ids)
 
-    def _extend_hashes(self, request: Request) -> None:
-        """Hash the full blocks of known tokens that have no hash yet."""
-        hashes, size = request.block_hashes, self.block_size
-        if len(hashes) == request.num_known_tokens // size:
-            return
-        if hashes:
-            parent = hashes[-1]
-        else:
-            extra = [] if request.cache_salt is None else [f"salt:{request.cache_salt}"]
-            if not self.enable_prefix_caching:
-                extra.append(f"siblings:{(request.leader or request).request_id}")
-            parent = root_hash(extra)
-        for start in range(len(hashes) * size, request.num_known_tokens - size + 1, size):
-            parent = block_hash(parent, request.tokens(start, start + size))
-            hashes.append(parent)
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached blocks; False, and nothing changes, while a request holds one."""
+        if self.num_used_blocks:
+            return False
+        self.pool.forget_all()
+        return True
+
+    def check(self, requests: Iterable[Request]) -> None:
+        """Raise AssertionError unless exactly these requests explain the pool's state."""
+        self.pool.check(block_id for request in requests for block_id in request.block_ids)
+
+    def _caches(self, request: Request) -> bool:
+        return self.enable_prefix_caching or request.private_salt is not None

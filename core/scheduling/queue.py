@@ -1,42 +1,30 @@
-"""The waiting requests, in policy order."""
+"""A list of requests kept in policy order."""
 
 from __future__ import annotations
 
-import heapq
-import itertools
+from bisect import bisect_left, insort
 from collections.abc import Iterator
+from operator import attrgetter
 
-from .request import Request, Status
+from .request import Request
+
+_order = attrgetter("order")
 
 
-class WaitingQueue:
-    """A heap by `Request.sort_key`. Requests that ended meanwhile are skipped lazily."""
+class RequestQueue:
+    """Sorted by `Request.order`, which is unique and never changes: nothing is ever sorted anew."""
 
     def __init__(self) -> None:
-        self._heap: list[tuple[object, int, Request]] = []
-        self._order = itertools.count()
-        self._members: set[int] = set()
+        self.requests: list[Request] = []
 
-    def push(self, request: Request) -> None:
-        """Add a waiting or preempted request."""
-        heapq.heappush(self._heap, (request.sort_key, next(self._order), request))
-        self._members.add(id(request))
-
-    def pop(self) -> Request | None:
-        """The first one, or None."""
-        while self._heap:
-            request = heapq.heappop(self._heap)[2]
-            if id(request) in self._members and request.status is not Status.FINISHED:
-                self._members.discard(id(request))
-                return request
-        return None
+    def add(self, request: Request) -> None:
+        insort(self.requests, request, key=_order)
 
     def remove(self, request: Request) -> None:
-        """Forget a request that ended while waiting."""
-        self._members.discard(id(request))
+        del self.requests[bisect_left(self.requests, request.order, key=_order)]
 
     def __len__(self) -> int:
-        return len(self._members)
+        return len(self.requests)
 
     def __iter__(self) -> Iterator[Request]:
-        return (entry[2] for entry in self._heap if id(entry[2]) in self._members)
+        return iter(self.requests)

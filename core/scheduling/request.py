@@ -7,7 +7,9 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..types import FinishReason, SamplingParams
+import msgspec
+
+from ..types import FinishReason, SamplingParams, TokenLogprobs
 
 
 class Status(enum.Enum):
@@ -34,34 +36,44 @@ class Request:
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
     priority: int = 0
     cache_salt: str | None = None
+    cache_extra: tuple[str | int, ...] = ()
+    """Whatever else the KV depends on (an adapter's name, an image's digest)."""
     arrival: float = field(default_factory=time.monotonic)
     leader: Request | None = None
     """Wait until this sibling's prompt is computed, then share its blocks."""
 
     status: Status = Status.WAITING
+    order: tuple[Any, ...] = ()
+    """The policy's key and a running number: the place in every queue, given by `add`."""
     output_token_ids: list[int] = field(default_factory=list)
+    num_tokens: int = 0
+    """Known tokens and those being sampled by steps in flight."""
     num_computed_tokens: int = 0
     """Tokens whose KV is written or being written by a step in flight."""
-    num_pending_tokens: int = 0
-    """Tokens being sampled by steps in flight: counted, but not yet known."""
     num_cached_tokens: int = 0
     """Prompt tokens found in the prefix cache at first admission."""
     epoch: int = 0
-    """Rises with each preemption: results of an older epoch are dropped."""
+    """Rises with each preemption, and at the end: results of an older epoch are dropped."""
     slot: int = -1
     block_ids: list[int] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)
     """Chained hash of each full block of known tokens, made as needed."""
-    sort_key: tuple[Any, ...] = ()
-    """From the schedule policy, set when the request is queued."""
     num_registered_blocks: int = 0
-    """Leading blocks that the prefix index was told of."""
-    shares_prompt: bool = False
-    """One of several siblings: its prompt's blocks are shared even without prefix caching."""
+    """Blocks of `block_ids` that prefix hits can find."""
+    private_salt: str | None = None
+    """Sibling sharing where prefix caching is off: hits stay among the siblings."""
+    num_prompt_logprobs: int = 0
+    """Prompt tokens whose log-probabilities have been passed on (not again after preemption)."""
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     num_preemptions: int = 0
     first_scheduled: float | None = None
+
+    def __post_init__(self) -> None:
+        self.num_tokens = self.num_known_tokens
+        self.max_total_tokens = self.num_prompt_tokens + self.max_tokens
+        """Prompt and output at their longest."""
+        self.stop_ids = self.eos_token_ids.union(self.params.stop_token_ids)
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -73,24 +85,44 @@ class Request:
         return len(self.prompt_token_ids) + len(self.output_token_ids)
 
     @property
-    def num_tokens(self) -> int:
-        """Known tokens and those in flight."""
-        return self.num_known_tokens + self.num_pending_tokens
-
-    def tokens(self, start: int, end: int) -> list[int]:
-        """Known tokens start .. end."""
-        split = len(self.prompt_token_ids)
-        if end <= split:
-            return self.prompt_token_ids[start:end]
-        if start >= split:
-            return self.output_token_ids[start - split : end - split]
-        return self.prompt_token_ids[start:] + self.output_token_ids[: end - split]
+    def num_pending_tokens(self) -> int:
+        """Tokens being sampled by steps in flight: counted, but not yet known."""
+        return self.num_tokens - self.num_known_tokens
 
     @property
     def prompt_computed(self) -> bool:
-        """The whole prompt is in the cache, or being written by a step in flight."""
-        return self.num_computed_tokens >= len(self.prompt_token_ids)
+        return self.num_computed_tokens >= self.num_prompt_tokens
 
     @property
     def finished(self) -> bool:
         return self.status is Status.FINISHED
+
+    def known_tokens(self, start: int, end: int) -> list[int]:
+        """Tokens at positions start .. end - 1, prompt and received output as one sequence."""
+        num_prompt = len(self.prompt_token_ids)
+        if end <= num_prompt:
+            return self.prompt_token_ids[start:end]
+        outputs = self.output_token_ids[max(0, start - num_prompt) : end - num_prompt]
+        return self.prompt_token_ids[start:] + outputs
+
+    def stop_on(self, token_id: int) -> tuple[FinishReason, int | None] | None:
+        """(finish_reason, stop_reason) if the token just appended ends the output."""
+        num_outputs = len(self.output_token_ids)
+        if token_id in self.stop_ids and num_outputs >= self.params.min_tokens:
+            return "stop", None if token_id in self.eos_token_ids else token_id
+        if self.num_known_tokens >= self.max_total_tokens:
+            return "length", None
+        return None
+
+
+class Update(msgspec.Struct):
+    """What one step, or a failure, brought to one request."""
+
+    request: Request
+    new_token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None = None
+    """[len(new_token_ids)]"""
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    """The next prompt tokens', in order, each prompt token once."""
+    finished: bool = False
+    error: str | None = None

@@ -1,15 +1,13 @@
-"""The scheduler: which requests get how many tokens in the next step.
-
-Pure Python, no torch. `schedule` makes a plan; `update` applies its result. A plan may be made
-before the result of the one before it is known: tokens in flight are counted (`num_pending_tokens`)
-but not yet known, and the worker keeps them on the device.
-"""
+"""Decides what each step computes, and takes in what it produced."""
 
 from __future__ import annotations
 
-import bisect
+import heapq
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import count
+
+import msgspec
 
 from ..cache.kv_manager import KVCacheManager
 from ..protocols import SchedulePolicy
@@ -21,36 +19,45 @@ from ..types import (
     StepResult,
     TokenLogprobs,
 )
-from .queue import WaitingQueue
-from .request import Request, Status
+from .queue import RequestQueue
+from .request import Request, Status, Update
 
 
-@dataclass(frozen=True)
-class Update:
-    """What a step brought for one request."""
-
-    request: Request
-    new_token_ids: list[int]
-    logprobs: list[TokenLogprobs] | None = None
-    prompt_logprobs: list[TokenLogprobs] | None = None
-    finished: bool = False
-    error: str | None = None
-
-
-@dataclass
+@dataclass(slots=True)
 class _Draft:
-    """A plan in the making."""
+    """A step plan in the making. Decode rows and prefill rows are joined at the end."""
 
     budget: int
-    decodes: list[Request]
-    prefills: list[tuple[Request, int]]
-    starts: list[SlotStart]
-    appended: list[tuple[int, tuple[int, ...]]]
-    preempted: bool = False
+    decodes: list[Request] = field(default_factory=list)
+    prefills: list[Request] = field(default_factory=list)
+    chunks: list[int] = field(default_factory=list)
+    """[len(prefills)] tokens of each prefill row"""
+    starts: list[SlotStart] = field(default_factory=list)
+    appended: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Step:
+    """What was planned, so that the result finds the requests as they were."""
+
+    rows: list[Request]
+    epochs: list[int]
+    """[num_rows] A request whose epoch differs by now has ended or was preempted since."""
+    first_positions: dict[int, int]
+    """Row → first position computed, where prompt logprobs are asked for."""
 
 
 class Scheduler:
-    """Continuous batching: running requests first, then waiting ones, under one token budget."""
+    """Continuous batching over a paged KV cache, with any number of steps in flight.
+
+    `schedule()` plans a step, `update()` takes its result; a step may be planned before the one
+    before it is back: how many tokens a request gets is known, only which ones is not. A running
+    decode is scheduled on its pending token, whose id stays on the device.
+
+    Running requests get their tokens first, in policy order; then waiting ones are admitted in
+    policy order. When blocks run out, the last running request in that order loses its blocks and
+    slot and is computed again later, so the first one always gets on.
+    """
 
     def __init__(
         self,
@@ -69,338 +76,407 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_model_len = max_model_len
         self.enable_chunked_prefill = enable_chunked_prefill
+        self.long_prefill_token_threshold = long_prefill_token_threshold
         self.policy = policy
-        self.max_chunk = long_prefill_token_threshold or max_num_batched_tokens
         self.kv = KVCacheManager(num_blocks, block_size, enable_prefix_caching)
-        self._requests: dict[str, Request] = {}
-        self._waiting = WaitingQueue()
-        self._running: list[Request] = []
-        """In policy order: the last one is the victim of a preemption."""
-        self._free_slots = list(range(max_num_seqs - 1, -1, -1))
+        self.requests: dict[str, Request] = {}
+        """Every unfinished request by id."""
+        self.running = RequestQueue()
+        self.waiting = RequestQueue()
+        self._arrivals = count()
+        self._steps = count()
+        self._free_slots = list(range(max_num_seqs))
         self._released: list[int] = []
-        self._in_flight: dict[int, list[tuple[Request, int]]] = {}
-        """Step → its rows' requests, each with its epoch."""
-        self._next_step = 0
-        self._num_preemptions = 0
+        self._in_flight: dict[int, _Step] = {}
+        self._failures: list[Update] = []
+        self._stats = EngineStats(num_slots=max_num_seqs, kv_blocks_total=self.kv.pool.num_usable)
+        self._admission_reserve = num_blocks // 100
 
-    # ------------------------------------------------------------ from outside
+    # ------------------------------------------------------------ requests in and out
+
+    def unfit_reason(self, request: Request) -> str | None:
+        """Why this request could never finish here, or None when it can."""
+        num_prompt = request.num_prompt_tokens
+        if not 0 < num_prompt < self.max_model_len:
+            return (
+                f"the prompt has {num_prompt} tokens; it needs 1 to {self.max_model_len - 1} "
+                f"(max_model_len {self.max_model_len})"
+            )
+        if not self.enable_chunked_prefill and num_prompt > self.max_num_batched_tokens:
+            return (
+                f"the prompt has {num_prompt} tokens, but without chunked prefill a step takes "
+                f"{self.max_num_batched_tokens} (max_num_batched_tokens)"
+            )
+        # The last token is sampled but never computed: it needs no KV.
+        longest = min(request.max_total_tokens, self.max_model_len) - 1
+        needed = self.kv.blocks_for(longest)
+        if needed > self.kv.pool.num_usable:
+            return (
+                f"prompt and max_tokens need {needed} KV-cache blocks; there are "
+                f"{self.kv.pool.num_usable} of {self.kv.block_size} tokens"
+            )
+        return None
 
     def fits(self, request: Request) -> bool:
-        """Whether the cache could hold the request alone."""
-        longest = request.num_prompt_tokens + request.max_tokens - 1
-        return self.kv.blocks_for(longest) <= self.kv.pool.num_blocks - 1
+        """Whether this request can finish at all, alone in the engine."""
+        return self.unfit_reason(request) is None
 
     def add(self, request: Request) -> None:
-        """Queue a request. Raises ValueError for one that could never run."""
-        if request.request_id in self._requests:
-            raise ValueError(f"request_id: {request.request_id!r} is queued already")
-        if not self.fits(request):
-            raise ValueError(f"request {request.request_id!r} never fits in the KV cache")
-        request.sort_key = self.policy.key(request)
-        self._requests[request.request_id] = request
-        self._waiting.push(request)
+        """Queue a request. One that can never fit fails: see `take_failures`."""
+        if request.request_id in self.requests:
+            raise ValueError(f"request {request.request_id!r} is already scheduled")
+        self.requests[request.request_id] = request
+        reason = self.unfit_reason(request)
+        request.order = (*self.policy.key(request), next(self._arrivals))
+        self.waiting.add(request)
+        if reason is not None:
+            self._fail(request, reason, self._failures)
+            return
+        request.max_total_tokens = min(request.max_total_tokens, self.max_model_len)
+        if request.leader is not None and not self.kv.enable_prefix_caching:
+            request.leader.private_salt = request.private_salt = request.leader.request_id
 
     def finish(
         self, request_id: str, reason: FinishReason, stop_reason: int | str | None = None
     ) -> Request | None:
-        """End a request in whatever state it is; → it, or None when there is no such one.
-
-        Its blocks are free at once: steps run in order, so whatever is in flight is done with them
-        before a later step writes there.
-        """
-        request = self._requests.pop(request_id, None)
-        if request is None:
-            return None
-        if request.status is Status.RUNNING:
-            self._leave(request)
-        else:
-            self._waiting.remove(request)
-        request.status = Status.FINISHED
-        request.finish_reason, request.stop_reason = reason, stop_reason
+        """End a request wherever it stands; None when it is unknown or has ended already."""
+        request = self.requests.get(request_id)
+        if request is not None:
+            self._end(request, reason, stop_reason)
         return request
 
-    def reset_prefix_cache(self) -> bool:
-        """Forget all cached content; False when blocks are in use."""
-        if self.kv.pool.num_used:
-            return False
-        self.kv.pool.forget_all()
-        return True
+    def fail_all(self, error: str) -> list[Update]:
+        """The device failed: end every request, drop steps in flight and all cached content."""
+        updates = self.take_failures()
+        self._in_flight.clear()
+        for request in list(self.requests.values()):
+            self._fail(request, error, updates)
+        self.kv.reset_prefix_cache()
+        return updates
 
-    @property
-    def num_running(self) -> int:
-        return len(self._running)
+    def take_failures(self) -> list[Update]:
+        """Updates that belong to no step. `update` returns them too; ask when nothing runs."""
+        failures, self._failures = self._failures, []
+        return failures
 
-    @property
-    def num_waiting(self) -> int:
-        return len(self._waiting)
-
-    @property
-    def num_in_flight(self) -> int:
-        """Plans whose result has not come."""
-        return len(self._in_flight)
-
-    @property
-    def has_work(self) -> bool:
-        return bool(self._requests)
-
-    def stats(self) -> EngineStats:
-        """A snapshot."""
-        pool = self.kv.pool
-        return EngineStats(
-            num_requests_running=len(self._running),
-            num_requests_waiting=len(self._waiting),
-            num_slots=self.max_num_seqs,
-            kv_blocks_total=pool.num_blocks - 1,
-            kv_blocks_used=pool.num_used,
-            kv_cache_usage=pool.num_used / (pool.num_blocks - 1),
-            prefix_cache_queries=self.kv.queries,
-            prefix_cache_hits=self.kv.hits,
-            num_preemptions=self._num_preemptions,
-        )
-
-    # ------------------------------------------------------------ making a plan
+    # ------------------------------------------------------------ planning
 
     def schedule(self) -> StepPlan | None:
-        """The next step, or None when nothing can run now."""
-        draft = _Draft(self.max_num_batched_tokens, [], [], [], [])
-        self._schedule_decodes(draft)
-        self._schedule_chunks(draft)
-        if not draft.preempted:
+        """The next step, or None when nothing can run before a result or a request comes in."""
+        draft = _Draft(self.max_num_batched_tokens)
+        if self._schedule_running(draft):
             self._admit_waiting(draft)
         if not draft.decodes and not draft.prefills:
             return None
         return self._seal(draft)
 
-    def _schedule_decodes(self, draft: _Draft) -> None:
-        """One token for each request whose tokens are all computed but the last."""
-        index = 0
-        while index < len(self._running) and draft.budget > 0:
-            request = self._running[index]
-            known = len(request.prompt_token_ids) + len(request.output_token_ids)
-            num_tokens = known + request.num_pending_tokens
-            generated = num_tokens - len(request.prompt_token_ids)
-            if request.num_computed_tokens == num_tokens - 1 and generated < request.max_tokens:
-                if not self._make_room(request, num_tokens, draft):
-                    continue
-                draft.decodes.append(request)
-                draft.budget -= 1
-            index += 1
+    def _schedule_running(self, draft: _Draft) -> bool:
+        """Tokens for running requests; False when one had to be preempted.
 
-    def _make_room(self, request: Request, num_tokens: int, draft: _Draft) -> bool:
-        """Blocks for `num_tokens`, preempting from the end; False when it preempted `request`."""
-        while (new := self.kv.extend(request, num_tokens)) is None:
-            victim = self._running[-1]
+        A victim comes off the end of the list that is being walked, so it is never one that this
+        plan already holds.
+        """
+        block_size = self.kv.block_size
+        decodes = draft.decodes
+        budget = draft.budget
+        num_running = len(self.running)
+        for request in self.running.requests:
+            if budget <= 0:
+                break
+            computed = request.num_computed_tokens
+            num_tokens = request.num_tokens
+            if num_tokens - computed == 1:
+                if num_tokens >= request.max_total_tokens:
+                    continue  # its last token is in flight
+                if computed % block_size == 0 and not self._grow(request, 1, draft):
+                    break
+                request.num_computed_tokens = num_tokens
+                request.num_tokens = num_tokens + 1
+                decodes.append(request)
+                budget -= 1
+            else:
+                chunk = self._chunk(num_tokens - computed, budget)
+                if not self._grow(request, chunk, draft):
+                    break
+                self._add_prefill(draft, request, chunk)
+                budget -= chunk
+        draft.budget = budget
+        return len(self.running) == num_running
+
+    def _grow(self, request: Request, num_new_tokens: int, draft: _Draft) -> bool:
+        """Blocks for the request's next tokens, taken from those behind it; False: it went too."""
+        self.kv.register(request)
+        while (blocks := self.kv.allocate(request, num_new_tokens)) is None:
+            victim = self.running.requests[-1]
             self._preempt(victim)
-            draft.preempted = True
             if victim is request:
                 return False
-        if new:
-            draft.appended.append((request.slot, tuple(new)))
+        if blocks:
+            draft.appended.append((request.slot, tuple(blocks)))
         return True
 
-    def _schedule_chunks(self, draft: _Draft) -> None:
-        """The next chunk of each prompt that is under way."""
-        decoding = {id(request) for request in draft.decodes}
-        for request in list(self._running):
-            if draft.budget == 0:
-                return
-            if request.status is not Status.RUNNING or id(request) in decoding:
-                continue
-            missing = request.num_known_tokens - request.num_computed_tokens
-            if missing <= 0:
-                continue
-            count = min(missing, draft.budget, self.max_chunk)
-            end = request.num_computed_tokens + count
-            while (new := self.kv.extend(request, end)) is None:
-                victim = self._running[-1]
-                if victim is request or id(victim) in decoding:
-                    break
-                self._preempt(victim)
-                draft.preempted = True
-            if new is None:
-                continue
-            if new:
-                draft.appended.append((request.slot, tuple(new)))
-            draft.prefills.append((request, count))
-            draft.budget -= count
+    def _chunk(self, num_tokens: int, budget: int) -> int:
+        """Tokens of a prompt that this step takes."""
+        if self.long_prefill_token_threshold and self.enable_chunked_prefill:
+            num_tokens = min(num_tokens, self.long_prefill_token_threshold)
+        return min(num_tokens, budget)
 
     def _admit_waiting(self, draft: _Draft) -> None:
-        """Give free slots to waiting requests, in order, while budget and blocks last."""
-        set_aside: list[Request] = []
-        while draft.budget > 0 and self._free_slots:
-            request = self._waiting.pop()
-            if request is None:
+        """Admit waiting requests in order, until one finds no budget, slot or blocks."""
+        admitted = []
+        for request in self.waiting.requests:
+            if draft.budget <= 0 or not self._free_slots:
                 break
-            leader = request.leader
-            if leader is not None and not (leader.finished or leader.prompt_computed):
-                set_aside.append(request)
+            if _waits_for_leader(request):
                 continue
             if not self._admit(request, draft):
-                set_aside.append(request)
                 break
-        for request in set_aside:
-            self._waiting.push(request)
+            admitted.append(request)
+        for request in admitted:
+            self.waiting.remove(request)
 
     def _admit(self, request: Request, draft: _Draft) -> bool:
         hits = self.kv.find_hits(request)
-        num_hit = len(hits) * self.kv.block_size
-        missing = request.num_known_tokens - num_hit
-        if not self.enable_chunked_prefill and missing > draft.budget:
-            return False
-        whole = self.kv.blocks_for(request.num_known_tokens) - len(hits)
-        revived = sum(self.kv.pool.is_free(block) for block in hits)
-        if whole + revived > self.kv.pool.num_free and self._running:
-            return False
-        count = min(missing, draft.budget, self.max_chunk)
-        if not self.enable_chunked_prefill:
-            count = missing
-        if not self.kv.admit(request, hits, count):
-            return False
-        self.kv.count_lookup(request, num_hit)
-        request.slot = self._free_slots.pop()
-        request.num_computed_tokens = num_hit
-        request.num_registered_blocks = len(hits)
-        request.status = Status.RUNNING
-        bisect.insort(self._running, request, key=lambda r: r.sort_key)
-        draft.starts.append(
-            SlotStart(
-                slot=request.slot,
-                request_id=request.request_id,
-                token_ids=tuple(request.tokens(0, request.num_known_tokens)),
-                num_prompt_tokens=request.num_prompt_tokens,
-                num_computed_tokens=num_hit,
-                block_ids=tuple(request.block_ids),
-                params=request.params,
-                seed=request.seed,
-                stop_token_ids=(*sorted(request.eos_token_ids), *request.params.stop_token_ids),
-                bad_words_token_ids=request.bad_words_token_ids,
-            )
+        num_left = request.num_tokens - len(hits) * self.kv.block_size
+        # A preempted request may have outgrown one step's budget; it is chunked all the same.
+        must_be_whole = (
+            not self.enable_chunked_prefill and request.num_tokens <= self.max_num_batched_tokens
         )
-        draft.prefills.append((request, count))
-        draft.budget -= count
-        self._advance(request, count)
+        if must_be_whole and num_left > draft.budget:
+            return False
+        # Room for all its tokens, though only a chunk's blocks are taken now, and a little to
+        # spare for the running ones: to admit what would soon be preempted wastes work.
+        reserve = self._admission_reserve if len(self.running) else 0
+        if not self.kv.can_hold(request.num_tokens, hits, reserve):
+            return False
+        chunk = self._chunk(num_left, draft.budget)
+        self.kv.allocate(request, chunk, hits)
+        if request.first_scheduled is None:
+            request.first_scheduled = time.monotonic()
+            request.num_cached_tokens = request.num_computed_tokens
+            self.kv.count_lookup(request, request.num_cached_tokens)
+            self._stats.prompt_tokens += request.num_prompt_tokens
+        request.status = Status.RUNNING
+        request.slot = heapq.heappop(self._free_slots)
+        self.running.add(request)
+        draft.starts.append(_slot_start(request))
+        self._add_prefill(draft, request, chunk)
+        draft.budget -= chunk
         return True
 
+    def _add_prefill(self, draft: _Draft, request: Request, chunk: int) -> None:
+        draft.prefills.append(request)
+        draft.chunks.append(chunk)
+        request.num_computed_tokens += chunk
+        self.kv.register(request)
+        if request.num_computed_tokens == request.num_tokens:
+            request.num_tokens += 1
+
     def _seal(self, draft: _Draft) -> StepPlan:
-        """Count the scheduled tokens as computed and freeze the plan."""
-        started = {start.slot for start in draft.starts}
-        rows: list[tuple[Request, int]] = [(request, 1) for request in draft.decodes]
-        rows.extend(draft.prefills)
-        for request, count in rows:
-            if request.slot not in started:
-                self._advance(request, count)
-        plan = StepPlan(
-            step=self._next_step,
-            slots=tuple(request.slot for request, _ in rows),
-            num_tokens=tuple(count for _, count in rows),
-            samples=tuple(r.num_computed_tokens == r.num_tokens for r, _ in rows),
-            released=tuple(self._released),
+        rows = draft.decodes + draft.prefills
+        num_decodes = len(draft.decodes)
+        first_positions = {
+            num_decodes + i: request.num_computed_tokens - draft.chunks[i]
+            for i, request in enumerate(draft.prefills)
+            if request.params.prompt_logprobs is not None
+        }
+        step = next(self._steps)
+        self._stats.steps += 1
+        self._in_flight[step] = _Step(rows, [r.epoch for r in rows], first_positions)
+        released, self._released = self._released, []
+        return StepPlan(
+            step=step,
+            slots=tuple([r.slot for r in rows]),
+            num_tokens=(1,) * num_decodes + tuple(draft.chunks),
+            samples=(True,) * num_decodes
+            + tuple([r.num_pending_tokens > 0 for r in draft.prefills]),
+            released=tuple(released),
             starts=tuple(draft.starts),
             appended_blocks=tuple(draft.appended),
         )
-        for (request, _), samples in zip(rows, plan.samples, strict=True):
-            request.num_pending_tokens += samples
-        self._in_flight[plan.step] = [(request, request.epoch) for request, _ in rows]
-        self._released = []
-        self._next_step += 1
-        return plan
 
-    def _advance(self, request: Request, count: int) -> None:
-        request.num_computed_tokens += count
-        if request.first_scheduled is None:
-            request.first_scheduled = time.monotonic()
-        if request.num_computed_tokens // self.kv.block_size > request.num_registered_blocks:
-            self.kv.register(request)
+    # ------------------------------------------------------------ results
+
+    def update(self, plan: StepPlan, result: StepResult) -> list[Update]:
+        """Take in a step's result: append tokens, end what is done.
+
+        Rows of requests that have ended or were preempted since the plan was made are dropped.
+        """
+        step = self._in_flight.pop(plan.step)
+        updates = self.take_failures()
+        logprobs = result.logprobs
+        num_new = 0
+        rows = zip(step.rows, step.epochs, plan.samples, result.token_ids, strict=True)
+        for row, (request, epoch, sampled, token_id) in enumerate(rows):
+            if request.epoch != epoch:
+                continue
+            if row in result.failed:
+                self._fail(request, result.failed[row], updates)
+                continue
+            update = Update(request, [token_id] if sampled else [])
+            if row in step.first_positions:
+                update.prompt_logprobs = _new_prompt_logprobs(
+                    request, step.first_positions[row], result.prompt_logprobs.get(row)
+                )
+            if sampled:
+                num_new += 1
+                request.output_token_ids.append(token_id)
+                if row in logprobs:
+                    update.logprobs = [logprobs[row]]
+                # Cheap signs first: few tokens can be the last.
+                if token_id in request.stop_ids or request.num_tokens >= request.max_total_tokens:
+                    stop = request.stop_on(token_id)
+                    if stop is not None:
+                        self._end(request, *stop)
+                        update.finished = True
+            elif update.prompt_logprobs is None:
+                continue
+            updates.append(update)
+        self._stats.generation_tokens += num_new
+        return updates
+
+    # ------------------------------------------------------------ transitions
 
     def _preempt(self, request: Request) -> None:
-        """Back to waiting, to be computed again from the start."""
-        self._leave(request)
+        """Back to the queue, to be computed again; what steps in flight bring for it is dropped."""
+        self._leave_slot(request)
+        self.kv.free(request)
         request.status = Status.PREEMPTED
         request.epoch += 1
         request.num_computed_tokens = 0
-        request.num_pending_tokens = 0
+        request.num_tokens = request.num_known_tokens
         request.num_preemptions += 1
-        self._num_preemptions += 1
-        self._waiting.push(request)
+        self._stats.num_preemptions += 1
+        self.waiting.add(request)
 
-    def _leave(self, request: Request) -> None:
-        """Give back blocks and slot."""
-        self._running.remove(request)
+    def _end(
+        self, request: Request, reason: FinishReason, stop_reason: int | str | None = None
+    ) -> None:
+        if request.status is Status.RUNNING:
+            self._leave_slot(request)
+        else:
+            self.waiting.remove(request)
         self.kv.free(request)
-        self._free_slots.append(request.slot)
+        request.status = Status.FINISHED
+        request.epoch += 1
+        request.finish_reason = reason
+        request.stop_reason = stop_reason
+        del self.requests[request.request_id]
+        finished = self._stats.requests_finished
+        finished[reason] = finished.get(reason, 0) + 1
+
+    def _fail(self, request: Request, error: str, updates: list[Update]) -> None:
+        self.kv.distrust(request)
+        self._end(request, "error")
+        updates.append(Update(request, [], finished=True, error=error))
+
+    def _leave_slot(self, request: Request) -> None:
+        self.running.remove(request)
+        heapq.heappush(self._free_slots, request.slot)
         self._released.append(request.slot)
         request.slot = -1
 
-    # ------------------------------------------------------------ taking a result
+    # ------------------------------------------------------------ looking in
 
-    def update(self, plan: StepPlan, result: StepResult) -> list[Update]:
-        """Apply a step's result. Rows of requests that ended or were preempted since are dropped."""
-        updates: list[Update] = []
-        rows = self._in_flight.pop(plan.step)
-        for row, (request, epoch) in enumerate(rows):
-            if request.epoch != epoch or request.status is Status.FINISHED:
-                continue
-            if row in result.failed:
-                self.finish(request.request_id, "error")
-                updates.append(Update(request, [], finished=True, error=result.failed[row]))
-                continue
-            scores = result.prompt_logprobs.get(row)
-            if not plan.samples[row]:
-                if scores:
-                    updates.append(Update(request, [], prompt_logprobs=scores))
-                continue
-            token = result.token_ids[row]
-            request.num_pending_tokens -= 1
-            request.output_token_ids.append(token)
-            logprobs = result.logprobs.get(row)
-            finished = self._check_stop(request, token)
-            if not finished:
-                known = request.num_known_tokens
-                if known // self.kv.block_size > request.num_registered_blocks:
-                    self.kv.register(request)
-            updates.append(
-                Update(
-                    request,
-                    [token],
-                    logprobs=None if logprobs is None else [logprobs],
-                    prompt_logprobs=scores,
-                    finished=finished,
-                )
-            )
-        return updates
+    @property
+    def num_running(self) -> int:
+        return len(self.running)
 
-    def _check_stop(self, request: Request, token: int) -> bool:
-        """End the request if `token` does."""
-        generated = len(request.output_token_ids)
-        if generated >= request.params.min_tokens:
-            if token in request.eos_token_ids:
-                self.finish(request.request_id, "stop")
-                return True
-            if token in request.params.stop_token_ids:
-                self.finish(request.request_id, "stop", token)
-                return True
-        if generated >= request.max_tokens:
-            self.finish(request.request_id, "length")
-            return True
-        return False
+    @property
+    def num_waiting(self) -> int:
+        """Waiting for admission, first or after preemption."""
+        return len(self.waiting)
 
-    # ------------------------------------------------------------ integrity
+    @property
+    def in_flight(self) -> int:
+        """Steps planned whose result has not come."""
+        return len(self._in_flight)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a request is unfinished or a failure untold."""
+        return bool(self.requests or self._failures)
+
+    @property
+    def stats(self) -> EngineStats:
+        """A snapshot."""
+        return msgspec.structs.replace(
+            self._stats,
+            num_requests_running=self.num_running,
+            num_requests_waiting=self.num_waiting,
+            kv_blocks_used=self.kv.num_used_blocks,
+            kv_cache_usage=self.kv.usage,
+            prefix_cache_queries=self.kv.num_queried_tokens,
+            prefix_cache_hits=self.kv.num_hit_tokens,
+            requests_finished=dict(self._stats.requests_finished),
+        )
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget cached blocks; False while a request runs."""
+        return self.kv.reset_prefix_cache()
 
     def check_invariants(self) -> None:
-        """AssertionError if the books do not balance."""
-        holders: dict[int, int] = {}
-        for request in self._running:
-            assert request.status is Status.RUNNING and request.slot >= 0
-            for block in request.block_ids:
-                holders[block] = holders.get(block, 0) + 1
-            needed = self.kv.blocks_for(request.num_computed_tokens)
-            assert len(request.block_ids) >= needed, f"{request.request_id}: blocks are missing"
-        self.kv.pool.check(holders)
-        slots = [request.slot for request in self._running]
-        assert sorted(slots + self._free_slots) == list(range(self.max_num_seqs)), "slots leaked"
-        for request in self._waiting:
-            assert request.status in (Status.WAITING, Status.PREEMPTED)
-            assert not request.block_ids and request.slot == -1
-        assert len(self._requests) == len(self._running) + len(self._waiting)
-        keys = [request.sort_key for request in self._running]
-        assert keys == sorted(keys), "running requests are out of order"
+        """Raise AssertionError with what is wrong, if the books do not balance."""
+        running, waiting = self.running.requests, self.waiting.requests
+        for name, queue in (("running", running), ("waiting", waiting)):
+            orders = [r.order for r in queue]
+            assert orders == sorted(orders), f"the {name} requests are out of order"
+        queued = {r.request_id for r in running} | {r.request_id for r in waiting}
+        assert len(queued) == len(running) + len(waiting), "a request stands in two places"
+        assert queued == set(self.requests), f"lost or left over: {queued ^ set(self.requests)}"
+        slots = sorted([*self._free_slots, *(r.slot for r in running)])
+        assert slots == list(range(self.max_num_seqs)), f"slots leaked or used twice: {slots}"
+        for r in running:
+            assert r.status is Status.RUNNING, f"{r.request_id} is {r.status}, but runs"
+            assert r.num_known_tokens <= r.num_tokens <= r.max_total_tokens, (
+                f"{r.request_id}: {r.num_known_tokens} known, {r.num_tokens} tokens, "
+                f"at most {r.max_total_tokens}"
+            )
+            assert 0 < r.num_computed_tokens < r.num_tokens, (
+                f"{r.request_id}: {r.num_computed_tokens} of {r.num_tokens} tokens computed"
+            )
+            assert len(r.block_ids) == self.kv.blocks_for(r.num_computed_tokens), (
+                f"{r.request_id}: {len(r.block_ids)} blocks for {r.num_computed_tokens} tokens"
+            )
+        for r in waiting:
+            assert r.status in (Status.WAITING, Status.PREEMPTED), f"{r.request_id} is {r.status}"
+            assert not r.block_ids and r.slot < 0, f"{r.request_id} waits, but holds blocks"
+            assert r.num_computed_tokens == 0 and r.num_pending_tokens == 0, (
+                f"{r.request_id} waits, but counts computed tokens"
+            )
+        self.kv.check(running)
+
+
+def _waits_for_leader(request: Request) -> bool:
+    leader = request.leader
+    return leader is not None and not leader.finished and not leader.prompt_computed
+
+
+def _slot_start(request: Request) -> SlotStart:
+    return SlotStart(
+        slot=request.slot,
+        request_id=request.request_id,
+        token_ids=(*request.prompt_token_ids, *request.output_token_ids),
+        num_prompt_tokens=request.num_prompt_tokens,
+        num_computed_tokens=request.num_computed_tokens,
+        block_ids=tuple(request.block_ids),
+        params=request.params,
+        seed=request.seed,
+        stop_token_ids=tuple(sorted(request.stop_ids)),
+        bad_words_token_ids=request.bad_words_token_ids,
+    )
+
+
+def _new_prompt_logprobs(
+    request: Request, first_position: int, found: list[TokenLogprobs] | None
+) -> list[TokenLogprobs] | None:
+    """Those not passed on yet: a preempted request's prompt is computed more than once.
+
+    Position p tells about prompt token p + 1; `num_prompt_logprobs` of them are known, from the
+    first on.
+    """
+    if found is None:
+        return None
+    new = found[max(0, request.num_prompt_logprobs - first_position) :]
+    request.num_prompt_logprobs += len(new)
+    return new or None

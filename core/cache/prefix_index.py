@@ -1,0 +1,42 @@
+"""Names for block contents: chained, keyed hashes of token ids."""
+
+from __future__ import annotations
+
+import secrets
+from array import array
+from hashlib import blake2b
+
+from ..scheduling.request import Request
+
+DIGEST_BYTES = 32
+
+
+class BlockHasher:
+    """hash(block) = BLAKE2b(key, parent's hash + the block's token ids).
+
+    The first block's parent is the hash of everything else that the KV depends on or that keeps
+    tenants apart (`Request.cache_salt`, `Request.cache_extra`). The key is random, so nobody
+    outside can search for collisions or predict a hash.
+    """
+
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+        self._key = secrets.token_bytes(32)
+
+    def extend(self, request: Request, num_blocks: int) -> None:
+        """Grow `request.block_hashes` to `num_blocks`; all their tokens must be known."""
+        hashes = request.block_hashes
+        size = self.block_size
+        while len(hashes) < num_blocks:
+            start = len(hashes) * size
+            parent = hashes[-1] if hashes else self._root(request)
+            tokens = request.known_tokens(start, start + size)
+            hashes.append(self._digest(parent + array("q", tokens).tobytes()))
+
+    def _root(self, request: Request) -> bytes:
+        return self._digest(
+            repr((request.cache_salt, request.cache_extra, request.private_salt)).encode()
+        )
+
+    def _digest(self, data: bytes) -> bytes:
+        return blake2b(data, key=self._key, digest_size=DIGEST_BYTES).digest()
