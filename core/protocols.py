@@ -252,7 +252,11 @@ class SchedulePolicy(Protocol):
     """Who goes first, and who is preempted."""
 
     def key(self, request: Request) -> tuple[Any, ...]:
-        """Smallest first. The victim of a preemption is the running request with the largest."""
+        """Smallest first. The victim of a preemption is the running request with the largest.
+
+        Asked once, when the request is added: the answer holds for its life. Equal keys: by
+        order of addition.
+        """
 
 
 # ---------------------------------------------------------------- specified, not called yet

@@ -129,6 +129,28 @@ def test_freed_blocks_are_hit_until_reused():
     assert kv.find_hits(make_request(list(range(9)))) == [] and kv.usage == 1.0
 
 
+def test_a_request_computed_again_is_registered_again():
+    kv = KVCacheManager(4, 4, True)
+    request = make_request(list(range(9)))
+    compute(kv, request)
+    kv.free(request)
+    request.num_computed_tokens = 0
+    intruder = make_request(list(range(50, 62)))
+    compute(kv, intruder)
+    kv.pool.release(intruder.block_ids)
+    assert compute(kv, request) == []
+    assert kv.find_hits(make_request(list(range(9)))) == request.block_ids[:2]
+
+
+def test_a_block_of_prompt_and_output_is_hashed_over_both():
+    request = make_request([1, 2, 3])
+    request.output_token_ids += [4, 5, 6, 7, 8]
+    sequence = [1, 2, 3, 4, 5, 6, 7, 8]
+    for start in range(8):
+        for end in range(start, 9):
+            assert request.known_tokens(start, end) == sequence[start:end]
+
+
 def test_reset_only_while_nothing_is_held():
     kv = KVCacheManager(10, 4, True)
     request = make_request(list(range(9)))

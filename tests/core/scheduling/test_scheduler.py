@@ -277,6 +277,17 @@ def test_priority_preempts_the_largest_value_though_it_came_first():
     assert low.status is Status.PREEMPTED and high.status is Status.RUNNING
 
 
+def test_nobody_is_admitted_in_a_step_that_preempts():
+    scheduler = make_scheduler(num_blocks=11, policy=Priority(), enable_prefix_caching=False)
+    add(scheduler, make_request(80, priority=1), make_request(80, priority=1))
+    run(scheduler, scheduler.schedule())
+    urgent = make_request(4, priority=0)
+    add(scheduler, urgent)
+    plan = scheduler.schedule()
+    assert plan.released == (1,) and plan.starts == ()
+    assert scheduler.schedule().starts[0].request_id == urgent.request_id
+
+
 def test_prefix_hits_leave_one_token_to_compute_and_are_counted():
     scheduler = make_scheduler()
     first, second = make_request(64, token=3, max_tokens=1), make_request(64, token=3, max_tokens=1)
@@ -343,7 +354,9 @@ def test_without_prefix_caching_strangers_share_nothing():
     scheduler = make_scheduler(enable_prefix_caching=False)
     leader = make_request(40, token=3)
     add(scheduler, leader, make_request(40, token=3, leader=leader), make_request(40, token=3))
-    assert scheduler.schedule().num_tokens == (40, 8, 40)
+    other = make_request(40, token=3)
+    add(scheduler, other, make_request(40, token=3, leader=other))
+    assert scheduler.schedule().num_tokens == (40, 8, 40, 40, 8)
 
 
 @pytest.mark.parametrize(
@@ -398,6 +411,8 @@ def test_a_failed_row_fails_its_request_alone_and_its_blocks_are_not_hit():
 
 def test_fail_all_ends_everything_and_forgets_cached_content():
     scheduler = make_scheduler(max_num_seqs=1)
+    add(scheduler, make_request(40, token=5, max_tokens=1))
+    drain(scheduler)
     first = [make_request(40, token=3), make_request(40, token=4)]
     add(scheduler, *first)
     scheduler.schedule()
@@ -409,6 +424,8 @@ def test_fail_all_ends_everything_and_forgets_cached_content():
     add(scheduler, make_request(40, token=3))
     plan = scheduler.schedule()
     assert plan.released == (0,) and plan.starts[0].num_computed_tokens == 0
+    for token in (4, 5):
+        assert scheduler.kv.find_hits(make_request(40, token=token)) == []
 
 
 def test_prompt_logprobs_are_passed_on_once_though_the_prompt_is_computed_twice():
