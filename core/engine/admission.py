@@ -25,7 +25,10 @@ class Admission:
         *,
         seed: int,
         max_logprobs: int,
+        cache_tokens: int,
     ) -> None:
+        """`cache_tokens`: what the whole KV cache holds, which may be less than the context."""
+        self.room = min(model_config.max_model_len, cache_tokens + 1)
         self.model_config = model_config
         self.tokenizer = tokenizer
         self.max_logprobs = max_logprobs
@@ -63,8 +66,8 @@ class Admission:
         token_ids = self._truncated(token_ids, params)
         self._check_prompt(token_ids)
         self._check_params(params)
-        room = self.model_config.max_model_len - len(token_ids)
-        max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+        room = self.room - len(token_ids)
+        max_tokens = max(room, 1) if params.max_tokens is None else min(params.max_tokens, max(room, 1))
         if params.min_tokens > max_tokens:
             params = msgspec.structs.replace(params, min_tokens=max_tokens)
         eos = frozenset() if params.ignore_eos else self.model_config.eos_token_ids
@@ -88,7 +91,6 @@ class Admission:
                     priority=priority,
                     cache_salt=cache_salt,
                     leader=made[0] if made else None,
-                    shares_prompt=params.n > 1,
                 )
             )
         return made

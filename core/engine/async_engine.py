@@ -14,6 +14,8 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from ..config import EngineConfig
 from ..errors import (
     EngineOverloaded,
@@ -136,6 +138,7 @@ class AsyncEngine:
             self.tokenizer,
             seed=config.seed,
             max_logprobs=config.max_logprobs,
+            cache_tokens=(self.info.num_blocks - 1) * config.block_size,
         )
         self._scheduler = Scheduler(
             max_num_seqs=config.max_num_seqs,
@@ -303,12 +306,13 @@ class AsyncEngine:
 
     def stats(self) -> EngineStats:
         """A snapshot, cheap to take."""
-        stats = self._scheduler.stats()
-        stats.prompt_tokens = self._num_prompt_tokens
-        stats.generation_tokens = self._num_generation_tokens
-        stats.steps = self._num_steps
-        stats.requests_finished = dict(self._finished_counts)
-        return stats
+        return msgspec.structs.replace(
+            self._scheduler.stats,
+            prompt_tokens=self._num_prompt_tokens,
+            generation_tokens=self._num_generation_tokens,
+            steps=self._num_steps,
+            requests_finished=dict(self._finished_counts),
+        )
 
     # ------------------------------------------------------------ inside
 
@@ -336,13 +340,8 @@ class AsyncEngine:
         requests = self._admission.requests(
             request_id, token_ids, params, priority=priority, cache_salt=cache_salt
         )
-        if not self._scheduler.fits(requests[0]):
-            raise InvalidRequest(
-                f"prompt: {len(requests[0].prompt_token_ids)} prompt tokens and up to "
-                f"{requests[0].max_tokens} more never fit in the KV cache of "
-                f"{self.info.num_blocks - 1} blocks; lower max_tokens or enlarge the cache",
-                param="prompt",
-            )
+        if (reason := self._scheduler.unfit_reason(requests[0])) is not None:
+            raise InvalidRequest(f"prompt: {reason}", param="prompt")
         state = RequestState(request_id, text, requests, requests[0].params, self.tokenizer)
         self._states[request_id] = state
         self._idle.clear()
