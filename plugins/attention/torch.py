@@ -1,0 +1,249 @@
+"""Attention in plain torch: the reference backend, for any device.
+
+Rows that compute one token (decode) go together through one padded gather and one batched
+product; other rows go one by one. No loop over tokens, and no device value is read on the host:
+sizes come from the layout's numpy twins.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from ...core.nn.context import BatchLayout
+from ...core.protocols import AttentionSpec
+
+GATHER_ELEMENTS = 1 << 24
+"""Cached keys gathered at once (elements), which bounds the memory of a decode step."""
+SCORE_ELEMENTS = 1 << 25
+"""Scores of one prefill product (elements), which bounds the memory of a long prefill."""
+PADDING_ALLOWED = 4096
+"""Padded cache positions that a gather may waste before it is cut in two."""
+
+
+@dataclass(frozen=True)
+class DecodeChunk:
+    """Rows [first_row, end_row), each with one query, gathered together."""
+
+    first_row: int
+    end_row: int
+    first_block: int
+    """Blocks [first_block, end_block) of each row's table hold all that any row may see."""
+    end_block: int
+    visible: torch.Tensor
+    """[rows, (end_block - first_block) * block_size] bool"""
+
+
+@dataclass(frozen=True)
+class TorchMetadata:
+    """The layout, and its decode chunks once a sliding window asked for them."""
+
+    layout: BatchLayout
+    starts: list[int]
+    seq_lens: list[int]
+    chunks: dict[tuple[int | None, int], list[DecodeChunk]] = field(default_factory=dict)
+
+
+class TorchAttention:
+    """`AttentionBackend` on torch operations alone. Softmax and sums are in float32."""
+
+    name: ClassVar[str] = "torch"
+    graph_safe: ClassVar[bool] = False
+
+    @classmethod
+    def supports(cls, spec: AttentionSpec, device: torch.device, dtype: torch.dtype) -> str | None:
+        """None when it can serve this layer here, else the reason."""
+        if spec.num_heads % spec.num_kv_heads:
+            return (
+                f"num_heads ({spec.num_heads}) is no multiple of num_kv_heads ({spec.num_kv_heads})"
+            )
+        if dtype not in (torch.float32, torch.float16, torch.bfloat16):
+            return f"dtype {dtype} is not float32, float16 or bfloat16"
+        return None
+
+    def __init__(
+        self,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        block_size: int,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+    ) -> None:
+        self.device = device
+        self.block_size = block_size
+
+    def build_metadata(self, layout: BatchLayout) -> TorchMetadata:
+        """Sizes as Python numbers, once a step."""
+        return TorchMetadata(
+            layout=layout,
+            starts=np.asarray(layout.query_start_cpu)[: layout.num_rows + 1].tolist(),
+            seq_lens=np.asarray(layout.seq_lens_cpu)[: layout.num_rows].tolist(),
+        )
+
+    def forward(
+        self,
+        spec: AttentionSpec,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: TorchMetadata,
+    ) -> torch.Tensor:
+        """query: [num_tokens, num_heads, head_dim] → the same shape; see the protocol."""
+        slots = metadata.layout.slot_mapping
+        kv_cache[0].flatten(0, 1)[slots] = key.to(kv_cache.dtype)
+        kv_cache[1].flatten(0, 1)[slots] = value.to(kv_cache.dtype)
+        out = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
+        for chunk in self._decode_chunks(spec, metadata):
+            self._decode(spec, query, kv_cache, metadata, chunk, out)
+        starts = metadata.starts
+        for row in range(metadata.layout.num_rows):
+            if starts[row + 1] - starts[row] > 1:
+                self._prefill(spec, query, kv_cache, metadata, row, out)
+        return out
+
+    def _decode_chunks(self, spec: AttentionSpec, metadata: TorchMetadata) -> list[DecodeChunk]:
+        """Runs of one-token rows, cut where a gather would be too large or mostly padding."""
+        budget = max(GATHER_ELEMENTS // (spec.num_kv_heads * spec.head_dim), self.block_size)
+        cached = metadata.chunks.get((spec.sliding_window, budget))
+        if cached is not None:
+            return cached
+        chunks: list[DecodeChunk] = []
+        first = useful = longest = 0
+        end = -1
+        for row, seq_len in enumerate(metadata.seq_lens):
+            if metadata.starts[row + 1] - metadata.starts[row] != 1:
+                continue
+            seen = min(seq_len, spec.sliding_window or seq_len)
+            padded = (row + 1 - first) * max(longest, seen)
+            wasteful = padded > 2 * (useful + seen) + PADDING_ALLOWED
+            if row != end or padded > budget or wasteful:
+                if end > first:
+                    chunks.append(self._decode_chunk(spec, metadata, first, end))
+                first, useful, longest = row, 0, 0
+            useful, longest, end = useful + seen, max(longest, seen), row + 1
+        if end > first:
+            chunks.append(self._decode_chunk(spec, metadata, first, end))
+        metadata.chunks[spec.sliding_window, budget] = chunks
+        return chunks
+
+    def _decode_chunk(
+        self, spec: AttentionSpec, metadata: TorchMetadata, first: int, end: int
+    ) -> DecodeChunk:
+        lengths = metadata.seq_lens[first:end]
+        window = spec.sliding_window
+        first_block = 0
+        if window is not None:
+            first_block = max(min(lengths) - window, 0) // self.block_size
+        end_block = max(-(-max(lengths) // self.block_size), first_block + 1)
+        seq_lens = metadata.layout.seq_lens[first:end, None]
+        positions = torch.arange(
+            first_block * self.block_size,
+            end_block * self.block_size,
+            dtype=seq_lens.dtype,
+            device=seq_lens.device,
+        )
+        visible = positions < seq_lens
+        if window is not None:
+            visible &= positions >= seq_lens - window
+        return DecodeChunk(first, end, first_block, end_block, visible)
+
+    def _decode(
+        self,
+        spec: AttentionSpec,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: TorchMetadata,
+        chunk: DecodeChunk,
+        out: torch.Tensor,
+    ) -> None:
+        rows = chunk.end_row - chunk.first_row
+        blocks = metadata.layout.block_table[
+            chunk.first_row : chunk.end_row, chunk.first_block : chunk.end_block
+        ].reshape(-1)
+        shape = (rows, -1, spec.num_kv_heads, spec.head_dim)
+        keys = kv_cache[0].index_select(0, blocks).view(shape)
+        values = kv_cache[1].index_select(0, blocks).view(shape)
+        # What lies behind a row's end may be anything, NaN too: it must not meet a zero weight.
+        hidden = ~chunk.visible[:, :, None, None]
+        keys.masked_fill_(hidden, 0.0)
+        values.masked_fill_(hidden, 0.0)
+        first_token = metadata.starts[chunk.first_row]
+        tokens = slice(first_token, first_token + rows)
+        # A kv head's query heads see the same keys: they are rows of one product.
+        grouped = query[tokens].reshape(rows, spec.num_kv_heads, -1, spec.head_dim)
+        mask = chunk.visible[:, None, None, :].expand(-1, 1, grouped.shape[2], -1)
+        attended = _attend(spec, grouped, keys.transpose(1, 2), values.transpose(1, 2), mask)
+        out[tokens] = attended.reshape(rows, spec.num_heads, spec.head_dim)
+
+    def _prefill(
+        self,
+        spec: AttentionSpec,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: TorchMetadata,
+        row: int,
+        out: torch.Tensor,
+    ) -> None:
+        """One row's queries, the last positions of its sequence, some at a time."""
+        first, end = metadata.starts[row], metadata.starts[row + 1]
+        seq_len = metadata.seq_lens[row]
+        context = seq_len - (end - first)
+        window = spec.sliding_window
+        first_block = 0 if window is None else max(context - window + 1, 0) // self.block_size
+        origin = first_block * self.block_size
+        blocks = metadata.layout.block_table[row, first_block : -(-seq_len // self.block_size)]
+        keys = kv_cache[0].index_select(0, blocks).flatten(0, 1)[: seq_len - origin]
+        values = kv_cache[1].index_select(0, blocks).flatten(0, 1)[: seq_len - origin]
+        group = spec.num_heads // spec.num_kv_heads
+        # [kv heads, group, keys, head_dim], the group without a copy.
+        keys = keys.transpose(0, 1).unsqueeze(1).expand(-1, group, -1, -1)
+        values = values.transpose(0, 1).unsqueeze(1).expand(-1, group, -1, -1)
+        queries = query[first:end].view(end - first, -1, group, spec.head_dim).permute(1, 2, 0, 3)
+        plain = context == 0 and (window is None or window >= seq_len) and spec.soft_cap is None
+        if plain:
+            attended = F.scaled_dot_product_attention(
+                queries, keys, values, is_causal=True, scale=spec.scale
+            )
+            out[first:end] = attended.permute(2, 0, 1, 3).flatten(1, 2)
+            return
+        step = max(SCORE_ELEMENTS // (spec.num_heads * seq_len), 1)
+        positions = torch.arange(origin, seq_len, device=query.device)
+        for begin in range(0, end - first, step):
+            stop = min(begin + step, end - first)
+            # Keys after this piece's last query are seen by none of it.
+            num_keys = context + stop - origin
+            distance = positions[context + begin - origin : num_keys, None] - positions[:num_keys]
+            mask = distance >= 0
+            if window is not None:
+                mask &= distance < window
+            attended = _attend(
+                spec,
+                queries[:, :, begin:stop],
+                keys[:, :, :num_keys],
+                values[:, :, :num_keys],
+                mask,
+            )
+            out[first + begin : first + stop] = attended.permute(2, 0, 1, 3).flatten(1, 2)
+
+
+def _attend(
+    spec: AttentionSpec,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor,
+) -> torch.Tensor:
+    """query: [batch, heads, queries, head_dim], mask: true where seen → query's shape."""
+    if spec.soft_cap is None:
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=spec.scale)
+    scores = torch.matmul(query.float(), key.float().transpose(-1, -2)) * spec.scale
+    scores = spec.soft_cap * torch.tanh(scores / spec.soft_cap)
+    weights = scores.masked_fill_(~mask, -torch.inf).softmax(dim=-1)
+    return torch.matmul(weights, value.float()).to(query.dtype)
