@@ -4,6 +4,9 @@ Memory: reads and writes 2 * num_tokens * num_kv_heads * head_dim elements and n
 no arithmetic.
 """
 
+# Triton kernels take no annotations that mypy could check.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
 from __future__ import annotations
 
 import torch

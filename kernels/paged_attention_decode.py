@@ -1,4 +1,4 @@
-"""Decode attention over a paged cache: one query a row, the keys split over programs (flash-decoding).
+"""Decode attention over a paged cache: one query a row, its keys split over programs.
 
 The query heads that share a key head (GQA) form the rows of one matrix product, so each key and
 value is read once. A second kernel joins the splits by their log-sum-exp.
@@ -9,6 +9,9 @@ Operations: 4 * sum(seq_lens) * num_heads * head_dim.
 
 Source: Dao et al., "Flash-Decoding for long-context inference", 2023.
 """
+
+# Triton kernels take no annotations that mypy could check.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
 from __future__ import annotations
 

@@ -13,6 +13,9 @@ its query tiles (from the L2 cache, mostly).
 Source: Dao, "FlashAttention-2", 2023.
 """
 
+# Triton kernels take no annotations that mypy could check.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
 from __future__ import annotations
 
 import torch

@@ -114,7 +114,7 @@ def silu_mul(x: torch.Tensor) -> torch.Tensor:
 def rotary(
     query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor
 ) -> None:
-    """Rotate the first `rotary_dim` channels of each head, in place, NeoX style (half against half).
+    """Rotate the first `rotary_dim` channels of each head in place, NeoX style: half against half.
 
     query: [num_tokens, num_heads, head_dim]; key: [num_tokens, num_kv_heads, head_dim];
     positions: [num_tokens]; cos_sin: [max_positions, rotary_dim] float32, cosines then sines.

@@ -5,6 +5,9 @@ and writes two of them. About 4 operations an element: bound by memory. One prog
 it holds in registers, so a row is read once.
 """
 
+# Triton kernels take no annotations that mypy could check.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
 from __future__ import annotations
 
 import torch

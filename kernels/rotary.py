@@ -4,6 +4,9 @@ Memory: reads and writes num_tokens * (num_heads + num_kv_heads) * rotary_dim el
 rotary_dim floats a token. 6 operations a pair: bound by memory.
 """
 
+# Triton kernels take no annotations that mypy could check.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
 from __future__ import annotations
 
 import torch

@@ -4,6 +4,9 @@ Memory: reads 2 * num_rows * size elements, writes num_rows * size. About 6 oper
 bound by memory.
 """
 
+# Triton kernels take no annotations that mypy could check.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
 from __future__ import annotations
 
 import torch
