@@ -1,39 +1,90 @@
-"""Attention in plain torch, on any device: the reference that other backends are measured by.
+"""Attention in plain torch: the reference backend, for any device.
 
-Decode rows are gathered and padded together; longer rows go one by one. All row lengths come from
-the host, so nothing waits for a GPU.
+Rows that compute one token (decode) go together through one padded gather and one batched
+product; other rows go one by one. No loop over tokens, and no device value is read on the host:
+sizes come from the layout's numpy twins.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import ClassVar
 
+import numpy as np
 import torch
+import torch.nn.functional as F
 
 from ...core.nn.context import BatchLayout
 from ...core.protocols import AttentionSpec
 
-GATHER_TOKENS = 1 << 17
-"""Cached tokens gathered at once for decode rows."""
+GATHER_ELEMENTS = 1 << 24
+"""Cached keys gathered at once (elements), which bounds the memory of a decode step."""
+SCORE_ELEMENTS = 1 << 25
+"""Scores of one prefill product (elements), which bounds the memory of a long prefill."""
+PADDING_ALLOWED = 4096
+"""Padded cache positions that a gather may waste before it is cut in two."""
+
+
+@dataclass(frozen=True)
+class DecodeChunk:
+    """Rows [first_row, end_row), each with one query, gathered together."""
+
+    first_row: int
+    end_row: int
+    first_block: int
+    """Blocks [first_block, end_block) of each row's table hold all that any row may see."""
+    end_block: int
+    visible: torch.Tensor
+    """[rows, (end_block - first_block) * block_size] bool"""
+
+
+@dataclass(frozen=True)
+class TorchMetadata:
+    """The layout, and its decode chunks once a sliding window asked for them."""
+
+    layout: BatchLayout
+    starts: list[int]
+    seq_lens: list[int]
+    chunks: dict[tuple[int | None, int], list[DecodeChunk]] = field(default_factory=dict)
 
 
 class TorchAttention:
-    """Any head size, any block size, sliding window, soft cap."""
+    """`AttentionBackend` on torch operations alone. Softmax and sums are in float32."""
 
     name: ClassVar[str] = "torch"
     graph_safe: ClassVar[bool] = False
 
     @classmethod
     def supports(cls, spec: AttentionSpec, device: torch.device, dtype: torch.dtype) -> str | None:
-        """Everywhere."""
+        """None when it can serve this layer here, else the reason."""
+        if spec.num_heads % spec.num_kv_heads:
+            return (
+                f"num_heads ({spec.num_heads}) is no multiple of num_kv_heads ({spec.num_kv_heads})"
+            )
+        if dtype not in (torch.float32, torch.float16, torch.bfloat16):
+            return f"dtype {dtype} is not float32, float16 or bfloat16"
         return None
 
-    def __init__(self, *, device: torch.device, dtype: torch.dtype, block_size: int, **_: int):
+    def __init__(
+        self,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        block_size: int,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+    ) -> None:
         self.device = device
         self.block_size = block_size
 
-    def build_metadata(self, layout: BatchLayout) -> BatchLayout:
-        return layout
+    def build_metadata(self, layout: BatchLayout) -> TorchMetadata:
+        """Sizes as Python numbers, once a step."""
+        return TorchMetadata(
+            layout=layout,
+            starts=np.asarray(layout.query_start_cpu)[: layout.num_rows + 1].tolist(),
+            seq_lens=np.asarray(layout.seq_lens_cpu)[: layout.num_rows].tolist(),
+        )
 
     def forward(
         self,
@@ -42,79 +93,157 @@ class TorchAttention:
         key: torch.Tensor,
         value: torch.Tensor,
         kv_cache: torch.Tensor,
-        metadata: BatchLayout,
+        metadata: TorchMetadata,
     ) -> torch.Tensor:
-        """Write to the cache, then attend; see `protocols.AttentionBackend`."""
-        layout = metadata
-        kv_cache.flatten(1, 2)[:, layout.slot_mapping] = torch.stack((key, value)).to(
-            kv_cache.dtype
-        )
-        out = torch.empty_like(query)
-        starts, lengths = layout.query_start_cpu, layout.seq_lens_cpu
-        num_decodes = 0
-        while num_decodes < layout.num_rows and starts[num_decodes + 1] - starts[num_decodes] == 1:
-            num_decodes += 1
-        begin = 0
-        while begin < num_decodes:
-            end, longest = begin, 0
-            while end < num_decodes:
-                longest = max(longest, int(lengths[end]))
-                if end > begin and longest * (end + 1 - begin) > GATHER_TOKENS:
-                    break
-                end += 1
-            most = int(lengths[begin:end].max())
-            keys, values = self._gather(kv_cache, layout.block_table[begin:end], most)
-            out[begin:end] = _attend(
-                spec,
-                query[begin:end, None],
-                keys,
-                values,
-                layout.seq_lens[begin:end, None].long() - 1,
-            )[:, 0]
-            begin = end
-        for row in range(num_decodes, layout.num_rows):
-            first, last = int(starts[row]), int(starts[row + 1])
-            length = int(lengths[row])
-            keys, values = self._gather(kv_cache, layout.block_table[row : row + 1], length)
-            positions = torch.arange(length - (last - first), length, device=query.device)
-            out[first:last] = _attend(spec, query[None, first:last], keys, values, positions[None])[
-                0
-            ]
+        """query: [num_tokens, num_heads, head_dim] → the same shape; see the protocol."""
+        slots = metadata.layout.slot_mapping
+        kv_cache[0].flatten(0, 1)[slots] = key.to(kv_cache.dtype)
+        kv_cache[1].flatten(0, 1)[slots] = value.to(kv_cache.dtype)
+        out = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
+        for chunk in self._decode_chunks(spec, metadata):
+            self._decode(spec, query, kv_cache, metadata, chunk, out)
+        starts = metadata.starts
+        for row in range(metadata.layout.num_rows):
+            if starts[row + 1] - starts[row] > 1:
+                self._prefill(spec, query, kv_cache, metadata, row, out)
         return out
 
-    def _gather(
-        self, kv_cache: torch.Tensor, table: torch.Tensor, length: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """→ keys, values [rows, length, num_kv_heads, head_dim]"""
-        blocks = table[:, : -(-length // self.block_size)].long()
-        gathered = kv_cache[:, blocks].flatten(2, 3)[:, :, :length]
-        return gathered[0], gathered[1]
+    def _decode_chunks(self, spec: AttentionSpec, metadata: TorchMetadata) -> list[DecodeChunk]:
+        """Runs of one-token rows, cut where a gather would be too large or mostly padding."""
+        budget = max(GATHER_ELEMENTS // (spec.num_kv_heads * spec.head_dim), self.block_size)
+        cached = metadata.chunks.get((spec.sliding_window, budget))
+        if cached is not None:
+            return cached
+        chunks: list[DecodeChunk] = []
+        first = useful = longest = 0
+        end = -1
+        for row, seq_len in enumerate(metadata.seq_lens):
+            if metadata.starts[row + 1] - metadata.starts[row] != 1:
+                continue
+            seen = min(seq_len, spec.sliding_window or seq_len)
+            padded = (row + 1 - first) * max(longest, seen)
+            wasteful = padded > 2 * (useful + seen) + PADDING_ALLOWED
+            if row != end or padded > budget or wasteful:
+                if end > first:
+                    chunks.append(self._decode_chunk(spec, metadata, first, end))
+                first, useful, longest = row, 0, 0
+            useful, longest, end = useful + seen, max(longest, seen), row + 1
+        if end > first:
+            chunks.append(self._decode_chunk(spec, metadata, first, end))
+        metadata.chunks[spec.sliding_window, budget] = chunks
+        return chunks
+
+    def _decode_chunk(
+        self, spec: AttentionSpec, metadata: TorchMetadata, first: int, end: int
+    ) -> DecodeChunk:
+        lengths = metadata.seq_lens[first:end]
+        window = spec.sliding_window
+        first_block = 0
+        if window is not None:
+            first_block = max(min(lengths) - window, 0) // self.block_size
+        end_block = max(-(-max(lengths) // self.block_size), first_block + 1)
+        seq_lens = metadata.layout.seq_lens[first:end, None]
+        positions = torch.arange(
+            first_block * self.block_size,
+            end_block * self.block_size,
+            dtype=seq_lens.dtype,
+            device=seq_lens.device,
+        )
+        visible = positions < seq_lens
+        if window is not None:
+            visible &= positions >= seq_lens - window
+        return DecodeChunk(first, end, first_block, end_block, visible)
+
+    def _decode(
+        self,
+        spec: AttentionSpec,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: TorchMetadata,
+        chunk: DecodeChunk,
+        out: torch.Tensor,
+    ) -> None:
+        rows = chunk.end_row - chunk.first_row
+        blocks = metadata.layout.block_table[
+            chunk.first_row : chunk.end_row, chunk.first_block : chunk.end_block
+        ].reshape(-1)
+        shape = (rows, -1, spec.num_kv_heads, spec.head_dim)
+        keys = kv_cache[0].index_select(0, blocks).view(shape)
+        values = kv_cache[1].index_select(0, blocks).view(shape)
+        # What lies behind a row's end may be anything, NaN too: it must not meet a zero weight.
+        hidden = ~chunk.visible[:, :, None, None]
+        keys.masked_fill_(hidden, 0.0)
+        values.masked_fill_(hidden, 0.0)
+        first_token = metadata.starts[chunk.first_row]
+        tokens = slice(first_token, first_token + rows)
+        # A kv head's query heads see the same keys: they are rows of one product.
+        grouped = query[tokens].reshape(rows, spec.num_kv_heads, -1, spec.head_dim)
+        mask = chunk.visible[:, None, None, :].expand(-1, 1, grouped.shape[2], -1)
+        attended = _attend(spec, grouped, keys.transpose(1, 2), values.transpose(1, 2), mask)
+        out[tokens] = attended.reshape(rows, spec.num_heads, spec.head_dim)
+
+    def _prefill(
+        self,
+        spec: AttentionSpec,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: TorchMetadata,
+        row: int,
+        out: torch.Tensor,
+    ) -> None:
+        """One row's queries, the last positions of its sequence, some at a time."""
+        first, end = metadata.starts[row], metadata.starts[row + 1]
+        seq_len = metadata.seq_lens[row]
+        context = seq_len - (end - first)
+        window = spec.sliding_window
+        first_block = 0 if window is None else max(context - window + 1, 0) // self.block_size
+        origin = first_block * self.block_size
+        blocks = metadata.layout.block_table[row, first_block : -(-seq_len // self.block_size)]
+        keys = kv_cache[0].index_select(0, blocks).flatten(0, 1)[: seq_len - origin]
+        values = kv_cache[1].index_select(0, blocks).flatten(0, 1)[: seq_len - origin]
+        group = spec.num_heads // spec.num_kv_heads
+        # [kv heads, group, keys, head_dim], the group without a copy.
+        keys = keys.transpose(0, 1).unsqueeze(1).expand(-1, group, -1, -1)
+        values = values.transpose(0, 1).unsqueeze(1).expand(-1, group, -1, -1)
+        queries = query[first:end].view(end - first, -1, group, spec.head_dim).permute(1, 2, 0, 3)
+        plain = context == 0 and (window is None or window >= seq_len) and spec.soft_cap is None
+        if plain:
+            attended = F.scaled_dot_product_attention(
+                queries, keys, values, is_causal=True, scale=spec.scale
+            )
+            out[first:end] = attended.permute(2, 0, 1, 3).flatten(1, 2)
+            return
+        step = max(SCORE_ELEMENTS // (spec.num_heads * seq_len), 1)
+        positions = torch.arange(origin, seq_len, device=query.device)
+        for begin in range(0, end - first, step):
+            stop = min(begin + step, end - first)
+            # Keys after this piece's last query are seen by none of it.
+            num_keys = context + stop - origin
+            distance = positions[context + begin - origin : num_keys, None] - positions[:num_keys]
+            mask = distance >= 0
+            if window is not None:
+                mask &= distance < window
+            attended = _attend(
+                spec,
+                queries[:, :, begin:stop],
+                keys[:, :, :num_keys],
+                values[:, :, :num_keys],
+                mask,
+            )
+            out[first + begin : first + stop] = attended.permute(2, 0, 1, 3).flatten(1, 2)
 
 
 def _attend(
     spec: AttentionSpec,
     query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    positions: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor,
 ) -> torch.Tensor:
-    """query: [rows, Q, heads, dim] at positions [rows, Q]; keys, values: [rows, K, kv_heads, dim]."""
-    group = spec.num_heads // spec.num_kv_heads
-    rows, count = query.shape[:2]
-    q = query.float().view(rows, count, spec.num_kv_heads, group, spec.head_dim)
-    scores = torch.einsum("rqhgd,rkhd->rhgqk", q, keys.float()) * spec.scale
-    if spec.soft_cap is not None:
-        scores = spec.soft_cap * torch.tanh(scores / spec.soft_cap)
-    place = torch.arange(keys.shape[1], device=query.device)
-    visible = place <= positions[..., None]
-    if spec.sliding_window is not None:
-        visible &= place > positions[..., None] - spec.sliding_window
-    scores = scores.masked_fill(~visible[:, None, None], float("-inf"))
-    # What lies past a row's end is somebody else's, or was never written: keep even NaN out.
-    inside = visible.any(1)[:, :, None, None]
-    weighted = torch.einsum(
-        "rhgqk,rkhd->rqhgd",
-        scores.softmax(-1),
-        torch.where(inside, values.float(), 0.0),
-    )
-    return weighted.reshape(query.shape).to(query.dtype)
+    """query: [batch, heads, queries, head_dim], mask: true where seen → query's shape."""
+    if spec.soft_cap is None:
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=spec.scale)
+    scores = torch.matmul(query.float(), key.float().transpose(-1, -2)) * spec.scale
+    scores = spec.soft_cap * torch.tanh(scores / spec.soft_cap)
+    weights = scores.masked_fill_(~mask, -torch.inf).softmax(dim=-1)
+    return torch.matmul(weights, value.float()).to(query.dtype)

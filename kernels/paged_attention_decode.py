@@ -1,0 +1,299 @@
+"""Decode attention over a paged cache: one query a row, its keys split over programs.
+
+The query heads that share a key head (GQA) form the rows of one matrix product, so each key and
+value is read once. A second kernel joins the splits by their log-sum-exp.
+
+Memory: 2 * sum(seq_lens) * num_kv_heads * head_dim elements read (bound by this), and
+num_rows * num_heads * num_splits * (head_dim + 1) floats written and read when split.
+Operations: 4 * sum(seq_lens) * num_heads * head_dim.
+
+Source: Dao et al., "Flash-Decoding for long-context inference", 2023.
+"""
+
+# Triton kernels take no annotations that mypy could check.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+MAX_SPLITS = 64
+MIN_SPLIT_TILES = 2
+"""Tiles of keys that a split has at least: less would not pay for joining it."""
+
+
+@triton.jit
+def _split_tiles(
+    seq_len,
+    num_splits,
+    BLOCK_N: tl.constexpr,
+    MIN_TILES: tl.constexpr,
+    WINDOW: tl.constexpr,
+):
+    """(first visible position, first tile, end tile, tiles a split) of a row.
+
+    Computed from the length on the device, so any number of splits is right for any length, and
+    a captured graph serves every length.
+    """
+    lower = 0
+    if WINDOW > 0:
+        lower = tl.maximum(seq_len - WINDOW, 0)
+    first = lower // BLOCK_N
+    end = tl.cdiv(seq_len, BLOCK_N)
+    return lower, first, end, tl.maximum(tl.cdiv(end - first, num_splits), MIN_TILES)
+
+
+@triton.jit(do_not_specialize=["num_splits"])
+def _decode_kernel(
+    out_ptr,
+    partial_ptr,
+    lse_ptr,
+    query_ptr,
+    key_cache_ptr,
+    value_cache_ptr,
+    block_table_ptr,
+    seq_lens_ptr,
+    scale,
+    num_splits,
+    stride_out_row,
+    stride_out_head,
+    stride_query_row,
+    stride_query_head,
+    stride_block,
+    stride_slot,
+    stride_head,
+    stride_table,
+    NUM_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    SPLIT: tl.constexpr,
+    MIN_TILES: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """One program a (row, kv head, split). Scores are kept in units of log2."""
+    row = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    split = tl.program_id(2)
+    seq_len = tl.load(seq_lens_ptr + row)
+    lower, first, end, per_split = _split_tiles(seq_len, num_splits, BLOCK_N, MIN_TILES, WINDOW)
+    begin_tile = first + split * per_split
+    end_tile = tl.minimum(begin_tile + per_split, end)
+    if SPLIT:
+        if begin_tile >= end_tile:
+            return
+
+    offs_m = tl.arange(0, BLOCK_M)
+    offs_n = tl.arange(0, BLOCK_N)
+    offs_d = tl.arange(0, BLOCK_D)
+    mask_d = offs_d < HEAD_DIM
+    mask_q = (offs_m < GROUP)[:, None] & mask_d[None, :]
+    head = kv_head * GROUP + offs_m
+    row64 = row.to(tl.int64)
+    query = tl.load(
+        query_ptr + row64 * stride_query_row + head[:, None] * stride_query_head + offs_d[None, :],
+        mask=mask_q,
+        other=0.0,
+    )
+
+    m = tl.full([BLOCK_M], -float("inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    table = block_table_ptr + row64 * stride_table
+    LOG2E: tl.constexpr = 1.4426950408889634
+    for tile in range(begin_tile, end_tile):
+        position = tile * BLOCK_N + offs_n
+        valid = (position >= lower) & (position < seq_len)
+        block = tl.load(table + position // BLOCK_SIZE, mask=valid, other=0).to(tl.int64)
+        base = block * stride_block + (position % BLOCK_SIZE) * stride_slot + kv_head * stride_head
+        offsets = base[:, None] + offs_d[None, :]
+        mask_kv = valid[:, None] & mask_d[None, :]
+        key = tl.load(key_cache_ptr + offsets, mask=mask_kv, other=0.0)
+        value = tl.load(value_cache_ptr + offsets, mask=mask_kv, other=0.0)
+        scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
+        if SOFT_CAP > 0.0:
+            scores = SOFT_CAP * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * scores / SOFT_CAP)))
+        scores = tl.where(valid[None, :], scores * LOG2E, -float("inf"))
+        # A tile always holds a visible position, so m_new is finite.
+        m_new = tl.maximum(m, tl.max(scores, axis=1))
+        weights = tl.exp2(scores - m_new[:, None])
+        decay = tl.exp2(m - m_new)
+        total = total * decay + tl.sum(weights, axis=1)
+        acc = acc * decay[:, None] + tl.dot(weights.to(value.dtype), value, input_precision="ieee")
+        m = m_new
+
+    # A row of length 0 (padding) has total 0 and gives zeros.
+    acc = acc / tl.where(total > 0.0, total, 1.0)[:, None]
+    if SPLIT:
+        at = (row64 * NUM_HEADS + head) * num_splits + split
+        tl.store(lse_ptr + at, m + tl.log2(total), mask=offs_m < GROUP)
+        tl.store(partial_ptr + at[:, None] * HEAD_DIM + offs_d[None, :], acc, mask=mask_q)
+    else:
+        target = out_ptr + row64 * stride_out_row + head[:, None] * stride_out_head
+        tl.store(target + offs_d[None, :], acc.to(out_ptr.dtype.element_ty), mask=mask_q)
+
+
+@triton.jit(do_not_specialize=["num_splits"])
+def _join_kernel(
+    out_ptr,
+    partial_ptr,
+    lse_ptr,
+    seq_lens_ptr,
+    num_splits,
+    stride_out_row,
+    stride_out_head,
+    NUM_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    WINDOW: tl.constexpr,
+    MIN_TILES: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """One program a (row, query head): weigh the splits that had work by their share of the sum."""
+    row = tl.program_id(0)
+    head = tl.program_id(1)
+    row64 = row.to(tl.int64)
+    seq_len = tl.load(seq_lens_ptr + row)
+    _, first, end, per_split = _split_tiles(seq_len, num_splits, BLOCK_N, MIN_TILES, WINDOW)
+    offs_s = tl.arange(0, BLOCK_S)
+    offs_d = tl.arange(0, BLOCK_D)
+    live = offs_s < tl.cdiv(end - first, per_split)
+    mask_d = offs_d < HEAD_DIM
+    at = (row64 * NUM_HEADS + head) * num_splits + offs_s
+    lse = tl.load(lse_ptr + at, mask=live, other=-float("inf"))
+    highest = tl.max(lse, axis=0)
+    weights = tl.exp2(lse - tl.where(highest == -float("inf"), 0.0, highest))
+    partial = tl.load(
+        partial_ptr + at[:, None] * HEAD_DIM + offs_d[None, :],
+        mask=live[:, None] & mask_d[None, :],
+        other=0.0,
+    )
+    total = tl.sum(weights, axis=0)
+    out = tl.sum(partial * weights[:, None], axis=0) / tl.where(total > 0.0, total, 1.0)
+    target = out_ptr + row64 * stride_out_row + head * stride_out_head + offs_d
+    tl.store(target, out.to(out_ptr.dtype.element_ty), mask=mask_d)
+
+
+def tile_keys(head_dim: int, dtype: torch.dtype) -> int:
+    """Keys that a program takes at a time."""
+    return 32 if head_dim > 128 or dtype == torch.float32 else 64
+
+
+def choose_num_splits(
+    num_rows: int, num_kv_heads: int, max_model_len: int, tile: int, num_sms: int
+) -> int:
+    """Splits that give each multiprocessor two programs, from numbers that a graph fixes.
+
+    It depends on no length of this step: an eager step and a captured one take the same kernels.
+    """
+    wanted = triton.cdiv(2 * num_sms, num_rows * num_kv_heads)
+    longest = triton.cdiv(max_model_len, tile * MIN_SPLIT_TILES)
+    return int(max(1, min(wanted, longest, MAX_SPLITS)))
+
+
+def workspace_elements(num_rows: int, num_heads: int, head_dim: int, num_splits: int) -> int:
+    """Floats that `paged_attention_decode` needs as its workspace; 0 when it does not split."""
+    return num_rows * num_heads * num_splits * (head_dim + 1) if num_splits > 1 else 0
+
+
+def paged_attention_decode(
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    num_splits: int = 1,
+    workspace: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """query: [num_rows, num_heads, head_dim], one token a row → the same shape.
+
+    kv_cache: [2, num_blocks, block_size, num_kv_heads, head_dim], of query's type (float16,
+    bfloat16 or float32); block_table: [num_rows, max_blocks] int32; seq_lens: [num_rows] int32,
+    the query's own token included. Last strides are 1, others free. `workspace`: float32,
+    at least `workspace_elements(...)`, contents free; made here when not given. Cache positions
+    beyond a row's length, or before its window, are never read. No host synchronisation; safe to
+    capture.
+    """
+    num_rows, num_heads, head_dim = query.shape
+    _, _, block_size, num_kv_heads, _ = kv_cache.shape
+    out = torch.empty_like(query) if out is None else out
+    if num_rows == 0:
+        return out
+    group = num_heads // num_kv_heads
+    block_d = max(16, triton.next_power_of_2(head_dim))
+    block_n = tile_keys(head_dim, query.dtype)
+    partial = lse = out
+    if num_splits > 1:
+        needed = workspace_elements(num_rows, num_heads, head_dim, num_splits)
+        if workspace is None:
+            workspace = torch.empty(needed, dtype=torch.float32, device=query.device)
+        if workspace.numel() < needed:
+            raise ValueError(
+                f"workspace has {workspace.numel()} elements; {num_rows} rows in {num_splits} "
+                f"splits need {needed}"
+            )
+        partial = workspace
+        lse = workspace[num_rows * num_heads * num_splits * head_dim :]
+    _decode_kernel[(num_rows, num_kv_heads, num_splits)](
+        out,
+        partial,
+        lse,
+        query,
+        kv_cache[0],
+        kv_cache[1],
+        block_table,
+        seq_lens,
+        scale,
+        num_splits,
+        out.stride(0),
+        out.stride(1),
+        query.stride(0),
+        query.stride(1),
+        kv_cache.stride(1),
+        kv_cache.stride(2),
+        kv_cache.stride(3),
+        block_table.stride(0),
+        NUM_HEADS=num_heads,
+        GROUP=group,
+        HEAD_DIM=head_dim,
+        BLOCK_SIZE=block_size,
+        WINDOW=sliding_window or 0,
+        SOFT_CAP=soft_cap or 0.0,
+        SPLIT=num_splits > 1,
+        MIN_TILES=MIN_SPLIT_TILES,
+        BLOCK_M=max(16, triton.next_power_of_2(group)),
+        BLOCK_N=block_n,
+        BLOCK_D=block_d,
+        num_warps=4,
+        num_stages=3,
+    )
+    if num_splits > 1:
+        _join_kernel[(num_rows, num_heads)](
+            out,
+            partial,
+            lse,
+            seq_lens,
+            num_splits,
+            out.stride(0),
+            out.stride(1),
+            NUM_HEADS=num_heads,
+            HEAD_DIM=head_dim,
+            WINDOW=sliding_window or 0,
+            MIN_TILES=MIN_SPLIT_TILES,
+            BLOCK_N=block_n,
+            BLOCK_S=triton.next_power_of_2(num_splits),
+            BLOCK_D=block_d,
+            num_warps=4,
+        )
+    return out

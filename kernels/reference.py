@@ -1,0 +1,127 @@
+"""The torch twin of every kernel: what each one computes, written for reading, in float32.
+
+Same arguments as the launchers, any device. Where a kernel rounds to the storage type in between
+(RMSNorm before its weight), so does its twin, so that the two agree to a few units in the last
+place.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def kv_cache_write(
+    key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
+) -> None:
+    """Scatter key and value, [num_tokens, num_kv_heads, head_dim], into the paged cache.
+
+    kv_cache: [2, num_blocks, block_size, num_kv_heads, head_dim], changed in place.
+    slot_mapping: [num_tokens] int64, block * block_size + offset.
+    """
+    slots = slot_mapping.to(torch.int64)
+    kv_cache[0].flatten(0, 1).index_copy_(0, slots, key.to(kv_cache.dtype))
+    kv_cache[1].flatten(0, 1).index_copy_(0, slots, value.to(kv_cache.dtype))
+
+
+def paged_attention(
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    query_start: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+) -> torch.Tensor:
+    """Causal attention of ragged rows over a paged cache, a row at a time.
+
+    query: [num_tokens, num_heads, head_dim]; kv_cache as in `kv_cache_write`;
+    block_table: [num_rows, max_blocks]; query_start: [num_rows + 1]; seq_lens: [num_rows].
+    A row's queries are the last positions of its sequence. Returns the shape of query; a row of
+    no tokens has no output, one of an empty sequence gives zeros.
+    """
+    out = torch.zeros_like(query)
+    block_size = kv_cache.shape[2]
+    group = query.shape[1] // kv_cache.shape[3]
+    starts, lengths = query_start.tolist(), seq_lens.tolist()
+    for row, length in enumerate(lengths):
+        begin, end = starts[row], starts[row + 1]
+        if begin == end or length == 0:
+            continue
+        blocks = block_table[row, : -(-length // block_size)].long()
+        key, value = kv_cache[:, blocks].flatten(1, 2)[:, :length].float()
+        key = key.repeat_interleave(group, dim=1)
+        value = value.repeat_interleave(group, dim=1)
+        scores = torch.einsum("qhd,khd->hqk", query[begin:end].float(), key) * scale
+        if soft_cap is not None:
+            scores = soft_cap * torch.tanh(scores / soft_cap)
+        positions = torch.arange(length, device=query.device)
+        distance = positions[length - (end - begin) :, None] - positions[None, :]
+        visible = distance >= 0
+        if sliding_window is not None:
+            visible &= distance < sliding_window
+        weights = scores.masked_fill(~visible, -torch.inf).softmax(dim=-1)
+        out[begin:end] = torch.einsum("hqk,khd->qhd", weights, value).to(query.dtype)
+    return out
+
+
+def paged_attention_decode(
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+) -> torch.Tensor:
+    """`paged_attention` where every row has one query: query [num_rows, num_heads, head_dim]."""
+    query_start = torch.arange(query.shape[0] + 1, dtype=torch.int32)
+    return paged_attention(
+        query,
+        kv_cache,
+        block_table,
+        query_start,
+        seq_lens,
+        scale=scale,
+        sliding_window=sliding_window,
+        soft_cap=soft_cap,
+    )
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x: [..., hidden_size] → x / sqrt(mean(x²) + eps), rounded to x's type, times weight."""
+    wide = x.float()
+    normed = wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)
+    return (normed.to(x.dtype).float() * weight.float()).to(x.dtype)
+
+
+def fused_add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> None:
+    """In place: residual = x + residual, x = rms_norm(residual). Both [..., hidden_size]."""
+    residual.add_(x)
+    x.copy_(rms_norm(residual, weight, eps))
+
+
+def silu_mul(x: torch.Tensor) -> torch.Tensor:
+    """x: [..., 2 * size], gate then up → silu(gate) * up, [..., size], in float32 until the end."""
+    gate, up = x.float().chunk(2, dim=-1)
+    return (torch.nn.functional.silu(gate) * up).to(x.dtype)
+
+
+def rotary(
+    query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor
+) -> None:
+    """Rotate the first `rotary_dim` channels of each head in place, NeoX style: half against half.
+
+    query: [num_tokens, num_heads, head_dim]; key: [num_tokens, num_kv_heads, head_dim];
+    positions: [num_tokens]; cos_sin: [max_positions, rotary_dim] float32, cosines then sines.
+    """
+    cos, sin = (half[:, None, :] for half in cos_sin[positions].float().chunk(2, dim=-1))
+    half = cos.shape[-1]
+    for heads in (query, key):
+        first, second = heads[..., :half].float(), heads[..., half : 2 * half].float()
+        turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+        heads[..., : 2 * half] = turned.to(heads.dtype)

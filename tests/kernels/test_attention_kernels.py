@@ -1,0 +1,220 @@
+"""Each attention kernel against its torch twin, and what its launchers promise about splits."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+pytest.importorskip("triton")
+
+from jackfield.kernels import reference
+from jackfield.kernels.kv_cache_write import kv_cache_write
+from jackfield.kernels.paged_attention_decode import (
+    choose_num_splits,
+    paged_attention_decode,
+    workspace_elements,
+)
+from jackfield.kernels.paged_attention_prefill import paged_attention_prefill
+
+CUDA = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if CUDA else "cpu")
+# The interpreter cannot multiply bfloat16. Tolerances: float32 sums in another order; the weights
+# of the softmax rounded to the storage type before they meet the values.
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 2.5e-2}
+DTYPES = [torch.float32, torch.bfloat16 if CUDA else torch.float16]
+
+
+def make_rows(
+    lengths: list[int],
+    query_lens: list[int],
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    dtype: torch.dtype,
+    seed: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """query, kv_cache, block_table, query_start, seq_lens; all that no row holds is NaN."""
+    random = torch.Generator().manual_seed(seed)
+    counts = [-(-n // block_size) for n in lengths]
+    order = (torch.randperm(sum(counts) + 3, generator=random) + 1).tolist()
+    cache = torch.full(
+        (2, sum(counts) + 4, block_size, num_kv_heads, head_dim), float("nan"), dtype=dtype
+    )
+    table = torch.zeros(len(lengths), max([*counts, 1]) + 1, dtype=torch.int32)
+    for row, (length, count) in enumerate(zip(lengths, counts, strict=True)):
+        for index in range(count):
+            block = order.pop()
+            table[row, index] = block
+            held = min(block_size, length - index * block_size)
+            shape = (2, held, num_kv_heads, head_dim)
+            cache[:, block, :held] = torch.randn(shape, generator=random).to(dtype)
+    query = torch.randn(sum(query_lens), num_heads, head_dim, generator=random).to(dtype)
+    start = torch.tensor([0, *query_lens]).cumsum(0).to(torch.int32)
+    seq_lens = torch.tensor(lengths, dtype=torch.int32)
+    return tuple(t.to(DEVICE) for t in (query, cache, table, start, seq_lens))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "block", "window", "cap", "splits"),
+    [
+        (4, 4, 64, 16, None, None, 1),
+        (4, 1, 64, 4, None, None, 3),
+        (8, 1, 96, 16, 37, None, 4),
+        (6, 2, 80, 16, None, 5.0, 2),
+        (4, 2, 128, 32, 300, 30.0, 5),
+        (2, 1, 16, 1, None, None, 2),
+        (2, 2, 256, 4, 70, None, 1),
+    ],
+)
+def test_decode_kernel_equals_its_twin(dtype, heads, kv_heads, dim, block, window, cap, splits):
+    lengths = [1, 33, 64, 131, 230]
+    query, cache, table, _, seq_lens = make_rows(
+        lengths,
+        [1] * 5,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=dim,
+        block_size=block,
+        dtype=dtype,
+    )
+    options = {"scale": dim**-0.5, "sliding_window": window, "soft_cap": cap}
+    got = paged_attention_decode(query, cache, table, seq_lens, num_splits=splits, **options)
+    want = reference.paged_attention_decode(query, cache, table, seq_lens, **options)
+    torch.testing.assert_close(got, want, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+def test_decode_of_a_padding_row_gives_zeros(splits):
+    query, cache, table, _, seq_lens = make_rows(
+        [0, 70],
+        [1, 1],
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=16,
+        block_size=4,
+        dtype=torch.float32,
+    )
+    got = paged_attention_decode(query, cache, table, seq_lens, scale=0.25, num_splits=splits)
+    assert torch.equal(got[0], torch.zeros_like(got[0]))
+    assert got[1].isfinite().all() and got[1].abs().max() > 0
+
+
+def test_decode_refuses_a_small_workspace():
+    query, cache, table, _, seq_lens = make_rows(
+        [70], [1], num_heads=2, num_kv_heads=1, head_dim=16, block_size=4, dtype=torch.float32
+    )
+    small = torch.empty(workspace_elements(1, 2, 16, 2) - 1, device=DEVICE)
+    with pytest.raises(ValueError, match="workspace"):
+        paged_attention_decode(
+            query, cache, table, seq_lens, scale=1.0, num_splits=2, workspace=small
+        )
+
+
+def test_splits_fill_the_device_and_never_outnumber_the_work():
+    assert choose_num_splits(1, 8, 131072, 64, 132) == 33
+    assert choose_num_splits(256, 8, 131072, 64, 132) == 1
+    assert choose_num_splits(1, 8, 256, 64, 132) == 2
+    assert choose_num_splits(1, 1, 1, 64, 132) == 1
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "block", "window", "cap"),
+    [
+        (2, 2, 64, 16, None, None),
+        (4, 1, 64, 4, None, None),
+        (7, 1, 96, 16, 37, None),
+        (6, 2, 80, 16, 50, 5.0),
+        (2, 1, 128, 32, None, 30.0),
+        (2, 1, 256, 16, None, None),
+    ],
+)
+def test_prefill_kernel_equals_its_twin(dtype, heads, kv_heads, dim, block, window, cap):
+    # Whole prompts, continued chunks, single tokens and an empty row; several tiles in a row.
+    lengths, query_lens = [90, 130, 5, 64, 7, 160], [90, 20, 1, 64, 0, 3]
+    query, cache, table, start, seq_lens = make_rows(
+        lengths,
+        query_lens,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=dim,
+        block_size=block,
+        dtype=dtype,
+    )
+    options = {"scale": dim**-0.5, "sliding_window": window, "soft_cap": cap}
+    got = paged_attention_prefill(
+        query, cache, table, start, seq_lens, max_query_len=max(query_lens), **options
+    )
+    want = reference.paged_attention(query, cache, table, start, seq_lens, **options)
+    torch.testing.assert_close(got, want, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("query_len", [1, 4, 9])
+def test_prefill_kernel_at_every_tile_height(query_len):
+    lengths, query_lens = [40, 75, 9], [query_len] * 3
+    query, cache, table, start, seq_lens = make_rows(
+        lengths,
+        query_lens,
+        num_heads=6,
+        num_kv_heads=1,
+        head_dim=32,
+        block_size=4,
+        dtype=DTYPES[1],
+    )
+    got = paged_attention_prefill(
+        query, cache, table, start, seq_lens, max_query_len=query_len, scale=0.2
+    )
+    want = reference.paged_attention(query, cache, table, start, seq_lens, scale=0.2)
+    torch.testing.assert_close(got, want, atol=TOLERANCE[DTYPES[1]], rtol=TOLERANCE[DTYPES[1]])
+
+
+def test_prefill_from_a_row_on_leaves_the_rows_before_it_alone():
+    query, cache, table, start, seq_lens = make_rows(
+        [20, 50, 33],
+        [1, 1, 33],
+        num_heads=2,
+        num_kv_heads=2,
+        head_dim=16,
+        block_size=16,
+        dtype=torch.float32,
+    )
+    out = torch.full_like(query, 7.0)
+    paged_attention_prefill(
+        query,
+        cache,
+        table,
+        start,
+        seq_lens,
+        max_query_len=33,
+        scale=0.25,
+        first_row=2,
+        num_tokens=33,
+        out=out,
+    )
+    want = reference.paged_attention(query, cache, table, start, seq_lens, scale=0.25)
+    assert torch.equal(out[:2], torch.full_like(out[:2], 7.0))
+    torch.testing.assert_close(out[2:], want[2:], atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize(("heads", "dim", "block"), [(1, 64, 16), (3, 80, 4), (8, 128, 32)])
+def test_cache_write_equals_its_twin_and_touches_nothing_else(heads, dim, block):
+    dtype = DTYPES[1]
+    # Views of a fused projection, as models pass them.
+    fused = torch.randn(10, 2 * heads * dim + 8, device=DEVICE).to(dtype)
+    key = fused[:, : heads * dim].view(10, heads, dim)
+    value = fused[:, heads * dim : 2 * heads * dim].view(10, heads, dim)
+    cache = torch.full((2, 6, block, heads, dim), float("nan"), device=DEVICE, dtype=dtype)
+    slots = torch.randperm(6 * block)[:10].to(DEVICE)
+    want = cache.clone()
+    kv_cache_write(key, value, cache, slots)
+    reference.kv_cache_write(key, value, want, slots)
+    torch.testing.assert_close(cache, want, atol=0, rtol=0, equal_nan=True)
+    assert cache[0].flatten(0, 1)[slots].equal(key)
