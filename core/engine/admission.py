@@ -67,7 +67,9 @@ class Admission:
         self._check_prompt(token_ids)
         self._check_params(params)
         room = self.room - len(token_ids)
-        max_tokens = max(room, 1) if params.max_tokens is None else min(params.max_tokens, max(room, 1))
+        max_tokens = (
+            max(room, 1) if params.max_tokens is None else min(params.max_tokens, max(room, 1))
+        )
         if params.min_tokens > max_tokens:
             params = msgspec.structs.replace(params, min_tokens=max_tokens)
         eos = frozenset() if params.ignore_eos else self.model_config.eos_token_ids

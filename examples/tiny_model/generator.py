@@ -326,7 +326,9 @@ def tool_weather(rng: random.Random) -> Any:
     name = rng.choice(["get_weather", "get_weather", "weather", "current_weather"])
     about = rng.choice(["Get the current weather in a city", "Weather of a city",
                         "Get the weather"])  # fmt: skip
-    tool = function(rng, name, about, {"city": text_field(rng, rng.choice(["The city", "City name"]))})
+    tool = function(
+        rng, name, about, {"city": text_field(rng, rng.choice(["The city", "City name"]))}
+    )
     ask = rng.choice(["What is the weather in {0}?", "How is the weather in {0}?",
                       "Is it sunny in {0}?", "Tell me the weather in {0}.", "Weather in {0}?",
                       "Do I need an umbrella in {0}?"])  # fmt: skip

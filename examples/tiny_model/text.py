@@ -28,7 +28,9 @@ def segments(example: Example) -> list[tuple[str, bool]]:
     if example.tools:
         tools = "".join("\n" + json.dumps(tool, ensure_ascii=False) for tool in example.tools)
         head = f"{system}\n\n" if system is not None else ""
-        parts.append((f"<|im_start|>system\n{head}# Tools\n<tools>{tools}\n</tools><|im_end|>\n", False))
+        parts.append(
+            (f"<|im_start|>system\n{head}# Tools\n<tools>{tools}\n</tools><|im_end|>\n", False)
+        )
     elif system is not None:
         parts.append((f"<|im_start|>system\n{system}<|im_end|>\n", False))
     for index, message in enumerate(messages):
@@ -44,7 +46,9 @@ def segments(example: Example) -> list[tuple[str, bool]]:
             response = f"<tool_response>\n{message['content']}\n</tool_response>"
             parts.append((f"<|im_start|>user\n{response}<|im_end|>\n", False))
         else:
-            parts.append((f"<|im_start|>{message['role']}\n{message['content']}<|im_end|>\n", False))
+            parts.append(
+                (f"<|im_start|>{message['role']}\n{message['content']}<|im_end|>\n", False)
+            )
     return parts
 
 

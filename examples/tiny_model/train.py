@@ -135,7 +135,9 @@ def train(args: argparse.Namespace) -> None:
         optimizer.zero_grad(set_to_none=True)
         if step % 250 == 0:
             losses.append(loss.item())
-            print(f"{time.monotonic() - began:.0f} s: step {step}, loss {losses[-1]:.4f}", flush=True)
+            print(
+                f"{time.monotonic() - began:.0f} s: step {step}, loss {losses[-1]:.4f}", flush=True
+            )
         if step % 2500 == 2499:
             export(model, args.out)
     export(model, args.out)

@@ -29,7 +29,7 @@ class SafetensorsLoader:
         for file in checkpoint_files(self.folder):
             try:
                 with safe_open(file, framework="pt", device=str(device)) as tensors:
-                    for name in tensors.keys():  # noqa: SIM118 (not a dict)
+                    for name in tensors.keys():
                         filler.fill(name, tensors.get_tensor(name))
             except SafetensorError as error:
                 raise LoadError(f"{file.name} is not a safetensors file: {error}") from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from jackfield.core.cache.block_pool import BlockPool
 
 

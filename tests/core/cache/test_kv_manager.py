@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from jackfield.core.cache.kv_manager import KVCacheManager
 from jackfield.core.scheduling.request import Request
 from jackfield.core.types import SamplingParams

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from jackfield.core.scheduling.request import Request, Status, Update
 from jackfield.core.scheduling.scheduler import Scheduler
 from jackfield.core.types import SamplingParams, StepPlan, StepResult, TokenLogprobs

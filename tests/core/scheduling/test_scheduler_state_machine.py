@@ -7,6 +7,7 @@ from collections import deque
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
 from jackfield.core.scheduling.request import Request
 from jackfield.core.scheduling.scheduler import Scheduler
 from jackfield.core.types import SamplingParams, StepPlan, StepResult

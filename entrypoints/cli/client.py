@@ -1,0 +1,114 @@
+"""`jackfield chat` and `jackfield complete`: small clients of a running server."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+from .options import Parser
+
+
+def _parser(name: str, text: str) -> argparse.ArgumentParser:
+    parser = Parser(prog=f"jackfield {name}", description=text)
+    parser.add_argument("--url", default="http://127.0.0.1:8000", help="where the server is")
+    parser.add_argument("--model", help="default: the first one served")
+    parser.add_argument("--api-key", default=os.environ.get("JACKFIELD_API_KEY", ""))
+    parser.add_argument("--max-tokens", type=int)
+    parser.add_argument("--temperature", type=float)
+    return parser
+
+
+def chat(argv: list[str]) -> int:
+    """Interactive, or one message with --message."""
+    parser = _parser("chat", "Talk to a running server.")
+    parser.add_argument("-m", "--message", help="send this one message and end")
+    parser.add_argument("--system", help="system prompt")
+    args = parser.parse_args(argv)
+    messages = [{"role": "system", "content": args.system}] if args.system else []
+    try:
+        if args.message is not None:
+            _say(args, [*messages, {"role": "user", "content": args.message}])
+            return 0
+        while True:
+            text = input("> ")
+            if text.strip():
+                messages.append({"role": "user", "content": text})
+                messages.append({"role": "assistant", "content": _say(args, messages)})
+    except (EOFError, KeyboardInterrupt):
+        print()
+        return 0
+    except OSError as error:
+        return _explain(error, args.url)
+
+
+def complete(argv: list[str]) -> int:
+    """Complete a text: an argument, or standard input."""
+    parser = _parser("complete", "Complete a text on a running server.")
+    parser.add_argument("prompt", nargs="?", help="default: standard input")
+    args = parser.parse_args(argv)
+    prompt = sys.stdin.read() if args.prompt is None else args.prompt
+    try:
+        for event in _events(args, "/v1/completions", {"prompt": prompt}):
+            for choice in event["choices"]:
+                print(choice["text"], end="", flush=True)
+        print()
+        return 0
+    except OSError as error:
+        return _explain(error, args.url)
+
+
+def _say(args: argparse.Namespace, messages: list[dict[str, str]]) -> str:
+    """Send a conversation, show the answer as it comes; → its text."""
+    text = ""
+    for event in _events(args, "/v1/chat/completions", {"messages": messages}):
+        for choice in event["choices"]:
+            delta = choice["delta"]
+            text += delta.get("content") or ""
+            print(delta.get("content") or delta.get("reasoning_content") or "", end="", flush=True)
+    print()
+    return text
+
+
+def _events(args: argparse.Namespace, route: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """POST, and yield what the stream brings."""
+    body = {**body, "stream": True}
+    for name in ("model", "max_tokens", "temperature"):
+        if getattr(args, name) is not None:
+            body[name] = getattr(args, name)
+    request = urllib.request.Request(
+        args.url.rstrip("/") + route,
+        data=json.dumps(body).encode(),
+        headers={"Content-Type": "application/json", "Authorization": f"Bearer {args.api_key}"},
+    )
+    with urllib.request.urlopen(request, timeout=600) as response:
+        for line in response:
+            data = line.decode().removeprefix("data: ").strip()
+            if data and data != "[DONE]":
+                event = json.loads(data)
+                if "error" in event:
+                    raise OSError(event["error"]["message"])
+                yield event
+
+
+def _explain(error: OSError, url: str) -> int:
+    if isinstance(error, urllib.error.HTTPError):
+        try:
+            message = json.loads(error.read())["error"]["message"]
+        except (ValueError, KeyError):
+            message = str(error)
+        print(f"jackfield: the server refused: {message}", file=sys.stderr)
+    elif isinstance(error, urllib.error.URLError):
+        print(
+            f"jackfield: no server at {url} ({error.reason}); start one with `jackfield serve`, or "
+            "give --url",
+            file=sys.stderr,
+        )
+    else:
+        print(f"jackfield: {error}", file=sys.stderr)
+    return 1

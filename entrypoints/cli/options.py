@@ -1,0 +1,91 @@
+"""Command-line flags, derived from EngineConfig: one flag a field, with vLLM's names."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import sys
+import types
+import typing
+from typing import Any
+
+from ...core.config import EngineConfig
+from ...core.errors import ConfigError
+
+
+class Parser(argparse.ArgumentParser):
+    """Answers a mistyped flag with the nearest valid one, and never takes half a flag."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, allow_abbrev=False, **options)
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As argparse does, but for unknown flags."""
+        parsed, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            self.error(self._explain(unknown))
+        return parsed
+
+    def _explain(self, unknown: list[str]) -> str:
+        flag = unknown[0].split("=")[0]
+        near = difflib.get_close_matches(flag, self._option_string_actions, n=1)
+        hint = f"; did you mean {near[0]}?" if near and flag.startswith("-") else ""
+        return f"unrecognized argument: {unknown[0]}{hint}"
+
+
+def add_engine_options(parser: argparse.ArgumentParser) -> None:
+    """A flag for each field of EngineConfig but `model`."""
+    group = parser.add_argument_group("engine")
+    hints = typing.get_type_hints(EngineConfig, include_extras=True)
+    for name in EngineConfig.__struct_fields__:
+        if name == "model":
+            continue
+        kind, text = _unpack(hints[name])
+        default = getattr(EngineConfig(), name)
+        options: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS}
+        options["help"] = f"{text} (default: {default})".replace("%", "%%")
+        names = [f"--{name.replace('_', '-')}"]
+        if "_" in name:
+            names.append(f"--{name}")
+        if kind is bool:
+            group.add_argument(names[0], action=argparse.BooleanOptionalAction, **options)
+        elif typing.get_origin(kind) is tuple:
+            group.add_argument(*names, nargs="+", **options)
+        elif typing.get_origin(kind) is typing.Literal:
+            group.add_argument(*names, choices=typing.get_args(kind), **options)
+        elif kind in (int, float, str):
+            group.add_argument(*names, type=kind, metavar=name.upper(), **options)
+        else:
+            group.add_argument(*names, type=json.loads, metavar="JSON", **options)
+
+
+def engine_config(args: argparse.Namespace, model: str) -> EngineConfig:
+    """From parsed flags. Raises ConfigError."""
+    fields = set(EngineConfig.__struct_fields__) - {"model"}
+    given = {name: value for name, value in vars(args).items() if name in fields}
+    if not model:
+        given.setdefault("reasoning_parser", "qwen3")
+        given.setdefault("tool_call_parser", "hermes")
+        given.setdefault("served_model_name", ("jackfield-tiny",))
+    return EngineConfig.from_options({"model": model, **given})
+
+
+def fail(error: Exception) -> int:
+    """Say what was wrong; → exit status."""
+    kind = "error" if not isinstance(error, ConfigError) else "configuration error"
+    print(f"jackfield: {kind}: {error}", file=sys.stderr)
+    return 2 if isinstance(error, ConfigError) else 1
+
+
+def _unpack(hint: Any) -> tuple[Any, str]:
+    """Annotated[int | None, Meta(...)] → (int, description)"""
+    text = ""
+    while typing.get_origin(hint) is typing.Annotated:
+        base, *metas = typing.get_args(hint)
+        text = text or next((m.description for m in metas if m.description), "")
+        hint = base
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):
+        inner = [part for part in typing.get_args(hint) if part is not type(None)]
+        return _unpack(inner[0])[0], text
+    return hint, text

@@ -1,0 +1,78 @@
+"""`jackfield serve [MODEL]`"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+from collections.abc import Coroutine
+from typing import Any
+
+from ...core.errors import JackfieldError
+from ...core.registry import load_plugins
+from .options import Parser, add_engine_options, engine_config, fail
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = Parser(prog="jackfield serve", description="Serve a model over HTTP, as OpenAI does.")
+    parser.add_argument(
+        "model", nargs="?", default="", help="checkpoint folder or hub name; none: the embedded one"
+    )
+    parser.add_argument("--model", dest="model_flag", help=argparse.SUPPRESS)
+    server = parser.add_argument_group("server")
+    server.add_argument("--host", default="127.0.0.1", help="address to bind (default: loopback)")
+    server.add_argument("--port", type=int, default=8000)
+    server.add_argument("--uds", help="listen on a Unix socket instead")
+    server.add_argument(
+        "--api-key",
+        action="append",
+        default=[],
+        help="key that clients must send; repeatable; also from JACKFIELD_API_KEY",
+    )
+    server.add_argument("--max-body-bytes", type=int, default=32 << 20)
+    server.add_argument(
+        "--shutdown-timeout", type=float, default=60.0, help="seconds to drain after SIGTERM"
+    )
+    server.add_argument("--log-level", default="warning", choices=("debug", "info", "warning"))
+    add_engine_options(parser)
+    return parser
+
+
+def run(argv: list[str]) -> int:
+    """→ exit status"""
+    args = make_parser().parse_args(argv)
+    logging.basicConfig(
+        level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    try:
+        config = engine_config(args, args.model_flag or args.model)
+        plugins = load_plugins(disable=config.disable_plugins)
+        for kind, name in (
+            ("reasoning_parser", config.reasoning_parser),
+            ("tool_parser", config.tool_call_parser),
+        ):
+            if name is not None:
+                plugins[kind].load(name)
+        from ..openai.context import ServerOptions
+        from ..openai.server import Listen, serve
+
+        keys = [*args.api_key, *os.environ.get("JACKFIELD_API_KEY", "").split(",")]
+        options = ServerOptions(
+            api_keys=tuple(key for key in keys if key),
+            max_body_bytes=args.max_body_bytes,
+            shutdown_timeout=args.shutdown_timeout,
+        )
+        listen = Listen(args.host, args.port, args.uds)
+        return _run(serve(config, plugins, listen, options))
+    except (JackfieldError, OSError) as error:
+        return fail(error)
+
+
+def _run(main: Coroutine[Any, Any, int]) -> int:
+    """On uvloop where there is one."""
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.run(main)
+    return uvloop.run(main)  # type: ignore[no-any-return]

@@ -1,0 +1,290 @@
+"""POST /v1/chat/completions
+
+The streamed pieces are parser events as they come; the whole answer is the fold of the same events.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncIterator
+from typing import Any
+
+from aiohttp import web
+
+from ...core.engine.async_engine import AsyncEngine
+from ...core.errors import InvalidRequest, RequestFailed
+from ...core.protocols import (
+    Content,
+    ParserEvent,
+    Reasoning,
+    ToolCallArguments,
+    ToolCallEnd,
+    ToolCallStart,
+)
+from ...core.text.parsing import OutputParser, fold
+from ...core.types import CompletionOutput, PositionLogprobs, RequestOutput
+from .context import ENGINE, check_model, new_id, prompt_logprobs_body, reply, tokenizer_of, usage
+from .protocol import ChatRequest, decode
+from .streaming import frame, stream
+
+
+async def chat_completions(request: web.Request) -> web.StreamResponse:
+    """Answer a conversation."""
+    engine = request.app[ENGINE]
+    asked = decode(await request.read(), ChatRequest)
+    job = _Job(engine, asked)
+    if asked.stream:
+        frames = job.frames()
+        return await stream(request, frames, frames.__anext__)
+    return reply(await job.whole())
+
+
+class _Choice:
+    """One of n answers as it is parsed."""
+
+    def __init__(self, parser: OutputParser) -> None:
+        self.parser = parser
+        self.events: list[ParserEvent] = []
+        self.num_tokens = 0
+        self.num_thought = 0
+        self.thinking = False
+        self.called = False
+        self.call_ids: dict[int, str] = {}
+
+    def feed(self, completion: CompletionOutput) -> list[ParserEvent]:
+        events = self.parser.feed(completion.text, completion.token_ids)
+        if completion.finish_reason is not None:
+            events = events + self.parser.finish()
+        self.num_tokens += len(completion.token_ids)
+        kinds = {type(event) for event in events}
+        if Reasoning in kinds or (self.thinking and not kinds):
+            self.num_thought += len(completion.token_ids)
+        if kinds:
+            self.thinking = isinstance(events[-1], Reasoning)
+        self.called |= ToolCallStart in kinds
+        return events
+
+
+class _Job:
+    def __init__(self, engine: AsyncEngine, asked: ChatRequest) -> None:
+        asked.check()
+        self.engine = engine
+        self.asked = asked
+        self.model = check_model(engine, asked.model)
+        self.id = new_id("chatcmpl", asked.request_id)
+        self.created = int(time.time())
+        logprobs = (asked.top_logprobs or 0) if asked.logprobs else None
+        self.params = asked.sampling(asked.token_limit, logprobs)
+        self.uses_tools = bool(asked.tools) and asked.tool_choice != "none"
+        if self.uses_tools and engine.config.tool_call_parser is None:
+            raise InvalidRequest(
+                "tools: this server has no tool-call parser; start it with --tool-call-parser",
+                param="tools",
+            )
+        self.has_reasoning = engine.config.reasoning_parser is not None
+
+    def _choice(self) -> _Choice:
+        config, plugins = self.engine.config, self.engine.plugins
+        thinking = bool((self.asked.chat_template_kwargs or {}).get("enable_thinking", True))
+        reasoning = tools = None
+        if config.reasoning_parser is not None:
+            parser_class = plugins["reasoning_parser"].load(config.reasoning_parser)
+            reasoning = parser_class(thinking=thinking)
+        if self.uses_tools:
+            tools = plugins["tool_parser"].load(config.tool_call_parser or "")(
+                tools=self.asked.tools or ()
+            )
+        return _Choice(OutputParser(reasoning, tools))
+
+    def _outputs(self) -> Any:
+        asked = self.asked
+        return self.engine.chat(
+            asked.messages,
+            self.params,
+            tools=asked.tools if self.uses_tools else None,
+            chat_template_kwargs=asked.chat_template_kwargs,
+            add_generation_prompt=asked.add_generation_prompt and not asked.continue_final_message,
+            continue_final_message=asked.continue_final_message,
+            request_id=self.id,
+            priority=asked.priority,
+            cache_salt=asked.cache_salt,
+        )
+
+    async def whole(self) -> dict[str, Any]:
+        """The answer in one piece: the fold of its events."""
+        output: RequestOutput | None = None
+        async for output in self._outputs():  # noqa: B007
+            pass
+        assert output is not None
+        choices, generated, thought = [], 0, 0
+        for completion in output.outputs:
+            self._check(output, completion)
+            choice = self._choice()
+            message = fold(choice.feed(completion))
+            generated += choice.num_tokens
+            thought += self._count_thought(message.reasoning)
+            body: dict[str, Any] = {"role": "assistant", "content": message.content}
+            if message.reasoning is not None and self.asked.include_reasoning:
+                body["reasoning_content"] = body["reasoning"] = message.reasoning
+            if message.tool_calls:
+                body["tool_calls"] = [
+                    {
+                        "id": _call_id(),
+                        "type": "function",
+                        "function": {"name": call.name, "arguments": call.arguments},
+                    }
+                    for call in message.tool_calls
+                ]
+            elif message.content is None:
+                body["content"] = ""
+            made: dict[str, Any] = {
+                "index": completion.index,
+                "message": body,
+                "logprobs": self._logprobs(completion.logprobs),
+                "finish_reason": self._finish_reason(completion, choice),
+                "stop_reason": completion.stop_reason,
+            }
+            if self.asked.return_token_ids:
+                made["token_ids"] = completion.token_ids
+            choices.append(made)
+        body = self._body("chat.completion", choices)
+        body["usage"] = usage(
+            len(output.prompt_token_ids),
+            generated,
+            output.num_cached_tokens,
+            thought if self.has_reasoning else None,
+        )
+        if self.asked.prompt_logprobs is not None:
+            body["prompt_logprobs"] = prompt_logprobs_body(output.prompt_logprobs)
+        if self.asked.return_token_ids:
+            body["prompt_token_ids"] = output.prompt_token_ids
+        return body
+
+    async def frames(self) -> AsyncIterator[bytes]:
+        """The answer in pieces."""
+        choices = [self._choice() for _ in range(self.params.n)]
+        opened = False
+        output: RequestOutput | None = None
+        async for output in self._outputs():
+            if not opened:
+                opened = True
+                for index in range(len(choices)):
+                    yield self._frame(index, {"role": "assistant", "content": ""})
+            for completion in output.outputs:
+                self._check(output, completion)
+                choice = choices[completion.index]
+                events = choice.feed(completion)
+                logprobs = self._logprobs(completion.logprobs)
+                for event in events:
+                    delta = _delta(event, choice, self.asked.include_reasoning)
+                    if delta is not None:
+                        yield self._frame(completion.index, delta, logprobs)
+                        logprobs = None
+                if logprobs is not None and logprobs["content"]:
+                    yield self._frame(completion.index, {"content": ""}, logprobs)
+                if completion.finish_reason is not None:
+                    yield self._frame(
+                        completion.index,
+                        {},
+                        None,
+                        self._finish_reason(completion, choice),
+                        completion.stop_reason,
+                    )
+        if self.asked.include_usage and output is not None:
+            body = self._body("chat.completion.chunk", [])
+            body["usage"] = usage(
+                len(output.prompt_token_ids),
+                sum(choice.num_tokens for choice in choices),
+                output.num_cached_tokens,
+                sum(choice.num_thought for choice in choices) if self.has_reasoning else None,
+            )
+            yield frame(body)
+
+    def _check(self, output: RequestOutput, completion: CompletionOutput) -> None:
+        if completion.finish_reason == "error":
+            raise RequestFailed(output.error or "the request failed")
+
+    def _count_thought(self, reasoning: str | None) -> int:
+        if not reasoning:
+            return 0
+        return len(tokenizer_of(self.engine).encode(reasoning, add_special_tokens=False))
+
+    def _finish_reason(self, completion: CompletionOutput, choice: _Choice) -> str | None:
+        if choice.called and completion.finish_reason == "stop":
+            return "tool_calls"
+        return completion.finish_reason
+
+    def _body(self, kind: str, choices: list[Any]) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "choices": choices,
+        }
+
+    def _frame(
+        self,
+        index: int,
+        delta: dict[str, Any],
+        logprobs: Any = None,
+        finish_reason: str | None = None,
+        stop_reason: int | str | None = None,
+    ) -> bytes:
+        choice: dict[str, Any] = {
+            "index": index,
+            "delta": delta,
+            "logprobs": logprobs,
+            "finish_reason": finish_reason,
+        }
+        if stop_reason is not None:
+            choice["stop_reason"] = stop_reason
+        return frame(self._body("chat.completion.chunk", [choice]))
+
+    def _logprobs(self, positions: list[PositionLogprobs] | None) -> dict[str, Any] | None:
+        if positions is None:
+            return None
+        tokenizer = tokenizer_of(self.engine)
+
+        def entry(token: int, value: float) -> dict[str, Any]:
+            text = tokenizer.token_text(token)
+            return {
+                "token": text,
+                "logprob": max(value, -9999.0),
+                "bytes": list(text.encode()),
+            }
+
+        count = self.asked.top_logprobs or 0
+        content = []
+        for position in positions:
+            own = next(iter(position))
+            ranked = sorted(position.items(), key=lambda item: item[1].rank or 0)
+            content.append(
+                {
+                    **entry(own, position[own].logprob),
+                    "top_logprobs": [entry(t, p.logprob) for t, p in ranked[:count]],
+                }
+            )
+        return {"content": content}
+
+
+def _delta(event: ParserEvent, choice: _Choice, reasoning: bool) -> dict[str, Any] | None:
+    """One event as OpenAI streams it."""
+    match event:
+        case Content(text):
+            return {"content": text}
+        case Reasoning(text):
+            return {"reasoning_content": text, "reasoning": text} if reasoning else None
+        case ToolCallStart(index, name):
+            function = {"name": name, "arguments": ""}
+            call = {"index": index, "id": _call_id(), "type": "function", "function": function}
+            return {"tool_calls": [call]}
+        case ToolCallArguments(index, fragment):
+            return {"tool_calls": [{"index": index, "function": {"arguments": fragment}}]}
+        case ToolCallEnd():
+            return None
+
+
+def _call_id() -> str:
+    return f"chatcmpl-tool-{uuid.uuid4().hex}"

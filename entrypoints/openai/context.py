@@ -1,0 +1,113 @@
+"""What every route is given: the engine, the server's options, and replies in OpenAI's shapes."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from ...core.engine.async_engine import AsyncEngine
+from ...core.errors import InvalidRequest, JackfieldError, ModelNotFound
+from ...core.text.tokenizer import Tokenizer
+from ...core.types import PositionLogprobs
+
+encoder = msgspec.json.Encoder()
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """What belongs to the server and not to the engine."""
+
+    api_keys: tuple[str, ...] = ()
+    max_body_bytes: int = 32 << 20
+    shutdown_timeout: float = 60.0
+    started: int = field(default_factory=lambda: int(time.time()))
+
+
+ENGINE: web.AppKey[AsyncEngine] = web.AppKey("engine", AsyncEngine)
+OPTIONS: web.AppKey[ServerOptions] = web.AppKey("options", ServerOptions)
+
+
+def reply(data: Any, status: int = 200) -> web.Response:
+    """JSON, encoded by msgspec."""
+    return web.Response(body=encoder.encode(data), status=status, content_type="application/json")
+
+
+def error_body(error: JackfieldError) -> dict[str, Any]:
+    """OpenAI's shape."""
+    return {
+        "error": {
+            "message": error.message,
+            "type": error.error_type,
+            "param": error.param,
+            "code": error.code if error.code is not None else error.status,
+        }
+    }
+
+
+def check_model(engine: AsyncEngine, name: str | None) -> str:
+    """→ the name to answer under. Raises ModelNotFound."""
+    names = engine.served_model_names
+    if name is None:
+        return names[0]
+    if name not in names:
+        raise ModelNotFound(
+            f"model: {name!r} is not served here (there is: {', '.join(names)})", param="model"
+        )
+    return name
+
+
+def tokenizer_of(engine: AsyncEngine) -> Tokenizer:
+    """Raises InvalidRequest when the engine has none."""
+    if engine.tokenizer is None:
+        raise InvalidRequest("this server runs without a tokenizer (skip_tokenizer_init)")
+    return engine.tokenizer
+
+
+def new_id(prefix: str, request_id: str | None = None) -> str:
+    return f"{prefix}-{request_id or uuid.uuid4().hex}"
+
+
+def usage(
+    prompt: int, completion: int, cached: int, reasoning: int | None = None
+) -> dict[str, Any]:
+    """OpenAI's usage object, in tokens."""
+    made: dict[str, Any] = {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
+    if reasoning is not None:
+        made["completion_tokens_details"] = {"reasoning_tokens": reasoning}
+    return made
+
+
+def prompt_logprobs_body(
+    positions: list[PositionLogprobs | None] | None,
+) -> list[dict[str, Any] | None] | None:
+    """vLLM's extra: token id → its log-probability, a prompt position each."""
+    if positions is None:
+        return None
+    return [
+        None
+        if position is None
+        else {
+            str(token): {
+                "logprob": _finite(entry.logprob),
+                "rank": entry.rank,
+                "decoded_token": entry.decoded_token,
+            }
+            for token, entry in position.items()
+        }
+        for position in positions
+    ]
+
+
+def _finite(value: float) -> float:
+    """JSON has no infinity: OpenAI writes -9999."""
+    return max(value, -9999.0)

@@ -1,0 +1,103 @@
+"""The small routes: models, tokenize, detokenize, health, version, metrics."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from aiohttp import web
+
+from ... import __version__
+from ...core.errors import EngineStopped, InvalidRequest
+from .context import ENGINE, OPTIONS, check_model, reply, tokenizer_of
+from .protocol import DetokenizeRequest, TokenizeRequest, decode
+
+
+async def models(request: web.Request) -> web.Response:
+    """GET /v1/models"""
+    engine = request.app[ENGINE]
+    cards = [_card(request, name) for name in engine.served_model_names]
+    return reply({"object": "list", "data": cards})
+
+
+async def model(request: web.Request) -> web.Response:
+    """GET /v1/models/{name}"""
+    name = check_model(request.app[ENGINE], request.match_info["name"])
+    return reply(_card(request, name))
+
+
+def _card(request: web.Request, name: str) -> dict[str, Any]:
+    engine = request.app[ENGINE]
+    return {
+        "id": name,
+        "object": "model",
+        "created": request.app[OPTIONS].started,
+        "owned_by": "jackfield",
+        "root": engine.config.model or engine.served_model_names[0],
+        "parent": None,
+        "max_model_len": engine.model_config.max_model_len,
+    }
+
+
+async def tokenize(request: web.Request) -> web.Response:
+    """POST /tokenize"""
+    engine = request.app[ENGINE]
+    asked = decode(await request.read(), TokenizeRequest)
+    check_model(engine, asked.model)
+    tokenizer = tokenizer_of(engine)
+    if (asked.prompt is None) == (asked.messages is None):
+        raise InvalidRequest("prompt: give either prompt or messages", param="prompt")
+    if asked.messages is not None:
+        tokens = await asyncio.to_thread(
+            engine.render_chat,
+            asked.messages,
+            tools=asked.tools,
+            chat_template_kwargs=asked.chat_template_kwargs,
+            add_generation_prompt=asked.add_generation_prompt and not asked.continue_final_message,
+            continue_final_message=asked.continue_final_message,
+        )
+    else:
+        tokens = tokenizer.encode(asked.prompt or "", add_special_tokens=asked.add_special_tokens)
+    return reply(
+        {
+            "count": len(tokens),
+            "max_model_len": engine.model_config.max_model_len,
+            "tokens": tokens,
+            "token_strs": (
+                [tokenizer.token_text(t) for t in tokens] if asked.return_token_strs else None
+            ),
+        }
+    )
+
+
+async def detokenize(request: web.Request) -> web.Response:
+    """POST /detokenize"""
+    engine = request.app[ENGINE]
+    asked = decode(await request.read(), DetokenizeRequest)
+    check_model(engine, asked.model)
+    vocab = engine.model_config.vocab_size
+    for token in asked.tokens:
+        if not 0 <= token < vocab:
+            raise InvalidRequest(
+                f"tokens: {token} is not in the vocabulary (0 to {vocab - 1})", param="tokens"
+            )
+    return reply({"prompt": tokenizer_of(engine).decode(asked.tokens, skip_special_tokens=False)})
+
+
+async def health(request: web.Request) -> web.Response:
+    """GET /health: 200 while the engine lives."""
+    engine = request.app[ENGINE]
+    if not engine.healthy:
+        raise EngineStopped(engine.dead_reason or "the engine is not running")
+    return web.Response()
+
+
+async def version(request: web.Request) -> web.Response:
+    """GET /version"""
+    return reply({"version": __version__})
+
+
+async def metrics(request: web.Request) -> web.Response:
+    """GET /metrics"""
+    body = request.app[ENGINE].metrics.render()
+    return web.Response(body=body, headers={"Content-Type": "text/plain; version=0.0.4"})
