@@ -65,11 +65,9 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     except JackfieldError as error:
         response = reply(error_body(error), error.status)
     except web.HTTPRequestEntityTooLarge as refused:
-        error = InvalidRequest(f"the body is too large: {refused.text}")
-        response = reply(error_body(error), 413)
+        response = _refusal(413, f"the body is too large: {refused.text}")
     except web.HTTPException as refused:
-        error = InvalidRequest(f"{request.method} {request.path}: {refused.reason}")
-        response = reply(error_body(error), refused.status)
+        response = _refusal(refused.status, f"{request.method} {request.path}: {refused.reason}")
     except (ConnectionError, TimeoutError):
         raise
     except Exception:
@@ -78,6 +76,14 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     if not response.prepared:
         response.headers["X-Request-Id"] = request_id
     return response
+
+
+def _refusal(status: int, message: str) -> web.Response:
+    """What aiohttp refused, in OpenAI's shape."""
+    error = InvalidRequest(message)
+    body = error_body(error)
+    body["error"]["code"] = status
+    return reply(body, status)
 
 
 @web.middleware

@@ -178,7 +178,7 @@ class _Job:
 
 
 async def _last(outputs: Any) -> RequestOutput:
-    last = None
+    last: RequestOutput | None = None
     async for last in outputs:  # noqa: B007
         pass
     assert last is not None

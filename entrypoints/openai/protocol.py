@@ -1,7 +1,7 @@
 """What clients may send: typed requests, decoded by msgspec, turned into sampling parameters.
 
-Fields that nobody knows are ignored, as OpenAI's own clients send new ones all the time. Fields that
-are known and not supported are refused by name when they ask for something.
+Fields that nobody knows are ignored, as OpenAI's own clients send new ones all the time. Fields
+that are known and not supported are refused by name when they ask for something.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ T = TypeVar("T")
 MAX_PROMPTS = 256
 
 UNSUPPORTED = (
-    "suffix", "functions", "function_call", "audio", "modalities", "prediction", "web_search_options",
+    "suffix", "functions", "function_call", "audio", "modalities", "prediction",
+    "web_search_options",
     "guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs",
     "use_beam_search", "chat_template", "documents", "prompt_embeds",
 )  # fmt: skip
@@ -68,7 +69,7 @@ class SamplingRequest(msgspec.Struct, kw_only=True):
     def sampling(self, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
         """As the engine takes it. Raises InvalidRequest with the field's name."""
         stop = self.stop
-        given = {
+        given: dict[str, Any] = {
             "n": self.n,
             "temperature": self.temperature,
             "top_p": self.top_p,
@@ -114,7 +115,8 @@ class SamplingRequest(msgspec.Struct, kw_only=True):
 class CompletionRequest(SamplingRequest, kw_only=True):
     """POST /v1/completions"""
 
-    prompt: str | list[str] | list[int] | list[list[int]] | None = None
+    prompt: str | list[Any] | None = None
+    """Text, token ids, or a list of either."""
     echo: bool = False
     logprobs: int | None = None
     best_of: int | None = None
@@ -122,14 +124,18 @@ class CompletionRequest(SamplingRequest, kw_only=True):
 
     def prompts(self) -> list[str | list[int]]:
         """One or many. Raises InvalidRequest."""
-        prompt: Any = self.prompt
+        prompt = self.prompt
         if prompt is None or prompt == []:
             raise InvalidRequest("prompt: must not be empty", param="prompt")
-        if isinstance(prompt, str) or isinstance(prompt[0], int):
+        if isinstance(prompt, str) or _is_token_ids(prompt):
             return [prompt]
         if len(prompt) > MAX_PROMPTS:
             raise InvalidRequest(f"prompt: at most {MAX_PROMPTS} at once", param="prompt")
-        return list(prompt)
+        if not all(isinstance(one, str) or _is_token_ids(one) for one in prompt):
+            raise InvalidRequest(
+                "prompt: must be text, a list of token ids, or a list of such", param="prompt"
+            )
+        return prompt
 
 
 class ChatRequest(SamplingRequest, kw_only=True):
@@ -189,6 +195,10 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True):
 
     tokens: list[int]
     model: str | None = None
+
+
+def _is_token_ids(value: Any) -> bool:
+    return isinstance(value, list) and all(type(token) is int for token in value)
 
 
 def decode(body: bytes, kind: type[T]) -> T:
