@@ -2,7 +2,7 @@
 
     python examples/benchmarks/serve_baseline.py --out docs/benchmarks/baseline.jsonl
 
-The real architecture with random weights; prompts are token ids; `ignore_eos`. Prints what it ran on
+The real architecture with random weights; token ids in, `ignore_eos`. Prints what it ran on
 and appends a JSON line for each workload.
 """
 
@@ -125,7 +125,7 @@ async def run(args: argparse.Namespace) -> None:
         config = {**QWEN3, **MODELS[args.model]}
         (Path(folder) / "config.json").write_text(json.dumps(config))
         began = time.perf_counter()
-        server = subprocess.Popen(
+        server = subprocess.Popen(  # noqa: ASYNC220
             [sys.executable, "-m", "jackfield.entrypoints.cli.main", "serve", folder, "--port",
              str(port), "--load-format", "dummy", "--skip-tokenizer-init", "--max-model-len",
              "8192", "--served-model-name", args.model],
