@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 
+# More threads than idle cores make every small operation wait for the slowest; set before torch.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import pytest
 import torch
 
@@ -11,9 +14,6 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
-    # More threads than idle cores make every small operation wait for the slowest.
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import time
 
 import torch
@@ -66,6 +67,8 @@ class Worker:
     def _start(self) -> ExecutorInfo:
         config, model_config, device = self.config, self.model_config, self.device
         began = time.monotonic()
+        if device.type == "cpu":
+            _leave_a_core_for_the_loop()
         held_before = _allocated(device)
         if device.type == "cuda":
             torch.cuda.set_device(device)
@@ -250,6 +253,15 @@ class Worker:
         runner.sampler.sample(runner._logits(hidden[index]), index, slots, index * 0 + 1)
         for slot in slots:
             runner.sampling.release(slot)
+
+
+def _leave_a_core_for_the_loop() -> None:
+    """torch's CPU threads wait busily: as many as there are cores would starve the event loop.
+
+    The setting belongs to the calling (launch) thread; OMP_NUM_THREADS overrules it.
+    """
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, (os.cpu_count() or 2) - 1))
 
 
 def _allocated(device: torch.device) -> int:

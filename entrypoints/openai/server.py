@@ -6,13 +6,11 @@ import asyncio
 import contextlib
 import gc
 import logging
-import os
 import signal
 import sys
 import time
 from dataclasses import dataclass
 
-import torch
 from aiohttp import web
 
 from ...core.config import EngineConfig
@@ -46,7 +44,6 @@ async def serve(
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     engine = AsyncEngine(config, plugins=plugins)
-    _leave_a_core_for_the_loop()
     await engine.start()
     runner = web.AppRunner(
         make_app(engine, options), handler_cancellation=True, access_log=None, shutdown_timeout=5
@@ -83,12 +80,6 @@ async def serve(
         with contextlib.suppress(Exception):
             await runner.cleanup()
         await engine.stop()
-
-
-def _leave_a_core_for_the_loop() -> None:
-    """On a CPU, torch shares the cores with the event loop, and its threads wait busily."""
-    if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, (os.cpu_count() or 2) - 1))
 
 
 async def _watch(engine: AsyncEngine) -> None:
