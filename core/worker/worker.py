@@ -51,8 +51,11 @@ class Worker:
         self.config = config
         self.model_config = model_config
         self.plugins = plugins
-        index = torch.cuda.current_device() if config.device == "cuda" else None
-        self.device = torch.device(config.device, index)
+        self.device = (
+            torch.device("cuda", torch.cuda.current_device())
+            if config.device == "cuda"
+            else torch.device(config.device)
+        )
         self.max_num_batched_tokens = config.max_num_batched_tokens
         self.runner: ModelRunner | None = None
 
