@@ -34,18 +34,21 @@ class DecodeChunk:
     first_block: int
     """Blocks [first_block, end_block) of each row's table hold all that any row may see."""
     end_block: int
+    num_shared: int
+    """Leading positions that every row sees."""
     visible: torch.Tensor
     """[rows, (end_block - first_block) * block_size] bool"""
 
 
 @dataclass(frozen=True)
 class TorchMetadata:
-    """The layout, and its decode chunks once a sliding window asked for them."""
+    """The layout as Python numbers, and its decode chunks, made when a layer first asks."""
 
     layout: BatchLayout
     starts: list[int]
     seq_lens: list[int]
     chunks: dict[tuple[int | None, int], list[DecodeChunk]] = field(default_factory=dict)
+    """By sliding window and by cache positions that may be gathered at once."""
 
 
 class TorchAttention:
@@ -152,7 +155,8 @@ class TorchAttention:
         visible = positions < seq_lens
         if window is not None:
             visible &= positions >= seq_lens - window
-        return DecodeChunk(first, end, first_block, end_block, visible)
+        num_shared = min(lengths) if window is None else 0
+        return DecodeChunk(first, end, first_block, end_block, num_shared, visible)
 
     def _decode(
         self,
@@ -171,9 +175,9 @@ class TorchAttention:
         keys = kv_cache[0].index_select(0, blocks).view(shape)
         values = kv_cache[1].index_select(0, blocks).view(shape)
         # What lies behind a row's end may be anything, NaN too: it must not meet a zero weight.
-        hidden = ~chunk.visible[:, :, None, None]
-        keys.masked_fill_(hidden, 0.0)
-        values.masked_fill_(hidden, 0.0)
+        hidden = ~chunk.visible[:, chunk.num_shared :, None, None]
+        keys[:, chunk.num_shared :].masked_fill_(hidden, 0.0)
+        values[:, chunk.num_shared :].masked_fill_(hidden, 0.0)
         first_token = metadata.starts[chunk.first_row]
         tokens = slice(first_token, first_token + rows)
         # A kv head's query heads see the same keys: they are rows of one product.
