@@ -30,7 +30,7 @@ OPEN_ROUTES = frozenset({"/health", "/ping", "/metrics"})
 
 
 def make_app(engine: AsyncEngine, options: ServerOptions | None = None) -> web.Application:
-    """All routes over one engine, plugins' routes last."""
+    """All routes over one started engine, plugins' routes last."""
     options = options or ServerOptions()
     app = web.Application(
         middlewares=[_errors, _authentication], client_max_size=options.max_body_bytes
@@ -52,32 +52,40 @@ def make_app(engine: AsyncEngine, options: ServerOptions | None = None) -> web.A
             web.get("/metrics", metrics),
         ]
     )
+    app.on_response_prepare.append(_tell_request_id)
     engine.plugins.manager.hook.register_routes(app=app, engine=engine)
     return app
 
 
+async def _tell_request_id(request: web.Request, response: web.StreamResponse) -> None:
+    """The caller's id, or a new one: on every response, streams and errors included."""
+    given = request.headers.get("X-Request-Id", "")[:128]
+    response.headers["X-Request-Id"] = given or uuid.uuid4().hex
+
+
 @web.middleware
 async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Every error as OpenAI's body, with the request's id."""
-    request_id = request.headers.get("X-Request-Id", "")[:128] or uuid.uuid4().hex
+    """Every error as OpenAI's body."""
     try:
-        response = await handler(request)
+        return await handler(request)
     except JackfieldError as error:
-        response = reply(error_body(error), error.status)
+        return reply(error_body(error), error.status)
     except web.HTTPRequestEntityTooLarge as refused:
         error = InvalidRequest(f"the body is too large: {refused.text}")
-        response = reply(error_body(error), 413)
+        return reply(error_body(error, 413), 413)
     except web.HTTPException as refused:
+        if refused.status < 400:
+            raise
         error = InvalidRequest(f"{request.method} {request.path}: {refused.reason}")
-        response = reply(error_body(error), refused.status)
+        response = reply(error_body(error, refused.status), refused.status)
+        if "Allow" in refused.headers:
+            response.headers["Allow"] = refused.headers["Allow"]
+        return response
     except (ConnectionError, TimeoutError):
         raise
     except Exception:
         logger.exception("%s %s failed", request.method, request.path)
-        response = reply(error_body(RequestFailed("the server failed on this request")), 500)
-    if not response.prepared:
-        response.headers["X-Request-Id"] = request_id
-    return response
+        return reply(error_body(RequestFailed("the server failed on this request")), 500)
 
 
 @web.middleware
@@ -88,10 +96,13 @@ async def _authentication(request: web.Request, handler: Handler) -> web.StreamR
     route = resource.canonical if resource is not None else None
     if keys and route not in OPEN_ROUTES:
         scheme, _, given = request.headers.get("Authorization", "").partition(" ")
-        digest = hashlib.sha256(given.strip().encode()).digest()
-        matches = [
-            hmac.compare_digest(digest, hashlib.sha256(key.encode()).digest()) for key in keys
-        ]
+        digest = _digest(given.strip())
+        matches = [hmac.compare_digest(digest, _digest(key)) for key in keys]
         if scheme.lower() != "bearer" or not any(matches):
             raise AuthenticationFailed("a valid API key is needed: Authorization: Bearer KEY")
     return await handler(request)
+
+
+def _digest(key: str) -> bytes:
+    """Equal lengths for the comparison; header bytes that are not UTF-8 arrive as surrogates."""
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()

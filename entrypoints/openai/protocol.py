@@ -1,7 +1,7 @@
 """What clients may send: typed requests, decoded by msgspec, turned into sampling parameters.
 
-Fields that nobody knows are ignored, as OpenAI's own clients send new ones all the time. Fields that
-are known and not supported are refused by name when they ask for something.
+Fields that nobody knows are ignored, as OpenAI's own clients send new ones all the time. Fields
+that are known and not supported are refused by name when they ask for something.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ T = TypeVar("T")
 MAX_PROMPTS = 256
 
 UNSUPPORTED = (
-    "suffix", "functions", "function_call", "audio", "modalities", "prediction", "web_search_options",
+    "suffix", "functions", "function_call", "audio", "modalities", "prediction",
+    "web_search_options",
     "guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs",
     "use_beam_search", "chat_template", "documents", "prompt_embeds",
 )  # fmt: skip
@@ -46,6 +47,7 @@ class SamplingRequest(msgspec.Struct, kw_only=True):
     frequency_penalty: float | None = None
     logit_bias: dict[int, float] | None = None
     user: str | None = None
+    response_format: dict[str, Any] | None = None
 
     top_k: int | None = None
     min_p: float | None = None
@@ -67,6 +69,11 @@ class SamplingRequest(msgspec.Struct, kw_only=True):
 
     def sampling(self, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
         """As the engine takes it. Raises InvalidRequest with the field's name."""
+        if self.response_format is not None and self.response_format.get("type") != "text":
+            raise InvalidRequest(
+                "response_format: structured output is not supported yet, only type text",
+                param="response_format",
+            )
         stop = self.stop
         given = {
             "n": self.n,
@@ -114,7 +121,8 @@ class SamplingRequest(msgspec.Struct, kw_only=True):
 class CompletionRequest(SamplingRequest, kw_only=True):
     """POST /v1/completions"""
 
-    prompt: str | list[str] | list[int] | list[list[int]] | None = None
+    prompt: str | list[str | int | list[int]] | None = None
+    """Text, texts, token ids, or lists of token ids; `prompts` tells them apart."""
     echo: bool = False
     logprobs: int | None = None
     best_of: int | None = None
@@ -125,10 +133,20 @@ class CompletionRequest(SamplingRequest, kw_only=True):
         prompt: Any = self.prompt
         if prompt is None or prompt == []:
             raise InvalidRequest("prompt: must not be empty", param="prompt")
-        if isinstance(prompt, str) or isinstance(prompt[0], int):
+        if isinstance(prompt, str):
+            return [prompt]
+        if len({type(item) for item in prompt}) > 1:
+            raise InvalidRequest(
+                "prompt: must be text, a list of texts, a list of token ids or a list of such "
+                "lists, not a mixture",
+                param="prompt",
+            )
+        if isinstance(prompt[0], int):
             return [prompt]
         if len(prompt) > MAX_PROMPTS:
-            raise InvalidRequest(f"prompt: at most {MAX_PROMPTS} at once", param="prompt")
+            raise InvalidRequest(
+                f"prompt: at most {MAX_PROMPTS} at once, got {len(prompt)}", param="prompt"
+            )
         return list(prompt)
 
 
@@ -142,7 +160,6 @@ class ChatRequest(SamplingRequest, kw_only=True):
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    response_format: dict[str, Any] | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
@@ -151,11 +168,6 @@ class ChatRequest(SamplingRequest, kw_only=True):
 
     def check(self) -> None:
         """Refuse what is not supported yet."""
-        if self.response_format is not None and self.response_format.get("type") != "text":
-            raise InvalidRequest(
-                "response_format: structured output is not supported yet, only type text",
-                param="response_format",
-            )
         if self.tool_choice not in (None, "auto", "none"):
             raise InvalidRequest(
                 "tool_choice: only auto and none are supported yet", param="tool_choice"
