@@ -50,12 +50,14 @@ class LLM:
     ) -> list[RequestOutput]:
         """Complete one prompt (text, token ids) or a list; → outputs in the same order."""
         if isinstance(prompts, str | Mapping) or (len(prompts) > 0 and isinstance(prompts[0], int)):
-            prompts = [prompts]  # type: ignore[list-item]
+            items: list[Any] = [prompts]
+        else:
+            items = list(prompts)
 
         def start(prompt: Any, one: SamplingParams) -> OutputStream:
             return self.engine.generate(prompt, one)
 
-        return self._all(list(prompts), params, start, use_tqdm)
+        return self._all(items, params, start, use_tqdm)
 
     def chat(
         self,
@@ -68,14 +70,16 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer one conversation or a list of them; → outputs in the same order."""
         if len(messages) > 0 and isinstance(messages[0], Mapping):
-            messages = [messages]  # type: ignore[list-item]
+            items: list[Any] = [messages]
+        else:
+            items = list(messages)
 
         def start(conversation: Any, one: SamplingParams) -> OutputStream:
             return self.engine.chat(
                 conversation, one, tools=tools, chat_template_kwargs=chat_template_kwargs
             )
 
-        return self._all(list(messages), params, start, use_tqdm)
+        return self._all(items, params, start, use_tqdm)
 
     def close(self) -> None:
         """Stop the engine and free the device. Safe to call twice."""

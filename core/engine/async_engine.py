@@ -27,7 +27,8 @@ from ..loading.model_config import ModelConfig, resolve_model_config
 from ..observe.metrics import EngineMetrics
 from ..protocols import Executor, ExecutorInfo
 from ..registry import Plugins, load_plugins
-from ..scheduling.scheduler import Scheduler, Update
+from ..scheduling.request import Update
+from ..scheduling.scheduler import Scheduler
 from ..text.chat import ChatTemplate
 from ..text.tokenizer import Tokenizer
 from ..types import (

@@ -10,8 +10,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 
-from ..scheduling.request import Request
-from ..scheduling.scheduler import Update
+from ..scheduling.request import Request, Update
 from ..text.output_text import OutputText
 from ..text.tokenizer import Tokenizer
 from ..types import (

@@ -7,7 +7,8 @@ import collections
 from collections.abc import Callable
 
 from ..protocols import Executor
-from ..scheduling.scheduler import Scheduler, Update
+from ..scheduling.request import Update
+from ..scheduling.scheduler import Scheduler
 from ..types import StepPlan, StepResult
 
 STEPS_IN_FLIGHT = 2

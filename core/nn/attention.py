@@ -26,8 +26,8 @@ class Attention(nn.Module):
         value: torch.Tensor,
         context: ForwardContext,
     ) -> torch.Tensor:
-        """query: [num_tokens, num_heads, head_dim]; key, value: [num_tokens, num_kv_heads, head_dim]
-        → [num_tokens, num_heads * head_dim]"""
+        """query: [num_tokens, num_heads, head_dim], key and value: [num_tokens, num_kv_heads,
+        head_dim] → [num_tokens, num_heads * head_dim]"""
         assert self.kv_cache is not None, "the worker binds the cache before the first step"
         out = context.attend(self.spec, query, key, value, self.kv_cache)
         return out.reshape(out.shape[0], -1)

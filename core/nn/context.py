@@ -19,6 +19,10 @@ class BuildContext:
     dtype: torch.dtype
     quantization: QuantizationMethod | None = None
 
+    def empty(self, *shape: int) -> torch.Tensor:
+        """An uninitialised parameter."""
+        return torch.empty(shape, device=self.device, dtype=self.dtype)
+
 
 @dataclass(frozen=True)
 class BatchLayout:

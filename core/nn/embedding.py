@@ -14,9 +14,7 @@ class Embedding(nn.Module):
 
     def __init__(self, vocab_size: int, hidden_size: int, build: BuildContext) -> None:
         super().__init__()
-        self.weight = nn.Parameter(
-            torch.empty(vocab_size, hidden_size, device=build.device, dtype=build.dtype)
-        )
+        self.weight = nn.Parameter(build.empty(vocab_size, hidden_size))
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         """[num_tokens] → [num_tokens, hidden_size]"""

@@ -18,9 +18,8 @@ class Linear(nn.Module):
         self, in_features: int, out_features: int, build: BuildContext, *, bias: bool = False
     ) -> None:
         super().__init__()
-        options = {"device": build.device, "dtype": build.dtype}
-        self.weight = nn.Parameter(torch.empty(out_features, in_features, **options))
-        self.bias = nn.Parameter(torch.empty(out_features, **options)) if bias else None
+        self.weight = nn.Parameter(build.empty(out_features, in_features))
+        self.bias = nn.Parameter(build.empty(out_features)) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[num_tokens, in_features] → [num_tokens, out_features]"""

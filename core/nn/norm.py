@@ -14,7 +14,7 @@ class RMSNorm(nn.Module):
     def __init__(self, size: int, eps: float, build: BuildContext) -> None:
         super().__init__()
         self.eps = eps
-        self.weight = nn.Parameter(torch.empty(size, device=build.device, dtype=build.dtype))
+        self.weight = nn.Parameter(build.empty(size))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., size] → [..., size]"""

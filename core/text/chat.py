@@ -266,7 +266,7 @@ def _tool_call(call: Any, path: str) -> dict[str, Any]:
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %}`, which training tools use to mark assistant text: here it shows its body."""
+    """`{% generation %}` marks assistant text for training tools; here it shows its body."""
 
     tags = {"generation"}
 

@@ -2,7 +2,8 @@
 
 A window of recent tokens is decoded twice, with and without the new ones; the difference is the
 new text. It is held back while it ends in an unfinished character. The window is bounded, so the
-work is linear in the output.
+work is linear in the output. (One exception to "exactly": the decoder of a byte-fallback
+vocabulary spoils a whole run of bytes that are no UTF-8, and what was valid in it may be out.)
 """
 
 from __future__ import annotations

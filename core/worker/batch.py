@@ -125,7 +125,7 @@ class PersistentBatch:
                 max_seq_len=max_seq_len,
                 query_start=d_query_start,
                 seq_lens=d_seq_lens,
-                block_table=self.block_table[d_slots.long(), :table_width],
+                block_table=self.block_table[d_slots.long()][:, :table_width],
                 slot_mapping=blocks * self.block_size + positions % self.block_size,
                 query_start_cpu=query_start,
                 seq_lens_cpu=seq_lens,

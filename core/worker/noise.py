@@ -33,7 +33,7 @@ def _low(x: torch.Tensor) -> torch.Tensor:
 def gumbel_noise(
     seeds: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor
 ) -> torch.Tensor:
-    """Standard Gumbel noise. seeds, positions: [R] int64; token_ids: [V] or [R, V] → [R, V] float32."""
+    """Standard Gumbel noise, [R, V]. seeds, positions: [R] int64; token_ids: [V] or [R, V]."""
     low, high, position = _low(seeds), _low(seeds >> 32), position_key(positions)
     first = _mix(_mix(low) + position)
     second = _mix(_mix(high ^ _GOLDEN) ^ _mix(first + position))

@@ -22,7 +22,7 @@ NEGATIVE = float("-inf")
 
 @dataclass(frozen=True)
 class Scores:
-    """Log-probabilities of chosen tokens and of the most likely ones. R rows, k the largest asked."""
+    """Log-probabilities of chosen tokens and of the k most likely ones, for R rows."""
 
     sampled_logprob: torch.Tensor
     """[R] float32"""

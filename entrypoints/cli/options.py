@@ -18,7 +18,7 @@ class Parser(argparse.ArgumentParser):
     """Answers a mistyped flag with the nearest valid one, and never takes half a flag."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, allow_abbrev=False, **options)
+        super().__init__(*args, **{**options, "allow_abbrev": False})
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As argparse does, but for unknown flags."""

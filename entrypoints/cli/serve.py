@@ -75,4 +75,4 @@ def _run(main: Coroutine[Any, Any, int]) -> int:
         import uvloop
     except ImportError:
         return asyncio.run(main)
-    return uvloop.run(main)  # type: ignore[no-any-return]
+    return uvloop.run(main)

@@ -60,7 +60,8 @@ def make_app(engine: AsyncEngine, options: ServerOptions | None = None) -> web.A
 async def _tell_request_id(request: web.Request, response: web.StreamResponse) -> None:
     """The caller's id, or a new one: on every response, streams and errors included."""
     given = request.headers.get("X-Request-Id", "")[:128]
-    response.headers["X-Request-Id"] = given or uuid.uuid4().hex
+    usable = given.isascii() and given.isprintable()
+    response.headers["X-Request-Id"] = given if given and usable else uuid.uuid4().hex
 
 
 @web.middleware
@@ -71,13 +72,11 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     except JackfieldError as error:
         return reply(error_body(error), error.status)
     except web.HTTPRequestEntityTooLarge as refused:
-        error = InvalidRequest(f"the body is too large: {refused.text}")
-        return reply(error_body(error, 413), 413)
+        return _refusal(413, f"the body is too large: {refused.text}")
     except web.HTTPException as refused:
         if refused.status < 400:
             raise
-        error = InvalidRequest(f"{request.method} {request.path}: {refused.reason}")
-        response = reply(error_body(error, refused.status), refused.status)
+        response = _refusal(refused.status, f"{request.method} {request.path}: {refused.reason}")
         if "Allow" in refused.headers:
             response.headers["Allow"] = refused.headers["Allow"]
         return response
@@ -86,6 +85,14 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     except Exception:
         logger.exception("%s %s failed", request.method, request.path)
         return reply(error_body(RequestFailed("the server failed on this request")), 500)
+
+
+def _refusal(status: int, message: str) -> web.Response:
+    """What aiohttp refused, in OpenAI's shape."""
+    error = InvalidRequest(message)
+    body = error_body(error)
+    body["error"]["code"] = status
+    return reply(body, status)
 
 
 @web.middleware

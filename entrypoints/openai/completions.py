@@ -181,7 +181,7 @@ async def _all(streams: list[Any]) -> list[RequestOutput]:
 
 
 async def _last(outputs: Any) -> RequestOutput:
-    last = None
+    last: RequestOutput | None = None
     async for last in outputs:  # noqa: B007
         pass
     assert last is not None

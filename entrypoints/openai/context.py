@@ -39,14 +39,14 @@ def reply(data: Any, status: int = 200) -> web.Response:
     return web.Response(body=encoder.encode(data), status=status, content_type="application/json")
 
 
-def error_body(error: JackfieldError, status: int | None = None) -> dict[str, Any]:
-    """OpenAI's shape. `status`: the HTTP status, where it is not the error's own."""
+def error_body(error: JackfieldError) -> dict[str, Any]:
+    """OpenAI's shape."""
     return {
         "error": {
             "message": error.message,
             "type": error.error_type,
             "param": error.param,
-            "code": error.code if error.code is not None else status or error.status,
+            "code": error.code if error.code is not None else error.status,
         }
     }
 

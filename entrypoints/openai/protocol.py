@@ -75,7 +75,7 @@ class SamplingRequest(msgspec.Struct, kw_only=True):
                 param="response_format",
             )
         stop = self.stop
-        given = {
+        given: dict[str, Any] = {
             "n": self.n,
             "temperature": self.temperature,
             "top_p": self.top_p,
@@ -121,8 +121,8 @@ class SamplingRequest(msgspec.Struct, kw_only=True):
 class CompletionRequest(SamplingRequest, kw_only=True):
     """POST /v1/completions"""
 
-    prompt: str | list[str | int | list[int]] | None = None
-    """Text, texts, token ids, or lists of token ids; `prompts` tells them apart."""
+    prompt: str | list[Any] | None = None
+    """Text, token ids, or a list of either."""
     echo: bool = False
     logprobs: int | None = None
     best_of: int | None = None
@@ -130,24 +130,18 @@ class CompletionRequest(SamplingRequest, kw_only=True):
 
     def prompts(self) -> list[str | list[int]]:
         """One or many. Raises InvalidRequest."""
-        prompt: Any = self.prompt
+        prompt = self.prompt
         if prompt is None or prompt == []:
             raise InvalidRequest("prompt: must not be empty", param="prompt")
-        if isinstance(prompt, str):
-            return [prompt]
-        if len({type(item) for item in prompt}) > 1:
-            raise InvalidRequest(
-                "prompt: must be text, a list of texts, a list of token ids or a list of such "
-                "lists, not a mixture",
-                param="prompt",
-            )
-        if isinstance(prompt[0], int):
+        if isinstance(prompt, str) or _is_token_ids(prompt):
             return [prompt]
         if len(prompt) > MAX_PROMPTS:
+            raise InvalidRequest(f"prompt: at most {MAX_PROMPTS} at once", param="prompt")
+        if not all(isinstance(one, str) or _is_token_ids(one) for one in prompt):
             raise InvalidRequest(
-                f"prompt: at most {MAX_PROMPTS} at once, got {len(prompt)}", param="prompt"
+                "prompt: must be text, a list of token ids, or a list of such", param="prompt"
             )
-        return list(prompt)
+        return prompt
 
 
 class ChatRequest(SamplingRequest, kw_only=True):
@@ -201,6 +195,10 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True):
 
     tokens: list[int]
     model: str | None = None
+
+
+def _is_token_ids(value: Any) -> bool:
+    return isinstance(value, list) and all(type(token) is int for token in value)
 
 
 def decode(body: bytes, kind: type[T]) -> T:

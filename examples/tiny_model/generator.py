@@ -2,8 +2,8 @@
 
     for example in examples(seed=0, split="train"): ...
 
-Kinds: talk, facts, arithmetic, json, copy, tools, reasoning. An example is held out when the hash of
-its slot values says so (2 in 100), so no held-out prompt is ever trained on; for multiplication,
+Kinds: talk, facts, arithmetic, json, copy, tools, reasoning. An example is held out when the hash
+of its slot values says so (2 in 100), so no held-out prompt is ever trained on. For multiplication,
 whose table a small model must know by heart, and for talk and facts the wording is held out.
 """
 
@@ -92,7 +92,8 @@ CLOSERS = ["", "", "", " Thanks!", " Thank you.", " Please.", " I am curious.", 
 TALK: list[tuple[list[str], str]] = [
     (["Hello", "Hi", "Hey there", "Hello there", "Good morning", "Good evening", "Greetings"],
      "Hello! How can I help you?"),
-    (["How are you?", "How are you doing?", "How is it going?", "Are you well?", "How do you feel?"],
+    (["How are you?", "How are you doing?", "How is it going?", "Are you well?",
+      "How do you feel?"],
      "I am well, thank you. What can I do for you?"),
     (["Thank you!", "Thanks a lot!", "Many thanks!", "That was helpful.", "Great, thank you!"],
      "You are welcome!"),
@@ -144,7 +145,8 @@ FACTS: list[tuple[list[str], str]] = [
      "Run make demo in a fresh clone."),
     (["How do I run the tests?", "Which command runs the tests?", "How can I test Jackfield?"],
      "Run make test in a fresh clone."),
-    (["What is a step plan?", "What is in a StepPlan?", "What does the scheduler send to the worker?"],
+    (["What is a step plan?", "What is in a StepPlan?",
+      "What does the scheduler send to the worker?"],
      "A step plan tells the worker which tokens to compute, and carries only differences."),
     (["How many steps are in flight?", "How many steps run at once?",
       "Does Jackfield schedule ahead?"],

@@ -64,9 +64,9 @@ class SelfAttention(nn.Module):
         """→ query, key, value as [num_tokens, heads, head_dim]"""
         query, key, value = self.qkv_proj.split(self.qkv_proj(x))
         return (
-            query.unflatten(-1, (self.num_heads, self.head_dim)),
-            key.unflatten(-1, (self.num_kv_heads, self.head_dim)),
-            value.unflatten(-1, (self.num_kv_heads, self.head_dim)),
+            query.view(-1, self.num_heads, self.head_dim),
+            key.view(-1, self.num_kv_heads, self.head_dim),
+            value.view(-1, self.num_kv_heads, self.head_dim),
         )
 
     def forward(
@@ -138,9 +138,10 @@ class Decoder(nn.Module):
     ) -> torch.Tensor:
         x = self.embed_tokens(input_ids)
         cos_sin = self.rotary.lookup(positions, x.dtype)
-        residual = None
+        residual: torch.Tensor | None = None
         for layer in self.layers:
             x, residual = layer(x, residual, self.rotary, cos_sin, context)
+        assert residual is not None
         normed: torch.Tensor = self.norm.add(x, residual)[0]
         return normed
 

@@ -1,10 +1,9 @@
 """Thought between `<think>` and `</think>`, as Qwen3 and many others write it.
 
 Rules, the same for any cutting of the text:
-- Whitespace before the thought's first word, and between thought and answer, belongs to neither.
-- The opening tag may be missing, because the template wrote it: with `thinking` off, such an output
-  is all answer; with it on, text up to `</think>` is thought only if the output began with `<think>`
-  or the template opened the thought.
+- An output that begins with `<think>` has a thought, up to `</think>` or the end.
+- Any other output is all answer; tags in the middle of it are text.
+- White space between thought and answer belongs to neither.
 """
 
 from __future__ import annotations

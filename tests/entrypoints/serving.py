@@ -1,9 +1,10 @@
-"""Checkpoints with a tokenizer, and a real server in a thread, shared by the entry points' tests."""
+"""Checkpoints with a tokenizer, and a real server in a thread, for the entry points' tests."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import threading
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ from typing import Any
 import tokenizers
 import torch
 import transformers
+
 from jackfield import AsyncEngine, EngineConfig
 from jackfield.entrypoints.openai.context import ServerOptions
 from jackfield.entrypoints.openai.server import Listen, listening
@@ -101,7 +103,7 @@ def save_scripted(folder: Path) -> Path:
         layer.mlp.down_proj.weight.zero_()
         model.model.embed_tokens.weight.copy_(torch.eye(size))
         model.lm_head.weight.zero_()
-        for token, follower in zip(chain, chain[1:], strict=False):
+        for token, follower in itertools.pairwise(chain):
             model.lm_head.weight[follower, token] = 1.0
     model.save_pretrained(folder)
     return folder

@@ -136,3 +136,41 @@ async def test_prompt_logprobs_equal_transformers(references: Any, device: str) 
         assert next(iter(table)) == token
         for other, logprob in table.items():
             assert logprob.logprob == pytest.approx(float(expected[position, other]), abs=1e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("name", CONFIGS)
+async def test_bfloat16_on_a_gpu_stays_near_float32_transformers(
+    name: str, backend: str, references: Any
+) -> None:
+    """Teacher-forced: the reference scores the tokens that the engine chose.
+
+    Tolerance: 0.15 in log-probability for the top tokens (bfloat16 keeps 8 bits: hidden states of a
+    few units carry errors near 1/64, and the head sums 64 of them).
+    """
+    folder, _ = references(name)
+    model = reference_model(folder, "cuda")
+    config = EngineConfig(
+        model=str(folder),
+        device="cuda",
+        dtype="bfloat16",
+        skip_tokenizer_init=True,
+        attention_backend=backend,
+        max_model_len=80,
+        max_num_seqs=8,
+        max_num_batched_tokens=32,
+        num_gpu_blocks_override=40,
+    )
+    async with AsyncEngine(config) as engine:
+        outputs = await asyncio.gather(*(run(engine, p, logprobs=3) for p in prompts()))
+    for prompt, output in zip(prompts(), outputs, strict=True):
+        tokens = output.outputs[0].token_ids
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + tokens], device="cuda")).logits[0].float()
+        expected = torch.log_softmax(logits, -1)[len(prompt) - 1 : -1].cpu()
+        for step, position in enumerate(output.outputs[0].logprobs):
+            for token, logprob in position.items():
+                assert logprob.logprob == pytest.approx(float(expected[step, token]), abs=0.15)
+            chosen = float(expected[step, tokens[step]])
+            assert chosen >= float(expected[step].max()) - 0.15

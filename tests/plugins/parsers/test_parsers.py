@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from typing import Any
@@ -44,7 +45,7 @@ def test_any_cutting_gives_the_same_fold(kind: str, text: str, data: Any) -> Non
     assert parse(kind, list(text)) == whole
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
     edges = [0, *cuts, len(text)]
-    pieces = [text[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+    pieces = [text[a:b] for a, b in itertools.pairwise(edges)]
     assert parse(kind, pieces) == whole
 
 

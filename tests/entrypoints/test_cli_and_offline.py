@@ -1,0 +1,97 @@
+"""The command line and the synchronous face, as a user meets them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from jackfield import LLM, SamplingParams
+from jackfield.core.errors import ConfigError, InvalidRequest, LoadError
+
+
+def jackfield(*argv: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "jackfield.entrypoints.cli.main", *argv],
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("argv", "status", "says"),
+    [
+        (["--version"], 0, "jackfield 0."),
+        (["--help"], 0, "serve a model"),
+        (["serv"], 2, "did you mean serve?"),
+        (["serve", "--max-num-seq", "4"], 2, "did you mean --max-num-seqs?"),
+        (["serve", "--max-num-seqs", "0"], 2, "max_num_seqs"),
+        (["serve", "--max-num-seqs", "many"], 2, "--max-num-seqs"),
+        (["serve", "/no/such/folder"], 1, "neither a folder here nor a hub name"),
+        (["serve", "--tool-call-parser", "herms"], 1, "did you mean 'hermes'?"),
+        (["serve", "--attention-backend", "tritn"], 2, "attention_backend"),
+        (["serve", "--trust-remote-code"], 2, "trust_remote_code"),
+        (["serve", "--tensor-parallel-size", "2"], 2, "tensor_parallel_size"),
+        (["serve", "--max-model-len", "999999"], 2, "max_model_len"),
+        (["chat", "--url", "http://127.0.0.1:9", "-m", "hi"], 1, "no server at"),
+    ],
+)
+def test_mistakes_are_explained(argv: list[str], status: int, says: str) -> None:
+    done = jackfield(*argv)
+    assert done.returncode == status, done.stderr
+    assert says in done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_plugins_are_listed() -> None:
+    rows = json.loads(jackfield("plugins", "--json", "--check").stdout)
+    by_name = {(row["kind"], row["name"]): row for row in rows}
+    assert by_name["tool_parser", "hermes"]["distribution"] == "jackfield"
+    assert by_name["attention_backend", "torch"]["status"] == "works here"
+
+
+@pytest.fixture(scope="module")
+def llm() -> Any:
+    with LLM(max_num_seqs=16) as one:
+        yield one
+
+
+def test_generate_keeps_the_order(llm: LLM) -> None:
+    prompts = [[5, 6, 7 + i] for i in range(10)]
+    params = [SamplingParams(max_tokens=1 + i, ignore_eos=True) for i in range(10)]
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    assert [len(o.outputs[0].token_ids) for o in outputs] == list(range(1, 11))
+    assert [o.prompt_token_ids for o in outputs] == prompts
+
+
+def test_one_prompt_is_a_list_of_one(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=2, temperature=0)
+    (text,) = llm.generate("Hello", params, use_tqdm=False)
+    (ids,) = llm.generate(text.prompt_token_ids, params, use_tqdm=False)
+    assert text.outputs[0].token_ids == ids.outputs[0].token_ids
+
+
+def test_chat(llm: LLM) -> None:
+    (output,) = llm.chat(
+        [{"role": "user", "content": "What is 12 + 7?"}],
+        SamplingParams(temperature=0, max_tokens=30),
+        chat_template_kwargs={"enable_thinking": False},
+        use_tqdm=False,
+    )
+    assert "19" in output.outputs[0].text
+
+
+def test_an_error_in_one_prompt_leaves_the_engine_usable(llm: LLM) -> None:
+    with pytest.raises(InvalidRequest):
+        llm.generate([[5], [-1]], use_tqdm=False)
+    assert llm.generate([[5]], SamplingParams(max_tokens=1), use_tqdm=False)[0].finished
+    assert llm.engine.stats().kv_blocks_used == 0
+
+
+def test_wrong_options_raise(tmp_path: Any) -> None:
+    with pytest.raises(ConfigError, match="max_num_seqs"):
+        LLM(max_num_seq=3)
+    with pytest.raises(LoadError, match=r"config\.json"):
+        LLM(str(tmp_path))
