@@ -130,8 +130,9 @@ class EngineMetrics:
         self._prefill.observe(times.first_token - times.first_scheduled)
         self._decode.observe(times.last_token - times.first_token)
         self._inference.observe(times.last_token - times.first_scheduled)
-        if generated > 1:
-            self._tpot.observe((times.last_token - times.first_token) / (generated - 1))
+        longest = max(len(completion.token_ids) for completion in output.outputs)
+        if longest > 1:
+            self._tpot.observe((times.last_token - times.first_token) / (longest - 1))
 
     def render(self) -> bytes:
         """In Prometheus' text format."""

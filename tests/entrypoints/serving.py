@@ -157,7 +157,13 @@ class Server:
 
 @contextlib.contextmanager
 def running(config: EngineConfig, options: ServerOptions | None = None) -> Iterator[Server]:
-    """A server on a free port of 127.0.0.1."""
+    """A server on a free port of 127.0.0.1.
+
+    Its worker computes with one thread: two that spin at barriers while the client and the event
+    loop want the same cores make a step take a hundred times as long.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     ready: asyncio.Future[Server] | None = None
     started = threading.Event()
     made: list[Any] = []
@@ -186,6 +192,7 @@ def running(config: EngineConfig, options: ServerOptions | None = None) -> Itera
     try:
         yield server
     finally:
+        torch.set_num_threads(threads)
         assert ready is not None
         server._loop.call_soon_threadsafe(ready.set_result, None)
         thread.join(60)
