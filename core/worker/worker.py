@@ -50,7 +50,8 @@ class Worker:
         self.config = config
         self.model_config = model_config
         self.plugins = plugins
-        self.device = torch.device(config.device)
+        index = torch.cuda.current_device() if config.device == "cuda" else None
+        self.device = torch.device(config.device, index)
         self.max_num_batched_tokens = config.max_num_batched_tokens
         self.runner: ModelRunner | None = None
 
