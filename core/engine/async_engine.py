@@ -134,6 +134,13 @@ class AsyncEngine:
         config = self.config
         assert config.max_num_batched_tokens is not None
         self.metrics = EngineMetrics(self.served_model_names[0])
+        self.metrics.observe_cache_config(
+            block_size=config.block_size,
+            num_gpu_blocks=self.info.num_blocks,
+            cache_dtype=config.kv_cache_dtype,
+            gpu_memory_utilization=config.gpu_memory_utilization,
+            enable_prefix_caching=config.enable_prefix_caching,
+        )
         self._admission = Admission(
             self.model_config,
             self.tokenizer,

@@ -57,6 +57,7 @@ class EngineMetrics:
             registry=self.registry,
         )
         self._iteration = histogram("iteration_tokens_total", "Tokens a step.", TOKENS)
+        self._step_seconds = histogram("iteration_seconds", "Seconds a step took.", ITL_SECONDS)
         self._ttft = histogram("time_to_first_token_seconds", "Arrival to first token.")
         self._itl = histogram("inter_token_latency_seconds", "Between tokens.", ITL_SECONDS)
         self._tpot = histogram(
@@ -75,7 +76,13 @@ class EngineMetrics:
         self._max_tokens = histogram("request_params_max_tokens", "max_tokens a request.", TOKENS)
 
     def observe_step(self, stats: EngineStats, num_tokens: int, seconds: float) -> None:
-        """After each step."""
+        """After each step: `num_tokens` computed, `seconds` on the device."""
+        self.observe_stats(stats)
+        self._iteration.observe(num_tokens)
+        self._step_seconds.observe(seconds)
+
+    def observe_stats(self, stats: EngineStats) -> None:
+        """Counts as they stand; also before rendering, since an abort makes no step."""
         self._running.set(stats.num_requests_running)
         self._waiting.set(stats.num_requests_waiting)
         self._usage.set(stats.kv_cache_usage)
@@ -84,7 +91,16 @@ class EngineMetrics:
             if grown:
                 counter.inc(grown)
         self._seen = stats
-        self._iteration.observe(num_tokens)
+
+    def observe_cache_config(self, **facts: object) -> None:
+        """Once, when the engine is ready: facts about the KV cache as labels of a constant 1."""
+        labels = {name: str(value) for name, value in facts.items()}
+        prometheus.Gauge(
+            "jackfield:cache_config_info",
+            "How the KV cache is set up.",
+            ["model_name", *labels],
+            registry=self.registry,
+        ).labels(model_name=self._model, **labels).set(1)
 
     def observe_first_token(self, seconds: float) -> None:
         """Arrival to first token."""
@@ -114,8 +130,9 @@ class EngineMetrics:
         self._prefill.observe(times.first_token - times.first_scheduled)
         self._decode.observe(times.last_token - times.first_token)
         self._inference.observe(times.last_token - times.first_scheduled)
-        if generated > 1:
-            self._tpot.observe((times.last_token - times.first_token) / (generated - 1))
+        longest = max(len(completion.token_ids) for completion in output.outputs)
+        if longest > 1:
+            self._tpot.observe((times.last_token - times.first_token) / (longest - 1))
 
     def render(self) -> bytes:
         """In Prometheus' text format."""

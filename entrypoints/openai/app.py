@@ -30,7 +30,7 @@ OPEN_ROUTES = frozenset({"/health", "/ping", "/metrics"})
 
 
 def make_app(engine: AsyncEngine, options: ServerOptions | None = None) -> web.Application:
-    """All routes over one engine, plugins' routes last."""
+    """All routes over one started engine, plugins' routes last."""
     options = options or ServerOptions()
     app = web.Application(
         middlewares=[_errors, _authentication], client_max_size=options.max_body_bytes
@@ -52,30 +52,39 @@ def make_app(engine: AsyncEngine, options: ServerOptions | None = None) -> web.A
             web.get("/metrics", metrics),
         ]
     )
+    app.on_response_prepare.append(_tell_request_id)
     engine.plugins.manager.hook.register_routes(app=app, engine=engine)
     return app
 
 
+async def _tell_request_id(request: web.Request, response: web.StreamResponse) -> None:
+    """The caller's id, or a new one: on every response, streams and errors included."""
+    given = request.headers.get("X-Request-Id", "")[:128]
+    usable = given.isascii() and given.isprintable()
+    response.headers["X-Request-Id"] = given if given and usable else uuid.uuid4().hex
+
+
 @web.middleware
 async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Every error as OpenAI's body, with the request's id."""
-    request_id = request.headers.get("X-Request-Id", "")[:128] or uuid.uuid4().hex
+    """Every error as OpenAI's body."""
     try:
-        response = await handler(request)
+        return await handler(request)
     except JackfieldError as error:
-        response = reply(error_body(error), error.status)
+        return reply(error_body(error), error.status)
     except web.HTTPRequestEntityTooLarge as refused:
-        response = _refusal(413, f"the body is too large: {refused.text}")
+        return _refusal(413, f"the body is too large: {refused.text}")
     except web.HTTPException as refused:
+        if refused.status < 400:
+            raise
         response = _refusal(refused.status, f"{request.method} {request.path}: {refused.reason}")
+        if "Allow" in refused.headers:
+            response.headers["Allow"] = refused.headers["Allow"]
+        return response
     except (ConnectionError, TimeoutError):
         raise
     except Exception:
         logger.exception("%s %s failed", request.method, request.path)
-        response = reply(error_body(RequestFailed("the server failed on this request")), 500)
-    if not response.prepared:
-        response.headers["X-Request-Id"] = request_id
-    return response
+        return reply(error_body(RequestFailed("the server failed on this request")), 500)
 
 
 def _refusal(status: int, message: str) -> web.Response:
@@ -94,10 +103,13 @@ async def _authentication(request: web.Request, handler: Handler) -> web.StreamR
     route = resource.canonical if resource is not None else None
     if keys and route not in OPEN_ROUTES:
         scheme, _, given = request.headers.get("Authorization", "").partition(" ")
-        digest = hashlib.sha256(given.strip().encode()).digest()
-        matches = [
-            hmac.compare_digest(digest, hashlib.sha256(key.encode()).digest()) for key in keys
-        ]
+        digest = _digest(given.strip())
+        matches = [hmac.compare_digest(digest, _digest(key)) for key in keys]
         if scheme.lower() != "bearer" or not any(matches):
             raise AuthenticationFailed("a valid API key is needed: Authorization: Bearer KEY")
     return await handler(request)
+
+
+def _digest(key: str) -> bytes:
+    """Equal lengths for the comparison; header bytes that are not UTF-8 arrive as surrogates."""
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()

@@ -24,7 +24,8 @@ from ...core.protocols import (
 )
 from ...core.text.parsing import OutputParser, fold
 from ...core.types import CompletionOutput, PositionLogprobs, RequestOutput
-from .context import ENGINE, check_model, new_id, prompt_logprobs_body, reply, tokenizer_of, usage
+from .context import ENGINE, check_model, new_id, reply, tokenizer_of, usage
+from .logprobs import chat_logprobs, prompt_logprobs
 from .protocol import ChatRequest, decode
 from .streaming import frame, stream
 
@@ -45,24 +46,19 @@ class _Choice:
 
     def __init__(self, parser: OutputParser) -> None:
         self.parser = parser
-        self.events: list[ParserEvent] = []
         self.num_tokens = 0
-        self.num_thought = 0
-        self.thinking = False
+        self.thought: list[str] = []
         self.called = False
-        self.call_ids: dict[int, str] = {}
 
     def feed(self, completion: CompletionOutput) -> list[ParserEvent]:
         events = self.parser.feed(completion.text, completion.token_ids)
         if completion.finish_reason is not None:
             events = events + self.parser.finish()
-        self.num_tokens += len(completion.token_ids)
-        kinds = {type(event) for event in events}
-        if Reasoning in kinds or (self.thinking and not kinds):
-            self.num_thought += len(completion.token_ids)
-        if kinds:
-            self.thinking = isinstance(events[-1], Reasoning)
-        self.called |= ToolCallStart in kinds
+        for event in events:
+            if isinstance(event, Reasoning):
+                self.thought.append(event.text)
+            elif isinstance(event, ToolCallStart):
+                self.called = True
         return events
 
 
@@ -117,13 +113,13 @@ class _Job:
         async for output in self._outputs():  # noqa: B007
             pass
         assert output is not None
-        choices, generated, thought = [], 0, 0
+        choices, parsed = [], []
         for completion in output.outputs:
             self._check(output, completion)
             choice = self._choice()
             message = fold(choice.feed(completion))
-            generated += choice.num_tokens
-            thought += self._count_thought(message.reasoning)
+            choice.num_tokens = len(completion.token_ids)
+            parsed.append(choice)
             body: dict[str, Any] = {"role": "assistant", "content": message.content}
             if message.reasoning is not None and self.asked.include_reasoning:
                 body["reasoning_content"] = body["reasoning"] = message.reasoning
@@ -149,14 +145,9 @@ class _Job:
                 made["token_ids"] = completion.token_ids
             choices.append(made)
         body = self._body("chat.completion", choices)
-        body["usage"] = usage(
-            len(output.prompt_token_ids),
-            generated,
-            output.num_cached_tokens,
-            thought if self.has_reasoning else None,
-        )
+        body["usage"] = self._usage(output, parsed)
         if self.asked.prompt_logprobs is not None:
-            body["prompt_logprobs"] = prompt_logprobs_body(output.prompt_logprobs)
+            body["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
         if self.asked.return_token_ids:
             body["prompt_token_ids"] = output.prompt_token_ids
         return body
@@ -167,10 +158,13 @@ class _Job:
         opened = False
         output: RequestOutput | None = None
         async for output in self._outputs():
+            for completion in output.outputs:
+                choices[completion.index].num_tokens += len(completion.token_ids)
+            running = self._usage(output, choices) if self.asked.continuous_usage else None
             if not opened:
                 opened = True
                 for index in range(len(choices)):
-                    yield self._frame(index, {"role": "assistant", "content": ""})
+                    yield self._frame(index, {"role": "assistant", "content": ""}, running)
             for completion in output.outputs:
                 self._check(output, completion)
                 choice = choices[completion.index]
@@ -179,36 +173,41 @@ class _Job:
                 for event in events:
                     delta = _delta(event, choice, self.asked.include_reasoning)
                     if delta is not None:
-                        yield self._frame(completion.index, delta, logprobs)
+                        yield self._frame(completion.index, delta, running, logprobs)
                         logprobs = None
                 if logprobs is not None and logprobs["content"]:
-                    yield self._frame(completion.index, {"content": ""}, logprobs)
+                    yield self._frame(completion.index, {"content": ""}, running, logprobs)
                 if completion.finish_reason is not None:
                     yield self._frame(
                         completion.index,
                         {},
+                        running,
                         None,
                         self._finish_reason(completion, choice),
                         completion.stop_reason,
                     )
         if self.asked.include_usage and output is not None:
             body = self._body("chat.completion.chunk", [])
-            body["usage"] = usage(
-                len(output.prompt_token_ids),
-                sum(choice.num_tokens for choice in choices),
-                output.num_cached_tokens,
-                sum(choice.num_thought for choice in choices) if self.has_reasoning else None,
-            )
+            body["usage"] = self._usage(output, choices)
             yield frame(body)
 
     def _check(self, output: RequestOutput, completion: CompletionOutput) -> None:
         if completion.finish_reason == "error":
             raise RequestFailed(output.error or "the request failed")
 
-    def _count_thought(self, reasoning: str | None) -> int:
-        if not reasoning:
-            return 0
-        return len(tokenizer_of(self.engine).encode(reasoning, add_special_tokens=False))
+    def _usage(self, output: RequestOutput, choices: list[_Choice]) -> dict[str, Any]:
+        """Thought is counted from its text, as the tokens that open and close it are not in it."""
+        thought = None
+        if self.has_reasoning:
+            encode = tokenizer_of(self.engine).encode
+            texts = ["".join(choice.thought) for choice in choices]
+            thought = sum(len(encode(text, add_special_tokens=False)) for text in texts if text)
+        return usage(
+            len(output.prompt_token_ids),
+            sum(choice.num_tokens for choice in choices),
+            output.num_cached_tokens,
+            thought,
+        )
 
     def _finish_reason(self, completion: CompletionOutput, choice: _Choice) -> str | None:
         if choice.called and completion.finish_reason == "stop":
@@ -228,6 +227,7 @@ class _Job:
         self,
         index: int,
         delta: dict[str, Any],
+        running: dict[str, Any] | None,
         logprobs: Any = None,
         finish_reason: str | None = None,
         stop_reason: int | str | None = None,
@@ -240,33 +240,15 @@ class _Job:
         }
         if stop_reason is not None:
             choice["stop_reason"] = stop_reason
-        return frame(self._body("chat.completion.chunk", [choice]))
+        body = self._body("chat.completion.chunk", [choice])
+        if running is not None:
+            body["usage"] = running
+        return frame(body)
 
     def _logprobs(self, positions: list[PositionLogprobs] | None) -> dict[str, Any] | None:
         if positions is None:
             return None
-        tokenizer = tokenizer_of(self.engine)
-
-        def entry(token: int, value: float) -> dict[str, Any]:
-            text = tokenizer.token_text(token)
-            return {
-                "token": text,
-                "logprob": max(value, -9999.0),
-                "bytes": list(text.encode()),
-            }
-
-        count = self.asked.top_logprobs or 0
-        content = []
-        for position in positions:
-            own = next(iter(position))
-            ranked = sorted(position.items(), key=lambda item: item[1].rank or 0)
-            content.append(
-                {
-                    **entry(own, position[own].logprob),
-                    "top_logprobs": [entry(t, p.logprob) for t, p in ranked[:count]],
-                }
-            )
-        return {"content": content}
+        return chat_logprobs(positions, self.asked.top_logprobs or 0, tokenizer_of(self.engine))
 
 
 def _delta(event: ParserEvent, choice: _Choice, reasoning: bool) -> dict[str, Any] | None:

@@ -12,7 +12,8 @@ from aiohttp import web
 from ...core.engine.async_engine import AsyncEngine
 from ...core.errors import InvalidRequest, RequestFailed
 from ...core.types import CompletionOutput, PositionLogprobs, RequestOutput, SamplingParams
-from .context import ENGINE, check_model, new_id, prompt_logprobs_body, reply, tokenizer_of, usage
+from .context import ENGINE, check_model, encode_text, new_id, reply, tokenizer_of, usage
+from .logprobs import completion_logprobs, prompt_logprobs
 from .protocol import CompletionRequest, decode
 from .streaming import frame, stream
 
@@ -21,7 +22,15 @@ async def completions(request: web.Request) -> web.StreamResponse:
     """Complete one prompt or several."""
     engine = request.app[ENGINE]
     asked = decode(await request.read(), CompletionRequest)
-    job = _Job(engine, asked)
+    model = check_model(engine, asked.model)
+    given = asked.prompts()
+    token_ids = [
+        prompt
+        if isinstance(prompt, list)
+        else await encode_text(engine, prompt, asked.add_special_tokens)
+        for prompt in given
+    ]
+    job = _Job(engine, asked, model, given, token_ids)
     if asked.stream:
         frames = job.frames()
         return await stream(request, frames, frames.__anext__)
@@ -31,81 +40,81 @@ async def completions(request: web.Request) -> web.StreamResponse:
 class _Job:
     """One request: its prompts, each with n choices."""
 
-    def __init__(self, engine: AsyncEngine, asked: CompletionRequest) -> None:
+    def __init__(
+        self,
+        engine: AsyncEngine,
+        asked: CompletionRequest,
+        model: str,
+        given: list[str | list[int]],
+        token_ids: list[list[int]],
+    ) -> None:
         self.engine = engine
         self.asked = asked
-        self.model = check_model(engine, asked.model)
+        self.model = model
+        self.given = given
+        self.token_ids = token_ids
         self.id = new_id("cmpl", asked.request_id)
         self.created = int(time.time())
-        self.prompts = [self._tokens(prompt) for prompt in asked.prompts()]
         if asked.best_of is not None and asked.best_of != (asked.n or 1):
             raise InvalidRequest("best_of: is not supported; use n", param="best_of")
         self.params = self._params()
-        self.n = self.params.n
-
-    def _tokens(self, prompt: str | list[int]) -> list[int]:
-        if isinstance(prompt, list):
-            return prompt
-        return tokenizer_of(self.engine).encode(
-            prompt, add_special_tokens=self.asked.add_special_tokens
-        )
+        self.offsets: dict[int, int] = {}
+        """Choice → where its next token stands in its text."""
 
     def _params(self) -> SamplingParams:
         asked = self.asked
         limit = 16 if asked.max_tokens is None else asked.max_tokens
         self.only_echo = limit == 0 and asked.echo
-        if asked.echo and asked.logprobs is not None and asked.prompt_logprobs is None:
-            asked.prompt_logprobs = asked.logprobs
+        self.shows_prompt_logprobs = asked.prompt_logprobs is not None
+        if asked.echo and asked.logprobs is not None:
+            asked.prompt_logprobs = max(asked.logprobs, asked.prompt_logprobs or 0)
         return asked.sampling(1 if self.only_echo else limit, asked.logprobs)
 
     def _streams(self) -> list[Any]:
         return [
             self.engine.generate(
-                tokens,
+                token_ids,
                 self.params,
-                request_id=self.id if len(self.prompts) == 1 else f"{self.id}-{index}",
+                request_id=self.id if len(self.token_ids) == 1 else f"{self.id}-{index}",
                 priority=self.asked.priority,
                 cache_salt=self.asked.cache_salt,
             )
-            for index, tokens in enumerate(self.prompts)
+            for index, token_ids in enumerate(self.token_ids)
         ]
 
     async def whole(self) -> dict[str, Any]:
         """The answer in one piece."""
-        outputs = await _gather([_last(one) for one in self._streams()])
-        choices = []
-        for number, output in enumerate(outputs):
-            for completion in output.outputs:
-                choices.append(self._choice(number, output, completion, first=True))
-        generated = 0 if self.only_echo else sum(
-            len(c.token_ids) for o in outputs for c in o.outputs
-        )  # fmt: skip
+        outputs = await _all(self._streams())
+        choices = [
+            self._choice(number, output, completion)
+            for number, output in enumerate(outputs)
+            for completion in output.outputs
+        ]
+        generated = sum(len(c.token_ids) for o in outputs for c in o.outputs)
         return self._body(choices) | {
             "usage": usage(
                 sum(len(o.prompt_token_ids) for o in outputs),
-                generated,
+                0 if self.only_echo else generated,
                 sum(o.num_cached_tokens for o in outputs),
             )
         }
 
     async def frames(self) -> AsyncIterator[bytes]:
         """The answer in pieces."""
-        seen: set[int] = set()
-        generated = cached = 0
-        prompt_tokens = sum(len(p) for p in self.prompts)
+        prompts, cached = [0] * len(self.token_ids), [0] * len(self.token_ids)
+        generated = 0
         async for number, output in merge(self._streams()):
-            cached = max(cached, output.num_cached_tokens)
+            prompts[number] = len(output.prompt_token_ids)
+            cached[number] = output.num_cached_tokens
             for completion in output.outputs:
-                index = number * self.n + completion.index
-                choice = self._choice(number, output, completion, first=index not in seen)
-                seen.add(index)
+                choice = self._choice(number, output, completion)
                 generated += 0 if self.only_echo else len(completion.token_ids)
                 body = self._body([choice])
                 if self.asked.continuous_usage:
-                    body["usage"] = usage(prompt_tokens, generated, cached)
+                    body["usage"] = usage(sum(prompts), generated, sum(cached))
                 yield frame(body)
         if self.asked.include_usage:
-            yield frame(self._body([]) | {"usage": usage(prompt_tokens, generated, cached)})
+            yield frame(self._body([]) | {"usage": usage(sum(prompts), generated, sum(cached))})
 
     def _body(self, choices: list[Any]) -> dict[str, Any]:
         return {
@@ -117,64 +126,58 @@ class _Job:
         }
 
     def _choice(
-        self, number: int, output: RequestOutput, completion: CompletionOutput, *, first: bool
+        self, number: int, output: RequestOutput, completion: CompletionOutput
     ) -> dict[str, Any]:
+        """One choice, or what an output adds to it."""
         if completion.finish_reason == "error":
             raise RequestFailed(output.error or "the request failed")
-        text, token_ids = completion.text, completion.token_ids
+        index = number * self.params.n + completion.index
+        first = index not in self.offsets
+        offset = self.offsets.get(index, 0)
+        text, made = completion.text, completion.token_ids
+        token_ids = made
         positions: list[PositionLogprobs | None] = list(completion.logprobs or [])
-        prompt = output.prompt_token_ids
         if self.only_echo:
-            text, token_ids, positions = "", [], []
+            text, made, token_ids, positions = "", [], [], []
         if self.asked.echo and first:
-            echoed = tokenizer_of(self.engine).decode(list(prompt), skip_special_tokens=True)
-            text, token_ids = echoed + text, prompt + token_ids
+            text = self._echoed(number, output) + text
+            token_ids = output.prompt_token_ids + token_ids
             positions = list(output.prompt_logprobs or []) + positions
         choice: dict[str, Any] = {
-            "index": number * self.n + completion.index,
+            "index": index,
             "text": text,
             "logprobs": None,
             "finish_reason": completion.finish_reason,
             "stop_reason": completion.stop_reason,
         }
         if self.asked.logprobs is not None:
-            choice["logprobs"] = self._logprobs(token_ids, positions)
-        if self.asked.prompt_logprobs is not None and first:
-            choice["prompt_logprobs"] = prompt_logprobs_body(output.prompt_logprobs)
+            choice["logprobs"], offset = completion_logprobs(
+                token_ids, positions, self.asked.logprobs, offset, tokenizer_of(self.engine)
+            )
+        if self.shows_prompt_logprobs and first:
+            choice["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
         if self.asked.return_token_ids:
-            choice["token_ids"] = completion.token_ids
-            choice["prompt_token_ids"] = list(prompt) if first else None
+            choice["token_ids"] = made
+            choice["prompt_token_ids"] = output.prompt_token_ids if first else None
+        self.offsets[index] = offset
         return choice
 
-    def _logprobs(
-        self, token_ids: list[int], positions: list[PositionLogprobs | None]
-    ) -> dict[str, Any]:
-        """OpenAI's old shape: parallel lists, and the offset of each token in the text."""
-        tokenizer = tokenizer_of(self.engine)
-        count = self.asked.logprobs or 0
-        made: dict[str, list[Any]] = {
-            "tokens": [],
-            "token_logprobs": [],
-            "top_logprobs": [],
-            "text_offset": [],
-        }
-        offset = 0
-        for token, position in zip(token_ids, positions, strict=True):
-            text = tokenizer.token_text(token)
-            made["tokens"].append(text)
-            made["text_offset"].append(offset)
-            offset += len(text)
-            if position is None:
-                made["token_logprobs"].append(None)
-                made["top_logprobs"].append(None)
-                continue
-            made["token_logprobs"].append(max(position[token].logprob, -9999.0))
-            top = sorted(position.items(), key=lambda item: item[1].rank or 0)[: count or None]
-            shown = {token: position[token], **dict(top)} if count else {token: position[token]}
-            made["top_logprobs"].append(
-                {tokenizer.token_text(t): max(entry.logprob, -9999.0) for t, entry in shown.items()}
-            )
-        return made
+    def _echoed(self, number: int, output: RequestOutput) -> str:
+        """The prompt as it was given, unless it was given as ids or cut."""
+        given = self.given[number]
+        if isinstance(given, str) and len(output.prompt_token_ids) == len(self.token_ids[number]):
+            return given
+        return tokenizer_of(self.engine).decode(output.prompt_token_ids, skip_special_tokens=True)
+
+
+async def _all(streams: list[Any]) -> list[RequestOutput]:
+    """The last output of each; the first error ends the others."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(_last(one)) for one in streams]
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return [task.result() for task in tasks]
 
 
 async def _last(outputs: Any) -> RequestOutput:
@@ -183,24 +186,6 @@ async def _last(outputs: Any) -> RequestOutput:
         pass
     assert last is not None
     return last
-
-
-async def _gather(jobs: list[Any]) -> list[RequestOutput]:
-    """All of them, or the first error once the others are cancelled."""
-    async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(_shielded(job)) for job in jobs]
-    results = [task.result() for task in tasks]
-    for result in results:
-        if isinstance(result, Exception):
-            raise result
-    return results
-
-
-async def _shielded(job: Any) -> Any:
-    try:
-        return await job
-    except Exception as error:
-        return error
 
 
 async def merge(streams: list[Any]) -> AsyncIterator[tuple[int, RequestOutput]]:
@@ -213,7 +198,7 @@ async def merge(streams: list[Any]) -> AsyncIterator[tuple[int, RequestOutput]]:
     try:
         while waiting:
             done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
+            for task in sorted(done, key=lambda task: task.exception() is None):
                 number = waiting.pop(task)
                 try:
                     output = task.result()

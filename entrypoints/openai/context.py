@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
 from dataclasses import dataclass, field
@@ -13,9 +14,10 @@ from aiohttp import web
 from ...core.engine.async_engine import AsyncEngine
 from ...core.errors import InvalidRequest, JackfieldError, ModelNotFound
 from ...core.text.tokenizer import Tokenizer
-from ...core.types import PositionLogprobs
 
 encoder = msgspec.json.Encoder()
+LONG_TEXT = 8192
+"""Characters from which on a text is encoded in a thread, so that the event loop goes on."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,14 @@ def tokenizer_of(engine: AsyncEngine) -> Tokenizer:
     return engine.tokenizer
 
 
+async def encode_text(engine: AsyncEngine, text: str, add_special_tokens: bool) -> list[int]:
+    """→ token ids. Raises InvalidRequest when the engine has no tokenizer."""
+    tokenizer = tokenizer_of(engine)
+    if len(text) < LONG_TEXT:
+        return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=add_special_tokens)
+
+
 def new_id(prefix: str, request_id: str | None = None) -> str:
     return f"{prefix}-{request_id or uuid.uuid4().hex}"
 
@@ -85,29 +95,3 @@ def usage(
     if reasoning is not None:
         made["completion_tokens_details"] = {"reasoning_tokens": reasoning}
     return made
-
-
-def prompt_logprobs_body(
-    positions: list[PositionLogprobs | None] | None,
-) -> list[dict[str, Any] | None] | None:
-    """vLLM's extra: token id → its log-probability, a prompt position each."""
-    if positions is None:
-        return None
-    return [
-        None
-        if position is None
-        else {
-            str(token): {
-                "logprob": _finite(entry.logprob),
-                "rank": entry.rank,
-                "decoded_token": entry.decoded_token,
-            }
-            for token, entry in position.items()
-        }
-        for position in positions
-    ]
-
-
-def _finite(value: float) -> float:
-    """JSON has no infinity: OpenAI writes -9999."""
-    return max(value, -9999.0)

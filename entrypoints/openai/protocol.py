@@ -47,6 +47,7 @@ class SamplingRequest(msgspec.Struct, kw_only=True):
     frequency_penalty: float | None = None
     logit_bias: dict[int, float] | None = None
     user: str | None = None
+    response_format: dict[str, Any] | None = None
 
     top_k: int | None = None
     min_p: float | None = None
@@ -68,6 +69,11 @@ class SamplingRequest(msgspec.Struct, kw_only=True):
 
     def sampling(self, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
         """As the engine takes it. Raises InvalidRequest with the field's name."""
+        if self.response_format is not None and self.response_format.get("type") != "text":
+            raise InvalidRequest(
+                "response_format: structured output is not supported yet, only type text",
+                param="response_format",
+            )
         stop = self.stop
         given: dict[str, Any] = {
             "n": self.n,
@@ -148,7 +154,6 @@ class ChatRequest(SamplingRequest, kw_only=True):
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    response_format: dict[str, Any] | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
@@ -157,11 +162,6 @@ class ChatRequest(SamplingRequest, kw_only=True):
 
     def check(self) -> None:
         """Refuse what is not supported yet."""
-        if self.response_format is not None and self.response_format.get("type") != "text":
-            raise InvalidRequest(
-                "response_format: structured output is not supported yet, only type text",
-                param="response_format",
-            )
         if self.tool_choice not in (None, "auto", "none"):
             raise InvalidRequest(
                 "tool_choice: only auto and none are supported yet", param="tool_choice"

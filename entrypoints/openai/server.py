@@ -9,7 +9,9 @@ import logging
 import signal
 import sys
 import time
+from collections.abc import AsyncIterator, Coroutine
 from dataclasses import dataclass
+from typing import Any
 
 from aiohttp import web
 
@@ -22,6 +24,9 @@ from .context import ServerOptions
 logger = logging.getLogger("jackfield.server")
 SWITCH_INTERVAL = 0.0005
 """Seconds a thread may hold the interpreter while another one wants it: a launch must not wait."""
+DEAD = object()
+CLOSE_SECONDS = 5.0
+"""Given to responses that are being written when the server closes."""
 
 
 @dataclass(frozen=True)
@@ -30,23 +35,23 @@ class Listen:
 
     host: str = "127.0.0.1"
     port: int = 8000
+    """0: any free one."""
     uds: str | None = None
 
 
-async def serve(
-    config: EngineConfig, plugins: Plugins, listen: Listen, options: ServerOptions
-) -> int:
-    """Serve until a signal; → exit status: 0 after a clean end, 1 when the engine died."""
-    began = time.monotonic()
-    sys.setswitchinterval(SWITCH_INTERVAL)
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
-    engine = AsyncEngine(config, plugins=plugins)
-    await engine.start()
+@contextlib.asynccontextmanager
+async def listening(
+    engine: AsyncEngine, listen: Listen, options: ServerOptions | None = None
+) -> AsyncIterator[str]:
+    """Serve a started engine while the context lasts; → the address, as a URL or a socket's path.
+
+    A handler whose client is gone is cancelled, which aborts its request.
+    """
     runner = web.AppRunner(
-        make_app(engine, options), handler_cancellation=True, access_log=None, shutdown_timeout=5
+        make_app(engine, options),
+        handler_cancellation=True,
+        access_log=None,
+        shutdown_timeout=CLOSE_SECONDS,
     )
     try:
         await runner.setup()
@@ -56,35 +61,68 @@ async def serve(
         else:
             site = web.TCPSite(runner, listen.host, listen.port)
         await site.start()
-        _freeze()
-        where = listen.uds or f"http://{listen.host}:{listen.port}"
-        print(
-            f"Serving {engine.served_model_names[0]} on {where} ({engine.info.device}, attention: "
-            f"{engine.info.attention_backend}, {engine.info.attention_reason}; "
-            f"{engine.info.num_blocks} KV blocks), ready in {time.monotonic() - began:.1f} s",
-            flush=True,
-        )
-        dead = asyncio.create_task(_watch(engine))
-        stopped = asyncio.create_task(stop.wait())
-        await asyncio.wait({dead, stopped}, return_when=asyncio.FIRST_COMPLETED)
-        dead.cancel()
-        stopped.cancel()
-        if engine.dead_reason is not None:
-            logger.error("the engine died: %s", engine.dead_reason)
-            return 1
-        print("Draining", flush=True)
-        if not await engine.drain(options.shutdown_timeout):
-            logger.warning("requests were cut off after %.0f s", options.shutdown_timeout)
-        return 0
+        yield listen.uds or _url(listen.host, runner.addresses[0][1])
     finally:
-        with contextlib.suppress(Exception):
-            await runner.cleanup()
+        await runner.cleanup()
+
+
+async def serve(
+    config: EngineConfig, plugins: Plugins, listen: Listen, options: ServerOptions
+) -> int:
+    """Serve until a signal; → exit status: 0 after a clean end, 1 when the engine died.
+
+    The first signal drains: no new requests, running ones finish within `shutdown_timeout`. A
+    second one cuts them off.
+    """
+    began = time.monotonic()
+    sys.setswitchinterval(SWITCH_INTERVAL)
+    signals: asyncio.Queue[None] = asyncio.Queue()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, signals.put_nowait, None)
+    engine = AsyncEngine(config, plugins=plugins)
+    await engine.start()
+    try:
+        async with listening(engine, listen, options) as where:
+            _freeze()
+            print(
+                f"Serving {engine.served_model_names[0]} on {where} ({engine.info.device}, "
+                f"attention: {engine.info.attention_backend}, {engine.info.attention_reason}; "
+                f"{engine.info.num_blocks} KV blocks), ready in {time.monotonic() - began:.1f} s",
+                flush=True,
+            )
+            if await _first(_death(engine), signals.get()) is DEAD:
+                logger.error("the engine died: %s", engine.dead_reason)
+                return 1
+            print("Draining", flush=True)
+            if not await _first(engine.drain(options.shutdown_timeout), signals.get()):
+                logger.warning("running requests are cut off")
+                await engine.stop()
+            return 0
+    finally:
         await engine.stop()
 
 
-async def _watch(engine: AsyncEngine) -> None:
+async def _first(*waits: Coroutine[Any, Any, Any]) -> Any:
+    """The result of whichever ends first; the others are cancelled."""
+    tasks = [asyncio.ensure_future(wait) for wait in waits]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        return done.pop().result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _death(engine: AsyncEngine) -> object:
     while engine.dead_reason is None:
         await asyncio.sleep(0.5)
+    return DEAD
+
+
+def _url(host: str, port: int) -> str:
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def _freeze() -> None:

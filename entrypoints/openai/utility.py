@@ -9,8 +9,10 @@ from aiohttp import web
 
 from ... import __version__
 from ...core.errors import EngineStopped, InvalidRequest
-from .context import ENGINE, OPTIONS, check_model, reply, tokenizer_of
+from .context import ENGINE, OPTIONS, check_model, encode_text, reply, tokenizer_of
 from .protocol import DetokenizeRequest, TokenizeRequest, decode
+
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 async def models(request: web.Request) -> web.Response:
@@ -57,7 +59,7 @@ async def tokenize(request: web.Request) -> web.Response:
             continue_final_message=asked.continue_final_message,
         )
     else:
-        tokens = tokenizer.encode(asked.prompt or "", add_special_tokens=asked.add_special_tokens)
+        tokens = await encode_text(engine, asked.prompt or "", asked.add_special_tokens)
     return reply(
         {
             "count": len(tokens),
@@ -99,5 +101,6 @@ async def version(request: web.Request) -> web.Response:
 
 async def metrics(request: web.Request) -> web.Response:
     """GET /metrics"""
-    body = request.app[ENGINE].metrics.render()
-    return web.Response(body=body, headers={"Content-Type": "text/plain; version=0.0.4"})
+    engine = request.app[ENGINE]
+    engine.metrics.observe_stats(engine.stats())
+    return web.Response(body=engine.metrics.render(), headers={"Content-Type": METRICS_TYPE})

@@ -1,0 +1,119 @@
+"""Log-probabilities in the three shapes that clients know: chat, completions, prompt."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...core.text.tokenizer import Tokenizer
+from ...core.types import Logprob, PositionLogprobs
+
+LOWEST = -9999.0
+"""What OpenAI writes for minus infinity, which JSON does not have."""
+
+
+def chat_logprobs(
+    positions: list[PositionLogprobs], count: int, tokenizer: Tokenizer
+) -> dict[str, Any]:
+    """Chat: an entry a token, with its `count` most likely rivals."""
+
+    def entry(token: int, logprob: Logprob) -> dict[str, Any]:
+        return {
+            "token": tokenizer.token_text(token),
+            "logprob": max(logprob.logprob, LOWEST),
+            "bytes": list(token_bytes(token, tokenizer)),
+        }
+
+    content = []
+    for position in positions:
+        own = next(iter(position))
+        content.append(
+            {
+                **entry(own, position[own]),
+                "top_logprobs": [entry(t, p) for t, p in _ranked(position)[:count]],
+            }
+        )
+    return {"content": content}
+
+
+def completion_logprobs(
+    token_ids: list[int],
+    positions: list[PositionLogprobs | None],
+    count: int,
+    offset: int,
+    tokenizer: Tokenizer,
+) -> tuple[dict[str, Any], int]:
+    """Completions: parallel lists, and the offset of each token in the text.
+
+    `offset`: where the first token stands. → (lists, where the next one will stand)
+    """
+    made: dict[str, list[Any]] = {
+        "tokens": [],
+        "token_logprobs": [],
+        "top_logprobs": [],
+        "text_offset": [],
+    }
+    for token, position in zip(token_ids, positions, strict=True):
+        text = tokenizer.token_text(token)
+        made["tokens"].append(text)
+        made["text_offset"].append(offset)
+        offset += len(text)
+        if position is None:
+            made["token_logprobs"].append(None)
+            made["top_logprobs"].append(None)
+            continue
+        shown = {token: position[token], **dict(_ranked(position)[:count])}
+        made["token_logprobs"].append(max(position[token].logprob, LOWEST))
+        made["top_logprobs"].append(
+            {tokenizer.token_text(t): max(p.logprob, LOWEST) for t, p in shown.items()}
+        )
+    return made, offset
+
+
+def prompt_logprobs(
+    positions: list[PositionLogprobs | None] | None,
+) -> list[dict[str, Any] | None] | None:
+    """vLLM's extra: token id → its log-probability, a prompt position each."""
+    if positions is None:
+        return None
+    return [None if position is None else _prompt_position(position) for position in positions]
+
+
+def token_bytes(token: int, tokenizer: Tokenizer) -> bytes:
+    """A token's own bytes, part of a character as they may be."""
+    text = tokenizer.token_text(token)
+    raw = tokenizer.backend.id_to_token(token)
+    if raw is None or text != raw or text in tokenizer.control_tokens:
+        return text.encode()
+    if len(raw) == 6 and raw.startswith("<0x") and raw.endswith(">"):
+        return bytes.fromhex(raw[3:5])
+    if all(character in _BYTE_OF for character in raw):
+        return bytes(_BYTE_OF[character] for character in raw)
+    return text.encode()
+
+
+def _prompt_position(position: PositionLogprobs) -> dict[str, Any]:
+    return {
+        str(token): {
+            "logprob": max(entry.logprob, LOWEST),
+            "rank": entry.rank,
+            "decoded_token": entry.decoded_token,
+        }
+        for token, entry in position.items()
+    }
+
+
+def _ranked(position: PositionLogprobs) -> list[tuple[int, Logprob]]:
+    return sorted(position.items(), key=lambda item: item[1].rank or 0)
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The characters by which byte-level vocabularies write bytes: printable Latin-1 stands for
+    itself, the other 68 bytes follow in order from U+0100."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    hidden = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {
+        chr(0x100 + number): byte for number, byte in enumerate(hidden)
+    }
+
+
+_BYTE_OF = _byte_alphabet()

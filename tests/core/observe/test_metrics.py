@@ -1,0 +1,115 @@
+"""EngineMetrics: what each observation adds to the text that Prometheus reads."""
+
+from __future__ import annotations
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from jackfield import RequestOutput, SamplingParams
+from jackfield.core.observe.metrics import EngineMetrics
+from jackfield.core.types import CompletionOutput, EngineStats, RequestTimings
+
+
+def samples(metrics: EngineMetrics) -> dict[str, float]:
+    """Sample name, with its labels but the model's, → value."""
+    found = {}
+    for family in text_string_to_metric_families(metrics.render().decode()):
+        for sample in family.samples:
+            labels = {k: v for k, v in sample.labels.items() if k != "model_name"}
+            text = ",".join(f"{k}={v}" for k, v in sorted(labels.items()))
+            found[sample.name.removeprefix("jackfield:") + (f"[{text}]" if text else "")] = (
+                sample.value
+            )
+    return found
+
+
+def finished(reason: str = "stop", **timings: float) -> RequestOutput:
+    return RequestOutput(
+        request_id="r",
+        prompt_token_ids=[1, 2, 3],
+        outputs=[
+            CompletionOutput(index=0, token_ids=[4, 5, 6, 7], finish_reason=reason),  # type: ignore[arg-type]
+            CompletionOutput(index=1, token_ids=[4], finish_reason="length"),
+        ],
+        finished=True,
+        timings=RequestTimings(arrival=10.0, **timings),  # type: ignore[arg-type]
+    )
+
+
+def test_counters_grow_by_what_the_snapshots_grew() -> None:
+    metrics = EngineMetrics("m")
+    metrics.observe_step(EngineStats(prompt_tokens=5, generation_tokens=2), 7, 0.01)
+    metrics.observe_step(EngineStats(prompt_tokens=5, generation_tokens=9, num_preemptions=1), 7, 0)
+    found = samples(metrics)
+    assert found["prompt_tokens_total"] == 5
+    assert found["generation_tokens_total"] == 9
+    assert found["num_preemptions_total"] == 1
+    assert found["iteration_tokens_total_count"] == 2
+    assert found["iteration_tokens_total_sum"] == 14
+    assert found["iteration_seconds_sum"] == pytest.approx(0.01)
+
+
+def test_gauges_show_the_last_snapshot_without_a_step() -> None:
+    metrics = EngineMetrics("m")
+    metrics.observe_step(EngineStats(num_requests_running=3, kv_cache_usage=0.5), 3, 0.01)
+    metrics.observe_stats(EngineStats(num_requests_waiting=2))
+    found = samples(metrics)
+    assert found["num_requests_running"] == 0
+    assert found["num_requests_waiting"] == 2
+    assert found["kv_cache_usage_perc"] == 0
+    assert found["iteration_tokens_total_count"] == 1
+
+
+def test_a_finished_request_is_cut_into_its_phases() -> None:
+    metrics = EngineMetrics("m")
+    metrics.observe_finished(
+        finished(first_scheduled=11.0, first_token=13.0, last_token=16.0, finished=18.0),
+        SamplingParams(n=2, max_tokens=20),
+    )
+    found = samples(metrics)
+    assert found["request_success_total[finished_reason=stop]"] == 1
+    assert found["request_success_total[finished_reason=length]"] == 1
+    for name, seconds in (
+        ("e2e_request_latency_seconds", 8),
+        ("request_queue_time_seconds", 1),
+        ("request_prefill_time_seconds", 2),
+        ("request_decode_time_seconds", 3),
+        ("request_inference_time_seconds", 5),
+        ("request_time_per_output_token_seconds", 1),
+        ("request_prompt_tokens", 3),
+        ("request_generation_tokens", 5),
+        ("request_params_n", 2),
+        ("request_params_max_tokens", 20),
+    ):
+        assert found[f"{name}_sum"] == seconds, name
+        assert found[f"{name}_count"] == 1, name
+
+
+def test_a_request_aborted_before_its_turn_has_no_phases() -> None:
+    metrics = EngineMetrics("m")
+    metrics.observe_finished(finished("abort", finished=12.0), SamplingParams())
+    found = samples(metrics)
+    assert found["request_success_total[finished_reason=abort]"] == 1
+    assert found["e2e_request_latency_seconds_sum"] == 2
+    assert found["request_queue_time_seconds_count"] == 0
+    assert found["request_params_max_tokens_count"] == 0
+
+
+def test_token_latencies_count_each_token() -> None:
+    metrics = EngineMetrics("m")
+    metrics.observe_first_token(0.3)
+    metrics.observe_inter_token(0.02, 3)
+    found = samples(metrics)
+    assert found["time_to_first_token_seconds_bucket[le=0.25]"] == 0
+    assert found["time_to_first_token_seconds_bucket[le=0.5]"] == 1
+    assert found["inter_token_latency_seconds_count"] == 3
+    assert found["inter_token_latency_seconds_sum"] == pytest.approx(0.06)
+
+
+def test_engines_keep_apart_and_say_how_their_cache_is_made() -> None:
+    one, other = EngineMetrics("one"), EngineMetrics("other")
+    one.observe_cache_config(block_size=16, num_gpu_blocks=100)
+    one.observe_first_token(1.0)
+    assert samples(one)["cache_config_info[block_size=16,num_gpu_blocks=100]"] == 1
+    assert b'model_name="one"' in one.render() and b"one" not in other.render()
+    assert samples(other)["time_to_first_token_seconds_count"] == 0

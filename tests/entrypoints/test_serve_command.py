@@ -1,0 +1,114 @@
+"""`jackfield serve` as a process, and the clients `jackfield chat` and `jackfield complete`."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from serving import SCRIPT, running, save_random, save_scripted
+from serving import engine_config as config
+
+from jackfield.entrypoints.cli.main import main
+
+LONG = {"prompt": "x", "max_tokens": 400, "ignore_eos": True, "n": 64, "stream": True}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_random(tmp_path_factory.mktemp("random"))
+
+
+@contextlib.contextmanager
+def serving(checkpoint: Path, *flags: str) -> Iterator[tuple[subprocess.Popen[str], str, str]]:
+    """A server process on a free port: (process, its first line, its URL)."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "jackfield.entrypoints.cli.main", "serve", str(checkpoint),
+         "--port", "0", "--served-model-name", "tiny", "--device", "cpu", "--dtype", "float32",
+         "--max-model-len", "512", "--num-gpu-blocks-override", "200", "--max-num-seqs", "8",
+         *flags],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        found = re.search(r"http://127\.0\.0\.1:\d+", line)
+        assert found is not None, process.communicate()[1]
+        yield process, line, found[0]
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_the_ready_line_tells_what_is_served_and_where(checkpoint: Path) -> None:
+    with serving(checkpoint, "--attention-backend", "torch") as (process, line, url):
+        assert re.match(
+            r"Serving tiny on http://127\.0\.0\.1:[1-9]\d* \(cpu, attention: torch, .+; "
+            r"200 KV blocks\), ready in \d+\.\d s\n",
+            line,
+        )
+        assert httpx.get(url + "/v1/models").json()["data"][0]["id"] == "tiny"
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 0
+
+
+def test_a_second_signal_cuts_off_what_still_runs(checkpoint: Path) -> None:
+    with serving(checkpoint, "--shutdown-timeout", "300") as (process, _, url):
+        with httpx.stream("POST", url + "/v1/completions", json=LONG, timeout=60) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            process.send_signal(signal.SIGTERM)
+            assert process.stdout is not None
+            assert process.stdout.readline() == "Draining\n"
+            process.send_signal(signal.SIGTERM)
+            rest = [line for line in lines if line]
+        assert rest[-1] == "data: [DONE]"
+        reasons = {
+            choice["finish_reason"]
+            for line in rest[:-1]
+            for choice in json.loads(line.removeprefix("data: "))["choices"]
+        }
+        assert "abort" in reasons
+        assert process.wait(30) == 0
+
+
+def test_the_drain_ends_at_its_timeout(checkpoint: Path) -> None:
+    with serving(checkpoint, "--shutdown-timeout", "0.05") as (process, _, url):
+        with httpx.stream("POST", url + "/v1/completions", json=LONG, timeout=60) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            process.send_signal(signal.SIGTERM)
+            rest = [line for line in lines if line]
+        assert rest[-1] == "data: [DONE]" and any('"abort"' in line for line in rest)
+        assert process.wait(30) == 0
+
+
+def test_chat_and_complete_talk_to_a_server(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = "".join(SCRIPT)
+    with running(config(save_scripted(tmp_path))) as server:
+        assert main(["chat", "--url", server.url, "-m", "hi", "--temperature", "0"]) == 0
+        assert capsys.readouterr().out == said + "\n"
+        flags = ["--url", server.url, "--temperature", "0", "--max-tokens", "4"]
+        assert main(["complete", *flags, "assistant\n"]) == 0
+        assert capsys.readouterr().out == "".join(SCRIPT[:4]) + "\n"
+        assert main(["complete", *flags, "--model", "other", "x"]) == 1
+        assert "'other' is not served here" in capsys.readouterr().err
+
+
+def test_help_and_plugins_import_no_torch() -> None:
+    code = (
+        "import sys; from jackfield.entrypoints.cli.main import main; main([{!r}]); "
+        "sys.exit('torch' in sys.modules)"
+    )
+    for command in ("--help", "plugins"):
+        done = subprocess.run([sys.executable, "-c", code.format(command)], capture_output=True)
+        assert done.returncode == 0, command
