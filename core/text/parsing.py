@@ -1,0 +1,91 @@
+"""Chains the incremental parsers of one completion, and folds their events into a message.
+
+The whole answer is the fold of the same events that a stream sends, so the two cannot disagree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from ..protocols import (
+    Content,
+    ParserEvent,
+    Reasoning,
+    ReasoningParser,
+    ToolCallArguments,
+    ToolCallStart,
+    ToolParser,
+)
+
+
+class ParsedToolCall(msgspec.Struct):
+    """One tool call; `arguments` is JSON text, cut off where the output was."""
+
+    name: str
+    arguments: str = ""
+
+
+class ParsedMessage(msgspec.Struct):
+    """A completion, taken apart. `content` and `reasoning` are None where there was none."""
+
+    content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[ParsedToolCall] = []
+
+
+def fold(events: Iterable[ParserEvent]) -> ParsedMessage:
+    """The message that a sequence of events describes."""
+    content: list[str] = []
+    reasoning: list[str] = []
+    names: dict[int, str] = {}
+    arguments: dict[int, list[str]] = {}
+    for event in events:
+        if isinstance(event, Content):
+            content.append(event.text)
+        elif isinstance(event, Reasoning):
+            reasoning.append(event.text)
+        elif isinstance(event, ToolCallStart):
+            names[event.index] = event.name
+            arguments[event.index] = []
+        elif isinstance(event, ToolCallArguments):
+            arguments[event.index].append(event.fragment)
+    return ParsedMessage(
+        content="".join(content) or None,
+        reasoning="".join(reasoning) or None,
+        tool_calls=[ParsedToolCall(names[i], "".join(arguments[i])) for i in sorted(names)],
+    )
+
+
+class OutputParser:
+    """Thought first; what is left of the text goes through the tool parser. Either may be None."""
+
+    def __init__(self, reasoning: ReasoningParser | None, tools: ToolParser | None) -> None:
+        self._reasoning = reasoning
+        self._tools = tools
+
+    def feed(self, text: str, token_ids: Sequence[int] = ()) -> list[ParserEvent]:
+        """Events of the next piece of text, and the tokens it came from."""
+        if self._reasoning is None:
+            if self._tools is not None:
+                return self._tools.feed(text, token_ids)
+            return [Content(text)] if text else []
+        return self._through_tools(self._reasoning.feed(text, token_ids))
+
+    def finish(self) -> list[ParserEvent]:
+        """Events of what was held back; the text is over."""
+        events: list[ParserEvent] = []
+        if self._reasoning is not None:
+            events += self._through_tools(self._reasoning.finish())
+        if self._tools is not None:
+            events += self._tools.finish()
+        return events
+
+    def _through_tools(self, events: list[ParserEvent]) -> list[ParserEvent]:
+        if self._tools is None:
+            return events
+        passed: list[ParserEvent] = []
+        for event in events:
+            passed += self._tools.feed(event.text) if isinstance(event, Content) else [event]
+        return passed
