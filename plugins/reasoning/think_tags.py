@@ -25,13 +25,16 @@ class Qwen3Reasoning:
     def __init__(self, *, thinking: bool = True) -> None:
         self._thinking = thinking
         self._state: Literal["start", "opened", "thought", "closed", "answer"] = "start"
-        self._held = ""
+        self._newlines = 0
+        """Newlines not passed on yet: they may belong to a tag after them."""
+        self._tag = ""
+        """What may become a tag, after those newlines."""
 
     def feed(self, text: str, token_ids: Sequence[int] = ()) -> list[ParserEvent]:
         """Events of the next piece of text."""
         events: list[ParserEvent] = []
-        text = self._held + text
-        self._held = ""
+        text = self._tag + text
+        self._tag = ""
         if self._state == "start":
             text = self._start(text)
         if self._state == "opened":
@@ -45,50 +48,58 @@ class Qwen3Reasoning:
             if text:
                 self._state = "answer"
         if self._state == "answer" and text:
-            events.append(Content(text))
+            events.append(Content(self._take_newlines() + text))
         return events
 
     def finish(self) -> list[ParserEvent]:
         """The text is over: what was held back is what it looks like."""
-        rest, self._held = self._held, ""
+        begun = self._state == "start"
+        if begun and self._thinking:
+            self._newlines = 0
+        rest = self._take_newlines() + self._tag
+        self._tag = ""
         if not rest:
             return []
-        if self._thinking or self._state == "thought":
-            return [Reasoning(rest)]
-        return [Content(rest)]
+        return [Content(rest) if begun and not self._thinking else Reasoning(rest)]
+
+    def _take_newlines(self) -> str:
+        newlines, self._newlines = "\n" * self._newlines, 0
+        return newlines
 
     def _start(self, text: str) -> str:
         """Look for the opening tag; returns what follows it, or "" while that is open."""
         begun = text.lstrip("\n")
-        if begun.startswith(_OPEN):
-            self._state = "opened"
-            return begun[len(_OPEN) :]
-        if _OPEN.startswith(begun):
-            self._held = text
+        self._newlines += len(text) - len(begun)
+        if _OPEN.startswith(begun) and begun != _OPEN:
+            self._tag = begun
             return ""
-        self._state = "thought" if self._thinking else "answer"
-        return begun if self._thinking else text
+        if begun.startswith(_OPEN):
+            self._state, self._newlines = "opened", 0
+            return begun[len(_OPEN) :]
+        if self._thinking:
+            self._state, self._newlines = "thought", 0
+        else:
+            self._state = "answer"
+        return begun
 
     def _thought(self, text: str, events: list[ParserEvent]) -> str:
         """Pass thought on up to the closing tag; returns what follows the tag."""
         end = text.find(_CLOSE)
-        if end >= 0:
-            thought = text[:end].rstrip("\n")
-            self._state = "closed"
-            rest = text[end + len(_CLOSE) :]
-        else:
-            thought = text[: _safe_end(text)]
-            self._held = text[len(thought) :]
-            rest = ""
+        closed = end >= 0
+        if not closed:
+            end = _cut_tag(text)
+            self._tag = text[end:]
+        thought = text[:end].rstrip("\n")
         if thought:
-            events.append(Reasoning(thought))
-        return rest
+            events.append(Reasoning(self._take_newlines() + thought))
+        self._newlines += end - len(thought)
+        if not closed:
+            return ""
+        self._state, self._newlines = "closed", 0
+        return text[end + len(_CLOSE) :]
 
 
-def _safe_end(text: str) -> int:
-    """Where a tail begins that may be newlines and a closing tag cut short."""
+def _cut_tag(text: str) -> int:
+    """Where a tail begins that may be a closing tag cut short; len(text) if there is none."""
     start = text.rfind("<", max(0, len(text) - len(_CLOSE) + 1))
-    end = start if start >= 0 and _CLOSE.startswith(text[start:]) else len(text)
-    while end and text[end - 1] == "\n":
-        end -= 1
-    return end
+    return start if start >= 0 and _CLOSE.startswith(text[start:]) else len(text)

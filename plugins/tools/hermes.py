@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ...core.protocols import (
@@ -19,6 +20,7 @@ _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _MAX_JUNK = 64
 """Characters between a call's JSON and its closing tag that are taken for a slip and dropped."""
 _SPACE = " \t\r\n"
+_SPACES = re.compile("[ \t\r\n]+")
 
 
 class HermesToolParser:
@@ -37,20 +39,26 @@ class HermesToolParser:
     """
 
     def __init__(self, *, tools: Sequence[Mapping[str, Any]] = ()) -> None:
-        self._state = self._text
+        self._state: Callable[[], bool] = self._text
         self._buffer = ""
+        self._at = 0
+        """Where the undecided text begins in `_buffer`."""
         self._events: list[ParserEvent] = []
         self._calls = 0
         self._said = False
         """Whether content was passed on."""
         self._spaces: list[str] = []
+        """Whitespace that may yet stand between contents."""
+        self._gap: list[str] = []
+        """Whitespace after a call's JSON, while its closing tag may follow."""
         self._call: _Call | None = None
 
     def feed(self, text: str, token_ids: Sequence[int] = ()) -> list[ParserEvent]:
         """Events of the next piece of text."""
         self._events = []
-        self._buffer += text
-        while self._buffer and self._state():
+        self._buffer = self._buffer[self._at :] + text
+        self._at = 0
+        while self._at < len(self._buffer) and self._state():
             pass
         return self._events
 
@@ -59,24 +67,25 @@ class HermesToolParser:
         self._events = []
         if self._call is not None and not self._call.started:
             self._say("".join(self._call.source))
-        self._say(self._buffer)
-        if not self._calls:
+        self._spaces += self._gap
+        self._say(self._buffer[self._at :])
+        if not self._calls and (self._call is None or not self._call.started):
             self._pass_on(self._spaces)
-        self._buffer, self._spaces, self._call = "", [], None
+        self._buffer, self._at, self._spaces, self._gap, self._call = "", 0, [], [], None
         return self._events
 
-    # Each state consumes from the buffer; True: go on with what is left of it.
+    # Each state moves `_at` over what it can decide; True: go on with the rest.
 
     def _text(self) -> bool:
         """Outside calls."""
-        start = self._buffer.find(_OPEN)
+        start = self._buffer.find(_OPEN, self._at)
         if start < 0:
-            safe = _cut_tag(self._buffer, _OPEN)
-            self._say(self._buffer[:safe])
-            self._buffer = self._buffer[safe:]
+            safe = _cut_tag(self._buffer, self._at)
+            self._say(self._buffer[self._at : safe])
+            self._at = safe
             return False
-        self._say(self._buffer[:start])
-        self._buffer = self._buffer[start + len(_OPEN) :]
+        self._say(self._buffer[self._at : start])
+        self._at = start + len(_OPEN)
         self._call = _Call(self._calls)
         self._state = self._object
         return True
@@ -85,8 +94,7 @@ class HermesToolParser:
         """Inside a call's JSON."""
         call = self._call
         assert call is not None
-        consumed, status = call.feed(self._buffer, self._events)
-        self._buffer = self._buffer[consumed:]
+        self._at, status = call.feed(self._buffer, self._at, self._events)
         if status == "more":
             return False
         self._call = None
@@ -101,15 +109,19 @@ class HermesToolParser:
 
     def _closing(self) -> bool:
         """Between a call's JSON and its closing tag."""
-        junk = self._buffer.lstrip(_SPACE)
-        end = junk.find(_CLOSE, 0, _MAX_JUNK + len(_CLOSE))
-        opening = junk.find(_OPEN, 0, _MAX_JUNK + len(_OPEN))
+        spaces = _SPACES.match(self._buffer, self._at)
+        if spaces is not None:
+            self._gap.append(spaces[0])
+            self._at = spaces.end()
+        end = self._buffer.find(_CLOSE, self._at, self._at + _MAX_JUNK + len(_CLOSE))
+        opening = self._buffer.find(_OPEN, self._at, self._at + _MAX_JUNK + len(_OPEN))
         if end >= 0 and not 0 <= opening < end:
-            self._buffer = junk[end + len(_CLOSE) :]
-        elif opening < 0 and len(junk) < _MAX_JUNK + len(_CLOSE):
-            self._spaces.append(self._buffer[: len(self._buffer) - len(junk)])
-            self._buffer = junk
+            self._at = end + len(_CLOSE)
+        elif opening < 0 and len(self._buffer) - self._at < _MAX_JUNK + len(_CLOSE):
             return False
+        else:
+            self._spaces += self._gap
+        self._gap = []
         self._state = self._text
         return True
 
@@ -152,9 +164,8 @@ class _Call:
         self._token: list[str] = []
         self._key = ""
 
-    def feed(self, text: str, events: list[ParserEvent]) -> tuple[int, str]:
-        """Consume `text` → (characters consumed, "more", "done" or "bad")."""
-        position = 0
+    def feed(self, text: str, position: int, events: list[ParserEvent]) -> tuple[int, str]:
+        """Consume `text` from `position` → (where it stopped, "more", "done" or "bad")."""
         status = "more"
         while position < len(text) and status == "more":
             if self._place == "scalar":
@@ -260,7 +271,7 @@ def _string(source: str) -> str | None:
     return value if isinstance(value, str) else None
 
 
-def _cut_tag(text: str, tag: str) -> int:
-    """Where a tail of `text` begins that may become `tag`; len(text) if there is none."""
-    start = text.rfind("<", max(0, len(text) - len(tag) + 1))
-    return start if start >= 0 and tag.startswith(text[start:]) else len(text)
+def _cut_tag(text: str, begin: int) -> int:
+    """Where, from `begin`, a tail begins that may become an opening tag; len(text) if nowhere."""
+    start = text.rfind("<", max(begin, len(text) - len(_OPEN) + 1))
+    return start if start >= 0 and _OPEN.startswith(text[start:]) else len(text)

@@ -128,7 +128,7 @@ class JsonScanner:
                 elif char in _LITERALS:
                     self._literal = _LITERALS[char][1:]
                     expect = "literal"
-                elif char == "-" or char.isascii() and char.isdigit():
+                elif char == "-" or (char.isascii() and char.isdigit()):
                     self._number = char if char in "-0" else "i"
                     expect = "number"
                 else:
