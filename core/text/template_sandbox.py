@@ -1,7 +1,7 @@
 """A Jinja environment for chat templates: the field's extras, and limits on what a template costs.
 
-Templates are data from a checkpoint: they run sandboxed, and every loop turn, macro call, repetition
-and concatenation counts against the budget of the rendering it belongs to.
+Templates are data from a checkpoint: they run sandboxed, and every loop turn, call, repetition and
+concatenation counts against the budget of the rendering it belongs to.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ from .control_tokens import MARK
 
 MAX_OUTPUT = 16 * 2**20
 """Characters of a rendered chat, and of every string a template builds on the way."""
-MAX_STEPS = 2_000_000
+MAX_STEPS = 1_000_000
 MAX_SECONDS = 5.0
 _MAX_PADDING = 10_000
+_MAX_ITEMS = 100_000
 _PADDING_METHODS = frozenset({"ljust", "rjust", "center", "zfill", "expandtabs"})
 
 
@@ -62,7 +63,7 @@ class _Meter(Extension):
     def concat(self, *values: Any) -> str:
         """The `~` operator."""
         _budget.get().spend()
-        texts = [str(value) for value in values]
+        texts = [str(_check_value(value)) for value in values]
         _check_size(sum(map(len, texts)))
         return "".join(texts)
 
@@ -112,11 +113,11 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         super().__init__(
             trim_blocks=True,
             lstrip_blocks=True,
+            finalize=_check_value,
             extensions=["jinja2.ext.loopcontrols", _Generation, _Meter],
         )
         self.filters["tojson"] = _tojson
-        self.filters["join"] = _limited(self.filters["join"])
-        for name in ("center", "indent", "format", "replace"):
+        for name in ("center", "format", "indent", "join", "replace", "string"):
             self.filters[name] = _limited(self.filters[name])
         self.globals["raise_exception"] = _raise_exception
         self.globals["strftime_now"] = _strftime_now
@@ -139,6 +140,8 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
             for sequence, count in ((left, right), (right, left)):
                 if _sized(sequence) and isinstance(count, int):
                     _check_size(len(sequence) * count)
+                    if not isinstance(sequence, str) and len(sequence) * count > _MAX_ITEMS:
+                        raise SecurityError(f"it builds a list of more than {_MAX_ITEMS} items")
             if isinstance(left, int) and isinstance(right, int):
                 _check_bits(left.bit_length() + right.bit_length())
         elif operator == "**" and isinstance(left, int) and isinstance(right, int):
@@ -176,6 +179,25 @@ def _sized(value: Any) -> bool:
 def _check_size(size: int) -> None:
     if size > MAX_OUTPUT:
         raise SecurityError(f"it writes more than {MAX_OUTPUT} characters")
+
+
+def _check_value(value: Any) -> Any:
+    """`value`, if writing it as text stays within bounds: lists may hold one long text often."""
+    if isinstance(value, list | tuple | dict):
+        size = 0
+        waiting = [value]
+        while waiting:
+            item = waiting.pop()
+            if isinstance(item, str):
+                size += len(item)
+            elif isinstance(item, dict):
+                waiting += [*item.keys(), *item.values()]
+            elif isinstance(item, list | tuple):
+                waiting += item
+            size += 1
+            if size > MAX_OUTPUT or len(waiting) > MAX_OUTPUT:
+                _check_size(MAX_OUTPUT + 1)
+    return value
 
 
 def _check_bits(bits: int) -> None:
@@ -219,7 +241,7 @@ def _limited(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def limited(*args: Any, **kwargs: Any) -> Any:
         _budget.get().spend()
-        values = [*args, *kwargs.values()]
+        values = [_check_value(value) for value in (*args, *kwargs.values())]
         texts = [value for value in values if isinstance(value, str)]
         if name == "do_replace" and len(texts) >= 3:
             _check_replace(texts[0], texts[1], texts[2])
@@ -256,7 +278,7 @@ def _tojson(
     if isinstance(indent, int) and indent > 100:
         raise SecurityError("it indents by more than 100")
     text = json.dumps(
-        value,
+        _check_value(value),
         ensure_ascii=ensure_ascii,
         indent=indent,
         separators=None if separators is None else tuple(separators),  # type: ignore[arg-type]
