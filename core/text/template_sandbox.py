@@ -157,6 +157,18 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
             _check_method(owner, getattr(__obj, "__name__", ""), args, kwargs)
         return super().call(__context, __obj, *args, **kwargs)
 
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        wrapped = super().wrap_str_format(value)
+        if wrapped is None:
+            return None
+        inner = wrapped
+
+        def bounded(*args: Any, **kwargs: Any) -> str:
+            _refuse_wide_format(value.__self__)
+            return inner(*args, **kwargs)
+
+        return bounded
+
     def render(self, template: Any, variables: dict[str, Any]) -> str:
         """Render within the limits. Raises jinja2's TemplateError and whatever a template may."""
         token = _budget.set(Budget())
@@ -216,8 +228,6 @@ def _check_method(owner: str, name: str, args: tuple[Any, ...], kwargs: dict[str
         _check_replace(owner, args[0], args[1])
     elif name == "join" and args and _sized(args[0]):
         _check_size(len(owner) * len(args[0]) + sum(len(v) for v in args[0] if _sized(v)))
-    elif name in ("format", "format_map"):
-        _refuse_wide_format(owner)
 
 
 def _check_replace(text: str, old: Any, new: Any) -> None:

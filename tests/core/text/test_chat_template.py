@@ -109,8 +109,8 @@ def test_chatml_with_tools_calls_and_results() -> None:
         '<|im_start|>system\n<tools>\n{"type": "function", "function": {"name": "f", '
         '"description": "é & <b>"}}\n</tools><|im_end|>\n'
         "<|im_start|>user\nHi\né<|im_end|>\n"
-        '<|im_start|>assistant\n\n<tool_call>\n{"name": "f", "arguments": {"a": "é<"}}\n</tool_call>'
-        "<|im_end|>\n<|im_start|>user\n<tool_response>\n42\n</tool_response><|im_end|>\n"
+        '<|im_start|>assistant\n\n<tool_call>\n{"name": "f", "arguments": {"a": "é<"}}\n'
+        "</tool_call><|im_end|>\n<|im_start|>user\n<tool_response>\n42\n</tool_response><|im_end|>\n"
         "<|im_start|>assistant\n<think>\n\n</think>\n\n"
     )
 
@@ -139,7 +139,7 @@ def test_the_fields_extras_work() -> None:
         "{{ strftime_now('%Y') | length }} {{ x.y.z }}"
     )
     got = ChatTemplate(source, TOKENIZER).render([*user("1"), *user("2")], x={"y": {"z": 5}})
-    assert got == '1\ng <|im_end|> {\n "a":"é",\n "b":1\n} 4 5'
+    assert got == '1g <|im_end|> {\n "a":"é",\n "b":1\n} 4 5'
 
 
 def test_a_template_for_tools_serves_requests_with_tools() -> None:
@@ -247,7 +247,7 @@ COSTLY = [
     "{{ (['a' * 10000000] * 1000) | join }}",
     "{{ (['a' * 10000000] * 1000) | string }}",
     "{{ ''.join(['a' * 10000000] * 1000) }}",
-    "{{ 9 ** 9 ** 9 ** 9 }}",
+    "{{ 9 ** (9 ** 9) }}",
     "{{ '%999999999d' % 1 }}",
     "{{ '{:999999999}'.format(1) }}",
     "{{ '{:{}}'.format(1, 999999999) }}",

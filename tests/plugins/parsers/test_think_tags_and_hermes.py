@@ -118,9 +118,7 @@ def test_tool_calls_of_real_looking_outputs(
 
 def test_arguments_stream_as_they_arrive() -> None:
     parser = HermesToolParser()
-    parser.feed('<tool_call>{"name": "f", "arguments": ')
-    streamed = [fold([*start, *parser.feed(p)]) for start, p in [((), "")]]
-    assert streamed == [ParsedMessage()]
+    assert parser.feed('<tool_call>{"name": "f", "arguments": ') == []
     first = parser.feed('{"a')
     assert fold(first).tool_calls == [call("f", '{"a')]
     second = parser.feed('": 1')
@@ -166,7 +164,11 @@ def test_text_without_markup_is_passed_on_as_it_is(text: str) -> None:
 
 
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=5),
     lambda inner: (
         st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3)
     ),
@@ -250,7 +252,10 @@ def test_the_parsers_are_registered() -> None:
 
 
 def test_thought_then_text_then_calls_through_the_chain() -> None:
-    text = '<think>\nI need <tool_call>.\n</think>\n\nWait.\n<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+    text = (
+        "<think>\nI need <tool_call>.\n</think>\n\nWait.\n"
+        '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+    )
     whole = ParsedMessage("Wait.", "I need <tool_call>.", [call("f", "{}")])
     parser = OutputParser(Qwen3Reasoning(), HermesToolParser())
     assert fold(events(parser, list(text))) == whole
