@@ -105,6 +105,7 @@ OUTPUTS = [
     ("a < b <tool_cal", "a < b <tool_cal", []),
     ('<tool_call>{"n\\u0061me": "f\\n", "arguments": {}}', None, [call("f\n", "{}")]),
     ("  \n", "  \n", []),
+    ('A<tool_call>{"name": "f", "arguments": {}}\n b', "A\n b", [call("f", "{}")]),
 ]
 
 
