@@ -127,8 +127,8 @@ class AsyncEngine:
             revision=self.config.tokenizer_revision,
             chat_template=self.config.chat_template,
         )
-        if self.tokenizer.chat_template:
-            self._chat_template = ChatTemplate(self.tokenizer.chat_template, self.tokenizer)
+        if self.tokenizer.chat_templates:
+            self._chat_template = ChatTemplate(self.tokenizer.chat_templates, self.tokenizer)
 
     def _serve(self) -> None:
         config = self.config

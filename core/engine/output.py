@@ -64,7 +64,7 @@ class Completion:
                 continue
             match = self.text.push([token], len(self.token_ids))
             if match is not None and not ended_by_token:
-                return match.string
+                return match.stop
         return None
 
     def finish(self, reason: FinishReason, stop_reason: int | str | None) -> None:

@@ -1,54 +1,98 @@
-"""Chat templates: Jinja in a sandbox, with limits, and user text that stays text.
-
-Whatever a user, a system prompt, a tool or a tool definition says is encoded without recognising
-control tokens: typing `<|im_end|>` cannot end a turn. Assistant messages keep their markup, which
-models rely on (`<think>`, `<tool_call>`).
-"""
+"""`ChatTemplate`: OpenAI messages to a prompt, as text or as tokens."""
 
 from __future__ import annotations
 
-import datetime
+import functools
 import json
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import jinja2
-import jinja2.ext
-import jinja2.nodes
-import jinja2.parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.exceptions import SecurityError, TemplateError, TemplateSyntaxError
 
 from ..errors import InvalidRequest
+from .control_tokens import ControlTokens
+from .template_sandbox import TemplateEnvironment
 from .tokenizer import Tokenizer
 
-MAX_CHARACTERS = 16 << 20
-MAX_SECONDS = 5.0
-ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-RESERVED = frozenset(
+_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+_RESERVED = frozenset(
     {
-        "messages", "tools", "tokenize", "add_generation_prompt", "continue_final_message",
-        "bos_token", "eos_token", "pad_token", "unk_token", "chat_template", "documents",
-        "raise_exception", "strftime_now", "tojson", "range", "self", "loop", "namespace",
-        "return_tensors", "return_dict", "padding", "truncation", "max_length",
+        "messages",
+        "tools",
+        "documents",
+        "add_generation_prompt",
+        "continue_final_message",
+        "chat_template",
+        "tokenize",
+        "conversation",
+        "conversations",
+        "padding",
+        "truncation",
+        "max_length",
+        "return_tensors",
+        "return_dict",
+        "tokenizer_kwargs",
+        "return_assistant_tokens_mask",
+        "raise_exception",
+        "strftime_now",
+        "range",
+        "dict",
+        "namespace",
+        "cycler",
+        "joiner",
+        "lipsum",
+        "self",
     }
-)  # fmt: skip
-_OPEN, _CLOSE = "\ue0a1", "\ue0a2"
-"""Private-use characters around a control token that a user typed."""
+)
+_MAX_DEPTH = 64
+_END = "\ufdd2"
+"""Marks the end of the final message's content while it is rendered to be continued."""
+
+Guard = Callable[[str], str]
+
+
+@functools.cache
+def _environment() -> TemplateEnvironment:
+    return TemplateEnvironment()
 
 
 class ChatTemplate:
-    """One model's template."""
+    """A model's chat template. Rendering is sandboxed, and bounded in time and size."""
 
-    def __init__(self, source: str, tokenizer: Tokenizer) -> None:
-        """Raises InvalidRequest when the template does not parse."""
+    def __init__(
+        self, source: str | Mapping[str, str] | None, tokenizer: Tokenizer | None = None
+    ) -> None:
+        """source: Jinja text; or name → text, where "tool_use" serves requests with tools.
+
+        None: a model without a template, which refuses every chat. Raises InvalidRequest with
+        param "chat_template" where the text is no Jinja.
+        """
+        sources = {"default": source} if isinstance(source, str) else dict(source or {})
         self._tokenizer = tokenizer
-        try:
-            self._template = _environment().from_string(source)
-        except jinja2.TemplateError as error:
-            raise InvalidRequest(
-                f"chat_template: does not parse: {error}", param="chat_template"
-            ) from error
+        self._sources = sources
+        self._templates = {}
+        for name, text in sources.items():
+            try:
+                self._templates[name] = _environment().from_string(text)
+            except TemplateSyntaxError as error:
+                raise InvalidRequest(
+                    f"chat_template: line {error.lineno}: {error.message}", param="chat_template"
+                ) from None
+            except (RecursionError, ValueError, TemplateError) as error:
+                raise InvalidRequest(f"chat_template: {error}", param="chat_template") from None
+        self._tokens = {
+            f"{name}": value
+            for name, value in (tokenizer.special_tokens if tokenizer else {}).items()
+        }
+        if tokenizer is not None:
+            named = {"bos_token": tokenizer.bos_token, "eos_token": tokenizer.eos_token}
+            self._tokens.update({k: v for k, v in named.items() if v is not None})
+
+    @functools.cached_property
+    def _control(self) -> ControlTokens:
+        if self._tokenizer is None:
+            raise InvalidRequest("this model has no tokenizer; send prompt token ids")
+        return self._tokenizer.control_tokens("\n".join(self._sources.values()))
 
     def render(
         self,
@@ -59,13 +103,19 @@ class ChatTemplate:
         continue_final_message: bool = False,
         **template_kwargs: Any,
     ) -> str:
-        """→ the prompt's text. Raises InvalidRequest with the field's path."""
+        """The prompt as text.
+
+        messages: in OpenAI's form; tools: likewise. template_kwargs: variables for the template
+        (`enable_thinking`); names of the template's own inputs and of functions are refused.
+        Raises InvalidRequest with the path of the offending field.
+        """
         return self._render(
-            normalize(messages),
-            list(tools) if tools else None,
+            messages,
+            tools,
             add_generation_prompt,
             continue_final_message,
             template_kwargs,
+            lambda text: text,
         )
 
     def render_tokens(
@@ -77,234 +127,247 @@ class ChatTemplate:
         continue_final_message: bool = False,
         **template_kwargs: Any,
     ) -> list[int]:
-        """→ the prompt's token ids; control tokens typed by users stay text."""
-        guarded = [
-            message if message["role"] == "assistant" else self._guard(message)
-            for message in normalize(messages)
-        ]
+        """The prompt as token ids; arguments and errors as for `render`.
+
+        Text of users, system prompts, tool results, tool definitions and template_kwargs never
+        becomes a control token: `<|im_end|>` typed there is encoded as plain text. Assistant
+        messages are not guarded, for they hold markup that the model itself wrote (`<think>`,
+        `<tool_call>`) and must read as tokens again. Where nothing of the kind was typed, the
+        tokens are exactly those of the rendered text. (Where it was, the noncharacters U+FDD0 and
+        U+FDD1 in guarded texts read as U+FFFD.) A template that takes typed text apart and puts
+        it together differently is beyond this guard.
+        """
+        control = self._control
+        guarded = False
+
+        def guard(text: str) -> str:
+            nonlocal guarded
+            marked = control.mark(text)
+            guarded = guarded or marked is not text
+            return marked
+
         text = self._render(
-            guarded,
-            self._guard(list(tools)) if tools else None,
+            messages,
+            tools,
             add_generation_prompt,
             continue_final_message,
             template_kwargs,
+            guard,
         )
-        return self._encode(text)
-
-    def _guard(self, value: Any) -> Any:
-        """Mark the control tokens in every string of a value."""
-        if isinstance(value, str):
-            value = value.replace(_OPEN, "").replace(_CLOSE, "")
-            for token in self._tokenizer.control_tokens:
-                if token in value:
-                    value = value.replace(token, _OPEN + "".join(f"{c}{_CLOSE}" for c in token))
-            return value
-        if isinstance(value, Mapping):
-            return {key: self._guard(item) for key, item in value.items()}
-        if isinstance(value, list | tuple):
-            return [self._guard(item) for item in value]
-        return value
-
-    def _encode(self, text: str) -> list[int]:
-        if _OPEN not in text:
-            return self._tokenizer.encode(text, add_special_tokens=False)
-        token_ids: list[int] = []
-        first, *rest = text.split(_OPEN)
-        token_ids.extend(self._tokenizer.encode(first, add_special_tokens=False))
-        for piece in rest:
-            typed, _, after = piece.rpartition(_CLOSE)
-            token_ids.extend(
-                self._tokenizer.encode(
-                    typed.replace(_CLOSE, ""), add_special_tokens=False, allow_special=False
-                )
-            )
-            token_ids.extend(self._tokenizer.encode(after, add_special_tokens=False))
-        return token_ids
+        if guarded:
+            return control.encode_marked(text)
+        assert self._tokenizer is not None
+        return self._tokenizer.encode(text, add_special_tokens=False)
 
     def _render(
         self,
-        messages: list[dict[str, Any]],
-        tools: list[Any] | None,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
         add_generation_prompt: bool,
         continue_final_message: bool,
         template_kwargs: Mapping[str, Any],
+        guard: Guard,
     ) -> str:
-        for name in template_kwargs:
-            if name in RESERVED or name.startswith("_"):
-                raise InvalidRequest(
-                    f"chat_template_kwargs: {name!r} may not be set",
-                    param=f"chat_template_kwargs.{name}",
-                )
-        if continue_final_message:
-            if add_generation_prompt:
-                raise InvalidRequest(
-                    "continue_final_message: cannot be combined with add_generation_prompt",
-                    param="continue_final_message",
-                )
-            if not isinstance(messages[-1].get("content"), str):
-                raise InvalidRequest(
-                    "continue_final_message: the last message has no text to continue",
-                    param="continue_final_message",
-                )
-        text = self._generate(
-            {
-                **self._tokenizer.special_tokens,
-                **template_kwargs,
-                "messages": messages,
-                "tools": tools,
-                "add_generation_prompt": add_generation_prompt,
-            }
-        )
-        if not continue_final_message:
-            return text
-        final = messages[-1]["content"].strip()
-        end = text.rfind(final)
-        if not final or end < 0:
+        template = self._template(bool(tools))
+        _check_kwargs(template_kwargs)
+        if continue_final_message and add_generation_prompt:
             raise InvalidRequest(
-                "continue_final_message: this template does not show the last message as it is",
+                "continue_final_message: not together with add_generation_prompt",
                 param="continue_final_message",
             )
-        return text[: end + len(final)]
+        chat = _check_messages(messages, guard)
+        if continue_final_message:
+            final = chat[-1].get("content")
+            if not final:
+                raise InvalidRequest(
+                    "continue_final_message: the final message has no content to continue",
+                    param="continue_final_message",
+                )
+            chat[-1]["content"] = final.replace(_END, "\ufffd") + _END
+        variables = {
+            **self._tokens,
+            **{key: _guarded(value, guard, key) for key, value in template_kwargs.items()},
+            "messages": chat,
+            "tools": _check_tools(tools, guard),
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        text = self._run(template, variables)
+        if continue_final_message:
+            end = text.rfind(_END)
+            if end < 0:
+                raise InvalidRequest(
+                    "continue_final_message: the chat template does not write the final message "
+                    "as it is",
+                    param="continue_final_message",
+                )
+            text = text[:end].replace(_END, "")
+        return text
 
-    def _generate(self, variables: Mapping[str, Any]) -> str:
-        """Render within limits of size and time."""
-        pieces: list[str] = []
-        size, deadline = 0, time.monotonic() + MAX_SECONDS
-        try:
-            for piece in self._template.generate(variables):
-                pieces.append(piece)
-                size += len(piece)
-                if size > MAX_CHARACTERS:
-                    raise InvalidRequest(
-                        f"messages: the rendered chat exceeds {MAX_CHARACTERS} characters",
-                        param="messages",
-                    )
-                if time.monotonic() > deadline:
-                    raise InvalidRequest(
-                        f"messages: the chat template took more than {MAX_SECONDS:.0f} s",
-                        param="messages",
-                    )
-        except InvalidRequest:
-            raise
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, ArithmeticError) as error:
+    def _template(self, with_tools: bool) -> Any:
+        name = "tool_use" if with_tools and "tool_use" in self._templates else "default"
+        if name not in self._templates:
             raise InvalidRequest(
-                f"messages: the chat template refused them: {error}", param="messages"
-            ) from error
-        except (OverflowError, RecursionError, MemoryError) as error:
-            raise InvalidRequest(
-                f"messages: the chat template went out of bounds: {type(error).__name__}",
+                "this model has no chat template; give one with --chat-template, or send a plain "
+                "prompt to /v1/completions",
                 param="messages",
-            ) from error
-        return "".join(pieces)
+            )
+        return self._templates[name]
+
+    def _run(self, template: Any, variables: dict[str, Any]) -> str:
+        try:
+            return _environment().render(template, variables)
+        except SecurityError as error:
+            raise InvalidRequest(
+                f"chat_template: stopped, because {error}", param="chat_template"
+            ) from None
+        except TemplateError as error:
+            raise InvalidRequest(
+                f"messages: the chat template refuses them: {error}", param="messages"
+            ) from None
+        except Exception as error:
+            raise InvalidRequest(
+                f"messages: the chat template cannot render them: {type(error).__name__}: {error}",
+                param="messages",
+            ) from None
 
 
-def normalize(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """OpenAI messages as templates expect them. Raises InvalidRequest with the field's path."""
-    if not messages:
-        raise InvalidRequest("messages: must not be empty", param="messages")
-    return [_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
+# ---------------------------------------------------------------- checking what a request brings
 
 
-def _message(message: Mapping[str, Any], path: str) -> dict[str, Any]:
+def _check_kwargs(kwargs: Mapping[str, Any]) -> None:
+    for key in kwargs:
+        reserved = key in _RESERVED or key.startswith("_") or key.endswith("_token")
+        if reserved or not key.isidentifier():
+            raise InvalidRequest(
+                f"chat_template_kwargs.{key}: is reserved", param=f"chat_template_kwargs.{key}"
+            )
+
+
+def _guarded(value: Any, guard: Guard, path: str, depth: int = 0) -> Any:
+    """A copy of a JSON value with every string guarded."""
+    if depth > _MAX_DEPTH:
+        raise InvalidRequest(f"{path}: nested deeper than {_MAX_DEPTH}", param=path)
+    if isinstance(value, str):
+        return guard(value)
+    if isinstance(value, Mapping):
+        return {
+            guard(str(key)): _guarded(item, guard, path, depth + 1) for key, item in value.items()
+        }
+    if isinstance(value, list | tuple):
+        return [_guarded(item, guard, path, depth + 1) for item in value]
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    raise InvalidRequest(f"{path}: {type(value).__name__} is no JSON value", param=path)
+
+
+def _same(text: str) -> str:
+    return text
+
+
+def _check_tools(
+    tools: Sequence[Mapping[str, Any]] | None, guard: Guard
+) -> list[Mapping[str, Any]] | None:
+    if not tools:
+        return None
+    if not isinstance(tools, list | tuple):
+        raise InvalidRequest(f"tools: must be a list, got {type(tools).__name__}", param="tools")
+    for index, tool in enumerate(tools):
+        path = f"tools[{index}]"
+        function = tool.get("function") if isinstance(tool, Mapping) else None
+        if not isinstance(function, Mapping):
+            raise InvalidRequest(
+                f'{path}: must be {{"type": "function", "function": {{…}}}}', param=path
+            )
+        if not isinstance(function.get("name"), str) or not function["name"]:
+            raise InvalidRequest(
+                f"{path}.function.name: must be a non-empty string", param=f"{path}.function.name"
+            )
+    return [_guarded(tool, guard, f"tools[{i}]") for i, tool in enumerate(tools)]
+
+
+def _check_messages(messages: Any, guard: Guard) -> list[dict[str, Any]]:
+    if not isinstance(messages, list | tuple) or not messages:
+        raise InvalidRequest("messages: must be a non-empty list", param="messages")
+    return [_check_message(m, f"messages[{i}]", guard) for i, m in enumerate(messages)]
+
+
+def _check_message(message: Any, path: str, guard: Guard) -> dict[str, Any]:
+    """One message in the form templates expect: content a string, call arguments objects."""
     if not isinstance(message, Mapping):
         raise InvalidRequest(f"{path}: must be an object", param=path)
     role = message.get("role")
-    if role not in ROLES:
+    if role not in _ROLES:
         raise InvalidRequest(
-            f"{path}.role: must be one of {', '.join(ROLES)}, got {role!r}", param=f"{path}.role"
+            f"{path}.role: must be one of {', '.join(_ROLES)}, got {role!r}", param=f"{path}.role"
         )
-    made = {key: value for key, value in message.items() if value is not None}
-    calls = made.get("tool_calls")
-    made["content"] = _content(message.get("content"), f"{path}.content", optional=bool(calls))
-    if calls is not None:
-        if not isinstance(calls, list):
-            raise InvalidRequest(f"{path}.tool_calls: must be a list", param=f"{path}.tool_calls")
-        made["tool_calls"] = [
-            _tool_call(call, f"{path}.tool_calls[{index}]") for index, call in enumerate(calls)
-        ]
-    return made
+    if role == "assistant":
+        guard = _same
+    checked = {
+        key: _guarded(value, guard, f"{path}.{key}")
+        for key, value in message.items()
+        if key not in ("role", "content", "tool_calls")
+    }
+    checked["role"] = role
+    calls = message.get("tool_calls")
+    content = _check_content(message.get("content"), f"{path}.content")
+    if content is None and not (role == "assistant" and (calls or message.get("function_call"))):
+        raise InvalidRequest(f"{path}.content: is missing", param=f"{path}.content")
+    if calls:
+        if role != "assistant":
+            raise InvalidRequest(
+                f"{path}.tool_calls: only assistant messages have them", param=f"{path}.tool_calls"
+            )
+        checked["tool_calls"] = _check_calls(calls, f"{path}.tool_calls")
+    checked["content"] = guard(content) if content is not None else ""
+    return checked
 
 
-def _content(content: Any, path: str, *, optional: bool) -> str:
-    if content is None:
-        if optional:
-            return ""
-        raise InvalidRequest(f"{path}: is missing", param=path)
-    if isinstance(content, str):
+def _check_content(content: Any, path: str) -> str | None:
+    if content is None or isinstance(content, str):
         return content
-    if not isinstance(content, list):
-        raise InvalidRequest(f"{path}: must be a string or a list of parts", param=path)
+    if not isinstance(content, list | tuple):
+        raise InvalidRequest(
+            f"{path}: must be a string or a list of parts, got {type(content).__name__}", param=path
+        )
     texts = []
     for index, part in enumerate(content):
         kind = part.get("type") if isinstance(part, Mapping) else None
-        if isinstance(part, str):
-            texts.append(part)
-        elif kind in ("text", "input_text", "output_text") and isinstance(part.get("text"), str):
-            texts.append(part["text"])
-        else:
+        if kind != "text" or not isinstance(part.get("text"), str):
             raise InvalidRequest(
-                f"{path}[{index}]: only text parts are supported, got {kind!r}",
-                param=f"{path}[{index}]",
+                f'{path}: part {index} must be {{"type": "text", "text": "…"}}; '
+                f"{kind!r} parts are not supported",
+                param=path,
             )
+        texts.append(part["text"])
     return "\n".join(texts)
 
 
-def _tool_call(call: Any, path: str) -> dict[str, Any]:
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise InvalidRequest(f"{path}.function: must have a name", param=f"{path}.function")
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments) if arguments.strip() else {}
-        except ValueError as error:
+def _check_calls(calls: Any, path: str) -> list[dict[str, Any]]:
+    """Tool calls with their arguments as objects, the way templates write them out."""
+    if not isinstance(calls, list | tuple):
+        raise InvalidRequest(f"{path}: must be a list", param=path)
+    checked = []
+    for index, call in enumerate(calls):
+        where = f"{path}[{index}].function"
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise InvalidRequest(f"{where}.name: must be a string", param=f"{where}.name")
+        arguments = function.get("arguments")
+        if isinstance(arguments, str):
+            try:
+                arguments = json.loads(arguments) if arguments.strip() else {}
+            except (ValueError, RecursionError):
+                raise InvalidRequest(
+                    f"{where}.arguments: is not JSON", param=f"{where}.arguments"
+                ) from None
+        if arguments is None:
+            arguments = {}
+        if not isinstance(arguments, Mapping):
             raise InvalidRequest(
-                f"{path}.function.arguments: is not JSON: {error}",
-                param=f"{path}.function.arguments",
-            ) from error
-    return {**call, "function": {**function, "arguments": arguments if arguments else {}}}
-
-
-class _Generation(jinja2.ext.Extension):
-    """`{% generation %}` marks assistant text for training tools; here it shows its body."""
-
-    tags = {"generation"}
-
-    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    """The field's usual template environment (that of `transformers`), sandboxed."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True,
-        lstrip_blocks=True,
-        extensions=["jinja2.ext.loopcontrols", _Generation],
-    )
-
-    def tojson(
-        value: Any,
-        ensure_ascii: bool = False,
-        indent: int | None = None,
-        separators: tuple[str, str] | None = None,
-        sort_keys: bool = False,
-    ) -> str:
-        return json.dumps(
-            value,
-            ensure_ascii=ensure_ascii,
-            indent=indent,
-            separators=separators,
-            sort_keys=sort_keys,
-        )
-
-    def raise_exception(message: str) -> None:
-        raise jinja2.TemplateError(message)
-
-    def strftime_now(form: str) -> str:
-        return datetime.datetime.now().strftime(form)
-
-    environment.filters["tojson"] = tojson
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = strftime_now
-    return environment
+                f"{where}.arguments: must be a JSON object", param=f"{where}.arguments"
+            )
+        plain = _guarded({**call, "function": None}, _same, path)
+        plain["function"] = _guarded({**function, "arguments": arguments}, _same, where)
+        checked.append(plain)
+    return checked

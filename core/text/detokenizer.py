@@ -1,80 +1,122 @@
-"""Token ids to text, a few at a time: never half a character, and in all exactly `decode`.
-
-A window of recent tokens is decoded twice, with and without the new ones; the difference is the
-new text. It is held back while it ends in an unfinished character. The window is bounded, so the
-work is linear in the output. (One exception to "exactly": the decoder of a byte-fallback
-vocabulary spoils a whole run of bytes that are no UTF-8, and what was valid in it may be out.)
-"""
+"""`IncrementalDetokenizer`: the text of a growing token sequence, never half a character."""
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Sequence
 
-from .tokenizer import Tokenizer
+from .tokenizer import Tokenizer, strip_spaces
 
-REPLACEMENT = "\ufffd"
-WINDOW = 6
-"""Tokens of context before the new ones: enough for joins at the border."""
-MAX_HELD = 16
-"""Tokens held back at most: more than one character never takes so many."""
+_CONTEXT = 4
+"""Prompt tokens that can influence how the first output tokens read."""
 
 
 class IncrementalDetokenizer:
-    """Detokenizes one output."""
+    """Turns pushed tokens into text deltas, in time linear in the tokens.
+
+    The deltas and `finish()` together are what decoding prompt and output at once adds to
+    decoding the prompt. Ids without a token (a padded vocabulary's) add nothing.
+    """
 
     def __init__(
         self,
         tokenizer: Tokenizer,
-        prompt_token_ids: Sequence[int],
+        prompt_token_ids: Sequence[int] = (),
         *,
         skip_special_tokens: bool = True,
         spaces_between_special_tokens: bool = True,
     ) -> None:
         self._tokenizer = tokenizer
-        self._skip = skip_special_tokens
-        self._tokens = self._kept(prompt_token_ids[-2 * WINDOW :])[-WINDOW:]
-        self._read = len(self._tokens)
-        """Tokens whose text was given out."""
+        self._hidden = tokenizer.special_ids if skip_special_tokens else frozenset()
+        shown: list[int] = []
+        for id in reversed(prompt_token_ids):
+            if id not in self._hidden and 0 <= id <= tokenizer.max_token_id:
+                shown.append(id)
+                if len(shown) == _CONTEXT:
+                    break
+        shown.reverse()
+        if tokenizer.pieces is not None:
+            self._source: _Bytes | _Neighbours = _Bytes(tokenizer, shown)
+        else:
+            split = tokenizer.joins_with_spaces and not spaces_between_special_tokens
+            self._source = _Neighbours(tokenizer, shown, split_at_added=split)
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """→ the text that these tokens add, as far as it is certain."""
-        self._tokens.extend(self._kept(token_ids))
-        return self._advance(final=False)
+        """The text that these tokens complete; "" while a character is unfinished."""
+        hidden = self._hidden
+        return self._source.push(
+            [id for id in token_ids if id not in hidden] if hidden else token_ids
+        )
 
     def finish(self) -> str:
-        """→ what was held back."""
-        return self._advance(final=True)
+        """What remains: an unfinished character, as U+FFFD."""
+        return self._source.finish()
 
-    def _kept(self, token_ids: Sequence[int]) -> list[int]:
-        if not self._skip:
-            return list(token_ids)
-        special = self._tokenizer.special_ids
-        return [token for token in token_ids if token not in special]
 
-    def _advance(self, *, final: bool) -> str:
-        held = len(self._tokens) - self._read
-        if held == 0:
-            return ""
-        before = self._decode(self._tokens[: self._read])
-        whole = self._decode(self._tokens)
-        unfinished = whole.endswith(REPLACEMENT) and held < MAX_HELD
-        if not final and (unfinished or len(whole) <= len(before)):
-            return ""
-        self._read = len(self._tokens)
-        self._trim()
-        return whole[len(before) :]
+class _Bytes:
+    """For vocabularies whose tokens are bytes on their own: one streaming UTF-8 decoder."""
 
-    def _trim(self) -> None:
-        """Forget old tokens, but never so that the window starts inside a character."""
-        if len(self._tokens) <= 4 * WINDOW:
-            return
-        for start in range(len(self._tokens) - WINDOW, len(self._tokens) - 3 * WINDOW, -1):
-            window = self._tokens[start:]
-            if not self._decode(window).startswith(REPLACEMENT):
-                self._tokens = window
-                self._read = len(window)
-                return
+    def __init__(self, tokenizer: Tokenizer, prompt: list[int]) -> None:
+        assert tokenizer.pieces is not None
+        self._token_bytes = tokenizer.token_bytes
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._decoder.decode(b"".join(map(tokenizer.token_bytes, prompt)))
+        self._strip = 0 if prompt else tokenizer.pieces.strip_start
+        self._pushed = False
 
-    def _decode(self, token_ids: list[int]) -> str:
-        text: str = self._tokenizer.backend.decode(token_ids, skip_special_tokens=False)
+    def push(self, ids: Sequence[int]) -> str:
+        data = b"".join(map(self._token_bytes, ids))
+        self._pushed = self._pushed or bool(data)
+        text = self._decoder.decode(data)
+        if self._strip and text:
+            kept = strip_spaces(text, self._strip)
+            self._strip = 0 if kept else self._strip - len(text)
+            return kept
         return text
+
+    def finish(self) -> str:
+        return self._decoder.decode(b"", final=True) if self._pushed else ""
+
+
+class _Neighbours:
+    """For decoders that look at neighbours: decode new tokens after the few before them."""
+
+    def __init__(self, tokenizer: Tokenizer, prompt: list[int], *, split_at_added: bool) -> None:
+        self._tokenizer = tokenizer
+        self._added = tokenizer.added_tokens if split_at_added else {}
+        self._context: list[int] = []
+        for id in prompt:
+            self._context = [] if id in self._added else [*self._context, id]
+        self._pending: list[int] = []
+
+    def push(self, ids: Sequence[int]) -> str:
+        parts = []
+        for id in ids:
+            if not 0 <= id <= self._tokenizer.max_token_id:
+                continue
+            if id in self._added:
+                parts += [self.finish(), self._decode([id])]
+                self._context = []
+                continue
+            self._pending.append(id)
+            text = self._new_text()
+            if text.endswith("\ufffd") and len(self._pending) < _CONTEXT:
+                continue
+            parts.append(text)
+            self._accept()
+        return "".join(parts)
+
+    def finish(self) -> str:
+        text = self._new_text() if self._pending else ""
+        self._accept()
+        return text
+
+    def _new_text(self) -> str:
+        return self._decode([*self._context, *self._pending])[len(self._decode(self._context)) :]
+
+    def _accept(self) -> None:
+        self._context = [*self._context, *self._pending][-_CONTEXT:]
+        self._pending = []
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._tokenizer.backend.decode(ids, skip_special_tokens=False)

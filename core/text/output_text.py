@@ -1,118 +1,134 @@
-"""The text of one completion: detokenized, cut at stop strings, shown only as far as certain."""
+"""`OutputText`: one completion's text as it may be shown, and where a stop string ends it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from ..types import FinishReason, SamplingParams
 from .detokenizer import IncrementalDetokenizer
+from .stop_strings import stop_strings
 from .tokenizer import Tokenizer
 
 
-@dataclass(frozen=True)
-class StopMatch:
+class StopMatch(msgspec.Struct, frozen=True):
     """A stop string was completed."""
 
-    string: str
+    stop: str
+    token_index: int
+    """Which of the pushed tokens completed it; the ones after it are not part of the output."""
 
 
 class OutputText:
-    """Grows token by token.
+    """Accumulates the text of one completion.
 
-    `text` is what may be shown: a tail that could still become a stop string is held back.
+    The stop string that is completed first ends the text; of several completed by the same
+    character, the longest. This does not depend on how the text is cut into tokens. A tail that may
+    become a stop string is held back until it cannot, so what was shown is never taken back.
+
+    Push output tokens only: a stop token (EOS, a stop id) is no text, unless the request asked for
+    `include_stop_str_in_output`.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], params: SamplingParams
+        self,
+        tokenizer: Tokenizer | None,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
     ) -> None:
-        self._detokenizer = IncrementalDetokenizer(
-            tokenizer,
-            prompt_token_ids,
-            skip_special_tokens=params.skip_special_tokens,
-            spaces_between_special_tokens=params.spaces_between_special_tokens,
-        )
-        self._stops = params.stop
-        self._include = params.include_stop_str_in_output
+        """tokenizer: None where the engine runs without one; the text then stays empty."""
+        self._detokenizer = None
+        if tokenizer is not None and params.detokenize:
+            self._detokenizer = IncrementalDetokenizer(
+                tokenizer,
+                prompt_token_ids,
+                skip_special_tokens=params.skip_special_tokens,
+                spaces_between_special_tokens=params.spaces_between_special_tokens,
+            )
+        self._automaton = stop_strings(params.stop) if params.stop else None
         self._min_tokens = params.min_tokens
-        self._longest = max((len(stop) for stop in self._stops), default=0)
-        self._shown: list[str] = []
-        self._taken = 0
+        self._include_stop = params.include_stop_str_in_output
+        self._state = 0
         self._held = ""
-        self._guarded = 0
-        """Leading characters of `_held` that belong to the first min_tokens tokens."""
-        self._done = False
+        self._parts: list[str] = []
+        self._taken = 0
+        self._ended = False
 
     @property
     def text(self) -> str:
-        """All that may be shown."""
-        if len(self._shown) > 1:
-            joined = "".join(self._shown)
-            self._shown, self._taken = [joined], self._taken
-        return self._shown[0] if self._shown else ""
-
-    def take_delta(self) -> str:
-        """What may be shown and was not taken yet."""
-        text = self.text
-        delta = text[self._taken :]
-        self._taken = len(text)
-        return delta
+        """All text that is safe to show so far."""
+        if len(self._parts) > 1:
+            joined = "".join(self._parts)
+            if self._taken:
+                taken = sum(map(len, self._parts[: self._taken]))
+                self._parts = [joined[:taken], joined[taken:]]
+                self._taken = 1
+                return joined
+            self._parts = [joined]
+        return self._parts[0] if self._parts else ""
 
     def push(self, token_ids: Sequence[int], num_output_tokens: int) -> StopMatch | None:
-        """New tokens, `num_output_tokens` in all; → the stop string they complete."""
-        if self._done:
-            return None
-        return self._add(self._detokenizer.push(token_ids), num_output_tokens)
+        """Add output tokens.
 
-    def finish(self, reason: FinishReason) -> None:
-        """Show what was held back."""
-        if self._done:
-            return
-        self._add(self._detokenizer.finish(), 0)
-        if not self._done:
-            self._show(self._held)
-            self._done = True
-
-    def _add(self, new: str, num_output_tokens: int) -> StopMatch | None:
-        if not new:
+        num_output_tokens: output tokens so far, these included. A stop string that ends within the
+        first `min_tokens` of them does not count. After a match, further tokens are ignored.
+        """
+        if self._detokenizer is None or self._ended:
             return None
-        if not self._stops:
-            self._show(new)
+        if self._automaton is None:
+            self._show(self._detokenizer.push(token_ids))
             return None
-        self._held += new
-        if 0 < num_output_tokens <= self._min_tokens:
-            self._guarded = len(self._held)
-        match = self._find() if num_output_tokens else None
-        if match is not None:
-            position, stop = match
-            self._show(self._held[: position + len(stop) if self._include else position])
-            self._done = True
-            return StopMatch(stop)
-        keep = self._possible_start()
-        safe = len(self._held) - keep
-        self._show(self._held[:safe])
-        self._held = self._held[safe:]
-        self._guarded = max(0, self._guarded - safe)
+        before = num_output_tokens - len(token_ids)
+        for index, token in enumerate(token_ids):
+            counts = before + index + 1 > self._min_tokens
+            stop = self._scan(self._detokenizer.push((token,)), counts)
+            if stop is not None:
+                return StopMatch(stop, index)
         return None
 
-    def _find(self) -> tuple[int, str] | None:
-        """The match that ends first, after the guarded part; of those, the longest."""
-        best: tuple[int, int, str] | None = None
-        for stop in self._stops:
-            position = self._held.find(stop, max(0, self._guarded - len(stop) + 1))
-            if position >= 0:
-                found = (position + len(stop), position, stop)
-                best = min(best, found) if best else found
-        return (best[1], best[2]) if best else None
+    def finish(self, reason: FinishReason | None = None) -> None:
+        """The output is over, for whatever reason: show what was held back.
 
-    def _possible_start(self) -> int:
-        """Characters at the end that could be the beginning of a stop string."""
-        for length in range(min(self._longest - 1, len(self._held)), 0, -1):
-            tail = self._held[-length:]
-            if any(stop.startswith(tail) for stop in self._stops):
-                return length
-        return 0
+        Safe to call twice, and after a match.
+        """
+        if self._detokenizer is None or self._ended:
+            return
+        rest = self._detokenizer.finish()
+        if self._automaton is None:
+            self._show(rest)
+        elif self._scan(rest, counts=True) is None:
+            self._show(self._held)
+            self._held = ""
+        self._ended = True
+
+    def take_delta(self) -> str:
+        """Text that has become safe to show since the last call."""
+        delta = "".join(self._parts[self._taken :])
+        self._taken = len(self._parts)
+        return delta
 
     def _show(self, text: str) -> None:
         if text:
-            self._shown.append(text)
+            self._parts.append(text)
+
+    def _scan(self, delta: str, counts: bool) -> str | None:
+        """Run new text through the automaton; the stop string that it completed, if any."""
+        automaton = self._automaton
+        assert automaton is not None
+        state = self._state
+        for position, char in enumerate(delta):
+            state = automaton.step(state, char)
+            stop = automaton.matched[state]
+            if stop is not None and counts:
+                text = self._held + delta[: position + 1]
+                self._show(text if self._include_stop else text[: len(text) - len(stop)])
+                self._held = ""
+                self._ended = True
+                return stop
+        self._state = state
+        text = self._held + delta
+        safe = len(text) - automaton.pending[state]
+        self._show(text[:safe])
+        self._held = text[safe:]
+        return None

@@ -1,6 +1,6 @@
-"""From text to messages: reasoning and tool parsers in a row, and the fold of their events.
+"""Chains the incremental parsers of one completion, and folds their events into a message.
 
-A streamed answer is the events; a whole answer is their fold. So the two cannot disagree.
+The whole answer is the fold of the same events that a stream sends, so the two cannot disagree.
 """
 
 from __future__ import annotations
@@ -21,39 +21,60 @@ from ..protocols import (
 
 
 class ParsedToolCall(msgspec.Struct):
-    """A call: its name, and its arguments as JSON text."""
+    """One tool call; `arguments` is JSON text, cut off where the output was."""
 
     name: str
     arguments: str = ""
 
 
 class ParsedMessage(msgspec.Struct):
-    """What an output says."""
+    """A completion, taken apart. `content` and `reasoning` are None where there was none."""
 
     content: str | None = None
     reasoning: str | None = None
     tool_calls: list[ParsedToolCall] = []
 
 
-class OutputParser:
-    """Parses one completion: thought first, then tool calls in what is left."""
+def fold(events: Iterable[ParserEvent]) -> ParsedMessage:
+    """The message that a sequence of events describes."""
+    content: list[str] = []
+    reasoning: list[str] = []
+    names: dict[int, str] = {}
+    arguments: dict[int, list[str]] = {}
+    for event in events:
+        if isinstance(event, Content):
+            content.append(event.text)
+        elif isinstance(event, Reasoning):
+            reasoning.append(event.text)
+        elif isinstance(event, ToolCallStart):
+            names[event.index] = event.name
+            arguments[event.index] = []
+        elif isinstance(event, ToolCallArguments):
+            arguments[event.index].append(event.fragment)
+    return ParsedMessage(
+        content="".join(content) or None,
+        reasoning="".join(reasoning) or None,
+        tool_calls=[ParsedToolCall(names[i], "".join(arguments[i])) for i in sorted(names)],
+    )
 
-    def __init__(
-        self, reasoning: ReasoningParser | None = None, tools: ToolParser | None = None
-    ) -> None:
+
+class OutputParser:
+    """Thought first; what is left of the text goes through the tool parser. Either may be None."""
+
+    def __init__(self, reasoning: ReasoningParser | None, tools: ToolParser | None) -> None:
         self._reasoning = reasoning
         self._tools = tools
 
     def feed(self, text: str, token_ids: Sequence[int] = ()) -> list[ParserEvent]:
-        """→ what this piece of text adds."""
-        if not text:
-            return []
+        """Events of the next piece of text, and the tokens it came from."""
         if self._reasoning is None:
-            return self._through_tools([Content(text)])
+            if self._tools is not None:
+                return self._tools.feed(text, token_ids)
+            return [Content(text)] if text else []
         return self._through_tools(self._reasoning.feed(text, token_ids))
 
     def finish(self) -> list[ParserEvent]:
-        """→ what was held back."""
+        """Events of what was held back; the text is over."""
         events: list[ParserEvent] = []
         if self._reasoning is not None:
             events += self._through_tools(self._reasoning.finish())
@@ -64,32 +85,7 @@ class OutputParser:
     def _through_tools(self, events: list[ParserEvent]) -> list[ParserEvent]:
         if self._tools is None:
             return events
-        made: list[ParserEvent] = []
+        passed: list[ParserEvent] = []
         for event in events:
-            if isinstance(event, Content):
-                made += self._tools.feed(event.text)
-            else:
-                made.append(event)
-        return made
-
-
-def fold(events: Iterable[ParserEvent]) -> ParsedMessage:
-    """All events of an output as one message."""
-    content: list[str] = []
-    reasoning: list[str] = []
-    calls: dict[int, tuple[str, list[str]]] = {}
-    for event in events:
-        match event:
-            case Content(text):
-                content.append(text)
-            case Reasoning(text):
-                reasoning.append(text)
-            case ToolCallStart(index, name):
-                calls[index] = (name, [])
-            case ToolCallArguments(index, fragment):
-                calls[index][1].append(fragment)
-    return ParsedMessage(
-        content="".join(content) or None,
-        reasoning="".join(reasoning) or None,
-        tool_calls=[ParsedToolCall(name, "".join(parts)) for name, parts in calls.values()],
-    )
+            passed += self._tools.feed(event.text) if isinstance(event, Content) else [event]
+        return passed

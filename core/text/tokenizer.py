@@ -1,153 +1,347 @@
-"""The tokenizer of a checkpoint.
+"""`Tokenizer`: text to token ids and back, over the `tokenizers` library.
 
-`tokenizer.json` is read with the `tokenizers` library alone, which starts in milliseconds; a
-checkpoint without one goes through `transformers` (never through code of the checkpoint).
+Reads tokenizer.json directly, so that starting up does not import transformers; a checkpoint
+without one goes through transformers' AutoTokenizer (never running the checkpoint's code).
 """
 
 from __future__ import annotations
 
+import functools
 import json
-from functools import lru_cache
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import tokenizers
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as Backend
 
 from ..errors import InvalidRequest, LoadError
+from .control_tokens import ControlTokens
+from .token_bytes import BytePieces, byte_pieces
+
+_FILES = [
+    "tokenizer*.json",
+    "tokenizer.model",
+    "*.tiktoken",
+    "vocab*",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template*",
+    "additional_chat_templates/*",
+    "config.json",
+]
+_MARKUP = frozenset("<>[]|｜{}")
 
 
 class Tokenizer:
-    """Text to token ids and back."""
+    """One checkpoint's tokenizer. Immutable after loading; encoding may run on any thread."""
 
     def __init__(
         self,
-        backend: tokenizers.Tokenizer,
-        config: dict[str, Any],
+        backend: Backend,
         *,
-        chat_template: str | None = None,
+        bos_token: str | None = None,
+        eos_token: str | None = None,
+        chat_templates: Mapping[str, str] | None = None,
+        special_tokens: Mapping[str, str] | None = None,
     ) -> None:
+        """special_tokens: role → token (pad_token, unk_token …), for chat templates."""
+        backend.no_truncation()
+        backend.no_padding()
         self.backend = backend
-        self.chat_template = chat_template
+        self.bos_token = bos_token
+        self.eos_token = eos_token
+        self.chat_templates = dict(chat_templates or {})
+        """name → Jinja text; "default" is the one for plain chat, "tool_use" the one with tools."""
+        self.special_tokens = dict(special_tokens or {})
+        self.added_tokens: dict[int, AddedToken] = backend.get_added_tokens_decoder()
+        self.special_ids: frozenset[int] = frozenset(
+            id for id, token in self.added_tokens.items() if token.special
+        )
+        self.bos_token_id = self._id_of(bos_token)
+        self.eos_token_id = self._id_of(eos_token)
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
-        added = backend.get_added_tokens_decoder()
-        self.special_ids = frozenset(i for i, token in added.items() if token.special)
-        self.control_tokens = frozenset(token.content for token in added.values())
-        """Every added token's text: what a user must not be able to type into a chat."""
-        self.eos_token = _token_text(config.get("eos_token"))
-        self.bos_token = _token_text(config.get("bos_token"))
-        self.special_tokens = {
-            name: text
-            for name in ("bos_token", "eos_token", "pad_token", "unk_token")
-            if (text := _token_text(config.get(name))) is not None
-        }
-        self.eos_token_id = self._id(self.eos_token)
-        self.bos_token_id = self._id(self.bos_token)
-        self._plain = tokenizers.Tokenizer.from_str(backend.to_str())
-        self._plain.encode_special_tokens = True
-        self.token_text = lru_cache(maxsize=65536)(self._token_text)
+        """Tokens, added ones included."""
+        self.max_token_id = max(self.vocab_size - 1, max(self.added_tokens, default=0))
+        self.pieces: BytePieces | None = byte_pieces(backend.decoder)
+        """How tokens become bytes one by one; None where the decoder looks at neighbours."""
+        kind = json.loads(backend.decoder.__getstate__())["type"] if backend.decoder else None
+        self.joins_with_spaces = kind in (None, "WordPiece")
+        """Whether decoding puts spaces between tokens."""
+        self._bytes: dict[int, bytes] = {}
+
+    # ------------------------------------------------------------ loading
 
     @classmethod
     def load(
         cls, path: str, *, revision: str | None = None, chat_template: str | None = None
     ) -> Tokenizer:
-        """From a folder (or hub name). `chat_template`: Jinja text, or a file's path, instead of
-        the checkpoint's. Raises LoadError."""
+        """From a checkpoint folder, or a hub name.
+
+        chat_template: Jinja text, or a file's path, instead of the checkpoint's own.
+        Raises LoadError when there is no tokenizer, or none with a fast implementation.
+        """
         folder = Path(path)
+        if not folder.is_dir():
+            folder = _download(path, revision)
         config = _read_json(folder / "tokenizer_config.json")
-        try:
-            if (folder / "tokenizer.json").is_file():
-                backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-            else:
-                backend = _through_transformers(path, revision)
-        except Exception as error:
-            raise LoadError(
-                f"tokenizer: none can be loaded from {path!r} ({type(error).__name__}: {error}); "
-                "set tokenizer, or skip_tokenizer_init",
-                param="tokenizer",
-            ) from error
-        special = _read_json(folder / "special_tokens_map.json")
+        tokens = _token_strings(config, _read_json(folder / "special_tokens_map.json"))
+        templates = _chat_templates(folder, config)
+        if chat_template is not None:
+            templates = {"default": _template_text(chat_template)}
+        file = folder / "tokenizer.json"
+        if file.is_file():
+            try:
+                backend = Backend.from_file(str(file))
+            except Exception as error:
+                raise LoadError(f"tokenizer: {file} cannot be read: {error}") from error
+            _add_from_config(backend, config, tokens)
+        else:
+            backend, found = _from_transformers(folder)
+            tokens = {**found, **tokens}
         return cls(
             backend,
-            {**special, **config},
-            chat_template=_find_template(folder, config, chat_template),
+            bos_token=tokens.get("bos_token"),
+            eos_token=tokens.get("eos_token"),
+            chat_templates=templates,
+            special_tokens=tokens,
         )
+
+    @property
+    def chat_template(self) -> str | None:
+        """The template for plain chat, as Jinja text."""
+        return self.chat_templates.get("default")
+
+    # ------------------------------------------------------------ text → ids
 
     def encode(
         self, text: str, *, add_special_tokens: bool = True, allow_special: bool = True
     ) -> list[int]:
-        """`allow_special=False`: control tokens typed in the text stay text."""
-        backend = self.backend if allow_special else self._plain
-        ids: list[int] = backend.encode(text, add_special_tokens=add_special_tokens).ids
-        return ids
+        """Token ids of `text`.
+
+        add_special_tokens: put BOS and the like where the tokenizer's own rules say.
+        allow_special: special tokens typed in `text` become those tokens; off, they stay text.
+        """
+        if not isinstance(text, str):
+            raise InvalidRequest(
+                f"prompt must be a string, got {type(text).__name__}", param="prompt"
+            )
+        text = _without_surrogates(text)
+        if not allow_special:
+            return self._specials.encode_plain(text, add_special_tokens=add_special_tokens)
+        return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+
+    @functools.cached_property
+    def _specials(self) -> ControlTokens:
+        return self.control_tokens("")
+
+    def control_tokens(self, template: str) -> ControlTokens:
+        """What users must not be able to type in a chat rendered by `template` (Jinja text).
+
+        The special tokens, and the added tokens that the template itself writes as markup
+        (`<tool_response>`): those are tokens too, though vocabularies do not call them special.
+        """
+        contents = {
+            token.content
+            for token in self.added_tokens.values()
+            if token.special or (_MARKUP & set(token.content) and token.content in template)
+        }
+        return ControlTokens(self.backend, contents)
+
+    def bad_words_ids(self, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
+        """Token sequences of `words`, at the start of a text and after a space; no duplicates.
+
+        The second form counts where the space belongs to the word's first token, as in vLLM.
+        """
+        sequences: dict[tuple[int, ...], None] = {}
+        for word in words:
+            bare = tuple(self.encode(word.lstrip(), add_special_tokens=False))
+            spaced = tuple(self.encode(" " + word.lstrip(), add_special_tokens=False))
+            if bare:
+                sequences[bare] = None
+            if bare and spaced and spaced[0] != bare[0] and len(spaced) == len(bare):
+                sequences[spaced] = None
+        return tuple(sequences)
+
+    # ------------------------------------------------------------ ids → text
 
     def decode(
         self,
-        token_ids: list[int],
+        ids: Sequence[int],
         *,
         skip_special_tokens: bool = True,
         spaces_between_special_tokens: bool = True,
     ) -> str:
-        """Ids that no token has are skipped; negative ones raise InvalidRequest."""
-        if any(token < 0 for token in token_ids):
-            raise InvalidRequest("tokens: token ids are not negative", param="tokens")
-        text: str = self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
-        return text
+        """Text of `ids`. Bytes that are not UTF-8 become U+FFFD.
 
-    def _token_text(self, token_id: int) -> str:
-        """How one token shows in a list of log-probabilities."""
-        text: str = self.backend.decode([token_id], skip_special_tokens=False)
-        if text and "\ufffd" not in text:
-            return text
-        return self.backend.id_to_token(token_id) or ""
+        spaces_between_special_tokens matters for decoders that join tokens with spaces: off, added
+        tokens stand without spaces around them. Raises InvalidRequest for an id out of range.
+        """
+        self.check_ids(ids)
+        if skip_special_tokens:
+            ids = [id for id in ids if id not in self.special_ids]
+        if self.pieces is not None:
+            text = b"".join(map(self.token_bytes, ids)).decode("utf-8", "replace")
+            return strip_spaces(text, self.pieces.strip_start)
+        if spaces_between_special_tokens or not self.joins_with_spaces:
+            return self.backend.decode(ids, skip_special_tokens=False)
+        parts: list[list[int]] = [[]]
+        for id in ids:
+            if id in self.added_tokens:
+                parts += [[id], []]
+            else:
+                parts[-1].append(id)
+        return "".join(self.backend.decode(part, skip_special_tokens=False) for part in parts)
 
-    def bad_words_ids(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
-        """Each word as it starts a text and as it follows a space."""
-        found: dict[tuple[int, ...], None] = {}
-        for word in words:
-            for variant in (word.lstrip(), " " + word.lstrip()):
-                ids = tuple(self.encode(variant, add_special_tokens=False))
-                if ids:
-                    found[ids] = None
-        return tuple(found)
+    def check_ids(self, ids: Sequence[int], *, param: str = "prompt") -> None:
+        """Raises InvalidRequest unless every id is one of this vocabulary."""
+        for id in ids:
+            if isinstance(id, bool) or not isinstance(id, int) or not 0 <= id <= self.max_token_id:
+                raise InvalidRequest(
+                    f"{param}: token id {id!r} is not in the vocabulary (0 to {self.max_token_id})",
+                    param=param,
+                )
 
-    def _id(self, token: str | None) -> int | None:
+    def token_bytes(self, id: int) -> bytes:
+        """The bytes one token adds in the middle of a text; empty for an id without a token.
+
+        Where the decoder looks at neighbours: the bytes of the token decoded alone.
+        """
+        found = self._bytes.get(id)
+        if found is None:
+            token = self.backend.id_to_token(id) if 0 <= id <= self.max_token_id else None
+            if token is None:
+                found = b""
+            elif self.pieces is None:
+                found = self.backend.decode([id], skip_special_tokens=False).encode()
+            else:
+                found = self.pieces.bytes_of(token)
+            self._bytes[id] = found
+        return found
+
+    def token_text(self, id: int) -> str:
+        """How one token is shown beside its log-probability; U+FFFD where it is half a character.
+
+        Its leading space is kept. Empty for an id without a token (a padded vocabulary's).
+        """
+        return self.token_bytes(id).decode("utf-8", "replace")
+
+    def _id_of(self, token: str | None) -> int | None:
         return None if token is None else self.backend.token_to_id(token)
 
 
-def _token_text(value: Any) -> str | None:
-    if isinstance(value, dict):
-        value = value.get("content")
-    return value if isinstance(value, str) else None
+def strip_spaces(text: str, count: int) -> str:
+    """`text` without its leading spaces, `count` of them at most."""
+    return text[:count].lstrip(" ") + text[count:]
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _without_surrogates(text: str) -> str:
+    """Lone surrogates (from JSON escapes) as U+FFFD: they have no UTF-8 form."""
     try:
-        data = json.loads(path.read_text())
-    except FileNotFoundError:
+        text.encode()
+        return text
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+# ---------------------------------------------------------------- reading a checkpoint's files
+
+
+def _download(name: str, revision: str | None) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=_FILES))
+    except Exception as error:
+        raise LoadError(f"tokenizer: {name!r} is no folder, and no hub name: {error}") from error
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    if not file.is_file():
         return {}
-    except (OSError, ValueError) as error:
-        raise LoadError(f"{path.name} cannot be read: {error}") from error
-    return data if isinstance(data, dict) else {}
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise LoadError(f"tokenizer: {file} is not JSON: {error}") from error
+    return value if isinstance(value, dict) else {}
 
 
-def _through_transformers(path: str, revision: str | None) -> tokenizers.Tokenizer:
+def _token_strings(*files: dict[str, Any]) -> dict[str, str]:
+    """bos_token, eos_token …, each given as a string or as {"content": …}; earlier files win."""
+    tokens: dict[str, str] = {}
+    for file in files:
+        for key, value in file.items():
+            if isinstance(value, dict):
+                value = value.get("content")
+            if key.endswith("_token") and isinstance(value, str):
+                tokens.setdefault(key, value)
+    return tokens
+
+
+def _chat_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
+    templates: dict[str, str] = {}
+    for source in (config, _read_json(folder / "chat_template.json")):
+        found = source.get("chat_template")
+        if isinstance(found, str):
+            templates["default"] = found
+        elif isinstance(found, list):
+            templates.update({entry["name"]: entry["template"] for entry in found})
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        templates["default"] = file.read_text(encoding="utf-8")
+    for file in sorted((folder / "additional_chat_templates").glob("*.jinja")):
+        templates[file.stem] = file.read_text(encoding="utf-8")
+    return templates
+
+
+def _template_text(given: str) -> str:
+    """A template given as text, or as a path."""
+    if "{" not in given and "\n" not in given:
+        file = Path(given)
+        if not file.is_file():
+            raise LoadError(f"chat_template: {given!r} is no file, and no Jinja text")
+        return file.read_text(encoding="utf-8")
+    return given
+
+
+def _add_from_config(backend: Backend, config: dict[str, Any], tokens: dict[str, str]) -> None:
+    """Tokens that tokenizer_config.json declares special and tokenizer.json does not know so."""
+    declared = config.get("added_tokens_decoder")
+    known = backend.get_added_tokens_decoder()
+    special = [AddedToken(t, special=True, normalized=False) for t in tokens.values()]
+    for id, entry in (declared if isinstance(declared, dict) else {}).items():
+        if not isinstance(entry, dict) or "content" not in entry or int(id) in known:
+            continue
+        flags = {
+            k: bool(entry[k])
+            for k in ("lstrip", "rstrip", "normalized", "single_word", "special")
+            if k in entry
+        }
+        if backend.token_to_id(entry["content"]) in (None, int(id)):
+            backend.add_tokens([AddedToken(entry["content"], **flags)])
+    contents = {t.content for t in known.values()}
+    missing = [t for t in special if t.content not in contents and backend.token_to_id(t.content)]
+    if missing:
+        backend.add_special_tokens(missing)
+
+
+def _from_transformers(folder: Path) -> tuple[Backend, dict[str, str]]:
     from transformers import AutoTokenizer
 
-    loaded = AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=False)
-    return loaded.backend_tokenizer
-
-
-def _find_template(folder: Path, config: dict[str, Any], given: str | None) -> str | None:
-    if given is not None:
-        if "{" not in given and Path(given).is_file():
-            return Path(given).read_text()
-        if "{" not in given:
-            raise LoadError(f"chat_template: no such file: {given}", param="chat_template")
-        return given
-    if (folder / "chat_template.jinja").is_file():
-        return (folder / "chat_template.jinja").read_text()
-    template = config.get("chat_template")
-    if isinstance(template, list):
-        named = {entry["name"]: entry["template"] for entry in template}
-        template = named.get("default")
-    return template if isinstance(template, str) else None
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
+    except Exception as error:
+        raise LoadError(f"tokenizer: nothing usable in {folder}: {error}") from error
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if not isinstance(backend, Backend):
+        raise LoadError(
+            f"tokenizer: {type(tokenizer).__name__} in {folder} has no fast implementation; save "
+            "one with `tokenizer.json` beside it"
+        )
+    named = {
+        key: str(value)
+        for key, value in tokenizer.special_tokens_map.items()
+        if key.endswith("_token")
+    }
+    return backend, named

@@ -65,7 +65,7 @@ def engine_config(args: argparse.Namespace, model: str) -> EngineConfig:
     fields = set(EngineConfig.__struct_fields__) - {"model"}
     given = {name: value for name, value in vars(args).items() if name in fields}
     if not model:
-        given.setdefault("reasoning_parser", "qwen3")
+        given.setdefault("reasoning_parser", "think_tags")
         given.setdefault("tool_call_parser", "hermes")
         given.setdefault("served_model_name", ("jackfield-tiny",))
     return EngineConfig.from_options({"model": model, **given})

@@ -167,7 +167,9 @@ class _Job:
         given = self.given[number]
         if isinstance(given, str) and len(output.prompt_token_ids) == len(self.token_ids[number]):
             return given
-        return tokenizer_of(self.engine).decode(output.prompt_token_ids, skip_special_tokens=True)
+        tokenizer = tokenizer_of(self.engine)
+        # A padded vocabulary has ids without a token.
+        return tokenizer.decode([t for t in output.prompt_token_ids if t <= tokenizer.max_token_id])
 
 
 async def _all(streams: list[Any]) -> list[RequestOutput]:

@@ -20,7 +20,7 @@ def chat_logprobs(
         return {
             "token": tokenizer.token_text(token),
             "logprob": max(logprob.logprob, LOWEST),
-            "bytes": list(token_bytes(token, tokenizer)),
+            "bytes": list(tokenizer.token_bytes(token)),
         }
 
     content = []
@@ -78,19 +78,6 @@ def prompt_logprobs(
     return [None if position is None else _prompt_position(position) for position in positions]
 
 
-def token_bytes(token: int, tokenizer: Tokenizer) -> bytes:
-    """A token's own bytes, part of a character as they may be."""
-    text = tokenizer.token_text(token)
-    raw = tokenizer.backend.id_to_token(token)
-    if raw is None or text != raw or text in tokenizer.control_tokens:
-        return text.encode()
-    if len(raw) == 6 and raw.startswith("<0x") and raw.endswith(">"):
-        return bytes.fromhex(raw[3:5])
-    if all(character in _BYTE_OF for character in raw):
-        return bytes(_BYTE_OF[character] for character in raw)
-    return text.encode()
-
-
 def _prompt_position(position: PositionLogprobs) -> dict[str, Any]:
     return {
         str(token): {
@@ -104,16 +91,3 @@ def _prompt_position(position: PositionLogprobs) -> dict[str, Any]:
 
 def _ranked(position: PositionLogprobs) -> list[tuple[int, Logprob]]:
     return sorted(position.items(), key=lambda item: item[1].rank or 0)
-
-
-def _byte_alphabet() -> dict[str, int]:
-    """The characters by which byte-level vocabularies write bytes: printable Latin-1 stands for
-    itself, the other 68 bytes follow in order from U+0100."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    hidden = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {
-        chr(0x100 + number): byte for number, byte in enumerate(hidden)
-    }
-
-
-_BYTE_OF = _byte_alphabet()

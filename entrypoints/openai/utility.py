@@ -77,13 +77,9 @@ async def detokenize(request: web.Request) -> web.Response:
     engine = request.app[ENGINE]
     asked = decode(await request.read(), DetokenizeRequest)
     check_model(engine, asked.model)
-    vocab = engine.model_config.vocab_size
-    for token in asked.tokens:
-        if not 0 <= token < vocab:
-            raise InvalidRequest(
-                f"tokens: {token} is not in the vocabulary (0 to {vocab - 1})", param="tokens"
-            )
-    return reply({"prompt": tokenizer_of(engine).decode(asked.tokens, skip_special_tokens=False)})
+    tokenizer = tokenizer_of(engine)
+    tokenizer.check_ids(asked.tokens, param="tokens")
+    return reply({"prompt": tokenizer.decode(asked.tokens, skip_special_tokens=False)})
 
 
 async def health(request: web.Request) -> web.Response:

@@ -10,3 +10,4 @@ from ...core.hooks import hookimpl
 @hookimpl
 def register_reasoning_parsers(registry: Any) -> None:
     registry.add("qwen3", "jackfield.plugins.reasoning.think_tags:Qwen3Reasoning")
+    registry.add("think_tags", "jackfield.plugins.reasoning.think_tags:ThinkTagsReasoning")

@@ -1,80 +1,112 @@
-"""Thought between `<think>` and `</think>`, as Qwen3 and many others write it.
-
-Rules, the same for any cutting of the text:
-- An output that begins with `<think>` has a thought, up to `</think>` or the end.
-- Any other output is all answer; tags in the middle of it are text.
-- White space between thought and answer belongs to neither.
-"""
+"""Thought between `<think>` and `</think>`, as Qwen3 and its relatives write it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 from ...core.protocols import Content, ParserEvent, Reasoning
-from ...core.text.markers import partial_suffix
 
-OPEN, CLOSE = "<think>", "</think>"
+_OPEN, _CLOSE = "<think>", "</think>"
 
 
 class Qwen3Reasoning:
-    """The model itself writes `<think>`; an output that does not begin with it has no thought."""
+    """Splits thought from answer.
+
+    - thinking: the text begins inside the thought, whether the model writes `<think>` itself or
+      the template has opened it already. All is thought until `</think>`.
+    - not thinking (the template closed the thought): the text is the answer, unless the model
+      begins with `<think>` nevertheless.
+    - Newlines right after `<think>`, right before `</think>` and right after `</think>` belong to
+      the markup and are dropped. Everything else is passed on as it is.
+    - After `</think>` all is answer; further tags in it are text.
+    """
 
     def __init__(self, *, thinking: bool = True) -> None:
-        self._pending = ""
-        self._state = "start"
-        """start: nothing but space so far; thought; gap: space after the thought; answer."""
+        self._thinking = thinking
+        self._state: Literal["start", "opened", "thought", "closed", "answer"] = "start"
+        self._newlines = 0
+        """Newlines not passed on yet: they may belong to a tag after them."""
+        self._tag = ""
+        """What may become a tag, after those newlines."""
 
     def feed(self, text: str, token_ids: Sequence[int] = ()) -> list[ParserEvent]:
-        """→ Reasoning and Content."""
-        self._pending += text
-        return self._advance(final=False)
-
-    def finish(self) -> list[ParserEvent]:
-        """→ what was held back."""
-        return self._advance(final=True)
-
-    def _advance(self, *, final: bool) -> list[ParserEvent]:
+        """Events of the next piece of text."""
         events: list[ParserEvent] = []
-        while self._step(events, final):
-            pass
+        text = self._tag + text
+        self._tag = ""
+        if self._state == "start":
+            text = self._start(text)
+        if self._state == "opened":
+            text = text.lstrip("\n")
+            if text:
+                self._state = "thought"
+        if self._state == "thought":
+            text = self._thought(text, events)
+        if self._state == "closed":
+            text = text.lstrip("\n")
+            if text:
+                self._state = "answer"
+        if self._state == "answer" and text:
+            events.append(Content(self._take_newlines() + text))
         return events
 
-    def _step(self, events: list[ParserEvent], final: bool) -> bool:
-        """One change of state; False when more text is needed."""
-        if self._state == "start":
-            return self._begin(final)
-        if self._state == "thought":
-            return self._think(events, final)
-        if self._state == "gap":
-            self._pending = self._pending.lstrip()
-            if self._pending:
-                self._state = "answer"
-            return bool(self._pending)
-        if self._pending:
-            events.append(Content(self._pending))
-            self._pending = ""
-        return False
+    def finish(self) -> list[ParserEvent]:
+        """The text is over: what was held back is what it looks like."""
+        begun = self._state == "start"
+        if begun and self._thinking:
+            self._newlines = 0
+        rest = self._take_newlines() + self._tag
+        self._tag = ""
+        if not rest:
+            return []
+        return [Content(rest) if begun and not self._thinking else Reasoning(rest)]
 
-    def _begin(self, final: bool) -> bool:
-        begin = self._pending.lstrip()
-        if begin.startswith(OPEN):
-            self._pending = begin[len(OPEN) :]
-            self._state = "thought"
-            return True
-        if not final and OPEN.startswith(begin):
-            return False
-        self._state = "answer"
-        return True
+    def _take_newlines(self) -> str:
+        newlines, self._newlines = "\n" * self._newlines, 0
+        return newlines
 
-    def _think(self, events: list[ParserEvent], final: bool) -> bool:
-        end = self._pending.find(CLOSE)
-        if end >= 0:
-            thought, self._pending = self._pending[:end], self._pending[end + len(CLOSE) :]
-            self._state = "gap"
+    def _start(self, text: str) -> str:
+        """Look for the opening tag; returns what follows it, or "" while that is open."""
+        begun = text.lstrip("\n")
+        self._newlines += len(text) - len(begun)
+        if _OPEN.startswith(begun) and begun != _OPEN:
+            self._tag = begun
+            return ""
+        if begun.startswith(_OPEN):
+            self._state, self._newlines = "opened", 0
+            return begun[len(_OPEN) :]
+        if self._thinking:
+            self._state, self._newlines = "thought", 0
         else:
-            held = 0 if final else partial_suffix(self._pending, (CLOSE,))
-            cut = len(self._pending) - held
-            thought, self._pending = self._pending[:cut], self._pending[cut:]
+            self._state = "answer"
+        return begun
+
+    def _thought(self, text: str, events: list[ParserEvent]) -> str:
+        """Pass thought on up to the closing tag; returns what follows the tag."""
+        end = text.find(_CLOSE)
+        closed = end >= 0
+        if not closed:
+            end = _cut_tag(text)
+            self._tag = text[end:]
+        thought = text[:end].rstrip("\n")
         if thought:
-            events.append(Reasoning(thought))
-        return end >= 0
+            events.append(Reasoning(self._take_newlines() + thought))
+        self._newlines += end - len(thought)
+        if not closed:
+            return ""
+        self._state, self._newlines = "closed", 0
+        return text[end + len(_CLOSE) :]
+
+
+class ThinkTagsReasoning(Qwen3Reasoning):
+    """For models that think when they like: text is thought only where `<think>` begins it."""
+
+    def __init__(self, *, thinking: bool = True) -> None:
+        super().__init__(thinking=False)
+
+
+def _cut_tag(text: str) -> int:
+    """Where a tail begins that may be a closing tag cut short; len(text) if there is none."""
+    start = text.rfind("<", max(0, len(text) - len(_CLOSE) + 1))
+    return start if start >= 0 and _CLOSE.startswith(text[start:]) else len(text)

@@ -1,18 +1,10 @@
-"""Hermes tool calls: `<tool_call>{"name": …, "arguments": {…}}</tool_call>`.
-
-Rules, the same for any cutting of the text:
-- A call starts once its name is known and its arguments begin; arguments pass on as they stand in
-  the text, character by character. So `"name"` before `"arguments"` streams; the other way round,
-  the call comes whole when its object closes.
-- A call that has started stays a call, even when the text ends in the middle of it.
-- What never becomes a call (no name, not an object) is given back as content, markers included.
-- Text outside calls is content; white space between calls is dropped.
-"""
+"""Tool calls as `<tool_call>{"name": …, "arguments": {…}}</tool_call>`: Hermes, Qwen2.5, Qwen3."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ...core.protocols import (
@@ -22,207 +14,264 @@ from ...core.protocols import (
     ToolCallEnd,
     ToolCallStart,
 )
-from ...core.text.json_scan import JsonScanner
-from ...core.text.markers import partial_suffix
+from .json_scanner import JsonScanner
 
-OPEN, CLOSE = "<tool_call>", "</tool_call>"
+_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+_MAX_JUNK = 64
+"""Characters between a call's JSON and its closing tag that are taken for a slip and dropped."""
+_SPACE = " \t\r\n"
+_SPACES = re.compile("[ \t\r\n]+")
 
 
 class HermesToolParser:
-    """One request's parser."""
+    """Finds tool calls in the answer.
+
+    Each rule looks only at the text so far, so every cutting of the text gives the same fold:
+
+    - A call starts when its name is known and its arguments' `{` (or the object's end, for a call
+      without arguments) is reached; keys may come in either order. The arguments are the source
+      text of the object, handed on as it arrives.
+    - A call that goes wrong before it starts is content, tag included. One that goes wrong after
+      ends where it broke, and the rest is content. One that the end of the text cuts off has
+      started, and has no end.
+    - A missing closing tag is tolerated; up to 64 characters between JSON and tag are dropped.
+    - Whitespace next to calls is content only where it stands between two other contents.
+    """
 
     def __init__(self, *, tools: Sequence[Mapping[str, Any]] = ()) -> None:
-        self._text = ""
-        """Outside calls: what is not decided yet."""
+        self._state: Callable[[], bool] = self._text
+        self._buffer = ""
+        self._at = 0
+        """Where the undecided text begins in `_buffer`."""
+        self._events: list[ParserEvent] = []
+        self._calls = 0
+        self._said = False
+        """Whether content was passed on."""
+        self._spaces: list[str] = []
+        """Whitespace that may yet stand between contents."""
+        self._gap: list[str] = []
+        """Whitespace after a call's JSON, while its closing tag may follow."""
         self._call: _Call | None = None
-        self._count = 0
 
     def feed(self, text: str, token_ids: Sequence[int] = ()) -> list[ParserEvent]:
-        """→ Content and tool-call events."""
-        events: list[ParserEvent] = []
-        while text or self._text:
-            if self._call is not None:
-                text = self._in_call(text, events)
-                if not text:
-                    break
-                continue
-            self._text, text = self._text + text, ""
-            begin = self._text.find(OPEN)
-            if begin < 0:
-                self._release(partial_suffix(self._text, (OPEN,)), events)
-                break
-            text = self._text[begin + len(OPEN) :]
-            self._text = self._text[:begin]
-            self._flush(events, between=True)
-            self._call = _Call(self._count)
-        return events
+        """Events of the next piece of text."""
+        self._events = []
+        self._buffer = self._buffer[self._at :] + text
+        self._at = 0
+        while self._at < len(self._buffer) and self._state():
+            pass
+        return self._events
 
     def finish(self) -> list[ParserEvent]:
-        """→ what was held back."""
-        events: list[ParserEvent] = []
-        if self._call is not None:
-            if not self._call.started:
-                events.append(Content(OPEN + self._call.raw))
-            self._call.close(events)
-            self._call = None
-        self._flush(events, between=self._count > 0)
-        return events
+        """The text is over: what was held back and is no call is content."""
+        self._events = []
+        if self._call is not None and not self._call.started:
+            self._say("".join(self._call.source))
+        self._spaces += self._gap
+        self._say(self._buffer[self._at :])
+        if not self._calls and (self._call is None or not self._call.started):
+            self._pass_on(self._spaces)
+        self._buffer, self._at, self._spaces, self._gap, self._call = "", 0, [], [], None
+        return self._events
 
-    def _in_call(self, text: str, events: list[ParserEvent]) -> str:
-        """Feed the open call; → the text after it, empty while it is open."""
+    # Each state moves `_at` over what it can decide; True: go on with the rest.
+
+    def _text(self) -> bool:
+        """Outside calls."""
+        start = self._buffer.find(_OPEN, self._at)
+        if start < 0:
+            safe = _cut_tag(self._buffer, self._at)
+            self._say(self._buffer[self._at : safe])
+            self._at = safe
+            return False
+        self._say(self._buffer[self._at : start])
+        self._at = start + len(_OPEN)
+        self._call = _Call(self._calls)
+        self._state = self._object
+        return True
+
+    def _object(self) -> bool:
+        """Inside a call's JSON."""
         call = self._call
         assert call is not None
-        rest = call.feed(text, events)
-        if rest is None:
-            return ""
-        if call.started:
-            self._count += 1
-        else:
-            events.append(Content(OPEN + call.raw))
+        self._at, status = call.feed(self._buffer, self._at, self._events)
+        if status == "more":
+            return False
         self._call = None
-        return rest
+        if not call.started:
+            self._say("".join(call.source))
+            self._state = self._text
+            return True
+        self._calls += 1
+        self._events.append(ToolCallEnd(call.index))
+        self._state = self._closing
+        return True
 
-    def _release(self, held: int, events: list[ParserEvent]) -> None:
-        """Give out text that can no longer begin a marker; white space waits for what follows."""
-        cut = len(self._text) - held
-        ready = self._text[:cut].rstrip()
-        if ready:
-            events.append(Content(ready))
-            self._text = self._text[len(ready) :]
+    def _closing(self) -> bool:
+        """Between a call's JSON and its closing tag."""
+        spaces = _SPACES.match(self._buffer, self._at)
+        if spaces is not None:
+            self._gap.append(spaces[0])
+            self._at = spaces.end()
+        end = self._buffer.find(_CLOSE, self._at, self._at + _MAX_JUNK + len(_CLOSE))
+        opening = self._buffer.find(_OPEN, self._at, self._at + _MAX_JUNK + len(_OPEN))
+        if end >= 0 and not 0 <= opening < end:
+            self._at = end + len(_CLOSE)
+        elif opening < 0 and len(self._buffer) - self._at < _MAX_JUNK + len(_CLOSE):
+            return False
+        else:
+            self._spaces += self._gap
+        self._gap = []
+        self._state = self._text
+        return True
 
-    def _flush(self, events: list[ParserEvent], *, between: bool) -> None:
-        """Text before a call, or at the end."""
-        text, self._text = self._text, ""
-        if text.strip() or (text and not between):
-            events.append(Content(text.rstrip() if between else text))
+    def _say(self, text: str) -> None:
+        """Pass content on, whitespace next to calls only once it stands between contents."""
+        if not text:
+            return
+        bare = text.strip(_SPACE)
+        if not bare:
+            self._spaces.append(text)
+            return
+        begin = len(text) - len(text.lstrip(_SPACE))
+        if self._said or not self._calls:
+            self._pass_on([*self._spaces, text[: begin + len(bare)]])
+        else:
+            self._pass_on([bare])
+        self._said = True
+        self._spaces = [text[begin + len(bare) :]]
+
+    def _pass_on(self, parts: Sequence[str]) -> None:
+        text = "".join(parts)
+        if text:
+            self._events.append(Content(text))
 
 
 class _Call:
-    """The text of one call, from after its opening marker."""
+    """One call's JSON object, key by key. Fed text is consumed up to what it can decide."""
 
     def __init__(self, index: int) -> None:
         self.index = index
-        self.raw = ""
         self.started = False
-        self._scan = JsonScanner()
-        self._parts: list[str] = []
-        self._position = 0
-        self._string_start = -1
-        self._key: str | None = None
-        self._expects_value = False
-        self._name: str | None = None
-        self._arguments: tuple[int, int | None] | None = None
-        """Where the arguments' text begins and ends in `raw`, once known."""
-        self._sent = 0
-        self._object = False
-        """The call's object has begun."""
-        self._waiting = False
-        """The text ends in what may become the closing marker."""
+        self.source: list[str] = [_OPEN]
+        """All consumed text, until the call has started."""
+        self._name = ""
+        self._arguments: list[str] | None = None
+        """Source text of arguments that came before the name."""
+        self._keys: set[str] = set()
+        self._place = "open"
+        self._scanner = JsonScanner()
+        self._token: list[str] = []
+        self._key = ""
 
-    def feed(self, text: str, events: list[ParserEvent]) -> str | None:
-        """→ None while the call is open, else the text after it."""
-        self.raw += text
-        while self._position < len(self.raw):
-            if self._scan.done or not self._object:
-                stop = self._outside()
-                if stop is not None:
-                    self._send(events, final=True)
-                    rest = self.raw[stop:]
-                    self.raw = self.raw[:stop]
-                    return rest
-                if self._waiting:
-                    break
+    def feed(self, text: str, position: int, events: list[ParserEvent]) -> tuple[int, str]:
+        """Consume `text` from `position` → (where it stopped, "more", "done" or "bad")."""
+        status = "more"
+        while position < len(text) and status == "more":
+            if self._place == "scalar":
+                position, status = self._value(text, position, events)
                 continue
-            self._inside()
-        self._send(events, final=False)
-        return None
+            char = text[position]
+            if char not in _SPACE:
+                status = self._punctuation(char, events)
+                if status == "bad":
+                    break
+                if self._place == "scalar":
+                    continue
+            position += 1
+            self._keep(char)
+        return position, status
 
-    def close(self, events: list[ParserEvent]) -> None:
-        """The output ends here: a call whose object is complete lacks only its marker."""
-        if self.started and self._scan.done:
-            self._send(events, final=True)
-
-    def _outside(self) -> int | None:
-        """Before the object, or after it: white space and the closing marker. → where the call
-        ends, or None."""
-        self._waiting = False
-        tail = self.raw[self._position :]
-        stripped = tail.lstrip()
-        if not stripped:
-            self._position = len(self.raw)
-            return None
-        begin = len(self.raw) - len(stripped)
-        if stripped.startswith(CLOSE):
-            return begin + len(CLOSE)
-        if CLOSE.startswith(stripped):
-            self._position, self._waiting = begin, True
-            return None
-        if not self._object and stripped[0] == "{":
-            self._object = True
-            self._position = begin
-            return None
-        return begin
-
-    def _inside(self) -> None:
-        """One character of the object."""
-        place, character = self._position, self.raw[self._position]
-        was_string = self._scan.in_string
-        depth = self._scan.depth
-        self._scan.feed(character)
-        self._position += 1
-        if depth == 1 and self._scan.in_string and not was_string:
-            self._string_start = place
-            if self._expects_value and self._key == "arguments":
-                self._arguments = (place, None)
-        elif depth == 1 and was_string and not self._scan.in_string:
-            self._string_ended(place)
-        elif depth == 1 and not was_string:
-            self._between(place, character)
-        elif depth == 2 and self._scan.depth == 1 and self._open_arguments():
-            assert self._arguments is not None
-            self._arguments = (self._arguments[0], place + 1)
-
-    def _string_ended(self, place: int) -> None:
-        try:
-            value = json.loads(self.raw[self._string_start : place + 1], strict=False)
-        except ValueError:
-            value = self.raw[self._string_start + 1 : place]
-        if not self._expects_value:
-            self._key = value
-        elif self._key == "name" and self._name is None:
-            self._name = value
-        elif self._key == "arguments" and self._open_arguments():
-            self._arguments = (self._string_start, place + 1)
-
-    def _between(self, place: int, character: str) -> None:
-        if character == ":":
-            self._expects_value = True
-        elif character == "," or character == "}":
-            self._expects_value = False
-        elif character == "{" and self._expects_value and self._key == "arguments":
-            if self._arguments is None:
-                self._arguments = (place, None)
-
-    def _open_arguments(self) -> bool:
-        return self._arguments is not None and self._arguments[1] is None
-
-    def _send(self, events: list[ParserEvent], *, final: bool) -> None:
-        """Pass on what is certain."""
-        if not self.started and self._name:
-            if self._arguments is None and not (self._scan.done and self._object):
-                return
-            self.started = True
-            events.append(ToolCallStart(self.index, self._name))
-            self._sent = self._arguments[0] if self._arguments else 0
+    def _keep(self, text: str) -> None:
         if not self.started:
-            return
-        if self._arguments is not None:
-            end = self._arguments[1]
-            upto = self._position if end is None else end
-            if upto > self._sent:
-                events.append(ToolCallArguments(self.index, self.raw[self._sent : upto]))
-                self._sent = upto
-        if final:
-            if self._arguments is None:
-                events.append(ToolCallArguments(self.index, "{}"))
-            events.append(ToolCallEnd(self.index))
+            self.source.append(text)
+
+    def _punctuation(self, char: str, events: list[ParserEvent]) -> str:
+        """A character between keys and values."""
+        place = self._place
+        if place == "open" and char == "{":
+            self._place = "firstkey"
+        elif place in ("key", "firstkey") and char == '"':
+            self._begin_value("")
+        elif place == "colon" and char == ":":
+            self._place = "value"
+        elif place == "value" and (self._key != "arguments" or char == "{"):
+            if self._key == "name" and char != '"':
+                return "bad"
+            key = self._key
+            self._begin_value(key)
+            if key == "arguments" and self._name:
+                self._start(events)
+        elif place == "comma" and char == ",":
+            self._place = "key"
+        elif place in ("comma", "firstkey") and char == "}":
+            return self._end(events)
+        else:
+            return "bad"
+        return "more"
+
+    def _begin_value(self, key: str) -> None:
+        self._key, self._place = key, "scalar"
+        self._scanner, self._token = JsonScanner(), []
+
+    def _value(self, text: str, position: int, events: list[ParserEvent]) -> tuple[int, str]:
+        """Inside a key ("" in `_key`) or a value."""
+        status, end = self._scanner.scan(text, position)
+        piece = text[position:end]
+        self._keep(piece)
+        if self._key == "arguments" and self.started:
+            if piece:
+                events.append(ToolCallArguments(self.index, piece))
+        elif self._key in ("", "name", "arguments"):
+            self._token.append(piece)
+        if status != "done":
+            return end, status
+        key = self._key
+        if key == "arguments":
+            self._place = "comma"
+            if not self.started:
+                self._arguments = self._token
+            return end, "more"
+        if key in ("", "name"):
+            value = _string("".join(self._token))
+            if not value or (key == "" and value in self._keys):
+                return end, "bad"
+            if key == "":
+                self._keys.add(value)
+                self._key, self._place = value, "colon"
+                return end, "more"
+            self._name = value
+            if self._arguments is not None:
+                self._start(events)
+                events.append(ToolCallArguments(self.index, "".join(self._arguments)))
+        self._place = "comma"
+        return end, "more"
+
+    def _start(self, events: list[ParserEvent]) -> None:
+        self.started = True
+        self.source = []
+        events.append(ToolCallStart(self.index, self._name))
+
+    def _end(self, events: list[ParserEvent]) -> str:
+        """The object's closing brace."""
+        if not self._name:
+            return "bad"
+        if not self.started:
+            self._start(events)
+            events.append(ToolCallArguments(self.index, "{}"))
+        return "done"
+
+
+def _string(source: str) -> str | None:
+    """The value of a JSON string; None where it is none (a raw lone surrogate escape is kept)."""
+    try:
+        value = json.loads(source, strict=False)
+    except ValueError:
+        return None
+    return value if isinstance(value, str) else None
+
+
+def _cut_tag(text: str, begin: int) -> int:
+    """Where, from `begin`, a tail begins that may become an opening tag; len(text) if nowhere."""
+    start = text.rfind("<", max(begin, len(text) - len(_OPEN) + 1))
+    return start if start >= 0 and _OPEN.startswith(text[start:]) else len(text)

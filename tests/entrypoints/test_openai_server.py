@@ -48,7 +48,7 @@ class Server:
     async def _start(self, options: ServerOptions) -> None:
         config = EngineConfig(
             served_model_name=("tiny", "alias"),
-            reasoning_parser="qwen3",
+            reasoning_parser="think_tags",
             tool_call_parser="hermes",
             max_num_seqs=32,
         )

@@ -1,0 +1,125 @@
+"""Keeps typed control tokens plain: `<|im_end|>` in a user's text is text, in a template a token.
+
+`ControlTokens.mark` breaks what a user typed apart with a Unicode noncharacter before rendering,
+and `encode_marked` encodes the rendered text: control tokens that stand unbroken are the
+template's own. It does so with a twin of the tokenizer in which control tokens have other names,
+so that pieces, normalization and the tokens' own rules stay exactly the tokenizer's.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from tokenizers import Tokenizer as Backend
+
+MARK = "\ufdd0"
+"""Stands after the first character of a control token that a user typed."""
+_TWIN = "\ufdd1"
+"""Begins a control token's name in the twin tokenizer."""
+_SHOWN = str.maketrans({MARK: "\ufffd", _TWIN: "\ufffd"})
+
+
+class ControlTokens:
+    """The strings of one tokenizer that a user's text must not turn into tokens."""
+
+    def __init__(self, backend: Any, contents: Iterable[str]) -> None:
+        """backend: a `tokenizers.Tokenizer`; contents: control tokens, as written."""
+        self._backend = backend
+        self.contents = frozenset(text for text in contents if text)
+        self._longest = max(map(len, self.contents), default=0)
+        pattern = _any_of(self.contents)
+        self._typed = re.compile(f"(?={pattern})(.)", re.DOTALL)
+        self._standing = re.compile(f"(?:{pattern})(?!{MARK})")
+
+    def mark(self, text: str) -> str:
+        """`text` with each control token in it (or cut off at its end) broken by `MARK`."""
+        if not self.contents:
+            return text
+        cut = self._tail_start(text)
+        if cut is None and self._typed.search(text) is None:
+            return text
+        if cut is not None:
+            head, tail = text[:cut].translate(_SHOWN), text[cut:].translate(_SHOWN)
+            text = f"{head}{tail[0]}{MARK}{tail[1:]}"
+        else:
+            text = text.translate(_SHOWN)
+        return self._typed.sub(rf"\1{MARK}", text)
+
+    def _tail_start(self, text: str) -> int | None:
+        """Where a control token begins that the end of `text` cuts off."""
+        for start in range(max(0, len(text) - self._longest + 1), len(text)):
+            tail = text[start:]
+            if tail[0] in self._first and any(c.startswith(tail) for c in self.contents):
+                return start
+        return None
+
+    @functools.cached_property
+    def _first(self) -> frozenset[str]:
+        return frozenset(content[0] for content in self.contents)
+
+    def encode_marked(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        """Token ids of a rendered text: unbroken control tokens are tokens, broken ones text."""
+        twin, names = self._twin
+        named = self._standing.sub(lambda found: _TWIN + found[0], text).replace(MARK, "")
+        ids = twin.encode(named, add_special_tokens=add_special_tokens).ids
+        return [names.get(token, token) for token in ids]
+
+    def encode_plain(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Token ids of `text`, in which nothing becomes a control token."""
+        twin, names = self._twin
+        encoded = twin.encode(text.translate(_SHOWN), add_special_tokens=add_special_tokens)
+        return [names.get(token, token) for token in encoded.ids]
+
+    @functools.cached_property
+    def _twin(self) -> tuple[Any, dict[int, int]]:
+        """The tokenizer with renamed control tokens, and its ids of them → the real ones."""
+        spec = json.loads(self._backend.to_str())
+        for token in spec["added_tokens"]:
+            if token["content"] in self.contents:
+                token["content"] = _TWIN + token["content"]
+        model = spec["model"]
+        vocabulary = model.get("vocab")
+        if isinstance(vocabulary, dict):
+            model["vocab"] = {self._twin_name(name): rank for name, rank in vocabulary.items()}
+        elif isinstance(vocabulary, list):
+            model["vocab"] = [[self._twin_name(name), score] for name, score in vocabulary]
+        if isinstance(model.get("unk_token"), str):
+            model["unk_token"] = self._twin_name(model["unk_token"])
+        twin = Backend.from_str(json.dumps(spec))
+        names = {}
+        for content in self.contents:
+            theirs, ours = twin.token_to_id(_TWIN + content), self._backend.token_to_id(content)
+            if theirs is not None and ours is not None and theirs != ours:
+                names[theirs] = ours
+        return twin, names
+
+    def _twin_name(self, name: str) -> str:
+        return _TWIN + name if name in self.contents else name
+
+
+def _any_of(words: Iterable[str]) -> str:
+    """A pattern for the longest of `words` at a place, shaped as a trie: no backtracking search."""
+    root: dict[str, Any] = {}
+    for word in words:
+        node = root
+        for char in word:
+            node = node.setdefault(char, {})
+        node[""] = {}
+    return _pattern(root) if root else "(?!)"
+
+
+def _pattern(node: dict[str, Any]) -> str:
+    branches = []
+    for char, child in node.items():
+        if not char:
+            continue
+        prefix = char
+        while len(child) == 1 and "" not in child:
+            [(char, child)] = child.items()
+            prefix += char
+        branches.append(re.escape(prefix) + (_pattern(child) if set(child) != {""} else ""))
+    return f"(?:{'|'.join(branches)})" + ("?" if "" in node else "")

@@ -1,0 +1,79 @@
+"""How a vocabulary's tokens become bytes, for the decoders where text is the tokens' bytes joined.
+
+Byte-level BPE and SentencePiece with byte fallback are such: a token's bytes do not depend on its
+neighbours, so decoding is a join and one UTF-8 decoding, and streaming is the same decoding cut
+into pieces. Other decoders (WordPiece, Metaspace, none at all) have no byte table.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """The printable stand-in of each byte in byte-level vocabularies (as GPT-2 defined it)."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    alphabet = {chr(byte): byte for byte in printable}
+    others = (byte for byte in range(256) if byte not in set(printable))
+    alphabet.update({chr(256 + rank): byte for rank, byte in enumerate(others)})
+    return alphabet
+
+
+ALPHABET = _byte_level_alphabet()
+
+
+class BytePieces(msgspec.Struct, frozen=True):
+    """A decoder that maps each token to bytes on its own."""
+
+    byte_level: bool
+    """Characters of a token stand for bytes; else a token is text, or `<0xNN>` for one byte."""
+    replacements: tuple[tuple[str, str], ...] = ()
+    """(found in a token, put in its place), in order."""
+    strip_start: int = 0
+    """Leading spaces taken off the whole text, at most so many."""
+
+    def bytes_of(self, token: str) -> bytes:
+        """The bytes that `token` (as written in the vocabulary) adds to a text."""
+        if self.byte_level:
+            try:
+                return bytes([ALPHABET[char] for char in token])
+            except KeyError:
+                return token.encode("utf-8", "replace")
+        for found, instead in self.replacements:
+            token = token.replace(found, instead)
+        if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+            try:
+                return bytes([int(token[3:5], 16)])
+            except ValueError:
+                pass
+        return token.encode("utf-8", "replace")
+
+
+def byte_pieces(decoder: Any) -> BytePieces | None:
+    """Read a `tokenizers` decoder; None where tokens do not map to bytes one by one."""
+    if decoder is None:
+        return None
+    spec = json.loads(decoder.__getstate__())
+    parts = spec["decoders"] if spec["type"] == "Sequence" else [spec]
+    if [part["type"] for part in parts] == ["ByteLevel"]:
+        return BytePieces(byte_level=True)
+    replacements: list[tuple[str, str]] = []
+    seen: list[str] = []
+    strip_start = 0
+    for part in parts:
+        kind = part["type"]
+        if kind == "Replace" and not seen and "String" in part["pattern"]:
+            replacements.append((part["pattern"]["String"], part["content"]))
+            continue
+        strips = kind == "Strip" and part["content"] == " " and part["stop"] == 0
+        if strips and seen == ["ByteFallback", "Fuse"]:
+            strip_start = part["start"]
+        elif kind not in ("ByteFallback", "Fuse"):
+            return None
+        seen.append(kind)
+    if "ByteFallback" not in seen:
+        return None
+    return BytePieces(byte_level=False, replacements=tuple(replacements), strip_start=strip_start)

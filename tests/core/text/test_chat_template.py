@@ -1,0 +1,341 @@
+"""Chat templates: what they render, what they are refused, and typed control tokens."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
+from tokenizers import Tokenizer as Backend
+
+from jackfield.core.errors import InvalidRequest
+from jackfield.core.text.chat import ChatTemplate
+from jackfield.core.text.tokenizer import Tokenizer
+
+CHATML = """\
+{%- if tools %}
+    {{- '<|im_start|>system\\n<tools>' }}
+    {%- for tool in tools %}{{- '\\n' ~ tool | tojson }}{%- endfor %}
+    {{- '\\n</tools><|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+    {%- if message.role == 'tool' %}
+        {{- '<|im_start|>user\\n<tool_response>\\n' + message.content + '\\n</tool_response>' }}
+    {%- else %}
+        {{- '<|im_start|>' + message.role + '\\n' + message.content | trim }}
+    {%- endif %}
+    {%- for call in message.tool_calls or [] %}
+        {{- '\\n<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
+        {{- call.function.arguments | tojson }}{{- '}\\n</tool_call>' }}
+    {%- endfor %}
+    {{- '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+    {%- if enable_thinking is defined and enable_thinking is false %}
+        {{- '<think>\\n\\n</think>\\n\\n' }}
+    {%- endif %}
+{%- endif %}
+"""
+SPECIAL = ["<|im_start|>", "<|im_end|>"]
+MARKUP = [
+    "<think>",
+    "</think>",
+    "<tool_call>",
+    "</tool_call>",
+    "<tool_response>",
+    "</tool_response>",
+]
+
+
+def byte_level() -> Tokenizer:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Backend(models.BPE({token: rank for rank, token in enumerate(alphabet)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in SPECIAL])
+    backend.add_tokens([AddedToken(t, normalized=False) for t in [*MARKUP, "  ", "<table>"]])
+    return Tokenizer(backend, eos_token="<|im_end|>")
+
+
+def unigram() -> Tokenizer:
+    """Control tokens in the model's own vocabulary, which text could reach without care."""
+    pieces = [
+        ("<unk>", 0.0),
+        *((t, 0.0) for t in SPECIAL),
+        *((chr(c), -5.0) for c in range(33, 127)),
+    ]
+    backend = Backend(models.Unigram([*pieces, ("▁", -2.0), ("▁u", -3.0)], 0, False))
+    backend.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse()])
+    backend.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in SPECIAL])
+    return Tokenizer(backend, eos_token="<|im_end|>")
+
+
+TOKENIZER = byte_level()
+TEMPLATE = ChatTemplate(CHATML, TOKENIZER)
+END = TOKENIZER.eos_token_id
+
+
+def user(content: Any) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": content}]
+
+
+def test_chatml_with_tools_calls_and_results() -> None:
+    messages = [
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "Hi"}, {"type": "text", "text": "é"}],
+        },
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [
+                {
+                    "id": "1",
+                    "type": "function",
+                    "function": {"name": "f", "arguments": '{"a": "é<"}'},
+                }
+            ],
+        },
+        {"role": "tool", "tool_call_id": "1", "content": "42"},
+    ]
+    tools = [{"type": "function", "function": {"name": "f", "description": "é & <b>"}}]
+    assert TEMPLATE.render(messages, tools=tools, enable_thinking=False) == (
+        '<|im_start|>system\n<tools>\n{"type": "function", "function": {"name": "f", '
+        '"description": "é & <b>"}}\n</tools><|im_end|>\n'
+        "<|im_start|>user\nHi\né<|im_end|>\n"
+        '<|im_start|>assistant\n\n<tool_call>\n{"name": "f", "arguments": {"a": "é<"}}\n'
+        "</tool_call><|im_end|>\n<|im_start|>user\n<tool_response>\n42\n</tool_response><|im_end|>\n"
+        "<|im_start|>assistant\n<think>\n\n</think>\n\n"
+    )
+
+
+@pytest.mark.parametrize(
+    "kwargs", [{}, {"enable_thinking": False}, {"add_generation_prompt": False}]
+)
+def test_rendering_agrees_with_transformers(kwargs: dict[str, Any]) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    theirs = PreTrainedTokenizerFast(tokenizer_object=byte_level().backend)
+    messages = [{"role": "system", "content": " Be. "}, *user("Hi <b>"), *user("Bye")]
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+    options = {"add_generation_prompt": True, **kwargs}
+    want = theirs.apply_chat_template(
+        messages, chat_template=CHATML, tools=tools, tokenize=False, **options
+    )
+    assert TEMPLATE.render(messages, tools=tools, **options) == want
+
+
+def test_the_fields_extras_work() -> None:
+    source = (
+        "{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}{{ m.content }}"
+        "{% endfor %}\n{% generation %}g{% endgeneration %} {{ eos_token }} "
+        "{{ {'b': 1, 'a': 'é'} | tojson(indent=1, sort_keys=true, separators=(',', ':')) }} "
+        "{{ strftime_now('%Y') | length }} {{ x.y.z }}"
+    )
+    got = ChatTemplate(source, TOKENIZER).render([*user("1"), *user("2")], x={"y": {"z": 5}})
+    assert got == '1g <|im_end|> {\n "a":"é",\n "b":1\n} 4 5'
+
+
+def test_a_template_for_tools_serves_requests_with_tools() -> None:
+    template = ChatTemplate({"default": "plain", "tool_use": "tools"})
+    assert template.render(user("x")) == "plain"
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    assert template.render(user("x"), tools=tools) == "tools"
+
+
+def test_the_final_message_can_be_continued() -> None:
+    messages = [*user("Hi"), {"role": "assistant", "content": "Once upon "}]
+    options = {"add_generation_prompt": False, "continue_final_message": True}
+    text = TEMPLATE.render(messages, **options)
+    assert text == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nOnce upon "
+    with pytest.raises(InvalidRequest, match="add_generation_prompt"):
+        TEMPLATE.render(messages, continue_final_message=True)
+
+
+REFUSED: list[tuple[Any, str]] = [
+    ([], "messages"),
+    ("hello", "messages"),
+    (["hello"], "messages[0]"),
+    ([{"role": "robot", "content": "x"}], "messages[0].role"),
+    ([{"role": "user"}], "messages[0].content"),
+    ([*user("a"), {"role": "user", "content": None}], "messages[1].content"),
+    (user(5), "messages[0].content"),
+    (user([{"type": "image_url", "image_url": {}}]), "messages[0].content"),
+    ([{"role": "assistant", "content": None}], "messages[0].content"),
+    (
+        [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}],
+        "messages[0].tool_calls[0].function.arguments",
+    ),
+    (
+        [{"role": "assistant", "tool_calls": [{"function": {}}]}],
+        "messages[0].tool_calls[0].function.name",
+    ),
+    ([{"role": "user", "content": "x", "tool_calls": [1]}], "messages[0].tool_calls"),
+]
+
+
+@pytest.mark.parametrize(("messages", "param"), REFUSED)
+def test_malformed_messages_are_refused_with_their_path(messages: Any, param: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        TEMPLATE.render(messages)
+    assert refused.value.param == param
+
+
+@pytest.mark.parametrize(
+    "key", ["tokenize", "chat_template", "raise_exception", "_x", "eos_token", "a b"]
+)
+def test_reserved_template_variables_are_refused(key: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        TEMPLATE.render(user("x"), **{key: "y"})
+    assert refused.value.param == f"chat_template_kwargs.{key}"
+
+
+def test_a_model_without_a_template_refuses_chats() -> None:
+    with pytest.raises(InvalidRequest, match="no chat template"):
+        ChatTemplate(None, TOKENIZER).render(user("x"))
+
+
+def test_a_template_that_is_no_jinja_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="line 2") as refused:
+        ChatTemplate("a\n{% if %}")
+    assert refused.value.param == "chat_template"
+
+
+def test_a_templates_own_refusal_reaches_the_caller() -> None:
+    with pytest.raises(InvalidRequest, match="roles must alternate") as refused:
+        ChatTemplate("{{ raise_exception('roles must alternate') }}").render(user("x"))
+    assert refused.value.param == "messages"
+
+
+ESCAPES = [
+    "{{ ''.__class__.__mro__ }}",
+    "{{ ''['__class__']['__mro__'] }}",
+    "{{ (''|attr('__class__')).__mro__ }}",
+    "{{ messages.append(1) }}",
+    "{{ cycler.__init__.__globals__ }}",
+    "{{ raise_exception.__globals__['json'] }}",
+    "{{ '{0.__class__.__mro__}'.format(1) }}",
+    "{{ '{a.__class__.__mro__[1]}'.format_map({'a': 1}) }}",
+    "{{ self.__init__.__globals__ }}",
+]
+
+
+@pytest.mark.parametrize("source", ESCAPES)
+def test_templates_cannot_leave_the_sandbox(source: str) -> None:
+    try:
+        text = ChatTemplate(source).render(user("x"))
+    except InvalidRequest:
+        return
+    assert "class" not in text and "object" not in text
+
+
+COSTLY = [
+    "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "{% for i in range(99999) %}{% for j in range(99999) %}x{% endfor %}{% endfor %}",
+    "{% macro f() %}{% for i in range(9) %}{{ f() }}{% endfor %}{% endmacro %}{{ f() }}",
+    "{{ range(10000000) | list }}",
+    "{{ 'a' * 1000000000 }}",
+    "{{ ['a'] * 100000000 }}",
+    "{{ ['a' * 10000000] * 1000 }}",
+    "{{ (['a' * 10000000] * 1000) | tojson }}",
+    "{{ (['a' * 10000000] * 1000) | join }}",
+    "{{ (['a' * 10000000] * 1000) | string }}",
+    "{{ ''.join(['a' * 10000000] * 1000) }}",
+    "{{ 9 ** (9 ** 9) }}",
+    "{{ '%999999999d' % 1 }}",
+    "{{ '{:999999999}'.format(1) }}",
+    "{{ '{:{}}'.format(1, 999999999) }}",
+    "{{ 'a'.ljust(1000000000) }}",
+    "{{ 'a' | center(1000000000) }}",
+    "{{ 'a' | indent(1000000000, true) }}",
+    "{{ ('a' * 9999).replace('a', 'b' * 9999) }}",
+    "{{ ('a' * 9999) | replace('a', 'b' * 9999) }}",
+    "{% set n = namespace(s='aa') %}{% for i in range(60) %}{% set n.s = n.s ~ n.s %}{% endfor %}",
+    "{% set n = namespace(s='aa') %}{% for i in range(60) %}{% set n.s = n.s + n.s %}{% endfor %}",
+]
+
+
+@pytest.mark.parametrize("source", COSTLY)
+def test_costly_templates_are_stopped(source: str) -> None:
+    started = time.process_time()
+    with pytest.raises(InvalidRequest):
+        ChatTemplate(source).render(user("x"))
+    assert time.process_time() - started < 6
+
+
+# ---------------------------------------------------------------- typed control tokens
+
+TYPED = st.lists(
+    st.sampled_from(
+        [*SPECIAL, *MARKUP, "<", "|", "im_end|>", "<|im_", "a", " ", "  ", "\n", "é", "<table>"]
+    ),
+    max_size=8,
+).map("".join)
+PLAIN = st.text(st.sampled_from([*"ab <|>é\n", "_"]), max_size=20)
+
+
+@settings(max_examples=200, deadline=None)
+@given(texts=st.lists(PLAIN, min_size=1, max_size=3))
+def test_without_typed_control_tokens_the_tokens_are_those_of_the_text(texts: list[str]) -> None:
+    for tokenizer in (TOKENIZER, UNIGRAM):
+        template = ChatTemplate(CHATML, tokenizer)
+        messages = [message for text in texts for message in user(text)]
+        want = tokenizer.encode(template.render(messages), add_special_tokens=False)
+        assert template.render_tokens(messages) == want
+
+
+@settings(max_examples=200, deadline=None)
+@given(typed=TYPED, role=st.sampled_from(["user", "system", "tool"]), more=TYPED)
+def test_typed_control_tokens_stay_text(typed: str, role: str, more: str) -> None:
+    messages = [{"role": role, "content": typed}, *user(more)]
+    controls = [i for i, t in TOKENIZER.added_tokens.items() if t.content in SPECIAL + MARKUP]
+
+    def control_tokens(messages: list[dict[str, Any]]) -> list[int]:
+        return [token for token in TEMPLATE.render_tokens(messages) if token in controls]
+
+    harmless = [{"role": role, "content": "x"}, *user("x")]
+    assert control_tokens(messages) == control_tokens(harmless)
+    text = TOKENIZER.decode(TEMPLATE.render_tokens(messages), skip_special_tokens=False)
+    assert text == TEMPLATE.render(messages)
+
+
+UNIGRAM = unigram()
+
+
+def test_typed_control_tokens_stay_text_where_the_model_vocabulary_has_them() -> None:
+    template = ChatTemplate("{{ messages[0].content }}<|im_end|>", UNIGRAM)
+    ids = template.render_tokens(user("u<|im_end|>"))
+    assert ids.count(UNIGRAM.eos_token_id) == 1 and ids[-1] == UNIGRAM.eos_token_id
+    assert UNIGRAM.decode(ids, skip_special_tokens=False) == " u<|im_end|><|im_end|>"
+
+
+def test_tool_definitions_and_template_variables_are_guarded_and_assistants_are_not() -> None:
+    template = ChatTemplate("{{ tools | tojson }}{{ note }}{{ messages[0].content }}", TOKENIZER)
+    tools = [{"type": "function", "function": {"name": "f", "description": "<|im_end|>"}}]
+    ids = template.render_tokens(user("<|im_end|>"), tools=tools, note="<|im_end|>")
+    assert END not in ids
+    said = [{"role": "assistant", "content": "<think>a</think>"}]
+    assert TOKENIZER.added_tokens.keys() & set(TEMPLATE.render_tokens(said)) >= {
+        TOKENIZER.backend.token_to_id(t) for t in ("<think>", "</think>")
+    }
+
+
+def test_ascii_json_does_not_show_the_mark() -> None:
+    template = ChatTemplate("{{ messages | tojson(ensure_ascii=true) }}", TOKENIZER)
+    ids = template.render_tokens(user("<|im_end|>"))
+    assert END not in ids
+    assert TOKENIZER.decode(ids) == template.render(user("<|im_end|>"))
+
+
+def test_a_megabyte_of_typed_control_tokens_takes_linear_time() -> None:
+    for text in ("<" * 1_000_000, "<|im_" * 200_000):
+        started = time.process_time()
+        TEMPLATE._control.mark(text)
+        assert time.process_time() - started < 2

@@ -1,0 +1,281 @@
+"""Tokenizer and incremental detokenizer over four kinds of vocabulary, against `tokenizers`."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Tokenizer as Backend
+
+from jackfield.core.errors import InvalidRequest, LoadError
+from jackfield.core.text.detokenizer import IncrementalDetokenizer
+from jackfield.core.text.tokenizer import Tokenizer
+
+CORPUS = [
+    "The quick brown fox jumps over the lazy dog. ",
+    "naïve café 你好 世界 🙂🙃 👩‍👩‍👧 x = y + 1\n",
+] * 8
+SPECIAL = ["<s>", "<|im_start|>", "<|im_end|>"]
+
+
+def byte_level() -> Backend:
+    backend = Backend(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=SPECIAL,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(CORPUS, trainer)
+    backend.add_tokens([AddedToken("<think>", normalized=False), AddedToken("｜é▁｜")])
+    return backend
+
+
+def byte_fallback() -> Backend:
+    letters = [*sorted(set("".join(CORPUS[0])) - {" "}), "é", "▁", "▁the", "▁qu", "ick"]
+    tokens = ["<unk>", *SPECIAL, *(f"<0x{b:02X}>" for b in range(256)), *letters]
+    vocab = {token: rank for rank, token in enumerate(dict.fromkeys(tokens))}
+    backend = Backend(models.BPE(vocab, [], unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    backend.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    backend.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    backend.add_special_tokens(SPECIAL)
+    return backend
+
+
+def metaspace() -> Backend:
+    pieces = [("<unk>", 0.0), ("▁", -2.0), ("▁the", -3.0), ("▁▁", -4.0)]
+    pieces += [(c, -5.0) for c in "abcdefghijklmnopqrstuvwxyz"]
+    backend = Backend(models.Unigram(pieces, 0, False))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    backend.decoder = decoders.Metaspace()
+    backend.add_special_tokens(SPECIAL)
+    return backend
+
+
+def word_level() -> Backend:
+    words = ["[UNK]", "hello", "world", "the", "a"]
+    backend = Backend(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    backend.add_special_tokens(SPECIAL)
+    return backend
+
+
+KINDS = {
+    build.__name__: Tokenizer(build(), bos_token="<s>", eos_token="<|im_end|>")
+    for build in (byte_level, byte_fallback, metaspace, word_level)
+}
+kinds = pytest.mark.parametrize("tokenizer", KINDS.values(), ids=list(KINDS))
+
+
+def streamed(tokenizer: Tokenizer, prompt: list[int], ids: list[int], **options: bool) -> list[str]:
+    detokenizer = IncrementalDetokenizer(tokenizer, prompt, **options)
+    return [*(detokenizer.push([id]) for id in ids), detokenizer.finish()]
+
+
+@kinds
+@settings(max_examples=80, deadline=None)
+@given(data=st.data())
+def test_any_ids_streamed_equal_decoding_at_once(tokenizer: Tokenizer, data: st.DataObject) -> None:
+    ids = data.draw(st.lists(st.integers(0, tokenizer.max_token_id), max_size=40))
+    options = {
+        "skip_special_tokens": data.draw(st.booleans()),
+        "spaces_between_special_tokens": data.draw(st.booleans()),
+    }
+    assert "".join(streamed(tokenizer, [], ids, **options)) == tokenizer.decode(ids, **options)
+    cut = data.draw(st.integers(0, len(ids)))
+    detokenizer = IncrementalDetokenizer(tokenizer, **options)
+    pieces = [detokenizer.push(ids[:cut]), detokenizer.push(ids[cut:]), detokenizer.finish()]
+    assert "".join(pieces) == tokenizer.decode(ids, **options)
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_byte_level_decoding_equals_the_library_for_any_ids(data: st.DataObject) -> None:
+    tokenizer = KINDS["byte_level"]
+    ids = data.draw(st.lists(st.integers(0, tokenizer.max_token_id), max_size=30))
+    for skip in (True, False):
+        theirs = tokenizer.backend.decode(ids, skip_special_tokens=skip)
+        assert tokenizer.decode(ids, skip_special_tokens=skip) == theirs
+
+
+CHUNKS = [*"abc é你🙂\n \u200d", "<|im_end|>", "the ", "👩‍👩‍👧"]
+TEXTS = st.lists(st.sampled_from(CHUNKS), max_size=30).map("".join)
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "byte_fallback"])
+@settings(max_examples=100, deadline=None)
+@given(text=TEXTS, prompt=TEXTS)
+def test_text_comes_back_and_no_delta_holds_half_a_character(
+    kind: str, text: str, prompt: str
+) -> None:
+    tokenizer = KINDS[kind]
+    ids = tokenizer.encode(text)
+    theirs = tokenizer.backend.decode(ids, skip_special_tokens=False)
+    assert tokenizer.decode(ids, skip_special_tokens=False) == theirs
+    if kind == "byte_level":  # The other kind's own rules put a space after special tokens.
+        assert theirs == text
+    deltas = streamed(tokenizer, [], ids, skip_special_tokens=False)
+    assert "".join(deltas) == theirs and not any("\ufffd" in delta for delta in deltas)
+    before = tokenizer.encode(prompt)
+    after = "".join(streamed(tokenizer, before, ids, skip_special_tokens=False))
+    expected = tokenizer.decode(before + ids, skip_special_tokens=False)
+    assert tokenizer.decode(before, skip_special_tokens=False) + after == expected
+
+
+def test_a_leading_space_is_kept_after_a_prompt_and_stripped_without_one() -> None:
+    tokenizer = KINDS["byte_fallback"]
+    word = [tokenizer.backend.token_to_id("▁the")]
+    assert "".join(streamed(tokenizer, word, word)) == " the"
+    assert "".join(streamed(tokenizer, [], word)) == "the"
+    assert tokenizer.decode(word) == "the"
+    assert tokenizer.token_text(word[0]) == " the"
+
+
+def test_an_unfinished_character_is_held_and_flushed() -> None:
+    for kind in ("byte_level", "byte_fallback"):
+        tokenizer = KINDS[kind]
+        bytes_of = {tokenizer.token_bytes(i): i for i in range(tokenizer.vocab_size)}
+        ids = [bytes_of[bytes([b])] for b in "鼠".encode()]
+        assert streamed(tokenizer, [], ids) == ["", "", "鼠", ""]
+        assert streamed(tokenizer, [], ids[:2]) == ["", "", "\ufffd"]
+        assert tokenizer.token_text(ids[0]) == "\ufffd"
+
+
+@kinds
+def test_ids_without_a_token_add_nothing_to_a_stream(tokenizer: Tokenizer) -> None:
+    known = tokenizer.encode("the the")
+    padded = [id for known_id in known for id in (known_id, tokenizer.max_token_id + 7)]
+    assert streamed(tokenizer, [], padded)[::2] == streamed(tokenizer, [], known)
+    assert tokenizer.token_text(10**6) == ""
+
+
+@kinds
+@pytest.mark.parametrize("bad", [-1, 10**6, True, "1"])
+def test_decoding_an_id_out_of_range_is_refused(tokenizer: Tokenizer, bad: object) -> None:
+    with pytest.raises(InvalidRequest, match="not in the vocabulary"):
+        tokenizer.decode([bad])  # type: ignore[list-item]
+
+
+def test_spaces_between_special_tokens_matter_where_tokens_are_joined_with_spaces() -> None:
+    tokenizer = KINDS["word_level"]
+    ids = tokenizer.encode("hello <|im_start|><|im_end|> world the")
+    show = {"skip_special_tokens": False}
+    assert tokenizer.decode(ids, **show) == "hello <|im_start|> <|im_end|> world the"
+    tight = tokenizer.decode(ids, spaces_between_special_tokens=False, **show)
+    assert tight == "hello<|im_start|><|im_end|>world the"
+
+
+def test_special_tokens_in_a_prompt_are_recognised_unless_refused() -> None:
+    for tokenizer in KINDS.values():
+        ids = tokenizer.encode("the<|im_end|>the")
+        assert tokenizer.eos_token_id in ids
+        plain = tokenizer.encode("the<|im_end|>the", allow_special=False)
+        assert not tokenizer.special_ids & set(plain)
+        assert tokenizer.encode("the dog", allow_special=False) == tokenizer.encode("the dog")
+    tokenizer = KINDS["byte_level"]
+    plain = tokenizer.encode("a<|im_end|>b", allow_special=False)
+    assert tokenizer.decode(plain) == "a<|im_end|>b"
+
+
+def test_lone_surrogates_do_not_break_encoding() -> None:
+    tokenizer = KINDS["byte_level"]
+    assert tokenizer.decode(tokenizer.encode("a\ud83d b")) == "a\ufffd b"
+
+
+def test_bad_words_with_and_without_a_leading_space() -> None:
+    tokenizer = KINDS["byte_level"]
+    found = tokenizer.bad_words_ids(["fox", " fox", "fox"])
+    assert len(found) == len(set(found)) >= 1
+    assert tuple(tokenizer.encode("fox")) in found
+    spaced = tuple(tokenizer.encode(" fox"))
+    fits = len(spaced) == len(found[0]) and spaced[0] != found[0][0]
+    assert (spaced in found) == fits
+
+
+def test_streaming_is_linear_even_for_bytes_that_never_form_a_character() -> None:
+    tokenizer = KINDS["byte_level"]
+    bytes_of = {tokenizer.token_bytes(i): i for i in range(tokenizer.vocab_size)}
+    started = time.perf_counter()
+    text = "".join(streamed(tokenizer, [], [bytes_of[b"\x80"]] * 100_000))
+    assert text == "\ufffd" * 100_000
+    assert time.perf_counter() - started < 3
+
+
+def save(folder: Path, backend: Backend, **config: object) -> str:
+    backend.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+def test_loading_reads_tokens_and_templates(tmp_path: Path) -> None:
+    path = save(
+        tmp_path,
+        byte_level(),
+        bos_token={"content": "<s>"},
+        eos_token="<|im_end|>",
+        chat_template=[{"name": "default", "template": "d"}, {"name": "tool_use", "template": "t"}],
+    )
+    tokenizer = Tokenizer.load(path)
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (0, 2)
+    assert tokenizer.chat_templates == {"default": "d", "tool_use": "t"}
+    (tmp_path / "chat_template.jinja").write_text("{{ file }}")
+    assert Tokenizer.load(path).chat_template == "{{ file }}"
+    given = tmp_path / "mine.jinja"
+    given.write_text("{{ mine }}")
+    assert Tokenizer.load(path, chat_template=str(given)).chat_template == "{{ mine }}"
+    assert Tokenizer.load(path, chat_template="{{ x }}").chat_templates == {"default": "{{ x }}"}
+    with pytest.raises(LoadError, match="no file"):
+        Tokenizer.load(path, chat_template="nowhere.jinja")
+
+
+def test_loading_agrees_with_transformers(tmp_path: Path) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    theirs = PreTrainedTokenizerFast(
+        tokenizer_object=byte_level(), bos_token="<s>", eos_token="<|im_end|>", pad_token="[PAD]"
+    )
+    theirs.save_pretrained(tmp_path)
+    ours = Tokenizer.load(str(tmp_path))
+    assert ours.vocab_size == len(theirs)
+    assert ours.special_ids >= set(theirs.all_special_ids)
+    for text in ["<|im_start|>user\nhi 🙂[PAD]<|im_end|>", "  spaces  ", ""]:
+        assert ours.encode(text) == theirs.encode(text)
+        ids = theirs.encode(text)
+        for skip in (True, False):
+            assert ours.decode(ids, skip_special_tokens=skip) == theirs.decode(
+                ids, skip_special_tokens=skip
+            )
+
+
+def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(LoadError, match="tokenizer"):
+        Tokenizer.load(str(tmp_path))
+
+
+def test_loading_imports_neither_torch_nor_transformers(tmp_path: Path) -> None:
+    path = save(tmp_path, byte_level(), chat_template="{{ messages[0].content }}")
+    code = (
+        "import sys; from jackfield.core.text.tokenizer import Tokenizer;"
+        "from jackfield.core.text.chat import ChatTemplate;"
+        f"t = Tokenizer.load({path!r}); ChatTemplate(t.chat_templates, t);"
+        "sys.exit(any(m in sys.modules for m in ('torch', 'transformers')))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
