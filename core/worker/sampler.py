@@ -202,6 +202,7 @@ class Sampler:
             for rows in _chunks(group, logits):
                 settings, row_keys = _take(floats, rows), _take(keys, rows)
                 scaled = _take(logits, rows) * settings[:, Column.INVERSE_TEMPERATURE, None]
+                scaled = scaled.to(torch.float32)  # float64 logits alone were wider
                 if k is None:
                     chosen, bad = self._choose_plain(scaled, settings, row_keys, stages.any_min_p)
                 else:
