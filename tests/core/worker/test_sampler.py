@@ -294,7 +294,8 @@ def test_any_mix_of_rows_matches_the_oracle(
                 bench.state.release(slot)
                 del bench.starts[slot]
             else:
-                prompt = rng.integers(0, vocab_size, size=rng.integers(1, 9)).tolist()
+                widest = vocab_size if rng.random() < 0.5 else 4
+                prompt = rng.integers(0, widest, size=rng.integers(1, 9)).tolist()
                 output = rng.integers(0, 4, size=rng.integers(0, 4)).tolist()
                 more = random_params(rng, vocab_size)
                 seed = int(rng.integers(-(2**63), 2**63 - 1))
@@ -313,6 +314,27 @@ def test_any_mix_of_rows_matches_the_oracle(
             assert close or token == want, bench.starts[slot]
     assert checked > 250
     assert skipped < checked * 0.05
+
+
+@pytest.mark.parametrize(
+    ("prompt", "output", "banned"),
+    [
+        ([1, 5], [6], False),
+        ([1], [5, 6], True),
+        ([1], [5, 6, 6], False),
+        ([5, 6], [], False),
+        ([1], [6, 5, 6], True),
+    ],
+)
+def test_a_bad_word_is_matched_within_the_output(
+    prompt: list[int], output: list[int], banned: bool
+) -> None:
+    bench = Bench(9)
+    params = SamplingParams(temperature=0.0)
+    bench.start(2, params, prompt, output=output, bad_words_token_ids=((5, 6, 7),))
+    logits = torch.zeros(1, 9)
+    logits[0, 7], logits[0, 8] = 2.0, 1.0
+    assert bench.step([2], logits).token_ids.tolist() == [8 if banned else 7]
 
 
 # ---------------------------------------------------------------- filters, exactly

@@ -180,9 +180,6 @@ def test_a_plan_asks_for_what_its_rows_need_and_nothing_else(
     assert {name for name in names if getattr(stages, name)} == needed
     assert stages.graph_safe == (needed <= {"plain", "all_greedy", "any_min_p"})
     assert not state.plan([0, 1]).all_greedy
-    state.release(0)
-    state.start(slot_start(0))
-    assert state.plan([0]).graph_safe
 
 
 def test_a_plan_names_the_rows_of_each_stage() -> None:
@@ -203,3 +200,15 @@ def test_a_plan_names_the_rows_of_each_stage() -> None:
         assert rows.batch.tolist() == expected
     assert stages.max_top_k == 9
     assert stages.max_logprobs == 3
+
+
+def test_a_slot_that_changes_hands_is_planned_anew() -> None:
+    state = make_state()
+    state.start(slot_start(0, top_p=0.5))
+    state.upload()
+    assert state.plan([0]).sort is not None
+    state.release(0)
+    state.start(slot_start(0))
+    state.upload()
+    assert state.plan([0]).sort is None
+    assert state.plan([0]).graph_safe
