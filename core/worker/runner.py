@@ -44,7 +44,7 @@ class LaunchedStep:
         for row, token, is_bad in zip(self.sample_rows, sampled, bad, strict=True):
             token_ids[row] = token
             if is_bad:
-                failed[row] = "no token could be chosen: NaN in the logits, or every token is masked"
+                failed[row] = "no token can be chosen: NaN logits, or every token is masked"
         logprobs = {}
         if self.wanted_logprobs:
             tables = {name: self.output[name].tolist() for name in _LOGPROB_FIELDS}
