@@ -82,7 +82,8 @@ def register_quantization(registry: Registry[type[QuantizationMethod]]) -> None:
 
         registry.add("fp8", "my_package.fp8:Fp8")
 
-    Used by the worker when it builds the model. Contract: `protocols.QuantizationMethod`.
+    Called by nothing yet: quantized checkpoints are refused.
+    Contract: `protocols.QuantizationMethod`.
     """
 
 

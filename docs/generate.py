@@ -303,7 +303,7 @@ def _signature(function: Any) -> str:
 
 
 def _when(about: str) -> str:
-    found = re.search(r"(?:Used|Called) by ([^.;:(]+)", about.replace("\n", " "))
+    found = re.search(r"(?:Used|Called) by ((?:[^.;:(]|\.(?=\w))+)", about.replace("\n", " "))
     if found is None:
         raise SystemExit(f"a hook's docstring does not say what it is called by: {about!r}")
     return found[1].strip()
