@@ -145,7 +145,8 @@ def sampling_params() -> str:
     """What a request may ask for, and what comes back."""
     parts = [
         "# SamplingParams and outputs\n\n",
-        "Source: [core/types.py](../../core/types.py). A value out of range raises "
+        "What a request may ask for, and what comes back. Source: "
+        "[core/types.py](../../core/types.py). A value out of range raises "
         "`InvalidRequest` with the field's name.\n",
     ]
     for cls in (
@@ -209,7 +210,8 @@ def cli() -> str:
     """Every command and flag."""
     parts = [
         "# Command line\n\n",
-        "`jackfield COMMAND [options]`; `python -m jackfield.entrypoints.cli.main` is the same. "
+        "Every command and flag. `jackfield COMMAND [options]`; "
+        "`python -m jackfield.entrypoints.cli.main` is the same. "
         "Plugins may add commands (`register_commands`, see [hooks](hooks.md)). "
         "Exit status: 0 done, 1 failed, 2 wrong usage or configuration.\n\n",
         table(["command", "does"], [[f"`jackfield {n}`", t] for n, (_, t) in COMMANDS.items()]),
@@ -265,6 +267,7 @@ def hook_page() -> str:
     kind_of = {hook: kind for kind, hook in KINDS.items()}
     parts = [
         "# Hooks\n\n",
+        "Every hook, who calls it and when, and its contract. "
         "Source, and the page to read first: [core/hooks.py](../../core/hooks.py). The contracts "
         "are in [core/protocols.py](../../core/protocols.py). How to write a plugin: "
         "[write a plugin](../how-to/write-a-plugin.md).\n\n",
@@ -322,6 +325,7 @@ def metrics() -> str:
         rows.append([f"`{name}`", family.type, ", ".join(labels), family.documentation])
     return (
         "# Metrics\n\n"
+        "What the server counts and measures. "
         "`GET /metrics` answers in Prometheus' text format, without an API key. Where the meaning "
         "is the same, a name is vLLM's with the prefix `jackfield:`. Every engine has a registry "
         "of its own. Times are seconds. In Python, `engine.stats()` gives the same counts as "
@@ -349,8 +353,8 @@ def title_and_first_sentence(page: Path) -> tuple[str, str]:
     title, _, rest = text.partition("\n")
     paragraph = " ".join(rest.strip().split("\n\n")[0].split())
     paragraph = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", paragraph)
-    found = re.match(r".*?[.:;](?=\s|$)", paragraph)
-    return title.removeprefix("# "), (found[0] if found else paragraph).rstrip(".:;") + "."
+    found = re.match(r".*?\.(?=\s|$)", paragraph)
+    return title.removeprefix("# "), found[0] if found else paragraph
 
 
 def index(pages: dict[str, str]) -> str:
@@ -361,7 +365,7 @@ def index(pages: dict[str, str]) -> str:
         parts.append(f"## {heading}\n\n")
         names = {p.name for p in (DOCS / folder).glob("*.md")}
         names |= {Path(name).name for name in pages if name.startswith(f"{folder}/")}
-        for name in sorted(names):
+        for name in sorted(names, key=lambda name: (name != "first-server.md", name)):
             title, about = title_and_first_sentence(DOCS / folder / name)
             parts.append(f"- [{title}]({folder}/{name}): {about}\n")
         parts.append("\n")
