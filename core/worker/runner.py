@@ -143,8 +143,9 @@ class ModelRunner:
             backend=self.backend,
             metadata=self.backend.build_metadata(inputs.layout),
             layout=inputs.layout,
+            positions=inputs.positions,
         )
-        hidden: torch.Tensor = self.model(inputs.input_ids, inputs.positions, context)
+        hidden: torch.Tensor = self.model(inputs.input_ids, context)
         return hidden
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
