@@ -18,9 +18,13 @@ def _parser(name: str, text: str) -> argparse.ArgumentParser:
     parser = Parser(prog=f"jackfield {name}", description=text)
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="where the server is")
     parser.add_argument("--model", help="default: the first one served")
-    parser.add_argument("--api-key", default=os.environ.get("JACKFIELD_API_KEY", ""))
-    parser.add_argument("--max-tokens", type=int)
-    parser.add_argument("--temperature", type=float)
+    parser.add_argument(
+        "--api-key",
+        default=os.environ.get("JACKFIELD_API_KEY", ""),
+        help="key to send; also from JACKFIELD_API_KEY",
+    )
+    parser.add_argument("--max-tokens", type=int, help="tokens to generate at most")
+    parser.add_argument("--temperature", type=float, help="0 is greedy; default: 1")
     return parser
 
 
