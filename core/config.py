@@ -110,9 +110,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     pipeline_parallel_size: Annotated[
         int, _doc("GPUs that share the layers. More than 1 is refused for now.", ge=1)
     ] = 1
-    enforce_eager: Annotated[
-        bool, _doc("Never capture CUDA graphs. Changes nothing for now: there are none yet.")
-    ] = False
+    enforce_eager: Annotated[bool, _doc("Never record CUDA graphs of decode steps.")] = False
     max_logprobs: Annotated[
         int, _doc("Largest logprobs a request may ask for; -1: no limit.", ge=-1)
     ] = 20

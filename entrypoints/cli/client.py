@@ -70,11 +70,16 @@ def complete(argv: list[str]) -> int:
 def _say(args: argparse.Namespace, messages: list[dict[str, str]]) -> str:
     """Send a conversation, show the answer as it comes; → its text."""
     text = ""
+    thinking = False
     for event in _events(args, "/v1/chat/completions", {"messages": messages}):
         for choice in event["choices"]:
-            delta = choice["delta"]
-            text += delta.get("content") or ""
-            print(delta.get("content") or delta.get("reasoning_content") or "", end="", flush=True)
+            thought = choice["delta"].get("reasoning_content") or ""
+            answer = choice["delta"].get("content") or ""
+            if answer and thinking:
+                print("\n")
+            thinking = bool(thought) or (thinking and not answer)
+            text += answer
+            print(thought + answer, end="", flush=True)
     print()
     return text
 
