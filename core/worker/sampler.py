@@ -27,7 +27,15 @@ import torch
 from ..nn.operations import Operations
 from ..protocols import LogitsProcessor
 from .noise import TokenNoise
-from .sampling_state import BadWordRows, Column, Rows, SamplingState, StepStages, StopRows
+from .sampling_state import (
+    BadWordRows,
+    Column,
+    Rows,
+    SamplingState,
+    StepStages,
+    StopRows,
+    plain_stages,
+)
 
 CHUNK_ELEMENTS = 1 << 24
 """Numbers that one wide temporary may hold."""
@@ -60,6 +68,11 @@ class SamplerOutput:
     the row's token is 0."""
     logprobs: Logprobs | None
     """None when no row asked; rows that did not ask hold zeros."""
+
+    @property
+    def chosen(self) -> torch.Tensor:
+        """[R] int32: `token_ids`, and -1 in bad rows."""
+        return self.token_ids.int().masked_fill_(self.bad_rows, -1)
 
 
 class Sampler:
@@ -99,8 +112,24 @@ class Sampler:
         rows_host: the same slots on the host; lengths: [R] int32 or int64, tokens known before
         the sampled one, which is also its position in the sequence.
         """
+        return self._run(logits, self._state.plan(rows_host), slots, lengths)
+
+    def is_plain(self, rows_host: list[int]) -> bool:
+        """Whether `sample_plain` does for these slots."""
+        stages = self._state.plan(rows_host)
+        return stages.graph_safe and not stages.any_min_p and not self._processors
+
+    def sample_plain(
+        self, logits: torch.Tensor, slots: torch.Tensor, lengths: torch.Tensor
+    ) -> SamplerOutput:
+        """For rows that are greedy or have a temperature, and nothing else: the same kernels
+        whatever the rows are, so it may be recorded in a graph. Arguments as for `sample`."""
+        return self._run(logits, plain_stages(logits.shape[0]), slots, lengths)
+
+    def _run(
+        self, logits: torch.Tensor, stages: StepStages, slots: torch.Tensor, lengths: torch.Tensor
+    ) -> SamplerOutput:
         state = self._state
-        stages = state.plan(rows_host)
         packed = state.packed.index_select(0, slots)
         processed = self._process(logits, stages, packed, slots, lengths)
         if stages.all_greedy:
