@@ -166,7 +166,9 @@ class TransformersBackend:
         if dummy:
             config = transformers.AutoConfig.from_pretrained(model)
             with self._device:
-                made = transformers.AutoModelForCausalLM.from_config(config, dtype=wanted)
+                made = transformers.AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+                    config, dtype=wanted
+                )
         else:
             made = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=wanted)
         self._model = made.to(self._device).eval()

@@ -14,7 +14,7 @@ from .roofline import decode_step_floor
 from .workloads import Ask, Workload, draw
 
 
-def _cut(asks: list[Ask], output: int) -> list[Ask]:
+def cut(asks: list[Ask], output: int) -> list[Ask]:
     return [Ask(ask.prompt, output, ask.temperature) for ask in asks]
 
 
@@ -28,7 +28,7 @@ class Trials:
         """Of `rows` requests at once with `output` tokens each."""
         self._trial += 1
         asks = draw(self._workload, self._bench.vocab_size, self._trial, requests=rows)
-        return self._bench.backend.run(_cut(asks, output)).seconds
+        return self._bench.backend.run(cut(asks, output)).seconds
 
 
 def measure_latency(bench: Bench, workload: Workload) -> Iterator[Record]:

@@ -42,12 +42,10 @@ def measure_ceilings(device_name: str = "cuda", dtype_name: str = "bfloat16") ->
     count = 4 * elements
     copy = median_seconds(lambda: target.copy_(source), device, repeats=20 if big else 5)
     read = median_seconds(lambda: torch.sum(source), device, repeats=20 if big else 5)
-    del source, target
     size = 8192 if big else 512
     left = torch.randn(size, size, device=device).to(dtype)
     right = torch.randn(size, size, device=device).to(dtype)
     product = median_seconds(lambda: left @ right, device, repeats=20 if big else 3)
-    del left, right
     if big:
         torch.cuda.empty_cache()
     return Ceilings(
@@ -69,7 +67,7 @@ class Extent(NamedTuple):
 
 
 class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
-    """The sizes of a Llama-like decoder, dense or a mixture of experts, that its cost depends on."""
+    """The sizes of a Llama-like decoder, dense or of experts, that its cost depends on."""
 
     layers: int
     hidden: int
@@ -119,7 +117,7 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
         return width * (self.heads + 2 * self.kv_heads) + width * self.heads
 
     @property
-    def active_weights(self) -> int:
+    def active_weights(self) -> float:
         """Weights that one token is multiplied with, the head left out."""
         return self.layers * (self.attention_weights + self._mlp_weights(self.experts_per_token))
 
@@ -148,9 +146,7 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
         return self.hidden * (self.experts + 3 * self.expert_intermediate * experts)
 
 
-def decode_step_floor(
-    shape: ModelShape, ceilings: Ceilings, rows: float, context: float
-) -> float:
+def decode_step_floor(shape: ModelShape, ceilings: Ceilings, rows: float, context: float) -> float:
     """Seconds of a step with one token for each of `rows` sequences of `context` tokens in all."""
     weights = shape.step_weight_bytes(rows) / ceilings.copy_bytes_per_second
     flops = 2 * (shape.active_weights + shape.head_weights) * rows
@@ -162,8 +158,7 @@ def prefill_flops(shape: ModelShape, requests: Sequence[Extent]) -> float:
     """Operations to compute the prompts' tokens that are not cached, causal pairs only."""
     tokens = sum(each.prompt - each.cached for each in requests)
     pairs = sum(
-        (each.prompt * (each.prompt + 1) - each.cached * (each.cached + 1)) / 2
-        for each in requests
+        (each.prompt * (each.prompt + 1) - each.cached * (each.cached + 1)) / 2 for each in requests
     )
     head = 2 * shape.head_weights * len(requests)
     return 2 * shape.active_weights * tokens + head + shape.attention_flops(pairs)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator
 
-from .latency import _cut, rounded_list
+from .latency import cut, rounded_list
 from .measure import Bench, Record, extents, rounded
-from .roofline import Extent, batch_floor, decode_step_floor, prefill_flops, prefill_floor
-from .workloads import Ask, Workload, draw
+from .roofline import Extent, batch_floor, decode_step_floor, prefill_floor, prefill_flops
+from .workloads import Ask, Kind, Workload, draw
 
 
 def measure_batch(bench: Bench, workload: Workload) -> Iterator[Record]:
@@ -72,7 +72,7 @@ def measure_context(bench: Bench, workload: Workload) -> Iterator[Record]:
     """
     _, repeats = bench.times(workload)
     asks = draw(workload, bench.vocab_size, 0)
-    first = _cut(asks, 1)
+    first = cut(asks, 1)
     tokens = sum(len(ask.prompt) for ask in asks)
     cold = bench.backend.run(first).seconds
     at = {"requests": len(asks), "prompt": workload.prompt[0], "output": workload.output[0]}
@@ -166,5 +166,5 @@ def run(argv: list[str]) -> int:
     """→ exit status"""
     from .session import run_workloads
 
-    kinds = ("batch", "prefill", "context", "chats")
+    kinds: tuple[Kind, ...] = ("batch", "prefill", "context", "chats")
     return run_workloads("throughput", argv, kinds=kinds, default=("W2",))

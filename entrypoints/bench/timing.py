@@ -1,4 +1,4 @@
-"""Time of device work: CUDA events around it where there is a GPU, the clock where there is none."""
+"""Time of device work: CUDA events around it on a GPU, else the clock."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def median_seconds(
         return statistics.median(_clocked(work) for _ in range(repeats))
     pairs = []
     for _ in range(repeats):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         begin.record()
         work()
         end.record()
         pairs.append((begin, end))
     torch.cuda.synchronize(device)
-    return statistics.median(begin.elapsed_time(end) / 1e3 for begin, end in pairs)
+    return statistics.median(float(begin.elapsed_time(end)) / 1e3 for begin, end in pairs)
 
 
 def _clocked(work: Callable[[], object]) -> float:
