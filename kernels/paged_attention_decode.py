@@ -15,6 +15,8 @@ Source: Dao et al., "Flash-Decoding for long-context inference", 2023.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -181,9 +183,19 @@ def _join_kernel(
     tl.store(target, out.to(out_ptr.dtype.element_ty), mask=mask_d)
 
 
-def tile_keys(head_dim: int, dtype: torch.dtype) -> int:
-    """Keys that a program takes at a time."""
-    return 32 if head_dim > 128 or dtype == torch.float32 else 64
+class DecodeShape(NamedTuple):
+    """How a program goes through its keys."""
+
+    block_n: int
+    """Keys at a time"""
+    num_warps: int
+    num_stages: int
+    """Tiles of keys in flight"""
+
+
+def decode_shape(head_dim: int, dtype: torch.dtype) -> DecodeShape:
+    """For heads of `head_dim` channels."""
+    return DecodeShape(32 if head_dim > 128 or dtype == torch.float32 else 64, 4, 3)
 
 
 def choose_num_splits(
@@ -215,6 +227,7 @@ def paged_attention_decode(
     num_splits: int = 1,
     workspace: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
+    shape: DecodeShape | None = None,
 ) -> torch.Tensor:
     """query: [num_rows, num_heads, head_dim], one token a row → the same shape.
 
@@ -232,7 +245,7 @@ def paged_attention_decode(
         return out
     group = num_heads // num_kv_heads
     block_d = max(16, triton.next_power_of_2(head_dim))
-    block_n = tile_keys(head_dim, query.dtype)
+    block_n, num_warps, num_stages = shape or decode_shape(head_dim, query.dtype)
     partial = lse = out
     if num_splits > 1:
         needed = workspace_elements(num_rows, num_heads, head_dim, num_splits)
@@ -275,8 +288,8 @@ def paged_attention_decode(
         BLOCK_M=max(16, triton.next_power_of_2(group)),
         BLOCK_N=block_n,
         BLOCK_D=block_d,
-        num_warps=4,
-        num_stages=3,
+        num_warps=num_warps,
+        num_stages=num_stages,
     )
     if num_splits > 1:
         _join_kernel[(num_rows, num_heads)](

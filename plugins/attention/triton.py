@@ -21,8 +21,8 @@ try:
     from ...kernels.kv_cache_write import kv_cache_write
     from ...kernels.paged_attention_decode import (
         choose_num_splits,
+        decode_shape,
         paged_attention_decode,
-        tile_keys,
         workspace_elements,
     )
     from ...kernels.paged_attention_prefill import paged_attention_prefill
@@ -153,7 +153,7 @@ class TritonAttention:
 
     def _num_splits(self, spec: AttentionSpec, rows: int, dtype: torch.dtype) -> int:
         longest = min(self.max_model_len, spec.sliding_window or self.max_model_len)
-        tile = tile_keys(spec.head_dim, dtype)
+        tile = decode_shape(spec.head_dim, dtype).block_n
         return choose_num_splits(rows, spec.num_kv_heads, longest, tile, self.num_sms)
 
     def _workspace(self, spec: AttentionSpec, dtype: torch.dtype) -> torch.Tensor:
