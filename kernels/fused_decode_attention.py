@@ -145,37 +145,39 @@ def _fused_decode_kernel(
     acc_2 = tl.zeros([BLOCK_M, BLOCK_HALF], tl.float32)
     if end_tile == end:
         # The new token: made here, written to the cache, and attended to from registers.
-        source = qkv_ptr + row64 * stride_qkv + (NUM_HEADS + kv_head) * HEAD_DIM + dim[None, :]
-        key_1 = tl.load(source, mask=in_half[None, :], other=0.0).to(tl.float32)
-        key_2 = tl.load(source + HALF, mask=in_half[None, :], other=0.0).to(tl.float32)
-        value = source + NUM_KV_HEADS * HEAD_DIM
-        value_1 = tl.load(value, mask=in_half[None, :], other=0.0)
-        value_2 = tl.load(value + HALF, mask=in_half[None, :], other=0.0)
+        new = qkv_ptr + row64 * stride_qkv + (NUM_HEADS + kv_head) * HEAD_DIM + dim[None, :]
+        new_key_1 = tl.load(new, mask=in_half[None, :], other=0.0).to(tl.float32)
+        new_key_2 = tl.load(new + HALF, mask=in_half[None, :], other=0.0).to(tl.float32)
+        value_at = new + NUM_KV_HEADS * HEAD_DIM
+        new_value_1 = tl.load(value_at, mask=in_half[None, :], other=0.0)
+        new_value_2 = tl.load(value_at + HALF, mask=in_half[None, :], other=0.0)
         if NORM_KEY:
-            key_1, key_2 = _normed(key_1, key_2, key_weight_ptr, key_eps, HEAD_DIM, BLOCK_HALF)
+            new_key_1, new_key_2 = _normed(
+                new_key_1, new_key_2, key_weight_ptr, key_eps, HEAD_DIM, BLOCK_HALF
+            )
         if ROTATE:
-            turned_key = key_1 * cos[None, :] - key_2 * sin[None, :]
-            key_2 = key_2 * cos[None, :] + key_1 * sin[None, :]
-            key_1 = turned_key
-        key_1 = key_1.to(dtype)
-        key_2 = key_2.to(dtype)
+            turned_key = new_key_1 * cos[None, :] - new_key_2 * sin[None, :]
+            new_key_2 = new_key_2 * cos[None, :] + new_key_1 * sin[None, :]
+            new_key_1 = turned_key
+        new_key_1 = new_key_1.to(dtype)
+        new_key_2 = new_key_2.to(dtype)
         slot = tl.load(slot_ptr + row).to(tl.int64)
         place = (slot // BLOCK_SIZE) * stride_block + (slot % BLOCK_SIZE) * stride_slot
         place += kv_head * stride_head
-        target = place + dim[None, :]
-        tl.store(key_cache_ptr + target, key_1, mask=in_half[None, :])
-        tl.store(key_cache_ptr + target + HALF, key_2, mask=in_half[None, :])
-        tl.store(value_cache_ptr + target, value_1, mask=in_half[None, :])
-        tl.store(value_cache_ptr + target + HALF, value_2, mask=in_half[None, :])
-        products = query_1.to(tl.float32) * key_1.to(tl.float32)
-        products += query_2.to(tl.float32) * key_2.to(tl.float32)
+        put = place + dim[None, :]
+        tl.store(key_cache_ptr + put, new_key_1, mask=in_half[None, :])
+        tl.store(key_cache_ptr + put + HALF, new_key_2, mask=in_half[None, :])
+        tl.store(value_cache_ptr + put, new_value_1, mask=in_half[None, :])
+        tl.store(value_cache_ptr + put + HALF, new_value_2, mask=in_half[None, :])
+        products = query_1.to(tl.float32) * new_key_1.to(tl.float32)
+        products += query_2.to(tl.float32) * new_key_2.to(tl.float32)
         m = tl.sum(products, axis=1) * scale
         if SOFT_CAP > 0.0:
             m = SOFT_CAP * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * m / SOFT_CAP)))
         m *= LOG2E
         total += 1.0
-        acc_1 += value_1.to(tl.float32)
-        acc_2 += value_2.to(tl.float32)
+        acc_1 += new_value_1.to(tl.float32)
+        acc_2 += new_value_2.to(tl.float32)
 
     table = block_table_ptr + row64 * stride_table
     for tile in range(begin_tile, end_tile):
