@@ -31,15 +31,36 @@ JOIN_SPLITS = 8
 
 
 @triton.jit
-def _normed(first, second, weight_ptr, eps, HEAD_DIM: tl.constexpr, BLOCK_HALF: tl.constexpr):
-    """RMSNorm of heads [n, BLOCK_HALF] twice, float32."""
-    HALF: tl.constexpr = HEAD_DIM // 2
-    dim = tl.arange(0, BLOCK_HALF)
-    squares = tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1)
-    scale = tl.rsqrt(squares / HEAD_DIM + eps)[:, None]
-    first *= scale * tl.load(weight_ptr + dim, mask=dim < HALF, other=0.0)[None, :]
-    second *= scale * tl.load(weight_ptr + HALF + dim, mask=dim < HALF, other=0.0)[None, :]
-    return first, second
+def _head(
+    head_ptr,
+    weight_ptr,
+    eps,
+    cos,
+    sin,
+    mask,
+    NORM: tl.constexpr,
+    ROTATE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Heads [n, BLOCK_D], normed and rotated, float32. `sin` is negative in the first half.
+
+    Each channel is read together with the one that it turns with.
+    """
+    dim = tl.arange(0, BLOCK_D)
+    partner = (dim + HEAD_DIM // 2) % HEAD_DIM
+    x = tl.load(head_ptr + dim[None, :], mask=mask, other=0.0).to(tl.float32)
+    if ROTATE:
+        y = tl.load(head_ptr + partner[None, :], mask=mask, other=0.0).to(tl.float32)
+    if NORM:
+        in_head = dim < HEAD_DIM
+        scale = tl.rsqrt(tl.sum(x * x, axis=1) / HEAD_DIM + eps)[:, None]
+        x *= scale * tl.load(weight_ptr + dim, mask=in_head, other=0.0)[None, :]
+        if ROTATE:
+            y *= scale * tl.load(weight_ptr + partner, mask=in_head, other=0.0)[None, :]
+    if ROTATE:
+        x = x * cos[None, :] + y * sin[None, :]
+    return x
 
 
 @triton.jit(do_not_specialize=["num_splits"])
@@ -82,13 +103,10 @@ def _fused_decode_kernel(
     BLOCK_G: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_S: tl.constexpr,
-    BLOCK_HALF: tl.constexpr,
+    BLOCK_D: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program a (row, kv head, split). Heads are handled as two halves, as rotation pairs them.
-
-    Scores are kept in units of log2.
-    """
+    """One program a (row, kv head, split). Scores are kept in units of log2."""
     GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
     HALF: tl.constexpr = HEAD_DIM // 2
     LOG2E: tl.constexpr = 1.4426950408889634
@@ -110,74 +128,66 @@ def _fused_decode_kernel(
 
     offs_m = tl.arange(0, BLOCK_M)
     offs_n = tl.arange(0, BLOCK_N)
-    dim = tl.arange(0, BLOCK_HALF)
-    in_half = dim < HALF
-    mask_q = (offs_m < GROUP)[:, None] & in_half[None, :]
+    dim = tl.arange(0, BLOCK_D)
+    in_head = dim < HEAD_DIM
+    mask_q = (offs_m < GROUP)[:, None] & in_head[None, :]
     dtype = qkv_ptr.dtype.element_ty
     newest = seq_len - 1
-    cos = tl.zeros([BLOCK_HALF], tl.float32)
-    sin = tl.zeros([BLOCK_HALF], tl.float32)
+    cos = tl.zeros([BLOCK_D], tl.float32)
+    sin = tl.zeros([BLOCK_D], tl.float32)
     if ROTATE:
-        angles = cos_sin_ptr + newest.to(tl.int64) * stride_cos_sin + dim
-        cos = tl.load(angles, mask=in_half, other=0.0)
-        sin = tl.load(angles + HALF, mask=in_half, other=0.0)
+        angles = cos_sin_ptr + newest.to(tl.int64) * stride_cos_sin + dim % HALF
+        cos = tl.load(angles, mask=in_head, other=0.0)
+        sin = tl.load(angles + HALF, mask=in_head, other=0.0)
+        sin = tl.where(dim < HALF, -sin, sin)
     if PDL:
         gdc_wait()
 
     head = kv_head * GROUP + offs_m
-    source = qkv_ptr + row64 * stride_qkv + head[:, None] * HEAD_DIM + dim[None, :]
-    query_1 = tl.load(source, mask=mask_q, other=0.0).to(tl.float32)
-    query_2 = tl.load(source + HALF, mask=mask_q, other=0.0).to(tl.float32)
-    if NORM_QUERY:
-        query_1, query_2 = _normed(
-            query_1, query_2, query_weight_ptr, query_eps, HEAD_DIM, BLOCK_HALF
-        )
-    if ROTATE:
-        turned = query_1 * cos[None, :] - query_2 * sin[None, :]
-        query_2 = query_2 * cos[None, :] + query_1 * sin[None, :]
-        query_1 = turned
-    query_1 = query_1.to(dtype)
-    query_2 = query_2.to(dtype)
-
+    projected = qkv_ptr + row64 * stride_qkv
+    query = _head(
+        projected + head[:, None] * HEAD_DIM,
+        query_weight_ptr,
+        query_eps,
+        cos,
+        sin,
+        mask_q,
+        NORM_QUERY,
+        ROTATE,
+        HEAD_DIM,
+        BLOCK_D,
+    ).to(dtype)
     m = tl.full([BLOCK_M], -float("inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    acc_1 = tl.zeros([BLOCK_M, BLOCK_HALF], tl.float32)
-    acc_2 = tl.zeros([BLOCK_M, BLOCK_HALF], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     if end_tile == end:
         # The new token: made here, written to the cache, and attended to from registers.
-        new = qkv_ptr + row64 * stride_qkv + (NUM_HEADS + kv_head) * HEAD_DIM + dim[None, :]
-        new_key_1 = tl.load(new, mask=in_half[None, :], other=0.0).to(tl.float32)
-        new_key_2 = tl.load(new + HALF, mask=in_half[None, :], other=0.0).to(tl.float32)
-        value_at = new + NUM_KV_HEADS * HEAD_DIM
-        new_value_1 = tl.load(value_at, mask=in_half[None, :], other=0.0)
-        new_value_2 = tl.load(value_at + HALF, mask=in_half[None, :], other=0.0)
-        if NORM_KEY:
-            new_key_1, new_key_2 = _normed(
-                new_key_1, new_key_2, key_weight_ptr, key_eps, HEAD_DIM, BLOCK_HALF
-            )
-        if ROTATE:
-            turned_key = new_key_1 * cos[None, :] - new_key_2 * sin[None, :]
-            new_key_2 = new_key_2 * cos[None, :] + new_key_1 * sin[None, :]
-            new_key_1 = turned_key
-        new_key_1 = new_key_1.to(dtype)
-        new_key_2 = new_key_2.to(dtype)
+        mask_new = in_head[None, :]
+        new = projected + (NUM_HEADS + kv_head) * HEAD_DIM + tl.zeros([1, 1], tl.int32)
+        new_key = _head(
+            new,
+            key_weight_ptr,
+            key_eps,
+            cos,
+            sin,
+            mask_new,
+            NORM_KEY,
+            ROTATE,
+            HEAD_DIM,
+            BLOCK_D,
+        ).to(dtype)
+        new_value = tl.load(new + NUM_KV_HEADS * HEAD_DIM + dim[None, :], mask=mask_new, other=0.0)
         slot = tl.load(slot_ptr + row).to(tl.int64)
         place = (slot // BLOCK_SIZE) * stride_block + (slot % BLOCK_SIZE) * stride_slot
-        place += kv_head * stride_head
-        put = place + dim[None, :]
-        tl.store(key_cache_ptr + put, new_key_1, mask=in_half[None, :])
-        tl.store(key_cache_ptr + put + HALF, new_key_2, mask=in_half[None, :])
-        tl.store(value_cache_ptr + put, new_value_1, mask=in_half[None, :])
-        tl.store(value_cache_ptr + put + HALF, new_value_2, mask=in_half[None, :])
-        products = query_1.to(tl.float32) * new_key_1.to(tl.float32)
-        products += query_2.to(tl.float32) * new_key_2.to(tl.float32)
-        m = tl.sum(products, axis=1) * scale
+        place = place + kv_head * stride_head + dim[None, :]
+        tl.store(key_cache_ptr + place, new_key, mask=mask_new)
+        tl.store(value_cache_ptr + place, new_value, mask=mask_new)
+        m = tl.sum(query.to(tl.float32) * new_key.to(tl.float32), axis=1) * scale
         if SOFT_CAP > 0.0:
             m = SOFT_CAP * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * m / SOFT_CAP)))
         m *= LOG2E
         total += 1.0
-        acc_1 += new_value_1.to(tl.float32)
-        acc_2 += new_value_2.to(tl.float32)
+        acc += new_value.to(tl.float32)
 
     table = block_table_ptr + row64 * stride_table
     for tile in range(begin_tile, end_tile):
@@ -186,13 +196,10 @@ def _fused_decode_kernel(
         block = tl.load(table + position // BLOCK_SIZE, mask=valid, other=0).to(tl.int64)
         base = block * stride_block + (position % BLOCK_SIZE) * stride_slot + kv_head * stride_head
         offsets = base[:, None] + dim[None, :]
-        mask_kv = valid[:, None] & in_half[None, :]
-        key_1 = tl.load(key_cache_ptr + offsets, mask=mask_kv, other=0.0)
-        key_2 = tl.load(key_cache_ptr + offsets + HALF, mask=mask_kv, other=0.0)
-        value_1 = tl.load(value_cache_ptr + offsets, mask=mask_kv, other=0.0)
-        value_2 = tl.load(value_cache_ptr + offsets + HALF, mask=mask_kv, other=0.0)
-        scores = tl.dot(query_1, tl.trans(key_1), input_precision="ieee")
-        scores = tl.dot(query_2, tl.trans(key_2), acc=scores, input_precision="ieee") * scale
+        mask_kv = valid[:, None] & in_head[None, :]
+        key = tl.load(key_cache_ptr + offsets, mask=mask_kv, other=0.0)
+        value = tl.load(value_cache_ptr + offsets, mask=mask_kv, other=0.0)
+        scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
         if SOFT_CAP > 0.0:
             scores = SOFT_CAP * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * scores / SOFT_CAP)))
         scores = tl.where(valid[None, :], scores * LOG2E, -float("inf"))
@@ -201,22 +208,17 @@ def _fused_decode_kernel(
         weights = tl.exp2(scores - m_new[:, None])
         decay = tl.exp2(m - m_new)
         total = total * decay + tl.sum(weights, axis=1)
-        weights = weights.to(dtype)
-        acc_1 = tl.dot(weights, value_1, acc=acc_1 * decay[:, None], input_precision="ieee")
-        acc_2 = tl.dot(weights, value_2, acc=acc_2 * decay[:, None], input_precision="ieee")
+        acc = acc * decay[:, None] + tl.dot(weights.to(dtype), value, input_precision="ieee")
         m = m_new
 
-    acc_1 = acc_1 / total[:, None]
-    acc_2 = acc_2 / total[:, None]
+    acc = acc / total[:, None]
     if active == 1:
         target = out_ptr + row64 * stride_out + head[:, None] * HEAD_DIM + dim[None, :]
-        tl.store(target, acc_1.to(dtype), mask=mask_q)
-        tl.store(target + HALF, acc_2.to(dtype), mask=mask_q)
+        tl.store(target, acc.to(dtype), mask=mask_q)
         return
     at = (row64 * NUM_HEADS + head) * num_splits + split
     tl.store(lse_ptr + at, m + tl.log2(total), mask=offs_m < GROUP)
-    tl.store(partial_ptr + at[:, None] * HEAD_DIM + dim[None, :], acc_1, mask=mask_q)
-    tl.store(partial_ptr + at[:, None] * HEAD_DIM + HALF + dim[None, :], acc_2, mask=mask_q)
+    tl.store(partial_ptr + at[:, None] * HEAD_DIM + dim[None, :], acc, mask=mask_q)
     tl.debug_barrier()
     counter = counter_ptr + row * NUM_KV_HEADS + kv_head
     if tl.atomic_add(counter, 1, sem="acq_rel") != active - 1:
@@ -235,7 +237,7 @@ def _fused_decode_kernel(
         HEAD_DIM,
         BLOCK_G,
         BLOCK_S,
-        BLOCK_HALF,
+        BLOCK_D,
         dtype,
     )
 
@@ -254,43 +256,40 @@ def _join(
     HEAD_DIM: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_S: tl.constexpr,
-    BLOCK_HALF: tl.constexpr,
+    BLOCK_D: tl.constexpr,
     dtype: tl.constexpr,
 ):
     """Weigh a group's splits by their share of the sum, BLOCK_S at a time."""
-    HALF: tl.constexpr = HEAD_DIM // 2
-    dim = tl.arange(0, BLOCK_HALF)
+    dim = tl.arange(0, BLOCK_D)
+    in_head = dim < HEAD_DIM
     group = tl.arange(0, BLOCK_G)
     splits = tl.arange(0, BLOCK_S)
     in_group = group < GROUP
     head = kv_head * GROUP + group
     m = tl.full([BLOCK_G], -float("inf"), tl.float32)
     total = tl.zeros([BLOCK_G], tl.float32)
-    acc_1 = tl.zeros([BLOCK_G, BLOCK_HALF], tl.float32)
-    acc_2 = tl.zeros([BLOCK_G, BLOCK_HALF], tl.float32)
+    acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
     for start in range(0, active, BLOCK_S):
         split = start + splits
         live = in_group[:, None] & (split < active)[None, :]
         at = (row * NUM_HEADS + head)[:, None] * num_splits + split[None, :]
         lse = tl.load(lse_ptr + at, mask=live, other=-float("inf"), cache_modifier=".cg")
-        m_new = tl.maximum(m, tl.max(lse, axis=1))
         # Heads beyond the group have no split at all.
-        m_new = tl.where(in_group, m_new, 0.0)
+        m_new = tl.where(in_group, tl.maximum(m, tl.max(lse, axis=1)), 0.0)
         weights = tl.exp2(lse - m_new[:, None])
         decay = tl.exp2(m - m_new)
-        mask = live[:, :, None] & (dim < HALF)[None, None, :]
-        source = partial_ptr + at[:, :, None] * HEAD_DIM + dim[None, None, :]
-        part_1 = tl.load(source, mask=mask, other=0.0, cache_modifier=".cg")
-        part_2 = tl.load(source + HALF, mask=mask, other=0.0, cache_modifier=".cg")
+        part = tl.load(
+            partial_ptr + at[:, :, None] * HEAD_DIM + dim[None, None, :],
+            mask=live[:, :, None] & in_head[None, None, :],
+            other=0.0,
+            cache_modifier=".cg",
+        )
         total = total * decay + tl.sum(weights, axis=1)
-        acc_1 = acc_1 * decay[:, None] + tl.sum(part_1 * weights[:, :, None], axis=1)
-        acc_2 = acc_2 * decay[:, None] + tl.sum(part_2 * weights[:, :, None], axis=1)
+        acc = acc * decay[:, None] + tl.sum(part * weights[:, :, None], axis=1)
         m = m_new
-    total = tl.where(in_group, total, 1.0)
-    mask_out = in_group[:, None] & (dim < HALF)[None, :]
+    out = acc / tl.where(in_group, total, 1.0)[:, None]
     target = out_ptr + head[:, None] * HEAD_DIM + dim[None, :]
-    tl.store(target, (acc_1 / total[:, None]).to(dtype), mask=mask_out)
-    tl.store(target + HALF, (acc_2 / total[:, None]).to(dtype), mask=mask_out)
+    tl.store(target, out.to(dtype), mask=in_group[:, None] & in_head[None, :])
 
 
 def fused_decode_attention(
@@ -334,8 +333,8 @@ def fused_decode_attention(
     if workspace.numel() < needed:
         raise ValueError(f"workspace has {workspace.numel()} elements, not {needed}")
     group = num_heads // num_kv_heads
-    half = head_dim // 2
-    block_n, num_warps, num_stages = shape or decode_shape(head_dim, qkv.dtype)
+    programs = num_rows * num_kv_heads
+    block_n, num_warps, num_stages = shape or decode_shape(head_dim, qkv.dtype, programs)
     options = pdl_options(qkv.device)
     _fused_decode_kernel[(num_rows, num_kv_heads, num_splits)](
         out,
@@ -376,7 +375,7 @@ def fused_decode_attention(
         BLOCK_G=triton.next_power_of_2(group),
         BLOCK_N=block_n,
         BLOCK_S=min(JOIN_SPLITS, triton.next_power_of_2(num_splits)),
-        BLOCK_HALF=max(16, triton.next_power_of_2(half)),
+        BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
         PDL=bool(options),
         num_warps=num_warps,
         num_stages=num_stages,

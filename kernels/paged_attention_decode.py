@@ -193,19 +193,33 @@ class DecodeShape(NamedTuple):
     """Tiles of keys in flight"""
 
 
-def decode_shape(head_dim: int, dtype: torch.dtype) -> DecodeShape:
-    """For heads of `head_dim` channels."""
-    return DecodeShape(32 if head_dim > 128 or dtype == torch.float32 else 64, 4, 3)
+def decode_shape(head_dim: int, dtype: torch.dtype, programs: int) -> DecodeShape:
+    """For heads of `head_dim` channels; `programs`: rows times kv heads.
+
+    From sweeps on an H200: few programs hide latency with small tiles, many with their number.
+    (Half of `num_stages` is spent on the block table, which is read before the keys.)
+    """
+    if dtype == torch.float32 or head_dim > 128:
+        return DecodeShape(32, 4, 3)
+    return DecodeShape(32, 4, 5) if programs <= 128 else DecodeShape(64, 4, 3)
 
 
 def choose_num_splits(
-    num_rows: int, num_kv_heads: int, max_model_len: int, tile: int, num_sms: int
+    num_rows: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    max_model_len: int,
+    num_sms: int,
 ) -> int:
-    """Splits that give each multiprocessor two programs, from numbers that a graph fixes.
+    """Splits that give each multiprocessor two programs, or four where rows are very few.
 
-    It depends on no length of this step: an eager step and a captured one take the same kernels.
+    From numbers that a graph fixes: it depends on no length of this step, so an eager step and a
+    captured one take the same kernels.
     """
-    wanted = triton.cdiv(2 * num_sms, num_rows * num_kv_heads)
+    programs = num_rows * num_kv_heads
+    wanted = triton.cdiv((4 if 4 * programs <= num_sms else 2) * num_sms, programs)
+    tile = decode_shape(head_dim, dtype, programs).block_n
     longest = triton.cdiv(max_model_len, tile * MIN_SPLIT_TILES)
     return int(max(1, min(wanted, longest, MAX_SPLITS)))
 
@@ -245,7 +259,9 @@ def paged_attention_decode(
         return out
     group = num_heads // num_kv_heads
     block_d = max(16, triton.next_power_of_2(head_dim))
-    block_n, num_warps, num_stages = shape or decode_shape(head_dim, query.dtype)
+    block_n, num_warps, num_stages = shape or decode_shape(
+        head_dim, query.dtype, num_rows * num_kv_heads
+    )
     partial = lse = out
     if num_splits > 1:
         needed = workspace_elements(num_rows, num_heads, head_dim, num_splits)

@@ -113,15 +113,15 @@ class Operations:
         key_norm: Norm | None,
         kv_cache: torch.Tensor,
         slot_mapping: torch.Tensor,
-    ) -> torch.Tensor:
-        """As `heads`, with keys and values written to the cache → the query alone.
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """As `heads`, with keys and values written to the cache, too.
 
         kv_cache: [2, num_blocks, block_size, num_kv_heads, head_dim]; slot_mapping: [T] int64.
         """
-        query, *pair = self.heads(qkv, layout, positions, cos_sin, query_norm, key_norm)
-        for cache, part in zip(kv_cache, pair, strict=True):
+        query, key, value = self.heads(qkv, layout, positions, cos_sin, query_norm, key_norm)
+        for cache, part in zip(kv_cache, (key, value), strict=True):
             cache.flatten(0, 1).index_copy_(0, slot_mapping, part.to(cache.dtype))
-        return query
+        return query, key, value
 
     def choose_tokens(
         self,

@@ -99,8 +99,8 @@ class TritonOperations(Operations):
         key_norm: Norm | None,
         kv_cache: torch.Tensor,
         slot_mapping: torch.Tensor,
-    ) -> torch.Tensor:
-        """Queries as a view of `qkv`, which is changed; keys and values in the cache."""
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """As `heads`; keys and values are in the cache, too."""
         heads(
             qkv,
             layout.num_heads,
@@ -112,7 +112,7 @@ class TritonOperations(Operations):
             kv_cache,
             slot_mapping,
         )
-        return split_heads(qkv, layout)[0]
+        return split_heads(qkv, layout)
 
     def choose_tokens(
         self,
