@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ..errors import ConfigError
-from ..loading.model_config import ModelConfig
+from ..loading.model_config import ModelConfig, rope_parameters
 from .context import BuildContext
 
 
@@ -48,18 +48,6 @@ class Rotary(nn.Module):
         if self.rotary_dim < x.shape[-1]:
             rotated.append(x[..., self.rotary_dim :])
         return torch.cat(rotated, dim=-1)
-
-
-def rope_parameters(hf_config: Any) -> dict[str, Any]:
-    """One dict from what checkpoints call `rope_parameters` or `rope_scaling` and `rope_theta`."""
-    rope = dict(
-        getattr(hf_config, "rope_parameters", None)
-        or getattr(hf_config, "rope_scaling", None)
-        or {}
-    )
-    rope.setdefault("rope_theta", getattr(hf_config, "rope_theta", None) or 10000.0)
-    rope.setdefault("rope_type", rope.get("type", "default"))
-    return rope
 
 
 def inverse_frequencies(
