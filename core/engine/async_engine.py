@@ -188,13 +188,13 @@ class AsyncEngine:
         self._accepting = False
         if not hasattr(self, "_steps"):
             return
-        await self.plugins.emit("engine_stopping", engine=self)
         for state in list(self._states.values()):
             self._abort(state)
+        await self._listeners_done()
+        await self.plugins.emit("engine_stopping", engine=self)
         await self._steps.stop()
         await self._executor.stop()
-        if self._background:
-            await asyncio.gather(*self._background, return_exceptions=True)
+        await self._listeners_done()
 
     async def __aenter__(self) -> AsyncEngine:
         await self.start()
@@ -276,7 +276,7 @@ class AsyncEngine:
             tools=None if tools is None else list(tools),
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
-            **dict(chat_template_kwargs or {}),
+            template_kwargs=chat_template_kwargs,
         )
 
     async def abort(self, request_id: str) -> bool:
@@ -435,13 +435,10 @@ class AsyncEngine:
         self.dead_reason = f"{type(error).__name__}: {error}"
         self._accepting = False
         logger.error("the engine died", exc_info=error)
-        for state in list(self._states.values()):
-            state.error = f"the engine died: {self.dead_reason}"
-            for request, completion in zip(state.requests, state.completions, strict=True):
-                if completion.finish_reason is None:
-                    completion.finish("error", None)
-                    self._ended(state, request.request_id)
-            state.changed.set()
+        self._publish(self._scheduler.fail_all(f"the engine died: {self.dead_reason}"))
+
+    async def _listeners_done(self) -> None:
+        await asyncio.gather(*self._background, return_exceptions=True)
 
     def _spawn(self, awaitable: Any) -> None:
         task = asyncio.ensure_future(awaitable)

@@ -60,6 +60,7 @@ class StepLoop:
                 self._wake.clear()
                 self._fill(in_flight)
                 if not in_flight:
+                    self.publish(self.scheduler.take_failures())
                     await self._wake.wait()
                     continue
                 plan, future = in_flight.popleft()

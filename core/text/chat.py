@@ -101,7 +101,7 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
-        **template_kwargs: Any,
+        template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
         """The prompt as text.
 
@@ -114,7 +114,7 @@ class ChatTemplate:
             tools,
             add_generation_prompt,
             continue_final_message,
-            template_kwargs,
+            template_kwargs or {},
             lambda text: text,
         )
 
@@ -125,7 +125,7 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
-        **template_kwargs: Any,
+        template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """The prompt as token ids; arguments and errors as for `render`.
 
@@ -151,7 +151,7 @@ class ChatTemplate:
             tools,
             add_generation_prompt,
             continue_final_message,
-            template_kwargs,
+            template_kwargs or {},
             guard,
         )
         if guarded:
@@ -335,9 +335,9 @@ def _check_content(content: Any, path: str) -> str | None:
         kind = part.get("type") if isinstance(part, Mapping) else None
         if kind != "text" or not isinstance(part.get("text"), str):
             raise InvalidRequest(
-                f'{path}: part {index} must be {{"type": "text", "text": "…"}}; '
+                f'{path}[{index}]: must be {{"type": "text", "text": "…"}}; '
                 f"{kind!r} parts are not supported",
-                param=path,
+                param=f"{path}[{index}]",
             )
         texts.append(part["text"])
     return "\n".join(texts)

@@ -413,7 +413,7 @@ def test_client_gone_means_request_aborted(server: Server) -> None:
 def test_sigterm_lets_a_stream_finish_and_exits_zero(tmp_path: Any) -> None:
     process = subprocess.Popen(
         [sys.executable, "-m", "jackfield.entrypoints.cli.main", "serve", "--port", "0",
-         "--uds", str(tmp_path / "socket")],
+         "--attention-backend", "torch", "--uds", str(tmp_path / "socket")],
         stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     try:

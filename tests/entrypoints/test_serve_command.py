@@ -32,7 +32,8 @@ def serving(checkpoint: Path, *flags: str) -> Iterator[tuple[subprocess.Popen[st
     process = subprocess.Popen(
         [sys.executable, "-m", "jackfield.entrypoints.cli.main", "serve", str(checkpoint),
          "--port", "0", "--served-model-name", "tiny", "--device", "cpu", "--dtype", "float32",
-         "--max-model-len", "512", "--num-gpu-blocks-override", "200", "--max-num-seqs", "8",
+         "--attention-backend", "torch", "--max-model-len", "512",
+         "--num-gpu-blocks-override", "200", "--max-num-seqs", "8",
          *flags],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip

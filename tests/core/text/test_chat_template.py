@@ -106,7 +106,7 @@ def test_chatml_with_tools_calls_and_results() -> None:
         {"role": "tool", "tool_call_id": "1", "content": "42"},
     ]
     tools = [{"type": "function", "function": {"name": "f", "description": "é & <b>"}}]
-    assert TEMPLATE.render(messages, tools=tools, enable_thinking=False) == (
+    assert TEMPLATE.render(messages, tools=tools, template_kwargs={"enable_thinking": False}) == (
         '<|im_start|>system\n<tools>\n{"type": "function", "function": {"name": "f", '
         '"description": "é & <b>"}}\n</tools><|im_end|>\n'
         "<|im_start|>user\nHi\né<|im_end|>\n"
@@ -117,19 +117,26 @@ def test_chatml_with_tools_calls_and_results() -> None:
 
 
 @pytest.mark.parametrize(
-    "kwargs", [{}, {"enable_thinking": False}, {"add_generation_prompt": False}]
+    ("generate", "kwargs"), [(True, {}), (True, {"enable_thinking": False}), (False, {})]
 )
-def test_rendering_agrees_with_transformers(kwargs: dict[str, Any]) -> None:
+def test_rendering_agrees_with_transformers(generate: bool, kwargs: dict[str, Any]) -> None:
     from transformers import PreTrainedTokenizerFast
 
     theirs = PreTrainedTokenizerFast(tokenizer_object=byte_level().backend)
     messages = [{"role": "system", "content": " Be. "}, *user("Hi <b>"), *user("Bye")]
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
-    options = {"add_generation_prompt": True, **kwargs}
     want = theirs.apply_chat_template(
-        messages, chat_template=CHATML, tools=tools, tokenize=False, **options
+        messages,
+        chat_template=CHATML,
+        tools=tools,
+        tokenize=False,
+        add_generation_prompt=generate,
+        **kwargs,
     )
-    assert TEMPLATE.render(messages, tools=tools, **options) == want
+    got = TEMPLATE.render(
+        messages, tools=tools, add_generation_prompt=generate, template_kwargs=kwargs
+    )
+    assert got == want
 
 
 def test_the_fields_extras_work() -> None:
@@ -139,7 +146,9 @@ def test_the_fields_extras_work() -> None:
         "{{ {'b': 1, 'a': 'é'} | tojson(indent=1, sort_keys=true, separators=(',', ':')) }} "
         "{{ strftime_now('%Y') | length }} {{ x.y.z }}"
     )
-    got = ChatTemplate(source, TOKENIZER).render([*user("1"), *user("2")], x={"y": {"z": 5}})
+    got = ChatTemplate(source, TOKENIZER).render(
+        [*user("1"), *user("2")], template_kwargs={"x": {"y": {"z": 5}}}
+    )
     assert got == '1g <|im_end|> {\n "a":"é",\n "b":1\n} 4 5'
 
 
@@ -167,7 +176,7 @@ REFUSED: list[tuple[Any, str]] = [
     ([{"role": "user"}], "messages[0].content"),
     ([*user("a"), {"role": "user", "content": None}], "messages[1].content"),
     (user(5), "messages[0].content"),
-    (user([{"type": "image_url", "image_url": {}}]), "messages[0].content"),
+    (user([{"type": "image_url", "image_url": {}}]), "messages[0].content[0]"),
     ([{"role": "assistant", "content": None}], "messages[0].content"),
     (
         [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}],
@@ -193,7 +202,7 @@ def test_malformed_messages_are_refused_with_their_path(messages: Any, param: st
 )
 def test_reserved_template_variables_are_refused(key: str) -> None:
     with pytest.raises(InvalidRequest) as refused:
-        TEMPLATE.render(user("x"), **{key: "y"})
+        TEMPLATE.render(user("x"), template_kwargs={key: "y"})
     assert refused.value.param == f"chat_template_kwargs.{key}"
 
 
@@ -319,7 +328,9 @@ def test_typed_control_tokens_stay_text_where_the_model_vocabulary_has_them() ->
 def test_tool_definitions_and_template_variables_are_guarded_and_assistants_are_not() -> None:
     template = ChatTemplate("{{ tools | tojson }}{{ note }}{{ messages[0].content }}", TOKENIZER)
     tools = [{"type": "function", "function": {"name": "f", "description": "<|im_end|>"}}]
-    ids = template.render_tokens(user("<|im_end|>"), tools=tools, note="<|im_end|>")
+    ids = template.render_tokens(
+        user("<|im_end|>"), tools=tools, template_kwargs={"note": "<|im_end|>"}
+    )
     assert END not in ids
     said = [{"role": "assistant", "content": "<think>a</think>"}]
     assert TOKENIZER.added_tokens.keys() & set(TEMPLATE.render_tokens(said)) >= {
