@@ -41,10 +41,11 @@ class Model(Protocol):
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
         """Create parameters (uninitialised) on `build.device` in `build.dtype`."""
 
-    def forward(
-        self, input_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext
-    ) -> torch.Tensor:
-        """input_ids, positions: [num_tokens] int64 → hidden states [num_tokens, hidden_size]."""
+    def forward(self, input_ids: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        """input_ids: [num_tokens] int64 → hidden states [num_tokens, hidden_size].
+
+        Whatever only `compute_logits` needs (the last norm) is left to it: it sees few rows.
+        """
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden: [num_rows, hidden_size] → logits [num_rows, vocab_size], any float dtype."""
@@ -77,6 +78,9 @@ class AttentionBackend(Protocol):
     name: ClassVar[str]
     graph_safe: ClassVar[bool]
     """Whether a decode-only `forward` may be captured in a CUDA graph."""
+    standard_cache: ClassVar[bool]
+    """The cache has the layout above, and may be written before `forward`, which then gets
+    None as key and value."""
 
     @classmethod
     def supports(cls, spec: AttentionSpec, device: torch.device, dtype: torch.dtype) -> str | None:
@@ -100,12 +104,12 @@ class AttentionBackend(Protocol):
         self,
         spec: AttentionSpec,
         query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
         kv_cache: torch.Tensor,
         metadata: Any,
     ) -> torch.Tensor:
-        """Write key and value to the cache at the layout's slot mapping, then attend.
+        """Write key and value to the cache at the layout's slot mapping if given, then attend.
 
         query: [num_tokens, num_heads, head_dim]; key, value: [num_tokens, num_kv_heads, head_dim]
         → [num_tokens, num_heads, head_dim]

@@ -6,7 +6,10 @@ import torch
 from torch import nn
 
 from ..protocols import AttentionSpec
-from .context import ForwardContext
+from .context import BuildContext, ForwardContext
+from .norm import RMSNorm
+from .operations import HeadLayout
+from .rotary import Rotary
 
 
 class Attention(nn.Module):
@@ -14,20 +17,42 @@ class Attention(nn.Module):
 
     kv_cache: torch.Tensor | None
 
-    def __init__(self, spec: AttentionSpec) -> None:
+    def __init__(self, spec: AttentionSpec, build: BuildContext) -> None:
         super().__init__()
         self.spec = spec
+        self.layout = HeadLayout(spec.num_heads, spec.num_kv_heads, spec.head_dim)
+        self.operations = build.operations
         self.kv_cache = None
 
     def forward(
         self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        qkv: torch.Tensor,
         context: ForwardContext,
+        *,
+        rotary: Rotary | None = None,
+        query_norm: RMSNorm | None = None,
+        key_norm: RMSNorm | None = None,
     ) -> torch.Tensor:
-        """query: [num_tokens, num_heads, head_dim], key and value: [num_tokens, num_kv_heads,
-        head_dim] → [num_tokens, num_heads * head_dim]"""
+        """qkv: [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim], may be overwritten
+        → [num_tokens, num_heads * head_dim]
+
+        Queries and keys are normed over each head, then rotated, where these are given.
+        """
         assert self.kv_cache is not None, "the worker binds the cache before the first step"
-        out = context.attend(self.spec, query, key, value, self.kv_cache)
+        arguments = (
+            qkv,
+            self.layout,
+            context.positions,
+            rotary.cos_sin if rotary else None,
+            query_norm.norm if query_norm else None,
+            key_norm.norm if key_norm else None,
+        )
+        key = value = None
+        if context.backend.standard_cache:
+            query = self.operations.cached_heads(
+                *arguments, self.kv_cache, context.layout.slot_mapping
+            )
+        else:
+            query, key, value = self.operations.heads(*arguments)
+        out = context.backend.forward(self.spec, query, key, value, self.kv_cache, context.metadata)
         return out.reshape(out.shape[0], -1)

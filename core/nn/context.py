@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 
-from ..protocols import AttentionBackend, AttentionSpec, QuantizationMethod
+from ..protocols import AttentionBackend, QuantizationMethod
+from .operations import Operations
 
 
 @dataclass(frozen=True)
@@ -17,6 +18,7 @@ class BuildContext:
 
     device: torch.device
     dtype: torch.dtype
+    operations: Operations = field(default_factory=Operations)
     quantization: QuantizationMethod | None = None
 
     def empty(self, *shape: int) -> torch.Tensor:
@@ -58,15 +60,7 @@ class ForwardContext:
 
     backend: AttentionBackend
     metadata: Any
+    """What the backend made of the layout."""
     layout: BatchLayout
-
-    def attend(
-        self,
-        spec: AttentionSpec,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        kv_cache: torch.Tensor,
-    ) -> torch.Tensor:
-        """[T, num_heads, head_dim] → the same shape."""
-        return self.backend.forward(spec, query, key, value, kv_cache, self.metadata)
+    positions: torch.Tensor
+    """[num_tokens] int64"""

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from .context import BuildContext
+from .norm import RMSNorm
 
 
 class Embedding(nn.Module):
@@ -15,11 +16,12 @@ class Embedding(nn.Module):
     def __init__(self, vocab_size: int, hidden_size: int, build: BuildContext) -> None:
         super().__init__()
         self.weight = nn.Parameter(build.empty(vocab_size, hidden_size))
+        self.operations = build.operations
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         """[num_tokens] → [num_tokens, hidden_size]"""
         return F.embedding(token_ids, self.weight)
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """As a tied head: [num_rows, hidden_size] → [num_rows, vocab_size]"""
-        return F.linear(hidden, self.weight)
+    def logits(self, hidden: torch.Tensor, *, norm: RMSNorm | None = None) -> torch.Tensor:
+        """As a head, tied or not: [num_rows, hidden_size] → [num_rows, vocab_size]"""
+        return self.operations.linear(hidden, self.weight, norm=norm.norm if norm else None)

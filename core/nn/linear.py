@@ -1,18 +1,22 @@
-"""Linear layers: plain, merged (several checkpoint tensors in one), and the language-model head."""
+"""Linear layers: plain, and merged (several checkpoint tensors in one).
+
+A layer takes the norm before it and the residual after it as arguments, so that an implementation
+may do all three in one pass over the weight.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from .context import BuildContext
+from .norm import RMSNorm
 
 
 class Linear(nn.Module):
-    """y = x Wᵀ + b. weight: [out_features, in_features]."""
+    """y = residual + norm(x) Wᵀ + b. weight: [out_features, in_features]."""
 
     def __init__(
         self, in_features: int, out_features: int, build: BuildContext, *, bias: bool = False
@@ -20,10 +24,19 @@ class Linear(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(build.empty(out_features, in_features))
         self.bias = nn.Parameter(build.empty(out_features)) if bias else None
+        self.operations = build.operations
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[num_tokens, in_features] → [num_tokens, out_features]"""
-        return F.linear(x, self.weight, self.bias)
+    def forward(
+        self,
+        x: torch.Tensor,
+        *,
+        norm: RMSNorm | None = None,
+        residual: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """[num_tokens, in_features] → [num_tokens, out_features]; `residual` may be overwritten."""
+        return self.operations.linear(
+            x, self.weight, self.bias, norm=norm.norm if norm else None, residual=residual
+        )
 
 
 class MergedLinear(Linear):
@@ -41,13 +54,30 @@ class MergedLinear(Linear):
         bias: bool = False,
     ) -> None:
         super().__init__(in_features, sum(sizes.values()), build, bias=bias)
-        self.sizes = list(sizes.values())
         self.shards: dict[str, slice] = {}
         start = 0
         for name, size in sizes.items():
             self.shards[name] = slice(start, start + size)
             start += size
 
-    def split(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """[num_tokens, sum(sizes)] → one view a shard."""
-        return torch.split(x, self.sizes, dim=-1)
+
+class GatedLinear(MergedLinear):
+    """silu(gate) * up of one product."""
+
+    def __init__(
+        self, in_features: int, out_features: int, build: BuildContext, *, bias: bool = False
+    ) -> None:
+        super().__init__(in_features, {"gate": out_features, "up": out_features}, build, bias=bias)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        *,
+        norm: RMSNorm | None = None,
+        residual: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """[num_tokens, in_features] → [num_tokens, out_features]"""
+        assert residual is None, "a gate has no residual"
+        return self.operations.gated_linear(
+            x, self.weight, self.bias, norm=norm.norm if norm else None
+        )

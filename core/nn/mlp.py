@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from ..errors import ConfigError
 from .context import BuildContext
-from .linear import Linear, MergedLinear
+from .linear import GatedLinear, Linear
+from .norm import RMSNorm
 
 
 class GatedMLP(nn.Module):
@@ -26,11 +26,11 @@ class GatedMLP(nn.Module):
         super().__init__()
         if activation not in ("silu", "swish"):
             raise ConfigError(f"hidden_act: {activation!r} is not supported", param="hidden_act")
-        sizes = {"gate": intermediate_size, "up": intermediate_size}
-        self.gate_up_proj = MergedLinear(hidden_size, sizes, build, bias=bias)
+        self.gate_up_proj = GatedLinear(hidden_size, intermediate_size, build, bias=bias)
         self.down_proj = Linear(intermediate_size, hidden_size, build, bias=bias)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[num_tokens, hidden_size] → the same shape."""
-        gate, up = self.gate_up_proj.split(self.gate_up_proj(x))
-        return self.down_proj(F.silu(gate) * up)  # type: ignore[no-any-return]
+    def forward(self, hidden: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
+        """hidden + mlp(norm(hidden)): [num_tokens, hidden_size] → the same shape."""
+        inner = self.gate_up_proj(hidden, norm=norm)
+        out: torch.Tensor = self.down_proj(inner, residual=hidden)
+        return out

@@ -1,4 +1,4 @@
-"""RMSNorm, with the residual addition folded in."""
+"""RMSNorm as a layer of its own, or on the way into a product."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from .context import BuildContext
+from .operations import Norm
 
 
 class RMSNorm(nn.Module):
@@ -15,14 +16,13 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.eps = eps
         self.weight = nn.Parameter(build.empty(size))
+        self.operations = build.operations
+
+    @property
+    def norm(self) -> Norm:
+        """For operations that apply it themselves."""
+        return Norm(self.weight, self.eps)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., size] → [..., size]"""
-        wide = x.float()
-        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return self.weight * wide.to(x.dtype)
-
-    def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """→ (norm(x + residual), x + residual)"""
-        residual = x + residual
-        return self(residual), residual
+        return self.operations.rms_norm(x, self.norm)

@@ -20,7 +20,7 @@ from .context import BuildContext
 
 
 class Rotary(nn.Module):
-    """Rotates the first `rotary_dim` of each head, halves paired (neox style)."""
+    """Angles for the first `rotary_dim` channels of each head, halves paired (NeoX style)."""
 
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
         super().__init__()
@@ -33,21 +33,12 @@ class Rotary(nn.Module):
         angles = torch.outer(torch.arange(config.max_model_len).float(), frequencies)
         table = torch.cat([angles.cos(), angles.sin()], dim=-1) * attention_factor
         self.register_buffer("table", table.to(build.device), persistent=False)
+
+    @property
+    def cos_sin(self) -> torch.Tensor:
         """[max_model_len, rotary_dim] float32: cosines, then sines."""
-
-    def lookup(self, positions: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Cosines and sines of a step, for all its layers: [num_tokens, 1, rotary_dim]."""
         table: torch.Tensor = self.table  # type: ignore[assignment]
-        return table[positions][:, None].to(dtype)
-
-    def forward(self, x: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
-        """x: [num_tokens, num_heads, head_dim] → rotated, the same shape."""
-        cos, sin = cos_sin.chunk(2, dim=-1)
-        first, second = x[..., : self.rotary_dim].chunk(2, dim=-1)
-        rotated = [first * cos - second * sin, second * cos + first * sin]
-        if self.rotary_dim < x.shape[-1]:
-            rotated.append(x[..., self.rotary_dim :])
-        return torch.cat(rotated, dim=-1)
+        return table
 
 
 def inverse_frequencies(

@@ -13,7 +13,7 @@ from ..nn.context import ForwardContext
 from ..protocols import AttentionBackend
 from ..types import StepPlan, StepResult, TokenLogprobs
 from .batch import PersistentBatch, StepInputs
-from .sampler import Sampler, Scores, prompt_logprobs
+from .sampler import Logprobs, Sampler
 from .sampling_state import SamplingState
 
 
@@ -44,7 +44,7 @@ class LaunchedStep:
         for row, token, is_bad in zip(self.sample_rows, sampled, bad, strict=True):
             token_ids[row] = token
             if is_bad:
-                failed[row] = "the model produced logits that are not numbers (NaN)"
+                failed[row] = "no token can be chosen: NaN logits, or every token is masked"
         logprobs = {}
         if self.wanted_logprobs:
             tables = {name: self.output[name].tolist() for name in _LOGPROB_FIELDS}
@@ -69,14 +69,14 @@ class LaunchedStep:
         )
 
 
-_LOGPROB_FIELDS = ("top_ids", "top_logprobs", "sampled_logprob", "sampled_rank")
+_LOGPROB_FIELDS = ("top_ids", "top_logprobs", "logprob", "rank")
 
 
 def _position(tables: dict[str, Any], index: int, token_id: int, k: int) -> TokenLogprobs:
     return TokenLogprobs(
         token_id=token_id,
-        logprob=tables["sampled_logprob"][index],
-        rank=tables["sampled_rank"][index],
+        logprob=tables["logprob"][index],
+        rank=tables["rank"][index],
         top_ids=tables["top_ids"][index][:k],
         top_logprobs=tables["top_logprobs"][index][:k],
     )
@@ -132,7 +132,7 @@ class ModelRunner:
             output = {
                 "token_ids": sampled.token_ids,
                 "bad_rows": sampled.bad_rows,
-                **_score_tensors(sampled.scores),
+                **_tensors(sampled.logprobs),
             }
         scores = self._score_prompts(plan, inputs, hidden)
         return self._copy_back(plan, inputs.sample_rows, wanted, output, scores, launched)
@@ -143,8 +143,9 @@ class ModelRunner:
             backend=self.backend,
             metadata=self.backend.build_metadata(inputs.layout),
             layout=inputs.layout,
+            positions=inputs.positions,
         )
-        hidden: torch.Tensor = self.model(inputs.input_ids, inputs.positions, context)
+        hidden: torch.Tensor = self.model(inputs.input_ids, context)
         return hidden
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -184,8 +185,10 @@ class ModelRunner:
                 continue
             begin = int(starts[row])
             targets = self.batch.token_history[slot, first + 1 : first + 1 + count].long()
-            result = prompt_logprobs(self._logits(hidden[begin : begin + count]), targets, k)
-            scored.append({**_score_tensors(result), "targets": targets, "row": row, "k": k})
+            result = self.sampler.prompt_logprobs(
+                self._logits(hidden[begin : begin + count]), targets, k
+            )
+            scored.append({**_tensors(result), "targets": targets, "row": row, "k": k})
         return scored
 
     def _copy_back(
@@ -214,8 +217,8 @@ class ModelRunner:
         return LaunchedStep(plan, sample_rows, wanted, output, scores, event, launched, keep)
 
 
-def _score_tensors(scores: Scores | None) -> dict[str, torch.Tensor]:
-    return {} if scores is None else {name: getattr(scores, name) for name in _LOGPROB_FIELDS}
+def _tensors(logprobs: Logprobs | None) -> dict[str, torch.Tensor]:
+    return {} if logprobs is None else {name: getattr(logprobs, name) for name in _LOGPROB_FIELDS}
 
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,56 +1,83 @@
-"""The sampler: logits in, tokens out, all on the device, without one synchronisation.
+"""The sampler: logits to tokens on the device, without waiting for it once.
 
-Passes over [R, V]: greedy alone 2 (finite check and argmax); random 3 more and the noise; each of
-top-k, min-p, penalties, bias 1 to 3 more, only when some row asks for it; top-p sorts.
-Order: log-probabilities of the raw logits; allowed tokens and bias; bad words; min_tokens;
-penalties; greedy choice; temperature; min-p; top-k and top-p; random choice.
+Passes over [R, V] numbers (R rows, V = vocab_size), each a read or a read and a write of float32:
+
+| rows                            | passes |
+|---------------------------------|--------|
+| all greedy, no processing       | 1 read of the logits as they are |
+| temperature (and greedy mixed)  | 11: scale, 7 for the noise, its logarithm, subtract, maximum |
+| … with min_p                    | + 3 |
+| top_k up to `SMALL_TOP_K`       | 2 + 4 for sort keys + a `topk` over int64, then [rows, k] |
+| top_p, larger top_k             | 2 + 4 + a sort over int64 + about 14 |
+| logit_bias, allowed_token_ids   | 1 copy of the logits + 2 |
+| penalties                       | the copy + about 12 |
+| logprobs                        | about 7 + 4 + a `topk` over int64 |
+
+Stages but the first two work on the rows that ask for them alone. Wide temporaries are bounded by
+`CHUNK_ELEMENTS`. With R = 256 and V = 151,936 a pass moves 156 to 311 MB.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from .noise import gumbel_noise
-from .sampling_state import SamplingState, Stage
+from ..protocols import LogitsProcessor
+from .noise import TokenNoise
+from .sampling_state import BadWordRows, Column, Rows, SamplingState, StepStages, StopRows
 
-CHUNK_ELEMENTS = 1 << 27
-"""Rows times vocabulary scored at once for prompt log-probabilities."""
-NEGATIVE = float("-inf")
+CHUNK_ELEMENTS = 1 << 24
+"""Numbers that one wide temporary may hold."""
+
+_INF = float("inf")
 
 
 @dataclass(frozen=True)
-class Scores:
-    """Log-probabilities of chosen tokens and of the k most likely ones, for R rows."""
+class Logprobs:
+    """Log-probabilities of N positions from raw logits, on the device."""
 
-    sampled_logprob: torch.Tensor
-    """[R] float32"""
-    sampled_rank: torch.Tensor
-    """[R] int64, 1 for the most likely"""
     top_ids: torch.Tensor
-    """[R, k] int64"""
+    """[N, k] int64, most likely first, lower ids first among equals"""
     top_logprobs: torch.Tensor
-    """[R, k] float32"""
+    """[N, k] float32"""
+    logprob: torch.Tensor
+    """[N] float32, of the position's own token"""
+    rank: torch.Tensor
+    """[N] int64, of the position's own token: 1 + the number of more likely ones"""
 
 
 @dataclass(frozen=True)
 class SamplerOutput:
-    """One token a row."""
+    """One step's tokens, on the device."""
 
     token_ids: torch.Tensor
     """[R] int64"""
     bad_rows: torch.Tensor
-    """[R] bool: logits that are not finite; the token means nothing."""
-    scores: Scores | None
+    """[R] bool: no token could be chosen (NaN or +inf in the logits, or everything is masked);
+    the row's token is 0."""
+    logprobs: Logprobs | None
+    """None when no row asked; rows that did not ask hold zeros."""
 
 
 class Sampler:
-    """Chooses tokens for rows of a batch by their slots' parameters."""
+    """Chooses one token a row. Order of stages: vLLM's (v1).
 
-    def __init__(self, state: SamplingState) -> None:
-        self.state = state
-        self._all_tokens = torch.arange(state.vocab_size, device=state.device, dtype=torch.int32)
+    Raw log-probabilities come from the untouched logits. Then: allowed tokens and logit_bias, bad
+    words, min_tokens (masks and finite biases commute), plugged-in processors, penalties,
+    temperature, min_p, top_k, top_p, and the largest `logit + Gumbel noise`; greedy rows have none.
+
+    The set kept by top_k and top_p is exact: tokens in order of (logit, then lower id); the first
+    top_k; of these the fewest whose probabilities, renormalised, reach top_p; always one at least.
+
+    The noise depends on (seed, position, token) alone: a request draws the same in any batch.
+    """
+
+    def __init__(self, state: SamplingState, processors: Sequence[LogitsProcessor] = ()) -> None:
+        self._state = state
+        self._processors = tuple(processors)
+        self._noise = TokenNoise(state.vocab_size, state.device)
 
     def sample(
         self,
@@ -59,140 +86,286 @@ class Sampler:
         rows_host: list[int],
         lengths: torch.Tensor,
     ) -> SamplerOutput:
-        """logits: [R, V]; slots: [R] int64 and rows_host, the same on the host; lengths: [R] int64,
-        tokens before the sampled one."""
-        state = self.state
-        stages = state.stages_of(rows_host)
-        raw = logits.float()
-        bad_rows = ~torch.isfinite(raw.amax(-1))
-        x = self._constrain(raw, slots, lengths, stages)
-        token_ids = x.argmax(-1)
-        if stages & Stage.RANDOM:
-            token_ids = self._choose(x, token_ids, slots, rows_host, lengths, stages)
-        token_ids = torch.where(bad_rows, 0, token_ids)
-        if stages & Stage.PENALTIES:
-            assert state.output_counts is not None
-            flat = slots * state.vocab_size + token_ids
-            state.output_counts.view(-1).scatter_add_(
-                0, flat, torch.ones_like(flat, dtype=torch.int32)
-            )
-        wanted = int(state.num_logprobs[rows_host].max())
-        scores = score(torch.log_softmax(raw, -1), token_ids, wanted) if wanted >= 0 else None
-        return SamplerOutput(token_ids, bad_rows, scores)
+        """Call after `state.upload()`.
 
-    def _constrain(
-        self, x: torch.Tensor, slots: torch.Tensor, lengths: torch.Tensor, stages: Stage
+        logits: [R, vocab_size], any float dtype, left as it is; slots: [R] int64;
+        rows_host: the same slots on the host; lengths: [R] int32 or int64, tokens known before
+        the sampled one, which is also its position in the sequence.
+        """
+        state = self._state
+        stages = state.plan(rows_host)
+        packed = state.packed.index_select(0, slots)
+        processed = self._process(logits, stages, packed, slots, lengths)
+        if stages.all_greedy:
+            best, token_ids = processed.max(dim=-1)
+            bad_rows = best.isfinite().logical_not_()
+        else:
+            token_ids, bad_rows = self._choose(processed, stages, packed, lengths)
+        token_ids = token_ids.masked_fill(bad_rows, 0)
+        if stages.penalties is not None:
+            rows = stages.penalties
+            places = rows.table * state.vocab_size + _select(token_ids, rows)
+            ones = torch.ones_like(places, dtype=torch.int32)
+            state.output_counts.view(-1).scatter_add_(0, places, ones)
+        return SamplerOutput(token_ids, bad_rows, self._logprobs(logits, token_ids, stages))
+
+    # ------------------------------------------------------------ before the choice
+
+    def _process(
+        self,
+        logits: torch.Tensor,
+        stages: StepStages,
+        packed: torch.Tensor,
+        slots: torch.Tensor,
+        lengths: torch.Tensor,
     ) -> torch.Tensor:
-        """What changes even the greedy choice. Never in place: `x` is still needed."""
-        state = self.state
-        if stages & Stage.BIAS:
-            assert state.bias is not None
-            x = x + state.bias[state.column("bias_row", slots)]
-        if stages & Stage.BAD_WORDS:
-            x = self._ban_words(x, slots, lengths)
-        if stages & Stage.MIN_TOKENS:
-            assert state.stop_ids is not None
-            early = lengths < state.column("min_length", slots)
-            x = _lower(x, state.stop_ids[slots], early[:, None])
-        if stages & Stage.PENALTIES:
-            x = self._penalise(x, slots)
-        return x
+        """[R, vocab_size]: `logits` itself if nothing changes it, else a float32 copy, changed."""
+        if not stages.processes_logits and not self._processors:
+            return logits
+        work = logits.to(torch.float32, copy=True).contiguous()
+        if stages.bias is not None:
+            for rows, table in _table_chunks(stages.bias.batch, stages.bias.table, work):
+                part = _take(work, rows)
+                part.add_(self._state.bias.index_select(0, table))
+                _put(work, rows, part)
+        if stages.bad_words is not None:
+            self._ban_words(work, stages.bad_words, packed, slots, lengths)
+        if stages.min_tokens is not None:
+            _ban_stops(work, stages.min_tokens, packed, lengths)
+        for processor in self._processors:
+            work = processor.apply(work, slots)
+        if stages.penalties is not None:
+            self._penalize(work, stages, packed)
+        return work
 
     def _ban_words(
-        self, x: torch.Tensor, slots: torch.Tensor, lengths: torch.Tensor
-    ) -> torch.Tensor:
-        state = self.state
-        assert state.bad_words is not None
-        words = state.bad_words[slots]  # [R, W, L]
-        back = torch.arange(words.shape[2] - 1, 0, -1, device=x.device)
-        at = lengths[:, None] - back
-        before = state.token_history[slots[:, None], at.clamp(min=0)].long()
-        before = torch.where(at >= 0, before, -3)
-        prefix = words[:, :, :-1]
-        matches = ((prefix == before[:, None, :]) | (prefix == -1)).all(-1)
-        last = words[:, :, -1]
-        active = self._active(Stage.BAD_WORDS, slots)[:, None]
-        return _lower(x, last.clamp(min=0), matches & (last >= 0) & active)
+        self,
+        work: torch.Tensor,
+        rows: BadWordRows,
+        packed: torch.Tensor,
+        slots: torch.Tensor,
+        lengths: torch.Tensor,
+    ) -> None:
+        """Mask each word's last token where the output so far ends in the tokens before it."""
+        history = self._state.token_history
+        slots, lengths = _select(slots, rows), _select(lengths, rows)
+        prompt_lens = _select(packed[:, Column.PROMPT_LEN], rows)
+        prefixes, last = rows.words[:, :, :-1], rows.words[:, :, -1]
+        back = torch.arange(-prefixes.shape[2], 0, device=work.device)
+        positions = lengths.unsqueeze(1) + back
+        in_output = positions >= prompt_lens.unsqueeze(1)
+        places = slots.unsqueeze(1) * history.shape[1] + positions.clamp(min=0)
+        tail = torch.where(in_output, history.view(-1).take(places), -2)
+        matches = (prefixes == tail.unsqueeze(1)).logical_or_(prefixes < 0).all(dim=-1)
+        _ban(work, rows, last, matches)
 
-    def _penalise(self, x: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        state = self.state
-        assert state.output_counts is not None and state.in_prompt is not None
-        counts = state.output_counts[slots]
-        seen = counts > 0
-        repetition = state.column("repetition", slots)[:, None]
-        scaled = torch.where(x > 0, x / repetition, x * repetition)
-        x = torch.where(seen | state.in_prompt[slots], scaled, x)
-        x = x - state.column("frequency", slots)[:, None] * counts
-        return x - state.column("presence", slots)[:, None] * seen
+    def _penalize(self, work: torch.Tensor, stages: StepStages, packed: torch.Tensor) -> None:
+        """Repetition over prompt and output, frequency and presence over the output."""
+        assert stages.penalties is not None
+        batch, state = stages.penalties.batch, self._state
+        floats = packed.view(torch.float32)
+        for rows, table in _table_chunks(batch, stages.penalties.table, work):
+            part, settings = _take(work, rows), _take(floats, rows)
+            repetition = settings[:, Column.REPETITION, None]
+            counts = state.output_counts.index_select(0, table)
+            generated = counts > 0
+            seen = state.in_prompt.index_select(0, table).logical_or_(generated)
+            factor = torch.where(part > 0, repetition.reciprocal(), repetition)
+            part.mul_(factor.masked_fill_(seen.logical_not_(), 1.0))
+            part.sub_(counts * settings[:, Column.FREQUENCY, None])
+            part.sub_(generated * settings[:, Column.PRESENCE, None])
+            _put(work, rows, part)
 
-    def _active(self, stage: Stage, slots: torch.Tensor) -> torch.Tensor:
-        """[R] bool: rows that ask for `stage`."""
-        return (self.state.column("stages", slots) & int(stage)) != 0
+    # ------------------------------------------------------------ the choice
 
     def _choose(
         self,
-        x: torch.Tensor,
-        greedy: torch.Tensor,
-        slots: torch.Tensor,
-        rows_host: list[int],
+        logits: torch.Tensor,
+        stages: StepStages,
+        packed: torch.Tensor,
         lengths: torch.Tensor,
-        stages: Stage,
-    ) -> torch.Tensor:
-        """Gumbel-max over what the limits leave; greedy rows keep their token."""
-        state = self.state
-        x = x / state.column("temperature", slots)[:, None]
-        if stages & Stage.MIN_P:
-            floor = x.amax(-1, keepdim=True) + state.column("min_p", slots).log()[:, None]
-            x = torch.where(x < floor, NEGATIVE, x)
-        seeds = state.column("seed", slots)
-        top_k = state.column("top_k", slots)[:, None]
-        if stages & Stage.TOP_P:
-            ordered, token_ids = x.sort(dim=-1, descending=True, stable=True)
-            place = self._all_tokens[None, :]
-            ordered = torch.where((top_k > 0) & (place >= top_k), NEGATIVE, ordered)
-            probs = ordered.softmax(-1)
-            before = probs.cumsum(-1) - probs
-            limit = state.column("top_p", slots)[:, None]
-            ordered = torch.where((before >= limit) & (limit < 1.0), NEGATIVE, ordered)
-            best = (ordered + gumbel_noise(seeds, lengths, token_ids)).argmax(-1, keepdim=True)
-            chosen = token_ids.gather(1, best)[:, 0]
-        else:
-            if stages & Stage.TOP_K:
-                most = int(state.top_k[rows_host].max())
-                kth = x.topk(most, -1).values.gather(1, (top_k - 1).clamp(min=0))
-                x = torch.where((top_k > 0) & (x < kth), NEGATIVE, x)
-            chosen = (x + gumbel_noise(seeds, lengths, self._all_tokens)).argmax(-1)
-        return torch.where(self._active(Stage.RANDOM, slots), chosen, greedy)
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """→ token_ids [R] int64, bad_rows [R] bool"""
+        lanes = packed[:, Column.LANES :]
+        keys = self._noise.row_keys(lanes, lengths)
+        floats = packed.view(torch.float32)
+        token_ids = lengths.new_zeros(stages.num_rows, dtype=torch.int64)
+        bad_rows = lengths.new_zeros(stages.num_rows, dtype=torch.bool)
+        groups = (
+            (stages.plain, None),
+            (stages.top_k, stages.max_top_k),
+            (stages.sort, self._state.vocab_size),
+        )
+        for group, k in groups:
+            if group is None:
+                continue
+            for rows in _chunks(group, logits):
+                settings, row_keys = _take(floats, rows), _take(keys, rows)
+                scaled = _take(logits, rows) * settings[:, Column.INVERSE_TEMPERATURE, None]
+                scaled = scaled.to(torch.float32)  # float64 logits alone were wider
+                if k is None:
+                    chosen, bad = self._choose_plain(scaled, settings, row_keys, stages.any_min_p)
+                else:
+                    top_k = _take(packed, rows)[:, Column.TOP_K]
+                    chosen, bad = self._choose_ranked(scaled, top_k, settings, row_keys, k)
+                _put(token_ids, rows, chosen)
+                _put(bad_rows, rows, bad)
+        return token_ids, bad_rows
+
+    def _choose_plain(
+        self, scaled: torch.Tensor, floats: torch.Tensor, keys: torch.Tensor, any_min_p: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if any_min_p:
+            least = scaled.amax(dim=-1, keepdim=True) + floats[:, Column.LOG_MIN_P, None]
+            scaled.masked_fill_(scaled < least, -_INF)
+        noise = self._noise.exponential(keys)
+        # xlogy is exactly 0 where the weight is 0, so greedy rows keep their logits.
+        scaled.sub_(torch.special.xlogy(floats[:, Column.NOISE, None], noise))
+        best, token_ids = scaled.max(dim=-1)
+        return token_ids, best.isfinite().logical_not_()
+
+    def _choose_ranked(
+        self,
+        scaled: torch.Tensor,
+        top_k: torch.Tensor,
+        floats: torch.Tensor,
+        keys: torch.Tensor,
+        k: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Filter and choose among the k largest, in order."""
+        peak = scaled.amax(dim=-1, keepdim=True)
+        values, ids = top_tokens(scaled, k)
+        ranks = torch.arange(k, device=scaled.device)
+        dropped = ranks >= top_k.unsqueeze(1)
+        dropped.logical_or_(values < peak + floats[:, Column.LOG_MIN_P, None])
+        values.masked_fill_(dropped, -_INF)
+        probs = torch.softmax(values, dim=-1, dtype=torch.float64)
+        before = probs.cumsum(dim=-1).sub_(probs)
+        values.masked_fill_(before >= floats[:, Column.TOP_P, None], -_INF)
+        values.sub_(self._noise.exponential(keys, ids).log_())
+        place = values.argmax(dim=-1, keepdim=True)
+        return ids.gather(1, place).squeeze(1), peak.squeeze(1).isfinite().logical_not_()
+
+    # ------------------------------------------------------------ log-probabilities
+
+    def _logprobs(
+        self, logits: torch.Tensor, token_ids: torch.Tensor, stages: StepStages
+    ) -> Logprobs | None:
+        rows, k = stages.logprobs, stages.max_logprobs
+        if rows is None:
+            return None
+        if rows.batch is None:
+            return token_logprobs(logits, token_ids, k)
+        some = token_logprobs(
+            logits.index_select(0, rows.batch), token_ids.index_select(0, rows.batch), k
+        )
+        spread = [
+            part.new_zeros((stages.num_rows, *part.shape[1:])).index_copy_(0, rows.batch, part)
+            for part in (some.top_ids, some.top_logprobs, some.logprob, some.rank)
+        ]
+        return Logprobs(*spread)
+
+    def prompt_logprobs(self, logits: torch.Tensor, targets: torch.Tensor, k: int) -> Logprobs:
+        """logits: [T, vocab_size]; targets: [T] int64, the token after each position;
+        k: top tokens wanted, -1 for the whole vocabulary."""
+        return token_logprobs(logits, targets, logits.shape[1] if k < 0 else k)
 
 
-def score(logprobs: torch.Tensor, token_ids: torch.Tensor, k: int) -> Scores:
-    """logprobs: [R, V] float32; token_ids: [R] int64."""
-    chosen = logprobs.gather(1, token_ids[:, None])
-    top = logprobs.topk(k, -1)
-    return Scores(
-        sampled_logprob=chosen[:, 0],
-        sampled_rank=(logprobs > chosen).sum(-1) + 1,
-        top_ids=top.indices,
-        top_logprobs=top.values,
-    )
+def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, k: int) -> Logprobs:
+    """Log-softmax in float32 of logits [N, V] at token_ids [N] and the k most likely tokens.
+
+    Works through chunks of rows, so that the float32 temporaries stay bounded.
+    """
+    count, vocab_size = logits.shape
+    k = min(k, vocab_size)
+    top_ids = token_ids.new_empty((count, k))
+    top_logprobs = logits.new_empty((count, k), dtype=torch.float32)
+    logprob = logits.new_empty(count, dtype=torch.float32)
+    rank = token_ids.new_empty(count)
+    for rows in _slices(count, vocab_size):
+        raw = logits[rows].to(torch.float32)
+        total = raw.logsumexp(dim=-1, keepdim=True)
+        own = raw.gather(1, token_ids[rows].unsqueeze(1))
+        rank[rows].copy_((raw > own).sum(dim=-1).add_(1))
+        logprob[rows].copy_((own - total).squeeze(1))
+        if k:
+            values, ids = top_tokens(raw, k)
+            top_logprobs[rows].copy_(values.sub_(total))
+            top_ids[rows].copy_(ids)
+    return Logprobs(top_ids, top_logprobs, logprob, rank)
 
 
-def prompt_logprobs(logits: torch.Tensor, targets: torch.Tensor, k: int) -> Scores:
-    """Score given tokens. logits: [N, V]; targets: [N] int64. Works in chunks of rows."""
-    rows = max(1, CHUNK_ELEMENTS // logits.shape[1])
-    parts = [
-        score(torch.log_softmax(part.float(), -1), wanted, k)
-        for part, wanted in zip(logits.split(rows), targets.split(rows), strict=True)
-    ]
-    return Scores(
-        **{
-            name: torch.cat([getattr(part, name) for part in parts])
-            for name in Scores.__dataclass_fields__
-        }
-    )
+def top_tokens(values: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The k largest of float32 values [N, V], largest first, lower ids first among equals.
+
+    → values [N, k], ids [N, k] int64. `torch.topk` leaves open which of equal values it takes, and
+    bfloat16 logits are full of equals. So the key is one int64, all different: the float's bits
+    in an order that integers share, then the id, reversed.
+    """
+    vocab_size = values.shape[1]
+    bits = values.contiguous().view(torch.int32)
+    ordered = (bits >> 31).bitwise_and_(0x7FFFFFFF).bitwise_xor_(bits)
+    reversed_ids = torch.arange(vocab_size - 1, -1, -1, device=values.device)
+    keys = torch.add(reversed_ids, ordered, alpha=1 << 32)
+    if k < vocab_size:
+        keys = keys.topk(k, dim=-1).values
+    else:
+        keys = keys.sort(dim=-1, descending=True).values
+    ids = (vocab_size - 1) - keys.bitwise_and_(0xFFFFFFFF)
+    return values.gather(1, ids), ids
 
 
-def _lower(x: torch.Tensor, token_ids: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
-    """-inf at token_ids [R, K] where `where` [R, K] or [R, 1]; repeated ids are fine."""
-    values = torch.where(where, NEGATIVE, float("inf")).expand(token_ids.shape)
-    return x.scatter_reduce(1, token_ids, values, "amin")
+def _ban_stops(
+    work: torch.Tensor, rows: StopRows, packed: torch.Tensor, lengths: torch.Tensor
+) -> None:
+    """Mask stop ids while fewer than min_tokens tokens are out."""
+    settings = _select(packed, rows)
+    num_output = _select(lengths, rows) - settings[:, Column.PROMPT_LEN]
+    early = num_output < settings[:, Column.MIN_TOKENS]
+    _ban(work, rows, rows.stop_ids, early.unsqueeze(1))
+
+
+def _ban(work: torch.Tensor, rows: Rows, token_ids: torch.Tensor, active: torch.Tensor) -> None:
+    """-inf at token_ids [count, n] where active [count, n or 1]; ids below 0 are padding."""
+    batch = rows.batch
+    if batch is None:
+        batch = torch.arange(rows.count, device=work.device)
+    places = batch.unsqueeze(1) * work.shape[1] + token_ids.clamp(min=0)
+    limits = torch.where(active & (token_ids >= 0), -_INF, _INF).to(work.dtype)
+    work.view(-1).scatter_reduce_(0, places.view(-1), limits.view(-1), "amin")
+
+
+def _select(values: torch.Tensor, rows: Rows) -> torch.Tensor:
+    return values if rows.batch is None else values.index_select(0, rows.batch)
+
+
+def _take(values: torch.Tensor, rows: slice | torch.Tensor) -> torch.Tensor:
+    """A view for a slice, a copy for indices."""
+    return values[rows] if isinstance(rows, slice) else values.index_select(0, rows)
+
+
+def _put(target: torch.Tensor, rows: slice | torch.Tensor, part: torch.Tensor) -> None:
+    """Write rows back; a view from `_take`, changed in place, is there already."""
+    if not isinstance(rows, slice):
+        target.index_copy_(0, rows, part)
+    elif target[rows].data_ptr() != part.data_ptr():
+        target[rows].copy_(part)
+
+
+def _slices(count: int, width: int) -> Iterator[slice]:
+    size = max(1, CHUNK_ELEMENTS // width)
+    for start in range(0, count, size):
+        yield slice(start, min(start + size, count))
+
+
+def _chunks(rows: Rows, work: torch.Tensor) -> Iterator[slice | torch.Tensor]:
+    """The rows as indices into `work`, so many at a time that temporaries stay bounded."""
+    for part in _slices(rows.count, work.shape[1]):
+        yield part if rows.batch is None else rows.batch[part]
+
+
+def _table_chunks(
+    batch: torch.Tensor | None, table: torch.Tensor, work: torch.Tensor
+) -> Iterator[tuple[slice | torch.Tensor, torch.Tensor]]:
+    for part in _slices(table.shape[0], work.shape[1]):
+        yield (part if batch is None else batch[part]), table[part]

@@ -53,10 +53,9 @@ def completion_logprobs(
         "text_offset": [],
     }
     for token, position in zip(token_ids, positions, strict=True):
-        text = tokenizer.token_text(token)
-        made["tokens"].append(text)
+        made["tokens"].append(_shown(token, tokenizer))
         made["text_offset"].append(offset)
-        offset += len(text)
+        offset += len(tokenizer.token_text(token))
         if position is None:
             made["token_logprobs"].append(None)
             made["top_logprobs"].append(None)
@@ -64,9 +63,18 @@ def completion_logprobs(
         shown = {token: position[token], **dict(_ranked(position)[:count])}
         made["token_logprobs"].append(max(position[token].logprob, LOWEST))
         made["top_logprobs"].append(
-            {tokenizer.token_text(t): max(p.logprob, LOWEST) for t, p in shown.items()}
+            {_shown(t, tokenizer): max(p.logprob, LOWEST) for t, p in shown.items()}
         )
     return made, offset
+
+
+def _shown(token: int, tokenizer: Tokenizer) -> str:
+    """A token's text; of half a character its bytes, as OpenAI writes them."""
+    raw = tokenizer.token_bytes(token)
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
 
 def prompt_logprobs(

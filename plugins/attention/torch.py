@@ -56,6 +56,7 @@ class TorchAttention:
 
     name: ClassVar[str] = "torch"
     graph_safe: ClassVar[bool] = False
+    standard_cache: ClassVar[bool] = True
 
     @classmethod
     def supports(cls, spec: AttentionSpec, device: torch.device, dtype: torch.dtype) -> str | None:
@@ -93,15 +94,16 @@ class TorchAttention:
         self,
         spec: AttentionSpec,
         query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
         kv_cache: torch.Tensor,
         metadata: TorchMetadata,
     ) -> torch.Tensor:
         """query: [num_tokens, num_heads, head_dim] → the same shape; see the protocol."""
         slots = metadata.layout.slot_mapping
-        kv_cache[0].flatten(0, 1)[slots] = key.to(kv_cache.dtype)
-        kv_cache[1].flatten(0, 1)[slots] = value.to(kv_cache.dtype)
+        for cache, part in zip(kv_cache, (key, value), strict=True):
+            if part is not None:
+                cache.flatten(0, 1)[slots] = part.to(kv_cache.dtype)
         out = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
         for chunk in self._decode_chunks(spec, metadata):
             self._decode(spec, query, kv_cache, metadata, chunk, out)

@@ -58,6 +58,7 @@ class TritonAttention:
 
     name: ClassVar[str] = "triton"
     graph_safe: ClassVar[bool] = True
+    standard_cache: ClassVar[bool] = True
 
     @classmethod
     def supports(cls, spec: AttentionSpec, device: torch.device, dtype: torch.dtype) -> str | None:
@@ -110,14 +111,15 @@ class TritonAttention:
         self,
         spec: AttentionSpec,
         query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
         kv_cache: torch.Tensor,
         metadata: TritonMetadata,
     ) -> torch.Tensor:
         """query: [num_tokens, num_heads, head_dim] → the same shape; see the protocol."""
         layout, rows = metadata.layout, metadata.num_decode_rows
-        kv_cache_write(key, value, kv_cache, layout.slot_mapping)
+        if key is not None and value is not None:
+            kv_cache_write(key, value, kv_cache, layout.slot_mapping)
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         if rows:
             paged_attention_decode(

@@ -24,7 +24,7 @@ from ...core.protocols import AttentionSpec
 
 
 class SelfAttention(nn.Module):
-    """Grouped-query attention with rotary positions. Families override the three small methods."""
+    """Grouped-query attention with rotary positions. Families override the small methods."""
 
     def __init__(self, config: ModelConfig, layer: int, build: BuildContext) -> None:
         super().__init__()
@@ -38,15 +38,16 @@ class SelfAttention(nn.Module):
         }
         self.qkv_proj = MergedLinear(hf.hidden_size, sizes, build, bias=self.qkv_bias(hf))
         self.o_proj = Linear(sizes["q"], hf.hidden_size, build, bias=self.output_bias(hf))
-        self.attention = Attention(
-            AttentionSpec(
-                num_heads=self.num_heads,
-                num_kv_heads=self.num_kv_heads,
-                head_dim=self.head_dim,
-                scale=self.head_dim**-0.5,
-                sliding_window=self.sliding_window(hf, layer),
-            )
+        spec = AttentionSpec(
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            scale=self.head_dim**-0.5,
+            sliding_window=self.sliding_window(hf, layer),
         )
+        self.attention = Attention(spec, build)
+        self.q_norm: RMSNorm | None = None
+        self.k_norm: RMSNorm | None = None
 
     @staticmethod
     def qkv_bias(hf: object) -> bool:
@@ -60,26 +61,20 @@ class SelfAttention(nn.Module):
     def sliding_window(hf: object, layer: int) -> int | None:
         return None
 
-    def heads(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """→ query, key, value as [num_tokens, heads, head_dim]"""
-        query, key, value = self.qkv_proj.split(self.qkv_proj(x))
-        return (
-            query.view(-1, self.num_heads, self.head_dim),
-            key.view(-1, self.num_kv_heads, self.head_dim),
-            value.view(-1, self.num_kv_heads, self.head_dim),
-        )
-
     def forward(
-        self, x: torch.Tensor, rotary: Rotary, cos_sin: torch.Tensor, context: ForwardContext
+        self, hidden: torch.Tensor, norm: RMSNorm, rotary: Rotary, context: ForwardContext
     ) -> torch.Tensor:
-        query, key, value = self.heads(x)
-        query, key = rotary(query, cos_sin), rotary(key, cos_sin)
-        out: torch.Tensor = self.o_proj(self.attention(query, key, value, context))
+        """hidden + attention(norm(hidden)): [num_tokens, hidden_size] → the same shape."""
+        qkv = self.qkv_proj(hidden, norm=norm)
+        heads = self.attention(
+            qkv, context, rotary=rotary, query_norm=self.q_norm, key_norm=self.k_norm
+        )
+        out: torch.Tensor = self.o_proj(heads, residual=hidden)
         return out
 
 
 class Block(nn.Module):
-    """Attention and MLP, each behind a norm, over a running residual."""
+    """Attention and MLP, each behind a norm and added to the stream."""
 
     def __init__(
         self,
@@ -102,20 +97,12 @@ class Block(nn.Module):
         )
 
     def forward(
-        self,
-        x: torch.Tensor,
-        residual: torch.Tensor | None,
-        rotary: Rotary,
-        cos_sin: torch.Tensor,
-        context: ForwardContext,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        if residual is None:
-            x, residual = self.input_layernorm(x), x
-        else:
-            x, residual = self.input_layernorm.add(x, residual)
-        x = self.self_attn(x, rotary, cos_sin, context)
-        x, residual = self.post_attention_layernorm.add(x, residual)
-        return self.mlp(x), residual
+        self, hidden: torch.Tensor, rotary: Rotary, context: ForwardContext
+    ) -> torch.Tensor:
+        """[num_tokens, hidden_size] → the same shape; `hidden` may be overwritten."""
+        hidden = self.self_attn(hidden, self.input_layernorm, rotary, context)
+        out: torch.Tensor = self.mlp(hidden, self.post_attention_layernorm)
+        return out
 
 
 class Decoder(nn.Module):
@@ -133,17 +120,12 @@ class Decoder(nn.Module):
         )
         self.norm = RMSNorm(hf.hidden_size, hf.rms_norm_eps, build)
 
-    def forward(
-        self, input_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext
-    ) -> torch.Tensor:
-        x = self.embed_tokens(input_ids)
-        cos_sin = self.rotary.lookup(positions, x.dtype)
-        residual: torch.Tensor | None = None
+    def forward(self, input_ids: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        """[num_tokens] → [num_tokens, hidden_size], not normed."""
+        hidden: torch.Tensor = self.embed_tokens(input_ids)
         for layer in self.layers:
-            x, residual = layer(x, residual, self.rotary, cos_sin, context)
-        assert residual is not None
-        normed: torch.Tensor = self.norm.add(x, residual)[0]
-        return normed
+            hidden = layer(hidden, self.rotary, context)
+        return hidden
 
 
 class CausalLM(nn.Module):
@@ -167,14 +149,12 @@ class CausalLM(nn.Module):
         if not config.hf_config.tie_word_embeddings:
             self.lm_head = Embedding(config.vocab_size, config.hidden_size, build)
 
-    def forward(
-        self, input_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext
-    ) -> torch.Tensor:
+    def forward(self, input_ids: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         """[num_tokens] → [num_tokens, hidden_size]"""
-        hidden: torch.Tensor = self.model(input_ids, positions, context)
+        hidden: torch.Tensor = self.model(input_ids, context)
         return hidden
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[num_rows, hidden_size] → [num_rows, vocab_size]"""
         head: Embedding = getattr(self, "lm_head", self.model.embed_tokens)
-        return head.logits(hidden)
+        return head.logits(hidden, norm=self.model.norm)

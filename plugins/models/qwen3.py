@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from ...core.loading.model_config import ModelConfig
 from ...core.nn.context import BuildContext
 from ...core.nn.norm import RMSNorm
@@ -23,10 +21,6 @@ class Qwen3Attention(SelfAttention):
     @staticmethod
     def sliding_window(hf: Any, layer: int) -> int | None:
         return window_of_layer(hf, layer)
-
-    def heads(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        query, key, value = super().heads(x)
-        return self.q_norm(query), self.k_norm(key), value
 
 
 class Qwen3ForCausalLM(CausalLM):

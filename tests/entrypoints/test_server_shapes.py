@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -137,6 +138,16 @@ def test_echo_gives_the_prompt_back_with_its_probabilities(server: Server) -> No
     assert logprobs["text_offset"][:3] == [0, 3, 4]
     assert all(2 <= len(top) <= 3 for top in logprobs["top_logprobs"][1:])
     assert "prompt_logprobs" not in choice
+
+
+def test_half_a_character_is_shown_as_its_bytes(server: Server) -> None:
+    vocabulary = [post(server, "/detokenize", {"tokens": [t]})["prompt"] for t in range(300)]
+    half = next(t for t, text in enumerate(vocabulary) if text == "\ufffd")
+    body = {"prompt": "a", "max_tokens": 2, "logprobs": 1, "logit_bias": {str(half): 100}}
+    logprobs = post(server, "/v1/completions", body)["choices"][0]["logprobs"]
+    (shown,) = set(logprobs["tokens"])
+    assert re.fullmatch(r"bytes:\\x[89a-f][0-9a-f]", shown)
+    assert all(shown in top for top in logprobs["top_logprobs"])
 
 
 def test_cached_tokens_of_all_prompts_are_counted(server: Server) -> None:

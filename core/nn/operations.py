@@ -1,0 +1,149 @@
+"""The arithmetic of a layer outside attention, in plain torch: the reference, for any device.
+
+Blocks call these through `BuildContext.operations`. A plugin that registers a subclass
+(`register_operations`) replaces as many as it has better code for; the others stay as here.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+
+class Norm(NamedTuple):
+    """An RMSNorm's parameters, for operations that apply it on the way."""
+
+    weight: torch.Tensor
+    """[size]"""
+    eps: float
+
+
+class HeadLayout(NamedTuple):
+    """How a projection's last dimension is cut: queries, then keys, then values."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+
+class Operations:
+    """T = num_tokens. Weights are [out_features, in_features]."""
+
+    name: ClassVar[str] = "torch"
+
+    @classmethod
+    def supports(cls, device: torch.device, dtype: torch.dtype) -> str | None:
+        """None when they run here, else the reason, in one clause."""
+        return None
+
+    def rms_norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
+        """[..., size] → x / rms(x), rounded to x's type, times the weight."""
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.eps)
+        return norm.weight * wide.to(x.dtype)
+
+    def linear(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        *,
+        norm: Norm | None = None,
+        residual: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """residual + norm(x) Wᵀ + bias: [T, in_features] → [T, out_features].
+
+        `residual` may be overwritten: go on with what is returned.
+        """
+        if norm is not None:
+            x = self.rms_norm(x, norm)
+        out = F.linear(x, weight, bias)
+        return out if residual is None else residual + out
+
+    def gated_linear(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        *,
+        norm: Norm | None = None,
+    ) -> torch.Tensor:
+        """silu(gate) * up of one product, gate's rows first: [T, in_features] → [T, out / 2]."""
+        return self.silu_mul(self.linear(x, weight, bias, norm=norm))
+
+    def silu_mul(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, 2 * size], gate then up → [T, size]"""
+        gate, up = x.chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+    def heads(
+        self,
+        qkv: torch.Tensor,
+        layout: HeadLayout,
+        positions: torch.Tensor,
+        cos_sin: torch.Tensor | None,
+        query_norm: Norm | None,
+        key_norm: Norm | None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Cut a projection into heads, norm and rotate them.
+
+        qkv: [T, (num_heads + 2 * num_kv_heads) * head_dim], may be overwritten; positions: [T];
+        cos_sin: [max_positions, rotary_dim] float32, cosines then sines, None without rotation.
+        → query [T, num_heads, head_dim], key and value [T, num_kv_heads, head_dim]
+        """
+        query, key, value = split_heads(qkv, layout)
+        if query_norm is not None:
+            query = self.rms_norm(query, query_norm)
+        if key_norm is not None:
+            key = self.rms_norm(key, key_norm)
+        if cos_sin is not None:
+            turn = cos_sin[positions][:, None].to(qkv.dtype)
+            query, key = rotate(query, turn), rotate(key, turn)
+        return query, key, value
+
+    def cached_heads(
+        self,
+        qkv: torch.Tensor,
+        layout: HeadLayout,
+        positions: torch.Tensor,
+        cos_sin: torch.Tensor | None,
+        query_norm: Norm | None,
+        key_norm: Norm | None,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> torch.Tensor:
+        """As `heads`, with keys and values written to the cache → the query alone.
+
+        kv_cache: [2, num_blocks, block_size, num_kv_heads, head_dim]; slot_mapping: [T] int64.
+        """
+        query, *pair = self.heads(qkv, layout, positions, cos_sin, query_norm, key_norm)
+        for cache, part in zip(kv_cache, pair, strict=True):
+            cache.flatten(0, 1).index_copy_(0, slot_mapping, part.to(cache.dtype))
+        return query
+
+
+def split_heads(
+    qkv: torch.Tensor, layout: HeadLayout
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Views of a projection: query, key, value, each [T, heads, head_dim]."""
+    heads = qkv.view(qkv.shape[0], -1, layout.head_dim)
+    query, key, value = heads.split(
+        [layout.num_heads, layout.num_kv_heads, layout.num_kv_heads], dim=1
+    )
+    return query, key, value
+
+
+def rotate(x: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
+    """Rotate the first rotary_dim channels, half against half (NeoX style).
+
+    x: [T, heads, head_dim]; cos_sin: [T, 1, rotary_dim]. Source: RoFormer (arXiv 2104.09864).
+    """
+    cos, sin = cos_sin.chunk(2, dim=-1)
+    rotary_dim = cos_sin.shape[-1]
+    first, second = x[..., :rotary_dim].chunk(2, dim=-1)
+    rotated = [first * cos - second * sin, second * cos + first * sin]
+    if rotary_dim < x.shape[-1]:
+        rotated.append(x[..., rotary_dim:])
+    return torch.cat(rotated, dim=-1)
