@@ -97,6 +97,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         _doc("Type of cached keys and values; auto: the model's."),
     ] = "auto"
     attention_backend: Annotated[str, _doc("Attention backend by name, or auto.")] = "auto"
+    operations: Annotated[
+        str, _doc("Implementation of norms, products and activations by name, or auto.")
+    ] = "auto"
     quantization: Annotated[str | None, _doc("Quantization method by name.")] = None
     executor: Annotated[str, _doc("Where ranks run: inprocess, or a plugin's.")] = "inprocess"
     tensor_parallel_size: Annotated[int, _doc("GPUs that share each layer.", ge=1)] = 1

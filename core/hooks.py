@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 import pluggy
 
 if TYPE_CHECKING:
+    from .nn.operations import Operations
     from .protocols import (
         AttentionBackend,
         Executor,
@@ -73,6 +74,18 @@ def register_attention_backends(registry: Registry[type[AttentionBackend]]) -> N
 
     Used by the worker at start; `auto` takes the highest priority that supports the model here and
     logs why. Contract: `protocols.AttentionBackend`.
+    """
+
+
+@hookspec
+def register_operations(registry: Registry[type[Operations]]) -> None:
+    """The arithmetic of layers outside attention: norms, products, activations, rotation.
+
+        registry.add("triton", "jackfield.plugins.operations.triton:TritonOperations", priority=20)
+
+    Used by the worker at start; `auto` takes the highest priority that supports the device and
+    dtype. Contract: subclass `core.nn.operations.Operations`, the reference, and override what
+    you have better code for.
     """
 
 

@@ -29,6 +29,7 @@ T = TypeVar("T")
 KINDS = {
     "model": "register_models",
     "attention_backend": "register_attention_backends",
+    "operations": "register_operations",
     "quantization": "register_quantization",
     "reasoning_parser": "register_reasoning_parsers",
     "tool_parser": "register_tool_parsers",

@@ -97,31 +97,79 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return (normed.to(x.dtype).float() * weight.float()).to(x.dtype)
 
 
-def fused_add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-) -> None:
-    """In place: residual = x + residual, x = rms_norm(residual). Both [..., hidden_size]."""
-    residual.add_(x)
-    x.copy_(rms_norm(residual, weight, eps))
-
-
 def silu_mul(x: torch.Tensor) -> torch.Tensor:
     """x: [..., 2 * size], gate then up → silu(gate) * up, [..., size], in float32 until the end."""
     gate, up = x.float().chunk(2, dim=-1)
     return (torch.nn.functional.silu(gate) * up).to(x.dtype)
 
 
-def rotary(
-    query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor
-) -> None:
-    """Rotate the first `rotary_dim` channels of each head in place, NeoX style: half against half.
+def rotate(x: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
+    """Rotate the first `rotary_dim` channels of each head, half against half; float32 out.
 
-    query: [num_tokens, num_heads, head_dim]; key: [num_tokens, num_kv_heads, head_dim];
-    positions: [num_tokens]; cos_sin: [max_positions, rotary_dim] float32, cosines then sines.
+    x: [num_tokens, heads, head_dim]; cos_sin: [max_positions, rotary_dim], cosines then sines.
     """
     cos, sin = (half[:, None, :] for half in cos_sin[positions].float().chunk(2, dim=-1))
     half = cos.shape[-1]
-    for heads in (query, key):
-        first, second = heads[..., :half].float(), heads[..., half : 2 * half].float()
-        turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-        heads[..., : 2 * half] = turned.to(heads.dtype)
+    sizes = [half, half, x.shape[-1] - 2 * half]
+    first, second, rest = torch.split(x.float(), sizes, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
+
+
+def heads(
+    qkv: torch.Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    positions: torch.Tensor,
+    cos_sin: torch.Tensor | None = None,
+    query_norm: tuple[torch.Tensor, float] | None = None,
+    key_norm: tuple[torch.Tensor, float] | None = None,
+    kv_cache: torch.Tensor | None = None,
+    slot_mapping: torch.Tensor | None = None,
+) -> None:
+    """Queries in place; keys and values into the cache when it is given, else keys in place.
+
+    qkv: [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]; norms: (weight, eps) over a head.
+    """
+    cut = qkv.view(qkv.shape[0], num_heads + 2 * num_kv_heads, -1)
+    query, key, value = torch.split(cut, [num_heads, num_kv_heads, num_kv_heads], dim=1)
+    made = []
+    for part, norm in ((query, query_norm), (key, key_norm)):
+        wide = part.float()
+        if norm is not None:
+            scale = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + norm[1])
+            wide = wide * scale * norm[0].float()
+        made.append(wide if cos_sin is None else rotate(wide, positions, cos_sin))
+    query.copy_(made[0])
+    if kv_cache is None:
+        key.copy_(made[1])
+    else:
+        assert slot_mapping is not None
+        kv_cache_write(made[1].to(qkv.dtype), value, kv_cache, slot_mapping)
+
+
+def gemv(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    norm: tuple[torch.Tensor, float] | None = None,
+    residual: torch.Tensor | None = None,
+    gated: bool = False,
+) -> torch.Tensor:
+    """residual + norm(x) Wᵀ + bias, or silu(gate) * up of it; float32 until the end.
+
+    x: [1, in_features]; weight: [rows, in_features], the gate's rows first when gated.
+    """
+    wide = x.float()
+    if norm is not None:
+        wide = wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + norm[1])
+        wide = wide * norm[0].float()
+    out = wide @ weight.float().t()
+    if bias is not None:
+        out = out + bias.float()
+    if gated:
+        gate, up = out.chunk(2, dim=-1)
+        out = torch.nn.functional.silu(gate) * up
+    if residual is not None:
+        out = out + residual.float()
+    return out.to(x.dtype)

@@ -11,6 +11,7 @@ from torch import nn
 from ..config import EngineConfig
 from ..errors import ConfigError, PluginError
 from ..nn.context import BuildContext
+from ..nn.operations import Operations
 from ..registry import Plugins
 from .model_config import ModelConfig
 
@@ -18,7 +19,11 @@ logger = logging.getLogger("jackfield.loading")
 
 
 def build_model(
-    plugins: Plugins, config: EngineConfig, model_config: ModelConfig, device: torch.device
+    plugins: Plugins,
+    config: EngineConfig,
+    model_config: ModelConfig,
+    device: torch.device,
+    operations: Operations,
 ) -> nn.Module:
     """Build the architecture on `device` and fill it. Raises ConfigError, LoadError."""
     began = time.monotonic()
@@ -36,7 +41,7 @@ def build_model(
         loader_class = plugins["weight_loader"].load(load_format)
     except PluginError as error:
         raise ConfigError(f"load_format: {error}", param="load_format") from error
-    build = BuildContext(device=device, dtype=model_config.dtype)
+    build = BuildContext(device=device, dtype=model_config.dtype, operations=operations)
     model: nn.Module = registry.load(model_config.architecture)(model_config, build)
     loader_class(config, model_config).load(model, device)
     model.eval()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ class BuildContext:
 
     device: torch.device
     dtype: torch.dtype
-    operations: Operations = field(default_factory=Operations)
+    operations: Operations
     quantization: QuantizationMethod | None = None
 
     def empty(self, *shape: int) -> torch.Tensor:

@@ -123,6 +123,21 @@ class Operations:
             cache.flatten(0, 1).index_copy_(0, slot_mapping, part.to(cache.dtype))
         return query
 
+    def choose_tokens(
+        self,
+        logits: torch.Tensor,
+        inverse_temperature: torch.Tensor,
+        noise: torch.Tensor,
+        keys: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """The token of the largest logit / temperature + noise of each row, in one pass.
+
+        logits: [R, vocab_size]; inverse_temperature, noise (the noise's weight, 0 or 1): [R]
+        float32; keys: [R, 3] int32, from `core.worker.noise.TokenNoise.row_keys`. → token ids [R]
+        int64, and [R] bool: no finite winner (the id is 0). None: the sampler does it in torch.
+        """
+        return None
+
 
 def split_heads(
     qkv: torch.Tensor, layout: HeadLayout

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ..nn.operations import Operations
 from ..protocols import LogitsProcessor
 from .noise import TokenNoise
 from .sampling_state import BadWordRows, Column, Rows, SamplingState, StepStages, StopRows
@@ -74,8 +75,14 @@ class Sampler:
     The noise depends on (seed, position, token) alone: a request draws the same in any batch.
     """
 
-    def __init__(self, state: SamplingState, processors: Sequence[LogitsProcessor] = ()) -> None:
+    def __init__(
+        self,
+        state: SamplingState,
+        processors: Sequence[LogitsProcessor] = (),
+        operations: Operations | None = None,
+    ) -> None:
         self._state = state
+        self._operations = operations or Operations()
         self._processors = tuple(processors)
         self._noise = TokenNoise(state.vocab_size, state.device)
 
@@ -199,6 +206,15 @@ class Sampler:
         for group, k in groups:
             if group is None:
                 continue
+            if k is None and not stages.any_min_p:
+                chosen_plain = self._choose_fused(logits, group, floats, keys)
+                if chosen_plain is not None:
+                    place: slice | torch.Tensor = slice(None)
+                    if group.batch is not None:
+                        place = group.batch
+                    _put(token_ids, place, chosen_plain[0])
+                    _put(bad_rows, place, chosen_plain[1])
+                    continue
             for rows in _chunks(group, logits):
                 settings, row_keys = _take(floats, rows), _take(keys, rows)
                 scaled = _take(logits, rows) * settings[:, Column.INVERSE_TEMPERATURE, None]
@@ -211,6 +227,18 @@ class Sampler:
                 _put(token_ids, rows, chosen)
                 _put(bad_rows, rows, bad)
         return token_ids, bad_rows
+
+    def _choose_fused(
+        self, logits: torch.Tensor, rows: Rows, floats: torch.Tensor, keys: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Rows without any filter, in one pass where the operations can."""
+        settings = _select(floats, rows)
+        return self._operations.choose_tokens(
+            _select(logits, rows),
+            settings[:, Column.INVERSE_TEMPERATURE],
+            settings[:, Column.NOISE],
+            _select(keys, rows),
+        )
 
     def _choose_plain(
         self, scaled: torch.Tensor, floats: torch.Tensor, keys: torch.Tensor, any_min_p: bool

@@ -18,15 +18,15 @@ from ..loading.build import build_model
 from ..loading.model_config import ModelConfig
 from ..nn.attention import Attention
 from ..nn.context import BatchLayout
-from ..protocols import ExecutorInfo
+from ..protocols import AttentionBackend, AttentionSpec, ExecutorInfo
 from ..registry import Plugins
 from ..types import SamplingParams, SlotStart, StepPlan
-from .attention import select_backend
 from .batch import PersistentBatch, StepInputs
 from .memory import bytes_per_block, explain_oom, num_kv_blocks
 from .runner import LaunchedStep, ModelRunner
 from .sampler import Sampler
 from .sampling_state import SamplingState
+from .selection import choose
 
 logger = logging.getLogger("jackfield.worker")
 
@@ -76,7 +76,14 @@ class Worker:
         if device.type == "cuda":
             torch.cuda.set_device(device)
             torch.cuda.reset_peak_memory_stats(device)
-        model = build_model(self.plugins, config, model_config, device)
+        _, operations_class, _ = choose(
+            self.plugins["operations"],
+            "operations",
+            config.operations,
+            lambda candidate: candidate.supports(device, model_config.dtype),
+        )
+        operations = operations_class()
+        model = build_model(self.plugins, config, model_config, device, operations)
         weight_bytes = sum(p.nbytes for p in model.parameters())
         layers = [m for m in model.modules() if isinstance(m, Attention)]
         specs = [layer.spec for layer in layers]
@@ -91,12 +98,11 @@ class Worker:
                 f"{model_config.dtype}, which is not supported yet",
                 param="kv_cache_dtype",
             )
-        name, backend_class, reason = select_backend(
+        name, backend_class, reason = choose(
             self.plugins["attention_backend"],
+            "attention_backend",
             config.attention_backend,
-            set(specs),
-            device,
-            model_config.dtype,
+            lambda candidate: _refusal(candidate, specs, device, model_config.dtype),
         )
         max_model_len = model_config.max_model_len
         backend = backend_class(
@@ -121,7 +127,7 @@ class Worker:
             backend=backend,
             batch=batch,
             sampling=sampling,
-            sampler=Sampler(sampling),
+            sampler=Sampler(sampling, operations=operations),
             vocab_size=model_config.vocab_size,
             device=device,
         )
@@ -256,6 +262,16 @@ class Worker:
         runner.sampler.sample(runner._logits(hidden[index]), index, slots, index * 0 + 1)
         for slot in slots:
             runner.sampling.release(slot)
+
+
+def _refusal(
+    backend: type[AttentionBackend],
+    specs: list[AttentionSpec],
+    device: torch.device,
+    dtype: torch.dtype,
+) -> str | None:
+    reasons = (backend.supports(spec, device, dtype) for spec in specs)
+    return next((reason for reason in reasons if reason is not None), None)
 
 
 def _leave_a_core_for_the_loop() -> None:

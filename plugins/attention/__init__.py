@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from ...core.hooks import hookimpl
@@ -9,5 +10,7 @@ from ...core.hooks import hookimpl
 
 @hookimpl
 def register_attention_backends(registry: Any) -> None:
-    registry.add("triton", "jackfield.plugins.attention.triton:TritonAttention", priority=20)
+    # Triton's interpreter runs kernels on the CPU, slowly: then only for whoever asks by name.
+    priority = 5 if os.environ.get("TRITON_INTERPRET") == "1" else 20
+    registry.add("triton", "jackfield.plugins.attention.triton:TritonAttention", priority=priority)
     registry.add("torch", "jackfield.plugins.attention.torch:TorchAttention", priority=10)

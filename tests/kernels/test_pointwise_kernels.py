@@ -13,8 +13,10 @@ if not torch.cuda.is_available():
 pytest.importorskip("triton")
 
 from jackfield.kernels import reference
-from jackfield.kernels.rms_norm import fused_add_rms_norm, rms_norm
-from jackfield.kernels.rotary import rotary
+from jackfield.kernels.choose_tokens import choose_tokens
+from jackfield.kernels.gemv import GemvShape, gemv
+from jackfield.kernels.heads import heads
+from jackfield.kernels.rms_norm import rms_norm
 from jackfield.kernels.silu_mul import silu_mul
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -50,50 +52,102 @@ def test_rms_norm_of_heads_in_a_fused_projection():
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("size", [64, 500])
-def test_fused_add_rms_norm_equals_its_twin(dtype, size):
-    x, residual = draw(4, size, dtype=dtype), draw(4, size, dtype=dtype) * 0.5
-    weight = draw(size, dtype=dtype)
-    want_x, want_residual = x.clone(), residual.clone()
-    reference.fused_add_rms_norm(want_x, want_residual, weight, 1e-5)
-    fused_add_rms_norm(x, residual, weight, 1e-5)
-    close(x, want_x)
-    close(residual, want_residual)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", [48, 1500])
 def test_silu_mul_equals_its_twin(dtype, size):
     x = draw(3, 2 * size, dtype=dtype) * 3
     close(silu_mul(x), reference.silu_mul(x))
 
 
+def angles(rotary_dim: int) -> torch.Tensor:
+    turns = torch.rand(50, rotary_dim // 2, generator=torch.Generator().manual_seed(1)) * 6
+    return torch.cat((turns.cos(), turns.sin()), dim=1).to(DEVICE)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("norms", [True, False], ids=["norms", "plain"])
+@pytest.mark.parametrize("cached", [True, False], ids=["cached", "in place"])
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "dim", "rotary_dim"), [(6, 2, 80, 80), (4, 1, 64, 32)]
+    ("num_heads", "num_kv_heads", "dim", "rotary_dim"),
+    [(6, 2, 80, 80), (3, 1, 64, 32), (16, 8, 32, 0)],
 )
-def test_rotary_equals_its_twin_in_place(dtype, heads, kv_heads, dim, rotary_dim):
-    fused = draw(5, (heads + kv_heads) * dim, dtype=dtype)
-    angles = torch.rand(50, rotary_dim // 2, device=DEVICE) * 6
-    cos_sin = torch.cat((angles.cos(), angles.sin()), dim=1)
+def test_heads_equal_their_twin(dtype, norms, cached, num_heads, num_kv_heads, dim, rotary_dim):
+    qkv = draw(5, (num_heads + 2 * num_kv_heads) * dim, dtype=dtype)
     positions = torch.tensor([3, 0, 49, 3, 11], device=DEVICE)
-    twin = fused.clone()
+    weights = draw(2, dim, dtype=dtype) + 1
+    options = {
+        "cos_sin": angles(rotary_dim) if rotary_dim else None,
+        "query_norm": (weights[0], 1e-6) if norms else None,
+        "key_norm": (weights[1], 1e-5) if norms else None,
+    }
+    slots = torch.tensor([7, 4, 0, 21, 23], device=DEVICE)
+    made = []
+    for function in (heads, reference.heads):
+        fused = qkv.clone()
+        cache = torch.full((2, 6, 4, num_kv_heads, dim), 9.0, device=DEVICE, dtype=dtype)
+        target = {"kv_cache": cache, "slot_mapping": slots} if cached else {}
+        function(fused, num_heads, num_kv_heads, positions, **options, **target)
+        made.append((fused, cache))
+    close(made[0][0], made[1][0])
+    close(made[0][1], made[1][1])
+    assert cached == bool((made[0][1] != 9.0).any())
 
-    def views(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        query, key = tensor.split((heads * dim, kv_heads * dim), dim=1)
-        return query.view(5, heads, dim), key.view(5, kv_heads, dim)
 
-    before = fused.clone()
-    rotary(*views(fused), positions, cos_sin)
-    reference.rotary(*views(twin), positions, cos_sin)
-    close(fused, twin)
-    assert not fused.equal(before)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("rows", "size"), [(8, 64), (37, 200)])
+@pytest.mark.parametrize("norm", [True, False], ids=["norm", "no norm"])
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+@pytest.mark.parametrize("after", ["gated", "residual", "nothing"])
+def test_gemv_equals_its_twin(dtype, rows, size, norm, bias, after):
+    x = draw(1, size, dtype=dtype)
+    weight = draw(rows * (2 if after == "gated" else 1), size, dtype=dtype) / size**0.5
+    options = {
+        "bias": draw(weight.shape[0], dtype=dtype) if bias else None,
+        "norm": (draw(size, dtype=dtype) + 1, 1e-6) if norm else None,
+        "residual": draw(1, rows, dtype=dtype) if after == "residual" else None,
+        "gated": after == "gated",
+    }
+    want = reference.gemv(x, weight, **options)
+    for shape in (None, GemvShape(4, 64, 1), GemvShape(16, 32, 2)):
+        close(gemv(x, weight, **options, shape=shape), want)
 
 
-def test_rotary_turns_each_pair_by_its_angle():
-    query = torch.tensor([[[1.0, 0.0]]], device=DEVICE)
-    key = torch.tensor([[[0.0, 1.0]]], device=DEVICE)
-    quarter = torch.tensor([[0.0, 1.0]], device=DEVICE)  # cosine 0, sine 1
-    rotary(query, key, torch.tensor([0], device=DEVICE), quarter)
-    assert query.flatten().tolist() == [0.0, 1.0]
-    assert key.flatten().tolist() == [-1.0, 0.0]
+def test_gemv_refuses_a_gate_with_a_residual():
+    x, weight = draw(1, 8, dtype=torch.float32), draw(4, 8, dtype=torch.float32)
+    with pytest.raises(ValueError, match="residual"):
+        gemv(x, weight, residual=x[:, :2], gated=True)
+
+
+@pytest.mark.parametrize("vocab", [300, 9000])
+def test_chosen_tokens_equal_the_samplers(vocab):
+    from jackfield.core.worker.noise import TokenNoise, seed_lanes
+
+    rows = 6
+    logits = draw(rows, vocab, dtype=torch.float32) * 3
+    settings = torch.tensor([1.0, 0.5, 2.0, 1.0, 1.0, 1.0], device=DEVICE)
+    weight = torch.tensor([1.0, 1.0, 1.0, 0.0, 1.0, 0.0], device=DEVICE)
+    lanes = torch.stack([torch.from_numpy(seed_lanes(seed)) for seed in range(rows)]).to(DEVICE)
+    noise = TokenNoise(vocab, DEVICE)
+    keys = noise.row_keys(lanes, torch.arange(rows, device=DEVICE))
+    logits[4, 7], logits[5] = float("nan"), -float("inf")
+    scores = logits * settings[:, None]
+    scores -= torch.special.xlogy(weight[:, None], noise.exponential(keys))
+    token_ids, bad = choose_tokens(logits, settings, weight, keys)
+    assert bad.tolist() == [False] * 4 + [True, True]
+    assert token_ids[4:].tolist() == [0, 0]
+    assert token_ids[:4].tolist() == scores[:4].argmax(dim=1).tolist()
+    tied = torch.zeros(1, vocab, device=DEVICE)
+    tied[0, [5, vocab - 1]] = 1.0
+    assert choose_tokens(tied, settings[:1], weight[3:4], keys[:1])[0].tolist() == [5]
+
+
+def test_noise_of_the_kernel_is_the_samplers_noise():
+    """The winner of flat logits is the noise's own choice, for many seeds."""
+    from jackfield.core.worker.noise import TokenNoise, seed_lanes
+
+    rows, vocab = 64, 500
+    lanes = torch.stack([torch.from_numpy(seed_lanes(seed)) for seed in range(rows)]).to(DEVICE)
+    noise = TokenNoise(vocab, DEVICE)
+    keys = noise.row_keys(lanes, torch.arange(rows, device=DEVICE) * 7)
+    one = torch.ones(rows, device=DEVICE)
+    got = choose_tokens(torch.zeros(rows, vocab, device=DEVICE), one, one, keys)[0]
+    assert got.tolist() == noise.exponential(keys).argmin(dim=1).tolist()

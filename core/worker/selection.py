@@ -1,0 +1,46 @@
+"""Chooses among plugins that may or may not work here, and says why."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import TypeVar
+
+from ..errors import ConfigError, PluginError
+from ..registry import Registry
+
+logger = logging.getLogger("jackfield.worker")
+T = TypeVar("T")
+
+
+def choose(
+    registry: Registry[T], field: str, name: str, refusal: Callable[[T], str | None]
+) -> tuple[str, T, str]:
+    """→ (name, what is registered under it, reason). `field`: the option that names it.
+
+    `auto` takes the first by priority that `refusal` has nothing against.
+    Raises ConfigError when the named one cannot serve here, or none can.
+    """
+    if name != "auto":
+        try:
+            chosen = registry.load(name)
+        except PluginError as error:
+            raise ConfigError(f"{field}: {error}", param=field) from error
+        if (reason := refusal(chosen)) is not None:
+            raise ConfigError(
+                f"{field}: {name!r} cannot serve this model here: {reason}", param=field
+            )
+        return name, chosen, "chosen by name"
+    reasons: list[str] = []
+    for entry in registry.entries():
+        try:
+            chosen = registry.load(entry.name)
+            reason = refusal(chosen)
+        except PluginError as error:
+            reason = str(error)
+        if reason is None:
+            why = f"because {'; '.join(reasons)}" if reasons else "first by priority"
+            logger.info("%s: %s, %s", field, entry.name, why)
+            return entry.name, chosen, why
+        reasons.append(f"{entry.name}: {reason}")
+    raise ConfigError(f"{field}: none can serve this model here: {'; '.join(reasons)}", param=field)

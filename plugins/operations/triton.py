@@ -1,0 +1,125 @@
+"""`Operations` on this project's Triton kernels; products of many tokens stay with cuBLAS."""
+
+from __future__ import annotations
+
+import os
+from typing import ClassVar
+
+import torch
+
+from ...core.nn.operations import HeadLayout, Norm, Operations, split_heads
+
+try:
+    from ...kernels.choose_tokens import choose_tokens
+    from ...kernels.gemv import gemv
+    from ...kernels.heads import heads
+    from ...kernels.rms_norm import rms_norm
+    from ...kernels.silu_mul import silu_mul
+
+    _MISSING = None
+except ImportError as error:
+    _MISSING = f"triton cannot be imported ({error})"
+
+
+class TritonOperations(Operations):
+    """One token goes through fused matrix-vector products, more through kernels around cuBLAS."""
+
+    name: ClassVar[str] = "triton"
+
+    @classmethod
+    def supports(cls, device: torch.device, dtype: torch.dtype) -> str | None:
+        """None when they run here, else the reason."""
+        if _MISSING is not None:
+            return _MISSING
+        if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+            return "it needs a CUDA device"
+        if dtype not in (torch.float32, torch.float16, torch.bfloat16):
+            return f"dtype {dtype} is not float32, float16 or bfloat16"
+        return None
+
+    def rms_norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
+        """[..., size] → the same shape."""
+        return rms_norm(x, norm.weight, norm.eps)
+
+    def linear(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        *,
+        norm: Norm | None = None,
+        residual: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """residual + norm(x) Wᵀ + bias, the residual overwritten."""
+        if x.shape[0] == 1:
+            return gemv(x, weight, bias, norm=norm, residual=residual)
+        if residual is None or bias is not None:
+            return super().linear(x, weight, bias, norm=norm, residual=residual)
+        if norm is not None:
+            x = self.rms_norm(x, norm)
+        return residual.addmm_(x, weight.t())
+
+    def gated_linear(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        *,
+        norm: Norm | None = None,
+    ) -> torch.Tensor:
+        """silu(gate) * up of one product."""
+        if x.shape[0] == 1:
+            return gemv(x, weight, bias, norm=norm, gated=True)
+        return super().gated_linear(x, weight, bias, norm=norm)
+
+    def silu_mul(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, 2 * size] → [T, size]"""
+        return silu_mul(x)
+
+    def heads(
+        self,
+        qkv: torch.Tensor,
+        layout: HeadLayout,
+        positions: torch.Tensor,
+        cos_sin: torch.Tensor | None,
+        query_norm: Norm | None,
+        key_norm: Norm | None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries, keys and values as views of `qkv`, which is changed."""
+        heads(qkv, layout.num_heads, layout.num_kv_heads, positions, cos_sin, query_norm, key_norm)
+        return split_heads(qkv, layout)
+
+    def cached_heads(
+        self,
+        qkv: torch.Tensor,
+        layout: HeadLayout,
+        positions: torch.Tensor,
+        cos_sin: torch.Tensor | None,
+        query_norm: Norm | None,
+        key_norm: Norm | None,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> torch.Tensor:
+        """Queries as a view of `qkv`, which is changed; keys and values in the cache."""
+        heads(
+            qkv,
+            layout.num_heads,
+            layout.num_kv_heads,
+            positions,
+            cos_sin,
+            query_norm,
+            key_norm,
+            kv_cache,
+            slot_mapping,
+        )
+        return split_heads(qkv, layout)[0]
+
+    def choose_tokens(
+        self,
+        logits: torch.Tensor,
+        inverse_temperature: torch.Tensor,
+        noise: torch.Tensor,
+        keys: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """The winner of logits and noise, in one pass."""
+        return choose_tokens(logits, inverse_temperature, noise, keys)
