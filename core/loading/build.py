@@ -30,8 +30,10 @@ def build_model(
     registry = plugins["model"]
     if model_config.architecture not in registry:
         raise ConfigError(
-            f"model: architecture {model_config.architecture!r} is not supported (there are: "
-            f"{', '.join(sorted(registry))}); install a plugin that registers it",
+            f"model: architecture {model_config.architecture!r} (model_type "
+            f"{getattr(model_config.hf_config, 'model_type', None)!r}) is not supported (there "
+            f"are: {', '.join(sorted(registry))}); Jackfield never runs code from a checkpoint: "
+            "install a plugin that registers it",
             param="model",
         )
     load_format = "safetensors" if config.load_format == "auto" else config.load_format

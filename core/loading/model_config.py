@@ -1,6 +1,6 @@
 """What a checkpoint says about its model, resolved against the engine's options.
 
-A checkpoint's code is never imported: `auto_map` is refused unless the model type is known.
+A checkpoint's code is never imported: `auto_map` is ignored.
 """
 
 from __future__ import annotations
@@ -64,6 +64,8 @@ def resolve_model_config(config: EngineConfig) -> ModelConfig:
     architectures = getattr(hf_config, "architectures", None) or []
     if not architectures:
         raise ConfigError(f"model: {folder}/config.json names no architecture", param="model")
+    if not isinstance(getattr(hf_config, "vocab_size", None), int):
+        raise ConfigError(f"model: {folder}/config.json gives no vocab_size", param="model")
     quantization = getattr(hf_config, "quantization_config", None)
     if quantization is not None or config.quantization is not None:
         method = config.quantization or dict(quantization or {}).get("quant_method", "unknown")
@@ -109,26 +111,36 @@ def checkpoint_folder(model: str, revision: str | None = None) -> Path:
 
 
 def _read_config(folder: Path, overrides: dict[str, Any] | None) -> Any:
-    from transformers import AutoConfig
+    """The `transformers` configuration; for a model type it does not know, one that only holds
+    what config.json says, for a plugin's architecture. Either way no code of the checkpoint runs.
+    """
+    from transformers import CONFIG_MAPPING, PreTrainedConfig
 
-    try:
-        raw = json.loads((folder / "config.json").read_text())
-    except (OSError, ValueError) as error:
-        raise LoadError(f"model: {folder}/config.json cannot be read: {error}") from error
-    if overrides:
-        raw.update(overrides)
-    model_type = raw.get("model_type")
+    raw = _read_object(folder / "config.json")
+    raw.update(overrides or {})
     raw.pop("auto_map", None)
+    model_type = raw.pop("model_type", None)
+    kind = CONFIG_MAPPING[model_type] if model_type in CONFIG_MAPPING else PreTrainedConfig
     try:
-        known = dict(raw)
-        known.pop("model_type", None)
-        return AutoConfig.for_model(model_type, **known)
-    except (ValueError, KeyError, TypeError) as error:
+        made: Any = kind(**raw)
+    except Exception as error:  # transformers validates with errors of many kinds
         raise ConfigError(
-            f"model: model_type {model_type!r} is not known here ({error}); Jackfield never runs "
-            "code from a checkpoint (trust_remote_code): install a plugin that registers the model",
+            f"model: {folder}/config.json is not a valid {model_type!r} configuration: "
+            f"{' '.join(str(error).split())}",
             param="model",
         ) from error
+    made.model_type = model_type
+    return made
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        read = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise LoadError(f"model: {path} cannot be read: {error}", param="model") from error
+    if not isinstance(read, dict):
+        raise LoadError(f"model: {path} holds no JSON object", param="model")
+    return read
 
 
 def _resolve_dtype(config: EngineConfig, hf_config: Any) -> torch.dtype:
@@ -143,24 +155,43 @@ def _resolve_dtype(config: EngineConfig, hf_config: Any) -> torch.dtype:
 
 
 def _resolve_length(config: EngineConfig, hf_config: Any) -> int:
-    """The context length. `max_position_embeddings` already counts a scaled rope, but for older
-    configurations whose original length equals it."""
-    limit = int(getattr(hf_config, "max_position_embeddings", 0) or 2048)
-    rope = getattr(hf_config, "rope_parameters", None) or {}
-    factor, original = rope.get("factor"), rope.get("original_max_position_embeddings")
-    if factor and rope.get("rope_type") == "yarn" and original:
-        limit = max(limit, int(original * factor))
-    elif factor and rope.get("rope_type") == "linear":
-        limit = int(limit * factor)
+    """The context length: the model's own, or `max_model_len` where the model reaches that far.
+
+    `max_position_embeddings` already counts a scaled rope, but for a linear one, and for a yarn one
+    whose original length equals it. A dynamic rope may be stretched, but is so only on demand: it
+    changes what the model says about short texts too.
+    """
+    own = int(getattr(hf_config, "max_position_embeddings", 0) or 2048)
+    reach = own
+    rope = rope_parameters(hf_config)
+    factor = float(rope.get("factor") or 1.0)
+    if rope["rope_type"] == "yarn":
+        own = reach = max(own, int((rope.get("original_max_position_embeddings") or own) * factor))
+    elif rope["rope_type"] == "linear":
+        own = reach = int(own * factor)
+    elif rope["rope_type"] == "dynamic":
+        reach = int(own * factor)
     if config.max_model_len is None:
-        return limit
-    if config.max_model_len > limit:
+        return own
+    if config.max_model_len > reach:
         raise ConfigError(
-            f"max_model_len: {config.max_model_len} is more than this model's {limit}; lower it, "
+            f"max_model_len: {config.max_model_len} is more than this model's {reach}; lower it, "
             "or scale its rope with hf_overrides",
             param="max_model_len",
         )
     return config.max_model_len
+
+
+def rope_parameters(hf_config: Any) -> dict[str, Any]:
+    """One dict from what checkpoints call `rope_parameters` or `rope_scaling` and `rope_theta`."""
+    rope = dict(
+        getattr(hf_config, "rope_parameters", None)
+        or getattr(hf_config, "rope_scaling", None)
+        or {}
+    )
+    rope.setdefault("rope_theta", getattr(hf_config, "rope_theta", None) or 10000.0)
+    rope.setdefault("rope_type", rope.get("type", "default"))
+    return rope
 
 
 def _eos_token_ids(folder: Path, hf_config: Any) -> frozenset[int]:
@@ -175,5 +206,5 @@ def _eos_token_ids(folder: Path, hf_config: Any) -> frozenset[int]:
     collect(getattr(hf_config, "eos_token_id", None))
     generation = folder / "generation_config.json"
     if generation.is_file():
-        collect(json.loads(generation.read_text()).get("eos_token_id"))
+        collect(_read_object(generation).get("eos_token_id"))
     return frozenset(found)

@@ -53,6 +53,15 @@ class WeightMap:
                 return ".".join(parts), shard.name
         return name, None
 
+    def source(self, parameter: str, shard: str) -> str:
+        """The other way: (parameter name, shard name) → checkpoint name."""
+        for part, target in self.stacked.items():
+            parts = parameter.split(".")
+            if target.name == shard and target.parameter in parts:
+                parts[parts.index(target.parameter)] = part
+                return ".".join(parts)
+        return f"{parameter} (shard {shard})"
+
 
 class ParameterFiller:
     """Copies named tensors into a model's parameters, and knows what is still missing."""
@@ -91,6 +100,8 @@ class ParameterFiller:
                 f"tensor {name!r} has shape {tuple(tensor.shape)}, the model's is "
                 f"{tuple(into.shape)}"
             )
+        if not tensor.is_floating_point():
+            raise LoadError(f"tensor {name!r} holds {tensor.dtype}, and the model is not quantized")
         into.copy_(tensor)
         self.missing.discard((parameter_name, shard))
 
@@ -100,8 +111,9 @@ class ParameterFiller:
             raise LoadError(f"missing tensors: {_some(self._names())}")
 
     def _names(self) -> Iterable[str]:
+        """As the checkpoint would call them."""
         for parameter, shard in sorted(self.missing, key=str):
-            yield parameter if shard is None else f"{parameter} (shard {shard})"
+            yield parameter if shard is None else self.weight_map.source(parameter, shard)
 
 
 def _some(names: Iterable[str], limit: int = 8) -> str:

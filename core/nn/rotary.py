@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ..errors import ConfigError
-from ..loading.model_config import ModelConfig
+from ..loading.model_config import ModelConfig, rope_parameters
 from .context import BuildContext
 
 
@@ -39,18 +39,6 @@ class Rotary(nn.Module):
         """[max_model_len, rotary_dim] float32: cosines, then sines."""
         table: torch.Tensor = self.table  # type: ignore[assignment]
         return table
-
-
-def rope_parameters(hf_config: Any) -> dict[str, Any]:
-    """One dict from what checkpoints call `rope_parameters` or `rope_scaling` and `rope_theta`."""
-    rope = dict(
-        getattr(hf_config, "rope_parameters", None)
-        or getattr(hf_config, "rope_scaling", None)
-        or {}
-    )
-    rope.setdefault("rope_theta", getattr(hf_config, "rope_theta", None) or 10000.0)
-    rope.setdefault("rope_type", rope.get("type", "default"))
-    return rope
 
 
 def inverse_frequencies(

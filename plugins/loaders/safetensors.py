@@ -14,6 +14,7 @@ from ...core.errors import LoadError
 from ...core.loading.model_config import ModelConfig
 from ...core.loading.weight_map import ParameterFiller
 
+SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
 
@@ -31,7 +32,7 @@ class SafetensorsLoader:
                 with safe_open(file, framework="pt", device=str(device)) as tensors:
                     for name in tensors.keys():
                         filler.fill(name, tensors.get_tensor(name))
-            except SafetensorError as error:
+            except (SafetensorError, OSError) as error:
                 raise LoadError(f"{file.name} is not a safetensors file: {error}") from error
             except LoadError as error:
                 raise LoadError(f"{file.name}: {error.message}") from error
@@ -39,9 +40,14 @@ class SafetensorsLoader:
 
 
 def checkpoint_files(folder: Path) -> list[Path]:
-    """The files of a checkpoint. Raises LoadError when there are none, or one lies elsewhere."""
+    """The files of a checkpoint: what its index names; else `model.safetensors`; else all.
+
+    Raises LoadError when there are none, or one lies elsewhere.
+    """
     index = folder / INDEX
     if not index.is_file():
+        if (folder / SINGLE).is_file():
+            return [folder / SINGLE]
         files = sorted(folder.glob("*.safetensors"))
         if not files:
             raise LoadError(
@@ -50,11 +56,12 @@ def checkpoint_files(folder: Path) -> list[Path]:
         return files
     try:
         names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    except (ValueError, KeyError, AttributeError) as error:
-        raise LoadError(f"{INDEX} cannot be read: {error}") from error
+        paths = [Path(name) for name in names]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise LoadError(f"{INDEX} cannot be read: {type(error).__name__}: {error}") from error
     files = []
-    for name in names:
-        if Path(name).name != name:
+    for name, path in zip(names, paths, strict=True):
+        if path.name != name:
             raise LoadError(f"{INDEX} names {name!r}, which is not a file of its own folder")
         if not (folder / name).is_file():
             raise LoadError(f"{INDEX} names {name!r}, which is missing")
