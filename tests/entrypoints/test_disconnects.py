@@ -1,0 +1,70 @@
+"""Clients that vanish in the middle of a stream leave nothing behind on the server."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import aiohttp
+import pytest
+from serving import MODEL, Server, engine_config, running, save_random
+
+CLIENTS = 200
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    checkpoint = save_random(tmp_path_factory.mktemp("random"))
+    with running(engine_config(checkpoint)) as one:
+        yield one
+
+
+async def vanish(session: aiohttp.ClientSession, url: str, number: int) -> str:
+    """Ask, and leave at some point. → when"""
+    draw = random.Random(number)
+    when = draw.choice(["before the answer", "after some of it", "after all of it"])
+    stream = draw.random() < 0.7
+    body: dict[str, Any] = {
+        "model": MODEL, "prompt": "word " * draw.randrange(1, 30), "ignore_eos": True,
+        "max_tokens": 60 if when != "after all of it" else 4, "stream": stream,
+        "n": draw.choice([1, 1, 2]),
+    }  # fmt: skip
+    if when == "before the answer":
+        timeout = aiohttp.ClientTimeout(total=0.01 + 0.05 * draw.random())
+        try:
+            async with session.post(url, json=body, timeout=timeout) as answer:
+                await answer.read()
+        except (TimeoutError, aiohttp.ClientError):
+            pass
+        return when
+    async with session.post(url, json=body) as answer:
+        assert answer.status == 200, await answer.text()
+        if when == "after all of it":
+            assert await answer.read()
+        elif stream:
+            for _ in range(draw.randrange(1, 5)):
+                await answer.content.readline()
+            answer.close()
+    return when
+
+
+async def test_two_hundred_clients_that_vanish(server: Server) -> None:
+    connector = aiohttp.TCPConnector(limit=32, force_close=True)
+    async with aiohttp.ClientSession(connector=connector) as session:
+        url = f"{server.url}/v1/completions"
+        whens = await asyncio.gather(*(vanish(session, url, n) for n in range(CLIENTS)))
+        assert len(set(whens)) == 3
+        until = time.monotonic() + 20
+        while (stats := server.engine.stats()).num_requests_running + stats.num_requests_waiting:
+            assert time.monotonic() < until, f"still at work: {stats}"
+            await asyncio.sleep(0.05)
+        assert server.engine.stats().kv_blocks_used == 0
+        assert server.engine.stats().requests_finished.get("abort", 0) > 20
+        async with session.get(f"{server.url}/health") as answer:
+            assert answer.status == 200
+        body = {"model": MODEL, "prompt": "a", "max_tokens": 3, "ignore_eos": True}
+        async with session.post(url, json=body) as answer:
+            assert (await answer.json())["usage"]["completion_tokens"] == 3
