@@ -137,9 +137,7 @@ def test_tied_embeddings_have_one_matrix(checkpoint: Callable[..., Path]) -> Non
     assert "lm_head.weight" not in dict(model.named_parameters())
     embedding = load_file(folder / WEIGHTS)["model.embed_tokens.weight"]
     hidden = torch.randn(3, embedding.shape[1])
-    torch.testing.assert_close(
-        model.compute_logits(hidden), model.model.norm(hidden) @ embedding.T
-    )
+    torch.testing.assert_close(model.compute_logits(hidden), model.model.norm(hidden) @ embedding.T)
 
 
 def test_tied_head_that_was_saved_all_the_same_is_ignored(checkpoint: Callable[..., Path]) -> None:
