@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from ..nn.context import BatchLayout
+from ..nn.operations import Operations
 from ..types import StepPlan
 from .batch import PersistentBatch, StepInputs
 
@@ -44,7 +45,7 @@ class DecodeGraphs:
         self._record = record
         self._counts = row_counts(max_num_seqs)
         self._replays: dict[tuple[int, bool], Replay] = {}
-        self._inputs = DecodeInputs(runner.batch, max_num_seqs)
+        self._inputs = DecodeInputs(runner.batch, runner.operations, max_num_seqs)
         device = runner.batch.device
         self.chosen = torch.empty(max_num_seqs, dtype=torch.int32, device=device)
         """[max_num_seqs] Tokens of the step launched last, -1 where none could be sampled."""
@@ -98,9 +99,7 @@ class DecodeGraphs:
         slots, lengths = inputs.sample_slots, inputs.sample_lengths
         logits = runner.logits(runner.forward(inputs))
         if sample:
-            sampled = runner.sampler.sample_plain(logits, slots, lengths)
-            runner.batch.record_sampled(slots, lengths, sampled.token_ids)
-            self.chosen[:rows].copy_(sampled.chosen)
+            runner.sampler.sample_plain(logits, slots, lengths, self.chosen[:rows])
             return
         if not self.logits.numel():
             self.logits = logits.new_empty(self._counts[-1], logits.shape[1])
@@ -110,8 +109,9 @@ class DecodeGraphs:
 class DecodeInputs:
     """The static input of decode graphs: slots, lengths and one new block a row."""
 
-    def __init__(self, batch: PersistentBatch, max_rows: int) -> None:
+    def __init__(self, batch: PersistentBatch, operations: Operations, max_rows: int) -> None:
         self._batch = batch
+        self._operations = operations
         self._device_array = torch.zeros(4 * max_rows, dtype=torch.int32, device=batch.device)
         self._query_start = torch.arange(max_rows + 1, dtype=torch.int32, device=batch.device)
         self._query_start_cpu = np.arange(max_rows + 1, dtype=np.int32)
@@ -163,30 +163,31 @@ class DecodeInputs:
 
     def expand(self, rows: int) -> StepInputs:
         """What the forward pass and the sampler need, made on the device."""
-        batch, block_size = self._batch, self._batch.block_size
-        packed = self._device_array[: 4 * rows].view(4, rows)
-        slots, computed, columns, _ = packed.long()
-        batch.block_table.index_put_((slots, columns), packed[3])
-        seq_lens = packed[1] + 1
-        blocks = batch.block_table[slots, computed // block_size].long()
+        batch = self._batch
+        made = self._operations.decode_inputs(
+            self._device_array[: 4 * rows].view(4, rows),
+            batch.token_history,
+            batch.block_table,
+            batch.block_size,
+        )
         return StepInputs(
-            input_ids=batch.token_history[slots, computed].long(),
-            positions=computed,
+            input_ids=made.input_ids,
+            positions=made.positions,
             layout=BatchLayout(
                 num_rows=rows,
                 num_tokens=rows,
                 max_query_len=1,
                 max_seq_len=batch.max_model_len,
                 query_start=self._query_start[: rows + 1],
-                seq_lens=seq_lens,
-                block_table=batch.block_table[slots],
-                slot_mapping=blocks * block_size + computed % block_size,
+                seq_lens=made.seq_lens,
+                block_table=made.block_table,
+                slot_mapping=made.slot_mapping,
                 query_start_cpu=self._query_start_cpu[: rows + 1],
                 seq_lens_cpu=np.full(rows, batch.max_model_len, dtype=np.int32),
             ),
             last_tokens=self._query_start[:rows],
-            sample_slots=slots,
-            sample_lengths=computed + 1,
+            sample_slots=made.slots,
+            sample_lengths=made.lengths,
             sample_rows=[],
         )
 

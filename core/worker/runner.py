@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ..nn.context import ForwardContext
+from ..nn.operations import Operations
 from ..protocols import AttentionBackend
 from ..types import StepPlan, StepResult, TokenLogprobs
 from .batch import PersistentBatch, StepInputs
@@ -96,6 +97,7 @@ class ModelRunner:
         batch: PersistentBatch,
         sampling: SamplingState,
         sampler: Sampler,
+        operations: Operations,
         vocab_size: int,
         device: torch.device,
     ) -> None:
@@ -104,6 +106,7 @@ class ModelRunner:
         self.batch = batch
         self.sampling = sampling
         self.sampler = sampler
+        self.operations = operations
         self.vocab_size = vocab_size
         self.device = device
         self._logprobs: dict[int, int] = {}
@@ -165,6 +168,10 @@ class ModelRunner:
         lengths: torch.Tensor,
     ) -> tuple[dict[str, torch.Tensor], dict[int, int]]:
         """Sample, keep the tokens for the next step → tensors for the host; row → logprobs."""
+        if self.sampler.is_plain(rows_host):
+            chosen = torch.empty(len(rows), dtype=torch.int32, device=self.device)
+            self.sampler.sample_plain(logits, slots, lengths, chosen)
+            return {"chosen": chosen}, {}
         sampled = self.sampler.sample(logits, slots, rows_host, lengths)
         self.batch.record_sampled(slots, lengths, sampled.token_ids)
         wanted = {

@@ -120,11 +120,22 @@ class Sampler:
         return stages.graph_safe and not stages.any_min_p and not self._processors
 
     def sample_plain(
-        self, logits: torch.Tensor, slots: torch.Tensor, lengths: torch.Tensor
-    ) -> SamplerOutput:
+        self,
+        logits: torch.Tensor,
+        slots: torch.Tensor,
+        lengths: torch.Tensor,
+        chosen: torch.Tensor,
+    ) -> None:
         """For rows that are greedy or have a temperature, and nothing else: the same kernels
-        whatever the rows are, so it may be recorded in a graph. Arguments as for `sample`."""
-        return self._run(logits, plain_stages(logits.shape[0]), slots, lengths)
+        whatever the rows are, so it may be recorded in a graph. Arguments as for `sample`; tokens
+        go to the history, and to chosen [R] int32: -1 in bad rows."""
+        state = self._state
+        history = state.token_history
+        if self._operations.sample_plain(logits, state.packed, slots, lengths, history, chosen):
+            return
+        sampled = self._run(logits, plain_stages(logits.shape[0]), slots, lengths)
+        history[slots, lengths] = sampled.token_ids.int()
+        chosen.copy_(sampled.chosen)
 
     def _run(
         self, logits: torch.Tensor, stages: StepStages, slots: torch.Tensor, lengths: torch.Tensor
@@ -235,15 +246,6 @@ class Sampler:
         for group, k in groups:
             if group is None:
                 continue
-            if k is None and not stages.any_min_p:
-                chosen_plain = self._choose_fused(logits, group, floats, keys)
-                if chosen_plain is not None:
-                    place: slice | torch.Tensor = slice(None)
-                    if group.batch is not None:
-                        place = group.batch
-                    _put(token_ids, place, chosen_plain[0])
-                    _put(bad_rows, place, chosen_plain[1])
-                    continue
             for rows in _chunks(group, logits):
                 settings, row_keys = _take(floats, rows), _take(keys, rows)
                 scaled = _take(logits, rows) * settings[:, Column.INVERSE_TEMPERATURE, None]
@@ -256,18 +258,6 @@ class Sampler:
                 _put(token_ids, rows, chosen)
                 _put(bad_rows, rows, bad)
         return token_ids, bad_rows
-
-    def _choose_fused(
-        self, logits: torch.Tensor, rows: Rows, floats: torch.Tensor, keys: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Rows without any filter, in one pass where the operations can."""
-        settings = _select(floats, rows)
-        return self._operations.choose_tokens(
-            _select(logits, rows),
-            settings[:, Column.INVERSE_TEMPERATURE],
-            settings[:, Column.NOISE],
-            _select(keys, rows),
-        )
 
     def _choose_plain(
         self, scaled: torch.Tensor, floats: torch.Tensor, keys: torch.Tensor, any_min_p: bool

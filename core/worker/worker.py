@@ -129,6 +129,7 @@ class Worker:
             batch=batch,
             sampling=sampling,
             sampler=Sampler(sampling, operations=operations),
+            operations=operations,
             vocab_size=model_config.vocab_size,
             device=device,
         )

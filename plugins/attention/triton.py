@@ -2,7 +2,7 @@
 
 A step's leading one-token rows (a plan puts decode rows first) take the decode kernel, the rest
 the prefill kernel: one launch for all would give every decode row a tile made for a hundred
-queries and a single program for the whole of a long context. A step of decode rows alone goes from
+queries and a single program for the whole of a long context. A step of few decode rows goes from
 the projection to the output in one launch.
 """
 
@@ -38,6 +38,9 @@ MAX_GROUP = 128
 DENSE_TOKENS = 2048
 """From so many tokens on, a row with nothing cached takes torch's dense attention (cuDNN). Measured
 on an H200: 532 against 371 TFLOP/s at 4,096 tokens, equal at 1,024."""
+FUSED_PROGRAMS = 128
+"""Rows times kv heads up to which a decode step goes from the projection to the output in one
+launch. Beyond, the plain kernel's loop is faster by more than the launches it costs."""
 INTERPRETER_SMS = 8
 """Multiprocessors to pretend to have in the interpreter, so that small batches split there too."""
 
@@ -206,11 +209,13 @@ class TritonAttention:
         kv_cache: torch.Tensor,
         metadata: TritonMetadata,
     ) -> torch.Tensor | None:
-        """A decode step in one launch; None for any other step, and for partial rotations."""
+        """A decode step of few rows in one launch; None for others, and for partial rotations."""
         layout = metadata.layout
         rows = layout.num_rows
         turns_all = cos_sin is None or cos_sin.shape[1] == spec.head_dim
         if metadata.num_decode_rows != layout.num_tokens or not turns_all or spec.head_dim % 2:
+            return None
+        if rows * spec.num_kv_heads > FUSED_PROGRAMS:
             return None
         workspace = self._workspace(spec, qkv.dtype)
         return fused_decode_attention(

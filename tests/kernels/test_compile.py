@@ -22,15 +22,17 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from jackfield.kernels import (
-    choose_tokens, fused_decode_attention, gemv, heads, paged_attention_decode,
+    choose_tokens, decode_inputs, fused_decode_attention, gemv, heads, paged_attention_decode,
     paged_attention_prefill, rms_norm, silu_mul,
 )
 
 COMMON = {"HEAD_DIM": 128, "BLOCK_SIZE": 16, "WINDOW": 0, "SOFT_CAP": 0.0, "NUM_HEADS": 32}
 DECODE = {"MIN_TILES": 2, "BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_D": 128, "BLOCK_S": 8, "GROUP": 4}
 KERNELS = [
-    (choose_tokens._part_kernel, {"PART_SIZE": 4096}, 8),
+    (choose_tokens._part_kernel,
+     {"PART_SIZE": 4096, "TEMPERATURE": 0, "NOISE": 1, "LANES": 10}, 8),
     (choose_tokens._row_kernel, {"BLOCK": 64}, 1),
+    (decode_inputs._decode_inputs_kernel, {"BLOCK_SIZE": 16, "BLOCK": 1024}, 4),
     (fused_decode_attention._fused_decode_kernel,
      {**COMMON, **DECODE, "NUM_KV_HEADS": 8, "ROTATE": True, "NORM_QUERY": True, "NORM_KEY": True,
       "BLOCK_G": 4, "PDL": True}, 4),
@@ -53,9 +55,11 @@ KERNELS = [
 ]
 TYPES = {
     "partial_ptr": "*fp32", "lse_ptr": "*fp32", "best_ptr": "*fp32", "counter_ptr": "*i32",
-    "cos_sin_ptr": "*fp32", "inverse_temperature_ptr": "*fp32", "noise_ptr": "*fp32",
-    "token_ptr": "*i32", "keys_ptr": "*i32", "block_table_ptr": "*i32", "seq_lens_ptr": "*i32",
-    "query_start_ptr": "*i32", "slot_ptr": "*i64", "positions_ptr": "*i64", "bad_ptr": "*i1",
+    "cos_sin_ptr": "*fp32",
+    "token_ptr": "*i32", "settings_ptr": "*i32", "slots_ptr": "*i64", "lengths_ptr": "*i64",
+    "history_ptr": "*i32", "chosen_ptr": "*i32", "longs_ptr": "*i64", "rows_table_ptr": "*i32",
+    "packed_ptr": "*i32", "table_ptr": "*i32", "block_table_ptr": "*i32", "seq_lens_ptr": "*i32",
+    "query_start_ptr": "*i32", "slot_ptr": "*i64", "positions_ptr": "*i64",
     "eps": "fp32", "query_eps": "fp32", "key_eps": "fp32", "scale": "fp32",
 }
 for kernel, constants, warps in KERNELS:
@@ -81,4 +85,4 @@ def test_every_kernel_compiles_for_a_hopper_gpu() -> None:
         [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert len(done.stdout.split()) == 11
+    assert len(done.stdout.split()) == 12
