@@ -59,6 +59,8 @@ class Worker:
         )
         self.max_num_batched_tokens = config.max_num_batched_tokens
         self.runner: ModelRunner | None = None
+        self._short_prompts = [4, 16, 32]
+        """Numbers of tokens whose kernels are compiled when there is time."""
 
     def start(self) -> ExecutorInfo:
         """Load the model and make everything ready for the first step."""
@@ -168,12 +170,17 @@ class Worker:
 
     @torch.inference_mode()
     def prepare_ahead(self) -> bool:
-        """Record one more decode graph, when there is nothing else to do; False: none is left."""
+        """Do one more thing that some step will need, when there is nothing else to do: compile
+        for short prompts, record decode graphs. False: nothing is left."""
         graphs = self.runner.graphs if self.runner is not None else None
-        missing = graphs.missing() if graphs is not None else []
-        if graphs is None or not missing:
+        if graphs is None:
             return False
-        graphs.record(missing[0], sample=True)
+        if self._short_prompts:
+            self._run_dummy(self._short_prompts.pop(), 1)
+            return True
+        missing = graphs.missing()
+        if missing:
+            graphs.record(missing[0], sample=True)
         return len(missing) > 1
 
     def _recorder(self) -> Recorder | None:
@@ -230,7 +237,7 @@ class Worker:
         """Run one prefill and one decode step on the null block, so that kernels are compiled."""
         assert self.runner is not None
         for num_tokens in (
-            min(32, self.max_num_batched_tokens, self.model_config.max_model_len),
+            min(512, self.max_num_batched_tokens, self.model_config.max_model_len),
             1,
         ):
             self._run_dummy(num_tokens, 1)

@@ -8,10 +8,6 @@ import sys
 BENCHMARKS = {
     "latency": "milliseconds a token at batch 1 (W1), and a decode step by batch",
     "throughput": "many requests at once, in process (W2, W3, W4, W7)",
-    "serve": "load on any OpenAI-style server, or one started here (W5)",
-    "startup": "process start to ready to first token, cold and warm (W6)",
-    "kernels": "each kernel against its torch twin and what the card can do",
-    "compare": "the same workloads through every engine that is installed",
     "run": "any in-process workloads, with any engine",
 }
 MODULES = {"run": "session"}

@@ -1,7 +1,6 @@
 """One process, one engine, one model, a list of workloads: each result is out at once.
 
-`jackfield bench latency`, `throughput` and `run` are this with different defaults; `compare` and
-examples/benchmarks/gpu_session.py start one such process for each engine.
+`jackfield bench latency`, `throughput` and `run` are this with different defaults.
 """
 
 from __future__ import annotations

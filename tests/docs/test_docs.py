@@ -13,16 +13,10 @@ from __future__ import annotations
 
 import argparse
 import ast
-import contextlib
 import importlib.util
-import io
 import json
 import os
 import re
-import shutil
-import subprocess
-import sys
-import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -32,7 +26,7 @@ import msgspec
 import pytest
 
 import jackfield
-from jackfield.core.config import EngineConfig
+from jackfield.entrypoints.bench.session import IN_PROCESS, make_parser
 from jackfield.entrypoints.cli.main import COMMANDS
 from jackfield.entrypoints.openai import protocol
 from jackfield.entrypoints.openai.app import make_app
@@ -227,7 +221,8 @@ def known_flags() -> set[str]:
         parser = made.command_parser(command)
         if isinstance(parser, argparse.ArgumentParser):
             flags |= set(parser._option_string_actions)
-    return flags
+    bench = make_parser("run", IN_PROCESS, ("W1",))
+    return flags | set(bench._option_string_actions)
 
 
 def test_every_flag_exists() -> None:
@@ -318,164 +313,24 @@ def test_scores_and_speeds_are_the_recorded_ones() -> None:
         for file in (ROOT / "docs/benchmarks").glob("*.jsonl")
         for line in file.read_text().splitlines()
     ]
-    known = {str(value) for record in recorded for value in record.values()}
-    numbers = re.findall(r"\d+(?:\.\d+)?", told)
-    assert len(numbers) > 5
-    assert not set(numbers) - known
+    known = {number for record in recorded for number in numbers_in(record)}
+    rows = re.findall(r"^\| [^|]+ \| ([\d./ ]+) \| ([\d./ ]+) \| ([\d./ ]+) \|$", told, re.M)
+    assert len(rows) > 5
+    for own, peer, ratio in rows:
+        own, peer, ratio = (cell.split(" / ") for cell in (own, peer, ratio))
+        for text in (*own, *peer):
+            digits = len(text.partition(".")[2])
+            assert any(round(number, digits) == float(text) for number in known), text
+        for mine, theirs, share in zip(own, peer, ratio, strict=True):
+            assert abs(float(mine) / float(theirs) - float(share)) < 0.006, (mine, theirs)
 
 
-# ---------------------------------------------------------------- code
-
-
-@pytest.mark.parametrize("language", ["python", "toml", "json"])
-def test_code_blocks_parse(language: str) -> None:
-    chosen = [block for block in BLOCKS if block.language == language]
-    assert chosen
-    for block in chosen:
-        try:
-            if language == "python":
-                text = block.text if block.text[0] != " " else f"if True:\n{block.text}"
-                compile(text, name_of(block), "exec")
-            elif language == "toml":
-                tomllib.loads(block.text)
-            else:
-                json.loads(block.text)
-        except (SyntaxError, ValueError) as error:
-            pytest.fail(f"{name_of(block)}: {error}")
-
-
-def test_listings_are_what_the_files_have() -> None:
-    listed = [block for block in BLOCKS if block.mark.startswith("file: ")]
-    assert len(listed) > 4
-    for block in listed:
-        file = ROOT / block.mark.removeprefix("file: ")
-        assert block.text in file.read_text(), f"{name_of(block)} is not in {file.name}"
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[str]:
-    """`jackfield serve` on the embedded model: its address."""
-    with serving() as url:
-        yield url
-
-
-@contextlib.contextmanager
-def serving(*flags: str, **environment: str) -> Iterator[str]:
-    process = subprocess.Popen(
-        [sys.executable, "-m", "jackfield.entrypoints.cli.main", "serve", "--port", "0", *flags],
-        stdout=subprocess.PIPE, text=True, env={**ENVIRONMENT, **environment},
-    )  # fmt: skip
-    try:
-        assert process.stdout is not None
-        found = re.search(r"http://127\.0\.0\.1:\d+", process.stdout.readline())
-        assert found is not None
-        yield found[0]
-    finally:
-        process.terminate()
-        process.wait(60)
-
-
-@pytest.mark.parametrize("block", RUN, ids=name_of)
-def test_marked_blocks_run(
-    block: Block, server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    if block.language == "console":
-        run_console(block, server, tmp_path)
+def numbers_in(value: Any) -> Iterator[float]:
+    """Every number of a JSON value."""
+    if isinstance(value, bool):
         return
-    assert block.language == "python"
-    printed = io.StringIO()
-    code = compile(block.text.replace(SHOWN, server), name_of(block), "exec")
-    with contextlib.redirect_stdout(printed):
-        exec(code, {"__name__": "__main__"})
-    if block.expected is not None:
-        assert printed.getvalue() == block.expected
-
-
-def run_console(block: Block, server: str, folder: Path, **environment: str) -> None:
-    """Each command, and what it should print."""
-    for part in re.split(r"^\$ ", block.text, flags=re.M)[1:]:
-        command, _, expected = part.partition("\n")
-        if command.startswith("curl") and shutil.which("curl") is None:
-            pytest.skip("there is no curl here")
-        done = subprocess.run(
-            as_run_here(command, server),
-            shell=True, cwd=folder, capture_output=True, text=True, timeout=120,
-            env={**ENVIRONMENT, **environment},
-        )  # fmt: skip
-        assert done.returncode == 0, f"{command}: {done.stderr}"
-        assert re.fullmatch(pattern_of(expected), done.stdout.rstrip() + "\n"), (
-            f"{command}:\n{done.stdout}"
-        )
-
-
-def pattern_of(expected: str) -> str:
-    """`…` stands for the rest of a line, or for any lines where it is alone in one."""
-    lines = expected.splitlines()
-    return "".join(
-        "(?:.*\n)*" if line == "…" else re.escape(line).replace("…", ".*") + "\n" for line in lines
-    )
-
-
-def as_run_here(command: str, server: str) -> str:
-    """The same command with this interpreter and this server."""
-    command = command.replace(SHOWN, server)
-    command = re.sub(r"^python ", f"{sys.executable} ", command)
-    if re.match(r"jackfield (chat|complete) ", command):
-        command += f" --url {server}"
-    return re.sub(r"^jackfield ", f"{sys.executable} -m jackfield.entrypoints.cli.main ", command)
-
-
-# ---------------------------------------------------------------- the plugin of the tutorial
-
-
-@pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with examples/plugin_template built and installed in it."""
-    folder = tmp_path_factory.mktemp("plugin")
-    skipped = shutil.ignore_patterns("build", "*.egg-info", "__pycache__", ".*")
-    shutil.copytree(ROOT / "examples/plugin_template", folder / "source", ignore=skipped)
-    subprocess.run(
-        [sys.executable, "-m", "pip", "install", "--no-deps", "--no-build-isolation", "-q",
-         "--target", str(folder / "site"), str(folder / "source")],
-        check=True, timeout=240,
-    )  # fmt: skip
-    return folder
-
-
-def path_with(folder: Path) -> str:
-    return os.pathsep.join(filter(None, [str(folder / "site"), os.environ.get("PYTHONPATH", "")]))
-
-
-def test_the_plugin_is_listed_as_the_tutorial_shows(installed: Path, tmp_path: Path) -> None:
-    assert WITH_PLUGIN
-    for block in WITH_PLUGIN:
-        run_console(block, SHOWN, tmp_path, PYTHONPATH=path_with(installed))
-
-
-def test_the_plugins_own_tests_pass(installed: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider"],
-        cwd=installed / "source", capture_output=True, text=True, timeout=120,
-        env={**ENVIRONMENT, "PYTHONPATH": path_with(installed)},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout
-    assert "5 passed" in done.stdout
-
-
-def test_the_plugin_serves_the_tutorials_tool_call(installed: Path) -> None:
-    page = ROOT / "docs/tutorials/first-server.md"
-    (block,) = [b for b in blocks(page) if "tools=[weather]" in b.text]
-    flags = ("--tool-call-parser", "simple_tags", "--scheduling-policy", "shortest_prompt")
-    printed = io.StringIO()
-    with serving(*flags, PYTHONPATH=path_with(installed)) as url:
-        with contextlib.redirect_stdout(printed):
-            exec(block.text.replace(SHOWN, url), {"__name__": "__main__"})
-    assert printed.getvalue() == block.expected
-
-
-def test_every_field_has_words() -> None:
-    made = generator()
-    rows = made.field_rows(EngineConfig)
-    assert len(rows) == len(EngineConfig.__struct_fields__)
-    assert all(len(row[3]) > 10 for row in rows)
+    if isinstance(value, int | float):
+        yield float(value)
+    elif isinstance(value, dict | list):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from numbers_in(part)
