@@ -10,15 +10,17 @@ from typing import Any
 
 import aiohttp
 import pytest
-from serving import MODEL, Server, engine_config, running, save_random
+from serving import MODEL, Server, engine_config, running
+
+from jackfield.core.loading.model_config import EMBEDDED_MODEL
 
 CLIENTS = 200
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    checkpoint = save_random(tmp_path_factory.mktemp("random"))
-    with running(engine_config(checkpoint)) as one:
+def server() -> Iterator[Server]:
+    """On the embedded model."""
+    with running(engine_config(EMBEDDED_MODEL)) as one:
         yield one
 
 

@@ -1,4 +1,4 @@
-"""A thousand requests that end in every way there is leave nothing behind."""
+"""A thousand requests to the embedded model, with every end there is, leave nothing behind."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from pathlib import Path
 import pytest
 
 from jackfield import AsyncEngine, EngineConfig, SamplingParams
-
-from helpers import VOCAB, make_checkpoint
 
 REQUESTS = 1000
 AT_ONCE = 40
@@ -28,14 +26,13 @@ async def one(engine: AsyncEngine, number: int, draw: random.Random) -> str:
     """Run one request to some end. → how it ended"""
     end = draw.choice(["whole", "whole", "cancel", "break", "abort", "two"])
     shared = [7] * 16 * draw.randrange(3)
-    prompt = shared + [draw.randrange(3, VOCAB) for _ in range(draw.randrange(1, 50))]
+    prompt = shared + [draw.randrange(300, 1500) for _ in range(draw.randrange(1, 50))]
     params = SamplingParams(
         max_tokens=draw.randrange(1, 25),
         n=2 if end == "two" else 1,
         temperature=draw.choice([0.0, 0.8]),
         seed=number,
         ignore_eos=True,
-        detokenize=False,
     )
     name = f"soak-{number}"
     patience = draw.randrange(4)
@@ -66,12 +63,10 @@ async def one(engine: AsyncEngine, number: int, draw: random.Random) -> str:
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="memory is read from /proc")
-async def test_a_thousand_requests_leave_nothing_behind(tmp_path: Path) -> None:
+async def test_a_thousand_requests_leave_nothing_behind() -> None:
     config = EngineConfig(
-        model=str(make_checkpoint("llama", tmp_path)),
         device="cpu",
         dtype="float32",
-        skip_tokenizer_init=True,
         attention_backend="torch",
         max_model_len=160,
         max_num_seqs=16,
