@@ -26,6 +26,9 @@ from .paged_attention_decode import (
     workspace_elements,
 )
 
+EARLY_WIDTH = 4096
+"""With heads of this width in all, the next kernel may start at once: as in gemv.py, whose weight
+is then large."""
 JOIN_SPLITS = 8
 """Splits that are joined at a time."""
 
@@ -105,6 +108,7 @@ def _fused_decode_kernel(
     BLOCK_S: tl.constexpr,
     BLOCK_D: tl.constexpr,
     PDL: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """One program a (row, kv head, split). Scores are kept in units of log2."""
     GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
@@ -114,7 +118,7 @@ def _fused_decode_kernel(
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
     row64 = row.to(tl.int64)
-    if PDL:
+    if PDL and EARLY:
         gdc_launch_dependents()
     seq_len = tl.load(seq_lens_ptr + row)
     lower, first_tile, end, per_split = _split_tiles(
@@ -211,6 +215,8 @@ def _fused_decode_kernel(
         acc = acc * decay[:, None] + tl.dot(weights.to(dtype), value, input_precision="ieee")
         m = m_new
 
+    if PDL and not EARLY:
+        gdc_launch_dependents()
     acc = acc / total[:, None]
     if active == 1:
         target = out_ptr + row64 * stride_out + head[:, None] * HEAD_DIM + dim[None, :]
@@ -377,6 +383,7 @@ def fused_decode_attention(
         BLOCK_S=min(JOIN_SPLITS, triton.next_power_of_2(num_splits)),
         BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
         PDL=bool(options),
+        EARLY=num_heads * head_dim >= EARLY_WIDTH,
         num_warps=num_warps,
         num_stages=num_stages,
         **options,

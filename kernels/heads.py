@@ -91,7 +91,6 @@ def _heads_kernel(
     token = tl.program_id(0).to(tl.int64)
     first_head = tl.program_id(1) * GROUP
     if PDL:
-        gdc_launch_dependents()
         gdc_wait()
     head = (first_head + tl.arange(0, GROUP))[:, None]
     dim = tl.arange(0, BLOCK_HALF)[None, :]
@@ -101,6 +100,8 @@ def _heads_kernel(
     raw_first = tl.load(source + dim, mask=in_half, other=0.0)
     raw_second = tl.load(source + HALF + dim, mask=in_half, other=0.0)
     raw_rest = tl.load(source + tail, mask=in_rest, other=0.0)
+    if PDL:
+        gdc_launch_dependents()
     dtype = qkv_ptr.dtype.element_ty
     cos = 1.0
     sin = 0.0

@@ -1,7 +1,9 @@
 """Programmatic dependent launch: a kernel may start while the one before it drains.
 
 A kernel launched this way calls `gdc_wait` before it reads what earlier kernels write, and before
-it writes anything; so all of a chain is ordered as without it.
+it writes anything; so all of a chain is ordered as without it. When
+it calls `gdc_launch_dependents` decides how early the next one may come: with its first loads under
+way, or only taking up room while it waits. That is measured, kernel by kernel.
 """
 
 # mypy: allow-untyped-defs, allow-untyped-decorators
