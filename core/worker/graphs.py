@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -20,9 +19,7 @@ from ..nn.context import BatchLayout
 from ..nn.operations import Operations
 from ..types import StepPlan
 from .batch import PersistentBatch, StepInputs
-
-if TYPE_CHECKING:
-    from .runner import ModelRunner
+from .sampler import Sampler
 
 logger = logging.getLogger("jackfield.worker")
 
@@ -40,13 +37,24 @@ def row_counts(max_num_seqs: int) -> list[int]:
 class DecodeGraphs:
     """Records decode steps by number of rows, and replays them."""
 
-    def __init__(self, runner: ModelRunner, max_num_seqs: int, record: Recorder) -> None:
-        self._runner = runner
+    def __init__(
+        self,
+        *,
+        compute: Callable[[StepInputs], torch.Tensor],
+        batch: PersistentBatch,
+        sampler: Sampler,
+        operations: Operations,
+        record: Recorder,
+    ) -> None:
+        """`compute`: from a step's inputs, R rows of one token each, to logits [R, vocab_size]."""
+        max_num_seqs = batch.num_slots
+        self._compute = compute
+        self._sampler = sampler
         self._record = record
         self._counts = row_counts(max_num_seqs)
         self._replays: dict[tuple[int, bool], Replay] = {}
-        self._inputs = DecodeInputs(runner.batch, runner.operations, max_num_seqs)
-        device = runner.batch.device
+        self._inputs = DecodeInputs(batch, operations, max_num_seqs)
+        device = batch.device
         self.chosen = torch.empty(max_num_seqs, dtype=torch.int32, device=device)
         """[max_num_seqs] Tokens of the step launched last, -1 where none could be sampled."""
         self.logits = torch.empty(0, device=device)
@@ -94,12 +102,11 @@ class DecodeGraphs:
         logger.debug("recorded a step of %d rows in %.3f s", rows, time.monotonic() - began)
 
     def _step(self, rows: int, sample: bool) -> None:
-        runner = self._runner
         inputs = self._inputs.expand(rows)
         slots, lengths = inputs.sample_slots, inputs.sample_lengths
-        logits = runner.logits(runner.forward(inputs))
+        logits = self._compute(inputs)
         if sample:
-            runner.sampler.sample_plain(logits, slots, lengths, self.chosen[:rows])
+            self._sampler.sample_plain(logits, slots, lengths, self.chosen[:rows])
             return
         if not self.logits.numel():
             self.logits = logits.new_empty(self._counts[-1], logits.shape[1])

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from ..nn.context import ForwardContext
-from ..nn.operations import Operations
 from ..protocols import AttentionBackend
 from ..types import StepPlan, StepResult, TokenLogprobs
 from .batch import PersistentBatch, StepInputs
@@ -97,7 +96,6 @@ class ModelRunner:
         batch: PersistentBatch,
         sampling: SamplingState,
         sampler: Sampler,
-        operations: Operations,
         vocab_size: int,
         device: torch.device,
     ) -> None:
@@ -106,7 +104,6 @@ class ModelRunner:
         self.batch = batch
         self.sampling = sampling
         self.sampler = sampler
-        self.operations = operations
         self.vocab_size = vocab_size
         self.device = device
         self._logprobs: dict[int, int] = {}

@@ -131,7 +131,6 @@ class Worker:
             batch=batch,
             sampling=sampling,
             sampler=Sampler(sampling, operations=operations),
-            operations=operations,
             vocab_size=model_config.vocab_size,
             device=device,
         )
@@ -147,8 +146,15 @@ class Worker:
         self._warm_up()
         recorder = self._recorder()
         if recorder is not None and backend.graph_safe:
-            self.runner.graphs = DecodeGraphs(self.runner, config.max_num_seqs, recorder)
-            self.runner.graphs.record(1, sample=True)
+            runner = self.runner
+            runner.graphs = DecodeGraphs(
+                compute=lambda inputs: runner.logits(runner.forward(inputs)),
+                batch=batch,
+                sampler=runner.sampler,
+                operations=operations,
+                record=recorder,
+            )
+            runner.graphs.record(1, sample=True)
         return ExecutorInfo(
             num_blocks=num_blocks,
             device=str(device),
