@@ -9,6 +9,7 @@ import gc
 import logging
 import os
 import time
+from collections.abc import Sequence
 
 import torch
 
@@ -147,14 +148,18 @@ class Worker:
         recorder = self._recorder()
         if recorder is not None and backend.graph_safe:
             runner = self.runner
-            runner.graphs = DecodeGraphs(
+            graphs = DecodeGraphs(
                 compute=lambda inputs: runner.logits(runner.forward(inputs)),
                 batch=batch,
                 sampler=runner.sampler,
                 operations=operations,
                 record=recorder,
             )
-            runner.graphs.record(1, sample=True)
+            try:
+                graphs.record(1, sample=True)
+                runner.graphs = graphs
+            except RuntimeError:
+                logger.exception("decode steps cannot be recorded here; going on without graphs")
         return ExecutorInfo(
             num_blocks=num_blocks,
             device=str(device),
@@ -182,7 +187,7 @@ class Worker:
         if graphs is None:
             return False
         if self._short_prompts:
-            self._run_dummy(self._short_prompts.pop(), 1)
+            self._run_dummy(self._short_prompts.pop(), [self.config.max_num_seqs])
             return True
         missing = graphs.missing()
         if missing:
@@ -223,14 +228,14 @@ class Worker:
         if self.config.num_gpu_blocks_override is not None:
             return 0
         self._bind_cache(layers, 2, dtype)
-        self._run_dummy(self.max_num_batched_tokens, self.config.max_num_seqs)
+        self._run_dummy(self.max_num_batched_tokens, range(self.config.max_num_seqs))
         torch.cuda.synchronize(self.device)
         peak = torch.cuda.max_memory_allocated(self.device) - held_before
         if not self.config.enforce_eager:
             # Graphs have memory of their own: what the largest decode step needs.
             torch.cuda.reset_peak_memory_stats(self.device)
             resting = torch.cuda.memory_allocated(self.device)
-            self._run_dummy(self.config.max_num_seqs, self.config.max_num_seqs)
+            self._run_dummy(self.config.max_num_seqs, range(self.config.max_num_seqs))
             torch.cuda.synchronize(self.device)
             peak += torch.cuda.max_memory_allocated(self.device) - resting
         torch.cuda.empty_cache()
@@ -246,13 +251,18 @@ class Worker:
             min(512, self.max_num_batched_tokens, self.model_config.max_model_len),
             1,
         ):
-            self._run_dummy(num_tokens, 1)
+            self._run_dummy(num_tokens, [self.config.max_num_seqs])
 
-    def _run_dummy(self, num_tokens: int, num_rows: int) -> None:
-        """A forward pass over the null block, and sampling with every costly stage on."""
+    def _run_dummy(self, num_tokens: int, use_slots: Sequence[int]) -> None:
+        """A forward pass over the null block, and sampling with every costly stage on.
+
+        A row a slot. Once requests may be there, the scratch slot (max_num_seqs) is the only one
+        that is nobody's.
+        """
         runner = self.runner
         assert runner is not None
-        num_rows = min(num_rows, num_tokens)
+        slots = list(use_slots)[:num_tokens]
+        num_rows = len(slots)
         device, block = self.device, self.config.block_size
         counts = torch.full((num_rows,), num_tokens // num_rows, dtype=torch.int32)
         counts[: num_tokens % num_rows] += 1
@@ -274,7 +284,6 @@ class Worker:
             query_start_cpu=query_start.numpy(),
             seq_lens_cpu=counts.numpy(),
         )
-        slots = list(range(num_rows))
         params = SamplingParams(temperature=0.8, top_p=0.9, top_k=50)
         for slot in slots:
             runner.sampling.start(
@@ -296,12 +305,12 @@ class Worker:
             positions=positions.to(device),
             layout=layout,
             last_tokens=index,
-            sample_slots=index,
+            sample_slots=torch.tensor(slots, device=device),
             sample_lengths=index * 0 + 1,
-            sample_rows=slots,
+            sample_rows=list(range(num_rows)),
         )
-        hidden = runner.forward(inputs)
-        runner.sampler.sample(runner.logits(hidden[index]), index, slots, index * 0 + 1)
+        logits = runner.logits(runner.forward(inputs)[index])
+        runner.sampler.sample(logits, inputs.sample_slots, slots, inputs.sample_lengths)
         for slot in slots:
             runner.sampling.release(slot)
 

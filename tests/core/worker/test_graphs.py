@@ -174,3 +174,28 @@ async def test_cuda_graphs_equal_launched_steps(checkpoint: Path, operations: st
 def test_a_worker_on_a_cpu_records_nothing(checkpoint: Path) -> None:
     config = EngineConfig(model=str(checkpoint), device="cpu", max_num_batched_tokens=64)
     assert Worker(config, None, None)._recorder() is None  # type: ignore[arg-type]
+
+
+async def test_work_in_spare_time_leaves_requests_alone(checkpoint: Path) -> None:
+    """Recording and compiling ahead, between the steps of a request that draws in slot 0."""
+    plugins = load_plugins()
+    plugins.add_plugin(Plugin(), Provenance("tests", "0", "graphs"))
+    config = EngineConfig(
+        model=str(checkpoint), device="cpu", dtype="float32", skip_tokenizer_init=True,
+        max_model_len=96, max_num_seqs=6, max_num_batched_tokens=48, operations="torch",
+        attention_backend="static", executor="static",
+    )  # fmt: skip
+    params = SamplingParams(max_tokens=40, seed=5, top_k=7, ignore_eos=True, detokenize=False)
+
+    async def tokens(between: bool) -> list[int]:
+        async with AsyncEngine(config, plugins=plugins) as engine:
+            executor: Any = engine._executor
+            async for out in engine.generate([5, 6, 7], params):
+                last = out
+                if between:
+                    await executor._thread.call(executor._worker.prepare_ahead)
+            if between:
+                assert not executor._worker.runner.graphs.missing()
+        return list(last.outputs[0].token_ids)
+
+    assert await tokens(True) == await tokens(False)
