@@ -1,6 +1,7 @@
 """One process, one engine, one model, a list of workloads: each result is out at once.
 
-`jackfield bench latency`, `throughput` and `run` are this with different defaults.
+`jackfield bench latency`, `throughput` and `run` are this with different defaults; `startup` and
+`compare` start such processes.
 """
 
 from __future__ import annotations

@@ -59,6 +59,37 @@ def test_made_up_weights_run_without_a_tokenizer(tmp_path: Path) -> None:
     assert json.loads(out.read_text().splitlines()[-1])["measured"]["ms_per_token"] > 0
 
 
+def test_startup_is_timed_in_fresh_processes(tmp_path: Path) -> None:
+    out = tmp_path / "results.jsonl"
+    options = ["--device", "cpu", "--attention-backend", "torch", "--output", str(out)]
+    assert run(["startup", *options]) == 0
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [line["at"]["caches"] for line in lines] == ["cold", "warm"]
+    for line in lines:
+        assert line["workload"] == "W6" and line["engine"] == "jackfield"
+        # The interpreter and torch alone take some of it.
+        assert 0.5 < line["measured"]["ready_s"] < line["measured"]["first_token_s"] < 120
+
+
+def test_engines_are_compared_in_fresh_processes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "results.jsonl"
+    status = run(
+        ["compare", "W1", "--engines", "jackfield", "transformers", "--scale", "0.02",
+         "--repeats", "1", "--device", "cpu", "--output", str(out)]
+    )  # fmt: skip
+    assert status == 0
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [(line["engine"], line["workload"]) for line in lines] == [
+        ("jackfield", "start"), ("jackfield", "W1"),
+        ("transformers", "start"), ("transformers", "W1"),
+    ]  # fmt: skip
+    own, peer = lines[1]["measured"]["ms_per_token"], lines[3]["measured"]["ms_per_token"]
+    told = capsys.readouterr().out
+    assert "ours/transformers" in told and f"{own / peer:.4g}" in told
+
+
 def test_mistakes_are_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["latencies"]) == 2
     assert "no such benchmark: latencies" in capsys.readouterr().err
