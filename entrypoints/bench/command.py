@@ -9,6 +9,7 @@ BENCHMARKS = {
     "latency": "milliseconds a token at batch 1 (W1), and a decode step by batch",
     "throughput": "many requests at once, in process (W2, W3, W4, W7)",
     "startup": "process start to ready to first token, cold and warm (W6)",
+    "kernels": "each kernel against what its bytes and products cost",
     "compare": "the same workloads through every engine that is installed",
     "run": "any in-process workloads, with any engine",
 }
