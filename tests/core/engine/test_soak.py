@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 
 from jackfield import AsyncEngine, EngineConfig, OutputKind, SamplingParams
-
 from jackfield.core.engine.output import OutputStream, RequestState
 from jackfield.core.scheduling.request import Request
 
@@ -83,15 +82,14 @@ class Traffic:
         stream = self.engine.generate(self.prompt(), self.params(), request_id=name)
 
         async def consume() -> Any:
-            seen = 0
-            output = None
+            seen, last = 0, None
             async for output in stream:
-                seen += 1
+                seen, last = seen + 1, output
                 if way == "break" and seen >= leave_after:
                     break
                 if way == "abort" and seen == leave_after:
                     await self.engine.abort(name)
-            return output
+            return last
 
         task = asyncio.ensure_future(consume())
         if way == "cancel":
