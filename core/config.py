@@ -94,17 +94,23 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = 1.0
     kv_cache_dtype: Annotated[
         Literal["auto", "bfloat16", "float16", "float32"],
-        _doc("Type of cached keys and values; auto: the model's."),
+        _doc("Type of cached keys and values; auto: the model's. Another one is refused for now."),
     ] = "auto"
     attention_backend: Annotated[str, _doc("Attention backend by name, or auto.")] = "auto"
     operations: Annotated[
         str, _doc("Implementation of norms, products and activations by name, or auto.")
     ] = "auto"
-    quantization: Annotated[str | None, _doc("Quantization method by name.")] = None
+    quantization: Annotated[
+        str | None, _doc("Quantization method by name. Refused for now: there is none yet.")
+    ] = None
     executor: Annotated[str, _doc("Where ranks run: inprocess, or a plugin's.")] = "inprocess"
-    tensor_parallel_size: Annotated[int, _doc("GPUs that share each layer.", ge=1)] = 1
-    pipeline_parallel_size: Annotated[int, _doc("GPUs that share the layers.", ge=1)] = 1
-    enforce_eager: Annotated[bool, _doc("Never capture CUDA graphs.")] = False
+    tensor_parallel_size: Annotated[
+        int, _doc("GPUs that share each layer. More than 1 is refused for now.", ge=1)
+    ] = 1
+    pipeline_parallel_size: Annotated[
+        int, _doc("GPUs that share the layers. More than 1 is refused for now.", ge=1)
+    ] = 1
+    enforce_eager: Annotated[bool, _doc("Never record CUDA graphs of decode steps.")] = False
     max_logprobs: Annotated[
         int, _doc("Largest logprobs a request may ask for; -1: no limit.", ge=-1)
     ] = 20

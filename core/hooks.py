@@ -95,7 +95,8 @@ def register_quantization(registry: Registry[type[QuantizationMethod]]) -> None:
 
         registry.add("fp8", "my_package.fp8:Fp8")
 
-    Used by the worker when it builds the model. Contract: `protocols.QuantizationMethod`.
+    Called by nothing yet: quantized checkpoints are refused.
+    Contract: `protocols.QuantizationMethod`.
     """
 
 
@@ -205,7 +206,10 @@ def register_schedule_policies(registry: Registry[type[SchedulePolicy]]) -> None
 def register_routes(app: Any, engine: Any) -> None:
     """Add HTTP routes to the `aiohttp.web.Application`, before the server starts.
 
-    app.router.add_get("/hello", hello)
+        app.router.add_get("/hello", hello)
+
+    Called by the server when it builds its application, after its own routes are in. The engine has
+    started. A new route asks for the API key like the others.
     """
 
 
@@ -213,7 +217,9 @@ def register_routes(app: Any, engine: Any) -> None:
 def register_commands(commands: Registry[Any]) -> None:
     """Command-line commands: name → `module:function` taking (argv: list[str]) → exit status.
 
-    commands.add("hello", "my_package.cli:hello", help="Say hello")
+        commands.add("hello", "my_package.cli:hello", help="Say hello")
+
+    Used by the `jackfield` command for a name that is none of its own.
     """
 
 
@@ -222,19 +228,32 @@ def register_commands(commands: Registry[Any]) -> None:
 
 @hookspec
 def engine_started(engine: Any) -> None:
-    """After an engine is ready, before its first request. May be async."""
+    """After an engine is ready, before its first request. May be async.
+
+    Called by `AsyncEngine.start`, which waits for it.
+    """
 
 
 @hookspec
 def engine_stopping(engine: Any) -> None:
-    """Before an engine stops its worker. May be async."""
+    """Before an engine stops its worker. May be async.
+
+    Called by `AsyncEngine.stop`, after running requests were aborted; it waits for it.
+    """
 
 
 @hookspec
 def request_finished(output: RequestOutput) -> None:
-    """After a request's last output was published. Read-only. May be async."""
+    """After a request's last output was published. Read-only. May be async.
+
+    Called by the engine, in a task of its own: the stream does not wait for it. The output is
+    cumulative, whatever `output_kind` the caller chose.
+    """
 
 
 @hookspec
 def step_finished(plan: StepPlan, result: StepResult) -> None:
-    """After a step's result was applied. Read-only. Runs in the step loop: be quick."""
+    """After a step's result was applied. Read-only. Runs on the event loop: be quick.
+
+    Called by the engine, in a task of its own. May be async.
+    """

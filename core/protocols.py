@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from .config import EngineConfig
     from .loading.model_config import ModelConfig
     from .nn.context import BatchLayout, BuildContext, ForwardContext
+    from .nn.operations import Norm
     from .registry import Plugins
     from .scheduling.request import Request
 
@@ -79,8 +80,8 @@ class AttentionBackend(Protocol):
     graph_safe: ClassVar[bool]
     """Whether a decode-only `forward` may be captured in a CUDA graph."""
     standard_cache: ClassVar[bool]
-    """The cache has the layout above, and may be written before `forward`, which then gets
-    None as key and value."""
+    """The cache has the layout above, and the step's keys and values are in it when `forward` is
+    called; otherwise writing them is up to `forward`."""
 
     @classmethod
     def supports(cls, spec: AttentionSpec, device: torch.device, dtype: torch.dtype) -> str | None:
@@ -104,15 +105,32 @@ class AttentionBackend(Protocol):
         self,
         spec: AttentionSpec,
         query: torch.Tensor,
-        key: torch.Tensor | None,
-        value: torch.Tensor | None,
+        key: torch.Tensor,
+        value: torch.Tensor,
         kv_cache: torch.Tensor,
         metadata: Any,
     ) -> torch.Tensor:
-        """Write key and value to the cache at the layout's slot mapping if given, then attend.
+        """Attend to the cache. Where `standard_cache` is false, write key and value to it first.
 
         query: [num_tokens, num_heads, head_dim]; key, value: [num_tokens, num_kv_heads, head_dim]
         → [num_tokens, num_heads, head_dim]
+        """
+
+    def forward_projection(
+        self,
+        spec: AttentionSpec,
+        qkv: torch.Tensor,
+        cos_sin: torch.Tensor | None,
+        query_norm: Norm | None,
+        key_norm: Norm | None,
+        kv_cache: torch.Tensor,
+        metadata: Any,
+    ) -> torch.Tensor | None:
+        """All of it from the fused projection: cut into heads, norm, rotate, write, attend.
+
+        qkv: [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]; the rest as for
+        `Operations.heads`. → as `forward`, or None, with nothing done, if this backend leaves
+        such a step to the operations and `forward`. Optional: a backend need not have it.
         """
 
 

@@ -49,6 +49,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     temperature: float = 1.0
     """0 is greedy."""
     top_p: float = 1.0
+    """Keep the most likely tokens whose probabilities together reach this; in (0, 1]."""
     top_k: int = 0
     """0 or -1: no limit."""
     min_p: float = 0.0
@@ -56,13 +57,19 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     seed: int | None = None
     """Same seed, same tokens, whatever else is in the batch."""
     presence_penalty: float = 0.0
+    """Taken from the logit of each token that the output has already; in [-2, 2]."""
     frequency_penalty: float = 0.0
+    """The same, times how often the output has it; in [-2, 2]."""
     repetition_penalty: float = 1.0
+    """Above 1: tokens of prompt and output become less likely; in (0, 100]."""
     stop: tuple[str, ...] = ()
     """Strings that end the output; cut off unless `include_stop_str_in_output`."""
     stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end the output, besides the model's EOS."""
     include_stop_str_in_output: bool = False
+    """Leave the stop string, or the stop token's text, in the output."""
     ignore_eos: bool = False
+    """Go on after the model's EOS."""
     logprobs: int | None = None
     """Log-probabilities of the most likely tokens at each position, besides the sampled one's;
     -1: the whole vocabulary."""
@@ -75,11 +82,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     bad_words: tuple[str, ...] = ()
     """Words whose last token may not be sampled after the ones before it."""
     skip_special_tokens: bool = True
+    """Leave special tokens out of the text."""
     spaces_between_special_tokens: bool = True
+    """Put spaces around special tokens that are shown, where the tokenizer does."""
     detokenize: bool = True
+    """Off: token ids only, no text (and no stop strings)."""
     truncate_prompt_tokens: int | None = None
     """Keep only the last so many prompt tokens; -1: as many as the context holds."""
     output_kind: OutputKind = OutputKind.CUMULATIVE
+    """What each output of the stream holds: see `OutputKind`."""
 
     def __post_init__(self) -> None:
         for name in ("stop", "stop_token_ids", "bad_words", "allowed_token_ids"):
@@ -280,8 +291,11 @@ class Logprob(msgspec.Struct, frozen=True):
     """Log-probability of one token at one position."""
 
     logprob: float
+    """Natural logarithm of the probability."""
     rank: int | None = None
+    """1 for the most likely token."""
     decoded_token: str | None = None
+    """The token's text; None without a tokenizer."""
 
 
 PositionLogprobs: TypeAlias = dict[int, Logprob]
@@ -292,11 +306,17 @@ class CompletionOutput(msgspec.Struct, kw_only=True):
     """One of the `n` completions of a request."""
 
     index: int
+    """0 to n - 1."""
     text: str = ""
+    """What was generated: all so far, or what is new (`OutputKind`)."""
     token_ids: list[int] = []
+    """The same as ids; the token that ended it is among them."""
     logprobs: list[PositionLogprobs] | None = None
+    """[len(token_ids)], where `logprobs` were asked for."""
     cumulative_logprob: float | None = None
+    """Sum over all tokens so far, where `logprobs` were asked for."""
     finish_reason: FinishReason | None = None
+    """None while it grows."""
     stop_reason: int | str | None = None
     """The stop token id or stop string that ended it; None for EOS and everything else."""
 
@@ -305,26 +325,38 @@ class RequestTimings(msgspec.Struct, kw_only=True):
     """Monotonic times in seconds (`time.monotonic`)."""
 
     arrival: float
+    """When the engine took the request."""
     first_scheduled: float | None = None
+    """When its first tokens were planned."""
     first_token: float | None = None
+    """When the first token came back."""
     last_token: float | None = None
+    """When the latest token came back."""
     finished: float | None = None
+    """When the last completion ended."""
     num_preemptions: int = 0
+    """How often its completions lost their blocks and were computed again."""
 
 
 class RequestOutput(msgspec.Struct, kw_only=True):
     """What `AsyncEngine.generate` yields."""
 
     request_id: str
+    """The caller's, or a random one."""
     prompt: str | None = None
+    """The prompt's text, where text was given."""
     prompt_token_ids: list[int]
+    """The prompt as the model saw it."""
     prompt_logprobs: list[PositionLogprobs | None] | None = None
     """[num_prompt_tokens]; the first is None, for nothing precedes it."""
     outputs: list[CompletionOutput]
+    """All `n` completions; in delta mode those with something new."""
     finished: bool
+    """Whether all completions have ended; the last output of a stream."""
     num_cached_tokens: int = 0
     """Prompt tokens that came from the prefix cache."""
     timings: RequestTimings
+    """When what happened."""
     error: str | None = None
     """Why, when a finish_reason is "error"."""
 

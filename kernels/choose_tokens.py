@@ -2,8 +2,8 @@
 
 The noise is a function of (seed, position, token) alone, the same as in `core.worker.noise`:
 E(u) = -log(1 - u) with u from a hash, and -log E is Gumbel. Memory: num_rows * vocab_size logits,
-read once; the parts' winners are a few kilobytes. About 40 operations a logit where a row draws,
-2 where it is greedy.
+read once; the parts' winners are a few kilobytes. About 50 operations a logit where a row draws,
+3 where it is greedy.
 """
 
 # Triton kernels take no annotations that mypy could check.
@@ -22,6 +22,9 @@ PART = 4096
 _GOLDEN = tl.constexpr(-1640531527)
 _MIX_1 = tl.constexpr(-2048144789)
 _MIX_2 = tl.constexpr(-1028477387)
+_STEP_0 = tl.constexpr(-1640531535)
+_STEP_1 = tl.constexpr(-2048144777)
+_STEP_2 = tl.constexpr(-1028477379)
 _SCALE = tl.constexpr(2.0**-31 * (1.0 - 2.0**-23))
 
 
@@ -32,18 +35,22 @@ def _fold(x):
 
 
 @triton.jit
+def _mixed(x):
+    """The mixing of `core.worker.noise`: fold, multiply, fold, multiply, fold."""
+    x = _fold(x)
+    x = _fold(x * _MIX_1)
+    return _fold(x * _MIX_2)
+
+
+@triton.jit
 def _log_exponential(token, key_0, key_1, key_2):
     """log E of tokens under a row's keys."""
-    x = _fold(token + _GOLDEN)
-    x = _fold(x * _MIX_1)
-    x = _fold(x * _MIX_2)
-    x = _fold(key_0 + x * key_1)
+    x = _fold(key_0 + _mixed(token + _GOLDEN) * key_1)
     x = _fold(x * key_2)
     u = tl.abs((x.to(tl.float32) + 0.5) * _SCALE)
-    # log(1 - u) to full precision: Kahan's log1p.
-    w = 1.0 - u
-    exponential = tl.where(w == 1.0, u, tl.log(w) * (u / (w - 1.0)))
-    return tl.log(exponential)
+    # -log(1 - u): by its series where that is more precise, and small values decide who wins.
+    series = u * (1.0 + u * (0.5 + u * (1.0 / 3.0 + u * (0.25 + u * 0.2))))
+    return tl.log(tl.where(u < 0.03, series, -tl.log(1.0 - u)))
 
 
 @triton.jit
@@ -51,15 +58,16 @@ def _part_kernel(
     best_ptr,
     token_ptr,
     logits_ptr,
-    inverse_temperature_ptr,
-    noise_ptr,
-    keys_ptr,
+    settings_ptr,
+    slots_ptr,
+    lengths_ptr,
     stride_logits,
-    stride_inverse_temperature,
-    stride_noise,
-    stride_keys,
+    stride_settings,
     vocab_size,
     num_parts,
+    TEMPERATURE: tl.constexpr,
+    NOISE: tl.constexpr,
+    LANES: tl.constexpr,
     PART_SIZE: tl.constexpr,
 ):
     """One program a (row, part): the part's winner, +inf where a logit is not a number."""
@@ -67,14 +75,17 @@ def _part_kernel(
     part = tl.program_id(1)
     token = part * PART_SIZE + tl.arange(0, PART_SIZE)
     inside = token < vocab_size
+    settings = settings_ptr + tl.load(slots_ptr + row) * stride_settings
     logits = tl.load(logits_ptr + row * stride_logits + token, mask=inside, other=-float("inf"))
-    logits = logits.to(tl.float32) * tl.load(
-        inverse_temperature_ptr + row * stride_inverse_temperature
-    )
+    inverse_temperature = tl.load(settings + TEMPERATURE).to(tl.float32, bitcast=True)
+    logits = logits.to(tl.float32) * inverse_temperature
     broken = tl.max((logits != logits).to(tl.int32), axis=0)
-    if tl.load(noise_ptr + row * stride_noise) != 0.0:
-        keys = keys_ptr + row * stride_keys
-        logits -= _log_exponential(token, tl.load(keys), tl.load(keys + 1), tl.load(keys + 2))
+    if tl.load(settings + NOISE) != 0:
+        position = tl.load(lengths_ptr + row).to(tl.int32)
+        key_0 = _mixed(tl.load(settings + LANES) + position * _STEP_0)
+        key_1 = _mixed(tl.load(settings + LANES + 1) + position * _STEP_1) | 1
+        key_2 = _mixed(tl.load(settings + LANES + 2) + position * _STEP_2) | 1
+        logits -= _log_exponential(token, key_0, key_1, key_2)
     best = tl.max(logits, axis=0)
     winner = tl.min(tl.where(logits == best, token, vocab_size), axis=0)
     best = tl.where(broken != 0, float("inf"), best)
@@ -83,7 +94,18 @@ def _part_kernel(
 
 
 @triton.jit
-def _row_kernel(out_ptr, bad_ptr, best_ptr, token_ptr, num_parts, vocab_size, BLOCK: tl.constexpr):
+def _row_kernel(
+    chosen_ptr,
+    history_ptr,
+    slots_ptr,
+    lengths_ptr,
+    best_ptr,
+    token_ptr,
+    stride_history,
+    num_parts,
+    vocab_size,
+    BLOCK: tl.constexpr,
+):
     """One program a row: the winner of its parts, the lowest id among equals."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, BLOCK)
@@ -93,52 +115,64 @@ def _row_kernel(out_ptr, bad_ptr, best_ptr, token_ptr, num_parts, vocab_size, BL
     highest = tl.max(best, axis=0)
     winner = tl.min(tl.where(best == highest, token, vocab_size), axis=0)
     bad = (highest == float("inf")) | (highest == -float("inf"))
-    tl.store(out_ptr + row, tl.where(bad, 0, winner).to(tl.int64))
-    tl.store(bad_ptr + row, bad)
+    place = history_ptr + tl.load(slots_ptr + row) * stride_history + tl.load(lengths_ptr + row)
+    tl.store(place, tl.where(bad, 0, winner))
+    tl.store(chosen_ptr + row, tl.where(bad, -1, winner))
 
 
 def choose_tokens(
     logits: torch.Tensor,
-    inverse_temperature: torch.Tensor,
-    noise: torch.Tensor,
-    keys: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """logits: [num_rows, vocab_size], any float type, last stride 1; inverse_temperature, noise
-    (0: greedy): [num_rows] float32, any stride; keys: [num_rows, 3] int32
-    → token ids [num_rows] int64, and [num_rows] bool: NaN or an infinity won (the id is 0).
+    settings: torch.Tensor,
+    slots: torch.Tensor,
+    lengths: torch.Tensor,
+    token_history: torch.Tensor,
+    chosen: torch.Tensor,
+    *,
+    temperature: int,
+    noise: int,
+    lanes: int,
+) -> None:
+    """Choose, write each row's token to `chosen` and to its place in `token_history`.
+
+    logits: [num_rows, vocab_size], any float type, last stride 1; settings: [slots, columns] int32,
+    one row a slot: column `temperature` holds its inverse and `noise` 0.0 for greedy rows, both
+    float32 bit-cast, and from `lanes` on are three words of the seed; slots: [num_rows] int64;
+    lengths: [num_rows] int64, tokens before the new one; token_history: [slots, positions] int32;
+    chosen: [num_rows] int32: -1 where NaN or an infinity won (the history then gets 0).
     """
     num_rows, vocab_size = logits.shape
+    if num_rows == 0:
+        return
     num_parts = triton.cdiv(vocab_size, PART)
     best = torch.empty((num_rows, num_parts), dtype=torch.float32, device=logits.device)
     token = torch.empty((num_rows, num_parts), dtype=torch.int32, device=logits.device)
-    out = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
-    bad = torch.empty(num_rows, dtype=torch.bool, device=logits.device)
-    if num_rows == 0:
-        return out, bad
     _part_kernel[(num_rows, num_parts)](
         best,
         token,
         logits,
-        inverse_temperature,
-        noise,
-        keys,
+        settings,
+        slots,
+        lengths,
         logits.stride(0),
-        inverse_temperature.stride(0),
-        noise.stride(0),
-        keys.stride(0),
+        settings.stride(0),
         vocab_size,
         num_parts,
+        TEMPERATURE=temperature,
+        NOISE=noise,
+        LANES=lanes,
         PART_SIZE=PART,
         num_warps=8,
     )
     _row_kernel[(num_rows,)](
-        out,
-        bad,
+        chosen,
+        token_history,
+        slots,
+        lengths,
         best,
         token,
+        token_history.stride(0),
         num_parts,
         vocab_size,
         BLOCK=triton.next_power_of_2(num_parts),
         num_warps=1,
     )
-    return out, bad

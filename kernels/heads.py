@@ -2,7 +2,7 @@
 
 One launch for what else were a norm of queries, one of keys, a rotation and a cache write.
 Memory: reads num_tokens * (num_heads + 2 * num_kv_heads) * head_dim elements once and writes them
-once, queries in place, keys and values into the cache (or keys in place). About 15 operations an
+once, queries and keys in place, and keys and values into the cache. About 15 operations an
 element: bound by memory, and at one token by its launch.
 
 Source: RoFormer (arXiv 2104.09864), halves paired as in GPT-NeoX.
@@ -149,15 +149,14 @@ def _heads_kernel(
                 BLOCK_HALF,
                 BLOCK_REST,
             )
+            tl.store(source + dim, first.to(dtype), mask=in_half)
+            tl.store(source + HALF + dim, second.to(dtype), mask=in_half)
+            tl.store(source + tail, rest.to(dtype), mask=in_rest)
             if CACHE:
                 target = key_cache_ptr + place + (head - NUM_HEADS) * stride_head
                 tl.store(target + dim, first.to(dtype), mask=in_half)
                 tl.store(target + HALF + dim, second.to(dtype), mask=in_half)
                 tl.store(target + tail, rest.to(dtype), mask=in_rest)
-            else:
-                tl.store(source + dim, first.to(dtype), mask=in_half)
-                tl.store(source + HALF + dim, second.to(dtype), mask=in_half)
-                tl.store(source + tail, rest.to(dtype), mask=in_rest)
         else:
             if CACHE:
                 kv_head = head - NUM_HEADS - NUM_KV_HEADS
@@ -178,7 +177,7 @@ def heads(
     kv_cache: torch.Tensor | None = None,
     slot_mapping: torch.Tensor | None = None,
 ) -> None:
-    """Queries in place; keys and values into the cache when it is given, else keys in place.
+    """Queries and keys in place; keys and values into the cache, too, when it is given.
 
     qkv: [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim], last stride 1, queries first;
     positions: [num_tokens] int; cos_sin: [max_positions, rotary_dim] float32, cosines then sines,

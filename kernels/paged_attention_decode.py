@@ -15,6 +15,8 @@ Source: Dao et al., "Flash-Decoding for long-context inference", 2023.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -181,19 +183,43 @@ def _join_kernel(
     tl.store(target, out.to(out_ptr.dtype.element_ty), mask=mask_d)
 
 
-def tile_keys(head_dim: int, dtype: torch.dtype) -> int:
-    """Keys that a program takes at a time."""
-    return 32 if head_dim > 128 or dtype == torch.float32 else 64
+class DecodeShape(NamedTuple):
+    """How a program goes through its keys."""
+
+    block_n: int
+    """Keys at a time"""
+    num_warps: int
+    num_stages: int
+    """Tiles of keys in flight"""
+
+
+def decode_shape(head_dim: int, dtype: torch.dtype, programs: int) -> DecodeShape:
+    """For heads of `head_dim` channels; `programs`: rows times kv heads.
+
+    From sweeps on an H200: few programs hide latency with small tiles, many with their number.
+    (Half of `num_stages` is spent on the block table, which is read before the keys.)
+    """
+    if dtype == torch.float32 or head_dim > 128:
+        return DecodeShape(32, 4, 3)
+    return DecodeShape(32, 4, 5) if programs <= 128 else DecodeShape(64, 4, 3)
 
 
 def choose_num_splits(
-    num_rows: int, num_kv_heads: int, max_model_len: int, tile: int, num_sms: int
+    num_rows: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    max_model_len: int,
+    num_sms: int,
 ) -> int:
-    """Splits that give each multiprocessor two programs, from numbers that a graph fixes.
+    """Splits that give each multiprocessor two programs, or four where rows are very few.
 
-    It depends on no length of this step: an eager step and a captured one take the same kernels.
+    From numbers that a graph fixes: it depends on no length of this step, so an eager step and a
+    captured one take the same kernels.
     """
-    wanted = triton.cdiv(2 * num_sms, num_rows * num_kv_heads)
+    programs = num_rows * num_kv_heads
+    wanted = triton.cdiv((4 if 4 * programs <= num_sms else 2) * num_sms, programs)
+    tile = decode_shape(head_dim, dtype, programs).block_n
     longest = triton.cdiv(max_model_len, tile * MIN_SPLIT_TILES)
     return int(max(1, min(wanted, longest, MAX_SPLITS)))
 
@@ -215,6 +241,7 @@ def paged_attention_decode(
     num_splits: int = 1,
     workspace: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
+    shape: DecodeShape | None = None,
 ) -> torch.Tensor:
     """query: [num_rows, num_heads, head_dim], one token a row → the same shape.
 
@@ -232,7 +259,9 @@ def paged_attention_decode(
         return out
     group = num_heads // num_kv_heads
     block_d = max(16, triton.next_power_of_2(head_dim))
-    block_n = tile_keys(head_dim, query.dtype)
+    block_n, num_warps, num_stages = shape or decode_shape(
+        head_dim, query.dtype, num_rows * num_kv_heads
+    )
     partial = lse = out
     if num_splits > 1:
         needed = workspace_elements(num_rows, num_heads, head_dim, num_splits)
@@ -275,8 +304,8 @@ def paged_attention_decode(
         BLOCK_M=max(16, triton.next_power_of_2(group)),
         BLOCK_N=block_n,
         BLOCK_D=block_d,
-        num_warps=4,
-        num_stages=3,
+        num_warps=num_warps,
+        num_stages=num_stages,
     )
     if num_splits > 1:
         _join_kernel[(num_rows, num_heads)](

@@ -224,7 +224,7 @@ def _tile_shape(
     if rows <= 64:
         return max(least, 64), 64 if head_dim <= 128 else 32, 4, 3
     if head_dim <= 128:
-        return max(least, 128), 64, 4, 3
+        return (256, 64, 8, 3) if rows > 128 else (max(least, 128), 64, 4, 3)
     return max(least, 64), 32, 4, 3
 
 

@@ -126,7 +126,7 @@ def heads(
     kv_cache: torch.Tensor | None = None,
     slot_mapping: torch.Tensor | None = None,
 ) -> None:
-    """Queries in place; keys and values into the cache when it is given, else keys in place.
+    """Queries and keys in place; keys and values into the cache, too, when it is given.
 
     qkv: [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]; norms: (weight, eps) over a head.
     """
@@ -140,11 +140,10 @@ def heads(
             wide = wide * scale * norm[0].float()
         made.append(wide if cos_sin is None else rotate(wide, positions, cos_sin))
     query.copy_(made[0])
-    if kv_cache is None:
-        key.copy_(made[1])
-    else:
+    key.copy_(made[1])
+    if kv_cache is not None:
         assert slot_mapping is not None
-        kv_cache_write(made[1].to(qkv.dtype), value, kv_cache, slot_mapping)
+        kv_cache_write(key, value, kv_cache, slot_mapping)
 
 
 def gemv(

@@ -302,8 +302,8 @@ class AsyncEngine:
 
     @property
     def healthy(self) -> bool:
-        """Started, not stopped, and the device works."""
-        return hasattr(self, "_steps") and self.dead_reason is None
+        """Takes requests: started, neither draining nor stopped, and the device works."""
+        return self._accepting and self.dead_reason is None
 
     @property
     def served_model_names(self) -> tuple[str, ...]:

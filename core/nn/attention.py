@@ -39,20 +39,21 @@ class Attention(nn.Module):
         Queries and keys are normed over each head, then rotated, where these are given.
         """
         assert self.kv_cache is not None, "the worker binds the cache before the first step"
-        arguments = (
-            qkv,
-            self.layout,
-            context.positions,
-            rotary.cos_sin if rotary else None,
-            query_norm.norm if query_norm else None,
-            key_norm.norm if key_norm else None,
-        )
-        key = value = None
-        if context.backend.standard_cache:
-            query = self.operations.cached_heads(
-                *arguments, self.kv_cache, context.layout.slot_mapping
+        backend = context.backend
+        cos_sin = rotary.cos_sin if rotary else None
+        norms = (query_norm.norm if query_norm else None, key_norm.norm if key_norm else None)
+        out: torch.Tensor | None = None
+        if hasattr(backend, "forward_projection"):
+            out = backend.forward_projection(
+                self.spec, qkv, cos_sin, *norms, self.kv_cache, context.metadata
             )
-        else:
-            query, key, value = self.operations.heads(*arguments)
-        out = context.backend.forward(self.spec, query, key, value, self.kv_cache, context.metadata)
+        if out is None:
+            cut = (qkv, self.layout, context.positions, cos_sin, *norms)
+            if backend.standard_cache:
+                heads = self.operations.cached_heads(
+                    *cut, self.kv_cache, context.layout.slot_mapping
+                )
+            else:
+                heads = self.operations.heads(*cut)
+            out = backend.forward(self.spec, *heads, self.kv_cache, context.metadata)
         return out.reshape(out.shape[0], -1)

@@ -28,6 +28,25 @@ class HeadLayout(NamedTuple):
     head_dim: int
 
 
+class DecodeTensors(NamedTuple):
+    """A decode step's inputs, R rows. All on the device."""
+
+    slots: torch.Tensor
+    """[R] int64"""
+    input_ids: torch.Tensor
+    """[R] int64"""
+    positions: torch.Tensor
+    """[R] int64"""
+    lengths: torch.Tensor
+    """[R] int64: positions + 1"""
+    slot_mapping: torch.Tensor
+    """[R] int64"""
+    seq_lens: torch.Tensor
+    """[R] int32: the same as lengths"""
+    block_table: torch.Tensor
+    """[R, columns] int32"""
+
+
 class Operations:
     """T = num_tokens. Weights are [out_features, in_features]."""
 
@@ -113,30 +132,58 @@ class Operations:
         key_norm: Norm | None,
         kv_cache: torch.Tensor,
         slot_mapping: torch.Tensor,
-    ) -> torch.Tensor:
-        """As `heads`, with keys and values written to the cache → the query alone.
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """As `heads`, with keys and values written to the cache, too.
 
         kv_cache: [2, num_blocks, block_size, num_kv_heads, head_dim]; slot_mapping: [T] int64.
         """
-        query, *pair = self.heads(qkv, layout, positions, cos_sin, query_norm, key_norm)
-        for cache, part in zip(kv_cache, pair, strict=True):
+        query, key, value = self.heads(qkv, layout, positions, cos_sin, query_norm, key_norm)
+        for cache, part in zip(kv_cache, (key, value), strict=True):
             cache.flatten(0, 1).index_copy_(0, slot_mapping, part.to(cache.dtype))
-        return query
+        return query, key, value
 
-    def choose_tokens(
+    def decode_inputs(
+        self,
+        packed: torch.Tensor,
+        token_history: torch.Tensor,
+        block_table: torch.Tensor,
+        block_size: int,
+    ) -> DecodeTensors:
+        """What a decode step of R rows needs; new blocks are put into `block_table`.
+
+        packed: [4, R] int32: each row's slot, its position, and the column and id of a block that
+        its slot gets (the table's last column for none); token_history: [slots, positions] int32;
+        block_table: [slots, columns] int32. Padding rows may share a slot.
+        """
+        slots, positions, columns, _ = packed.long()
+        block_table.index_put_((slots, columns), packed[3])
+        blocks = block_table[slots, positions // block_size].long()
+        return DecodeTensors(
+            slots=slots,
+            input_ids=token_history[slots, positions].long(),
+            positions=positions,
+            lengths=positions + 1,
+            slot_mapping=blocks * block_size + positions % block_size,
+            seq_lens=packed[1] + 1,
+            block_table=block_table[slots],
+        )
+
+    def sample_plain(
         self,
         logits: torch.Tensor,
-        inverse_temperature: torch.Tensor,
-        noise: torch.Tensor,
-        keys: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        settings: torch.Tensor,
+        slots: torch.Tensor,
+        lengths: torch.Tensor,
+        token_history: torch.Tensor,
+        chosen: torch.Tensor,
+    ) -> bool:
         """The token of the largest logit / temperature + noise of each row, in one pass.
 
-        logits: [R, vocab_size]; inverse_temperature, noise (the noise's weight, 0 or 1): [R]
-        float32; keys: [R, 3] int32, from `core.worker.noise.TokenNoise.row_keys`. → token ids [R]
-        int64, and [R] bool: no finite winner (the id is 0). None: the sampler does it in torch.
+        logits: [R, vocab_size]; settings: [slots, columns] int32 (`SamplingState.packed`); slots,
+        lengths: [R] int64. Tokens go to `token_history` [slots, positions] and `chosen` [R] int32
+        (-1: no finite winner). False, with nothing done: the sampler does it in torch.
         """
-        return None
+        return False
 
 
 def split_heads(

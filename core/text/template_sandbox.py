@@ -28,6 +28,18 @@ MAX_STEPS = 1_000_000
 MAX_SECONDS = 5.0
 _MAX_PADDING = 10_000
 _MAX_ITEMS = 100_000
+_COSTLY_FILTERS = (
+    "batch",
+    "center",
+    "format",
+    "indent",
+    "join",
+    "replace",
+    "round",
+    "slice",
+    "string",
+)
+"""What a short argument can make long."""
 _PADDING_METHODS = frozenset({"ljust", "rjust", "center", "zfill", "expandtabs"})
 
 
@@ -117,8 +129,9 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
             extensions=["jinja2.ext.loopcontrols", _Generation, _Meter],
         )
         self.filters["tojson"] = _tojson
-        for name in ("center", "format", "indent", "join", "replace", "string"):
+        for name in _COSTLY_FILTERS:
             self.filters[name] = _limited(self.filters[name])
+        self.filters.pop("urlize", None)  # Regular expressions over text from outside.
         self.globals["raise_exception"] = _raise_exception
         self.globals["strftime_now"] = _strftime_now
         self.globals.pop("lipsum", None)
@@ -261,6 +274,9 @@ def _limited(original: Callable[..., Any]) -> Callable[..., Any]:
             _check_size(len(items) * max((len(t) for t in texts), default=0))
         elif name == "do_format" and texts:
             _refuse_wide_format(texts[0])
+        elif name in ("sync_do_slice", "do_slice", "do_batch", "do_round"):
+            if any(isinstance(v, int) and abs(v) > _MAX_PADDING for v in values[1:]):
+                raise SecurityError(f"it cuts or rounds to more than {_MAX_PADDING}")
         elif name in ("do_center", "do_indent"):
             if any(isinstance(v, int) and v > _MAX_PADDING for v in values):
                 raise SecurityError(f"it pads to more than {_MAX_PADDING} characters")

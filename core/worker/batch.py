@@ -48,16 +48,19 @@ class PersistentBatch:
         self, *, max_num_seqs: int, max_model_len: int, block_size: int, device: torch.device
     ) -> None:
         self.device = device
+        self.num_slots = max_num_seqs
         self.block_size = block_size
         self.max_model_len = max_model_len
         self.max_blocks = -(-max_model_len // block_size)
+        # One row more than slots, and one column more than a sequence has: scratch, for padding.
         self.token_history = torch.zeros(
-            max_num_seqs, max_model_len + 1, dtype=torch.int32, device=device
+            max_num_seqs + 1, max_model_len + 1, dtype=torch.int32, device=device
         )
-        """[max_num_seqs, max_model_len + 1]; the last column takes a token nobody will read."""
+        """[max_num_seqs + 1, max_model_len + 1]"""
         self.block_table = torch.zeros(
-            max_num_seqs, self.max_blocks, dtype=torch.int32, device=device
+            max_num_seqs + 1, self.max_blocks + 1, dtype=torch.int32, device=device
         )
+        """[max_num_seqs + 1, max_blocks + 1]"""
         self.num_computed = np.zeros(max_num_seqs, dtype=np.int32)
         self.num_blocks = np.zeros(max_num_seqs, dtype=np.int32)
         self.num_prompt = np.zeros(max_num_seqs, dtype=np.int32)
@@ -89,7 +92,7 @@ class PersistentBatch:
         for start in plan.starts:
             parts.append(np.asarray(start.token_ids, dtype=np.int32))
             parts.append(np.asarray(start.block_ids, dtype=np.int32))
-        on_device = self._upload(parts)
+        on_device = self.upload(parts)
 
         d_slots, d_query_start, d_computed, d_sample_rows = on_device[:4]
         if appended:
@@ -136,9 +139,11 @@ class PersistentBatch:
             sample_rows=sample_rows.tolist(),
         )
 
-    def record_sampled(self, inputs: StepInputs, token_ids: torch.Tensor) -> None:
-        """Put the sampled ids [S] where the next step will read them."""
-        self.token_history[inputs.sample_slots, inputs.sample_lengths] = token_ids.int()
+    def record_sampled(
+        self, slots: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor
+    ) -> None:
+        """Put sampled ids where the next step will read them. All [S] int64."""
+        self.token_history[slots, positions] = token_ids.int()
 
     def _appended(self, plan: StepPlan) -> list[np.ndarray]:
         """Growth of block tables as [slots, columns, block ids]; empty when nothing grew."""
@@ -155,7 +160,7 @@ class PersistentBatch:
             self.num_blocks[slot] = first + len(new)
         return [np.asarray(part, dtype=np.int32) for part in (rows, columns, blocks)]
 
-    def _upload(self, parts: list[np.ndarray]) -> list[torch.Tensor]:
+    def upload(self, parts: list[np.ndarray]) -> list[torch.Tensor]:
         """One copy for all parts; views of it come back."""
         sizes = [len(part) for part in parts]
         total = sum(sizes)

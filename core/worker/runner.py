@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,11 +11,15 @@ import torch
 from torch import nn
 
 from ..nn.context import ForwardContext
+from ..nn.operations import Operations
 from ..protocols import AttentionBackend
 from ..types import StepPlan, StepResult, TokenLogprobs
 from .batch import PersistentBatch, StepInputs
+from .graphs import DecodeGraphs
 from .sampler import Logprobs, Sampler
 from .sampling_state import SamplingState
+
+logger = logging.getLogger("jackfield.worker")
 
 
 @dataclass
@@ -39,11 +44,10 @@ class LaunchedStep:
         self.keep.clear()
         token_ids = [-1] * len(self.plan.slots)
         failed: dict[int, str] = {}
-        sampled = self.output["token_ids"].tolist() if self.sample_rows else []
-        bad = self.output["bad_rows"].tolist() if self.sample_rows else []
-        for row, token, is_bad in zip(self.sample_rows, sampled, bad, strict=True):
-            token_ids[row] = token
-            if is_bad:
+        chosen = self.output["chosen"].tolist() if self.sample_rows else []
+        for row, token in zip(self.sample_rows, chosen, strict=True):
+            token_ids[row] = max(token, 0)
+            if token < 0:
                 failed[row] = "no token can be chosen: NaN logits, or every token is masked"
         logprobs = {}
         if self.wanted_logprobs:
@@ -93,6 +97,7 @@ class ModelRunner:
         batch: PersistentBatch,
         sampling: SamplingState,
         sampler: Sampler,
+        operations: Operations,
         vocab_size: int,
         device: torch.device,
     ) -> None:
@@ -101,17 +106,23 @@ class ModelRunner:
         self.batch = batch
         self.sampling = sampling
         self.sampler = sampler
+        self.operations = operations
         self.vocab_size = vocab_size
         self.device = device
         self._logprobs: dict[int, int] = {}
         """Slot → k, for requests that want log-probabilities."""
         self._prompt_logprobs: dict[int, int] = {}
+        self.graphs: DecodeGraphs | None = None
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """Queue one step on the device and return at once."""
         launched = time.monotonic()
         self._update_slots(plan)
+        if self.graphs is not None and not self._scores_prompts(plan):
+            step = self._replay(plan, self.graphs, launched)
+            if step is not None:
+                return step
         inputs = self.batch.apply(plan)
         self.sampling.upload()
         hidden = self.forward(inputs)
@@ -119,23 +130,56 @@ class ModelRunner:
         wanted: dict[int, int] = {}
         if inputs.sample_rows:
             rows_host = [plan.slots[row] for row in inputs.sample_rows]
-            wanted = {
-                row: self._logprobs[plan.slots[row]]
-                for row in inputs.sample_rows
-                if plan.slots[row] in self._logprobs
-            }
-            logits = self._logits(hidden[inputs.last_tokens])
-            sampled = self.sampler.sample(
-                logits, inputs.sample_slots, rows_host, inputs.sample_lengths
+            output, wanted = self._sample(
+                self.logits(hidden[inputs.last_tokens]),
+                inputs.sample_rows,
+                rows_host,
+                inputs.sample_slots,
+                inputs.sample_lengths,
             )
-            self.batch.record_sampled(inputs, sampled.token_ids)
-            output = {
-                "token_ids": sampled.token_ids,
-                "bad_rows": sampled.bad_rows,
-                **_tensors(sampled.logprobs),
-            }
         scores = self._score_prompts(plan, inputs, hidden)
         return self._copy_back(plan, inputs.sample_rows, wanted, output, scores, launched)
+
+    def _replay(self, plan: StepPlan, graphs: DecodeGraphs, launched: float) -> LaunchedStep | None:
+        """The step from a recorded graph; None if it is no plain decode step."""
+        rows, rows_host = list(range(len(plan.slots))), list(plan.slots)
+        plain = self.sampler.is_plain(rows_host)
+        self.sampling.upload()
+        try:
+            if not graphs.launch(plan, plain):
+                return None
+        except RuntimeError:
+            logger.exception("a decode graph cannot be recorded; going on without graphs")
+            self.graphs = None
+            return None
+        if plain:
+            output = {"chosen": graphs.chosen[: len(rows)]}
+            return self._copy_back(plan, rows, {}, output, [], launched)
+        slots, lengths = graphs.sampling_inputs(len(rows))
+        output, wanted = self._sample(graphs.logits[: len(rows)], rows, rows_host, slots, lengths)
+        return self._copy_back(plan, rows, wanted, output, [], launched)
+
+    def _sample(
+        self,
+        logits: torch.Tensor,
+        rows: list[int],
+        rows_host: list[int],
+        slots: torch.Tensor,
+        lengths: torch.Tensor,
+    ) -> tuple[dict[str, torch.Tensor], dict[int, int]]:
+        """Sample, keep the tokens for the next step → tensors for the host; row → logprobs."""
+        if self.sampler.is_plain(rows_host):
+            chosen = torch.empty(len(rows), dtype=torch.int32, device=self.device)
+            self.sampler.sample_plain(logits, slots, lengths, chosen)
+            return {"chosen": chosen}, {}
+        sampled = self.sampler.sample(logits, slots, rows_host, lengths)
+        self.batch.record_sampled(slots, lengths, sampled.token_ids)
+        wanted = {
+            row: self._logprobs[slot]
+            for row, slot in zip(rows, rows_host, strict=True)
+            if slot in self._logprobs
+        }
+        return {"chosen": sampled.chosen, **_tensors(sampled.logprobs)}, wanted
 
     def forward(self, inputs: StepInputs) -> torch.Tensor:
         """→ hidden states [num_tokens, hidden_size]"""
@@ -148,7 +192,8 @@ class ModelRunner:
         hidden: torch.Tensor = self.model(inputs.input_ids, context)
         return hidden
 
-    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[num_rows, hidden_size] → [num_rows, vocab_size]"""
         logits: torch.Tensor = self.model.compute_logits(hidden)  # type: ignore[operator]
         return logits[:, : self.vocab_size]
 
@@ -168,6 +213,11 @@ class ModelRunner:
                 else:
                     table.pop(start.slot, None)
 
+    def _scores_prompts(self, plan: StepPlan) -> bool:
+        return bool(self._prompt_logprobs) and not self._prompt_logprobs.keys().isdisjoint(
+            plan.slots
+        )
+
     def _score_prompts(
         self, plan: StepPlan, inputs: StepInputs, hidden: torch.Tensor
     ) -> list[dict[str, Any]]:
@@ -186,7 +236,7 @@ class ModelRunner:
             begin = int(starts[row])
             targets = self.batch.token_history[slot, first + 1 : first + 1 + count].long()
             result = self.sampler.prompt_logprobs(
-                self._logits(hidden[begin : begin + count]), targets, k
+                self.logits(hidden[begin : begin + count]), targets, k
             )
             scored.append({**_tensors(result), "targets": targets, "row": row, "k": k})
         return scored

@@ -27,7 +27,15 @@ import torch
 from ..nn.operations import Operations
 from ..protocols import LogitsProcessor
 from .noise import TokenNoise
-from .sampling_state import BadWordRows, Column, Rows, SamplingState, StepStages, StopRows
+from .sampling_state import (
+    BadWordRows,
+    Column,
+    Rows,
+    SamplingState,
+    StepStages,
+    StopRows,
+    plain_stages,
+)
 
 CHUNK_ELEMENTS = 1 << 24
 """Numbers that one wide temporary may hold."""
@@ -60,6 +68,11 @@ class SamplerOutput:
     the row's token is 0."""
     logprobs: Logprobs | None
     """None when no row asked; rows that did not ask hold zeros."""
+
+    @property
+    def chosen(self) -> torch.Tensor:
+        """[R] int32: `token_ids`, and -1 in bad rows."""
+        return self.token_ids.int().masked_fill_(self.bad_rows, -1)
 
 
 class Sampler:
@@ -99,8 +112,35 @@ class Sampler:
         rows_host: the same slots on the host; lengths: [R] int32 or int64, tokens known before
         the sampled one, which is also its position in the sequence.
         """
+        return self._run(logits, self._state.plan(rows_host), slots, lengths)
+
+    def is_plain(self, rows_host: list[int]) -> bool:
+        """Whether `sample_plain` does for these slots."""
+        stages = self._state.plan(rows_host)
+        return stages.graph_safe and not stages.any_min_p and not self._processors
+
+    def sample_plain(
+        self,
+        logits: torch.Tensor,
+        slots: torch.Tensor,
+        lengths: torch.Tensor,
+        chosen: torch.Tensor,
+    ) -> None:
+        """For rows that are greedy or have a temperature, and nothing else: the same kernels
+        whatever the rows are, so it may be recorded in a graph. Arguments as for `sample`; tokens
+        go to the history, and to chosen [R] int32: -1 in bad rows."""
         state = self._state
-        stages = state.plan(rows_host)
+        history = state.token_history
+        if self._operations.sample_plain(logits, state.packed, slots, lengths, history, chosen):
+            return
+        sampled = self._run(logits, plain_stages(logits.shape[0]), slots, lengths)
+        history[slots, lengths] = sampled.token_ids.int()
+        chosen.copy_(sampled.chosen)
+
+    def _run(
+        self, logits: torch.Tensor, stages: StepStages, slots: torch.Tensor, lengths: torch.Tensor
+    ) -> SamplerOutput:
+        state = self._state
         packed = state.packed.index_select(0, slots)
         processed = self._process(logits, stages, packed, slots, lengths)
         if stages.all_greedy:
@@ -206,15 +246,6 @@ class Sampler:
         for group, k in groups:
             if group is None:
                 continue
-            if k is None and not stages.any_min_p:
-                chosen_plain = self._choose_fused(logits, group, floats, keys)
-                if chosen_plain is not None:
-                    place: slice | torch.Tensor = slice(None)
-                    if group.batch is not None:
-                        place = group.batch
-                    _put(token_ids, place, chosen_plain[0])
-                    _put(bad_rows, place, chosen_plain[1])
-                    continue
             for rows in _chunks(group, logits):
                 settings, row_keys = _take(floats, rows), _take(keys, rows)
                 scaled = _take(logits, rows) * settings[:, Column.INVERSE_TEMPERATURE, None]
@@ -227,18 +258,6 @@ class Sampler:
                 _put(token_ids, rows, chosen)
                 _put(bad_rows, rows, bad)
         return token_ids, bad_rows
-
-    def _choose_fused(
-        self, logits: torch.Tensor, rows: Rows, floats: torch.Tensor, keys: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Rows without any filter, in one pass where the operations can."""
-        settings = _select(floats, rows)
-        return self._operations.choose_tokens(
-            _select(logits, rows),
-            settings[:, Column.INVERSE_TEMPERATURE],
-            settings[:, Column.NOISE],
-            _select(keys, rows),
-        )
 
     def _choose_plain(
         self, scaled: torch.Tensor, floats: torch.Tensor, keys: torch.Tensor, any_min_p: bool

@@ -134,6 +134,25 @@ class StepStages:
         return not (self.processes_logits or self.top_k or self.sort or self.logprobs)
 
 
+def plain_stages(num_rows: int) -> StepStages:
+    """Rows with at most a temperature."""
+    return StepStages(
+        num_rows=num_rows,
+        all_greedy=False,
+        plain=Rows(num_rows, None),
+        any_min_p=False,
+        top_k=None,
+        max_top_k=0,
+        sort=None,
+        bias=None,
+        bad_words=None,
+        min_tokens=None,
+        penalties=None,
+        logprobs=None,
+        max_logprobs=0,
+    )
+
+
 class _RowTable:
     """Wide rows for the few slots that need them: [capacity, width], grown by doubling."""
 

@@ -8,6 +8,7 @@ interpreter lock, and hands the result to the event loop.
 from __future__ import annotations
 
 import asyncio
+import logging
 import queue
 import threading
 from collections.abc import Callable
@@ -15,7 +16,12 @@ from typing import Any, Protocol, TypeVar
 
 from ..types import StepPlan, StepResult
 
+logger = logging.getLogger("jackfield.worker")
 T = TypeVar("T")
+
+IDLE_SECONDS = 0.05
+"""Without a job for so long, the launch thread turns to work for spare time."""
+_WAKE = object()
 
 
 class PendingStep(Protocol):
@@ -31,6 +37,10 @@ class WorkerThread:
     def __init__(self, loop: asyncio.AbstractEventLoop, name: str = "jackfield-worker") -> None:
         self._loop = loop
         self._jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._spare: Callable[[], bool] | None = None
+        # One writer each: the launch thread, the completion thread.
+        self._num_launched = 0
+        self._num_completed = 0
         self._launched: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._threads = [
             threading.Thread(target=self._launch, name=name, daemon=True),
@@ -58,6 +68,14 @@ class WorkerThread:
             self._jobs.put((launch, future, True))
         return future
 
+    def when_idle(self, work: Callable[[], bool]) -> None:
+        """Call `work` on the launch thread whenever it has been idle, until it returns False.
+
+        Each call should be short: steps that arrive meanwhile wait for it.
+        """
+        self._spare = work
+        self._jobs.put(_WAKE)
+
     async def close(self) -> None:
         """Finish what is queued and end both threads. Safe to call twice."""
         if self._closed:
@@ -67,8 +85,29 @@ class WorkerThread:
         for thread in self._threads:
             await asyncio.to_thread(thread.join)
 
+    def _next_job(self) -> Any:
+        while self._spare is not None:
+            try:
+                return self._jobs.get(timeout=IDLE_SECONDS)
+            except queue.Empty:
+                self._use_spare_time(self._spare)
+        return self._jobs.get()
+
+    def _use_spare_time(self, work: Callable[[], bool]) -> None:
+        if self._num_launched != self._num_completed:
+            return
+        try:
+            more = work()
+        except Exception:
+            logger.exception("work in spare time failed; it is given up")
+            more = False
+        if not more:
+            self._spare = None
+
     def _launch(self) -> None:
-        while (job := self._jobs.get()) is not None:
+        while (job := self._next_job()) is not None:
+            if job is _WAKE:
+                continue
             function, future, is_step = job
             try:
                 result = function()
@@ -76,6 +115,7 @@ class WorkerThread:
                 self._hand_over(future, None, error)
                 continue
             if is_step:
+                self._num_launched += 1
                 self._launched.put((result, future))
             else:
                 self._hand_over(future, result, None)
@@ -91,6 +131,7 @@ class WorkerThread:
                 self._hand_over(future, None, error)
             else:
                 self._hand_over(future, result, None)
+            self._num_completed += 1
 
     def _hand_over(
         self, future: asyncio.Future[Any], result: Any, error: BaseException | None

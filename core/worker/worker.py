@@ -22,6 +22,7 @@ from ..protocols import AttentionBackend, AttentionSpec, ExecutorInfo
 from ..registry import Plugins
 from ..types import SamplingParams, SlotStart, StepPlan
 from .batch import PersistentBatch, StepInputs
+from .graphs import CudaRecorder, DecodeGraphs, Recorder
 from .memory import bytes_per_block, explain_oom, num_kv_blocks
 from .runner import LaunchedStep, ModelRunner
 from .sampler import Sampler
@@ -58,6 +59,8 @@ class Worker:
         )
         self.max_num_batched_tokens = config.max_num_batched_tokens
         self.runner: ModelRunner | None = None
+        self._short_prompts = [4, 16, 32]
+        """Numbers of tokens whose kernels are compiled when there is time."""
 
     def start(self) -> ExecutorInfo:
         """Load the model and make everything ready for the first step."""
@@ -120,7 +123,7 @@ class Worker:
             device=device,
         )
         sampling = SamplingState(
-            config.max_num_seqs, model_config.vocab_size, device, batch.token_history
+            config.max_num_seqs + 1, model_config.vocab_size, device, batch.token_history
         )
         self.runner = ModelRunner(
             model=model,
@@ -128,6 +131,7 @@ class Worker:
             batch=batch,
             sampling=sampling,
             sampler=Sampler(sampling, operations=operations),
+            operations=operations,
             vocab_size=model_config.vocab_size,
             device=device,
         )
@@ -141,6 +145,10 @@ class Worker:
         )
         self._bind_cache(layers, num_blocks, kv_dtype)
         self._warm_up()
+        recorder = self._recorder()
+        if recorder is not None and backend.graph_safe:
+            self.runner.graphs = DecodeGraphs(self.runner, config.max_num_seqs, recorder)
+            self.runner.graphs.record(1, sample=True)
         return ExecutorInfo(
             num_blocks=num_blocks,
             device=str(device),
@@ -159,6 +167,27 @@ class Worker:
             return self.runner.launch(plan)
         except torch.OutOfMemoryError as error:
             raise explain_oom(error, f"running a step of {plan.total_tokens} tokens") from error
+
+    @torch.inference_mode()
+    def prepare_ahead(self) -> bool:
+        """Do one more thing that some step will need, when there is nothing else to do: compile
+        for short prompts, record decode graphs. False: nothing is left."""
+        graphs = self.runner.graphs if self.runner is not None else None
+        if graphs is None:
+            return False
+        if self._short_prompts:
+            self._run_dummy(self._short_prompts.pop(), 1)
+            return True
+        missing = graphs.missing()
+        if missing:
+            graphs.record(missing[0], sample=True)
+        return len(missing) > 1
+
+    def _recorder(self) -> Recorder | None:
+        """How decode steps are recorded here; None: they are launched anew each time."""
+        if self.device.type != "cuda" or self.config.enforce_eager:
+            return None
+        return CudaRecorder(self.device)
 
     def stop(self) -> None:
         """Give the device's memory back."""
@@ -191,6 +220,13 @@ class Worker:
         self._run_dummy(self.max_num_batched_tokens, self.config.max_num_seqs)
         torch.cuda.synchronize(self.device)
         peak = torch.cuda.max_memory_allocated(self.device) - held_before
+        if not self.config.enforce_eager:
+            # Graphs have memory of their own: what the largest decode step needs.
+            torch.cuda.reset_peak_memory_stats(self.device)
+            resting = torch.cuda.memory_allocated(self.device)
+            self._run_dummy(self.config.max_num_seqs, self.config.max_num_seqs)
+            torch.cuda.synchronize(self.device)
+            peak += torch.cuda.max_memory_allocated(self.device) - resting
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self.device)
         held = torch.cuda.memory_allocated(self.device) - held_before
@@ -201,7 +237,7 @@ class Worker:
         """Run one prefill and one decode step on the null block, so that kernels are compiled."""
         assert self.runner is not None
         for num_tokens in (
-            min(32, self.max_num_batched_tokens, self.model_config.max_model_len),
+            min(512, self.max_num_batched_tokens, self.model_config.max_model_len),
             1,
         ):
             self._run_dummy(num_tokens, 1)
@@ -259,7 +295,7 @@ class Worker:
             sample_rows=slots,
         )
         hidden = runner.forward(inputs)
-        runner.sampler.sample(runner._logits(hidden[index]), index, slots, index * 0 + 1)
+        runner.sampler.sample(runner.logits(hidden[index]), index, slots, index * 0 + 1)
         for slot in slots:
             runner.sampling.release(slot)
 

@@ -18,9 +18,13 @@ def _parser(name: str, text: str) -> argparse.ArgumentParser:
     parser = Parser(prog=f"jackfield {name}", description=text)
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="where the server is")
     parser.add_argument("--model", help="default: the first one served")
-    parser.add_argument("--api-key", default=os.environ.get("JACKFIELD_API_KEY", ""))
-    parser.add_argument("--max-tokens", type=int)
-    parser.add_argument("--temperature", type=float)
+    parser.add_argument(
+        "--api-key",
+        default=os.environ.get("JACKFIELD_API_KEY", ""),
+        help="key to send; also from JACKFIELD_API_KEY",
+    )
+    parser.add_argument("--max-tokens", type=int, help="tokens to generate at most")
+    parser.add_argument("--temperature", type=float, help="0 is greedy; default: 1")
     return parser
 
 
@@ -66,11 +70,16 @@ def complete(argv: list[str]) -> int:
 def _say(args: argparse.Namespace, messages: list[dict[str, str]]) -> str:
     """Send a conversation, show the answer as it comes; → its text."""
     text = ""
+    thinking = False
     for event in _events(args, "/v1/chat/completions", {"messages": messages}):
         for choice in event["choices"]:
-            delta = choice["delta"]
-            text += delta.get("content") or ""
-            print(delta.get("content") or delta.get("reasoning_content") or "", end="", flush=True)
+            thought = choice["delta"].get("reasoning_content") or ""
+            answer = choice["delta"].get("content") or ""
+            if answer and thinking:
+                print("\n")
+            thinking = bool(thought) or (thinking and not answer)
+            text += answer
+            print(thought + answer, end="", flush=True)
     print()
     return text
 

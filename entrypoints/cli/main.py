@@ -34,10 +34,17 @@ def _plugins(argv: list[str]) -> int:
     return run(argv)
 
 
+def _bench(argv: list[str]) -> int:
+    from ..bench.command import run
+
+    return run(argv)
+
+
 COMMANDS: dict[str, tuple[Command, str]] = {
     "serve": (_serve, "serve a model over HTTP, as OpenAI does"),
     "chat": (_chat, "talk to a running server"),
     "complete": (_complete, "complete a text on a running server"),
+    "bench": (_bench, "measure speed, here and against others"),
     "plugins": (_plugins, "list what is plugged in, and whether it works here"),
 }
 

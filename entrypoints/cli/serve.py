@@ -22,7 +22,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", dest="model_flag", help=argparse.SUPPRESS)
     server = parser.add_argument_group("server")
     server.add_argument("--host", default="127.0.0.1", help="address to bind (default: loopback)")
-    server.add_argument("--port", type=int, default=8000)
+    server.add_argument("--port", type=int, default=8000, help="port to bind; 0: any free one")
     server.add_argument("--uds", help="listen on a Unix socket instead")
     server.add_argument(
         "--api-key",
@@ -30,11 +30,18 @@ def make_parser() -> argparse.ArgumentParser:
         default=[],
         help="key that clients must send; repeatable; also from JACKFIELD_API_KEY",
     )
-    server.add_argument("--max-body-bytes", type=int, default=32 << 20)
+    server.add_argument(
+        "--max-body-bytes", type=int, default=32 << 20, help="refuse larger requests"
+    )
     server.add_argument(
         "--shutdown-timeout", type=float, default=60.0, help="seconds to drain after SIGTERM"
     )
-    server.add_argument("--log-level", default="warning", choices=("debug", "info", "warning"))
+    server.add_argument(
+        "--log-level",
+        default="warning",
+        choices=("debug", "info", "warning"),
+        help="least level that is logged",
+    )
     add_engine_options(parser)
     return parser
 

@@ -86,6 +86,8 @@ def batches(data: dict[int, torch.Tensor], seed: int):
             order = torch.randperm(len(rows), generator=generator)
             size = BATCH_TOKENS // length
             plan += [(length, part) for part in order.split(size) if len(part) == size]
+        if not plan:
+            raise ValueError("too few examples: no length fills a batch")
         for index in torch.randperm(len(plan), generator=generator).tolist():
             length, part = plan[index]
             yield data[length][part.to(data[length].device)]

@@ -94,16 +94,12 @@ class TorchAttention:
         self,
         spec: AttentionSpec,
         query: torch.Tensor,
-        key: torch.Tensor | None,
-        value: torch.Tensor | None,
+        key: torch.Tensor,
+        value: torch.Tensor,
         kv_cache: torch.Tensor,
         metadata: TorchMetadata,
     ) -> torch.Tensor:
         """query: [num_tokens, num_heads, head_dim] → the same shape; see the protocol."""
-        slots = metadata.layout.slot_mapping
-        for cache, part in zip(kv_cache, (key, value), strict=True):
-            if part is not None:
-                cache.flatten(0, 1)[slots] = part.to(kv_cache.dtype)
         out = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
         for chunk in self._decode_chunks(spec, metadata):
             self._decode(spec, query, kv_cache, metadata, chunk, out)

@@ -23,7 +23,9 @@ class InProcessExecutor:
     async def start(self) -> ExecutorInfo:
         """Load the model on the worker thread."""
         self._thread = WorkerThread(asyncio.get_running_loop())
-        return await self._thread.call(self._worker.start)
+        info = await self._thread.call(self._worker.start)
+        self._thread.when_idle(self._worker.prepare_ahead)
+        return info
 
     def submit(self, plan: StepPlan) -> asyncio.Future[StepResult]:
         """Queue one step."""

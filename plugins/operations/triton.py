@@ -7,10 +7,12 @@ from typing import ClassVar
 
 import torch
 
-from ...core.nn.operations import HeadLayout, Norm, Operations, split_heads
+from ...core.nn.operations import DecodeTensors, HeadLayout, Norm, Operations, split_heads
+from ...core.worker.sampling_state import Column
 
 try:
     from ...kernels.choose_tokens import choose_tokens
+    from ...kernels.decode_inputs import decode_inputs
     from ...kernels.gemv import gemv
     from ...kernels.heads import heads
     from ...kernels.rms_norm import rms_norm
@@ -99,8 +101,8 @@ class TritonOperations(Operations):
         key_norm: Norm | None,
         kv_cache: torch.Tensor,
         slot_mapping: torch.Tensor,
-    ) -> torch.Tensor:
-        """Queries as a view of `qkv`, which is changed; keys and values in the cache."""
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """As `heads`; keys and values are in the cache, too."""
         heads(
             qkv,
             layout.num_heads,
@@ -112,14 +114,37 @@ class TritonOperations(Operations):
             kv_cache,
             slot_mapping,
         )
-        return split_heads(qkv, layout)[0]
+        return split_heads(qkv, layout)
 
-    def choose_tokens(
+    def decode_inputs(
+        self,
+        packed: torch.Tensor,
+        token_history: torch.Tensor,
+        block_table: torch.Tensor,
+        block_size: int,
+    ) -> DecodeTensors:
+        """All of them in one launch."""
+        return DecodeTensors(*decode_inputs(packed, token_history, block_table, block_size))
+
+    def sample_plain(
         self,
         logits: torch.Tensor,
-        inverse_temperature: torch.Tensor,
-        noise: torch.Tensor,
-        keys: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        settings: torch.Tensor,
+        slots: torch.Tensor,
+        lengths: torch.Tensor,
+        token_history: torch.Tensor,
+        chosen: torch.Tensor,
+    ) -> bool:
         """The winner of logits and noise, in one pass."""
-        return choose_tokens(logits, inverse_temperature, noise, keys)
+        choose_tokens(
+            logits,
+            settings,
+            slots,
+            lengths,
+            token_history,
+            chosen,
+            temperature=int(Column.INVERSE_TEMPERATURE),
+            noise=int(Column.NOISE),
+            lanes=int(Column.LANES),
+        )
+        return True

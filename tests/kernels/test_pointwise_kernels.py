@@ -117,37 +117,87 @@ def test_gemv_refuses_a_gate_with_a_residual():
         gemv(x, weight, residual=x[:, :2], gated=True)
 
 
-@pytest.mark.parametrize("vocab", [300, 9000])
-def test_chosen_tokens_equal_the_samplers(vocab):
+def choose(logits: torch.Tensor, rows: list[tuple[float, float, int]], lengths: list[int]):
+    """Through the kernel; rows: (inverse temperature, noise, seed). → chosen, history"""
+    from jackfield.core.worker.noise import seed_lanes
+
+    count = len(rows)
+    settings = torch.zeros(count + 2, 6, dtype=torch.int32)
+    for row, (temperature, noise, seed) in enumerate(rows):
+        settings[row + 1, :2] = torch.tensor([temperature, noise]).view(torch.int32)
+        settings[row + 1, 3:] = torch.from_numpy(seed_lanes(seed))
+    history = torch.full((count + 2, 500), -7, dtype=torch.int32, device=DEVICE)
+    chosen = torch.full((count,), -9, dtype=torch.int32, device=DEVICE)
+    slots = torch.arange(1, count + 1, device=DEVICE)
+    choose_tokens(
+        logits, settings.to(DEVICE), slots, torch.tensor(lengths, device=DEVICE), history, chosen,
+        temperature=0, noise=1, lanes=3,
+    )  # fmt: skip
+    return chosen, history
+
+
+def expected(logits: torch.Tensor, rows: list[tuple[float, float, int]], lengths: list[int]):
+    """By the sampler's own noise, in torch."""
     from jackfield.core.worker.noise import TokenNoise, seed_lanes
 
-    rows = 6
-    logits = draw(rows, vocab, dtype=torch.float32) * 3
-    settings = torch.tensor([1.0, 0.5, 2.0, 1.0, 1.0, 1.0], device=DEVICE)
-    weight = torch.tensor([1.0, 1.0, 1.0, 0.0, 1.0, 0.0], device=DEVICE)
-    lanes = torch.stack([torch.from_numpy(seed_lanes(seed)) for seed in range(rows)]).to(DEVICE)
-    noise = TokenNoise(vocab, DEVICE)
-    keys = noise.row_keys(lanes, torch.arange(rows, device=DEVICE))
+    lanes = torch.stack([torch.from_numpy(seed_lanes(seed)) for *_, seed in rows]).to(DEVICE)
+    noise = TokenNoise(logits.shape[1], DEVICE)
+    drawn = noise.exponential(noise.row_keys(lanes, torch.tensor(lengths, device=DEVICE)))
+    scale, weight = (
+        torch.tensor(part, device=DEVICE)[:, None] for part in list(zip(*rows, strict=True))[:2]
+    )
+    return (logits.float() * scale - torch.special.xlogy(weight, drawn)).argmax(dim=1)
+
+
+@pytest.mark.parametrize("vocab", [300, 9000])
+def test_chosen_tokens_equal_the_samplers(vocab):
+    rows = [
+        (1.0, 1.0, 4),
+        (0.5, 1.0, 5),
+        (2.0, 1.0, 6),
+        (1.0, 0.0, 0),
+        (1.0, 1.0, 7),
+        (1.0, 0.0, 1),
+    ]
+    lengths = [0, 3, 400, 9, 1, 2]
+    logits = draw(6, vocab, dtype=torch.float32) * 3
     logits[4, 7], logits[5] = float("nan"), -float("inf")
-    scores = logits * settings[:, None]
-    scores -= torch.special.xlogy(weight[:, None], noise.exponential(keys))
-    token_ids, bad = choose_tokens(logits, settings, weight, keys)
-    assert bad.tolist() == [False] * 4 + [True, True]
-    assert token_ids[4:].tolist() == [0, 0]
-    assert token_ids[:4].tolist() == scores[:4].argmax(dim=1).tolist()
+    chosen, history = choose(logits, rows, lengths)
+    assert chosen[4:].tolist() == [-1, -1]
+    want = expected(logits[:4], rows[:4], lengths[:4]).tolist()
+    assert chosen[:4].tolist() == want
+    written = [int(history[row + 1, length]) for row, length in enumerate(lengths)]
+    assert written == [*want, 0, 0]
+    assert int((history != -7).sum()) == 6
     tied = torch.zeros(1, vocab, device=DEVICE)
     tied[0, [5, vocab - 1]] = 1.0
-    assert choose_tokens(tied, settings[:1], weight[3:4], keys[:1])[0].tolist() == [5]
+    assert choose(tied, rows[3:4], [1])[0].tolist() == [5]
 
 
 def test_noise_of_the_kernel_is_the_samplers_noise():
-    """The winner of flat logits is the noise's own choice, for many seeds."""
-    from jackfield.core.worker.noise import TokenNoise, seed_lanes
+    """The winner of flat logits is the noise's own choice, for many seeds and positions."""
+    rows = [(1.0, 1.0, seed) for seed in range(64)]
+    lengths = [seed * 7 for seed in range(64)]
+    logits = torch.zeros(64, 500, device=DEVICE)
+    assert choose(logits, rows, lengths)[0].tolist() == expected(logits, rows, lengths).tolist()
 
-    rows, vocab = 64, 500
-    lanes = torch.stack([torch.from_numpy(seed_lanes(seed)) for seed in range(rows)]).to(DEVICE)
-    noise = TokenNoise(vocab, DEVICE)
-    keys = noise.row_keys(lanes, torch.arange(rows, device=DEVICE) * 7)
-    one = torch.ones(rows, device=DEVICE)
-    got = choose_tokens(torch.zeros(rows, vocab, device=DEVICE), one, one, keys)[0]
-    assert got.tolist() == noise.exponential(keys).argmin(dim=1).tolist()
+
+def test_decode_inputs_equal_those_of_torch():
+    from jackfield.core.nn.operations import DecodeTensors, Operations
+    from jackfield.kernels.decode_inputs import decode_inputs
+
+    made = torch.Generator().manual_seed(2)
+    history = torch.randint(0, 999, (7, 90), generator=made, dtype=torch.int32).to(DEVICE)
+    table = torch.randint(1, 99, (7, 1300), generator=made, dtype=torch.int32).to(DEVICE)
+    # Slot 6 is the padding's, column 1299 takes what nobody gets.
+    packed = torch.tensor(
+        [[3, 0, 5, 6, 6], [0, 16, 47, 0, 0], [1299, 1, 1299, 1299, 1299], [0, 77, 0, 0, 0]],
+        dtype=torch.int32, device=DEVICE,
+    )  # fmt: skip
+    want_table, got_table = table.clone(), table.clone()
+    want = Operations().decode_inputs(packed, history, want_table, 16)
+    got = DecodeTensors(*decode_inputs(packed, history, got_table, 16))
+    for name, a, b in zip(want._fields, got, want, strict=True):
+        assert a.dtype == b.dtype and torch.equal(a, b), name
+    assert torch.equal(got_table, want_table)
+    assert int(got.slot_mapping[1]) == 77 * 16

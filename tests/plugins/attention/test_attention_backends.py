@@ -16,6 +16,7 @@ if not torch.cuda.is_available():
 
 from jackfield.core.nn.context import BatchLayout
 from jackfield.core.protocols import AttentionSpec
+from jackfield.kernels import reference
 from jackfield.plugins.attention import torch as torch_backend
 from jackfield.plugins.attention.torch import TorchAttention
 from jackfield.plugins.attention.triton import TritonAttention
@@ -135,22 +136,37 @@ def make_backend(cls, device: torch.device, dtype: torch.dtype, block_size: int)
     )
 
 
+def assert_near(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype) -> None:
+    torch.testing.assert_close(got, want, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+def attend(backend, spec, cache, layout, query, key, value):
+    """As a layer does: write the cache where the backend does not, then attend."""
+    if backend.standard_cache:
+        reference.kv_cache_write(key, value, cache, layout.slot_mapping)
+    return backend.forward(spec, query, key, value, cache, backend.build_metadata(layout))
+
+
 def check(cls, sizes, spec, block_size, device, dtype) -> None:
     assert cls.supports(spec, device, dtype) is None
     batch = make_batch(sizes, spec, block_size, device, dtype)
     before = batch.cache.clone()
     backend = make_backend(cls, device, dtype, block_size)
-    got = backend.forward(
-        spec,
-        batch.joined("query"),
-        batch.joined("key"),
-        batch.joined("value"),
-        batch.cache,
-        backend.build_metadata(batch.layout),
-    )
+    inputs = [batch.joined(name) for name in ("query", "key", "value")]
+    project = getattr(backend, "forward_projection", None)
+    if project is not None:
+        qkv = torch.cat([part.flatten(1) for part in inputs], dim=1)
+        fused_cache = batch.cache.clone()
+        metadata = backend.build_metadata(batch.layout)
+        fused = project(spec, qkv, None, None, None, fused_cache, metadata)
+        assert (fused is None) == (batch.layout.max_query_len > 1)
+    got = attend(backend, spec, batch.cache, batch.layout, *inputs)
     want = dense_attention(spec, batch.rows)
     assert got.dtype == dtype
-    torch.testing.assert_close(got.float(), want, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    if project is not None and fused is not None:
+        assert_near(fused.float(), want, dtype)
+        torch.testing.assert_close(fused_cache, batch.cache, atol=0, rtol=0, equal_nan=True)
+    assert_near(got.float(), want, dtype)
     flat, old = batch.cache.flatten(1, 2), before.flatten(1, 2)
     assert torch.equal(flat[0, batch.layout.slot_mapping], batch.joined("key"))
     assert torch.equal(flat[1, batch.layout.slot_mapping], batch.joined("value"))
@@ -219,11 +235,9 @@ def test_keys_and_values_may_be_views_of_a_fused_projection(cls, device, dtype):
     query, key, value = (part.view(len(part), -1, 32) for part in fused)
     assert not key.is_contiguous()
     backend = make_backend(cls, device, dtype, 4)
-    got = backend.forward(
-        spec, query, key, value, batch.cache, backend.build_metadata(batch.layout)
-    )
+    got = attend(backend, spec, batch.cache, batch.layout, query, key, value)
     want = dense_attention(spec, batch.rows)
-    torch.testing.assert_close(got.float(), want, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    assert_near(got.float(), want, dtype)
 
 
 @pytest.mark.parametrize("window", [None, 20])
@@ -305,10 +319,16 @@ def test_captured_decode_serves_other_lengths():
     )
     backend = make_backend(TritonAttention, device, dtype, 16)
     metadata = backend.build_metadata(layout)
-    backend.forward(spec, *inputs, cache, metadata)
+
+    def step() -> tuple[torch.Tensor, torch.Tensor]:
+        qkv = torch.cat([part.flatten(1) for part in inputs], dim=1)
+        fused = backend.forward_projection(spec, qkv, None, None, None, cache, metadata)
+        return backend.forward(spec, *inputs, cache, metadata), fused
+
+    step()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = backend.forward(spec, *inputs, cache, metadata)
+        outs = step()
     for batch in (short, long):
         layout.seq_lens.copy_(batch.layout.seq_lens)
         layout.slot_mapping.copy_(batch.layout.slot_mapping)
@@ -319,4 +339,20 @@ def test_captured_decode_serves_other_lengths():
             tensor.copy_(batch.joined(name))
         graph.replay()
         want = dense_attention(spec, batch.rows)
-        torch.testing.assert_close(out.float(), want, atol=2.5e-2, rtol=2.5e-2)
+        for out in outs:
+            torch.testing.assert_close(out.float(), want, atol=2.5e-2, rtol=2.5e-2)
+
+
+@pytest.mark.gpu
+def test_long_fresh_rows_beside_others():
+    """A row that takes torch's dense attention, between rows that cannot."""
+    spec = AttentionSpec(num_heads=8, num_kv_heads=2, head_dim=128, scale=128**-0.5)
+    sizes = [(30, 1), (70, 40), (2200, 2200), (2100, 2050), (2048, 2048), (5, 5)]
+    device, dtype = torch.device("cuda"), torch.bfloat16
+    batch = make_batch(sizes, spec, 16, device, dtype)
+    backend = make_backend(TritonAttention, device, dtype, 16)
+    runs = backend.build_metadata(batch.layout).runs
+    assert [(r.first_row, r.end_row, r.fresh) for r in runs] == [
+        (1, 2, False), (2, 3, True), (3, 4, False), (4, 5, True), (5, 6, False),
+    ]  # fmt: skip
+    check(TritonAttention, sizes, spec, 16, device, dtype)

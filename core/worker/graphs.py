@@ -1,0 +1,214 @@
+"""Decode steps as recorded graphs: one replay where there were hundreds of launches.
+
+A step in which every row computes one token and samples has the same kernels whatever its
+requests are: everything that differs sits in one static int32 array. Such a step is recorded for
+some numbers of rows (the batch is padded to the next one) when it is first needed, or before,
+while the device has nothing else to do. Padding rows live in a scratch slot and on the null block.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from ..nn.context import BatchLayout
+from ..nn.operations import Operations
+from ..types import StepPlan
+from .batch import PersistentBatch, StepInputs
+
+if TYPE_CHECKING:
+    from .runner import ModelRunner
+
+logger = logging.getLogger("jackfield.worker")
+
+Replay = Callable[[], object]
+Recorder = Callable[[Callable[[], None]], Replay]
+"""Records what a function enqueues; what it returns enqueues the same again."""
+
+
+def row_counts(max_num_seqs: int) -> list[int]:
+    """Numbers of rows to record: fine where steps are short, within 1/8 elsewhere."""
+    counts = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, max_num_seqs, 64)]
+    return [n for n in counts if n < max_num_seqs] + [max_num_seqs]
+
+
+class DecodeGraphs:
+    """Records decode steps by number of rows, and replays them."""
+
+    def __init__(self, runner: ModelRunner, max_num_seqs: int, record: Recorder) -> None:
+        self._runner = runner
+        self._record = record
+        self._counts = row_counts(max_num_seqs)
+        self._replays: dict[tuple[int, bool], Replay] = {}
+        self._inputs = DecodeInputs(runner.batch, runner.operations, max_num_seqs)
+        device = runner.batch.device
+        self.chosen = torch.empty(max_num_seqs, dtype=torch.int32, device=device)
+        """[max_num_seqs] Tokens of the step launched last, -1 where none could be sampled."""
+        self.logits = torch.empty(0, device=device)
+        """[max_num_seqs, vocab_size] Logits of the step launched last without sampling; made when
+        such a step is first recorded."""
+
+    def rows_for(self, num_rows: int) -> int:
+        """The recorded number of rows that serves `num_rows`."""
+        return next(count for count in self._counts if count >= num_rows)
+
+    def missing(self) -> list[int]:
+        """Row counts that are not recorded yet with sampling, the largest first.
+
+        They share their memory: what the largest one needs serves the others.
+        """
+        return [n for n in reversed(self._counts) if (n, True) not in self._replays]
+
+    def launch(self, plan: StepPlan, sample: bool) -> bool:
+        """Replay a step, with its sampling (to `chosen`) or up to `logits`.
+
+        False, with nothing done: it is no plain decode step.
+        """
+        num_rows = len(plan.slots)
+        if plan.starts or not num_rows or sum(plan.num_tokens) != num_rows or not all(plan.samples):
+            return False
+        rows = self.rows_for(num_rows)
+        if (rows, sample) not in self._replays:
+            self.record(rows, sample)
+        if not self._inputs.fill(plan, rows):
+            return False
+        self._replays[rows, sample]()
+        return True
+
+    def sampling_inputs(self, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """→ slots and lengths of the step launched last, [num_rows] int64."""
+        return self._inputs.sampling_inputs(num_rows)
+
+    def record(self, rows: int, sample: bool) -> None:
+        """Record a step of `rows` rows."""
+        began = time.monotonic()
+        self._inputs.fill_scratch(rows)
+        # Once as it is, so that everything is compiled and every workspace made.
+        self._step(rows, sample)
+        self._replays[rows, sample] = self._record(lambda: self._step(rows, sample))
+        logger.debug("recorded a step of %d rows in %.3f s", rows, time.monotonic() - began)
+
+    def _step(self, rows: int, sample: bool) -> None:
+        runner = self._runner
+        inputs = self._inputs.expand(rows)
+        slots, lengths = inputs.sample_slots, inputs.sample_lengths
+        logits = runner.logits(runner.forward(inputs))
+        if sample:
+            runner.sampler.sample_plain(logits, slots, lengths, self.chosen[:rows])
+            return
+        if not self.logits.numel():
+            self.logits = logits.new_empty(self._counts[-1], logits.shape[1])
+        self.logits[:rows].copy_(logits)
+
+
+class DecodeInputs:
+    """The static input of decode graphs: slots, lengths and one new block a row."""
+
+    def __init__(self, batch: PersistentBatch, operations: Operations, max_rows: int) -> None:
+        self._batch = batch
+        self._operations = operations
+        self._device_array = torch.zeros(4 * max_rows, dtype=torch.int32, device=batch.device)
+        self._query_start = torch.arange(max_rows + 1, dtype=torch.int32, device=batch.device)
+        self._query_start_cpu = np.arange(max_rows + 1, dtype=np.int32)
+        self._rows = max_rows
+        self._row_of_slot = np.zeros(batch.num_slots + 1, dtype=np.int32)
+
+    def fill(self, plan: StepPlan, rows: int) -> bool:
+        """Send a step's rows, and count its tokens; False, with nothing done, if it is no
+        ordinary one (a row gets several blocks, or one outside the step gets any)."""
+        batch = self._batch
+        slots = np.asarray(plan.slots, dtype=np.int32)
+        num_rows = len(slots)
+        if plan.appended_blocks:
+            self._row_of_slot[slots] = np.arange(num_rows, dtype=np.int32)
+            for slot, blocks in plan.appended_blocks:
+                row = self._row_of_slot[slot]
+                if len(blocks) != 1 or row >= num_rows or plan.slots[row] != slot:
+                    return False
+        host = np.zeros((4, rows), dtype=np.int32)
+        host[0] = batch.num_slots
+        host[2] = batch.max_blocks
+        host[0, :num_rows] = slots
+        host[1, :num_rows] = batch.num_computed[slots]
+        for slot, blocks in plan.appended_blocks:
+            row = self._row_of_slot[slot]
+            host[2, row] = batch.num_blocks[slot]
+            host[3, row] = blocks[0]
+            batch.num_blocks[slot] += 1
+        batch.num_computed[slots] += 1
+        self._send(host)
+        return True
+
+    def fill_scratch(self, rows: int) -> None:
+        """Padding rows alone."""
+        host = np.zeros((4, rows), dtype=np.int32)
+        host[0] = self._batch.num_slots
+        host[2] = self._batch.max_blocks
+        self._send(host)
+
+    def sampling_inputs(self, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """→ slots and lengths of the step sent last, [num_rows] int64."""
+        packed = self._device_array[: 4 * self._rows].view(4, self._rows)[:2, :num_rows].long()
+        return packed[0], packed[1] + 1
+
+    def _send(self, host: np.ndarray) -> None:
+        self._rows = host.shape[1]
+        (sent,) = self._batch.upload([host.reshape(-1)])
+        self._device_array[: host.size].copy_(sent)
+
+    def expand(self, rows: int) -> StepInputs:
+        """What the forward pass and the sampler need, made on the device."""
+        batch = self._batch
+        made = self._operations.decode_inputs(
+            self._device_array[: 4 * rows].view(4, rows),
+            batch.token_history,
+            batch.block_table,
+            batch.block_size,
+        )
+        return StepInputs(
+            input_ids=made.input_ids,
+            positions=made.positions,
+            layout=BatchLayout(
+                num_rows=rows,
+                num_tokens=rows,
+                max_query_len=1,
+                max_seq_len=batch.max_model_len,
+                query_start=self._query_start[: rows + 1],
+                seq_lens=made.seq_lens,
+                block_table=made.block_table,
+                slot_mapping=made.slot_mapping,
+                query_start_cpu=self._query_start_cpu[: rows + 1],
+                seq_lens_cpu=np.full(rows, batch.max_model_len, dtype=np.int32),
+            ),
+            last_tokens=self._query_start[:rows],
+            sample_slots=made.slots,
+            sample_lengths=made.lengths,
+            sample_rows=[],
+        )
+
+
+class CudaRecorder:
+    """Records CUDA graphs that share one pool of memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, function: Callable[[], None]) -> Replay:
+        """Nothing of `function` runs now. Other threads may go on using the device."""
+        graph = torch.cuda.CUDAGraph()
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                function()
+            finally:
+                graph.capture_end()
+        torch.cuda.current_stream().wait_stream(self._stream)
+        replay: Replay = graph.replay
+        return replay

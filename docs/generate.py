@@ -1,0 +1,415 @@
+"""Writes the reference pages that the code itself is the source of.
+
+    python docs/generate.py           # write docs/reference/*.md and the list of pages in index.md
+    python docs/generate.py --check   # exit 1 and name the pages that are out of date
+
+A field's meaning is its `Meta` description or the docstring under it; nothing is written twice.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import contextlib
+import inspect
+import io
+import os
+import re
+import sys
+import textwrap
+import types
+import typing
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import msgspec
+
+from jackfield.core import hooks, protocols
+from jackfield.core import types as travelling
+from jackfield.core.config import EngineConfig
+from jackfield.core.engine import async_engine
+from jackfield.core.observe.metrics import EngineMetrics
+from jackfield.core.registry import KINDS, load_plugins
+from jackfield.entrypoints.cli import options
+from jackfield.entrypoints.cli.main import COMMANDS
+
+DOCS = Path(__file__).resolve().parent
+NOTE = "<!-- Written by docs/generate.py from the code. Change the code, then run it. -->\n\n"
+FOLDERS = {
+    "tutorials": "Tutorials: learn by doing",
+    "how-to": "How-to: reach a goal",
+    "reference": "Reference: look it up",
+    "explanation": "Explanation: understand why",
+}
+
+
+# ---------------------------------------------------------------- fields of structs
+
+
+def type_text(hint: Any) -> str:
+    """A type as a reader wants it: `int ≥ 1 or None`."""
+    if typing.get_origin(hint) is typing.Annotated:
+        base, *metas = typing.get_args(hint)
+        bounds = ", ".join(bound for meta in metas for bound in _bounds(meta))
+        return f"{type_text(base)} {bounds}".strip()
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):
+        return " or ".join(type_text(part) for part in typing.get_args(hint))
+    if typing.get_origin(hint) is typing.Literal:
+        return " or ".join(f'"{value}"' for value in typing.get_args(hint))
+    if hint is type(None):
+        return "None"
+    if typing.get_origin(hint) is not None:
+        inner = ", ".join("…" if a is ... else type_text(a) for a in typing.get_args(hint))
+        return f"{typing.get_origin(hint).__name__}[{inner}]"
+    return getattr(hint, "__name__", str(hint))
+
+
+def _bounds(meta: Any) -> Iterator[str]:
+    if not isinstance(meta, msgspec.Meta):
+        return
+    for sign, value in (("≥", meta.ge), (">", meta.gt), ("≤", meta.le), ("<", meta.lt)):
+        if value is not None:
+            yield f"{sign} {value}"
+
+
+def described(hint: Any) -> str:
+    """The description of an annotated field."""
+    metas = typing.get_args(hint)[1:] if typing.get_origin(hint) is typing.Annotated else ()
+    return next((m.description for m in metas if getattr(m, "description", None)), "")
+
+
+def field_docs(cls: type) -> dict[str, str]:
+    """Field → the docstring under it."""
+    (body,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
+    assert isinstance(body, ast.ClassDef)
+    found = {}
+    for field, after in zip(body.body, body.body[1:], strict=False):
+        if isinstance(field, ast.AnnAssign) and isinstance(after, ast.Expr):
+            if isinstance(after.value, ast.Constant) and isinstance(after.value.value, str):
+                assert isinstance(field.target, ast.Name)
+                found[field.target.id] = " ".join(after.value.value.split())
+    return found
+
+
+def field_rows(cls: Any) -> list[list[str]]:
+    """[field, type, default, meaning] of a struct. Raises SystemExit where a meaning is missing."""
+    hints = typing.get_type_hints(cls, include_extras=True)
+    docs = field_docs(cls)
+    rows = []
+    for field in msgspec.structs.fields(cls):
+        hint = hints[field.name]
+        meaning = described(hint) or docs.get(field.name, "")
+        if not meaning:
+            raise SystemExit(f"{cls.__name__}.{field.name} has no docstring")
+        rows.append([f"`{field.name}`", type_text(hint), _default(field), meaning])
+    return rows
+
+
+def _default(field: Any) -> str:
+    if field.default_factory is not msgspec.NODEFAULT:
+        return f"`{field.default_factory()!r}`"
+    if field.default is msgspec.NODEFAULT:
+        return "required"
+    value = field.default
+    return f"`{str(value) if isinstance(value, str) and value else repr(value)}`"
+
+
+def table(head: list[str], rows: list[list[str]]) -> str:
+    """A Markdown table."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join(
+        "| " + " | ".join(c.replace("|", "\\|") for c in line) + " |\n" for line in lines
+    )
+
+
+# ---------------------------------------------------------------- pages
+
+
+def engine_config() -> str:
+    """Every engine option."""
+    return (
+        "# EngineConfig\n\n"
+        "Every engine option. In Python: `EngineConfig(max_model_len=4096)`; on the command line: "
+        "`jackfield serve --max-model-len 4096` (a field's flag is its name with dashes; "
+        "see [cli](cli.md)). An unknown option, a value of the wrong type or out of range, and "
+        "options at odds with each other raise `ConfigError` with the field's name.\n\n"
+        "Source: [core/config.py](../../core/config.py). What `auto` becomes on this machine is "
+        "decided in `core/engine/resolve.py` and `core/loading/model_config.py`.\n\n"
+        + table(["field", "type", "default", "meaning"], field_rows(EngineConfig))
+    )
+
+
+def sampling_params() -> str:
+    """What a request may ask for, and what comes back."""
+    parts = [
+        "# SamplingParams and outputs\n\n",
+        "What a request may ask for, and what comes back. Source: "
+        "[core/types.py](../../core/types.py). A value out of range raises "
+        "`InvalidRequest` with the field's name.\n",
+    ]
+    for cls in (
+        travelling.SamplingParams,
+        travelling.RequestOutput,
+        travelling.CompletionOutput,
+        travelling.RequestTimings,
+        travelling.Logprob,
+    ):
+        about = inspect.cleandoc(cls.__doc__ or "").split("\n\n")[0]
+        parts.append(f"\n## {cls.__name__}\n\n{about}\n\n")
+        parts.append(table(["field", "type", "default", "meaning"], field_rows(cls)))
+    parts.append("\n## OutputKind\n\n" + inspect.cleandoc(travelling.OutputKind.__doc__ or ""))
+    kinds = _enum_docs(travelling.OutputKind)
+    parts.append("\n\n" + table(["value", "meaning"], [[f"`{k}`", v] for k, v in kinds]))
+    limits = ("MAX_N", "MAX_STOP_STRINGS", "MAX_STOP_LENGTH")
+    parts.append("\n## Fixed limits\n\n")
+    parts.append(
+        table(["name", "value"], [[f"`{n}`", f"`{getattr(travelling, n)}`"] for n in limits])
+    )
+    return "".join(parts)
+
+
+def _enum_docs(cls: Any) -> list[tuple[str, str]]:
+    (body,) = ast.parse(inspect.getsource(cls)).body
+    assert isinstance(body, ast.ClassDef)
+    pairs = zip(body.body, body.body[1:], strict=False)
+    return [
+        (ast.literal_eval(field.value), ast.literal_eval(after.value))
+        for field, after in pairs
+        if isinstance(field, ast.Assign) and isinstance(after, ast.Expr)
+    ]
+
+
+class _Caught(Exception):
+    def __init__(self, parser: argparse.ArgumentParser) -> None:
+        self.parser = parser
+
+
+def command_parser(command: Callable[[list[str]], int]) -> argparse.ArgumentParser | str:
+    """The parser that a command makes; what it prints, if it makes none."""
+
+    def catch(self: argparse.ArgumentParser, *_: Any, **__: Any) -> None:
+        raise _Caught(self)
+
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("JACKFIELD_")}
+    printed = io.StringIO()
+    try:
+        with (
+            mock.patch.object(options.Parser, "parse_args", catch),
+            mock.patch.dict(os.environ, clean, clear=True),
+            contextlib.redirect_stdout(printed),
+        ):
+            command(["--help"])
+    except _Caught as caught:
+        return caught.parser
+    return printed.getvalue()
+
+
+def cli() -> str:
+    """Every command and flag."""
+    parts = [
+        "# Command line\n\n",
+        "Every command and flag. `jackfield COMMAND [options]`; "
+        "`python -m jackfield.entrypoints.cli.main` is the same. "
+        "Plugins may add commands (`register_commands`, see [hooks](hooks.md)). "
+        "Exit status: 0 done, 1 failed, 2 wrong usage or configuration.\n\n",
+        table(["command", "does"], [[f"`jackfield {n}`", t] for n, (_, t) in COMMANDS.items()]),
+    ]
+    for name, (command, _) in COMMANDS.items():
+        parser = command_parser(command)
+        parts.append(f"\n## jackfield {name}\n\n")
+        if isinstance(parser, str):
+            parts.append(f"```text\n{parser.strip()}\n```\n")
+            continue
+        parts.append(f"{parser.description}\n")
+        for group in parser._action_groups:
+            actions = [a for a in group._group_actions if a.help is not argparse.SUPPRESS]
+            actions = [a for a in actions if a.dest != "help"]
+            if not actions:
+                continue
+            parts.append(f"\n{(group.title or '').capitalize()}:\n\n")
+            parts.append(table(["argument", "meaning"], [_flag_row(a) for a in actions]))
+    parts.append(
+        "\n## Environment\n\n"
+        + table(
+            ["variable", "meaning"],
+            [
+                ["`JACKFIELD_API_KEY`", "`serve`: keys that clients must send, separated by "
+                 "commas. `chat`, `complete`: the key to send."],
+                ["`JACKFIELD_PLUGINS`", "Load only these third-party plugins (entry points or "
+                 "distributions, separated by commas), and stop if one of them fails."],
+            ],
+        )
+    )  # fmt: skip
+    return "".join(parts)
+
+
+def _flag_row(action: argparse.Action) -> list[str]:
+    names = [n for n in action.option_strings if "_" not in n] or [action.dest.upper()]
+    told = ", ".join(f"`{name}`" for name in names)
+    if action.choices is not None:
+        told += " " + " or ".join(f"`{choice}`" for choice in action.choices)
+    elif action.option_strings and action.nargs != 0:
+        value = action.metavar or action.dest.upper()
+        told += f" `{value}{' …' if action.nargs == '+' else ''}`"
+    text = re.sub(r" \(default: (None|\(\))\)$", "", (action.help or "").replace("%%", "%"))
+    if not text:
+        raise SystemExit(f"{told} has no help text")
+    if "default:" not in text and action.default not in (None, "", [], argparse.SUPPRESS, False):
+        text = f"{text} (default: {action.default})".strip()
+    return [told, text]
+
+
+def hook_page() -> str:
+    """Every hook with its contract."""
+    plugins = load_plugins()
+    kind_of = {hook: kind for kind, hook in KINDS.items()}
+    parts = [
+        "# Hooks\n\n",
+        "Every hook, who calls it and when, and its contract. "
+        "Source, and the page to read first: [core/hooks.py](../../core/hooks.py). The contracts "
+        "are in [core/protocols.py](../../core/protocols.py). How to write a plugin: "
+        "[write a plugin](../how-to/write-a-plugin.md).\n\n",
+        f"Hook API version: {hooks.API_VERSION}.\n\n",
+    ]
+    rows = []
+    for name, function in _hooks():
+        kind = kind_of.get(name)
+        names = "—" if kind is None else ", ".join(
+            f"`{e.name}`" for e in sorted(plugins[kind].entries(), key=lambda e: e.name)
+            if e.provenance.distribution == hooks.PROJECT
+        ) or "none"  # fmt: skip
+        about = inspect.getdoc(function) or ""
+        rows.append([f"[`{name}`](#{name})", kind or "—", _when(about), names])
+    parts.append(table(["hook", "kind", "called by", "in the box"], rows))
+    for name, function in _hooks():
+        about = inspect.getdoc(function) or ""
+        parts.append(f"\n## {name}\n\n```python\ndef {name}{_signature(function)}: ...\n```\n\n")
+        parts.append(about + "\n")
+        for contract in re.findall(r"`protocols\.(\w+)`", about):
+            source = inspect.getsource(getattr(protocols, contract)).rstrip()
+            parts.append(f"\n```python\n{source}\n```\n")
+    return "".join(parts)
+
+
+def _hooks() -> list[tuple[str, Any]]:
+    return [
+        (name, value)
+        for name, value in vars(hooks).items()
+        if inspect.isfunction(value) and hasattr(value, "jackfield_spec")
+    ]
+
+
+def _signature(function: Any) -> str:
+    return str(inspect.signature(function)).replace("'", "")
+
+
+def _when(about: str) -> str:
+    found = re.search(r"(?:Used|Called) by ((?:[^.;:(]|\.(?=\w))+)", about.replace("\n", " "))
+    if found is None:
+        raise SystemExit(f"a hook's docstring does not say what it is called by: {about!r}")
+    return found[1].strip()
+
+
+def metrics() -> str:
+    """What GET /metrics tells."""
+    made = EngineMetrics("MODEL")
+    made.observe_cache_config(**dict.fromkeys(_cache_facts(), ""))
+    rows = []
+    for family in made.registry.collect():
+        labels = sorted({k for s in family.samples for k in s.labels} - {"le"})
+        if family.name == "jackfield:request_success":
+            labels = ["model_name", "finished_reason"]
+        name = family.name + ("_total" if family.type == "counter" else "")
+        rows.append([f"`{name}`", family.type, ", ".join(labels), family.documentation])
+    return (
+        "# Metrics\n\n"
+        "What the server counts and measures. "
+        "`GET /metrics` answers in Prometheus' text format, without an API key. Where the meaning "
+        "is the same, a name is vLLM's with the prefix `jackfield:`. Every engine has a registry "
+        "of its own. Times are seconds. In Python, `engine.stats()` gives the same counts as "
+        "an `EngineStats` (`core/types.py`).\n\n"
+        "Source: [core/observe/metrics.py](../../core/observe/metrics.py).\n\n"
+        + table(["name", "type", "labels", "meaning"], sorted(rows))
+    )
+
+
+def _cache_facts() -> list[str]:
+    """Labels of cache_config_info, as the engine gives them."""
+    for node in ast.walk(ast.parse(inspect.getsource(async_engine))):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            if node.func.attr == "observe_cache_config":
+                return [keyword.arg for keyword in node.keywords if keyword.arg]
+    raise SystemExit("core/engine/async_engine.py does not call observe_cache_config any more")
+
+
+# ---------------------------------------------------------------- the list of pages
+
+
+def title_and_first_sentence(page: Path) -> tuple[str, str]:
+    """A page's heading, and the first sentence under it."""
+    text = re.sub(r"<!--.*?-->", "", page.read_text(), flags=re.S).strip()
+    title, _, rest = text.partition("\n")
+    paragraph = " ".join(rest.strip().split("\n\n")[0].split())
+    paragraph = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", paragraph)
+    found = re.match(r".*?\.(?=\s|$)", paragraph)
+    return title.removeprefix("# "), found[0] if found else paragraph
+
+
+def index(pages: dict[str, str]) -> str:
+    """index.md with its list of pages renewed."""
+    text = (DOCS / "index.md").read_text()
+    parts = []
+    for folder, heading in FOLDERS.items():
+        parts.append(f"## {heading}\n\n")
+        names = {p.name for p in (DOCS / folder).glob("*.md")}
+        names |= {Path(name).name for name in pages if name.startswith(f"{folder}/")}
+        for name in sorted(names, key=lambda name: (name != "first-server.md", name)):
+            title, about = title_and_first_sentence(DOCS / folder / name)
+            parts.append(f"- [{title}]({folder}/{name}): {about}\n")
+        parts.append("\n")
+    begin, end = "<!-- pages -->\n", "<!-- end of pages -->"
+    head, _, rest = text.partition(begin)
+    return head + begin + "\n" + "".join(parts) + end + rest.partition(end)[2]
+
+
+PAGES: dict[str, Callable[[], str]] = {
+    "reference/engine-config.md": engine_config,
+    "reference/sampling-params.md": sampling_params,
+    "reference/cli.md": cli,
+    "reference/hooks.md": hook_page,
+    "reference/metrics.md": metrics,
+}
+
+
+def render() -> dict[str, str]:
+    """Page → its text as the code has it now."""
+    return {name: NOTE + make() for name, make in PAGES.items()}
+
+
+def main() -> int:
+    """→ exit status"""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    check = parser.parse_args().check
+    pages = render()
+    stale = []
+    for name, text in pages.items():
+        path = DOCS / name
+        if not path.is_file() or path.read_text() != text:
+            stale.append(name)
+            if not check:
+                path.write_text(text)
+    listed = index(pages)
+    if listed != (DOCS / "index.md").read_text():
+        stale.append("index.md")
+        if not check:
+            (DOCS / "index.md").write_text(listed)
+    for name in stale:
+        print(f"{'out of date' if check else 'written'}: docs/{name}")
+    return 1 if check and stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""`jackfield bench`: the instrument that speed claims are made with."""

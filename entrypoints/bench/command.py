@@ -1,0 +1,34 @@
+"""`jackfield bench WHAT`: which benchmark there is, and where it lives."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+BENCHMARKS = {
+    "latency": "milliseconds a token at batch 1 (W1), and a decode step by batch",
+    "throughput": "many requests at once, in process (W2, W3, W4, W7)",
+    "run": "any in-process workloads, with any engine",
+}
+MODULES = {"run": "session"}
+
+
+def run(argv: list[str]) -> int:
+    """→ exit status"""
+    if not argv or argv[0] in ("-h", "--help"):
+        print(_usage())
+        return 0
+    name, rest = argv[0], argv[1:]
+    if name not in BENCHMARKS:
+        print(f"jackfield bench: no such benchmark: {name}\n\n{_usage()}", file=sys.stderr)
+        return 2
+    module = importlib.import_module(f".{MODULES.get(name, name)}", __package__)
+    status: int = module.run(rest)
+    return status
+
+
+def _usage() -> str:
+    lines = ["usage: jackfield bench WHAT [options]", "", "benchmarks:"]
+    lines += [f"  {name:10} {text}" for name, text in BENCHMARKS.items()]
+    lines += ["", "`jackfield bench WHAT --help` lists its options."]
+    return "\n".join(lines)

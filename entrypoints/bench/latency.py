@@ -1,0 +1,101 @@
+"""`jackfield bench latency`: milliseconds a token at batch 1 (W1), and a decode step by batch.
+
+Both take the time of a whole generation and subtract that of one which ends after the first token,
+so that what is left is decoding, told the same way for any engine.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator
+
+from .measure import Bench, Record, rounded
+from .roofline import decode_step_floor
+from .workloads import Ask, Workload, draw
+
+
+def cut(asks: list[Ask], output: int) -> list[Ask]:
+    return [Ask(ask.prompt, output, ask.temperature) for ask in asks]
+
+
+class Trials:
+    """Fresh prompts for each run, so that no prefix cache helps."""
+
+    def __init__(self, bench: Bench, workload: Workload) -> None:
+        self._bench, self._workload, self._trial = bench, workload, 0
+
+    def seconds(self, rows: int, output: int) -> float:
+        """Of `rows` requests at once with `output` tokens each."""
+        self._trial += 1
+        asks = draw(self._workload, self._bench.vocab_size, self._trial, requests=rows)
+        return self._bench.backend.run(cut(asks, output)).seconds
+
+
+def measure_latency(bench: Bench, workload: Workload) -> Iterator[Record]:
+    """W1: one request alone."""
+    trials = Trials(bench, workload)
+    warmup, repeats = bench.times(workload)
+    prompt, output = workload.prompt[0], workload.output[0]
+    for _ in range(warmup):
+        trials.seconds(1, max(2, output // 8))
+        trials.seconds(1, output)
+    whole: list[float] = []
+    firsts = [trials.seconds(1, 1) for _ in range(repeats + 2)]
+    for done in range(1, repeats + 1):
+        whole.append(trials.seconds(1, output))
+        record = _latency(bench, statistics.median(whole), statistics.median(firsts), workload)
+        record["repeats"] = {"whole_s": rounded_list(whole), "first_s": rounded_list(firsts)}
+        record["at"] = {"batch": 1, "prompt": prompt, "output": output}
+        yield {**record, "partial": True} if done < repeats else record
+
+
+def _latency(bench: Bench, whole: float, first: float, workload: Workload) -> Record:
+    prompt, output = workload.prompt[0], workload.output[0]
+    step = (whole - first) / (output - 1)
+    measured = {
+        "ms_per_token": 1e3 * step,
+        "first_token_ms": 1e3 * first,
+        "tokens_per_second": output / whole,
+    }
+    record: Record = {"measured": measured}
+    if bench.ceilings is not None:
+        floor = decode_step_floor(bench.shape, bench.ceilings, 1, prompt + output / 2)
+        measured["share_of_floor"] = floor / step
+        record["floor"] = {"ms_per_token": 1e3 * floor}
+        record["floor"]["weight_bytes"] = bench.shape.step_weight_bytes(1)
+    return {key: rounded(value) for key, value in record.items()}
+
+
+def measure_decode(bench: Bench, workload: Workload) -> Iterator[Record]:
+    """A decode step at each batch size."""
+    trials = Trials(bench, workload)
+    warmup, repeats = bench.times(workload)
+    prompt, output = workload.prompt[0], workload.output[0]
+    for rows in workload.batches:
+        for _ in range(warmup):
+            trials.seconds(rows, max(2, output // 16))
+        whole = [trials.seconds(rows, output) for _ in range(repeats)]
+        firsts = [trials.seconds(rows, 1) for _ in range(repeats)]
+        step = (statistics.median(whole) - statistics.median(firsts)) / (output - 1)
+        measured = {"ms_per_step": 1e3 * step, "tokens_per_second": rows / step}
+        record: Record = {"measured": measured}
+        if bench.ceilings is not None:
+            context = rows * (prompt + output / 2)
+            floor = decode_step_floor(bench.shape, bench.ceilings, rows, context)
+            measured["share_of_floor"] = floor / step
+            record["floor"] = {"ms_per_step": 1e3 * floor}
+        record = {key: rounded(value) for key, value in record.items()}
+        record["repeats"] = {"whole_s": rounded_list(whole), "first_s": rounded_list(firsts)}
+        yield {**record, "at": {"batch": rows, "prompt": prompt, "output": output}}
+
+
+def rounded_list(values: list[float]) -> list[float]:
+    """Microseconds are enough."""
+    return [round(value, 6) for value in values]
+
+
+def run(argv: list[str]) -> int:
+    """→ exit status"""
+    from .session import run_workloads
+
+    return run_workloads("latency", argv, kinds=("latency", "decode"), default=("W1", "decode"))

@@ -1,0 +1,229 @@
+"""The workloads W1 to W7 as data: real architectures with dummy weights, token ids in, seeded."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+Kind = Literal["latency", "decode", "batch", "prefill", "context", "chats", "http", "start"]
+
+QWEN3: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "attention_bias": False,
+    "attention_dropout": 0.0, "bos_token_id": 151643, "eos_token_id": 151645, "head_dim": 128,
+    "hidden_act": "silu", "initializer_range": 0.02, "max_position_embeddings": 40960,
+    "num_key_value_heads": 8, "rms_norm_eps": 1e-6, "rope_scaling": None, "rope_theta": 1000000,
+    "sliding_window": None, "torch_dtype": "bfloat16", "use_cache": True,
+    "use_sliding_window": False, "vocab_size": 151936,
+}  # fmt: skip
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "Qwen3-0.6B": {
+        **QWEN3, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
+        "max_window_layers": 28, "num_attention_heads": 16, "tie_word_embeddings": True,
+    },
+    "Qwen3-8B": {
+        **QWEN3, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36,
+        "max_window_layers": 36, "num_attention_heads": 32, "tie_word_embeddings": False,
+    },
+    "Qwen3-30B-A3B": {
+        **QWEN3, "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe",
+        "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48,
+        "max_window_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4,
+        "tie_word_embeddings": False, "decoder_sparse_step": 1, "mlp_only_layers": [],
+        "moe_intermediate_size": 768, "norm_topk_prob": True, "num_experts": 128,
+        "num_experts_per_tok": 8, "output_router_logits": False, "router_aux_loss_coef": 0.001,
+    },
+}  # fmt: skip
+"""The configurations of the published checkpoints; their weights are made up on the device."""
+
+
+class Workload(msgspec.Struct, frozen=True, kw_only=True):
+    """What is asked of an engine. Lengths in tokens; a pair is a uniform range, ends included."""
+
+    id: str
+    title: str
+    kind: Kind
+    models: tuple[str, ...]
+    """Architectures it is defined for."""
+    headline: str
+    """The measured number that stands for the workload."""
+    higher_is_better: bool = False
+    prompt: tuple[int, int] = (1, 1)
+    output: tuple[int, int] = (1, 1)
+    requests: int = 1
+    batches: tuple[int, ...] = ()
+    """Numbers of requests that decode together."""
+    concurrency: tuple[int, ...] = ()
+    """Clients that each keep one request open."""
+    system: int = 0
+    """Tokens that all chats begin with."""
+    turns: int = 1
+    temperature: float = 0.0
+    warmup: int = 1
+    repeats: int = 3
+
+    def scaled(self, scale: float) -> Workload:
+        """With lengths and counts multiplied, to try it on a small machine."""
+        if scale == 1.0:
+            return self
+
+        def less(value: int, least: int = 1) -> int:
+            return max(least, round(value * scale))
+
+        return msgspec.structs.replace(
+            self,
+            prompt=(less(self.prompt[0], 2), less(self.prompt[1], 2)),
+            output=tuple(n if n == 1 else less(n, 2) for n in self.output),
+            requests=less(self.requests, min(2, self.requests)),
+            batches=tuple(dict.fromkeys(less(n) for n in self.batches)),
+            concurrency=tuple(dict.fromkeys(less(n) for n in self.concurrency)),
+            system=less(self.system) if self.system else 0,
+            turns=min(self.turns, less(self.turns, 2)),
+        )
+
+    @property
+    def max_model_len(self) -> int:
+        """The longest sequence, with some air."""
+        longest = self.system + self.turns * (self.prompt[1] + self.output[1])
+        return longest + 16
+
+
+WORKLOADS: dict[str, Workload] = {
+    each.id: each
+    for each in (
+        Workload(
+            id="W1", title="batch 1, prompt 128, output 256", kind="latency",
+            models=("Qwen3-0.6B", "Qwen3-8B"), prompt=(128, 128), output=(256, 256),
+            headline="ms_per_token",
+        ),
+        Workload(
+            id="decode", title="decode step by batch, prompt 128", kind="decode",
+            models=("Qwen3-8B", "Qwen3-0.6B"), prompt=(128, 128), output=(129, 129),
+            batches=(8, 32, 64, 128, 256), headline="ms_per_step",
+        ),
+        Workload(
+            id="W2", title="256 requests, prompt and output each uniform in 100..1024",
+            kind="batch", models=("Qwen3-0.6B", "Qwen3-8B", "Qwen3-30B-A3B"),
+            prompt=(100, 1024), output=(100, 1024), requests=256, temperature=0.6, repeats=2,
+            headline="output_tokens_per_second", higher_is_better=True,
+        ),
+        Workload(
+            id="W3", title="64 distinct prompts of 4096 tokens, one output token",
+            kind="prefill", models=("Qwen3-8B",), prompt=(4096, 4096), requests=64, repeats=2,
+            headline="prompt_tokens_per_second", higher_is_better=True,
+        ),
+        Workload(
+            id="W4", title="32 requests of 16384 tokens, 64 output tokens", kind="context",
+            models=("Qwen3-8B",), prompt=(16384, 16384), output=(64, 64), requests=32,
+            headline="ms_per_step",
+        ),
+        Workload(
+            id="W5", title="HTTP streams, prompt 512, output 128, by concurrency; then Poisson",
+            kind="http", models=("Qwen3-8B",), prompt=(512, 512), output=(128, 128), requests=256,
+            concurrency=(1, 64, 256), headline="output_tokens_per_second",
+            higher_is_better=True,
+        ),
+        Workload(
+            id="streams", title="W2's lengths as 256 HTTP streams at once", kind="http",
+            models=("Qwen3-8B", "Qwen3-0.6B"), prompt=(100, 1024), output=(100, 1024),
+            requests=256, concurrency=(256,), temperature=0.6,
+            headline="output_tokens_per_second", higher_is_better=True,
+        ),
+        Workload(
+            id="W6", title="process start to ready to first token, cold and warm", kind="start",
+            models=("Qwen3-8B",), prompt=(128, 128), output=(1, 1), headline="first_token_s",
+        ),
+        Workload(
+            id="W7", title="64 chats of 8 turns that share a system prompt of 2000 tokens",
+            kind="chats", models=("Qwen3-8B",), prompt=(64, 64), output=(128, 128), requests=64,
+            system=2000, turns=8, repeats=1,
+            headline="output_tokens_per_second", higher_is_better=True,
+        ),
+    )
+}  # fmt: skip
+
+
+class Ask(msgspec.Struct, frozen=True):
+    """One request: token ids in, so many tokens out."""
+
+    prompt: list[int]
+    output: int
+    temperature: float = 0.0
+
+
+def draw(workload: Workload, vocab_size: int, trial: int, *, requests: int = 0) -> list[Ask]:
+    """A trial's requests: the same lengths in every trial, other tokens in each.
+
+    Ranges are drawn as nano-vllm's benchmark draws them (seed 0, prompts first, then lengths of
+    outputs), so that numbers can be compared. Other tokens, so that no prefix cache helps.
+    """
+    usable = vocab_size - vocab_size // 150
+    count = requests or workload.requests
+    (low, high), (least, most) = workload.prompt, workload.output
+    if low == high and least == most:
+        source = random.Random(f"{workload.id} {trial} {count}")
+        return [
+            Ask(source.choices(range(usable), k=low), least, workload.temperature)
+            for _ in range(count)
+        ]
+    source = random.Random(0)
+    prompts = [
+        [source.randint(0, 10000) for _ in range(source.randint(low, high))] for _ in range(count)
+    ]
+    outputs = [source.randint(least, most) for _ in range(count)]
+    shift = 10007 * trial
+    return [
+        Ask([(token + shift) % usable for token in prompt], output, workload.temperature)
+        for prompt, output in zip(prompts, outputs, strict=True)
+    ]
+
+
+def write_model(name: str, folder: Path, *, tokenizer: bool = False) -> Path:
+    """Write the config.json of ARCHITECTURES[name], and a made-up tokenizer if a server needs one.
+
+    → the checkpoint's folder, without weights.
+    """
+    target = folder / name
+    target.mkdir(parents=True, exist_ok=True)
+    config = ARCHITECTURES[name]
+    (target / "config.json").write_text(json.dumps(config, indent=1))
+    if tokenizer:
+        _write_tokenizer(target, int(config["vocab_size"]))
+    return target
+
+
+def model_config_dict(folder: Path) -> dict[str, Any]:
+    """The config.json of a checkpoint folder."""
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    return config
+
+
+def _write_tokenizer(folder: Path, vocab_size: int) -> None:
+    """One word a token: t0, t1 …, so that text endpoints work and detokenizing costs something."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = {f"t{token}": token for token in range(vocab_size)}
+    made = Tokenizer(models.WordLevel(words, unk_token="t0"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    made.save(str(folder / "tokenizer.json"))
+    facts = {
+        "tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "t151645",
+        "pad_token": "t151643", "unk_token": "t0", "model_max_length": 131072,
+    }  # fmt: skip
+    (folder / "tokenizer_config.json").write_text(json.dumps(facts))
+
+
+def choose(names: Sequence[str], kinds: Sequence[Kind]) -> list[Workload]:
+    """Workloads by id, in the order asked for. Raises ValueError with the ids there are."""
+    known = {each.id.lower(): each for each in WORKLOADS.values() if each.kind in kinds}
+    chosen = []
+    for name in names:
+        if name.lower() not in known:
+            there = ", ".join(each.id for each in known.values())
+            raise ValueError(f"workload: {name!r} is none of those that run here: {there}")
+        chosen.append(known[name.lower()])
+    return chosen

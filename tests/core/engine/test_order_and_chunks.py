@@ -1,0 +1,114 @@
+"""Who goes first, and prompts in pieces or whole, through the whole engine."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jackfield import AsyncEngine, EngineConfig, SamplingParams
+from jackfield.core.errors import ConfigError, InvalidRequest
+from jackfield.core.hooks import hookimpl
+from jackfield.core.registry import Provenance, load_plugins
+
+from helpers import make_checkpoint
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint("qwen3", tmp_path_factory.mktemp("qwen3"))
+
+
+def config(checkpoint: Path, **options: Any) -> EngineConfig:
+    return EngineConfig(
+        **{
+            "model": str(checkpoint),
+            "device": "cpu",
+            "dtype": "float32",
+            "skip_tokenizer_init": True,
+            "attention_backend": "torch",
+            "max_model_len": 128,
+            "max_num_seqs": 1,
+            **options,
+        }
+    )
+
+
+async def finish(engine: AsyncEngine, name: str, order: list[str], **options: Any) -> list[int]:
+    params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, detokenize=False)
+    async for out in engine.generate([5, 6, 7], params, request_id=name, **options):
+        last = out
+    order.append(name)
+    return list(last.outputs[0].token_ids)
+
+
+@pytest.mark.parametrize(
+    ("policy", "expected"),
+    [
+        ("priority", ["first", "urgent", "soon", "late"]),
+        ("fcfs", ["first", "late", "soon", "urgent"]),
+    ],
+)
+async def test_priorities_order_those_that_wait(
+    checkpoint: Path, policy: str, expected: list[str]
+) -> None:
+    order: list[str] = []
+    async with AsyncEngine(config(checkpoint, scheduling_policy=policy)) as engine:
+        tasks = [asyncio.create_task(finish(engine, "first", order, priority=0))]
+        while not engine.stats().num_requests_running:
+            await asyncio.sleep(0)
+        for name, priority in (("late", 9), ("soon", 5), ("urgent", 1)):
+            tasks.append(asyncio.create_task(finish(engine, name, order, priority=priority)))
+            await asyncio.sleep(0)
+        await asyncio.gather(*tasks)
+    assert order == expected
+
+
+class StepSizes:
+    """Counts each step's rows and tokens."""
+
+    def __init__(self) -> None:
+        self.sizes: list[tuple[int, ...]] = []
+
+    @hookimpl
+    def step_finished(self, plan: Any) -> None:
+        self.sizes.append(plan.num_tokens)
+
+
+@pytest.mark.parametrize("chunked", [True, False])
+async def test_prompts_in_pieces_or_whole(checkpoint: Path, chunked: bool) -> None:
+    """Three prompts of 60 tokens under a budget of 130."""
+    plugins = load_plugins()
+    seen = StepSizes()
+    plugins.add_plugin(seen, Provenance("tests", "0", "sizes"))
+    options = {"max_num_seqs": 4, "max_num_batched_tokens": 130, "max_model_len": 100}
+    made = config(checkpoint, enable_chunked_prefill=chunked, **options)
+    params = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True, detokenize=False)
+
+    async def one(engine: AsyncEngine, number: int) -> list[int]:
+        async for out in engine.generate([number] * 60, params):
+            last = out
+        return list(last.outputs[0].token_ids)
+
+    async with AsyncEngine(made, plugins=plugins) as engine:
+        together = await asyncio.gather(*(one(engine, n) for n in (3, 4, 5)))
+        alone = [await one(engine, n) for n in (3, 4, 5)]
+    assert together == alone
+    prompts = [size for step in seen.sizes for size in step if size > 1]
+    assert all(sum(step) <= 130 for step in seen.sizes)
+    # Prompts asked again alone are in the cache but for their last, partial block.
+    whole = [size for size in prompts if size == 60]
+    assert len(whole) == (2 if chunked else 3)
+
+
+async def test_a_budget_below_the_context_needs_chunks(checkpoint: Path) -> None:
+    with pytest.raises(ConfigError, match="enable_chunked_prefill is off"):
+        config(checkpoint, enable_chunked_prefill=False, max_num_batched_tokens=64)
+    roomy = config(checkpoint, enable_chunked_prefill=False, max_model_len=64)
+    async with AsyncEngine(roomy) as engine:
+        with pytest.raises(InvalidRequest, match="64"):
+            async for _ in engine.generate([3] * 65, SamplingParams(max_tokens=1)):
+                pass
+        assert len(await finish(engine, "next", [])) == 6

@@ -1,0 +1,176 @@
+"""Decode steps that are recorded and replayed give what launched steps give."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from jackfield import AsyncEngine, EngineConfig, SamplingParams
+from jackfield.core.hooks import hookimpl
+from jackfield.core.registry import Provenance, load_plugins
+from jackfield.core.worker.graphs import row_counts
+from jackfield.core.worker.worker import Worker
+from jackfield.plugins.attention.torch import TorchAttention
+from jackfield.plugins.executors.inprocess import InProcessExecutor
+
+from helpers import VOCAB, make_checkpoint
+
+
+class StaticTorchAttention(TorchAttention):
+    """Fit to be called again and again with the same metadata: every length is the longest."""
+
+    graph_safe = True
+
+    def forward(self, spec: Any, query: Any, key: Any, value: Any, kv_cache: Any, metadata: Any):
+        metadata.chunks.clear()
+        return super().forward(spec, query, key, value, kv_cache, metadata)
+
+
+class Counting:
+    """Where there are no CUDA graphs, calling the function again is a replay."""
+
+    def __init__(self) -> None:
+        self.replays = 0
+
+    def __call__(self, function: Callable[[], None]) -> Callable[[], None]:
+        function()
+
+        def replay() -> None:
+            self.replays += 1
+            function()
+
+        return replay
+
+
+class StaticExecutor(InProcessExecutor):
+    recorders: list[Counting] = []
+
+    def __init__(self, config: Any, model_config: Any, plugins: Any) -> None:
+        super().__init__(config, model_config, plugins)
+        recorder = Counting()
+        self.recorders.append(recorder)
+        self._worker._recorder = lambda: recorder  # type: ignore[method-assign]
+
+
+class Plugin:
+    @hookimpl
+    def register_executors(self, registry: Any) -> None:
+        registry.add("static", StaticExecutor)
+
+    @hookimpl
+    def register_attention_backends(self, registry: Any) -> None:
+        registry.add("static", StaticTorchAttention)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint("qwen3", tmp_path_factory.mktemp("qwen3"))
+
+
+def requests() -> list[tuple[list[int], SamplingParams]]:
+    """Greedy, drawn, filtered, biased and scored ones, of many lengths."""
+    draw = random.Random(3)
+    extras: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {"temperature": 0.9},
+        {"temperature": 0.8, "min_p": 0.05},
+        {"temperature": 0.8, "top_k": 9, "top_p": 0.8},
+        {"temperature": 0.0, "logprobs": 2},
+        {"temperature": 0.7, "repetition_penalty": 1.3},
+        {"temperature": 0.0, "prompt_logprobs": 1},
+        {"temperature": 0.0, "logit_bias": {5: 3.0}},
+    ]
+    made = []
+    for number in range(20):
+        prompt = [draw.randrange(3, VOCAB) for _ in range(draw.randrange(1, 60))]
+        params = SamplingParams(
+            max_tokens=draw.randrange(2, 30),
+            seed=number,
+            ignore_eos=True,
+            detokenize=False,
+            **extras[number % len(extras)],
+        )
+        made.append((prompt, params))
+    return made
+
+
+async def answers(config: EngineConfig, plugins: Any) -> list[Any]:
+    async def one(engine: AsyncEngine, number: int) -> Any:
+        prompt, params = requests()[number]
+        await asyncio.sleep(0.004 * number)
+        async for out in engine.generate(prompt, params):
+            last = out
+        choice = last.outputs[0]
+        scores = [
+            [round(p.logprob, 3) for p in position.values()] for position in choice.logprobs or []
+        ]
+        return choice.token_ids, choice.finish_reason, scores
+
+    async with AsyncEngine(config, plugins=plugins) as engine:
+        made = await asyncio.gather(*(one(engine, n) for n in range(len(requests()))))
+        assert engine.stats().kv_blocks_used == 0
+    return list(made)
+
+
+async def test_replayed_steps_equal_launched_ones(checkpoint: Path) -> None:
+    plugins = load_plugins()
+    plugins.add_plugin(Plugin(), Provenance("tests", "0", "graphs"))
+    common: dict[str, Any] = {
+        "model": str(checkpoint),
+        "device": "cpu",
+        "dtype": "float32",
+        "skip_tokenizer_init": True,
+        "max_model_len": 96,
+        "max_num_seqs": 6,
+        "max_num_batched_tokens": 48,
+        "block_size": 8,
+        "operations": "torch",
+    }
+    launched = await answers(EngineConfig(**common, attention_backend="torch"), plugins)
+    static = EngineConfig(**common, attention_backend="static", executor="static")
+    replayed = await answers(static, plugins)
+    assert StaticExecutor.recorders[-1].replays > 20
+    assert replayed == launched
+
+
+def test_row_counts_end_with_the_most_that_can_run() -> None:
+    assert row_counts(1) == [1]
+    assert row_counts(6) == [1, 2, 4, 6]
+    counts = row_counts(300)
+    assert counts == sorted(set(counts)) and counts[-1] == 300
+    assert all(b - a <= max(8, a) for a, b in itertools.pairwise(counts))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("operations", ["torch", "triton"])
+async def test_cuda_graphs_equal_launched_steps(checkpoint: Path, operations: str) -> None:
+    common: dict[str, Any] = {
+        "model": str(checkpoint),
+        "device": "cuda",
+        "dtype": "float32",
+        "skip_tokenizer_init": True,
+        "max_model_len": 96,
+        "max_num_seqs": 6,
+        "max_num_batched_tokens": 48,
+        "num_gpu_blocks_override": 100,
+        "attention_backend": "triton",
+        "operations": operations,
+    }
+    # A row's products differ in the last place with the number of rows: only near ties may differ.
+    launched = await answers(EngineConfig(**common, enforce_eager=True), None)
+    replayed = await answers(EngineConfig(**common), None)
+    same = sum(a[0] == b[0] for a, b in zip(launched, replayed, strict=True))
+    assert same >= len(launched) - 2
+    assert torch.cuda.is_available()
+
+
+def test_a_worker_on_a_cpu_records_nothing(checkpoint: Path) -> None:
+    config = EngineConfig(model=str(checkpoint), device="cpu", max_num_batched_tokens=64)
+    assert Worker(config, None, None)._recorder() is None  # type: ignore[arg-type]

@@ -1,0 +1,336 @@
+"""The documentation against the code: names and links exist, code compiles, marked blocks run.
+
+Marks in Markdown, each before a fenced block:
+
+    <!-- runs -->                   python or console, with a server on the embedded model at hand;
+                                    a text block right after python, and the lines after a console
+                                    command, are what it prints (… stands for anything)
+    <!-- runs with the plugin -->   the same, with examples/plugin_template installed
+    <!-- file: PATH -->             the block is a part of that file
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib.util
+import json
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import msgspec
+import pytest
+
+import jackfield
+from jackfield.entrypoints.bench.session import IN_PROCESS, make_parser
+from jackfield.entrypoints.cli.main import COMMANDS
+from jackfield.entrypoints.openai import protocol
+from jackfield.entrypoints.openai.app import make_app
+
+ROOT = Path(jackfield.__file__).resolve().parent
+PAGES = sorted(
+    [ROOT / "README.md", ROOT / "CHANGELOG.md"]
+    + [page for folder in ("docs", "examples") for page in (ROOT / folder).rglob("*.md")]
+)
+GENERATED = "<!-- Written by docs/generate.py"
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
+MARK = re.compile(r"<!-- ([^>]*) -->\n+\Z")
+SHOWN = "http://127.0.0.1:8000"
+"""The server's address as the pages have it."""
+ENVIRONMENT = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+"""A reader's: kernels in the interpreter would take the place of the torch backend."""
+
+
+class Block(NamedTuple):
+    """One fenced block."""
+
+    page: str
+    line: int
+    language: str
+    text: str
+    mark: str
+    expected: str | None
+    """The text block right after it."""
+
+
+def blocks(page: Path) -> list[Block]:
+    source = page.read_text()
+    found = list(FENCE.finditer(source))
+    made = []
+    for number, match in enumerate(found):
+        mark = MARK.search(source[: match.start()])
+        after = found[number + 1] if number + 1 < len(found) else None
+        expected = None
+        if after is not None and after[1] == "text":
+            if not source[match.end() : after.start()].strip():
+                expected = after[2]
+        line = source[: match.start()].count("\n") + 1
+        name = str(page.relative_to(ROOT))
+        made.append(Block(name, line, match[1], match[2], mark[1] if mark else "", expected))
+    return made
+
+
+BLOCKS = [block for page in PAGES for block in blocks(page)]
+RUN = [block for block in BLOCKS if block.mark == "runs"]
+WITH_PLUGIN = [block for block in BLOCKS if block.mark == "runs with the plugin"]
+
+
+def name_of(value: object) -> str:
+    return f"{value.page}:{value.line}" if isinstance(value, Block) else str(value)
+
+
+# ---------------------------------------------------------------- what the code has
+
+
+class Names:
+    """Every name in the repository's Python files."""
+
+    def __init__(self) -> None:
+        self.of_file: dict[str, set[str]] = {}
+        self.members: dict[str, set[str]] = {}
+        self.bases: dict[str, set[str]] = {}
+        self.words: set[str] = set()
+        for path in sorted(ROOT.rglob("*.py")):
+            relative = path.relative_to(ROOT)
+            if relative.parts[0].startswith((".", "build")) or "tests/docs" in str(relative):
+                continue
+            text = path.read_text()
+            self.words |= set(re.findall(r"\w+", text))
+            self.of_file[str(relative)] = set(self._names(ast.parse(text)))
+
+    def _names(self, tree: ast.Module) -> Iterator[str]:
+        for node in tree.body:
+            yield from self._defined(node)
+            if isinstance(node, ast.ClassDef):
+                members = self.members.setdefault(node.name, set())
+                self.bases[node.name] = {b.id for b in node.bases if isinstance(b, ast.Name)}
+                for inner in ast.walk(node):
+                    for name in self._defined(inner):
+                        members.add(name)
+                        yield f"{node.name}.{name}"
+
+    @staticmethod
+    def _defined(node: ast.AST) -> Iterator[str]:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.AnnAssign | ast.Assign):
+            for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+                if isinstance(target, ast.Name | ast.Attribute):
+                    yield target.id if isinstance(target, ast.Name) else target.attr
+
+    def has_member(self, owner: str, member: str) -> bool:
+        return member in self.members.get(owner, ()) or any(
+            self.has_member(base, member) for base in self.bases.get(owner, ())
+        )
+
+
+@pytest.fixture(scope="module")
+def names() -> Names:
+    return Names()
+
+
+def generator() -> ModuleType:
+    """docs/generate.py, which is no part of the package."""
+    spec = importlib.util.spec_from_file_location("docs_generate", ROOT / "docs" / "generate.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+# ---------------------------------------------------------------- names
+
+CODE = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
+PATH = re.compile(r"[\w.-]+(/[\w.-]+)*/?")
+THEIRS = ("my_package", "path", "owner", "simple_plugin", "name")
+"""First parts of paths that belong to the reader."""
+CHECKPOINT_FILES = {"config.json", "scores.json"}
+OTHERS_NAMES = {
+    "OpenAI", "None", "True", "False", "SIGTERM", "SIGINT", "HF_HUB_OFFLINE", "X-Request-Id",
+    "JSON", "Authorization", "Serving", "X", "PATH", "NAME", "KEY", "ParserEvent",
+}  # fmt: skip
+
+
+def prose(page: Path) -> str:
+    """A page without its fenced blocks."""
+    return FENCE.sub("", page.read_text())
+
+
+def looks_like_a_path(code: str) -> bool:
+    return bool(PATH.fullmatch(code)) and (
+        code.endswith((".py", ".md", ".jsonl", ".toml", ".jinja", "/"))
+        or ("/" in code and not code.startswith("/"))
+    )
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_path_on_the_page_exists(page: Path) -> None:
+    for code in CODE.findall(prose(page)):
+        if not looks_like_a_path(code) or code.split("/")[0] in THEIRS:
+            continue
+        assert (ROOT / code).exists() or (page.parent / code).exists(), f"no {code}"
+
+
+# The command line's page has argparse's placeholders; that it is up to date is tested below.
+@pytest.mark.parametrize(
+    "page",
+    [page for page in PAGES if page.name != "cli.md"],
+    ids=lambda page: str(page.relative_to(ROOT)),
+)
+def test_every_name_on_the_page_exists(page: Path, names: Names) -> None:
+    for code in CODE.findall(prose(page)):
+        match = re.fullmatch(r"(\w+)((?:\.\w+)*)(\(.*\))?", code)
+        if match is None or looks_like_a_path(code) or code in CHECKPOINT_FILES:
+            continue
+        first, rest = match[1], match[2].split(".")[1:]
+        if first in OTHERS_NAMES:
+            continue
+        if first in names.members and rest:
+            assert names.has_member(first, rest[0]), f"{first} has no {rest[0]}"
+        elif "_" in first or (first[0].isupper() and not first.isupper()):
+            assert first in names.words, f"nothing is called {first}"
+
+
+def test_the_walk_names_what_is_in_each_file(names: Names) -> None:
+    """Rows `| n | file | runs | …`: what runs is defined in that file."""
+    rows = re.findall(
+        r"^\| \d+ \| `([^`]+)` \| ([^|]+) \|", prose(ROOT / "docs/architecture.md"), re.M
+    )
+    assert len(rows) > 50
+    for file, runs in rows:
+        for name in CODE.findall(runs):
+            assert name in names.of_file[file], f"{file} does not define {name}"
+
+
+def test_every_room_has_its_line() -> None:
+    text = (ROOT / "docs/architecture.md").read_text()
+    rooms = [p for p in (ROOT / "core").iterdir() if (p / "__init__.py").is_file()]
+    assert len(rooms) > 6
+    for room in rooms:
+        assert f"| `core/{room.name}/` |" in text
+
+
+def known_flags() -> set[str]:
+    made = generator()
+    flags = set()
+    for command, _ in COMMANDS.values():
+        parser = made.command_parser(command)
+        if isinstance(parser, argparse.ArgumentParser):
+            flags |= set(parser._option_string_actions)
+    bench = make_parser("run", IN_PROCESS, ("W1",))
+    return flags | set(bench._option_string_actions)
+
+
+def test_every_flag_exists() -> None:
+    """In prose, and in console commands that call jackfield."""
+    flags = known_flags()
+    assert "--max-model-len" in flags
+    for page in PAGES:
+        if page.read_text().startswith(GENERATED):
+            continue
+        for code in CODE.findall(prose(page)):
+            if code.startswith("--") or code.startswith("jackfield "):
+                for flag in re.findall(r"(?<!\w)--[\w-]+", code):
+                    known = flag in flags or flag in ("--max-modle-len", "--no-deps")
+                    assert known, f"{page.name}: {flag}"
+    for block in BLOCKS:
+        for line in block.text.splitlines():
+            if block.language == "console" and re.match(r"\$ (\w+=\w+ )*jackfield ", line):
+                for flag in re.findall(r" (--[\w-]+)", line.partition("#")[0]):
+                    assert flag in flags, f"{name_of(block)}: {flag}"
+
+
+# ---------------------------------------------------------------- links
+
+
+def slug(heading: str) -> str:
+    """A heading's anchor, as GitHub makes it."""
+    text = re.sub(r"[`*]|\[([^]]*)\]\([^)]*\)", r"\1", heading).strip().lower()
+    return re.sub(r"[^\w\- ]", "", text).replace(" ", "-")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_resolve(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+        if re.match(r"[a-z]+:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        assert file.exists(), f"{target} leads nowhere"
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", prose(file), re.M)
+            assert anchor in {slug(heading) for heading in headings}, f"no heading for {target}"
+
+
+# ---------------------------------------------------------------- what is generated
+
+
+def test_generated_pages_are_up_to_date() -> None:
+    made = generator()
+    pages = made.render()
+    stale = [n for n, text in pages.items() if (ROOT / "docs" / n).read_text() != text]
+    if made.index(pages) != (ROOT / "docs/index.md").read_text():
+        stale.append("index.md")
+    assert not stale, "run: python docs/generate.py"
+
+
+def test_http_reference_has_every_route_and_field() -> None:
+    text = (ROOT / "docs/reference/http-api.md").read_text()
+
+    class Engine:
+        class plugins:
+            class manager:
+                class hook:
+                    register_routes = staticmethod(lambda **_: [])
+
+    engine: Any = Engine()
+    for route in make_app(engine).router.routes():
+        if route.method == "HEAD":
+            continue
+        assert route.resource is not None
+        path = re.sub(r":[^}]*", "", route.resource.canonical)
+        assert f"`{route.method} {path}`" in text, f"{route.method} {path}"
+    for kind in (protocol.ChatRequest, protocol.CompletionRequest, protocol.TokenizeRequest,
+                 protocol.DetokenizeRequest, protocol.StreamOptions):  # fmt: skip
+        for field in msgspec.structs.fields(kind):
+            assert f"`{field.name}`" in text, f"{kind.__name__}.{field.name}"
+    for name in protocol.UNSUPPORTED:
+        assert f"`{name}`" in text, name
+
+
+def test_scores_and_speeds_are_the_recorded_ones() -> None:
+    page = (ROOT / "examples/tiny_model/README.md").read_text()
+    assert (ROOT / "examples/tiny_model/scores.json").read_text().strip() in page
+    readme = (ROOT / "README.md").read_text()
+    told = readme.partition("<!-- numbers from docs/benchmarks -->")[2]
+    told = told.partition("<!-- end of numbers -->")[0]
+    recorded = [
+        json.loads(line)
+        for file in (ROOT / "docs/benchmarks").glob("*.jsonl")
+        for line in file.read_text().splitlines()
+    ]
+    known = {number for record in recorded for number in numbers_in(record)}
+    rows = re.findall(r"^\| [^|]+ \| ([\d./ ]+) \| ([\d./ ]+) \| ([\d./ ]+) \|$", told, re.M)
+    assert len(rows) > 5
+    for own, peer, ratio in rows:
+        own, peer, ratio = (cell.split(" / ") for cell in (own, peer, ratio))
+        for text in (*own, *peer):
+            digits = len(text.partition(".")[2])
+            assert any(round(number, digits) == float(text) for number in known), text
+        for mine, theirs, share in zip(own, peer, ratio, strict=True):
+            assert abs(float(mine) / float(theirs) - float(share)) < 0.006, (mine, theirs)
+
+
+def numbers_in(value: Any) -> Iterator[float]:
+    """Every number of a JSON value."""
+    if isinstance(value, bool):
+        return
+    if isinstance(value, int | float):
+        yield float(value)
+    elif isinstance(value, dict | list):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from numbers_in(part)

@@ -1,0 +1,91 @@
+"""The benchmarks really run, small, on the embedded model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from jackfield.entrypoints.bench.command import run
+from jackfield.entrypoints.bench.roofline import Ceilings, Extent, ModelShape, batch_floor
+from jackfield.entrypoints.bench.workloads import (
+    ARCHITECTURES,
+    WORKLOADS,
+    draw,
+    model_config_dict,
+    write_model,
+)
+
+
+def test_every_workload_in_process_gives_a_line(tmp_path: Path) -> None:
+    out = tmp_path / "results.jsonl"
+    status = run(
+        ["run", "W1", "decode", "W2", "W3", "W4", "W7", "--scale", "0.01", "--batch-sizes", "1",
+         "3", "--repeats", "1", "--device", "cpu", "--attention-backend", "torch",
+         "--output", str(out)]
+    )  # fmt: skip
+    assert status == 0
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    kinds = [line["workload"] for line in lines]
+    assert kinds == ["start", "W1", "decode", "decode", "W2", "W3", "W4", "W7"]
+    for line in lines:
+        assert line["date"] and line["commit"] and line["device"] and line["torch"]
+        assert line["engine"] == "jackfield" and line["model"] == "embedded"
+        assert all(value > 0 for value in line["measured"].values())
+        if line["workload"] not in ("start",):
+            headline = WORKLOADS[line["workload"]].headline
+            assert headline in line["measured"] and line["floor"]
+    assert lines[-1]["measured"]["prefix_hit_rate"] > 0.3, "chats share their beginnings"
+
+
+def test_made_up_weights_run_without_a_tokenizer(tmp_path: Path) -> None:
+    """A checkpoint that is a config.json alone."""
+    folder = write_model("Qwen3-0.6B", tmp_path)
+    config = model_config_dict(folder)
+    config.update(
+        hidden_size=32, num_hidden_layers=2, intermediate_size=48, vocab_size=300, head_dim=16,
+        num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=256,
+        bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    out = tmp_path / "results.jsonl"
+    status = run(
+        ["latency", "W1", "--model", str(folder), "--load-format", "dummy", "--scale", "0.05",
+         "--skip-tokenizer-init", "--repeats", "1", "--ceilings", "none", "--device", "cpu",
+         "--attention-backend", "torch", "--output", str(out)]
+    )  # fmt: skip
+    assert status == 0
+    assert json.loads(out.read_text().splitlines()[-1])["measured"]["ms_per_token"] > 0
+
+
+def test_mistakes_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["latencies"]) == 2
+    assert "no such benchmark: latencies" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        run(["latency", "W9"])
+    assert "W9" in capsys.readouterr().err
+
+
+def test_w2_draws_the_lengths_that_others_publish() -> None:
+    """142,827 prompt and 133,966 output tokens, as nano-vllm's benchmark draws them."""
+    asks = draw(WORKLOADS["W2"], 151936, 0)
+    assert sum(len(ask.prompt) for ask in asks) == 142_827
+    assert sum(ask.output for ask in asks) == 133_966
+    again = draw(WORKLOADS["W2"], 151936, 1)
+    assert [len(a.prompt) for a in again] == [len(a.prompt) for a in asks]
+    assert all(a.prompt[:16] != b.prompt[:16] for a, b in zip(asks, again, strict=True))
+
+
+def test_the_floor_of_8b_is_its_bytes(tmp_path: Path) -> None:
+    """15.1 GB of weights at 4.2 TB/s: 3.60 ms a token."""
+    assert set(ARCHITECTURES) == {"Qwen3-0.6B", "Qwen3-8B", "Qwen3-30B-A3B"}
+    shape = ModelShape.from_config(model_config_dict(write_model("Qwen3-8B", tmp_path)))
+    assert shape.step_weight_bytes(1) == pytest.approx(15.1e9, rel=0.01)
+    assert shape.kv_bytes_per_token == 147_456
+    card = Ceilings(
+        copy_bytes_per_second=4.2e12, read_bytes_per_second=4.2e12, matmul_flops=780e12,
+        dtype="bfloat16", device="a card",
+    )  # fmt: skip
+    one = batch_floor(shape, card, [Extent(1, 3, 0)])
+    assert one == pytest.approx(3 * 3.6e-3, rel=0.01)

@@ -1,0 +1,93 @@
+"""The embedded model and what it was made from."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import jackfield
+from jackfield import AsyncEngine, EngineConfig, SamplingParams
+from jackfield.core.loading.model_config import EMBEDDED_MODEL
+from jackfield.core.protocols import ToolCallArguments, ToolCallStart
+from jackfield.plugins.tools.hermes import HermesToolParser
+
+EXAMPLE = Path(jackfield.__file__).resolve().parent / "examples" / "tiny_model"
+KINDS = {"talk", "facts", "arithmetic", "json", "copy", "tools", "reasoning"}
+
+
+@pytest.fixture(scope="module")
+def made() -> Any:
+    """The example's modules, which import each other by plain names."""
+    sys.path.insert(0, str(EXAMPLE))
+    try:
+        import evaluate
+        import generator
+
+        yield generator, evaluate
+    finally:
+        sys.path.remove(str(EXAMPLE))
+
+
+def test_the_generator_gives_the_same_for_a_seed(made: Any) -> None:
+    generator, _ = made
+
+    def some(seed: int, split: str) -> list[Any]:
+        return list(itertools.islice(generator.examples(seed, split), 200))
+
+    assert some(5, "train") == some(5, "train")
+    assert some(5, "train") != some(6, "train")
+    assert {example.kind for example in some(5, "train")} == KINDS == set(generator.KINDS)
+
+
+def test_no_held_out_prompt_is_learned(made: Any) -> None:
+    generator, evaluate = made
+    learned = {evaluate.prompt(e) for e in itertools.islice(generator.examples(1, "train"), 3000)}
+    for kind in ("arithmetic", "json", "copy", "tools", "reasoning"):
+        held = list(itertools.islice(generator.examples(2, "held-out", kind), 100))
+        assert not any(evaluate.prompt(example) in learned for example in held), kind
+
+
+def test_every_tool_call_that_is_taught_can_be_parsed(made: Any) -> None:
+    generator, evaluate = made
+    calls = 0
+    for example in itertools.islice(generator.examples(3, "train", "tools"), 300):
+        text = "".join(part for part, learned in evaluate.segments(example) if learned)
+        parser = HermesToolParser()
+        events = [*parser.feed(text), *parser.finish()]
+        names = [event.name for event in events if isinstance(event, ToolCallStart)]
+        assert len(names) == text.count("<tool_call>")
+        parts = [event.fragment for event in events if isinstance(event, ToolCallArguments)]
+        if names:
+            assert isinstance(json.loads("".join(parts)), dict)
+            calls += 1
+    assert calls > 100
+
+
+def test_the_checkpoint_is_light_and_its_scores_are_those_recorded() -> None:
+    assert (EMBEDDED_MODEL / "model.safetensors").stat().st_size <= 6_000_000
+    scores = json.loads((EXAMPLE / "scores.json").read_text())
+    assert set(scores) == KINDS | {"count"} and scores["count"] >= 100
+    assert all(0.9 < scores[kind] <= 1 for kind in KINDS)
+
+
+async def test_it_answers_held_out_prompts_of_each_kind(made: Any) -> None:
+    """Through this engine, a few of each: nine in ten at least are right."""
+    generator, evaluate = made
+    config = EngineConfig(device="cpu", attention_backend="torch", max_num_seqs=16)
+    right: dict[str, int] = {}
+    asked = 4
+    async with AsyncEngine(config) as engine:
+        for kind in sorted(KINDS):
+            for example in itertools.islice(generator.examples(77, "held-out", kind), asked):
+                prompt = engine.tokenizer.encode(evaluate.prompt(example), add_special_tokens=False)
+                params = SamplingParams(temperature=0.0, max_tokens=200, skip_special_tokens=False)
+                async for out in engine.generate(prompt, params):
+                    last = out
+                right[kind] = right.get(kind, 0) + evaluate.correct(example, last.outputs[0].text)
+    assert sum(right.values()) >= 0.9 * asked * len(KINDS), right
+    assert min(right.values()) >= asked - 2, right

@@ -1,0 +1,88 @@
+"""Every kernel compiles for a real GPU, too: the interpreter forgives what the compiler does not.
+
+Triton brings its own assembler, so no GPU is needed.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+
+import pytest
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("Triton is not installed", allow_module_level=True)
+
+PROGRAM = r"""
+import sys
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from jackfield.kernels import (
+    choose_tokens, decode_inputs, fused_decode_attention, gemv, heads, paged_attention_decode,
+    paged_attention_prefill, rms_norm, silu_mul,
+)
+
+COMMON = {"HEAD_DIM": 128, "BLOCK_SIZE": 16, "WINDOW": 0, "SOFT_CAP": 0.0, "NUM_HEADS": 32}
+DECODE = {"MIN_TILES": 2, "BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_D": 128, "BLOCK_S": 8, "GROUP": 4}
+KERNELS = [
+    (choose_tokens._part_kernel,
+     {"PART_SIZE": 4096, "TEMPERATURE": 0, "NOISE": 1, "LANES": 10}, 8),
+    (choose_tokens._row_kernel, {"BLOCK": 64}, 1),
+    (decode_inputs._decode_inputs_kernel, {"BLOCK_SIZE": 16, "BLOCK": 1024}, 4),
+    (fused_decode_attention._fused_decode_kernel,
+     {**COMMON, **DECODE, "NUM_KV_HEADS": 8, "ROTATE": True, "NORM_QUERY": True, "NORM_KEY": True,
+      "BLOCK_G": 4, "PDL": True}, 4),
+    (gemv._gemv_kernel,
+     {"N": 4096, "K": 4096, "NORM": True, "GATED": False, "BIAS": True, "RESIDUAL": True,
+      "BLOCK_N": 4, "BLOCK_K": 1024, "PDL": True}, 4),
+    (gemv._gemv_kernel,
+     {"N": 6100, "K": 1000, "NORM": True, "GATED": True, "BIAS": False, "RESIDUAL": False,
+      "BLOCK_N": 4, "BLOCK_K": 1024, "PDL": True}, 4),
+    (heads._heads_kernel,
+     {**COMMON, "NUM_KV_HEADS": 8, "HALF": 64, "ROTATE": True, "NORM_QUERY": True,
+      "NORM_KEY": True, "CACHE": True, "GROUP": 8, "BLOCK_HALF": 64, "BLOCK_REST": 1,
+      "PDL": True}, 2),
+    (paged_attention_decode._decode_kernel, {**COMMON, **DECODE, "SPLIT": True}, 4),
+    (paged_attention_decode._join_kernel, {**COMMON, **DECODE}, 4),
+    (paged_attention_prefill._prefill_kernel,
+     {**COMMON, "GROUP": 4, "BLOCK_M": 128, "BLOCK_N": 64, "BLOCK_D": 128}, 4),
+    (rms_norm._rms_norm_kernel, {"SIZE": 4096, "BLOCK": 4096}, 8),
+    (silu_mul._silu_mul_kernel, {"SIZE": 1000, "BLOCK": 1024}, 4),
+]
+TYPES = {
+    "partial_ptr": "*fp32", "lse_ptr": "*fp32", "best_ptr": "*fp32", "counter_ptr": "*i32",
+    "cos_sin_ptr": "*fp32",
+    "token_ptr": "*i32", "settings_ptr": "*i32", "slots_ptr": "*i64", "lengths_ptr": "*i64",
+    "history_ptr": "*i32", "chosen_ptr": "*i32", "longs_ptr": "*i64", "rows_table_ptr": "*i32",
+    "packed_ptr": "*i32", "table_ptr": "*i32", "block_table_ptr": "*i32", "seq_lens_ptr": "*i32",
+    "query_start_ptr": "*i32", "slot_ptr": "*i64", "positions_ptr": "*i64",
+    "eps": "fp32", "query_eps": "fp32", "key_eps": "fp32", "scale": "fp32",
+}
+for kernel, constants, warps in KERNELS:
+    names = kernel.arg_names
+    constants = {name: value for name, value in constants.items() if name in names}
+    signature = {
+        name: "constexpr" if name in constants
+        else TYPES.get(name, "*bf16" if name.endswith("_ptr") else "i32")
+        for name in names
+    }
+    places = {(names.index(name),): value for name, value in constants.items()}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=places)
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
+    assert made.metadata.shared < 227 * 1024, kernel
+    assert "ld.local" not in made.asm["ptx"], kernel
+    print(kernel.fn.__name__)
+"""
+
+
+def test_every_kernel_compiles_for_a_hopper_gpu() -> None:
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert len(done.stdout.split()) == 12

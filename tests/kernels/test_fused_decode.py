@@ -1,0 +1,116 @@
+"""Decode attention from the projection, against its parts one after another."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+pytest.importorskip("triton")
+
+from jackfield.kernels import reference
+from jackfield.kernels.fused_decode_attention import fused_decode_attention
+from jackfield.kernels.paged_attention_decode import workspace_elements
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3.2e-2}
+# Triton's interpreter multiplies the raw bits of bfloat16 in tl.dot.
+DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if DEVICE.type == "cuda" else [])
+LENGTHS = [1, 2, 64, 65, 130, 33, 200, 129]
+
+
+class Case:
+    """A random layer in the middle of a decode step."""
+
+    def __init__(self, heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> None:
+        made = torch.Generator().manual_seed(heads + dim)
+
+        def draw(*shape: int) -> torch.Tensor:
+            return torch.randn(*shape, generator=made).to(DEVICE, dtype)
+
+        rows, block_size, per_row = len(LENGTHS), 16, 13
+        self.heads, self.kv_heads, self.dim = heads, kv_heads, dim
+        self.qkv = draw(rows, (heads + 2 * kv_heads) * dim)
+        self.cache = draw(2, rows * per_row + 1, block_size, kv_heads, dim)
+        order = torch.randperm(rows * per_row, generator=made) + 1
+        self.table = order.view(rows, per_row).int().to(DEVICE)
+        self.seq_lens = torch.tensor(LENGTHS, dtype=torch.int32, device=DEVICE)
+        newest = self.seq_lens.long() - 1
+        blocks = self.table.gather(1, (newest // block_size)[:, None])[:, 0].long()
+        self.slots = blocks * block_size + newest % block_size
+        turns = torch.rand(256, dim // 2, generator=made) * 6
+        self.cos_sin = torch.cat((turns.cos(), turns.sin()), dim=1).to(DEVICE)
+        self.norms = [(draw(dim) * 0.1 + 1, eps) for eps in (1e-6, 1e-5)]
+        # What lies beyond a sequence is never read.
+        for row, length in enumerate(LENGTHS):
+            for position in range(length - 1, per_row * block_size):
+                block = int(self.table[row, position // block_size])
+                self.cache[:, block, position % block_size] = float("nan")
+
+    def expected(self, rotate: bool, norms: bool, **options: float) -> tuple[torch.Tensor, ...]:
+        qkv, cache = self.qkv.clone(), self.cache.clone()
+        query_norm, key_norm = self.norms if norms else (None, None)
+        reference.heads(
+            qkv, self.heads, self.kv_heads, self.seq_lens.long() - 1,
+            self.cos_sin if rotate else None, query_norm, key_norm, cache, self.slots,
+        )  # fmt: skip
+        query = qkv[:, : self.heads * self.dim].view(-1, self.heads, self.dim)
+        out = reference.paged_attention_decode(
+            query, cache, self.table, self.seq_lens, scale=self.dim**-0.5, **options
+        )
+        return out, cache
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("splits", [1, 3, 20])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim"), [(4, 2, 64), (3, 1, 80), (8, 8, 32), (32, 2, 16)]
+)
+def test_it_equals_its_parts(dtype, splits, heads, kv_heads, dim):
+    case = Case(heads, kv_heads, dim, dtype)
+    rows = len(LENGTHS)
+    counters = torch.zeros(rows * kv_heads, dtype=torch.int32, device=DEVICE)
+    workspace = torch.full(
+        (workspace_elements(rows, heads, dim, splits),), float("nan"), device=DEVICE
+    )
+    variants = [
+        (True, True, {}),
+        (False, False, {}),
+        (True, False, {"sliding_window": 70}),
+        (False, True, {"soft_cap": 5.0}),
+    ]
+    for rotate, norms, options in variants:
+        want, want_cache = case.expected(rotate, norms, **options)
+        cache = case.cache.clone()
+        query_norm, key_norm = case.norms if norms else (None, None)
+        got = fused_decode_attention(
+            case.qkv, heads, kv_heads, cache, case.table, case.seq_lens, case.slots,
+            scale=dim**-0.5, counters=counters, workspace=workspace, num_splits=splits,
+            cos_sin=case.cos_sin if rotate else None, query_norm=query_norm, key_norm=key_norm,
+            **options,
+        )  # fmt: skip
+        tolerance = TOLERANCE[dtype]
+        torch.testing.assert_close(got, want, atol=tolerance, rtol=tolerance)
+        torch.testing.assert_close(
+            cache, want_cache, atol=tolerance, rtol=tolerance, equal_nan=True
+        )
+        assert not counters.any()
+
+
+def test_it_refuses_a_partial_rotation_and_a_small_workspace():
+    case = Case(4, 2, 64, torch.float32)
+    arguments = (case.qkv, 4, 2, case.cache, case.table, case.seq_lens, case.slots)
+    counters = torch.zeros(64, dtype=torch.int32, device=DEVICE)
+    with pytest.raises(ValueError, match="turns 32 channels"):
+        fused_decode_attention(
+            *arguments, scale=1.0, counters=counters, workspace=case.qkv.view(-1),
+            cos_sin=case.cos_sin[:, :32],
+        )  # fmt: skip
+    with pytest.raises(ValueError, match="workspace has 1 elements"):
+        fused_decode_attention(
+            *arguments, scale=1.0, counters=counters, workspace=torch.zeros(1), num_splits=4
+        )
