@@ -383,9 +383,9 @@ class AsyncEngine:
             if update.finished:
                 assert request.finish_reason is not None
                 completion.finish(request.finish_reason, request.stop_reason)
+            state.changed.set()
             if completion.finish_reason is not None:
                 self._ended(state, request.request_id)
-            state.changed.set()
 
     def _observe_tokens(self, state: RequestState, count: int) -> None:
         before = state.timings.last_token
