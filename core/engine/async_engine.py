@@ -42,7 +42,7 @@ from ..types import (
 )
 from .admission import Admission
 from .output import OutputStream, RequestState
-from .resolve import resolve_config
+from .resolve import check_names, resolve_config
 from .step_loop import StepLoop
 
 logger = logging.getLogger("jackfield.engine")
@@ -92,6 +92,7 @@ class AsyncEngine:
             raise EngineStopped("this engine was started before; make a new one")
         self._started = True
         began = time.monotonic()
+        check_names(self.config, self.plugins)
         self.config = resolve_config(self.config)
         self.model_config = await asyncio.to_thread(resolve_model_config, self.config)
         executor_class = self.plugins["executor"].load(self.config.executor)
