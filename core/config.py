@@ -20,6 +20,8 @@ LoadFormat = str
 
 AtLeastOne = Annotated[int, Meta(ge=1)]
 AtLeastTwo = Annotated[int, Meta(ge=2)]
+Bits64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+Name = Annotated[str, Meta(min_length=1)]
 
 
 def _doc(text: str, **bounds: Any) -> Any:
@@ -39,7 +41,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     revision: Annotated[str | None, _doc("Hub revision of the checkpoint.")] = None
     tokenizer_revision: Annotated[str | None, _doc("Hub revision of the tokenizer.")] = None
     served_model_name: Annotated[
-        tuple[str, ...], _doc("Names the server answers to; default: the value of model.")
+        tuple[Name, ...], _doc("Names the server answers to; default: the value of model.")
     ] = ()
     trust_remote_code: Annotated[
         bool,
@@ -57,7 +59,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     dtype: Annotated[
         DType, _doc("Type of weights and activations; auto: the checkpoint's, float32 on a CPU.")
     ] = "auto"
-    seed: Annotated[int, _doc("Seeds the requests that bring no seed, and dummy weights.")] = 0
+    seed: Annotated[Bits64, _doc("Seeds the requests that bring no seed, and dummy weights.")] = 0
     load_format: Annotated[
         LoadFormat, _doc("Weight loader: auto, safetensors, dummy (random), or a plugin's.")
     ] = "auto"
@@ -90,7 +92,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         AtLeastTwo | None, _doc("KV-cache blocks, instead of what profiling finds.")
     ] = None
     cpu_kvcache_space: Annotated[
-        float, _doc("GiB for the KV cache when the device is a CPU.", gt=0.0)
+        float, _doc("GiB for the KV cache when the device is a CPU.", gt=0.0, le=1e6)
     ] = 1.0
     kv_cache_dtype: Annotated[
         Literal["auto", "bfloat16", "float16", "float32"],

@@ -61,7 +61,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     frequency_penalty: float = 0.0
     """The same, times how often the output has it; in [-2, 2]."""
     repetition_penalty: float = 1.0
-    """Above 1: tokens of prompt and output become less likely; in (0, 100]."""
+    """Above 1: tokens of prompt and output become less likely; in [0.01, 100]."""
     stop: tuple[str, ...] = ()
     """Strings that end the output; cut off unless `include_stop_str_in_output`."""
     stop_token_ids: tuple[int, ...] = ()
@@ -114,6 +114,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             value = getattr(self, param)
             if isinstance(value, bool) or not isinstance(value, int | float):
                 refuse(param, "a number")
+            try:
+                value = float(value)
+            except OverflowError:
+                refuse(param, "finite")
             if not math.isfinite(value):
                 refuse(param, "finite")
             return float(value)
@@ -122,6 +126,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             value = getattr(self, param)
             if isinstance(value, bool) or not isinstance(value, int):
                 refuse(param, "an integer")
+            if not -(2**63) <= value < 2**63:
+                refuse(param, "a 64-bit integer")
             return int(value)
 
         if not 1 <= integer("n") <= MAX_N:
@@ -143,10 +149,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         for name in ("presence_penalty", "frequency_penalty"):
             if not -2.0 <= number(name) <= 2.0:
                 refuse(name, "in [-2, 2]")
-        if not 0.0 < number("repetition_penalty") <= 100.0:
-            refuse("repetition_penalty", "in (0, 100]")
-        if self.seed is not None and not -(2**63) <= integer("seed") < 2**63:
-            refuse("seed", "a 64-bit integer")
+        if not 0.01 <= number("repetition_penalty") <= 100.0:
+            refuse("repetition_penalty", "in [0.01, 100]")
+        if self.seed is not None:
+            integer("seed")
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None and integer(name) < -1:
                 refuse(name, "-1 (whole vocabulary), 0 or positive")

@@ -8,8 +8,12 @@ from __future__ import annotations
 import ast
 import asyncio
 import hmac
+import json
+import random
+import resource
 import sys
 import time
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +25,7 @@ import torch
 import jackfield
 from jackfield import AsyncEngine, EngineConfig, SamplingParams
 from jackfield.core.cache.prefix_index import BlockHasher
-from jackfield.core.errors import ConfigError, JackfieldError
+from jackfield.core.errors import ConfigError, InvalidRequest, JackfieldError
 from jackfield.core.loading.model_config import EMBEDDED_MODEL
 from jackfield.core.scheduling.request import Request
 from jackfield.core.text.chat import ChatTemplate
@@ -233,6 +237,78 @@ def test_counts_and_lists_of_a_request_are_bounded(server: Any) -> None:
     assert post(server, "/v1/completions", {"prompt": "a", "max_tokens": 1}).status_code == 200
 
 
+NASTY: list[Any] = [
+    None, True, -1, 0, 1, 10**6, 2**31, 2**63 - 1, 2**64, 10**400, 0.5, 1e308, "", "a", "\x00",
+    "\ud800", "<|im_end|>", "(a+)+$", [], [[]], [None], [""], ["a"], [0], [2**63], [[[0]]], {},
+    {"0": 100}, {"-1": 1}, {"99999999999999999999": 1}, {"\ud800": None},
+    [{"type": "function", "function": {"name": "f", "parameters": {"type": "z", "pattern": "("}}}],
+    {"type": "json_schema", "json_schema": {"name": "a", "schema": {"pattern": "(a+)+$"}}},
+    [{"role": "user", "content": None}], [{"role": "zebra", "content": [{"type": "text"}]}],
+    [{"role": "assistant", "tool_calls": [{"function": {"name": "x", "arguments": "{"}}]}],
+]  # fmt: skip
+"""What no field expects, or expects only just."""
+
+
+def nasty_requests() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each field with each nasty value; then several fields at once."""
+    from jackfield.entrypoints.openai.protocol import ChatRequest, CompletionRequest
+
+    draw = random.Random(4)
+    for route, kind, base in (
+        ("/v1/completions", CompletionRequest, {"prompt": "a"}),
+        ("/v1/chat/completions", ChatRequest, {"messages": [{"role": "user", "content": "a"}]}),
+    ):
+        fields = [*kind.__struct_fields__, "zebra"]
+        given = {**base, "max_tokens": 2}
+        for field in fields:
+            yield from ((route, {**given, field: value}) for value in NASTY)
+        accepted = {
+            "n": [1, 3], "seed": [0, 2**63 - 1, -(2**63)], "temperature": [0, 1e-300, 1e-9, 100],
+            "top_k": [-1, 1, 2**31, 2**63 - 1], "top_p": [1e-300, 1], "min_p": [0, 1],
+            "logit_bias": [{"0": -100}, {"5": 100}], "allowed_token_ids": [[3], [3, 4, 3]],
+            "presence_penalty": [-2, 2], "frequency_penalty": [-2, 2],
+            "repetition_penalty": [0.01, 100], "min_tokens": [0, 2], "stop": [["a"], ["\x00"]],
+            "stop_token_ids": [[3]], "bad_words": [["a"], ["a b c"]], "ignore_eos": [True],
+            "prompt_logprobs": [0, 20], "truncate_prompt_tokens": [-1, 1], "stream": [True],
+            "priority": [2**62, -(2**62)], "cache_salt": ["a"], "max_tokens": [1, 2**63 - 1],
+        }  # fmt: skip
+        for _ in range(150):
+            chosen = draw.sample(sorted(accepted), draw.randrange(2, 9))
+            body = {**given, **{field: draw.choice(accepted[field]) for field in chosen}}
+            if body["max_tokens"] > 2:
+                body["stop_token_ids"] = list(range(312))
+                body.pop("min_tokens", None)
+            elif "allowed_token_ids" in chosen:
+                body.pop("stop_token_ids", None)  # With min_tokens, nothing would be left.
+            yield route, body
+
+
+def test_no_request_crashes_the_engine_or_the_server(server: Any) -> None:
+    """A refusal or an answer, whatever a field holds and whatever fields come together."""
+    headers = {"Authorization": "Bearer secret", "Content-Type": "application/json"}
+    answered = refused = 0
+    with httpx.Client(base_url=server.url, headers=headers, timeout=30) as client:
+        for route, body in nasty_requests():
+            answer = client.post(route, content=json.dumps(body))
+            assert answer.status_code in (200, 400, 404, 501), (route, body, answer.text[:300])
+            assert '"finish_reason":"error"' not in answer.text, (route, body)
+            assert server.engine.dead_reason is None, (route, body)
+            answered += answer.status_code == 200
+            refused += answer.status_code == 400
+    assert answered > 300 and refused > 1000
+    assert server.becomes(lambda engine: engine.stats().kv_blocks_used == 0)
+
+
+def test_parameters_out_of_every_range_are_refused_by_name() -> None:
+    for name in ("n", "max_tokens", "min_tokens", "top_k", "seed", "logprobs", "prompt_logprobs",
+                 "truncate_prompt_tokens", "temperature", "top_p", "min_p", "presence_penalty",
+                 "frequency_penalty", "repetition_penalty"):  # fmt: skip
+        for value in (10**400, -(10**400), float("nan"), float("inf")):
+            with pytest.raises(InvalidRequest) as caught:
+                SamplingParams(**{name: value})
+            assert caught.value.param == name
+
+
 def test_large_bodies_and_headers_are_refused(server: Any) -> None:
     assert post(server, "/v1/completions", {"prompt": "a" * (1 << 17)}).status_code == 413
     deep = '{"prompt":' + "[" * 20_000
@@ -242,6 +318,42 @@ def test_large_bodies_and_headers_are_refused(server: Any) -> None:
     answer = httpx.get(server.url + "/health", headers={"X-Long": "a" * 100_000})
     assert answer.status_code in (400, 431)
     assert httpx.get(server.url + "/health").status_code == 200
+
+
+def test_a_small_body_cannot_unpack_into_a_large_one(server: Any) -> None:
+    packer = zlib.compressobj(9, wbits=31)
+    parts = [packer.compress(b'{"prompt": "')]
+    parts += [packer.compress(b"a" * (1 << 20)) for _ in range(60)]
+    bomb = b"".join([*parts, packer.compress(b'"}'), packer.flush()])
+    assert len(bomb) < 1 << 16, "small enough to be let in"
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    headers = {
+        "Authorization": "Bearer secret",
+        "Content-Type": "application/json",
+        "Content-Encoding": "gzip",
+    }
+    answer = httpx.post(server.url + "/v1/completions", content=bomb, headers=headers, timeout=60)
+    assert answer.status_code in (400, 413)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak < 20 << 10, "KiB"
+    assert httpx.get(server.url + "/health").status_code == 200
+
+
+def test_a_request_cannot_write_headers_or_make_metrics(server: Any) -> None:
+    def names() -> int:
+        return len(httpx.get(server.url + "/metrics").text.splitlines())
+
+    post(server, "/v1/completions", {"prompt": "a", "max_tokens": 1})
+    before = names()
+    for number in range(20):
+        body = {"prompt": "a", "max_tokens": 1, "user": f"u{number}", "model": f"m{number}"}
+        post(server, "/v1/completions", body)
+        httpx.get(f"{server.url}/nowhere/{number}")
+        body = {"prompt": "a", "max_tokens": 1, "request_id": f"a\r\nSet-Cookie: b={number}"}
+        answer = post(server, "/v1/completions", body)
+        assert "set-cookie" not in answer.headers
+    assert names() == before
+    answer = post(server, "/v1/completions", {"prompt": "a"}, **{"X-Request-Id": "a" * 5000})
+    assert len(answer.headers["X-Request-Id"]) <= 128
 
 
 def test_tool_parsing_takes_linear_time() -> None:

@@ -42,7 +42,7 @@ from ..types import (
 )
 from .admission import Admission
 from .output import OutputStream, RequestState
-from .resolve import resolve_config
+from .resolve import check_names, resolve_config
 from .step_loop import StepLoop
 
 logger = logging.getLogger("jackfield.engine")
@@ -92,6 +92,7 @@ class AsyncEngine:
             raise EngineStopped("this engine was started before; make a new one")
         self._started = True
         began = time.monotonic()
+        check_names(self.config, self.plugins)
         self.config = resolve_config(self.config)
         self.model_config = await asyncio.to_thread(resolve_model_config, self.config)
         executor_class = self.plugins["executor"].load(self.config.executor)
@@ -383,9 +384,9 @@ class AsyncEngine:
             if update.finished:
                 assert request.finish_reason is not None
                 completion.finish(request.finish_reason, request.stop_reason)
+            state.changed.set()
             if completion.finish_reason is not None:
                 self._ended(state, request.request_id)
-            state.changed.set()
 
     def _observe_tokens(self, state: RequestState, count: int) -> None:
         before = state.timings.last_token

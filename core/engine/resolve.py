@@ -6,8 +6,16 @@ import msgspec
 import torch
 
 from ..config import EngineConfig
-from ..errors import ConfigError
+from ..errors import ConfigError, PluginError
+from ..registry import Plugins
 
+NAMED = {
+    "executor": "executor",
+    "scheduling_policy": "schedule_policy",
+    "reasoning_parser": "reasoning_parser",
+    "tool_call_parser": "tool_parser",
+}
+"""Options that name a plugin → its kind. The worker looks after the others, which need a device."""
 TOKEN_BUDGET = {"cuda": 8192, "cpu": 2048}
 
 
@@ -25,3 +33,15 @@ def resolve_config(config: EngineConfig) -> EngineConfig:
     if budget < config.max_num_seqs:
         config = msgspec.structs.replace(config, max_num_seqs=budget)
     return msgspec.structs.replace(config, device=device, max_num_batched_tokens=budget)
+
+
+def check_names(config: EngineConfig, plugins: Plugins) -> None:
+    """Import what the options name. Raises ConfigError with the option's name."""
+    for option, kind in NAMED.items():
+        name = getattr(config, option)
+        if name is None:
+            continue
+        try:
+            plugins[kind].load(name)
+        except PluginError as error:
+            raise ConfigError(f"{option}: {error}", param=option) from error

@@ -55,12 +55,6 @@ def run(argv: list[str]) -> int:
     try:
         config = engine_config(args, args.model_flag or args.model)
         plugins = load_plugins(disable=config.disable_plugins)
-        for kind, name in (
-            ("reasoning_parser", config.reasoning_parser),
-            ("tool_parser", config.tool_call_parser),
-        ):
-            if name is not None:
-                plugins[kind].load(name)
         from ..openai.context import ServerOptions
         from ..openai.server import Listen, serve
 

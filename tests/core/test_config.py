@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
 
-from jackfield import EngineConfig
+from jackfield import AsyncEngine, EngineConfig
 from jackfield.core.errors import ConfigError
 
 NONSENSE: dict[str, list[Any]] = {
@@ -56,6 +57,24 @@ def test_nonsense_is_refused_by_name(name: str, value: Any) -> None:
         ({"block_size": 0}, "block_size"),
         ({"max_num_seqs": 0}, "max_num_seqs"),
         ({"num_gpu_blocks_override": 1}, "num_gpu_blocks_override"),
+        ({"gpu_memory_utilization": float("nan")}, "gpu_memory_utilization"),
+        ({"cpu_kvcache_space": float("nan")}, "cpu_kvcache_space"),
+        ({"cpu_kvcache_space": float("inf")}, "cpu_kvcache_space"),
+        ({"cpu_kvcache_space": 0}, "cpu_kvcache_space"),
+        ({"block_size": 4096}, "block_size"),
+        ({"max_num_batched_tokens": 0}, "max_num_batched_tokens"),
+        ({"max_model_len": 0}, "max_model_len"),
+        ({"max_waiting_requests": 0}, "max_waiting_requests"),
+        ({"long_prefill_token_threshold": -1}, "long_prefill_token_threshold"),
+        ({"max_logprobs": -2}, "max_logprobs"),
+        ({"seed": 2**64}, "seed"),
+        ({"seed": -(2**64)}, "seed"),
+        ({"served_model_name": ("a", "")}, "served_model_name"),
+        ({"served_model_name": ("a", 3)}, "served_model_name"),
+        ({"disable_plugins": ("a", None)}, "disable_plugins"),
+        ({"hf_overrides": ["a"]}, "hf_overrides"),
+        ({"hf_overrides": {3: 4}}, "hf_overrides"),
+        ({"kv_cache_dtype": "int4"}, "kv_cache_dtype"),
         ({"device": "tpu"}, "device"),
         ({"dtype": "float8"}, "dtype"),
         ({"tensor_parallel_size": 2}, "tensor_parallel_size"),
@@ -82,3 +101,24 @@ def test_values_out_of_range_or_at_odds_are_refused_by_name(
 def test_an_unknown_option_is_refused_with_the_nearest_one() -> None:
     with pytest.raises(ConfigError, match="did you mean max_num_seqs"):
         EngineConfig.from_options({"max_num_seq": 3})
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["executor", "scheduling_policy", "reasoning_parser", "tool_call_parser", "attention_backend",
+     "operations", "load_format"],
+)  # fmt: skip
+async def test_the_name_of_no_plugin_is_refused_before_anything_runs(name: str) -> None:
+    """With the option's name and what there is."""
+    before = {thread.name for thread in threading.enumerate()}
+    engine = AsyncEngine(EngineConfig(**{"device": "cpu", name: "zebra"}))
+    with pytest.raises(ConfigError, match=f"^{name}: no .* named 'zebra' .there are: ") as caught:
+        await engine.start()
+    assert caught.value.param == name
+    left = {thread.name for thread in threading.enumerate()} - before
+    assert not [thread for thread in left if "jackfield" in thread]
+
+
+def test_lists_and_single_strings_become_tuples() -> None:
+    made = EngineConfig(served_model_name="one", disable_plugins=["a", "b"])  # type: ignore[arg-type]
+    assert (made.served_model_name, made.disable_plugins) == (("one",), ("a", "b"))

@@ -30,7 +30,7 @@ def jackfield(*argv: str) -> subprocess.CompletedProcess[str]:
         (["serve", "--max-num-seqs", "0"], 2, "max_num_seqs"),
         (["serve", "--max-num-seqs", "many"], 2, "--max-num-seqs"),
         (["serve", "/no/such/folder"], 1, "neither a folder here nor a hub name"),
-        (["serve", "--tool-call-parser", "herms"], 1, "did you mean 'hermes'?"),
+        (["serve", "--tool-call-parser", "herms"], 2, "did you mean 'hermes'?"),
         (["serve", "--attention-backend", "tritn"], 2, "attention_backend"),
         (["serve", "--trust-remote-code"], 2, "trust_remote_code"),
         (["serve", "--tensor-parallel-size", "2"], 2, "tensor_parallel_size"),

@@ -112,3 +112,51 @@ async def test_a_budget_below_the_context_needs_chunks(checkpoint: Path) -> None
             async for _ in engine.generate([3] * 65, SamplingParams(max_tokens=1)):
                 pass
         assert len(await finish(engine, "next", [])) == 6
+
+
+async def test_a_prompt_beyond_the_budget_is_refused_with_the_options_name(
+    checkpoint: Path,
+) -> None:
+    """The context would hold it, a step without chunks does not."""
+    narrow = config(
+        checkpoint, enable_chunked_prefill=False, max_num_batched_tokens=64, max_model_len=None
+    )
+    params = SamplingParams(max_tokens=2, ignore_eos=True)
+    async with AsyncEngine(narrow) as engine:
+        with pytest.raises(InvalidRequest, match=r"65 tokens.*64 \(max_num_batched_tokens\)") as e:
+            await anext(engine.generate([3] * 65, params))
+        assert e.value.param == "prompt"
+        assert (engine.stats().kv_blocks_used, engine.stats().num_requests_waiting) == (0, 0)
+        last = [out async for out in engine.generate([3] * 64, params)][-1]
+        assert len(last.outputs[0].token_ids) == 2
+
+
+async def test_an_urgent_request_takes_the_blocks_of_a_running_one(checkpoint: Path) -> None:
+    """It ends first though it came last, and the one it displaced says what it says alone."""
+
+    def params(count: int) -> SamplingParams:
+        return SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)
+
+    async def tokens(engine: AsyncEngine, name: str, count: int, priority: int) -> list[int]:
+        prompt = [len(name)] * 30
+        async for out in engine.generate(prompt, params(count), request_id=name, priority=priority):
+            last = out
+        order.append(name)
+        return list(last.outputs[0].token_ids)
+
+    order: list[str] = []
+    made = config(
+        checkpoint, scheduling_policy="priority", max_num_seqs=4, block_size=4,
+        num_gpu_blocks_override=26, enable_prefix_caching=False,
+    )  # fmt: skip
+    async with AsyncEngine(made) as engine:
+        alone = await tokens(engine, "patient", 60, 9)
+        order.clear()
+        patient = asyncio.create_task(tokens(engine, "patient", 60, 9))
+        while not engine.stats().num_requests_running:
+            await asyncio.sleep(0)
+        urgent = asyncio.create_task(tokens(engine, "urgent", 40, 0))
+        assert await patient == alone
+        assert len(await urgent) == 40
+        assert order == ["urgent", "patient"]
+        assert engine.stats().num_preemptions > 0

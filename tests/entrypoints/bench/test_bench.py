@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -88,6 +89,19 @@ def test_engines_are_compared_in_fresh_processes(
     own, peer = lines[1]["measured"]["ms_per_token"], lines[3]["measured"]["ms_per_token"]
     told = capsys.readouterr().out
     assert "ours/transformers" in told and f"{own / peer:.4g}" in told
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+def test_kernels_are_timed_beside_their_floors(tmp_path: Path) -> None:
+    out = tmp_path / "results.jsonl"
+    names = ["rms_norm", "silu_mul", "decode_inputs", "choose_tokens"]
+    options = ["--device", "cpu", "--repeats", "1", "--output", str(out)]
+    assert run(["kernels", *names, *options]) == 0
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    assert {line["workload"] for line in lines} == set(names) and len(lines) == 12
+    for line in lines:
+        assert line["measured"]["us"] > line["floor"]["us"] > 0
+    assert run(["kernels", "no_such_kernel", *options]) != 0
 
 
 def test_mistakes_are_told(capsys: pytest.CaptureFixture[str]) -> None:
