@@ -188,7 +188,10 @@ class Session:
                 backend.run([Ask([1, 2, 3], 1)])
                 first = time.time() - args.began - apart
                 times = {"ready_s": round(ready, 3), "first_token_s": round(first, 3)}
-                emitter.emit({"workload": "start", "measured": times})
+                started: Record = {"workload": "start", "measured": times}
+                if ceilings is not None and args.ceilings in (None, "measure"):
+                    started["at"] = {"not counted": "measuring the card, and loading torch for it"}
+                emitter.emit(started)
                 status = self._measure_all(bench, emitter)
             finally:
                 backend.close()
