@@ -16,6 +16,12 @@ from ..config import EngineConfig
 from ..errors import ConfigError, LoadError
 
 EMBEDDED_MODEL = Path(__file__).resolve().parents[2] / "plugins" / "models" / "embedded"
+SIZES = (
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "vocab_size", "max_position_embeddings",
+)  # fmt: skip
+"""Where config.json has one of these numbers, it is 1 to LARGEST_SIZE."""
+LARGEST_SIZE = 2**31 - 1
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "*.txt"]
 
@@ -66,6 +72,7 @@ def resolve_model_config(config: EngineConfig) -> ModelConfig:
         raise ConfigError(f"model: {folder}/config.json names no architecture", param="model")
     if not isinstance(getattr(hf_config, "vocab_size", None), int):
         raise ConfigError(f"model: {folder}/config.json gives no vocab_size", param="model")
+    _check_sizes(folder, hf_config)
     quantization = getattr(hf_config, "quantization_config", None)
     if quantization is not None or config.quantization is not None:
         method = config.quantization or dict(quantization or {}).get("quant_method", "unknown")
@@ -136,11 +143,28 @@ def _read_config(folder: Path, overrides: dict[str, Any] | None) -> Any:
 def _read_object(path: Path) -> dict[str, Any]:
     try:
         read = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise LoadError(f"model: {path} cannot be read: {error}", param="model") from error
     if not isinstance(read, dict):
         raise LoadError(f"model: {path} holds no JSON object", param="model")
     return read
+
+
+def _check_sizes(folder: Path, hf_config: Any) -> None:
+    sizes = {name: getattr(hf_config, name, None) for name in SIZES}
+    for name, value in sizes.items():
+        if isinstance(value, int) and not 1 <= value <= LARGEST_SIZE:
+            raise ConfigError(
+                f"model: {folder}/config.json has {name} {value}, which is no size of a model",
+                param="model",
+            )
+    heads, kv_heads = sizes["num_attention_heads"], sizes["num_key_value_heads"]
+    if isinstance(heads, int) and isinstance(kv_heads, int) and heads % kv_heads:
+        raise ConfigError(
+            f"model: {folder}/config.json has num_attention_heads {heads}, which is no multiple of "
+            f"num_key_value_heads {kv_heads}",
+            param="model",
+        )
 
 
 def _resolve_dtype(config: EngineConfig, hf_config: Any) -> torch.dtype:
@@ -195,16 +219,17 @@ def rope_parameters(hf_config: Any) -> dict[str, Any]:
 
 
 def _eos_token_ids(folder: Path, hf_config: Any) -> frozenset[int]:
-    found: set[int] = set()
+    """Without the ids that the vocabulary does not have: they never come."""
+    found: list[Any] = []
 
     def collect(value: Any) -> None:
         if isinstance(value, int):
-            found.add(value)
+            found.append(value)
         elif isinstance(value, list):
-            found.update(value)
+            found.extend(value)
 
     collect(getattr(hf_config, "eos_token_id", None))
     generation = folder / "generation_config.json"
     if generation.is_file():
         collect(_read_object(generation).get("eos_token_id"))
-    return frozenset(found)
+    return frozenset(t for t in found if isinstance(t, int) and 0 <= t < hf_config.vocab_size)

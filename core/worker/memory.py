@@ -47,7 +47,7 @@ def num_kv_blocks(
     return int(blocks)
 
 
-def explain_oom(error: torch.OutOfMemoryError, doing: str) -> OutOfMemory:
+def explain_oom(error: RuntimeError, doing: str) -> OutOfMemory:
     """What to change when the device ran out of memory while `doing`."""
     return OutOfMemory(
         f"out of device memory while {doing}: lower gpu_memory_utilization, max_num_batched_tokens "

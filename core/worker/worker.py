@@ -69,6 +69,10 @@ class Worker:
             return self._start()
         except torch.OutOfMemoryError as error:
             raise explain_oom(error, "starting the engine") from error
+        except RuntimeError as error:  # What torch raises for a CPU has no type of its own.
+            if "can't allocate memory" not in str(error):
+                raise
+            raise explain_oom(error, "starting the engine") from error
 
     @torch.inference_mode()
     def _start(self) -> ExecutorInfo:

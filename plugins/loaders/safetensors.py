@@ -57,7 +57,7 @@ def checkpoint_files(folder: Path) -> list[Path]:
     try:
         names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
         paths = [Path(name) for name in names]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise LoadError(f"{INDEX} cannot be read: {type(error).__name__}: {error}") from error
     files = []
     for name, path in zip(names, paths, strict=True):

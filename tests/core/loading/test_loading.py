@@ -18,7 +18,7 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from jackfield import AsyncEngine, EngineConfig, SamplingParams, hookimpl
-from jackfield.core.errors import ConfigError, LoadError
+from jackfield.core.errors import ConfigError, LoadError, OutOfMemory
 from jackfield.core.loading.build import build_model
 from jackfield.core.loading.model_config import (
     EMBEDDED_MODEL,
@@ -250,7 +250,7 @@ def test_index_cannot_name_a_file_outside_its_folder(
 
 
 @pytest.mark.parametrize(
-    "text", ["{", "[]", "{}", '{"weight_map": []}', '{"weight_map": {"a": 3}}',
+    "text", ["{", "[" * 100_000, "[]", "{}", '{"weight_map": []}', '{"weight_map": {"a": 3}}',
              '{"weight_map": {"a": null}}', '{"weight_map": {"a": ["b"]}}'],
 )  # fmt: skip
 def test_index_that_is_none(checkpoint: Callable[..., Path], text: str) -> None:
@@ -285,6 +285,52 @@ def offsets_past_the_end(data: bytes) -> bytes:
     return struct.pack("<Q", len(written)) + written + data[8 + length :]
 
 
+def with_header(data: bytes, header: Any) -> bytes:
+    written = header if isinstance(header, bytes) else json.dumps(header).encode()
+    (length,) = struct.unpack("<Q", data[:8])
+    return struct.pack("<Q", len(written)) + written + data[8 + length :]
+
+
+def with_entry(data: bytes, **changes: Any) -> bytes:
+    """The norm's entry of the header, changed."""
+    (length,) = struct.unpack("<Q", data[:8])
+    header = json.loads(data[8 : 8 + length])
+    header["model.norm.weight"].update(changes)
+    return with_header(data, header)
+
+
+def two_tensors_in_one_place(data: bytes) -> bytes:
+    return with_entry(data, data_offsets=[0, 256])
+
+
+def offsets_backwards(data: bytes) -> bytes:
+    return with_entry(data, data_offsets=[512, 256])
+
+
+def negative_shape(data: bytes) -> bytes:
+    return with_entry(data, shape=[-64])
+
+
+def overflowing_shape(data: bytes) -> bytes:
+    return with_entry(data, shape=[2**62, 4])
+
+
+def unknown_type(data: bytes) -> bytes:
+    return with_entry(data, dtype="PICKLE")
+
+
+def deep_header(data: bytes) -> bytes:
+    return with_header(data, b"[" * 100_000)
+
+
+def header_that_is_no_text(data: bytes) -> bytes:
+    return with_header(data, b"\xff\xfe{}")
+
+
+def bytes_behind_the_end(data: bytes) -> bytes:
+    return data + b"more"
+
+
 def a_pickle(data: bytes) -> bytes:
     return (
         b"\x80\x04\x95\x1a\x00\x00\x00\x00\x00\x00\x00\x8c\x05posix\x94\x8c\x06system\x94\x93\x94."
@@ -292,8 +338,11 @@ def a_pickle(data: bytes) -> bytes:
 
 
 @pytest.mark.parametrize(
-    "damage", [truncated, cut_in_the_header, empty, huge_header, offsets_past_the_end, a_pickle]
-)
+    "damage",
+    [truncated, cut_in_the_header, empty, huge_header, offsets_past_the_end, offsets_backwards,
+     two_tensors_in_one_place, negative_shape, overflowing_shape, unknown_type, deep_header,
+     header_that_is_no_text, bytes_behind_the_end, a_pickle],
+)  # fmt: skip
 def test_damaged_file_is_refused(
     checkpoint: Callable[..., Path], damage: Callable[[bytes], bytes]
 ) -> None:
@@ -301,6 +350,42 @@ def test_damaged_file_is_refused(
     file = folder / WEIGHTS
     file.write_bytes(damage(file.read_bytes()))
     refused(folder, WEIGHTS, "not a safetensors file")
+
+
+def test_a_device_where_weights_should_be_is_refused(checkpoint: Callable[..., Path]) -> None:
+    folder = checkpoint()
+    (folder / WEIGHTS).unlink()
+    (folder / WEIGHTS).symlink_to("/dev/zero")
+    refused(folder, WEIGHTS, "not a safetensors file")
+
+
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
+async def test_end_tokens_beyond_the_vocabulary_never_come(
+    checkpoint: Callable[..., Path], file: str
+) -> None:
+    """Nor do they reach the sampler, which masks end tokens for `min_tokens`."""
+    folder = checkpoint()
+    edit_json(folder / file, eos_token_id=[2, 10**9, -1])
+    config = EngineConfig(
+        model=str(folder), device="cpu", skip_tokenizer_init=True, attention_backend="torch",
+        max_model_len=64,
+    )  # fmt: skip
+    async with AsyncEngine(config) as engine:
+        assert engine.model_config.eos_token_ids == {2}
+        params = SamplingParams(max_tokens=4, min_tokens=4)
+        last = [out async for out in engine.generate([3, 4], params)][-1]
+        assert len(last.outputs[0].token_ids) == 4
+
+
+async def test_a_cache_beyond_the_memory_is_told_as_such(checkpoint: Callable[..., Path]) -> None:
+    config = EngineConfig(
+        model=str(checkpoint()), device="cpu", skip_tokenizer_init=True,
+        attention_backend="torch", num_gpu_blocks_override=2**40,
+    )  # fmt: skip
+    engine = AsyncEngine(config)
+    with pytest.raises(OutOfMemory, match="out of device memory while starting"):
+        await engine.start()
+    await engine.stop()
 
 
 async def test_engine_that_cannot_load_says_why_and_leaves_nothing_behind(
@@ -319,7 +404,7 @@ async def test_engine_that_cannot_load_says_why_and_leaves_nothing_behind(
 # ---------------------------------------------------------------- config.json
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "3", "\ufeff{}"])
+@pytest.mark.parametrize("text", ["", "{", "[" * 100_000, "[]", "3", "\ufeff{}"])
 def test_config_that_is_no_json_object(checkpoint: Callable[..., Path], text: str) -> None:
     folder = checkpoint()
     (folder / "config.json").write_text(text)
@@ -337,6 +422,14 @@ def test_generation_config_that_is_no_json_object(checkpoint: Callable[..., Path
     [
         ({"hidden_size": "wide"}, "hidden_size"),
         ({"hidden_size": 63}, "63"),
+        ({"hidden_size": 0}, "hidden_size 0"),
+        ({"num_hidden_layers": -1}, "num_hidden_layers"),
+        ({"vocab_size": 2**60}, "vocab_size"),
+        ({"head_dim": -4}, "head_dim -4"),
+        ({"intermediate_size": 2**62}, "intermediate_size"),
+        ({"num_attention_heads": 0}, "config.json"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads 3"),
+        ({"max_position_embeddings": 10**12}, "max_position_embeddings"),
         ({"architectures": []}, "names no architecture"),
         ({"architectures": ["ZebraForCausalLM"]}, "'ZebraForCausalLM'"),
         ({"quantization_config": {"quant_method": "awq"}}, "'awq'"),
