@@ -21,6 +21,8 @@ import torch
 import triton
 import triton.language as tl
 
+from .launching import gdc_launch_dependents, gdc_wait, pdl_options
+
 MAX_SPLITS = 64
 MIN_SPLIT_TILES = 2
 """Tiles of keys that a split has at least: less would not pay for joining it."""
@@ -78,11 +80,14 @@ def _decode_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One program a (row, kv head, split). Scores are kept in units of log2."""
     row = tl.program_id(0)
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
+    if PDL:
+        gdc_wait()
     seq_len = tl.load(seq_lens_ptr + row)
     lower, first, end, per_split = _split_tiles(seq_len, num_splits, BLOCK_N, MIN_TILES, WINDOW)
     begin_tile = first + split * per_split
@@ -130,6 +135,8 @@ def _decode_kernel(
         acc = acc * decay[:, None] + tl.dot(weights.to(value.dtype), value, input_precision="ieee")
         m = m_new
 
+    if PDL:
+        gdc_launch_dependents()
     # A row of length 0 (padding) has total 0 and gives zeros.
     acc = acc / tl.where(total > 0.0, total, 1.0)[:, None]
     if SPLIT:
@@ -157,11 +164,15 @@ def _join_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One program a (row, query head): weigh the splits that had work by their share of the sum."""
     row = tl.program_id(0)
     head = tl.program_id(1)
     row64 = row.to(tl.int64)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     seq_len = tl.load(seq_lens_ptr + row)
     _, first, end, per_split = _split_tiles(seq_len, num_splits, BLOCK_N, MIN_TILES, WINDOW)
     offs_s = tl.arange(0, BLOCK_S)
@@ -274,6 +285,7 @@ def paged_attention_decode(
             )
         partial = workspace
         lse = workspace[num_rows * num_heads * num_splits * head_dim :]
+    options = pdl_options(query.device)
     _decode_kernel[(num_rows, num_kv_heads, num_splits)](
         out,
         partial,
@@ -304,8 +316,10 @@ def paged_attention_decode(
         BLOCK_M=max(16, triton.next_power_of_2(group)),
         BLOCK_N=block_n,
         BLOCK_D=block_d,
+        PDL=bool(options),
         num_warps=num_warps,
         num_stages=num_stages,
+        **options,
     )
     if num_splits > 1:
         _join_kernel[(num_rows, num_heads)](
@@ -323,6 +337,8 @@ def paged_attention_decode(
             BLOCK_N=block_n,
             BLOCK_S=triton.next_power_of_2(num_splits),
             BLOCK_D=block_d,
+            PDL=bool(options),
             num_warps=4,
+            **options,
         )
     return out

@@ -69,7 +69,7 @@ class Run(NamedTuple):
     end_token: int
     max_query_len: int
     fresh: bool
-    """One long row with nothing cached: its keys and values are all in this step."""
+    """Long rows of one length with nothing cached: their keys and values are all in this step."""
 
 
 class Workspace(NamedTuple):
@@ -149,7 +149,11 @@ class TritonAttention:
                 runs.append(Run(first, row, int(starts[first]), int(starts[row]), most, False))
             if row < rows:
                 begin, end = int(starts[row]), int(starts[row + 1])
-                runs.append(Run(row, row + 1, begin, end, end - begin, True))
+                run = Run(row, row + 1, begin, end, end - begin, True)
+                if runs and runs[-1].fresh and runs[-1].max_query_len == run.max_query_len:
+                    before = runs.pop()
+                    run = run._replace(first_row=before.first_row, first_token=before.first_token)
+                runs.append(run)
             first = row + 1
         return TritonMetadata(layout, decode_rows, tuple(runs))
 
@@ -164,6 +168,8 @@ class TritonAttention:
     ) -> torch.Tensor:
         """query: [num_tokens, num_heads, head_dim] → the same shape; see the protocol."""
         layout, rows = metadata.layout, metadata.num_decode_rows
+        if len(metadata.runs) == 1 and not rows and _takes_dense(spec, metadata.runs[0]):
+            return _dense(spec, query, key, value, metadata.runs[0])
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         if rows:
             paged_attention_decode(
@@ -180,8 +186,8 @@ class TritonAttention:
             )
         for run in metadata.runs:
             tokens = slice(run.first_token, run.end_token)
-            if run.fresh and _dense_serves(spec, run.max_query_len):
-                out[tokens] = _dense(spec, query[tokens], key[tokens], value[tokens])
+            if _takes_dense(spec, run):
+                out[tokens] = _dense(spec, query[tokens], key[tokens], value[tokens], run)
                 continue
             paged_attention_prefill(
                 query,
@@ -270,24 +276,34 @@ class TritonAttention:
         return workspace
 
 
-def _dense_serves(spec: AttentionSpec, num_tokens: int) -> bool:
+def _takes_dense(spec: AttentionSpec, run: Run) -> bool:
     window = spec.sliding_window
     return (
-        spec.soft_cap is None
-        and (window is None or window >= num_tokens)
+        run.fresh
+        and spec.soft_cap is None
+        and (window is None or window >= run.max_query_len)
         and spec.head_dim % 8 == 0
         and spec.head_dim <= 128
     )
 
 
 def _dense(
-    spec: AttentionSpec, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    spec: AttentionSpec,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    run: Run,
 ) -> torch.Tensor:
-    """One whole row through cuDNN's kernel, which is faster than ours from some thousand tokens on.
+    """Whole rows of one length through cuDNN's kernel, which is faster than ours from some thousand
+    tokens on.
 
-    query: [tokens, num_heads, head_dim]; key, value: [tokens, num_kv_heads, head_dim]
+    query: [rows * tokens, num_heads, head_dim]; key, value: [rows * tokens, num_kv_heads, head_dim]
     """
-    queries, keys, values = (part.transpose(0, 1).unsqueeze(0) for part in (query, key, value))
+    rows = run.end_row - run.first_row
+    queries, keys, values = (
+        part.view(rows, run.max_query_len, *part.shape[1:]).transpose(1, 2)
+        for part in (query, key, value)
+    )
     with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):
         out: torch.Tensor = F.scaled_dot_product_attention(
             queries,
@@ -297,4 +313,4 @@ def _dense(
             scale=spec.scale,
             enable_gqa=spec.num_heads != spec.num_kv_heads,
         )
-    return out[0].transpose(0, 1)
+    return out.transpose(1, 2).flatten(0, 1)

@@ -23,7 +23,7 @@ from triton.compiler import ASTSource
 
 from jackfield.kernels import (
     choose_tokens, decode_inputs, fused_decode_attention, gemv, heads, paged_attention_decode,
-    paged_attention_prefill, rms_norm, silu_mul,
+    paged_attention_prefill, rms_norm, silu_mul, skinny,
 )
 
 COMMON = {"HEAD_DIM": 128, "BLOCK_SIZE": 16, "WINDOW": 0, "SOFT_CAP": 0.0, "NUM_HEADS": 32}
@@ -46,12 +46,20 @@ KERNELS = [
      {**COMMON, "NUM_KV_HEADS": 8, "HALF": 64, "ROTATE": True, "NORM_QUERY": True,
       "NORM_KEY": True, "CACHE": True, "GROUP": 8, "BLOCK_HALF": 64, "BLOCK_REST": 1,
       "PDL": True}, 2),
-    (paged_attention_decode._decode_kernel, {**COMMON, **DECODE, "SPLIT": True}, 4),
-    (paged_attention_decode._join_kernel, {**COMMON, **DECODE}, 4),
+    (paged_attention_decode._decode_kernel, {**COMMON, **DECODE, "SPLIT": True, "PDL": True}, 4),
+    (paged_attention_decode._join_kernel, {**COMMON, **DECODE, "PDL": True}, 4),
     (paged_attention_prefill._prefill_kernel,
      {**COMMON, "GROUP": 4, "BLOCK_M": 128, "BLOCK_N": 64, "BLOCK_D": 128}, 4),
-    (rms_norm._rms_norm_kernel, {"SIZE": 4096, "BLOCK": 4096}, 8),
+    (rms_norm._rms_norm_kernel, {"SIZE": 4096, "BLOCK": 4096, "PDL": True}, 8),
     (silu_mul._silu_mul_kernel, {"SIZE": 1000, "BLOCK": 1024}, 4),
+    (skinny._skinny_kernel,
+     {"N": 4096, "K": 4096, "SPLIT": 2, "GATED": False, "BIAS": False, "RESIDUAL": True,
+      "BLOCK_M": 32, "BLOCK_N": 64, "BLOCK_K": 128, "PREFETCH": "1024", "PDL": True,
+      "EARLY": True}, 4),
+    (skinny._skinny_kernel,
+     {"N": 3000, "K": 1000, "SPLIT": 1, "GATED": True, "BIAS": True, "RESIDUAL": False,
+      "BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_K": 64, "PREFETCH": None, "PDL": True,
+      "EARLY": False}, 4),
 ]
 TYPES = {
     "partial_ptr": "*fp32", "lse_ptr": "*fp32", "best_ptr": "*fp32", "counter_ptr": "*i32",
@@ -85,4 +93,4 @@ def test_every_kernel_compiles_for_a_hopper_gpu() -> None:
         [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert len(done.stdout.split()) == 12
+    assert len(done.stdout.split()) == 14
