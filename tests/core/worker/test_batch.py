@@ -23,7 +23,7 @@ def start(slot: int, tokens: int) -> SlotStart:
 
 
 def test_pointers_that_kernels_read_are_aligned_for_any_number_of_rows() -> None:
-    """Triton compiles a kernel for aligned pointers and again for others, in the middle of a step."""
+    """Triton compiles a kernel for aligned pointers, and again for others."""
     for rows in range(1, 9):
         batch = PersistentBatch(
             max_num_seqs=8, max_model_len=64, block_size=16, device=torch.device("cpu")
