@@ -231,8 +231,8 @@ def _eager(*args: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _flex(*args: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    options["return_aux"] = AuxRequest(lse=True)
-    out, aux = flex_attention(*args, enable_gqa=True, **options)
+    call: Any = flex_attention
+    out, aux = call(*args, enable_gqa=True, return_aux=AuxRequest(lse=True), **options)
     return out, aux.lse
 
 
