@@ -95,7 +95,8 @@ class PagedModel:
 
     def run(self, rows: Mapping[int, Sequence[int]]) -> dict[int, torch.Tensor]:
         """Slot → its next tokens, all in one step; → slot → logits [tokens, vocab] float32."""
-        parts = self.logits(self.hidden(rows)).split([len(tokens) for tokens in rows.values()])
+        every = self.logits(self.hidden(rows))
+        parts = torch.split(every, [len(tokens) for tokens in rows.values()])
         return dict(zip(rows, parts, strict=True))
 
     @torch.inference_mode()
@@ -170,12 +171,14 @@ class ModelKit:
     @pytest.fixture
     def reference_model(self) -> Any:
         """One for the class; change a copy."""
-        return _reference(type(self))
+        kit: Any = type(self)
+        return _reference(kit)
 
     @pytest.fixture
     def folder(self) -> Path:
         """The checkpoint, as `transformers` writes it; one for the class, so only to be read."""
-        return Path(_checkpoint(type(self)).name)
+        kit: Any = type(self)
+        return Path(_checkpoint(kit).name)
 
     @pytest.fixture
     def expected(self, reference_model: Any) -> Callable[[Sequence[int]], torch.Tensor]:
