@@ -180,6 +180,8 @@ class ToolCallStart(msgspec.Struct, frozen=True, tag="tool_call_start"):
 
     index: int
     name: str
+    id: str = ""
+    """The model's own id for the call, where its format has one that the template wants back."""
 
 
 class ToolCallArguments(msgspec.Struct, frozen=True, tag="tool_call_arguments"):
