@@ -37,7 +37,11 @@ class Marks:
     def begin(self, text: str, position: int) -> bool:
         """Whether what `text` has from `position`, if anything, is the beginning of a mark."""
         size = len(text) - position
-        return not size or (size < self.longest and text[position:] in self._beginnings)
+        return (
+            bool(self.texts)
+            if not size
+            else (size < self.longest and text[position:] in self._beginnings)
+        )
 
     def tail(self, text: str, position: int) -> int:
         """Where, from `position`, a tail begins that may become a mark; len(text) if nowhere."""
@@ -124,6 +128,10 @@ class Cursor:
                 return ""
             yield
         return self._text[self._at]
+
+    def rest(self) -> str:
+        """What is here and not consumed."""
+        return self._text[self._at :]
 
     def run(self, pattern: re.Pattern[str]) -> Read[str]:
         """Consume a run of characters; `pattern` is one class of characters, one or more times."""

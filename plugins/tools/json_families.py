@@ -43,6 +43,12 @@ class GraniteToolParser(JsonCallsParser):
     bare = "["
 
 
+class Granite20bFcToolParser(JsonCallsParser):
+    """`<function_call> {"name": "f", "arguments": {…}}`, once a call."""
+
+    open = ("<function_call>",)
+
+
 class InternLmToolParser(JsonCallsParser):
     """`<|action_start|><|plugin|>{"name": "f", "parameters": {…}}<|action_end|>`."""
 

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import secrets
+import string
+
 from ..parsing.cursor import SPACES, Read
 from ..parsing.json_calls import JsonCallsParser
 from ..parsing.named_calls import CallForm, NamedCallsParser, named_call
+
+_LETTERS = string.ascii_letters + string.digits
 
 
 class DeepSeekV3ToolParser(NamedCallsParser):
@@ -68,6 +73,11 @@ class MistralToolParser(JsonCallsParser):
     open = ("[TOOL_CALLS]",)
     markers = (*open, "[ARGS]", "[CALL_ID]")
     form = _MistralForm(open=open, name_end=("[ARGS]", "{"))
+
+    @staticmethod
+    def new_id() -> str:
+        """Nine letters and digits: the family's templates refuse other ids."""
+        return "".join(secrets.choice(_LETTERS) for _ in range(9))
 
     def section(self, source: list[str], *, weak: bool) -> Read[None]:
         """Calls after the mark, of either kind."""
