@@ -65,7 +65,12 @@ class JsonCallsParser(ToolMachine):
 
     def _bare_section(self) -> Read[None]:
         gap = yield from self.text.run(SPACES)
-        if self.bare and (yield from self.text.peek()) in tuple(self.bare):
+        if not self.bare:
+            self.answer.say(gap)
+        elif mark := (yield from self.text.accept(self._open)):
+            self.answer.say(gap)
+            self.text.back(mark)
+        elif (yield from self.text.peek()) in tuple(self.bare):
             yield from self.section([gap], weak=True)
         else:
             self.answer.say(gap)
@@ -83,7 +88,7 @@ class JsonCallsParser(ToolMachine):
                 answer.say("".join(source))
                 if call.started or not self.recovers:
                     return
-            source = []
+            source, gap = [], ""
             if self.recovers:
                 mark = yield from text.until(self._close_or_call, answer.say)
                 if mark != "{":
@@ -99,9 +104,9 @@ class JsonCallsParser(ToolMachine):
                     if (yield from sign(text, source, separator)):
                         break
                 if (yield from glance(text, source)) != "{":
-                    answer.say("".join(source))
+                    gap = "".join(source)
                     break
-        yield from closing(text, answer, self.close, self._close_or_open)
+        yield from closing(text, answer, self.close, self._close_or_open, gap)
 
 
 class JsonCall:

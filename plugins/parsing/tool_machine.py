@@ -106,22 +106,20 @@ class Answer:
 
 
 def closing(
-    text: Cursor, answer: Answer, close: Collection[str], close_or_open: Marks
-) -> Read[str]:
+    text: Cursor, answer: Answer, close: Collection[str], close_or_open: Marks, gap: str = ""
+) -> Read[None]:
     """Consume the mark that closes a call, if it comes before a mark that opens another.
 
-    A little junk before it is dropped. Returns the mark, or "" if it is missing.
+    `gap`, consumed before, and a little junk before the mark are dropped with it.
     """
-    if not close:
-        return ""
-    gap = yield from text.run(SPACES)
-    found = yield from text.until_within(close_or_open, MAX_JUNK)
-    if found is not None:
-        if found[1] in close:
-            return found[1]
-        text.back("".join(found))
+    gap += yield from text.run(SPACES)
+    if close:
+        found = yield from text.until_within(close_or_open, MAX_JUNK)
+        if found is not None:
+            if found[1] in close:
+                return
+            text.back("".join(found))
     answer.say(gap)
-    return ""
 
 
 def schemas(tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
