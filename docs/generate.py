@@ -318,8 +318,8 @@ def parsers() -> str:
     parts = [
         "# Parsers of model output\n\n",
         "Which tool-call and reasoning parsers are in the box, and for which models. Where vLLM "
-        "has the format too, the name is vLLM's. `jackfield plugins` lists these and what plugins add; "
-        "how to write one: [write a plugin](../how-to/write-a-plugin.md).\n",
+        "has the format too, the name is vLLM's. `jackfield plugins` lists these and what plugins "
+        "add; how to write one: [write a plugin](../how-to/write-a-plugin.md).\n",
     ]
     for kind, flag, about in (
         ("tool_parser", "--tool-call-parser", _TOOL_PARSERS),
