@@ -291,8 +291,10 @@ class ToolParserKit(ParserKit):
         opening = self.opening()
         if opening:
             yield opening, size // len(opening)
-            for text in ('{"a":', "[", '"' + "\\\\" * 50_000, "x" * 100_000, '"a": '):
-                yield opening + text * (size // len(text)), 1
+            for lead in ("", '"a": '):  # Where a value may stand, in Python and in JSON.
+                yield opening + lead + "[" * 1_000_000, 1
+                for text in ('{"a":', '"' + "\\\\" * 50_000, "x" * 100_000, '"a": '):
+                    yield opening + lead + text * (size // len(text)), 1
         for sample in self.samples[:1]:
             yield sample.text, size // len(sample.text)
 

@@ -69,6 +69,13 @@ class TestLlama3Json(ToolParserKit):
             calls=[("get_weather", '{"city": "Pa')],
         ),
         Sample("The set {1, 2}.", content="The set {1, 2}."),
+        Sample(
+            'I look: {"name": "get_weather", "parameters": {"city": "Paris"}}\n'
+            '{"name": "now", "parameters": {}} for {"city": "Paris"}',
+            content='I look:  for {"city": "Paris"}',
+            calls=[("get_weather", PARIS), ("now", {})],
+        ),
+        Sample('{"name": "f", "parameters": "x"}', content='{"name": "f", "parameters": "x"}'),
     ]
 
 
@@ -251,6 +258,7 @@ QWEN_TOOLS = [
         force="boolean",
         either={"type": ["integer", "string"]},
         mode={"$ref": "#/$defs/Mode"},
+        scale={"type": "float"},
     )
 ]
 QWEN_TOOLS[0]["function"]["parameters"]["$defs"] = {"Mode": {"enum": [1, 2]}}
@@ -271,7 +279,7 @@ class TestQwen3Coder(ToolParserKit):
             "<parameter=options>\n{'k': True}\n</parameter>\n"
             "<parameter=count>\n3\n</parameter>\n<parameter=ratio>\n-0.5\n</parameter>\n"
             "<parameter=force>\nTrue\n</parameter>\n<parameter=either>\n7\n</parameter>\n"
-            "<parameter=mode>\n2\n</parameter>\n<parameter=unknown>\n12\n</parameter>\n"
+            "<parameter=mode>\n2\n</parameter>\n<parameter=scale>\n2.5\n</parameter>\n<parameter=unknown>\n12\n</parameter>\n"
             "</function>\n</tool_call>\n<tool_call>\n<function=write>\n"
             "<parameter=options>\nnull\n</parameter>\n<parameter=count>\nmany\n</parameter>\n"
             "<parameter=either>\nseven\n</parameter>\n</function>\n</tool_call>",
@@ -290,6 +298,7 @@ class TestQwen3Coder(ToolParserKit):
                         "force": True,
                         "either": 7,
                         "mode": 2,
+                        "scale": 2.5,
                         "unknown": "12",
                     },
                 ),
@@ -399,6 +408,15 @@ class TestStep3(ToolParserKit):
             "</steptml:invoke><｜tool_call_end｜><｜tool_calls_end｜>",
             tools=[WEATHER],
             calls=[("get_weather", {"city": "Paris", "days": 2})],
+        ),
+        Sample(
+            "Both.\n<｜tool_calls_begin｜><｜tool_call_begin｜>function<｜tool_sep｜>edit\n"
+            '<steptml:invoke name="edit"><steptml:parameter name="old">    if x:\n'
+            "</steptml:parameter></steptml:invoke><｜tool_call_end｜><｜tool_sep｜>"
+            '<｜tool_call_begin｜><steptml:invoke name="now"></steptml:invoke>'
+            "<｜tool_call_end｜><｜tool_calls_end｜>",
+            content="Both.",
+            calls=[("edit", {"old": "    if x:\n"}), ("now", {})],
         ),
     ]
 
@@ -607,6 +625,10 @@ class TestOpenAI(ToolParserKit):
         ),
         Sample("Plain text, from the reasoning parser.", "Plain text, from the reasoning parser."),
         Sample("<|channel|>final<|message|>Hello.", content="Hello."),
+        Sample(
+            "<|channel|>commentary to=functions.now <|constrain|>json<|message|><|call|>",
+            calls=[("now", {})],
+        ),
     ]
 
 
