@@ -306,14 +306,6 @@ class ToolParserKit(ParserKit):
 
         self.property(check, text=st.text("aZé🙂 \n.,", max_size=40))
 
-    def test_arguments_arrive_before_the_call_ends(self) -> None:
-        """The first fragment of a call's arguments does not wait for the last."""
-        opening = self.opening()
-        if not opening:
-            pytest.skip("needs a sample with a complete call")
-        events = run(self.make(self.samples[0]), [opening])
-        assert not any(isinstance(event, ToolCallEnd) for event in events)
-
 
 class ReasoningParserKit(ParserKit):
     """For what `register_reasoning_parsers` registers."""

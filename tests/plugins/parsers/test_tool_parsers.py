@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from jackfield.core.protocols import ToolCallEnd
 from jackfield.core.registry import load_plugins
-from jackfield.plugins.conformance.parsers import Sample, ToolParserKit, tool
+from jackfield.plugins.conformance.parsers import Sample, ToolParserKit, run, tool
 
 PARIS = {"city": "Paris"}
 TRICKY = {"text": 'a "quoted" } ] brace\n\\ and </tool_call> \u00e9\u4e2d\U0001f600', "n": -1.5e3}
@@ -19,7 +20,16 @@ PARIS_JSON = '{"city": "Paris"}'
 WEATHER = tool("get_weather", city="string", days="integer", hourly="boolean")
 
 
-class TestHermes(ToolParserKit):
+class Kit(ToolParserKit):
+    """What the kit asks of everybody, and what the box asks of itself."""
+
+    def test_arguments_stream_before_they_are_complete(self) -> None:
+        opening = self.opening()
+        events = run(self.make(self.samples[0]), [opening])
+        assert opening and not any(isinstance(event, ToolCallEnd) for event in events)
+
+
+class TestHermes(Kit):
     name = "hermes"
     samples = [
         Sample(
@@ -42,7 +52,7 @@ class TestHermes(ToolParserKit):
     ]
 
 
-class TestLlama3Json(ToolParserKit):
+class TestLlama3Json(Kit):
     name = "llama3_json"
     samples = [
         Sample(
@@ -84,7 +94,7 @@ class TestLlama4Json(TestLlama3Json):
     examples = 5
 
 
-class TestLlama4Pythonic(ToolParserKit):
+class TestLlama4Pythonic(Kit):
     name = "llama4_pythonic"
     samples = [
         Sample(
@@ -103,7 +113,7 @@ class TestLlama4Pythonic(ToolParserKit):
     ]
 
 
-class TestPythonic(ToolParserKit):
+class TestPythonic(Kit):
     name = "pythonic"
     samples = [
         Sample(
@@ -146,7 +156,7 @@ class TestPythonic(ToolParserKit):
     ]
 
 
-class TestOlmo3(ToolParserKit):
+class TestOlmo3(Kit):
     name = "olmo3"
     samples = [
         Sample(
@@ -166,7 +176,7 @@ class TestOlmo3(ToolParserKit):
     ]
 
 
-class TestMistral(ToolParserKit):
+class TestMistral(Kit):
     name = "mistral"
     samples = [
         Sample(
@@ -197,7 +207,7 @@ class TestMistral(ToolParserKit):
         assert len(id) == 9 and id.isalnum() and id != self.parser_class.new_id()
 
 
-class TestDeepSeekV3(ToolParserKit):
+class TestDeepSeekV3(Kit):
     name = "deepseek_v3"
     samples = [
         Sample(
@@ -223,7 +233,7 @@ class TestDeepSeekV3(ToolParserKit):
     ]
 
 
-class TestDeepSeekV31(ToolParserKit):
+class TestDeepSeekV31(Kit):
     name = "deepseek_v31"
     samples = [
         Sample(
@@ -264,7 +274,7 @@ QWEN_TOOLS = [
 QWEN_TOOLS[0]["function"]["parameters"]["$defs"] = {"Mode": {"enum": [1, 2]}}
 
 
-class TestQwen3Coder(ToolParserKit):
+class TestQwen3Coder(Kit):
     name = "qwen3_coder"
     samples = [
         Sample(
@@ -329,7 +339,7 @@ class TestQwen3Xml(TestQwen3Coder):
     examples = 5
 
 
-class TestSeedOss(ToolParserKit):
+class TestSeedOss(Kit):
     name = "seed_oss"
     samples = [
         Sample(
@@ -341,7 +351,7 @@ class TestSeedOss(ToolParserKit):
     ]
 
 
-class TestGlm45(ToolParserKit):
+class TestGlm45(Kit):
     name = "glm45"
     samples = [
         Sample(
@@ -373,7 +383,7 @@ class TestGlm45(ToolParserKit):
     ]
 
 
-class TestMiniMaxM2(ToolParserKit):
+class TestMiniMaxM2(Kit):
     name = "minimax_m2"
     samples = [
         Sample(
@@ -398,7 +408,7 @@ class TestMiniMaxM2(ToolParserKit):
     ]
 
 
-class TestStep3(ToolParserKit):
+class TestStep3(Kit):
     name = "step3"
     samples = [
         Sample(
@@ -421,7 +431,7 @@ class TestStep3(ToolParserKit):
     ]
 
 
-class TestXlam(ToolParserKit):
+class TestXlam(Kit):
     name = "xlam"
     samples = [
         Sample(
@@ -452,7 +462,7 @@ class TestXlam(ToolParserKit):
     ]
 
 
-class TestMiniMax(ToolParserKit):
+class TestMiniMax(Kit):
     name = "minimax"
     samples = [
         Sample(
@@ -477,7 +487,7 @@ class TestMiniMax(ToolParserKit):
     ]
 
 
-class TestGranite(ToolParserKit):
+class TestGranite(Kit):
     name = "granite"
     samples = [
         Sample(
@@ -494,7 +504,7 @@ class TestGranite(ToolParserKit):
     ]
 
 
-class TestGranite20bFc(ToolParserKit):
+class TestGranite20bFc(Kit):
     name = "granite-20b-fc"
     samples = [
         Sample(
@@ -505,7 +515,7 @@ class TestGranite20bFc(ToolParserKit):
     ]
 
 
-class TestInternLm(ToolParserKit):
+class TestInternLm(Kit):
     name = "internlm"
     samples = [
         Sample(
@@ -525,7 +535,7 @@ class TestInternLm(ToolParserKit):
     ]
 
 
-class TestJamba(ToolParserKit):
+class TestJamba(Kit):
     name = "jamba"
     samples = [
         Sample(
@@ -542,7 +552,7 @@ class TestJamba(ToolParserKit):
     ]
 
 
-class TestPhi4MiniJson(ToolParserKit):
+class TestPhi4MiniJson(Kit):
     name = "phi4_mini_json"
     samples = [
         Sample(
@@ -559,7 +569,7 @@ class TestPhi4MiniJson(ToolParserKit):
     ]
 
 
-class TestKimiK2(ToolParserKit):
+class TestKimiK2(Kit):
     name = "kimi_k2"
     samples = [
         Sample(
@@ -586,7 +596,7 @@ class TestKimiK2(ToolParserKit):
     ]
 
 
-class TestHunyuanA13b(ToolParserKit):
+class TestHunyuanA13b(Kit):
     name = "hunyuan_a13b"
     samples = [
         Sample(
@@ -603,7 +613,7 @@ class TestHunyuanA13b(ToolParserKit):
     ]
 
 
-class TestOpenAI(ToolParserKit):
+class TestOpenAI(Kit):
     name = "openai"
     samples = [
         Sample(
