@@ -314,17 +314,20 @@ def _stated_api(entry_point: metadata.EntryPoint) -> object:
     return int(match[1]) if match else None
 
 
+_NO_HEADERS = {"Name": "", "Version": ""}
+
+
 def _discover() -> Iterator[tuple[metadata.EntryPoint, Provenance]]:
     """Entry points, Jackfield's own first, each once (a path may list a distribution twice)."""
     seen: set[tuple[str, str]] = set()
     points = []
+    known: dict[int, tuple[str, str]] = {}
+    """Name and version by distribution object: reading them parses a file."""
     for point in metadata.entry_points(group=hooks.PROJECT):
-        dist = point.dist
-        provenance = Provenance(
-            (dist.name if dist else None) or "unknown",
-            (dist.version if dist else None) or "",
-            point.name,
-        )
+        if id(point.dist) not in known:
+            headers: Any = point.dist.metadata if point.dist else _NO_HEADERS
+            known[id(point.dist)] = (headers["Name"] or "unknown", headers["Version"] or "")
+        provenance = Provenance(*known[id(point.dist)], point.name)
         key = (provenance.distribution, point.name)
         if key not in seen:
             seen.add(key)
