@@ -180,6 +180,8 @@ class ToolCallStart(msgspec.Struct, frozen=True, tag="tool_call_start"):
 
     index: int
     name: str
+    id: str = ""
+    """The model's own id for the call, where its format has one that the template wants back."""
 
 
 class ToolCallArguments(msgspec.Struct, frozen=True, tag="tool_call_arguments"):
@@ -202,7 +204,16 @@ class ReasoningParser(Protocol):
     """Splits thought from answer, for one request. Any cutting of the text gives the same fold.
 
     Never raises on text; linear time; events are `Content` and `Reasoning`.
+
+    A class may have two more attributes. `markers: tuple[str, ...]`: texts it looks for that may be
+    special tokens, which are shown to it then. `thinking_switch: tuple[str, bool]`: the chat
+    template's argument that turns thinking on or off, and what the template does without it;
+    default ("enable_thinking", True).
     """
+
+    reasoning_ended: bool
+    """Whether thought is over, or none is to come: what follows the text fed so far is answer, and
+    a grammar may hold from here. True as early as the text allows; once true, it stays true."""
 
     def __init__(self, *, thinking: bool = True) -> None:
         """`thinking`: whether the template lets this request think."""
@@ -215,7 +226,11 @@ class ReasoningParser(Protocol):
 class ToolParser(Protocol):
     """Finds tool calls in the answer, for one request. Rules as for `ReasoningParser`.
 
-    Events are `Content`, `ToolCallStart`, `ToolCallArguments`, `ToolCallEnd`.
+    Events are `Content`, `ToolCallStart`, `ToolCallArguments`, `ToolCallEnd`. Calls are numbered
+    from 0 and do not overlap; only a call with valid JSON for arguments has an end.
+
+    A class may have `markers`, as reasoning parsers have, and a function `new_id() -> str`: an id
+    for a call whose text has none, where the family's template wants a certain form.
     """
 
     def __init__(self, *, tools: Sequence[Mapping[str, Any]] = ()) -> None:

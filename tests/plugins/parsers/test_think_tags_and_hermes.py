@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from jackfield.core.protocols import ParserEvent, ToolCallEnd
 from jackfield.core.registry import load_plugins
 from jackfield.core.text.parsing import OutputParser, ParsedMessage, ParsedToolCall, fold
+from jackfield.plugins.parsing.json_scanner import JsonScanner
 from jackfield.plugins.reasoning.think_tags import Qwen3Reasoning
 from jackfield.plugins.tools.hermes import HermesToolParser
-from jackfield.plugins.tools.json_scanner import JsonScanner
 
 Make = Callable[[], Any]
 
