@@ -5,6 +5,8 @@ Torch is imported for type checking only, so that finding plugins stays cheap.
 
 from __future__ import annotations
 
+import functools
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeAlias, runtime_checkable
 
@@ -56,7 +58,12 @@ class Model(Protocol):
 
 
 class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """One layer's attention, as a backend needs to know it."""
+    """One layer's attention, as a backend needs to know it.
+
+    A field with a default is a feature: a layer that sets it is served only by backends that list
+    its name in `AttentionBackend.features`. So a backend that is older than a field cannot ignore
+    it unknowingly.
+    """
 
     num_heads: int
     num_kv_heads: int
@@ -66,27 +73,55 @@ class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Each query sees itself and the `sliding_window - 1` tokens before it."""
     soft_cap: float | None = None
     """logits = soft_cap * tanh(logits / soft_cap)"""
+    alibi_slopes: tuple[float, ...] | None = None
+    """[num_heads] A head's slope * (key's position - query's position) is added to its logits,
+    after the soft cap. Source: ALiBi (arXiv 2108.12409)."""
+    sinks: bool = False
+    """Each head has one more logit, learned, that takes part in the softmax and has no value;
+    `forward` gets them as `sinks`."""
+
+    @property
+    def features(self) -> frozenset[str]:
+        """Names of the optional fields that this layer sets."""
+        return frozenset(
+            name for name, default in _defaults(type(self)) if getattr(self, name) != default
+        )
 
 
-class AttentionBackend(Protocol):
-    """Causal attention over a paged KV cache, prefill and decode rows in one batch.
+@functools.cache
+def _defaults(spec: type[AttentionSpec]) -> tuple[tuple[str, Any], ...]:
+    """Name and default of each field that has one."""
+    fields = msgspec.structs.fields(spec)
+    return tuple((f.name, f.default) for f in fields if f.default is not msgspec.NODEFAULT)
+
+
+class AttentionBackend(ABC):
+    """Causal attention over a paged KV cache, prefill and decode rows in one batch. Subclass it.
 
     One instance serves a model; it may keep workspaces. The cache of one layer is
     [2 (key, value), num_blocks, block_size, num_kv_heads, head_dim]. Block 0 is the null block:
-    padding rows write there.
+    padding rows write there. Whether yours is right: `jackfield.plugins.conformance.attention`.
     """
 
     name: ClassVar[str]
-    graph_safe: ClassVar[bool]
+    features: ClassVar[frozenset[str]] = frozenset({"sliding_window", "soft_cap"})
+    """Optional fields of `AttentionSpec` that it knows of. The default is what there was in the
+    first version, and stays so; `supports` may still refuse one of them."""
+    graph_safe: ClassVar[bool] = False
     """Whether a decode-only `forward` may be captured in a CUDA graph."""
-    standard_cache: ClassVar[bool]
+    standard_cache: ClassVar[bool] = True
     """The cache has the layout above, and the step's keys and values are in it when `forward` is
     called; otherwise writing them is up to `forward`."""
 
     @classmethod
+    @abstractmethod
     def supports(cls, spec: AttentionSpec, device: torch.device, dtype: torch.dtype) -> str | None:
-        """None when it can serve this layer here, else the reason why not, in one clause."""
+        """None when it can serve this layer here, else the reason why not, in one clause.
 
+        Asked only about layers whose features it lists.
+        """
+
+    @abstractmethod
     def __init__(
         self,
         *,
@@ -98,9 +133,11 @@ class AttentionBackend(Protocol):
         max_model_len: int,
     ) -> None: ...
 
+    @abstractmethod
     def build_metadata(self, layout: BatchLayout) -> Any:
         """Once a step, before the first layer; what `forward` gets as `metadata`."""
 
+    @abstractmethod
     def forward(
         self,
         spec: AttentionSpec,
@@ -109,10 +146,14 @@ class AttentionBackend(Protocol):
         value: torch.Tensor,
         kv_cache: torch.Tensor,
         metadata: Any,
+        *,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attend to the cache. Where `standard_cache` is false, write key and value to it first.
 
-        query: [num_tokens, num_heads, head_dim]; key, value: [num_tokens, num_kv_heads, head_dim]
+        query: [num_tokens, num_heads, head_dim]; key, value: [num_tokens, num_kv_heads, head_dim];
+        sinks: [num_heads], given only for layers whose spec has them (a backend without that
+        feature needs no such argument)
         → [num_tokens, num_heads, head_dim]
         """
 
@@ -129,9 +170,10 @@ class AttentionBackend(Protocol):
         """All of it from the fused projection: cut into heads, norm, rotate, write, attend.
 
         qkv: [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]; the rest as for
-        `Operations.heads`. → as `forward`, or None, with nothing done, if this backend leaves
-        such a step to the operations and `forward`. Optional: a backend need not have it.
+        `Operations.heads`. → as `forward`, or None, with nothing done (the default): such a step
+        is left to the operations and `forward`. Not called for layers with sinks.
         """
+        return None
 
 
 # ---------------------------------------------------------------- quantization

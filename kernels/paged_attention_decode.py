@@ -57,6 +57,8 @@ def _decode_kernel(
     value_cache_ptr,
     block_table_ptr,
     seq_lens_ptr,
+    slopes_ptr,
+    sinks_ptr,
     scale,
     num_splits,
     stride_out_row,
@@ -73,6 +75,8 @@ def _decode_kernel(
     BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFT_CAP: tl.constexpr,
+    ALIBI: tl.constexpr,
+    SINKS: tl.constexpr,
     SPLIT: tl.constexpr,
     MIN_TILES: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -109,6 +113,8 @@ def _decode_kernel(
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     table = block_table_ptr + row64 * stride_table
     LOG2E: tl.constexpr = 1.4426950408889634
+    if ALIBI:
+        slope = tl.load(slopes_ptr + head, mask=offs_m < GROUP, other=0.0)
     for tile in range(begin_tile, end_tile):
         position = tile * BLOCK_N + offs_n
         valid = (position >= lower) & (position < seq_len)
@@ -121,6 +127,8 @@ def _decode_kernel(
         scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
         if SOFT_CAP > 0.0:
             scores = SOFT_CAP * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * scores / SOFT_CAP)))
+        if ALIBI:
+            scores += slope[:, None] * (position - seq_len + 1)[None, :]
         scores = tl.where(valid[None, :], scores * LOG2E, -float("inf"))
         # A tile always holds a visible position, so m_new is finite.
         m_new = tl.maximum(m, tl.max(scores, axis=1))
@@ -130,6 +138,12 @@ def _decode_kernel(
         acc = acc * decay[:, None] + tl.dot(weights.to(value.dtype), value, input_precision="ieee")
         m = m_new
 
+    if SINKS and not SPLIT:
+        sink = tl.load(sinks_ptr + head, mask=offs_m < GROUP, other=0.0).to(tl.float32) * LOG2E
+        m_new = tl.maximum(m, sink)
+        decay = tl.exp2(m - m_new)
+        total = total * decay + tl.exp2(sink - m_new)
+        acc = acc * decay[:, None]
     # A row of length 0 (padding) has total 0 and gives zeros.
     acc = acc / tl.where(total > 0.0, total, 1.0)[:, None]
     if SPLIT:
@@ -147,12 +161,14 @@ def _join_kernel(
     partial_ptr,
     lse_ptr,
     seq_lens_ptr,
+    sinks_ptr,
     num_splits,
     stride_out_row,
     stride_out_head,
     NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     WINDOW: tl.constexpr,
+    SINKS: tl.constexpr,
     MIN_TILES: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_S: tl.constexpr,
@@ -171,6 +187,9 @@ def _join_kernel(
     at = (row64 * NUM_HEADS + head) * num_splits + offs_s
     lse = tl.load(lse_ptr + at, mask=live, other=-float("inf"))
     highest = tl.max(lse, axis=0)
+    if SINKS:
+        sink = tl.load(sinks_ptr + head).to(tl.float32) * 1.4426950408889634
+        highest = tl.maximum(highest, sink)
     weights = tl.exp2(lse - tl.where(highest == -float("inf"), 0.0, highest))
     partial = tl.load(
         partial_ptr + at[:, None] * HEAD_DIM + offs_d[None, :],
@@ -178,6 +197,8 @@ def _join_kernel(
         other=0.0,
     )
     total = tl.sum(weights, axis=0)
+    if SINKS:
+        total += tl.exp2(sink - highest)
     out = tl.sum(partial * weights[:, None], axis=0) / tl.where(total > 0.0, total, 1.0)
     target = out_ptr + row64 * stride_out_row + head * stride_out_head + offs_d
     tl.store(target, out.to(out_ptr.dtype.element_ty), mask=mask_d)
@@ -238,6 +259,8 @@ def paged_attention_decode(
     scale: float,
     sliding_window: int | None = None,
     soft_cap: float | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
     num_splits: int = 1,
     workspace: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
@@ -247,10 +270,11 @@ def paged_attention_decode(
 
     kv_cache: [2, num_blocks, block_size, num_kv_heads, head_dim], of query's type (float16,
     bfloat16 or float32); block_table: [num_rows, max_blocks] int32; seq_lens: [num_rows] int32,
-    the query's own token included. Last strides are 1, others free. `workspace`: float32,
-    at least `workspace_elements(...)`, contents free; made here when not given. Cache positions
-    beyond a row's length, or before its window, are never read. No host synchronisation; safe to
-    capture.
+    the query's own token included. Last strides are 1, others free. alibi_slopes: [num_heads]
+    float32, times (key's position - query's) added to the logits; sinks: [num_heads], one more
+    logit a head in the softmax's sum. `workspace`: float32, at least `workspace_elements(...)`,
+    contents free; made here when not given. Cache positions beyond a row's length, or before its
+    window, are never read. No host synchronisation; safe to capture.
     """
     num_rows, num_heads, head_dim = query.shape
     _, _, block_size, num_kv_heads, _ = kv_cache.shape
@@ -283,6 +307,8 @@ def paged_attention_decode(
         kv_cache[1],
         block_table,
         seq_lens,
+        seq_lens if alibi_slopes is None else alibi_slopes,
+        seq_lens if sinks is None else sinks,
         scale,
         num_splits,
         out.stride(0),
@@ -299,6 +325,8 @@ def paged_attention_decode(
         BLOCK_SIZE=block_size,
         WINDOW=sliding_window or 0,
         SOFT_CAP=soft_cap or 0.0,
+        ALIBI=alibi_slopes is not None,
+        SINKS=sinks is not None,
         SPLIT=num_splits > 1,
         MIN_TILES=MIN_SPLIT_TILES,
         BLOCK_M=max(16, triton.next_power_of_2(group)),
@@ -313,12 +341,14 @@ def paged_attention_decode(
             partial,
             lse,
             seq_lens,
+            seq_lens if sinks is None else sinks,
             num_splits,
             out.stride(0),
             out.stride(1),
             NUM_HEADS=num_heads,
             HEAD_DIM=head_dim,
             WINDOW=sliding_window or 0,
+            SINKS=sinks is not None,
             MIN_TILES=MIN_SPLIT_TILES,
             BLOCK_N=block_n,
             BLOCK_S=triton.next_power_of_2(num_splits),

@@ -28,7 +28,7 @@ from .memory import bytes_per_block, explain_oom, num_kv_blocks
 from .runner import LaunchedStep, ModelRunner
 from .sampler import Sampler
 from .sampling_state import SamplingState
-from .selection import choose
+from .selection import attention_refusal, choose
 
 logger = logging.getLogger("jackfield.worker")
 
@@ -325,7 +325,7 @@ def _refusal(
     device: torch.device,
     dtype: torch.dtype,
 ) -> str | None:
-    reasons = (backend.supports(spec, device, dtype) for spec in specs)
+    reasons = (attention_refusal(backend, spec, device, dtype) for spec in specs)
     return next((reason for reason in reasons if reason is not None), None)
 
 

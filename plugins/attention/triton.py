@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ...core.nn.context import BatchLayout
 from ...core.nn.operations import Norm
-from ...core.protocols import AttentionSpec
+from ...core.protocols import AttentionBackend, AttentionSpec
 
 try:
     from ...kernels.fused_decode_attention import fused_decode_attention
@@ -80,7 +80,7 @@ class Workspace(NamedTuple):
     """[max_num_seqs * num_kv_heads] int32 zeros"""
 
 
-class TritonAttention:
+class TritonAttention(AttentionBackend):
     """`AttentionBackend` on this project's Triton kernels.
 
     Decode-only batches may be captured in a CUDA graph: launches depend on the number of rows
@@ -88,8 +88,10 @@ class TritonAttention:
     """
 
     name: ClassVar[str] = "triton"
+    features: ClassVar[frozenset[str]] = frozenset(
+        {"sliding_window", "soft_cap", "alibi_slopes", "sinks"}
+    )
     graph_safe: ClassVar[bool] = True
-    standard_cache: ClassVar[bool] = True
 
     @classmethod
     def supports(cls, spec: AttentionSpec, device: torch.device, dtype: torch.dtype) -> str | None:
@@ -129,6 +131,7 @@ class TritonAttention:
         if device.type == "cuda":
             self.num_sms = torch.cuda.get_device_properties(device).multi_processor_count
         self._workspaces: dict[tuple[int, int, int], Workspace] = {}
+        self._slope_tensors: dict[tuple[float, ...], torch.Tensor] = {}
         self._dense = device.type == "cuda" and dtype != torch.float32
 
     def build_metadata(self, layout: BatchLayout) -> TritonMetadata:
@@ -161,10 +164,13 @@ class TritonAttention:
         value: torch.Tensor,
         kv_cache: torch.Tensor,
         metadata: TritonMetadata,
+        *,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """query: [num_tokens, num_heads, head_dim] → the same shape; see the protocol."""
         layout, rows = metadata.layout, metadata.num_decode_rows
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        slopes = None if spec.alibi_slopes is None else self._slopes(spec.alibi_slopes)
         if rows:
             paged_attention_decode(
                 query[:rows],
@@ -174,6 +180,8 @@ class TritonAttention:
                 scale=spec.scale,
                 sliding_window=spec.sliding_window,
                 soft_cap=spec.soft_cap,
+                alibi_slopes=slopes,
+                sinks=sinks,
                 num_splits=self._num_splits(spec, rows, query.dtype),
                 workspace=self._workspace(spec, query.dtype).floats,
                 out=out[:rows],
@@ -193,6 +201,8 @@ class TritonAttention:
                 max_query_len=run.max_query_len,
                 sliding_window=spec.sliding_window,
                 soft_cap=spec.soft_cap,
+                alibi_slopes=slopes,
+                sinks=sinks,
                 first_row=run.first_row,
                 num_tokens=run.end_token - run.first_token,
                 out=out,
@@ -209,13 +219,14 @@ class TritonAttention:
         kv_cache: torch.Tensor,
         metadata: TritonMetadata,
     ) -> torch.Tensor | None:
-        """A decode step of few rows in one launch; None for others, and for partial rotations."""
+        """A decode step of few rows in one launch; None for others, for partial rotations and for
+        ALiBi."""
         layout = metadata.layout
         rows = layout.num_rows
         turns_all = cos_sin is None or cos_sin.shape[1] == spec.head_dim
         if metadata.num_decode_rows != layout.num_tokens or not turns_all or spec.head_dim % 2:
             return None
-        if rows * spec.num_kv_heads > FUSED_PROGRAMS:
+        if rows * spec.num_kv_heads > FUSED_PROGRAMS or spec.alibi_slopes is not None:
             return None
         workspace = self._workspace(spec, qkv.dtype)
         return fused_decode_attention(
@@ -236,6 +247,14 @@ class TritonAttention:
             sliding_window=spec.sliding_window,
             soft_cap=spec.soft_cap,
         )
+
+    def _slopes(self, slopes: tuple[float, ...]) -> torch.Tensor:
+        """[num_heads] float32, made once: captured graphs hold its address."""
+        made = self._slope_tensors.get(slopes)
+        if made is None:
+            made = torch.tensor(slopes, dtype=torch.float32, device=self.device)
+            self._slope_tensors[slopes] = made
+        return made
 
     def _num_splits(self, spec: AttentionSpec, rows: int, dtype: torch.dtype) -> int:
         longest = min(self.max_model_len, spec.sliding_window or self.max_model_len)
@@ -273,7 +292,7 @@ class TritonAttention:
 def _dense_serves(spec: AttentionSpec, num_tokens: int) -> bool:
     window = spec.sliding_window
     return (
-        spec.soft_cap is None
+        spec.features <= {"sliding_window"}
         and (window is None or window >= num_tokens)
         and spec.head_dim % 8 == 0
         and spec.head_dim <= 128

@@ -1,0 +1,20 @@
+"""Every attention backend in the box passes the kit, where it can run."""
+
+from __future__ import annotations
+
+import torch
+
+from jackfield.plugins.conformance.attention import AttentionBackendKit
+
+EVERYTHING = frozenset({"sliding_window", "soft_cap", "alibi_slopes", "sinks"})
+ON_A_GPU = frozenset({"bfloat16"} if torch.cuda.is_available() else {"float16"})
+
+
+class TestTorch(AttentionBackendKit):
+    name = "torch"
+    promised = EVERYTHING | {"float32", "float16", "bfloat16"}
+
+
+class TestTriton(AttentionBackendKit):
+    name = "triton"
+    promised = EVERYTHING | {"float32"} | ON_A_GPU
