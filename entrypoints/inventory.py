@@ -69,13 +69,14 @@ def _refusal(kind: str, loaded: Any) -> str | None:
     import torch
 
     from ..core.protocols import AttentionSpec
+    from ..core.worker.selection import attention_refusal
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     reason: str | None
     if kind == "attention_backend":
         spec = AttentionSpec(num_heads=8, num_kv_heads=2, head_dim=128, scale=0.1)
-        reason = loaded.supports(spec, device, dtype)
+        reason = attention_refusal(loaded, spec, device, dtype)
     else:
         reason = loaded.supports(device, dtype)
     return reason

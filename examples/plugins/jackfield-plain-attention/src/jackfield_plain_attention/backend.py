@@ -10,7 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from jackfield.core.nn.context import BatchLayout
-from jackfield.core.protocols import AttentionSpec
+from jackfield.core.protocols import AttentionBackend, AttentionSpec
 
 
 class Row(NamedTuple):
@@ -25,26 +25,23 @@ class Row(NamedTuple):
     """[ceil(length / block_size)]: where in the cache they are."""
 
 
-class PlainAttention:
-    """`jackfield.core.protocols.AttentionBackend`, any device, any floating dtype."""
+class PlainAttention(AttentionBackend):
+    """For any device and floating dtype."""
 
     name: ClassVar[str] = "plain"
-    graph_safe: ClassVar[bool] = False
-    standard_cache: ClassVar[bool] = True
+    features: ClassVar[frozenset[str]] = frozenset(
+        {"sliding_window", "soft_cap", "alibi_slopes", "sinks"}
+    )
+    """Layers that set another field of the spec never come here."""
 
     @classmethod
     def supports(cls, spec: AttentionSpec, device: torch.device, dtype: torch.dtype) -> str | None:
         """None when it can serve this layer here, else the reason why not, in one clause."""
-        if not dtype.is_floating_point:
-            return f"dtype {dtype} is no floating point"
-        unknown = [
-            field
-            for field in spec.__struct_fields__
-            if field not in KNOWN and getattr(spec, field) not in (None, False)
-        ]
-        return f"it does not know of {', '.join(unknown)}" if unknown else None
+        if spec.num_heads % spec.num_kv_heads:
+            return f"{spec.num_kv_heads} key heads cannot be shared out to {spec.num_heads} heads"
+        return None if dtype.is_floating_point else f"dtype {dtype} is no floating point"
 
-    def __init__(self, *, block_size: int, **options: Any) -> None:
+    def __init__(self, *, block_size: int, **sizes: Any) -> None:
         """Of what the protocol gives, the size of a block is all that is needed."""
         self.block_size = block_size
 
@@ -66,6 +63,8 @@ class PlainAttention:
         value: torch.Tensor,
         kv_cache: torch.Tensor,
         metadata: list[Row],
+        *,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """query: [num_tokens, num_heads, head_dim] → the same shape; keys and values are read from
         kv_cache: [2, num_blocks, block_size, num_kv_heads, head_dim].
@@ -76,24 +75,29 @@ class PlainAttention:
             cached = kv_cache[:, row.blocks].flatten(1, 2)[:, : row.length].float()
             keys, values = cached.repeat_interleave(group, dim=2)
             scores = torch.einsum("qhd,khd->hqk", query[row.first : row.end].float(), keys)
-            scores *= spec.scale
-            if spec.soft_cap is not None:
-                scores = spec.soft_cap * torch.tanh(scores / spec.soft_cap)
-            scores.masked_fill_(~visible(spec, row, query.device), float("-inf"))
-            heads = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values)
+            weights = self.weights(spec, scores * spec.scale, sinks)
+            heads = torch.einsum("hqk,khd->qhd", weights, values)
             out[row.first : row.end] = heads.to(out.dtype)
         return out
 
-
-KNOWN = ("num_heads", "num_kv_heads", "head_dim", "scale", "sliding_window", "soft_cap")
-"""Fields of AttentionSpec that `forward` honours; another one, set, is refused."""
-
-
-def visible(spec: AttentionSpec, row: Row, device: torch.device) -> torch.Tensor:
-    """[queries, row.length] bool: each query sees itself and what is before it in its window."""
-    places = torch.arange(row.length, device=device)
-    queries = places[row.length - (row.end - row.first) :, None]
-    seen = places <= queries
-    if spec.sliding_window is not None:
-        seen &= places > queries - spec.sliding_window
-    return seen
+    def weights(
+        self, spec: AttentionSpec, scores: torch.Tensor, sinks: torch.Tensor | None
+    ) -> torch.Tensor:
+        """[num_heads, queries, keys] scaled products → what each key's value counts."""
+        heads, queries, keys = scores.shape
+        places = torch.arange(keys, device=scores.device)
+        behind = places[keys - queries :, None] - places
+        """[queries, keys]: by how many tokens a key comes before a query."""
+        if spec.soft_cap is not None:
+            scores = spec.soft_cap * torch.tanh(scores / spec.soft_cap)
+        if spec.alibi_slopes is not None:
+            slopes = torch.tensor(spec.alibi_slopes, device=scores.device)
+            scores = scores - slopes[:, None, None] * behind
+        hidden = behind < 0
+        if spec.sliding_window is not None:
+            hidden |= behind >= spec.sliding_window
+        scores = scores.masked_fill(hidden, float("-inf"))
+        if sinks is None:
+            return scores.softmax(-1)
+        sink = sinks.float()[:, None, None].expand(heads, queries, 1)
+        return torch.cat([scores, sink], -1).softmax(-1)[..., :keys]
