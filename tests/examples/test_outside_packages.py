@@ -183,4 +183,6 @@ def test_a_skeleton_needs_no_formatting(outside: Outside, tmp_path: Path) -> Non
     ruff = shutil.which("ruff", path=":".join(map(str, places)))
     assert ruff is not None
     outside.run(ruff, "format", "--check", "--line-length", "100", "--isolated", str(tmp_path))
-    outside.run(ruff, "check", "--line-length", "100", "--isolated", str(tmp_path))
+    outside.run(
+        ruff, "check", "--select", "E,F,W,B,UP", "--line-length", "100", "--isolated", str(tmp_path)
+    )
