@@ -312,6 +312,40 @@ def _when(about: str) -> str:
     return found[1].strip()
 
 
+def parsers() -> str:
+    """Every parser of model output in the box."""
+    plugins = load_plugins()
+    parts = [
+        "# Parsers of model output\n\n",
+        "Which tool-call and reasoning parsers are in the box, and for which models. Where vLLM "
+        "has the format too, the name is vLLM's. `jackfield plugins` lists these and what plugins "
+        "add; how to write one: [write a plugin](../how-to/write-a-plugin.md).\n",
+    ]
+    for kind, flag, about in (
+        ("tool_parser", "--tool-call-parser", _TOOL_PARSERS),
+        ("reasoning_parser", "--reasoning-parser", _REASONING_PARSERS),
+    ):
+        rows = []
+        for entry in sorted(plugins[kind].entries(), key=lambda entry: entry.name):
+            if entry.provenance.distribution != hooks.PROJECT:
+                continue
+            told = inspect.cleandoc(plugins[kind].load(entry.name).__doc__ or "").split("\n\n")[0]
+            rows.append([f"`{entry.name}`", entry.help, " ".join(told.split())])
+        parts.append(f"\n## {flag}\n\n{about}\n\n")
+        parts.append(table(["name", "models", "what it reads"], rows))
+    return "".join(parts)
+
+
+_TOOL_PARSERS = """\
+Calls stream as they are written: first the name, then the arguments, piece by piece. The arguments
+of a call that is complete are valid JSON; those of a call that `max_tokens` cut off are its
+beginning. What looks like a call and is none is content, as it stands. Where a format writes
+arguments as plain text, the request's schema says what type each one has."""
+_REASONING_PARSERS = """\
+Whether a request thinks is the chat template's matter: `chat_template_kwargs` with
+`enable_thinking`, or `thinking` for `deepseek_v3` and `granite`, where it is off by default."""
+
+
 def metrics() -> str:
     """What GET /metrics tells."""
     made = EngineMetrics("MODEL")
@@ -380,6 +414,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "reference/cli.md": cli,
     "reference/hooks.md": hook_page,
     "reference/metrics.md": metrics,
+    "reference/parsers.md": parsers,
 }
 
 

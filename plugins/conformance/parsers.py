@@ -147,6 +147,7 @@ class ParserKit:
             max_examples=self.examples,
             deadline=None,
             database=None,
+            report_multiple_bugs=False,
             suppress_health_check=list(HealthCheck),
         )
         limits(given(**strategies)(check))()
@@ -205,8 +206,8 @@ class ParserKit:
             events = run(self.make(sample), [text])
             self.check_events(events)
             whole = fold(events)
-            assert fold(run(self.make(sample), cut(text, places))) == whole
-            assert fold(run(self.make(sample), ["", *text, ""])) == whole
+            assert fold(run(self.make(sample), cut(text, places))) == whole, repr(text)
+            assert fold(run(self.make(sample), ["", *text, ""])) == whole, repr(text)
 
         places = st.lists(st.integers(0, 400), max_size=8)
         samples = st.sampled_from([None, *self.samples])
@@ -299,7 +300,7 @@ class ToolParserKit(ParserKit):
         """Letters, spaces and newlines mean nothing to a tool parser."""
 
         def check(text: str) -> None:
-            assert fold(run(self.make(), [text])).content == (text or None)
+            assert fold(run(self.make(), [text])).content == (text or None), repr(text)
 
         self.property(check, text=st.text("aZé🙂 \n.,", max_size=40))
 
@@ -381,7 +382,9 @@ class ReasoningParserKit(ParserKit):
         def check(text: str, thinking: bool) -> None:
             parser = self.parser_class(thinking=thinking)
             found = fold(run(parser, [text]))
-            assert (found.reasoning or "") + (found.content or "") in self.unchanged(text)
+            assert (found.reasoning or "") + (found.content or "") in self.unchanged(text), repr(
+                text
+            )
 
         self.property(check, text=st.text("aZé🙂.,", max_size=40), thinking=st.booleans())
 

@@ -48,10 +48,10 @@ def _types(schema: Any, root: Mapping[str, Any], seen: set[str], depth: int) -> 
     reference = schema.get("$ref")
     if isinstance(reference, str) and reference.startswith("#/") and reference not in seen:
         seen.add(reference)
-        inner: Any = root
+        target: Any = root
         for part in reference[2:].split("/"):
-            inner = inner.get(part, {}) if isinstance(inner, Mapping) else {}
-        types |= _types(inner, root, seen, depth + 1)
+            target = target.get(part, {}) if isinstance(target, Mapping) else {}
+        types |= _types(target, root, seen, depth + 1)
     if not types and "properties" in schema:
         types.add("object")
     if not types and "items" in schema:

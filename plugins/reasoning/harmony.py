@@ -8,7 +8,7 @@ from ..parsing.harmony import BEGIN, END, MARKERS, header
 
 
 class HarmonyReasoning(StreamingParser):
-    """Messages in `analysis` are thought, a line each; those in other channels are the answer.
+    """`<|channel|>analysis<|message|>…<|end|>`; messages in other channels are the answer.
 
     Messages to a tool are passed on with their headers, for the tool parser `openai`. Thought has
     ended when the channel `final` begins. Text outside of messages is the answer.

@@ -17,7 +17,7 @@ class Qwen3Reasoning(ThoughtParser):
 
 
 class ThinkTagsReasoning(ThoughtParser):
-    """For models that think when they like: text is thought only where `<think>` begins it."""
+    """`<think>…</think>`: text is thought only where the mark begins it."""
 
     markers = ("<think>", "</think>")
     begins_inside = False
@@ -25,38 +25,36 @@ class ThinkTagsReasoning(ThoughtParser):
 
 
 class DeepSeekR1Reasoning(ThoughtParser):
-    """`<think>…</think>`, always, and the template may have opened it: DeepSeek-R1, QwQ."""
+    """`<think>…</think>`, always; the template may have opened it."""
 
     markers = ("<think>", "</think>")
     always = True
 
 
 class DeepSeekV3Reasoning(ThoughtParser):
-    """DeepSeek-V3.1: the template opens or closes `<think>`, by `thinking`, which is off unless
-    asked for.
-    """
+    """`…</think>`: the template opens or closes the thought."""
 
     markers = ("<think>", "</think>")
     thinking_switch = ("thinking", False)
 
 
 class Glm45Reasoning(ThoughtParser):
-    """GLM-4.5: the model writes `<think>` itself, after a newline, or does without."""
+    """`<think>…</think>`: the model opens the thought itself, or does without."""
 
     markers = ("<think>", "</think>")
     begins_inside = False
 
 
 class MiniMaxM2Reasoning(ThoughtParser):
-    """MiniMax-M2: the template has written `<think>`, the model writes `</think>`."""
+    """`…</think>`: the template has opened the thought."""
 
     markers = ("<think>", "</think>")
     always = True
 
 
 class MiniMaxM2AppendThinkReasoning(ThoughtParser):
-    """MiniMax-M2 with its thought left in the answer, and the `<think>` of the template before it,
-    for clients that send the text back as it is.
+    """The thought stays in the answer, with the template's `<think>` before it, for clients that
+    send the text back as it is.
     """
 
     markers = ("<think>", "</think>")
@@ -74,20 +72,20 @@ class MiniMaxM2AppendThinkReasoning(ThoughtParser):
 
 
 class Step3Reasoning(ThoughtParser):
-    """Step-3: all is thought up to `</think>`."""
+    """`…</think>`: the template has opened the thought."""
 
     markers = ("<think>", "</think>")
     always = True
 
 
 class Olmo3Reasoning(ThoughtParser):
-    """OLMo 3 Think: the template has written `<think>`; the tags are plain text."""
+    """`…</think>`: the template has opened the thought; the tags are plain text."""
 
     always = True
 
 
 class MistralReasoning(ThoughtParser):
-    """Magistral: `[THINK]…[/THINK]`, when the system prompt asks for it."""
+    """`[THINK]…[/THINK]`, where the system prompt has the model think."""
 
     open, close = ("[THINK]",), ("[/THINK]",)
     markers = ("[THINK]", "[/THINK]")
@@ -96,9 +94,7 @@ class MistralReasoning(ThoughtParser):
 
 
 class GraniteReasoning(ThoughtParser):
-    """Granite 3.2: `Here is my thought process: … Here is my response: …`, by `thinking`, which is
-    off unless asked for.
-    """
+    """`Here is my thought process: … Here is my response: …`."""
 
     open = ("Here is my thought process:", "Here's my thought process:")
     close = ("Here is my response:", "Here's my response:")
@@ -108,7 +104,7 @@ class GraniteReasoning(ThoughtParser):
 
 
 class HunyuanA13bReasoning(ThoughtParser):
-    """Hunyuan-A13B: `<think>…</think>`, then `<answer>…</answer>`, in plain text."""
+    """`<think>…</think>`, then `<answer>…</answer>`, in plain text."""
 
     begins_inside = False
     answer_open, answer_close = "<answer>", "</answer>"

@@ -8,7 +8,9 @@ from ..parsing.tool_machine import MAX_JUNK, ToolMachine
 
 
 class HarmonyToolParser(ToolMachine):
-    """Calls are messages with a recipient, whose text is JSON; other messages are content.
+    """`<|channel|>commentary to=functions.f <|constrain|>json<|message|>{…}<|call|>`.
+
+    Messages without a recipient are content.
 
     Use it with the reasoning parser `gptoss`, which takes the thought out.
     """

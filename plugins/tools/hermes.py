@@ -6,7 +6,7 @@ from ..parsing.json_calls import JsonCallsParser
 
 
 class HermesToolParser(JsonCallsParser):
-    """See `JsonCallsParser`."""
+    """`<tool_call>{"name": "f", "arguments": {…}}</tool_call>`."""
 
     open = ("<tool_call>",)
     close = ("</tool_call>",)

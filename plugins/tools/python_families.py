@@ -6,11 +6,11 @@ from ..parsing.python_calls import PythonCallsParser
 
 
 class PythonicToolParser(PythonCallsParser):
-    """`[f(a=1), g()]` at the start of the text: Llama 3.2, ToolACE."""
+    """`[f(a=1), g()]` at the start of the text."""
 
 
 class Llama4PythonicToolParser(PythonCallsParser):
-    """The same, alone or in `<|python_start|>…<|python_end|>`."""
+    """`[f(a=1), g()]`, alone or in `<|python_start|>…<|python_end|>`."""
 
     open, close = ("<|python_start|>",), ("<|python_end|>",)
     markers = (*open, *close)

@@ -15,7 +15,7 @@ class Qwen3CoderToolParser(TaggedCallsParser):
 
 
 class SeedOssToolParser(Qwen3CoderToolParser):
-    """The same in `<seed:tool_call>`."""
+    """`<seed:tool_call><function=f><parameter=a>…</parameter></function></seed:tool_call>`."""
 
     around = ("<seed:tool_call>", "</seed:tool_call>")
     markers = around
