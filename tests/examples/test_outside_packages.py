@@ -10,6 +10,8 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import json
+import re
+import shlex
 import shutil
 import sys
 import tomllib
@@ -186,3 +188,50 @@ def test_a_skeleton_needs_no_formatting(outside: Outside, tmp_path: Path) -> Non
     outside.run(
         ruff, "check", "--select", "E,F,W,B,UP", "--line-length", "100", "--isolated", str(tmp_path)
     )
+
+
+# ---------------------------------------------------------------- the page for newcomers
+
+PAGE = ROOT / "docs/how-to/write-a-plugin.md"
+STEP = re.compile(
+    r"^<!-- (runs from nothing|write (\S+)) -->\n+```(\w+)\n(.*?)^```\n+(?:```text\n(.*?)^```)?",
+    re.M | re.S,
+)
+SHOWN = "http://127.0.0.1:8000"
+"""The server's address as the page has it."""
+
+
+def assert_printed(told: str, expected: str, what: str) -> None:
+    """`…` in what is expected stands for anything."""
+    pattern = re.escape(expected.strip()).replace("…", ".*")
+    assert re.search(pattern, told, re.S), f"{what}\n{told}"
+
+
+def test_the_page_takes_a_newcomer_to_a_tool_parser_that_serves(
+    outside: Outside, tmp_path: Path
+) -> None:
+    """Every command and file of the page's first part, in order, in an empty folder."""
+    before = outside.plugins()
+    steps = list(STEP.finditer(PAGE.read_text()))
+    assert len(steps) > 6
+    folder, url = tmp_path, ""
+    with contextlib.ExitStack() as running:
+        for mark, path, language, text, printed in (step.groups() for step in steps):
+            if mark.startswith("write "):
+                assert (folder / path).is_file(), f"the skeleton has no {path}"
+                (folder / path).write_text(text)
+            elif language == "python":
+                told = outside.run("python", "-c", text.replace(SHOWN, url), cwd=folder)
+                assert_printed(told, printed, text)
+            else:
+                for part in text.split("$ ")[1:]:
+                    command, _, expected = part.partition("\n")
+                    if command.startswith("cd "):
+                        folder = folder / command.removeprefix("cd ")
+                    elif command.startswith("jackfield serve "):
+                        flags = shlex.split(command)[2:]
+                        url = running.enter_context(outside.serving(*flags))
+                    else:
+                        told = outside.run("bash", "-c", command, cwd=folder)
+                        assert_printed(told, expected, command)
+    assert outside.plugins() == before
