@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from jackfield.plugins.conformance.attention import AttentionBackendKit
@@ -18,3 +19,26 @@ class TestTorch(AttentionBackendKit):
 class TestTriton(AttentionBackendKit):
     name = "triton"
     promised = EVERYTHING | {"float32"} | ON_A_GPU
+
+
+class TestFlex(AttentionBackendKit):
+    """In float32: eager flex_attention takes a second for each new shape."""
+
+    name = "flex"
+    promised = EVERYTHING | {"float32"}
+
+    @pytest.fixture
+    def dtype(self) -> torch.dtype:
+        return torch.float32
+
+
+@pytest.mark.slow
+class TestFlexInHalf(AttentionBackendKit):
+    name = "flex"
+    promised = EVERYTHING | {"float32", "float16", "bfloat16"}
+
+
+class TestFlashInfer(AttentionBackendKit):
+    """Where the package and a GPU are; elsewhere its refusals alone."""
+
+    name = "flashinfer"
