@@ -116,7 +116,8 @@ def register_reasoning_parsers(registry: Registry[type[ReasoningParser]]) -> Non
 
         registry.add("qwen3", "jackfield.plugins.reasoning.think_tags:Qwen3Reasoning")
 
-    Used by the server, one instance a request. Contract: `protocols.ReasoningParser`.
+    Used by the server, two instances an answer: one splits it, one counts the tokens of thought.
+    Contract: `protocols.ReasoningParser`.
     """
 
 
@@ -126,7 +127,7 @@ def register_tool_parsers(registry: Registry[type[ToolParser]]) -> None:
 
         registry.add("hermes", "jackfield.plugins.tools.hermes:HermesToolParser")
 
-    Used by the server, one instance a request. Contract: `protocols.ToolParser`.
+    Used by the server, one instance an answer. Contract: `protocols.ToolParser`.
     """
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Callable, Generator, Sequence
 from math import inf
 from typing import ClassVar, TypeAlias, TypeVar
 
-from ...core.protocols import ParserEvent
+from ...core.protocols import Content, ParserEvent, Reasoning, ToolCallArguments
 from .json_scanner import JsonScanner, Status
 
 T = TypeVar("T")
@@ -121,6 +122,11 @@ class Cursor:
         """Consume characters that were seen."""
         self._at += size
 
+    @property
+    def here(self) -> str:
+        """The next character, if it has arrived; else ""."""
+        return self._text[self._at : self._at + 1]
+
     def peek(self) -> Read[str]:
         """The next character; "" at the end."""
         while self._at >= len(self._text):
@@ -218,6 +224,23 @@ class StreamingParser:
 
     def _go_on(self) -> list[ParserEvent]:
         next(self._reading, None)
-        events = self.events[:]
+        events = merged(self.events) if len(self.events) > 1 else self.events[:]
         self.events.clear()
         return events
+
+
+def merged(events: list[ParserEvent]) -> list[ParserEvent]:
+    """The same events, with pieces of one text in one: each is a frame of its own in a stream."""
+    made: list[ParserEvent] = []
+    for (kind, index), group in itertools.groupby(events, _piece_of):
+        if kind is ToolCallArguments:
+            made.append(ToolCallArguments(index, "".join(e.fragment for e in group)))  # type: ignore[union-attr]
+        elif kind is Content or kind is Reasoning:
+            made.append(kind("".join(e.text for e in group)))  # type: ignore[union-attr]
+        else:
+            made += group
+    return made
+
+
+def _piece_of(event: ParserEvent) -> tuple[type[ParserEvent], int]:
+    return type(event), getattr(event, "index", 0)

@@ -29,6 +29,8 @@ class JsonCallsParser(ToolMachine):
 
     After those, and after weak marks, a call needs arguments and the name of a tool at hand.
     """
+    inline: ClassVar[tuple[str, ...]] = ()
+    """Beginnings of such a section that are looked for in the whole text."""
     bare_after: ClassVar[tuple[str, ...]] = ()
     """Marks that are content, and after which a section may begin as at the start of the text."""
     opaque: ClassVar[tuple[str, str] | None] = None
@@ -42,7 +44,7 @@ class JsonCallsParser(ToolMachine):
 
     def __init__(self, *, tools: Sequence[Mapping[str, Any]] = ()) -> None:
         opaque = self.opaque or ("", "")
-        self._open = Marks(*self.open, *self.weak, *self.bare_after, opaque[0])
+        self._open = Marks(*self.open, *self.weak, *self.inline, *self.bare_after, opaque[0])
         self._opaque_end = Marks(opaque[1])
         self._language = Marks(self.language)
         self._close_or_open = Marks(*self.close, *self.open)
@@ -60,6 +62,9 @@ class JsonCallsParser(ToolMachine):
             elif mark in self.bare_after:
                 say(mark)
                 yield from self._bare_section()
+            elif mark in self.inline:
+                text.back(mark)
+                yield from self.section([], weak=True)
             else:
                 yield from self.section([mark], weak=mark in self.weak)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 
-from .cursor import SPACES, Cursor, Marks, Read, Say
+from .cursor import SPACE, SPACES, Cursor, Marks, Read, Say
 
 _WORD = re.compile(r"[\w.+\-]+")
 _MAX_NUMBER = 64
@@ -37,14 +37,17 @@ def read_value(text: Cursor, say: Say) -> Read[str | None]:
     """
     stack: list[str] = []
     while True:
-        yield from text.run(SPACES)
-        char = yield from text.peek()
+        char = text.here
+        if not char or char in SPACE:
+            char = yield from _solid(text)
         if char in _CLOSERS:
             text.skip(1)
             say("{" if char == "{" else "[")
             stack.append(_CLOSERS[char])
-            yield from text.run(SPACES)
-            if (yield from text.peek()) != stack[-1]:
+            following = text.here
+            if not following or following in SPACE:
+                following = yield from _solid(text)
+            if following != stack[-1]:
                 slip = (yield from _key(text, say)) if char == "{" else None
                 if slip is not None:
                     return slip
@@ -54,13 +57,11 @@ def read_value(text: Cursor, say: Say) -> Read[str | None]:
             if slip is not None:
                 return slip
         while stack:
-            yield from text.run(SPACES)
-            char = yield from text.peek()
+            char = yield from _solid(text)
             comma = char == ","
             if comma:
                 text.skip(1)
-                yield from text.run(SPACES)
-                char = yield from text.peek()
+                char = yield from _solid(text)
             if char == stack[-1]:
                 text.skip(1)
                 say("}" if stack.pop() == "}" else "]")
@@ -74,6 +75,12 @@ def read_value(text: Cursor, say: Say) -> Read[str | None]:
             break
         else:
             return None
+
+
+def _solid(text: Cursor) -> Read[str]:
+    """The next character after whitespace, not consumed; "" at the end."""
+    yield from text.run(SPACES)
+    return (yield from text.peek())
 
 
 def python_value(text: str) -> str | None:
@@ -100,8 +107,7 @@ def _key(text: Cursor, say: Say) -> Read[str | None]:
             say(json.dumps("".join(parts)))
     if slip is not None:
         return slip
-    yield from text.run(SPACES)
-    if (yield from text.peek()) != ":":
+    if (yield from _solid(text)) != ":":
         return ""
     text.skip(1)
     say(": ")

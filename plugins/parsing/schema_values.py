@@ -14,7 +14,16 @@ _INTEGER = re.compile(r"[+-]?[0-9]{1,4000}")
 _NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 _MAX_DEPTH = 8
 """Schemas inside schemas that are looked into."""
-_JSON_TYPES = frozenset({"string", "integer", "number", "boolean", "null", "object", "array"})
+_TYPES = {
+    **dict.fromkeys(("string", "str", "text"), "string"),
+    **dict.fromkeys(("integer", "int", "long"), "integer"),
+    **dict.fromkeys(("number", "float", "double"), "number"),
+    **dict.fromkeys(("boolean", "bool"), "boolean"),
+    **dict.fromkeys(("object", "dict"), "object"),
+    **dict.fromkeys(("array", "list", "tuple"), "array"),
+    "null": "null",
+}
+"""Names of types as schemas have them, which is not always JSON schema's → JSON schema's."""
 _NAMES = {str: "string", bool: "boolean", int: "integer", float: "number", type(None): "null",
           dict: "object", list: "array"}  # fmt: skip
 
@@ -36,7 +45,7 @@ def _types(schema: Any, root: Mapping[str, Any], seen: set[str], depth: int) -> 
     if isinstance(said, list):
         types.update(one for one in said if isinstance(one, str))
     if types:
-        return frozenset(types & _JSON_TYPES)
+        return frozenset(_TYPES[name] for name in types if name in _TYPES)
     if "const" in schema:
         types.add(_NAMES.get(type(schema["const"]), "string"))
     if isinstance(schema.get("enum"), list):

@@ -22,6 +22,8 @@ class TaggedCallsParser(ToolMachine):
     """
 
     around: ClassVar[tuple[str, ...]] = ()
+    lead: ClassVar[str] = ""
+    """A mark before a call; what stands between it and the call is dropped with it."""
     open: ClassVar[str]
     name_end: ClassVar[tuple[str, ...]] = (">",)
     parameter: ClassVar[str]
@@ -37,7 +39,8 @@ class TaggedCallsParser(ToolMachine):
     """Types of an argument that no schema describes; empty: what it looks like."""
 
     def __init__(self, *, tools: Sequence[Mapping[str, Any]] = ()) -> None:
-        self._marks = Marks(*self.around, self.open)
+        self._marks = Marks(*self.around, self.lead, self.open)
+        self._open = Marks(self.open)
         self._name_end = Marks(*self.name_end)
         self._key_end = Marks(self.key_end)
         self._value_open = Marks(self.value_open)
@@ -48,6 +51,8 @@ class TaggedCallsParser(ToolMachine):
     def read(self) -> Read[None]:
         """Content and calls in turn."""
         while mark := (yield from self.text.until(self._marks, self.answer.say)):
+            if mark == self.lead and (yield from self.text.until_within(self._open, _MAX_HEADER)):
+                mark = self.open
             if mark == self.open:
                 yield from self._call([mark])
 

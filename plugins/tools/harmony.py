@@ -36,13 +36,19 @@ class HarmonyToolParser(ToolMachine):
         text, answer = self.text, self.answer
         gap = yield from text.run(SPACES)
         name = message.recipient.removeprefix("functions.")
-        if (yield from text.peek()) != "{" or not name:
+        end = (yield from text.accept(END)) if name else ""
+        if end:
+            answer.start(name)
+            answer.arguments("{}")
+            answer.end()
+        elif name and (yield from text.peek()) == "{":
+            answer.start(name)
+            if (yield from text.json(lambda _: None, answer.arguments)) != "done":
+                return
+            answer.end()
+            found = yield from text.until_within(END, MAX_JUNK)
+            end = found[1] if found is not None else ""
+        else:
             answer.say(message.source + gap)
-            return
-        answer.start(name)
-        if (yield from text.json(lambda _: None, answer.arguments)) != "done":
-            return
-        answer.end()
-        found = yield from text.until_within(END, MAX_JUNK)
-        if found is not None and found[1] == "<|start|>":
-            text.back(found[1])
+        if end == "<|start|>":
+            text.back(end)

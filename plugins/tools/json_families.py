@@ -6,10 +6,11 @@ from ..parsing.json_calls import JsonCallsParser
 
 
 class Llama3JsonToolParser(JsonCallsParser):
-    """`{"name": "f", "parameters": {…}}`, alone or after `<|python_tag|>`; several with `; `."""
+    """`{"name": "f", "parameters": {…}}`, also after `<|python_tag|>`; several with `; `."""
 
     open = markers = ("<|python_tag|>",)
     bare = "{"
+    inline = ('{"name"', '{"type"')
     argument_keys = ("parameters", "arguments")
 
 

@@ -27,6 +27,7 @@ class MiniMaxM2ToolParser(TaggedCallsParser):
     around = ("<minimax:tool_call>", "</minimax:tool_call>")
     open, close = "<invoke name=", "</invoke>"
     parameter, value_end = "<parameter name=", ("</parameter>",)
+    newlines = False
     markers = around
 
 
@@ -36,12 +37,14 @@ class Step3ToolParser(TaggedCallsParser):
     around = (
         "<｜tool_calls_begin｜>",
         "<｜tool_calls_end｜>",
-        "<｜tool_call_begin｜>function<｜tool_sep｜>",
         "<｜tool_call_end｜>",
+        "<｜tool_sep｜>",
     )
+    lead = "<｜tool_call_begin｜>"
     open, close = "<steptml:invoke name=", "</steptml:invoke>"
     parameter, value_end = "<steptml:parameter name=", ("</steptml:parameter>",)
-    markers = ("<｜tool_calls_begin｜>", "<｜tool_call_begin｜>", "<｜tool_sep｜>")
+    newlines = False
+    markers = (*around, lead)
 
 
 class Glm45ToolParser(TaggedCallsParser):

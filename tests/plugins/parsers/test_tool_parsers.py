@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from jackfield.core.protocols import ToolCallEnd
 from jackfield.core.registry import load_plugins
-from jackfield.plugins.conformance.parsers import Sample, ToolParserKit, tool
+from jackfield.plugins.conformance.parsers import Sample, ToolParserKit, run, tool
 
 PARIS = {"city": "Paris"}
 TRICKY = {"text": 'a "quoted" } ] brace\n\\ and </tool_call> \u00e9\u4e2d\U0001f600', "n": -1.5e3}
@@ -19,7 +20,16 @@ PARIS_JSON = '{"city": "Paris"}'
 WEATHER = tool("get_weather", city="string", days="integer", hourly="boolean")
 
 
-class TestHermes(ToolParserKit):
+class Kit(ToolParserKit):
+    """What the kit asks of everybody, and what the box asks of itself."""
+
+    def test_arguments_stream_before_they_are_complete(self) -> None:
+        opening = self.opening()
+        events = run(self.make(self.samples[0]), [opening])
+        assert opening and not any(isinstance(event, ToolCallEnd) for event in events)
+
+
+class TestHermes(Kit):
     name = "hermes"
     samples = [
         Sample(
@@ -42,7 +52,7 @@ class TestHermes(ToolParserKit):
     ]
 
 
-class TestLlama3Json(ToolParserKit):
+class TestLlama3Json(Kit):
     name = "llama3_json"
     samples = [
         Sample(
@@ -69,6 +79,13 @@ class TestLlama3Json(ToolParserKit):
             calls=[("get_weather", '{"city": "Pa')],
         ),
         Sample("The set {1, 2}.", content="The set {1, 2}."),
+        Sample(
+            'I look: {"name": "get_weather", "parameters": {"city": "Paris"}}\n'
+            '{"name": "now", "parameters": {}} for {"city": "Paris"}',
+            content='I look:  for {"city": "Paris"}',
+            calls=[("get_weather", PARIS), ("now", {})],
+        ),
+        Sample('{"name": "f", "parameters": "x"}', content='{"name": "f", "parameters": "x"}'),
     ]
 
 
@@ -77,7 +94,7 @@ class TestLlama4Json(TestLlama3Json):
     examples = 5
 
 
-class TestLlama4Pythonic(ToolParserKit):
+class TestLlama4Pythonic(Kit):
     name = "llama4_pythonic"
     samples = [
         Sample(
@@ -96,7 +113,7 @@ class TestLlama4Pythonic(ToolParserKit):
     ]
 
 
-class TestPythonic(ToolParserKit):
+class TestPythonic(Kit):
     name = "pythonic"
     samples = [
         Sample(
@@ -139,7 +156,7 @@ class TestPythonic(ToolParserKit):
     ]
 
 
-class TestOlmo3(ToolParserKit):
+class TestOlmo3(Kit):
     name = "olmo3"
     samples = [
         Sample(
@@ -159,7 +176,7 @@ class TestOlmo3(ToolParserKit):
     ]
 
 
-class TestMistral(ToolParserKit):
+class TestMistral(Kit):
     name = "mistral"
     samples = [
         Sample(
@@ -190,7 +207,7 @@ class TestMistral(ToolParserKit):
         assert len(id) == 9 and id.isalnum() and id != self.parser_class.new_id()
 
 
-class TestDeepSeekV3(ToolParserKit):
+class TestDeepSeekV3(Kit):
     name = "deepseek_v3"
     samples = [
         Sample(
@@ -216,7 +233,7 @@ class TestDeepSeekV3(ToolParserKit):
     ]
 
 
-class TestDeepSeekV31(ToolParserKit):
+class TestDeepSeekV31(Kit):
     name = "deepseek_v31"
     samples = [
         Sample(
@@ -251,12 +268,13 @@ QWEN_TOOLS = [
         force="boolean",
         either={"type": ["integer", "string"]},
         mode={"$ref": "#/$defs/Mode"},
+        scale={"type": "float"},
     )
 ]
 QWEN_TOOLS[0]["function"]["parameters"]["$defs"] = {"Mode": {"enum": [1, 2]}}
 
 
-class TestQwen3Coder(ToolParserKit):
+class TestQwen3Coder(Kit):
     name = "qwen3_coder"
     samples = [
         Sample(
@@ -271,7 +289,7 @@ class TestQwen3Coder(ToolParserKit):
             "<parameter=options>\n{'k': True}\n</parameter>\n"
             "<parameter=count>\n3\n</parameter>\n<parameter=ratio>\n-0.5\n</parameter>\n"
             "<parameter=force>\nTrue\n</parameter>\n<parameter=either>\n7\n</parameter>\n"
-            "<parameter=mode>\n2\n</parameter>\n<parameter=unknown>\n12\n</parameter>\n"
+            "<parameter=mode>\n2\n</parameter>\n<parameter=scale>\n2.5\n</parameter>\n<parameter=unknown>\n12\n</parameter>\n"
             "</function>\n</tool_call>\n<tool_call>\n<function=write>\n"
             "<parameter=options>\nnull\n</parameter>\n<parameter=count>\nmany\n</parameter>\n"
             "<parameter=either>\nseven\n</parameter>\n</function>\n</tool_call>",
@@ -290,6 +308,7 @@ class TestQwen3Coder(ToolParserKit):
                         "force": True,
                         "either": 7,
                         "mode": 2,
+                        "scale": 2.5,
                         "unknown": "12",
                     },
                 ),
@@ -320,7 +339,7 @@ class TestQwen3Xml(TestQwen3Coder):
     examples = 5
 
 
-class TestSeedOss(ToolParserKit):
+class TestSeedOss(Kit):
     name = "seed_oss"
     samples = [
         Sample(
@@ -332,7 +351,7 @@ class TestSeedOss(ToolParserKit):
     ]
 
 
-class TestGlm45(ToolParserKit):
+class TestGlm45(Kit):
     name = "glm45"
     samples = [
         Sample(
@@ -364,7 +383,7 @@ class TestGlm45(ToolParserKit):
     ]
 
 
-class TestMiniMaxM2(ToolParserKit):
+class TestMiniMaxM2(Kit):
     name = "minimax_m2"
     samples = [
         Sample(
@@ -389,7 +408,7 @@ class TestMiniMaxM2(ToolParserKit):
     ]
 
 
-class TestStep3(ToolParserKit):
+class TestStep3(Kit):
     name = "step3"
     samples = [
         Sample(
@@ -400,10 +419,19 @@ class TestStep3(ToolParserKit):
             tools=[WEATHER],
             calls=[("get_weather", {"city": "Paris", "days": 2})],
         ),
+        Sample(
+            "Both.\n<｜tool_calls_begin｜><｜tool_call_begin｜>function<｜tool_sep｜>edit\n"
+            '<steptml:invoke name="edit"><steptml:parameter name="old">    if x:\n'
+            "</steptml:parameter></steptml:invoke><｜tool_call_end｜><｜tool_sep｜>"
+            '<｜tool_call_begin｜><steptml:invoke name="now"></steptml:invoke>'
+            "<｜tool_call_end｜><｜tool_calls_end｜>",
+            content="Both.",
+            calls=[("edit", {"old": "    if x:\n"}), ("now", {})],
+        ),
     ]
 
 
-class TestXlam(ToolParserKit):
+class TestXlam(Kit):
     name = "xlam"
     samples = [
         Sample(
@@ -434,7 +462,7 @@ class TestXlam(ToolParserKit):
     ]
 
 
-class TestMiniMax(ToolParserKit):
+class TestMiniMax(Kit):
     name = "minimax"
     samples = [
         Sample(
@@ -459,7 +487,7 @@ class TestMiniMax(ToolParserKit):
     ]
 
 
-class TestGranite(ToolParserKit):
+class TestGranite(Kit):
     name = "granite"
     samples = [
         Sample(
@@ -476,7 +504,7 @@ class TestGranite(ToolParserKit):
     ]
 
 
-class TestGranite20bFc(ToolParserKit):
+class TestGranite20bFc(Kit):
     name = "granite-20b-fc"
     samples = [
         Sample(
@@ -487,7 +515,7 @@ class TestGranite20bFc(ToolParserKit):
     ]
 
 
-class TestInternLm(ToolParserKit):
+class TestInternLm(Kit):
     name = "internlm"
     samples = [
         Sample(
@@ -507,7 +535,7 @@ class TestInternLm(ToolParserKit):
     ]
 
 
-class TestJamba(ToolParserKit):
+class TestJamba(Kit):
     name = "jamba"
     samples = [
         Sample(
@@ -524,7 +552,7 @@ class TestJamba(ToolParserKit):
     ]
 
 
-class TestPhi4MiniJson(ToolParserKit):
+class TestPhi4MiniJson(Kit):
     name = "phi4_mini_json"
     samples = [
         Sample(
@@ -541,7 +569,7 @@ class TestPhi4MiniJson(ToolParserKit):
     ]
 
 
-class TestKimiK2(ToolParserKit):
+class TestKimiK2(Kit):
     name = "kimi_k2"
     samples = [
         Sample(
@@ -568,7 +596,7 @@ class TestKimiK2(ToolParserKit):
     ]
 
 
-class TestHunyuanA13b(ToolParserKit):
+class TestHunyuanA13b(Kit):
     name = "hunyuan_a13b"
     samples = [
         Sample(
@@ -585,7 +613,7 @@ class TestHunyuanA13b(ToolParserKit):
     ]
 
 
-class TestOpenAI(ToolParserKit):
+class TestOpenAI(Kit):
     name = "openai"
     samples = [
         Sample(
@@ -607,6 +635,10 @@ class TestOpenAI(ToolParserKit):
         ),
         Sample("Plain text, from the reasoning parser.", "Plain text, from the reasoning parser."),
         Sample("<|channel|>final<|message|>Hello.", content="Hello."),
+        Sample(
+            "<|channel|>commentary to=functions.now <|constrain|>json<|message|><|call|>",
+            calls=[("now", {})],
+        ),
     ]
 
 
