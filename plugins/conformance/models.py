@@ -2,7 +2,7 @@
 
     class TestMine(ModelKit):
         name = "MineForCausalLM"                     # as registered
-        reference = transformers.MineForCausalLM     # default: the one transformers has of that name
+        reference = transformers.MineForCausalLM     # default: transformers' own of that name
         config = {"sliding_window": 24}              # where the tiny configuration should differ
 
 On a GPU where there is one, else on the CPU; with whatever attention backend and operations `auto`
@@ -15,6 +15,7 @@ import asyncio
 import copy
 import functools
 import re
+import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -172,9 +173,9 @@ class ModelKit:
         return _reference(type(self))
 
     @pytest.fixture
-    def folder(self, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    def folder(self) -> Path:
         """The checkpoint, as `transformers` writes it; one for the class, so only to be read."""
-        return _checkpoint(type(self), tmp_path_factory)
+        return Path(_checkpoint(type(self)).name)
 
     @pytest.fixture
     def expected(self, reference_model: Any) -> Callable[[Sequence[int]], torch.Tensor]:
@@ -348,14 +349,14 @@ class ModelKit:
 
 
 @functools.cache
-def _reference(kit: type[ModelKit]) -> Any:
+def _reference(kit: Any) -> Any:
     return kit.make_reference()
 
 
 @functools.cache
-def _checkpoint(kit: type[ModelKit], factory: pytest.TempPathFactory) -> Path:
-    folder = factory.mktemp("checkpoint")
-    _reference(kit).save_pretrained(folder)
+def _checkpoint(kit: Any) -> tempfile.TemporaryDirectory[str]:
+    folder = tempfile.TemporaryDirectory(prefix="jackfield-conformance-")
+    _reference(kit).save_pretrained(folder.name)
     return folder
 
 
