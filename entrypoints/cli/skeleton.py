@@ -35,14 +35,24 @@ class Kind(NamedTuple):
 
 
 KINDS = {
+    "model": Kind("register_models", "jackfield serve CHECKPOINT"),
     "attention-backend": Kind(
         "register_attention_backends", "jackfield serve --attention-backend $name", "Attention"
+    ),
+    "quantization": Kind(
+        "register_quantization", "jackfield serve --quantization $name", "Quantization"
     ),
     "reasoning-parser": Kind(
         "register_reasoning_parsers", "jackfield serve --reasoning-parser $name", "ReasoningParser"
     ),
     "tool-parser": Kind(
         "register_tool_parsers", "jackfield serve --tool-call-parser $name", "ToolParser"
+    ),
+    "kv-connector": Kind(
+        "register_kv_connectors",
+        "jackfield serve CHECKPOINT --kv-transfer-config "
+        '\'{"kv_connector": "$name", "kv_connector_extra_config": {"path": "/tmp/kv"}}\'',
+        "KVConnector",
     ),
     "schedule-policy": Kind(
         "register_schedule_policies", "jackfield serve --scheduling-policy $name", "Policy"
