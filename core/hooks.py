@@ -10,6 +10,8 @@ group `jackfield`:
     # my_package/plugin.py
     from jackfield import hookimpl
 
+    jackfield_api = 1
+
     @hookimpl
     def register_tool_parsers(registry):
         registry.add("mine", "my_package.parser:MyToolParser")
@@ -18,6 +20,13 @@ Registration hooks run once, when the plugins are loaded (`core.registry.load_pl
 typed registry. References are lazy: `"module:attribute"` is imported when somebody uses the name,
 so finding plugins imports neither torch nor a plugin's heavy modules. Event hooks run on the event
 loop; they may be `async def`. A hook that nobody implements costs nothing in a step.
+
+`jackfield_api` is the `API_VERSION` that the plugin was written for. It is raised when a hook or a
+protocol changes so that plugins must change, too; a new hook, or a new method that a plugin may
+have, does not raise it. A plugin for another version is left out, with a line that says so. One
+that states none counts as written for 1, the first version: no plugin runs against a contract
+that its author has not seen. A plugin that states a version and cannot even be imported here (it
+uses what only the other version has) gets the same line: its source is looked at.
 """
 
 from __future__ import annotations
@@ -48,6 +57,7 @@ if TYPE_CHECKING:
 
 PROJECT = "jackfield"
 API_VERSION = 1
+"""What plugins state as `jackfield_api`."""
 
 hookspec = pluggy.HookspecMarker(PROJECT)
 hookimpl = pluggy.HookimplMarker(PROJECT)

@@ -34,9 +34,21 @@ class Parser(argparse.ArgumentParser):
         return f"unrecognized argument: {unknown[0]}{hint}"
 
 
+def add_no_plugin(group: Any) -> None:
+    """`--no-plugin`, to a parser or a group of one."""
+    group.add_argument(
+        "--no-plugin",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="leave out the plugin with this entry point or distribution; repeatable",
+    )
+
+
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
-    """A flag for each field of EngineConfig but `model`."""
+    """A flag for each field of EngineConfig but `model`; and `--no-plugin`."""
     group = parser.add_argument_group("engine")
+    add_no_plugin(group)
     hints = typing.get_type_hints(EngineConfig, include_extras=True)
     for name in EngineConfig.__struct_fields__:
         if name == "model":
@@ -60,10 +72,18 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
             group.add_argument(*names, type=json.loads, metavar="JSON", **options)
 
 
-def engine_config(args: argparse.Namespace, model: str) -> EngineConfig:
-    """From parsed flags. Raises ConfigError."""
+def engine_options(args: argparse.Namespace) -> dict[str, Any]:
+    """The engine options among parsed flags."""
     fields = set(EngineConfig.__struct_fields__) - {"model"}
     given = {name: value for name, value in vars(args).items() if name in fields}
+    if args.no_plugin:
+        given["disable_plugins"] = (*given.get("disable_plugins", ()), *args.no_plugin)
+    return given
+
+
+def engine_config(args: argparse.Namespace, model: str) -> EngineConfig:
+    """From parsed flags. Raises ConfigError."""
+    given = engine_options(args)
     if not model:
         given.setdefault("reasoning_parser", "think_tags")
         given.setdefault("tool_call_parser", "hermes")

@@ -20,7 +20,7 @@ from ...core.errors import (
 from .chat import chat_completions
 from .completions import completions
 from .context import ENGINE, OPTIONS, ServerOptions, error_body, reply
-from .utility import detokenize, health, metrics, model, models, tokenize, version
+from .utility import detokenize, health, metrics, model, models, plugins, tokenize, version
 
 logger = logging.getLogger("jackfield.server")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -52,6 +52,8 @@ def make_app(engine: AsyncEngine, options: ServerOptions | None = None) -> web.A
             web.get("/metrics", metrics),
         ]
     )
+    if options.enable_plugins_route:
+        app.router.add_get("/v1/plugins", plugins)
     app.on_response_prepare.append(_tell_request_id)
     engine.plugins.manager.hook.register_routes(app=app, engine=engine)
     return app

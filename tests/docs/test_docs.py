@@ -7,6 +7,8 @@ Marks in Markdown, each before a fenced block:
                                     command, are what it prints (… stands for anything)
     <!-- runs with the plugin -->   the same, with examples/plugin_template installed
     <!-- file: PATH -->             the block is a part of that file
+    <!-- runs from nothing -->      in a fresh environment with Jackfield, in order; and
+    <!-- write PATH -->             the block as a file (tests/examples/test_outside_packages.py)
 """
 
 from __future__ import annotations
