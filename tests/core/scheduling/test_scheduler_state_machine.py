@@ -173,19 +173,35 @@ class SchedulerMachine(RuleBasedStateMachine):
         prompt_logprobs,
         stop_ids,
     ):
-        prompt = [(start + i) % 7 for i in range(length)] + tail
+        self.add_one(
+            [(start + i) % 7 for i in range(length)] + tail,
+            SamplingParams(
+                max_tokens=max_tokens,
+                min_tokens=min(min_tokens, max_tokens),
+                prompt_logprobs=prompt_logprobs,
+                stop_token_ids=stop_ids,
+            ),
+            priority,
+            salt,
+            siblings,
+        )
+
+    def add_one(
+        self,
+        prompt: list[int],
+        params: SamplingParams,
+        priority: int = 0,
+        salt: str | None = None,
+        siblings: int = 0,
+    ) -> None:
         leader = None
         for _ in range(1 + siblings):
+            assert params.max_tokens is not None
             request = Request(
                 request_id=str(len(self.all)),
                 prompt_token_ids=list(prompt),
-                params=SamplingParams(
-                    max_tokens=max_tokens,
-                    min_tokens=min(min_tokens, max_tokens),
-                    prompt_logprobs=prompt_logprobs,
-                    stop_token_ids=stop_ids,
-                ),
-                max_tokens=max_tokens,
+                params=params,
+                max_tokens=params.max_tokens,
                 seed=0,
                 eos_token_ids=frozenset({EOS}),
                 priority=priority,
@@ -232,11 +248,13 @@ class SchedulerMachine(RuleBasedStateMachine):
     def abort(self, data):
         live = sorted(self.scheduler.requests)
         if live:
-            request_id = data.draw(st.sampled_from(live))
-            assert self.scheduler.finish(request_id, "abort") is self.all[request_id]
-            assert self.scheduler.finish(request_id, "abort") is None
-            self.aborted.add(request_id)
-            self.ended.add(request_id)
+            self.abort_one(data.draw(st.sampled_from(live)))
+
+    def abort_one(self, request_id: str) -> None:
+        assert self.scheduler.finish(request_id, "abort") is self.all[request_id]
+        assert self.scheduler.finish(request_id, "abort") is None
+        self.aborted.add(request_id)
+        self.ended.add(request_id)
 
     def progress(self) -> None:
         """What else must happen for everything to end."""
@@ -256,7 +274,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert self.scheduler.in_flight == len(self.flying)
         assert self.scheduler.num_running <= self.max_num_seqs
 
-    def teardown(self):
+    def run_to_the_end(self) -> None:
         for _ in range(5000):
             if not self.scheduler.has_work and not self.flying and not self.num_transfers:
                 break
@@ -269,6 +287,9 @@ class SchedulerMachine(RuleBasedStateMachine):
                 else:
                     self.take(self.scheduler.take_failures())
             self.scheduler.check_invariants()
+
+    def teardown(self):
+        self.run_to_the_end()
         assert not self.scheduler.has_work, "somebody never finishes"
         assert self.ended == set(self.all)
         assert self.scheduler.kv.num_used_blocks == 0
@@ -356,6 +377,10 @@ class ConnectorMachine(SchedulerMachine):
         self.open: list[tuple[str, Job]] = []
         self.finished: list[int] = []
         self.failures: dict[int, tuple[int, ...]] = {}
+        for start in range(3):
+            self.add_one([(start + i) % 7 for i in range(30)], SamplingParams(max_tokens=1))
+        self.run_to_the_end()
+        self.lose_all_cached_blocks()
 
     def transfer(self, plan: StepPlan) -> KVReport | None:
         assert self.connector is not None
@@ -408,9 +433,16 @@ class ConnectorMachine(SchedulerMachine):
         """So that there is something to load."""
         self.scheduler.kv.pool.forget_all()
 
+    @rule(number=st.integers(0, 100))
+    def abort_a_load(self, number):
+        loading = self.scheduler.loading.requests
+        if loading:
+            self.abort_one(loading[number % len(loading)].request_id)
+
     def progress(self):
         self.answer()
-        self.end_a_transfer(0, 1.0)
+        if self.open:
+            self.end_a_transfer(0, (1.0, 0.5, 1.0, 0.0)[self.open[0][1].transfer % 4])
 
 
 class PriorityMachine(SchedulerMachine):
