@@ -195,7 +195,8 @@ class KVConnectorKit:
                 outputs = await asyncio.gather(
                     *(self._check(engine, prompt(1) + prompt(n, 3)) for n in range(3))
                 )
-                assert outputs[0].num_cached_tokens == int(share * 10) * BLOCK
+                fewest = min(output.num_cached_tokens for output in outputs)
+                assert fewest == int(share * 10) * BLOCK
                 assert engine.stats().num_kv_load_failures >= 1
 
         self._run(scenario())
