@@ -137,8 +137,10 @@ def register_kv_connectors(registry: Registry[type[KVConnector]]) -> None:
 
         registry.add("my_store", "my_package.store:StoreConnector")
 
-    Called by nothing yet: the engine has no connector support in this version.
-    Contract: `protocols.KVConnector`.
+    Used at start (`EngineConfig.kv_transfer_config`): its scheduler half by the engine, its worker
+    half by the worker.
+    Contract: `protocols.KVConnector`, `protocols.KVConnectorScheduler`,
+    `protocols.KVConnectorWorker`.
     """
 
 

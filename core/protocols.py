@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeAlias, runtime_checkable
 
 import msgspec
 
-from .types import StepPlan, StepResult
+from .types import KVReport, StepPlan, StepResult
 
 if TYPE_CHECKING:
     import asyncio
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from .config import EngineConfig
+    from .config import EngineConfig, KVTransferConfig
     from .loading.model_config import ModelConfig
     from .nn.context import BatchLayout, BuildContext, ForwardContext
     from .nn.operations import Norm
@@ -311,6 +312,13 @@ class Executor(Protocol):
     async def stop(self) -> None:
         """Finish what is queued, free the device. Safe to call twice."""
 
+    def watch_transfers(self, callback: Callable[[], None]) -> None:
+        """Call `callback` on the event loop when a KV connector's worker half has news.
+
+        Called once, before `start`, and only where a connector is configured: an executor without
+        this method serves without connectors.
+        """
+
 
 class ExecutorInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What the engine learns from a started executor."""
@@ -325,6 +333,8 @@ class ExecutorInfo(msgspec.Struct, frozen=True, kw_only=True):
     weight_bytes: int
     kv_cache_bytes: int
     load_seconds: float
+    kv_layout: KVLayout | None = None
+    """Where a KV connector is configured."""
 
 
 class SchedulePolicy(Protocol):
@@ -338,20 +348,152 @@ class SchedulePolicy(Protocol):
         """
 
 
-# ---------------------------------------------------------------- specified, not called yet
+# ---------------------------------------------------------------- KV connectors
+
+
+class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
+    """The KV cache, as a connector needs to know it."""
+
+    num_blocks: int
+    """The null block (0) included."""
+    block_size: int
+    """Tokens in a block."""
+    dtype: str
+    """As torch names it: "bfloat16", …"""
+    layers: tuple[tuple[int, int], ...]
+    """[num_layers] (num_kv_heads, head_dim) of each layer's cache."""
+    block_bytes: int
+    """Of one block over all layers, keys and values."""
+    fingerprint: bytes
+    """[32] What KV content depends on besides tokens: the model's configuration and weights, dtype
+    and layout. Engines with equal fingerprints may read each other's blocks. Block keys are made
+    with it, so equal keys mean equal content."""
+
+
+@dataclass(frozen=True)
+class KVConnectorSetup:
+    """What both halves of a connector are made from."""
+
+    transfer: KVTransferConfig
+    """The user's configuration; a connector's own options in `kv_connector_extra_config`."""
+    layout: KVLayout
+    plugins: Plugins
+    """For connectors that use others."""
+    notify: Callable[[], None]
+    """Call it when something has happened outside a step: an answer of `num_external_tokens` that
+    was None is known now (scheduler half), `poll` has something to tell (worker half). From any
+    thread; make the news visible first. What is told without it is seen with the next step, and
+    an idle engine makes none."""
+
+
+class KVConnectorScheduler(Protocol):
+    """The half on the event loop: decides. Nothing here may block or raise: what needs I/O goes to
+    a thread, and a far side that fails has nothing to load and saves nothing.
+
+    A transfer is a number that the engine gives to one load, one save or one hold of blocks. From
+    the call that names it until the worker half reports its end (`KVReport`), the engine neither
+    frees nor reuses its blocks, whatever becomes of the request. So each transfer must end, once,
+    and a load of a request that was aborted ends like any other.
+    """
+
+    def num_external_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
+        """Tokens past `num_computed_tokens` (a multiple of the block size, found in the engine's
+        own prefix cache) that could be loaded.
+
+        None: not known yet; the request is passed over, others go on, and after `notify` it is
+        asked again. Once answered it is not asked again, unless the request is preempted.
+        `request.block_hashes[i]` is the key of the prompt's block i, for all full blocks but one
+        that would leave nothing to compute; the answer counts from its block
+        num_computed_tokens / block_size on, and is rounded down to whole blocks.
+        `request.params.kv_transfer_params` is what the caller sent.
+        """
+
+    def start_load(
+        self, transfer: int, request: Request, keys: Sequence[bytes], block_ids: Sequence[int]
+    ) -> None:
+        """Blocks have been allocated for what `num_external_tokens` promised: fill `block_ids[i]`
+        with what `keys[i]` names. Part of the promise may have come from elsewhere by now.
+
+        The request waits; once the load has ended, what was filled is in the prefix cache, and the
+        rest is computed.
+        """
+
+    def start_save(
+        self, transfer: int, request: Request, keys: Sequence[bytes], block_ids: Sequence[int]
+    ) -> Sequence[int]:
+        """Full blocks that steps have computed, and whose content is final: → those of `block_ids`
+        that this connector will read, which the engine then holds; empty: none, no transfer.
+        """
+
+    def request_finished(
+        self, transfer: int, request: Request
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """A request has ended (`request.finish_reason`) → (hold its blocks, kv_transfer_params).
+
+        With True, `request.block_ids` are held under `transfer` until the worker half reports its
+        end: for a far side that fetches them. The dictionary goes into the response. Blocks of a
+        request that never ran are an empty list, and are not held.
+        """
+
+    def build_metadata(self) -> Any:
+        """What the worker half must know of the calls above; None: nothing. Called once for each
+        step that is planned, and when there is something to send but nothing to compute: return
+        everything new, once. Plain data, so that a plan may be sent to another process.
+        """
+
+    def update(self, report: KVReport) -> None:
+        """The worker half's report; the engine has taken it in."""
+
+    def close(self) -> None:
+        """The engine stops. The worker half is closed later."""
+
+
+class KVConnectorWorker(Protocol):
+    """The half beside the device: moves. Its methods run on the launch thread, and must not wait
+    for a transfer: that is for a thread or stream of its own.
+
+    On a GPU, transfers run on the connector's own streams. A save needs no order: what it reads was
+    final before `start` was called. A load must wait for an event that `start` records on the
+    current stream, since steps under way may still use the blocks' former content; its end is
+    reported after the device has finished it.
+    """
+
+    def bind(self, kv_caches: Sequence[torch.Tensor]) -> None:
+        """Once, before the first step. [num_layers] tensors
+        [2 (key, value), num_blocks, block_size, num_kv_heads, head_dim], as `KVLayout` says. They
+        are inference tensors: write to them within `torch.inference_mode()`."""
+
+    def start(self, metadata: Any) -> None:
+        """What `build_metadata` returned, before its step is launched: start the transfers.
+
+        A far side that fails is reported by `poll`; an error raised here ends the engine.
+        """
+
+    def poll(self) -> KVReport | None:
+        """What has ended since the last call. Called with every step, so it must be cheap."""
+
+    def close(self) -> None:
+        """The engine stops: finish the saves under way, drop the loads, leave no thread that
+        touches the cache."""
 
 
 class KVConnector(Protocol):
-    """KV blocks from and to elsewhere. Scheduler half (pure) and worker half (tensors)."""
+    """KV blocks from and to elsewhere: disaggregated prefill, offloading, shared stores.
 
-    def num_external_tokens(self, request: Request, num_computed_tokens: int) -> int:
-        """Scheduler half: tokens past `num_computed_tokens` that the far side has."""
+    What is registered is a class (or any object) that makes both halves. They share no state but
+    what travels: metadata with the step plan, reports with the step result.
+    """
 
-    def load(self, request_id: str, block_ids: Sequence[int]) -> None:
-        """Worker half: start filling these blocks."""
+    @classmethod
+    def make_scheduler(cls, setup: KVConnectorSetup) -> KVConnectorScheduler:
+        """Raises ConfigError with the name of a wrong option."""
 
-    def save(self, request_id: str, block_ids: Sequence[int]) -> None:
-        """Worker half: start storing these blocks."""
+    @classmethod
+    def make_worker(cls, setup: KVConnectorSetup) -> KVConnectorWorker:
+        """Raises ConfigError with the name of a wrong option."""
+
+
+# ---------------------------------------------------------------- specified, not called yet
 
 
 class KVCompressor(Protocol):

@@ -91,6 +91,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """Keep only the last so many prompt tokens; -1: as many as the context holds."""
     output_kind: OutputKind = OutputKind.CUMULATIVE
     """What each output of the stream holds: see `OutputKind`."""
+    kv_transfer_params: dict[str, Any] | None = None
+    """For the KV connector: what it makes of them is its own matter."""
 
     def __post_init__(self) -> None:
         for name in ("stop", "stop_token_ids", "bad_words", "allowed_token_ids"):
@@ -156,6 +158,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None and integer(name) < -1:
                 refuse(name, "-1 (whole vocabulary), 0 or positive")
+        if self.kv_transfer_params is not None and not isinstance(self.kv_transfer_params, dict):
+            refuse("kv_transfer_params", "an object")
         if self.truncate_prompt_tokens is not None and (
             integer("truncate_prompt_tokens") < -1 or self.truncate_prompt_tokens == 0
         ):
@@ -249,6 +253,8 @@ class StepPlan(msgspec.Struct, frozen=True):
     starts: tuple[SlotStart, ...] = ()
     appended_blocks: tuple[tuple[int, tuple[int, ...]], ...] = ()
     """(slot, new block ids) for running slots whose block table grew."""
+    kv_metadata: Any = None
+    """From the KV connector's scheduler half to its worker half. A plan may have nothing else."""
 
     @property
     def total_tokens(self) -> int:
@@ -273,6 +279,17 @@ class TokenLogprobs(msgspec.Struct, frozen=True):
     """[k]"""
 
 
+class KVReport(msgspec.Struct, frozen=True):
+    """What has become of KV transfers, from a connector's worker half to the scheduler."""
+
+    finished: tuple[int, ...] = ()
+    """Transfers that have ended well: their blocks are neither read nor written any more."""
+    failed: dict[int, tuple[int, ...]] = {}
+    """Transfers that have ended otherwise → the block ids that were not filled (of a load)."""
+    payload: Any = None
+    """For the connector's scheduler half, whatever it is."""
+
+
 class StepResult(msgspec.Struct, frozen=True):
     """What a step produced, row by row as in its plan."""
 
@@ -288,6 +305,8 @@ class StepResult(msgspec.Struct, frozen=True):
     """Row → why this row alone failed."""
     device_seconds: float = 0.0
     """Launch to result, as the worker saw it."""
+    kv_report: KVReport | None = None
+    """KV transfers that have ended since the last one."""
 
 
 # ---------------------------------------------------------------- engine → caller
@@ -365,6 +384,8 @@ class RequestOutput(msgspec.Struct, kw_only=True):
     """When what happened."""
     error: str | None = None
     """Why, when a finish_reason is "error"."""
+    kv_transfer_params: dict[str, Any] | None = None
+    """What the KV connector gave out when the request ended."""
 
 
 class EngineStats(msgspec.Struct, kw_only=True):
@@ -381,6 +402,12 @@ class EngineStats(msgspec.Struct, kw_only=True):
     """Prompt tokens looked up, since the start."""
     prefix_cache_hits: int = 0
     """Prompt tokens found, since the start."""
+    external_prefix_cache_queries: int = 0
+    """Prompt tokens past those that the KV connector was asked for, since the start."""
+    external_prefix_cache_hits: int = 0
+    """Tokens that the KV connector loaded, since the start."""
+    num_kv_load_failures: int = 0
+    """Loads of the KV connector that brought less than it had promised, since the start."""
     num_preemptions: int = 0
     prompt_tokens: int = 0
     generation_tokens: int = 0

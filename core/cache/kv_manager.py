@@ -17,11 +17,18 @@ class KVCacheManager:
     one may be reused by the next plan although a step in flight still touches it.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        enable_prefix_caching: bool,
+        hash_key: bytes | None = None,
+    ) -> None:
+        """`hash_key`: see `BlockHasher`."""
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.pool = BlockPool(num_blocks)
-        self._hasher = BlockHasher(block_size)
+        self._hasher = BlockHasher(block_size, hash_key)
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
 
@@ -99,6 +106,11 @@ class KVCacheManager:
                 self.pool.register(request.block_ids[i], request.block_hashes[i])
             request.num_registered_blocks = num_full
 
+    def block_keys(self, request: Request, num_blocks: int) -> list[bytes]:
+        """Names of the request's first blocks, whose tokens must be known."""
+        self._hasher.extend(request, num_blocks)
+        return request.block_hashes[:num_blocks]
+
     def free(self, request: Request) -> None:
         """Take the request's blocks; their content stays findable until they are reused."""
         self.register(request)
@@ -119,9 +131,11 @@ class KVCacheManager:
         self.pool.forget_all()
         return True
 
-    def check(self, requests: Iterable[Request]) -> None:
-        """Raise AssertionError unless exactly these requests explain the pool's state."""
-        self.pool.check(block_id for request in requests for block_id in request.block_ids)
+    def check(self, requests: Iterable[Request], others: Iterable[int] = ()) -> None:
+        """Raise AssertionError unless exactly these requests, and `others` (blocks held on top,
+        one entry a holder), explain the pool's state."""
+        held = [block_id for request in requests for block_id in request.block_ids]
+        self.pool.check([*held, *others])
 
     def _caches(self, request: Request) -> bool:
         return self.enable_prefix_caching or request.private_salt is not None

@@ -25,7 +25,7 @@ from ..errors import (
 )
 from ..loading.model_config import ModelConfig, resolve_model_config
 from ..observe.metrics import EngineMetrics
-from ..protocols import Executor, ExecutorInfo
+from ..protocols import Executor, ExecutorInfo, KVConnectorScheduler
 from ..registry import Plugins, load_plugins
 from ..scheduling.request import Update
 from ..scheduling.scheduler import Scheduler
@@ -41,6 +41,7 @@ from ..types import (
     StepResult,
 )
 from .admission import Admission
+from .connecting import connect, watch_transfers
 from .output import OutputStream, RequestState
 from .resolve import check_names, resolve_config
 from .step_loop import StepLoop
@@ -83,6 +84,7 @@ class AsyncEngine:
         self._num_prompt_tokens = 0
         self._num_generation_tokens = 0
         self._num_steps = 0
+        self._connector: KVConnectorScheduler | None = None
 
     # ------------------------------------------------------------ life
 
@@ -97,10 +99,13 @@ class AsyncEngine:
         self.model_config = await asyncio.to_thread(resolve_model_config, self.config)
         executor_class = self.plugins["executor"].load(self.config.executor)
         self._executor: Executor = executor_class(self.config, self.model_config, self.plugins)
+        if self.config.kv_transfer_config is not None:
+            watch_transfers(self._executor, self._on_transfers)
         starting = asyncio.ensure_future(self._executor.start())
         try:
             await asyncio.to_thread(self._load_text)
             self.info = await starting
+            self._connector = connect(self.config, self.info, self.plugins, self._wake)
         except BaseException:
             await asyncio.gather(starting, return_exceptions=True)
             await self._executor.stop()
@@ -159,6 +164,9 @@ class AsyncEngine:
             enable_chunked_prefill=config.enable_chunked_prefill,
             long_prefill_token_threshold=config.long_prefill_token_threshold,
             policy=self.plugins["schedule_policy"].load(config.scheduling_policy)(),
+            connector=self._connector,
+            transfer=config.kv_transfer_config,
+            hash_key=None if self.info.kv_layout is None else self.info.kv_layout.fingerprint,
         )
         self._steps = StepLoop(
             self._scheduler,
@@ -194,6 +202,8 @@ class AsyncEngine:
         await self._listeners_done()
         await self.plugins.emit("engine_stopping", engine=self)
         await self._steps.stop()
+        if self._connector is not None:
+            self._connector.close()
         await self._executor.stop()
         await self._listeners_done()
 
@@ -430,6 +440,17 @@ class AsyncEngine:
         self.metrics.observe_step(self.stats(), plan.total_tokens, result.device_seconds)
         if self._watch_steps:
             self._spawn(self.plugins.emit("step_finished", plan=plan, result=result))
+
+    def _on_transfers(self) -> None:
+        """The KV connector's worker half has something to report: a step will bring it."""
+        if hasattr(self, "_steps") and self._scheduler.transfers is not None:
+            self._scheduler.transfers.expect_report()
+            self._steps.wake()
+
+    def _wake(self) -> None:
+        """The KV connector's scheduler half has an answer."""
+        if hasattr(self, "_steps"):
+            self._steps.wake()
 
     def _die(self, error: BaseException) -> None:
         """A step failed as a whole: every request ends with an error, and no more are taken."""

@@ -37,8 +37,10 @@ def resolve_config(config: EngineConfig) -> EngineConfig:
 
 def check_names(config: EngineConfig, plugins: Plugins) -> None:
     """Import what the options name. Raises ConfigError with the option's name."""
-    for option, kind in NAMED.items():
-        name = getattr(config, option)
+    named = [(option, kind, getattr(config, option)) for option, kind in NAMED.items()]
+    if config.kv_transfer_config is not None:
+        named.append(("kv_transfer_config", "kv_connector", config.kv_transfer_config.kv_connector))
+    for option, kind, name in named:
         if name is None:
             continue
         try:

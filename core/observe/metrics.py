@@ -46,6 +46,15 @@ class EngineMetrics:
         self._counters = {
             "prefix_cache_queries": counter("prefix_cache_queries", "Prompt tokens looked up."),
             "prefix_cache_hits": counter("prefix_cache_hits", "Prompt tokens found."),
+            "external_prefix_cache_queries": counter(
+                "external_prefix_cache_queries", "Prompt tokens that a KV connector was asked for."
+            ),
+            "external_prefix_cache_hits": counter(
+                "external_prefix_cache_hits", "Tokens that a KV connector loaded."
+            ),
+            "num_kv_load_failures": counter(
+                "kv_load_failures", "Loads that brought less than a KV connector had promised."
+            ),
             "num_preemptions": counter("num_preemptions", "Preemptions."),
             "prompt_tokens": counter("prompt_tokens", "Prompt tokens of admitted requests."),
             "generation_tokens": counter("generation_tokens", "Tokens generated."),

@@ -16,6 +16,8 @@ class Status(enum.Enum):
     """Where a request stands."""
 
     WAITING = "waiting"
+    LOADING = "loading"
+    """Waits for a KV connector; its place in the queue is kept."""
     RUNNING = "running"
     PREEMPTED = "preempted"
     FINISHED = "finished"
@@ -60,6 +62,14 @@ class Request:
     """Chained hash of each full block of known tokens, made as needed."""
     num_registered_blocks: int = 0
     """Blocks of `block_ids` that prefix hits can find."""
+    external_end: int | None = None
+    """Tokens up to which a KV connector has blocks; 0: none, None: not known yet."""
+    num_loaded_tokens: int = 0
+    """Tokens that a KV connector brought."""
+    num_offered_blocks: int = 0
+    """Blocks of `block_ids` that a KV connector has been offered to save, or need not be."""
+    kv_transfer_params: dict[str, Any] | None = None
+    """What the KV connector gave out at the end; what the caller gave is in `params`."""
     private_salt: str | None = None
     """Sibling sharing where prefix caching is off: hits stay among the siblings."""
     num_prompt_logprobs: int = 0

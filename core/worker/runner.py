@@ -12,7 +12,7 @@ from torch import nn
 
 from ..nn.context import ForwardContext
 from ..protocols import AttentionBackend
-from ..types import StepPlan, StepResult, TokenLogprobs
+from ..types import KVReport, StepPlan, StepResult, TokenLogprobs
 from .batch import PersistentBatch, StepInputs
 from .graphs import DecodeGraphs
 from .sampler import Logprobs, Sampler
@@ -35,6 +35,7 @@ class LaunchedStep:
     launched: float
     keep: list[Any] = field(default_factory=list)
     """Device tensors that the copies read; held until they are done."""
+    kv_report: KVReport | None = None
 
     def wait(self) -> StepResult:
         """Blocks until the copies to the host are done."""
@@ -69,6 +70,7 @@ class LaunchedStep:
             prompt_logprobs=prompts,
             failed=failed,
             device_seconds=time.monotonic() - self.launched,
+            kv_report=self.kv_report,
         )
 
 
@@ -115,7 +117,7 @@ class ModelRunner:
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """Queue one step on the device and return at once."""
         launched = time.monotonic()
-        self._update_slots(plan)
+        self.update_slots(plan)
         if self.graphs is not None and not self._scores_prompts(plan):
             step = self._replay(plan, self.graphs, launched)
             if step is not None:
@@ -194,7 +196,8 @@ class ModelRunner:
         logits: torch.Tensor = self.model.compute_logits(hidden)  # type: ignore[operator]
         return logits[:, : self.vocab_size]
 
-    def _update_slots(self, plan: StepPlan) -> None:
+    def update_slots(self, plan: StepPlan) -> None:
+        """Sampling state of the slots that the plan releases and starts."""
         for slot in plan.released:
             self.sampling.release(slot)
             self._logprobs.pop(slot, None)

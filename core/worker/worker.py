@@ -9,9 +9,10 @@ import gc
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
+from torch import nn
 
 from ..config import EngineConfig
 from ..errors import ConfigError
@@ -19,16 +20,25 @@ from ..loading.build import build_model
 from ..loading.model_config import ModelConfig
 from ..nn.attention import Attention
 from ..nn.context import BatchLayout
-from ..protocols import AttentionBackend, AttentionSpec, ExecutorInfo
+from ..protocols import (
+    AttentionBackend,
+    AttentionSpec,
+    ExecutorInfo,
+    KVConnectorSetup,
+    KVConnectorWorker,
+    KVLayout,
+)
 from ..registry import Plugins
 from ..types import SamplingParams, SlotStart, StepPlan
 from .batch import PersistentBatch, StepInputs
 from .graphs import CudaRecorder, DecodeGraphs, Recorder
+from .kv_transfer import EmptyStep, kv_layout
 from .memory import bytes_per_block, explain_oom, num_kv_blocks
-from .runner import LaunchedStep, ModelRunner
+from .runner import ModelRunner
 from .sampler import Sampler
 from .sampling_state import SamplingState
 from .selection import attention_refusal, choose
+from .thread import PendingStep
 
 logger = logging.getLogger("jackfield.worker")
 
@@ -60,6 +70,9 @@ class Worker:
         )
         self.max_num_batched_tokens = config.max_num_batched_tokens
         self.runner: ModelRunner | None = None
+        self.connector: KVConnectorWorker | None = None
+        self.transfer_news: Callable[[], None] = _nobody
+        """Called, on any thread, when the connector has something to report."""
         self._short_prompts = [4, 16, 32]
         """Numbers of tokens whose kernels are compiled when there is time."""
 
@@ -173,15 +186,49 @@ class Worker:
             weight_bytes=weight_bytes,
             kv_cache_bytes=num_blocks * block_bytes,
             load_seconds=time.monotonic() - began,
+            kv_layout=self._connect(model, layers),
         )
 
-    def step(self, plan: StepPlan) -> LaunchedStep:
+    def step(self, plan: StepPlan) -> PendingStep:
         """Launch one step."""
         assert self.runner is not None, "start() comes first"
         try:
-            return self.runner.launch(plan)
+            if self.connector is None:
+                return self.runner.launch(plan)
+            return self._step_and_transfer(plan, self.runner, self.connector)
         except torch.OutOfMemoryError as error:
             raise explain_oom(error, f"running a step of {plan.total_tokens} tokens") from error
+
+    @torch.inference_mode()
+    def _step_and_transfer(
+        self, plan: StepPlan, runner: ModelRunner, connector: KVConnectorWorker
+    ) -> PendingStep:
+        if plan.kv_metadata is not None:
+            connector.start(plan.kv_metadata)
+        if not plan.slots:
+            runner.update_slots(plan)
+            return EmptyStep(plan, connector.poll())
+        step = runner.launch(plan)
+        step.kv_report = connector.poll()
+        return step
+
+    def _connect(self, model: nn.Module, layers: list[Attention]) -> KVLayout | None:
+        """Make the worker half of the KV connector, if there is to be one."""
+        transfer = self.config.kv_transfer_config
+        if transfer is None:
+            return None
+        caches = [layer.kv_cache for layer in layers if layer.kv_cache is not None]
+        layout = kv_layout(self.config, self.model_config, model, caches)
+        setup = KVConnectorSetup(
+            transfer=transfer,
+            layout=layout,
+            plugins=self.plugins,
+            notify=lambda: self.transfer_news(),
+        )
+        connector = self.plugins["kv_connector"].load(transfer.kv_connector)
+        self.connector = connector.make_worker(setup)
+        self.connector.bind(caches)
+        return layout
 
     @torch.inference_mode()
     def prepare_ahead(self) -> bool:
@@ -206,6 +253,9 @@ class Worker:
 
     def stop(self) -> None:
         """Give the device's memory back."""
+        if self.connector is not None:
+            self.connector.close()
+            self.connector = None
         self.runner = None
         gc.collect()
         if self.device.type == "cuda":
@@ -317,6 +367,10 @@ class Worker:
         runner.sampler.sample(logits, inputs.sample_slots, slots, inputs.sample_lengths)
         for slot in slots:
             runner.sampling.release(slot)
+
+
+def _nobody() -> None:
+    """Nobody waits for news."""
 
 
 def _refusal(

@@ -179,6 +179,8 @@ class _Job:
             body["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
         if self.asked.return_token_ids:
             body["prompt_token_ids"] = output.prompt_token_ids
+        if output.kv_transfer_params is not None:
+            body["kv_transfer_params"] = output.kv_transfer_params
         return body
 
     async def frames(self) -> AsyncIterator[bytes]:
