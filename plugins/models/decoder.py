@@ -128,8 +128,11 @@ class Decoder(nn.Module):
         return hidden
 
 
-class CausalLM(nn.Module):
-    """A decoder and its head. A family sets `attention`."""
+class HeadlessLM(nn.Module):
+    """A decoder whose states are pooled. A family sets `attention`.
+
+    Checkpoints of embedding models often leave out the `model.` that others begin names with.
+    """
 
     attention: ClassVar[type[SelfAttention]] = SelfAttention
     weight_map: ClassVar[WeightMap] = WeightMap(
@@ -141,20 +144,46 @@ class CausalLM(nn.Module):
             "up_proj": Shard("gate_up_proj", "up"),
         },
         tied={"lm_head.weight": "model.embed_tokens.weight"},
+        prefixes={f"{part}.": f"model.{part}." for part in ("embed_tokens", "layers", "norm")},
     )
 
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
         super().__init__()
         self.model = Decoder(config, build, self.attention)
-        if not config.hf_config.tie_word_embeddings:
-            self.lm_head = Embedding(config.vocab_size, config.hidden_size, build)
 
     def forward(self, input_ids: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         """[num_tokens] → [num_tokens, hidden_size]"""
         hidden: torch.Tensor = self.model(input_ids, context)
         return hidden
 
+    def pooling_states(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The last norm: [any, hidden_size] → the same shape."""
+        out: torch.Tensor = self.model.norm(hidden)
+        return out
+
+
+class CausalLM(HeadlessLM):
+    """A decoder and its head, which it goes without where it is pooled."""
+
+    def __init__(self, config: ModelConfig, build: BuildContext) -> None:
+        super().__init__(config, build)
+        if config.pooling is None and not config.hf_config.tie_word_embeddings:
+            self.lm_head = Embedding(config.vocab_size, config.hidden_size, build)
+
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[num_rows, hidden_size] → [num_rows, vocab_size]"""
         head: Embedding = getattr(self, "lm_head", self.model.embed_tokens)
         return head.logits(hidden, norm=self.model.norm)
+
+
+class DecoderClassifier(HeadlessLM):
+    """A decoder and a linear classifier of its last state."""
+
+    def __init__(self, config: ModelConfig, build: BuildContext) -> None:
+        super().__init__(config, build)
+        self.score = Linear(config.hidden_size, config.hf_config.num_labels, build)
+
+    def classify(self, pooled: torch.Tensor) -> torch.Tensor:
+        """[num_rows, hidden_size] → logits [num_rows, num_labels]"""
+        logits: torch.Tensor = self.score(pooled)
+        return logits
