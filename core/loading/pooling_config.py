@@ -136,11 +136,12 @@ def resolve_pooling(
     can_pool = hasattr(model, "pooling_states")
     found = SentenceTransformer()
     asked = _asked_runner(config)
+    field = "runner" if config.task == "auto" else "task"
     if asked == "generate" or (asked == "auto" and not can_pool):
         if model is not None and not can_generate:
             raise ConfigError(
-                f"runner: {model_config.architecture} does not generate text; leave runner on auto",
-                param="runner",
+                f"{field}: {model_config.architecture} does not generate text; leave it on auto",
+                param=field,
             )
         return model_config
     if asked == "auto":
@@ -150,9 +151,9 @@ def resolve_pooling(
             return model_config
     elif model is not None and not can_pool:
         raise ConfigError(
-            f"runner: {model_config.architecture} cannot be pooled (its class has no "
+            f"{field}: {model_config.architecture} cannot be pooled (its class has no "
             "pooling_states)",
-            param="runner",
+            param=field,
         )
     else:
         found = read_sentence_transformer(model_config.path)
@@ -190,10 +191,7 @@ def _pooling_config(
     labels = _labels(hf) if classifies else ()
     _check_task(config.task, classifies, labels)
     activation, activates = _activation(hf, len(labels))
-    if found.pooling_type is None:
-        normalize = True
-    else:
-        normalize = found.normalize
+    normalize = found.pooling_type is None or found.normalize
     return PoolingConfig(
         task="classify" if classifies else "embed",
         causal=causal,
