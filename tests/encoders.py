@@ -15,7 +15,7 @@ from tokenizers import models, pre_tokenizers, processors
 
 from helpers import COMMON
 
-WORDS = "the a cat dog sat ran on mat fast slow red blue who what where is it paris france".split()
+WORDS = "the a cat dog sat ran on mat fast slow red blue who what where is it in paris france"
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]")
 VOCAB = 60
 FAMILIES = {"Bert": (0, 2), "Roberta": (1, 1), "XLMRoberta": (1, 1)}
@@ -24,7 +24,7 @@ FAMILIES = {"Bert": (0, 2), "Roberta": (1, 1), "XLMRoberta": (1, 1)}
 
 def save_word_tokenizer(folder: Path, **facts: Any) -> tokenizers.Tokenizer:
     """A word a token, [CLS] … [SEP] around one text, [CLS] … [SEP] … [SEP] around two."""
-    vocab = {word: number for number, word in enumerate((*SPECIAL, *WORDS))}
+    vocab = {word: number for number, word in enumerate((*SPECIAL, *WORDS.split()))}
     made = tokenizers.Tokenizer(models.WordLevel(vocab, unk_token="[UNK]"))
     made.pre_tokenizer = pre_tokenizers.Whitespace()
     made.post_processor = processors.TemplateProcessing(

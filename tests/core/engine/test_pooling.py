@@ -13,6 +13,15 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from encoders import (
+    FAMILIES,
+    as_sentence_transformer,
+    minilm,
+    reference_logits,
+    reference_states,
+    save_decoder,
+    save_encoder,
+)
 from safetensors.torch import load_file, save_file
 
 from jackfield import AsyncEngine, EngineConfig, SamplingParams, hookimpl
@@ -28,15 +37,6 @@ from jackfield.core.pooling import PoolingParams
 from jackfield.core.registry import load_plugins
 from jackfield.core.types import PoolingRequestOutput
 
-from encoders import (
-    FAMILIES,
-    as_sentence_transformer,
-    minilm,
-    reference_logits,
-    reference_states,
-    save_decoder,
-    save_encoder,
-)
 from helpers import edit_json
 
 LENGTHS = (1, 2, 3, 17, 40, 41, 5, 64, 1, 90)
