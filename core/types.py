@@ -387,6 +387,7 @@ class PoolingRequestOutput(msgspec.Struct, kw_only=True):
     outputs: PoolingOutput
     """One request, one result; the name is vLLM's."""
     finished: bool = True
+    """There is no output before the last."""
     num_cached_tokens: int = 0
     """Prompt tokens that came from the prefix cache."""
     timings: RequestTimings

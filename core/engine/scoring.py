@@ -15,6 +15,8 @@ from ..types import PoolingRequestOutput
 from .async_engine import AsyncEngine
 from .pooling import PoolingPrompt
 
+STARTED_AT_ONCE = 16
+"""Prompts that are tokenized before the event loop gets to do other things."""
 ScoredText: TypeAlias = str | tuple[int, ...]
 """A text, or its token ids (a cross-encoder takes texts alone)."""
 
@@ -35,9 +37,13 @@ async def encode_all(
         request_id = None if name is None else f"{name}-{number}"
         return await engine.encode(prompt, params, request_id=request_id, **options)
 
+    tasks: list[asyncio.Task[PoolingRequestOutput]] = []
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(one(p, number)) for number, p in enumerate(prompts)]
+            for number, prompt in enumerate(prompts):
+                tasks.append(group.create_task(one(prompt, number)))
+                if number % STARTED_AT_ONCE == STARTED_AT_ONCE - 1:
+                    await asyncio.sleep(0)
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None
     return [task.result() for task in tasks]

@@ -279,7 +279,10 @@ def _length(
 
 
 def read_sentence_transformer(folder: Path) -> SentenceTransformer:
-    """Raises ConfigError for modules that would change the vectors and are not known here."""
+    """Raises ConfigError for modules that would change the vectors and are not known here.
+
+    The prompts of config_sentence_transformers.json are left to the caller, as in vLLM.
+    """
     found = SentenceTransformer()
     for path in sorted(folder.glob("sentence_*_config.json")):
         settings = _object(path)

@@ -205,6 +205,9 @@ class Worker:
             ),
             device=self.device,
         )
+        if self.device.type == "cuda":
+            # The largest step there is: what does not fit fails now, and not in a request.
+            self._run_dummy(self.max_num_batched_tokens, range(config.max_num_seqs))
         self._warm_up()
         return ExecutorInfo(
             num_blocks=0,

@@ -217,6 +217,24 @@ async def test_names_that_leave_out_the_models_prefix(tmp_path: Path) -> None:
         close(output.outputs.data, wanted[-1])
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+async def test_a_masked_models_encoder_is_pooled(family: str, tmp_path: Path) -> None:
+    folder = save_encoder(tmp_path, family, "ForMaskedLM")
+    async with AsyncEngine(config(folder, pooler_config={"normalize": False})) as engine:
+        output = await engine.encode([4, 5, 6])
+        close(output.outputs.data, reference_states(folder, [4, 5, 6])[0])
+
+
+async def test_decoders_compare_texts_as_one_where_they_were_trained_so(tmp_path: Path) -> None:
+    folder = save_decoder(tmp_path, "Qwen2", "ForSequenceClassification", num_labels=1)
+    pair = {"text": "who is it ", "text_pair": "the cat"}
+    async with AsyncEngine(decoding(folder)) as engine:
+        apart = await engine.encode(pair)
+    async with AsyncEngine(decoding(folder, hf_overrides={"use_pad_token": False})) as engine:
+        [joined, one] = await encode_all(engine, [pair, "who is it the cat"])
+    assert joined.prompt_token_ids == one.prompt_token_ids != apart.prompt_token_ids
+
+
 async def test_minilm_gives_the_vectors_of_transformers() -> None:
     folder = minilm()
     texts = [
