@@ -290,7 +290,7 @@ class ExecutorInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What the engine learns from a started executor."""
 
     num_blocks: int
-    """KV blocks, the null block included."""
+    """KV blocks, the null block included; 0: the model has no cache."""
     device: str
     dtype: str
     attention_backend: str

@@ -129,7 +129,9 @@ class PoolingAdmission:
             token_ids, types = encode()
         else:
             token_ids, types = await asyncio.to_thread(encode)
-        return token_ids, tuple(types) if any(types) else ()
+        # Tokenizers number two texts for models, too, that have no table for it.
+        known = 0 < max(types, default=0) < self.pooling.num_token_types
+        return token_ids, tuple(types) if known else ()
 
     def _check(self, token_ids: list[int]) -> None:
         if not token_ids:

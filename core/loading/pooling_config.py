@@ -47,6 +47,8 @@ class PoolingConfig:
     """Embeddings have length 1 unless a request says otherwise."""
     lower_case: bool = False
     """Texts are put in lower case before they are tokenized."""
+    num_token_types: int = 0
+    """How many texts the model tells apart in one prompt; below 2: it does not."""
     matryoshka: tuple[int, ...] | None = None
     """Lengths that vectors may be cut to; empty: any; None: they may not be cut."""
     labels: tuple[str, ...] = ()
@@ -199,6 +201,7 @@ def _pooling_config(
         size=model_config.hidden_size,
         normalize=normalize if options.normalize is None else options.normalize,
         lower_case=found.lower_case,
+        num_token_types=0 if causal else _num_token_types(model_config),
         matryoshka=_matryoshka(hf),
         labels=labels,
         activation=activation,
@@ -243,6 +246,14 @@ def _activation(hf: Any, num_labels: int) -> tuple[Activation, bool]:
     if num_labels > 1 and getattr(hf, "problem_type", None) == "regression":
         return by_size, False
     return by_size, True
+
+
+def _num_token_types(model_config: ModelConfig) -> int:
+    """0 where the tokenizer says that its model takes none."""
+    names = _object(model_config.path / "tokenizer_config.json").get("model_input_names")
+    if isinstance(names, list) and "token_type_ids" not in names:
+        return 0
+    return int(getattr(model_config.hf_config, "type_vocab_size", None) or 0)
 
 
 def _matryoshka(hf: Any) -> tuple[int, ...] | None:

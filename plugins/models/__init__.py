@@ -37,7 +37,7 @@ POOLED = {
         "XLMRobertaForSequenceClassification": "RobertaForSequenceClassification",
     },
 }
-"""Module → architectures that give vectors or labels. Of a masked model only the encoder is used."""
+"""Module → architectures of vectors or labels. Of a masked model only the encoder is used."""
 
 
 @hookimpl

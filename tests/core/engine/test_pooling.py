@@ -148,6 +148,19 @@ async def test_two_texts_are_told_apart_by_their_types(tmp_path: Path) -> None:
         assert cut.prompt_token_ids == [*ids[:3], 3, *ids[5:7], 3]
 
 
+async def test_types_that_the_model_has_no_table_for_are_left_out(tmp_path: Path) -> None:
+    """The word tokenizer numbers the second text 1; RoBERTa has one type alone."""
+    folder = save_encoder(tmp_path, "Roberta", "ForSequenceClassification", num_labels=1)
+    async with AsyncEngine(config(folder)) as engine:
+        output = await engine.encode({"text": "who", "text_pair": "the cat"})
+        close(output.outputs.data, reference_logits(folder, output.prompt_token_ids).sigmoid())
+    folder = save_encoder(tmp_path, "Bert", "ForSequenceClassification", num_labels=1)
+    edit_json(folder / "tokenizer_config.json", model_input_names=["input_ids"])
+    async with AsyncEngine(config(folder)) as engine:
+        output = await engine.encode({"text": "who", "text_pair": "the cat"})
+        close(output.outputs.data, reference_logits(folder, output.prompt_token_ids).sigmoid())
+
+
 @pytest.mark.parametrize("family", DECODERS)
 @pytest.mark.parametrize("kind", ["ForCausalLM", "Model"])
 async def test_decoders_are_pooled_over_chunks(family: str, kind: str, tmp_path: Path) -> None:
@@ -374,6 +387,15 @@ async def test_more_prompts_than_a_step_takes(bert: Path) -> None:
         with pytest.raises(InvalidRequest, match="max_num_batched_tokens"):
             await engine.encode([5] * 65)
         settled(engine)
+
+
+async def test_the_default_budget_takes_the_longest_prompt(tmp_path: Path) -> None:
+    folder = save_encoder(tmp_path, "Bert", max_position_embeddings=2100, num_hidden_layers=1)
+    async with AsyncEngine(config(folder)) as engine:
+        assert engine.config.max_num_batched_tokens == 2100
+        output = await engine.encode([5, 6] * 1050)
+        wanted = F.normalize(reference_states(folder, [5, 6] * 1050)[0], dim=0)
+        close(output.outputs.data, wanted)
 
 
 async def test_listeners_and_metrics_see_pooling_requests(bert: Path) -> None:
