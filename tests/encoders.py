@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 from pathlib import Path
@@ -107,18 +108,29 @@ def minilm() -> Path:
 @torch.no_grad()
 def reference_states(folder: Path, token_ids: list[int], types: list[int] | None = None) -> Any:
     """`transformers`' last states of one prompt: [num_tokens, hidden_size] float32."""
-    model = transformers.AutoModel.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager"
-    ).eval()
     given = {} if types is None else {"token_type_ids": torch.tensor([types])}
+    model = _reference("AutoModel", folder)
     return model(torch.tensor([token_ids]), **given).last_hidden_state[0]
 
 
 @torch.no_grad()
 def reference_logits(folder: Path, token_ids: list[int], types: list[int] | None = None) -> Any:
     """`transformers`' logits of a classifier: [num_labels] float32."""
-    model = transformers.AutoModelForSequenceClassification.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager"
-    ).eval()
     given = {} if types is None else {"token_type_ids": torch.tensor([types])}
+    model = _reference("AutoModelForSequenceClassification", folder)
     return model(torch.tensor([token_ids]), **given).logits[0]
+
+
+def _reference(kind: str, folder: Path) -> Any:
+    """Loaded anew when a test has changed the checkpoint."""
+    files = (folder / "config.json", folder / "model.safetensors")
+    return _loaded(kind, folder, *(file.stat().st_mtime_ns for file in files))
+
+
+@functools.lru_cache(maxsize=4)
+def _loaded(kind: str, folder: Path, *_: int) -> Any:
+    return (
+        getattr(transformers, kind)
+        .from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+        .eval()
+    )
