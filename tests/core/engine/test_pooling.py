@@ -23,6 +23,7 @@ from encoders import (
     save_encoder,
 )
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 from jackfield import AsyncEngine, EngineConfig, SamplingParams, hookimpl
 from jackfield.core.errors import (
@@ -32,7 +33,11 @@ from jackfield.core.errors import (
     LoadError,
     RequestFailed,
 )
+from jackfield.core.loading.model_config import ModelConfig
 from jackfield.core.loading.pooling_config import read_sentence_transformer
+from jackfield.core.loading.weight_map import WeightMap
+from jackfield.core.nn.context import BuildContext, ForwardContext
+from jackfield.core.nn.embedding import Embedding
 from jackfield.core.pooling import PoolingParams
 from jackfield.core.registry import load_plugins
 from jackfield.core.types import PoolingRequestOutput
@@ -416,6 +421,45 @@ async def test_listeners_and_metrics_see_pooling_requests(bert: Path) -> None:
         assert 'request_success_total{finished_reason="stop"' in text
         assert engine.stats().prompt_tokens == 2 * len(output.prompt_token_ids)
     assert [type(one) for one in seen] == [PoolingRequestOutput] * 2
+
+
+class WordVectors(nn.Module):
+    """Somebody else's model, with the least that the contract asks for."""
+
+    causal = False
+    weight_map = WeightMap(prefixes={"embeddings.word_embeddings.": "words."}, ignored=("",))
+
+    def __init__(self, config: ModelConfig, build: BuildContext) -> None:
+        super().__init__()
+        self.words = Embedding(config.vocab_size, config.hidden_size, build)
+
+    def forward(self, input_ids: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        assert context.backend is None
+        return self.words(input_ids)
+
+    def pooling_states(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden
+
+
+async def test_a_plugins_model_is_pooled(bert: Path) -> None:
+    class Plugin:
+        @hookimpl
+        def register_models(self, registry: Any) -> None:
+            registry.add("WordVectors", WordVectors)
+
+    overrides = {"architectures": ["WordVectors"]}
+    options = {"hf_overrides": overrides, "pooler_config": {"normalize": False}}
+    table = load_file(bert / "model.safetensors")["embeddings.word_embeddings.weight"]
+    async with AsyncEngine(
+        config(bert, **options), plugins=load_plugins(extra=[Plugin()])
+    ) as engine:
+        for prompt in ([4, 5, 6], [9]):
+            output = await engine.encode(prompt)
+            close(output.outputs.data, table[prompt[-1]])
+    with pytest.raises(ConfigError, match="does not generate text"):
+        await AsyncEngine(
+            config(bert, runner="generate", **options), plugins=load_plugins(extra=[Plugin()])
+        ).start()
 
 
 # ---------------------------------------------------------------- what the checkpoint says
