@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import uuid
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias
 
@@ -31,11 +32,10 @@ async def encode_all(
 
     `options`: as of `AsyncEngine.encode`, `request_id` being the start of each one's.
     """
-    name = options.pop("request_id", None)
+    name = options.pop("request_id", None) or uuid.uuid4().hex
 
     async def one(prompt: PoolingPrompt, number: int) -> PoolingRequestOutput:
-        request_id = None if name is None else f"{name}-{number}"
-        return await engine.encode(prompt, params, request_id=request_id, **options)
+        return await engine.encode(prompt, params, request_id=f"{name}-{number}", **options)
 
     tasks: list[asyncio.Task[PoolingRequestOutput]] = []
     try:

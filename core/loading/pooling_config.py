@@ -29,8 +29,21 @@ ACTIVATIONS: dict[str, Activation | None] = {
     "Identity": None, "Sigmoid": "sigmoid", "Softmax": "softmax",
 }  # fmt: skip
 """By torch's class names, as configurations of cross-encoders give them."""
+DENSE_ACTIVATIONS = {"Identity": None, "Tanh": "tanh", "ReLU": "relu", "GELU": "gelu"}
+"""Torch's class name → as `core.nn.encoder` calls it; None: none."""
 NO_LIMIT = 10**9
 """Tokenizers without a limit tell a number beyond this."""
+
+
+@dataclass(frozen=True)
+class Projection:
+    """A linear layer behind the pooling, in a folder of its own."""
+
+    folder: Path
+    in_features: int
+    out_features: int
+    bias: bool
+    activation: str | None
 
 
 @dataclass(frozen=True)
@@ -47,6 +60,8 @@ class PoolingConfig:
     """Embeddings have length 1 unless a request says otherwise."""
     lower_case: bool = False
     """Texts are put in lower case before they are tokenized."""
+    projections: tuple[Projection, ...] = ()
+    """What embeddings go through before they are cut and scaled; vectors a token do not."""
     num_token_types: int = 0
     """How many texts the model tells apart in one prompt; below 2: it does not."""
     matryoshka: tuple[int, ...] | None = None
@@ -123,6 +138,7 @@ class SentenceTransformer(msgspec.Struct):
     pooling_type: PoolingType | None = None
     """None: there is no pooling module, this is no sentence-transformers model."""
     normalize: bool = False
+    projections: tuple[Projection, ...] = ()
     max_length: int | None = None
     lower_case: bool = False
 
@@ -194,11 +210,22 @@ def _pooling_config(
     _check_task(config.task, classifies, labels)
     activation, activates = _activation(hf, len(labels))
     normalize = found.pooling_type is None or found.normalize
+    projections = () if classifies else found.projections
+    size = model_config.hidden_size
+    for projection in projections:
+        if projection.in_features != size:
+            raise ConfigError(
+                f"model: {projection.folder}/config.json takes {projection.in_features} numbers, "
+                f"there are {size}",
+                param="model",
+            )
+        size = projection.out_features
     return PoolingConfig(
         task="classify" if classifies else "embed",
         causal=causal,
         pooling_type=options.pooling_type or (not classifies and found.pooling_type) or own,
-        size=model_config.hidden_size,
+        size=size,
+        projections=projections,
         normalize=normalize if options.normalize is None else options.normalize,
         lower_case=found.lower_case,
         num_token_types=0 if causal else _num_token_types(model_config),
@@ -306,21 +333,47 @@ def read_sentence_transformer(folder: Path) -> SentenceTransformer:
         if kind == "Normalize":
             found.normalize = True
         elif kind == "Pooling":
-            found.pooling_type = _pooling_mode(folder, str(module.get("path", "")))
+            found.pooling_type = _pooling_mode(_inside(folder, module))
+        elif kind == "Dense" and not found.normalize:
+            found.projections += (_projection(_inside(folder, module)),)
         elif kind not in ("Transformer", "CrossEncoder"):
             raise ConfigError(
                 f"model: {folder}/modules.json has a module {kind!r}, which is not supported "
-                "(there are: Transformer, Pooling, Normalize)",
+                "there (there are: Transformer, Pooling, Dense, Normalize, in this order)",
                 param="model",
             )
     return found
 
 
-def _pooling_mode(folder: Path, path: str) -> PoolingType:
-    inside = PurePosixPath(path)
-    if inside.is_absolute() or ".." in inside.parts:
+def _inside(folder: Path, module: Mapping[str, Any]) -> Path:
+    """A module's folder. Raises LoadError when it is not in the checkpoint's."""
+    path = str(module.get("path", ""))
+    if PurePosixPath(path).is_absolute() or ".." in PurePosixPath(path).parts:
         raise LoadError(f"modules.json names {path!r}, which is not in its own folder")
-    settings = _object(folder / inside / "config.json")
+    return folder / path
+
+
+def _projection(folder: Path) -> Projection:
+    settings = _object(folder / "config.json")
+    size_in, size_out = settings.get("in_features"), settings.get("out_features")
+    named = str(settings.get("activation_function", "Identity"))
+    activation = named.rpartition(".")[2]
+    if not isinstance(size_in, int) or not isinstance(size_out, int):
+        raise ConfigError(
+            f"model: {folder}/config.json gives no in_features and out_features", param="model"
+        )
+    if activation not in DENSE_ACTIVATIONS:
+        raise ConfigError(
+            f"model: {folder}/config.json names the activation {named!r}, which is not supported "
+            f"(there are: {', '.join(DENSE_ACTIVATIONS)})",
+            param="model",
+        )
+    bias = bool(settings.get("bias", True))
+    return Projection(folder, size_in, size_out, bias, DENSE_ACTIVATIONS[activation])
+
+
+def _pooling_mode(folder: Path) -> PoolingType:
+    settings = _object(folder / "config.json")
     named = settings.get("pooling_mode")
     on = {str(named)} if named else set()
     on |= {
@@ -332,7 +385,7 @@ def _pooling_mode(folder: Path, path: str) -> PoolingType:
     kind = kinds.pop() if len(kinds) == 1 else None
     if kind is None:
         raise ConfigError(
-            f"model: {folder}/{path}/config.json pools by {', '.join(sorted(on)) or 'nothing'}, "
+            f"model: {folder}/config.json pools by {', '.join(sorted(on)) or 'nothing'}, "
             "which is not supported (there are: cls_token, mean_tokens, lasttoken)",
             param="model",
         )

@@ -17,6 +17,7 @@ from torch import nn
 
 from ..loading.pooling_config import PoolingConfig
 from ..nn.context import ForwardContext
+from ..nn.projection import Projections
 from ..pooling import PooledRow, PoolingParams
 from ..protocols import AttentionBackend
 from ..types import SlotStart, StepPlan, StepResult
@@ -77,6 +78,7 @@ class PoolingRunner:
         self.backend = backend
         self.batch = batch
         self.device = device
+        self.projections = Projections(pooling.projections, device)
         self._starts: dict[int, SlotStart] = {}
         self._kept: dict[int, torch.Tensor] = {}
         """Slot → what earlier chunks left: a sum [hidden_size] float32, or the first state."""
@@ -211,6 +213,7 @@ class PoolingRunner:
     def _finished(self, pooled: torch.Tensor, params: list[PoolingParams]) -> list[torch.Tensor]:
         """pooled: [num_rows, hidden_size] → each row's result, float32."""
         if self.pooling.task == "embed":
+            pooled = self.projections(pooled)
             if all(one == params[0] for one in params):
                 return list(_embedding(pooled, params[0]))
             return [_embedding(row, one) for row, one in zip(pooled, params, strict=True)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -14,6 +15,8 @@ from encoders import minilm
 from jackfield import EngineConfig
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "embeddings.md"
+ENVIRONMENT = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+"""A reader's."""
 SHOWN = "http://127.0.0.1:8000"
 BLOCK = re.compile(
     r"<!-- runs with MiniLM -->\n```(\w+)\n(.*?)```\n(?:\n```text\n(.*?)```\n)?", re.S
@@ -50,7 +53,11 @@ def test_blocks_print_what_is_shown(number: int, url: str) -> None:
     text = text.replace(SHOWN, url)
     if language == "python":
         done = subprocess.run(
-            [sys.executable, "-c", text], capture_output=True, text=True, timeout=120
+            [sys.executable, "-c", text],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            env=ENVIRONMENT,
         )
         assert done.returncode == 0, done.stderr
         check(done.stdout, shown)

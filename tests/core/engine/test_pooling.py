@@ -29,6 +29,7 @@ from jackfield import AsyncEngine, EngineConfig, SamplingParams, hookimpl
 from jackfield.core.errors import (
     ConfigError,
     ContextLengthExceeded,
+    EngineStopped,
     InvalidRequest,
     LoadError,
     RequestFailed,
@@ -462,6 +463,29 @@ async def test_a_plugins_model_is_pooled(bert: Path) -> None:
         ).start()
 
 
+async def test_a_step_that_fails_ends_all_requests_with_an_error(bert: Path) -> None:
+    class Raises(WordVectors):
+        def forward(self, input_ids: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+            if (input_ids == 13).any():
+                raise RuntimeError("no luck")
+            return super().forward(input_ids, context)
+
+    class Plugin:
+        @hookimpl
+        def register_models(self, registry: Any) -> None:
+            registry.add("Raises", Raises)
+
+    options = {"hf_overrides": {"architectures": ["Raises"]}}
+    engine = AsyncEngine(config(bert, **options), plugins=load_plugins(extra=[Plugin()]))
+    async with engine:
+        await engine.encode([4])
+        with pytest.raises(RequestFailed, match="no luck"):
+            await engine.encode([13])
+        assert not engine.healthy
+        with pytest.raises(EngineStopped, match="no luck"):
+            await engine.encode([4])
+
+
 # ---------------------------------------------------------------- what the checkpoint says
 
 
@@ -475,6 +499,49 @@ async def test_sentence_transformers_files_are_honoured(bert: Path) -> None:
     assert AsyncEngine(config(bert)).config.max_model_len is None
     async with AsyncEngine(config(bert, max_model_len=130)) as engine:
         await engine.encode([5] * 130)
+
+
+def add_dense(folder: Path, number: int, size: tuple[int, int], activation: str) -> torch.Tensor:
+    """A Dense module behind the others; its weight [out, in], with a bias of 0.25 if odd."""
+    path = folder / f"{number}_Dense"
+    path.mkdir()
+    weight = torch.randn(size[1], size[0], generator=torch.Generator().manual_seed(number))
+    tensors = {"linear.weight": weight}
+    if number % 2:
+        tensors["linear.bias"] = torch.full((size[1],), 0.25)
+    save_file(tensors, path / "model.safetensors")
+    settings = {"in_features": size[0], "out_features": size[1], "bias": bool(number % 2)}
+    settings["activation_function"] = f"torch.nn.modules.{activation}"  # type: ignore[assignment]
+    (path / "config.json").write_text(json.dumps(settings))
+    listed = json.loads((folder / "modules.json").read_text())
+    listed.insert(-1, {"type": "sentence_transformers.models.Dense", "path": path.name})
+    (folder / "modules.json").write_text(json.dumps(listed))
+    return weight
+
+
+async def test_dense_modules_of_sentence_transformers(bert: Path) -> None:
+    as_sentence_transformer(bert)
+    edit_json(bert / "config.json", is_matryoshka=True)
+    first = add_dense(bert, 3, (32, 12), "activation.Tanh")
+    second = add_dense(bert, 4, (12, 40), "linear.Identity")
+    states = reference_states(bert, [4, 5, 6])
+    wanted = second @ torch.tanh(first @ states.mean(0) + 0.25)
+    async with AsyncEngine(config(bert)) as engine:
+        output = await engine.encode([4, 5, 6])
+        close(output.outputs.data, F.normalize(wanted, dim=0))
+        cut = await engine.encode([4, 5, 6], PoolingParams(dimensions=35, normalize=False))
+        close(cut.outputs.data, wanted[:35])
+    edit_json(bert / "4_Dense" / "config.json", out_features=41)
+    with pytest.raises(LoadError, match=r"model\.safetensors holds"):
+        await AsyncEngine(config(bert)).start()
+    for changes, match in (
+        ({"in_features": 13}, "takes 13 numbers, there are 12"),
+        ({"activation_function": "os.system"}, "names the activation 'os.system'"),
+        ({"out_features": None}, "no in_features and out_features"),
+    ):
+        edit_json(bert / "4_Dense" / "config.json", **changes)
+        with pytest.raises(ConfigError, match=match):
+            await AsyncEngine(config(bert)).start()
 
 
 def test_sentence_transformers_modes(bert: Path) -> None:
@@ -493,10 +560,12 @@ def test_sentence_transformers_that_would_be_wrong_are_refused(bert: Path) -> No
     with pytest.raises(ConfigError, match="pools by max_tokens, mean_tokens"):
         read_sentence_transformer(bert)
     listed = json.loads((bert / "modules.json").read_text())
-    (bert / "modules.json").write_text(json.dumps([*listed, {"type": "x.Dense", "path": "3"}]))
     (bert / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode": "mean"}))
-    with pytest.raises(ConfigError, match="'Dense', which is not supported"):
-        read_sentence_transformer(bert)
+    for kind in ("LSTM", "Dense"):  # The second one behind Normalize.
+        module = {"type": f"x.{kind}", "path": "3"}
+        (bert / "modules.json").write_text(json.dumps([*listed, module]))
+        with pytest.raises(ConfigError, match=f"'{kind}', which is not supported there"):
+            read_sentence_transformer(bert)
     (bert / "modules.json").write_text(json.dumps([{"type": "x.Pooling", "path": "../../etc"}]))
     with pytest.raises(LoadError, match="not in its own folder"):
         read_sentence_transformer(bert)
