@@ -1,49 +1,36 @@
 """Whether a checkpoint is run for text or for vectors, and how its states become vectors.
 
-Read from what sentence-transformers leaves beside the weights (modules.json and what it names),
-from config.json, and from the engine's `runner`, `task` and `pooler_config`, which go first.
+Read from what sentence-transformers leaves beside the weights, from config.json, and from the
+engine's `runner`, `task` and `pooler_config`, which go first.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
 import msgspec
 
 from ..config import EngineConfig
-from ..errors import ConfigError, InvalidRequest, LoadError
+from ..errors import ConfigError, InvalidRequest
 from ..pooling import PoolingParams, PoolingTask, PoolingType
 from .model_config import ModelConfig
+from .sentence_transformer import (
+    Projection,
+    SentenceTransformer,
+    read_object,
+    read_sentence_transformer,
+)
 
 Activation = Literal["sigmoid", "softmax"]
-POOLING_MODES: dict[str, PoolingType] = {
-    "cls": "CLS", "cls_token": "CLS", "mean": "MEAN", "mean_tokens": "MEAN", "lasttoken": "LAST",
-}  # fmt: skip
-"""What 1_Pooling/config.json calls them."""
 ACTIVATIONS: dict[str, Activation | None] = {
     "Identity": None, "Sigmoid": "sigmoid", "Softmax": "softmax",
 }  # fmt: skip
 """By torch's class names, as configurations of cross-encoders give them."""
-DENSE_ACTIVATIONS = {"Identity": None, "Tanh": "tanh", "ReLU": "relu", "GELU": "gelu"}
-"""Torch's class name → as `core.nn.encoder` calls it; None: none."""
 NO_LIMIT = 10**9
 """Tokenizers without a limit tell a number beyond this."""
-
-
-@dataclass(frozen=True)
-class Projection:
-    """A linear layer behind the pooling, in a folder of its own."""
-
-    folder: Path
-    in_features: int
-    out_features: int
-    bias: bool
-    activation: str | None
 
 
 @dataclass(frozen=True)
@@ -130,17 +117,6 @@ class PoolerOptions(msgspec.Struct, forbid_unknown_fields=True):
     pooling_type: PoolingType | None = None
     normalize: bool | None = None
     activation: bool | None = None
-
-
-class SentenceTransformer(msgspec.Struct):
-    """What sentence-transformers' files beside a checkpoint say."""
-
-    pooling_type: PoolingType | None = None
-    """None: there is no pooling module, this is no sentence-transformers model."""
-    normalize: bool = False
-    projections: tuple[Projection, ...] = ()
-    max_length: int | None = None
-    lower_case: bool = False
 
 
 def resolve_pooling(
@@ -277,7 +253,7 @@ def _activation(hf: Any, num_labels: int) -> tuple[Activation, bool]:
 
 def _num_token_types(model_config: ModelConfig) -> int:
     """0 where the tokenizer says that its model takes none."""
-    names = _object(model_config.path / "tokenizer_config.json").get("model_input_names")
+    names = read_object(model_config.path / "tokenizer_config.json").get("model_input_names")
     if isinstance(names, list) and "token_type_ids" not in names:
         return 0
     return int(getattr(model_config.hf_config, "type_vocab_size", None) or 0)
@@ -286,7 +262,13 @@ def _num_token_types(model_config: ModelConfig) -> int:
 def _matryoshka(hf: Any) -> tuple[int, ...] | None:
     sizes = getattr(hf, "matryoshka_dimensions", None)
     if sizes:
-        return tuple(int(size) for size in sizes)
+        if not isinstance(sizes, list) or not all(type(size) is int for size in sizes):
+            raise ConfigError(
+                f"model: config.json has matryoshka_dimensions {sizes!r}, which is no list of "
+                "integers",
+                param="model",
+            )
+        return tuple(sizes)
     return () if getattr(hf, "is_matryoshka", False) else None
 
 
@@ -305,103 +287,9 @@ def _length(
                 param="max_model_len",
             )
         return config.max_model_len
-    tokenizer = _object(model_config.path / "tokenizer_config.json").get("model_max_length")
+    tokenizer = read_object(model_config.path / "tokenizer_config.json").get("model_max_length")
     limits = [reach]
     for limit in (found.max_length, tokenizer):
         if isinstance(limit, int | float) and 0 < limit < NO_LIMIT:
             limits.append(int(limit))
     return min(limits)
-
-
-# ---------------------------------------------------------------- sentence-transformers' files
-
-
-def read_sentence_transformer(folder: Path) -> SentenceTransformer:
-    """Raises ConfigError for modules that would change the vectors and are not known here.
-
-    The prompts of config_sentence_transformers.json are left to the caller, as in vLLM.
-    """
-    found = SentenceTransformer()
-    for path in sorted(folder.glob("sentence_*_config.json")):
-        settings = _object(path)
-        length = settings.get("max_seq_length")
-        found.max_length = length if isinstance(length, int) and length > 0 else None
-        found.lower_case = settings.get("do_lower_case") is True
-    modules = _json(folder / "modules.json")
-    for module in modules if isinstance(modules, list) else []:
-        kind = str(module.get("type", "")).rpartition(".")[2]
-        if kind == "Normalize":
-            found.normalize = True
-        elif kind == "Pooling":
-            found.pooling_type = _pooling_mode(_inside(folder, module))
-        elif kind == "Dense" and not found.normalize:
-            found.projections += (_projection(_inside(folder, module)),)
-        elif kind not in ("Transformer", "CrossEncoder"):
-            raise ConfigError(
-                f"model: {folder}/modules.json has a module {kind!r}, which is not supported "
-                "there (there are: Transformer, Pooling, Dense, Normalize, in this order)",
-                param="model",
-            )
-    return found
-
-
-def _inside(folder: Path, module: Mapping[str, Any]) -> Path:
-    """A module's folder. Raises LoadError when it is not in the checkpoint's."""
-    path = str(module.get("path", ""))
-    if PurePosixPath(path).is_absolute() or ".." in PurePosixPath(path).parts:
-        raise LoadError(f"modules.json names {path!r}, which is not in its own folder")
-    return folder / path
-
-
-def _projection(folder: Path) -> Projection:
-    settings = _object(folder / "config.json")
-    size_in, size_out = settings.get("in_features"), settings.get("out_features")
-    named = str(settings.get("activation_function", "Identity"))
-    activation = named.rpartition(".")[2]
-    if not isinstance(size_in, int) or not isinstance(size_out, int):
-        raise ConfigError(
-            f"model: {folder}/config.json gives no in_features and out_features", param="model"
-        )
-    if activation not in DENSE_ACTIVATIONS:
-        raise ConfigError(
-            f"model: {folder}/config.json names the activation {named!r}, which is not supported "
-            f"(there are: {', '.join(DENSE_ACTIVATIONS)})",
-            param="model",
-        )
-    bias = bool(settings.get("bias", True))
-    return Projection(folder, size_in, size_out, bias, DENSE_ACTIVATIONS[activation])
-
-
-def _pooling_mode(folder: Path) -> PoolingType:
-    settings = _object(folder / "config.json")
-    named = settings.get("pooling_mode")
-    on = {str(named)} if named else set()
-    on |= {
-        key.removeprefix("pooling_mode_")
-        for key, value in settings.items()
-        if key.startswith("pooling_mode_") and value is True
-    }
-    kinds = {POOLING_MODES.get(name) for name in on}
-    kind = kinds.pop() if len(kinds) == 1 else None
-    if kind is None:
-        raise ConfigError(
-            f"model: {folder}/config.json pools by {', '.join(sorted(on)) or 'nothing'}, "
-            "which is not supported (there are: cls_token, mean_tokens, lasttoken)",
-            param="model",
-        )
-    return kind
-
-
-def _object(path: Path) -> dict[str, Any]:
-    read = _json(path)
-    return read if isinstance(read, dict) else {}
-
-
-def _json(path: Path) -> Any:
-    """None where there is no such file."""
-    if not path.is_file():
-        return None
-    try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError) as error:
-        raise LoadError(f"model: {path} cannot be read: {error}", param="model") from error

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from ..errors import LoadError
-from ..loading.pooling_config import Projection
+from ..loading.sentence_transformer import Projection
 from .encoder import ACTIVATIONS
 
 

@@ -35,7 +35,7 @@ from jackfield.core.errors import (
     RequestFailed,
 )
 from jackfield.core.loading.model_config import ModelConfig
-from jackfield.core.loading.pooling_config import read_sentence_transformer
+from jackfield.core.loading.sentence_transformer import read_sentence_transformer
 from jackfield.core.loading.weight_map import WeightMap
 from jackfield.core.nn.context import BuildContext, ForwardContext
 from jackfield.core.nn.embedding import Embedding
@@ -376,6 +376,8 @@ async def test_matryoshka_vectors_are_cut_and_scaled(bert: Path) -> None:
         close(output.outputs.data, F.normalize(states[:8], dim=0))
         with pytest.raises(InvalidRequest, match=r"9 is not one of this model's \(8, 16\)"):
             await engine.encode([4, 5, 6], PoolingParams(dimensions=9))
+    with pytest.raises(ConfigError, match="no list of integers"):
+        await AsyncEngine(config(bert, hf_overrides={"matryoshka_dimensions": ["x"]})).start()
     any_size = {"is_matryoshka": True, "matryoshka_dimensions": None}
     async with AsyncEngine(config(bert, hf_overrides=any_size)) as engine:
         output = await engine.encode([4, 5], PoolingParams(dimensions=5, normalize=False))
@@ -565,6 +567,10 @@ def test_sentence_transformers_that_would_be_wrong_are_refused(bert: Path) -> No
         module = {"type": f"x.{kind}", "path": "3"}
         (bert / "modules.json").write_text(json.dumps([*listed, module]))
         with pytest.raises(ConfigError, match=f"'{kind}', which is not supported there"):
+            read_sentence_transformer(bert)
+    for broken in ('["Pooling"]', '{"type": "Pooling"}', "{", "[" * 100_000):
+        (bert / "modules.json").write_text(broken)
+        with pytest.raises(LoadError, match=r"modules\.json"):
             read_sentence_transformer(bert)
     (bert / "modules.json").write_text(json.dumps([{"type": "x.Pooling", "path": "../../etc"}]))
     with pytest.raises(LoadError, match="not in its own folder"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -68,6 +69,8 @@ def test_the_vector_comes_with_the_last_chunk_and_ends_the_request() -> None:
     assert (second.num_tokens, second.samples) == ((36,), (True,))
     assert first.starts[0].pooling == PoolingParams(task="embed")
     assert scheduler.schedule() is None, "nothing comes after the vector"
+    decoded = msgspec.msgpack.decode(msgspec.msgpack.encode(first), type=StepPlan)
+    assert decoded == first, "a plan can travel to another process"
     assert run(scheduler, first) == []
     [update] = run(scheduler, second)
     assert update.pooled is not None and update.pooled.array().tolist() == [0.0]
@@ -96,6 +99,13 @@ def test_the_vector_of_a_request_that_has_ended_is_dropped() -> None:
     scheduler.finish("a", "abort")
     assert [update.request.request_id for update in run(scheduler, plan)] == ["b"]
     scheduler.check_invariants()
+
+
+def test_results_travel() -> None:
+    row = PooledRow((2,), struct.pack("2f", 1.0, -0.5))
+    result = StepResult(3, [-1], pooled={0: row})
+    decoded = msgspec.msgpack.decode(msgspec.msgpack.encode(result), type=StepResult)
+    assert decoded.pooled[0].array().tolist() == [1.0, -0.5]
 
 
 def test_a_row_that_fails_takes_no_other_with_it() -> None:
