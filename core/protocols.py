@@ -51,6 +51,9 @@ class Model(Protocol):
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden: [num_rows, hidden_size] → logits [num_rows, vocab_size], any float dtype."""
 
+    def after_loading(self) -> None:
+        """Once, when every parameter is filled: weights made of others. Optional."""
+
 
 class PoolingModel(Protocol):
     """An architecture whose hidden states are pooled to vectors. A `Model` may be one, too.

@@ -62,7 +62,7 @@ class PoolingAdmission:
                 raise InvalidRequest(
                     "prompt: a dict needs prompt_token_ids, or text and text_pair", param="prompt"
                 )
-            if not getattr(self.model_config.hf_config, "use_pad_token", True):
+            if self.pooling.joins_pairs:
                 text, pair = text + pair, None  # As decoders are trained to compare texts.
         if text is None:
             token_ids = _checked_ids(prompt)

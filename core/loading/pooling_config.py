@@ -34,6 +34,18 @@ NO_LIMIT = 10**9
 
 
 @dataclass(frozen=True)
+class TokenClassifier:
+    """A language model that answers a question with a token, read as a classifier.
+
+    `difference`: two tokens, no and yes; the one logit is yes minus no, whose sigmoid is the
+    softmax over both. Otherwise a logit a token.
+    """
+
+    tokens: tuple[str, ...]
+    difference: bool
+
+
+@dataclass(frozen=True)
 class PoolingConfig:
     """How one model is pooled."""
 
@@ -58,6 +70,10 @@ class PoolingConfig:
     activation: Activation = "softmax"
     activates: bool = True
     """Whether classifiers' logits go through `activation` unless a request says otherwise."""
+    tokens: TokenClassifier | None = None
+    """Where the classifier is made of the head of a language model."""
+    joins_pairs: bool = False
+    """Two texts become one, without the tokenizer's marks between them."""
 
     @property
     def tasks(self) -> tuple[PoolingTask, ...]:
@@ -182,7 +198,8 @@ def _pooling_config(
         raise ConfigError(f"pooler_config: {error}", param="pooler_config") from None
     own: PoolingType = getattr(model, "pooling_type", "LAST")
     classifies = hasattr(model, "classify")
-    labels = _labels(hf) if classifies else ()
+    tokens = _token_classifier(hf) if classifies and causal else None
+    labels = _labels(hf, tokens) if classifies else ()
     _check_task(config.task, classifies, labels)
     activation, activates = _activation(hf, len(labels))
     normalize = found.pooling_type is None or found.normalize
@@ -209,6 +226,8 @@ def _pooling_config(
         labels=labels,
         activation=activation,
         activates=activates if options.activation is None else options.activation,
+        tokens=tokens,
+        joins_pairs=not getattr(hf, "use_pad_token", tokens is None),
     )
 
 
@@ -224,7 +243,29 @@ def _check_task(task: str, classifies: bool, labels: tuple[str, ...]) -> None:
         raise ConfigError(f"task: {task!r} does not fit, {wrong}", param="task")
 
 
-def _labels(hf: Any) -> tuple[str, ...]:
+def _token_classifier(hf: Any) -> TokenClassifier | None:
+    """From what vLLM's users put into hf_overrides."""
+    tokens = getattr(hf, "classifier_from_token", None)
+    if tokens is None:
+        return None
+    original = getattr(hf, "is_original_qwen3_reranker", False)
+    method = getattr(hf, "method", None) or ("from_2_way_softmax" if original else None)
+    if not isinstance(tokens, list) or not all(isinstance(token, str) for token in tokens):
+        problem = f"classifier_from_token {tokens!r}, which is no list of tokens"
+    elif method == "from_2_way_softmax":
+        if len(tokens) == 2:
+            return TokenClassifier(tuple(tokens), difference=True)
+        problem = f"{len(tokens)} tokens in classifier_from_token, from_2_way_softmax needs two"
+    elif method == "no_post_processing" and tokens:
+        return TokenClassifier(tuple(tokens), difference=False)
+    else:
+        problem = f"the method {method!r} (there are: from_2_way_softmax, no_post_processing)"
+    raise ConfigError(f"hf_overrides: config.json has {problem}", param="hf_overrides")
+
+
+def _labels(hf: Any, tokens: TokenClassifier | None) -> tuple[str, ...]:
+    if tokens is not None:
+        return tokens.tokens[-1:] if tokens.difference else tokens.tokens
     named: Mapping[Any, Any] = getattr(hf, "id2label", None) or {}
     return tuple(str(named.get(i, f"LABEL_{i}")) for i in range(int(hf.num_labels)))
 

@@ -6,11 +6,13 @@ configuration; this file knows no family by name.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
 from torch import nn
 
+from ...core.errors import ConfigError
 from ...core.loading.model_config import ModelConfig
 from ...core.loading.weight_map import Shard, WeightMap
 from ...core.nn.attention import Attention
@@ -21,6 +23,7 @@ from ...core.nn.mlp import GatedMLP
 from ...core.nn.norm import RMSNorm
 from ...core.nn.rotary import Rotary
 from ...core.protocols import AttentionSpec
+from ...core.text.tokenizer import Tokenizer
 
 
 class SelfAttention(nn.Module):
@@ -177,13 +180,46 @@ class CausalLM(HeadlessLM):
 
 
 class DecoderClassifier(HeadlessLM):
-    """A decoder and a linear classifier of its last state."""
+    """A decoder and a linear classifier of its last state, which may be made of rows of a head."""
 
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
         super().__init__(config, build)
-        self.score = Linear(config.hidden_size, config.hf_config.num_labels, build)
+        assert config.pooling is not None, "a classifier is pooled"
+        self.config, self.build = config, build
+        self.num_labels = len(config.pooling.labels)
+        self.tokens = config.pooling.tokens
+        if self.tokens is None:
+            self.score = Linear(config.hidden_size, self.num_labels, build)
+        elif not config.hf_config.tie_word_embeddings:
+            self.lm_head = Embedding(config.vocab_size, config.hidden_size, build)
+
+    def after_loading(self) -> None:
+        """The head's rows of a few tokens become the classifier; the rest of it is given back."""
+        if self.tokens is None:
+            return
+        head: Embedding = getattr(self, "lm_head", self.model.embed_tokens)
+        rows = head.weight[self._token_ids(self.tokens.tokens)].float()
+        self.score = Linear(self.config.hidden_size, self.num_labels, self.build)
+        self.score.weight.data.copy_(rows[1:] - rows[:1] if self.tokens.difference else rows)
+        if hasattr(self, "lm_head"):
+            del self.lm_head
 
     def classify(self, pooled: torch.Tensor) -> torch.Tensor:
         """[num_rows, hidden_size] → logits [num_rows, num_labels]"""
         logits: torch.Tensor = self.score(pooled)
         return logits
+
+    def _token_ids(self, tokens: Sequence[str]) -> list[int]:
+        """Raises ConfigError for what is not one token: a wrong one would give silent nonsense."""
+        tokenizer = Tokenizer.load(str(self.config.path))
+        found = []
+        for token in tokens:
+            ids = tokenizer.encode(token, add_special_tokens=False)
+            if len(ids) != 1 or ids[0] == tokenizer.unknown_id:
+                raise ConfigError(
+                    f"hf_overrides: {token!r} of classifier_from_token is not one token of this "
+                    f"model (ids {ids})",
+                    param="hf_overrides",
+                )
+            found += ids
+        return found

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from encoders import (
     FAMILIES,
     as_sentence_transformer,
@@ -216,6 +217,47 @@ async def test_decoders_with_a_classifier(family: str, tmp_path: Path) -> None:
         outputs = await encode_all(engine, given)
     for output, prompt in zip(outputs, given, strict=True):
         close(output.outputs.data, reference_logits(folder, prompt).softmax(0))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+async def test_a_language_model_as_reranker(tied: bool, tmp_path: Path) -> None:
+    """The sigmoid of the one score is the softmax over the answers no and yes."""
+    folder = save_decoder(tmp_path, "Qwen3", "ForCausalLM", tie_word_embeddings=tied)
+    edit_json(folder / "tokenizer_config.json", unk_token="[UNK]")
+    overrides = {
+        "architectures": ["Qwen3ForSequenceClassification"],
+        "classifier_from_token": ["cat", "dog"],
+        "is_original_qwen3_reranker": True,
+    }
+    [prompt] = prompts((40,), vocab=199)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    vocab = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt])).logits[0, -1]
+    both = logits[[vocab["cat"], vocab["dog"]]]
+    async with AsyncEngine(decoding(folder, hf_overrides=overrides)) as engine:
+        assert engine.supported_tasks == ("classify", "score")
+        output = await engine.encode(prompt)
+        close(output.outputs.data, both.softmax(0)[1:], 1e-5)
+        joined = await engine.encode({"text": "who is it ", "text_pair": "the cat"})
+        assert (
+            joined.prompt_token_ids == (await engine.encode("who is it the cat")).prompt_token_ids
+        )
+    each = {**overrides, "is_original_qwen3_reranker": False, "method": "no_post_processing"}
+    async with AsyncEngine(decoding(folder, hf_overrides=each)) as engine:
+        output = await engine.encode(prompt, PoolingParams(activation=False))
+        close(output.outputs.data, both)
+        assert engine.model_config.pooling is not None
+        assert engine.model_config.pooling.labels == ("cat", "dog")
+    for changes, match in (
+        ({"classifier_from_token": ["cat", "Dog"]}, "'Dog' of classifier_from_token is not one"),
+        ({"classifier_from_token": ["cat", "a dog"]}, "'a dog' of"),
+        ({"classifier_from_token": ["cat"]}, "needs two"),
+        ({"classifier_from_token": "cat"}, "no list of tokens"),
+        ({"method": "average"}, "the method 'average'"),
+    ):
+        with pytest.raises(ConfigError, match=match):
+            await AsyncEngine(decoding(folder, hf_overrides={**overrides, **changes})).start()
 
 
 async def test_names_that_leave_out_the_models_prefix(tmp_path: Path) -> None:
