@@ -89,11 +89,7 @@ class PoolingRunner:
     def launch(self, plan: StepPlan) -> LaunchedPooling:
         """Queue one step on the device and return at once."""
         launched = time.monotonic()
-        for slot in plan.released:
-            self._forget(slot)
-        for start in plan.starts:
-            self._forget(start.slot)
-            self._starts[start.slot] = start
+        self.update_slots(plan)
         inputs = self.batch.apply(plan)
         hidden = self.forward(inputs, self._token_types(plan))
         return self._copy_back(plan, self._results(plan, inputs, hidden), launched)
@@ -116,6 +112,14 @@ class PoolingRunner:
     def pool_all(self, hidden: torch.Tensor) -> torch.Tensor:
         """The costliest thing that pooling does to a step's states, to measure its memory."""
         return self._states(hidden).float()
+
+    def update_slots(self, plan: StepPlan) -> None:
+        """What is kept of the slots that the plan releases and starts."""
+        for slot in plan.released:
+            self._forget(slot)
+        for start in plan.starts:
+            self._forget(start.slot)
+            self._starts[start.slot] = start
 
     def _forget(self, slot: int) -> None:
         for table in (self._starts, self._kept, self._chunks):

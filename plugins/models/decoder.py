@@ -185,11 +185,12 @@ class DecoderClassifier(HeadlessLM):
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
         super().__init__(config, build)
         assert config.pooling is not None, "a classifier is pooled"
-        self.config, self.build = config, build
-        self.num_labels = len(config.pooling.labels)
+        self.operations, self.folder = build.operations, config.path
         self.tokens = config.pooling.tokens
+        self.rows: torch.Tensor | None = None
+        """[num_labels, hidden_size], where the classifier is made of a head."""
         if self.tokens is None:
-            self.score = Linear(config.hidden_size, self.num_labels, build)
+            self.score = Linear(config.hidden_size, len(config.pooling.labels), build)
         elif not config.hf_config.tie_word_embeddings:
             self.lm_head = Embedding(config.vocab_size, config.hidden_size, build)
 
@@ -199,19 +200,21 @@ class DecoderClassifier(HeadlessLM):
             return
         head: Embedding = getattr(self, "lm_head", self.model.embed_tokens)
         rows = head.weight[self._token_ids(self.tokens.tokens)].float()
-        self.score = Linear(self.config.hidden_size, self.num_labels, self.build)
-        self.score.weight.data.copy_(rows[1:] - rows[:1] if self.tokens.difference else rows)
+        rows = rows[1:] - rows[:1] if self.tokens.difference else rows
+        self.rows = rows.to(head.weight.dtype)
         if hasattr(self, "lm_head"):
             del self.lm_head
 
     def classify(self, pooled: torch.Tensor) -> torch.Tensor:
         """[num_rows, hidden_size] → logits [num_rows, num_labels]"""
+        if self.rows is not None:
+            return self.operations.linear(pooled, self.rows)
         logits: torch.Tensor = self.score(pooled)
         return logits
 
     def _token_ids(self, tokens: Sequence[str]) -> list[int]:
         """Raises ConfigError for what is not one token: a wrong one would give silent nonsense."""
-        tokenizer = Tokenizer.load(str(self.config.path))
+        tokenizer = Tokenizer.load(str(self.folder))
         found = []
         for token in tokens:
             ids = tokenizer.encode(token, add_special_tokens=False)
