@@ -74,6 +74,21 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     dtype: Annotated[
         DType, _doc("Type of weights and activations; auto: the checkpoint's, float32 on a CPU.")
     ] = "auto"
+    runner: Annotated[
+        Literal["auto", "generate", "pooling"],
+        _doc("Generate text, or pool hidden states to vectors; auto: what the checkpoint is for."),
+    ] = "auto"
+    task: Annotated[
+        Literal["auto", "generate", "embed", "classify", "score"],
+        _doc("What the model is for, as older vLLM asks it: sets runner, and is checked."),
+    ] = "auto"
+    pooler_config: Annotated[
+        dict[str, Any] | None,
+        _doc(
+            "What to change in how states are pooled: pooling_type (CLS, LAST, MEAN), normalize, "
+            "activation."
+        ),
+    ] = None
     seed: Annotated[Bits64, _doc("Seeds the requests that bring no seed, and dummy weights.")] = 0
     load_format: Annotated[
         LoadFormat, _doc("Weight loader: auto, safetensors, dummy (random), or a plugin's.")

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
         KVConnector,
         LogitsProcessor,
         Model,
+        PoolingModel,
         QuantizationMethod,
         ReasoningParser,
         SchedulePolicy,
@@ -53,7 +54,7 @@ if TYPE_CHECKING:
         WeightLoader,
     )
     from .registry import Registry
-    from .types import RequestOutput, StepPlan, StepResult
+    from .types import PoolingRequestOutput, RequestOutput, StepPlan, StepResult
 
 PROJECT = "jackfield"
 API_VERSION = 1
@@ -67,12 +68,13 @@ hookimpl = pluggy.HookimplMarker(PROJECT)
 
 
 @hookspec
-def register_models(registry: Registry[type[Model]]) -> None:
+def register_models(registry: Registry[type[Model] | type[PoolingModel]]) -> None:
     """Architecture name (as in config.json's `architectures`) → module class.
 
         registry.add("LlamaForCausalLM", "jackfield.plugins.models.llama:LlamaForCausalLM")
 
-    Used by the worker when it builds the model. Contract: `protocols.Model`.
+    Used by the worker when it builds the model, and before that to see whether the class generates
+    text, is pooled to vectors, or both. Contract: `protocols.Model`, `protocols.PoolingModel`.
     """
 
 
@@ -137,8 +139,8 @@ def register_kv_connectors(registry: Registry[type[KVConnector]]) -> None:
 
         registry.add("my_store", "my_package.store:StoreConnector")
 
-    Used at start (`EngineConfig.kv_transfer_config`): its scheduler half by the engine, its worker
-    half by the worker.
+    Used by the engine at start (`EngineConfig.kv_transfer_config`), for the scheduler half, and by
+    the worker, for the worker half.
     Contract: `protocols.KVConnector`, `protocols.KVConnectorScheduler`,
     `protocols.KVConnectorWorker`.
     """
@@ -256,11 +258,12 @@ def engine_stopping(engine: Any) -> None:
 
 
 @hookspec
-def request_finished(output: RequestOutput) -> None:
+def request_finished(output: RequestOutput | PoolingRequestOutput) -> None:
     """After a request's last output was published. Read-only. May be async.
 
     Called by the engine, in a task of its own: the stream does not wait for it. The output is
-    cumulative, whatever `output_kind` the caller chose.
+    cumulative, whatever `output_kind` the caller chose. An engine that pools gives pooling
+    outputs, of requests that neither failed nor were aborted.
     """
 
 

@@ -54,6 +54,40 @@ class Model(Protocol):
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden: [num_rows, hidden_size] → logits [num_rows, vocab_size], any float dtype."""
 
+    def after_loading(self) -> None:
+        """Once, when every parameter is filled: weights made of others. Optional."""
+
+
+class PoolingModel(Protocol):
+    """An architecture whose hidden states are pooled to vectors. A `Model` may be one, too.
+
+    What a class has tells what it is for: with `compute_logits` it generates, with
+    `pooling_states` it can be pooled, with `classify` it is a classifier.
+    """
+
+    weight_map: ClassVar[Any]
+    causal: ClassVar[bool]
+    """False: an encoder. Each prompt runs whole in one step, `context.backend` is None and
+    nothing is cached. Optional; without it, true."""
+    pooling_type: ClassVar[Literal["CLS", "LAST", "MEAN"]]
+    """For checkpoints that do not say. Optional; without it, LAST."""
+
+    def __init__(self, config: ModelConfig, build: BuildContext) -> None:
+        """As `Model`. `config.pooling` is set, and nothing that only generating needs is."""
+
+    @classmethod
+    def context_length(cls, hf_config: Any) -> int:
+        """Most tokens a prompt may have. Optional; without it, as the configuration says."""
+
+    def forward(self, input_ids: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        """input_ids: [num_tokens] int64 → hidden states [num_tokens, hidden_size]."""
+
+    def pooling_states(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden: [any, hidden_size], some of what `forward` gave → what is pooled, same shape."""
+
+    def classify(self, pooled: torch.Tensor) -> torch.Tensor:
+        """pooled: [num_rows, hidden_size] → logits [num_rows, num_labels]. Only classifiers."""
+
 
 # ---------------------------------------------------------------- attention
 
@@ -324,7 +358,7 @@ class ExecutorInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What the engine learns from a started executor."""
 
     num_blocks: int
-    """KV blocks, the null block included."""
+    """KV blocks, the null block included; 0: the model has no cache."""
     device: str
     dtype: str
     attention_backend: str

@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeAlias, TypedDict
 import msgspec
 
 from .errors import InvalidRequest
+from .pooling import PooledRow, PoolingOutput, PoolingParams
 
 FinishReason: TypeAlias = Literal["stop", "length", "abort", "error"]
 
@@ -232,6 +233,10 @@ class SlotStart(msgspec.Struct, frozen=True):
     stop_token_ids: tuple[int, ...] = ()
     """EOS and stop ids; masked while fewer than `params.min_tokens` tokens are out."""
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
+    pooling: PoolingParams | None = None
+    """Of a pooling request, its defaults filled in: a vector takes the place of sampled tokens."""
+    token_type_ids: tuple[int, ...] = ()
+    """[len(token_ids)] Which of two texts each token belongs to, for encoders; empty: all 0."""
 
 
 class StepPlan(msgspec.Struct, frozen=True):
@@ -247,7 +252,8 @@ class StepPlan(msgspec.Struct, frozen=True):
     num_tokens: tuple[int, ...]
     """[num_rows] Tokens to compute for each row, from where the row's slot stands."""
     samples: tuple[bool, ...]
-    """[num_rows] Whether the row reaches its last known token, so that a token is sampled."""
+    """[num_rows] Whether the row reaches its last known token, so that a token is sampled, or
+    the request pooled."""
     released: tuple[int, ...] = ()
     """Slots whose request ended or was preempted."""
     starts: tuple[SlotStart, ...] = ()
@@ -303,6 +309,8 @@ class StepResult(msgspec.Struct, frozen=True):
     step (position p predicts token p + 1), in order, where asked for."""
     failed: dict[int, str] = {}
     """Row → why this row alone failed."""
+    pooled: dict[int, PooledRow] = {}
+    """Row → the result of a pooling request whose prompt is computed."""
     device_seconds: float = 0.0
     """Launch to result, as the worker saw it."""
     kv_report: KVReport | None = None
@@ -386,6 +394,25 @@ class RequestOutput(msgspec.Struct, kw_only=True):
     """Why, when a finish_reason is "error"."""
     kv_transfer_params: dict[str, Any] | None = None
     """What the KV connector gave out when the request ended."""
+
+
+class PoolingRequestOutput(msgspec.Struct, kw_only=True):
+    """What `AsyncEngine.encode` yields, once a request."""
+
+    request_id: str
+    """The caller's, or a random one."""
+    prompt: str | None = None
+    """The prompt's text, where text was given."""
+    prompt_token_ids: list[int]
+    """The prompt as the model saw it."""
+    outputs: PoolingOutput
+    """One request, one result; the name is vLLM's."""
+    finished: bool = True
+    """There is no output before the last."""
+    num_cached_tokens: int = 0
+    """Prompt tokens that came from the prefix cache."""
+    timings: RequestTimings
+    """When what happened."""
 
 
 class EngineStats(msgspec.Struct, kw_only=True):

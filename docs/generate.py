@@ -26,7 +26,7 @@ from unittest import mock
 
 import msgspec
 
-from jackfield.core import hooks, protocols
+from jackfield.core import hooks, pooling, protocols
 from jackfield.core import types as travelling
 from jackfield.core.config import EngineConfig
 from jackfield.core.engine import async_engine
@@ -146,7 +146,8 @@ def sampling_params() -> str:
     parts = [
         "# SamplingParams and outputs\n\n",
         "What a request may ask for, and what comes back. Source: "
-        "[core/types.py](../../core/types.py). A value out of range raises "
+        "[core/types.py](../../core/types.py) and [core/pooling.py](../../core/pooling.py). "
+        "A value out of range raises "
         "`InvalidRequest` with the field's name.\n",
     ]
     for cls in (
@@ -155,6 +156,9 @@ def sampling_params() -> str:
         travelling.CompletionOutput,
         travelling.RequestTimings,
         travelling.Logprob,
+        pooling.PoolingParams,
+        travelling.PoolingRequestOutput,
+        pooling.PoolingOutput,
     ):
         about = inspect.cleandoc(cls.__doc__ or "").split("\n\n")[0]
         parts.append(f"\n## {cls.__name__}\n\n{about}\n\n")

@@ -33,6 +33,10 @@ class KVCacheManager:
         self.num_hit_tokens = 0
 
     @property
+    def num_usable_blocks(self) -> int:
+        return self.pool.num_usable
+
+    @property
     def num_used_blocks(self) -> int:
         return self.pool.num_usable - self.pool.num_free
 
@@ -47,10 +51,10 @@ class KVCacheManager:
     def find_hits(self, request: Request) -> list[int]:
         """Cached blocks of the longest known prefix; changes nothing.
 
-        At least one token is left to compute. None when prompt logprobs are asked for, which
-        need every position computed.
+        At least one token is left to compute. None for a request that needs every position
+        computed (prompt logprobs, a mean over the prompt).
         """
-        if not self._caches(request) or request.params.prompt_logprobs is not None:
+        if not self._caches(request) or not request.reads_cache:
             return []
         limit = (request.num_known_tokens - 1) // self.block_size
         self._hasher.extend(request, limit)
@@ -91,7 +95,7 @@ class KVCacheManager:
 
     def count_lookup(self, request: Request, num_hit_tokens: int) -> None:
         """For the statistics, once per request."""
-        if self.enable_prefix_caching and request.params.prompt_logprobs is None:
+        if self.enable_prefix_caching and request.reads_cache:
             self.num_queried_tokens += request.num_prompt_tokens
             self.num_hit_tokens += num_hit_tokens
 
@@ -139,3 +143,21 @@ class KVCacheManager:
 
     def _caches(self, request: Request) -> bool:
         return self.enable_prefix_caching or request.private_salt is not None
+
+
+class NoKVCache(KVCacheManager):
+    """For models that keep nothing of a token (encoders): no request needs a block."""
+
+    def __init__(self, block_size: int) -> None:
+        super().__init__(2, block_size, enable_prefix_caching=False)
+
+    @property
+    def num_usable_blocks(self) -> int:
+        return 0
+
+    @property
+    def usage(self) -> float:
+        return 0.0
+
+    def blocks_for(self, num_tokens: int) -> int:
+        return 0

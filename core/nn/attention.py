@@ -42,6 +42,7 @@ class Attention(nn.Module):
         """
         assert self.kv_cache is not None, "the worker binds the cache before the first step"
         backend = context.backend
+        assert backend is not None, "a model with a cache runs with a backend"
         cos_sin = rotary.cos_sin if rotary else None
         norms = (query_norm.norm if query_norm else None, key_norm.norm if key_norm else None)
         out: torch.Tensor | None = None

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from ..pooling import PooledRow, PoolingParams
 from ..types import FinishReason, SamplingParams, TokenLogprobs
 
 
@@ -40,6 +41,12 @@ class Request:
     cache_salt: str | None = None
     cache_extra: tuple[str | int, ...] = ()
     """Whatever else the KV depends on (an adapter's name, an image's digest)."""
+    pooling: PoolingParams | None = None
+    """Of a request for a vector, which takes the place of one sampled token (`max_tokens` is 1)."""
+    token_type_ids: tuple[int, ...] = ()
+    """[num_prompt_tokens] or empty; see `SlotStart`."""
+    reads_cache: bool = True
+    """Off: every position must be computed here, so prefix hits are of no use."""
     arrival: float = field(default_factory=time.monotonic)
     leader: Request | None = None
     """Wait until this sibling's prompt is computed, then share its blocks."""
@@ -84,6 +91,8 @@ class Request:
         self.max_total_tokens = self.num_prompt_tokens + self.max_tokens
         """Prompt and output at their longest."""
         self.stop_ids = self.eos_token_ids.union(self.params.stop_token_ids)
+        if self.params.prompt_logprobs is not None:
+            self.reads_cache = False
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -134,5 +143,7 @@ class Update(msgspec.Struct):
     """[len(new_token_ids)]"""
     prompt_logprobs: list[TokenLogprobs] | None = None
     """The next prompt tokens', in order, each prompt token once."""
+    pooled: PooledRow | None = None
+    """A pooling request's result; it is finished then."""
     finished: bool = False
     error: str | None = None

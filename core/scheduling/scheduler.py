@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from ..cache.kv_manager import KVCacheManager
+from ..cache.kv_manager import KVCacheManager, NoKVCache
 from ..config import KVTransferConfig
 from ..protocols import KVConnectorScheduler, SchedulePolicy
 from ..types import (
@@ -88,7 +88,11 @@ class Scheduler:
         self.enable_chunked_prefill = enable_chunked_prefill
         self.long_prefill_token_threshold = long_prefill_token_threshold
         self.policy = policy
-        self.kv = KVCacheManager(num_blocks, block_size, enable_prefix_caching, hash_key)
+        self.kv = (
+            KVCacheManager(num_blocks, block_size, enable_prefix_caching, hash_key)
+            if num_blocks
+            else NoKVCache(block_size)
+        )
         self.transfers: Transfers | None = None
         self._fail_on_load = False
         if connector is not None:
@@ -112,7 +116,7 @@ class Scheduler:
         self._released: list[int] = []
         self._in_flight: dict[int, _Step] = {}
         self._failures: list[Update] = []
-        self._stats = EngineStats(num_slots=max_num_seqs, kv_blocks_total=self.kv.pool.num_usable)
+        self._stats = EngineStats(num_slots=max_num_seqs, kv_blocks_total=self.kv.num_usable_blocks)
         self._admission_reserve = num_blocks // 100
 
     # ------------------------------------------------------------ requests in and out
@@ -133,10 +137,10 @@ class Scheduler:
         # The last token is sampled but never computed: it needs no KV.
         longest = min(request.max_total_tokens, self.max_model_len) - 1
         needed = self.kv.blocks_for(longest)
-        if needed > self.kv.pool.num_usable:
+        if needed > self.kv.num_usable_blocks:
             return (
                 f"prompt and max_tokens need {needed} KV-cache blocks; there are "
-                f"{self.kv.pool.num_usable} of {self.kv.block_size} tokens"
+                f"{self.kv.num_usable_blocks} of {self.kv.block_size} tokens"
             )
         return None
 
@@ -363,6 +367,11 @@ class Scheduler:
                 continue
             if self.transfers is not None:
                 self.transfers.offer(request, step.ends[row])
+            if request.pooling is not None:
+                if sampled:
+                    self._end(request, "stop")
+                    updates.append(Update(request, [], pooled=result.pooled[row], finished=True))
+                continue
             update = Update(request, [token_id] if sampled else [])
             if row in step.first_positions:
                 update.prompt_logprobs = _new_prompt_logprobs(
@@ -540,6 +549,8 @@ def _slot_start(request: Request) -> SlotStart:
         seed=request.seed,
         stop_token_ids=tuple(sorted(request.stop_ids)),
         bad_words_token_ids=request.bad_words_token_ids,
+        pooling=request.pooling,
+        token_type_ids=request.token_type_ids,
     )
 
 

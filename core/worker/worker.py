@@ -34,6 +34,7 @@ from .batch import PersistentBatch, StepInputs
 from .graphs import CudaRecorder, DecodeGraphs, Recorder
 from .kv_transfer import EmptyStep, kv_layout
 from .memory import bytes_per_block, explain_oom, num_kv_blocks
+from .pooling import PoolingRunner
 from .runner import ModelRunner
 from .sampler import Sampler
 from .sampling_state import SamplingState
@@ -69,7 +70,7 @@ class Worker:
             else torch.device(config.device)
         )
         self.max_num_batched_tokens = config.max_num_batched_tokens
-        self.runner: ModelRunner | None = None
+        self.runner: ModelRunner | PoolingRunner | None = None
         self.connector: KVConnectorWorker | None = None
         self.transfer_news: Callable[[], None] = _nobody
         """Called, on any thread, when the connector has something to report."""
@@ -106,6 +107,8 @@ class Worker:
         operations = operations_class()
         model = build_model(self.plugins, config, model_config, device, operations)
         weight_bytes = sum(p.nbytes for p in model.parameters())
+        if model_config.pooling is not None and not model_config.pooling.causal:
+            return self._start_encoder(model, weight_bytes, began)
         layers = [m for m in model.modules() if isinstance(m, Attention)]
         specs = [layer.spec for layer in layers]
         kv_dtype = (
@@ -140,18 +143,27 @@ class Worker:
             block_size=config.block_size,
             device=device,
         )
-        sampling = SamplingState(
-            config.max_num_seqs + 1, model_config.vocab_size, device, batch.token_history
-        )
-        self.runner = ModelRunner(
-            model=model,
-            backend=backend,
-            batch=batch,
-            sampling=sampling,
-            sampler=Sampler(sampling, operations=operations),
-            vocab_size=model_config.vocab_size,
-            device=device,
-        )
+        if model_config.pooling is not None:
+            self.runner = PoolingRunner(
+                model=model,
+                pooling=model_config.pooling,
+                backend=backend,
+                batch=batch,
+                device=device,
+            )
+        else:
+            sampling = SamplingState(
+                config.max_num_seqs + 1, model_config.vocab_size, device, batch.token_history
+            )
+            self.runner = ModelRunner(
+                model=model,
+                backend=backend,
+                batch=batch,
+                sampling=sampling,
+                sampler=Sampler(sampling, operations=operations),
+                vocab_size=model_config.vocab_size,
+                device=device,
+            )
         block_bytes = bytes_per_block(specs, config.block_size, kv_dtype)
         num_blocks = num_kv_blocks(
             config,
@@ -163,8 +175,8 @@ class Worker:
         self._bind_cache(layers, num_blocks, kv_dtype)
         self._warm_up()
         recorder = self._recorder()
-        if recorder is not None and backend.graph_safe:
-            runner = self.runner
+        runner = self.runner
+        if recorder is not None and backend.graph_safe and isinstance(runner, ModelRunner):
             graphs = DecodeGraphs(
                 compute=lambda inputs: runner.logits(runner.forward(inputs)),
                 batch=batch,
@@ -189,12 +201,46 @@ class Worker:
             kv_layout=self._connect(model, layers),
         )
 
+    def _start_encoder(
+        self, model: torch.nn.Module, weight_bytes: int, began: float
+    ) -> ExecutorInfo:
+        """The rest of the start for a model without a KV cache."""
+        config, pooling = self.config, self.model_config.pooling
+        assert pooling is not None
+        self.runner = PoolingRunner(
+            model=model,
+            pooling=pooling,
+            backend=None,
+            batch=PersistentBatch(
+                max_num_seqs=config.max_num_seqs,
+                max_model_len=self.model_config.max_model_len,
+                block_size=config.block_size,
+                device=self.device,
+            ),
+            device=self.device,
+        )
+        if self.device.type == "cuda":
+            # The largest step there is: what does not fit fails now, and not in a request.
+            self._run_dummy(self.max_num_batched_tokens, range(config.max_num_seqs))
+        self._warm_up()
+        return ExecutorInfo(
+            num_blocks=0,
+            device=str(self.device),
+            dtype=str(self.model_config.dtype).removeprefix("torch."),
+            attention_backend="encoder",
+            attention_reason="whole prompts, no KV cache",
+            weight_bytes=weight_bytes,
+            kv_cache_bytes=0,
+            load_seconds=time.monotonic() - began,
+        )
+
     def step(self, plan: StepPlan) -> PendingStep:
         """Launch one step."""
         assert self.runner is not None, "start() comes first"
         try:
             if self.connector is None:
                 return self.runner.launch(plan)
+            assert isinstance(self.runner, ModelRunner), "connectors are for models that generate"
             return self._step_and_transfer(plan, self.runner, self.connector)
         except torch.OutOfMemoryError as error:
             raise explain_oom(error, f"running a step of {plan.total_tokens} tokens") from error
@@ -338,6 +384,19 @@ class Worker:
             query_start_cpu=query_start.numpy(),
             seq_lens_cpu=counts.numpy(),
         )
+        index = torch.arange(num_rows, device=device)
+        inputs = StepInputs(
+            input_ids=torch.zeros(num_tokens, dtype=torch.int64, device=device),
+            positions=positions.to(device),
+            layout=layout,
+            last_tokens=index,
+            sample_slots=torch.tensor(slots, device=device),
+            sample_lengths=index * 0 + 1,
+            sample_rows=list(range(num_rows)),
+        )
+        if isinstance(runner, PoolingRunner):
+            runner.pool_all(runner.forward(inputs))
+            return
         params = SamplingParams(temperature=0.8, top_p=0.9, top_k=50)
         for slot in slots:
             runner.sampling.start(
@@ -353,16 +412,6 @@ class Worker:
                 )
             )
         runner.sampling.upload()
-        index = torch.arange(num_rows, device=device)
-        inputs = StepInputs(
-            input_ids=torch.zeros(num_tokens, dtype=torch.int64, device=device),
-            positions=positions.to(device),
-            layout=layout,
-            last_tokens=index,
-            sample_slots=torch.tensor(slots, device=device),
-            sample_lengths=index * 0 + 1,
-            sample_rows=list(range(num_rows)),
-        )
         logits = runner.logits(runner.forward(inputs)[index])
         runner.sampler.sample(logits, inputs.sample_slots, slots, inputs.sample_lengths)
         for slot in slots:

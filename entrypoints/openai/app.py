@@ -20,6 +20,9 @@ from ...core.errors import (
 from .chat import chat_completions
 from .completions import completions
 from .context import ENGINE, OPTIONS, ServerOptions, error_body, reply
+from .embeddings import embeddings
+from .pooling import classify, pooling
+from .scoring import rerank, score
 from .utility import detokenize, health, metrics, model, models, plugins, tokenize, version
 
 logger = logging.getLogger("jackfield.server")
@@ -43,6 +46,14 @@ def make_app(engine: AsyncEngine, options: ServerOptions | None = None) -> web.A
             web.get("/v1/models/{name:.+}", model),
             web.post("/v1/completions", completions),
             web.post("/v1/chat/completions", chat_completions),
+            web.post("/v1/embeddings", embeddings),
+            web.post("/pooling", pooling),
+            web.post("/classify", classify),
+            web.post("/score", score),
+            web.post("/v1/score", score),
+            web.post("/rerank", rerank),
+            web.post("/v1/rerank", rerank),
+            web.post("/v2/rerank", rerank),
             web.post("/tokenize", tokenize),
             web.post("/detokenize", detokenize),
             web.get("/health", health),
