@@ -26,7 +26,8 @@ _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "a": "\a", "v
             "\\": "\\", "'": "'", '"': '"'}  # fmt: skip
 _HEX_SIZES = {"x": 2, "u": 4, "U": 8}
 _HEX, _OCTAL = "0123456789abcdefABCDEF", "01234567"
-_CLOSERS = {"[": "]", "(": ")", "{": "}"}
+_LISTS = re.compile(r"[\[(]+")
+_CLOSERS = {"[": "]", "(": ")"}
 
 
 def read_value(text: Cursor, say: Say) -> Read[str | None]:
@@ -40,17 +41,20 @@ def read_value(text: Cursor, say: Say) -> Read[str | None]:
         char = text.here
         if not char or char in SPACE:
             char = yield from _solid(text)
-        if char in _CLOSERS:
+        if char == "{":
             text.skip(1)
-            say("{" if char == "{" else "[")
-            stack.append(_CLOSERS[char])
-            following = text.here
-            if not following or following in SPACE:
-                following = yield from _solid(text)
-            if following != stack[-1]:
-                slip = (yield from _key(text, say)) if char == "{" else None
+            say("{")
+            stack.append("}")
+            if (yield from _solid(text)) != "}":
+                slip = yield from _key(text, say)
                 if slip is not None:
                     return slip
+                continue
+        elif char and char in _CLOSERS:
+            opened = yield from text.run(_LISTS)
+            say("[" * len(opened))
+            stack.extend(_CLOSERS[bracket] for bracket in opened)
+            if (yield from _solid(text)) != stack[-1]:
                 continue
         else:
             slip = yield from _scalar(text, say)
