@@ -227,6 +227,38 @@ class AttentionBackendKit:
             if refused is None:
                 self.check([(70, 70)], spec, torch.float32, 16)
 
+    @pytest.mark.parametrize("batch", BATCHES)
+    @pytest.mark.parametrize("kind", ["float8_e4m3fn", "float8_e5m2"])
+    def test_fp8_cache(self, batch: str, kind: str, dtype: torch.dtype) -> None:
+        """A cache of numbers divided by the layer's scales.
+
+        All keys and values are such that fp8 holds them exactly, so nothing hangs on rounding.
+        """
+        if not getattr(self.backend_class, "fp8_cache", False):
+            pytest.skip(f"{self.name} does not claim to read an fp8_cache")
+        scales = (2.0**-5, 2.0**-4)
+        fields = dict(zip(("key_scale", "value_scale"), scales, strict=True))
+        spec = msgspec.structs.replace(make_spec((4, 2, 64, 16)), **fields)
+        backend = self.make(spec, dtype, 16)
+        made = make_batch(BATCHES[batch], spec, 16, self.device, dtype)
+        fp8 = getattr(torch, kind)
+        for row in made.rows:
+            for part, scale in zip((row.key, row.value), scales, strict=True):
+                part.copy_((part.float() / scale).to(fp8).float() * scale)
+        qkv = torch.cat([made.joined(p).flatten(1) for p in ("query", "key", "value")], dim=1)
+        by = torch.tensor(scales, device=self.device)[:, None, None, None, None]
+        cached = replace(made, cache=(made.cache.float() / by).to(fp8))
+        before = cached.cache.view(torch.uint8).clone()
+        got = run_layer(backend, spec, cached, qkv, None, (None, None))
+        self.assert_near(got, dense_attention(spec, made.rows).flatten(1), dtype, times=2)
+        kept = torch.ones(before.flatten(1, 2).shape[1], dtype=torch.bool, device=self.device)
+        kept[made.layout.slot_mapping] = False
+        after = cached.cache.view(torch.uint8)
+        assert torch.equal(after.flatten(1, 2)[:, kept], before.flatten(1, 2)[:, kept])
+        for part, name, scale in zip(cached.cache.float(), ("key", "value"), scales, strict=True):
+            new = part.flatten(0, 1)[made.layout.slot_mapping] * scale
+            assert torch.equal(new, made.joined(name).float())
+
     # -------------------------------------------------------------- as layers use it
 
     @pytest.mark.parametrize("batch", BATCHES)

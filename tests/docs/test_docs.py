@@ -32,6 +32,7 @@ from jackfield.entrypoints.bench.session import IN_PROCESS, make_parser
 from jackfield.entrypoints.cli.main import COMMANDS
 from jackfield.entrypoints.openai import protocol
 from jackfield.entrypoints.openai.app import make_app
+from jackfield.plugins.conformance.options import KITS
 
 ROOT = Path(jackfield.__file__).resolve().parent
 PAGES = sorted(
@@ -224,6 +225,9 @@ def known_flags() -> set[str]:
         if isinstance(parser, argparse.ArgumentParser):
             flags |= set(parser._option_string_actions)
     bench = make_parser("run", IN_PROCESS, ("W1",))
+    flags |= {
+        option for kit in KITS.values() for option in (kit.option, f"--jackfield{kit.option[1:]}")
+    }
     return flags | set(bench._option_string_actions)
 
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import textwrap
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+
+import jackfield
 
 PACKAGE = "jackfield.plugins.conformance"
 
@@ -69,3 +73,89 @@ def test_the_pytest_plugin_imports_no_torch_and_no_engine() -> None:
         """)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.stdout.strip() == "set()", done.stderr
+
+
+# ---------------------------------------------------------------- as somebody else's package
+
+BACKEND = """\
+from jackfield.plugins.attention.torch import TorchAttention
+
+class Mine(TorchAttention):
+    name = "mine"
+
+class Forgetful(TorchAttention):
+    name = "forgetful"
+
+    def forward(self, spec, *args, **more):
+        out = super().forward(spec, *args, **more)
+        return out * 0.5 if spec.soft_cap else out
+"""
+PLUGIN = """\
+from jackfield import hookimpl
+
+@hookimpl
+def register_attention_backends(registry):
+    registry.add("mine", "their_backend:Mine")
+    registry.add("forgetful", "their_backend:Forgetful")
+"""
+
+
+@pytest.fixture
+def installed(tmp_path: Path) -> Path:
+    """A folder for PYTHONPATH with Jackfield as a wheel would install it, and a third party's
+    attention backends."""
+    site = tmp_path / "site"
+    source = Path(jackfield.__file__).resolve().parent
+    for folder in ("core", "plugins", "kernels", "entrypoints"):
+        shutil.copytree(
+            source / folder,
+            site / "jackfield" / folder,
+            ignore=shutil.ignore_patterns("__pycache__"),
+        )
+    shutil.copy(source / "__init__.py", site / "jackfield")
+    files = [str(path.relative_to(site)) for path in site.rglob("*.py")]
+    points: dict[str, list[str]] = {}
+    for point in metadata.distribution("jackfield").entry_points:
+        points.setdefault(point.group, []).append(f"{point.name} = {point.value}")
+    distribution(site, "jackfield", metadata.version("jackfield"), points, files)
+    (site / "their_plugin.py").write_text(PLUGIN)
+    (site / "their_backend.py").write_text(BACKEND)
+    distribution(site, "theirs", "1.0", {"jackfield": ["theirs = their_plugin"]}, [])
+    return site
+
+
+def distribution(
+    site: Path, name: str, version: str, points: dict[str, list[str]], files: list[str]
+) -> None:
+    """What pip writes beside a package."""
+    info = site / f"{name}-{version}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    lines = [line for group, own in points.items() for line in (f"[{group}]", *own)]
+    (info / "entry_points.txt").write_text("\n".join(lines) + "\n")
+    (info / "RECORD").write_text("".join(f"{file},,\n" for file in files))
+
+
+def test_an_installed_jackfield_checks_a_third_partys_backend(
+    installed: Path, tmp_path: Path
+) -> None:
+    path = {"PYTHONPATH": str(installed)}
+    arguments = ("--pyargs", PACKAGE, "--attention-backend", "mine", "-k", "features", "-v")
+    status, printed = run_pytest(*arguments, folder=tmp_path, **path)
+    assert status == 0, printed
+    assert "site/jackfield/plugins/conformance/test_registered.py::TestAttentionBackend_mine::" in (
+        printed
+    )
+    arguments = ("--pyargs", PACKAGE, "--attention-backend", "forgetful", "-k", "soft_cap-decode")
+    status, printed = run_pytest(*arguments, folder=tmp_path, **path)
+    assert status == pytest.ExitCode.TESTS_FAILED, printed
+    assert "FAILED" in printed and "TestAttentionBackend_forgetful" in printed
+    assert "Tensor-likes are not close" in printed
+
+
+def test_all_stands_for_every_registered_name(installed: Path, tmp_path: Path) -> None:
+    arguments = ("--pyargs", PACKAGE, "--attention-backend", "all", "--co", "-q", "-k", "refusals")
+    status, printed = run_pytest(*arguments, folder=tmp_path, PYTHONPATH=str(installed))
+    assert status == 0, printed
+    for name in ("torch", "triton", "flex", "flashinfer", "mine", "forgetful"):
+        assert f"::TestAttentionBackend_{name}::" in printed
