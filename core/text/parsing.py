@@ -71,6 +71,11 @@ class OutputParser:
         self._reasoning = reasoning
         self._tools = tools
 
+    @property
+    def reasoning_ended(self) -> bool:
+        """Whether what follows is answer. By tokens: `ReasoningTracker` in `reasoning.py`."""
+        return self._reasoning is None or self._reasoning.reasoning_ended
+
     def feed(self, text: str, token_ids: Sequence[int] = ()) -> list[ParserEvent]:
         """Events of the next piece of text, and the tokens it came from."""
         if self._reasoning is None:

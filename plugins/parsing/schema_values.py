@@ -82,7 +82,7 @@ def json_of(text: str, types: frozenset[str]) -> str:
             made = python_value(bare)
             if made is not None and _fits(made, types):
                 return made
-    if "null" in types and bare.lower() in ("null", "none"):
+    if ("null" in types or "string" not in types) and types and bare.lower() in ("null", "none"):
         return "null"
     if "boolean" in types and bare.lower() in ("true", "false"):
         return bare.lower()

@@ -20,6 +20,8 @@ class ThoughtParser(StreamingParser):
 
     open: ClassVar[tuple[str, ...]] = ("<think>",)
     close: ClassVar[tuple[str, ...]] = ("</think>",)
+    call: ClassVar[tuple[str, ...]] = ()
+    """Beginnings of a tool call that end the thought too, where the model forgets to close it."""
     begins_inside: ClassVar[bool] = True
     """Whether a text that does not begin with an opening mark is thought already, as the prompt has
     the mark. Off: it is the answer."""
@@ -47,9 +49,12 @@ class ThoughtParser(StreamingParser):
         gap = yield from text.run(space)
         if (yield from text.accept(Marks(*self.open))) or self._inside:
             yield from text.run(space)
-            yield from self.until(Marks(*self.close), self.think)
+            mark = yield from self.until(Marks(*self.close, *self.call), self.think)
             self.reasoning_ended = True
-            yield from text.run(space)
+            if mark in self.call:
+                text.back(mark)
+            else:
+                yield from text.run(space)
             gap = ""
         self.reasoning_ended = True
         if (yield from text.accept(Marks(self.answer_open))):

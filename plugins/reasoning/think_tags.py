@@ -10,10 +10,14 @@ class Qwen3Reasoning(ThoughtParser):
     """`<think>…</think>`, whether the model or the template opens it.
 
     Not thinking (the template closed the thought): the text is the answer, unless the model begins
-    with `<think>` nevertheless.
+    with `<think>` nevertheless. A tool call ends the thought too: some of the family forget the
+    closing mark before it.
     """
 
     markers = ("<think>", "</think>")
+    call = tuple(
+        "<tool_call>" + newline + begin for newline in ("", "\n") for begin in ("{", "<function=")
+    )
 
 
 class ThinkTagsReasoning(ThoughtParser):

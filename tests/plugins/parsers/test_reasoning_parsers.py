@@ -40,6 +40,16 @@ class TestQwen3(ReasoningParserKit):
     name, thought_end = "qwen3", "</think>"
     samples = [
         *OPENED,
+        Sample(
+            "<think>\nI call it.\n\n<tool_call>\n<function=now>\n</function>\n</tool_call>",
+            reasoning="I call it.",
+            content="<tool_call>\n<function=now>\n</function>\n</tool_call>",
+        ),
+        Sample(
+            "A <tool_call> and <tool_call>\n<function> are marks.</think>4",
+            reasoning="A <tool_call> and <tool_call>\n<function> are marks.",
+            content="4",
+        ),
         Sample("\n\nIt is 4.", content="\n\nIt is 4.", thinking=False),
         Sample("<think>Hm</think>4", reasoning="Hm", content="4", thinking=False),
     ]

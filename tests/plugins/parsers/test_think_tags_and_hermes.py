@@ -262,3 +262,13 @@ def test_thought_then_text_then_calls_through_the_chain() -> None:
     parser = OutputParser(Qwen3Reasoning(), HermesToolParser())
     assert fold(events(parser, list(text))) == whole
     assert fold(events(OutputParser(None, None), ["a", "", "b"])) == ParsedMessage("ab")
+
+
+def test_the_chain_says_when_thought_has_ended() -> None:
+    parser = OutputParser(Qwen3Reasoning(), HermesToolParser())
+    said = []
+    for piece in ("<think>", "Hm.", "</think>", "Yes."):
+        parser.feed(piece)
+        said.append(parser.reasoning_ended)
+    assert said == [False, False, True, True]
+    assert OutputParser(None, HermesToolParser()).reasoning_ended

@@ -47,6 +47,15 @@ class TestHermes(Kit):
             '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Par',
             calls=[("get_weather", '{"city": "Par')],
         ),
+        Sample(
+            '<tool_call>{"name": "now", "arguments": {}}</tool_call>\n\nDone.\n',
+            content="Done.",
+            calls=[("now", {})],
+        ),
+        Sample(
+            '<tool_call>{"name": "f", "name": "g", "arguments": {}}</tool_call>',
+            content='<tool_call>{"name": "f", "name": "g", "arguments": {}}</tool_call>',
+        ),
         Sample("Use `<tool_call>` to call.", content="Use `<tool_call>` to call."),
         Sample("a < b and {x}", content="a < b and {x}"),
     ]
@@ -144,6 +153,7 @@ class TestPythonic(Kit):
             ],
         ),
         Sample("[get_weather(city='Par", calls=[("get_weather", '{"city": "Par')]),
+        Sample("[f(a=[1})]", content="})]", calls=[("f", '{"a": [1')]),
         Sample("[1] is a reference.", content="[1] is a reference."),
         Sample("[f(x)] is applied.", content="[f(x)] is applied."),
         Sample(
@@ -292,7 +302,10 @@ class TestQwen3Coder(Kit):
             "<parameter=mode>\n2\n</parameter>\n<parameter=scale>\n2.5\n</parameter>\n<parameter=unknown>\n12\n</parameter>\n"
             "</function>\n</tool_call>\n<tool_call>\n<function=write>\n"
             "<parameter=options>\nnull\n</parameter>\n<parameter=count>\nmany\n</parameter>\n"
-            "<parameter=either>\nseven\n</parameter>\n</function>\n</tool_call>",
+            "<parameter=either>\nseven\n</parameter>\n</function>\n</tool_call>"
+            "<tool_call>\n<function=write>\n<parameter=content>\nnull\n</parameter>\n"
+            "<parameter=count>\nnull\n</parameter>\n<parameter=either>\nnull\n</parameter>\n"
+            "</function>\n</tool_call>",
             content="I write it.",
             tools=QWEN_TOOLS,
             calls=[
@@ -313,6 +326,7 @@ class TestQwen3Coder(Kit):
                     },
                 ),
                 ("write", {"options": None, "count": "many", "either": "seven"}),
+                ("write", {"content": "null", "count": None, "either": "null"}),
             ],
         ),
         Sample(
