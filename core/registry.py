@@ -131,7 +131,7 @@ class Registry(Generic[T]):
             module, _, attribute = loaded.partition(":")
             try:
                 loaded = getattr(importlib.import_module(module), attribute)
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 raise PluginError(
                     f"{self.kind} {name!r} of {entry.provenance.distribution} cannot be loaded "
                     f"from {entry.reference}: {type(error).__name__}: {error}"

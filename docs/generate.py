@@ -275,7 +275,7 @@ def hook_page() -> str:
         "Source, and the page to read first: [core/hooks.py](../../core/hooks.py). The contracts "
         "are in [core/protocols.py](../../core/protocols.py). How to write a plugin: "
         "[write a plugin](../how-to/write-a-plugin.md).\n\n",
-        f"Hook API version: {hooks.API_VERSION}.\n\n",
+        f"Hook API version: {hooks.API_VERSION}, which plugins state as `jackfield_api`.\n\n",
     ]
     rows = []
     for name, function in _hooks():

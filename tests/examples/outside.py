@@ -47,6 +47,7 @@ class Outside:
         self.environment = {
             **{name: os.environ[name] for name in kept if name in os.environ},
             "PATH": f"{self.bin}:{os.environ['PATH']}",
+            "CUDA_VISIBLE_DEVICES": "",
             "OMP_NUM_THREADS": "1",
             "HF_HUB_OFFLINE": "1",
             "TOKENIZERS_PARALLELISM": "false",

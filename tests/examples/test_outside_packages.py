@@ -16,6 +16,7 @@ import shlex
 import shutil
 import sys
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -166,20 +167,29 @@ def random_checkpoint(architecture: str, folder: Path) -> Path:
 # ---------------------------------------------------------------- jackfield plugins new
 
 
-def test_the_skeleton_of_every_kind_passes_its_own_tests(outside: Outside) -> None:
+LIGHT = ("reasoning-parser", "quantization", "model", "schedule-policy", "command")
+"""Kinds whose skeletons are soon tested. The page for newcomers tests the tool parser's."""
+
+
+@pytest.mark.parametrize(
+    "kinds",
+    [LIGHT, pytest.param(sorted(KINDS.keys() - set(LIGHT)), marks=pytest.mark.slow)],
+    ids=["light", "others"],
+)
+def test_the_skeletons_of_all_kinds_pass_their_own_tests(
+    kinds: Sequence[str], outside: Outside, tmp_path: Path
+) -> None:
     """All in one environment: they also bear each other."""
     before = outside.plugins()
-    into = outside.folder / "new"
-    into.mkdir()
-    for kind in KINDS:
+    for kind in kinds:
         name = "MineForCausalLM" if kind == "model" else f"mine_{kind.replace('-', '_')}"
-        outside.run("jackfield", "plugins", "new", kind, name, cwd=into)
-    made = sorted(into.iterdir())
+        outside.run("jackfield", "plugins", "new", kind, name, cwd=tmp_path)
+    made = sorted(tmp_path.iterdir())
     outside.install(*made)
     rows = [row for row in outside.plugins() if row not in before]
-    assert {row["kind"].replace("_", "-") for row in rows} == set(KINDS)
+    assert {row["kind"].replace("_", "-") for row in rows} == set(kinds)
     tests = [str(path / "tests") for path in made]
-    told = outside.run("pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(into), *tests)
+    told = outside.run("pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(tmp_path), *tests)
     assert " passed" in told and "failed" not in told, told
     outside.uninstall(*(path.name for path in made))
     assert outside.plugins() == before
