@@ -126,10 +126,10 @@ def register_kv_connectors(registry: Registry[type[KVConnector]]) -> None:
 
         registry.add("my_store", "my_package.store:StoreConnector")
 
-    Used at start (`EngineConfig.kv_transfer_config`): its scheduler half by the engine, its worker
-    half by the worker.
+    Used by the engine and by the worker at start (`EngineConfig.kv_transfer_config`), a half each.
     Contract: `protocols.KVConnector`, `protocols.KVConnectorScheduler`,
-    `protocols.KVConnectorWorker`.
+    `protocols.KVConnectorWorker`, made from a `protocols.KVConnectorSetup` with a
+    `protocols.KVLayout`.
     """
 
 
