@@ -139,10 +139,10 @@ def register_kv_connectors(registry: Registry[type[KVConnector]]) -> None:
 
         registry.add("my_store", "my_package.store:StoreConnector")
 
-    Used by the engine at start (`EngineConfig.kv_transfer_config`), for the scheduler half, and by
-    the worker, for the worker half.
+    Used by the engine and by the worker at start (`EngineConfig.kv_transfer_config`), a half each.
     Contract: `protocols.KVConnector`, `protocols.KVConnectorScheduler`,
-    `protocols.KVConnectorWorker`.
+    `protocols.KVConnectorWorker`, made from a `protocols.KVConnectorSetup` with a
+    `protocols.KVLayout`.
     """
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
 cuda: Any = torch.cuda
+WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 CHUNK_BYTES = 64 << 20
 """Bytes gathered on the device at a time."""
 
@@ -21,11 +24,14 @@ class BlockCopier:
 
     def __init__(self, kv_caches: Sequence[torch.Tensor]) -> None:
         """kv_caches: [num_layers] tensors [2, num_blocks, block_size, num_kv_heads, head_dim]"""
+        self.device = kv_caches[0].device
+        self.block_bytes = sum(cache[:, 0].nbytes for cache in kv_caches)
+        width = math.gcd(8, *(cache.shape[-1] * cache.itemsize for cache in kv_caches))
+        self._word = WORDS[width]
+        """What is copied at a time: bytes one by one would take their time."""
         with torch.inference_mode():
-            self._caches = [cache.view(torch.uint8) for cache in kv_caches]
-        self.device = self._caches[0].device
+            self._caches = [cache.view(self._word) for cache in kv_caches]
         self._sizes = [cache[:, 0].numel() for cache in self._caches]
-        self.block_bytes = sum(self._sizes)
         self._chunk = max(1, CHUNK_BYTES // self.block_bytes)
         self._stream = cuda.Stream(self.device) if self.device.type == "cuda" else None
 
@@ -37,12 +43,10 @@ class BlockCopier:
     @torch.inference_mode()
     def read(self, block_ids: Sequence[int], pool: torch.Tensor, rows: Sequence[int]) -> None:
         """Cache → host. pool: [num_rows, block_bytes] uint8; block i goes to row rows[i]."""
-        with torch.cuda.stream(self._stream):
+        pool = pool.view(self._word)
+        with self._on_stream():
             for blocks, targets in self._chunks(block_ids, rows):
-                index = torch.tensor(blocks, device=self.device)
-                chunk = torch.empty(
-                    len(blocks), self.block_bytes, dtype=torch.uint8, device=self.device
-                )
+                index, chunk = self._staging(blocks)
                 for cache, part in zip(self._caches, self._parts(chunk), strict=True):
                     part.copy_(cache.index_select(1, index).transpose(0, 1))
                 for first, row, count in _runs(targets):
@@ -56,17 +60,24 @@ class BlockCopier:
         """Host → cache, once the device has passed the event `after`."""
         if self._stream is not None and after is not None:
             self._stream.wait_event(after)
-        with torch.cuda.stream(self._stream):
+        pool = pool.view(self._word)
+        with self._on_stream():
             for blocks, sources in self._chunks(block_ids, rows):
-                index = torch.tensor(blocks, device=self.device)
-                chunk = torch.empty(
-                    len(blocks), self.block_bytes, dtype=torch.uint8, device=self.device
-                )
+                index, chunk = self._staging(blocks)
                 for first, row, count in _runs(sources):
                     chunk[first : first + count].copy_(pool[row : row + count], non_blocking=True)
                 for cache, part in zip(self._caches, self._parts(chunk), strict=True):
                     cache.index_copy_(1, index, part.transpose(0, 1))
         self.synchronize()
+
+    def _on_stream(self) -> Any:
+        return contextlib.nullcontext() if self._stream is None else cuda.stream(self._stream)
+
+    def _staging(self, blocks: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """→ the blocks as an index, [n, words of a block] on the device."""
+        return torch.tensor(blocks, device=self.device), torch.empty(
+            len(blocks), sum(self._sizes), dtype=self._word, device=self.device
+        )
 
     def synchronize(self) -> None:
         """Wait for the copies under way."""
@@ -81,7 +92,7 @@ class BlockCopier:
             yield list(block_ids[first:last]), list(rows[first:last])
 
     def _parts(self, chunk: torch.Tensor) -> list[torch.Tensor]:
-        """[n, block_bytes] → [num_layers] views [n, 2, block_size, num_kv_heads, bytes]"""
+        """[n, words] → [num_layers] views [n, 2, block_size, num_kv_heads, words of a head]"""
         return [
             part.view(len(chunk), 2, *cache.shape[2:])
             for cache, part in zip(

@@ -6,10 +6,14 @@ far side is asked on threads; while it fails, nothing is loaded or saved.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, ClassVar, Protocol
 
 from ...core.protocols import KVConnectorSetup
@@ -22,10 +26,17 @@ from .threads import Job, JobList, Jobs, ThreadedWorker
 logger = logging.getLogger("jackfield.kv")
 
 LOOKUP_THREADS = 4
+READ_THREADS = 4
 BLOCKS_AT_ONCE = 16
 """Blocks copied between device and host in one go."""
+READ_AHEAD = 2 * BLOCKS_AT_ONCE
+ANSWER_SECONDS = 10.0
+"""A lookup, or the read of a block, that takes longer has failed."""
 PAUSE_SECONDS = 5.0
 """A far side that failed is left alone for so long."""
+MIN_BLOCKS_BEING_SAVED = 64
+"""Blocks are held while they are saved. A slow store may hold so many, or a quarter of the cache;
+what comes on top is not saved."""
 
 
 class BlockStore(Protocol):
@@ -85,6 +96,15 @@ class _Health:
         self._until = time.monotonic() + PAUSE_SECONDS
 
 
+@dataclass(frozen=True)
+class _Lookup:
+    first: int
+    """Block from which on the store is asked."""
+    answer: Future[int]
+    """How many it has from there on."""
+    began: float = field(default_factory=time.monotonic)
+
+
 class StoreScheduler:
     """Looks keys up on threads; sends keys and blocks to the worker half."""
 
@@ -94,26 +114,33 @@ class StoreScheduler:
         self._health = _Health()
         self._jobs = JobList()
         self._threads = ThreadPoolExecutor(LOOKUP_THREADS, "jackfield-kv-lookup")
-        self._lookups: dict[str, tuple[int, Future[int]]] = {}
-        """Request → first block looked up, and how many from there on are present."""
+        self._lookups: dict[str, _Lookup] = {}
+        """By request."""
+        self._saving: dict[int, int] = {}
+        """Transfer → blocks."""
+        self._room = max(MIN_BLOCKS_BEING_SAVED, setup.layout.num_blocks // 4)
 
     def num_external_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
         """None until a thread has asked the store."""
         block_size = self._setup.layout.block_size
         wanted = num_computed_tokens // block_size
-        first, lookup = self._lookups.get(request.request_id, (wanted, None))
+        lookup = self._lookups.get(request.request_id)
         # Blocks of its own that it had when it asked may be gone by now.
-        if lookup is None or wanted < first:
+        if lookup is None or wanted < lookup.first:
             if self._health.paused:
                 return 0
-            lookup = self._threads.submit(self._look_up, request.block_hashes[wanted:])
-            self._lookups[request.request_id] = wanted, lookup
-            lookup.add_done_callback(lambda _: self._setup.notify())
+            answer = self._threads.submit(self._look_up, request.block_hashes[wanted:])
+            answer.add_done_callback(lambda _: self._setup.notify())
+            asyncio.get_running_loop().call_later(ANSWER_SECONDS, self._setup.notify)
+            self._lookups[request.request_id] = _Lookup(wanted, answer)
             return None
-        if not lookup.done():
-            return None
+        if not lookup.answer.done():
+            if time.monotonic() - lookup.began < ANSWER_SECONDS:
+                return None
+            self._health.failed("look up keys", TimeoutError(f"{ANSWER_SECONDS} s"))
+            return 0
         del self._lookups[request.request_id]
-        return max(0, first + lookup.result() - wanted) * block_size
+        return max(0, lookup.first + lookup.answer.result() - wanted) * block_size
 
     def _look_up(self, keys: Sequence[bytes]) -> int:
         try:
@@ -131,9 +158,14 @@ class StoreScheduler:
     def start_save(
         self, transfer: int, request: Request, keys: Sequence[bytes], block_ids: Sequence[int]
     ) -> Sequence[int]:
-        """All of them; those that are there already are found out by the worker half."""
-        self._jobs.saves.append(Job(transfer, tuple(block_ids), tuple(keys)))
-        return block_ids
+        """As many as there is room for; which are there already, the worker half finds out."""
+        count = min(len(keys), self._room)
+        if not count or self._health.paused:
+            return ()
+        self._saving[transfer] = count
+        self._room -= count
+        self._jobs.saves.append(Job(transfer, tuple(block_ids[:count]), tuple(keys[:count])))
+        return block_ids[:count]
 
     def request_finished(
         self, transfer: int, request: Request
@@ -147,11 +179,13 @@ class StoreScheduler:
         return self._jobs.take()
 
     def update(self, report: KVReport) -> None:
-        """Nothing to do."""
+        """Room for other saves."""
+        for transfer in (*report.finished, *report.failed):
+            self._room += self._saving.pop(transfer, 0)
 
     def close(self) -> None:
         """Lookups under way end by themselves."""
-        self._threads.shutdown(wait=True, cancel_futures=True)
+        self._threads.shutdown(wait=False, cancel_futures=True)
         self._store.close()
 
 
@@ -163,39 +197,56 @@ class StoreWorker(ThreadedWorker):
         self._store = store
         self._format = BlockFormat(setup.layout)
         self._health = _Health()
+        self._readers = ThreadPoolExecutor(READ_THREADS, "jackfield-kv-read")
 
     def load(self, job: Job, copier: BlockCopier, after: Any) -> Sequence[int]:
-        """In order, up to the first block that is not to be had."""
-        rows = copier.new_rows(min(BLOCKS_AT_ONCE, len(job.block_ids)))
+        """In order, up to the first block that is not to be had.
+
+        Reads run ahead of the copies. One that does not come back writes to no block: only what has
+        been read is copied to the cache.
+        """
+        keys = iter(job.places)
+        reads = deque(self._readers.submit(self._read, key) for key in islice(keys, READ_AHEAD))
+        rows = copier.new_rows(min(BLOCKS_AT_ONCE, len(job.places)))
         done = 0
-        while done < len(job.block_ids):
-            keys = job.places[done : done + len(rows)]
-            got = 0
-            while got < len(keys) and self._read(keys[got], rows[got].numpy()):
-                got += 1
-            copier.write(job.block_ids[done : done + got], rows, range(got), after)
-            done += got
-            if got < len(keys):
-                break
+        try:
+            while reads:
+                got = 0
+                while reads and got < len(rows):
+                    block = reads[0].result(ANSWER_SECONDS)
+                    if block is None:
+                        break
+                    rows[got].numpy()[:] = block
+                    got += 1
+                    reads.popleft()
+                    reads.extend(self._readers.submit(self._read, key) for key in islice(keys, 1))
+                copier.write(job.block_ids[done : done + got], rows, range(got), after)
+                done += got
+                if reads and got < len(rows):
+                    break
+        except TimeoutError as error:
+            self._health.failed("read a block", error)
+        finally:
+            for read in reads:
+                read.cancel()
         return job.block_ids[done:]
 
-    def _read(self, key: bytes, row: Any) -> bool:
+    def _read(self, key: bytes) -> memoryview | None:
         if self._health.paused:
-            return False
+            return None
         try:
             data = self._store.get(key)
         except Exception as error:
             self._health.failed("read a block", error)
-            return False
+            return None
         if data is None:
-            return False
+            return None
         try:
-            row[:] = memoryview(self._format.decode(key, data))
+            return self._format.decode(key, data)
         except ValueError as error:
             logger.warning("block %s in the KV store is not used: %s", key.hex()[:16], error)
             self._remove(key)
-            return False
-        return True
+            return None
 
     def _remove(self, key: bytes) -> None:
         try:
@@ -227,4 +278,5 @@ class StoreWorker(ThreadedWorker):
 
     def finish(self) -> None:
         """The store is not needed any more."""
+        self._readers.shutdown(wait=False, cancel_futures=True)
         self._store.close()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import threading
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +16,17 @@ import safetensors.torch
 import torch
 from test_kv_connector_kits import TestCpuOffload as CpuOffload
 
-from jackfield import AsyncEngine, EngineConfig, OutputKind, SamplingParams
+from jackfield import AsyncEngine, EngineConfig, OutputKind, SamplingParams, hookimpl
 from jackfield.core.config import KVTransferConfig
 from jackfield.core.errors import ConfigError
 from jackfield.core.protocols import KVConnectorSetup, KVLayout
 from jackfield.core.registry import load_plugins
 from jackfield.plugins.conformance.kv_connectors import Halves, random_cache
+from jackfield.plugins.kv_connectors import store as store_module
 from jackfield.plugins.kv_connectors.block_file import BlockFormat
 from jackfield.plugins.kv_connectors.copying import BlockCopier
 from jackfield.plugins.kv_connectors.file_store import FileStore
+from jackfield.plugins.kv_connectors.store import StoreConnector
 
 LAYOUT = KVLayout(
     num_blocks=4,
@@ -31,6 +36,15 @@ LAYOUT = KVLayout(
     block_bytes=2 * 4 * (16 + 4) * 2,
     fingerprint=b"f" * 32,
 )
+
+SMALL: dict[str, Any] = {
+    "device": "cpu",
+    "block_size": 4,
+    "max_model_len": 96,
+    "num_gpu_blocks_override": 33,
+}
+TOKENS = list(range(20, 60))
+GREEDY = SamplingParams(temperature=0, max_tokens=4, output_kind=OutputKind.FINAL_ONLY)
 
 
 def setup_with(**extra: Any) -> KVConnectorSetup:
@@ -156,6 +170,115 @@ def test_a_file_that_was_never_finished_is_removed_after_a_while(tmp_path: Path)
     assert fresh.exists() and not old.exists()
 
 
+# ---------------------------------------------------------------- a store that fails
+
+
+class Shelf:
+    """A store in this process that can be told to hang or to raise."""
+
+    def __init__(self) -> None:
+        self.content: dict[bytes, bytes] = {}
+        self.hangs_in: set[str] = set()
+        self.raises = False
+        self.go_on = threading.Event()
+        self.calls: Counter[str] = Counter()
+
+    def _visit(self, method: str) -> None:
+        self.calls[method] += 1
+        if self.raises:
+            raise OSError("on purpose")
+        if method in self.hangs_in:
+            self.go_on.wait(60)
+
+    def count_present(self, keys: Sequence[bytes]) -> int:
+        self._visit("count_present")
+        return next((n for n, one in enumerate(keys) if one not in self.content), len(keys))
+
+    def get(self, one: bytes) -> bytes | None:
+        self._visit("get")
+        return self.content.get(one)
+
+    def put(self, one: bytes, data: bytes) -> None:
+        self._visit("put")
+        self.content[one] = data
+
+    def remove(self, one: bytes) -> None:
+        self.content.pop(one, None)
+
+    def close(self) -> None:
+        pass
+
+    @hookimpl
+    def register_kv_connectors(self, registry: Any) -> None:
+        class Connector(StoreConnector):
+            store_class = staticmethod(lambda setup: self)
+
+        registry.add("shelf", Connector)
+
+
+async def generate(engine: AsyncEngine, tokens: list[int]) -> Any:
+    async for output in engine.generate(tokens, GREEDY):
+        assert output.error is None
+        last = output
+    return last
+
+
+async def settled(engine: AsyncEngine) -> None:
+    async with asyncio.timeout(20):
+        while engine.stats().kv_blocks_used:
+            await asyncio.sleep(0.001)
+    assert await engine.reset_prefix_cache()
+
+
+@pytest.mark.parametrize("method", ["count_present", "get"])
+async def test_a_store_that_hangs_costs_a_recompute(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_module, "ANSWER_SECONDS", 0.3)
+    shelf = Shelf()
+    config = EngineConfig(**SMALL, kv_transfer_config={"kv_connector": "shelf"})
+    async with AsyncEngine(config, plugins=load_plugins(extra=[shelf])) as engine:
+        first = await generate(engine, TOKENS)
+        await settled(engine)
+        assert len(shelf.content) >= 10
+        shelf.hangs_in = {method}
+        again = await asyncio.wait_for(generate(engine, TOKENS), 20)
+        assert again.outputs[0].token_ids == first.outputs[0].token_ids
+        assert again.num_cached_tokens == 0
+        # Left alone: the next one does not wait at all.
+        calls = shelf.calls[method]
+        await asyncio.wait_for(generate(engine, TOKENS[::-1]), 20)
+        assert shelf.calls[method] == calls
+        shelf.go_on.set()
+
+
+async def test_a_store_that_raises_is_left_alone_for_a_while() -> None:
+    shelf = Shelf()
+    shelf.raises = True
+    config = EngineConfig(**SMALL, kv_transfer_config={"kv_connector": "shelf"})
+    async with AsyncEngine(config, plugins=load_plugins(extra=[shelf])) as engine:
+        for start in range(4):
+            await generate(engine, [t + start for t in TOKENS])
+        await settled(engine)
+    assert shelf.calls["count_present"] <= 2 and not shelf.content
+
+
+async def test_a_store_that_is_too_slow_holds_no_more_than_its_share(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(store_module, "MIN_BLOCKS_BEING_SAVED", 6)
+    shelf = Shelf()
+    shelf.hangs_in = {"put"}
+    config = EngineConfig(**SMALL, kv_transfer_config={"kv_connector": "shelf"})
+    async with AsyncEngine(config, plugins=load_plugins(extra=[shelf])) as engine:
+        for start in range(4):
+            await generate(engine, [t + start for t in TOKENS])
+        assert engine.stats().kv_blocks_used <= 33 // 4
+        shelf.go_on.set()
+        await settled(engine)
+        assert 0 < len(shelf.content) <= 33 // 4
+
+
 # ---------------------------------------------------------------- options
 
 
@@ -214,20 +337,9 @@ def test_cpu_offload_with_hardly_any_memory(tmp_path: Path) -> None:
     Tight().test_random_traffic_gives_the_tokens_of_an_engine_without(3, tmp_path)
 
 
-TOKENS = list(range(20, 60))
-GREEDY = SamplingParams(temperature=0, max_tokens=4, output_kind=OutputKind.FINAL_ONLY)
-
-
 async def external_hits(config: dict[str, Any]) -> int:
     """Tokens that a fresh engine loads for TOKENS."""
-    made = EngineConfig(
-        device="cpu",
-        block_size=4,
-        max_model_len=96,
-        num_gpu_blocks_override=33,
-        kv_transfer_config=config,
-    )
-    async with AsyncEngine(made) as engine:
+    async with AsyncEngine(EngineConfig(**SMALL, kv_transfer_config=config)) as engine:
         async for output in engine.generate(TOKENS, GREEDY):
             assert output.finished and output.error is None
         return engine.stats().external_prefix_cache_hits
@@ -265,13 +377,7 @@ async def test_the_failure_policy_fail_ends_the_request(tmp_path: Path) -> None:
     assert await external_hits(config) == 0
     for file in files_in(tmp_path):
         file.write_bytes(b"")
-    made = EngineConfig(
-        device="cpu",
-        block_size=4,
-        max_model_len=96,
-        num_gpu_blocks_override=33,
-        kv_transfer_config={**config, "kv_load_failure_policy": "fail"},
-    )
+    made = EngineConfig(**SMALL, kv_transfer_config={**config, "kv_load_failure_policy": "fail"})
     async with AsyncEngine(made) as engine:
         async for output in engine.generate(TOKENS, GREEDY):
             last = output
