@@ -105,11 +105,10 @@ def test_chat_and_complete_talk_to_a_server(
         assert "'other' is not served here" in capsys.readouterr().err
 
 
-def test_help_and_plugins_import_no_torch() -> None:
+def test_help_imports_no_torch() -> None:
     code = (
         "import sys; from jackfield.entrypoints.cli.main import main; main([{!r}]); "
         "sys.exit('torch' in sys.modules)"
     )
-    for command in ("--help", "plugins"):
-        done = subprocess.run([sys.executable, "-c", code.format(command)], capture_output=True)
-        assert done.returncode == 0, command
+    done = subprocess.run([sys.executable, "-c", code.format("--help")], capture_output=True)
+    assert done.returncode == 0
