@@ -1,29 +1,33 @@
-"""Every conformance kit over everything registered, on this machine's GPU; one JSON line a name.
+"""Every conformance kit on this machine's GPU; one JSON line for each class of tests, or name.
 
     python examples/benchmarks/conformance.py --out docs/benchmarks/conformance.jsonl
+    python examples/benchmarks/conformance.py --kind attention_backend --name mine
 
-Each name runs in a process of its own. `--kind` and `--name` choose; `--seconds` bounds one name.
+The first runs this project's own classes in tests/plugins, which have the kits' data: samples,
+checkpoints, configurations; `--folder` chooses among them. The second checks registered names,
+anybody's, each in a process of its own. `--seconds` bounds a folder, or a name.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
-import importlib.util
 import json
-import os
-import re
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from xml.etree import ElementTree
 
 from jackfield.core.registry import load_plugins
 from jackfield.plugins.conformance.options import KITS, PACKAGE
+
+ROOT = Path(__file__).resolve().parents[2]
+TESTS = ROOT / "tests" / "plugins"
 
 
 def environment(commit: str) -> dict[str, Any]:
@@ -40,76 +44,114 @@ def environment(commit: str) -> dict[str, Any]:
     }
 
 
-def run_kit(option: str, name: str, seconds: float) -> dict[str, Any]:
-    """One name's tests: → counts, reasons of what was skipped, names of what failed."""
+class Outcome(NamedTuple):
+    """One test."""
+
+    group: str
+    """Dotted name of its class, or of its module."""
+    test: str
+    result: str
+    """passed, failed or skipped"""
+    reason: str
+
+
+def run_pytest(arguments: list[str], seconds: float) -> tuple[list[Outcome], str]:
+    """→ outcomes, and why there are none, where that is so."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         command = [
             sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=line",
-            f"--junitxml={report}", "--pyargs", PACKAGE, option, name,
+            f"--junitxml={report}", "-o", "junit_family=xunit2", *arguments,
         ]  # fmt: skip
-        began = time.monotonic()
         try:
-            done = subprocess.run(
-                command, cwd=folder, env=dict(os.environ), capture_output=True, text=True,
-                timeout=seconds,
-            )  # fmt: skip
+            done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
         except subprocess.TimeoutExpired:
-            return {"passed": 0, "failed": 0, "skipped": 0, "ended": f"after {seconds} s"}
-        taken = round(time.monotonic() - began, 1)
+            return [], f"not through after {seconds:.0f} s"
         if not report.is_file():
-            return {"passed": 0, "failed": 0, "skipped": 0, "ended": done.stderr.strip()[-500:]}
-        return {**read_report(report), "seconds": taken}
+            return [], (done.stderr or done.stdout).strip()[-500:]
+        return [read_case(case) for case in ElementTree.parse(report).iter("testcase")], ""
 
 
-def read_report(report: Path) -> dict[str, Any]:
-    """A JUnit report's counts."""
-    passed, failed, reasons = 0, [], Counter[str]()
-    for case in ElementTree.parse(report).iter("testcase"):
-        skipped = case.find("skipped")
-        if skipped is not None:
-            reasons[skipped.get("message", "")] += 1
-        elif case.find("failure") is not None or case.find("error") is not None:
-            failed.append(f"{case.get('classname', '').rpartition('.')[2]}::{case.get('name')}")
-        else:
-            passed += 1
+def read_case(case: ElementTree.Element) -> Outcome:
+    """One test of a JUnit report."""
+    result, reason = "passed", ""
+    for tag in ("failure", "error", "skipped"):
+        found = case.find(tag)
+        if found is not None:
+            result = "skipped" if tag == "skipped" else "failed"
+            reason = " ".join(found.get("message", "").split())[:200]
+    return Outcome(case.get("classname", ""), case.get("name", ""), result, reason)
+
+
+def summary(outcomes: Iterable[Outcome]) -> dict[str, Any]:
+    """Counts, names of what failed, reasons of what was skipped."""
+    outcomes = list(outcomes)
+    counts = Counter(outcome.result for outcome in outcomes)
+    failures = [f"{o.test}: {o.reason}" for o in outcomes if o.result == "failed"]
+    skips = Counter(o.reason for o in outcomes if o.result == "skipped")
     return {
-        "passed": passed,
-        "failed": len(failed),
-        "skipped": reasons.total(),
-        **({"failures": failed} if failed else {}),
-        **({"skips": dict(reasons)} if reasons else {}),
+        **{result: counts[result] for result in ("passed", "failed", "skipped")},
+        **({"failures": failures} if failures else {}),
+        **({"skips": dict(skips)} if skips else {}),
     }
+
+
+def from_tests(folders: list[str], seconds: float) -> Iterator[dict[str, Any]]:
+    """Each class in these folders of tests/plugins; a folder's loose tests under its module."""
+    for folder in folders:
+        began = time.monotonic()
+        arguments = [str(TESTS / folder), "--rootdir", str(ROOT), "-m", "gpu or not slow"]
+        outcomes, ended = run_pytest(arguments, seconds)
+        taken = round(time.monotonic() - began, 1)
+        if ended:
+            yield {"kind": folder, "name": "all", "failed": 1, "ended": ended}
+        groups: dict[str, list[Outcome]] = {}
+        for outcome in outcomes:
+            groups.setdefault(outcome.group.rpartition(".")[2], []).append(outcome)
+        for name, members in groups.items():
+            yield {"kind": folder, "name": name, **summary(members), "folder_seconds": taken}
+
+
+def from_names(kinds: list[str], names: list[str], seconds: float) -> Iterator[dict[str, Any]]:
+    """Each registered name of these kinds, or those of `names`."""
+    plugins = load_plugins()
+    for kind in kinds:
+        for name in names or sorted(plugins[kind]):
+            began = time.monotonic()
+            arguments = ["--pyargs", PACKAGE, KITS[kind].option, name]
+            outcomes, ended = run_pytest(arguments, seconds)
+            taken = round(time.monotonic() - began, 1)
+            more = {"failed": 1, "ended": ended} if ended else {}
+            yield {"kind": kind, "name": name, **summary(outcomes), **more, "seconds": taken}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, help="JSON lines are appended here")
-    parser.add_argument("--kind", action="append", choices=sorted(KITS), help="default: all")
-    parser.add_argument("--name", action="append", help="default: every registered name")
-    parser.add_argument("--seconds", type=float, default=600.0, help="limit for one name")
+    parser.add_argument("--folder", action="append", help="of tests/plugins; default: all")
+    parser.add_argument("--kind", action="append", choices=sorted(KITS), help="registered names")
+    parser.add_argument("--name", action="append", default=[], help="default: all of the kind")
+    parser.add_argument("--seconds", type=float, default=600.0, help="limit for one process")
     parser.add_argument("--commit", default="", help="what to record as the commit")
     options = parser.parse_args()
-    plugins = load_plugins()
+    folders = options.folder or sorted({test.parent.name for test in TESTS.glob("*/test_*.py")})
     about = environment(options.commit)
     print(json.dumps(about))
+    rows = (
+        from_names(options.kind, options.name, options.seconds)
+        if options.kind
+        else from_tests(folders, options.seconds)
+    )
     failed = 0
-    for kind in options.kind or sorted(KITS):
-        kit = KITS[kind]
-        if importlib.util.find_spec(f"{PACKAGE}.{kit.module}") is None:
-            continue
-        for name in sorted(options.name or plugins[kind]):
-            if name not in plugins[kind]:
-                continue
-            result = run_kit(kit.option, name, options.seconds)
-            failed += result["failed"] + ("ended" in result)
-            counts = " ".join(f"{result[k]:>5} {k}" for k in ("passed", "failed", "skipped"))
-            print(f"{kind:18} {name:24} {counts}  {result.get('seconds', result.get('ended'))}")
-            for line in [*result.get("failures", []), *result.get("skips", {})]:
-                print(f"    {re.sub(chr(10), ' ', line)[:160]}")
-            if options.out:
-                with options.out.open("a") as file:
-                    file.write(json.dumps({**about, "kind": kind, "name": name, **result}) + "\n")
+    for row in rows:
+        failed += row["failed"]
+        counts = " ".join(f"{row.get(k, 0):>5} {k}" for k in ("passed", "failed", "skipped"))
+        print(f"{row['kind']:18} {row['name']:32} {counts}  {row.get('ended', '')}", flush=True)
+        for line in [*row.get("failures", []), *row.get("skips", {})]:
+            print(f"    {line[:160]}")
+        if options.out:
+            with options.out.open("a") as file:
+                file.write(json.dumps({**about, **row}) + "\n")
     return int(failed > 0)
 
 

@@ -22,18 +22,18 @@ class TestTriton(AttentionBackendKit):
 
 
 class TestFlex(AttentionBackendKit):
-    """In float32: eager flex_attention takes a second for each new shape."""
+    """In one dtype: flex_attention takes a second, or many, for each new shape."""
 
     name = "flex"
-    promised = EVERYTHING | {"float32"}
+    promised = EVERYTHING | {"float32", "bfloat16"}
 
     @pytest.fixture
     def dtype(self) -> torch.dtype:
-        return torch.float32
+        return torch.bfloat16 if torch.cuda.is_available() else torch.float32
 
 
 @pytest.mark.slow
-class TestFlexInHalf(AttentionBackendKit):
+class TestFlexInAllDtypes(AttentionBackendKit):
     name = "flex"
     promised = EVERYTHING | {"float32", "float16", "bfloat16"}
 
