@@ -298,6 +298,23 @@ class AttentionBackendKit:
             write(before, made.layout, *written)
             assert_same(made.cache, before)
 
+    @pytest.mark.parametrize("batch", ["decode", "mixed"])
+    @pytest.mark.parametrize(
+        "features",
+        [{"alibi_slopes": (0.5, 0.25, 0.125, 0.0625)}, {"sinks": True}],
+        ids=lambda features: "+".join(features),
+    )
+    def test_features_through_a_layer(self, batch: str, features: dict[str, Any]) -> None:
+        """A short way from the projection must not leave out what only the long way knows."""
+        spec = make_spec((4, 2, 64, 16), **features)
+        backend = self.make(spec, torch.float32, 16)
+        made = make_batch(BATCHES[batch], spec, 16, self.device, torch.float32)
+        qkv = torch.cat([made.joined(p).flatten(1) for p in ("query", "key", "value")], dim=1)
+        sinks = self.sinks(spec)
+        got = run_layer(backend, spec, made, qkv, None, (None, None), sinks)
+        want = dense_attention(spec, made.rows, sinks).flatten(1)
+        self.assert_near(got, want, torch.float32)
+
     def test_one_instance_serves_many_steps_and_layers(self) -> None:
         """Layers of two shapes share a step's metadata; what a step left behind harms no later
         one."""
@@ -450,11 +467,15 @@ class AttentionBackendKit:
         self._decode_graph(capture=False)
 
     @pytest.mark.gpu
-    @pytest.mark.parametrize("window", [None, 40])
-    def test_captured_decode_serves_other_lengths(self, window: int | None) -> None:
+    @pytest.mark.parametrize(
+        "features",
+        [{}, {"sliding_window": 40}, {"alibi_slopes": tuple(2.0**-n for n in range(1, 9))}],
+        ids=lambda features: "+".join(features) or "plain",
+    )
+    def test_captured_decode_serves_other_lengths(self, features: dict[str, Any]) -> None:
         if not torch.cuda.is_available():
             pytest.skip("CUDA graphs need a CUDA device")
-        self._decode_graph(capture=True, **({} if window is None else {"sliding_window": window}))
+        self._decode_graph(capture=True, **features)
 
 
 def write(cache: torch.Tensor, layout: BatchLayout, key: torch.Tensor, value: torch.Tensor) -> None:
@@ -475,6 +496,7 @@ def run_layer(
     qkv: torch.Tensor,
     cos_sin: torch.Tensor | None,
     norms: tuple[Norm | None, Norm | None],
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`Attention.forward` over the batch's cache: [num_tokens, num_heads * head_dim]."""
     layer = Attention(spec, BuildContext(qkv.device, qkv.dtype, Operations()))
@@ -484,5 +506,5 @@ def run_layer(
     query_norm, key_norm = (None if norm is None else SimpleNamespace(norm=norm) for norm in norms)
     rotary: Any = None if cos_sin is None else SimpleNamespace(cos_sin=cos_sin)
     parts: dict[str, Any] = {"query_norm": query_norm, "key_norm": key_norm}
-    out: torch.Tensor = layer(qkv, context, rotary=rotary, **parts)
+    out: torch.Tensor = layer(qkv, context, rotary=rotary, sinks=sinks, **parts)
     return out
