@@ -268,10 +268,10 @@ def _add_found(
     except NameConflict:
         raise
     except (Exception, SystemExit) as error:
-        # What another version of the API looks like from here is often a failed import.
-        told = _api_refusal(_stated_api(entry_point)) or (
-            str(error) if isinstance(error, PluginError) else f"{type(error).__name__}: {error}"
-        )
+        told = str(error) if isinstance(error, PluginError) else f"{type(error).__name__}: {error}"
+        if provenance.distribution != hooks.PROJECT:
+            # What another version of the API looks like from here is often a failed import.
+            told = _api_refusal(_stated_api(entry_point)) or told
         who = f"{provenance.entry_point} of {provenance.distribution} {provenance.version}"
         if needed:
             raise PluginError(f"plugin {who} failed: {told}") from error
@@ -325,7 +325,7 @@ def _discover() -> Iterator[tuple[metadata.EntryPoint, Provenance]]:
     """Name and version by distribution object: reading them parses a file."""
     for point in metadata.entry_points(group=hooks.PROJECT):
         if id(point.dist) not in known:
-            headers: Any = point.dist.metadata if point.dist else _NO_HEADERS
+            headers: Any = (point.dist and point.dist.metadata) or _NO_HEADERS
             known[id(point.dist)] = (headers["Name"] or "unknown", headers["Version"] or "")
         provenance = Provenance(*known[id(point.dist)], point.name)
         key = (provenance.distribution, point.name)

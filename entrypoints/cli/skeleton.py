@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import keyword
 import re
 from pathlib import Path
 from string import Template
@@ -72,6 +73,12 @@ def write_skeleton(kind: str, name: str, into: Path) -> Path:
     if not NAME.fullmatch(name):
         raise ConfigError(
             f"NAME: {name!r} is no name: letters and digits, in words joined by - or _",
+            param="name",
+        )
+    if kind == "model" and (not name.isidentifier() or keyword.iskeyword(name)):
+        raise ConfigError(
+            f"NAME: {name!r} is no architecture, as config.json's `architectures` has them: "
+            "LlamaForCausalLM",
             param="name",
         )
     names = _names(kind.replace("_", "-"), name)

@@ -82,6 +82,8 @@ def test_no_plugin_joins_the_engine_option() -> None:
         (["new", "tol-parser", "mine"], "did you mean tool-parser?"),
         (["new", "tool-parser", "../mine"], "NAME: '../mine' is no name"),
         (["new", "tool-parser", "1st"], "is no name"),
+        (["new", "model", "my-model"], "NAME: 'my-model' is no architecture"),
+        (["new", "model", "class"], "is no architecture"),
         (["list", "tool-parser"], "unrecognized argument: tool-parser"),
     ],
 )

@@ -43,7 +43,7 @@ class Outside:
             script = self.bin / name
             script.write_text(f'#!/bin/sh\nexec {" ".join(argv)} "$@"\n')
             script.chmod(0o755)
-        kept = ("HOME", "LANG", "TMPDIR", "PYTHONDONTWRITEBYTECODE", "LD_LIBRARY_PATH")
+        kept = ("HOME", "LANG", "TMPDIR", "LD_LIBRARY_PATH")
         self.environment = {
             **{name: os.environ[name] for name in kept if name in os.environ},
             "PATH": f"{self.bin}:{os.environ['PATH']}",
