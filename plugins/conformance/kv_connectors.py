@@ -60,8 +60,9 @@ class KVConnectorKit:
 
     name: ClassVar[str]
     """As registered."""
-    shared: ClassVar[bool] = True
-    """Whether another engine, in another process too, finds what one has saved."""
+    shared: ClassVar[bool | None] = None
+    """Whether another engine, in another process too, finds what one has saved. None: as the
+    attribute `shared` of what is registered says, else yes."""
 
     def extra_config(self, folder: Path) -> dict[str, Any]:
         """`kv_connector_extra_config` of an engine; `folder` is one for each test."""
@@ -70,6 +71,17 @@ class KVConnectorKit:
     def break_far_side(self, folder: Path) -> None:
         """Whatever can go wrong there goes wrong now, while engines use it."""
         pytest.skip("the kit was not told how to break this far side: give it break_far_side")
+
+    @pytest.fixture(autouse=True)
+    def _can_start(self, tmp_path: Path) -> None:
+        connector = load_plugins()["kv_connector"].load(self.name)
+        self._shared = getattr(connector, "shared", True) if self.shared is None else self.shared
+        if type(self).extra_config is not KVConnectorKit.extra_config:
+            return
+        try:
+            self._halves(tmp_path, [random_cache(2, BLOCK, 1, 8, torch.float32)]).close()
+        except ConfigError as error:
+            pytest.skip(f"{self.name} needs options, give the kit an extra_config: {error}")
 
     # ------------------------------------------------------------ content
 
@@ -84,7 +96,7 @@ class KVConnectorKit:
             assert await halves.found(keys) == 0
             await halves.save(keys, [3, 12, 1])
             caches = saved
-            if self.shared:
+            if self._shared:
                 halves.close()
                 caches = [torch.zeros_like(cache) for cache in saved]
                 halves = self._halves(tmp_path, caches)
@@ -281,7 +293,7 @@ class KVConnectorKit:
             await asyncio.gather(waiting, return_exceptions=True)
             async with self._engine(tmp_path) as (engine, _):
                 output = await self._check(engine, prompt(1))
-                assert output.num_cached_tokens == (36 if self.shared else 0)
+                assert output.num_cached_tokens == (36 if self._shared else 0)
 
         self._run(scenario())
 
@@ -302,7 +314,7 @@ class KVConnectorKit:
                 assert two.stats().external_prefix_cache_hits > 0
             async with self._engine(tmp_path) as (engine, _):
                 output = await self._check(engine, prompts[0])
-                assert output.num_cached_tokens == (32 if self.shared else 0)
+                assert output.num_cached_tokens == (32 if self._shared else 0)
 
         self._run(scenario())
 

@@ -310,6 +310,7 @@ def test_wrong_options_are_refused_by_name(name: str, extra: dict[str, Any], wor
         ({"kv_connector": "file_store", "kv_role": "kv_all"}, "kv_role"),
         ({"kv_connector": "file_store", "kv_port": 1}, "kv_port"),
         ("file_store", "kv_transfer_config"),
+        (KVTransferConfig(kv_connector="file_store", kv_role="all"), "kv_role"),  # type: ignore
     ],
 )
 async def test_a_wrong_kv_transfer_config_stops_the_start(given: Any, word: str) -> None:
