@@ -1,4 +1,4 @@
-"""`KVConnectorKit`: a KV connector under whole engines, on the embedded model and a CPU.
+"""`KVConnectorKit`: a KV connector under whole engines, on the embedded model.
 
     class TestMine(KVConnectorKit):
         name = "mine"                                   # as registered
@@ -10,7 +10,7 @@
             self.stop_server()
 
 Engines that are given the same `folder` share a far side. Set `shared = False` where what one
-engine saves is for itself alone.
+engine saves is for itself alone, and `device = "cuda"` to run on a GPU.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from .kv_watch import Watch
 BLOCK = 4
 MAX_TOKENS = 6
 ENGINE: dict[str, Any] = {
-    "device": "cpu",
+    "dtype": "float32",
     "block_size": BLOCK,
     "max_model_len": 96,
     "num_gpu_blocks_override": 33,
@@ -46,7 +46,8 @@ ENGINE: dict[str, Any] = {
 }
 SECONDS = 30.0
 """Longer than anything here takes; what is not through by then is stuck."""
-_expected: dict[tuple[int, ...], list[int]] = {}
+_expected: dict[tuple[str, tuple[int, ...]], list[int]] = {}
+"""(device, prompt) → tokens of an engine without a connector."""
 
 
 def prompt(seed: int, length: int = 40) -> list[int]:
@@ -63,6 +64,9 @@ class KVConnectorKit:
     shared: ClassVar[bool | None] = None
     """Whether another engine, in another process too, finds what one has saved. None: as the
     attribute `shared` of what is registered says, else yes."""
+
+    device: ClassVar[str] = "cpu"
+    """Where the engines run: `cpu` or `cuda`."""
 
     def extra_config(self, folder: Path) -> dict[str, Any]:
         """`kv_connector_extra_config` of an engine; `folder` is one for each test."""
@@ -88,7 +92,9 @@ class KVConnectorKit:
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
     def test_what_is_saved_comes_back_bit_equal(self, dtype: torch.dtype, tmp_path: Path) -> None:
         shapes = ((2, 8), (1, 4))
-        saved = [random_cache(14, BLOCK, heads, dim, dtype) for heads, dim in shapes]
+        saved = [
+            random_cache(14, BLOCK, heads, dim, dtype).to(self.device) for heads, dim in shapes
+        ]
 
         async def scenario() -> None:
             keys = [bytes([n]) * 32 for n in (7, 8, 9)]
@@ -116,7 +122,7 @@ class KVConnectorKit:
     def test_blocks_that_are_not_there_are_reported_and_the_transfer_ends(
         self, tmp_path: Path
     ) -> None:
-        caches = [random_cache(8, BLOCK, 2, 8, torch.float32)]
+        caches = [random_cache(8, BLOCK, 2, 8, torch.float32).to(self.device)]
 
         async def scenario() -> None:
             halves = self._halves(tmp_path, caches)
@@ -365,7 +371,9 @@ class KVConnectorKit:
     async def _engine(self, folder: Path) -> AsyncIterator[tuple[AsyncEngine, Watch]]:
         watch = Watch(self.name, self.extra_config(folder))
         config = EngineConfig(
-            **ENGINE, kv_transfer_config=KVTransferConfig(kv_connector=kv_watch.NAME)
+            **ENGINE,
+            device=self.device,
+            kv_transfer_config=KVTransferConfig(kv_connector=kv_watch.NAME),
         )
         async with AsyncEngine(config, plugins=load_plugins(extra=[watch])) as engine:
             try:
@@ -376,21 +384,22 @@ class KVConnectorKit:
 
     async def _learn(self, prompts: Sequence[list[int]]) -> None:
         """What an engine without a connector answers."""
-        unknown = [p for p in prompts if tuple(p) not in _expected]
+        unknown = [p for p in prompts if (self.device, tuple(p)) not in _expected]
         if not unknown:
             return
-        config = EngineConfig(**{**ENGINE, "num_gpu_blocks_override": 1000})
+        options = {**ENGINE, "device": self.device, "num_gpu_blocks_override": 1000}
+        config = EngineConfig(**options)
         async with AsyncEngine(config, plugins=load_plugins()) as engine:
             for tokens in unknown:
                 output = await finish(engine, tokens)
-                _expected[tuple(tokens)] = output.outputs[0].token_ids
+                _expected[self.device, tuple(tokens)] = output.outputs[0].token_ids
 
     async def _check(self, engine: AsyncEngine, tokens: list[int], **options: Any) -> RequestOutput:
         """Generate, in time, the tokens of an engine without a connector."""
         await self._learn([tokens])
         output = await asyncio.wait_for(finish(engine, tokens, **options), SECONDS)
         assert output.error is None
-        assert output.outputs[0].token_ids == _expected[tuple(tokens)]
+        assert output.outputs[0].token_ids == _expected[self.device, tuple(tokens)]
         return output
 
     async def _settled(self, engine: AsyncEngine) -> None:
