@@ -18,24 +18,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch
 
-from ...core.config import EngineConfig, KVTransferConfig
+from ...core.config import Device, EngineConfig, KVTransferConfig
 from ...core.engine.async_engine import AsyncEngine
 from ...core.errors import ConfigError
-from ...core.protocols import KVConnectorSetup, KVLayout
-from ...core.registry import Plugins, load_plugins
-from ...core.scheduling.request import Request
-from ...core.types import KVReport, OutputKind, RequestOutput, SamplingParams
+from ...core.registry import load_plugins
+from ...core.types import OutputKind, RequestOutput, SamplingParams
 from . import kv_watch
+from .kv_halves import BLOCK, SECONDS, Halves, bits, random_cache, until
 from .kv_watch import Watch
 
-BLOCK = 4
 MAX_TOKENS = 6
 ENGINE: dict[str, Any] = {
     "dtype": "float32",
@@ -44,8 +42,6 @@ ENGINE: dict[str, Any] = {
     "num_gpu_blocks_override": 33,
     "max_num_seqs": 6,
 }
-SECONDS = 30.0
-"""Longer than anything here takes; what is not through by then is stuck."""
 _expected: dict[tuple[str, tuple[int, ...]], list[int]] = {}
 """(device, prompt) → tokens of an engine without a connector."""
 
@@ -65,7 +61,7 @@ class KVConnectorKit:
     """Whether another engine, in another process too, finds what one has saved. None: as the
     attribute `shared` of what is registered says, else yes."""
 
-    device: ClassVar[str] = "cpu"
+    device: ClassVar[Device] = "cpu"
     """Where the engines run: `cpu` or `cuda`."""
 
     def extra_config(self, folder: Path) -> dict[str, Any]:
@@ -424,117 +420,3 @@ async def finish(engine: AsyncEngine, tokens: list[int], **options: Any) -> Requ
     async for output in engine.generate(tokens, PARAMS, **options):
         last = output
     return last
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Wait for what no event tells of. Fails when it takes `SECONDS`."""
-    deadline = asyncio.get_running_loop().time() + SECONDS
-    while not condition():
-        assert asyncio.get_running_loop().time() < deadline, "it never came about"
-        await asyncio.sleep(0.001)
-
-
-def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Bytes, so that NaNs compare too."""
-    return tensor.contiguous().view(torch.uint8)
-
-
-def random_cache(blocks: int, size: int, heads: int, dim: int, dtype: torch.dtype) -> torch.Tensor:
-    """[2, blocks, size, heads, dim] of any bit patterns."""
-    shape = (2, blocks, size, heads, dim * dtype.itemsize)
-    with torch.inference_mode():
-        return torch.randint(0, 256, shape, dtype=torch.uint8).view(dtype)
-
-
-class Halves:
-    """Both halves of a connector without an engine between them."""
-
-    def __init__(
-        self, name: str, extra: dict[str, Any], plugins: Plugins, caches: list[torch.Tensor]
-    ) -> None:
-        dtype = str(caches[0].dtype).removeprefix("torch.")
-        layout = KVLayout(
-            num_blocks=caches[0].shape[1],
-            block_size=BLOCK,
-            dtype=dtype,
-            layers=tuple((cache.shape[3], cache.shape[4]) for cache in caches),
-            block_bytes=sum(cache[:, 0].nbytes for cache in caches),
-            fingerprint=f"the kit's own {dtype}".encode().ljust(32, b"."),
-        )
-        setup = KVConnectorSetup(
-            transfer=KVTransferConfig(kv_connector=name, kv_connector_extra_config=extra),
-            layout=layout,
-            plugins=plugins,
-            notify=lambda: None,
-        )
-        connector = plugins["kv_connector"].load(name)
-        self.scheduler = connector.make_scheduler(setup)
-        self.worker = connector.make_worker(setup)
-        self.worker.bind(caches)
-        self._number = 0
-
-    def _request(self, keys: Sequence[bytes]) -> Request:
-        self._number += 1
-        request = Request(
-            request_id=f"request-{self._number}",
-            prompt_token_ids=[5] * (len(keys) * BLOCK + 1),
-            params=SamplingParams(),
-            max_tokens=1,
-            seed=0,
-        )
-        request.block_hashes = list(keys)
-        return request
-
-    async def found(self, keys: Sequence[bytes]) -> int:
-        """What the scheduler half answers, once it does."""
-        request = self._request(keys)
-        answer: int | None = None
-
-        def answered() -> bool:
-            nonlocal answer
-            answer = self.scheduler.num_external_tokens(request, 0)
-            return answer is not None
-
-        await until(answered)
-        self.scheduler.request_finished(1_000_000 + self._number, request)
-        assert answer is not None
-        return answer // BLOCK * BLOCK
-
-    async def save(self, keys: Sequence[bytes], block_ids: list[int]) -> None:
-        """Until it has ended."""
-        request = self._request(keys)
-        wanted = self.scheduler.start_save(self._number, request, keys, block_ids)
-        assert list(wanted) == block_ids, "it saves none, or not all, of three blocks"
-        assert self._number in (await self._ended()).finished
-
-    async def load(self, keys: Sequence[bytes], block_ids: list[int]) -> tuple[int, ...]:
-        """→ the blocks that were not filled."""
-        request = self._request(keys)
-        promised = None
-        while promised is None:
-            promised = self.scheduler.num_external_tokens(request, 0)
-            await asyncio.sleep(0.001)
-        self.scheduler.start_load(self._number, request, keys, block_ids)
-        return tuple((await self._ended()).failed.get(self._number, ()))
-
-    async def _ended(self) -> KVReport:
-        metadata = self.scheduler.build_metadata()
-        assert metadata is not None, "nothing is sent to the worker half"
-        assert self.scheduler.build_metadata() is None, "the same is sent twice"
-        self.worker.start(metadata)
-        reports: list[KVReport] = []
-
-        def told() -> bool:
-            report = self.worker.poll()
-            reports.extend([report] if report is not None else [])
-            return any(self._number in (*r.finished, *r.failed) for r in reports)
-
-        await until(told)
-        for report in reports:
-            self.scheduler.update(report)
-        return next(r for r in reports if self._number in (*r.finished, *r.failed))
-
-    def close(self) -> None:
-        """As an engine does."""
-        self.scheduler.close()
-        self.worker.close()

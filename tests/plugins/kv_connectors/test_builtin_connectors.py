@@ -21,7 +21,7 @@ from jackfield.core.config import KVTransferConfig
 from jackfield.core.errors import ConfigError
 from jackfield.core.protocols import KVConnectorSetup, KVLayout
 from jackfield.core.registry import load_plugins
-from jackfield.plugins.conformance.kv_connectors import Halves, bits, random_cache
+from jackfield.plugins.conformance.kv_halves import Halves, bits, random_cache
 from jackfield.plugins.kv_connectors import copying
 from jackfield.plugins.kv_connectors import store as store_module
 from jackfield.plugins.kv_connectors.block_file import BlockFormat

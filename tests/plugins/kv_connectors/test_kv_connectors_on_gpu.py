@@ -10,7 +10,7 @@ from test_kv_connector_kits import TestCpuOffload as CpuOffload
 from test_kv_connector_kits import TestFileStore as FileStore
 
 from jackfield.core.registry import load_plugins
-from jackfield.plugins.conformance.kv_connectors import Halves, bits, random_cache
+from jackfield.plugins.conformance.kv_halves import Halves, bits, random_cache
 from jackfield.plugins.kv_connectors import copying
 
 pytestmark = [
