@@ -172,7 +172,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             if isinstance(value, list):
                 value = tuple(value)
             msgspec.structs.force_setattr(self, name, value)
-        if isinstance(self.kv_transfer_config, dict):
+        if isinstance(self.kv_transfer_config, dict | KVTransferConfig):
             msgspec.structs.force_setattr(
                 self, "kv_transfer_config", _transfer_config(self.kv_transfer_config)
             )
@@ -228,7 +228,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         return cls(**options)
 
 
-def _transfer_config(given: dict[str, Any]) -> KVTransferConfig:
+def _transfer_config(given: dict[str, Any] | KVTransferConfig) -> KVTransferConfig:
+    if isinstance(given, KVTransferConfig):  # Its constructor checks nothing.
+        given = msgspec.structs.asdict(given)
     try:
         return msgspec.convert(given, KVTransferConfig)
     except msgspec.ValidationError as error:

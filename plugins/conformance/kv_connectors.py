@@ -1,4 +1,4 @@
-"""`KVConnectorKit`: a KV connector under whole engines, on the embedded model and a CPU.
+"""`KVConnectorKit`: a KV connector under whole engines, on the embedded model.
 
     class TestMine(KVConnectorKit):
         name = "mine"                                   # as registered
@@ -10,7 +10,7 @@
             self.stop_server()
 
 Engines that are given the same `folder` share a far side. Set `shared = False` where what one
-engine saves is for itself alone.
+engine saves is for itself alone, and `device = "cuda"` to run on a GPU.
 """
 
 from __future__ import annotations
@@ -18,35 +18,32 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch
 
-from ...core.config import EngineConfig, KVTransferConfig
+from ...core.config import Device, EngineConfig, KVTransferConfig
 from ...core.engine.async_engine import AsyncEngine
 from ...core.errors import ConfigError
-from ...core.protocols import KVConnectorSetup, KVLayout
-from ...core.registry import Plugins, load_plugins
-from ...core.scheduling.request import Request
-from ...core.types import KVReport, OutputKind, RequestOutput, SamplingParams
+from ...core.registry import load_plugins
+from ...core.types import OutputKind, RequestOutput, SamplingParams
 from . import kv_watch
+from .kv_halves import BLOCK, SECONDS, Halves, bits, random_cache, until
 from .kv_watch import Watch
 
-BLOCK = 4
 MAX_TOKENS = 6
 ENGINE: dict[str, Any] = {
-    "device": "cpu",
+    "dtype": "float32",
     "block_size": BLOCK,
     "max_model_len": 96,
     "num_gpu_blocks_override": 33,
     "max_num_seqs": 6,
 }
-SECONDS = 30.0
-"""Longer than anything here takes; what is not through by then is stuck."""
-_expected: dict[tuple[int, ...], list[int]] = {}
+_expected: dict[tuple[str, tuple[int, ...]], list[int]] = {}
+"""(device, prompt) → tokens of an engine without a connector."""
 
 
 def prompt(seed: int, length: int = 40) -> list[int]:
@@ -60,8 +57,12 @@ class KVConnectorKit:
 
     name: ClassVar[str]
     """As registered."""
-    shared: ClassVar[bool] = True
-    """Whether another engine, in another process too, finds what one has saved."""
+    shared: ClassVar[bool | None] = None
+    """Whether another engine, in another process too, finds what one has saved. None: as the
+    attribute `shared` of what is registered says, else yes."""
+
+    device: ClassVar[Device] = "cpu"
+    """Where the engines run: `cpu` or `cuda`."""
 
     def extra_config(self, folder: Path) -> dict[str, Any]:
         """`kv_connector_extra_config` of an engine; `folder` is one for each test."""
@@ -71,12 +72,25 @@ class KVConnectorKit:
         """Whatever can go wrong there goes wrong now, while engines use it."""
         pytest.skip("the kit was not told how to break this far side: give it break_far_side")
 
+    @pytest.fixture(autouse=True)
+    def _can_start(self, tmp_path: Path) -> None:
+        connector = load_plugins()["kv_connector"].load(self.name)
+        self._shared = getattr(connector, "shared", True) if self.shared is None else self.shared
+        if type(self).extra_config is not KVConnectorKit.extra_config:
+            return
+        try:
+            self._halves(tmp_path, [random_cache(2, BLOCK, 1, 8, torch.float32)]).close()
+        except ConfigError as error:
+            pytest.skip(f"{self.name} needs options, give the kit an extra_config: {error}")
+
     # ------------------------------------------------------------ content
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
     def test_what_is_saved_comes_back_bit_equal(self, dtype: torch.dtype, tmp_path: Path) -> None:
         shapes = ((2, 8), (1, 4))
-        saved = [random_cache(14, BLOCK, heads, dim, dtype) for heads, dim in shapes]
+        saved = [
+            random_cache(14, BLOCK, heads, dim, dtype).to(self.device) for heads, dim in shapes
+        ]
 
         async def scenario() -> None:
             keys = [bytes([n]) * 32 for n in (7, 8, 9)]
@@ -84,7 +98,7 @@ class KVConnectorKit:
             assert await halves.found(keys) == 0
             await halves.save(keys, [3, 12, 1])
             caches = saved
-            if self.shared:
+            if self._shared:
                 halves.close()
                 caches = [torch.zeros_like(cache) for cache in saved]
                 halves = self._halves(tmp_path, caches)
@@ -104,7 +118,7 @@ class KVConnectorKit:
     def test_blocks_that_are_not_there_are_reported_and_the_transfer_ends(
         self, tmp_path: Path
     ) -> None:
-        caches = [random_cache(8, BLOCK, 2, 8, torch.float32)]
+        caches = [random_cache(8, BLOCK, 2, 8, torch.float32).to(self.device)]
 
         async def scenario() -> None:
             halves = self._halves(tmp_path, caches)
@@ -281,7 +295,7 @@ class KVConnectorKit:
             await asyncio.gather(waiting, return_exceptions=True)
             async with self._engine(tmp_path) as (engine, _):
                 output = await self._check(engine, prompt(1))
-                assert output.num_cached_tokens == (36 if self.shared else 0)
+                assert output.num_cached_tokens == (36 if self._shared else 0)
 
         self._run(scenario())
 
@@ -302,7 +316,7 @@ class KVConnectorKit:
                 assert two.stats().external_prefix_cache_hits > 0
             async with self._engine(tmp_path) as (engine, _):
                 output = await self._check(engine, prompts[0])
-                assert output.num_cached_tokens == (32 if self.shared else 0)
+                assert output.num_cached_tokens == (32 if self._shared else 0)
 
         self._run(scenario())
 
@@ -353,7 +367,9 @@ class KVConnectorKit:
     async def _engine(self, folder: Path) -> AsyncIterator[tuple[AsyncEngine, Watch]]:
         watch = Watch(self.name, self.extra_config(folder))
         config = EngineConfig(
-            **ENGINE, kv_transfer_config=KVTransferConfig(kv_connector=kv_watch.NAME)
+            **ENGINE,
+            device=self.device,
+            kv_transfer_config=KVTransferConfig(kv_connector=kv_watch.NAME),
         )
         async with AsyncEngine(config, plugins=load_plugins(extra=[watch])) as engine:
             try:
@@ -364,21 +380,22 @@ class KVConnectorKit:
 
     async def _learn(self, prompts: Sequence[list[int]]) -> None:
         """What an engine without a connector answers."""
-        unknown = [p for p in prompts if tuple(p) not in _expected]
+        unknown = [p for p in prompts if (self.device, tuple(p)) not in _expected]
         if not unknown:
             return
-        config = EngineConfig(**{**ENGINE, "num_gpu_blocks_override": 1000})
+        options = {**ENGINE, "device": self.device, "num_gpu_blocks_override": 1000}
+        config = EngineConfig(**options)
         async with AsyncEngine(config, plugins=load_plugins()) as engine:
             for tokens in unknown:
                 output = await finish(engine, tokens)
-                _expected[tuple(tokens)] = output.outputs[0].token_ids
+                _expected[self.device, tuple(tokens)] = output.outputs[0].token_ids
 
     async def _check(self, engine: AsyncEngine, tokens: list[int], **options: Any) -> RequestOutput:
         """Generate, in time, the tokens of an engine without a connector."""
         await self._learn([tokens])
         output = await asyncio.wait_for(finish(engine, tokens, **options), SECONDS)
         assert output.error is None
-        assert output.outputs[0].token_ids == _expected[tuple(tokens)]
+        assert output.outputs[0].token_ids == _expected[self.device, tuple(tokens)]
         return output
 
     async def _settled(self, engine: AsyncEngine) -> None:
@@ -403,117 +420,3 @@ async def finish(engine: AsyncEngine, tokens: list[int], **options: Any) -> Requ
     async for output in engine.generate(tokens, PARAMS, **options):
         last = output
     return last
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Wait for what no event tells of. Fails when it takes `SECONDS`."""
-    deadline = asyncio.get_running_loop().time() + SECONDS
-    while not condition():
-        assert asyncio.get_running_loop().time() < deadline, "it never came about"
-        await asyncio.sleep(0.001)
-
-
-def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Bytes, so that NaNs compare too."""
-    return tensor.contiguous().view(torch.uint8)
-
-
-def random_cache(blocks: int, size: int, heads: int, dim: int, dtype: torch.dtype) -> torch.Tensor:
-    """[2, blocks, size, heads, dim] of any bit patterns."""
-    shape = (2, blocks, size, heads, dim * dtype.itemsize)
-    with torch.inference_mode():
-        return torch.randint(0, 256, shape, dtype=torch.uint8).view(dtype)
-
-
-class Halves:
-    """Both halves of a connector without an engine between them."""
-
-    def __init__(
-        self, name: str, extra: dict[str, Any], plugins: Plugins, caches: list[torch.Tensor]
-    ) -> None:
-        dtype = str(caches[0].dtype).removeprefix("torch.")
-        layout = KVLayout(
-            num_blocks=caches[0].shape[1],
-            block_size=BLOCK,
-            dtype=dtype,
-            layers=tuple((cache.shape[3], cache.shape[4]) for cache in caches),
-            block_bytes=sum(cache[:, 0].nbytes for cache in caches),
-            fingerprint=f"the kit's own {dtype}".encode().ljust(32, b"."),
-        )
-        setup = KVConnectorSetup(
-            transfer=KVTransferConfig(kv_connector=name, kv_connector_extra_config=extra),
-            layout=layout,
-            plugins=plugins,
-            notify=lambda: None,
-        )
-        connector = plugins["kv_connector"].load(name)
-        self.scheduler = connector.make_scheduler(setup)
-        self.worker = connector.make_worker(setup)
-        self.worker.bind(caches)
-        self._number = 0
-
-    def _request(self, keys: Sequence[bytes]) -> Request:
-        self._number += 1
-        request = Request(
-            request_id=f"request-{self._number}",
-            prompt_token_ids=[5] * (len(keys) * BLOCK + 1),
-            params=SamplingParams(),
-            max_tokens=1,
-            seed=0,
-        )
-        request.block_hashes = list(keys)
-        return request
-
-    async def found(self, keys: Sequence[bytes]) -> int:
-        """What the scheduler half answers, once it does."""
-        request = self._request(keys)
-        answer: int | None = None
-
-        def answered() -> bool:
-            nonlocal answer
-            answer = self.scheduler.num_external_tokens(request, 0)
-            return answer is not None
-
-        await until(answered)
-        self.scheduler.request_finished(1_000_000 + self._number, request)
-        assert answer is not None
-        return answer // BLOCK * BLOCK
-
-    async def save(self, keys: Sequence[bytes], block_ids: list[int]) -> None:
-        """Until it has ended."""
-        request = self._request(keys)
-        wanted = self.scheduler.start_save(self._number, request, keys, block_ids)
-        assert list(wanted) == block_ids, "it saves none, or not all, of three blocks"
-        assert self._number in (await self._ended()).finished
-
-    async def load(self, keys: Sequence[bytes], block_ids: list[int]) -> tuple[int, ...]:
-        """→ the blocks that were not filled."""
-        request = self._request(keys)
-        promised = None
-        while promised is None:
-            promised = self.scheduler.num_external_tokens(request, 0)
-            await asyncio.sleep(0.001)
-        self.scheduler.start_load(self._number, request, keys, block_ids)
-        return tuple((await self._ended()).failed.get(self._number, ()))
-
-    async def _ended(self) -> KVReport:
-        metadata = self.scheduler.build_metadata()
-        assert metadata is not None, "nothing is sent to the worker half"
-        assert self.scheduler.build_metadata() is None, "the same is sent twice"
-        self.worker.start(metadata)
-        reports: list[KVReport] = []
-
-        def told() -> bool:
-            report = self.worker.poll()
-            reports.extend([report] if report is not None else [])
-            return any(self._number in (*r.finished, *r.failed) for r in reports)
-
-        await until(told)
-        for report in reports:
-            self.scheduler.update(report)
-        return next(r for r in reports if self._number in (*r.finished, *r.failed))
-
-    def close(self) -> None:
-        """As an engine does."""
-        self.scheduler.close()
-        self.worker.close()

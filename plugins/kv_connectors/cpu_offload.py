@@ -32,6 +32,8 @@ class CpuOffloadOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 class CpuOffloadConnector:
     """Blocks in pinned host memory, of this engine alone."""
 
+    shared = False
+
     @classmethod
     def make_scheduler(cls, setup: KVConnectorSetup) -> CpuOffloadScheduler:
         """The half that knows where everything is."""
@@ -61,7 +63,9 @@ class CpuOffloadScheduler:
 
     def __init__(self, setup: KVConnectorSetup) -> None:
         self._block_size = setup.layout.block_size
-        self._free = list(reversed(range(num_rows(setup))))
+        self._unused = iter(range(num_rows(setup)))
+        """Rows that were never used, of which there may be many."""
+        self._free: list[int] = []
         self._rows: OrderedDict[bytes, int] = OrderedDict()
         """Saved blocks, least recently used first."""
         self._saving: dict[int, list[tuple[bytes, int]]] = {}
@@ -119,6 +123,8 @@ class CpuOffloadScheduler:
     def _take_row(self) -> int | None:
         if self._free:
             return self._free.pop()
+        if (row := next(self._unused, None)) is not None:
+            return row
         for key, row in self._rows.items():
             if not self._readers[row]:
                 del self._rows[key]

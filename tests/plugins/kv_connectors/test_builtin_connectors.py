@@ -21,7 +21,8 @@ from jackfield.core.config import KVTransferConfig
 from jackfield.core.errors import ConfigError
 from jackfield.core.protocols import KVConnectorSetup, KVLayout
 from jackfield.core.registry import load_plugins
-from jackfield.plugins.conformance.kv_connectors import Halves, random_cache
+from jackfield.plugins.conformance.kv_halves import Halves, bits, random_cache
+from jackfield.plugins.kv_connectors import copying
 from jackfield.plugins.kv_connectors import store as store_module
 from jackfield.plugins.kv_connectors.block_file import BlockFormat
 from jackfield.plugins.kv_connectors.copying import BlockCopier
@@ -77,6 +78,30 @@ def test_a_block_file_is_safetensors() -> None:
         stored = read[f"layer.{number}"]
         assert stored.dtype == torch.bfloat16
         assert torch.equal(stored.view(torch.uint8), cache[:, 2].contiguous().view(torch.uint8))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+@pytest.mark.parametrize("heads_and_dim", [(2, 8), (1, 10), (3, 5)])
+def test_blocks_are_copied_in_chunks_whatever_their_width(
+    dtype: torch.dtype, heads_and_dim: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caches = [random_cache(20, 4, *shape, dtype) for shape in ((2, 16), heads_and_dim)]
+    kept = [cache.clone() for cache in caches]
+    block_bytes = sum(cache[:, 0].nbytes for cache in caches)
+    monkeypatch.setattr(copying, "CHUNK_BYTES", 3 * block_bytes)
+    copier = BlockCopier(caches)
+    assert copier.block_bytes == block_bytes
+    rows = copier.new_rows(12)
+    blocks, places = [3, 19, 1, 8, 7, 6, 12], [4, 5, 6, 0, 11, 10, 2]
+    copier.read(blocks, rows, places)
+    with torch.inference_mode():
+        for cache in caches:
+            cache.view(torch.uint8).zero_()
+    copier.write(blocks, rows, places)
+    others = [n for n in range(20) if n not in blocks]
+    for cache, was in zip(caches, kept, strict=True):
+        assert torch.equal(bits(cache[:, blocks]), bits(was[:, blocks]))
+        assert not bits(cache[:, others]).any()
 
 
 def test_a_block_of_another_key_model_or_layout_is_refused() -> None:
@@ -310,6 +335,7 @@ def test_wrong_options_are_refused_by_name(name: str, extra: dict[str, Any], wor
         ({"kv_connector": "file_store", "kv_role": "kv_all"}, "kv_role"),
         ({"kv_connector": "file_store", "kv_port": 1}, "kv_port"),
         ("file_store", "kv_transfer_config"),
+        (KVTransferConfig(kv_connector="file_store", kv_role="all"), "kv_role"),  # type: ignore
     ],
 )
 async def test_a_wrong_kv_transfer_config_stops_the_start(given: Any, word: str) -> None:

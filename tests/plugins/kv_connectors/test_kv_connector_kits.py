@@ -38,7 +38,6 @@ class TestFileStore(KVConnectorKit):
 
 class TestCpuOffload(KVConnectorKit):
     name = "cpu_offload"
-    shared = False
 
     def extra_config(self, folder: Path) -> dict[str, Any]:
         return {"kv_offloading_size": 0.004}

@@ -17,7 +17,8 @@ import torch
 
 from jackfield.core.errors import ConfigError
 from jackfield.core.registry import load_plugins
-from jackfield.plugins.conformance.kv_connectors import Halves, KVConnectorKit, random_cache
+from jackfield.plugins.conformance.kv_connectors import KVConnectorKit
+from jackfield.plugins.conformance.kv_halves import Halves, random_cache
 
 SERVER = shutil.which("redis-server") or shutil.which("valkey-server")
 pytestmark = pytest.mark.skipif(

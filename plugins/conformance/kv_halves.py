@@ -1,0 +1,133 @@
+"""Both halves of a KV connector without an engine between them, and caches to give them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ...core.config import KVTransferConfig
+from ...core.protocols import KVConnectorSetup, KVLayout
+from ...core.registry import Plugins
+from ...core.scheduling.request import Request
+from ...core.types import KVReport, SamplingParams
+
+BLOCK = 4
+SECONDS = 30.0
+"""Longer than anything here takes; what is not through by then is stuck."""
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait for what no event tells of. Fails when it takes `SECONDS`."""
+    deadline = asyncio.get_running_loop().time() + SECONDS
+    while not condition():
+        assert asyncio.get_running_loop().time() < deadline, "it never came about"
+        await asyncio.sleep(0.001)
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Bytes, so that NaNs compare too."""
+    return tensor.contiguous().view(torch.uint8)
+
+
+def random_cache(blocks: int, size: int, heads: int, dim: int, dtype: torch.dtype) -> torch.Tensor:
+    """[2, blocks, size, heads, dim] of any bit patterns."""
+    shape = (2, blocks, size, heads, dim * dtype.itemsize)
+    with torch.inference_mode():
+        return torch.randint(0, 256, shape, dtype=torch.uint8).view(dtype)
+
+
+class Halves:
+    """Both halves of a connector without an engine between them."""
+
+    def __init__(
+        self, name: str, extra: dict[str, Any], plugins: Plugins, caches: list[torch.Tensor]
+    ) -> None:
+        dtype = str(caches[0].dtype).removeprefix("torch.")
+        layout = KVLayout(
+            num_blocks=caches[0].shape[1],
+            block_size=BLOCK,
+            dtype=dtype,
+            layers=tuple((cache.shape[3], cache.shape[4]) for cache in caches),
+            block_bytes=sum(cache[:, 0].nbytes for cache in caches),
+            fingerprint=f"the kit's own {dtype}".encode().ljust(32, b"."),
+        )
+        setup = KVConnectorSetup(
+            transfer=KVTransferConfig(kv_connector=name, kv_connector_extra_config=extra),
+            layout=layout,
+            plugins=plugins,
+            notify=lambda: None,
+        )
+        connector = plugins["kv_connector"].load(name)
+        self.scheduler = connector.make_scheduler(setup)
+        self.worker = connector.make_worker(setup)
+        self.worker.bind(caches)
+        self._number = 0
+
+    def _request(self, keys: Sequence[bytes]) -> Request:
+        self._number += 1
+        request = Request(
+            request_id=f"request-{self._number}",
+            prompt_token_ids=[5] * (len(keys) * BLOCK + 1),
+            params=SamplingParams(),
+            max_tokens=1,
+            seed=0,
+        )
+        request.block_hashes = list(keys)
+        return request
+
+    async def found(self, keys: Sequence[bytes]) -> int:
+        """What the scheduler half answers, once it does."""
+        request = self._request(keys)
+        answer: int | None = None
+
+        def answered() -> bool:
+            nonlocal answer
+            answer = self.scheduler.num_external_tokens(request, 0)
+            return answer is not None
+
+        await until(answered)
+        self.scheduler.request_finished(1_000_000 + self._number, request)
+        assert answer is not None
+        return answer // BLOCK * BLOCK
+
+    async def save(self, keys: Sequence[bytes], block_ids: list[int]) -> None:
+        """Until it has ended."""
+        request = self._request(keys)
+        wanted = self.scheduler.start_save(self._number, request, keys, block_ids)
+        assert list(wanted) == block_ids, "it saves none, or not all, of three blocks"
+        assert self._number in (await self._ended()).finished
+
+    async def load(self, keys: Sequence[bytes], block_ids: list[int]) -> tuple[int, ...]:
+        """→ the blocks that were not filled."""
+        request = self._request(keys)
+        promised = None
+        while promised is None:
+            promised = self.scheduler.num_external_tokens(request, 0)
+            await asyncio.sleep(0.001)
+        self.scheduler.start_load(self._number, request, keys, block_ids)
+        return tuple((await self._ended()).failed.get(self._number, ()))
+
+    async def _ended(self) -> KVReport:
+        metadata = self.scheduler.build_metadata()
+        assert metadata is not None, "nothing is sent to the worker half"
+        assert self.scheduler.build_metadata() is None, "the same is sent twice"
+        self.worker.start(metadata)
+        reports: list[KVReport] = []
+
+        def told() -> bool:
+            report = self.worker.poll()
+            reports.extend([report] if report is not None else [])
+            return any(self._number in (*r.finished, *r.failed) for r in reports)
+
+        await until(told)
+        for report in reports:
+            self.scheduler.update(report)
+        return next(r for r in reports if self._number in (*r.finished, *r.failed))
+
+    def close(self) -> None:
+        """As an engine does."""
+        self.scheduler.close()
+        self.worker.close()
