@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from .core.config import EngineConfig
 from .core.hooks import hookimpl
-from .core.types import OutputKind, RequestOutput, SamplingParams
+from .core.types import OutputKind, RequestOutput, SamplingParams, StructuredOutputsParams
 
 if TYPE_CHECKING:
     from .core.engine.async_engine import AsyncEngine
@@ -24,6 +24,7 @@ __all__ = [
     "OutputKind",
     "RequestOutput",
     "SamplingParams",
+    "StructuredOutputsParams",
     "__version__",
     "hookimpl",
 ]

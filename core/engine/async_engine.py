@@ -41,6 +41,7 @@ from ..types import (
     StepResult,
 )
 from .admission import Admission
+from .grammars import Grammars, PreparedGrammar
 from .output import OutputStream, RequestState
 from .resolve import check_names, resolve_config
 from .step_loop import StepLoop
@@ -149,6 +150,13 @@ class AsyncEngine:
             max_logprobs=config.max_logprobs,
             cache_tokens=(self.info.num_blocks - 1) * config.block_size,
         )
+        self._grammars = Grammars(
+            self.plugins,
+            config,
+            self.tokenizer,
+            self.model_config.vocab_size,
+            self.model_config.eos_token_ids,
+        )
         self._scheduler = Scheduler(
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
@@ -194,6 +202,7 @@ class AsyncEngine:
         await self._listeners_done()
         await self.plugins.emit("engine_stopping", engine=self)
         await self._steps.stop()
+        self._grammars.close()
         await self._executor.stop()
         await self._listeners_done()
 
@@ -222,7 +231,9 @@ class AsyncEngine:
         """
 
         async def start() -> RequestState:
-            return self._admit(prompt, params or SamplingParams(), request_id, priority, cache_salt)
+            asked = params or SamplingParams()
+            grammar = await self._grammars.prepare(asked, chat=False)
+            return self._admit(prompt, asked, request_id, priority, cache_salt, grammar)
 
         return OutputStream(start, self._abort)
 
@@ -242,6 +253,12 @@ class AsyncEngine:
         """Answer OpenAI-style messages through the model's chat template."""
 
         async def start() -> RequestState:
+            asked = params or SamplingParams()
+            grammar = await self._grammars.prepare(
+                asked,
+                chat=True,
+                thinking=bool((chat_template_kwargs or {}).get("enable_thinking", True)),
+            )
             token_ids = await asyncio.to_thread(
                 self.render_chat,
                 messages,
@@ -250,9 +267,7 @@ class AsyncEngine:
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
             )
-            return self._admit(
-                token_ids, params or SamplingParams(), request_id, priority, cache_salt
-            )
+            return self._admit(token_ids, asked, request_id, priority, cache_salt, grammar)
 
         return OutputStream(start, self._abort)
 
@@ -332,6 +347,7 @@ class AsyncEngine:
         request_id: str | None,
         priority: int,
         cache_salt: str | None,
+        grammar: PreparedGrammar | None,
     ) -> RequestState:
         if self.dead_reason is not None:
             raise EngineStopped(f"the engine died: {self.dead_reason}")
@@ -347,7 +363,12 @@ class AsyncEngine:
             )
         text, token_ids = self._admission.tokenize(prompt)
         requests = self._admission.requests(
-            request_id, token_ids, params, priority=priority, cache_salt=cache_salt
+            request_id,
+            token_ids,
+            params,
+            priority=priority,
+            cache_salt=cache_salt,
+            grammar=None if grammar is None else grammar.start(token_ids),
         )
         if (reason := self._scheduler.unfit_reason(requests[0])) is not None:
             raise InvalidRequest(f"prompt: {reason}", param="prompt")

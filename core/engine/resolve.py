@@ -8,6 +8,7 @@ import torch
 from ..config import EngineConfig
 from ..errors import ConfigError, PluginError
 from ..registry import Plugins
+from ..structured.store import check_backend
 
 NAMED = {
     "executor": "executor",
@@ -45,3 +46,4 @@ def check_names(config: EngineConfig, plugins: Plugins) -> None:
             plugins[kind].load(name)
         except PluginError as error:
             raise ConfigError(f"{option}: {error}", param=option) from error
+    check_backend(plugins["structured_backend"], config.structured_outputs_config.backend)

@@ -464,6 +464,7 @@ def _slot_start(request: Request) -> SlotStart:
         seed=request.seed,
         stop_token_ids=tuple(sorted(request.stop_ids)),
         bad_words_token_ids=request.bad_words_token_ids,
+        grammar=request.grammar,
     )
 
 

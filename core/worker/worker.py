@@ -24,6 +24,7 @@ from ..registry import Plugins
 from ..types import SamplingParams, SlotStart, StepPlan
 from .batch import PersistentBatch, StepInputs
 from .graphs import CudaRecorder, DecodeGraphs, Recorder
+from .masks import GrammarMasks
 from .memory import bytes_per_block, explain_oom, num_kv_blocks
 from .runner import LaunchedStep, ModelRunner
 from .sampler import Sampler
@@ -138,6 +139,11 @@ class Worker:
             sampler=Sampler(sampling, operations=operations),
             vocab_size=model_config.vocab_size,
             device=device,
+            masks=GrammarMasks(
+                vocab_size=model_config.vocab_size,
+                device=device,
+                mask_timeout=config.structured_outputs_config.mask_timeout,
+            ),
         )
         block_bytes = bytes_per_block(specs, config.block_size, kv_dtype)
         num_blocks = num_kv_blocks(

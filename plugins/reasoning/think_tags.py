@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import ClassVar, Literal
 
 from ...core.protocols import Content, ParserEvent, Reasoning
 
@@ -21,6 +21,9 @@ class Qwen3Reasoning:
       the markup and are dropped. Everything else is passed on as it is.
     - After `</think>` all is answer; further tags in it are text.
     """
+
+    markers: ClassVar[tuple[str, str]] = (_OPEN, _CLOSE)
+    begins_in_thought: ClassVar[bool] = True
 
     def __init__(self, *, thinking: bool = True) -> None:
         self._thinking = thinking
@@ -101,6 +104,8 @@ class Qwen3Reasoning:
 
 class ThinkTagsReasoning(Qwen3Reasoning):
     """For models that think when they like: text is thought only where `<think>` begins it."""
+
+    begins_in_thought: ClassVar[bool] = False
 
     def __init__(self, *, thinking: bool = True) -> None:
         super().__init__(thinking=False)

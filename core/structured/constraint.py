@@ -1,0 +1,122 @@
+"""One output on its way through its grammar: the thought before it, the end of it."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+
+from ..protocols import GrammarMatcher
+from ..types import SlotStart
+
+ANY = -1
+"""A word of a bitmask with every bit set."""
+
+
+class Constraint:
+    """Follows a slot's sampled tokens and says which may come next.
+
+    - While a thought is open every token is allowed but those that would end the output.
+    - Where the grammar may end, end tokens are allowed; where it can only end, nothing else is.
+    - With min_tokens or ignore_eos, ends are held back as long as anything else is possible.
+    """
+
+    def __init__(self, start: SlotStart, mask_timeout: float) -> None:
+        """Walks through what was generated before a preemption. mask_timeout: seconds"""
+        assert start.grammar is not None
+        self._token_bytes = start.grammar.token_bytes
+        self._mask_timeout = mask_timeout
+        self._matcher: GrammarMatcher = start.grammar.grammar.matcher()
+        self._eos = frozenset(start.grammar.eos_token_ids)
+        ends = sorted({*start.grammar.eos_token_ids, *start.stop_token_ids})
+        self._ends = np.array(
+            [end for end in ends if 0 <= end < len(self._token_bytes)], dtype=np.int64
+        )
+        self._min_tokens = start.params.min_tokens
+        self._ignore_eos = start.params.ignore_eos
+        self._thought = start.grammar.thought
+        self._in_thought = start.grammar.in_thought
+        self._may_open = self._thought is not None and not self._in_thought
+        self._tail = b""
+        """The last bytes of an open thought, or of what may become its opening marker."""
+        self._num_output = 0
+        self.ended = False
+        """An end token, or one that could not be chosen, was sampled: what follows is dropped."""
+        self.failure: str | None = None
+        """Why the request cannot go on."""
+        for token_id in start.token_ids[start.num_prompt_tokens :]:
+            self.advance(token_id)
+
+    def advance(self, token_id: int) -> None:
+        """A token was sampled; -1: none could be."""
+        if self.ended or self.failure is not None:
+            return
+        self._num_output += 1
+        if token_id < 0:
+            self.ended = True
+        elif self._thought is not None and (self._in_thought or self._may_open):
+            self._think(token_id, *self._thought)
+        else:
+            self._accept(token_id)
+
+    def _accept(self, token_id: int) -> None:
+        if not self._matcher.accept([token_id]):
+            self.failure = f"structured_outputs: the grammar does not allow token {token_id}"
+        elif token_id in self._eos:
+            self.ended = True
+
+    def _think(self, token_id: int, opening: bytes, closing: bytes) -> None:
+        self._tail += self._token_bytes[token_id]
+        if self._in_thought:
+            self._in_thought = closing not in self._tail
+            self._tail = self._tail[-(len(closing) - 1) :]
+            self._may_open = False
+            return
+        # The first token opened the thought, or the answer has begun.
+        self._may_open = False
+        if self._tail.strip() == opening:
+            self._in_thought, self._tail = True, b""
+        else:
+            self._accept(token_id)
+
+    def fill(self, row: np.ndarray) -> None:
+        """Write which tokens may come next. row: [words] int32"""
+        if self.ended or self.failure is not None:
+            row.fill(ANY)
+            return
+        if self._in_thought:
+            row.fill(ANY)
+            self._clear(row, self._ends)
+            return
+        began = time.perf_counter()
+        try:
+            self._matcher.fill_bitmask(row)
+        except Exception as error:
+            self.failure = f"structured_outputs: {error}"
+            row.fill(ANY)
+            return
+        if (taken := time.perf_counter() - began) > self._mask_timeout:
+            self.failure = (
+                f"structured_outputs: the mask of one token took {taken:.2f} s, more than "
+                f"mask_timeout ({self._mask_timeout} s)"
+            )
+        if self._may_open:
+            self._allow_opening(row)
+        if self._ignore_eos or self._num_output < self._min_tokens:
+            kept = row.copy()
+            self._clear(row, self._ends)
+            if not row.any():
+                row[:] = kept
+
+    def _allow_opening(self, row: np.ndarray) -> None:
+        assert self._thought is not None
+        opening = self._thought[0]
+        for token_id, written in enumerate(self._token_bytes):
+            if written == opening:
+                row.view(np.uint32)[token_id >> 5] |= np.uint32(1 << (token_id & 31))
+
+    def _clear(self, row: np.ndarray, token_ids: np.ndarray) -> None:
+        bits = row.view(np.uint32)
+        np.bitwise_and.at(
+            bits, token_ids >> 5, ~(np.uint32(1) << (token_ids & 31).astype(np.uint32))
+        )

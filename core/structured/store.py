@@ -1,0 +1,157 @@
+"""Compiles grammars off the event loop: one backend for each, once, bounded, kept in a cache."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+from ..config import StructuredOutputsConfig
+from ..errors import ConfigError, InvalidRequest, PluginError
+from ..protocols import Grammar, GrammarBackend, GrammarSpec, Vocabulary
+from ..registry import Registry
+from .spec import is_plain
+
+logger = logging.getLogger("jackfield.structured")
+
+
+class GrammarStore:
+    """All methods but those marked belong to the event loop."""
+
+    def __init__(
+        self,
+        backends: Registry[type[GrammarBackend]],
+        config: StructuredOutputsConfig,
+        vocabulary: Callable[[], Vocabulary],
+    ) -> None:
+        """`vocabulary`: asked for once, on a thread, when the first grammar comes."""
+        self._backends = backends
+        self._config = config
+        self._make_vocabulary = vocabulary
+        self._vocabulary: Vocabulary | None = None
+        self._made: dict[str, GrammarBackend] = {}
+        self._cache: OrderedDict[GrammarSpec, Grammar] = OrderedDict()
+        self._compiling: dict[GrammarSpec, asyncio.Task[Grammar]] = {}
+        self._told: set[str] = set()
+        self._pool = ThreadPoolExecutor(config.compile_threads, "jackfield-grammar")
+
+    async def compile(self, spec: GrammarSpec) -> Grammar:
+        """From the cache, or compiled now; equal specs at the same time are compiled once.
+
+        Raises InvalidRequest with what is wrong with the grammar.
+        """
+        found = self._cache.get(spec)
+        if found is not None:
+            self._cache.move_to_end(spec)
+            return found
+        task = self._compiling.get(spec)
+        if task is None:
+            task = asyncio.create_task(self._compile(spec))
+            self._compiling[spec] = task
+            task.add_done_callback(lambda done: self._compiled(spec, done))
+        return await asyncio.shield(task)
+
+    def close(self) -> None:
+        """No more grammars."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _compiled(self, spec: GrammarSpec, task: asyncio.Task[Grammar]) -> None:
+        del self._compiling[spec]
+        if task.cancelled() or task.exception() is not None:
+            return
+        self._cache[spec] = task.result()
+        while len(self._cache) > self._config.cache_size:
+            self._cache.popitem(last=False)
+
+    async def _compile(self, spec: GrammarSpec) -> Grammar:
+        param = f"structured_outputs.{spec.kind}"
+        names, reasons = self.candidates(spec)
+        if not names:
+            raise InvalidRequest(f"{param}: {'; '.join(reasons)}", param=param)
+        for name in names:
+            if name != names[0] or len(reasons) > 0:
+                self._tell(spec, name, reasons)
+            try:
+                return await self._bounded(name, spec)
+            except ValueError as error:
+                reasons.append(f"{name}: {error}")
+            except TimeoutError:
+                reasons.append(
+                    f"{name}: takes longer to compile than {self._config.compile_timeout} s "
+                    "(compile_timeout)"
+                )
+        raise InvalidRequest(f"{param}: {'; '.join(reasons)}", param=param)
+
+    def candidates(self, spec: GrammarSpec) -> tuple[list[str], list[str]]:
+        """→ backends to try, in order; reasons why others are not among them."""
+        if self._config.backend != "auto":
+            backend = self._backends.load(self._config.backend)
+            reason = backend.unavailable() or backend.refusal(spec)
+            return (
+                ([], [f"{self._config.backend}: {reason}"])
+                if reason
+                else ([self._config.backend], [])
+            )
+        names: list[str] = []
+        reasons: list[str] = []
+        costly: list[str] = []
+        for entry in self._backends.entries():
+            try:
+                backend = self._backends.load(entry.name)
+            except PluginError as error:
+                reasons.append(str(error))
+                continue
+            reason = backend.unavailable() or backend.refusal(spec)
+            if reason is not None:
+                reasons.append(f"{entry.name}: {reason}")
+            elif not backend.bounded and not is_plain(spec):
+                costly.append(entry.name)
+            else:
+                names.append(entry.name)
+        if names and costly:
+            reasons += [f"{name}: could take long to compile this" for name in costly]
+            return names, reasons
+        return names + costly, reasons
+
+    async def _bounded(self, name: str, spec: GrammarSpec) -> Grammar:
+        loop = asyncio.get_running_loop()
+        future = loop.run_in_executor(self._pool, self._run, name, spec)
+        return await asyncio.wait_for(future, self._config.compile_timeout)
+
+    def _run(self, name: str, spec: GrammarSpec) -> Grammar:
+        """On a thread of the pool."""
+        return self._backend(name).compile(spec)
+
+    def _backend(self, name: str) -> GrammarBackend:
+        """On a thread of the pool. Two that race make it twice, and one is kept."""
+        backend = self._made.get(name)
+        if backend is None:
+            if self._vocabulary is None:
+                self._vocabulary = self._make_vocabulary()
+            backend = self._backends.load(name)(self._vocabulary)
+            self._made[name] = backend
+        return backend
+
+    def _tell(self, spec: GrammarSpec, name: str, reasons: list[str]) -> None:
+        """Say why this backend, once for each reason."""
+        why = f"{name} for {spec.kind}, because {'; '.join(reasons)}"
+        if why not in self._told and len(self._told) < 100:
+            self._told.add(why)
+            logger.info("structured outputs: %s", why)
+
+
+def check_backend(backends: Registry[type[GrammarBackend]], name: str) -> None:
+    """Raises ConfigError when the named backend does not exist or cannot be used here."""
+    if name == "auto":
+        return
+    try:
+        reason = backends.load(name).unavailable()
+    except PluginError as error:
+        reason = str(error)
+    if reason is not None:
+        raise ConfigError(
+            f"structured_outputs_config.backend: {name!r}: {reason}",
+            param="structured_outputs_config.backend",
+        )

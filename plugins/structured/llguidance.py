@@ -1,0 +1,174 @@
+"""Grammars by llguidance: nothing precomputed, every step bounded: any grammar is safe to try."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+
+from ...core.protocols import GrammarSpec, Vocabulary
+from .structural_tags import StructuralTag, read
+
+_QUOTED_TEXT = r"(.|\n)*"
+
+
+class LLGuidance:
+    """Covers most of JSON Schema and refuses keywords that it cannot hold an output to.
+
+    Its limits on lexer states, grammar size and items a step bound time and memory.
+    """
+
+    bounded: ClassVar[bool] = True
+
+    @classmethod
+    def unavailable(cls) -> str | None:
+        """None when the package is installed."""
+        if importlib.util.find_spec("llguidance") is None:
+            return "the package llguidance is not installed (pip install 'jackfield[structured]')"
+        return None
+
+    @classmethod
+    def refusal(cls, spec: GrammarSpec) -> str | None:
+        """What it has no reader for."""
+        if spec.kind == "grammar" and "::=" in spec.text:
+            return "it reads Lark's syntax, not GBNF's (::=)"
+        if spec.kind == "structural_tag":
+            try:
+                read(spec.text)
+            except ValueError as error:
+                return str(error)
+        return None
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        import llguidance
+
+        self._llguidance = llguidance
+        self._options = {"coerce_one_of": True}
+        if vocabulary.compact_json:
+            self._options |= {
+                "whitespace_flexible": False,
+                "item_separator": ", ",
+                "key_separator": ": ",
+            }
+        else:
+            self._options["whitespace_pattern"] = r"[\x20\x0A\x0D\x09]{1,32}"
+        wrapper = llguidance.TokenizerWrapper(_Vocabulary(vocabulary))
+        self._tokenizer = llguidance.LLTokenizer(
+            wrapper, n_vocab=vocabulary.size, eos_token=list(vocabulary.eos_token_ids)
+        )
+
+    def compile(self, spec: GrammarSpec) -> LLGuidanceGrammar:
+        """Raises ValueError with what is wrong with the grammar."""
+        matcher = self._llguidance.LLMatcher(self._tokenizer, self._grammar(spec), log_level=0)
+        if matcher.is_error():
+            raise ValueError(matcher.get_error().strip().splitlines()[0][:500])
+        return LLGuidanceGrammar(matcher)
+
+    def _grammar(self, spec: GrammarSpec) -> str:
+        made = self._llguidance.LLMatcher
+        match spec.kind:
+            case "json":
+                return self._schema(spec.text)
+            case "json_object":
+                return self._schema('{"type":"object"}')
+            case "regex":
+                return made.grammar_from_regex(spec.text)
+            case "choice":
+                options = " | ".join(_quoted(option) for option in json.loads(spec.text))
+                return made.grammar_from_lark(f"start: {options}")
+            case "grammar":
+                return made.grammar_from_lark(spec.text)
+            case "structural_tag":
+                return made.grammar_from_lark(self._tags(read(spec.text)))
+        raise ValueError(f"no such kind: {spec.kind}")
+
+    def _schema(self, text: str) -> str:
+        made = self._llguidance.LLMatcher
+        return made.grammar_from_json_schema(text, overrides=self._options)
+
+    def _tags(self, tag: StructuralTag) -> str:
+        """Lark: free text that ends lazily at a trigger, then the rest of the structure."""
+        rules, names = [], []
+        for number, (trigger, structure) in enumerate(tag.triggered()):
+            schema = structure.schema
+            if isinstance(schema, bool):
+                schema = {}
+            schema = {**schema, "x-guidance": self._options}
+            body = " ".join(
+                part
+                for part in (
+                    _quoted(structure.begin[len(trigger) :]),
+                    f"%json {json.dumps(schema)}",
+                    _quoted(structure.end),
+                )
+                if part != '""'
+            )
+            rules.append(f"free_{number}[lazy]: TEXT {_quoted(trigger)}")
+            rules.append(f"tag_{number}: free_{number} {body}")
+            rules.append(f"first_{number}: {_quoted(trigger)} {body}")
+            names.append(number)
+        later = " | ".join(f"tag_{number}" for number in names)
+        first = " | ".join(f"first_{number}" for number in names)
+        start = f"({later})* rest"
+        if tag.stop_after_first:
+            start = first if tag.at_least_one else f"{later} | rest"
+        elif tag.at_least_one:
+            start = f"({first}) ({later})* rest"
+        return "\n".join([f"start: {start}", "rest: TEXT", f"TEXT: /{_QUOTED_TEXT}/", *rules])
+
+
+class _Vocabulary:
+    """A vocabulary as llguidance asks for it."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self.eos_token_id = vocabulary.eos_token_ids[0]
+        self.bos_token_id = None
+        self.tokens = vocabulary.token_bytes
+        self.special_token_ids: list[int] = []
+        self._encode = vocabulary.encode
+
+    def __call__(self, text: str) -> list[int]:
+        return self._encode(text)
+
+
+class LLGuidanceGrammar:
+    """A matcher at the beginning, which every request copies."""
+
+    def __init__(self, matcher: Any) -> None:
+        self._matcher = matcher
+
+    def matcher(self) -> LLGuidanceMatcher:
+        """A new one, at the beginning."""
+        return LLGuidanceMatcher(self._matcher.deep_copy())
+
+
+class LLGuidanceMatcher:
+    """One output on its way through a grammar."""
+
+    def __init__(self, matcher: Any) -> None:
+        self._matcher = matcher
+
+    def accept(self, token_ids: Sequence[int]) -> bool:
+        """False: the grammar does not allow them."""
+        return bool(self._matcher.consume_tokens(list(token_ids)))
+
+    def fill_bitmask(self, row: np.ndarray) -> None:
+        """row: [ceil(size / 32)] int32. Raises RuntimeError when a limit was reached."""
+        self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+        if self._matcher.is_error():
+            raise RuntimeError(self._matcher.get_error().strip().splitlines()[0][:500])
+
+    def is_terminated(self) -> bool:
+        """Whether an end token was accepted."""
+        return self._matcher.stop_reason() == "EndOfSentence"
+
+    def rollback(self, num_tokens: int) -> None:
+        """Take back the last tokens."""
+        self._matcher.rollback(num_tokens)
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
