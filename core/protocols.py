@@ -204,10 +204,15 @@ class ReasoningParser(Protocol):
 
     Never raises on text; linear time; events are `Content` and `Reasoning`.
 
-    A class may have `markers: ClassVar[tuple[str, str]]`, what opens and closes the thought, and
-    `begins_in_thought: ClassVar[bool]`, whether a text that may think begins inside it. With them
-    a grammar for the answer begins where the thought ends; without, at once.
+    A class may have two more attributes. `markers: tuple[str, ...]`: texts it looks for that may be
+    special tokens, which are shown to it then. `thinking_switch: tuple[str, bool]`: the chat
+    template's argument that turns thinking on or off, and what the template does without it;
+    default ("enable_thinking", True).
     """
+
+    reasoning_ended: bool
+    """Whether thought is over, or none is to come: what follows the text fed so far is answer, and
+    a grammar may hold from here. True as early as the text allows; once true, it stays true."""
 
     def __init__(self, *, thinking: bool = True) -> None:
         """`thinking`: whether the template lets this request think."""
@@ -221,6 +226,10 @@ class ToolParser(Protocol):
     """Finds tool calls in the answer, for one request. Rules as for `ReasoningParser`.
 
     Events are `Content`, `ToolCallStart`, `ToolCallArguments`, `ToolCallEnd`.
+
+    A class may have `call_form: tuple[str, str, str]`: what begins every call, what its family
+    writes before a call's arguments (`{name}` stands for the name inside JSON quotes), and what
+    after. With it, tools marked `strict` are held to their schemas by a grammar.
     """
 
     def __init__(self, *, tools: Sequence[Mapping[str, Any]] = ()) -> None:

@@ -56,6 +56,8 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True):
     after_reasoning: bool | None = None
     """Whether the grammar begins where the thought ends. None: in a chat with a reasoning parser,
     yes; in a completion, no."""
+    field: str = ""
+    """What the caller calls it, for errors; default: `structured_outputs` and the kind."""
 
     def __post_init__(self) -> None:
         if isinstance(self.choice, list):
@@ -267,7 +269,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
 def structured_outputs_from(given: dict[str, Any]) -> StructuredOutputsParams:
     """From a decoded JSON object. Raises InvalidRequest with the field's name."""
-    known = StructuredOutputsParams.__struct_fields__
+    known = (*STRUCTURED_KINDS, "after_reasoning")
     for name in given:
         if name not in known:
             raise InvalidRequest(
@@ -296,14 +298,12 @@ class GrammarStart(msgspec.Struct, frozen=True, kw_only=True):
     grammar: Any
     """The compiled grammar (`protocols.Grammar`): an object of this process. An executor elsewhere
     compiles `SlotStart.params.structured_outputs` itself."""
-    token_bytes: list[bytes]
-    """[vocab_size] What each id adds to a text; one list, shared by all requests."""
     eos_token_ids: tuple[int, ...]
     """Allowed where the grammar may end, and only there."""
-    thought: tuple[bytes, bytes] | None = None
-    """Opening and closing marker of a thought that comes first; the grammar begins behind it."""
-    in_thought: bool = False
-    """The thought is open from the first token on; off, the model may open one."""
+    token_bytes: Any
+    """(token id) → the bytes that it adds to a text"""
+    thought: Any = None
+    """`core.structured.thought.Thought`: the grammar begins where it ends."""
 
 
 class SlotStart(msgspec.Struct, frozen=True):

@@ -35,13 +35,14 @@ from ..types import (
     ChatMessage,
     EngineStats,
     FinishReason,
+    GrammarStart,
     Prompt,
     SamplingParams,
     StepPlan,
     StepResult,
 )
 from .admission import Admission
-from .grammars import Grammars, PreparedGrammar
+from .grammars import Grammars
 from .output import OutputStream, RequestState
 from .resolve import check_names, resolve_config
 from .step_loop import StepLoop
@@ -255,9 +256,7 @@ class AsyncEngine:
         async def start() -> RequestState:
             asked = params or SamplingParams()
             grammar = await self._grammars.prepare(
-                asked,
-                chat=True,
-                thinking=bool((chat_template_kwargs or {}).get("enable_thinking", True)),
+                asked, chat=True, template_arguments=chat_template_kwargs
             )
             token_ids = await asyncio.to_thread(
                 self.render_chat,
@@ -347,7 +346,7 @@ class AsyncEngine:
         request_id: str | None,
         priority: int,
         cache_salt: str | None,
-        grammar: PreparedGrammar | None,
+        grammar: GrammarStart | None,
     ) -> RequestState:
         if self.dead_reason is not None:
             raise EngineStopped(f"the engine died: {self.dead_reason}")
@@ -368,7 +367,7 @@ class AsyncEngine:
             params,
             priority=priority,
             cache_salt=cache_salt,
-            grammar=None if grammar is None else grammar.start(token_ids),
+            grammar=grammar,
         )
         if (reason := self._scheduler.unfit_reason(requests[0])) is not None:
             raise InvalidRequest(f"prompt: {reason}", param="prompt")

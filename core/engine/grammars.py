@@ -2,45 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ..config import EngineConfig
 from ..errors import InvalidRequest
 from ..protocols import Vocabulary
 from ..registry import Plugins
-from ..structured.spec import grammar_spec
+from ..structured.spec import field_of, grammar_spec
 from ..structured.store import GrammarStore
-from ..structured.thought import thought_is_open, thought_markers
+from ..structured.thought import thought_before
 from ..structured.vocabulary import make_vocabulary
 from ..text.tokenizer import Tokenizer
 from ..types import GrammarStart, SamplingParams
-
-
-@dataclass(frozen=True)
-class PreparedGrammar:
-    """A request's compiled grammar, before its prompt is known."""
-
-    grammar: Any
-    token_bytes: list[bytes]
-    eos_token_ids: tuple[int, ...]
-    tokenizer: Tokenizer
-    thought: tuple[bytes, bytes] | None
-    begins_in_thought: bool
-
-    def start(self, prompt: Sequence[int]) -> GrammarStart:
-        """For one prompt."""
-        in_thought = self.thought is not None and thought_is_open(
-            prompt, self.thought, self.tokenizer, self.begins_in_thought
-        )
-        return GrammarStart(
-            grammar=self.grammar,
-            token_bytes=self.token_bytes,
-            eos_token_ids=self.eos_token_ids,
-            thought=self.thought,
-            in_thought=in_thought,
-        )
 
 
 class Grammars:
@@ -66,15 +40,20 @@ class Grammars:
             if config.reasoning_parser is not None
             else None
         )
-        self._vocabulary: Vocabulary | None = None
         self._store = GrammarStore(
             plugins["structured_backend"], self._config, self._make_vocabulary
         )
 
     async def prepare(
-        self, params: SamplingParams, *, chat: bool, thinking: bool = True
-    ) -> PreparedGrammar | None:
+        self,
+        params: SamplingParams,
+        *,
+        chat: bool,
+        template_arguments: Mapping[str, Any] | None = None,
+    ) -> GrammarStart | None:
         """Compile what a request asks for; None when it asks for nothing.
+
+        template_arguments: the chat template's, which may turn thinking off.
 
         Raises InvalidRequest with the field's name.
         """
@@ -86,17 +65,21 @@ class Grammars:
             raise InvalidRequest(
                 f"structured_outputs: this engine has {missing}", param="structured_outputs"
             )
-        grammar = await self._store.compile(grammar_spec(asked, self._config))
-        assert self._vocabulary is not None
-        wants_thought = chat if asked.after_reasoning is None else asked.after_reasoning
-        markers = thought_markers(self._parser) if wants_thought else None
-        return PreparedGrammar(
+        spec = grammar_spec(asked, self._config)
+        try:
+            grammar = await self._store.compile(spec)
+        except ValueError as error:
+            field = field_of(asked)
+            raise InvalidRequest(f"{field}: {error}", param=field) from None
+        thought = None
+        waits = chat if asked.after_reasoning is None else asked.after_reasoning
+        if waits and self._parser is not None:
+            thought = thought_before(self._parser, template_arguments or {}, self._tokenizer)
+        return GrammarStart(
             grammar=grammar,
-            token_bytes=self._vocabulary.token_bytes,
             eos_token_ids=self._eos_token_ids,
-            tokenizer=self._tokenizer,
-            thought=markers,
-            begins_in_thought=thinking and getattr(self._parser, "begins_in_thought", True),
+            token_bytes=self._tokenizer.token_bytes,
+            thought=thought,
         )
 
     def close(self) -> None:
@@ -106,10 +89,9 @@ class Grammars:
     def _make_vocabulary(self) -> Vocabulary:
         """On a thread of the store's pool."""
         assert self._tokenizer is not None
-        self._vocabulary = make_vocabulary(
+        return make_vocabulary(
             self._tokenizer,
             self._vocab_size,
             self._eos_token_ids,
             compact_json=self._config.disable_any_whitespace,
         )
-        return self._vocabulary

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import codecs
 import time
 
 import numpy as np
 
 from ..protocols import GrammarMatcher
 from ..types import SlotStart
+from .thought import Thought
 
 ANY = -1
 """A word of a bitmask with every bit set."""
@@ -29,16 +31,15 @@ class Constraint:
         self._matcher: GrammarMatcher = start.grammar.grammar.matcher()
         self._eos = frozenset(start.grammar.eos_token_ids)
         ends = sorted({*start.grammar.eos_token_ids, *start.stop_token_ids})
-        self._ends = np.array(
-            [end for end in ends if 0 <= end < len(self._token_bytes)], dtype=np.int64
-        )
+        self._ends = np.array(ends, dtype=np.int64)
         self._min_tokens = start.params.min_tokens
         self._ignore_eos = start.params.ignore_eos
-        self._thought = start.grammar.thought
-        self._in_thought = start.grammar.in_thought
-        self._may_open = self._thought is not None and not self._in_thought
-        self._tail = b""
-        """The last bytes of an open thought, or of what may become its opening marker."""
+        thought: Thought | None = start.grammar.thought
+        self._opening = None if thought is None else thought.opening_ids
+        """Tokens that may open a thought instead of the answer: asked for at the first token."""
+        self._parser = None if thought is None else thought.parser()
+        """The reasoning parser, until the thought is over."""
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._num_output = 0
         self.ended = False
         """An end token, or one that could not be chosen, was sampled: what follows is dropped."""
@@ -52,12 +53,18 @@ class Constraint:
         if self.ended or self.failure is not None:
             return
         self._num_output += 1
+        opening, self._opening = self._opening, None
         if token_id < 0:
             self.ended = True
-        elif self._thought is not None and (self._in_thought or self._may_open):
-            self._think(token_id, *self._thought)
-        else:
+        elif self._parser is None:
             self._accept(token_id)
+        elif opening is not None and token_id not in opening:
+            self._parser = None
+            self._accept(token_id)
+        else:
+            self._parser.feed(self._decoder.decode(self._token_bytes(token_id)))
+            if self._parser.reasoning_ended:
+                self._parser = None
 
     def _accept(self, token_id: int) -> None:
         if not self._matcher.accept([token_id]):
@@ -65,26 +72,12 @@ class Constraint:
         elif token_id in self._eos:
             self.ended = True
 
-    def _think(self, token_id: int, opening: bytes, closing: bytes) -> None:
-        self._tail += self._token_bytes[token_id]
-        if self._in_thought:
-            self._in_thought = closing not in self._tail
-            self._tail = self._tail[-(len(closing) - 1) :]
-            self._may_open = False
-            return
-        # The first token opened the thought, or the answer has begun.
-        self._may_open = False
-        if self._tail.strip() == opening:
-            self._in_thought, self._tail = True, b""
-        else:
-            self._accept(token_id)
-
     def fill(self, row: np.ndarray) -> None:
         """Write which tokens may come next. row: [words] int32"""
         if self.ended or self.failure is not None:
             row.fill(ANY)
             return
-        if self._in_thought:
+        if self._parser is not None and self._opening is None:
             row.fill(ANY)
             self._clear(row, self._ends)
             return
@@ -100,20 +93,13 @@ class Constraint:
                 f"structured_outputs: the mask of one token took {taken:.2f} s, more than "
                 f"mask_timeout ({self._mask_timeout} s)"
             )
-        if self._may_open:
-            self._allow_opening(row)
+        for token_id in self._opening or ():
+            row.view(np.uint32)[token_id >> 5] |= np.uint32(1 << (token_id & 31))
         if self._ignore_eos or self._num_output < self._min_tokens:
             kept = row.copy()
             self._clear(row, self._ends)
             if not row.any():
                 row[:] = kept
-
-    def _allow_opening(self, row: np.ndarray) -> None:
-        assert self._thought is not None
-        opening = self._thought[0]
-        for token_id, written in enumerate(self._token_bytes):
-            if written == opening:
-                row.view(np.uint32)[token_id >> 5] |= np.uint32(1 << (token_id & 31))
 
     def _clear(self, row: np.ndarray, token_ids: np.ndarray) -> None:
         bits = row.view(np.uint32)

@@ -12,7 +12,7 @@ import msgspec
 from ..config import StructuredOutputsConfig
 from ..errors import InvalidRequest
 from ..protocols import GrammarSpec
-from ..types import StructuredOutputsParams
+from ..types import STRUCTURED_KINDS, StructuredOutputsParams
 
 MAX_PLAIN_NODES = 500
 """Subschemas, names and enum values of a schema that compiles at once."""
@@ -34,14 +34,13 @@ _DATA = frozenset(("enum", "const", "default", "examples", "required", "type"))
 
 def grammar_spec(params: StructuredOutputsParams, config: StructuredOutputsConfig) -> GrammarSpec:
     """Checks size and depth. Raises InvalidRequest with the field's name."""
+    name = field_of(params)
     try:
         spec = _canonical(params)
     except RecursionError:
-        raise _too_deep(_field(params), config) from None
+        raise _too_deep(name, config) from None
     except ValueError as error:
-        name = _field(params)
-        raise InvalidRequest(f"{name}: is not JSON: {error}", param=name) from None
-    name = f"structured_outputs.{spec.kind}"
+        raise InvalidRequest(f"{name}: is not JSON as it should be: {error}", param=name) from None
     size = len(spec.text.encode("utf-8", "replace"))
     if size > config.max_grammar_bytes:
         raise InvalidRequest(
@@ -51,6 +50,12 @@ def grammar_spec(params: StructuredOutputsParams, config: StructuredOutputsConfi
     if _depth(spec.text) > config.max_grammar_depth:
         raise _too_deep(name, config)
     return spec
+
+
+def field_of(params: StructuredOutputsParams) -> str:
+    """What errors call it."""
+    given = (kind for kind in STRUCTURED_KINDS if getattr(params, kind) is not None)
+    return params.field or f"structured_outputs.{next(given)}"
 
 
 def _canonical(params: StructuredOutputsParams) -> GrammarSpec:
@@ -73,20 +78,13 @@ def _canonical(params: StructuredOutputsParams) -> GrammarSpec:
     return GrammarSpec("json_object")
 
 
-def _field(params: StructuredOutputsParams) -> str:
-    kind = "json" if params.json is not None else "structural_tag"
-    return f"structured_outputs.{kind}"
-
-
 def _decoded(given: Any) -> Any:
     return msgspec.json.decode(given) if isinstance(given, str) else given
 
 
 def _text(value: Any) -> str:
     """Keys stay in their order: it is the order of the properties in the output."""
-    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-    # Lone surrogates have no UTF-8 form.
-    return text.encode("utf-8", "replace").decode()
+    return msgspec.json.encode(value).decode()
 
 
 def _too_deep(name: str, config: StructuredOutputsConfig) -> InvalidRequest:

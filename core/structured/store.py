@@ -9,7 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from ..config import StructuredOutputsConfig
-from ..errors import ConfigError, InvalidRequest, PluginError
+from ..errors import ConfigError, PluginError
 from ..protocols import Grammar, GrammarBackend, GrammarSpec, Vocabulary
 from ..registry import Registry
 from .spec import is_plain
@@ -40,7 +40,7 @@ class GrammarStore:
     async def compile(self, spec: GrammarSpec) -> Grammar:
         """From the cache, or compiled now; equal specs at the same time are compiled once.
 
-        Raises InvalidRequest with what is wrong with the grammar.
+        Raises ValueError with what is wrong with the grammar.
         """
         found = self._cache.get(spec)
         if found is not None:
@@ -66,10 +66,8 @@ class GrammarStore:
             self._cache.popitem(last=False)
 
     async def _compile(self, spec: GrammarSpec) -> Grammar:
-        param = f"structured_outputs.{spec.kind}"
-        names, reasons = self.candidates(spec)
-        if not names:
-            raise InvalidRequest(f"{param}: {'; '.join(reasons)}", param=param)
+        loop = asyncio.get_running_loop()
+        names, reasons = await loop.run_in_executor(self._pool, self.candidates, spec)
         for name in names:
             if name != names[0] or len(reasons) > 0:
                 self._tell(spec, name, reasons)
@@ -82,10 +80,10 @@ class GrammarStore:
                     f"{name}: takes longer to compile than {self._config.compile_timeout} s "
                     "(compile_timeout)"
                 )
-        raise InvalidRequest(f"{param}: {'; '.join(reasons)}", param=param)
+        raise ValueError("; ".join(reasons))
 
     def candidates(self, spec: GrammarSpec) -> tuple[list[str], list[str]]:
-        """→ backends to try, in order; reasons why others are not among them."""
+        """→ backends to try, in order; reasons why others are not among them. On any thread."""
         if self._config.backend != "auto":
             backend = self._backends.load(self._config.backend)
             reason = backend.unavailable() or backend.refusal(spec)

@@ -1,37 +1,46 @@
-"""Where a grammar begins for a model that thinks first."""
+"""Where a grammar begins for a model that thinks first: what its reasoning parser says."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any
+
+import msgspec
 
 from ..text.tokenizer import Tokenizer
 
 
-def thought_markers(parser: Any) -> tuple[bytes, bytes] | None:
-    """What opens and closes the thought, by the reasoning parser's class; None: it does not say."""
-    markers = getattr(parser, "markers", None)
-    return None if markers is None else (markers[0].encode(), markers[1].encode())
+class Thought(msgspec.Struct, frozen=True):
+    """The thought that comes before an answer, or may come."""
+
+    parser: Callable[[], Any]
+    """Makes a reasoning parser for one output."""
+    opening_ids: tuple[int, ...] | None
+    """Tokens that open the thought, for a model that may also answer at once; None: the output
+    begins inside the thought."""
 
 
-def thought_is_open(
-    prompt: Sequence[int], markers: tuple[bytes, bytes], tokenizer: Tokenizer, default: bool
-) -> bool:
-    """Whether the model's first token belongs to a thought.
+def thought_before(
+    parser: Any, template_arguments: Mapping[str, Any], tokenizer: Tokenizer
+) -> Thought | None:
+    """By a reasoning parser's class; None when there is no thought to wait for.
 
-    The prompt's last turn tells: a marker that the template wrote behind the last special token.
-    Without one it is `default`: what the reasoning parser takes a text to begin as.
+    A class without `reasoning_ended` does not say where thought ends: the grammar holds at once.
+    So it does for a model that thinks when it likes, unless the request turns thinking on: with
+    little else allowed, such a model would open a thought that it never meant to have.
     """
-    turn: list[bytes] = []
-    written = [marker.decode() for marker in markers]
-    for token_id in reversed(prompt):
-        special = token_id in tokenizer.special_ids
-        if special and tokenizer.backend.id_to_token(token_id) not in written:
-            break
-        turn.append(tokenizer.token_bytes(token_id))
-        text = b"".join(reversed(turn[-len(markers[1]) :]))
-        if markers[1] in text:
-            return False
-        if markers[0] in text:
-            return True
-    return default
+    switch, default = getattr(parser, "thinking_switch", ("enable_thinking", True))
+    if not template_arguments.get(switch, default):
+        return None
+    probe = parser(thinking=True)
+    if getattr(probe, "reasoning_ended", True):
+        return None
+    probe.feed("A")
+    opening = None
+    if probe.reasoning_ended:
+        if not template_arguments.get(switch):
+            return None
+        ids = (tokenizer.backend.token_to_id(marker) for marker in parser.markers[:1])
+        opening = tuple(found for found in ids if found is not None)
+    return Thought(functools.partial(parser, thinking=True), opening)

@@ -10,6 +10,7 @@ import uuid
 from collections.abc import AsyncIterator
 from typing import Any
 
+import msgspec
 from aiohttp import web
 
 from ...core.engine.async_engine import AsyncEngine
@@ -23,11 +24,18 @@ from ...core.protocols import (
     ToolCallStart,
 )
 from ...core.text.parsing import OutputParser, fold
-from ...core.types import CompletionOutput, PositionLogprobs, RequestOutput
+from ...core.types import (
+    CompletionOutput,
+    PositionLogprobs,
+    RequestOutput,
+    SamplingParams,
+    StructuredOutputsParams,
+)
 from .context import ENGINE, check_model, new_id, reply, tokenizer_of, usage
 from .logprobs import chat_logprobs, prompt_logprobs
 from .protocol import ChatRequest, decode
 from .streaming import frame, stream
+from .structured import forced_calls, strict_calls
 
 
 async def chat_completions(request: web.Request) -> web.StreamResponse:
@@ -73,12 +81,32 @@ class _Job:
         logprobs = (asked.top_logprobs or 0) if asked.logprobs else None
         self.params = asked.sampling(asked.token_limit, logprobs)
         self.uses_tools = bool(asked.tools) and asked.tool_choice != "none"
-        if self.uses_tools and engine.config.tool_call_parser is None:
+        self.forced = forced_calls(asked)
+        if self.uses_tools and self.forced is None and engine.config.tool_call_parser is None:
             raise InvalidRequest(
                 "tools: this server has no tool-call parser; start it with --tool-call-parser",
                 param="tools",
             )
+        self.params = self._with_calls(self.params)
         self.has_reasoning = engine.config.reasoning_parser is not None
+
+    def _with_calls(self, params: SamplingParams) -> SamplingParams:
+        """With the grammar that holds tool calls to their schemas, where one is asked for."""
+        if self.forced is not None:
+            grammar: StructuredOutputsParams | None = self.forced.params
+            if params.structured_outputs is not None:
+                raise InvalidRequest(
+                    "tool_choice: forces tool calls, so the output can follow no other grammar",
+                    param="tool_choice",
+                )
+        elif self.uses_tools and params.structured_outputs is None:
+            parser = self.engine.plugins["tool_parser"].load(
+                self.engine.config.tool_call_parser or ""
+            )
+            grammar = strict_calls(self.asked, parser)
+        else:
+            return params
+        return msgspec.structs.replace(params, structured_outputs=grammar)
 
     def _choice(self) -> _Choice:
         config, plugins = self.engine.config, self.engine.plugins
@@ -87,7 +115,9 @@ class _Job:
         if config.reasoning_parser is not None:
             parser_class = plugins["reasoning_parser"].load(config.reasoning_parser)
             reasoning = parser_class(thinking=thinking)
-        if self.uses_tools:
+        if self.forced is not None:
+            tools = self.forced.parser(tools=self.asked.tools or ())
+        elif self.uses_tools:
             tools = plugins["tool_parser"].load(config.tool_call_parser or "")(
                 tools=self.asked.tools or ()
             )
@@ -210,7 +240,8 @@ class _Job:
         )
 
     def _finish_reason(self, completion: CompletionOutput, choice: _Choice) -> str | None:
-        if choice.called and completion.finish_reason == "stop":
+        named = self.forced is not None and self.forced.named
+        if choice.called and not named and completion.finish_reason == "stop":
             return "tool_calls"
         return completion.finish_reason
 

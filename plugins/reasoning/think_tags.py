@@ -23,7 +23,6 @@ class Qwen3Reasoning:
     """
 
     markers: ClassVar[tuple[str, str]] = (_OPEN, _CLOSE)
-    begins_in_thought: ClassVar[bool] = True
 
     def __init__(self, *, thinking: bool = True) -> None:
         self._thinking = thinking
@@ -32,6 +31,11 @@ class Qwen3Reasoning:
         """Newlines not passed on yet: they may belong to a tag after them."""
         self._tag = ""
         """What may become a tag, after those newlines."""
+
+    @property
+    def reasoning_ended(self) -> bool:
+        """Whether what follows is answer."""
+        return self._state in ("closed", "answer")
 
     def feed(self, text: str, token_ids: Sequence[int] = ()) -> list[ParserEvent]:
         """Events of the next piece of text."""
@@ -104,8 +108,6 @@ class Qwen3Reasoning:
 
 class ThinkTagsReasoning(Qwen3Reasoning):
     """For models that think when they like: text is thought only where `<think>` begins it."""
-
-    begins_in_thought: ClassVar[bool] = False
 
     def __init__(self, *, thinking: bool = True) -> None:
         super().__init__(thinking=False)

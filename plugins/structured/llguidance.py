@@ -46,7 +46,7 @@ class LLGuidance:
         import llguidance
 
         self._llguidance = llguidance
-        self._options = {"coerce_one_of": True}
+        self._options: Any = {"coerce_one_of": True}
         if vocabulary.compact_json:
             self._options |= {
                 "whitespace_flexible": False,
@@ -163,7 +163,7 @@ class LLGuidanceMatcher:
 
     def is_terminated(self) -> bool:
         """Whether an end token was accepted."""
-        return self._matcher.stop_reason() == "EndOfSentence"
+        return bool(self._matcher.stop_reason() == "EndOfSentence")
 
     def rollback(self, num_tokens: int) -> None:
         """Take back the last tokens."""

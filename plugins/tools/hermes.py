@@ -38,6 +38,8 @@ class HermesToolParser:
     - Whitespace next to calls is content only where it stands between two other contents.
     """
 
+    call_form = (_OPEN, _OPEN + '\n{"name": "{name}", "arguments": ', "}\n" + _CLOSE)
+
     def __init__(self, *, tools: Sequence[Mapping[str, Any]] = ()) -> None:
         self._state: Callable[[], bool] = self._text
         self._buffer = ""
