@@ -271,13 +271,16 @@ class GrammarMatcher(Protocol):
     """One output on its way through a grammar. Used by one thread at a time."""
 
     def accept(self, token_ids: Sequence[int]) -> bool:
-        """Go on by these tokens. False: the grammar does not allow them."""
+        """Go on by these tokens. False: the grammar does not allow them.
+
+        Raises RuntimeError when the grammar is past the backend's limits.
+        """
 
     def fill_bitmask(self, row: np.ndarray) -> None:
         """Write which tokens may come next. Not called once an end token was accepted.
 
         row: [ceil(size / 32)] int32, contiguous; bit i % 32 of word i // 32 is token i. Every bit
-        is written, those past `size` too (as 0).
+        is written, those past `size` too (as 0). Raises RuntimeError as `accept` does.
         """
 
     def is_terminated(self) -> bool:

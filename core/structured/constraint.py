@@ -67,7 +67,12 @@ class Constraint:
                 self._parser = None
 
     def _accept(self, token_id: int) -> None:
-        if not self._matcher.accept([token_id]):
+        try:
+            accepted = self._matcher.accept([token_id])
+        except RuntimeError as error:
+            self.failure = f"structured_outputs: {error}"
+            return
+        if not accepted:
             self.failure = f"structured_outputs: the grammar does not allow token {token_id}"
         elif token_id in self._eos:
             self.ended = True
@@ -84,7 +89,7 @@ class Constraint:
         began = time.perf_counter()
         try:
             self._matcher.fill_bitmask(row)
-        except Exception as error:
+        except RuntimeError as error:
             self.failure = f"structured_outputs: {error}"
             row.fill(ANY)
             return

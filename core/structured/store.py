@@ -12,7 +12,9 @@ from ..config import StructuredOutputsConfig
 from ..errors import ConfigError, PluginError
 from ..protocols import Grammar, GrammarBackend, GrammarSpec, Vocabulary
 from ..registry import Registry
+from .probe import check_mask_time, probe
 from .spec import is_plain
+from .trial import Trial
 
 logger = logging.getLogger("jackfield.structured")
 
@@ -34,6 +36,7 @@ class GrammarStore:
         self._made: dict[str, GrammarBackend] = {}
         self._cache: OrderedDict[GrammarSpec, Grammar] = OrderedDict()
         self._compiling: dict[GrammarSpec, asyncio.Task[Grammar]] = {}
+        self._trials: dict[str, Trial] = {}
         self._told: set[str] = set()
         self._pool = ThreadPoolExecutor(config.compile_threads, "jackfield-grammar")
 
@@ -55,6 +58,8 @@ class GrammarStore:
 
     def close(self) -> None:
         """No more grammars."""
+        for trial in self._trials.values():
+            trial.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _compiled(self, spec: GrammarSpec, task: asyncio.Task[Grammar]) -> None:
@@ -69,7 +74,7 @@ class GrammarStore:
         loop = asyncio.get_running_loop()
         names, reasons = await loop.run_in_executor(self._pool, self.candidates, spec)
         for name in names:
-            if name != names[0] or len(reasons) > 0:
+            if reasons:
                 self._tell(spec, name, reasons)
             try:
                 return await self._bounded(name, spec)
@@ -80,47 +85,65 @@ class GrammarStore:
                     f"{name}: takes longer to compile than {self._config.compile_timeout} s "
                     "(compile_timeout)"
                 )
+            except Exception as error:
+                logger.exception("the grammar backend %s failed", name)
+                reasons.append(f"{name}: {type(error).__name__}: {error}")
         raise ValueError("; ".join(reasons))
 
     def candidates(self, spec: GrammarSpec) -> tuple[list[str], list[str]]:
         """→ backends to try, in order; reasons why others are not among them. On any thread."""
-        if self._config.backend != "auto":
-            backend = self._backends.load(self._config.backend)
-            reason = backend.unavailable() or backend.refusal(spec)
-            return (
-                ([], [f"{self._config.backend}: {reason}"])
-                if reason
-                else ([self._config.backend], [])
-            )
+        wanted = self._config.backend
         names: list[str] = []
-        reasons: list[str] = []
         costly: list[str] = []
+        reasons: list[str] = []
         for entry in self._backends.entries():
-            try:
-                backend = self._backends.load(entry.name)
-            except PluginError as error:
-                reasons.append(str(error))
+            if wanted not in ("auto", entry.name):
                 continue
-            reason = backend.unavailable() or backend.refusal(spec)
+            reason = self._refusal(entry.name, spec)
             if reason is not None:
                 reasons.append(f"{entry.name}: {reason}")
-            elif not backend.bounded and not is_plain(spec):
-                costly.append(entry.name)
-            else:
+            elif self._backends.load(entry.name).bounded or is_plain(spec):
                 names.append(entry.name)
-        if names and costly:
+            else:
+                costly.append(entry.name)
+        if names:
             reasons += [f"{name}: could take long to compile this" for name in costly]
-            return names, reasons
         return names + costly, reasons
 
+    def _refusal(self, name: str, spec: GrammarSpec) -> str | None:
+        try:
+            backend = self._backends.load(name)
+            return backend.unavailable() or backend.refusal(spec)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+
     async def _bounded(self, name: str, spec: GrammarSpec) -> Grammar:
+        """Raises ValueError for a wrong grammar, TimeoutError for a slow one."""
         loop = asyncio.get_running_loop()
-        future = loop.run_in_executor(self._pool, self._run, name, spec)
+        backend = await loop.run_in_executor(self._pool, self._backend, name)
+        if not backend.bounded and not await loop.run_in_executor(self._pool, is_plain, spec):
+            await self._trial(name).check(spec)
+        future = loop.run_in_executor(self._pool, self._run, backend, spec)
         return await asyncio.wait_for(future, self._config.compile_timeout)
 
-    def _run(self, name: str, spec: GrammarSpec) -> Grammar:
+    def _run(self, backend: GrammarBackend, spec: GrammarSpec) -> Grammar:
         """On a thread of the pool."""
-        return self._backend(name).compile(spec)
+        assert self._vocabulary is not None
+        grammar = backend.compile(spec)
+        check_mask_time(probe(grammar, self._vocabulary), self._config.mask_timeout)
+        return grammar
+
+    def _trial(self, name: str) -> Trial:
+        if name not in self._trials:
+            assert self._vocabulary is not None
+            self._trials[name] = Trial(
+                type(self._made[name]),
+                self._vocabulary,
+                compile_timeout=self._config.compile_timeout,
+                mask_timeout=self._config.mask_timeout,
+                memory_bytes=int(self._config.compile_memory * (1 << 30)),
+            )
+        return self._trials[name]
 
     def _backend(self, name: str) -> GrammarBackend:
         """On a thread of the pool. Two that race make it twice, and one is kept."""

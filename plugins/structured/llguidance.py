@@ -12,6 +12,8 @@ import numpy as np
 from ...core.protocols import GrammarSpec, Vocabulary
 from .structural_tags import StructuralTag, read
 
+MAX_ITEMS_IN_ROW = 10_000
+"""Ways to go on from one place: as many as a schema with some thousand optional properties has."""
 _QUOTED_TEXT = r"(.|\n)*"
 
 
@@ -55,6 +57,9 @@ class LLGuidance:
             }
         else:
             self._options["whitespace_pattern"] = r"[\x20\x0A\x0D\x09]{1,32}"
+        self._limits = llguidance.LLParserLimits(
+            max_items_in_row=MAX_ITEMS_IN_ROW, verbose_errors=False
+        )
         wrapper = llguidance.TokenizerWrapper(_Vocabulary(vocabulary))
         self._tokenizer = llguidance.LLTokenizer(
             wrapper, n_vocab=vocabulary.size, eos_token=list(vocabulary.eos_token_ids)
@@ -62,9 +67,11 @@ class LLGuidance:
 
     def compile(self, spec: GrammarSpec) -> LLGuidanceGrammar:
         """Raises ValueError with what is wrong with the grammar."""
-        matcher = self._llguidance.LLMatcher(self._tokenizer, self._grammar(spec), log_level=0)
+        matcher = self._llguidance.LLMatcher(
+            self._tokenizer, self._grammar(spec), log_level=0, limits=self._limits
+        )
         if matcher.is_error():
-            raise ValueError(matcher.get_error().strip().splitlines()[0][:500])
+            raise ValueError(_first_line(matcher.get_error()))
         return LLGuidanceGrammar(matcher)
 
     def _grammar(self, spec: GrammarSpec) -> str:
@@ -152,14 +159,19 @@ class LLGuidanceMatcher:
         self._matcher = matcher
 
     def accept(self, token_ids: Sequence[int]) -> bool:
-        """False: the grammar does not allow them."""
-        return bool(self._matcher.consume_tokens(list(token_ids)))
+        """False: the grammar does not allow them. Raises RuntimeError when a limit was reached."""
+        fitting = self._matcher.validate_tokens(list(token_ids)) == len(token_ids)
+        if self._matcher.consume_tokens(list(token_ids)):
+            return True
+        if fitting:
+            raise RuntimeError(_first_line(self._matcher.get_error()))
+        return False
 
     def fill_bitmask(self, row: np.ndarray) -> None:
         """row: [ceil(size / 32)] int32. Raises RuntimeError when a limit was reached."""
         self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
         if self._matcher.is_error():
-            raise RuntimeError(self._matcher.get_error().strip().splitlines()[0][:500])
+            raise RuntimeError(_first_line(self._matcher.get_error()))
 
     def is_terminated(self) -> bool:
         """Whether an end token was accepted."""
@@ -172,3 +184,8 @@ class LLGuidanceMatcher:
 
 def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
+
+
+def _first_line(message: str) -> str:
+    lines = message.strip().splitlines()
+    return lines[0][:500] if lines else "it gave up"

@@ -22,8 +22,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from jackfield.kernels import (
-    choose_tokens, decode_inputs, fused_decode_attention, gemv, heads, paged_attention_decode,
-    paged_attention_prefill, rms_norm, silu_mul,
+    choose_tokens, decode_inputs, fused_decode_attention, gemv, heads, mask_tokens,
+    paged_attention_decode, paged_attention_prefill, rms_norm, silu_mul,
 )
 
 COMMON = {"HEAD_DIM": 128, "BLOCK_SIZE": 16, "WINDOW": 0, "SOFT_CAP": 0.0, "NUM_HEADS": 32}
@@ -46,6 +46,7 @@ KERNELS = [
      {**COMMON, "NUM_KV_HEADS": 8, "HALF": 64, "ROTATE": True, "NORM_QUERY": True,
       "NORM_KEY": True, "CACHE": True, "GROUP": 8, "BLOCK_HALF": 64, "BLOCK_REST": 1,
       "PDL": True}, 2),
+    (mask_tokens._mask_tokens_kernel, {"INDEXED": True, "PART_SIZE": 4096}, 4),
     (paged_attention_decode._decode_kernel, {**COMMON, **DECODE, "SPLIT": True}, 4),
     (paged_attention_decode._join_kernel, {**COMMON, **DECODE}, 4),
     (paged_attention_prefill._prefill_kernel,
@@ -59,7 +60,7 @@ TYPES = {
     "token_ptr": "*i32", "settings_ptr": "*i32", "slots_ptr": "*i64", "lengths_ptr": "*i64",
     "history_ptr": "*i32", "chosen_ptr": "*i32", "longs_ptr": "*i64", "rows_table_ptr": "*i32",
     "packed_ptr": "*i32", "table_ptr": "*i32", "block_table_ptr": "*i32", "seq_lens_ptr": "*i32",
-    "query_start_ptr": "*i32", "slot_ptr": "*i64", "positions_ptr": "*i64",
+    "bits_ptr": "*i32", "query_start_ptr": "*i32", "slot_ptr": "*i64", "positions_ptr": "*i64",
     "eps": "fp32", "query_eps": "fp32", "key_eps": "fp32", "scale": "fp32",
 }
 for kernel, constants, warps in KERNELS:
