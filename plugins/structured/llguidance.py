@@ -48,6 +48,7 @@ class LLGuidance:
         import llguidance
 
         self._llguidance = llguidance
+        self._eos = vocabulary.eos_token_ids
         self._options: Any = {"coerce_one_of": True}
         if vocabulary.compact_json:
             self._options |= {
@@ -72,7 +73,7 @@ class LLGuidance:
         )
         if matcher.is_error():
             raise ValueError(_first_line(matcher.get_error()))
-        return LLGuidanceGrammar(matcher)
+        return LLGuidanceGrammar(matcher, self._eos)
 
     def _grammar(self, spec: GrammarSpec) -> str:
         made = self._llguidance.LLMatcher
@@ -144,27 +145,40 @@ class _Vocabulary:
 class LLGuidanceGrammar:
     """A matcher at the beginning, which every request copies."""
 
-    def __init__(self, matcher: Any) -> None:
+    def __init__(self, matcher: Any, eos_token_ids: tuple[int, ...]) -> None:
         self._matcher = matcher
+        self._eos = frozenset(eos_token_ids)
 
     def matcher(self) -> LLGuidanceMatcher:
         """A new one, at the beginning."""
-        return LLGuidanceMatcher(self._matcher.deep_copy())
+        return LLGuidanceMatcher(self._matcher.deep_copy(), self._eos)
 
 
 class LLGuidanceMatcher:
-    """One output on its way through a grammar."""
+    """One output on its way through a grammar. The end token stays out of its hands: whether it
+    takes one depends on how it stopped."""
 
-    def __init__(self, matcher: Any) -> None:
+    def __init__(self, matcher: Any, eos_token_ids: frozenset[int]) -> None:
         self._matcher = matcher
+        self._eos = eos_token_ids
+        self._terminated = False
 
     def accept(self, token_ids: Sequence[int]) -> bool:
         """False: the grammar does not allow them. Raises RuntimeError when a limit was reached."""
-        fitting = self._matcher.validate_tokens(list(token_ids)) == len(token_ids)
-        if self._matcher.consume_tokens(list(token_ids)):
+        return all(self._accept(token_id) for token_id in token_ids)
+
+    def _accept(self, token_id: int) -> bool:
+        matcher = self._matcher
+        if self._terminated:
+            return False
+        if token_id in self._eos:
+            self._terminated = matcher.is_accepting()
+            return self._terminated
+        fitting = matcher.validate_tokens([token_id]) == 1
+        if matcher.consume_token(token_id):
             return True
         if fitting:
-            raise RuntimeError(_first_line(self._matcher.get_error()))
+            raise RuntimeError(_first_line(matcher.get_error()))
         return False
 
     def fill_bitmask(self, row: np.ndarray) -> None:
@@ -175,11 +189,12 @@ class LLGuidanceMatcher:
 
     def is_terminated(self) -> bool:
         """Whether an end token was accepted."""
-        return bool(self._matcher.stop_reason() == "EndOfSentence")
+        return self._terminated
 
     def rollback(self, num_tokens: int) -> None:
         """Take back the last tokens."""
-        self._matcher.rollback(num_tokens)
+        self._matcher.rollback(num_tokens - self._terminated)
+        self._terminated = False
 
 
 def _quoted(text: str) -> str:

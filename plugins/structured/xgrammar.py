@@ -25,7 +25,7 @@ _IGNORED = frozenset(
 )  # fmt: skip
 """Keywords that it takes no notice of, or not all."""
 _FORMATS = frozenset(("date", "date-time", "email", "hostname", "ipv4", "ipv6", "time", "uuid"))
-_TYPED = frozenset(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"))
+_TYPED = frozenset(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"))
 _LENGTHS = frozenset(("minLength", "maxLength"))
 
 
@@ -49,7 +49,8 @@ class XGrammar:
         if spec.kind == "structural_tag":
             for structure in json.loads(spec.text).get("structures") or ():
                 schema = structure.get("schema") if isinstance(structure, dict) else None
-                if (reason := _unheld(schema)) is not None:
+                reason = _unheld(schema) or _unclean(schema)
+                if reason is not None:
                     return reason
         return None
 
@@ -65,14 +66,17 @@ class XGrammar:
             vocab_size=vocabulary.size,
             stop_token_ids=list(vocabulary.eos_token_ids),
         )
+        self._clean = _clean_tokens(vocabulary)
         self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
 
     def compile(self, spec: GrammarSpec) -> XGrammarGrammar:
         """Raises ValueError with what is wrong with the grammar."""
         try:
-            return XGrammarGrammar(self._xgrammar, self._compile(spec))
+            compiled = self._compile(spec)
         except (RuntimeError, TypeError) as error:
             raise ValueError(_first_line(error)) from None
+        clean = self._clean if spec.kind in ("json", "json_object") else None
+        return XGrammarGrammar(self._xgrammar, compiled, clean)
 
     def _compile(self, spec: GrammarSpec) -> Any:
         compiler = self._compiler
@@ -127,20 +131,23 @@ class XGrammar:
 class XGrammarGrammar:
     """A compiled grammar."""
 
-    def __init__(self, xgrammar: Any, compiled: Any) -> None:
+    def __init__(self, xgrammar: Any, compiled: Any, clean: np.ndarray | None) -> None:
+        """clean: [ceil(size / 32)] int32, the only tokens that any mask may allow; None: any."""
         self._xgrammar = xgrammar
         self._compiled = compiled
+        self._clean = clean
 
     def matcher(self) -> XGrammarMatcher:
         """A new one, at the beginning."""
-        return XGrammarMatcher(self._xgrammar.GrammarMatcher(self._compiled))
+        return XGrammarMatcher(self._xgrammar.GrammarMatcher(self._compiled), self._clean)
 
 
 class XGrammarMatcher:
     """One output on its way through a grammar."""
 
-    def __init__(self, matcher: Any) -> None:
+    def __init__(self, matcher: Any, clean: np.ndarray | None) -> None:
         self._matcher = matcher
+        self._clean = clean
 
     def accept(self, token_ids: Sequence[int]) -> bool:
         """False: the grammar does not allow them."""
@@ -149,6 +156,8 @@ class XGrammarMatcher:
     def fill_bitmask(self, row: np.ndarray) -> None:
         """row: [ceil(size / 32)] int32"""
         self._matcher.fill_next_token_bitmask(row.reshape(1, -1), 0)
+        if self._clean is not None:
+            np.bitwise_and(row, self._clean, out=row)
 
     def is_terminated(self) -> bool:
         """Whether an end token was accepted."""
@@ -170,6 +179,8 @@ def _unheld(schema: Any) -> str | None:
             return "pattern together with minLength or maxLength is not supported"
         if "type" not in part and (found := sorted(_TYPED & keywords)):
             return f"{found[0]} without a type is not supported"
+        if "multipleOf" in part and part.get("type") != "integer":
+            return "multipleOf of another type than integer is not supported"
         reference = part.get("$ref", "#")
         if not isinstance(reference, str) or not reference.startswith("#"):
             return f"$ref {reference!r} is not one inside the schema"
@@ -177,6 +188,26 @@ def _unheld(schema: Any) -> str | None:
             if name in part and not (type(part[name]) is int and part[name] >= 0):
                 return f"{name} must be an integer of at least 0"
     return None
+
+
+def _unclean(schema: Any) -> str | None:
+    """Where a tab or another control character could get into a string (see `_clean_tokens`)."""
+    if any(_LENGTHS & part.keys() for part in subschemas(schema)):
+        return "minLength and maxLength inside a structural tag are not supported"
+    return None
+
+
+def _clean_tokens(vocabulary: Vocabulary) -> np.ndarray:
+    """Tokens without control characters but newlines: [ceil(size / 32)] int32
+
+    Strings with a minLength or maxLength would take control characters as they are, which JSON
+    does not; newlines they would not take. What this bars besides is a tab between JSON's parts.
+    """
+    barred = bytes(set(range(32)) - {10, 13})
+    bits = np.zeros(-(-vocabulary.size // 32) * 32, dtype=np.uint8)
+    for token_id, written in enumerate(vocabulary.token_bytes):
+        bits[token_id] = written.translate(None, barred) == written
+    return np.packbits(bits, bitorder="little").view(np.int32)
 
 
 def _quoted(text: str) -> str:
