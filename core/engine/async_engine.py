@@ -203,7 +203,7 @@ class AsyncEngine:
         await self._listeners_done()
         await self.plugins.emit("engine_stopping", engine=self)
         await self._steps.stop()
-        self._grammars.close()
+        await self._grammars.close()
         await self._executor.stop()
         await self._listeners_done()
 

@@ -82,9 +82,9 @@ class Grammars:
             thought=thought,
         )
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """No more grammars."""
-        self._store.close()
+        await self._store.close()
 
     def _make_vocabulary(self) -> Vocabulary:
         """On a thread of the store's pool."""

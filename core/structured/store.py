@@ -56,10 +56,13 @@ class GrammarStore:
             task.add_done_callback(lambda done: self._compiled(spec, done))
         return await asyncio.shield(task)
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """No more grammars."""
+        for task in self._compiling.values():
+            task.cancel()
+        await asyncio.gather(*self._compiling.values(), return_exceptions=True)
         for trial in self._trials.values():
-            trial.close()
+            await trial.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _compiled(self, spec: GrammarSpec, task: asyncio.Task[Grammar]) -> None:
@@ -106,9 +109,9 @@ class GrammarStore:
                 names.append(entry.name)
             else:
                 costly.append(entry.name)
-        if names:
-            reasons += [f"{name}: could take long to compile this" for name in costly]
-        return names + costly, reasons
+        if not names:
+            return costly, reasons
+        return names, reasons + [f"{name}: could take long to compile this" for name in costly]
 
     def _refusal(self, name: str, spec: GrammarSpec) -> str | None:
         try:

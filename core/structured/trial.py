@@ -26,6 +26,7 @@ class Opening(msgspec.Struct, frozen=True):
 
     backend: str
     """module:qualified name of the class"""
+    import_path: list[str]
     token_bytes: list[bytes]
     size: int
     eos_token_ids: tuple[int, ...]
@@ -56,6 +57,7 @@ class Trial:
     ) -> None:
         self._opening = Opening(
             backend=f"{backend.__module__}:{backend.__qualname__}",
+            import_path=sys.path,
             token_bytes=vocabulary.token_bytes,
             size=vocabulary.size,
             eos_token_ids=vocabulary.eos_token_ids,
@@ -76,7 +78,7 @@ class Trial:
         try:
             verdict = await self._verdict(spec)
         except BaseException:
-            self.close()
+            await self.close()
             raise
         finally:
             self._free.release()
@@ -111,12 +113,16 @@ class Trial:
             raise ValueError(verdict.error)
         return self._child
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """End the child; the next grammar gets a new one."""
         child, self._child = self._child, None
-        if child is not None:
-            with contextlib.suppress(ProcessLookupError):
-                child.kill()
+        if child is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            child.kill()
+        assert child.stdin is not None
+        child.stdin.close()
+        await child.wait()
 
 
 async def _exchange(child: asyncio.subprocess.Process, message: Any) -> Verdict:

@@ -40,6 +40,7 @@ def main() -> None:
 
 
 def _backend(opening: Opening, vocabulary: Vocabulary) -> Any:
+    sys.path[:] = opening.import_path
     module, _, name = opening.backend.partition(":")
     backend: Any = importlib.import_module(module)
     for part in name.split("."):
