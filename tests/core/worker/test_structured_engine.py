@@ -202,7 +202,7 @@ async def test_the_grammar_begins_where_the_thought_ends() -> None:
                 structured_outputs=number,
                 max_tokens=60,
                 seed=seed,
-                logit_bias={opened: 40.0 if seed % 2 else -50.0, closed: 8.0},
+                logit_bias={opened: 40.0 if seed % 2 else -50.0, closed: 45.0},
             )
             thinking = {"enable_thinking": True}
             stream = engine.chat(messages, params, chat_template_kwargs=thinking)
