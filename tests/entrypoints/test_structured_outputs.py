@@ -274,6 +274,12 @@ def test_every_kind_works_in_chat_and_completions(
         assert finish == "stop" and re.fullmatch(pattern, text or "", re.DOTALL), text
 
 
+async def test_a_json_object_is_one(asynchronous: Any) -> None:
+    asked = (whole(asynchronous, response_format={"type": "json_object"}, seed=s) for s in range(8))
+    ended = [a["content"] for a in await asyncio.gather(*asked) if a["finish"] == "stop"]
+    assert ended and all(isinstance(json.loads(content), dict) for content in ended)
+
+
 def test_the_client_parses_a_response_format(client: openai.OpenAI) -> None:
     pydantic = pytest.importorskip("pydantic")
 
