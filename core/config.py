@@ -34,7 +34,7 @@ class StructuredOutputsConfig(
     """How outputs are held to grammars. The first two names are vLLM's."""
 
     backend: Annotated[
-        str, _doc("Grammar backend by name; auto: by grammar, see docs/how-to.", min_length=1)
+        str, _doc("Grammar backend by name; auto: the best one for each grammar.", min_length=1)
     ] = "auto"
     disable_any_whitespace: Annotated[
         bool, _doc("JSON in one line: one space after each comma and colon, none elsewhere.")
