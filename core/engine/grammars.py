@@ -31,7 +31,7 @@ class Grammars:
         self._config = config.structured_outputs_config
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
-        eos = tuple(sorted(eos_token_ids))
+        eos = tuple(sorted(token_id for token_id in eos_token_ids if token_id < vocab_size))
         if not eos and tokenizer is not None and tokenizer.eos_token_id is not None:
             eos = (tokenizer.eos_token_id,)
         self._eos_token_ids = eos

@@ -31,7 +31,7 @@ class Constraint:
         self._matcher: GrammarMatcher = start.grammar.grammar.matcher()
         self._eos = frozenset(start.grammar.eos_token_ids)
         ends = sorted({*start.grammar.eos_token_ids, *start.stop_token_ids})
-        self._ends = np.array(ends, dtype=np.int64)
+        self._end_words, self._no_ends = _words(ends)
         self._min_tokens = start.params.min_tokens
         self._ignore_eos = start.params.ignore_eos
         thought: Thought | None = start.grammar.thought
@@ -84,7 +84,7 @@ class Constraint:
             return
         if self._parser is not None and self._opening is None:
             row.fill(ANY)
-            self._clear(row, self._ends)
+            self._clear_ends(row)
             return
         began = time.perf_counter()
         try:
@@ -101,13 +101,22 @@ class Constraint:
         for token_id in self._opening or ():
             row.view(np.uint32)[token_id >> 5] |= np.uint32(1 << (token_id & 31))
         if self._ignore_eos or self._num_output < self._min_tokens:
-            kept = row.copy()
-            self._clear(row, self._ends)
+            kept = self._clear_ends(row)
             if not row.any():
-                row[:] = kept
+                row[self._end_words] = kept
 
-    def _clear(self, row: np.ndarray, token_ids: np.ndarray) -> None:
-        bits = row.view(np.uint32)
-        np.bitwise_and.at(
-            bits, token_ids >> 5, ~(np.uint32(1) << (token_ids & 31).astype(np.uint32))
-        )
+    def _clear_ends(self, row: np.ndarray) -> np.ndarray:
+        """→ the words as they were"""
+        kept = row[self._end_words]
+        row[self._end_words] = kept & self._no_ends
+        return kept
+
+
+def _words(token_ids: list[int]) -> tuple[np.ndarray, np.ndarray]:
+    """→ the words of a bitmask that hold these tokens, and what they are with these bits off."""
+    off: dict[int, int] = {}
+    for token_id in token_ids:
+        word = token_id >> 5
+        off[word] = off.get(word, 0xFFFFFFFF) & ~(1 << (token_id & 31))
+    words = np.fromiter(off, dtype=np.int64, count=len(off))
+    return words, np.fromiter(off.values(), dtype=np.uint32, count=len(off)).view(np.int32)

@@ -20,6 +20,6 @@ def make_vocabulary(
         token_bytes=[written(token_id) for token_id in range(size)],
         size=size,
         eos_token_ids=tuple(sorted(eos_token_ids)),
-        encode=lambda text: tokenizer.encode(text, add_special_tokens=False, allow_special=False),
+        encode=lambda text: tokenizer.encode(text, add_special_tokens=False),
         compact_json=compact_json,
     )
