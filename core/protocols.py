@@ -229,7 +229,8 @@ class ToolParser(Protocol):
 
     A class may have `call_form: tuple[str, str, str]`: what begins every call, what its family
     writes before a call's arguments (`{name}` stands for the name inside JSON quotes), and what
-    after. With it, tools marked `strict` are held to their schemas by a grammar.
+    after, none of it special tokens. With it, tools marked `strict` are held to their schemas by a
+    grammar.
     """
 
     def __init__(self, *, tools: Sequence[Mapping[str, Any]] = ()) -> None:

@@ -28,7 +28,7 @@ class Constraint:
         assert start.grammar is not None
         self._token_bytes = start.grammar.token_bytes
         self._mask_timeout = mask_timeout
-        self._matcher: GrammarMatcher = start.grammar.grammar.matcher()
+        self._matcher: GrammarMatcher | None = None
         self._eos = frozenset(start.grammar.eos_token_ids)
         ends = sorted({*start.grammar.eos_token_ids, *start.stop_token_ids})
         self._end_words, self._no_ends = _words(ends)
@@ -45,6 +45,10 @@ class Constraint:
         """An end token, or one that could not be chosen, was sampled: what follows is dropped."""
         self.failure: str | None = None
         """Why the request cannot go on."""
+        try:
+            self._matcher = start.grammar.grammar.matcher()
+        except Exception as error:
+            self._fail(error)
         for token_id in start.token_ids[start.num_prompt_tokens :]:
             self.advance(token_id)
 
@@ -53,10 +57,17 @@ class Constraint:
         if self.ended or self.failure is not None:
             return
         self._num_output += 1
-        opening, self._opening = self._opening, None
         if token_id < 0:
             self.ended = True
-        elif self._parser is None:
+            return
+        try:
+            self._take(token_id)
+        except Exception as error:
+            self._fail(error)
+
+    def _take(self, token_id: int) -> None:
+        opening, self._opening = self._opening, None
+        if self._parser is None:
             self._accept(token_id)
         elif opening is not None and token_id not in opening:
             self._parser = None
@@ -67,15 +78,14 @@ class Constraint:
                 self._parser = None
 
     def _accept(self, token_id: int) -> None:
-        try:
-            accepted = self._matcher.accept([token_id])
-        except RuntimeError as error:
-            self.failure = f"structured_outputs: {error}"
-            return
-        if not accepted:
-            self.failure = f"structured_outputs: the grammar does not allow token {token_id}"
-        elif token_id in self._eos:
-            self.ended = True
+        assert self._matcher is not None
+        if not self._matcher.accept([token_id]):
+            raise ValueError(f"the grammar does not allow token {token_id}")
+        self.ended = token_id in self._eos
+
+    def _fail(self, error: Exception) -> None:
+        """A backend that raises ends this request alone."""
+        self.failure = f"structured_outputs: {error}"
 
     def fill(self, row: np.ndarray) -> None:
         """Write which tokens may come next. row: [words] int32"""
@@ -88,9 +98,10 @@ class Constraint:
             return
         began = time.perf_counter()
         try:
+            assert self._matcher is not None
             self._matcher.fill_bitmask(row)
-        except RuntimeError as error:
-            self.failure = f"structured_outputs: {error}"
+        except Exception as error:
+            self._fail(error)
             row.fill(ANY)
             return
         if (taken := time.perf_counter() - began) > self._mask_timeout:

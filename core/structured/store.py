@@ -9,7 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from ..config import StructuredOutputsConfig
-from ..errors import ConfigError, PluginError
+from ..errors import ConfigError, EngineStopped, PluginError
 from ..protocols import Grammar, GrammarBackend, GrammarSpec, Vocabulary
 from ..registry import Registry
 from .probe import check_mask_time, probe
@@ -43,7 +43,7 @@ class GrammarStore:
     async def compile(self, spec: GrammarSpec) -> Grammar:
         """From the cache, or compiled now; equal specs at the same time are compiled once.
 
-        Raises ValueError with what is wrong with the grammar.
+        Raises ValueError with what is wrong with the grammar, EngineStopped after `close`.
         """
         found = self._cache.get(spec)
         if found is not None:
@@ -54,13 +54,19 @@ class GrammarStore:
             task = asyncio.create_task(self._compile(spec))
             self._compiling[spec] = task
             task.add_done_callback(lambda done: self._compiled(spec, done))
-        return await asyncio.shield(task)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if task.cancelled():  # by `close`, and not the caller
+                raise EngineStopped("the engine is stopping") from None
+            raise
 
     async def close(self) -> None:
         """No more grammars."""
-        for task in self._compiling.values():
+        compiling = list(self._compiling.values())
+        for task in compiling:
             task.cancel()
-        await asyncio.gather(*self._compiling.values(), return_exceptions=True)
+        await asyncio.gather(*compiling, return_exceptions=True)
         for trial in self._trials.values():
             await trial.close()
         self._pool.shutdown(wait=False, cancel_futures=True)

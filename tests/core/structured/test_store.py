@@ -14,7 +14,7 @@ import pytest
 
 import jackfield
 from jackfield.core.config import StructuredOutputsConfig
-from jackfield.core.errors import ConfigError
+from jackfield.core.errors import ConfigError, EngineStopped
 from jackfield.core.protocols import GrammarSpec, Vocabulary
 from jackfield.core.registry import Registry, load_plugins
 from jackfield.core.structured.store import GrammarStore, check_backend
@@ -96,6 +96,15 @@ async def test_one_impatient_caller_does_not_spoil_it_for_the_others() -> None:
     assert (await second).matcher() is not None
     assert len(Counting.compiled) == 1
     await grammars.close()
+
+
+async def test_closing_tells_those_who_wait() -> None:
+    grammars = store(hostile=Hostile)
+    waiting = asyncio.create_task(grammars.compile(GrammarSpec("regex", "hang")))
+    await asyncio.sleep(0.2)
+    await grammars.close()
+    with pytest.raises(EngineStopped):
+        await waiting
 
 
 async def test_the_cache_drops_what_was_used_longest_ago() -> None:
