@@ -41,7 +41,7 @@ class StructuredOutputsConfig(
     ] = False
     max_grammar_bytes: Annotated[
         int, _doc("Largest schema, expression or grammar of a request, in bytes.", ge=1)
-    ] = 65536
+    ] = 131072
     max_grammar_depth: Annotated[
         int, _doc("Deepest nesting of a schema, expression or grammar.", ge=1, le=500)
     ] = 64

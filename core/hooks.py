@@ -145,7 +145,7 @@ def register_kv_compressors(registry: Registry[type[KVCompressor]]) -> None:
 def register_structured_backends(registry: Registry[type[GrammarBackend]]) -> None:
     """Grammar → token bitmask.
 
-        registry.add("xgrammar", "jackfield.plugins.structured.xgrammar:XGrammar", priority=20)
+        registry.add("xgrammar", "jackfield.plugins.structured.xgrammar:XGrammar", priority=10)
 
     Used by the engine for requests with `SamplingParams.structured_outputs`
     (`StructuredOutputsConfig.backend`); `auto` takes, for each grammar, the highest priority that

@@ -17,14 +17,20 @@ from ..types import STRUCTURED_KINDS, StructuredOutputsParams
 MAX_PLAIN_NODES = 500
 """Subschemas, names and enum values of a schema that compiles at once."""
 MAX_PLAIN_COUNT = 200
-"""Largest `maxLength`, `maxItems` and the like of such a schema."""
-MAX_PLAIN_OPTIONAL = 40
-"""Optional properties of one object: backends lay out every order of leaving them away."""
+"""Largest `maxItems` and the like of such a schema."""
+MAX_PLAIN_PROPERTIES = 40
+"""Properties of one object: backends lay out every way of leaving some away."""
 
-_COUNTS = frozenset(
-    ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
-)
-_COSTLY = frozenset(("pattern", "patternProperties", "propertyNames", "format", "allOf", "not"))
+_COUNTS = frozenset(("minItems", "maxItems"))
+_COSTLY = frozenset(
+    (
+        "allOf", "format", "maxLength", "maxProperties", "minLength", "minProperties", "multipleOf",
+        "not", "pattern", "patternProperties", "propertyNames",
+    )
+)  # fmt: skip
+"""Keywords that can take a backend seconds, even in a small schema."""
+_JOINED = frozenset(("allOf", "not", "if", "dependentSchemas", "unevaluatedProperties"))
+_WHOLE = frozenset(("additionalProperties", "patternProperties"))
 _NAMED = frozenset(
     ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies")
 )
@@ -41,15 +47,28 @@ def grammar_spec(params: StructuredOutputsParams, config: StructuredOutputsConfi
         raise _too_deep(name, config) from None
     except ValueError as error:
         raise InvalidRequest(f"{name}: is not JSON as it should be: {error}", param=name) from None
-    size = len(spec.text.encode("utf-8", "replace"))
+    check_bounds(spec.text, name, config)
+    match spec.kind:
+        case "json":
+            return GrammarSpec("json", _text(closed(json.loads(spec.text))))
+        case "structural_tag":
+            return GrammarSpec("structural_tag", _text(_closed_tag(json.loads(spec.text))))
+    return spec
+
+
+def check_bounds(text: str, name: str, config: StructuredOutputsConfig) -> None:
+    """Raises InvalidRequest about the field `name` when a text is too large or nested too deep.
+
+    What takes a schema apart comes after this: the event loop must not be kept busy by one.
+    """
+    size = len(text.encode("utf-8", "replace"))
     if size > config.max_grammar_bytes:
         raise InvalidRequest(
             f"{name}: {size} bytes, at most {config.max_grammar_bytes} allowed (max_grammar_bytes)",
             param=name,
         )
-    if _depth(spec.text) > config.max_grammar_depth:
+    if _depth(text) > config.max_grammar_depth:
         raise _too_deep(name, config)
-    return spec
 
 
 def field_of(params: StructuredOutputsParams) -> str:
@@ -76,6 +95,32 @@ def _canonical(params: StructuredOutputsParams) -> GrammarSpec:
             raise ValueError("a schema is an object")
         return GrammarSpec("json", _text(schema))
     return GrammarSpec("json_object")
+
+
+def closed(schema: Any) -> Any:
+    """The schema, changed so that objects that name their properties have no others, unless they
+    say so.
+
+    That is what OpenAI's strict mode asks for and other servers do, and it makes every backend
+    read a schema alike. Schemas that are joined from parts are left as they are: closing the parts
+    would leave nothing that fits all of them.
+    """
+    for part in subschemas(schema):
+        joined = "properties" in part and not part.keys().isdisjoint(("anyOf", "oneOf", "$ref"))
+        if joined or not part.keys().isdisjoint(_JOINED):
+            return schema
+    for part in subschemas(schema):
+        if "properties" in part and part.keys().isdisjoint(_WHOLE):
+            part["additionalProperties"] = False
+    return schema
+
+
+def _closed_tag(tag: dict[str, Any]) -> dict[str, Any]:
+    structures = tag.get("structures")
+    for structure in structures if isinstance(structures, list) else ():
+        if isinstance(structure, dict):
+            closed(structure.get("schema"))
+    return tag
 
 
 def _decoded(given: Any) -> Any:
@@ -127,7 +172,7 @@ def is_plain(spec: GrammarSpec) -> bool:
             if not (isinstance(part[name], int) and 0 <= part[name] <= MAX_PLAIN_COUNT):
                 return False
         properties = part.get("properties")
-        if isinstance(properties, dict) and len(properties) > MAX_PLAIN_OPTIONAL:
+        if isinstance(properties, dict) and len(properties) > MAX_PLAIN_PROPERTIES:
             return False
     return True
 

@@ -81,7 +81,7 @@ class _Job:
         logprobs = (asked.top_logprobs or 0) if asked.logprobs else None
         self.params = asked.sampling(asked.token_limit, logprobs)
         self.uses_tools = bool(asked.tools) and asked.tool_choice != "none"
-        self.forced = forced_calls(asked)
+        self.forced = forced_calls(asked, engine.config.structured_outputs_config)
         if self.uses_tools and self.forced is None and engine.config.tool_call_parser is None:
             raise InvalidRequest(
                 "tools: this server has no tool-call parser; start it with --tool-call-parser",
@@ -103,7 +103,8 @@ class _Job:
             parser = self.engine.plugins["tool_parser"].load(
                 self.engine.config.tool_call_parser or ""
             )
-            grammar = strict_calls(self.asked, parser)
+            config = self.engine.config.structured_outputs_config
+            grammar = strict_calls(self.asked, parser, config)
         else:
             return params
         return msgspec.structs.replace(params, structured_outputs=grammar)

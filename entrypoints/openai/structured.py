@@ -9,7 +9,9 @@ from typing import Any
 
 import msgspec
 
+from ...core.config import StructuredOutputsConfig
 from ...core.errors import InvalidRequest
+from ...core.structured.spec import check_bounds
 from ...core.text.forced_calls import CallList, NamedCall
 from ...core.types import StructuredOutputsParams, structured_outputs_from
 
@@ -91,11 +93,12 @@ def _made(field: str, kind: str, value: Any) -> StructuredOutputsParams:
 # ---------------------------------------------------------------- tools
 
 
-def forced_calls(asked: Any) -> ForcedCalls | None:
+def forced_calls(asked: Any, config: StructuredOutputsConfig) -> ForcedCalls | None:
     """For `tool_choice` "required" or a named function. Raises InvalidRequest."""
     choice = asked.tool_choice
     if choice in (None, "auto", "none"):
         return None
+    _check_tools(asked.tools, config)
     functions = _functions(asked.tools)
     if choice == "required":
         if not functions:
@@ -113,7 +116,9 @@ def forced_calls(asked: Any) -> ForcedCalls | None:
     return ForcedCalls(_made("tools", "json", schema), parser, named=True)
 
 
-def strict_calls(asked: Any, parser: Any) -> StructuredOutputsParams | None:
+def strict_calls(
+    asked: Any, parser: Any, config: StructuredOutputsConfig
+) -> StructuredOutputsParams | None:
     """A grammar for calls that the model makes by itself, when a tool is `strict`: what the family
     writes around a call, with the tool's schema between. None where nothing is asked for, or the
     tool parser (a class) does not say what its family writes (`call_form`)."""
@@ -121,6 +126,7 @@ def strict_calls(asked: Any, parser: Any) -> StructuredOutputsParams | None:
     functions = _functions(asked.tools)
     if form is None or not any(function.get("strict") for function in functions.values()):
         return None
+    _check_tools(asked.tools, config)
     trigger, begin, end = form
     structures = [
         {
@@ -134,6 +140,10 @@ def strict_calls(asked: Any, parser: Any) -> StructuredOutputsParams | None:
     if asked.parallel_tool_calls is False:
         tag["stop_after_first"] = True
     return _made("tools", "structural_tag", tag)
+
+
+def _check_tools(tools: Any, config: StructuredOutputsConfig) -> None:
+    check_bounds(msgspec.json.encode(tools).decode(), "tools", config)
 
 
 def _functions(tools: Any) -> dict[str, dict[str, Any]]:

@@ -10,5 +10,5 @@ from ...core.hooks import hookimpl
 @hookimpl
 def register_structured_backends(registry: Any) -> None:
     here = "jackfield.plugins.structured"
-    registry.add("xgrammar", f"{here}.xgrammar:XGrammar", priority=20)
-    registry.add("llguidance", f"{here}.llguidance:LLGuidance", priority=10)
+    registry.add("llguidance", f"{here}.llguidance:LLGuidance", priority=20)
+    registry.add("xgrammar", f"{here}.xgrammar:XGrammar", priority=10)

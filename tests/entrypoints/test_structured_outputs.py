@@ -78,6 +78,16 @@ MESSAGES: Any = [
 ]
 
 
+def deep(levels: int) -> Any:
+    schema: Any = {"type": "string"}
+    for _ in range(levels):
+        schema = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
+    return schema
+
+
+DEEP = deep(300)
+
+
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
     config = EngineConfig(
@@ -313,6 +323,8 @@ def test_the_client_parses_a_response_format(client: openai.OpenAI) -> None:
         ({"tools": [ADD], "tool_choice": "required", "response_format": FORMAT}, "tool_choice"),
         ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "?"}}}],
           "tool_choice": "required"}, "tools"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": DEEP}}],
+          "tool_choice": "required"}, "tools"),
     ],
     ids=lambda value: str(value)[:60],
 )  # fmt: skip
@@ -325,13 +337,6 @@ def test_wrong_wishes_are_refused_by_name(
                 model=MODEL, messages=MESSAGES, max_tokens=5, stream=stream, **options
             )
         assert caught.value.body["param"] == param, caught.value.body  # type: ignore[index]
-
-
-def deep(levels: int) -> Any:
-    schema: Any = {"type": "string"}
-    for _ in range(levels):
-        schema = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
-    return schema
 
 
 HOSTILE: list[dict[str, Any]] = [

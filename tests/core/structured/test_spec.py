@@ -11,7 +11,7 @@ from jackfield import SamplingParams, StructuredOutputsParams
 from jackfield.core.config import EngineConfig, StructuredOutputsConfig
 from jackfield.core.errors import ConfigError, InvalidRequest
 from jackfield.core.protocols import GrammarSpec
-from jackfield.core.structured.spec import grammar_spec, is_plain, subschemas
+from jackfield.core.structured.spec import closed, grammar_spec, is_plain, subschemas
 
 CONFIG = StructuredOutputsConfig(max_grammar_bytes=2000, max_grammar_depth=10)
 PLAIN = {"type": "object", "properties": {"a": {"enum": ["x", {"pattern": "data"}]}}}
@@ -86,6 +86,12 @@ def test_a_schema_nested_past_any_stack_is_refused() -> None:
         grammar_spec(StructuredOutputsParams(json=nested(100_000)), CONFIG)
 
 
+def test_what_the_caller_gave_is_left_alone() -> None:
+    schema = {"properties": {"a": {}}}
+    spec = grammar_spec(StructuredOutputsParams(json=schema), CONFIG)
+    assert "additionalProperties" in spec.text and schema == {"properties": {"a": {}}}
+
+
 def test_a_dict_becomes_params() -> None:
     params = SamplingParams(structured_outputs={"regex": "a"})  # type: ignore[arg-type]
     assert params.structured_outputs == StructuredOutputsParams(regex="a")
@@ -99,10 +105,11 @@ def test_a_dict_becomes_params() -> None:
     ("schema", "plain"),
     [
         (PLAIN, True),
-        ({"type": "string", "maxLength": 50}, True),
+        ({"type": "array", "maxItems": 50}, True),
         ({"type": "object", "properties": {"pattern": {"type": "string"}}}, True),
-        ({"type": "string", "maxLength": 10**6}, False),
-        ({"type": "string", "maxLength": "9"}, False),
+        ({"type": "string", "maxLength": 9}, False),
+        ({"type": "array", "maxItems": 10**6}, False),
+        ({"type": "array", "maxItems": "9"}, False),
         ({"items": {"type": "string", "pattern": "a+"}}, False),
         ({"properties": {f"k{i}": {"type": "string"} for i in range(41)}}, False),
         ({"enum": list(range(600))}, False),
@@ -110,6 +117,27 @@ def test_a_dict_becomes_params() -> None:
 )
 def test_only_ordinary_schemas_are_plain(schema: Any, plain: bool) -> None:
     assert is_plain(GrammarSpec("json", json.dumps(schema))) is plain
+
+
+@pytest.mark.parametrize(
+    ("schema", "same"),
+    [
+        ({"properties": {"a": {}}}, False),
+        ({"type": "array", "items": {"properties": {"a": {}}}}, False),
+        ({"anyOf": [{"properties": {"a": {}}}, {"type": "null"}]}, False),
+        ({"properties": {"a": {}}, "additionalProperties": {"type": "null"}}, True),
+        ({"properties": {"a": {}}, "patternProperties": {"b": {}}}, True),
+        ({"type": "object"}, True),
+        ({"allOf": [{"properties": {"a": {}}}, {"properties": {"b": {}}}]}, True),
+        ({"properties": {"a": {}}, "$ref": "#/$defs/more"}, True),
+        ({"properties": {"a": {}}, "anyOf": [{"properties": {"b": {}}}]}, True),
+        ({"const": {"properties": {}}}, True),
+    ],
+)
+def test_objects_that_name_their_properties_are_closed(schema: Any, same: bool) -> None:
+    made = closed(json.loads(json.dumps(schema)))
+    assert (made == schema) is same
+    assert same or '"additionalProperties": false' in json.dumps(made)
 
 
 def test_expressions_and_grammars_are_never_plain() -> None:

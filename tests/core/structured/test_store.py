@@ -129,7 +129,7 @@ async def test_a_wrong_grammar_is_not_kept() -> None:
 @pytest.mark.parametrize(
     ("spec", "first", "reason"),
     [
-        (PLAIN, "xgrammar", ""),
+        (PLAIN, "llguidance", ""),
         (REGEX, "llguidance", "could take long"),
         (GrammarSpec("grammar", 'root ::= "a"'), "xgrammar", "GBNF"),
         (GrammarSpec("json", '{"allOf":[{"type":"string"},{"maxLength":3}]}'), "llguidance",
