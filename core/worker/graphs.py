@@ -65,12 +65,15 @@ class DecodeGraphs:
         """The recorded number of rows that serves `num_rows`."""
         return next(count for count in self._counts if count >= num_rows)
 
-    def missing(self) -> list[int]:
-        """Row counts that are not recorded yet with sampling, the largest first.
+    def missing(self) -> list[tuple[int, bool]]:
+        """What is not recorded yet, the largest first: row counts with sampling, and up to the
+        logits once some step has asked for that.
 
         They share their memory: what the largest one needs serves the others.
         """
-        return [n for n in reversed(self._counts) if (n, True) not in self._replays]
+        kinds = (True, False) if self.logits.numel() else (True,)
+        wanted = [(n, sample) for sample in kinds for n in reversed(self._counts)]
+        return [kind for kind in wanted if kind not in self._replays]
 
     def launch(self, plan: StepPlan, sample: bool) -> bool:
         """Replay a step, with its sampling (to `chosen`) or up to `logits`.

@@ -9,7 +9,7 @@ import gc
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -61,6 +61,9 @@ class Worker:
         )
         self.max_num_batched_tokens = config.max_num_batched_tokens
         self.runner: ModelRunner | None = None
+        self.more_ahead: Callable[[], None] | None = None
+        """Told once when `prepare_ahead` has more to do than it had at the start: some step wanted
+        its graph up to the logits only."""
         self._short_prompts = [4, 16, 32]
         """Numbers of tokens whose kernels are compiled when there is time."""
 
@@ -185,9 +188,14 @@ class Worker:
         """Launch one step."""
         assert self.runner is not None, "start() comes first"
         try:
-            return self.runner.launch(plan)
+            step = self.runner.launch(plan)
         except torch.OutOfMemoryError as error:
             raise explain_oom(error, f"running a step of {plan.total_tokens} tokens") from error
+        graphs = self.runner.graphs
+        if graphs is not None and graphs.logits.numel() and self.more_ahead is not None:
+            self.more_ahead()
+            self.more_ahead = None
+        return step
 
     @torch.inference_mode()
     def prepare_ahead(self) -> bool:
@@ -201,7 +209,7 @@ class Worker:
             return True
         missing = graphs.missing()
         if missing:
-            graphs.record(missing[0], sample=True)
+            graphs.record(*missing[0])
         return len(missing) > 1
 
     def _recorder(self) -> Recorder | None:
