@@ -61,9 +61,8 @@ class Worker:
         )
         self.max_num_batched_tokens = config.max_num_batched_tokens
         self.runner: ModelRunner | None = None
-        self.more_ahead: Callable[[], None] | None = None
-        """Told once when `prepare_ahead` has more to do than it had at the start: some step wanted
-        its graph up to the logits only."""
+        self.more_ahead: Callable[[], None] = _nobody_listens
+        """Called, on the launch thread, when `prepare_ahead` has more to do than it had."""
         self._short_prompts = [4, 16, 32]
         """Numbers of tokens whose kernels are compiled when there is time."""
 
@@ -168,6 +167,7 @@ class Worker:
                 operations=operations,
                 record=recorder,
             )
+            graphs.more_to_record = lambda: self.more_ahead()
             try:
                 graphs.record(1, sample=True)
                 runner.graphs = graphs
@@ -188,14 +188,9 @@ class Worker:
         """Launch one step."""
         assert self.runner is not None, "start() comes first"
         try:
-            step = self.runner.launch(plan)
+            return self.runner.launch(plan)
         except torch.OutOfMemoryError as error:
             raise explain_oom(error, f"running a step of {plan.total_tokens} tokens") from error
-        graphs = self.runner.graphs
-        if graphs is not None and graphs.logits.numel() and self.more_ahead is not None:
-            self.more_ahead()
-            self.more_ahead = None
-        return step
 
     @torch.inference_mode()
     def prepare_ahead(self) -> bool:
@@ -331,6 +326,10 @@ class Worker:
         runner.sampler.sample(logits, inputs.sample_slots, slots, inputs.sample_lengths)
         for slot in slots:
             runner.sampling.release(slot)
+
+
+def _nobody_listens() -> None:
+    """For a worker without spare time."""
 
 
 def _refusal(

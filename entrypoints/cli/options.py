@@ -50,7 +50,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
             continue
         kind, text = _unpack(hints[name])
         default = getattr(EngineConfig(), name)
-        if not (isinstance(kind, type) and issubclass(kind, msgspec.Struct)):
+        if not isinstance(default, msgspec.Struct):
             _add(group, name, kind, text, default)
             continue
         _add(group, name, kind, text, "see the flags below")
