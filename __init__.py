@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 from .core.config import EngineConfig
 from .core.hooks import hookimpl
-from .core.types import OutputKind, RequestOutput, SamplingParams, StructuredOutputsParams
+from .core.pooling import PoolingParams
+from .core.types import (
+    OutputKind,
+    PoolingRequestOutput,
+    RequestOutput,
+    SamplingParams,
+    StructuredOutputsParams,
+)
 
 if TYPE_CHECKING:
     from .core.engine.async_engine import AsyncEngine
@@ -22,6 +29,8 @@ __all__ = [
     "AsyncEngine",
     "EngineConfig",
     "OutputKind",
+    "PoolingParams",
+    "PoolingRequestOutput",
     "RequestOutput",
     "SamplingParams",
     "StructuredOutputsParams",

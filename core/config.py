@@ -59,6 +59,21 @@ class StructuredOutputsConfig(
     ] = 0.5
 
 
+class KVTransferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which KV connector to use, and how: `EngineConfig.kv_transfer_config`. Names are vLLM's."""
+
+    kv_connector: Annotated[str, _doc("KV connector by name.", min_length=1)]
+    kv_role: Annotated[
+        Literal["kv_both", "kv_producer", "kv_consumer"],
+        _doc("kv_producer only saves, kv_consumer only loads, kv_both does both."),
+    ] = "kv_both"
+    kv_connector_extra_config: Annotated[dict[str, Any], _doc("The connector's own options.")] = {}
+    kv_load_failure_policy: Annotated[
+        Literal["recompute", "fail"],
+        _doc("What a request does when its KV cannot be loaded: compute it, or end with an error."),
+    ] = "recompute"
+
+
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """All that an engine needs to know to start. Frozen; refused as a whole if a part is wrong.
 
@@ -90,6 +105,21 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     dtype: Annotated[
         DType, _doc("Type of weights and activations; auto: the checkpoint's, float32 on a CPU.")
     ] = "auto"
+    runner: Annotated[
+        Literal["auto", "generate", "pooling"],
+        _doc("Generate text, or pool hidden states to vectors; auto: what the checkpoint is for."),
+    ] = "auto"
+    task: Annotated[
+        Literal["auto", "generate", "embed", "classify", "score"],
+        _doc("What the model is for, as older vLLM asks it: sets runner, and is checked."),
+    ] = "auto"
+    pooler_config: Annotated[
+        dict[str, Any] | None,
+        _doc(
+            "What to change in how states are pooled: pooling_type (CLS, LAST, MEAN), normalize, "
+            "activation."
+        ),
+    ] = None
     seed: Annotated[Bits64, _doc("Seeds the requests that bring no seed, and dummy weights.")] = 0
     load_format: Annotated[
         LoadFormat, _doc("Weight loader: auto, safetensors, dummy (random), or a plugin's.")
@@ -129,6 +159,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         Literal["auto", "bfloat16", "float16", "float32"],
         _doc("Type of cached keys and values; auto: the model's. Another one is refused for now."),
     ] = "auto"
+    kv_transfer_config: Annotated[
+        KVTransferConfig | None,
+        _doc(
+            "KV connector and its options: kv_connector, kv_role, kv_connector_extra_config, "
+            "kv_load_failure_policy; default: none."
+        ),
+    ] = None
     attention_backend: Annotated[str, _doc("Attention backend by name, or auto.")] = "auto"
     operations: Annotated[
         str, _doc("Implementation of norms, products and activations by name, or auto.")
@@ -169,6 +206,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             if isinstance(value, list):
                 value = tuple(value)
             msgspec.structs.force_setattr(self, name, value)
+        if isinstance(self.kv_transfer_config, dict):
+            msgspec.structs.force_setattr(
+                self, "kv_transfer_config", _transfer_config(self.kv_transfer_config)
+            )
         for name, hint in _field_types(type(self)).items():
             value = getattr(self, name)
             try:
@@ -195,6 +236,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
                 raise ConfigError(
                     f"{name}: more than one GPU is not supported yet, set it to 1", param=name
                 )
+        if self.kv_transfer_config is not None and not self.enable_prefix_caching:
+            raise ConfigError(
+                "kv_transfer_config: what a connector loads becomes part of the prefix cache, "
+                "which enable_prefix_caching turns off",
+                param="kv_transfer_config",
+            )
         if (
             not self.enable_chunked_prefill
             and self.max_num_batched_tokens is not None
@@ -218,6 +265,15 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
                 hint = f"; did you mean {near[0]}?" if near else ""
                 raise ConfigError(f"{name}: no such engine option{hint}", param=name)
         return cls(**options)
+
+
+def _transfer_config(given: dict[str, Any]) -> KVTransferConfig:
+    try:
+        return msgspec.convert(given, KVTransferConfig)
+    except msgspec.ValidationError as error:
+        raise ConfigError(
+            f"kv_transfer_config: {error} (got {given!r})", param="kv_transfer_config"
+        ) from None
 
 
 def _field_types(cls: type) -> dict[str, Any]:

@@ -10,6 +10,8 @@ group `jackfield`:
     # my_package/plugin.py
     from jackfield import hookimpl
 
+    jackfield_api = 1
+
     @hookimpl
     def register_tool_parsers(registry):
         registry.add("mine", "my_package.parser:MyToolParser")
@@ -18,6 +20,13 @@ Registration hooks run once, when the plugins are loaded (`core.registry.load_pl
 typed registry. References are lazy: `"module:attribute"` is imported when somebody uses the name,
 so finding plugins imports neither torch nor a plugin's heavy modules. Event hooks run on the event
 loop; they may be `async def`. A hook that nobody implements costs nothing in a step.
+
+`jackfield_api` is the `API_VERSION` that the plugin was written for. It is raised when a hook or a
+protocol changes so that plugins must change, too; a new hook, or a new method that a plugin may
+have, does not raise it. A plugin for another version is left out, with a line that says so. One
+that states none counts as written for 1, the first version: no plugin runs against a contract
+that its author has not seen. A plugin that states a version and cannot even be imported here (it
+uses what only the other version has) gets the same line: its source is looked at.
 """
 
 from __future__ import annotations
@@ -36,6 +45,7 @@ if TYPE_CHECKING:
         KVConnector,
         LogitsProcessor,
         Model,
+        PoolingModel,
         QuantizationMethod,
         ReasoningParser,
         SchedulePolicy,
@@ -44,10 +54,11 @@ if TYPE_CHECKING:
         WeightLoader,
     )
     from .registry import Registry
-    from .types import RequestOutput, StepPlan, StepResult
+    from .types import PoolingRequestOutput, RequestOutput, StepPlan, StepResult
 
 PROJECT = "jackfield"
 API_VERSION = 1
+"""What plugins state as `jackfield_api`."""
 
 hookspec = pluggy.HookspecMarker(PROJECT)
 hookimpl = pluggy.HookimplMarker(PROJECT)
@@ -57,12 +68,13 @@ hookimpl = pluggy.HookimplMarker(PROJECT)
 
 
 @hookspec
-def register_models(registry: Registry[type[Model]]) -> None:
+def register_models(registry: Registry[type[Model] | type[PoolingModel]]) -> None:
     """Architecture name (as in config.json's `architectures`) → module class.
 
         registry.add("LlamaForCausalLM", "jackfield.plugins.models.llama:LlamaForCausalLM")
 
-    Used by the worker when it builds the model. Contract: `protocols.Model`.
+    Used by the worker when it builds the model, and before that to see whether the class generates
+    text, is pooled to vectors, or both. Contract: `protocols.Model`, `protocols.PoolingModel`.
     """
 
 
@@ -106,7 +118,8 @@ def register_reasoning_parsers(registry: Registry[type[ReasoningParser]]) -> Non
 
         registry.add("qwen3", "jackfield.plugins.reasoning.think_tags:Qwen3Reasoning")
 
-    Used by the server, one instance a request. Contract: `protocols.ReasoningParser`.
+    Used by the server, two instances an answer: one splits it, one counts the tokens of thought.
+    Contract: `protocols.ReasoningParser`.
     """
 
 
@@ -116,7 +129,7 @@ def register_tool_parsers(registry: Registry[type[ToolParser]]) -> None:
 
         registry.add("hermes", "jackfield.plugins.tools.hermes:HermesToolParser")
 
-    Used by the server, one instance a request. Contract: `protocols.ToolParser`.
+    Used by the server, one instance an answer. Contract: `protocols.ToolParser`.
     """
 
 
@@ -126,8 +139,10 @@ def register_kv_connectors(registry: Registry[type[KVConnector]]) -> None:
 
         registry.add("my_store", "my_package.store:StoreConnector")
 
-    Called by nothing yet: the engine has no connector support in this version.
-    Contract: `protocols.KVConnector`.
+    Used by the engine and by the worker at start (`EngineConfig.kv_transfer_config`), a half each.
+    Contract: `protocols.KVConnector`, `protocols.KVConnectorScheduler`,
+    `protocols.KVConnectorWorker`, made from a `protocols.KVConnectorSetup` with a
+    `protocols.KVLayout`.
     """
 
 
@@ -245,11 +260,12 @@ def engine_stopping(engine: Any) -> None:
 
 
 @hookspec
-def request_finished(output: RequestOutput) -> None:
+def request_finished(output: RequestOutput | PoolingRequestOutput) -> None:
     """After a request's last output was published. Read-only. May be async.
 
     Called by the engine, in a task of its own: the stream does not wait for it. The output is
-    cumulative, whatever `output_kind` the caller chose.
+    cumulative, whatever `output_kind` the caller chose. An engine that pools gives pooling
+    outputs, of requests that neither failed nor were aborted.
     """
 
 

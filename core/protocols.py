@@ -5,12 +5,15 @@ Torch is imported for type checking only, so that finding plugins stays cheap.
 
 from __future__ import annotations
 
+import functools
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeAlias, runtime_checkable
 
 import msgspec
 
-from .types import StepPlan, StepResult
+from .types import KVReport, StepPlan, StepResult
 
 if TYPE_CHECKING:
     import asyncio
@@ -19,7 +22,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from .config import EngineConfig
+    from .config import EngineConfig, KVTransferConfig
     from .loading.model_config import ModelConfig
     from .nn.context import BatchLayout, BuildContext, ForwardContext
     from .nn.operations import Norm
@@ -52,12 +55,51 @@ class Model(Protocol):
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden: [num_rows, hidden_size] → logits [num_rows, vocab_size], any float dtype."""
 
+    def after_loading(self) -> None:
+        """Once, when every parameter is filled: weights made of others. Optional."""
+
+
+class PoolingModel(Protocol):
+    """An architecture whose hidden states are pooled to vectors. A `Model` may be one, too.
+
+    What a class has tells what it is for: with `compute_logits` it generates, with
+    `pooling_states` it can be pooled, with `classify` it is a classifier.
+    """
+
+    weight_map: ClassVar[Any]
+    causal: ClassVar[bool]
+    """False: an encoder. Each prompt runs whole in one step, `context.backend` is None and
+    nothing is cached. Optional; without it, true."""
+    pooling_type: ClassVar[Literal["CLS", "LAST", "MEAN"]]
+    """For checkpoints that do not say. Optional; without it, LAST."""
+
+    def __init__(self, config: ModelConfig, build: BuildContext) -> None:
+        """As `Model`. `config.pooling` is set, and nothing that only generating needs is."""
+
+    @classmethod
+    def context_length(cls, hf_config: Any) -> int:
+        """Most tokens a prompt may have. Optional; without it, as the configuration says."""
+
+    def forward(self, input_ids: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        """input_ids: [num_tokens] int64 → hidden states [num_tokens, hidden_size]."""
+
+    def pooling_states(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden: [any, hidden_size], some of what `forward` gave → what is pooled, same shape."""
+
+    def classify(self, pooled: torch.Tensor) -> torch.Tensor:
+        """pooled: [num_rows, hidden_size] → logits [num_rows, num_labels]. Only classifiers."""
+
 
 # ---------------------------------------------------------------- attention
 
 
 class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """One layer's attention, as a backend needs to know it."""
+    """One layer's attention, as a backend needs to know it.
+
+    A field with a default is a feature: a layer that sets it is served only by backends that list
+    its name in `AttentionBackend.features`. So a backend that is older than a field cannot ignore
+    it unknowingly.
+    """
 
     num_heads: int
     num_kv_heads: int
@@ -67,27 +109,55 @@ class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Each query sees itself and the `sliding_window - 1` tokens before it."""
     soft_cap: float | None = None
     """logits = soft_cap * tanh(logits / soft_cap)"""
+    alibi_slopes: tuple[float, ...] | None = None
+    """[num_heads] A head's slope * (key's position - query's position) is added to its logits,
+    after the soft cap. Source: ALiBi (arXiv 2108.12409)."""
+    sinks: bool = False
+    """Each head has one more logit, learned, that takes part in the softmax and has no value;
+    `forward` gets them as `sinks`."""
+
+    @property
+    def features(self) -> frozenset[str]:
+        """Names of the optional fields that this layer sets."""
+        return frozenset(
+            name for name, default in _defaults(type(self)) if getattr(self, name) != default
+        )
 
 
-class AttentionBackend(Protocol):
-    """Causal attention over a paged KV cache, prefill and decode rows in one batch.
+@functools.cache
+def _defaults(spec: type[AttentionSpec]) -> tuple[tuple[str, Any], ...]:
+    """Name and default of each field that has one."""
+    fields = msgspec.structs.fields(spec)
+    return tuple((f.name, f.default) for f in fields if f.default is not msgspec.NODEFAULT)
+
+
+class AttentionBackend(ABC):
+    """Causal attention over a paged KV cache, prefill and decode rows in one batch. Subclass it.
 
     One instance serves a model; it may keep workspaces. The cache of one layer is
     [2 (key, value), num_blocks, block_size, num_kv_heads, head_dim]. Block 0 is the null block:
-    padding rows write there.
+    padding rows write there. Whether yours is right: `jackfield.plugins.conformance.attention`.
     """
 
     name: ClassVar[str]
-    graph_safe: ClassVar[bool]
+    features: ClassVar[frozenset[str]] = frozenset({"sliding_window", "soft_cap"})
+    """Optional fields of `AttentionSpec` that it knows of. The default is what there was in the
+    first version, and stays so; `supports` may still refuse one of them."""
+    graph_safe: ClassVar[bool] = False
     """Whether a decode-only `forward` may be captured in a CUDA graph."""
-    standard_cache: ClassVar[bool]
+    standard_cache: ClassVar[bool] = True
     """The cache has the layout above, and the step's keys and values are in it when `forward` is
     called; otherwise writing them is up to `forward`."""
 
     @classmethod
+    @abstractmethod
     def supports(cls, spec: AttentionSpec, device: torch.device, dtype: torch.dtype) -> str | None:
-        """None when it can serve this layer here, else the reason why not, in one clause."""
+        """None when it can serve this layer here, else the reason why not, in one clause.
 
+        Asked only about layers whose features it lists.
+        """
+
+    @abstractmethod
     def __init__(
         self,
         *,
@@ -99,9 +169,11 @@ class AttentionBackend(Protocol):
         max_model_len: int,
     ) -> None: ...
 
+    @abstractmethod
     def build_metadata(self, layout: BatchLayout) -> Any:
         """Once a step, before the first layer; what `forward` gets as `metadata`."""
 
+    @abstractmethod
     def forward(
         self,
         spec: AttentionSpec,
@@ -110,10 +182,14 @@ class AttentionBackend(Protocol):
         value: torch.Tensor,
         kv_cache: torch.Tensor,
         metadata: Any,
+        *,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attend to the cache. Where `standard_cache` is false, write key and value to it first.
 
-        query: [num_tokens, num_heads, head_dim]; key, value: [num_tokens, num_kv_heads, head_dim]
+        query: [num_tokens, num_heads, head_dim]; key, value: [num_tokens, num_kv_heads, head_dim];
+        sinks: [num_heads], given only for layers whose spec has them (a backend without that
+        feature needs no such argument)
         → [num_tokens, num_heads, head_dim]
         """
 
@@ -130,9 +206,10 @@ class AttentionBackend(Protocol):
         """All of it from the fused projection: cut into heads, norm, rotate, write, attend.
 
         qkv: [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]; the rest as for
-        `Operations.heads`. → as `forward`, or None, with nothing done, if this backend leaves
-        such a step to the operations and `forward`. Optional: a backend need not have it.
+        `Operations.heads`. → as `forward`, or None, with nothing done (the default): such a step
+        is left to the operations and `forward`. Not called for layers with sinks.
         """
+        return None
 
 
 # ---------------------------------------------------------------- quantization
@@ -181,6 +258,8 @@ class ToolCallStart(msgspec.Struct, frozen=True, tag="tool_call_start"):
 
     index: int
     name: str
+    id: str = ""
+    """The model's own id for the call, where its format has one that the template wants back."""
 
 
 class ToolCallArguments(msgspec.Struct, frozen=True, tag="tool_call_arguments"):
@@ -225,9 +304,13 @@ class ReasoningParser(Protocol):
 class ToolParser(Protocol):
     """Finds tool calls in the answer, for one request. Rules as for `ReasoningParser`.
 
-    Events are `Content`, `ToolCallStart`, `ToolCallArguments`, `ToolCallEnd`.
+    Events are `Content`, `ToolCallStart`, `ToolCallArguments`, `ToolCallEnd`. Calls are numbered
+    from 0 and do not overlap; only a call with valid JSON for arguments has an end.
 
-    A class may have `call_form: tuple[str, str, str]`: what begins every call, what its family
+    A class may have `markers`, as reasoning parsers have, and a function `new_id() -> str`: an id
+    for a call whose text has none, where the family's template wants a certain form.
+
+    It may have `call_form: tuple[str, str, str]`, too: what begins every call, what its family
     writes before a call's arguments (`{name}` stands for the name inside JSON quotes), and what
     after, none of it special tokens. With it, tools marked `strict` are held to their schemas by a
     grammar.
@@ -347,12 +430,19 @@ class Executor(Protocol):
     async def stop(self) -> None:
         """Finish what is queued, free the device. Safe to call twice."""
 
+    def watch_transfers(self, callback: Callable[[], None]) -> None:
+        """Call `callback` on the event loop when a KV connector's worker half has news.
+
+        Called once, before `start`, and only where a connector is configured: an executor without
+        this method serves without connectors.
+        """
+
 
 class ExecutorInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What the engine learns from a started executor."""
 
     num_blocks: int
-    """KV blocks, the null block included."""
+    """KV blocks, the null block included; 0: the model has no cache."""
     device: str
     dtype: str
     attention_backend: str
@@ -361,6 +451,8 @@ class ExecutorInfo(msgspec.Struct, frozen=True, kw_only=True):
     weight_bytes: int
     kv_cache_bytes: int
     load_seconds: float
+    kv_layout: KVLayout | None = None
+    """Where a KV connector is configured."""
 
 
 class SchedulePolicy(Protocol):
@@ -374,20 +466,152 @@ class SchedulePolicy(Protocol):
         """
 
 
-# ---------------------------------------------------------------- specified, not called yet
+# ---------------------------------------------------------------- KV connectors
+
+
+class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
+    """The KV cache, as a connector needs to know it."""
+
+    num_blocks: int
+    """The null block (0) included."""
+    block_size: int
+    """Tokens in a block."""
+    dtype: str
+    """As torch names it: "bfloat16", …"""
+    layers: tuple[tuple[int, int], ...]
+    """[num_layers] (num_kv_heads, head_dim) of each layer's cache."""
+    block_bytes: int
+    """Of one block over all layers, keys and values."""
+    fingerprint: bytes
+    """[32] What KV content depends on besides tokens: the model's configuration and weights, dtype
+    and layout. Engines with equal fingerprints may read each other's blocks. Block keys are made
+    with it, so equal keys mean equal content."""
+
+
+@dataclass(frozen=True)
+class KVConnectorSetup:
+    """What both halves of a connector are made from."""
+
+    transfer: KVTransferConfig
+    """The user's configuration; a connector's own options in `kv_connector_extra_config`."""
+    layout: KVLayout
+    plugins: Plugins
+    """For connectors that use others."""
+    notify: Callable[[], None]
+    """Call it when something has happened outside a step: an answer of `num_external_tokens` that
+    was None is known now (scheduler half), `poll` has something to tell (worker half). From any
+    thread; make the news visible first. What is told without it is seen with the next step, and
+    an idle engine makes none."""
+
+
+class KVConnectorScheduler(Protocol):
+    """The half on the event loop: decides. Nothing here may block or raise: what needs I/O goes to
+    a thread, and a far side that fails has nothing to load and saves nothing.
+
+    A transfer is a number that the engine gives to one load, one save or one hold of blocks. From
+    the call that names it until the worker half reports its end (`KVReport`), the engine neither
+    frees nor reuses its blocks, whatever becomes of the request. So each transfer must end, once,
+    and a load of a request that was aborted ends like any other.
+    """
+
+    def num_external_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
+        """Tokens past `num_computed_tokens` (a multiple of the block size, found in the engine's
+        own prefix cache) that could be loaded.
+
+        None: not known yet; the request is passed over, others go on, and after `notify` it is
+        asked again. Once answered it is not asked again, unless the request is preempted.
+        `request.block_hashes[i]` is the key of the prompt's block i, for all full blocks but one
+        that would leave nothing to compute; the answer counts from its block
+        num_computed_tokens / block_size on, and is rounded down to whole blocks.
+        `request.params.kv_transfer_params` is what the caller sent.
+        """
+
+    def start_load(
+        self, transfer: int, request: Request, keys: Sequence[bytes], block_ids: Sequence[int]
+    ) -> None:
+        """Blocks have been allocated for what `num_external_tokens` promised: fill `block_ids[i]`
+        with what `keys[i]` names. Part of the promise may have come from elsewhere by now.
+
+        The request waits; once the load has ended, what was filled is in the prefix cache, and the
+        rest is computed.
+        """
+
+    def start_save(
+        self, transfer: int, request: Request, keys: Sequence[bytes], block_ids: Sequence[int]
+    ) -> Sequence[int]:
+        """Full blocks that steps have computed, and whose content is final: → those of `block_ids`
+        that this connector will read, which the engine then holds; empty: none, no transfer.
+        """
+
+    def request_finished(
+        self, transfer: int, request: Request
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """A request has ended (`request.finish_reason`) → (hold its blocks, kv_transfer_params).
+
+        With True, `request.block_ids` are held under `transfer` until the worker half reports its
+        end: for a far side that fetches them. The dictionary goes into the response. Blocks of a
+        request that never ran are an empty list, and are not held.
+        """
+
+    def build_metadata(self) -> Any:
+        """What the worker half must know of the calls above; None: nothing. Called once for each
+        step that is planned, and when there is something to send but nothing to compute: return
+        everything new, once. Plain data, so that a plan may be sent to another process.
+        """
+
+    def update(self, report: KVReport) -> None:
+        """The worker half's report; the engine has taken it in."""
+
+    def close(self) -> None:
+        """The engine stops. The worker half is closed later."""
+
+
+class KVConnectorWorker(Protocol):
+    """The half beside the device: moves. Its methods run on the launch thread, and must not wait
+    for a transfer: that is for a thread or stream of its own.
+
+    On a GPU, transfers run on the connector's own streams. A save needs no order: what it reads was
+    final before `start` was called. A load must wait for an event that `start` records on the
+    current stream, since steps under way may still use the blocks' former content; its end is
+    reported after the device has finished it.
+    """
+
+    def bind(self, kv_caches: Sequence[torch.Tensor]) -> None:
+        """Once, before the first step. [num_layers] tensors
+        [2 (key, value), num_blocks, block_size, num_kv_heads, head_dim], as `KVLayout` says. They
+        are inference tensors: write to them within `torch.inference_mode()`."""
+
+    def start(self, metadata: Any) -> None:
+        """What `build_metadata` returned, before its step is launched: start the transfers.
+
+        A far side that fails is reported by `poll`; an error raised here ends the engine.
+        """
+
+    def poll(self) -> KVReport | None:
+        """What has ended since the last call. Called with every step, so it must be cheap."""
+
+    def close(self) -> None:
+        """The engine stops: finish the saves under way, drop the loads, leave no thread that
+        touches the cache."""
 
 
 class KVConnector(Protocol):
-    """KV blocks from and to elsewhere. Scheduler half (pure) and worker half (tensors)."""
+    """KV blocks from and to elsewhere: disaggregated prefill, offloading, shared stores.
 
-    def num_external_tokens(self, request: Request, num_computed_tokens: int) -> int:
-        """Scheduler half: tokens past `num_computed_tokens` that the far side has."""
+    What is registered is a class (or any object) that makes both halves. They share no state but
+    what travels: metadata with the step plan, reports with the step result.
+    """
 
-    def load(self, request_id: str, block_ids: Sequence[int]) -> None:
-        """Worker half: start filling these blocks."""
+    @classmethod
+    def make_scheduler(cls, setup: KVConnectorSetup) -> KVConnectorScheduler:
+        """Raises ConfigError with the name of a wrong option."""
 
-    def save(self, request_id: str, block_ids: Sequence[int]) -> None:
-        """Worker half: start storing these blocks."""
+    @classmethod
+    def make_worker(cls, setup: KVConnectorSetup) -> KVConnectorWorker:
+        """Raises ConfigError with the name of a wrong option."""
+
+
+# ---------------------------------------------------------------- specified, not called yet
 
 
 class KVCompressor(Protocol):

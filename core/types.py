@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeAlias, TypedDict
 import msgspec
 
 from .errors import InvalidRequest
+from .pooling import PooledRow, PoolingOutput, PoolingParams
 
 FinishReason: TypeAlias = Literal["stop", "length", "abort", "error"]
 
@@ -155,6 +156,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """Keep only the last so many prompt tokens; -1: as many as the context holds."""
     output_kind: OutputKind = OutputKind.CUMULATIVE
     """What each output of the stream holds: see `OutputKind`."""
+    kv_transfer_params: dict[str, Any] | None = None
+    """For the KV connector: what it makes of them is its own matter."""
 
     def __post_init__(self) -> None:
         for name in ("stop", "stop_token_ids", "bad_words", "allowed_token_ids"):
@@ -223,6 +226,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None and integer(name) < -1:
                 refuse(name, "-1 (whole vocabulary), 0 or positive")
+        if self.kv_transfer_params is not None and not isinstance(self.kv_transfer_params, dict):
+            refuse("kv_transfer_params", "an object")
         if self.truncate_prompt_tokens is not None and (
             integer("truncate_prompt_tokens") < -1 or self.truncate_prompt_tokens == 0
         ):
@@ -324,6 +329,10 @@ class SlotStart(msgspec.Struct, frozen=True):
     """EOS and stop ids; masked while fewer than `params.min_tokens` tokens are out."""
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
     grammar: GrammarStart | None = None
+    pooling: PoolingParams | None = None
+    """Of a pooling request, its defaults filled in: a vector takes the place of sampled tokens."""
+    token_type_ids: tuple[int, ...] = ()
+    """[len(token_ids)] Which of two texts each token belongs to, for encoders; empty: all 0."""
 
 
 class StepPlan(msgspec.Struct, frozen=True):
@@ -339,12 +348,15 @@ class StepPlan(msgspec.Struct, frozen=True):
     num_tokens: tuple[int, ...]
     """[num_rows] Tokens to compute for each row, from where the row's slot stands."""
     samples: tuple[bool, ...]
-    """[num_rows] Whether the row reaches its last known token, so that a token is sampled."""
+    """[num_rows] Whether the row reaches its last known token, so that a token is sampled, or
+    the request pooled."""
     released: tuple[int, ...] = ()
     """Slots whose request ended or was preempted."""
     starts: tuple[SlotStart, ...] = ()
     appended_blocks: tuple[tuple[int, tuple[int, ...]], ...] = ()
     """(slot, new block ids) for running slots whose block table grew."""
+    kv_metadata: Any = None
+    """From the KV connector's scheduler half to its worker half. A plan may have nothing else."""
 
     @property
     def total_tokens(self) -> int:
@@ -369,6 +381,17 @@ class TokenLogprobs(msgspec.Struct, frozen=True):
     """[k]"""
 
 
+class KVReport(msgspec.Struct, frozen=True):
+    """What has become of KV transfers, from a connector's worker half to the scheduler."""
+
+    finished: tuple[int, ...] = ()
+    """Transfers that have ended well: their blocks are neither read nor written any more."""
+    failed: dict[int, tuple[int, ...]] = {}
+    """Transfers that have ended otherwise → the block ids that were not filled (of a load)."""
+    payload: Any = None
+    """For the connector's scheduler half, whatever it is."""
+
+
 class StepResult(msgspec.Struct, frozen=True):
     """What a step produced, row by row as in its plan."""
 
@@ -382,8 +405,12 @@ class StepResult(msgspec.Struct, frozen=True):
     step (position p predicts token p + 1), in order, where asked for."""
     failed: dict[int, str] = {}
     """Row → why this row alone failed."""
+    pooled: dict[int, PooledRow] = {}
+    """Row → the result of a pooling request whose prompt is computed."""
     device_seconds: float = 0.0
     """Launch to result, as the worker saw it."""
+    kv_report: KVReport | None = None
+    """KV transfers that have ended since the last one."""
 
 
 # ---------------------------------------------------------------- engine → caller
@@ -461,6 +488,27 @@ class RequestOutput(msgspec.Struct, kw_only=True):
     """When what happened."""
     error: str | None = None
     """Why, when a finish_reason is "error"."""
+    kv_transfer_params: dict[str, Any] | None = None
+    """What the KV connector gave out when the request ended."""
+
+
+class PoolingRequestOutput(msgspec.Struct, kw_only=True):
+    """What `AsyncEngine.encode` yields, once a request."""
+
+    request_id: str
+    """The caller's, or a random one."""
+    prompt: str | None = None
+    """The prompt's text, where text was given."""
+    prompt_token_ids: list[int]
+    """The prompt as the model saw it."""
+    outputs: PoolingOutput
+    """One request, one result; the name is vLLM's."""
+    finished: bool = True
+    """There is no output before the last."""
+    num_cached_tokens: int = 0
+    """Prompt tokens that came from the prefix cache."""
+    timings: RequestTimings
+    """When what happened."""
 
 
 class EngineStats(msgspec.Struct, kw_only=True):
@@ -477,6 +525,12 @@ class EngineStats(msgspec.Struct, kw_only=True):
     """Prompt tokens looked up, since the start."""
     prefix_cache_hits: int = 0
     """Prompt tokens found, since the start."""
+    external_prefix_cache_queries: int = 0
+    """Prompt tokens past those that the KV connector was asked for, since the start."""
+    external_prefix_cache_hits: int = 0
+    """Tokens that the KV connector loaded, since the start."""
+    num_kv_load_failures: int = 0
+    """Loads of the KV connector that brought less than it had promised, since the start."""
     num_preemptions: int = 0
     prompt_tokens: int = 0
     generation_tokens: int = 0

@@ -26,7 +26,7 @@ from unittest import mock
 
 import msgspec
 
-from jackfield.core import hooks, protocols
+from jackfield.core import hooks, pooling, protocols
 from jackfield.core import types as travelling
 from jackfield.core.config import EngineConfig, StructuredOutputsConfig
 from jackfield.core.engine import async_engine
@@ -152,7 +152,8 @@ def sampling_params() -> str:
     parts = [
         "# SamplingParams and outputs\n\n",
         "What a request may ask for, and what comes back. Source: "
-        "[core/types.py](../../core/types.py). A value out of range raises "
+        "[core/types.py](../../core/types.py) and [core/pooling.py](../../core/pooling.py). "
+        "A value out of range raises "
         "`InvalidRequest` with the field's name.\n",
     ]
     for cls in (
@@ -162,6 +163,9 @@ def sampling_params() -> str:
         travelling.CompletionOutput,
         travelling.RequestTimings,
         travelling.Logprob,
+        pooling.PoolingParams,
+        travelling.PoolingRequestOutput,
+        pooling.PoolingOutput,
     ):
         about = inspect.cleandoc(cls.__doc__ or "").split("\n\n")[0]
         parts.append(f"\n## {cls.__name__}\n\n{about}\n\n")
@@ -278,7 +282,7 @@ def hook_page() -> str:
         "Source, and the page to read first: [core/hooks.py](../../core/hooks.py). The contracts "
         "are in [core/protocols.py](../../core/protocols.py). How to write a plugin: "
         "[write a plugin](../how-to/write-a-plugin.md).\n\n",
-        f"Hook API version: {hooks.API_VERSION}.\n\n",
+        f"Hook API version: {hooks.API_VERSION}, which plugins state as `jackfield_api`.\n\n",
     ]
     rows = []
     for name, function in _hooks():
@@ -317,6 +321,40 @@ def _when(about: str) -> str:
     if found is None:
         raise SystemExit(f"a hook's docstring does not say what it is called by: {about!r}")
     return found[1].strip()
+
+
+def parsers() -> str:
+    """Every parser of model output in the box."""
+    plugins = load_plugins()
+    parts = [
+        "# Parsers of model output\n\n",
+        "Which tool-call and reasoning parsers are in the box, and for which models. Where vLLM "
+        "has the format too, the name is vLLM's. `jackfield plugins` lists these and what plugins "
+        "add; how to write one: [write a plugin](../how-to/write-a-plugin.md).\n",
+    ]
+    for kind, flag, about in (
+        ("tool_parser", "--tool-call-parser", _TOOL_PARSERS),
+        ("reasoning_parser", "--reasoning-parser", _REASONING_PARSERS),
+    ):
+        rows = []
+        for entry in sorted(plugins[kind].entries(), key=lambda entry: entry.name):
+            if entry.provenance.distribution != hooks.PROJECT:
+                continue
+            told = inspect.cleandoc(plugins[kind].load(entry.name).__doc__ or "").split("\n\n")[0]
+            rows.append([f"`{entry.name}`", entry.help, " ".join(told.split())])
+        parts.append(f"\n## {flag}\n\n{about}\n\n")
+        parts.append(table(["name", "models", "what it reads"], rows))
+    return "".join(parts)
+
+
+_TOOL_PARSERS = """\
+Calls stream as they are written: first the name, then the arguments, piece by piece. The arguments
+of a call that is complete are valid JSON; those of a call that `max_tokens` cut off are its
+beginning. What looks like a call and is none is content, as it stands. Where a format writes
+arguments as plain text, the request's schema says what type each one has."""
+_REASONING_PARSERS = """\
+Whether a request thinks is the chat template's matter: `chat_template_kwargs` with
+`enable_thinking`, or `thinking` for `deepseek_v3` and `granite`, where it is off by default."""
 
 
 def metrics() -> str:
@@ -387,6 +425,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "reference/cli.md": cli,
     "reference/hooks.md": hook_page,
     "reference/metrics.md": metrics,
+    "reference/parsers.md": parsers,
 }
 
 

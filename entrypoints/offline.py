@@ -2,13 +2,16 @@
 
 with LLM("path") as llm:
     outputs = llm.generate(["Hello", "Once"], SamplingParams(max_tokens=16))
+
+with LLM("path/to/encoder") as llm:
+    vectors = [output.outputs.embedding for output in llm.embed(["Hello", "Once"])]
 """
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -16,8 +19,18 @@ import msgspec
 from ..core.config import EngineConfig
 from ..core.engine.async_engine import AsyncEngine
 from ..core.engine.output import OutputStream
+from ..core.engine.pooling import PoolingPrompt
+from ..core.engine.scoring import score_all
 from ..core.errors import InvalidRequest
-from ..core.types import ChatMessage, OutputKind, Prompt, RequestOutput, SamplingParams
+from ..core.pooling import PoolingParams, PoolingTask
+from ..core.types import (
+    ChatMessage,
+    OutputKind,
+    PoolingRequestOutput,
+    Prompt,
+    RequestOutput,
+    SamplingParams,
+)
 
 T = TypeVar("T")
 
@@ -49,15 +62,11 @@ class LLM:
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Complete one prompt (text, token ids) or a list; → outputs in the same order."""
-        if isinstance(prompts, str | Mapping) or (len(prompts) > 0 and isinstance(prompts[0], int)):
-            items: list[Any] = [prompts]
-        else:
-            items = list(prompts)
 
         def start(prompt: Any, one: SamplingParams) -> OutputStream:
             return self.engine.generate(prompt, one)
 
-        return self._all(items, params, start, use_tqdm)
+        return self._all(_listed(prompts), params, start, use_tqdm)
 
     def chat(
         self,
@@ -80,6 +89,66 @@ class LLM:
             )
 
         return self._all(items, params, start, use_tqdm)
+
+    def encode(
+        self,
+        prompts: PoolingPrompt | Sequence[PoolingPrompt],
+        params: PoolingParams | Sequence[PoolingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[PoolingRequestOutput]:
+        """Pool one prompt (text, token ids, a pair of texts) or a list; → outputs in order."""
+        items = _listed(prompts)
+        if params is None or isinstance(params, PoolingParams):
+            each = [params or PoolingParams()] * len(items)
+        else:
+            each = list(params)
+        _check_as_many(each, items)
+
+        async def one(prompt: Any, wanted: PoolingParams) -> PoolingRequestOutput:
+            return await self.engine.encode(prompt, wanted)
+
+        return self._run(_collect(map(one, items, each), use_tqdm))
+
+    def embed(
+        self,
+        prompts: PoolingPrompt | Sequence[PoolingPrompt],
+        params: PoolingParams | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[PoolingRequestOutput]:
+        """One vector a prompt: `outputs.embedding` as a list, `outputs.data` as an array."""
+        return self.encode(prompts, _for_task("embed", params), use_tqdm=use_tqdm)
+
+    def classify(
+        self,
+        prompts: PoolingPrompt | Sequence[PoolingPrompt],
+        params: PoolingParams | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[PoolingRequestOutput]:
+        """A probability a label: `outputs.probs`."""
+        return self.encode(prompts, _for_task("classify", params), use_tqdm=use_tqdm)
+
+    def score(
+        self,
+        text_1: str | Sequence[str],
+        text_2: str | Sequence[str],
+        params: PoolingParams | None = None,
+    ) -> list[PoolingRequestOutput]:
+        """How well texts belong together: `outputs.score`; one with many, or as many with as many.
+
+        A cross-encoder's number, or the cosine of two embeddings.
+        """
+        first = [text_1] if isinstance(text_1, str) else list(text_1)
+        second = [text_2] if isinstance(text_2, str) else list(text_2)
+        if len(first) == 1:
+            first = first * len(second)
+        if len(first) != len(second):
+            raise InvalidRequest(
+                f"text_2: {len(second)} texts for {len(first)} in text_1", param="text_2"
+            )
+        return self._run(score_all(self.engine, list(zip(first, second, strict=True)), params))
 
     def close(self) -> None:
         """Stop the engine and free the device. Safe to call twice."""
@@ -104,40 +173,13 @@ class LLM:
             each = [params or SamplingParams()] * len(items)
         else:
             each = list(params)
-            if len(each) != len(items):
-                raise InvalidRequest(
-                    f"params: {len(each)} given for {len(items)} prompts", param="params"
-                )
+        _check_as_many(each, items)
         each = [msgspec.structs.replace(p, output_kind=OutputKind.FINAL_ONLY) for p in each]
-        return self._run(self._collect(items, each, start, use_tqdm))
 
-    async def _collect(
-        self,
-        items: list[Any],
-        params: list[SamplingParams],
-        start: Callable[[Any, SamplingParams], OutputStream],
-        use_tqdm: bool,
-    ) -> list[RequestOutput]:
-        from tqdm import tqdm
+        async def one(item: Any, wanted: SamplingParams) -> RequestOutput:
+            return await anext(start(item, wanted))
 
-        with tqdm(total=len(items), disable=not use_tqdm, unit="request") as bar:
-
-            async def one(item: Any, wanted: SamplingParams) -> RequestOutput:
-                output = await anext(start(item, wanted))
-                bar.update()
-                return output
-
-            tasks = [
-                asyncio.ensure_future(one(item, wanted))
-                for item, wanted in zip(items, params, strict=True)
-            ]
-            try:
-                return await asyncio.gather(*tasks)
-            except BaseException:
-                for task in tasks:
-                    task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
-                raise
+        return self._run(_collect(map(one, items, each), use_tqdm))
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
         if not self._open:
@@ -149,3 +191,38 @@ class LLM:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+
+
+async def _collect(work: Iterable[Coroutine[Any, Any, T]], use_tqdm: bool) -> list[T]:
+    """All results in order, with a progress bar; the first error cancels the others."""
+    from tqdm import tqdm
+
+    tasks = [asyncio.ensure_future(one) for one in work]
+    with tqdm(total=len(tasks), disable=not use_tqdm, unit="request") as bar:
+        for task in tasks:
+            task.add_done_callback(lambda _: bar.update())
+        try:
+            return await asyncio.gather(*tasks)
+        except BaseException:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            raise
+
+
+def _listed(prompts: Any) -> list[Any]:
+    """One prompt, or a list of them, as a list."""
+    if isinstance(prompts, str | Mapping) or (len(prompts) > 0 and isinstance(prompts[0], int)):
+        return [prompts]
+    return list(prompts)
+
+
+def _check_as_many(params: list[Any], prompts: list[Any]) -> None:
+    if len(params) != len(prompts):
+        raise InvalidRequest(
+            f"params: {len(params)} given for {len(prompts)} prompts", param="params"
+        )
+
+
+def _for_task(task: PoolingTask, params: PoolingParams | None) -> PoolingParams:
+    return msgspec.structs.replace(params or PoolingParams(), task=task)

@@ -21,6 +21,8 @@ import torch
 import triton
 import triton.language as tl
 
+from .launching import gdc_launch_dependents, gdc_wait, pdl_options
+
 MAX_SPLITS = 64
 MIN_SPLIT_TILES = 2
 """Tiles of keys that a split has at least: less would not pay for joining it."""
@@ -57,6 +59,8 @@ def _decode_kernel(
     value_cache_ptr,
     block_table_ptr,
     seq_lens_ptr,
+    slopes_ptr,
+    sinks_ptr,
     scale,
     num_splits,
     stride_out_row,
@@ -73,16 +77,21 @@ def _decode_kernel(
     BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFT_CAP: tl.constexpr,
+    ALIBI: tl.constexpr,
+    SINKS: tl.constexpr,
     SPLIT: tl.constexpr,
     MIN_TILES: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One program a (row, kv head, split). Scores are kept in units of log2."""
     row = tl.program_id(0)
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
+    if PDL:
+        gdc_wait()
     seq_len = tl.load(seq_lens_ptr + row)
     lower, first, end, per_split = _split_tiles(seq_len, num_splits, BLOCK_N, MIN_TILES, WINDOW)
     begin_tile = first + split * per_split
@@ -109,6 +118,8 @@ def _decode_kernel(
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     table = block_table_ptr + row64 * stride_table
     LOG2E: tl.constexpr = 1.4426950408889634
+    if ALIBI:
+        slope = tl.load(slopes_ptr + head, mask=offs_m < GROUP, other=0.0)
     for tile in range(begin_tile, end_tile):
         position = tile * BLOCK_N + offs_n
         valid = (position >= lower) & (position < seq_len)
@@ -121,6 +132,8 @@ def _decode_kernel(
         scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
         if SOFT_CAP > 0.0:
             scores = SOFT_CAP * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * scores / SOFT_CAP)))
+        if ALIBI:
+            scores += slope[:, None] * (position - seq_len + 1)[None, :]
         scores = tl.where(valid[None, :], scores * LOG2E, -float("inf"))
         # A tile always holds a visible position, so m_new is finite.
         m_new = tl.maximum(m, tl.max(scores, axis=1))
@@ -130,6 +143,14 @@ def _decode_kernel(
         acc = acc * decay[:, None] + tl.dot(weights.to(value.dtype), value, input_precision="ieee")
         m = m_new
 
+    if PDL:
+        gdc_launch_dependents()
+    if SINKS and not SPLIT:
+        sink = tl.load(sinks_ptr + head, mask=offs_m < GROUP, other=0.0).to(tl.float32) * LOG2E
+        m_new = tl.maximum(m, sink)
+        decay = tl.exp2(m - m_new)
+        total = total * decay + tl.exp2(sink - m_new)
+        acc = acc * decay[:, None]
     # A row of length 0 (padding) has total 0 and gives zeros.
     acc = acc / tl.where(total > 0.0, total, 1.0)[:, None]
     if SPLIT:
@@ -147,21 +168,27 @@ def _join_kernel(
     partial_ptr,
     lse_ptr,
     seq_lens_ptr,
+    sinks_ptr,
     num_splits,
     stride_out_row,
     stride_out_head,
     NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     WINDOW: tl.constexpr,
+    SINKS: tl.constexpr,
     MIN_TILES: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One program a (row, query head): weigh the splits that had work by their share of the sum."""
     row = tl.program_id(0)
     head = tl.program_id(1)
     row64 = row.to(tl.int64)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     seq_len = tl.load(seq_lens_ptr + row)
     _, first, end, per_split = _split_tiles(seq_len, num_splits, BLOCK_N, MIN_TILES, WINDOW)
     offs_s = tl.arange(0, BLOCK_S)
@@ -171,6 +198,9 @@ def _join_kernel(
     at = (row64 * NUM_HEADS + head) * num_splits + offs_s
     lse = tl.load(lse_ptr + at, mask=live, other=-float("inf"))
     highest = tl.max(lse, axis=0)
+    if SINKS:
+        sink = tl.load(sinks_ptr + head).to(tl.float32) * 1.4426950408889634
+        highest = tl.maximum(highest, sink)
     weights = tl.exp2(lse - tl.where(highest == -float("inf"), 0.0, highest))
     partial = tl.load(
         partial_ptr + at[:, None] * HEAD_DIM + offs_d[None, :],
@@ -178,6 +208,8 @@ def _join_kernel(
         other=0.0,
     )
     total = tl.sum(weights, axis=0)
+    if SINKS:
+        total += tl.exp2(sink - highest)
     out = tl.sum(partial * weights[:, None], axis=0) / tl.where(total > 0.0, total, 1.0)
     target = out_ptr + row64 * stride_out_row + head * stride_out_head + offs_d
     tl.store(target, out.to(out_ptr.dtype.element_ty), mask=mask_d)
@@ -238,6 +270,8 @@ def paged_attention_decode(
     scale: float,
     sliding_window: int | None = None,
     soft_cap: float | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
     num_splits: int = 1,
     workspace: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
@@ -247,10 +281,11 @@ def paged_attention_decode(
 
     kv_cache: [2, num_blocks, block_size, num_kv_heads, head_dim], of query's type (float16,
     bfloat16 or float32); block_table: [num_rows, max_blocks] int32; seq_lens: [num_rows] int32,
-    the query's own token included. Last strides are 1, others free. `workspace`: float32,
-    at least `workspace_elements(...)`, contents free; made here when not given. Cache positions
-    beyond a row's length, or before its window, are never read. No host synchronisation; safe to
-    capture.
+    the query's own token included. Last strides are 1, others free. alibi_slopes: [num_heads]
+    float32, times (key's position - query's) added to the logits; sinks: [num_heads], one more
+    logit a head in the softmax's sum. `workspace`: float32, at least `workspace_elements(...)`,
+    contents free; made here when not given. Cache positions beyond a row's length, or before its
+    window, are never read. No host synchronisation; safe to capture.
     """
     num_rows, num_heads, head_dim = query.shape
     _, _, block_size, num_kv_heads, _ = kv_cache.shape
@@ -274,6 +309,7 @@ def paged_attention_decode(
             )
         partial = workspace
         lse = workspace[num_rows * num_heads * num_splits * head_dim :]
+    options = pdl_options(query.device)
     _decode_kernel[(num_rows, num_kv_heads, num_splits)](
         out,
         partial,
@@ -283,6 +319,8 @@ def paged_attention_decode(
         kv_cache[1],
         block_table,
         seq_lens,
+        seq_lens if alibi_slopes is None else alibi_slopes,
+        seq_lens if sinks is None else sinks,
         scale,
         num_splits,
         out.stride(0),
@@ -299,13 +337,17 @@ def paged_attention_decode(
         BLOCK_SIZE=block_size,
         WINDOW=sliding_window or 0,
         SOFT_CAP=soft_cap or 0.0,
+        ALIBI=alibi_slopes is not None,
+        SINKS=sinks is not None,
         SPLIT=num_splits > 1,
         MIN_TILES=MIN_SPLIT_TILES,
         BLOCK_M=max(16, triton.next_power_of_2(group)),
         BLOCK_N=block_n,
         BLOCK_D=block_d,
+        PDL=bool(options),
         num_warps=num_warps,
         num_stages=num_stages,
+        **options,
     )
     if num_splits > 1:
         _join_kernel[(num_rows, num_heads)](
@@ -313,16 +355,20 @@ def paged_attention_decode(
             partial,
             lse,
             seq_lens,
+            seq_lens if sinks is None else sinks,
             num_splits,
             out.stride(0),
             out.stride(1),
             NUM_HEADS=num_heads,
             HEAD_DIM=head_dim,
             WINDOW=sliding_window or 0,
+            SINKS=sinks is not None,
             MIN_TILES=MIN_SPLIT_TILES,
             BLOCK_N=block_n,
             BLOCK_S=triton.next_power_of_2(num_splits),
             BLOCK_D=block_d,
+            PDL=bool(options),
             num_warps=4,
+            **options,
         )
     return out

@@ -36,6 +36,7 @@ def _attend(
     value_base,
     table,
     seq_len,
+    slope,
     scale,
     stride_block,
     stride_slot,
@@ -43,6 +44,7 @@ def _attend(
     BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFT_CAP: tl.constexpr,
+    ALIBI: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     MASKED: tl.constexpr,
@@ -79,6 +81,9 @@ def _attend(
             scores = scores * LOG2E
         else:
             scores = scores * (scale * LOG2E)
+        if ALIBI:
+            away = position[None, :] - position_q[:, None]
+            scores += (slope * LOG2E)[:, None] * away
         if MASKED:
             visible = position[None, :] <= position_q[:, None]
             if WINDOW > 0:
@@ -107,6 +112,8 @@ def _prefill_kernel(
     block_table_ptr,
     query_start_ptr,
     seq_lens_ptr,
+    slopes_ptr,
+    sinks_ptr,
     scale,
     first_row,
     num_rows,
@@ -123,6 +130,8 @@ def _prefill_kernel(
     BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFT_CAP: tl.constexpr,
+    ALIBI: tl.constexpr,
+    SINKS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -186,24 +195,32 @@ def _prefill_kernel(
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     m = tl.full([BLOCK_M], -float("inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
+    LOG2E: tl.constexpr = 1.4426950408889634
+    slope = 0.0
+    if ALIBI:
+        slope = tl.load(slopes_ptr + head, mask=mask_m, other=0.0)
+    if SINKS:
+        # As a key that every query sees, with this logit and a value of zeros.
+        m = tl.load(sinks_ptr + head, mask=mask_m, other=0.0).to(tl.float32) * LOG2E
+        total += 1.0
     table = block_table_ptr + row.to(tl.int64) * stride_table
     key_base = key_cache_ptr + kv_head * stride_head
     value_base = value_cache_ptr + kv_head * stride_head
     if WINDOW > 0:
         acc, m, total = _attend(
             acc, m, total, query, position_q, begin, full_begin, key_base, value_base, table,
-            seq_len, scale, stride_block, stride_slot, HEAD_DIM, BLOCK_SIZE, WINDOW, SOFT_CAP,
-            BLOCK_N, BLOCK_D, True,
+            seq_len, slope, scale, stride_block, stride_slot, HEAD_DIM, BLOCK_SIZE, WINDOW,
+            SOFT_CAP, ALIBI, BLOCK_N, BLOCK_D, True,
         )  # fmt: skip
     acc, m, total = _attend(
         acc, m, total, query, position_q, full_begin, full_end, key_base, value_base, table,
-        seq_len, scale, stride_block, stride_slot, HEAD_DIM, BLOCK_SIZE, WINDOW, SOFT_CAP,
-        BLOCK_N, BLOCK_D, False,
+        seq_len, slope, scale, stride_block, stride_slot, HEAD_DIM, BLOCK_SIZE, WINDOW, SOFT_CAP,
+        ALIBI, BLOCK_N, BLOCK_D, False,
     )  # fmt: skip
     acc, m, total = _attend(
         acc, m, total, query, position_q, tl.maximum(full_begin, full_end), end, key_base,
-        value_base, table, seq_len, scale, stride_block, stride_slot, HEAD_DIM, BLOCK_SIZE, WINDOW,
-        SOFT_CAP, BLOCK_N, BLOCK_D, True,
+        value_base, table, seq_len, slope, scale, stride_block, stride_slot, HEAD_DIM, BLOCK_SIZE,
+        WINDOW, SOFT_CAP, ALIBI, BLOCK_N, BLOCK_D, True,
     )  # fmt: skip
 
     acc = acc / tl.where(total > 0.0, total, 1.0)[:, None]
@@ -239,6 +256,8 @@ def paged_attention_prefill(
     max_query_len: int,
     sliding_window: int | None = None,
     soft_cap: float | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
     first_row: int = 0,
     num_tokens: int | None = None,
     out: torch.Tensor | None = None,
@@ -249,8 +268,10 @@ def paged_attention_prefill(
     bfloat16 or float32); block_table: [num_rows, max_blocks] int32; query_start: [num_rows + 1]
     int32, row r's tokens in query; seq_lens: [num_rows] int32. A row's queries are the last
     positions of its sequence. Last strides are 1, others free. `num_tokens`: tokens of the rows
-    computed (all of query's by default); with max_query_len it sizes the launch. Cache positions
-    beyond a row's length are never read. No host synchronisation.
+    computed (all of query's by default); with max_query_len it sizes the launch. alibi_slopes:
+    [num_heads] float32, times (key's position - query's) added to the logits; sinks: [num_heads],
+    one more logit a head in the softmax's sum. Cache positions beyond a row's length are never
+    read. No host synchronisation.
     """
     all_tokens, num_heads, head_dim = query.shape
     _, _, block_size, num_kv_heads, _ = kv_cache.shape
@@ -272,6 +293,8 @@ def paged_attention_prefill(
         block_table,
         query_start,
         seq_lens,
+        seq_lens if alibi_slopes is None else alibi_slopes,
+        seq_lens if sinks is None else sinks,
         scale,
         first_row,
         num_rows,
@@ -288,6 +311,8 @@ def paged_attention_prefill(
         BLOCK_SIZE=block_size,
         WINDOW=sliding_window or 0,
         SOFT_CAP=soft_cap or 0.0,
+        ALIBI=alibi_slopes is not None,
+        SINKS=sinks is not None,
         BLOCK_M=block_m,
         BLOCK_N=block_n,
         BLOCK_D=max(16, triton.next_power_of_2(head_dim)),

@@ -33,13 +33,16 @@ def paged_attention(
     scale: float,
     sliding_window: int | None = None,
     soft_cap: float | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention of ragged rows over a paged cache, a row at a time.
 
     query: [num_tokens, num_heads, head_dim]; kv_cache as in `kv_cache_write`;
     block_table: [num_rows, max_blocks]; query_start: [num_rows + 1]; seq_lens: [num_rows].
-    A row's queries are the last positions of its sequence. Returns the shape of query; a row of
-    no tokens has no output, one of an empty sequence gives zeros.
+    alibi_slopes, sinks: [num_heads]. A row's queries are the last positions of its sequence.
+    Returns the shape of query; a row of no tokens has no output, one of an empty sequence gives
+    zeros.
     """
     out = torch.zeros_like(query)
     block_size = kv_cache.shape[2]
@@ -58,10 +61,16 @@ def paged_attention(
             scores = soft_cap * torch.tanh(scores / soft_cap)
         positions = torch.arange(length, device=query.device)
         distance = positions[length - (end - begin) :, None] - positions[None, :]
+        if alibi_slopes is not None:
+            scores = scores - alibi_slopes[:, None, None] * distance
         visible = distance >= 0
         if sliding_window is not None:
             visible &= distance < sliding_window
-        weights = scores.masked_fill(~visible, -torch.inf).softmax(dim=-1)
+        scores = scores.masked_fill(~visible, -torch.inf)
+        if sinks is not None:
+            sink = sinks.float()[:, None, None].expand(-1, end - begin, 1)
+            scores = torch.cat((scores, sink), dim=-1)
+        weights = scores.softmax(dim=-1)[..., :length]
         out[begin:end] = torch.einsum("hqk,khd->qhd", weights, value).to(query.dtype)
     return out
 
@@ -75,6 +84,8 @@ def paged_attention_decode(
     scale: float,
     sliding_window: int | None = None,
     soft_cap: float | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`paged_attention` where every row has one query: query [num_rows, num_heads, head_dim]."""
     query_start = torch.arange(query.shape[0] + 1, dtype=torch.int32)
@@ -87,6 +98,8 @@ def paged_attention_decode(
         scale=scale,
         sliding_window=sliding_window,
         soft_cap=soft_cap,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
     )
 
 

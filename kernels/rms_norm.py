@@ -13,6 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
+from .launching import gdc_launch_dependents, gdc_wait, pdl_options
+
 
 @triton.jit
 def _rms_norm_kernel(
@@ -24,14 +26,18 @@ def _rms_norm_kernel(
     eps,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     offsets = tl.arange(0, BLOCK)
     mask = offsets < SIZE
+    weight = tl.load(weight_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     x = tl.load(x_ptr + row * stride_x + offsets, mask=mask, other=0.0)
     wide = x.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / SIZE + eps)
-    weight = tl.load(weight_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
     normed = (wide * scale).to(x.dtype).to(tl.float32) * weight
     tl.store(out_ptr + row * stride_out + offsets, normed.to(x.dtype), mask=mask)
 
@@ -48,6 +54,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     if num_rows == 0:
         return out
     block = triton.next_power_of_2(size)
+    options = pdl_options(x.device)
     _rms_norm_kernel[(num_rows,)](
         out,
         rows,
@@ -57,6 +64,8 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         eps,
         SIZE=size,
         BLOCK=block,
+        PDL=bool(options),
         num_warps=min(max(block // 512, 1), 16),
+        **options,
     )
     return out

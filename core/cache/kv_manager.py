@@ -17,13 +17,24 @@ class KVCacheManager:
     one may be reused by the next plan although a step in flight still touches it.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        enable_prefix_caching: bool,
+        hash_key: bytes | None = None,
+    ) -> None:
+        """`hash_key`: see `BlockHasher`."""
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.pool = BlockPool(num_blocks)
-        self._hasher = BlockHasher(block_size)
+        self._hasher = BlockHasher(block_size, hash_key)
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
+
+    @property
+    def num_usable_blocks(self) -> int:
+        return self.pool.num_usable
 
     @property
     def num_used_blocks(self) -> int:
@@ -40,10 +51,10 @@ class KVCacheManager:
     def find_hits(self, request: Request) -> list[int]:
         """Cached blocks of the longest known prefix; changes nothing.
 
-        At least one token is left to compute. None when prompt logprobs are asked for, which
-        need every position computed.
+        At least one token is left to compute. None for a request that needs every position
+        computed (prompt logprobs, a mean over the prompt).
         """
-        if not self._caches(request) or request.params.prompt_logprobs is not None:
+        if not self._caches(request) or not request.reads_cache:
             return []
         limit = (request.num_known_tokens - 1) // self.block_size
         self._hasher.extend(request, limit)
@@ -84,7 +95,7 @@ class KVCacheManager:
 
     def count_lookup(self, request: Request, num_hit_tokens: int) -> None:
         """For the statistics, once per request."""
-        if self.enable_prefix_caching and request.params.prompt_logprobs is None:
+        if self.enable_prefix_caching and request.reads_cache:
             self.num_queried_tokens += request.num_prompt_tokens
             self.num_hit_tokens += num_hit_tokens
 
@@ -98,6 +109,11 @@ class KVCacheManager:
             for i in range(request.num_registered_blocks, num_full):
                 self.pool.register(request.block_ids[i], request.block_hashes[i])
             request.num_registered_blocks = num_full
+
+    def block_keys(self, request: Request, num_blocks: int) -> list[bytes]:
+        """Names of the request's first blocks, whose tokens must be known."""
+        self._hasher.extend(request, num_blocks)
+        return request.block_hashes[:num_blocks]
 
     def free(self, request: Request) -> None:
         """Take the request's blocks; their content stays findable until they are reused."""
@@ -119,9 +135,29 @@ class KVCacheManager:
         self.pool.forget_all()
         return True
 
-    def check(self, requests: Iterable[Request]) -> None:
-        """Raise AssertionError unless exactly these requests explain the pool's state."""
-        self.pool.check(block_id for request in requests for block_id in request.block_ids)
+    def check(self, requests: Iterable[Request], others: Iterable[int] = ()) -> None:
+        """Raise AssertionError unless exactly these requests, and `others` (blocks held on top,
+        one entry a holder), explain the pool's state."""
+        held = [block_id for request in requests for block_id in request.block_ids]
+        self.pool.check([*held, *others])
 
     def _caches(self, request: Request) -> bool:
         return self.enable_prefix_caching or request.private_salt is not None
+
+
+class NoKVCache(KVCacheManager):
+    """For models that keep nothing of a token (encoders): no request needs a block."""
+
+    def __init__(self, block_size: int) -> None:
+        super().__init__(2, block_size, enable_prefix_caching=False)
+
+    @property
+    def num_usable_blocks(self) -> int:
+        return 0
+
+    @property
+    def usage(self) -> float:
+        return 0.0
+
+    def blocks_for(self, num_tokens: int) -> int:
+        return 0

@@ -16,12 +16,14 @@ class BlockHasher:
 
     The first block's parent is the hash of everything else that the KV depends on or that keeps
     tenants apart (`Request.cache_salt`, `Request.cache_extra`). The key is random, so nobody
-    outside can search for collisions or predict a hash.
+    outside can search for collisions or predict a hash; with a KV connector it is the fingerprint
+    of the model and its cache (`KVLayout.fingerprint`), so that equal engines give equal names.
     """
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, key: bytes | None = None) -> None:
+        """`key`: at most 64 bytes."""
         self.block_size = block_size
-        self._key = secrets.token_bytes(32)
+        self._key = secrets.token_bytes(32) if key is None else key
 
     def extend(self, request: Request, num_blocks: int) -> None:
         """Grow `request.block_hashes` to `num_blocks`; all their tokens must be known."""

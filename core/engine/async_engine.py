@@ -21,11 +21,11 @@ from ..errors import (
     EngineOverloaded,
     EngineStopped,
     InvalidRequest,
-    NotSupported,
 )
 from ..loading.model_config import ModelConfig, resolve_model_config
 from ..observe.metrics import EngineMetrics
-from ..protocols import Executor, ExecutorInfo
+from ..pooling import PoolingParams
+from ..protocols import Executor, ExecutorInfo, KVConnectorScheduler
 from ..registry import Plugins, load_plugins
 from ..scheduling.request import Update
 from ..scheduling.scheduler import Scheduler
@@ -42,9 +42,18 @@ from ..types import (
     StepResult,
 )
 from .admission import Admission
+from .connecting import connect, watch_transfers
 from .grammars import Grammars
-from .output import OutputStream, RequestState
-from .resolve import check_names, resolve_config
+from .output import Completion, OutputStream, RequestState
+from .pooling import (
+    Pooled,
+    PoolingAdmission,
+    PoolingPrompt,
+    PoolingState,
+    PoolingStream,
+    PreparedPrompt,
+)
+from .resolve import check_names, resolve_config, resolve_runner
 from .step_loop import StepLoop
 
 logger = logging.getLogger("jackfield.engine")
@@ -73,8 +82,8 @@ class AsyncEngine:
         self.tokenizer = None
         self.dead_reason: str | None = None
         self._chat_template: ChatTemplate | None = None
-        self._states: dict[str, RequestState] = {}
-        self._owners: dict[str, tuple[RequestState, int]] = {}
+        self._states: dict[str, RequestState | PoolingState] = {}
+        self._owners: dict[str, tuple[RequestState | PoolingState, int]] = {}
         """Scheduler request id → its state and completion index."""
         self._started = False
         self._accepting = False
@@ -85,6 +94,7 @@ class AsyncEngine:
         self._num_prompt_tokens = 0
         self._num_generation_tokens = 0
         self._num_steps = 0
+        self._connector: KVConnectorScheduler | None = None
 
     # ------------------------------------------------------------ life
 
@@ -95,14 +105,20 @@ class AsyncEngine:
         self._started = True
         began = time.monotonic()
         check_names(self.config, self.plugins)
-        self.config = resolve_config(self.config)
+        asked, self.config = self.config, resolve_config(self.config)
         self.model_config = await asyncio.to_thread(resolve_model_config, self.config)
+        self.config, self.model_config = await asyncio.to_thread(
+            resolve_runner, asked, self.config, self.model_config, self.plugins
+        )
         executor_class = self.plugins["executor"].load(self.config.executor)
         self._executor: Executor = executor_class(self.config, self.model_config, self.plugins)
+        if self.config.kv_transfer_config is not None:
+            watch_transfers(self._executor, self._on_transfers)
         starting = asyncio.ensure_future(self._executor.start())
         try:
             await asyncio.to_thread(self._load_text)
             self.info = await starting
+            self._connector = connect(self.config, self.info, self.plugins, self._wake)
         except BaseException:
             await asyncio.gather(starting, return_exceptions=True)
             await self._executor.stop()
@@ -158,16 +174,25 @@ class AsyncEngine:
             self.model_config.vocab_size,
             self.model_config.eos_token_ids,
         )
+        pooling = self.model_config.pooling
+        self._pooling_admission = (
+            PoolingAdmission(self.model_config, pooling, self.tokenizer) if pooling else None
+        )
         self._scheduler = Scheduler(
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
-            max_model_len=self.model_config.max_model_len,
+            # A vector stands behind the last token, where a prompt may fill the whole context.
+            max_model_len=self.model_config.max_model_len + (pooling is not None),
             num_blocks=self.info.num_blocks,
             block_size=config.block_size,
             enable_prefix_caching=config.enable_prefix_caching,
-            enable_chunked_prefill=config.enable_chunked_prefill,
+            enable_chunked_prefill=config.enable_chunked_prefill
+            and (pooling is None or pooling.causal),
             long_prefill_token_threshold=config.long_prefill_token_threshold,
             policy=self.plugins["schedule_policy"].load(config.scheduling_policy)(),
+            connector=self._connector,
+            transfer=config.kv_transfer_config,
+            hash_key=None if self.info.kv_layout is None else self.info.kv_layout.fingerprint,
         )
         self._steps = StepLoop(
             self._scheduler,
@@ -204,6 +229,8 @@ class AsyncEngine:
         await self.plugins.emit("engine_stopping", engine=self)
         await self._steps.stop()
         await self._grammars.close()
+        if self._connector is not None:
+            self._connector.close()
         await self._executor.stop()
         await self._listeners_done()
 
@@ -254,6 +281,7 @@ class AsyncEngine:
         """Answer OpenAI-style messages through the model's chat template."""
 
         async def start() -> RequestState:
+            self._check_generates()
             asked = params or SamplingParams()
             grammar = await self._grammars.prepare(
                 asked, chat=True, template_arguments=chat_template_kwargs
@@ -305,15 +333,44 @@ class AsyncEngine:
         self._abort(state)
         return True
 
-    async def encode(self, *_: Any, **__: Any) -> None:
-        """Reserved for embeddings and pooling."""
-        raise NotSupported("encode: pooling and embeddings are not supported yet")
+    def encode(
+        self,
+        prompt: PoolingPrompt,
+        params: PoolingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        add_special_tokens: bool = True,
+    ) -> PoolingStream:
+        """A vector for `prompt`: text, token ids, or a pair of texts for a cross-encoder.
+
+        → await it for the PoolingRequestOutput, or iterate over the one. Raises InvalidRequest
+        (with the field's name), EngineOverloaded, EngineStopped, and RequestFailed where the
+        request alone fails or is aborted.
+        """
+
+        async def start() -> PoolingState:
+            admission = self._pooling_admission
+            if admission is None:
+                raise InvalidRequest(self._wrong_kind("encode"), param="model")
+            wanted = admission.pooling.completed(params or PoolingParams())
+            prepared = await admission.prepare(prompt, wanted, add_special_tokens)
+            return self._admit_pooling(prepared, wanted, request_id, priority, cache_salt)
+
+        return PoolingStream(start, self._abort)
 
     async def reset_prefix_cache(self) -> bool:
         """Forget cached blocks; → False when some are in use."""
         return self._scheduler.reset_prefix_cache()
 
     # ------------------------------------------------------------ state
+
+    @property
+    def supported_tasks(self) -> tuple[str, ...]:
+        """What this engine does: ("generate",), or tasks of PoolingParams, its default first."""
+        pooling = self.model_config.pooling
+        return ("generate",) if pooling is None else pooling.tasks
 
     @property
     def healthy(self) -> bool:
@@ -348,18 +405,8 @@ class AsyncEngine:
         cache_salt: str | None,
         grammar: GrammarStart | None,
     ) -> RequestState:
-        if self.dead_reason is not None:
-            raise EngineStopped(f"the engine died: {self.dead_reason}")
-        if not self._accepting:
-            raise EngineStopped("the engine is not accepting requests: it is stopping or stopped")
-        limit = self.config.max_waiting_requests
-        if limit is not None and self._scheduler.num_waiting >= limit:
-            raise EngineOverloaded(f"{limit} requests are waiting already; try again later")
-        request_id = request_id or uuid.uuid4().hex
-        if request_id in self._states:
-            raise InvalidRequest(
-                f"request_id: {request_id!r} is in use by a running request", param="request_id"
-            )
+        request_id = self._check_open(request_id)
+        self._check_generates()
         text, token_ids = self._admission.tokenize(prompt)
         requests = self._admission.requests(
             request_id,
@@ -381,6 +428,60 @@ class AsyncEngine:
         self._steps.wake()
         return state
 
+    def _admit_pooling(
+        self,
+        prompt: PreparedPrompt,
+        params: PoolingParams,
+        request_id: str | None,
+        priority: int,
+        cache_salt: str | None,
+    ) -> PoolingState:
+        request_id = self._check_open(request_id)
+        assert self._pooling_admission is not None
+        request = self._pooling_admission.request(
+            request_id, prompt, params, priority=priority, cache_salt=cache_salt
+        )
+        if (reason := self._scheduler.unfit_reason(request)) is not None:
+            raise InvalidRequest(f"prompt: {reason}", param="prompt")
+        state = PoolingState(prompt.text, request)
+        self._states[request_id] = state
+        self._idle.clear()
+        self._owners[request_id] = (state, 0)
+        self._scheduler.add(request)
+        self._num_prompt_tokens += len(prompt.token_ids)
+        self._steps.wake()
+        return state
+
+    def _check_open(self, request_id: str | None) -> str:
+        """→ the id to use. Raises EngineStopped, EngineOverloaded, InvalidRequest."""
+        if self.dead_reason is not None:
+            raise EngineStopped(f"the engine died: {self.dead_reason}")
+        if not self._accepting:
+            raise EngineStopped("the engine is not accepting requests: it is stopping or stopped")
+        limit = self.config.max_waiting_requests
+        if limit is not None and self._scheduler.num_waiting >= limit:
+            raise EngineOverloaded(f"{limit} requests are waiting already; try again later")
+        request_id = request_id or uuid.uuid4().hex
+        if request_id in self._states:
+            raise InvalidRequest(
+                f"request_id: {request_id!r} is in use by a running request", param="request_id"
+            )
+        return request_id
+
+    def _check_generates(self) -> None:
+        if self.model_config.pooling is not None:
+            raise InvalidRequest(self._wrong_kind("generate"), param="model")
+
+    def _wrong_kind(self, asked: str) -> str:
+        """Why this engine does not do what was asked."""
+        does = ", ".join(self.supported_tasks)
+        if self.model_config.pooling is None:
+            return (
+                f"{asked}: this model generates text; start it with --runner pooling to have its "
+                "hidden states pooled"
+            )
+        return f"{asked}: this model gives vectors ({does}) and no text"
+
     def _publish(self, updates: list[Update]) -> None:
         """Give a step's tokens to their streams."""
         for update in updates:
@@ -389,6 +490,9 @@ class AsyncEngine:
             if owner is None:
                 continue
             state, index = owner
+            if isinstance(state, PoolingState):
+                self._publish_pooled(state, update)
+                continue
             completion = state.completions[index]
             if update.prompt_logprobs and index == 0:
                 state.add_prompt_logprobs(update.prompt_logprobs)
@@ -408,6 +512,12 @@ class AsyncEngine:
             if completion.finish_reason is not None:
                 self._ended(state, request.request_id)
 
+    def _publish_pooled(self, state: PoolingState, update: Update) -> None:
+        state.pooled.row, state.error = update.pooled, update.error
+        state.pooled.finish(update.request.finish_reason or "stop")
+        state.changed.set()
+        self._ended(state, update.request.request_id)
+
     def _observe_tokens(self, state: RequestState, count: int) -> None:
         before = state.timings.last_token
         state.mark_tokens()
@@ -418,7 +528,7 @@ class AsyncEngine:
         else:
             self.metrics.observe_inter_token((now - before) / count, count)
 
-    def _ended(self, state: RequestState, scheduler_id: str) -> None:
+    def _ended(self, state: RequestState | PoolingState, scheduler_id: str) -> None:
         """One completion ended; perhaps the request did."""
         owner = self._owners.pop(scheduler_id, None)
         if owner is not None:
@@ -428,16 +538,23 @@ class AsyncEngine:
             return
         del self._states[state.request_id]
         state.mark_finished()
-        output = state.peek()
-        self.metrics.observe_finished(output, state.params)
-        if self._watch_requests:
-            self._spawn(self.plugins.emit("request_finished", output=output))
+        if isinstance(state, PoolingState):
+            reason = state.pooled.finish_reason or "abort"
+            self.metrics.observe_pooled(state.requests[0].num_prompt_tokens, state.timings, reason)
+            if self._watch_requests and state.pooled.row is not None:
+                self._spawn(self.plugins.emit("request_finished", output=state.output()))
+        else:
+            output = state.peek()
+            self.metrics.observe_finished(output, state.params)
+            if self._watch_requests:
+                self._spawn(self.plugins.emit("request_finished", output=output))
         if not self._states:
             self._idle.set()
 
-    def _abort(self, state: RequestState) -> None:
+    def _abort(self, state: RequestState | PoolingState) -> None:
         """End what is left of a request, at once: its blocks are free when this returns."""
-        for request, completion in zip(state.requests, state.completions, strict=True):
+        completions: Sequence[Completion | Pooled] = state.completions
+        for request, completion in zip(state.requests, completions, strict=True):
             if completion.finish_reason is None:
                 self._scheduler.finish(request.request_id, "abort")
                 completion.finish("abort", None)
@@ -450,6 +567,17 @@ class AsyncEngine:
         self.metrics.observe_step(self.stats(), plan.total_tokens, result.device_seconds)
         if self._watch_steps:
             self._spawn(self.plugins.emit("step_finished", plan=plan, result=result))
+
+    def _on_transfers(self) -> None:
+        """The KV connector's worker half has something to report: a step will bring it."""
+        if hasattr(self, "_steps") and self._scheduler.transfers is not None:
+            self._scheduler.transfers.expect_report()
+            self._steps.wake()
+
+    def _wake(self) -> None:
+        """The KV connector's scheduler half has an answer."""
+        if hasattr(self, "_steps"):
+            self._steps.wake()
 
     def _die(self, error: BaseException) -> None:
         """A step failed as a whole: every request ends with an error, and no more are taken."""

@@ -182,6 +182,9 @@ class RequestState:
             num_cached_tokens=self.requests[0].num_cached_tokens,
             timings=self.timings,
             error=self.error,
+            kv_transfer_params=next(
+                (r.kv_transfer_params for r in self.requests if r.kv_transfer_params), None
+            ),
         )
 
 

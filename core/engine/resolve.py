@@ -7,6 +7,8 @@ import torch
 
 from ..config import EngineConfig
 from ..errors import ConfigError, PluginError
+from ..loading.model_config import ModelConfig
+from ..loading.pooling_config import resolve_pooling
 from ..registry import Plugins
 from ..structured.store import check_backend
 
@@ -36,10 +38,46 @@ def resolve_config(config: EngineConfig) -> EngineConfig:
     return msgspec.structs.replace(config, device=device, max_num_batched_tokens=budget)
 
 
+def resolve_runner(
+    asked: EngineConfig, config: EngineConfig, model_config: ModelConfig, plugins: Plugins
+) -> tuple[EngineConfig, ModelConfig]:
+    """With `pooling` set where the model is to be pooled, and a token budget that takes whole
+    prompts where they cannot be cut. `asked`: the options as they were given; `config`: resolved.
+
+    Raises ConfigError, LoadError.
+    """
+    registry = plugins["model"]
+    name = model_config.architecture
+    model = registry.load(name) if name in registry else None
+    model_config = resolve_pooling(config, model_config, model)
+    pooling = model_config.pooling
+    if pooling is not None and config.kv_transfer_config is not None:
+        raise ConfigError(
+            f"kv_transfer_config: {name} is pooled to vectors here, and KV connectors serve models "
+            "that generate; leave it out",
+            param="kv_transfer_config",
+        )
+    if pooling is None or pooling.causal:
+        return config, model_config
+    if config.attention_backend != "auto":
+        raise ConfigError(
+            f"attention_backend: {config.attention_backend!r} is causal attention over a KV cache; "
+            f"{name} is an encoder, whose attention is one of the operations; leave it on auto",
+            param="attention_backend",
+        )
+    if asked.max_num_batched_tokens is None:
+        assert config.max_num_batched_tokens is not None
+        budget = max(config.max_num_batched_tokens, model_config.max_model_len)
+        config = msgspec.structs.replace(config, max_num_batched_tokens=budget)
+    return config, model_config
+
+
 def check_names(config: EngineConfig, plugins: Plugins) -> None:
     """Import what the options name. Raises ConfigError with the option's name."""
-    for option, kind in NAMED.items():
-        name = getattr(config, option)
+    named = [(option, kind, getattr(config, option)) for option, kind in NAMED.items()]
+    if config.kv_transfer_config is not None:
+        named.append(("kv_transfer_config", "kv_connector", config.kv_transfer_config.kv_connector))
+    for option, kind, name in named:
         if name is None:
             continue
         try:

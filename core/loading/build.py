@@ -44,6 +44,8 @@ def build_model(
     build = BuildContext(device=device, dtype=model_config.dtype, operations=operations)
     model: nn.Module = registry.load(model_config.architecture)(model_config, build)
     loader_class(config, model_config).load(model, device)
+    if hasattr(model, "after_loading"):
+        model.after_loading()  # type: ignore[operator]
     model.eval()
     model.requires_grad_(False)
     logger.info("weights: %s in %.2f s", load_format, time.monotonic() - began)

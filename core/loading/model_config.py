@@ -8,12 +8,15 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..config import EngineConfig
 from ..errors import ConfigError, LoadError
+
+if TYPE_CHECKING:
+    from .pooling_config import PoolingConfig
 
 EMBEDDED_MODEL = Path(__file__).resolve().parents[2] / "plugins" / "models" / "embedded"
 SIZES = (
@@ -40,6 +43,8 @@ class ModelConfig:
     vocab_size: int
     eos_token_ids: frozenset[int]
     quantization_config: dict[str, Any] | None = None
+    pooling: PoolingConfig | None = None
+    """How states become vectors; None: the model generates text (`resolve_pooling` decides)."""
 
     @property
     def num_layers(self) -> int:

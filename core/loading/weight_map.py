@@ -9,7 +9,8 @@
     )
 
 A checkpoint name maps to the parameter of the same name, unless one of its dotted parts is in
-`stacked`: then it fills that shard of the merged parameter.
+`stacked`: then it fills that shard of the merged parameter. Before that `prefixes` and `parts` give
+the name the shape that the model's own names have.
 """
 
 from __future__ import annotations
@@ -42,9 +43,27 @@ class WeightMap:
     stacked: Mapping[str, Shard] = field(default_factory=dict)
     tied: Mapping[str, str] = field(default_factory=dict)
     """Parameter → the one it shares memory with when the model ties them."""
+    prefixes: Mapping[str, str] = field(default_factory=dict)
+    """Start of a checkpoint name → what stands there instead; the first that fits."""
+    parts: Mapping[str, str] = field(default_factory=dict)
+    """Dotted parts anywhere in a checkpoint name → theirs here; one after the other."""
+    ignored: tuple[str, ...] = ()
+    """Starts of names (after `prefixes`) that may be left over where the model has no place."""
+
+    def renamed(self, name: str) -> str:
+        """A checkpoint name as the model would say it, shards still apart."""
+        for old, new in self.prefixes.items():
+            if name.startswith(old):
+                name = new + name[len(old) :]
+                break
+        name = f".{name}."
+        for old, new in self.parts.items():
+            name = name.replace(f".{old}.", f".{new}.")
+        return name[1:-1]
 
     def target(self, name: str) -> tuple[str, str | None]:
         """Checkpoint name → (parameter name, shard name or None)."""
+        name = self.renamed(name)
         parts = name.split(".")
         for index, part in enumerate(parts):
             if part in self.stacked:
@@ -89,7 +108,7 @@ class ParameterFiller:
         parameter = self.parameters.get(parameter_name)
         if parameter is None:
             tied = self.weight_map.tied.get(parameter_name)
-            if tied is not None:
+            if tied is not None or parameter_name.startswith(self.weight_map.ignored):
                 return
             raise LoadError(f"unexpected tensor {name!r}: the model has no such parameter")
         into = parameter.data

@@ -32,18 +32,21 @@ class Attention(nn.Module):
         rotary: Rotary | None = None,
         query_norm: RMSNorm | None = None,
         key_norm: RMSNorm | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """qkv: [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim], may be overwritten
         → [num_tokens, num_heads * head_dim]
 
         Queries and keys are normed over each head, then rotated, where these are given.
+        sinks: [num_heads], where the spec has them.
         """
         assert self.kv_cache is not None, "the worker binds the cache before the first step"
         backend = context.backend
+        assert backend is not None, "a model with a cache runs with a backend"
         cos_sin = rotary.cos_sin if rotary else None
         norms = (query_norm.norm if query_norm else None, key_norm.norm if key_norm else None)
         out: torch.Tensor | None = None
-        if hasattr(backend, "forward_projection"):
+        if sinks is None:
             out = backend.forward_projection(
                 self.spec, qkv, cos_sin, *norms, self.kv_cache, context.metadata
             )
@@ -55,5 +58,6 @@ class Attention(nn.Module):
                 )
             else:
                 heads = self.operations.heads(*cut)
-            out = backend.forward(self.spec, *heads, self.kv_cache, context.metadata)
+            more = {} if sinks is None else {"sinks": sinks}
+            out = backend.forward(self.spec, *heads, self.kv_cache, context.metadata, **more)
         return out.reshape(out.shape[0], -1)

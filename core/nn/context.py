@@ -58,9 +58,12 @@ class BatchLayout:
 class ForwardContext:
     """Passed down through a forward call: no globals."""
 
-    backend: AttentionBackend
+    backend: AttentionBackend | None
+    """None in an encoder, which has no cache to attend to."""
     metadata: Any
     """What the backend made of the layout."""
     layout: BatchLayout
     positions: torch.Tensor
     """[num_tokens] int64"""
+    token_type_ids: torch.Tensor | None = None
+    """[num_tokens] int64, for encoders of two texts; None: all 0."""

@@ -1,4 +1,4 @@
-"""RMSNorm as a layer of its own, or on the way into a product."""
+"""Norms as layers of their own; RMSNorm also on the way into a product."""
 
 from __future__ import annotations
 
@@ -26,3 +26,18 @@ class RMSNorm(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., size] → [..., size]"""
         return self.operations.rms_norm(x, self.norm)
+
+
+class LayerNorm(nn.Module):
+    """(x - mean) / deviation * weight + bias over the last dimension."""
+
+    def __init__(self, size: int, eps: float, build: BuildContext) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(build.empty(size))
+        self.bias = nn.Parameter(build.empty(size))
+        self.operations = build.operations
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., size] → [..., size]"""
+        return self.operations.layer_norm(x, self.weight, self.bias, self.eps)

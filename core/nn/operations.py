@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import ClassVar, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -26,6 +27,67 @@ class HeadLayout(NamedTuple):
     num_heads: int
     num_kv_heads: int
     head_dim: int
+
+
+class Padded(NamedTuple):
+    """Rows of like lengths, laid side by side for one product."""
+
+    tokens: torch.Tensor
+    """[rows, longest] int64: which token stands there; beside a row's end, its last one."""
+    visible: torch.Tensor | None
+    """[rows, 1, 1, longest] bool: where there is a token; None when all rows are equally long."""
+    place: torch.Tensor
+    """[tokens of these rows] int64: where in rows * longest each token stands."""
+    source: torch.Tensor
+    """[tokens of these rows] int64: which token that is."""
+
+
+PADDING_ALLOWED = 0.25
+"""Share of a padded product that may be padding."""
+
+
+class RaggedRows(NamedTuple):
+    """One step's rows for attention in both directions, in groups that pad little."""
+
+    groups: tuple[Padded, ...]
+
+    @classmethod
+    def of(cls, query_start: np.ndarray, device: torch.device) -> RaggedRows:
+        """query_start: [num_rows + 1], on the host. Made once a step, for all layers."""
+        starts = np.asarray(query_start[:-1], dtype=np.int64)
+        lengths = np.diff(np.asarray(query_start, dtype=np.int64))
+        order = np.argsort(-lengths, kind="stable")
+        groups: list[Padded] = []
+        first = 0
+        while first < len(order):
+            longest, end, tokens = int(lengths[order[first]]), first, 0
+            while end < len(order):
+                more = tokens + int(lengths[order[end]])
+                if more < (1 - PADDING_ALLOWED) * longest * (end + 1 - first):
+                    break
+                tokens, end = more, end + 1
+            rows = order[first:end]
+            groups.append(_padded(starts[rows], lengths[rows], device))
+            first = end
+        return cls(tuple(groups))
+
+
+def _padded(starts: np.ndarray, lengths: np.ndarray, device: torch.device) -> Padded:
+    longest = int(lengths.max())
+    column = np.arange(longest)
+    tokens = starts[:, None] + np.minimum(column, lengths[:, None] - 1)
+    visible = column < lengths[:, None]
+    place = np.flatnonzero(visible)
+
+    def upload(array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array).to(device, non_blocking=True)
+
+    return Padded(
+        tokens=upload(tokens),
+        visible=None if visible.all() else upload(visible)[:, None, None, :],
+        place=upload(place),
+        source=upload(tokens.reshape(-1)[place]),
+    )
 
 
 class DecodeTensors(NamedTuple):
@@ -62,6 +124,34 @@ class Operations:
         wide = x.float()
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.eps)
         return norm.weight * wide.to(x.dtype)
+
+    def layer_norm(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float
+    ) -> torch.Tensor:
+        """(x - mean) / deviation * weight + bias over the last dimension, [..., size]."""
+        return F.layer_norm(x, weight.shape, weight, bias, eps)
+
+    def bidirectional_attention(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        rows: RaggedRows,
+        scale: float,
+    ) -> torch.Tensor:
+        """Each token sees all tokens of its row, before and behind it; nothing is cached.
+
+        query, key, value: [T, num_heads, head_dim] → the same shape.
+        """
+        out = torch.empty_like(query)
+        for group in rows.groups:
+            shaped = [part[group.tokens].transpose(1, 2) for part in (query, key, value)]
+            attended = F.scaled_dot_product_attention(
+                shaped[0], shaped[1], shaped[2], attn_mask=group.visible, scale=scale
+            )
+            flat = attended.transpose(1, 2).reshape(-1, *query.shape[1:])
+            out[group.source] = flat if group.visible is None else flat[group.place]
+        return out
 
     def linear(
         self,

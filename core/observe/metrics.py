@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import prometheus_client as prometheus
 
-from ..types import EngineStats, RequestOutput, SamplingParams
+from ..types import EngineStats, RequestOutput, RequestTimings, SamplingParams
 
 SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10,
            20, 40, 80, 160, 640)  # fmt: skip
@@ -46,6 +46,15 @@ class EngineMetrics:
         self._counters = {
             "prefix_cache_queries": counter("prefix_cache_queries", "Prompt tokens looked up."),
             "prefix_cache_hits": counter("prefix_cache_hits", "Prompt tokens found."),
+            "external_prefix_cache_queries": counter(
+                "external_prefix_cache_queries", "Prompt tokens that a KV connector was asked for."
+            ),
+            "external_prefix_cache_hits": counter(
+                "external_prefix_cache_hits", "Tokens that a KV connector loaded."
+            ),
+            "num_kv_load_failures": counter(
+                "kv_load_failures", "Loads that brought less than a KV connector had promised."
+            ),
             "num_preemptions": counter("num_preemptions", "Preemptions."),
             "prompt_tokens": counter("prompt_tokens", "Prompt tokens of admitted requests."),
             "generation_tokens": counter("generation_tokens", "Tokens generated."),
@@ -133,6 +142,15 @@ class EngineMetrics:
         longest = max(len(completion.token_ids) for completion in output.outputs)
         if longest > 1:
             self._tpot.observe((times.last_token - times.first_token) / (longest - 1))
+
+    def observe_pooled(self, num_prompt_tokens: int, times: RequestTimings, reason: str) -> None:
+        """Once a pooling request."""
+        self._success.labels(self._model, reason).inc()
+        self._prompt.observe(num_prompt_tokens)
+        if times.finished is not None:
+            self._e2e.observe(times.finished - times.arrival)
+        if times.first_scheduled is not None:
+            self._queue.observe(times.first_scheduled - times.arrival)
 
     def render(self) -> bytes:
         """In Prometheus' text format."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from ..pooling import PooledRow, PoolingParams
 from ..types import FinishReason, GrammarStart, SamplingParams, TokenLogprobs
 
 
@@ -16,6 +17,8 @@ class Status(enum.Enum):
     """Where a request stands."""
 
     WAITING = "waiting"
+    LOADING = "loading"
+    """Waits for a KV connector; its place in the queue is kept."""
     RUNNING = "running"
     PREEMPTED = "preempted"
     FINISHED = "finished"
@@ -39,6 +42,12 @@ class Request:
     cache_salt: str | None = None
     cache_extra: tuple[str | int, ...] = ()
     """Whatever else the KV depends on (an adapter's name, an image's digest)."""
+    pooling: PoolingParams | None = None
+    """Of a request for a vector, which takes the place of one sampled token (`max_tokens` is 1)."""
+    token_type_ids: tuple[int, ...] = ()
+    """[num_prompt_tokens] or empty; see `SlotStart`."""
+    reads_cache: bool = True
+    """Off: every position must be computed here, so prefix hits are of no use."""
     arrival: float = field(default_factory=time.monotonic)
     leader: Request | None = None
     """Wait until this sibling's prompt is computed, then share its blocks."""
@@ -61,6 +70,14 @@ class Request:
     """Chained hash of each full block of known tokens, made as needed."""
     num_registered_blocks: int = 0
     """Blocks of `block_ids` that prefix hits can find."""
+    external_end: int | None = None
+    """Tokens up to which a KV connector has blocks; 0: none, None: not known yet."""
+    num_loaded_tokens: int = 0
+    """Tokens that a KV connector brought."""
+    num_offered_blocks: int = 0
+    """Blocks of `block_ids` that a KV connector has been offered to save, or need not be."""
+    kv_transfer_params: dict[str, Any] | None = None
+    """What the KV connector gave out at the end; what the caller gave is in `params`."""
     private_salt: str | None = None
     """Sibling sharing where prefix caching is off: hits stay among the siblings."""
     num_prompt_logprobs: int = 0
@@ -75,6 +92,8 @@ class Request:
         self.max_total_tokens = self.num_prompt_tokens + self.max_tokens
         """Prompt and output at their longest."""
         self.stop_ids = self.eos_token_ids.union(self.params.stop_token_ids)
+        if self.params.prompt_logprobs is not None:
+            self.reads_cache = False
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -127,5 +146,7 @@ class Update(msgspec.Struct):
     """[len(new_token_ids)]"""
     prompt_logprobs: list[TokenLogprobs] | None = None
     """The next prompt tokens', in order, each prompt token once."""
+    pooled: PooledRow | None = None
+    """A pooling request's result; it is finished then."""
     finished: bool = False
     error: str | None = None

@@ -6,14 +6,17 @@ import heapq
 import time
 from dataclasses import dataclass, field
 from itertools import count
+from typing import Any
 
 import msgspec
 
-from ..cache.kv_manager import KVCacheManager
-from ..protocols import SchedulePolicy
+from ..cache.kv_manager import KVCacheManager, NoKVCache
+from ..config import KVTransferConfig
+from ..protocols import KVConnectorScheduler, SchedulePolicy
 from ..types import (
     EngineStats,
     FinishReason,
+    KVReport,
     SlotStart,
     StepPlan,
     StepResult,
@@ -21,6 +24,7 @@ from ..types import (
 )
 from .queue import RequestQueue
 from .request import Request, Status, Update
+from .transfers import Fetch, Transfers
 
 
 @dataclass(slots=True)
@@ -45,6 +49,8 @@ class _Step:
     """[num_rows] A request whose epoch differs by now has ended or was preempted since."""
     first_positions: dict[int, int]
     """Row → first position computed, where prompt logprobs are asked for."""
+    ends: list[int]
+    """[num_rows] tokens computed with this step; empty without a KV connector."""
 
 
 class Scheduler:
@@ -71,25 +77,46 @@ class Scheduler:
         enable_chunked_prefill: bool,
         policy: SchedulePolicy,
         long_prefill_token_threshold: int = 0,
+        connector: KVConnectorScheduler | None = None,
+        transfer: KVTransferConfig | None = None,
+        hash_key: bytes | None = None,
     ) -> None:
+        """`connector`, if any, serves as `transfer` says; `hash_key`: see `BlockHasher`."""
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_model_len = max_model_len
         self.enable_chunked_prefill = enable_chunked_prefill
         self.long_prefill_token_threshold = long_prefill_token_threshold
         self.policy = policy
-        self.kv = KVCacheManager(num_blocks, block_size, enable_prefix_caching)
+        self.kv = (
+            KVCacheManager(num_blocks, block_size, enable_prefix_caching, hash_key)
+            if num_blocks
+            else NoKVCache(block_size)
+        )
+        self.transfers: Transfers | None = None
+        self._fail_on_load = False
+        if connector is not None:
+            transfer = transfer or KVTransferConfig(kv_connector="")
+            self._fail_on_load = transfer.kv_load_failure_policy == "fail"
+            self.transfers = Transfers(
+                connector,
+                self.kv,
+                loads=transfer.kv_role != "kv_producer",
+                saves=transfer.kv_role != "kv_consumer",
+            )
         self.requests: dict[str, Request] = {}
         """Every unfinished request by id."""
         self.running = RequestQueue()
         self.waiting = RequestQueue()
+        self.loading = RequestQueue()
+        """Waiting for a KV connector."""
         self._arrivals = count()
         self._steps = count()
         self._free_slots = list(range(max_num_seqs))
         self._released: list[int] = []
         self._in_flight: dict[int, _Step] = {}
         self._failures: list[Update] = []
-        self._stats = EngineStats(num_slots=max_num_seqs, kv_blocks_total=self.kv.pool.num_usable)
+        self._stats = EngineStats(num_slots=max_num_seqs, kv_blocks_total=self.kv.num_usable_blocks)
         self._admission_reserve = num_blocks // 100
 
     # ------------------------------------------------------------ requests in and out
@@ -110,10 +137,10 @@ class Scheduler:
         # The last token is sampled but never computed: it needs no KV.
         longest = min(request.max_total_tokens, self.max_model_len) - 1
         needed = self.kv.blocks_for(longest)
-        if needed > self.kv.pool.num_usable:
+        if needed > self.kv.num_usable_blocks:
             return (
                 f"prompt and max_tokens need {needed} KV-cache blocks; there are "
-                f"{self.kv.pool.num_usable} of {self.kv.block_size} tokens"
+                f"{self.kv.num_usable_blocks} of {self.kv.block_size} tokens"
             )
         return None
 
@@ -151,6 +178,8 @@ class Scheduler:
         self._in_flight.clear()
         for request in list(self.requests.values()):
             self._fail(request, error, updates)
+        if self.transfers is not None:
+            self.transfers.abandon()
         self.kv.reset_prefix_cache()
         return updates
 
@@ -166,9 +195,15 @@ class Scheduler:
         draft = _Draft(self.max_num_batched_tokens)
         if self._schedule_running(draft):
             self._admit_waiting(draft)
+        metadata = None
+        if self.transfers is not None:
+            metadata = self.transfers.metadata()
+            news = self.transfers.take_news()
+            if metadata is not None or news:
+                return self._seal(draft, metadata)
         if not draft.decodes and not draft.prefills:
             return None
-        return self._seal(draft)
+        return self._seal(draft, metadata)
 
     def _schedule_running(self, draft: _Draft) -> bool:
         """Tokens for running requests; False when one had to be preempted.
@@ -223,20 +258,30 @@ class Scheduler:
 
     def _admit_waiting(self, draft: _Draft) -> None:
         """Admit waiting requests in order, until one finds no budget, slot or blocks."""
-        admitted = []
+        left = []
         for request in self.waiting.requests:
             if draft.budget <= 0 or not self._free_slots:
                 break
             if _waits_for_leader(request):
                 continue
-            if not self._admit(request, draft):
+            hits = self.kv.find_hits(request)
+            if self.transfers is not None:
+                reserve = self._admission_reserve if len(self.running) else 0
+                fetch = self.transfers.fetch(request, hits, reserve)
+                if fetch is Fetch.NO_ROOM:
+                    break
+                if fetch is Fetch.STARTED:
+                    self.loading.add(request)
+                    left.append(request)
+                if fetch is not Fetch.NOTHING:
+                    continue
+            if not self._admit(request, hits, draft):
                 break
-            admitted.append(request)
-        for request in admitted:
+            left.append(request)
+        for request in left:
             self.waiting.remove(request)
 
-    def _admit(self, request: Request, draft: _Draft) -> bool:
-        hits = self.kv.find_hits(request)
+    def _admit(self, request: Request, hits: list[int], draft: _Draft) -> bool:
         num_left = request.num_tokens - len(hits) * self.kv.block_size
         # A preempted request may have outgrown one step's budget; it is chunked all the same.
         must_be_whole = (
@@ -251,10 +296,13 @@ class Scheduler:
             return False
         chunk = self._chunk(num_left, draft.budget)
         self.kv.allocate(request, chunk, hits)
+        request.num_offered_blocks = len(hits)
         if request.first_scheduled is None:
             request.first_scheduled = time.monotonic()
             request.num_cached_tokens = request.num_computed_tokens
-            self.kv.count_lookup(request, request.num_cached_tokens)
+            self.kv.count_lookup(
+                request, max(0, request.num_cached_tokens - request.num_loaded_tokens)
+            )
             self._stats.prompt_tokens += request.num_prompt_tokens
         request.status = Status.RUNNING
         request.slot = heapq.heappop(self._free_slots)
@@ -272,7 +320,7 @@ class Scheduler:
         if request.num_computed_tokens == request.num_tokens:
             request.num_tokens += 1
 
-    def _seal(self, draft: _Draft) -> StepPlan:
+    def _seal(self, draft: _Draft, metadata: Any = None) -> StepPlan:
         rows = draft.decodes + draft.prefills
         num_decodes = len(draft.decodes)
         first_positions = {
@@ -282,7 +330,8 @@ class Scheduler:
         }
         step = next(self._steps)
         self._stats.steps += 1
-        self._in_flight[step] = _Step(rows, [r.epoch for r in rows], first_positions)
+        ends = [] if self.transfers is None else [r.num_computed_tokens for r in rows]
+        self._in_flight[step] = _Step(rows, [r.epoch for r in rows], first_positions, ends)
         released, self._released = self._released, []
         return StepPlan(
             step=step,
@@ -293,6 +342,7 @@ class Scheduler:
             released=tuple(released),
             starts=tuple(draft.starts),
             appended_blocks=tuple(draft.appended),
+            kv_metadata=metadata,
         )
 
     # ------------------------------------------------------------ results
@@ -304,6 +354,8 @@ class Scheduler:
         """
         step = self._in_flight.pop(plan.step)
         updates = self.take_failures()
+        if result.kv_report is not None:
+            self._take_report(result.kv_report, updates)
         logprobs = result.logprobs
         num_new = 0
         rows = zip(step.rows, step.epochs, plan.samples, result.token_ids, strict=True)
@@ -312,6 +364,13 @@ class Scheduler:
                 continue
             if row in result.failed:
                 self._fail(request, result.failed[row], updates)
+                continue
+            if self.transfers is not None:
+                self.transfers.offer(request, step.ends[row])
+            if request.pooling is not None:
+                if sampled:
+                    self._end(request, "stop")
+                    updates.append(Update(request, [], pooled=result.pooled[row], finished=True))
                 continue
             update = Update(request, [token_id] if sampled else [])
             if row in step.first_positions:
@@ -335,12 +394,24 @@ class Scheduler:
         self._stats.generation_tokens += num_new
         return updates
 
+    def _take_report(self, report: KVReport, updates: list[Update]) -> None:
+        """Requests whose load has ended queue again: what it brought is cached now."""
+        assert self.transfers is not None, "a report without a KV connector"
+        for request, complete in self.transfers.take(report):
+            if not complete and self._fail_on_load:
+                self._fail(request, "its KV could not be loaded", updates)
+                continue
+            self.loading.remove(request)
+            request.status = Status.PREEMPTED if request.num_preemptions else Status.WAITING
+            self.waiting.add(request)
+
     # ------------------------------------------------------------ transitions
 
     def _preempt(self, request: Request) -> None:
         """Back to the queue, to be computed again; what steps in flight bring for it is dropped."""
         self._leave_slot(request)
         self.kv.free(request)
+        request.external_end = None
         request.status = Status.PREEMPTED
         request.epoch += 1
         request.num_computed_tokens = 0
@@ -354,13 +425,17 @@ class Scheduler:
     ) -> None:
         if request.status is Status.RUNNING:
             self._leave_slot(request)
+        elif request.status is Status.LOADING:
+            self.loading.remove(request)
         else:
             self.waiting.remove(request)
+        request.finish_reason = reason
+        request.stop_reason = stop_reason
+        if self.transfers is not None:
+            self.transfers.finish(request)
         self.kv.free(request)
         request.status = Status.FINISHED
         request.epoch += 1
-        request.finish_reason = reason
-        request.stop_reason = stop_reason
         del self.requests[request.request_id]
         finished = self._stats.requests_finished
         finished[reason] = finished.get(reason, 0) + 1
@@ -384,8 +459,8 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Waiting for admission, first or after preemption."""
-        return len(self.waiting)
+        """Waiting for admission, first or after preemption, or for a load."""
+        return len(self.waiting) + len(self.loading)
 
     @property
     def in_flight(self) -> int:
@@ -409,6 +484,7 @@ class Scheduler:
             prefix_cache_queries=self.kv.num_queried_tokens,
             prefix_cache_hits=self.kv.num_hit_tokens,
             requests_finished=dict(self._stats.requests_finished),
+            **({} if self.transfers is None else self.transfers.counts),
         )
 
     def reset_prefix_cache(self) -> bool:
@@ -418,11 +494,13 @@ class Scheduler:
     def check_invariants(self) -> None:
         """Raise AssertionError with what is wrong, if the books do not balance."""
         running, waiting = self.running.requests, self.waiting.requests
-        for name, queue in (("running", running), ("waiting", waiting)):
+        loading = self.loading.requests
+        for name, queue in (("running", running), ("waiting", waiting), ("loading", loading)):
             orders = [r.order for r in queue]
             assert orders == sorted(orders), f"the {name} requests are out of order"
-        queued = {r.request_id for r in running} | {r.request_id for r in waiting}
-        assert len(queued) == len(running) + len(waiting), "a request stands in two places"
+        places = [*running, *waiting, *loading]
+        queued = {r.request_id for r in places}
+        assert len(queued) == len(places), "a request stands in two places"
         assert queued == set(self.requests), f"lost or left over: {queued ^ set(self.requests)}"
         slots = sorted([*self._free_slots, *(r.slot for r in running)])
         assert slots == list(range(self.max_num_seqs)), f"slots leaked or used twice: {slots}"
@@ -440,11 +518,18 @@ class Scheduler:
             )
         for r in waiting:
             assert r.status in (Status.WAITING, Status.PREEMPTED), f"{r.request_id} is {r.status}"
+        for r in loading:
+            assert r.status is Status.LOADING, f"{r.request_id} is {r.status}, but loads"
+        for r in [*waiting, *loading]:
             assert not r.block_ids and r.slot < 0, f"{r.request_id} waits, but holds blocks"
             assert r.num_computed_tokens == 0 and r.num_pending_tokens == 0, (
                 f"{r.request_id} waits, but counts computed tokens"
             )
-        self.kv.check(running)
+        if self.transfers is None:
+            self.kv.check(running)
+        else:
+            self.transfers.check({r.request_id for r in loading})
+            self.kv.check(running, self.transfers.held_blocks)
 
 
 def _waits_for_leader(request: Request) -> bool:
@@ -465,6 +550,8 @@ def _slot_start(request: Request) -> SlotStart:
         stop_token_ids=tuple(sorted(request.stop_ids)),
         bad_words_token_ids=request.bad_words_token_ids,
         grammar=request.grammar,
+        pooling=request.pooling,
+        token_type_ids=request.token_type_ids,
     )
 
 

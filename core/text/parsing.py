@@ -18,6 +18,7 @@ from ..protocols import (
     ToolCallStart,
     ToolParser,
 )
+from .tokenizer import Tokenizer
 
 
 class ParsedToolCall(msgspec.Struct):
@@ -25,6 +26,8 @@ class ParsedToolCall(msgspec.Struct):
 
     name: str
     arguments: str = ""
+    id: str = ""
+    """The model's own id for it, where its format has one."""
 
 
 class ParsedMessage(msgspec.Struct):
@@ -39,7 +42,7 @@ def fold(events: Iterable[ParserEvent]) -> ParsedMessage:
     """The message that a sequence of events describes."""
     content: list[str] = []
     reasoning: list[str] = []
-    names: dict[int, str] = {}
+    calls: dict[int, ToolCallStart] = {}
     arguments: dict[int, list[str]] = {}
     for event in events:
         if isinstance(event, Content):
@@ -47,14 +50,17 @@ def fold(events: Iterable[ParserEvent]) -> ParsedMessage:
         elif isinstance(event, Reasoning):
             reasoning.append(event.text)
         elif isinstance(event, ToolCallStart):
-            names[event.index] = event.name
+            calls[event.index] = event
             arguments[event.index] = []
         elif isinstance(event, ToolCallArguments):
             arguments[event.index].append(event.fragment)
     return ParsedMessage(
         content="".join(content) or None,
         reasoning="".join(reasoning) or None,
-        tool_calls=[ParsedToolCall(names[i], "".join(arguments[i])) for i in sorted(names)],
+        tool_calls=[
+            ParsedToolCall(call.name, "".join(arguments[i]), call.id)
+            for i, call in sorted(calls.items())
+        ],
     )
 
 
@@ -64,6 +70,11 @@ class OutputParser:
     def __init__(self, reasoning: ReasoningParser | None, tools: ToolParser | None) -> None:
         self._reasoning = reasoning
         self._tools = tools
+
+    @property
+    def reasoning_ended(self) -> bool:
+        """Whether what follows is answer. By tokens: `ReasoningTracker` in `reasoning.py`."""
+        return self._reasoning is None or self._reasoning.reasoning_ended
 
     def feed(self, text: str, token_ids: Sequence[int] = ()) -> list[ParserEvent]:
         """Events of the next piece of text, and the tokens it came from."""
@@ -89,3 +100,11 @@ class OutputParser:
         for event in events:
             passed += self._tools.feed(event.text) if isinstance(event, Content) else [event]
         return passed
+
+
+def hides_markers(tokenizer: Tokenizer, parsers: Iterable[type]) -> bool:
+    """Whether some text that these parsers look for is a special token, so that it must be shown
+    to them.
+    """
+    special = {tokenizer.added_tokens[id].content for id in tokenizer.special_ids}
+    return any(special.intersection(getattr(parser, "markers", ())) for parser in parsers)

@@ -61,6 +61,8 @@ class Tokenizer:
         )
         self.bos_token_id = self._id_of(bos_token)
         self.eos_token_id = self._id_of(eos_token)
+        self.unknown_id = self._id_of(self.special_tokens.get("unk_token"))
+        """What stands for text that the vocabulary does not have; None: there is no such token."""
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         """Tokens, added ones included."""
         self.max_token_id = max(self.vocab_size - 1, max(self.added_tokens, default=0))
@@ -131,6 +133,43 @@ class Tokenizer:
         if not allow_special:
             return self._specials.encode_plain(text, add_special_tokens=add_special_tokens)
         return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def encode_texts(
+        self,
+        text: str,
+        pair: str | None = None,
+        *,
+        limit: int | None = None,
+        add_special_tokens: bool = True,
+    ) -> tuple[list[int], list[int]]:
+        """Token ids of one text or of two, and which of the two each token belongs to (0 or 1).
+
+        limit: at most so many tokens; the texts' ends are cut, the longer one's first, and special
+        tokens stay. Raises InvalidRequest when these alone are as many.
+        """
+        text = _without_surrogates(text)
+        pair = None if pair is None else _without_surrogates(pair)
+        if limit is None:
+            whole = self.backend.encode(text, pair, add_special_tokens=add_special_tokens)
+            return whole.ids, whole.type_ids
+        room = limit
+        if add_special_tokens:
+            room -= self.backend.num_special_tokens_to_add(pair is not None)
+        if room < 1:
+            raise InvalidRequest(
+                f"truncate_prompt_tokens: {limit} leaves no room beside the special tokens",
+                param="truncate_prompt_tokens",
+            )
+        parts = [
+            self.backend.encode(one, add_special_tokens=False)
+            for one in (text, pair)
+            if one is not None
+        ]
+        for part, length in zip(parts, _kept([len(part) for part in parts], room), strict=True):
+            part.truncate(length)
+        second = parts[1] if len(parts) > 1 else None
+        joined = self.backend.post_process(parts[0], second, add_special_tokens)
+        return joined.ids, joined.type_ids
 
     @functools.cached_property
     def _specials(self) -> ControlTokens:
@@ -265,6 +304,18 @@ def _read_json(file: Path) -> dict[str, Any]:
     except ValueError as error:
         raise LoadError(f"tokenizer: {file} is not JSON: {error}") from error
     return value if isinstance(value, dict) else {}
+
+
+def _kept(lengths: list[int], room: int) -> list[int]:
+    """How much of one text or two fits together: the longer is cut down to the other first."""
+    if sum(lengths) <= room:
+        return lengths
+    if len(lengths) == 1:
+        return [room]
+    shorter = min(min(lengths), room // 2)
+    kept = [room - shorter, room - shorter]
+    kept[lengths.index(min(lengths))] = shorter
+    return kept
 
 
 def _token_strings(*files: dict[str, Any]) -> dict[str, str]:

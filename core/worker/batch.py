@@ -88,13 +88,15 @@ class PersistentBatch:
         sample_rows = np.flatnonzero(np.asarray(plan.samples, dtype=bool)).astype(np.int32)
 
         appended = self._appended(plan)
-        parts = [slots, query_start, computed, sample_rows, *appended]
+        # What kernels read comes first, where the buffer is aligned: Triton compiles a kernel again
+        # for a pointer that is not.
+        parts = [query_start, slots, computed, sample_rows, *appended]
         for start in plan.starts:
             parts.append(np.asarray(start.token_ids, dtype=np.int32))
             parts.append(np.asarray(start.block_ids, dtype=np.int32))
         on_device = self.upload(parts)
 
-        d_slots, d_query_start, d_computed, d_sample_rows = on_device[:4]
+        d_query_start, d_slots, d_computed, d_sample_rows = on_device[:4]
         if appended:
             rows, columns, blocks = on_device[4:7]
             self.block_table[rows.long(), columns.long()] = blocks

@@ -12,7 +12,7 @@ from torch import nn
 
 from ..nn.context import ForwardContext
 from ..protocols import AttentionBackend
-from ..types import StepPlan, StepResult, TokenLogprobs
+from ..types import KVReport, StepPlan, StepResult, TokenLogprobs
 from .batch import PersistentBatch, StepInputs
 from .graphs import DecodeGraphs
 from .masks import GrammarMasks, TokenMask
@@ -45,6 +45,8 @@ class LaunchedStep:
             self.event.synchronize()
         tokens: list[int] = self.output["chosen"].tolist()
         return tokens
+
+    kv_report: KVReport | None = None
 
     def wait(self) -> StepResult:
         """Blocks until the copies to the host are done."""
@@ -79,6 +81,7 @@ class LaunchedStep:
             prompt_logprobs=prompts,
             failed=failed,
             device_seconds=time.monotonic() - self.launched,
+            kv_report=self.kv_report,
         )
 
 
@@ -127,7 +130,7 @@ class ModelRunner:
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """Queue one step on the device and return at once."""
         launched = time.monotonic()
-        self._update_slots(plan)
+        self.update_slots(plan)
         if self.graphs is not None and not self._scores_prompts(plan):
             step = self._replay(plan, self.graphs, launched)
             if step is not None:
@@ -237,7 +240,8 @@ class ModelRunner:
         logits: torch.Tensor = self.model.compute_logits(hidden)  # type: ignore[operator]
         return logits[:, : self.vocab_size]
 
-    def _update_slots(self, plan: StepPlan) -> None:
+    def update_slots(self, plan: StepPlan) -> None:
+        """Sampling state of the slots that the plan releases and starts."""
         for slot in plan.released:
             self.sampling.release(slot)
             self.masks.release(slot)

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from ..errors import ConfigError, PluginError
+from ..protocols import AttentionBackend, AttentionSpec
 from ..registry import Registry
+
+if TYPE_CHECKING:
+    import torch
 
 logger = logging.getLogger("jackfield.worker")
 T = TypeVar("T")
@@ -44,3 +48,14 @@ def choose(
             return entry.name, chosen, why
         reasons.append(f"{entry.name}: {reason}")
     raise ConfigError(f"{field}: none can serve this model here: {'; '.join(reasons)}", param=field)
+
+
+def attention_refusal(
+    backend: type[AttentionBackend], spec: AttentionSpec, device: torch.device, dtype: torch.dtype
+) -> str | None:
+    """Why `backend` cannot serve a layer here; None when it can."""
+    if not (isinstance(backend, type) and issubclass(backend, AttentionBackend)):
+        return "it does not subclass jackfield.core.protocols.AttentionBackend"
+    if unknown := spec.features - backend.features:
+        return f"it has no {', '.join(sorted(unknown))}"
+    return backend.supports(spec, device, dtype)

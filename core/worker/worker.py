@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 
 import torch
+from torch import nn
 
 from ..config import EngineConfig
 from ..errors import ConfigError
@@ -19,17 +20,27 @@ from ..loading.build import build_model
 from ..loading.model_config import ModelConfig
 from ..nn.attention import Attention
 from ..nn.context import BatchLayout
-from ..protocols import AttentionBackend, AttentionSpec, ExecutorInfo
+from ..protocols import (
+    AttentionBackend,
+    AttentionSpec,
+    ExecutorInfo,
+    KVConnectorSetup,
+    KVConnectorWorker,
+    KVLayout,
+)
 from ..registry import Plugins
 from ..types import SamplingParams, SlotStart, StepPlan
 from .batch import PersistentBatch, StepInputs
 from .graphs import CudaRecorder, DecodeGraphs, Recorder
+from .kv_transfer import EmptyStep, kv_layout
 from .masks import GrammarMasks
 from .memory import bytes_per_block, explain_oom, num_kv_blocks
-from .runner import LaunchedStep, ModelRunner
+from .pooling import PoolingRunner
+from .runner import ModelRunner
 from .sampler import Sampler
 from .sampling_state import SamplingState
-from .selection import choose
+from .selection import attention_refusal, choose
+from .thread import PendingStep
 
 logger = logging.getLogger("jackfield.worker")
 
@@ -60,7 +71,10 @@ class Worker:
             else torch.device(config.device)
         )
         self.max_num_batched_tokens = config.max_num_batched_tokens
-        self.runner: ModelRunner | None = None
+        self.runner: ModelRunner | PoolingRunner | None = None
+        self.connector: KVConnectorWorker | None = None
+        self.transfer_news: Callable[[], None] = _nobody
+        """Called, on any thread, when the connector has something to report."""
         self.more_ahead: Callable[[], None] = _nobody_listens
         """Called, on the launch thread, when `prepare_ahead` has more to do than it had."""
         self._short_prompts = [4, 16, 32]
@@ -96,6 +110,8 @@ class Worker:
         operations = operations_class()
         model = build_model(self.plugins, config, model_config, device, operations)
         weight_bytes = sum(p.nbytes for p in model.parameters())
+        if model_config.pooling is not None and not model_config.pooling.causal:
+            return self._start_encoder(model, weight_bytes, began)
         layers = [m for m in model.modules() if isinstance(m, Attention)]
         specs = [layer.spec for layer in layers]
         kv_dtype = (
@@ -130,23 +146,32 @@ class Worker:
             block_size=config.block_size,
             device=device,
         )
-        sampling = SamplingState(
-            config.max_num_seqs + 1, model_config.vocab_size, device, batch.token_history
-        )
-        self.runner = ModelRunner(
-            model=model,
-            backend=backend,
-            batch=batch,
-            sampling=sampling,
-            sampler=Sampler(sampling, operations=operations),
-            vocab_size=model_config.vocab_size,
-            device=device,
-            masks=GrammarMasks(
+        if model_config.pooling is not None:
+            self.runner = PoolingRunner(
+                model=model,
+                pooling=model_config.pooling,
+                backend=backend,
+                batch=batch,
+                device=device,
+            )
+        else:
+            sampling = SamplingState(
+                config.max_num_seqs + 1, model_config.vocab_size, device, batch.token_history
+            )
+            self.runner = ModelRunner(
+                model=model,
+                backend=backend,
+                batch=batch,
+                sampling=sampling,
+                sampler=Sampler(sampling, operations=operations),
                 vocab_size=model_config.vocab_size,
                 device=device,
-                mask_timeout=config.structured_outputs_config.mask_timeout,
-            ),
-        )
+                masks=GrammarMasks(
+                    vocab_size=model_config.vocab_size,
+                    device=device,
+                    mask_timeout=config.structured_outputs_config.mask_timeout,
+                ),
+            )
         block_bytes = bytes_per_block(specs, config.block_size, kv_dtype)
         num_blocks = num_kv_blocks(
             config,
@@ -158,8 +183,8 @@ class Worker:
         self._bind_cache(layers, num_blocks, kv_dtype)
         self._warm_up()
         recorder = self._recorder()
-        if recorder is not None and backend.graph_safe:
-            runner = self.runner
+        runner = self.runner
+        if recorder is not None and backend.graph_safe and isinstance(runner, ModelRunner):
             graphs = DecodeGraphs(
                 compute=lambda inputs: runner.logits(runner.forward(inputs)),
                 batch=batch,
@@ -182,15 +207,83 @@ class Worker:
             weight_bytes=weight_bytes,
             kv_cache_bytes=num_blocks * block_bytes,
             load_seconds=time.monotonic() - began,
+            kv_layout=self._connect(model, layers),
         )
 
-    def step(self, plan: StepPlan) -> LaunchedStep:
+    def _start_encoder(
+        self, model: torch.nn.Module, weight_bytes: int, began: float
+    ) -> ExecutorInfo:
+        """The rest of the start for a model without a KV cache."""
+        config, pooling = self.config, self.model_config.pooling
+        assert pooling is not None
+        self.runner = PoolingRunner(
+            model=model,
+            pooling=pooling,
+            backend=None,
+            batch=PersistentBatch(
+                max_num_seqs=config.max_num_seqs,
+                max_model_len=self.model_config.max_model_len,
+                block_size=config.block_size,
+                device=self.device,
+            ),
+            device=self.device,
+        )
+        if self.device.type == "cuda":
+            # The largest step there is: what does not fit fails now, and not in a request.
+            self._run_dummy(self.max_num_batched_tokens, range(config.max_num_seqs))
+        self._warm_up()
+        return ExecutorInfo(
+            num_blocks=0,
+            device=str(self.device),
+            dtype=str(self.model_config.dtype).removeprefix("torch."),
+            attention_backend="encoder",
+            attention_reason="whole prompts, no KV cache",
+            weight_bytes=weight_bytes,
+            kv_cache_bytes=0,
+            load_seconds=time.monotonic() - began,
+        )
+
+    def step(self, plan: StepPlan) -> PendingStep:
         """Launch one step."""
         assert self.runner is not None, "start() comes first"
         try:
-            return self.runner.launch(plan)
+            if self.connector is None:
+                return self.runner.launch(plan)
+            assert isinstance(self.runner, ModelRunner), "connectors are for models that generate"
+            return self._step_and_transfer(plan, self.runner, self.connector)
         except torch.OutOfMemoryError as error:
             raise explain_oom(error, f"running a step of {plan.total_tokens} tokens") from error
+
+    @torch.inference_mode()
+    def _step_and_transfer(
+        self, plan: StepPlan, runner: ModelRunner, connector: KVConnectorWorker
+    ) -> PendingStep:
+        if plan.kv_metadata is not None:
+            connector.start(plan.kv_metadata)
+        if not plan.slots:
+            runner.update_slots(plan)
+            return EmptyStep(plan, connector.poll())
+        step = runner.launch(plan)
+        step.kv_report = connector.poll()
+        return step
+
+    def _connect(self, model: nn.Module, layers: list[Attention]) -> KVLayout | None:
+        """Make the worker half of the KV connector, if there is to be one."""
+        transfer = self.config.kv_transfer_config
+        if transfer is None:
+            return None
+        caches = [layer.kv_cache for layer in layers if layer.kv_cache is not None]
+        layout = kv_layout(self.config, self.model_config, model, caches)
+        setup = KVConnectorSetup(
+            transfer=transfer,
+            layout=layout,
+            plugins=self.plugins,
+            notify=lambda: self.transfer_news(),
+        )
+        connector = self.plugins["kv_connector"].load(transfer.kv_connector)
+        self.connector = connector.make_worker(setup)
+        self.connector.bind(caches)
+        return layout
 
     @torch.inference_mode()
     def prepare_ahead(self) -> bool:
@@ -215,6 +308,9 @@ class Worker:
 
     def stop(self) -> None:
         """Give the device's memory back."""
+        if self.connector is not None:
+            self.connector.close()
+            self.connector = None
         self.runner = None
         gc.collect()
         if self.device.type == "cuda":
@@ -297,6 +393,19 @@ class Worker:
             query_start_cpu=query_start.numpy(),
             seq_lens_cpu=counts.numpy(),
         )
+        index = torch.arange(num_rows, device=device)
+        inputs = StepInputs(
+            input_ids=torch.zeros(num_tokens, dtype=torch.int64, device=device),
+            positions=positions.to(device),
+            layout=layout,
+            last_tokens=index,
+            sample_slots=torch.tensor(slots, device=device),
+            sample_lengths=index * 0 + 1,
+            sample_rows=list(range(num_rows)),
+        )
+        if isinstance(runner, PoolingRunner):
+            runner.pool_all(runner.forward(inputs))
+            return
         params = SamplingParams(temperature=0.8, top_p=0.9, top_k=50)
         for slot in slots:
             runner.sampling.start(
@@ -312,16 +421,6 @@ class Worker:
                 )
             )
         runner.sampling.upload()
-        index = torch.arange(num_rows, device=device)
-        inputs = StepInputs(
-            input_ids=torch.zeros(num_tokens, dtype=torch.int64, device=device),
-            positions=positions.to(device),
-            layout=layout,
-            last_tokens=index,
-            sample_slots=torch.tensor(slots, device=device),
-            sample_lengths=index * 0 + 1,
-            sample_rows=list(range(num_rows)),
-        )
         logits = runner.logits(runner.forward(inputs)[index])
         runner.sampler.sample(logits, inputs.sample_slots, slots, inputs.sample_lengths)
         for slot in slots:
@@ -332,13 +431,17 @@ def _nobody_listens() -> None:
     """For a worker without spare time."""
 
 
+def _nobody() -> None:
+    """Nobody waits for news."""
+
+
 def _refusal(
     backend: type[AttentionBackend],
     specs: list[AttentionSpec],
     device: torch.device,
     dtype: torch.dtype,
 ) -> str | None:
-    reasons = (backend.supports(spec, device, dtype) for spec in specs)
+    reasons = (attention_refusal(backend, spec, device, dtype) for spec in specs)
     return next((reason for reason in reasons if reason is not None), None)
 
 

@@ -26,10 +26,13 @@ from ...kernels.paged_attention_decode import (
 from ...kernels.paged_attention_prefill import paged_attention_prefill
 from ...kernels.rms_norm import rms_norm
 from ...kernels.silu_mul import silu_mul
+from ...kernels.skinny import MAX_TILES, SkinnyWorkspace, elements, skinny
+from ...kernels.tuning import Product, skinny_rule, skinny_shape
 
 Work = Callable[[], object]
 EPS = 1e-6
 BLOCK_SIZE = 16
+SKINNY_ROWS = (8, 32)
 
 
 class Sizes(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,6 +95,8 @@ def cases(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Iterator[Ca
     """Three shapes of each kernel, and the projections of a layer for the matrix-vector product."""
     maker = _Maker(sizes, device, dtype)
     yield from maker.gemvs()
+    for rows in SKINNY_ROWS:
+        yield from maker.skinnies(rows)
     for tokens in sizes.tokens:
         yield maker.rms_norm(tokens)
     for tokens in sizes.tokens:
@@ -148,6 +153,39 @@ class _Maker:
         return Case(
             kernel="gemv", shape=f"{name} {rows} x {size}", bytes=rows * size * self.item, make=make
         )
+
+    def skinnies(self, rows: int) -> Iterator[Case]:
+        s = self.sizes
+        for name, product in (
+            ("qkv", Product(s.qkv, s.hidden, False)),
+            ("output", Product(s.hidden, s.num_heads * s.head_dim, False)),
+            ("gate and up", Product(s.intermediate, s.hidden, True)),
+            ("down", Product(s.hidden, s.intermediate, False)),
+        ):
+            yield self.skinny(name, rows, product)
+
+    def skinny(self, name: str, rows: int, product: Product) -> Case:
+        stacked = product.outputs * (2 if product.gated else 1)
+
+        def make() -> Work:
+            x, weight = self.random(rows, product.inputs), self.random(stacked, product.inputs)
+            added = None if product.gated else self.random(rows, product.outputs)
+            shape = skinny_shape(product, rows, self.device) or skinny_rule(product, rows)
+            assert shape is not None
+            room = elements(rows, product.outputs, shape.split, product.gated)
+            workspace = SkinnyWorkspace(
+                torch.empty(room, device=self.device),
+                torch.zeros(MAX_TILES, dtype=torch.int32, device=self.device),
+            )
+            return lambda: skinny(
+                x, weight, residual=added, gated=product.gated, shape=shape, workspace=workspace
+            )
+
+        return Case(
+            kernel="skinny", shape=f"{name} {rows} rows, {stacked} x {product.inputs}",
+            bytes=stacked * product.inputs * self.item, make=make,
+            flops=2.0 * rows * stacked * product.inputs,
+        )  # fmt: skip
 
     def rms_norm(self, tokens: int) -> Case:
         size = self.sizes.hidden

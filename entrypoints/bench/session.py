@@ -22,7 +22,7 @@ import msgspec
 
 from ...core.config import EngineConfig
 from ...core.errors import JackfieldError
-from ..cli.options import Parser, add_engine_options, fail
+from ..cli.options import Parser, add_engine_options, engine_options, fail
 from .backends import Backend, JackfieldBackend, TransformersBackend, VLLMBackend
 from .measure import Bench, Measurement, Record
 from .report import Emitter, add_output_options, environment, say, summary
@@ -154,8 +154,7 @@ class Session:
     def __init__(self, args: argparse.Namespace, workloads: Sequence[Workload]) -> None:
         self.args = args
         self.workloads = workloads
-        fields = set(EngineConfig.__struct_fields__) - {"model"}
-        self.options = {k: v for k, v in vars(args).items() if k in fields}
+        self.options = engine_options(args)
         self.device = self._device()
         self.dtype = self.options.get("dtype", "auto")
         if self.dtype == "auto":

@@ -40,10 +40,21 @@ ALIASES = {"structured_outputs_config.backend": "--guided-decoding-backend"}
 """Flags that vLLM has, or had, for a part of a structured option."""
 
 
+def add_no_plugin(group: Any) -> None:
+    """`--no-plugin`, to a parser or a group of one."""
+    group.add_argument(
+        "--no-plugin",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="leave out the plugin with this entry point or distribution; repeatable",
+    )
+
+
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
-    """A flag for each field of EngineConfig but `model`, and one for each part of a field that has
-    parts: `--structured-outputs-config.backend`."""
+    """A flag for each field of EngineConfig but `model`; and `--no-plugin`."""
     group = parser.add_argument_group("engine")
+    add_no_plugin(group)
     hints = typing.get_type_hints(EngineConfig, include_extras=True)
     for name in EngineConfig.__struct_fields__:
         if name == "model":
@@ -79,8 +90,8 @@ def _add(group: argparse._ArgumentGroup, name: str, kind: Any, text: str, defaul
         group.add_argument(*names, type=json.loads, metavar="JSON", **options)
 
 
-def engine_config(args: argparse.Namespace, model: str) -> EngineConfig:
-    """From parsed flags. Raises ConfigError."""
+def engine_options(args: argparse.Namespace) -> dict[str, Any]:
+    """The engine options among parsed flags."""
     fields = set(EngineConfig.__struct_fields__) - {"model"}
     flags = vars(args)
     given = {name: value for name, value in flags.items() if name in fields}
@@ -88,6 +99,14 @@ def engine_config(args: argparse.Namespace, model: str) -> EngineConfig:
         field, dot, part = name.partition(".")
         if dot and field in fields:
             given[field] = {**given.get(field, {}), part: value}
+    if args.no_plugin:
+        given["disable_plugins"] = (*given.get("disable_plugins", ()), *args.no_plugin)
+    return given
+
+
+def engine_config(args: argparse.Namespace, model: str) -> EngineConfig:
+    """From parsed flags. Raises ConfigError."""
+    given = engine_options(args)
     if not model:
         given.setdefault("reasoning_parser", "think_tags")
         given.setdefault("tool_call_parser", "hermes")

@@ -1,83 +1,82 @@
-"""`jackfield plugins`: each name, its kind, where it came from, and whether it works here."""
+"""`jackfield plugins`: what is plugged in, and `jackfield plugins new`: a plugin of one's own."""
 
 from __future__ import annotations
 
-import json
+import argparse
 import sys
-from typing import Any
+from pathlib import Path
 
-from ...core.errors import PluginError
-from ...core.registry import Plugins, load_plugins
-from .options import Parser
+import msgspec
+
+from ...core.errors import ConfigError, PluginError
+from ...core.registry import load_plugins
+from ..inventory import Row, inventory
+from .options import Parser, add_no_plugin, fail
+from .skeleton import KINDS, write_skeleton
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        prog="jackfield plugins",
+        description="List what is plugged in, and whether it works here; or, with "
+        "`jackfield plugins new KIND NAME`, write the package of a new plugin.",
+    )
+    parser.add_argument(
+        "action", nargs="?", choices=("list", "new"), default="list", help="what to do"
+    )
+    parser.add_argument("kind", nargs="?", help=f"new: what to plug in: {', '.join(KINDS)}")
+    parser.add_argument(
+        "name", nargs="?", help="new: the name to register; a model's is its architecture"
+    )
+    listing = parser.add_argument_group("list")
+    listing.add_argument("--json", action="store_true", help="as JSON")
+    listing.add_argument(
+        "--check",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="import each one, to see if it works; off: import none",
+    )
+    add_no_plugin(listing)
+    new = parser.add_argument_group("new")
+    new.add_argument(
+        "--into", default=".", metavar="FOLDER", help="where the package's folder goes"
+    )
+    return parser
 
 
 def run(argv: list[str]) -> int:
-    """→ exit status: 0, or 1 when plugins clash."""
-    parser = Parser(prog="jackfield plugins", description="List what is plugged in.")
-    parser.add_argument("--json", action="store_true", help="as JSON")
-    parser.add_argument("--check", action="store_true", help="import each one, to see if it works")
+    """→ exit status: 0; 1 when plugins clash or nothing can be written; 2 for wrong usage."""
+    parser = make_parser()
     args = parser.parse_args(argv)
     try:
-        plugins = load_plugins()
+        if args.action == "new":
+            if not args.kind or not args.name:
+                parser.error("new: give a KIND and a NAME")
+            return _new(args.kind, args.name, Path(args.into))
+        if args.kind:
+            parser.error(f"unrecognized argument: {args.kind}")
+        rows = inventory(load_plugins(disable=args.no_plugin), check=args.check)
+    except (ConfigError, OSError) as error:
+        return fail(error)
     except PluginError as error:
         print(f"jackfield: {error}", file=sys.stderr)
         return 1
-    rows = table(plugins, check=args.check)
-    if args.json:
-        print(json.dumps(rows, indent=2))
-        return 0
-    columns = ("kind", "name", "distribution", "version", "status")
-    widths = [max(len(c), *(len(row[c]) for row in rows)) for c in columns]
-    for row in [dict(zip(columns, columns, strict=True)), *rows]:
-        cells = (row[c].ljust(w) for c, w in zip(columns, widths, strict=True))
-        print("  ".join(cells).rstrip())
+    print(msgspec.json.format(msgspec.json.encode(rows)).decode() if args.json else as_text(rows))
     return 0
 
 
-def table(plugins: Plugins, *, check: bool) -> list[dict[str, str]]:
-    """A row a name; then the plugins that were left out."""
-    rows: list[dict[str, str]] = []
-    for kind, registry in plugins.registries.items():
-        for entry in registry.entries():
-            rows.append(
-                {
-                    "kind": kind,
-                    "name": entry.name,
-                    "distribution": entry.provenance.distribution,
-                    "version": entry.provenance.version,
-                    "status": _status(registry, entry.name) if check else "registered",
-                }
-            )
-    for failed in plugins.failed:
-        rows.append(
-            {
-                "kind": "(plugin)",
-                "name": failed.provenance.entry_point,
-                "distribution": failed.provenance.distribution,
-                "version": failed.provenance.version,
-                "status": f"left out: {failed.error}",
-            }
-        )
-    return rows
+def as_text(rows: list[Row]) -> str:
+    """In columns."""
+    columns = Row.__struct_fields__
+    cells = [columns, *([getattr(row, column) for column in columns] for row in rows)]
+    widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in cells
+    )
 
 
-def _status(registry: Any, name: str) -> str:
-    try:
-        loaded = registry.load(name)
-    except PluginError as error:
-        return f"does not load: {error.__cause__ or error}"
-    if registry.kind != "attention_backend":
-        return "works here"
-    return _attention_status(loaded)
-
-
-def _attention_status(backend: Any) -> str:
-    import torch
-
-    from ...core.protocols import AttentionSpec
-
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    spec = AttentionSpec(num_heads=8, num_kv_heads=2, head_dim=128, scale=0.1)
-    reason = backend.supports(spec, device, dtype)
-    return "works here" if reason is None else f"not here: {reason}"
+def _new(kind: str, name: str, into: Path) -> int:
+    folder = write_skeleton(kind, name, into)
+    print(f"wrote {folder}: its README says how to install it and run its tests")
+    return 0

@@ -34,6 +34,11 @@ def make_parser() -> argparse.ArgumentParser:
         "--max-body-bytes", type=int, default=32 << 20, help="refuse larger requests"
     )
     server.add_argument(
+        "--enable-plugins-route",
+        action="store_true",
+        help="serve GET /v1/plugins: what is plugged in, and whether it works here",
+    )
+    server.add_argument(
         "--shutdown-timeout", type=float, default=60.0, help="seconds to drain after SIGTERM"
     )
     server.add_argument(
@@ -63,6 +68,7 @@ def run(argv: list[str]) -> int:
             api_keys=tuple(key for key in keys if key),
             max_body_bytes=args.max_body_bytes,
             shutdown_timeout=args.shutdown_timeout,
+            enable_plugins_route=args.enable_plugins_route,
         )
         listen = Listen(args.host, args.port, args.uds)
         return _run(serve(config, plugins, listen, options))

@@ -20,7 +20,10 @@ from ...core.errors import (
 from .chat import chat_completions
 from .completions import completions
 from .context import ENGINE, OPTIONS, ServerOptions, error_body, reply
-from .utility import detokenize, health, metrics, model, models, tokenize, version
+from .embeddings import embeddings
+from .pooling import classify, pooling
+from .scoring import rerank, score
+from .utility import detokenize, health, metrics, model, models, plugins, tokenize, version
 
 logger = logging.getLogger("jackfield.server")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -43,6 +46,14 @@ def make_app(engine: AsyncEngine, options: ServerOptions | None = None) -> web.A
             web.get("/v1/models/{name:.+}", model),
             web.post("/v1/completions", completions),
             web.post("/v1/chat/completions", chat_completions),
+            web.post("/v1/embeddings", embeddings),
+            web.post("/pooling", pooling),
+            web.post("/classify", classify),
+            web.post("/score", score),
+            web.post("/v1/score", score),
+            web.post("/rerank", rerank),
+            web.post("/v1/rerank", rerank),
+            web.post("/v2/rerank", rerank),
             web.post("/tokenize", tokenize),
             web.post("/detokenize", detokenize),
             web.get("/health", health),
@@ -52,6 +63,8 @@ def make_app(engine: AsyncEngine, options: ServerOptions | None = None) -> web.A
             web.get("/metrics", metrics),
         ]
     )
+    if options.enable_plugins_route:
+        app.router.add_get("/v1/plugins", plugins)
     app.on_response_prepare.append(_tell_request_id)
     engine.plugins.manager.hook.register_routes(app=app, engine=engine)
     return app

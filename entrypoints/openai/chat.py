@@ -5,9 +5,10 @@ The streamed pieces are parser events as they come; the whole answer is the fold
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import msgspec
@@ -19,11 +20,14 @@ from ...core.protocols import (
     Content,
     ParserEvent,
     Reasoning,
+    ReasoningParser,
     ToolCallArguments,
     ToolCallEnd,
     ToolCallStart,
+    ToolParser,
 )
-from ...core.text.parsing import OutputParser, fold
+from ...core.text.parsing import OutputParser, ParsedMessage, fold, hides_markers
+from ...core.text.reasoning import ReasoningTracker, lets_think
 from ...core.types import (
     CompletionOutput,
     PositionLogprobs,
@@ -31,7 +35,7 @@ from ...core.types import (
     SamplingParams,
     StructuredOutputsParams,
 )
-from .context import ENGINE, check_model, new_id, reply, tokenizer_of, usage
+from .context import ENGINE, LONG_TEXT, check_model, new_id, reply, tokenizer_of, usage
 from .logprobs import chat_logprobs, prompt_logprobs
 from .protocol import ChatRequest, decode
 from .streaming import frame, stream
@@ -52,22 +56,37 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
 class _Choice:
     """One of n answers as it is parsed."""
 
-    def __init__(self, parser: OutputParser) -> None:
+    def __init__(
+        self,
+        parser: OutputParser,
+        thought: ReasoningTracker | None,
+        new_call_id: Callable[[], str],
+    ) -> None:
         self.parser = parser
+        self.thought = thought
+        self.new_call_id = new_call_id
         self.num_tokens = 0
-        self.thought: list[str] = []
         self.called = False
+
+    def count(self, completion: CompletionOutput) -> None:
+        """Count the completion's tokens, for `usage`."""
+        self.num_tokens += len(completion.token_ids)
+        if self.thought is not None:
+            self.thought.push(completion.token_ids)
 
     def feed(self, completion: CompletionOutput) -> list[ParserEvent]:
         events = self.parser.feed(completion.text, completion.token_ids)
         if completion.finish_reason is not None:
             events = events + self.parser.finish()
         for event in events:
-            if isinstance(event, Reasoning):
-                self.thought.append(event.text)
-            elif isinstance(event, ToolCallStart):
+            if isinstance(event, ToolCallStart):
                 self.called = True
         return events
+
+    def whole(self, completion: CompletionOutput) -> ParsedMessage:
+        """A finished completion in one piece."""
+        self.count(completion)
+        return fold(self.feed(completion))
 
 
 class _Job:
@@ -87,8 +106,21 @@ class _Job:
                 "tools: this server has no tool-call parser; start it with --tool-call-parser",
                 param="tools",
             )
+        config, plugins = engine.config, engine.plugins
+        self.reasoning: type[ReasoningParser] | None = None
+        self.tools: Callable[..., ToolParser] | None = None
+        if config.reasoning_parser is not None:
+            self.reasoning = plugins["reasoning_parser"].load(config.reasoning_parser)
+        if self.forced is not None:
+            self.tools = self.forced.parser
+        elif self.uses_tools:
+            self.tools = plugins["tool_parser"].load(config.tool_call_parser or "")
+        parsers: list[Any] = [
+            parser for parser in (self.reasoning, self.tools) if parser is not None
+        ]
+        if parsers and hides_markers(tokenizer_of(engine), parsers):
+            self.params = msgspec.structs.replace(self.params, skip_special_tokens=False)
         self.params = self._with_calls(self.params)
-        self.has_reasoning = engine.config.reasoning_parser is not None
 
     def _with_calls(self, params: SamplingParams) -> SamplingParams:
         """With the grammar that holds tool calls to their schemas, where one is asked for."""
@@ -110,19 +142,15 @@ class _Job:
         return msgspec.structs.replace(params, structured_outputs=grammar)
 
     def _choice(self) -> _Choice:
-        config, plugins = self.engine.config, self.engine.plugins
-        thinking = bool((self.asked.chat_template_kwargs or {}).get("enable_thinking", True))
-        reasoning = tools = None
-        if config.reasoning_parser is not None:
-            parser_class = plugins["reasoning_parser"].load(config.reasoning_parser)
-            reasoning = parser_class(thinking=thinking)
-        if self.forced is not None:
-            tools = self.forced.parser(tools=self.asked.tools or ())
-        elif self.uses_tools:
-            tools = plugins["tool_parser"].load(config.tool_call_parser or "")(
-                tools=self.asked.tools or ()
-            )
-        return _Choice(OutputParser(reasoning, tools))
+        reasoning = tools = tracker = None
+        if self.reasoning is not None:
+            thinking = lets_think(self.reasoning, self.asked.chat_template_kwargs or {})
+            reasoning = self.reasoning(thinking=thinking)
+            tracker = ReasoningTracker(self.reasoning(thinking=thinking), tokenizer_of(self.engine))
+        if self.tools is not None:
+            tools = self.tools(tools=self.asked.tools or ())
+        new_call_id = getattr(self.tools, "new_id", _call_id)
+        return _Choice(OutputParser(reasoning, tools), tracker, new_call_id)
 
     def _outputs(self) -> Any:
         asked = self.asked
@@ -148,8 +176,10 @@ class _Job:
         for completion in output.outputs:
             self._check(output, completion)
             choice = self._choice()
-            message = fold(choice.feed(completion))
-            choice.num_tokens = len(completion.token_ids)
+            if len(completion.text) < LONG_TEXT:
+                message = choice.whole(completion)
+            else:
+                message = await asyncio.to_thread(choice.whole, completion)
             parsed.append(choice)
             body: dict[str, Any] = {"role": "assistant", "content": message.content}
             if message.reasoning is not None and self.asked.include_reasoning:
@@ -157,7 +187,7 @@ class _Job:
             if message.tool_calls:
                 body["tool_calls"] = [
                     {
-                        "id": _call_id(),
+                        "id": call.id or choice.new_call_id(),
                         "type": "function",
                         "function": {"name": call.name, "arguments": call.arguments},
                     }
@@ -181,6 +211,8 @@ class _Job:
             body["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
         if self.asked.return_token_ids:
             body["prompt_token_ids"] = output.prompt_token_ids
+        if output.kv_transfer_params is not None:
+            body["kv_transfer_params"] = output.kv_transfer_params
         return body
 
     async def frames(self) -> AsyncIterator[bytes]:
@@ -190,7 +222,7 @@ class _Job:
         output: RequestOutput | None = None
         async for output in self._outputs():
             for completion in output.outputs:
-                choices[completion.index].num_tokens += len(completion.token_ids)
+                choices[completion.index].count(completion)
             running = self._usage(output, choices) if self.asked.continuous_usage else None
             if not opened:
                 opened = True
@@ -227,17 +259,12 @@ class _Job:
             raise RequestFailed(output.error or "the request failed")
 
     def _usage(self, output: RequestOutput, choices: list[_Choice]) -> dict[str, Any]:
-        """Thought is counted from its text, as the tokens that open and close it are not in it."""
-        thought = None
-        if self.has_reasoning:
-            encode = tokenizer_of(self.engine).encode
-            texts = ["".join(choice.thought) for choice in choices]
-            thought = sum(len(encode(text, add_special_tokens=False)) for text in texts if text)
+        counts = [c.thought.num_reasoning_tokens for c in choices if c.thought is not None]
         return usage(
             len(output.prompt_token_ids),
             sum(choice.num_tokens for choice in choices),
             output.num_cached_tokens,
-            thought,
+            sum(counts) if self.reasoning is not None else None,
         )
 
     def _finish_reason(self, completion: CompletionOutput, choice: _Choice) -> str | None:
@@ -290,10 +317,10 @@ def _delta(event: ParserEvent, choice: _Choice, reasoning: bool) -> dict[str, An
             return {"content": text}
         case Reasoning(text):
             return {"reasoning_content": text, "reasoning": text} if reasoning else None
-        case ToolCallStart(index, name):
+        case ToolCallStart(index, name, id):
             function = {"name": name, "arguments": ""}
-            call = {"index": index, "id": _call_id(), "type": "function", "function": function}
-            return {"tool_calls": [call]}
+            call = {"index": index, "id": id or choice.new_call_id(), "type": "function"}
+            return {"tool_calls": [{**call, "function": function}]}
         case ToolCallArguments(index, fragment):
             return {"tool_calls": [{"index": index, "function": {"arguments": fragment}}]}
         case ToolCallEnd():

@@ -91,13 +91,16 @@ class _Job:
             for completion in output.outputs
         ]
         generated = sum(len(c.token_ids) for o in outputs for c in o.outputs)
-        return self._body(choices) | {
-            "usage": usage(
-                sum(len(o.prompt_token_ids) for o in outputs),
-                0 if self.only_echo else generated,
-                sum(o.num_cached_tokens for o in outputs),
-            )
-        }
+        body = self._body(choices)
+        body["usage"] = usage(
+            sum(len(o.prompt_token_ids) for o in outputs),
+            0 if self.only_echo else generated,
+            sum(o.num_cached_tokens for o in outputs),
+        )
+        # As vLLM: those of the first prompt.
+        if outputs[0].kv_transfer_params is not None:
+            body["kv_transfer_params"] = outputs[0].kv_transfer_params
+        return body
 
     async def frames(self) -> AsyncIterator[bytes]:
         """The answer in pieces."""

@@ -71,6 +71,7 @@ class SamplingRequest(msgspec.Struct, kw_only=True):
     priority: int = 0
     cache_salt: str | None = None
     return_token_ids: bool = False
+    kv_transfer_params: dict[str, Any] | None = None
     request_id: str | None = None
 
     def sampling(self, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
@@ -107,6 +108,7 @@ class SamplingRequest(msgspec.Struct, kw_only=True):
             ),
             truncate_prompt_tokens=self.truncate_prompt_tokens,
             output_kind=OutputKind.DELTA if self.stream else OutputKind.FINAL_ONLY,
+            kv_transfer_params=self.kv_transfer_params,
         )
 
     @property

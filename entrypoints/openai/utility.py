@@ -1,4 +1,4 @@
-"""The small routes: models, tokenize, detokenize, health, version, metrics."""
+"""The small routes: models, tokenize, detokenize, health, version, plugins, metrics."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from aiohttp import web
 
 from ... import __version__
 from ...core.errors import EngineStopped, InvalidRequest
+from ..inventory import inventory
 from .context import ENGINE, OPTIONS, check_model, encode_text, reply, tokenizer_of
 from .protocol import DetokenizeRequest, TokenizeRequest, decode
 
@@ -93,6 +94,12 @@ async def health(request: web.Request) -> web.Response:
 async def version(request: web.Request) -> web.Response:
     """GET /version"""
     return reply({"version": __version__})
+
+
+async def plugins(request: web.Request) -> web.Response:
+    """GET /v1/plugins, where the server was started with it."""
+    rows = await asyncio.to_thread(inventory, request.app[ENGINE].plugins)
+    return reply({"object": "list", "data": rows})
 
 
 async def metrics(request: web.Request) -> web.Response:

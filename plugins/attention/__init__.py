@@ -13,4 +13,8 @@ def register_attention_backends(registry: Any) -> None:
     # Triton's interpreter runs kernels on the CPU, slowly: then only for whoever asks by name.
     priority = 5 if os.environ.get("TRITON_INTERPRET") == "1" else 20
     registry.add("triton", "jackfield.plugins.attention.triton:TritonAttention", priority=priority)
+    registry.add(
+        "flashinfer", "jackfield.plugins.attention.flashinfer:FlashInferAttention", priority=15
+    )
     registry.add("torch", "jackfield.plugins.attention.torch:TorchAttention", priority=10)
+    registry.add("flex", "jackfield.plugins.attention.flex:FlexAttention", priority=8)

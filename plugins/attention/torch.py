@@ -8,14 +8,14 @@ sizes come from the layout's numpy twins.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
 from ...core.nn.context import BatchLayout
-from ...core.protocols import AttentionSpec
+from ...core.protocols import AttentionBackend, AttentionSpec
 
 GATHER_ELEMENTS = 1 << 24
 """Cached keys gathered at once (elements), which bounds the memory of a decode step."""
@@ -51,12 +51,34 @@ class TorchMetadata:
     """By sliding window and by cache positions that may be gathered at once."""
 
 
-class TorchAttention:
+class _Extras(NamedTuple):
+    """What a layer adds to plain attention, by kv head and query head of its group."""
+
+    slopes: torch.Tensor | None
+    """[num_kv_heads, group] float32"""
+    sinks: torch.Tensor | None
+    """[num_kv_heads, group] float32"""
+
+    @classmethod
+    def of(cls, spec: AttentionSpec, sinks: torch.Tensor | None, device: torch.device) -> _Extras:
+        slopes = None
+        if spec.alibi_slopes is not None:
+            slopes = torch.tensor(spec.alibi_slopes, dtype=torch.float32, device=device)
+            slopes = slopes.view(spec.num_kv_heads, -1)
+        return cls(slopes, None if sinks is None else sinks.float().view(spec.num_kv_heads, -1))
+
+    def none(self, spec: AttentionSpec) -> bool:
+        """Nothing but a softmax of scaled products."""
+        return spec.soft_cap is None and self.slopes is None and self.sinks is None
+
+
+class TorchAttention(AttentionBackend):
     """`AttentionBackend` on torch operations alone. Softmax and sums are in float32."""
 
     name: ClassVar[str] = "torch"
-    graph_safe: ClassVar[bool] = False
-    standard_cache: ClassVar[bool] = True
+    features: ClassVar[frozenset[str]] = frozenset(
+        {"sliding_window", "soft_cap", "alibi_slopes", "sinks"}
+    )
 
     @classmethod
     def supports(cls, spec: AttentionSpec, device: torch.device, dtype: torch.dtype) -> str | None:
@@ -98,15 +120,18 @@ class TorchAttention:
         value: torch.Tensor,
         kv_cache: torch.Tensor,
         metadata: TorchMetadata,
+        *,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """query: [num_tokens, num_heads, head_dim] → the same shape; see the protocol."""
         out = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
+        extras = _Extras.of(spec, sinks, query.device)
         for chunk in self._decode_chunks(spec, metadata):
-            self._decode(spec, query, kv_cache, metadata, chunk, out)
+            self._decode(spec, query, kv_cache, metadata, chunk, extras, out)
         starts = metadata.starts
         for row in range(metadata.layout.num_rows):
             if starts[row + 1] - starts[row] > 1:
-                self._prefill(spec, query, kv_cache, metadata, row, out)
+                self._prefill(spec, query, kv_cache, metadata, row, extras, out)
         return out
 
     def _decode_chunks(self, spec: AttentionSpec, metadata: TorchMetadata) -> list[DecodeChunk]:
@@ -163,6 +188,7 @@ class TorchAttention:
         kv_cache: torch.Tensor,
         metadata: TorchMetadata,
         chunk: DecodeChunk,
+        extras: _Extras,
         out: torch.Tensor,
     ) -> None:
         rows = chunk.end_row - chunk.first_row
@@ -181,7 +207,26 @@ class TorchAttention:
         # A kv head's query heads see the same keys: they are rows of one product.
         grouped = query[tokens].reshape(rows, spec.num_kv_heads, -1, spec.head_dim)
         mask = chunk.visible[:, None, None, :].expand(-1, 1, grouped.shape[2], -1)
-        attended = _attend(spec, grouped, keys.transpose(1, 2), values.transpose(1, 2), mask)
+        bias = None
+        if extras.slopes is not None:
+            positions = torch.arange(
+                chunk.first_block * self.block_size,
+                chunk.end_block * self.block_size,
+                device=query.device,
+            )
+            offsets = (
+                positions - metadata.layout.seq_lens[chunk.first_row : chunk.end_row, None] + 1
+            )
+            bias = extras.slopes[:, :, None] * offsets[:, None, None, :]
+        attended = _attend(
+            spec,
+            grouped,
+            keys.transpose(1, 2),
+            values.transpose(1, 2),
+            mask,
+            bias=bias,
+            sinks=extras.sinks,
+        )
         out[tokens] = attended.reshape(rows, spec.num_heads, spec.head_dim)
 
     def _prefill(
@@ -191,6 +236,7 @@ class TorchAttention:
         kv_cache: torch.Tensor,
         metadata: TorchMetadata,
         row: int,
+        extras: _Extras,
         out: torch.Tensor,
     ) -> None:
         """One row's queries, the last positions of its sequence, some at a time."""
@@ -208,8 +254,7 @@ class TorchAttention:
         keys = keys.transpose(0, 1).unsqueeze(1).expand(-1, group, -1, -1)
         values = values.transpose(0, 1).unsqueeze(1).expand(-1, group, -1, -1)
         queries = query[first:end].view(end - first, -1, group, spec.head_dim).permute(1, 2, 0, 3)
-        plain = context == 0 and (window is None or window >= seq_len) and spec.soft_cap is None
-        if plain:
+        if context == 0 and (window is None or window >= seq_len) and extras.none(spec):
             attended = F.scaled_dot_product_attention(
                 queries, keys, values, is_causal=True, scale=spec.scale
             )
@@ -231,6 +276,10 @@ class TorchAttention:
                 keys[:, :, :num_keys],
                 values[:, :, :num_keys],
                 mask,
+                bias=None
+                if extras.slopes is None
+                else extras.slopes[:, :, None, None] * (0.0 - distance),
+                sinks=None if extras.sinks is None else extras.sinks[:, :, None],
             )
             out[first + begin : first + stop] = attended.permute(2, 0, 1, 3).flatten(1, 2)
 
@@ -241,11 +290,23 @@ def _attend(
     key: torch.Tensor,
     value: torch.Tensor,
     mask: torch.Tensor,
+    *,
+    bias: torch.Tensor | None,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """query: [batch, heads, queries, head_dim], mask: true where seen → query's shape."""
-    if spec.soft_cap is None:
+    """query: [batch, heads, queries, head_dim]; mask: true where seen; bias: added to the logits;
+    sinks: one more logit for each query → query's shape. All broadcast against the logits.
+    """
+    if spec.soft_cap is None and bias is None and sinks is None:
         return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=spec.scale)
     scores = torch.matmul(query.float(), key.float().transpose(-1, -2)) * spec.scale
-    scores = spec.soft_cap * torch.tanh(scores / spec.soft_cap)
-    weights = scores.masked_fill_(~mask, -torch.inf).softmax(dim=-1)
+    if spec.soft_cap is not None:
+        scores = spec.soft_cap * torch.tanh(scores / spec.soft_cap)
+    if bias is not None:
+        scores = scores + bias
+    scores = scores.masked_fill(~mask, -torch.inf)
+    if sinks is not None:
+        sink = sinks[..., None].expand(*scores.shape[:-1], 1)
+        scores = torch.cat((scores, sink), dim=-1)
+    weights = scores.softmax(dim=-1)[..., : key.shape[-2]]
     return torch.matmul(weights, value.float()).to(query.dtype)

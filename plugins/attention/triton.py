@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ...core.nn.context import BatchLayout
 from ...core.nn.operations import Norm
-from ...core.protocols import AttentionSpec
+from ...core.protocols import AttentionBackend, AttentionSpec
 
 try:
     from ...kernels.fused_decode_attention import fused_decode_attention
@@ -69,7 +69,7 @@ class Run(NamedTuple):
     end_token: int
     max_query_len: int
     fresh: bool
-    """One long row with nothing cached: its keys and values are all in this step."""
+    """Long rows of one length with nothing cached: their keys and values are all in this step."""
 
 
 class Workspace(NamedTuple):
@@ -80,7 +80,7 @@ class Workspace(NamedTuple):
     """[max_num_seqs * num_kv_heads] int32 zeros"""
 
 
-class TritonAttention:
+class TritonAttention(AttentionBackend):
     """`AttentionBackend` on this project's Triton kernels.
 
     Decode-only batches may be captured in a CUDA graph: launches depend on the number of rows
@@ -88,8 +88,10 @@ class TritonAttention:
     """
 
     name: ClassVar[str] = "triton"
+    features: ClassVar[frozenset[str]] = frozenset(
+        {"sliding_window", "soft_cap", "alibi_slopes", "sinks"}
+    )
     graph_safe: ClassVar[bool] = True
-    standard_cache: ClassVar[bool] = True
 
     @classmethod
     def supports(cls, spec: AttentionSpec, device: torch.device, dtype: torch.dtype) -> str | None:
@@ -129,6 +131,7 @@ class TritonAttention:
         if device.type == "cuda":
             self.num_sms = torch.cuda.get_device_properties(device).multi_processor_count
         self._workspaces: dict[tuple[int, int, int], Workspace] = {}
+        self._slope_tensors: dict[tuple[float, ...], torch.Tensor] = {}
         self._dense = device.type == "cuda" and dtype != torch.float32
 
     def build_metadata(self, layout: BatchLayout) -> TritonMetadata:
@@ -149,7 +152,11 @@ class TritonAttention:
                 runs.append(Run(first, row, int(starts[first]), int(starts[row]), most, False))
             if row < rows:
                 begin, end = int(starts[row]), int(starts[row + 1])
-                runs.append(Run(row, row + 1, begin, end, end - begin, True))
+                run = Run(row, row + 1, begin, end, end - begin, True)
+                if runs and runs[-1].fresh and runs[-1].max_query_len == run.max_query_len:
+                    before = runs.pop()
+                    run = run._replace(first_row=before.first_row, first_token=before.first_token)
+                runs.append(run)
             first = row + 1
         return TritonMetadata(layout, decode_rows, tuple(runs))
 
@@ -161,10 +168,15 @@ class TritonAttention:
         value: torch.Tensor,
         kv_cache: torch.Tensor,
         metadata: TritonMetadata,
+        *,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """query: [num_tokens, num_heads, head_dim] → the same shape; see the protocol."""
         layout, rows = metadata.layout, metadata.num_decode_rows
+        if len(metadata.runs) == 1 and not rows and _takes_dense(spec, metadata.runs[0]):
+            return _dense(spec, query, key, value, metadata.runs[0])
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        slopes = None if spec.alibi_slopes is None else self._slopes(spec.alibi_slopes)
         if rows:
             paged_attention_decode(
                 query[:rows],
@@ -174,14 +186,16 @@ class TritonAttention:
                 scale=spec.scale,
                 sliding_window=spec.sliding_window,
                 soft_cap=spec.soft_cap,
+                alibi_slopes=slopes,
+                sinks=sinks,
                 num_splits=self._num_splits(spec, rows, query.dtype),
                 workspace=self._workspace(spec, query.dtype).floats,
                 out=out[:rows],
             )
         for run in metadata.runs:
             tokens = slice(run.first_token, run.end_token)
-            if run.fresh and _dense_serves(spec, run.max_query_len):
-                out[tokens] = _dense(spec, query[tokens], key[tokens], value[tokens])
+            if _takes_dense(spec, run):
+                out[tokens] = _dense(spec, query[tokens], key[tokens], value[tokens], run)
                 continue
             paged_attention_prefill(
                 query,
@@ -193,6 +207,8 @@ class TritonAttention:
                 max_query_len=run.max_query_len,
                 sliding_window=spec.sliding_window,
                 soft_cap=spec.soft_cap,
+                alibi_slopes=slopes,
+                sinks=sinks,
                 first_row=run.first_row,
                 num_tokens=run.end_token - run.first_token,
                 out=out,
@@ -209,13 +225,14 @@ class TritonAttention:
         kv_cache: torch.Tensor,
         metadata: TritonMetadata,
     ) -> torch.Tensor | None:
-        """A decode step of few rows in one launch; None for others, and for partial rotations."""
+        """A decode step of few rows in one launch; None for others, for partial rotations and for
+        ALiBi."""
         layout = metadata.layout
         rows = layout.num_rows
         turns_all = cos_sin is None or cos_sin.shape[1] == spec.head_dim
         if metadata.num_decode_rows != layout.num_tokens or not turns_all or spec.head_dim % 2:
             return None
-        if rows * spec.num_kv_heads > FUSED_PROGRAMS:
+        if rows * spec.num_kv_heads > FUSED_PROGRAMS or spec.alibi_slopes is not None:
             return None
         workspace = self._workspace(spec, qkv.dtype)
         return fused_decode_attention(
@@ -236,6 +253,14 @@ class TritonAttention:
             sliding_window=spec.sliding_window,
             soft_cap=spec.soft_cap,
         )
+
+    def _slopes(self, slopes: tuple[float, ...]) -> torch.Tensor:
+        """[num_heads] float32, made once: captured graphs hold its address."""
+        made = self._slope_tensors.get(slopes)
+        if made is None:
+            made = torch.tensor(slopes, dtype=torch.float32, device=self.device)
+            self._slope_tensors[slopes] = made
+        return made
 
     def _num_splits(self, spec: AttentionSpec, rows: int, dtype: torch.dtype) -> int:
         longest = min(self.max_model_len, spec.sliding_window or self.max_model_len)
@@ -270,24 +295,34 @@ class TritonAttention:
         return workspace
 
 
-def _dense_serves(spec: AttentionSpec, num_tokens: int) -> bool:
+def _takes_dense(spec: AttentionSpec, run: Run) -> bool:
     window = spec.sliding_window
     return (
-        spec.soft_cap is None
-        and (window is None or window >= num_tokens)
+        run.fresh
+        and spec.features <= {"sliding_window"}
+        and (window is None or window >= run.max_query_len)
         and spec.head_dim % 8 == 0
         and spec.head_dim <= 128
     )
 
 
 def _dense(
-    spec: AttentionSpec, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    spec: AttentionSpec,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    run: Run,
 ) -> torch.Tensor:
-    """One whole row through cuDNN's kernel, which is faster than ours from some thousand tokens on.
+    """Whole rows of one length through cuDNN's kernel, which is faster than ours from some thousand
+    tokens on.
 
-    query: [tokens, num_heads, head_dim]; key, value: [tokens, num_kv_heads, head_dim]
+    query: [rows * tokens, num_heads, head_dim]; key, value: [rows * tokens, num_kv_heads, head_dim]
     """
-    queries, keys, values = (part.transpose(0, 1).unsqueeze(0) for part in (query, key, value))
+    rows = run.end_row - run.first_row
+    queries, keys, values = (
+        part.view(rows, run.max_query_len, *part.shape[1:]).transpose(1, 2)
+        for part in (query, key, value)
+    )
     with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):
         out: torch.Tensor = F.scaled_dot_product_attention(
             queries,
@@ -297,4 +332,4 @@ def _dense(
             scale=spec.scale,
             enable_gqa=spec.num_heads != spec.num_kv_heads,
         )
-    return out[0].transpose(0, 1)
+    return out.transpose(1, 2).flatten(0, 1)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
+from collections.abc import Callable
 
 from ...core.config import EngineConfig
 from ...core.loading.model_config import ModelConfig
@@ -20,6 +22,16 @@ class InProcessExecutor:
     def __init__(self, config: EngineConfig, model_config: ModelConfig, plugins: Plugins) -> None:
         self._worker = Worker(config, model_config, plugins)
         self._thread: WorkerThread | None = None
+
+    def watch_transfers(self, callback: Callable[[], None]) -> None:
+        """The connector's threads call from outside the loop, perhaps after its end."""
+        loop = asyncio.get_running_loop()
+
+        def news() -> None:
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(callback)
+
+        self._worker.transfer_news = news
 
     async def start(self) -> ExecutorInfo:
         """Load the model on the worker thread."""

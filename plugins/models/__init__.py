@@ -6,6 +6,39 @@ from typing import Any
 
 from ...core.hooks import hookimpl
 
+POOLED = {
+    "llama": {
+        "LlamaModel": "LlamaModel",
+        "LlamaForSequenceClassification": "LlamaForSequenceClassification",
+    },
+    "mistral": {
+        "MistralModel": "MistralModel",
+        "MistralForSequenceClassification": "MistralForSequenceClassification",
+    },
+    "qwen2": {
+        "Qwen2Model": "Qwen2Model",
+        "Qwen2ForSequenceClassification": "Qwen2ForSequenceClassification",
+    },
+    "qwen3": {
+        "Qwen3Model": "Qwen3Model",
+        "Qwen3ForSequenceClassification": "Qwen3ForSequenceClassification",
+    },
+    "bert": {
+        "BertModel": "BertModel",
+        "BertForMaskedLM": "BertModel",
+        "BertForSequenceClassification": "BertForSequenceClassification",
+    },
+    "roberta": {
+        "RobertaModel": "RobertaModel",
+        "RobertaForMaskedLM": "RobertaModel",
+        "RobertaForSequenceClassification": "RobertaForSequenceClassification",
+        "XLMRobertaModel": "RobertaModel",
+        "XLMRobertaForMaskedLM": "RobertaModel",
+        "XLMRobertaForSequenceClassification": "RobertaForSequenceClassification",
+    },
+}
+"""Module → architectures of vectors or labels. Of a masked model only the encoder is used."""
+
 
 @hookimpl
 def register_models(registry: Any) -> None:
@@ -13,3 +46,6 @@ def register_models(registry: Any) -> None:
     registry.add("MistralForCausalLM", "jackfield.plugins.models.mistral:MistralForCausalLM")
     registry.add("Qwen2ForCausalLM", "jackfield.plugins.models.qwen2:Qwen2ForCausalLM")
     registry.add("Qwen3ForCausalLM", "jackfield.plugins.models.qwen3:Qwen3ForCausalLM")
+    for module, names in POOLED.items():
+        for name, attribute in names.items():
+            registry.add(name, f"jackfield.plugins.models.{module}:{attribute}")

@@ -6,11 +6,13 @@ configuration; this file knows no family by name.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
 from torch import nn
 
+from ...core.errors import ConfigError
 from ...core.loading.model_config import ModelConfig
 from ...core.loading.weight_map import Shard, WeightMap
 from ...core.nn.attention import Attention
@@ -21,6 +23,7 @@ from ...core.nn.mlp import GatedMLP
 from ...core.nn.norm import RMSNorm
 from ...core.nn.rotary import Rotary
 from ...core.protocols import AttentionSpec
+from ...core.text.tokenizer import Tokenizer
 
 
 class SelfAttention(nn.Module):
@@ -128,8 +131,11 @@ class Decoder(nn.Module):
         return hidden
 
 
-class CausalLM(nn.Module):
-    """A decoder and its head. A family sets `attention`."""
+class HeadlessLM(nn.Module):
+    """A decoder whose states are pooled. A family sets `attention`.
+
+    Checkpoints of embedding models often leave out the `model.` that others begin names with.
+    """
 
     attention: ClassVar[type[SelfAttention]] = SelfAttention
     weight_map: ClassVar[WeightMap] = WeightMap(
@@ -141,20 +147,82 @@ class CausalLM(nn.Module):
             "up_proj": Shard("gate_up_proj", "up"),
         },
         tied={"lm_head.weight": "model.embed_tokens.weight"},
+        prefixes={f"{part}.": f"model.{part}." for part in ("embed_tokens", "layers", "norm")},
     )
 
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
         super().__init__()
         self.model = Decoder(config, build, self.attention)
-        if not config.hf_config.tie_word_embeddings:
-            self.lm_head = Embedding(config.vocab_size, config.hidden_size, build)
 
     def forward(self, input_ids: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         """[num_tokens] → [num_tokens, hidden_size]"""
         hidden: torch.Tensor = self.model(input_ids, context)
         return hidden
 
+    def pooling_states(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The last norm: [any, hidden_size] → the same shape."""
+        out: torch.Tensor = self.model.norm(hidden)
+        return out
+
+
+class CausalLM(HeadlessLM):
+    """A decoder and its head, which it goes without where it is pooled."""
+
+    def __init__(self, config: ModelConfig, build: BuildContext) -> None:
+        super().__init__(config, build)
+        if config.pooling is None and not config.hf_config.tie_word_embeddings:
+            self.lm_head = Embedding(config.vocab_size, config.hidden_size, build)
+
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[num_rows, hidden_size] → [num_rows, vocab_size]"""
         head: Embedding = getattr(self, "lm_head", self.model.embed_tokens)
         return head.logits(hidden, norm=self.model.norm)
+
+
+class DecoderClassifier(HeadlessLM):
+    """A decoder and a linear classifier of its last state, which may be made of rows of a head."""
+
+    def __init__(self, config: ModelConfig, build: BuildContext) -> None:
+        super().__init__(config, build)
+        assert config.pooling is not None, "a classifier is pooled"
+        self.operations, self.folder = build.operations, config.path
+        self.tokens = config.pooling.tokens
+        self.rows: torch.Tensor | None = None
+        """[num_labels, hidden_size], where the classifier is made of a head."""
+        if self.tokens is None:
+            self.score = Linear(config.hidden_size, len(config.pooling.labels), build)
+        elif not config.hf_config.tie_word_embeddings:
+            self.lm_head = Embedding(config.vocab_size, config.hidden_size, build)
+
+    def after_loading(self) -> None:
+        """The head's rows of a few tokens become the classifier; the rest of it is given back."""
+        if self.tokens is None:
+            return
+        head: Embedding = getattr(self, "lm_head", self.model.embed_tokens)
+        rows = head.weight[self._token_ids(self.tokens.tokens)].float()
+        rows = rows[1:] - rows[:1] if self.tokens.difference else rows
+        self.rows = rows.to(head.weight.dtype)
+        if hasattr(self, "lm_head"):
+            del self.lm_head
+
+    def classify(self, pooled: torch.Tensor) -> torch.Tensor:
+        """[num_rows, hidden_size] → logits [num_rows, num_labels]"""
+        if self.rows is not None:
+            return self.operations.linear(pooled, self.rows)
+        logits: torch.Tensor = self.score(pooled)
+        return logits
+
+    def _token_ids(self, tokens: Sequence[str]) -> list[int]:
+        """Raises ConfigError for what is not one token: a wrong one would give silent nonsense."""
+        tokenizer = Tokenizer.load(str(self.folder))
+        found = []
+        for token in tokens:
+            ids = tokenizer.encode(token, add_special_tokens=False)
+            if len(ids) != 1 or ids[0] == tokenizer.unknown_id:
+                raise ConfigError(
+                    f"hf_overrides: {token!r} of classifier_from_token is not one token of this "
+                    f"model (ids {ids})",
+                    param="hf_overrides",
+                )
+            found += ids
+        return found

@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
-from .decoder import CausalLM
+from .decoder import CausalLM, DecoderClassifier, HeadlessLM
 
 
 class LlamaForCausalLM(CausalLM):
     """Biases, head size and rope variant come from the configuration."""
+
+
+class LlamaModel(HeadlessLM):
+    """The same without a head, for embeddings."""
+
+
+class LlamaForSequenceClassification(DecoderClassifier):
+    """The same with a classifier, for labels and scores."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .decoder import CausalLM, SelfAttention
+from .decoder import CausalLM, DecoderClassifier, HeadlessLM, SelfAttention
 
 
 class MistralAttention(SelfAttention):
@@ -25,4 +25,12 @@ class MistralAttention(SelfAttention):
 
 
 class MistralForCausalLM(CausalLM):
+    attention = MistralAttention
+
+
+class MistralModel(HeadlessLM):
+    attention = MistralAttention
+
+
+class MistralForSequenceClassification(DecoderClassifier):
     attention = MistralAttention

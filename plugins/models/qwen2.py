@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .decoder import CausalLM, SelfAttention
+from .decoder import CausalLM, DecoderClassifier, HeadlessLM, SelfAttention
 
 
 class Qwen2Attention(SelfAttention):
@@ -22,6 +22,14 @@ class Qwen2Attention(SelfAttention):
 
 
 class Qwen2ForCausalLM(CausalLM):
+    attention = Qwen2Attention
+
+
+class Qwen2Model(HeadlessLM):
+    attention = Qwen2Attention
+
+
+class Qwen2ForSequenceClassification(DecoderClassifier):
     attention = Qwen2Attention
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from ...core.loading.model_config import ModelConfig
 from ...core.nn.context import BuildContext
 from ...core.nn.norm import RMSNorm
-from .decoder import CausalLM, SelfAttention
+from .decoder import CausalLM, DecoderClassifier, HeadlessLM, SelfAttention
 from .qwen2 import window_of_layer
 
 
@@ -24,4 +24,12 @@ class Qwen3Attention(SelfAttention):
 
 
 class Qwen3ForCausalLM(CausalLM):
+    attention = Qwen3Attention
+
+
+class Qwen3Model(HeadlessLM):
+    attention = Qwen3Attention
+
+
+class Qwen3ForSequenceClassification(DecoderClassifier):
     attention = Qwen3Attention

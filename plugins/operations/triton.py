@@ -18,14 +18,21 @@ try:
     from ...kernels.mask_tokens import mask_tokens
     from ...kernels.rms_norm import rms_norm
     from ...kernels.silu_mul import silu_mul
+    from ...kernels.skinny import MAX_TILES, SkinnyShape, SkinnyWorkspace, elements, skinny
+    from ...kernels.tuning import Product, skinny_shape
 
     _MISSING = None
 except ImportError as error:
     _MISSING = f"triton cannot be imported ({error})"
 
 
+SHARES = 4 << 20
+"""Floats of room for products whose sums are shared among programs."""
+
+
 class TritonOperations(Operations):
-    """One token goes through fused matrix-vector products, more through kernels around cuBLAS."""
+    """One token goes through fused matrix-vector products, a few through skinny ones where they
+    were measured to be faster, more through kernels around cuBLAS."""
 
     name: ClassVar[str] = "triton"
 
@@ -39,6 +46,9 @@ class TritonOperations(Operations):
         if dtype not in (torch.float32, torch.float16, torch.bfloat16):
             return f"dtype {dtype} is not float32, float16 or bfloat16"
         return None
+
+    def __init__(self) -> None:
+        self._workspaces: dict[torch.device, SkinnyWorkspace] = {}
 
     def rms_norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
         """[..., size] → the same shape."""
@@ -56,10 +66,15 @@ class TritonOperations(Operations):
         """residual + norm(x) Wᵀ + bias, the residual overwritten."""
         if x.shape[0] == 1:
             return gemv(x, weight, bias, norm=norm, residual=residual)
-        if residual is None or bias is not None:
-            return super().linear(x, weight, bias, norm=norm, residual=residual)
         if norm is not None:
             x = self.rms_norm(x, norm)
+        if (shape := self._skinny_shape(x, weight, gated=False)) is not None:
+            workspace = self._workspace(x.device)
+            return skinny(
+                x, weight, bias, residual=residual, shape=shape, workspace=workspace, out=residual
+            )
+        if residual is None or bias is not None:
+            return super().linear(x, weight, bias, residual=residual)
         return residual.addmm_(x, weight.t())
 
     def gated_linear(
@@ -73,7 +88,33 @@ class TritonOperations(Operations):
         """silu(gate) * up of one product."""
         if x.shape[0] == 1:
             return gemv(x, weight, bias, norm=norm, gated=True)
-        return super().gated_linear(x, weight, bias, norm=norm)
+        if norm is not None:
+            x = self.rms_norm(x, norm)
+        if (shape := self._skinny_shape(x, weight, gated=True)) is not None:
+            workspace = self._workspace(x.device)
+            return skinny(x, weight, bias, gated=True, shape=shape, workspace=workspace)
+        return super().gated_linear(x, weight, bias)
+
+    def _skinny_shape(
+        self, x: torch.Tensor, weight: torch.Tensor, *, gated: bool
+    ) -> SkinnyShape | None:
+        """None where a library's product is the better one, or the only one."""
+        outputs = weight.shape[0] // 2 if gated else weight.shape[0]
+        shape = skinny_shape(Product(outputs, weight.shape[1], gated), x.shape[0], x.device)
+        if shape is None or x.dtype == torch.float32:
+            return None
+        if elements(x.shape[0], outputs, shape.split, gated) > SHARES:
+            return None
+        return shape
+
+    def _workspace(self, device: torch.device) -> SkinnyWorkspace:
+        """Never replaced: captured graphs hold its addresses."""
+        if device not in self._workspaces:
+            self._workspaces[device] = SkinnyWorkspace(
+                torch.empty(SHARES, dtype=torch.float32, device=device),
+                torch.zeros(MAX_TILES, dtype=torch.int32, device=device),
+            )
+        return self._workspaces[device]
 
     def silu_mul(self, x: torch.Tensor) -> torch.Tensor:
         """[T, 2 * size] → [T, size]"""

@@ -6,8 +6,28 @@ from typing import Any
 
 from ...core.hooks import hookimpl
 
+_HERE = "jackfield.plugins.reasoning"
+_PARSERS = {
+    "deepseek_r1": ("think_tags:DeepSeekR1Reasoning", "DeepSeek-R1, QwQ"),
+    "deepseek_v3": ("think_tags:DeepSeekV3Reasoning", "DeepSeek-V3.1"),
+    "glm45": ("think_tags:Glm45Reasoning", "GLM-4.5, GLM-4.6"),
+    "gptoss": ("harmony:HarmonyReasoning", "gpt-oss"),
+    "granite": ("think_tags:GraniteReasoning", "Granite 3.2"),
+    "hunyuan_a13b": ("think_tags:HunyuanA13bReasoning", "Hunyuan-A13B"),
+    "identity": ("think_tags:IdentityReasoning", "any"),
+    "minimax_m2": ("think_tags:MiniMaxM2Reasoning", "MiniMax-M2"),
+    "minimax_m2_append_think": ("think_tags:MiniMaxM2AppendThinkReasoning", "MiniMax-M2"),
+    "mistral": ("think_tags:MistralReasoning", "Magistral"),
+    "olmo3": ("think_tags:Olmo3Reasoning", "OLMo 3 Think"),
+    "openai_gptoss": ("harmony:HarmonyReasoning", "gpt-oss"),
+    "qwen3": ("think_tags:Qwen3Reasoning", "Qwen3"),
+    "step3": ("think_tags:Step3Reasoning", "Step-3"),
+    "think_tags": ("think_tags:ThinkTagsReasoning", "any that thinks when it likes"),
+}
+"""name → (where it is, whose dialect it is)"""
+
 
 @hookimpl
 def register_reasoning_parsers(registry: Any) -> None:
-    registry.add("qwen3", "jackfield.plugins.reasoning.think_tags:Qwen3Reasoning")
-    registry.add("think_tags", "jackfield.plugins.reasoning.think_tags:ThinkTagsReasoning")
+    for name, (place, models) in _PARSERS.items():
+        registry.add(name, f"{_HERE}.{place}", help=models)

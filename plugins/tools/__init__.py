@@ -6,7 +6,38 @@ from typing import Any
 
 from ...core.hooks import hookimpl
 
+_HERE = "jackfield.plugins.tools"
+_PARSERS = {
+    "deepseek_v3": ("named_families:DeepSeekV3ToolParser", "DeepSeek-V3-0324, DeepSeek-R1-0528"),
+    "deepseek_v31": ("named_families:DeepSeekV31ToolParser", "DeepSeek-V3.1"),
+    "glm45": ("tagged_families:Glm45ToolParser", "GLM-4.5, GLM-4.6"),
+    "granite": ("json_families:GraniteToolParser", "Granite 3"),
+    "granite-20b-fc": ("json_families:Granite20bFcToolParser", "Granite 20B Function Calling"),
+    "hermes": ("hermes:HermesToolParser", "Hermes 2 Pro, Hermes 3, Qwen2.5, Qwen3, QwQ"),
+    "hunyuan_a13b": ("json_families:HunyuanA13bToolParser", "Hunyuan-A13B"),
+    "internlm": ("json_families:InternLmToolParser", "InternLM2.5"),
+    "jamba": ("json_families:JambaToolParser", "Jamba 1.5"),
+    "kimi_k2": ("named_families:KimiK2ToolParser", "Kimi K2"),
+    "llama3_json": ("json_families:Llama3JsonToolParser", "Llama 3.1, Llama 3.2"),
+    "llama4_json": ("json_families:Llama3JsonToolParser", "Llama 4"),
+    "llama4_pythonic": ("python_families:Llama4PythonicToolParser", "Llama 4"),
+    "minimax": ("json_families:MiniMaxToolParser", "MiniMax-M1"),
+    "minimax_m2": ("tagged_families:MiniMaxM2ToolParser", "MiniMax-M2"),
+    "mistral": ("named_families:MistralToolParser", "Mistral 7B v0.3 and later, Magistral"),
+    "olmo3": ("python_families:Olmo3ToolParser", "OLMo 3"),
+    "openai": ("harmony:HarmonyToolParser", "gpt-oss"),
+    "phi4_mini_json": ("json_families:Phi4MiniJsonToolParser", "Phi-4-mini"),
+    "pythonic": ("python_families:PythonicToolParser", "Llama 3.2, ToolACE"),
+    "qwen3_coder": ("tagged_families:Qwen3CoderToolParser", "Qwen3-Coder"),
+    "qwen3_xml": ("tagged_families:Qwen3CoderToolParser", "Qwen3-Coder"),
+    "seed_oss": ("tagged_families:SeedOssToolParser", "Seed-OSS"),
+    "step3": ("tagged_families:Step3ToolParser", "Step-3"),
+    "xlam": ("json_families:XlamToolParser", "xLAM 2"),
+}
+"""name → (where it is, whose dialect it is)"""
+
 
 @hookimpl
 def register_tool_parsers(registry: Any) -> None:
-    registry.add("hermes", "jackfield.plugins.tools.hermes:HermesToolParser")
+    for name, (place, models) in _PARSERS.items():
+        registry.add(name, f"{_HERE}.{place}", help=models)

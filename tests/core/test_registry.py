@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -12,7 +14,9 @@ from typing import Any
 import pytest
 
 from jackfield import hookimpl
+from jackfield.core import hooks
 from jackfield.core.errors import PluginError
+from jackfield.core.hooks import API_VERSION
 from jackfield.core.registry import KINDS, Plugins, Provenance, load_plugins
 
 Install = Callable[..., str]
@@ -115,6 +119,114 @@ def test_only_the_named_plugins_load_and_an_absent_one_stops_the_start(
     monkeypatch.setenv("JACKFIELD_PLUGINS", "goods, absent")
     with pytest.raises(PluginError, match="no such plugin installed: absent"):
         load_plugins()
+
+
+@pytest.mark.parametrize("name", ["goods", "goods-point", "GOODS_point"])
+def test_a_plugin_is_left_out_by_distribution_or_entry_point(install: Install, name: str) -> None:
+    install("goods", GOOD)
+    plugins = load_plugins(disable=[name])
+    assert "good" not in plugins["tool_parser"]
+    assert [(p.provenance.distribution, p.error) for p in plugins.unwanted] == [
+        ("goods", "disabled")
+    ]
+
+
+def test_leaving_out_what_is_not_there_is_told_with_the_nearest_name(
+    install: Install, caplog: pytest.LogCaptureFixture
+) -> None:
+    install("goods", GOOD)
+    assert "good" in load_plugins(disable=["gods"])["tool_parser"]
+    assert "no plugin gods to leave out; did you mean 'goods'?" in caplog.text
+
+
+def test_a_bad_reference_leaves_out_its_plugin_and_no_other(install: Install) -> None:
+    install("bad", "@hookimpl\ndef register_models(registry): registry.add('x', 'no colon')")
+    install("goods", GOOD)
+    plugins = load_plugins()
+    assert [failed.provenance.distribution for failed in plugins.failed] == ["bad"]
+    assert "good" in plugins["tool_parser"]
+
+
+def test_a_plugin_that_exits_when_imported_stops_nobody(install: Install) -> None:
+    install("bad", "raise SystemExit(3)")
+    assert [failed.error for failed in load_plugins().failed] == ["SystemExit: 3"]
+
+
+NEWER = API_VERSION + 1
+
+
+@pytest.mark.parametrize(
+    ("code", "told"),
+    [
+        (f"jackfield_api = {NEWER}", f"built for hook API {NEWER}, .* update Jackfield"),
+        (
+            f"from jackfield import no_such_thing\njackfield_api: int = {NEWER}",
+            f"built for hook API {NEWER}",
+        ),
+        ("jackfield_api = 0", "built for hook API 0, .* update the plugin"),
+        ("jackfield_api = '1'", "jackfield_api: '1' is no hook API version"),
+        ("jackfield_api = True", "jackfield_api: True is no hook API version"),
+    ],
+)
+def test_a_plugin_for_another_hook_api_is_left_out_with_a_clear_line(
+    install: Install, code: str, told: str
+) -> None:
+    install("other", code + GOOD.replace("\n    ", "\n"))
+    install("current", f"jackfield_api = {API_VERSION}" + GOOD.replace("\n    ", "\n"))
+    plugins = load_plugins()
+    (failed,) = plugins.failed
+    assert failed.provenance.distribution == "other"
+    assert re.search(told, failed.error), failed.error
+    assert plugins["tool_parser"].entries()[0].provenance.distribution == "current"
+    with pytest.raises(PluginError, match=told):
+        load_plugins(only=["other"])
+
+
+def test_a_plugin_that_states_no_hook_api_counts_as_written_for_the_first(
+    install: Install, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install("goods", GOOD)
+    assert load_plugins().failed == []
+    monkeypatch.setattr(hooks, "API_VERSION", 2)
+    plugins = load_plugins()
+    assert [failed.error for failed in plugins.failed] == [
+        "it is built for hook API 1 (it states no jackfield_api), this Jackfield has 2: "
+        "update the plugin"
+    ]
+    assert "hermes" in plugins["tool_parser"], "Jackfield's own are of its version"
+
+
+FIFTY = """
+import sys, time
+import jackfield.core.registry as registry
+began = time.perf_counter()
+plugins = registry.load_plugins()
+took = time.perf_counter() - began
+found = [name for name in plugins["tool_parser"] if name.startswith("many")]
+print(took, len(found), "torch" in sys.modules)
+"""
+
+
+def test_fifty_plugins_are_found_in_fifty_milliseconds_without_torch(
+    install: Install, tmp_path: Path
+) -> None:
+    """The best of five fresh processes, so that a busy machine does not count as a slow search.
+
+    Compiled once, as installed plugins are.
+    """
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
+    for number in range(50):
+        install(f"many{number}", GOOD.replace('"good"', f'"many{number}"'))
+    best = 1.0
+    for _ in range(5):
+        done = subprocess.run(
+            [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n{FIFTY}"],
+            capture_output=True, text=True, timeout=60, check=True, env=environment,
+        )  # fmt: skip
+        took, found, torch = done.stdout.split()
+        assert (found, torch) == ("50", "False")
+        best = min(best, float(took))
+    assert best < 0.05, f"{best * 1000:.1f} ms"
 
 
 def test_two_installed_plugins_of_one_name_stop_the_start(install: Install) -> None:

@@ -7,6 +7,8 @@ Marks in Markdown, each before a fenced block:
                                     command, are what it prints (… stands for anything)
     <!-- runs with the plugin -->   the same, with examples/plugin_template installed
     <!-- file: PATH -->             the block is a part of that file
+    <!-- runs from nothing -->      in a fresh environment with Jackfield, in order; and
+    <!-- write PATH -->             the block as a file (tests/examples/test_outside_packages.py)
 """
 
 from __future__ import annotations
@@ -28,8 +30,9 @@ import pytest
 import jackfield
 from jackfield.entrypoints.bench.session import IN_PROCESS, make_parser
 from jackfield.entrypoints.cli.main import COMMANDS
-from jackfield.entrypoints.openai import protocol
+from jackfield.entrypoints.openai import pooling_protocol, protocol
 from jackfield.entrypoints.openai.app import make_app
+from jackfield.plugins.conformance.options import KITS
 
 ROOT = Path(jackfield.__file__).resolve().parent
 PAGES = sorted(
@@ -222,6 +225,9 @@ def known_flags() -> set[str]:
         if isinstance(parser, argparse.ArgumentParser):
             flags |= set(parser._option_string_actions)
     bench = make_parser("run", IN_PROCESS, ("W1",))
+    flags |= {
+        option for kit in KITS.values() for option in (kit.option, f"--jackfield{kit.option[1:]}")
+    }
     return flags | set(bench._option_string_actions)
 
 
@@ -295,7 +301,9 @@ def test_http_reference_has_every_route_and_field() -> None:
         path = re.sub(r":[^}]*", "", route.resource.canonical)
         assert f"`{route.method} {path}`" in text, f"{route.method} {path}"
     for kind in (protocol.ChatRequest, protocol.CompletionRequest, protocol.TokenizeRequest,
-                 protocol.DetokenizeRequest, protocol.StreamOptions):  # fmt: skip
+                 protocol.DetokenizeRequest, protocol.StreamOptions,
+                 pooling_protocol.PoolingRequest, pooling_protocol.ClassifyRequest,
+                 pooling_protocol.ScoreRequest, pooling_protocol.RerankRequest):  # fmt: skip
         for field in msgspec.structs.fields(kind):
             assert f"`{field.name}`" in text, f"{kind.__name__}.{field.name}"
     for name in protocol.UNSUPPORTED:

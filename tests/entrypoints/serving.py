@@ -7,7 +7,7 @@ import contextlib
 import itertools
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +37,10 @@ TEMPLATE = (
 )
 
 
-def save_tokenizer(folder: Path) -> tokenizers.Tokenizer:
-    """A byte-level BPE with a few merges, chat marks, and the script's tokens."""
+def save_tokenizer(
+    folder: Path, script: Sequence[str] = SCRIPT, special: Sequence[str] = ()
+) -> tokenizers.Tokenizer:
+    """A byte-level BPE with a few merges, chat marks, and the script's tokens, some special."""
     made = tokenizers.Tokenizer(tokenizers.models.BPE())
     made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = tokenizers.decoders.ByteLevel()
@@ -49,7 +51,9 @@ def save_tokenizer(folder: Path) -> tokenizers.Tokenizer:
         show_progress=False,
     )
     made.train_from_iterator(CORPUS, trainer)
-    made.add_tokens([tokenizers.AddedToken(text, normalized=False) for text in SCRIPT])
+    for text in script:
+        token = tokenizers.AddedToken(text, normalized=False, special=text in special)
+        (made.add_special_tokens if text in special else made.add_tokens)([token])
     folder.mkdir(parents=True, exist_ok=True)
     made.save(str(folder / "tokenizer.json"))
     facts = {"eos_token": "<|im_end|>", "pad_token": "<|pad|>", "chat_template": TEMPLATE}
@@ -86,16 +90,18 @@ def save_random(folder: Path) -> Path:
     return folder
 
 
-def save_scripted(folder: Path) -> Path:
-    """A model whose weights are a table of what follows what: it says SCRIPT, then ends.
+def save_scripted(
+    folder: Path, script: Sequence[str] = SCRIPT, special: Sequence[str] = ()
+) -> Path:
+    """A model whose weights are a table of what follows what: it says the script, then ends.
 
     Attention and MLP add nothing; the embedding is the identity and the head a permutation.
     """
-    tokenizer = save_tokenizer(folder)
+    tokenizer = save_tokenizer(folder, script, special)
     size = tokenizer.get_vocab_size()
     model = transformers.Qwen3ForCausalLM(_config(tokenizer, hidden_size=size, num_hidden_layers=1))
     last_of_prompt = tokenizer.encode("<|im_start|>assistant\n", add_special_tokens=False).ids[-1]
-    said = [tokenizer.token_to_id(text) for text in SCRIPT]
+    said = [tokenizer.token_to_id(text) for text in script]
     chain = [last_of_prompt, *said, tokenizer.token_to_id("<|im_end|>")]
     with torch.no_grad():
         layer = model.model.layers[0]

@@ -176,6 +176,31 @@ def test_prefill_kernel_at_every_tile_height(query_len):
     torch.testing.assert_close(got, want, atol=TOLERANCE[DTYPES[1]], rtol=TOLERANCE[DTYPES[1]])
 
 
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("window", [None, 37])
+def test_slopes_and_sinks(splits, window):
+    heads, dim = 6, 32
+    options = {
+        "scale": 0.2,
+        "sliding_window": window,
+        "alibi_slopes": torch.linspace(0.01, 0.7, heads, device=DEVICE),
+        "sinks": torch.linspace(-2.0, 5.0, heads, device=DEVICE, dtype=DTYPES[1]),
+    }
+    shape = {"num_heads": heads, "num_kv_heads": 2, "head_dim": dim, "block_size": 4}
+    query, cache, table, _, seq_lens = make_rows(
+        [1, 70, 200], [1] * 3, dtype=torch.float32, **shape
+    )
+    got = paged_attention_decode(query, cache, table, seq_lens, num_splits=splits, **options)
+    want = reference.paged_attention_decode(query, cache, table, seq_lens, **options)
+    torch.testing.assert_close(got, want, atol=2e-5, rtol=2e-5)
+    query, cache, table, start, seq_lens = make_rows(
+        [90, 70, 5], [90, 20, 1], dtype=torch.float32, **shape
+    )
+    got = paged_attention_prefill(query, cache, table, start, seq_lens, max_query_len=90, **options)
+    want = reference.paged_attention(query, cache, table, start, seq_lens, **options)
+    torch.testing.assert_close(got, want, atol=2e-5, rtol=2e-5)
+
+
 def test_prefill_from_a_row_on_leaves_the_rows_before_it_alone():
     query, cache, table, start, seq_lens = make_rows(
         [20, 50, 33],

@@ -23,10 +23,12 @@ from triton.compiler import ASTSource
 
 from jackfield.kernels import (
     choose_tokens, decode_inputs, fused_decode_attention, gemv, heads, mask_tokens,
-    paged_attention_decode, paged_attention_prefill, rms_norm, silu_mul,
+    paged_attention_decode, paged_attention_prefill, rms_norm, silu_mul, skinny,
 )
 
-COMMON = {"HEAD_DIM": 128, "BLOCK_SIZE": 16, "WINDOW": 0, "SOFT_CAP": 0.0, "NUM_HEADS": 32}
+COMMON = {"HEAD_DIM": 128, "BLOCK_SIZE": 16, "WINDOW": 0, "SOFT_CAP": 0.0, "NUM_HEADS": 32,
+          "ALIBI": False, "SINKS": False}
+MORE = {"ALIBI": True, "SINKS": True}
 DECODE = {"MIN_TILES": 2, "BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_D": 128, "BLOCK_S": 8, "GROUP": 4}
 KERNELS = [
     (choose_tokens._part_kernel,
@@ -47,20 +49,34 @@ KERNELS = [
       "NORM_KEY": True, "CACHE": True, "GROUP": 8, "BLOCK_HALF": 64, "BLOCK_REST": 1,
       "PDL": True}, 2),
     (mask_tokens._mask_tokens_kernel, {"INDEXED": True, "PART_SIZE": 4096}, 4),
-    (paged_attention_decode._decode_kernel, {**COMMON, **DECODE, "SPLIT": True}, 4),
-    (paged_attention_decode._join_kernel, {**COMMON, **DECODE}, 4),
+    (paged_attention_decode._decode_kernel, {**COMMON, **DECODE, "SPLIT": True, "PDL": True}, 4),
+    (paged_attention_decode._decode_kernel,
+     {**COMMON, **DECODE, **MORE, "SPLIT": False, "PDL": True}, 4),
+    (paged_attention_decode._join_kernel, {**COMMON, **DECODE, "PDL": True}, 4),
+    (paged_attention_decode._join_kernel, {**COMMON, **DECODE, **MORE, "PDL": True}, 4),
     (paged_attention_prefill._prefill_kernel,
      {**COMMON, "GROUP": 4, "BLOCK_M": 128, "BLOCK_N": 64, "BLOCK_D": 128}, 4),
-    (rms_norm._rms_norm_kernel, {"SIZE": 4096, "BLOCK": 4096}, 8),
+    (paged_attention_prefill._prefill_kernel,
+     {**COMMON, **MORE, "GROUP": 4, "BLOCK_M": 128, "BLOCK_N": 64, "BLOCK_D": 128}, 4),
+    (rms_norm._rms_norm_kernel, {"SIZE": 4096, "BLOCK": 4096, "PDL": True}, 8),
     (silu_mul._silu_mul_kernel, {"SIZE": 1000, "BLOCK": 1024}, 4),
+    (skinny._skinny_kernel,
+     {"N": 4096, "K": 4096, "SPLIT": 2, "GATED": False, "BIAS": False, "RESIDUAL": True,
+      "BLOCK_M": 32, "BLOCK_N": 64, "BLOCK_K": 128, "PREFETCH": "1024", "PDL": True,
+      "EARLY": True}, 4),
+    (skinny._skinny_kernel,
+     {"N": 3000, "K": 1000, "SPLIT": 1, "GATED": True, "BIAS": True, "RESIDUAL": False,
+      "BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_K": 64, "PREFETCH": None, "PDL": True,
+      "EARLY": False}, 4),
 ]
 TYPES = {
     "partial_ptr": "*fp32", "lse_ptr": "*fp32", "best_ptr": "*fp32", "counter_ptr": "*i32",
-    "cos_sin_ptr": "*fp32",
+    "cos_sin_ptr": "*fp32", "bits_ptr": "*i32",
     "token_ptr": "*i32", "settings_ptr": "*i32", "slots_ptr": "*i64", "lengths_ptr": "*i64",
     "history_ptr": "*i32", "chosen_ptr": "*i32", "longs_ptr": "*i64", "rows_table_ptr": "*i32",
     "packed_ptr": "*i32", "table_ptr": "*i32", "block_table_ptr": "*i32", "seq_lens_ptr": "*i32",
-    "bits_ptr": "*i32", "query_start_ptr": "*i32", "slot_ptr": "*i64", "positions_ptr": "*i64",
+    "query_start_ptr": "*i32", "slot_ptr": "*i64", "positions_ptr": "*i64",
+    "slopes_ptr": "*fp32", "sinks_ptr": "*bf16",
     "eps": "fp32", "query_eps": "fp32", "key_eps": "fp32", "scale": "fp32",
 }
 for kernel, constants, warps in KERNELS:
@@ -86,4 +102,4 @@ def test_every_kernel_compiles_for_a_hopper_gpu() -> None:
         [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert len(done.stdout.split()) == 13
+    assert len(done.stdout.split()) == 18

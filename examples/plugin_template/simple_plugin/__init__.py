@@ -6,6 +6,8 @@ from typing import Any
 
 from jackfield import hookimpl
 
+jackfield_api = 1
+
 
 @hookimpl
 def register_tool_parsers(registry: Any) -> None:

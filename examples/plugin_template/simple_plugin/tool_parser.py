@@ -79,7 +79,10 @@ def read_call(source: str) -> tuple[str, str] | None:
         return None
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
         return None
-    return call["name"], json.dumps(call.get("arguments", {}), ensure_ascii=False)
+    arguments = call.get("arguments", {})
+    if not isinstance(arguments, dict):
+        return None
+    return call["name"], json.dumps(arguments, ensure_ascii=False)
 
 
 def cut(text: str) -> tuple[str, str]:

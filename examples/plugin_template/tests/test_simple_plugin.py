@@ -46,6 +46,7 @@ def test_what_is_no_call_stays_text() -> None:
         "<tool_call>no JSON</tool_call>",
         '<tool_call>["name"]</tool_call>',
         '<tool_call>{"name": 5}</tool_call>',
+        '<tool_call>{"name": "add", "arguments": [1]}</tool_call>',
         "<tool_call>" + "[" * 100_000 + "</tool_call>",
         "<tool_call>{",
         "</tool_call> <",

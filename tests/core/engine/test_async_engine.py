@@ -16,7 +16,6 @@ from jackfield.core.errors import (
     EngineOverloaded,
     EngineStopped,
     InvalidRequest,
-    NotSupported,
 )
 
 from helpers import VOCAB, make_checkpoint
@@ -241,7 +240,7 @@ async def test_limits_of_context_and_cache(checkpoint: Path) -> None:
             await final(engine.generate([5] * 128))
         fits = await final(engine.generate([5] * 127, SamplingParams(max_tokens=50)))
         assert len(fits.outputs[0].token_ids) == 1
-        with pytest.raises(NotSupported, match="encode"):
+        with pytest.raises(InvalidRequest, match="generates text"):
             await engine.encode("x")
         long = SamplingParams(max_tokens=60, ignore_eos=True)
         streams = [engine.generate(PROMPT, long) for _ in range(9)]

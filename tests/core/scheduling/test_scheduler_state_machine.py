@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from jackfield.core.scheduling.request import Request
+from jackfield.core.scheduling.request import Request, Status
 from jackfield.core.scheduling.scheduler import Scheduler
-from jackfield.core.types import SamplingParams, StepPlan, StepResult
+from jackfield.core.types import KVReport, SamplingParams, StepPlan, StepResult
 from jackfield.plugins.policies.builtin import FirstComeFirstServed, Priority
 
 EOS = 9
@@ -37,7 +40,9 @@ class ReplayingWorker:
         self.tables: dict[int, list[int]] = {}
         self.salts: dict[int, str | None] = {}
 
-    def run(self, plan: StepPlan, salts: dict[str, str | None]) -> StepResult:
+    def run(
+        self, plan: StepPlan, salts: dict[str, str | None], report: KVReport | None = None
+    ) -> StepResult:
         for slot in plan.released:
             for state in (self.tokens, self.computed, self.tables, self.salts):
                 del state[slot]
@@ -51,7 +56,8 @@ class ReplayingWorker:
         for slot, blocks in plan.appended_blocks:
             self.tables[slot].extend(blocks)
 
-        assert plan.slots and len(set(plan.slots)) == len(plan.slots)
+        assert plan.slots or plan.kv_metadata is not None or report is not None
+        assert len(set(plan.slots)) == len(plan.slots)
         assert len(plan.slots) == len(plan.num_tokens) == len(plan.samples)
         assert plan.total_tokens <= self.budget
         started = {start.slot for start in plan.starts}
@@ -86,7 +92,7 @@ class ReplayingWorker:
                 token = next_token(prefix, salt)
                 self.tokens[slot].append(token)
             sampled_ids.append(token)
-        return StepResult(plan.step, sampled_ids)
+        return StepResult(plan.step, sampled_ids, kv_report=report)
 
     def _place(self, slot: int, position: int) -> tuple[int, int]:
         block = self.tables[slot][position // self.block_size]
@@ -110,6 +116,8 @@ def expected_output(request: Request, salt: str | None, max_model_len: int) -> l
 class SchedulerMachine(RuleBasedStateMachine):
     """add / schedule / update / finish in any order, up to two steps in flight."""
 
+    connector: FarSide | None = None
+
     enable_prefix_caching = True
     enable_chunked_prefill = True
     policy: type = FirstComeFirstServed
@@ -126,6 +134,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             enable_prefix_caching=self.enable_prefix_caching,
             enable_chunked_prefill=self.enable_chunked_prefill,
             policy=self.policy(),
+            connector=self.connector,
+            hash_key=b"the same for all",
         )
         self.worker = ReplayingWorker(
             self.num_blocks, self.block_size, self.max_num_seqs, self.budget
@@ -163,19 +173,35 @@ class SchedulerMachine(RuleBasedStateMachine):
         prompt_logprobs,
         stop_ids,
     ):
-        prompt = [(start + i) % 7 for i in range(length)] + tail
+        self.add_one(
+            [(start + i) % 7 for i in range(length)] + tail,
+            SamplingParams(
+                max_tokens=max_tokens,
+                min_tokens=min(min_tokens, max_tokens),
+                prompt_logprobs=prompt_logprobs,
+                stop_token_ids=stop_ids,
+            ),
+            priority,
+            salt,
+            siblings,
+        )
+
+    def add_one(
+        self,
+        prompt: list[int],
+        params: SamplingParams,
+        priority: int = 0,
+        salt: str | None = None,
+        siblings: int = 0,
+    ) -> None:
         leader = None
         for _ in range(1 + siblings):
+            assert params.max_tokens is not None
             request = Request(
                 request_id=str(len(self.all)),
                 prompt_token_ids=list(prompt),
-                params=SamplingParams(
-                    max_tokens=max_tokens,
-                    min_tokens=min(min_tokens, max_tokens),
-                    prompt_logprobs=prompt_logprobs,
-                    stop_token_ids=stop_ids,
-                ),
-                max_tokens=max_tokens,
+                params=params,
+                max_tokens=params.max_tokens,
                 seed=0,
                 eos_token_ids=frozenset({EOS}),
                 priority=priority,
@@ -196,7 +222,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         if len(self.flying) < 2:
             plan = self.scheduler.schedule()
             if plan is not None:
-                self.flying.append((plan, self.worker.run(plan, self.salts)))
+                report = self.transfer(plan)
+                self.flying.append((plan, self.worker.run(plan, self.salts, report)))
+
+    def transfer(self, plan: StepPlan) -> KVReport | None:
+        """What the worker half of a connector does with a step."""
+        return None
 
     @precondition(lambda self: self.flying)
     @rule()
@@ -217,15 +248,25 @@ class SchedulerMachine(RuleBasedStateMachine):
     def abort(self, data):
         live = sorted(self.scheduler.requests)
         if live:
-            request_id = data.draw(st.sampled_from(live))
-            assert self.scheduler.finish(request_id, "abort") is self.all[request_id]
-            assert self.scheduler.finish(request_id, "abort") is None
-            self.aborted.add(request_id)
-            self.ended.add(request_id)
+            self.abort_one(data.draw(st.sampled_from(live)))
+
+    def abort_one(self, request_id: str) -> None:
+        assert self.scheduler.finish(request_id, "abort") is self.all[request_id]
+        assert self.scheduler.finish(request_id, "abort") is None
+        self.aborted.add(request_id)
+        self.ended.add(request_id)
+
+    def progress(self) -> None:
+        """What else must happen for everything to end."""
 
     @rule()
     def reset_prefix_cache(self):
-        assert self.scheduler.reset_prefix_cache() == (self.scheduler.num_running == 0)
+        unused = self.scheduler.num_running == 0 and not self.num_transfers
+        assert self.scheduler.reset_prefix_cache() == unused
+
+    @property
+    def num_transfers(self) -> int:
+        return 0 if self.scheduler.transfers is None else len(self.scheduler.transfers)
 
     @invariant()
     def books_balance(self):
@@ -233,11 +274,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert self.scheduler.in_flight == len(self.flying)
         assert self.scheduler.num_running <= self.max_num_seqs
 
-    def teardown(self):
+    def run_to_the_end(self) -> None:
         for _ in range(5000):
-            if not self.scheduler.has_work and not self.flying:
+            if not self.scheduler.has_work and not self.flying and not self.num_transfers:
                 break
             in_flight = len(self.flying)
+            self.progress()
             self.schedule()
             if len(self.flying) in (in_flight, 2):
                 if self.flying:
@@ -245,6 +287,9 @@ class SchedulerMachine(RuleBasedStateMachine):
                 else:
                     self.take(self.scheduler.take_failures())
             self.scheduler.check_invariants()
+
+    def teardown(self):
+        self.run_to_the_end()
         assert not self.scheduler.has_work, "somebody never finishes"
         assert self.ended == set(self.all)
         assert self.scheduler.kv.num_used_blocks == 0
@@ -259,6 +304,145 @@ class SchedulerMachine(RuleBasedStateMachine):
             else:
                 assert received == expected
                 assert request.finish_reason in ("stop", "length")
+
+
+@dataclass
+class Job:
+    """A transfer between the cache and the far side."""
+
+    transfer: int
+    block_ids: list[int]
+    keys: list[bytes]
+    content: list[list[Any]]
+    """[len(block_ids)][block_size] of a save: what it must find in the blocks until it ends."""
+
+
+class FarSide:
+    """The scheduler half of a connector to a dictionary. What it knows, it may tell late."""
+
+    def __init__(self) -> None:
+        self.store: dict[bytes, list[Any]] = {}
+        self.block_size = SchedulerMachine.block_size
+        self.known: dict[str, bool] = {}
+        """Request → whether its question may be answered."""
+        self.loads: list[Job] = []
+        self.saves: list[Job] = []
+        self.holds: list[Job] = []
+        self.saves_nothing = False
+
+    def num_external_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
+        if not self.known.setdefault(request.request_id, len(self.known) % 2 == 0):
+            return None
+        assert num_computed_tokens % self.block_size == 0
+        first = num_computed_tokens // self.block_size
+        keys = list(takewhile(self.store.__contains__, request.block_hashes[first:]))
+        return len(keys) * self.block_size + len(self.store) % self.block_size
+
+    def start_load(self, transfer, request, keys, block_ids):
+        assert request.status is Status.LOADING
+        self.loads.append(Job(transfer, list(block_ids), list(keys), []))
+
+    def start_save(self, transfer, request, keys, block_ids):
+        if self.saves_nothing:
+            return []
+        self.saves.append(Job(transfer, list(block_ids), list(keys), []))
+        return block_ids
+
+    def request_finished(self, transfer, request):
+        holds = len(request.block_ids) % 3 == 2
+        if holds:
+            self.holds.append(Job(transfer, list(request.block_ids), [], []))
+        return holds, {"blocks": len(request.block_ids)}
+
+    def build_metadata(self):
+        jobs = self.loads, self.saves, self.holds
+        self.loads, self.saves, self.holds = [], [], []
+        return jobs if any(jobs) else None
+
+    def update(self, report):
+        pass
+
+
+class ConnectorMachine(SchedulerMachine):
+    """The same traffic with transfers that take any number of steps, and fail now and then.
+
+    Blocks of a load are rubbish from its start to its end; blocks of a save must keep what they
+    had when it started.
+    """
+
+    def __init__(self) -> None:
+        self.connector = FarSide()
+        self.connector.block_size = self.block_size
+        super().__init__()
+        self.open: list[tuple[str, Job]] = []
+        self.finished: list[int] = []
+        self.failures: dict[int, tuple[int, ...]] = {}
+        for start in range(3):
+            self.add_one([(start + i) % 7 for i in range(30)], SamplingParams(max_tokens=1))
+        self.run_to_the_end()
+        self.lose_all_cached_blocks()
+
+    def transfer(self, plan: StepPlan) -> KVReport | None:
+        assert self.connector is not None
+        kv, size = self.worker.kv, self.block_size
+        loads, saves, holds = plan.kv_metadata or ([], [], [])
+        for job in loads:
+            for block_id in job.block_ids:
+                kv.update({(block_id, i): ((-1,), "rubbish") for i in range(size)})
+            self.open.append(("load", job))
+        for job in [*saves, *holds]:
+            job.content = [[kv.get((b, i)) for i in range(size)] for b in job.block_ids]
+            self.open.append(("save" if job.keys else "hold", job))
+        if not self.finished and not self.failures:
+            return None
+        report = KVReport(finished=tuple(self.finished), failed=self.failures)
+        self.finished, self.failures = [], {}
+        return report
+
+    @rule(number=st.integers(0, 100), share=st.sampled_from([1.0, 1.0, 1.0, 0.5, 0.0]))
+    def end_a_transfer(self, number, share):
+        """The far side is through with one, or fails in the middle."""
+        if not self.open:
+            return
+        assert self.connector is not None and self.scheduler.transfers is not None
+        kind, job = self.open.pop(number % len(self.open))
+        kv, size = self.worker.kv, self.block_size
+        filled = int(share * len(job.block_ids))
+        if kind == "load":
+            for block_id, key in list(zip(job.block_ids, job.keys, strict=True))[:filled]:
+                content = self.connector.store[key]
+                kv.update({(block_id, i): content[i] for i in range(size)})
+        else:
+            now = [[kv.get((b, i)) for i in range(size)] for b in job.block_ids]
+            assert now == job.content, "written while it was read"
+            self.connector.store.update(zip(job.keys, now, strict=False))
+        if share == 1.0:
+            self.finished.append(job.transfer)
+        else:
+            self.failures[job.transfer] = tuple(job.block_ids[filled:])
+        self.scheduler.transfers.expect_report()
+
+    @rule()
+    def answer(self):
+        """The far side's answers have come: the engine would be woken."""
+        assert self.connector is not None
+        self.connector.known.update(dict.fromkeys(self.connector.known, True))
+
+    @rule()
+    def lose_all_cached_blocks(self):
+        """So that there is something to load."""
+        self.scheduler.kv.pool.forget_all()
+
+    @rule(number=st.integers(0, 100))
+    def abort_a_load(self, number):
+        loading = self.scheduler.loading.requests
+        if loading:
+            self.abort_one(loading[number % len(loading)].request_id)
+
+    def progress(self):
+        self.answer()
+        if self.open:
+            self.end_a_transfer(0, (1.0, 0.5, 1.0, 0.0)[self.open[0][1].transfer % 4])
 
 
 class PriorityMachine(SchedulerMachine):
@@ -276,7 +460,19 @@ class OneTokenBlocksMachine(SchedulerMachine):
     num_blocks = 42
 
 
-for machine in (SchedulerMachine, PriorityMachine, NoCacheNoChunkMachine, OneTokenBlocksMachine):
+class ConnectorPriorityMachine(ConnectorMachine):
+    policy = Priority
+    num_blocks = 40
+
+
+for machine in (
+    SchedulerMachine,
+    PriorityMachine,
+    NoCacheNoChunkMachine,
+    OneTokenBlocksMachine,
+    ConnectorMachine,
+    ConnectorPriorityMachine,
+):
     machine.TestCase.settings = settings(
         max_examples=60,
         stateful_step_count=50,
@@ -288,3 +484,5 @@ TestScheduler = SchedulerMachine.TestCase
 TestPriority = PriorityMachine.TestCase
 TestNoCacheNoChunk = NoCacheNoChunkMachine.TestCase
 TestOneTokenBlocks = OneTokenBlocksMachine.TestCase
+TestConnector = ConnectorMachine.TestCase
+TestConnectorPriority = ConnectorPriorityMachine.TestCase

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from jackfield.core.protocols import ParserEvent, ToolCallEnd
 from jackfield.core.registry import load_plugins
 from jackfield.core.text.parsing import OutputParser, ParsedMessage, ParsedToolCall, fold
+from jackfield.plugins.parsing.json_scanner import JsonScanner
 from jackfield.plugins.reasoning.think_tags import Qwen3Reasoning
 from jackfield.plugins.tools.hermes import HermesToolParser
-from jackfield.plugins.tools.json_scanner import JsonScanner
 
 Make = Callable[[], Any]
 
@@ -262,3 +262,13 @@ def test_thought_then_text_then_calls_through_the_chain() -> None:
     parser = OutputParser(Qwen3Reasoning(), HermesToolParser())
     assert fold(events(parser, list(text))) == whole
     assert fold(events(OutputParser(None, None), ["a", "", "b"])) == ParsedMessage("ab")
+
+
+def test_the_chain_says_when_thought_has_ended() -> None:
+    parser = OutputParser(Qwen3Reasoning(), HermesToolParser())
+    said = []
+    for piece in ("<think>", "Hm.", "</think>", "Yes."):
+        parser.feed(piece)
+        said.append(parser.reasoning_ended)
+    assert said == [False, False, True, True]
+    assert OutputParser(None, HermesToolParser()).reasoning_ended

@@ -1,7 +1,7 @@
 """Scans one JSON value that arrives in pieces, strictly, in linear time, remembering only nesting.
 
 It says where the value ends, and at which character it stops being JSON. Raw control characters
-inside strings are let through: models write them, and the text is handed on as it is.
+inside strings are let through: models write them.
 """
 
 from __future__ import annotations
@@ -51,19 +51,24 @@ class JsonScanner:
         self._literal = ""
         self._number = ""
 
-    def scan(self, text: str, start: int = 0) -> tuple[Status, int]:
-        """Scan from `start`.
+    @property
+    def in_string(self) -> bool:
+        """Whether the text so far ends inside a string, and not inside an escape."""
+        return self._expect == "string"
 
-        Returns ("more", len(text)), ("done", index after the value's last character), or
-        ("bad", index of the first character that cannot follow).
+    def scan(self, text: str, start: int = 0, stop: int | None = None) -> tuple[Status, int]:
+        """Scan text[start:stop].
+
+        Returns ("more", stop), ("done", index after the value's last character), or ("bad", index
+        of the first character that cannot follow).
         """
-        position, size = start, len(text)
+        position, size = start, len(text) if stop is None else stop
         stack = self._stack
         expect = self._expect
         while position < size:
             char = text[position]
             if expect == "string":
-                found = _STRING_STOP.search(text, position)
+                found = _STRING_STOP.search(text, position, size)
                 if found is None:
                     position = size
                     break

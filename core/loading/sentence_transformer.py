@@ -1,0 +1,137 @@
+"""What sentence-transformers leaves beside a checkpoint: modules.json and the files it names."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import msgspec
+
+from ..errors import ConfigError, LoadError
+from ..pooling import PoolingType
+
+POOLING_MODES: dict[str, PoolingType] = {
+    "cls": "CLS", "cls_token": "CLS", "mean": "MEAN", "mean_tokens": "MEAN", "lasttoken": "LAST",
+}  # fmt: skip
+"""What 1_Pooling/config.json calls them."""
+DENSE_ACTIVATIONS = {"Identity": None, "Tanh": "tanh", "ReLU": "relu", "GELU": "gelu"}
+"""Torch's class name → as `core.nn.encoder` calls it; None: none."""
+
+
+@dataclass(frozen=True)
+class Projection:
+    """A linear layer behind the pooling, in a folder of its own."""
+
+    folder: Path
+    in_features: int
+    out_features: int
+    bias: bool
+    activation: str | None
+
+
+class SentenceTransformer(msgspec.Struct):
+    """What sentence-transformers' files beside a checkpoint say."""
+
+    pooling_type: PoolingType | None = None
+    """None: there is no pooling module, this is no sentence-transformers model."""
+    normalize: bool = False
+    projections: tuple[Projection, ...] = ()
+    max_length: int | None = None
+    lower_case: bool = False
+
+
+def read_sentence_transformer(folder: Path) -> SentenceTransformer:
+    """Raises ConfigError for modules that would change the vectors and are not known here.
+
+    The prompts of config_sentence_transformers.json are left to the caller, as in vLLM.
+    """
+    found = SentenceTransformer()
+    for path in sorted(folder.glob("sentence_*_config.json")):
+        settings = read_object(path)
+        length = settings.get("max_seq_length")
+        found.max_length = length if isinstance(length, int) and length > 0 else None
+        found.lower_case = settings.get("do_lower_case") is True
+    modules = _json(folder / "modules.json") or []
+    if not isinstance(modules, list) or not all(isinstance(one, dict) for one in modules):
+        raise LoadError(f"model: {folder}/modules.json is no list of modules", param="model")
+    for module in modules:
+        kind = str(module.get("type", "")).rpartition(".")[2]
+        if kind == "Normalize":
+            found.normalize = True
+        elif kind == "Pooling":
+            found.pooling_type = _pooling_mode(_inside(folder, module))
+        elif kind == "Dense" and not found.normalize:
+            found.projections += (_projection(_inside(folder, module)),)
+        elif kind not in ("Transformer", "CrossEncoder"):
+            raise ConfigError(
+                f"model: {folder}/modules.json has a module {kind!r}, which is not supported "
+                "there (there are: Transformer, Pooling, Dense, Normalize, in this order)",
+                param="model",
+            )
+    return found
+
+
+def _inside(folder: Path, module: Mapping[str, Any]) -> Path:
+    """A module's folder. Raises LoadError when it is not in the checkpoint's."""
+    path = str(module.get("path", ""))
+    if PurePosixPath(path).is_absolute() or ".." in PurePosixPath(path).parts:
+        raise LoadError(f"modules.json names {path!r}, which is not in its own folder")
+    return folder / path
+
+
+def _projection(folder: Path) -> Projection:
+    settings = read_object(folder / "config.json")
+    size_in, size_out = settings.get("in_features"), settings.get("out_features")
+    named = str(settings.get("activation_function", "Identity"))
+    activation = named.rpartition(".")[2]
+    if not isinstance(size_in, int) or not isinstance(size_out, int):
+        raise ConfigError(
+            f"model: {folder}/config.json gives no in_features and out_features", param="model"
+        )
+    if activation not in DENSE_ACTIVATIONS:
+        raise ConfigError(
+            f"model: {folder}/config.json names the activation {named!r}, which is not supported "
+            f"(there are: {', '.join(DENSE_ACTIVATIONS)})",
+            param="model",
+        )
+    bias = bool(settings.get("bias", True))
+    return Projection(folder, size_in, size_out, bias, DENSE_ACTIVATIONS[activation])
+
+
+def _pooling_mode(folder: Path) -> PoolingType:
+    settings = read_object(folder / "config.json")
+    named = settings.get("pooling_mode")
+    on = {str(named)} if named else set()
+    on |= {
+        key.removeprefix("pooling_mode_")
+        for key, value in settings.items()
+        if key.startswith("pooling_mode_") and value is True
+    }
+    kinds = {POOLING_MODES.get(name) for name in on}
+    kind = kinds.pop() if len(kinds) == 1 else None
+    if kind is None:
+        raise ConfigError(
+            f"model: {folder}/config.json pools by {', '.join(sorted(on)) or 'nothing'}, "
+            "which is not supported (there are: cls_token, mean_tokens, lasttoken)",
+            param="model",
+        )
+    return kind
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """A JSON file's object; empty where there is no file, or something else in it."""
+    read = _json(path)
+    return read if isinstance(read, dict) else {}
+
+
+def _json(path: Path) -> Any:
+    """None where there is no such file."""
+    if not path.is_file():
+        return None
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        raise LoadError(f"model: {path} cannot be read: {error}", param="model") from error

@@ -1,0 +1,112 @@
+"""Writes the package of a new plugin, from the templates in `skeletons/`."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from pathlib import Path
+from string import Template
+from typing import NamedTuple
+
+from ...core.errors import ConfigError
+from ...core.hooks import API_VERSION
+
+TEMPLATES = Path(__file__).resolve().parent / "skeletons"
+NAME = re.compile(r"[A-Za-z][A-Za-z0-9]*([_-][A-Za-z0-9]+)*")
+FILES = {
+    "pyproject.toml": "pyproject.toml",
+    "README.md": "README.md",
+    "src/$package/__init__.py": "plugin.py",
+    "src/$package/$module.py": "$module.py",
+    "tests/test_$module.py": "${module}_test.py",
+}
+"""Path in the new package → template, both with the names filled in."""
+
+
+class Kind(NamedTuple):
+    """What differs among kinds besides the templates."""
+
+    hook: str
+    use: str
+    """A command line that uses the plugin."""
+    suffix: str = ""
+    """What the class is called after its name."""
+    argument: str = "registry"
+
+
+KINDS = {
+    "model": Kind("register_models", "jackfield serve CHECKPOINT"),
+    "attention-backend": Kind(
+        "register_attention_backends", "jackfield serve --attention-backend $name", "Attention"
+    ),
+    "quantization": Kind(
+        "register_quantization", "jackfield serve --quantization $name", "Quantization"
+    ),
+    "reasoning-parser": Kind(
+        "register_reasoning_parsers", "jackfield serve --reasoning-parser $name", "ReasoningParser"
+    ),
+    "tool-parser": Kind(
+        "register_tool_parsers", "jackfield serve --tool-call-parser $name", "ToolParser"
+    ),
+    "kv-connector": Kind(
+        "register_kv_connectors",
+        "jackfield serve CHECKPOINT --kv-transfer-config "
+        '\'{"kv_connector": "$name", "kv_connector_extra_config": {"path": "/tmp/kv"}}\'',
+        "KVConnector",
+    ),
+    "schedule-policy": Kind(
+        "register_schedule_policies", "jackfield serve --scheduling-policy $name", "Policy"
+    ),
+    "command": Kind("register_commands", "jackfield $name", argument="commands"),
+}
+
+
+def write_skeleton(kind: str, name: str, into: Path) -> Path:
+    """→ the folder of the package. Raises ConfigError for a kind or name that cannot be, and
+    where the folder exists; OSError.
+    """
+    if kind.replace("_", "-") not in KINDS:
+        near = difflib.get_close_matches(kind, KINDS, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise ConfigError(f"KIND: {kind!r} is none of {', '.join(KINDS)}{hint}", param="kind")
+    if not NAME.fullmatch(name):
+        raise ConfigError(
+            f"NAME: {name!r} is no name: letters and digits, in words joined by - or _",
+            param="name",
+        )
+    names = _names(kind.replace("_", "-"), name)
+    folder = into / names["distribution"]
+    if folder.exists():
+        raise ConfigError(f"NAME: {folder} exists already", param="name")
+    for path, template in FILES.items():
+        source = TEMPLATES / f"{_filled(template, names)}.txt"
+        file = folder / _filled(path, names)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(_filled(source.read_text(), names))
+    return folder
+
+
+def _names(kind: str, name: str) -> dict[str, str]:
+    """What the templates are filled with."""
+    about = KINDS[kind]
+    slug = name.lower().replace("_", "-")
+    words = re.split("[_-]", name)
+    class_name = "".join(word[0].upper() + word[1:] for word in words)
+    return {
+        "name": name,
+        "kind": kind,
+        "title": kind.replace("-", " "),
+        "slug": slug,
+        "distribution": f"jackfield-{slug}",
+        "package": f"jackfield_{slug.replace('-', '_')}",
+        "module": kind.replace("-", "_"),
+        "attribute": "run" if kind == "command" else class_name + about.suffix,
+        "hook": about.hook,
+        "argument": about.argument,
+        "use": _filled(about.use, {"name": name}),
+        "api": str(API_VERSION),
+    }
+
+
+def _filled(text: str, names: dict[str, str]) -> str:
+    return Template(text).substitute(names)

@@ -1,0 +1,14 @@
+"""What this package plugs into Jackfield. Keep this module light: it is imported at every start."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jackfield import hookimpl
+
+jackfield_api = 1
+
+
+@hookimpl
+def register_models(registry: Any) -> None:
+    registry.add("StableLmForCausalLM", "jackfield_stablelm.model:StableLmForCausalLM")

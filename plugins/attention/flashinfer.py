@@ -1,0 +1,201 @@
+"""Attention through FlashInfer (the optional package `flashinfer-python`).
+
+Its wrappers take the cache as it is: keys and values as two tensors of
+[num_blocks, block_size, num_kv_heads, head_dim], its layout NHD, and tables of pages in rows
+without gaps. What a wrapper will do for a step is planned on the host, from the layout's numpy
+twins, so nothing waits for the device; a plan cannot be captured in a graph.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+
+from ...core.nn.context import BatchLayout
+from ...core.protocols import AttentionBackend, AttentionSpec
+
+PACKAGE = "flashinfer"
+HEAD_DIMS = (64, 128, 256)
+WORKSPACE_BYTES = 128 << 20
+"""What FlashInfer recommends."""
+WRAPPERS_IN_TURN = 3
+"""More than the steps in flight: planning writes host memory that the last step's copy may still
+read."""
+
+
+@functools.cache
+def _missing() -> str | None:
+    """Why the package cannot be used; None when it can."""
+    if importlib.util.find_spec(PACKAGE) is None:
+        return "flashinfer is not installed"
+    try:
+        importlib.import_module(PACKAGE)
+    except Exception as error:
+        return f"flashinfer cannot be imported ({type(error).__name__}: {error})".splitlines()[0]
+    return None
+
+
+@dataclass(frozen=True)
+class Pages:
+    """Which cache blocks a run of rows has, as FlashInfer wants it: rows without gaps."""
+
+    num_rows: int
+    tokens: slice
+    query_start: torch.Tensor
+    """[num_rows + 1] int32, on the host, from 0"""
+    indptr: torch.Tensor
+    """[num_rows + 1] int32, on the host: row r's blocks are indices[indptr[r]:indptr[r + 1]]."""
+    indices: torch.Tensor
+    """[blocks of all rows] int32, on the device"""
+    last_page_len: torch.Tensor
+    """[num_rows] int32, on the host: tokens in a row's last block."""
+
+
+@dataclass(frozen=True)
+class FlashInferMetadata:
+    """A step's leading one-token rows, the others, and what is planned for them so far."""
+
+    step: int
+    decode: Pages | None
+    prefill: Pages | None
+    planned: dict[tuple[str, AttentionSpec], Any] = field(default_factory=dict)
+
+
+class FlashInferAttention(AttentionBackend):
+    """`AttentionBackend` on FlashInfer's wrappers for paged caches, on its tensor-core kernels."""
+
+    name: ClassVar[str] = "flashinfer"
+
+    @classmethod
+    def supports(cls, spec: AttentionSpec, device: torch.device, dtype: torch.dtype) -> str | None:
+        """None when it can serve this layer here, else the reason."""
+        if device.type != "cuda":
+            return "it needs a CUDA device"
+        if (missing := _missing()) is not None:
+            return missing
+        if dtype not in (torch.float16, torch.bfloat16):
+            return f"dtype {dtype} is not float16 or bfloat16"
+        if spec.num_heads % spec.num_kv_heads:
+            return (
+                f"num_heads ({spec.num_heads}) is no multiple of num_kv_heads ({spec.num_kv_heads})"
+            )
+        if spec.head_dim not in HEAD_DIMS:
+            return f"head_dim {spec.head_dim} is none of {', '.join(map(str, HEAD_DIMS))}"
+        return None
+
+    def __init__(
+        self,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        block_size: int,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+    ) -> None:
+        self.device = device
+        self.dtype = dtype
+        self.block_size = block_size
+        self._package = importlib.import_module(PACKAGE)
+        # One for all wrappers: what runs on one stream does not overlap.
+        self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        self._wrappers: dict[tuple[str, AttentionSpec, int], Any] = {}
+        self._steps = 0
+
+    def build_metadata(self, layout: BatchLayout) -> FlashInferMetadata:
+        """Cut the step in two and gather its block tables; no device value is read."""
+        rows = layout.num_rows
+        lengths = np.diff(np.asarray(layout.query_start_cpu)[: rows + 1])
+        longer = lengths != 1
+        num_decode = int(np.argmax(longer)) if longer.any() else rows
+        self._steps += 1
+        return FlashInferMetadata(
+            step=self._steps,
+            decode=make_pages(layout, 0, num_decode, self.block_size) if num_decode else None,
+            prefill=make_pages(layout, num_decode, rows, self.block_size)
+            if num_decode < rows
+            else None,
+        )
+
+    def forward(
+        self,
+        spec: AttentionSpec,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: FlashInferMetadata,
+        *,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """query: [num_tokens, num_heads, head_dim] → the same shape; see the protocol."""
+        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        for kind, pages in (("decode", metadata.decode), ("prefill", metadata.prefill)):
+            if pages is not None:
+                wrapper = self._planned(kind, spec, pages, metadata)
+                part = query[pages.tokens].contiguous()
+                wrapper.run(part, (kv_cache[0], kv_cache[1]), out=out[pages.tokens])
+        return out
+
+    def _planned(
+        self, kind: str, spec: AttentionSpec, pages: Pages, metadata: FlashInferMetadata
+    ) -> Any:
+        """The wrapper for a kind of rows and a layer, planned for this step."""
+        wrapper = metadata.planned.get((kind, spec))
+        if wrapper is not None:
+            return wrapper
+        turn = metadata.step % WRAPPERS_IN_TURN
+        wrapper = self._wrappers.get((kind, spec, turn))
+        if wrapper is None:
+            wrapper = self._make(kind)
+            self._wrappers[kind, spec, turn] = wrapper
+        layer: dict[str, Any] = {
+            "sm_scale": spec.scale,
+            "window_left": -1 if spec.sliding_window is None else spec.sliding_window - 1,
+            "logits_soft_cap": spec.soft_cap,
+            "q_data_type": self.dtype,
+            "kv_data_type": self.dtype,
+        }
+        tables = (pages.indptr, pages.indices, pages.last_page_len)
+        heads = (spec.num_heads, spec.num_kv_heads, spec.head_dim, self.block_size)
+        if kind == "decode":
+            wrapper.plan(*tables, *heads, **layer)
+        else:
+            wrapper.plan(pages.query_start, *tables, *heads, causal=True, **layer)
+        metadata.planned[kind, spec] = wrapper
+        return wrapper
+
+    def _make(self, kind: str) -> Any:
+        if kind == "decode":
+            # On CUDA cores it has but a few numbers of query heads a key head.
+            return self._package.BatchDecodeWithPagedKVCacheWrapper(
+                self._workspace, "NHD", use_tensor_cores=True
+            )
+        return self._package.BatchPrefillWithPagedKVCacheWrapper(self._workspace, "NHD")
+
+
+def make_pages(layout: BatchLayout, first: int, end: int, block_size: int) -> Pages:
+    """Rows [first, end) of a step."""
+    starts = np.asarray(layout.query_start_cpu, dtype=np.int32)[first : end + 1]
+    lengths = np.asarray(layout.seq_lens_cpu, dtype=np.int32)[first:end]
+    counts = -(-lengths // block_size)
+    indptr = np.zeros(end - first + 1, dtype=np.int32)
+    np.cumsum(counts, out=indptr[1:])
+    column = np.arange(indptr[-1]) - np.repeat(indptr[:-1], counts)
+    table = layout.block_table
+    at = np.repeat(np.arange(first, end), counts) * table.shape[1] + column
+    index = torch.from_numpy(at).to(table.device, non_blocking=True)
+    return Pages(
+        num_rows=end - first,
+        tokens=slice(int(starts[0]), int(starts[-1])),
+        query_start=torch.from_numpy(starts - starts[0]),
+        indptr=torch.from_numpy(indptr),
+        indices=table.reshape(-1)[index].to(torch.int32),
+        last_page_len=torch.from_numpy(lengths - (counts - 1) * block_size),
+    )

@@ -1,0 +1,243 @@
+"""Attention on torch's flex_attention: compiled on a GPU, eager on a CPU.
+
+Keys and values are gathered out of the cache first, the rows of one token together and the others
+one by one, and the layer's features become a mask and a score modification. That copies what it
+reads, which a block mask over the whole cache would not; but such a mask cannot keep what lies in
+other blocks from a product that is eager, and wants blocks of 128 tokens to be fast.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
+
+from ...core.nn.context import BatchLayout
+from ...core.protocols import AttentionBackend, AttentionSpec
+
+QUERIES_AT_ONCE = 2048
+"""Queries of one row in a call, which bounds the memory of making its mask."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Rows that are computed in one call, each with `num_queries` queries."""
+
+    tokens: slice
+    rows: slice
+    num_queries: int
+    end_block: int
+    """Blocks of each row's table that hold all its keys."""
+    context: torch.Tensor
+    """[rows] int32: keys before each row's first query of this piece."""
+
+
+@dataclass(frozen=True)
+class FlexMetadata:
+    """A step in pieces, and the masks of those made so far."""
+
+    layout: BatchLayout
+    pieces: list[Piece]
+    masks: dict[tuple[int, int | None], Any]
+    """By piece and sliding window."""
+
+
+class FlexAttention(AttentionBackend):
+    """`AttentionBackend` on flex_attention. Sinks enter through the log of the softmax's sum."""
+
+    name: ClassVar[str] = "flex"
+    features: ClassVar[frozenset[str]] = frozenset(
+        {"sliding_window", "soft_cap", "alibi_slopes", "sinks"}
+    )
+
+    @classmethod
+    def supports(cls, spec: AttentionSpec, device: torch.device, dtype: torch.dtype) -> str | None:
+        """None when it can serve this layer here, else the reason."""
+        if device.type not in ("cpu", "cuda"):
+            return f"it runs on cuda and cpu, not on {device.type}"
+        if dtype not in (torch.float32, torch.float16, torch.bfloat16):
+            return f"dtype {dtype} is not float32, float16 or bfloat16"
+        if spec.num_heads % spec.num_kv_heads:
+            return (
+                f"num_heads ({spec.num_heads}) is no multiple of num_kv_heads ({spec.num_kv_heads})"
+            )
+        if device.type == "cuda" and not 16 <= spec.head_dim <= 256:
+            return f"head_dim {spec.head_dim} is not between 16 and 256"
+        return None
+
+    def __init__(
+        self,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        block_size: int,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+    ) -> None:
+        self.device = device
+        self.block_size = block_size
+        self._call = _compiled() if device.type == "cuda" else _eager
+
+    def build_metadata(self, layout: BatchLayout) -> FlexMetadata:
+        """Cut the step into pieces, by the layout's numpy twins."""
+        starts = np.asarray(layout.query_start_cpu)[: layout.num_rows + 1].tolist()
+        lengths = np.asarray(layout.seq_lens_cpu)[: layout.num_rows].tolist()
+        pieces: list[Piece] = []
+        row = 0
+        while row < layout.num_rows:
+            end = row
+            while end < layout.num_rows and starts[end + 1] - starts[end] == 1:
+                end += 1
+            if end > row:
+                pieces.append(self._piece(layout, slice(row, end), starts[row], 1, lengths))
+                row = end
+                continue
+            for first in range(starts[row], starts[row + 1], QUERIES_AT_ONCE):
+                count = min(QUERIES_AT_ONCE, starts[row + 1] - first)
+                behind = starts[row + 1] - first - count
+                pieces.append(
+                    self._piece(layout, slice(row, row + 1), first, count, lengths, behind)
+                )
+            row += 1
+        return FlexMetadata(layout, pieces, {})
+
+    def _piece(
+        self,
+        layout: BatchLayout,
+        rows: slice,
+        first_token: int,
+        num_queries: int,
+        lengths: list[int],
+        behind: int = 0,
+    ) -> Piece:
+        """`behind`: queries of the row that come after this piece."""
+        num_rows = rows.stop - rows.start
+        longest = max(lengths[rows]) - behind
+        return Piece(
+            tokens=slice(first_token, first_token + num_rows * num_queries),
+            rows=rows,
+            num_queries=num_queries,
+            end_block=-(-longest // self.block_size),
+            context=layout.seq_lens[rows] - behind - num_queries,
+        )
+
+    def forward(
+        self,
+        spec: AttentionSpec,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: FlexMetadata,
+        *,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """query: [num_tokens, num_heads, head_dim] → the same shape; see the protocol."""
+        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        for number, piece in enumerate(metadata.pieces):
+            blocks = metadata.layout.block_table[piece.rows, : piece.end_block]
+            num_rows = blocks.shape[0]
+            shape = (num_rows, -1, spec.num_kv_heads, spec.head_dim)
+            keys, values = (
+                part.index_select(0, blocks.reshape(-1)).view(shape) for part in kv_cache
+            )
+            # What lies behind a row's end may be anything, NaN too: it must not meet a zero weight.
+            ends = (piece.context + piece.num_queries)[:, None]
+            hidden = torch.arange(keys.shape[1], device=query.device) >= ends
+            for part in (keys, values):
+                part.masked_fill_(hidden[:, :, None, None], 0.0)
+            mask = metadata.masks.get((number, spec.sliding_window))
+            if mask is None:
+                mask = create_block_mask(
+                    _visible(piece.context, spec.sliding_window),
+                    num_rows,
+                    None,
+                    piece.num_queries,
+                    keys.shape[1],
+                    device=query.device,
+                )
+                metadata.masks[number, spec.sliding_window] = mask
+            queries = query[piece.tokens].view(num_rows, -1, spec.num_heads, spec.head_dim)
+            attended, lse = self._call(
+                queries.transpose(1, 2),
+                keys.transpose(1, 2),
+                values.transpose(1, 2),
+                score_mod=self._score_mod(spec, piece.context),
+                block_mask=mask,
+                scale=spec.scale,
+            )
+            attended = attended.transpose(1, 2).reshape(-1, spec.num_heads, spec.head_dim)
+            if sinks is not None:
+                # exp(lse) is the sum without the sink: scale by its share of the sum with it.
+                share = torch.sigmoid(lse.float() - sinks.float()[:, None])
+                attended = attended * share.transpose(1, 2).reshape(-1, spec.num_heads, 1)
+            out[piece.tokens] = attended
+        return out
+
+    def _score_mod(self, spec: AttentionSpec, context: torch.Tensor) -> Callable[..., Any] | None:
+        slopes = None
+        if spec.alibi_slopes is not None:
+            slopes = torch.tensor(spec.alibi_slopes, dtype=torch.float32, device=self.device)
+        return _score_mod(spec.soft_cap, slopes, context)
+
+
+def _visible(context: torch.Tensor, window: int | None) -> Callable[..., torch.Tensor]:
+    """context: [rows] → whether a row's query sees a key."""
+    if window is None:
+
+        def causal(row: Any, head: Any, query: Any, key: Any) -> torch.Tensor:
+            seen: torch.Tensor = key <= context[row] + query
+            return seen
+
+        return causal
+
+    def windowed(row: Any, head: Any, query: Any, key: Any) -> torch.Tensor:
+        own = context[row] + query
+        seen: torch.Tensor = (key <= own) & (key > own - window)
+        return seen
+
+    return windowed
+
+
+def _score_mod(
+    cap: float | None, slopes: torch.Tensor | None, context: torch.Tensor
+) -> Callable[..., Any] | None:
+    """slopes: [num_heads]; context: [rows] → what becomes of a scaled product; None: nothing."""
+    if cap is None and slopes is None:
+        return None
+
+    def change(score: Any, row: Any, head: Any, query: Any, key: Any) -> Any:
+        if cap is not None:
+            score = cap * torch.tanh(score / cap)
+        if slopes is not None:
+            score = score + slopes[head] * (key - query - context[row])
+        return score
+
+    return change
+
+
+def _eager(*args: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """→ attended, and the log of the softmax's sum, both by row, head and query."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
+        return _flex(*args, **options)
+
+
+def _flex(*args: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    call: Any = flex_attention
+    out, aux = call(*args, enable_gqa=True, return_aux=AuxRequest(lse=True), **options)
+    return out, aux.lse
+
+
+@functools.cache
+def _compiled() -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    """Made when a GPU first asks: compiling is no business of an import."""
+    compiled: Callable[..., Any] = torch.compile(_flex, dynamic=True)
+    return compiled

@@ -1,0 +1,488 @@
+"""`AttentionBackendKit`: an attention backend against dense attention over rows never paged.
+
+    class TestMine(AttentionBackendKit):
+        name = "mine"                                    # as registered
+        promised = frozenset({"sliding_window"})         # refusing these here is a failure
+
+On a GPU where there is one, else on the CPU. What the backend refuses is skipped with its reason,
+unless it is promised; what it serves must be right.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from ...core.nn.attention import Attention
+from ...core.nn.context import BatchLayout, BuildContext, ForwardContext
+from ...core.nn.operations import HeadLayout, Norm, Operations
+from ...core.protocols import AttentionBackend, AttentionSpec
+from ...core.registry import load_plugins
+from ...core.worker.selection import attention_refusal
+from .paged import Batch, Row, Sizes, dense_attention, make_batch, make_layout
+
+BATCHES: dict[str, Sizes] = {
+    "prefill": [(21, 21), (1, 1), (70, 70)],
+    "decode": [(1, 1), (19, 1), (140, 1), (64, 1)],
+    "mixed": [(75, 1), (6, 1), (40, 40), (9, 3)],
+    "chunk": [(90, 17), (33, 32), (70, 5)],
+}
+"""(tokens in all, queries) of each row."""
+# query heads, key heads, head size, block size
+SHAPES = [
+    (2, 2, 64, 16), (4, 1, 80, 4), (8, 1, 96, 16), (16, 1, 128, 32), (4, 2, 256, 8), (6, 2, 64, 1),
+]  # fmt: skip
+CASES = [(batch, shape) for shape in SHAPES[:2] for batch in BATCHES] + [
+    (batch, shape) for shape in SHAPES[2:] for batch in ("decode", "mixed")
+]
+MAX_MODEL_LEN = 1024
+
+
+class FutureSpec(AttentionSpec, frozen=True, kw_only=True):
+    """A layer of some later version."""
+
+    invented_later: int | None = None
+
+
+@functools.cache
+def _registered(name: str) -> type[AttentionBackend]:
+    backend: type[AttentionBackend] = load_plugins()["attention_backend"].load(name)
+    return backend
+
+
+def make_spec(shape: tuple[int, int, int, int] = (4, 2, 128, 16), **features: Any) -> AttentionSpec:
+    """The layer of a shape (query heads, key heads, head size, block size)."""
+    heads, kv_heads, dim, _ = shape
+    return AttentionSpec(
+        num_heads=heads, num_kv_heads=kv_heads, head_dim=dim, scale=dim**-0.5, **features
+    )
+
+
+class AttentionBackendKit:
+    """Subclass it in your tests, and set what is yours."""
+
+    name: ClassVar[str]
+    """As registered."""
+    promised: ClassVar[frozenset[str]] = frozenset()
+    """Features of `AttentionSpec`, and dtypes such as "bfloat16", that it serves here: then a
+    refusal fails. Plain attention in a promised dtype is promised too."""
+    tolerance: ClassVar[Mapping[torch.dtype, float]] = {
+        torch.float32: 2e-5,
+        torch.float16: 4e-3,
+        torch.bfloat16: 2.5e-2,
+    }
+    """Absolute and relative. Float32 differs by the order of sums; the others by the rounding of
+    the softmax's weights and of the output."""
+
+    # -------------------------------------------------------------- what tests are made of
+
+    @property
+    def backend_class(self) -> type[AttentionBackend]:
+        """What is registered under `name`."""
+        return _registered(self.name)
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+    @pytest.fixture(params=["float32", "half"])
+    def dtype(self, request: pytest.FixtureRequest) -> torch.dtype:
+        """float32, and bfloat16 or, where that is refused, float16."""
+        if request.param == "float32":
+            return torch.float32
+        refused = attention_refusal(self.backend_class, make_spec(), self.device, torch.bfloat16)
+        return torch.bfloat16 if refused is None else torch.float16
+
+    def make(self, spec: AttentionSpec, dtype: torch.dtype, block_size: int) -> AttentionBackend:
+        """An instance that serves `spec`; the test is skipped where it is refused."""
+        reason = attention_refusal(self.backend_class, spec, self.device, dtype)
+        if reason is not None:
+            assert reason.strip(), "a refusal says why"
+            name = str(dtype).removeprefix("torch.")
+            if self.promised and name in self.promised and spec.features <= self.promised:
+                pytest.fail(f"{self.name} promises this, and refuses it: {reason}")
+            pytest.skip(f"{self.name}: {reason}")
+        return self.backend_class(
+            device=self.device,
+            dtype=dtype,
+            block_size=block_size,
+            max_num_seqs=16,
+            max_num_batched_tokens=512,
+            max_model_len=MAX_MODEL_LEN,
+        )
+
+    def sinks(self, spec: AttentionSpec) -> torch.Tensor | None:
+        """[num_heads] Some that matter, where the layer has them."""
+        return torch.linspace(-2.0, 4.0, spec.num_heads, device=self.device) if spec.sinks else None
+
+    def attend(
+        self, backend: AttentionBackend, spec: AttentionSpec, batch: Batch, metadata: Any = None
+    ) -> torch.Tensor:
+        """One step as a layer runs it: write the cache where the backend does not, then attend."""
+        query, key, value = (batch.joined(part) for part in ("query", "key", "value"))
+        if backend.standard_cache:
+            write(batch.cache, batch.layout, key, value)
+        if metadata is None:
+            metadata = backend.build_metadata(batch.layout)
+        more = {"sinks": self.sinks(spec)} if spec.sinks else {}
+        return backend.forward(spec, query, key, value, batch.cache, metadata, **more)
+
+    def assert_near(
+        self, got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype, *, times: float = 1.0
+    ) -> None:
+        bound = self.tolerance[dtype] * times
+        torch.testing.assert_close(got.float(), want.float(), atol=bound, rtol=bound)
+
+    def check(
+        self, sizes: Sizes, spec: AttentionSpec, dtype: torch.dtype, block_size: int, seed: int = 0
+    ) -> None:
+        """A step gives what dense attention gives, in query's type, and changes the cache where
+        this step's tokens go and nowhere else."""
+        backend = self.make(spec, dtype, block_size)
+        batch = make_batch(sizes, spec, block_size, self.device, dtype, seed=seed)
+        before = batch.cache.clone()
+        got = self.attend(backend, spec, batch)
+        assert got.dtype == dtype
+        self.assert_near(got, dense_attention(spec, batch.rows, self.sinks(spec)), dtype)
+        if backend.standard_cache:
+            write(before, batch.layout, batch.joined("key"), batch.joined("value"))
+            assert_same(batch.cache, before)
+
+    # -------------------------------------------------------------- plain attention
+
+    @pytest.mark.parametrize(
+        ("batch", "shape"),
+        [pytest.param(b, s, id=f"{b}-{'-'.join(map(str, s))}") for b, s in CASES],
+    )
+    def test_equals_dense_attention(
+        self, batch: str, shape: tuple[int, int, int, int], dtype: torch.dtype
+    ) -> None:
+        """Decode, prefill, chunks and mixtures; 1 to 16 queries a key head; shuffled blocks.
+
+        Where no token lies the cache is NaN, so that reading too far shows.
+        """
+        self.check(BATCHES[batch], make_spec(shape), dtype, shape[3])
+
+    @pytest.mark.parametrize("seed", range(4))
+    def test_equals_dense_attention_on_random_layouts(self, seed: int) -> None:
+        draw = np.random.default_rng(seed)
+        kv_heads, group = int(draw.integers(1, 4)), int(draw.choice([1, 2, 3, 5, 7, 12]))
+        shape = (kv_heads * group, kv_heads, int(draw.choice([64, 80, 96, 128])), 16)
+        sizes = []
+        for _ in range(int(draw.integers(1, 9))):
+            length = int(draw.integers(1, 150))
+            decode = draw.random() < 0.5
+            sizes.append((length, 1 if decode else int(draw.integers(1, length + 1))))
+        block_size = int(draw.choice([4, 8, 16, 64]))
+        self.check(sizes, make_spec(shape), torch.float32, block_size, seed)
+
+    def test_long_and_short_rows_together(self, dtype: torch.dtype) -> None:
+        self.check([(900, 1), (1, 1), (333, 1), (600, 4)], make_spec((4, 1, 64, 16)), dtype, 16)
+
+    def test_large_logits_do_not_overflow(self) -> None:
+        spec = msgspec.structs.replace(make_spec((2, 1, 64, 16)), scale=8.0)
+        backend = self.make(spec, torch.float32, 16)
+        batch = make_batch([(50, 1), (30, 30)], spec, 16, self.device, torch.float32)
+        got = self.attend(backend, spec, batch)
+        self.assert_near(got, dense_attention(spec, batch.rows), torch.float32, times=20)
+
+    # -------------------------------------------------------------- features
+
+    @pytest.mark.parametrize("batch", ["decode", "mixed", "chunk"])
+    @pytest.mark.parametrize(
+        "features",
+        [
+            {"sliding_window": 1},
+            {"sliding_window": 24},
+            {"soft_cap": 4.0},
+            {"sliding_window": 33, "soft_cap": 4.0},
+            {"alibi_slopes": (0.5, 0.25, 0.125, 0.0625)},
+            {"alibi_slopes": (0.3, 0.01, 0.9, 0.5), "sliding_window": 24, "soft_cap": 4.0},
+            {"sinks": True},
+            {"sinks": True, "sliding_window": 24},
+        ],
+        ids=lambda features: "+".join(f"{key}" for key in features),
+    )
+    def test_features(self, batch: str, features: dict[str, Any], dtype: torch.dtype) -> None:
+        self.check(BATCHES[batch], make_spec(**features), dtype, 16)
+
+    def test_fresh_prompts_with_features(self) -> None:
+        """Rows with nothing cached often have a way of their own."""
+        for features in (
+            {"alibi_slopes": (0.5, 0.25, 0.125, 0.0625)},
+            {"sinks": True},
+            {"soft_cap": 4.0},
+            {"sliding_window": 24},
+        ):
+            spec = make_spec(**features)
+            refused = attention_refusal(self.backend_class, spec, self.device, torch.float32)
+            if refused is None:
+                self.check([(70, 70)], spec, torch.float32, 16)
+
+    @pytest.mark.parametrize("batch", BATCHES)
+    @pytest.mark.parametrize("kind", ["float8_e4m3fn", "float8_e5m2"])
+    def test_fp8_cache(self, batch: str, kind: str, dtype: torch.dtype) -> None:
+        """A cache of numbers divided by the layer's scales.
+
+        All keys and values are such that fp8 holds them exactly, so nothing hangs on rounding.
+        """
+        if not getattr(self.backend_class, "fp8_cache", False):
+            pytest.skip(f"{self.name} does not claim to read an fp8_cache")
+        scales = (2.0**-5, 2.0**-4)
+        fields = dict(zip(("key_scale", "value_scale"), scales, strict=True))
+        spec = msgspec.structs.replace(make_spec((4, 2, 64, 16)), **fields)
+        backend = self.make(spec, dtype, 16)
+        made = make_batch(BATCHES[batch], spec, 16, self.device, dtype)
+        fp8 = getattr(torch, kind)
+        for row in made.rows:
+            for part, scale in zip((row.key, row.value), scales, strict=True):
+                part.copy_((part.float() / scale).to(fp8).float() * scale)
+        qkv = torch.cat([made.joined(p).flatten(1) for p in ("query", "key", "value")], dim=1)
+        by = torch.tensor(scales, device=self.device)[:, None, None, None, None]
+        cached = replace(made, cache=(made.cache.float() / by).to(fp8))
+        before = cached.cache.view(torch.uint8).clone()
+        got = run_layer(backend, spec, cached, qkv, None, (None, None))
+        self.assert_near(got, dense_attention(spec, made.rows).flatten(1), dtype, times=2)
+        kept = torch.ones(before.flatten(1, 2).shape[1], dtype=torch.bool, device=self.device)
+        kept[made.layout.slot_mapping] = False
+        after = cached.cache.view(torch.uint8)
+        assert torch.equal(after.flatten(1, 2)[:, kept], before.flatten(1, 2)[:, kept])
+        for part, name, scale in zip(cached.cache.float(), ("key", "value"), scales, strict=True):
+            new = part.flatten(0, 1)[made.layout.slot_mapping] * scale
+            assert torch.equal(new, made.joined(name).float())
+
+    # -------------------------------------------------------------- as layers use it
+
+    @pytest.mark.parametrize("batch", BATCHES)
+    @pytest.mark.parametrize("turned", [False, True], ids=["plain", "normed-and-rotated"])
+    def test_through_a_layer(self, batch: str, turned: bool, dtype: torch.dtype) -> None:
+        """From a fused projection, whose parts are no contiguous tensors, by `forward_projection`
+        where the backend has it and takes the step."""
+        spec = make_spec((4, 2, 64, 16))
+        backend = self.make(spec, dtype, 16)
+        made = make_batch(BATCHES[batch], spec, 16, self.device, dtype)
+        qkv = torch.cat([made.joined(p).flatten(1) for p in ("query", "key", "value")], dim=1)
+        cos_sin = None
+        norms: tuple[Norm | None, Norm | None] = (None, None)
+        if turned:
+            angles = torch.arange(MAX_MODEL_LEN)[:, None] * 10000.0 ** -torch.linspace(0, 1, 32)
+            cos_sin = torch.cat([angles.cos(), angles.sin()], dim=-1).to(self.device)
+            weight = torch.linspace(0.5, 1.5, 64, device=self.device, dtype=dtype)
+            norms = (Norm(weight, 1e-6), Norm(weight.flip(0), 1e-6))
+        wide = tuple(n and Norm(n.weight.float(), n.eps) for n in norms)
+        cut = Operations().heads(qkv.float(), HeadLayout(4, 2, 64), made.positions, cos_sin, *wide)
+        before = made.cache.clone()
+        rows, first = [], 0
+        for row in made.rows:
+            tokens = slice(first, first + len(row.query))
+            earlier = len(row.key) - len(row.query)
+            keys, values = (
+                torch.cat([old[:earlier].float(), new[tokens]])
+                for old, new in ((row.key, cut[1]), (row.value, cut[2]))
+            )
+            rows.append(Row(cut[0][tokens], keys, values))
+            first = tokens.stop
+        got = run_layer(backend, spec, made, qkv, cos_sin, norms)
+        self.assert_near(got, dense_attention(spec, rows).flatten(1), dtype, times=2)
+        if backend.standard_cache:
+            written = made.cache.flatten(1, 2)[:, made.layout.slot_mapping]
+            self.assert_near(written, torch.stack(cut[1:]), dtype, times=2)
+            write(before, made.layout, *written)
+            assert_same(made.cache, before)
+
+    def test_one_instance_serves_many_steps_and_layers(self) -> None:
+        """Layers of two shapes share a step's metadata; what a step left behind harms no later
+        one."""
+        shapes = [(4, 2, 64, 16), (8, 1, 128, 16)]
+        specs = [make_spec(shape) for shape in shapes]
+        if attention_refusal(self.backend_class, make_spec(sliding_window=9), self.device,
+                             torch.float32) is None:  # fmt: skip
+            specs.append(make_spec(shapes[0], sliding_window=9))
+        backend = self.make(specs[0], torch.float32, 16)
+        for number, sizes in enumerate([*BATCHES.values(), BATCHES["decode"]]):
+            metadata = None
+            for spec in specs:
+                batch = make_batch(sizes, spec, 16, self.device, torch.float32, seed=number)
+                if metadata is None:
+                    metadata = backend.build_metadata(batch.layout)
+                got = self.attend(backend, spec, batch, metadata)
+                self.assert_near(got, dense_attention(spec, batch.rows), torch.float32)
+
+    def test_padding_rows_touch_the_null_block_alone(self, dtype: torch.dtype) -> None:
+        """A decode step is padded with rows of one token in block 0, all in the same slot."""
+        spec = make_spec((4, 2, 64, 16))
+        backend = self.make(spec, dtype, 16)
+        batch = make_batch([(30, 1), (17, 1)], spec, 16, self.device, dtype)
+        padding = 3
+        table = torch.zeros(2 + padding, batch.layout.block_table.shape[1], dtype=torch.int32)
+        table[:2] = batch.layout.block_table
+        slots = torch.zeros(2 + padding, dtype=torch.int64)
+        slots[:2] = batch.layout.slot_mapping
+        junk = [
+            Row(*(torch.ones(1, heads, 64, dtype=dtype, device=self.device) for heads in (4, 2, 2)))
+            for _ in range(padding)
+        ]
+        layout = make_layout([(30, 1), (17, 1), *[(1, 1)] * padding], table, slots, self.device)
+        padded = replace(batch, rows=batch.rows + junk, layout=layout)
+        want = dense_attention(spec, batch.rows)
+        before = batch.cache.clone()
+        got = self.attend(backend, spec, padded)
+        self.assert_near(got[:2], want, dtype)
+        if backend.standard_cache:
+            write(before, layout, padded.joined("key"), padded.joined("value"))
+        assert_same(padded.cache[:, 1:], before[:, 1:])
+
+    def test_warm_up_on_the_null_block(self) -> None:
+        """At start a step runs whose every token goes to slot 0; what it gives is thrown away."""
+        spec = make_spec((4, 2, 64, 16))
+        backend = self.make(spec, torch.float32, 16)
+        for sizes in ([(40, 40)], [(1, 1)], [(4, 4), (3, 3)]):
+            batch = make_batch(sizes, spec, 16, self.device, torch.float32)
+            before = batch.cache.clone()
+            table = torch.zeros(len(sizes), 3, dtype=torch.int32)
+            slots = torch.zeros(batch.layout.num_tokens, dtype=torch.int64)
+            warm = replace(batch, layout=make_layout(sizes, table, slots, self.device))
+            got = self.attend(backend, spec, warm)
+            assert got.shape == (warm.layout.num_tokens, 4, 64)
+            assert_same(warm.cache[:, 1:], before[:, 1:])
+
+    # -------------------------------------------------------------- refusals
+
+    def test_refusals_are_stated(self) -> None:
+        """Whatever it is asked about, wherever: None, or one line that says why not."""
+        odd = [
+            make_spec((3, 2, 64, 16)),
+            make_spec((2, 2, 512, 16)),
+            make_spec((2, 2, 7, 16)),
+            make_spec((1024, 1, 64, 16)),
+            make_spec(),
+        ]
+        for device in ("cpu", "cuda", "meta"):
+            for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.int8):
+                for spec in odd:
+                    reason = attention_refusal(
+                        self.backend_class, spec, torch.device(device), dtype
+                    )
+                    assert reason is None or (reason.strip() and "\n" not in reason)
+        cls, here = self.backend_class, self.device
+        assert attention_refusal(cls, odd[0], here, torch.float32) is not None, "3 heads share 2"
+        assert attention_refusal(cls, odd[-1], here, torch.int8) is not None, "int8 queries"
+
+    def test_what_it_does_not_know_of_is_refused(self) -> None:
+        """A layer of a later version is not served as if it were one of today."""
+        spec = FutureSpec(num_heads=2, num_kv_heads=2, head_dim=64, scale=0.1, invented_later=1)
+        reason = attention_refusal(self.backend_class, spec, self.device, torch.float32)
+        assert reason is not None and "invented_later" in reason
+        known = {field.name for field in msgspec.structs.fields(AttentionSpec)}
+        assert self.backend_class.features <= known, "it lists what no layer has"
+
+    # -------------------------------------------------------------- graphs
+
+    def _static(self, short: Batch, long: Batch) -> tuple[Batch, BatchLayout]:
+        """A batch whose tensors are rewritten between steps, as the engine's decode graphs do:
+        on the host only the largest lengths are known."""
+        rows = short.layout.num_rows
+        layout = BatchLayout(
+            num_rows=rows,
+            num_tokens=rows,
+            max_query_len=1,
+            max_seq_len=MAX_MODEL_LEN,
+            query_start=short.layout.query_start.clone(),
+            seq_lens=short.layout.seq_lens.clone(),
+            block_table=short.layout.block_table.clone(),
+            slot_mapping=short.layout.slot_mapping.clone(),
+            query_start_cpu=short.layout.query_start_cpu,
+            seq_lens_cpu=np.full(rows, MAX_MODEL_LEN, dtype=np.int32),
+        )
+        cache = torch.full_like(long.cache, float("nan"))
+        cache[:, : short.cache.shape[1]] = short.cache
+        return replace(short, layout=layout, cache=cache), layout
+
+    def _decode_graph(self, capture: bool, **features: Any) -> None:
+        spec = make_spec((8, 2, 128, 16), **features)
+        refused = attention_refusal(self.backend_class, spec, self.device, torch.bfloat16)
+        dtype = torch.float32 if refused else torch.bfloat16
+        backend = self.make(spec, dtype, 16)
+        if not backend.graph_safe:
+            pytest.skip(f"{self.name} does not claim to be graph_safe")
+        sizes = ([(3, 1), (9, 1), (2, 1)], [(700, 1), (1, 1), (129, 1)])
+        width = MAX_MODEL_LEN // 16
+        batches = [
+            make_batch(s, spec, 16, self.device, dtype, seed=n, table_width=width)
+            for n, s in enumerate(sizes)
+        ]
+        static, layout = self._static(*batches)
+        inputs = [static.joined(part).clone() for part in ("query", "key", "value")]
+        qkv = torch.cat([part.flatten(1) for part in inputs], dim=1)
+        out = torch.empty_like(qkv[:, : 8 * 128])
+
+        def step() -> None:
+            out.copy_(run_layer(backend, spec, static, qkv.clone(), None, (None, None)))
+
+        step()
+        replay = step
+        if capture:
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                step()
+            replay = graph.replay
+        for batch in batches:
+            layout.seq_lens.copy_(batch.layout.seq_lens)
+            layout.slot_mapping.copy_(batch.layout.slot_mapping)
+            layout.block_table.copy_(batch.layout.block_table)
+            static.cache[:, : batch.cache.shape[1]] = batch.cache
+            parts = [batch.joined(part).flatten(1) for part in ("query", "key", "value")]
+            qkv.copy_(torch.cat(parts, dim=1))
+            replay()
+            self.assert_near(out, dense_attention(spec, batch.rows).flatten(1), dtype)
+
+    def test_decode_reads_lengths_on_the_device(self) -> None:
+        """What a graph needs, seen without one: the host's lengths are upper bounds only."""
+        self._decode_graph(capture=False)
+
+    @pytest.mark.gpu
+    @pytest.mark.parametrize("window", [None, 40])
+    def test_captured_decode_serves_other_lengths(self, window: int | None) -> None:
+        if not torch.cuda.is_available():
+            pytest.skip("CUDA graphs need a CUDA device")
+        self._decode_graph(capture=True, **({} if window is None else {"sliding_window": window}))
+
+
+def write(cache: torch.Tensor, layout: BatchLayout, key: torch.Tensor, value: torch.Tensor) -> None:
+    """Put a step's keys and values, [num_tokens, num_kv_heads, head_dim], where they go."""
+    for part, new in zip(cache, (key, value), strict=True):
+        part.flatten(0, 1)[layout.slot_mapping] = new.to(cache.dtype)
+
+
+def assert_same(cache: torch.Tensor, want: torch.Tensor) -> None:
+    """Bit for bit; NaN is NaN."""
+    torch.testing.assert_close(cache, want, atol=0, rtol=0, equal_nan=True)
+
+
+def run_layer(
+    backend: AttentionBackend,
+    spec: AttentionSpec,
+    batch: Batch,
+    qkv: torch.Tensor,
+    cos_sin: torch.Tensor | None,
+    norms: tuple[Norm | None, Norm | None],
+) -> torch.Tensor:
+    """`Attention.forward` over the batch's cache: [num_tokens, num_heads * head_dim]."""
+    layer = Attention(spec, BuildContext(qkv.device, qkv.dtype, Operations()))
+    layer.kv_cache = batch.cache
+    metadata = backend.build_metadata(batch.layout)
+    context = ForwardContext(backend, metadata, batch.layout, batch.positions)
+    query_norm, key_norm = (None if norm is None else SimpleNamespace(norm=norm) for norm in norms)
+    rotary: Any = None if cos_sin is None else SimpleNamespace(cos_sin=cos_sin)
+    parts: dict[str, Any] = {"query_norm": query_norm, "key_norm": key_norm}
+    out: torch.Tensor = layer(qkv, context, rotary=rotary, **parts)
+    return out

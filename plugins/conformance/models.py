@@ -1,0 +1,403 @@
+"""`ModelKit`: a model architecture against its `transformers` class, on a tiny random checkpoint.
+
+    class TestMine(ModelKit):
+        name = "MineForCausalLM"                     # as registered
+        reference = transformers.MineForCausalLM     # default: transformers' own of that name
+        config = {"sliding_window": 24}              # where the tiny configuration should differ
+
+On a GPU where there is one, else on the CPU; with whatever attention backend and operations `auto`
+takes there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import functools
+import json
+import re
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from ...core.config import EngineConfig
+from ...core.engine.async_engine import AsyncEngine
+from ...core.errors import ConfigError, LoadError
+from ...core.loading.build import build_model
+from ...core.loading.model_config import resolve_model_config
+from ...core.nn.attention import Attention
+from ...core.nn.context import ForwardContext
+from ...core.registry import load_plugins
+from ...core.types import SamplingParams
+from ...core.worker.selection import attention_refusal, choose
+from .paged import make_layout
+
+VOCAB = 151
+TINY: dict[str, Any] = {
+    "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+    "max_position_embeddings": 256, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+    "initializer_range": 0.2,
+}  # fmt: skip
+BLOCK = 4
+LONGEST = 80
+OUTPUT = 8
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+WEIGHTS = "model.safetensors"
+
+
+def _prompts() -> list[list[int]]:
+    """Of assorted lengths; the last shares 35 tokens with the one before it."""
+    draw = np.random.default_rng(3)
+    made = [draw.integers(3, VOCAB, size=n).tolist() for n in (1, 5, 17, 63, 40)]
+    made.append(made[-1][:35] + draw.integers(3, VOCAB, size=6).tolist())
+    return made
+
+
+class PagedModel:
+    """A built model over a small paged cache, run row by row as the worker would."""
+
+    def __init__(self, folder: Path, dtype: str) -> None:
+        plugins = load_plugins()
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        config = EngineConfig(model=str(folder), device=device.type, dtype=dtype)  # type: ignore[arg-type]
+        model_config = resolve_model_config(config)
+        kind = model_config.dtype
+        _, operations, _ = choose(
+            plugins["operations"], "operations", "auto", lambda o: o.supports(device, kind)
+        )
+        self.device = device
+        self.model = build_model(plugins, config, model_config, device, operations())
+        layers = [m for m in self.model.modules() if isinstance(m, Attention)]
+
+        def refusal(backend: Any) -> str | None:
+            reasons = [attention_refusal(backend, layer.spec, device, kind) for layer in layers]
+            return next((reason for reason in reasons if reason is not None), None)
+
+        _, backend, _ = choose(plugins["attention_backend"], "attention_backend", "auto", refusal)
+        self.backend = backend(
+            device=device, dtype=kind, block_size=BLOCK, max_num_seqs=8,
+            max_num_batched_tokens=512, max_model_len=LONGEST,
+        )  # fmt: skip
+        self.blocks_per_row = -(-LONGEST // BLOCK)
+        for layer in layers:
+            layer.kv_cache = torch.zeros(
+                2, 1 + 8 * self.blocks_per_row, BLOCK, layer.spec.num_kv_heads,
+                layer.spec.head_dim, dtype=kind, device=device,
+            )  # fmt: skip
+        self.computed = [0] * 8
+
+    def run(self, rows: Mapping[int, Sequence[int]]) -> dict[int, torch.Tensor]:
+        """Slot → its next tokens, all in one step; → slot → logits [tokens, vocab] float32."""
+        every = self.logits(self.hidden(rows))
+        parts = torch.split(every, [len(tokens) for tokens in rows.values()])
+        return dict(zip(rows, parts, strict=True))
+
+    @torch.inference_mode()
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[rows, hidden_size] → [rows, vocab] float32"""
+        model: Any = self.model
+        logits: torch.Tensor = model.compute_logits(hidden.clone()).float()
+        return logits
+
+    @torch.inference_mode()
+    def hidden(self, rows: Mapping[int, Sequence[int]]) -> torch.Tensor:
+        """As `run`: [tokens of all rows, hidden_size], before `compute_logits`."""
+        slots = list(rows)
+        sizes = [(self.computed[s] + len(rows[s]), len(rows[s])) for s in slots]
+        width = self.blocks_per_row
+        # A slot's blocks, last one first, so that their order matters.
+        table = torch.stack(
+            [torch.arange((s + 1) * width, s * width, -1, dtype=torch.int32) for s in slots]
+        )
+        positions = [torch.arange(length - queries, length) for length, queries in sizes]
+        slot_mapping = [
+            table[row, at // BLOCK].long() * BLOCK + at % BLOCK for row, at in enumerate(positions)
+        ]
+        layout = make_layout(sizes, table, torch.cat(slot_mapping), self.device)
+        context = ForwardContext(
+            backend=self.backend,
+            metadata=self.backend.build_metadata(layout),
+            layout=layout,
+            positions=torch.cat(positions).to(self.device),
+        )
+        tokens = torch.tensor([t for s in slots for t in rows[s]], device=self.device)
+        for slot, (length, _) in zip(slots, sizes, strict=True):
+            self.computed[slot] = length
+        hidden: torch.Tensor = self.model(tokens, context)
+        return hidden
+
+
+class ModelKit:
+    """Subclass it in your tests, and set what is yours."""
+
+    name: ClassVar[str]
+    """The architecture as registered, and as config.json's `architectures` says."""
+    reference: ClassVar[Any] = None
+    """A `transformers` causal model's class; None: the one that transformers has under `name`."""
+    config: ClassVar[Mapping[str, Any]] = {}
+    """Where the tiny configuration should differ from `TINY`."""
+    tolerance: ClassVar[float] = 1e-3
+    """How far float32 log-probabilities may be from the reference's."""
+    invariance: ClassVar[float] = 2e-4
+    """How far float32 log-probabilities may be apart between two ways to batch the same tokens."""
+
+    # -------------------------------------------------------------- what tests are made of
+
+    @classmethod
+    def make_reference(cls) -> Any:
+        """A random reference model: float32, eager attention, norms and biases not trivial."""
+        import transformers
+
+        kind = cls.reference or getattr(transformers, cls.name, None)
+        if kind is None:
+            pytest.skip(f"transformers has no {cls.name}: subclass ModelKit and set reference")
+        config = kind.config_class(**{**TINY, **cls.config})
+        config._attn_implementation = "eager"
+        torch.manual_seed(7)
+        model = kind(config).float().eval()
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if parameter.dim() == 1:
+                    parameter.add_((0.3 if "bias" in name else 0.1) * torch.randn_like(parameter))
+        return model
+
+    @pytest.fixture
+    def reference_model(self) -> Any:
+        """One for the class; change a copy."""
+        kit: Any = type(self)
+        return _reference(kit)
+
+    @pytest.fixture
+    def folder(self) -> Path:
+        """The checkpoint, as `transformers` writes it; one for the class, so only to be read."""
+        kit: Any = type(self)
+        return Path(_checkpoint(kit).name)
+
+    @pytest.fixture
+    def expected(self, reference_model: Any) -> Callable[[Sequence[int]], torch.Tensor]:
+        """Tokens → the reference's log-probabilities, [tokens, vocab] float32."""
+        return functools.partial(_score, reference_model)
+
+    @staticmethod
+    def near(got: torch.Tensor, want: torch.Tensor, bound: float) -> None:
+        """got: logits; want: logits or log-probabilities, [tokens, vocab]"""
+        torch.testing.assert_close(
+            got.log_softmax(-1).cpu(), want.log_softmax(-1).cpu(), atol=bound, rtol=0
+        )
+
+    def engine(self, folder: Path, **options: Any) -> AsyncEngine:
+        settings: dict[str, Any] = {
+            "dtype": "float32",
+            "skip_tokenizer_init": True,
+            "max_model_len": LONGEST,
+            "max_num_seqs": 8,
+            "num_gpu_blocks_override": 256,
+            **options,
+        }
+        return AsyncEngine(EngineConfig(model=str(folder), **settings))
+
+    # -------------------------------------------------------------- logits
+
+    def test_logits_equal_the_reference(self, folder: Path, expected: Any) -> None:
+        model = PagedModel(folder, "float32")
+        for slot, prompt in enumerate(_prompts()):
+            self.near(model.run({slot: prompt})[slot], expected(prompt), self.tolerance)
+
+    @pytest.mark.parametrize(
+        "sizes",
+        [[1] * 63, [62, 1], [1, 62], [7] * 9, [4, 4, 1, 30, 2, 16, 6]],
+        ids=lambda sizes: "-".join(map(str, sizes[:7])),
+    )
+    def test_any_split_of_the_prompt_gives_the_same_logits(
+        self, folder: Path, sizes: list[int]
+    ) -> None:
+        prompt = _prompts()[3]
+        assert sum(sizes) == len(prompt)
+        model = PagedModel(folder, "float32")
+        whole = model.run({0: prompt})[0]
+        parts, first = [], 0
+        for size in sizes:
+            parts.append(model.run({1: prompt[first : first + size]})[1])
+            first += size
+        self.near(torch.cat(parts), whole, self.invariance)
+
+    def test_what_else_is_in_the_batch_changes_nothing(self, folder: Path) -> None:
+        """Rows that begin beside others, and beside rows that go on by one token."""
+        prompts = _prompts()
+        model = PagedModel(folder, "float32")
+        alone = [(model.run({s: p})[s], model.run({s: [5]})[s]) for s, p in enumerate(prompts)]
+        model = PagedModel(folder, "float32")
+        begun = model.run(dict(enumerate(prompts[:4])))
+        mixed = model.run({0: [5], 1: [5], 2: [5], 3: [5], 4: prompts[4], 5: prompts[5]})
+        ended = model.run({4: [5], 5: [5]})
+        for slot, want in enumerate(alone):
+            got = (begun, mixed) if slot < 4 else (mixed, ended)
+            for have, wanted in zip(got, want, strict=True):
+                self.near(have[slot], wanted, self.invariance)
+
+    def test_logits_of_some_rows_need_no_others(self, folder: Path) -> None:
+        """`compute_logits` sees the rows that sample, in any number."""
+        model = PagedModel(folder, "float32")
+        hidden = model.hidden({0: _prompts()[2]})
+        with torch.inference_mode():
+            every = model.logits(hidden)
+            for rows in ([16], [3, 9], [9, 3, 3]):
+                self.near(model.logits(hidden[rows]), every[rows], self.invariance)
+
+    # -------------------------------------------------------------- dtypes
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    def test_builds_and_runs_in_every_dtype(
+        self, folder: Path, reference_model: Any, expected: Any, dtype: str
+    ) -> None:
+        """As near to float32 as the reference itself is in that type."""
+        try:
+            model = PagedModel(folder, dtype)
+        except ConfigError as error:
+            pytest.skip(f"{dtype} cannot be served here: {error}")
+        kinds = {p.dtype for p in model.model.parameters()}
+        assert kinds == {DTYPES[dtype]}, "parameters are made in BuildContext.dtype"
+        prompt = _prompts()[4]
+        want = expected(prompt)
+        got = model.run({0: prompt})[0].log_softmax(-1).cpu()
+        own_error = 0.0
+        if dtype != "float32":
+            half = copy.deepcopy(reference_model).to(DTYPES[dtype])
+            own_error = float((_score(half, prompt) - want).abs().max())
+        bound = self.tolerance + 3 * own_error
+        assert float((got - want).abs().max()) <= bound
+
+    # -------------------------------------------------------------- the whole engine
+
+    @pytest.mark.parametrize(
+        "options",
+        [{}, {"max_num_batched_tokens": 16, "block_size": 4}],
+        ids=["whole-prompts", "in-chunks"],
+    )
+    def test_greedy_tokens_equal_the_reference(
+        self, folder: Path, expected: Any, options: dict[str, Any]
+    ) -> None:
+        """All prompts at once; teacher-forced, so that a near tie does not matter."""
+        prompts = _prompts()
+
+        async def ask() -> list[Any]:
+            async with self.engine(folder, **options) as engine:
+                return list(await asyncio.gather(*(_answer(engine, p) for p in prompts)))
+
+        for prompt, answer in zip(prompts, asyncio.run(ask()), strict=True):
+            self.check_answer(prompt, answer, expected)
+
+    def check_answer(self, prompt: list[int], answer: Any, expected: Any) -> None:
+        """Each token is the reference's best, and has its log-probability, within tolerance."""
+        chosen = answer.outputs[0]
+        scores = expected(prompt + chosen.token_ids)[len(prompt) - 1 : -1]
+        assert len(chosen.token_ids) == OUTPUT
+        for step, token in enumerate(chosen.token_ids):
+            assert float(scores[step].max() - scores[step, token]) <= self.tolerance
+            got = chosen.logprobs[step][token].logprob
+            assert got == pytest.approx(float(scores[step, token]), abs=self.tolerance)
+
+    def test_a_prefix_hit_gives_the_same_answer(self, folder: Path, expected: Any) -> None:
+        first, second = _prompts()[4:]
+
+        async def ask() -> list[Any]:
+            async with self.engine(folder, block_size=4) as engine:
+                return [await _answer(engine, p) for p in (first, second, first)]
+
+        fresh, shared, again = asyncio.run(ask())
+        assert fresh.num_cached_tokens == 0
+        assert shared.num_cached_tokens >= 32, "35 tokens of its prompt were computed before"
+        assert again.num_cached_tokens >= 36, "all of its prompt was computed before"
+        assert again.outputs[0].token_ids == fresh.outputs[0].token_ids
+        for prompt, answer in ((first, fresh), (second, shared), (first, again)):
+            self.check_answer(prompt, answer, expected)
+
+    # -------------------------------------------------------------- weights
+
+    def test_every_tensor_of_the_checkpoint_reaches_a_parameter(
+        self, folder: Path, tmp_path: Path
+    ) -> None:
+        tensors = load_file(folder / WEIGHTS)
+        before = _parameters(_changed(folder, tmp_path, tensors))
+        for name in _one_of_each_layer(tensors):
+            changed = {**tensors, name: tensors[name] + 1.0}
+            after = _parameters(_changed(folder, tmp_path, changed))
+            moved = [key for key, value in after.items() if not torch.equal(value, before[key])]
+            assert moved, f"{name} is read, and changes nothing"
+
+    def test_a_missing_tensor_is_refused_by_name(self, folder: Path, tmp_path: Path) -> None:
+        tensors = load_file(folder / WEIGHTS)
+        for name in _one_of_each_layer(tensors):
+            left = {key: value for key, value in tensors.items() if key != name}
+            with pytest.raises(LoadError) as caught:
+                _parameters(_changed(folder, tmp_path, left))
+            assert name in str(caught.value)
+
+    def test_a_tensor_that_nothing_uses_is_refused_by_name(
+        self, folder: Path, tmp_path: Path
+    ) -> None:
+        tensors = load_file(folder / WEIGHTS)
+        layered = next(name for name in sorted(tensors) if re.search(r"\.0\.", name))
+        for name in ("nobody.weight", re.sub(r"\.0\.", ".77.", layered, count=1)):
+            with pytest.raises(LoadError) as caught:
+                _parameters(_changed(folder, tmp_path, {**tensors, name: torch.ones(3)}))
+            assert name in str(caught.value)
+
+
+@functools.cache
+def _reference(kit: Any) -> Any:
+    return kit.make_reference()
+
+
+@functools.cache
+def _checkpoint(kit: Any) -> tempfile.TemporaryDirectory[str]:
+    folder = tempfile.TemporaryDirectory(prefix="jackfield-conformance-")
+    _reference(kit).save_pretrained(folder.name)
+    # What is checked is what is registered under the kit's name, whoever made the reference.
+    config = Path(folder.name) / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"architectures": [kit.name]}))
+    return folder
+
+
+@torch.no_grad()
+def _score(model: Any, tokens: Sequence[int]) -> torch.Tensor:
+    """A `transformers` model's log-probabilities, [tokens, vocab] float32."""
+    logits = model(torch.tensor([list(tokens)]), use_cache=False).logits
+    scores: torch.Tensor = logits[0].float().log_softmax(-1)
+    return scores
+
+
+async def _answer(engine: AsyncEngine, prompt: list[int]) -> Any:
+    params = SamplingParams(temperature=0.0, max_tokens=OUTPUT, ignore_eos=True, logprobs=1)
+    async for output in engine.generate(prompt, params):
+        last = output
+    return last
+
+
+def _one_of_each_layer(names: Iterable[str]) -> list[str]:
+    """The first name of those that differ in their numbers alone."""
+    first: dict[str, str] = {}
+    for name in sorted(names):
+        first.setdefault(re.sub(r"\d+", "#", name), name)
+    return list(first.values())
+
+
+def _changed(folder: Path, into: Path, tensors: dict[str, torch.Tensor]) -> Path:
+    """The checkpoint with other tensors, in a folder that is used again."""
+    (into / "config.json").write_bytes((folder / "config.json").read_bytes())
+    save_file(tensors, into / WEIGHTS, metadata={"format": "pt"})
+    return into
+
+
+def _parameters(folder: Path) -> dict[str, torch.Tensor]:
+    """A built model's parameters by name; raises LoadError."""
+    model: nn.Module = PagedModel(folder, "float32").model
+    return {name: parameter.detach().cpu() for name, parameter in model.named_parameters()}

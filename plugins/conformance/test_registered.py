@@ -1,0 +1,4 @@
+"""What `pytest --pyargs jackfield.plugins.conformance` collects: `options.py` fills it.
+
+One class for each name chosen on the command line; without a choice, nothing.
+"""

@@ -1,0 +1,14 @@
+"""KV connectors that ship in the box."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...core.hooks import hookimpl
+
+
+@hookimpl
+def register_kv_connectors(registry: Any) -> None:
+    registry.add("file_store", "jackfield.plugins.kv_connectors.file_store:FileStoreConnector")
+    registry.add("cpu_offload", "jackfield.plugins.kv_connectors.cpu_offload:CpuOffloadConnector")
+    registry.add("multi", "jackfield.plugins.kv_connectors.multi:MultiConnector")

@@ -1,0 +1,71 @@
+"""A KV block as bytes: a safetensors file that says what it is and whether it is whole."""
+
+from __future__ import annotations
+
+import json
+from hashlib import blake2b
+
+from ...core.protocols import KVLayout
+
+DTYPES = {
+    "float32": "F32", "float16": "F16", "bfloat16": "BF16",
+    "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "uint8": "U8", "int8": "I8",
+}  # fmt: skip
+"""torch's names → safetensors'."""
+ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
+MAX_HEADER = 1 << 20
+
+
+class BlockFormat:
+    """Encodes and checks blocks of one layout.
+
+    One tensor a layer, `layer.N`: [2 (key, value), block_size, num_kv_heads, head_dim]; the
+    metadata hold the block's key, the fingerprint and a BLAKE2b digest of the tensors.
+    """
+
+    def __init__(self, layout: KVLayout) -> None:
+        self.layout = layout
+        self._tensors = {}
+        dtype = DTYPES[layout.dtype]
+        end = 0
+        for number, (num_kv_heads, head_dim) in enumerate(layout.layers):
+            shape = [2, layout.block_size, num_kv_heads, head_dim]
+            start = end
+            end += 2 * layout.block_size * num_kv_heads * head_dim * ITEM_BYTES.get(dtype, 1)
+            self._tensors[f"layer.{number}"] = {
+                "dtype": dtype,
+                "shape": shape,
+                "data_offsets": [start, end],
+            }
+
+    def encode(self, key: bytes, block: memoryview) -> bytes:
+        """block: [block_bytes], layer after layer."""
+        header = json.dumps({"__metadata__": self._metadata(key, block), **self._tensors})
+        padded = header.encode() + b" " * (-len(header) % 8)
+        return b"".join([len(padded).to_bytes(8, "little"), padded, block])
+
+    def decode(self, key: bytes, data: bytes) -> memoryview:
+        """→ [block_bytes]. Raises ValueError with what is wrong."""
+        length = int.from_bytes(data[:8], "little")
+        if len(data) < 8 or length > min(MAX_HEADER, len(data) - 8):
+            raise ValueError("it is cut off in its header")
+        try:
+            header = json.loads(data[8 : 8 + length])
+            metadata = header.pop("__metadata__")
+        except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
+            raise ValueError("its header is not a block's") from None
+        if header != self._tensors:
+            raise ValueError("its tensors have other names, shapes or dtypes")
+        block = memoryview(data)[8 + length :]
+        if len(block) != self.layout.block_bytes:
+            raise ValueError(f"it has {len(block)} of {self.layout.block_bytes} bytes")
+        if metadata != self._metadata(key, block):
+            raise ValueError("its key, model or checksum is another")
+        return block
+
+    def _metadata(self, key: bytes, block: memoryview) -> dict[str, str]:
+        return {
+            "key": key.hex(),
+            "fingerprint": self.layout.fingerprint.hex(),
+            "blake2b": blake2b(block, digest_size=16).hexdigest(),
+        }

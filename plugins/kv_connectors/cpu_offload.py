@@ -1,0 +1,201 @@
+"""Host memory as a second tier under the prefix cache.
+
+The scheduler half decides which row of host memory holds which block; the worker half copies.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import msgspec
+import torch
+from msgspec import Meta
+
+from ...core.errors import ConfigError, OutOfMemory
+from ...core.protocols import KVConnectorSetup
+from ...core.scheduling.request import Request
+from ...core.types import KVReport
+from .copying import BlockCopier, cuda
+from .options import read_options
+from .threads import Job, JobList, Jobs, ThreadedWorker
+
+
+class CpuOffloadOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`kv_connector_extra_config` of cpu_offload."""
+
+    kv_offloading_size: Annotated[float, Meta(gt=0)] = 4.0
+    """GiB of host memory, taken at start."""
+
+
+class CpuOffloadConnector:
+    """Blocks in pinned host memory, of this engine alone."""
+
+    @classmethod
+    def make_scheduler(cls, setup: KVConnectorSetup) -> CpuOffloadScheduler:
+        """The half that knows where everything is."""
+        return CpuOffloadScheduler(setup)
+
+    @classmethod
+    def make_worker(cls, setup: KVConnectorSetup) -> CpuOffloadWorker:
+        """The half that has the memory."""
+        return CpuOffloadWorker(setup)
+
+
+def num_rows(setup: KVConnectorSetup) -> int:
+    """Blocks that fit. Raises ConfigError if none does."""
+    options = read_options(setup.transfer.kv_connector_extra_config, CpuOffloadOptions)
+    rows = int(options.kv_offloading_size * (1 << 30)) // setup.layout.block_bytes
+    if rows < 1:
+        raise ConfigError(
+            f"kv_connector_extra_config.kv_offloading_size: {options.kv_offloading_size} GiB do "
+            f"not hold one block of {setup.layout.block_bytes} bytes",
+            param="kv_transfer_config",
+        )
+    return rows
+
+
+class CpuOffloadScheduler:
+    """An LRU of rows by block key. A row is never given away while a transfer uses it."""
+
+    def __init__(self, setup: KVConnectorSetup) -> None:
+        self._block_size = setup.layout.block_size
+        self._free = list(reversed(range(num_rows(setup))))
+        self._rows: OrderedDict[bytes, int] = OrderedDict()
+        """Saved blocks, least recently used first."""
+        self._saving: dict[int, list[tuple[bytes, int]]] = {}
+        self._keys_being_saved: set[bytes] = set()
+        self._loading: dict[int, list[int]] = {}
+        self._readers: Counter[int] = Counter()
+        self._jobs = JobList()
+
+    def num_external_tokens(self, request: Request, num_computed_tokens: int) -> int:
+        """Known at once. Blocks that the device still has are used too: they stay."""
+        first = num_computed_tokens // self._block_size
+        end = first
+        for key in request.block_hashes[first:]:
+            if key not in self._rows:
+                break
+            end += 1
+        # Last block first: of a prefix, the tail goes first.
+        for key in reversed(request.block_hashes[:end]):
+            if key in self._rows:
+                self._rows.move_to_end(key)
+        return (end - first) * self._block_size
+
+    def start_load(
+        self, transfer: int, request: Request, keys: Sequence[bytes], block_ids: Sequence[int]
+    ) -> None:
+        """What was given away since it was promised is reported as not filled."""
+        rows = []
+        for key in keys:
+            if (row := self._rows.get(key)) is None:
+                break
+            rows.append(row)
+        self._loading[transfer] = rows
+        self._readers.update(rows)
+        self._jobs.loads.append(Job(transfer, tuple(block_ids), tuple(rows)))
+
+    def start_save(
+        self, transfer: int, request: Request, keys: Sequence[bytes], block_ids: Sequence[int]
+    ) -> Sequence[int]:
+        """Blocks that are not here yet, as far as rows are to be had."""
+        chosen = []
+        for key, block_id in zip(keys, block_ids, strict=True):
+            if key in self._rows or key in self._keys_being_saved:
+                continue
+            row = self._take_row()
+            if row is None:
+                break
+            chosen.append((key, row, block_id))
+        if chosen:
+            self._saving[transfer] = [(key, row) for key, row, _ in chosen]
+            self._keys_being_saved.update(key for key, _, _ in chosen)
+            blocks = tuple(block_id for _, _, block_id in chosen)
+            self._jobs.saves.append(Job(transfer, blocks, tuple(row for _, row, _ in chosen)))
+        return [block_id for _, _, block_id in chosen]
+
+    def _take_row(self) -> int | None:
+        if self._free:
+            return self._free.pop()
+        for key, row in self._rows.items():
+            if not self._readers[row]:
+                del self._rows[key]
+                return row
+        return None
+
+    def request_finished(
+        self, transfer: int, request: Request
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Nothing is held: saves are under way by themselves."""
+        return False, None
+
+    def build_metadata(self) -> Jobs | None:
+        """Blocks and rows."""
+        return self._jobs.take()
+
+    def update(self, report: KVReport) -> None:
+        """A row can be found when its save has ended."""
+        for transfer in (*report.finished, *report.failed):
+            failed = transfer in report.failed
+            for key, row in reversed(self._saving.pop(transfer, [])):
+                self._keys_being_saved.discard(key)
+                if failed:
+                    self._free.append(row)
+                else:
+                    self._rows[key] = row
+            for row in self._loading.pop(transfer, []):
+                self._readers[row] -= 1
+                if not self._readers[row]:
+                    del self._readers[row]
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
+class CpuOffloadWorker(ThreadedWorker):
+    """Copies between the cache and one large piece of host memory."""
+
+    def __init__(self, setup: KVConnectorSetup) -> None:
+        super().__init__(setup)
+        self._num_rows = num_rows(setup)
+        self._pinned = False
+
+    def bind(self, kv_caches: Sequence[torch.Tensor]) -> None:
+        """Take the memory."""
+        size = self._num_rows * self.setup.layout.block_bytes
+        try:
+            self._pool = torch.empty(
+                self._num_rows, self.setup.layout.block_bytes, dtype=torch.uint8
+            )
+            if kv_caches[0].device.type == "cuda":
+                # Registered where it lies: torch's own pinned memory is rounded up, to twice as
+                # much at worst.
+                runtime = cuda.cudart()
+                cuda.check_error(int(runtime.cudaHostRegister(self._pool.data_ptr(), size, 0)))
+                self._pinned = True
+        except RuntimeError as error:
+            raise OutOfMemory(
+                f"kv_connector_extra_config.kv_offloading_size: {size / (1 << 30):.1f} GiB of host "
+                f"memory are not to be had, ask for less ({error})",
+                param="kv_transfer_config",
+            ) from error
+        super().bind(kv_caches)
+
+    def load(self, job: Job, copier: BlockCopier, after: Any) -> Sequence[int]:
+        """Blocks without a row were given away."""
+        count = len(job.places)
+        copier.write(job.block_ids[:count], self._pool, job.places, after)
+        return job.block_ids[count:]
+
+    def save(self, job: Job, copier: BlockCopier) -> None:
+        """All of them."""
+        copier.read(job.block_ids, self._pool, job.places)
+
+    def finish(self) -> None:
+        """Give the memory back."""
+        if self._pinned:
+            cuda.cudart().cudaHostUnregister(self._pool.data_ptr())
+            self._pinned = False
+        self._pool = torch.empty(0)

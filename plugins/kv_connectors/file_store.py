@@ -1,0 +1,156 @@
+"""KV blocks as files in a folder that many engines may share."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from ...core.errors import ConfigError
+from ...core.protocols import KVConnectorSetup
+from .options import read_options
+from .store import StoreConnector
+
+SUFFIX = ".safetensors"
+UNFINISHED = ".unfinished"
+UNFINISHED_SECONDS = 3600.0
+"""Older than this, a file that was never finished belongs to nobody."""
+SCAN_SHARE = 0.05
+"""The folder is measured anew when this engine has written so much of its limit."""
+KEEP_SHARE = 0.9
+"""What eviction leaves of the limit."""
+
+
+class FileStoreOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`kv_connector_extra_config` of file_store."""
+
+    path: Annotated[str, Meta(min_length=1)]
+    """Folder; made if it is not there."""
+    max_gib: Annotated[float, Meta(gt=0)] = 10.0
+    """All files in it together. Past it, those not read for longest go."""
+
+
+class FileStore:
+    """`path/FINGERPRINT/KE/KEY.safetensors`, written beside its place and renamed into it.
+
+    A file's mtime is when it was last written or read. Each engine measures the folder by itself:
+    several that write at once may exceed the limit by `SCAN_SHARE` each before one notices.
+    """
+
+    def __init__(self, setup: KVConnectorSetup) -> None:
+        options = read_options(setup.transfer.kv_connector_extra_config, FileStoreOptions)
+        self._root = Path(options.path).expanduser()
+        self._folder = self._root / setup.layout.fingerprint.hex()[:32]
+        self._limit = int(options.max_gib * (1 << 30))
+        self._lock = threading.Lock()
+        self._size: int | None = None
+        """Of all files, as last measured, and what was written since; None: not measured yet."""
+        self._since_scan = 0
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"kv_connector_extra_config.path: {options.path!r} cannot be made: {error}",
+                param="kv_transfer_config",
+            ) from error
+
+    def count_present(self, keys: Sequence[bytes]) -> int:
+        """By the files' existence; their content is checked when it is read."""
+        for number, key in enumerate(keys):
+            if not self._path(key).is_file():
+                return number
+        return len(keys)
+
+    def get(self, key: bytes) -> bytes | None:
+        """Reads the file, and marks it as used."""
+        path = self._path(key)
+        try:
+            data = path.read_bytes()
+        except FileNotFoundError:
+            return None
+        with contextlib.suppress(OSError):  # Evicted meanwhile, or another's and read-only.
+            os.utime(path)
+        return data
+
+    def put(self, key: bytes, data: bytes) -> None:
+        """Readers see the whole file or none."""
+        if len(data) > self._limit * KEEP_SHARE:
+            return
+        self._make_room(len(data))
+        path = self._path(key)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = path.parent / f"{uuid.uuid4().hex}{UNFINISHED}"
+        try:
+            unfinished.write_bytes(data)
+            unfinished.replace(path)
+        except BaseException:
+            unfinished.unlink(missing_ok=True)
+            raise
+
+    def remove(self, key: bytes) -> None:
+        """So that it is written anew."""
+        self._path(key).unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+    def _path(self, key: bytes) -> Path:
+        name = key.hex()
+        return self._folder / name[:2] / f"{name}{SUFFIX}"
+
+    def _make_room(self, size: int) -> None:
+        with self._lock:
+            if self._size is None or (
+                self._since_scan + size > self._limit * SCAN_SHARE
+                or self._size + size > self._limit
+            ):
+                self._size = self._evict(size)
+                self._since_scan = 0
+            self._size += size
+            self._since_scan += size
+
+    def _evict(self, size: int) -> int:
+        """Measure the folder; if `size` more is too much, remove the oldest. → bytes left."""
+        files = sorted(self._files())
+        total = sum(file_size for _, file_size, _ in files)
+        if total + size <= self._limit:
+            return total
+        for _, file_size, path in files:
+            if total + size <= self._limit * KEEP_SHARE:
+                break
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
+            total -= file_size
+        return total
+
+    def _files(self) -> Iterator[tuple[float, int, str]]:
+        """(mtime, bytes, path) of each block, of whatever model."""
+        forgotten = time.time() - UNFINISHED_SECONDS
+        for folder, _, names in os.walk(self._root):
+            for name in names:
+                if not name.endswith((SUFFIX, UNFINISHED)):
+                    continue
+                path = os.path.join(folder, name)
+                try:
+                    facts = os.stat(path)
+                    if name.endswith(UNFINISHED) and facts.st_mtime < forgotten:
+                        os.unlink(path)
+                        continue
+                except FileNotFoundError:  # Another engine evicts too.
+                    continue
+                if name.endswith(SUFFIX):
+                    yield facts.st_mtime, facts.st_size, path
+
+
+class FileStoreConnector(StoreConnector):
+    """Blocks in a folder."""
+
+    store_class = FileStore

@@ -1,0 +1,194 @@
+"""Several connectors in order: the first that has something loads it, all save."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Annotated, Any
+
+import msgspec
+import torch
+from msgspec import Meta
+
+from ...core.config import KVTransferConfig
+from ...core.errors import ConfigError, PluginError
+from ...core.protocols import KVConnectorScheduler, KVConnectorSetup, KVConnectorWorker
+from ...core.scheduling.request import Request
+from ...core.types import KVReport
+from .options import read_options
+
+
+class MultiOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`kv_connector_extra_config` of multi."""
+
+    connectors: Annotated[tuple[KVTransferConfig, ...], Meta(min_length=1)]
+    """Each as `kv_transfer_config` has it; its `kv_role` counts, its failure policy does not."""
+
+
+class MultiMetadata(msgspec.Struct, frozen=True):
+    """What travels with a step."""
+
+    shares: dict[int, int]
+    """New transfer → how many connectors take part in it."""
+    parts: tuple[Any, ...]
+    """[num_connectors]"""
+
+
+class MultiConnector:
+    """Several connectors in order."""
+
+    @classmethod
+    def make_scheduler(cls, setup: KVConnectorSetup) -> MultiScheduler:
+        """With the scheduler half of each."""
+        made = [(part, _load(part).make_scheduler(part)) for part in _parts(setup)]
+        return MultiScheduler(made)
+
+    @classmethod
+    def make_worker(cls, setup: KVConnectorSetup) -> MultiWorker:
+        """With the worker half of each."""
+        return MultiWorker([_load(part).make_worker(part) for part in _parts(setup)])
+
+
+def _parts(setup: KVConnectorSetup) -> list[KVConnectorSetup]:
+    options = read_options(setup.transfer.kv_connector_extra_config, MultiOptions)
+    return [replace(setup, transfer=transfer) for transfer in options.connectors]
+
+
+def _load(part: KVConnectorSetup) -> Any:
+    try:
+        return part.plugins["kv_connector"].load(part.transfer.kv_connector)
+    except PluginError as error:
+        raise ConfigError(
+            f"kv_connector_extra_config.connectors: {error}", param="kv_transfer_config"
+        ) from error
+
+
+class MultiScheduler:
+    """Asks in order, and counts who takes part in which transfer."""
+
+    def __init__(self, parts: Sequence[tuple[KVConnectorSetup, KVConnectorScheduler]]) -> None:
+        self._halves = [half for _, half in parts]
+        self._loading = [setup.transfer.kv_role != "kv_producer" for setup, _ in parts]
+        self._saving = [setup.transfer.kv_role != "kv_consumer" for setup, _ in parts]
+        self._asking: dict[str, int] = {}
+        """Request → the connector whose answer is awaited; those before it have nothing."""
+        self._chosen: dict[str, int] = {}
+        """Request → the connector that will load for it."""
+        self._shares: dict[int, int] = {}
+
+    def num_external_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
+        """The first answer that is not 0."""
+        asked = request.request_id
+        for number in range(self._asking.get(asked, 0), len(self._halves)):
+            if not self._loading[number]:
+                continue
+            answer = self._halves[number].num_external_tokens(request, num_computed_tokens)
+            if answer is None:
+                self._asking[asked] = number
+                return None
+            if answer:
+                self._asking.pop(asked, None)
+                self._chosen[asked] = number
+                return answer
+        self._asking.pop(asked, None)
+        return 0
+
+    def start_load(
+        self, transfer: int, request: Request, keys: Sequence[bytes], block_ids: Sequence[int]
+    ) -> None:
+        """By the connector that promised it."""
+        self._shares[transfer] = 1
+        chosen = self._halves[self._chosen.pop(request.request_id)]
+        chosen.start_load(transfer, request, keys, block_ids)
+
+    def start_save(
+        self, transfer: int, request: Request, keys: Sequence[bytes], block_ids: Sequence[int]
+    ) -> Sequence[int]:
+        """By all."""
+        wanted: dict[int, None] = {}
+        shares = 0
+        for half, saving in zip(self._halves, self._saving, strict=True):
+            taken = half.start_save(transfer, request, keys, block_ids) if saving else ()
+            shares += bool(taken)
+            wanted.update(dict.fromkeys(taken))
+        if shares:
+            self._shares[transfer] = shares
+        return list(wanted)
+
+    def request_finished(
+        self, transfer: int, request: Request
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Held if one of them holds; the first parameters count."""
+        self._asking.pop(request.request_id, None)
+        self._chosen.pop(request.request_id, None)
+        answers = [half.request_finished(transfer, request) for half in self._halves]
+        holders = sum(held for held, _ in answers) if request.block_ids else 0
+        if holders:
+            self._shares[transfer] = holders
+        return holders > 0, next((params for _, params in answers if params), None)
+
+    def build_metadata(self) -> MultiMetadata | None:
+        """All of them together."""
+        parts = tuple(half.build_metadata() for half in self._halves)
+        if not self._shares and all(part is None for part in parts):
+            return None
+        shares, self._shares = self._shares, {}
+        return MultiMetadata(shares, parts)
+
+    def update(self, report: KVReport) -> None:
+        """To each what its own worker half said."""
+        for half, part in zip(self._halves, report.payload, strict=True):
+            if part is not None:
+                half.update(part)
+
+    def close(self) -> None:
+        for half in self._halves:
+            half.close()
+
+
+class MultiWorker:
+    """A transfer has ended when all that take part have ended it."""
+
+    def __init__(self, halves: Sequence[KVConnectorWorker]) -> None:
+        self._halves = halves
+        self._open: dict[int, int] = {}
+        self._failed: dict[int, tuple[int, ...]] = {}
+        """Of open transfers."""
+
+    def bind(self, kv_caches: Sequence[torch.Tensor]) -> None:
+        for half in self._halves:
+            half.bind(kv_caches)
+
+    def start(self, metadata: MultiMetadata) -> None:
+        """Each its own part."""
+        self._open.update(metadata.shares)
+        for half, part in zip(self._halves, metadata.parts, strict=True):
+            if part is not None:
+                half.start(part)
+
+    def poll(self) -> KVReport | None:
+        """What all have ended, and what each of them has."""
+        parts = [half.poll() for half in self._halves]
+        if all(part is None for part in parts):
+            return None
+        finished: list[int] = []
+        failed: dict[int, tuple[int, ...]] = {}
+        for part in parts:
+            if part is None:
+                continue
+            for transfer, blocks in [*((t, None) for t in part.finished), *part.failed.items()]:
+                if blocks is not None:
+                    self._failed[transfer] = blocks
+                self._open[transfer] -= 1
+                if self._open[transfer]:
+                    continue
+                del self._open[transfer]
+                if transfer in self._failed:
+                    failed[transfer] = self._failed.pop(transfer)
+                else:
+                    finished.append(transfer)
+        return KVReport(finished=tuple(finished), failed=failed, payload=tuple(parts))
+
+    def close(self) -> None:
+        for half in self._halves:
+            half.close()

@@ -1,0 +1,21 @@
+"""A connector's own options, checked by name."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import msgspec
+
+from ...core.errors import ConfigError
+
+T = TypeVar("T")
+
+
+def read_options(given: dict[str, Any], kind: type[T]) -> T:
+    """`kv_connector_extra_config` as a struct. Raises ConfigError naming what is wrong in it."""
+    try:
+        return msgspec.convert(given, kind)
+    except msgspec.ValidationError as error:
+        raise ConfigError(
+            f"kv_connector_extra_config: {error} (got {given!r})", param="kv_transfer_config"
+        ) from None

@@ -1,0 +1,282 @@
+"""A connector over any store of bytes by key: subclass `StoreConnector`, write a `BlockStore`.
+
+Blocks are named by their keys, so what one engine saves every engine of the same model finds. The
+far side is asked on threads; while it fails, nothing is loaded or saved.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any, ClassVar, Protocol
+
+from ...core.protocols import KVConnectorSetup
+from ...core.scheduling.request import Request
+from ...core.types import KVReport
+from .block_file import BlockFormat
+from .copying import BlockCopier
+from .threads import Job, JobList, Jobs, ThreadedWorker
+
+logger = logging.getLogger("jackfield.kv")
+
+LOOKUP_THREADS = 4
+READ_THREADS = 4
+BLOCKS_AT_ONCE = 16
+"""Blocks copied between device and host in one go."""
+READ_AHEAD = 2 * BLOCKS_AT_ONCE
+ANSWER_SECONDS = 10.0
+"""A lookup, or the read of a block, that takes longer has failed."""
+PAUSE_SECONDS = 5.0
+"""A far side that failed is left alone for so long."""
+MIN_BLOCKS_BEING_SAVED = 64
+"""Blocks are held while they are saved. A slow store may hold so many, or a quarter of the cache;
+what comes on top is not saved."""
+
+
+class BlockStore(Protocol):
+    """Bytes by key, at the far side. Methods are called from several threads at once, and may
+    raise whatever they like: the blocks are then computed, and the store is left alone a while."""
+
+    def count_present(self, keys: Sequence[bytes]) -> int:
+        """How many of `keys`, from the first on without a gap, are there."""
+
+    def get(self, key: bytes) -> bytes | None:
+        """What was put under `key`, or None."""
+
+    def put(self, key: bytes, data: bytes) -> None:
+        """Store it, whole or not at all, whatever it takes to make room."""
+
+    def remove(self, key: bytes) -> None:
+        """What was got under `key` is damaged."""
+
+    def close(self) -> None:
+        """Not used any more."""
+
+
+class StoreConnector:
+    """What to register: a subclass with `store_class`, which is made from the setup."""
+
+    store_class: ClassVar[Any]
+    """Called with the KVConnectorSetup, once for each half. → BlockStore; raises ConfigError."""
+
+    @classmethod
+    def make_scheduler(cls, setup: KVConnectorSetup) -> StoreScheduler:
+        """The half on the event loop."""
+        return StoreScheduler(setup, cls.store_class(setup))
+
+    @classmethod
+    def make_worker(cls, setup: KVConnectorSetup) -> StoreWorker:
+        """The half beside the device."""
+        return StoreWorker(setup, cls.store_class(setup))
+
+
+class _Health:
+    """Whether the far side should be asked."""
+
+    def __init__(self) -> None:
+        self._until = 0.0
+
+    @property
+    def paused(self) -> bool:
+        return time.monotonic() < self._until
+
+    def failed(self, what: str, error: Exception) -> None:
+        """Leave it alone for a while, and say so once."""
+        if not self.paused:
+            logger.warning(
+                "the KV store failed to %s, and is left alone for %.0f s: %s: %s",
+                what, PAUSE_SECONDS, type(error).__name__, error,
+            )  # fmt: skip
+        self._until = time.monotonic() + PAUSE_SECONDS
+
+
+@dataclass(frozen=True)
+class _Lookup:
+    first: int
+    """Block from which on the store is asked."""
+    answer: Future[int]
+    """How many it has from there on."""
+    began: float = field(default_factory=time.monotonic)
+
+
+class StoreScheduler:
+    """Looks keys up on threads; sends keys and blocks to the worker half."""
+
+    def __init__(self, setup: KVConnectorSetup, store: BlockStore) -> None:
+        self._setup = setup
+        self._store = store
+        self._health = _Health()
+        self._jobs = JobList()
+        self._threads = ThreadPoolExecutor(LOOKUP_THREADS, "jackfield-kv-lookup")
+        self._lookups: dict[str, _Lookup] = {}
+        """By request."""
+        self._saving: dict[int, int] = {}
+        """Transfer → blocks."""
+        self._room = max(MIN_BLOCKS_BEING_SAVED, setup.layout.num_blocks // 4)
+
+    def num_external_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
+        """None until a thread has asked the store."""
+        block_size = self._setup.layout.block_size
+        wanted = num_computed_tokens // block_size
+        lookup = self._lookups.get(request.request_id)
+        # Blocks of its own that it had when it asked may be gone by now.
+        if lookup is None or wanted < lookup.first:
+            if self._health.paused:
+                return 0
+            answer = self._threads.submit(self._look_up, request.block_hashes[wanted:])
+            answer.add_done_callback(lambda _: self._setup.notify())
+            asyncio.get_running_loop().call_later(ANSWER_SECONDS, self._setup.notify)
+            self._lookups[request.request_id] = _Lookup(wanted, answer)
+            return None
+        if not lookup.answer.done():
+            if time.monotonic() - lookup.began < ANSWER_SECONDS:
+                return None
+            self._health.failed("look up keys", TimeoutError(f"{ANSWER_SECONDS} s"))
+            return 0
+        del self._lookups[request.request_id]
+        return max(0, lookup.first + lookup.answer.result() - wanted) * block_size
+
+    def _look_up(self, keys: Sequence[bytes]) -> int:
+        try:
+            return self._store.count_present(keys)
+        except Exception as error:
+            self._health.failed("look up keys", error)
+            return 0
+
+    def start_load(
+        self, transfer: int, request: Request, keys: Sequence[bytes], block_ids: Sequence[int]
+    ) -> None:
+        """With the next step."""
+        self._jobs.loads.append(Job(transfer, tuple(block_ids), tuple(keys)))
+
+    def start_save(
+        self, transfer: int, request: Request, keys: Sequence[bytes], block_ids: Sequence[int]
+    ) -> Sequence[int]:
+        """As many as there is room for; which are there already, the worker half finds out."""
+        count = min(len(keys), self._room)
+        if not count or self._health.paused:
+            return ()
+        self._saving[transfer] = count
+        self._room -= count
+        self._jobs.saves.append(Job(transfer, tuple(block_ids[:count]), tuple(keys[:count])))
+        return block_ids[:count]
+
+    def request_finished(
+        self, transfer: int, request: Request
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Nothing is held: saves are under way by themselves."""
+        self._lookups.pop(request.request_id, None)
+        return False, None
+
+    def build_metadata(self) -> Jobs | None:
+        """Keys and blocks."""
+        return self._jobs.take()
+
+    def update(self, report: KVReport) -> None:
+        """Room for other saves."""
+        for transfer in (*report.finished, *report.failed):
+            self._room += self._saving.pop(transfer, 0)
+
+    def close(self) -> None:
+        """Lookups under way end by themselves."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._store.close()
+
+
+class StoreWorker(ThreadedWorker):
+    """Moves blocks through host memory; a damaged one counts as missing."""
+
+    def __init__(self, setup: KVConnectorSetup, store: BlockStore) -> None:
+        super().__init__(setup)
+        self._store = store
+        self._format = BlockFormat(setup.layout)
+        self._health = _Health()
+        self._readers = ThreadPoolExecutor(READ_THREADS, "jackfield-kv-read")
+
+    def load(self, job: Job, copier: BlockCopier, after: Any) -> Sequence[int]:
+        """In order, up to the first block that is not to be had.
+
+        Reads run ahead of the copies. One that does not come back writes to no block: only what has
+        been read is copied to the cache.
+        """
+        keys = iter(job.places)
+        reads = deque(self._readers.submit(self._read, key) for key in islice(keys, READ_AHEAD))
+        rows = copier.new_rows(min(BLOCKS_AT_ONCE, len(job.places)))
+        done = 0
+        try:
+            while reads:
+                got = 0
+                while reads and got < len(rows):
+                    block = reads[0].result(ANSWER_SECONDS)
+                    if block is None:
+                        break
+                    rows[got].numpy()[:] = block
+                    got += 1
+                    reads.popleft()
+                    reads.extend(self._readers.submit(self._read, key) for key in islice(keys, 1))
+                copier.write(job.block_ids[done : done + got], rows, range(got), after)
+                done += got
+                if reads and got < len(rows):
+                    break
+        except TimeoutError as error:
+            self._health.failed("read a block", error)
+        finally:
+            for read in reads:
+                read.cancel()
+        return job.block_ids[done:]
+
+    def _read(self, key: bytes) -> memoryview | None:
+        if self._health.paused:
+            return None
+        try:
+            data = self._store.get(key)
+        except Exception as error:
+            self._health.failed("read a block", error)
+            return None
+        if data is None:
+            return None
+        try:
+            return self._format.decode(key, data)
+        except ValueError as error:
+            logger.warning("block %s in the KV store is not used: %s", key.hex()[:16], error)
+            self._remove(key)
+            return None
+
+    def _remove(self, key: bytes) -> None:
+        try:
+            self._store.remove(key)
+        except Exception as error:
+            self._health.failed("remove a block", error)
+
+    def save(self, job: Job, copier: BlockCopier) -> None:
+        """Those that are not there yet."""
+        if self._health.paused:
+            return
+        try:
+            wanted = [
+                (block_id, key)
+                for block_id, key in zip(job.block_ids, job.places, strict=True)
+                if not self._store.count_present([key])
+            ]
+            if not wanted:
+                return
+            rows = copier.new_rows(min(BLOCKS_AT_ONCE, len(wanted)))
+            for first in range(0, len(wanted), len(rows)):
+                part = wanted[first : first + len(rows)]
+                copier.read([block_id for block_id, _ in part], rows, range(len(part)))
+                for row, (_, key) in zip(rows, part, strict=False):
+                    data = self._format.encode(key, memoryview(row.numpy()))
+                    self._store.put(key, data)
+        except Exception as error:
+            self._health.failed("store a block", error)
+
+    def finish(self) -> None:
+        """The store is not needed any more."""
+        self._readers.shutdown(wait=False, cancel_futures=True)
+        self._store.close()

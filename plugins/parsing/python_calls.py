@@ -1,0 +1,106 @@
+"""Tool calls written as Python: `[f(city='Paris', days=2), g()]`."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from .cursor import SPACES, Marks, Read
+from .json_calls import glance, sign
+from .python_values import read_value
+from .tool_machine import ToolMachine, closing
+
+_NAME = re.compile(r"[\w.\-]+")
+_MAX_NAME = 128
+
+
+class PythonCallsParser(ToolMachine):
+    """A section is `[call, call]`, or with `lines` one call after another, between marks.
+
+    Arguments have names, and values that are Python literals. The text may begin with a section
+    without marks (`bare`); calls there must name a tool at hand.
+    """
+
+    open: ClassVar[tuple[str, ...]] = ()
+    close: ClassVar[tuple[str, ...]] = ()
+    bare: ClassVar[bool] = True
+    lines: ClassVar[bool] = False
+
+    def __init__(self, *, tools: Sequence[Mapping[str, Any]] = ()) -> None:
+        self._open = Marks(*self.open)
+        self._close_or_open = Marks(*self.close, *self.open)
+        super().__init__(tools=tools)
+
+    def read(self) -> Read[None]:
+        """Content and sections in turn."""
+        gap = yield from self.text.run(SPACES)
+        if self.bare and (yield from self.text.peek()) == "[":
+            yield from self._section([gap], bare=True)
+        else:
+            self.answer.say(gap)
+        while mark := (yield from self.text.until(self._open, self.answer.say)):
+            yield from self._section([mark], bare=False)
+
+    def _section(self, source: list[str], *, bare: bool) -> Read[None]:
+        text, answer = self.text, self.answer
+        listed = yield from sign(text, source, "[")
+        if not listed and not self.lines:
+            answer.say("".join(source))
+            return
+        while True:
+            done = yield from self._call(source, bare=bare)
+            if not done:
+                answer.say("".join(source))
+                return
+            source.clear()
+            yield from sign(text, source, ",")
+            source.clear()
+            following = yield from glance(text, source)
+            if listed and following == "]":
+                text.skip(1)
+                break
+            if not listed and not _NAME.match(following):
+                break
+            source.clear()
+        yield from closing(text, answer, self.close, self._close_or_open)
+
+    def _call(self, source: list[str], *, bare: bool) -> Read[bool]:
+        """Whether it is a complete call; what was consumed before it starts is in `source`."""
+        text, answer = self.text, self.answer
+        yield from glance(text, source)
+        name = yield from text.run(_NAME)
+        source.append(name)
+        if not name or name[0] in "0123456789-." or len(name) > _MAX_NAME:
+            return False
+        if (bare and not self.known(name)) or not (yield from sign(text, source, "(")):
+            return False
+        started = False
+        while (yield from glance(text, source)) != ")" or not (yield from text.peek()):
+            key = yield from text.run(_NAME)
+            source.append(key)
+            if not key or not (yield from sign(text, source, "=")):
+                if started:
+                    answer.say("".join(source))
+                    source.clear()
+                return False
+            if not started:
+                answer.start(name)
+            answer.arguments((", " if started else "{") + json.dumps(key) + ": ")
+            started = True
+            source.clear()
+            slip = yield from read_value(text, answer.arguments)
+            if slip is not None:
+                source.append(slip)
+                return False
+            if not (yield from sign(text, source, ",")) and (yield from text.peek()) != ")":
+                return False
+            source.clear()
+        text.skip(1)
+        source.clear()
+        if not started:
+            answer.start(name)
+        answer.arguments("}" if started else "{}")
+        answer.end()
+        return True

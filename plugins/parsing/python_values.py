@@ -1,0 +1,190 @@
+"""Turns Python literals, as models write them in calls, into JSON, while they arrive."""
+
+from __future__ import annotations
+
+import json
+import re
+
+from .cursor import SPACE, SPACES, Cursor, Marks, Read, Say
+
+_WORD = re.compile(r"[\w.+\-]+")
+_MAX_NUMBER = 64
+"""Characters of a number that is not JSON as it stands (`1_000`, `0x1f`, `.5`)."""
+_JSON_NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
+_CONSTANTS = {
+    "True": "true",
+    "False": "false",
+    "None": "null",
+    "true": "true",
+    "false": "false",
+    "null": "null",
+}
+_TRIPLE = Marks('"""', "'''")
+_SINGLE = Marks('"', "'")
+_ENDS = {quote: Marks(quote, "\\") for quote in ('"', "'", '"""', "'''")}
+_ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "a": "\a", "v": "\v",
+            "\\": "\\", "'": "'", '"': '"'}  # fmt: skip
+_HEX_SIZES = {"x": 2, "u": 4, "U": 8}
+_HEX, _OCTAL = "0123456789abcdefABCDEF", "01234567"
+_LISTS = re.compile(r"[\[(]+")
+_CLOSERS = {"[": "]", "(": ")"}
+
+
+def read_value(text: Cursor, say: Say) -> Read[str | None]:
+    """Consume a literal and say it as JSON. Lists and tuples become arrays, dictionaries objects.
+
+    None if it was one, to its end; else the text that it stumbled over, if any: what was said is
+    the beginning of JSON.
+    """
+    stack: list[str] = []
+    while True:
+        char = text.here
+        if not char or char in SPACE:
+            char = yield from _solid(text)
+        if char == "{":
+            text.skip(1)
+            say("{")
+            stack.append("}")
+            if (yield from _solid(text)) != "}":
+                slip = yield from _key(text, say)
+                if slip is not None:
+                    return slip
+                continue
+        elif char and char in _CLOSERS:
+            opened = yield from text.run(_LISTS)
+            say("[" * len(opened))
+            stack.extend(_CLOSERS[bracket] for bracket in opened)
+            if (yield from _solid(text)) != stack[-1]:
+                continue
+        else:
+            slip = yield from _scalar(text, say)
+            if slip is not None:
+                return slip
+        while stack:
+            char = yield from _solid(text)
+            comma = char == ","
+            if comma:
+                text.skip(1)
+                char = yield from _solid(text)
+            if char == stack[-1]:
+                text.skip(1)
+                say("}" if stack.pop() == "}" else "]")
+                continue
+            if not comma or not char:
+                return ""
+            say(", ")
+            slip = (yield from _key(text, say)) if stack[-1] == "}" else None
+            if slip is not None:
+                return slip
+            break
+        else:
+            return None
+
+
+def _solid(text: Cursor) -> Read[str]:
+    """The next character after whitespace, not consumed; "" at the end."""
+    yield from text.run(SPACES)
+    return (yield from text.peek())
+
+
+def python_value(text: str) -> str | None:
+    """The JSON of a text that is a Python literal as a whole; None if it is none."""
+    cursor = Cursor()
+    cursor.add(text)
+    cursor.end()
+    parts: list[str] = []
+    try:
+        next(read_value(cursor, parts.append))
+    except StopIteration as stop:
+        return "".join(parts) if stop.value is None and not cursor.rest().strip() else None
+    return None
+
+
+def _key(text: Cursor, say: Say) -> Read[str | None]:
+    """A dictionary's key, as a string, and its colon."""
+    if (yield from text.peek()) in ('"', "'"):
+        slip = yield from _string(text, say)
+    else:
+        parts: list[str] = []
+        slip = yield from _scalar(text, parts.append)
+        if slip is None:
+            say(json.dumps("".join(parts)))
+    if slip is not None:
+        return slip
+    if (yield from _solid(text)) != ":":
+        return ""
+    text.skip(1)
+    say(": ")
+    return None
+
+
+def _scalar(text: Cursor, say: Say) -> Read[str | None]:
+    if (yield from text.peek()) in ('"', "'"):
+        return (yield from _string(text, say))
+    word = yield from text.run(_WORD)
+    made = _CONSTANTS.get(word) or _number(word)
+    if not made:
+        return word
+    say(made)
+    return None
+
+
+def _number(word: str) -> str:
+    if _JSON_NUMBER.fullmatch(word):
+        return word
+    if len(word) > _MAX_NUMBER or not word.isascii():
+        return ""
+    for read in (_any_base, int, float):
+        try:
+            return json.dumps(read(word), allow_nan=False)
+        except ValueError:
+            continue
+    return ""
+
+
+def _any_base(word: str) -> int:
+    return int(word, 0)
+
+
+def _string(text: Cursor, say: Say) -> Read[str | None]:
+    """A quoted string."""
+
+    def escaped(part: str) -> None:
+        say(json.dumps(part, ensure_ascii=False)[1:-1])
+
+    quote = yield from text.accept(_TRIPLE)
+    if not quote:
+        quote = yield from text.accept(_SINGLE)
+    say('"')
+    while (mark := (yield from text.until(_ENDS[quote], escaped))) != quote:
+        char = (yield from text.peek()) if mark else ""
+        if not char:
+            return ""
+        text.skip(1)
+        if char in _ESCAPES:
+            escaped(_ESCAPES[char])
+        elif char in _HEX_SIZES:
+            size = _HEX_SIZES[char]
+            digits = yield from _digits(text, _HEX, size)
+            if len(digits) == size and int(digits, 16) <= 0x10FFFF:
+                code = int(digits, 16)
+                say(json.dumps(chr(code), ensure_ascii=0xD800 <= code < 0xE000)[1:-1])
+            else:
+                escaped("\\" + char + digits)
+        elif char in _OCTAL:
+            escaped(chr(int(char + (yield from _digits(text, _OCTAL, 2)), 8)))
+        elif char != "\n":
+            escaped("\\" + char)
+    say('"')
+    return None
+
+
+def _digits(text: Cursor, allowed: str, most: int) -> Read[str]:
+    found = ""
+    while len(found) < most:
+        char = yield from text.peek()
+        if not char or char not in allowed:
+            break
+        text.skip(1)
+        found += char
+    return found

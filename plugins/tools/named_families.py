@@ -1,0 +1,88 @@
+"""Model families that write a tool call's name in marks, before its arguments."""
+
+from __future__ import annotations
+
+import secrets
+import string
+
+from ..parsing.cursor import SPACES, Read
+from ..parsing.json_calls import JsonCallsParser
+from ..parsing.named_calls import CallForm, NamedCallsParser, named_call
+
+_LETTERS = string.ascii_letters + string.digits
+
+
+class DeepSeekV3ToolParser(NamedCallsParser):
+    """`<｜tool▁call▁begin｜>function<｜tool▁sep｜>f`, the arguments in a json fence, and
+    `<｜tool▁call▁end｜>`.
+    """
+
+    form = CallForm(
+        open=("<｜tool▁call▁begin｜>",),
+        before_name="function<｜tool▁sep｜>",
+        name_end=("\n", "```", "{"),
+        fence="```json",
+        close=("<｜tool▁call▁end｜>",),
+    )
+    around = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
+    markers = (*around, *form.open, *form.close, "<｜tool▁sep｜>")
+
+
+class DeepSeekV31ToolParser(NamedCallsParser):
+    """`<｜tool▁call▁begin｜>f<｜tool▁sep｜>{…}<｜tool▁call▁end｜>`."""
+
+    form = CallForm(
+        open=("<｜tool▁call▁begin｜>",),
+        name_end=("<｜tool▁sep｜>",),
+        close=("<｜tool▁call▁end｜>",),
+    )
+    around = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
+    markers = (*around, *form.open, *form.close, "<｜tool▁sep｜>")
+
+
+class _KimiForm(CallForm):
+    def name_of(self, header: str) -> tuple[str, str]:
+        """`functions.NAME:NUMBER`, which is the call's id as a whole."""
+        id = header.strip()
+        name, _, number = id.rpartition(":")
+        return (name if number.isdecimal() else id).removeprefix("functions."), id
+
+
+class KimiK2ToolParser(NamedCallsParser):
+    """`<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{…}<|tool_call_end|>`."""
+
+    form = _KimiForm(
+        open=("<|tool_call_begin|>",),
+        name_end=("<|tool_call_argument_begin|>",),
+        close=("<|tool_call_end|>",),
+    )
+    around = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
+    markers = (*around, *form.open, *form.name_end.texts, *form.close)
+
+
+class _MistralForm(CallForm):
+    def name_of(self, header: str) -> tuple[str, str]:
+        """`NAME`, or `NAME[CALL_ID]ID`."""
+        name, _, id = header.partition("[CALL_ID]")
+        return name.strip(), id.strip()
+
+
+class MistralToolParser(JsonCallsParser):
+    """`[TOOL_CALLS][{"name": "f", "arguments": {…}}]`; since v11 `[TOOL_CALLS]f[ARGS]{…}`."""
+
+    open = ("[TOOL_CALLS]",)
+    markers = (*open, "[ARGS]", "[CALL_ID]")
+    form = _MistralForm(open=open, name_end=("[ARGS]", "{"))
+
+    @staticmethod
+    def new_id() -> str:
+        """Nine letters and digits: the family's templates refuse other ids."""
+        return "".join(secrets.choice(_LETTERS) for _ in range(9))
+
+    def section(self, source: list[str], *, weak: bool) -> Read[None]:
+        """Calls after the mark, of either kind."""
+        source.append((yield from self.text.run(SPACES)))
+        if (yield from self.text.peek()) in ("[", "{"):
+            yield from super().section(source, weak=weak)
+        else:
+            yield from named_call(self, self.form, source)

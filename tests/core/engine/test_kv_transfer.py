@@ -1,0 +1,234 @@
+"""What the engine owes a KV connector: parameters in and out, blocks held, news between steps."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from aiohttp.test_utils import TestClient, TestServer
+
+from jackfield import AsyncEngine, EngineConfig, OutputKind, SamplingParams, hookimpl
+from jackfield.core.errors import ConfigError, InvalidRequest
+from jackfield.core.registry import load_plugins
+from jackfield.core.types import KVReport
+from jackfield.entrypoints.openai.app import make_app
+from jackfield.plugins.executors.inprocess import InProcessExecutor
+
+
+class Handover:
+    """Keeps the blocks of each request that asks for it until `fetched` is called, as the producer
+    of a prefill elsewhere would."""
+
+    def __init__(self) -> None:
+        self.reports: list[int] = []
+        self.started: list[dict[int, list[int]]] = []
+        self.events: list[str] = []
+
+    @hookimpl
+    def register_kv_connectors(self, registry: Any) -> None:
+        registry.add("handover", self)
+
+    def make_scheduler(self, setup: Any) -> Any:
+        return HandoverScheduler(self)
+
+    def make_worker(self, setup: Any) -> Any:
+        self.notify = setup.notify
+        return HandoverWorker(self)
+
+    def fetched(self, transfer: int) -> None:
+        self.reports.append(transfer)
+        self.notify()
+
+
+class HandoverScheduler:
+    def __init__(self, shared: Handover) -> None:
+        self.shared = shared
+        self.held: dict[int, list[int]] = {}
+
+    def num_external_tokens(self, request: Any, num_computed_tokens: int) -> int:
+        return 0
+
+    def start_save(self, *_: Any) -> Sequence[int]:
+        return ()
+
+    def request_finished(self, transfer: int, request: Any) -> tuple[bool, dict[str, Any] | None]:
+        given = request.params.kv_transfer_params or {}
+        if not given.get("do_remote_decode"):
+            return False, None
+        self.held[transfer] = list(request.block_ids)
+        return True, {"transfer": transfer, "blocks": len(request.block_ids), "given": given}
+
+    def build_metadata(self) -> Any:
+        held, self.held = self.held, {}
+        return held or None
+
+    def update(self, report: KVReport) -> None:
+        self.shared.events.append(f"update {report.finished} {report.payload}")
+
+    def close(self) -> None:
+        self.shared.events.append("scheduler closed")
+
+
+class HandoverWorker:
+    def __init__(self, shared: Handover) -> None:
+        self.shared = shared
+
+    def bind(self, kv_caches: Sequence[Any]) -> None:
+        assert kv_caches[0].shape[:3] == (2, 40, 4)
+
+    def start(self, metadata: dict[int, list[int]]) -> None:
+        self.shared.started.append(metadata)
+
+    def poll(self) -> KVReport | None:
+        if not self.shared.reports:
+            return None
+        ended, self.shared.reports = tuple(self.shared.reports), []
+        return KVReport(finished=ended, payload="hello")
+
+    def close(self) -> None:
+        self.shared.events.append("worker closed")
+
+
+CONFIG: dict[str, Any] = {
+    "device": "cpu",
+    "block_size": 4,
+    "max_model_len": 64,
+    "num_gpu_blocks_override": 40,
+    "kv_transfer_config": {"kv_connector": "handover"},
+}
+ASKED = {"do_remote_decode": True, "to": "elsewhere"}
+
+
+def make_engine(shared: Handover, **options: Any) -> AsyncEngine:
+    return AsyncEngine(EngineConfig(**CONFIG, **options), plugins=load_plugins(extra=[shared]))
+
+
+async def generate(engine: AsyncEngine, **options: Any) -> Any:
+    params = SamplingParams(
+        temperature=0,
+        ignore_eos=True,
+        output_kind=OutputKind.FINAL_ONLY,
+        **{"max_tokens": 1, **options},
+    )
+    async for output in engine.generate(list(range(20, 30)), params):
+        last = output
+    return last
+
+
+async def until(condition: Any) -> None:
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+async def test_blocks_are_held_after_the_end_until_the_worker_half_lets_them_go() -> None:
+    shared = Handover()
+    async with make_engine(shared) as engine:
+        assert (await generate(engine)).kv_transfer_params is None
+        assert engine.stats().kv_blocks_used == 0
+        output = await generate(engine, kv_transfer_params=ASKED)
+        told = output.kv_transfer_params
+        assert told == {"transfer": told["transfer"], "blocks": 3, "given": ASKED}
+        # Without another request: the metadata travel in a step of their own.
+        await until(lambda: shared.started)
+        assert list(shared.started[0]) == [told["transfer"]]
+        assert engine.stats().kv_blocks_used == 3
+        assert not await engine.reset_prefix_cache()
+        await generate(engine)
+        assert engine.stats().kv_blocks_used == 3
+        shared.fetched(told["transfer"])
+        await until(lambda: engine.stats().kv_blocks_used == 0)
+        assert shared.events == [f"update ({told['transfer']},) hello"]
+    assert shared.events[1:] == ["scheduler closed", "worker closed"]
+
+
+async def test_each_completion_is_told_of_and_an_abort_too() -> None:
+    shared = Handover()
+    async with make_engine(shared) as engine:
+        output = await generate(engine, n=2, kv_transfer_params=ASKED)
+        assert output.kv_transfer_params["given"] == ASKED
+        await until(lambda: sum(map(len, shared.started)) == 2)
+        stream = engine.generate(
+            list(range(30, 40)), SamplingParams(max_tokens=40, kv_transfer_params=ASKED)
+        )
+        await anext(stream)
+        await stream.aclose()
+        await until(lambda: sum(map(len, shared.started)) == 3)
+        for transfer in [t for started in shared.started for t in started]:
+            shared.fetched(transfer)
+        await until(lambda: engine.stats().kv_blocks_used == 0)
+
+
+async def test_an_unknown_transfer_is_logged_and_changes_nothing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    shared = Handover()
+    async with make_engine(shared) as engine:
+        await generate(engine, kv_transfer_params=ASKED)
+        await until(lambda: shared.started)
+        shared.fetched(12345)
+        await until(lambda: shared.events)
+        assert "12345" in caplog.text
+        assert engine.stats().kv_blocks_used == 3
+
+
+async def test_kv_transfer_params_through_http() -> None:
+    shared = Handover()
+    async with make_engine(shared) as engine:
+        async with TestClient(TestServer(make_app(engine))) as client:
+            completion = {"prompt": "Once", "max_tokens": 1, "kv_transfer_params": ASKED}
+            chat = {
+                "messages": [{"role": "user", "content": "Hi"}],
+                "max_tokens": 1,
+                "kv_transfer_params": ASKED,
+            }
+            for path, body in (("/v1/completions", completion), ("/v1/chat/completions", chat)):
+                reply = await client.post(path, json=body)
+                assert reply.status == 200, await reply.text()
+                assert (await reply.json())["kv_transfer_params"]["given"] == ASKED
+                del body["kv_transfer_params"]
+                reply = await client.post(path, json=body)
+                assert "kv_transfer_params" not in await reply.json()
+                reply = await client.post(path, json={**body, "kv_transfer_params": "all"})
+                assert reply.status == 400
+                assert (await reply.json())["error"]["param"] == "kv_transfer_params"
+
+
+def test_kv_transfer_params_must_be_an_object() -> None:
+    with pytest.raises(InvalidRequest, match="kv_transfer_params"):
+        SamplingParams(kv_transfer_params=["a"])  # type: ignore[arg-type]
+
+
+async def test_an_executor_that_knows_no_connectors_is_refused() -> None:
+    class Older(InProcessExecutor):
+        watch_transfers = None
+
+    class Plugin:
+        @hookimpl
+        def register_executors(self, registry: Any) -> None:
+            registry.add("older", Older)
+
+    plugins = load_plugins(extra=[Handover(), Plugin()])
+    engine = AsyncEngine(EngineConfig(**CONFIG, executor="older"), plugins=plugins)
+    with pytest.raises(ConfigError, match="Older") as caught:
+        await engine.start()
+    assert caught.value.param == "kv_transfer_config"
+
+
+async def test_a_worker_half_that_raises_ends_the_engine_and_every_request() -> None:
+    shared = Handover()
+    async with make_engine(shared) as engine:
+        HandoverWorker.start, kept = _broken, HandoverWorker.start
+        try:
+            await generate(engine, kv_transfer_params=ASKED)
+            await until(lambda: engine.dead_reason is not None)
+        finally:
+            HandoverWorker.start = kept
+        assert "on purpose" in str(engine.dead_reason)
+        assert engine.stats().kv_blocks_used == 0
+
+
+def _broken(self: Any, metadata: Any) -> None:
+    raise RuntimeError("on purpose")

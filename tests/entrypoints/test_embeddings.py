@@ -1,0 +1,345 @@
+"""Vectors, labels and scores over HTTP, through the real `openai` client, and through `LLM`."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import openai
+import pytest
+import torch.nn.functional as F
+from encoders import (
+    minilm,
+    reference_logits,
+    reference_states,
+    save_decoder,
+    save_encoder,
+)
+from serving import MODEL, Server, running
+
+from jackfield import LLM, EngineConfig, PoolingParams
+from jackfield.core.errors import InvalidRequest
+from jackfield.core.text.tokenizer import Tokenizer
+
+from helpers import edit_json
+
+TEXTS = ["That is a happy person", "The weather is lovely today.", "x"]
+QUERY = "who is it"
+DOCUMENTS = ["the cat sat on the mat", "a dog", "paris is in france", "the dog ran fast"]
+
+
+def config(folder: Path, **options: Any) -> EngineConfig:
+    return EngineConfig(
+        **{
+            "model": str(folder),
+            "served_model_name": (MODEL,),
+            "dtype": "float32",
+            "device": "cpu",
+            "max_num_seqs": 16,
+            **options,
+        }
+    )
+
+
+@pytest.fixture(scope="module")
+def embedder() -> Iterator[Server]:
+    with running(config(minilm())) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def cross_encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("cross")
+    return save_encoder(folder, "Bert", "ForSequenceClassification", num_labels=1)
+
+
+@pytest.fixture(scope="module")
+def scorer(cross_encoder: Path) -> Iterator[Server]:
+    with running(config(cross_encoder)) as server:
+        yield server
+
+
+def client(server: Server) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+
+
+def post(server: Server, path: str, status: int = 200, **body: Any) -> Any:
+    answer = httpx.post(f"{server.url}{path}", json={"model": MODEL, **body}, timeout=60)
+    assert answer.status_code == status, answer.text
+    return answer.json()
+
+
+def refused(server: Server, path: str, status: int = 400, **body: Any) -> dict[str, Any]:
+    error: dict[str, Any] = post(server, path, status, **body)["error"]
+    return error
+
+
+def expected(folder: Path, texts: list[str]) -> np.ndarray:
+    """MiniLM's vectors by `transformers`."""
+    tokenizer = Tokenizer.load(str(folder))
+    states = [reference_states(folder, tokenizer.encode(text)) for text in texts]
+    return np.stack([F.normalize(one.mean(0), dim=0).numpy() for one in states])
+
+
+def pair_score(folder: Path, first: str, second: str) -> float:
+    ids, types = Tokenizer.load(str(folder)).encode_texts(first, second)
+    return float(reference_logits(folder, ids, types).sigmoid())
+
+
+# ---------------------------------------------------------------- embeddings
+
+
+def test_minilm_is_served_as_transformers_has_it(embedder: Server) -> None:
+    """The client asks for base64 unless told otherwise; both are the same vectors."""
+    answer = client(embedder).embeddings.create(model=MODEL, input=TEXTS)
+    assert [item.index for item in answer.data] == [0, 1, 2]
+    assert (answer.object, answer.data[0].object, answer.model) == ("list", "embedding", MODEL)
+    vectors = np.array([item.embedding for item in answer.data])
+    np.testing.assert_allclose(vectors, expected(minilm(), TEXTS), atol=1e-5)
+    floats = client(embedder).embeddings.create(model=MODEL, input=TEXTS, encoding_format="float")
+    np.testing.assert_array_equal(vectors, [item.embedding for item in floats.data])
+
+
+async def test_the_async_client_gets_the_same(embedder: Server) -> None:
+    async with openai.AsyncOpenAI(base_url=f"{embedder.url}/v1", api_key="none") as api:
+        answers = await asyncio.gather(
+            *(api.embeddings.create(model=MODEL, input=text) for text in TEXTS)
+        )
+    vectors = np.array([answer.data[0].embedding for answer in answers])
+    np.testing.assert_allclose(vectors, expected(minilm(), TEXTS), atol=1e-5)
+
+
+def test_every_form_of_input_and_its_usage(embedder: Server) -> None:
+    tokenizer = Tokenizer.load(str(minilm()))
+    ids = [tokenizer.encode(text) for text in TEXTS]
+    api = client(embedder)
+    by_text = api.embeddings.create(model=MODEL, input=TEXTS)
+    for given in (ids, [TEXTS[0], *ids[1:]]):
+        answer = api.embeddings.create(model=MODEL, input=given)  # type: ignore[arg-type]
+        # Another order may batch otherwise, and sum in another order.
+        for one, other in zip(answer.data, by_text.data, strict=True):
+            np.testing.assert_allclose(one.embedding, other.embedding, atol=1e-6)
+        assert answer.usage.prompt_tokens == answer.usage.total_tokens == sum(map(len, ids))
+    single = api.embeddings.create(model=MODEL, input=ids[0])
+    assert len(single.data) == 1 and single.usage.prompt_tokens == len(ids[0])
+    raw = post(embedder, "/v1/embeddings", input="x", encoding_format="base64")
+    vector = np.frombuffer(base64.b64decode(raw["data"][0]["embedding"]), dtype="<f4")
+    np.testing.assert_allclose(vector, by_text.data[2].embedding, atol=1e-6)
+    assert raw["id"].startswith("embd-")
+
+
+def test_bad_embedding_requests_name_the_field(embedder: Server) -> None:
+    for body, param, match in [
+        ({}, "input", "empty"),
+        ({"input": []}, "input", "empty"),
+        ({"input": ""}, "input", "empty"),
+        ({"input": [1.5]}, "input", "token ids"),
+        ({"input": [[1], []]}, "input", "at least one token"),
+        ({"input": [99999]}, "input", "token id 99999"),
+        ({"input": 5}, "input", "Expected"),
+        ({"input": ["x"] * 2049}, "input", "1 to 2048"),
+        ({"input": "word " * 300}, "input", "302 tokens, but this model takes 256"),
+        ({"input": "x", "dimensions": 64}, "dimensions", "cannot be cut"),
+        ({"input": "x", "dimensions": 0}, "dimensions", "positive"),
+        ({"input": "x", "encoding_format": "hex"}, "encoding_format", "hex"),
+        ({"input": "x", "truncate_prompt_tokens": 999}, "truncate_prompt_tokens", "256"),
+        ({"input": "x", "messages": [{"role": "user", "content": "x"}]}, "messages", "either"),
+    ]:
+        error = refused(embedder, "/v1/embeddings", **body)
+        assert error["param"] == param and match in error["message"], error
+    assert refused(embedder, "/v1/embeddings", 404, model="other", input="x")["param"] == "model"
+    cut = post(embedder, "/v1/embeddings", input="word " * 300, truncate_prompt_tokens=-1)
+    assert cut["usage"]["prompt_tokens"] == 256
+    with pytest.raises(openai.BadRequestError) as caught:
+        client(embedder).embeddings.create(model=MODEL, input="word " * 300)
+    assert caught.value.code == "context_length_exceeded"
+    assert embedder.becomes(lambda engine: not engine._states)
+
+
+def test_dimensions_of_a_matryoshka_model(tmp_path: Path) -> None:
+    folder = save_encoder(tmp_path, "Roberta")
+    edit_json(folder / "config.json", is_matryoshka=True)
+    with running(config(folder)) as server:
+        answer = client(server).embeddings.create(model=MODEL, input="the cat", dimensions=6)
+        ids = Tokenizer.load(str(folder)).encode("the cat")
+        wanted = F.normalize(reference_states(folder, ids)[0, :6], dim=0)
+        np.testing.assert_allclose(answer.data[0].embedding, wanted, atol=1e-5)
+
+
+def test_pooling_route_gives_a_vector_a_token(embedder: Server) -> None:
+    plain = post(embedder, "/pooling", input="x")
+    assert plain["data"][0]["object"] == "pooling" and len(plain["data"][0]["data"]) == 384
+    each = post(embedder, "/pooling", input=["x", "x x"], task="token_embed", normalize=False)
+    [first, second] = [np.array(item["data"]) for item in each["data"]]
+    assert first.shape == (3, 384) and second.shape == (4, 384)
+    ids = Tokenizer.load(str(minilm())).encode("x x")
+    np.testing.assert_allclose(second, reference_states(minilm(), ids), atol=1e-4)
+    assert refused(embedder, "/pooling", input="x", task="classify")["param"] == "task"
+
+
+def test_a_decoder_embeds_over_chunks_and_conversations(tmp_path: Path) -> None:
+    folder = save_decoder(tmp_path, "Qwen3", "ForCausalLM")
+    template = "{% for m in messages %}{{ m.content }} {% endfor %}"
+    options = {
+        "runner": "pooling", "attention_backend": "torch", "max_num_batched_tokens": 16,
+        "num_gpu_blocks_override": 60, "max_model_len": 300, "chat_template": template,
+    }  # fmt: skip
+    with running(config(folder, **options)) as server:
+        text = "the cat sat on the mat " * 20
+        answer = client(server).embeddings.create(model=MODEL, input=text)
+        ids = Tokenizer.load(str(folder)).encode(text)
+        wanted = F.normalize(reference_states(folder, ids)[-1], dim=0)
+        np.testing.assert_allclose(answer.data[0].embedding, wanted, atol=1e-4)
+        said = post(server, "/v1/embeddings", messages=[{"role": "user", "content": "the cat"}])
+        assert said["usage"]["prompt_tokens"] == 2
+        with pytest.raises(openai.APITimeoutError):
+            client(server).with_options(timeout=0.05).embeddings.create(
+                model=MODEL, input=[[5 + i % 100] * 250 for i in range(200)]
+            )
+        assert server.becomes(lambda engine: not engine._states), "a client that left"
+        server.call(lambda engine: engine._scheduler.check_invariants())
+
+
+# ---------------------------------------------------------------- labels and scores
+
+
+def test_classify_gives_labels_and_probabilities(tmp_path: Path) -> None:
+    folder = save_encoder(
+        tmp_path,
+        "XLMRoberta",
+        "ForSequenceClassification",
+        id2label={0: "bad", 1: "good", 2: "neither"},
+        label2id={"bad": 0, "good": 1, "neither": 2},
+    )
+    tokenizer = Tokenizer.load(str(folder))
+    with running(config(folder)) as server:
+        answer = post(server, "/classify", input=DOCUMENTS)
+        for item, text in zip(answer["data"], DOCUMENTS, strict=True):
+            wanted = reference_logits(folder, tokenizer.encode(text)).softmax(0)
+            np.testing.assert_allclose(item["probs"], wanted, atol=1e-5)
+            assert item["label"] == ["bad", "good", "neither"][int(wanted.argmax())]
+            assert item["num_classes"] == 3
+        raw = post(server, "/classify", input="a dog", use_activation=False)
+        wanted = reference_logits(folder, tokenizer.encode("a dog"))
+        np.testing.assert_allclose(raw["data"][0]["probs"], wanted, atol=1e-4)
+        error = refused(server, "/score", text_1="a", text_2="b")
+        assert "it does classify" in error["message"]
+        assert "it does classify" in refused(server, "/v1/embeddings", input="a")["message"]
+
+
+def test_a_cross_encoder_scores_pairs(scorer: Server, cross_encoder: Path) -> None:
+    wanted = [pair_score(cross_encoder, QUERY, document) for document in DOCUMENTS]
+    for path in ("/score", "/v1/score"):
+        answer = post(scorer, path, text_1=QUERY, text_2=DOCUMENTS)
+        assert answer["data"][0]["object"] == "score"
+        np.testing.assert_allclose([i["score"] for i in answer["data"]], wanted, atol=1e-5)
+    many = post(scorer, "/score", text_1=DOCUMENTS[:2], text_2=DOCUMENTS[2:])
+    wanted = [pair_score(cross_encoder, *pair) for pair in zip(DOCUMENTS, DOCUMENTS[2:])]  # noqa: B905
+    np.testing.assert_allclose([i["score"] for i in many["data"]], wanted, atol=1e-5)
+    error = refused(scorer, "/score", text_1=DOCUMENTS[:3], text_2=DOCUMENTS[:2])
+    assert error["param"] == "text_2" and "2 texts for 3" in error["message"]
+    assert refused(scorer, "/score", text_1=[], text_2="a")["param"] == "text_1"
+    assert refused(scorer, "/score", text_1="a")["param"] == "text_2"
+    cut = post(scorer, "/score", text_1=QUERY, text_2="the " * 200, truncate_prompt_tokens=10)
+    assert cut["usage"]["prompt_tokens"] == 10
+    error = refused(scorer, "/score", text_1=QUERY, text_2="the " * 200)
+    assert error["param"] == "text_2" and "this model takes 130" in error["message"]
+
+
+@pytest.mark.parametrize("path", ["/rerank", "/v1/rerank", "/v2/rerank"])
+def test_rerank_sorts_documents(scorer: Server, cross_encoder: Path, path: str) -> None:
+    scores = [pair_score(cross_encoder, QUERY, document) for document in DOCUMENTS]
+    order = sorted(range(len(scores)), key=lambda index: -scores[index])
+    documents = [{"text": DOCUMENTS[0]}, *DOCUMENTS[1:]]
+    results = post(scorer, path, query=QUERY, documents=documents)["results"]
+    assert [result["index"] for result in results] == order
+    assert [result["document"]["text"] for result in results] == [DOCUMENTS[i] for i in order]
+    found = [result["relevance_score"] for result in results]
+    np.testing.assert_allclose(found, [scores[i] for i in order], atol=1e-5)
+    short = post(scorer, path, query=QUERY, documents=DOCUMENTS, top_n=2, return_documents=False)
+    assert [set(result) for result in short["results"]] == [{"index", "relevance_score"}] * 2
+    assert len(post(scorer, path, query=QUERY, documents=DOCUMENTS, top_n=99)["results"]) == 4
+
+
+def test_bad_rerank_requests_name_the_field(scorer: Server) -> None:
+    for body, param in [
+        ({"documents": []}, "documents"),
+        ({"documents": [{"title": "x"}]}, "documents"),
+        ({"documents": ["x"], "top_n": -1}, "top_n"),
+        ({"documents": ["x"], "max_tokens_per_doc": 5}, "max_tokens_per_doc"),
+        ({}, "documents"),
+    ]:
+        assert refused(scorer, "/rerank", query=QUERY, **body)["param"] == param
+
+
+def test_an_embedder_scores_by_cosine(embedder: Server) -> None:
+    vectors = expected(minilm(), TEXTS)
+    answer = post(embedder, "/score", text_1=TEXTS[0], text_2=TEXTS)
+    found = [item["score"] for item in answer["data"]]
+    np.testing.assert_allclose(found, vectors @ vectors[0], atol=1e-5)
+    ranked = post(embedder, "/rerank", query="How is the weather?", documents=TEXTS)
+    assert ranked["results"][0]["index"] == 1
+
+
+# ---------------------------------------------------------------- the wrong kind
+
+
+def test_a_model_of_vectors_generates_no_text(embedder: Server) -> None:
+    for path, body in [
+        ("/v1/completions", {"prompt": "x"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "stream": True}),
+    ]:
+        assert "gives vectors (embed, token_embed)" in refused(embedder, path, **body)["message"]
+
+
+def test_a_model_of_text_gives_no_vectors() -> None:
+    config = EngineConfig(
+        served_model_name=(MODEL,), num_gpu_blocks_override=40, attention_backend="torch"
+    )
+    with running(config) as server:
+        for path, body in [
+            ("/v1/embeddings", {"input": "x"}),
+            ("/pooling", {"input": "x"}),
+            ("/classify", {"input": "x"}),
+            ("/score", {"text_1": "x", "text_2": "y"}),
+            ("/v2/rerank", {"query": "x", "documents": ["y"]}),
+        ]:
+            message = refused(server, path, **body)["message"]
+            assert path in message and "it does generate" in message, message
+            assert "--runner pooling" in message
+
+
+# ---------------------------------------------------------------- LLM
+
+
+def test_the_synchronous_face_embeds_and_scores() -> None:
+    with LLM(str(minilm()), dtype="float32", device="cpu") as llm:
+        outputs = llm.embed(TEXTS, use_tqdm=False)
+        vectors = expected(minilm(), TEXTS)
+        np.testing.assert_allclose([o.outputs.embedding for o in outputs], vectors, atol=1e-5)
+        [raw] = llm.encode(TEXTS[0], PoolingParams(normalize=False), use_tqdm=False)
+        assert np.linalg.norm(raw.outputs.data) > 1.1
+        scores = llm.score(TEXTS[0], TEXTS)
+        np.testing.assert_allclose(
+            [o.outputs.score for o in scores], vectors @ vectors[0], atol=1e-5
+        )
+        with pytest.raises(InvalidRequest, match="params: 1 given for 3"):
+            llm.encode(TEXTS, [PoolingParams()])
+        with pytest.raises(InvalidRequest, match="not what this model does"):
+            llm.classify("x")
+
+
+def test_the_synchronous_face_classifies(cross_encoder: Path) -> None:
+    with LLM(str(cross_encoder), dtype="float32", device="cpu") as llm:
+        [output] = llm.classify("the cat", use_tqdm=False)
+        assert len(output.outputs.probs) == 1
+        [score] = llm.score("who", "the cat")
+        assert score.outputs.score == pytest.approx(
+            pair_score(cross_encoder, "who", "the cat"), abs=1e-5
+        )

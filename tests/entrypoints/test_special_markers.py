@@ -1,0 +1,79 @@
+"""A family whose marks are special tokens: the parsers see them, the client does not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from serving import MODEL, Server, engine_config, running, save_scripted
+
+SPECIAL = ("[THINK]", "[/THINK]", "[TOOL_CALLS]", "[ARGS]")
+SCRIPT = (
+    "[THINK]", "two and", " two", "\n\n", "[/THINK]", "Let me look.", "[TOOL_CALLS]", "get_weather",
+    "[ARGS]", '{"city"', ': "Lis', 'bon"}',
+)  # fmt: skip
+TOOL = {"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object"}}}
+BODY = {"model": MODEL, "messages": [{"role": "user", "content": "Hello there"}], "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    checkpoint = save_scripted(tmp_path_factory.mktemp("special"), SCRIPT, SPECIAL)
+    with running(
+        engine_config(checkpoint, reasoning_parser="mistral", tool_call_parser="mistral")
+    ) as one:
+        yield one
+
+
+def post(server: Server, body: dict[str, Any]) -> Any:
+    answer = httpx.post(f"{server.url}/v1/chat/completions", json={**BODY, **body}, timeout=60)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def streamed(server: Server, body: dict[str, Any]) -> list[Any]:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    asked = {**BODY, **body, "stream": True, "stream_options": options}
+    with httpx.stream("POST", f"{server.url}/v1/chat/completions", json=asked, timeout=60) as got:
+        lines = [line[6:] for line in got.iter_lines() if line.startswith("data: ")]
+    return [json.loads(line) for line in lines if line != "[DONE]"]
+
+
+def test_special_marks_come_apart_and_thought_is_counted(server: Server) -> None:
+    answer = post(server, {"tools": [TOOL]})
+    (choice,) = answer["choices"]
+    message = choice["message"]
+    assert message["reasoning_content"] == "two and two"
+    assert message["content"] == "Let me look."
+    (call,) = message["tool_calls"]
+    assert call["function"] == {"name": "get_weather", "arguments": '{"city": "Lisbon"}'}
+    assert len(call["id"]) == 9 and call["id"].isalnum(), "the family's templates want nine letters"
+    assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": 2}
+    assert answer["usage"]["completion_tokens"] == len(SCRIPT) + 1
+
+
+def test_a_stream_counts_thought_as_it_comes(server: Server) -> None:
+    frames = streamed(server, {"tools": [TOOL]})
+    counts = [f["usage"]["completion_tokens_details"]["reasoning_tokens"] for f in frames]
+    assert counts == sorted(counts) and counts[-1] == 2
+    text = "".join(
+        choice["delta"].get("content") or "" for frame in frames for choice in frame["choices"]
+    )
+    assert text == "Let me look."
+    starts = [
+        call["id"]
+        for frame in frames
+        for choice in frame["choices"]
+        for call in choice["delta"].get("tool_calls", ())
+        if "id" in call
+    ]
+    assert len(starts) == 1 and len(starts[0]) == 9
+
+
+def test_thought_cut_off_by_max_tokens_is_counted(server: Server) -> None:
+    answer = post(server, {"max_tokens": 2})
+    assert answer["choices"][0]["message"]["reasoning_content"] == "two and"
+    assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": 1}

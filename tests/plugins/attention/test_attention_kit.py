@@ -1,0 +1,44 @@
+"""Every attention backend in the box passes the kit, where it can run."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from jackfield.plugins.conformance.attention import AttentionBackendKit
+
+EVERYTHING = frozenset({"sliding_window", "soft_cap", "alibi_slopes", "sinks"})
+ON_A_GPU = frozenset({"bfloat16"} if torch.cuda.is_available() else {"float16"})
+
+
+class TestTorch(AttentionBackendKit):
+    name = "torch"
+    promised = EVERYTHING | {"float32", "float16", "bfloat16"}
+
+
+class TestTriton(AttentionBackendKit):
+    name = "triton"
+    promised = EVERYTHING | {"float32"} | ON_A_GPU
+
+
+class TestFlex(AttentionBackendKit):
+    """In float32: eager flex_attention takes a second for each new shape."""
+
+    name = "flex"
+    promised = EVERYTHING | {"float32"}
+
+    @pytest.fixture
+    def dtype(self) -> torch.dtype:
+        return torch.float32
+
+
+@pytest.mark.slow
+class TestFlexInHalf(AttentionBackendKit):
+    name = "flex"
+    promised = EVERYTHING | {"float32", "float16", "bfloat16"}
+
+
+class TestFlashInfer(AttentionBackendKit):
+    """Where the package and a GPU are; elsewhere its refusals alone."""
+
+    name = "flashinfer"

@@ -1,0 +1,400 @@
+"""What the kit cannot know of the built-in connectors: files, limits, order, options."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import safetensors.torch
+import torch
+from test_kv_connector_kits import TestCpuOffload as CpuOffload
+
+from jackfield import AsyncEngine, EngineConfig, OutputKind, SamplingParams, hookimpl
+from jackfield.core.config import KVTransferConfig
+from jackfield.core.errors import ConfigError
+from jackfield.core.protocols import KVConnectorSetup, KVLayout
+from jackfield.core.registry import load_plugins
+from jackfield.plugins.conformance.kv_connectors import Halves, random_cache
+from jackfield.plugins.kv_connectors import store as store_module
+from jackfield.plugins.kv_connectors.block_file import BlockFormat
+from jackfield.plugins.kv_connectors.copying import BlockCopier
+from jackfield.plugins.kv_connectors.file_store import FileStore
+from jackfield.plugins.kv_connectors.store import StoreConnector
+
+LAYOUT = KVLayout(
+    num_blocks=4,
+    block_size=4,
+    dtype="bfloat16",
+    layers=((2, 8), (1, 4)),
+    block_bytes=2 * 4 * (16 + 4) * 2,
+    fingerprint=b"f" * 32,
+)
+
+SMALL: dict[str, Any] = {
+    "device": "cpu",
+    "block_size": 4,
+    "max_model_len": 96,
+    "num_gpu_blocks_override": 33,
+}
+TOKENS = list(range(20, 60))
+GREEDY = SamplingParams(temperature=0, max_tokens=4, output_kind=OutputKind.FINAL_ONLY)
+
+
+def setup_with(**extra: Any) -> KVConnectorSetup:
+    transfer = KVTransferConfig(kv_connector="file_store", kv_connector_extra_config=extra)
+    return KVConnectorSetup(
+        transfer=transfer, layout=LAYOUT, plugins=load_plugins(), notify=lambda: None
+    )
+
+
+def key(number: int) -> bytes:
+    return number.to_bytes(32, "big")
+
+
+def files_in(folder: Path) -> list[Path]:
+    return list(folder.rglob("*.safetensors"))
+
+
+# ---------------------------------------------------------------- block files
+
+
+def test_a_block_file_is_safetensors() -> None:
+    caches = [random_cache(4, 4, heads, dim, torch.bfloat16) for heads, dim in LAYOUT.layers]
+    copier = BlockCopier(caches)
+    rows = copier.new_rows(1)
+    copier.read([2], rows, [0])
+    data = BlockFormat(LAYOUT).encode(key(1), memoryview(rows[0].numpy()))
+    read = safetensors.torch.load(data)
+    assert sorted(read) == ["layer.0", "layer.1"]
+    for number, cache in enumerate(caches):
+        stored = read[f"layer.{number}"]
+        assert stored.dtype == torch.bfloat16
+        assert torch.equal(stored.view(torch.uint8), cache[:, 2].contiguous().view(torch.uint8))
+
+
+def test_a_block_of_another_key_model_or_layout_is_refused() -> None:
+    block = memoryview(bytes(range(256)) * 2)[: LAYOUT.block_bytes]
+    data = BlockFormat(LAYOUT).encode(key(1), block)
+    assert bytes(BlockFormat(LAYOUT).decode(key(1), data)) == bytes(block)
+    changes: list[tuple[KVLayout, bytes, bytes]] = [
+        (LAYOUT, key(2), data),
+        (layout_with(fingerprint=b"g" * 32), key(1), data),
+        (layout_with(dtype="float16"), key(1), data),
+        (layout_with(layers=((1, 16), (1, 4))), key(1), data),
+    ]
+    changes += [(LAYOUT, key(1), data[:cut]) for cut in (0, 7, 8, 60, len(data) - 1)]
+    changes += [(LAYOUT, key(1), data + b"x"), (LAYOUT, key(1), b"\xff" * 300)]
+    for position in (*range(0, 16), len(data) - 1, len(data) - 200):
+        flipped = bytearray(data)
+        flipped[position] ^= 64
+        changes.append((LAYOUT, key(1), bytes(flipped)))
+    for layout, name, changed in changes:
+        with pytest.raises(ValueError, match="it"):
+            BlockFormat(layout).decode(name, changed)
+
+
+def layout_with(**changes: Any) -> KVLayout:
+    return msgspec.structs.replace(LAYOUT, **changes)
+
+
+# ---------------------------------------------------------------- file_store
+
+
+def test_file_store_keeps_its_limit_and_drops_what_was_not_read_for_longest(
+    tmp_path: Path,
+) -> None:
+    store = FileStore(setup_with(path=str(tmp_path), max_gib=10_000 / (1 << 30)))
+    for number in range(9):
+        store.put(key(number), bytes(1000))
+        os.utime(store._path(key(number)), (number, number))
+    assert store.get(key(0)) is not None  # Read: the youngest now.
+    store.put(key(9), bytes(1000))
+    store.put(key(10), bytes(1000))
+    files = files_in(tmp_path)
+    assert sum(file.stat().st_size for file in files) <= 10_000
+    assert store.get(key(0)) is not None and store.get(key(10)) is not None
+    assert store.get(key(1)) is None
+    store.put(key(11), bytes(9500))
+    assert store.get(key(11)) is None, "more than the limit leaves room for"
+
+
+def test_file_store_counts_what_other_engines_have_written(tmp_path: Path) -> None:
+    limit = 100_000 / (1 << 30)
+    one, two = (FileStore(setup_with(path=str(tmp_path), max_gib=limit)) for _ in range(2))
+    for number in range(400):
+        (one if number % 2 else two).put(key(number), bytes(1000))
+        size = sum(f.stat().st_size for f in files_in(tmp_path))
+        assert size <= 100_000 * 1.1
+
+
+def test_many_writers_and_readers_never_see_half_a_file(tmp_path: Path) -> None:
+    limit = 30_000 / (1 << 30)
+    wrong: list[str] = []
+
+    def work(seed: int) -> None:
+        try:
+            store = FileStore(setup_with(path=str(tmp_path), max_gib=limit))
+            for step in range(150):
+                number = (step * 7 + seed) % 40
+                store.put(key(number), bytes([number]) * 1000)
+                found = store.get(key((number * 3) % 40))
+                if found is not None and found != bytes([(number * 3) % 40]) * 1000:
+                    wrong.append(f"{number}: {len(found)}")
+        except Exception as error:
+            wrong.append(repr(error))
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert not list(tmp_path.rglob("*.unfinished"))
+
+
+def test_a_file_that_was_never_finished_is_removed_after_a_while(tmp_path: Path) -> None:
+    store = FileStore(setup_with(path=str(tmp_path), max_gib=1))
+    store.put(key(1), b"x")
+    fresh, old = (store._path(key(1)).parent / f"{n}.unfinished" for n in "ab")
+    fresh.write_bytes(b"half")
+    old.write_bytes(b"half")
+    os.utime(old, (1, 1))
+    FileStore(setup_with(path=str(tmp_path), max_gib=1)).put(key(2), b"y")
+    assert fresh.exists() and not old.exists()
+
+
+# ---------------------------------------------------------------- a store that fails
+
+
+class Shelf:
+    """A store in this process that can be told to hang or to raise."""
+
+    def __init__(self) -> None:
+        self.content: dict[bytes, bytes] = {}
+        self.hangs_in: set[str] = set()
+        self.raises = False
+        self.go_on = threading.Event()
+        self.calls: Counter[str] = Counter()
+
+    def _visit(self, method: str) -> None:
+        self.calls[method] += 1
+        if self.raises:
+            raise OSError("on purpose")
+        if method in self.hangs_in:
+            self.go_on.wait(60)
+
+    def count_present(self, keys: Sequence[bytes]) -> int:
+        self._visit("count_present")
+        return next((n for n, one in enumerate(keys) if one not in self.content), len(keys))
+
+    def get(self, one: bytes) -> bytes | None:
+        self._visit("get")
+        return self.content.get(one)
+
+    def put(self, one: bytes, data: bytes) -> None:
+        self._visit("put")
+        self.content[one] = data
+
+    def remove(self, one: bytes) -> None:
+        self.content.pop(one, None)
+
+    def close(self) -> None:
+        pass
+
+    @hookimpl
+    def register_kv_connectors(self, registry: Any) -> None:
+        class Connector(StoreConnector):
+            store_class = staticmethod(lambda setup: self)
+
+        registry.add("shelf", Connector)
+
+
+async def generate(engine: AsyncEngine, tokens: list[int]) -> Any:
+    async for output in engine.generate(tokens, GREEDY):
+        assert output.error is None
+        last = output
+    return last
+
+
+async def settled(engine: AsyncEngine) -> None:
+    async with asyncio.timeout(20):
+        while engine.stats().kv_blocks_used:
+            await asyncio.sleep(0.001)
+    assert await engine.reset_prefix_cache()
+
+
+@pytest.mark.parametrize("method", ["count_present", "get"])
+async def test_a_store_that_hangs_costs_a_recompute(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_module, "ANSWER_SECONDS", 0.3)
+    shelf = Shelf()
+    config = EngineConfig(**SMALL, kv_transfer_config={"kv_connector": "shelf"})
+    async with AsyncEngine(config, plugins=load_plugins(extra=[shelf])) as engine:
+        first = await generate(engine, TOKENS)
+        await settled(engine)
+        assert len(shelf.content) >= 10
+        shelf.hangs_in = {method}
+        again = await asyncio.wait_for(generate(engine, TOKENS), 20)
+        assert again.outputs[0].token_ids == first.outputs[0].token_ids
+        assert again.num_cached_tokens == 0
+        # Left alone: the next one does not wait at all.
+        calls = shelf.calls[method]
+        await asyncio.wait_for(generate(engine, TOKENS[::-1]), 20)
+        assert shelf.calls[method] == calls
+        shelf.go_on.set()
+
+
+async def test_a_store_that_raises_is_left_alone_for_a_while() -> None:
+    shelf = Shelf()
+    shelf.raises = True
+    config = EngineConfig(**SMALL, kv_transfer_config={"kv_connector": "shelf"})
+    async with AsyncEngine(config, plugins=load_plugins(extra=[shelf])) as engine:
+        for start in range(4):
+            await generate(engine, [t + start for t in TOKENS])
+        await settled(engine)
+    assert shelf.calls["count_present"] <= 2 and not shelf.content
+
+
+async def test_a_store_that_is_too_slow_holds_no_more_than_its_share(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(store_module, "MIN_BLOCKS_BEING_SAVED", 6)
+    shelf = Shelf()
+    shelf.hangs_in = {"put"}
+    config = EngineConfig(**SMALL, kv_transfer_config={"kv_connector": "shelf"})
+    async with AsyncEngine(config, plugins=load_plugins(extra=[shelf])) as engine:
+        for start in range(4):
+            await generate(engine, [t + start for t in TOKENS])
+        assert engine.stats().kv_blocks_used <= 33 // 4
+        shelf.go_on.set()
+        await settled(engine)
+        assert 0 < len(shelf.content) <= 33 // 4
+
+
+# ---------------------------------------------------------------- options
+
+
+@pytest.mark.parametrize(
+    ("name", "extra", "word"),
+    [
+        ("file_store", {}, "path"),
+        ("file_store", {"path": "/dev/null/x"}, "path"),
+        ("file_store", {"path": "x", "max_gib": 0}, "max_gib"),
+        ("file_store", {"path": "x", "max_gb": 1}, "max_gb"),
+        ("cpu_offload", {"kv_offloading_size": -1}, "kv_offloading_size"),
+        ("cpu_offload", {"kv_offloading_size": 1e-9}, "kv_offloading_size"),
+        ("multi", {}, "connectors"),
+        ("multi", {"connectors": []}, "connectors"),
+        ("multi", {"connectors": [{"kv_connector": "nobody"}]}, "nobody"),
+        ("multi", {"connectors": [{"kv_connector": "file_store", "kv_rol": 1}]}, "kv_rol"),
+    ],
+)
+def test_wrong_options_are_refused_by_name(name: str, extra: dict[str, Any], word: str) -> None:
+    with pytest.raises(ConfigError, match=word):
+        Halves(name, extra, load_plugins(), [random_cache(4, 4, 1, 8, torch.float32)])
+
+
+@pytest.mark.parametrize(
+    ("given", "word"),
+    [
+        ({"kv_connector": "nobody"}, "nobody"),
+        ({}, "kv_connector"),
+        ({"kv_connector": "file_store", "kv_role": "kv_all"}, "kv_role"),
+        ({"kv_connector": "file_store", "kv_port": 1}, "kv_port"),
+        ("file_store", "kv_transfer_config"),
+    ],
+)
+async def test_a_wrong_kv_transfer_config_stops_the_start(given: Any, word: str) -> None:
+    with pytest.raises(ConfigError, match=word) as caught:
+        async with AsyncEngine(EngineConfig(device="cpu", kv_transfer_config=given)):
+            pass
+    assert caught.value.param == "kv_transfer_config"
+
+
+def test_a_connector_without_prefix_caching_is_refused() -> None:
+    with pytest.raises(ConfigError, match="enable_prefix_caching"):
+        EngineConfig(
+            kv_transfer_config={"kv_connector": "cpu_offload"}, enable_prefix_caching=False
+        )
+
+
+# ---------------------------------------------------------------- cpu_offload, multi, roles
+
+
+def test_cpu_offload_with_hardly_any_memory(tmp_path: Path) -> None:
+    class Tight(CpuOffload):
+        def extra_config(self, folder: Path) -> dict[str, Any]:
+            return {"kv_offloading_size": 15.5 * 18432 / (1 << 30)}
+
+    Tight().test_random_traffic_gives_the_tokens_of_an_engine_without(3, tmp_path)
+
+
+async def external_hits(config: dict[str, Any]) -> int:
+    """Tokens that a fresh engine loads for TOKENS."""
+    async with AsyncEngine(EngineConfig(**SMALL, kv_transfer_config=config)) as engine:
+        async for output in engine.generate(TOKENS, GREEDY):
+            assert output.finished and output.error is None
+        return engine.stats().external_prefix_cache_hits
+
+
+def transfer(name: str, role: str = "kv_both", **extra: Any) -> dict[str, Any]:
+    return {"kv_connector": name, "kv_role": role, "kv_connector_extra_config": extra}
+
+
+async def test_a_consumer_saves_nothing_and_a_producer_loads_nothing(tmp_path: Path) -> None:
+    path = str(tmp_path)
+    assert await external_hits(transfer("file_store", "kv_consumer", path=path)) == 0
+    assert not files_in(tmp_path)
+    assert await external_hits(transfer("file_store", "kv_producer", path=path)) == 0
+    assert files_in(tmp_path)
+    assert await external_hits(transfer("file_store", "kv_producer", path=path)) == 0
+    assert await external_hits(transfer("file_store", "kv_consumer", path=path)) == 36
+
+
+async def test_multi_loads_from_the_first_that_has_it_and_saves_to_all(tmp_path: Path) -> None:
+    first, second = str(tmp_path / "1"), str(tmp_path / "2")
+    both = [transfer("file_store", path=first), transfer("file_store", path=second)]
+    assert await external_hits(transfer("multi", connectors=both)) == 0
+    written = [len(files_in(Path(p))) for p in (first, second)]
+    assert written[0] == written[1] >= 10
+    for file in files_in(Path(first)):
+        file.unlink()
+    assert await external_hits(transfer("multi", connectors=both)) == 36
+    unread = [transfer("file_store", "kv_producer", path=second)]
+    assert await external_hits(transfer("multi", connectors=unread)) == 0
+
+
+async def test_the_failure_policy_fail_ends_the_request(tmp_path: Path) -> None:
+    config = transfer("file_store", path=str(tmp_path))
+    assert await external_hits(config) == 0
+    for file in files_in(tmp_path):
+        file.write_bytes(b"")
+    made = EngineConfig(**SMALL, kv_transfer_config={**config, "kv_load_failure_policy": "fail"})
+    async with AsyncEngine(made) as engine:
+        async for output in engine.generate(TOKENS, GREEDY):
+            last = output
+        assert last.outputs[0].finish_reason == "error"
+        assert last.error is not None and "KV" in last.error
+
+
+async def test_another_model_finds_nothing(tmp_path: Path) -> None:
+    config = transfer("file_store", path=str(tmp_path))
+    fingerprints = set()
+    for options in ({}, {"load_format": "dummy"}, {"load_format": "dummy", "seed": 1},
+                    {"dtype": "bfloat16"}, {"block_size": 8}):  # fmt: skip
+        made = EngineConfig(
+            device="cpu", max_model_len=96, num_gpu_blocks_override=33,
+            kv_transfer_config=config, **options,
+        )  # fmt: skip
+        async with AsyncEngine(made) as engine:
+            assert engine.info.kv_layout is not None
+            fingerprints.add(engine.info.kv_layout.fingerprint)
+    assert len(fingerprints) == 5

@@ -1,0 +1,61 @@
+"""Every built-in KV connector under the kit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from jackfield.plugins.conformance.kv_connectors import KVConnectorKit
+
+
+def damage(folder: Path) -> None:
+    """Of the stored blocks: one cut off, one with a bit flipped, one of another key, the rest gone
+    or no safetensors at all."""
+    files = sorted(folder.rglob("*.safetensors"))
+    assert files, "nothing was stored"
+    whole = [file.read_bytes() for file in files]
+    for number, file in enumerate(files):
+        data = whole[number]
+        kinds = [
+            data[: len(data) // 2],
+            data[:-5] + bytes([data[-5] ^ 1]) + data[-4:],
+            whole[number - 1],
+            b"",
+            b"\xff" * 40,
+        ]
+        file.write_bytes(kinds[number % len(kinds)])
+
+
+class TestFileStore(KVConnectorKit):
+    name = "file_store"
+
+    def extra_config(self, folder: Path) -> dict[str, Any]:
+        return {"path": str(folder / "store"), "max_gib": 0.05}
+
+    def break_far_side(self, folder: Path) -> None:
+        damage(folder)
+
+
+class TestCpuOffload(KVConnectorKit):
+    name = "cpu_offload"
+    shared = False
+
+    def extra_config(self, folder: Path) -> dict[str, Any]:
+        return {"kv_offloading_size": 0.004}
+
+
+class TestMulti(KVConnectorKit):
+    name = "multi"
+
+    def extra_config(self, folder: Path) -> dict[str, Any]:
+        small = {"kv_offloading_size": 0.004}
+        stored = {"path": str(folder / "store")}
+        return {
+            "connectors": [
+                {"kv_connector": "cpu_offload", "kv_connector_extra_config": small},
+                {"kv_connector": "file_store", "kv_connector_extra_config": stored},
+            ]
+        }
+
+    def break_far_side(self, folder: Path) -> None:
+        damage(folder)

@@ -1,0 +1,202 @@
+"""Every reasoning parser in the box passes the kit, with outputs as its family writes them."""
+
+from __future__ import annotations
+
+from jackfield.core.registry import load_plugins
+from jackfield.plugins.conformance.parsers import ReasoningParserKit, Sample
+
+OPENED = [
+    Sample("We add.\n</think>\n\nIt is 4.", content="It is 4.", reasoning="We add."),
+    Sample("<think>\nWe add.\n</think>\n\nIt is 4.", content="It is 4.", reasoning="We add."),
+    Sample("Is a < b?\n\nYes, </thin", reasoning="Is a < b?\n\nYes, </thin"),
+    Sample("\n\n</think>\n\n4 </think> 5", content="4 </think> 5"),
+]
+"""The prompt ends with the opening tag, or may."""
+TAGGED = [
+    Sample("<think>\nWe add.\n</think>\n\nIt is 4.", content="It is 4.", reasoning="We add."),
+    Sample("\n<think>We add.</think>\nIt is 4.", content="It is 4.", reasoning="We add."),
+    Sample("<think></think>\nIt is 4.", content="It is 4."),
+    Sample("<think>\nLet me", reasoning="Let me"),
+    Sample("It is 4.", content="It is 4."),
+    Sample("It is 4. <think>", content="It is 4. <think>"),
+]
+"""The model writes the opening tag, if it thinks."""
+
+
+class TestDeepSeekR1(ReasoningParserKit):
+    name, thought_end = "deepseek_r1", "</think>"
+    samples = OPENED
+
+
+class TestDeepSeekV3(ReasoningParserKit):
+    name, thought_end = "deepseek_v3", "</think>"
+    samples = [*OPENED, Sample("It is 4.", content="It is 4.", thinking=False)]
+
+    def test_it_is_off_unless_asked_for(self) -> None:
+        assert self.parser_class.thinking_switch == ("thinking", False)
+
+
+class TestQwen3(ReasoningParserKit):
+    name, thought_end = "qwen3", "</think>"
+    samples = [
+        *OPENED,
+        Sample(
+            "<think>\nI call it.\n\n<tool_call>\n<function=now>\n</function>\n</tool_call>",
+            reasoning="I call it.",
+            content="<tool_call>\n<function=now>\n</function>\n</tool_call>",
+        ),
+        Sample(
+            "A <tool_call> and <tool_call>\n<function> are marks.</think>4",
+            reasoning="A <tool_call> and <tool_call>\n<function> are marks.",
+            content="4",
+        ),
+        Sample("\n\nIt is 4.", content="\n\nIt is 4.", thinking=False),
+        Sample("<think>Hm</think>4", reasoning="Hm", content="4", thinking=False),
+    ]
+
+
+class TestThinkTags(ReasoningParserKit):
+    name, thought_end = "think_tags", "</think>"
+    samples = TAGGED
+
+
+class TestGlm45(ReasoningParserKit):
+    name, thought_end = "glm45", "</think>"
+    samples = [
+        *TAGGED,
+        Sample(
+            "\n<think>The user wants weather.</think>\n\n<tool_call>get_weather\n"
+            "<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n</tool_call>",
+            reasoning="The user wants weather.",
+            content="<tool_call>get_weather\n<arg_key>city</arg_key>\n"
+            "<arg_value>Paris</arg_value>\n</tool_call>",
+        ),
+        Sample("It is 4.", content="It is 4.", thinking=False),
+    ]
+
+
+class TestMiniMaxM2(ReasoningParserKit):
+    name, thought_end = "minimax_m2", "</think>"
+    samples = OPENED
+
+
+class TestMiniMaxM2AppendThink(ReasoningParserKit):
+    name, thought_end = "minimax_m2_append_think", "</think>"
+    samples = [
+        Sample("We add.\n</think>\n\nIt is 4.", content="<think>We add.\n</think>\n\nIt is 4."),
+        Sample("<think>Hm</think>4", content="<think>Hm</think>4"),
+        Sample("Let me", content="<think>Let me"),
+        Sample(""),
+    ]
+
+    def unchanged(self, text: str) -> tuple[str, ...]:
+        return (text, "<think>" + text)
+
+
+class TestStep3(ReasoningParserKit):
+    name, thought_end = "step3", "</think>"
+    samples = OPENED
+
+
+class TestOlmo3(ReasoningParserKit):
+    name, thought_end = "olmo3", "</think>"
+    samples = OPENED
+
+
+class TestMistral(ReasoningParserKit):
+    name, thought_end = "mistral", "[/THINK]"
+    samples = [
+        Sample(
+            "[THINK]Let x = [1, 2].[/THINK]\n\nIt is 2.",
+            content="It is 2.",
+            reasoning="Let x = [1, 2].",
+        ),
+        Sample("[THINK]Let x", reasoning="Let x"),
+        Sample("[1] says so.", content="[1] says so."),
+        Sample("Hello.", content="Hello."),
+    ]
+
+
+class TestGranite(ReasoningParserKit):
+    name, thought_end = "granite", "Here is my response:"
+    samples = [
+        Sample(
+            "Here is my thought process: We add.\n\nHere is my response: It is 4.",
+            content="It is 4.",
+            reasoning="We add.",
+        ),
+        Sample("Here is my thought process:\nWe", reasoning="We"),
+        Sample("Here is my answer: 4.", content="Here is my answer: 4."),
+        Sample("Here is 4.", content="Here is 4.", thinking=False),
+    ]
+
+    def test_it_may_be_short_of_a_word(self) -> None:
+        parser = self.make()
+        events = parser.feed("Here's my thought process: a Here's my response: b")
+        assert [event.text for event in events + parser.finish()] == ["a", "b"]
+
+
+class TestHunyuanA13b(ReasoningParserKit):
+    name, thought_end = "hunyuan_a13b", "</think>"
+    samples = [
+        Sample(
+            "<think>\nWe add.\n</think>\n<answer>\nIt is 4.\n</answer>",
+            content="It is 4.",
+            reasoning="We add.",
+        ),
+        Sample("<think>\n\n</think>\n<answer>\nIt is 4.\n</answer>", content="It is 4."),
+        Sample("<think>\nWe add.\n</think>\n<answer>\nIt", content="It", reasoning="We add."),
+        Sample("<think>\nWe add", reasoning="We add"),
+        Sample("<answer>\nIt is 4.\n</answer>", content="It is 4.", thinking=False),
+        Sample("It is 4.", content="It is 4.", thinking=False),
+    ]
+
+
+HARMONY = [
+    Sample(
+        "<|channel|>analysis<|message|>We add.<|end|><|start|>assistant"
+        "<|channel|>final<|message|>It is 4.",
+        content="It is 4.",
+        reasoning="We add.",
+    ),
+    Sample(
+        "<|channel|>analysis<|message|>One.<|end|><|start|>assistant<|channel|>analysis<|message|>"
+        "Two.<|end|><|start|>assistant<|channel|>commentary<|message|>I check.<|end|>"
+        "<|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>"
+        '{"a": 1}<|call|>',
+        reasoning="One.\nTwo.",
+        content="I check.<|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json"
+        '<|message|>{"a": 1}<|call|>',
+    ),
+    Sample("<|channel|>analysis<|message|>We ad", reasoning="We ad"),
+    Sample("<|channel|>final<|message|>It is 4.<|return|>", content="It is 4."),
+    Sample("It is 4.", content="It is 4."),
+]
+
+
+class TestGptoss(ReasoningParserKit):
+    name, thought_end = "gptoss", "final<|message|>"
+    samples = HARMONY
+
+
+class TestOpenaiGptoss(TestGptoss):
+    name = "openai_gptoss"
+    examples = 5
+
+
+class TestIdentity(ReasoningParserKit):
+    name = "identity"
+    samples = [
+        Sample("<think>a</think>b\n", content="<think>a</think>b\n"),
+        Sample("It is 4.", content="It is 4.", thinking=False),
+    ]
+
+
+def test_every_reasoning_parser_in_the_box_is_here() -> None:
+    kits = [kit for kit in globals().values() if isinstance(kit, type) and hasattr(kit, "name")]
+    built_in = {
+        entry.name
+        for entry in load_plugins()["reasoning_parser"].entries()
+        if entry.provenance.distribution == "jackfield"
+    }
+    assert {kit.name for kit in kits} == built_in
