@@ -394,7 +394,7 @@ async def test_hostile_grammars_cost_their_request_alone(server: Server, asynchr
     await watching
     assert set(statuses) <= {200, 400}, list(zip(statuses, map(str, HOSTILE), strict=True))
     assert statuses.count(400) >= 8
-    assert holder["longest"] < 1.0, "the event loop stood still"
+    assert holder["longest"] < 2.0, "the event loop stood still"
     for answer in answers:
         if answer["finish"] == "stop":
             check_event(answer["content"])
