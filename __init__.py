@@ -11,7 +11,13 @@ from typing import TYPE_CHECKING, Any
 from .core.config import EngineConfig
 from .core.hooks import hookimpl
 from .core.pooling import PoolingParams
-from .core.types import OutputKind, PoolingRequestOutput, RequestOutput, SamplingParams
+from .core.types import (
+    OutputKind,
+    PoolingRequestOutput,
+    RequestOutput,
+    SamplingParams,
+    StructuredOutputsParams,
+)
 
 if TYPE_CHECKING:
     from .core.engine.async_engine import AsyncEngine
@@ -27,6 +33,7 @@ __all__ = [
     "PoolingRequestOutput",
     "RequestOutput",
     "SamplingParams",
+    "StructuredOutputsParams",
     "__version__",
     "hookimpl",
 ]

@@ -28,6 +28,37 @@ def _doc(text: str, **bounds: Any) -> Any:
     return Meta(description=text, **bounds)
 
 
+class StructuredOutputsConfig(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
+):
+    """How outputs are held to grammars. The first two names are vLLM's."""
+
+    backend: Annotated[
+        str, _doc("Grammar backend by name; auto: the best one for each grammar.", min_length=1)
+    ] = "auto"
+    disable_any_whitespace: Annotated[
+        bool, _doc("JSON in one line: one space after each comma and colon, none elsewhere.")
+    ] = False
+    max_grammar_bytes: Annotated[
+        int, _doc("Largest schema, expression or grammar of a request, in bytes.", ge=1)
+    ] = 131072
+    max_grammar_depth: Annotated[
+        int, _doc("Deepest nesting of a schema, expression or grammar.", ge=1, le=500)
+    ] = 64
+    compile_timeout: Annotated[
+        float, _doc("Seconds that a grammar may take to compile.", gt=0.0, le=3600.0)
+    ] = 10.0
+    compile_memory: Annotated[
+        float, _doc("GiB that the process which tries costly grammars may add.", gt=0.0, le=1024.0)
+    ] = 2.0
+    compile_threads: Annotated[int, _doc("Grammars compiled at once.", ge=1, le=64)] = 2
+    cache_size: Annotated[int, _doc("Compiled grammars kept.", ge=1)] = 256
+    mask_timeout: Annotated[
+        float,
+        _doc("Seconds that one token's mask may take; a slower request fails alone.", gt=0.0),
+    ] = 0.5
+
+
 class KVTransferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Which KV connector to use, and how: `EngineConfig.kv_transfer_config`. Names are vLLM's."""
 
@@ -155,6 +186,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = 20
     reasoning_parser: Annotated[str | None, _doc("Reasoning parser by name; default: none.")] = None
     tool_call_parser: Annotated[str | None, _doc("Tool-call parser by name; default: none.")] = None
+    structured_outputs_config: Annotated[
+        StructuredOutputsConfig, _doc("How outputs are held to grammars: JSON, or a flag a field.")
+    ] = StructuredOutputsConfig()
     disable_plugins: Annotated[
         tuple[str, ...], _doc("Entry points or distributions not to load.")
     ] = ()
@@ -177,8 +211,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
                 self, "kv_transfer_config", _transfer_config(self.kv_transfer_config)
             )
         for name, hint in _field_types(type(self)).items():
+            value = getattr(self, name)
             try:
-                msgspec.convert(getattr(self, name), hint)
+                if isinstance(value, msgspec.Struct):
+                    value = msgspec.structs.asdict(value)
+                converted = msgspec.convert(value, hint)
+                if isinstance(converted, msgspec.Struct):
+                    msgspec.structs.force_setattr(self, name, converted)
             except msgspec.ValidationError as error:
                 raise ConfigError(
                     f"{name}: {error} (got {getattr(self, name)!r})", param=name

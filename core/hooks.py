@@ -160,9 +160,11 @@ def register_kv_compressors(registry: Registry[type[KVCompressor]]) -> None:
 def register_structured_backends(registry: Registry[type[GrammarBackend]]) -> None:
     """Grammar → token bitmask.
 
-        registry.add("my_grammar", "my_package.grammar:Backend")
+        registry.add("xgrammar", "jackfield.plugins.structured.xgrammar:XGrammar", priority=10)
 
-    Called by nothing yet. Contract: `protocols.GrammarBackend`.
+    Used by the engine for requests with `SamplingParams.structured_outputs`
+    (`StructuredOutputsConfig.backend`); `auto` takes, for each grammar, the highest priority that
+    has nothing against it. Contract: `protocols.GrammarBackend`.
     """
 
 

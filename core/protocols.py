@@ -18,6 +18,7 @@ from .types import KVReport, StepPlan, StepResult
 if TYPE_CHECKING:
     import asyncio
 
+    import numpy as np
     import torch
     from torch import nn
 
@@ -308,6 +309,11 @@ class ToolParser(Protocol):
 
     A class may have `markers`, as reasoning parsers have, and a function `new_id() -> str`: an id
     for a call whose text has none, where the family's template wants a certain form.
+
+    It may have `call_form: tuple[str, str, str]`, too: what begins every call, what its family
+    writes before a call's arguments (`{name}` stands for the name inside JSON quotes), and what
+    after, none of it special tokens. With it, tools marked `strict` are held to their schemas by a
+    grammar.
     """
 
     def __init__(self, *, tools: Sequence[Mapping[str, Any]] = ()) -> None:
@@ -316,6 +322,84 @@ class ToolParser(Protocol):
     def feed(self, text: str, token_ids: Sequence[int] = ()) -> list[ParserEvent]: ...
 
     def finish(self) -> list[ParserEvent]: ...
+
+
+# ---------------------------------------------------------------- structured outputs
+
+
+class GrammarSpec(msgspec.Struct, frozen=True):
+    """What an output has to look like, in one canonical form; the key of the cache."""
+
+    kind: Literal["json", "regex", "choice", "grammar", "json_object", "structural_tag"]
+    text: str = ""
+    """json, structural_tag: JSON text; choice: a JSON list of strings; json_object: empty."""
+
+
+class Vocabulary(msgspec.Struct, frozen=True, kw_only=True):
+    """The tokens that a grammar chooses among."""
+
+    token_bytes: list[bytes]
+    """[size] What each id adds to a text; empty for special tokens and ids without a token, which
+    no grammar allows."""
+    size: int
+    """The model's vocab_size, which may be larger than the tokenizer's."""
+    eos_token_ids: tuple[int, ...]
+    """Allowed where a grammar may end, and only there. At least one."""
+    encode: Callable[[str], list[int]]
+    """Text to token ids, without special tokens."""
+    compact_json: bool = False
+    """JSON has one form: no whitespace but one space after each comma and colon."""
+
+
+class GrammarMatcher(Protocol):
+    """One output on its way through a grammar. Used by one thread at a time."""
+
+    def accept(self, token_ids: Sequence[int]) -> bool:
+        """Go on by these tokens. False: the grammar does not allow them.
+
+        Raises RuntimeError when the grammar is past the backend's limits.
+        """
+
+    def fill_bitmask(self, row: np.ndarray) -> None:
+        """Write which tokens may come next. Not called once an end token was accepted.
+
+        row: [ceil(size / 32)] int32, contiguous; bit i % 32 of word i // 32 is token i. Every bit
+        is written, those past `size` too (as 0). Raises RuntimeError as `accept` does.
+        """
+
+    def is_terminated(self) -> bool:
+        """Whether an end token was accepted."""
+
+    def rollback(self, num_tokens: int) -> None:
+        """Take back the last tokens. Optional: a matcher need not have it."""
+
+
+class Grammar(Protocol):
+    """A compiled grammar; shared by requests."""
+
+    def matcher(self) -> GrammarMatcher:
+        """A new one, at the beginning."""
+
+
+class GrammarBackend(Protocol):
+    """Compiles grammars for one vocabulary."""
+
+    bounded: ClassVar[bool]
+    """Whether `compile` and `fill_bitmask` end in little time and memory whatever they are given.
+    Otherwise a costly grammar is tried in a process of its own first."""
+
+    @classmethod
+    def unavailable(cls) -> str | None:
+        """None when it can be used here, else the reason, in one clause."""
+
+    @classmethod
+    def refusal(cls, spec: GrammarSpec) -> str | None:
+        """Why it cannot hold an output to this, in one clause; None when it may try."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None: ...
+
+    def compile(self, spec: GrammarSpec) -> Grammar:
+        """On a thread of a pool. Raises ValueError with what is wrong with the grammar."""
 
 
 # ---------------------------------------------------------------- loading and running
@@ -534,12 +618,6 @@ class KVCompressor(Protocol):
     """Which cached KV may be dropped or merged."""
 
     def compress(self, kv_cache: torch.Tensor, layout: BatchLayout) -> None: ...
-
-
-class GrammarBackend(Protocol):
-    """Compiles a grammar and fills token bitmasks."""
-
-    def compile(self, kind: Literal["json", "regex", "choice", "grammar"], text: str) -> Any: ...
 
 
 class Speculator(Protocol):

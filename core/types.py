@@ -35,6 +35,68 @@ MAX_STOP_STRINGS = 64
 MAX_STOP_LENGTH = 1024
 
 
+class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True):
+    """What the output has to look like: exactly one of the kinds. Names are vLLM's.
+
+    Raises `InvalidRequest` with the field's name.
+    """
+
+    json: str | dict[str, Any] | bool | None = None
+    """A JSON schema, as text or decoded."""
+    regex: str | None = None
+    """A regular expression that the whole output matches."""
+    choice: tuple[str, ...] | None = None
+    """The output is one of these strings."""
+    grammar: str | None = None
+    """A context-free grammar in Lark's or GBNF's (EBNF) syntax."""
+    json_object: bool | None = None
+    """Any JSON object."""
+    structural_tag: str | dict[str, Any] | None = None
+    """Schemas between markers in free text: `{"structures": [{"begin", "schema", "end"}],
+    "triggers": [...]}`."""
+    after_reasoning: bool | None = None
+    """Whether the grammar begins where the thought ends. None: in a chat with a reasoning parser,
+    yes; in a completion, no."""
+    field: str = ""
+    """What the caller calls it, for errors; default: `structured_outputs` and the kind."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.choice, list):
+            msgspec.structs.force_setattr(self, "choice", tuple(self.choice))
+        given = [name for name in STRUCTURED_KINDS if getattr(self, name) not in (None, False)]
+        if self.json is False:
+            given.insert(0, "json")
+        if len(given) != 1:
+            found = " and ".join(given) or "none"
+            raise InvalidRequest(
+                f"structured_outputs: exactly one of {', '.join(STRUCTURED_KINDS)} must be given, "
+                f"got {found}",
+                param="structured_outputs",
+            )
+        (kind,) = given
+        value = getattr(self, kind)
+        wanted: Any = {
+            "json": (str, dict, bool),
+            "choice": tuple,
+            "json_object": bool,
+            "structural_tag": (str, dict),
+        }.get(kind, str)
+        if not isinstance(value, wanted) or value in ("", ()):
+            raise InvalidRequest(
+                f"structured_outputs: {kind} is empty or of the wrong type "
+                f"({type(value).__name__})",
+                param=f"structured_outputs.{kind}",
+            )
+        if kind == "choice" and any(not isinstance(c, str) or not c for c in value):
+            raise InvalidRequest(
+                "structured_outputs: choice must be a list of non-empty strings",
+                param="structured_outputs.choice",
+            )
+
+
+STRUCTURED_KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How to choose tokens for one request. Names and defaults are vLLM's.
 
@@ -82,6 +144,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """Only these tokens may be sampled."""
     bad_words: tuple[str, ...] = ()
     """Words whose last token may not be sampled after the ones before it."""
+    structured_outputs: StructuredOutputsParams | None = None
+    """A schema, expression or grammar that the output follows."""
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
     spaces_between_special_tokens: bool = True
@@ -105,6 +169,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             if value is None and name != "allowed_token_ids":
                 value = ()
             msgspec.structs.force_setattr(self, name, value)
+        if isinstance(self.structured_outputs, dict):
+            made = structured_outputs_from(self.structured_outputs)
+            msgspec.structs.force_setattr(self, "structured_outputs", made)
         self._check()
 
     def _check(self) -> None:
@@ -165,6 +232,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             integer("truncate_prompt_tokens") < -1 or self.truncate_prompt_tokens == 0
         ):
             refuse("truncate_prompt_tokens", "-1 or positive")
+        if not isinstance(self.structured_outputs, StructuredOutputsParams | None):
+            refuse("structured_outputs", "StructuredOutputsParams or a dict of its fields")
         self._check_lists(refuse)
 
     def _check_lists(self, refuse: Any) -> None:
@@ -203,6 +272,18 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
+def structured_outputs_from(given: dict[str, Any]) -> StructuredOutputsParams:
+    """From a decoded JSON object. Raises InvalidRequest with the field's name."""
+    known = (*STRUCTURED_KINDS, "after_reasoning")
+    for name in given:
+        if name not in known:
+            raise InvalidRequest(
+                f"structured_outputs: {name!r} is none of {', '.join(known)}",
+                param=f"structured_outputs.{name}",
+            )
+    return StructuredOutputsParams(**given)
+
+
 class TokensPrompt(TypedDict):
     """A prompt given as token ids."""
 
@@ -214,6 +295,20 @@ ChatMessage: TypeAlias = dict[str, Any]
 
 
 # ---------------------------------------------------------------- loop → worker
+
+
+class GrammarStart(msgspec.Struct, frozen=True, kw_only=True):
+    """How a slot's output is held to a grammar."""
+
+    grammar: Any
+    """The compiled grammar (`protocols.Grammar`): an object of this process. An executor elsewhere
+    compiles `SlotStart.params.structured_outputs` itself."""
+    eos_token_ids: tuple[int, ...]
+    """Allowed where the grammar may end, and only there."""
+    token_bytes: Any
+    """(token id) → the bytes that it adds to a text"""
+    thought: Any = None
+    """`core.structured.thought.Thought`: the grammar begins where it ends."""
 
 
 class SlotStart(msgspec.Struct, frozen=True):
@@ -233,6 +328,7 @@ class SlotStart(msgspec.Struct, frozen=True):
     stop_token_ids: tuple[int, ...] = ()
     """EOS and stop ids; masked while fewer than `params.min_tokens` tokens are out."""
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
+    grammar: GrammarStart | None = None
     pooling: PoolingParams | None = None
     """Of a pooling request, its defaults filled in: a vector takes the place of sampled tokens."""
     token_type_ids: tuple[int, ...] = ()

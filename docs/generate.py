@@ -28,7 +28,7 @@ import msgspec
 
 from jackfield.core import hooks, pooling, protocols
 from jackfield.core import types as travelling
-from jackfield.core.config import EngineConfig
+from jackfield.core.config import EngineConfig, StructuredOutputsConfig
 from jackfield.core.engine import async_engine
 from jackfield.core.observe.metrics import EngineMetrics
 from jackfield.core.registry import KINDS, load_plugins
@@ -113,6 +113,8 @@ def _default(field: Any) -> str:
     if field.default is msgspec.NODEFAULT:
         return "required"
     value = field.default
+    if isinstance(value, msgspec.Struct):
+        return f"`{type(value).__name__}()`"
     return f"`{str(value) if isinstance(value, str) and value else repr(value)}`"
 
 
@@ -138,6 +140,10 @@ def engine_config() -> str:
         "Source: [core/config.py](../../core/config.py). What `auto` becomes on this machine is "
         "decided in `core/engine/resolve.py` and `core/loading/model_config.py`.\n\n"
         + table(["field", "type", "default", "meaning"], field_rows(EngineConfig))
+        + "\n## StructuredOutputsConfig\n\n"
+        + f"{inspect.cleandoc(StructuredOutputsConfig.__doc__ or '')} A part's flag is "
+        "`--structured-outputs-config.backend`; `--guided-decoding-backend` is the same.\n\n"
+        + table(["field", "type", "default", "meaning"], field_rows(StructuredOutputsConfig))
     )
 
 
@@ -152,6 +158,7 @@ def sampling_params() -> str:
     ]
     for cls in (
         travelling.SamplingParams,
+        travelling.StructuredOutputsParams,
         travelling.RequestOutput,
         travelling.CompletionOutput,
         travelling.RequestTimings,

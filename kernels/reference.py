@@ -185,3 +185,11 @@ def gemv(
     if residual is not None:
         out = out + residual.float()
     return out.to(x.dtype)
+
+
+def mask_tokens(logits: torch.Tensor, bits: torch.Tensor, rows: torch.Tensor | None) -> None:
+    """-inf, in place, where a token's bit is off. Shapes as for the kernel."""
+    shifts = torch.arange(32, device=bits.device)
+    off = ((bits.unsqueeze(-1).long() >> shifts) & 1).flatten(1)[:, : logits.shape[1]] == 0
+    for place, barred in enumerate(off):
+        logits[place if rows is None else rows[place], barred] = float("-inf")

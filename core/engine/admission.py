@@ -12,7 +12,7 @@ from ..errors import ContextLengthExceeded, InvalidRequest
 from ..loading.model_config import ModelConfig
 from ..scheduling.request import Request
 from ..text.tokenizer import Tokenizer
-from ..types import Prompt, SamplingParams
+from ..types import GrammarStart, Prompt, SamplingParams
 
 
 class Admission:
@@ -61,6 +61,7 @@ class Admission:
         *,
         priority: int,
         cache_salt: str | None,
+        grammar: GrammarStart | None = None,
     ) -> list[Request]:
         """`params.n` scheduler requests for one prompt, the first one leading."""
         token_ids = self._truncated(token_ids, params)
@@ -73,6 +74,8 @@ class Admission:
         if params.min_tokens > max_tokens:
             params = msgspec.structs.replace(params, min_tokens=max_tokens)
         eos = frozenset() if params.ignore_eos else self.model_config.eos_token_ids
+        if grammar is not None:
+            eos = frozenset(grammar.eos_token_ids)
         bad_words: Any = ()
         if params.bad_words:
             if self.tokenizer is None:
@@ -90,6 +93,7 @@ class Admission:
                     seed=seed + index,
                     eos_token_ids=eos,
                     bad_words_token_ids=bad_words,
+                    grammar=grammar,
                     priority=priority,
                     cache_salt=cache_salt,
                     leader=made[0] if made else None,

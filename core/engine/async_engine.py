@@ -35,6 +35,7 @@ from ..types import (
     ChatMessage,
     EngineStats,
     FinishReason,
+    GrammarStart,
     Prompt,
     SamplingParams,
     StepPlan,
@@ -42,6 +43,7 @@ from ..types import (
 )
 from .admission import Admission
 from .connecting import connect, watch_transfers
+from .grammars import Grammars
 from .output import Completion, OutputStream, RequestState
 from .pooling import (
     Pooled,
@@ -165,6 +167,13 @@ class AsyncEngine:
             max_logprobs=config.max_logprobs,
             cache_tokens=(self.info.num_blocks - 1) * config.block_size,
         )
+        self._grammars = Grammars(
+            self.plugins,
+            config,
+            self.tokenizer,
+            self.model_config.vocab_size,
+            self.model_config.eos_token_ids,
+        )
         pooling = self.model_config.pooling
         self._pooling_admission = (
             PoolingAdmission(self.model_config, pooling, self.tokenizer) if pooling else None
@@ -219,6 +228,7 @@ class AsyncEngine:
         await self._listeners_done()
         await self.plugins.emit("engine_stopping", engine=self)
         await self._steps.stop()
+        await self._grammars.close()
         if self._connector is not None:
             self._connector.close()
         await self._executor.stop()
@@ -249,7 +259,9 @@ class AsyncEngine:
         """
 
         async def start() -> RequestState:
-            return self._admit(prompt, params or SamplingParams(), request_id, priority, cache_salt)
+            asked = params or SamplingParams()
+            grammar = await self._grammars.prepare(asked, chat=False)
+            return self._admit(prompt, asked, request_id, priority, cache_salt, grammar)
 
         return OutputStream(start, self._abort)
 
@@ -270,6 +282,10 @@ class AsyncEngine:
 
         async def start() -> RequestState:
             self._check_generates()
+            asked = params or SamplingParams()
+            grammar = await self._grammars.prepare(
+                asked, chat=True, template_arguments=chat_template_kwargs
+            )
             token_ids = await asyncio.to_thread(
                 self.render_chat,
                 messages,
@@ -278,9 +294,7 @@ class AsyncEngine:
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
             )
-            return self._admit(
-                token_ids, params or SamplingParams(), request_id, priority, cache_salt
-            )
+            return self._admit(token_ids, asked, request_id, priority, cache_salt, grammar)
 
         return OutputStream(start, self._abort)
 
@@ -389,12 +403,18 @@ class AsyncEngine:
         request_id: str | None,
         priority: int,
         cache_salt: str | None,
+        grammar: GrammarStart | None,
     ) -> RequestState:
         request_id = self._check_open(request_id)
         self._check_generates()
         text, token_ids = self._admission.tokenize(prompt)
         requests = self._admission.requests(
-            request_id, token_ids, params, priority=priority, cache_salt=cache_salt
+            request_id,
+            token_ids,
+            params,
+            priority=priority,
+            cache_salt=cache_salt,
+            grammar=grammar,
         )
         if (reason := self._scheduler.unfit_reason(requests[0])) is not None:
             raise InvalidRequest(f"prompt: {reason}", param="prompt")

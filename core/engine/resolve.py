@@ -10,6 +10,7 @@ from ..errors import ConfigError, PluginError
 from ..loading.model_config import ModelConfig
 from ..loading.pooling_config import resolve_pooling
 from ..registry import Plugins
+from ..structured.store import check_backend
 
 NAMED = {
     "executor": "executor",
@@ -83,3 +84,4 @@ def check_names(config: EngineConfig, plugins: Plugins) -> None:
             plugins[kind].load(name)
         except PluginError as error:
             raise ConfigError(f"{option}: {error}", param=option) from error
+    check_backend(plugins["structured_backend"], config.structured_outputs_config.backend)

@@ -275,6 +275,22 @@ class Operations:
         """
         return False
 
+    def mask_tokens(
+        self, logits: torch.Tensor, bits: torch.Tensor, rows: torch.Tensor | None
+    ) -> None:
+        """-inf, in place, where a token's bit is off.
+
+        logits: [R, vocab_size], any float dtype; bits: [count, ceil(vocab_size / 32)] int32, token
+        i at bit i % 32 of word i // 32; rows: [count] int64, all different; None: row by row.
+        """
+        shifts = torch.arange(32, dtype=torch.int32, device=bits.device)
+        off = (bits.unsqueeze(-1) >> shifts).bitwise_and_(1).logical_not().flatten(1)
+        off = off[:, : logits.shape[1]]
+        if rows is None:
+            logits.masked_fill_(off, float("-inf"))
+        else:
+            logits[rows] = logits[rows].masked_fill(off, float("-inf"))
+
 
 def split_heads(
     qkv: torch.Tensor, layout: HeadLayout

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from ..pooling import PooledRow, PoolingParams
-from ..types import FinishReason, SamplingParams, TokenLogprobs
+from ..types import FinishReason, GrammarStart, SamplingParams, TokenLogprobs
 
 
 class Status(enum.Enum):
@@ -37,6 +37,7 @@ class Request:
     eos_token_ids: frozenset[int] = frozenset()
     """Empty with ignore_eos."""
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
+    grammar: GrammarStart | None = None
     priority: int = 0
     cache_salt: str | None = None
     cache_extra: tuple[str | int, ...] = ()
@@ -127,7 +128,9 @@ class Request:
     def stop_on(self, token_id: int) -> tuple[FinishReason, int | None] | None:
         """(finish_reason, stop_reason) if the token just appended ends the output."""
         num_outputs = len(self.output_token_ids)
-        if token_id in self.stop_ids and num_outputs >= self.params.min_tokens:
+        # With a grammar, an early end was sampled only because nothing else was possible.
+        early = num_outputs < self.params.min_tokens and self.grammar is None
+        if token_id in self.stop_ids and not early:
             return "stop", None if token_id in self.eos_token_ids else token_id
         if self.num_known_tokens >= self.max_total_tokens:
             return "length", None

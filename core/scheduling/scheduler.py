@@ -549,6 +549,7 @@ def _slot_start(request: Request) -> SlotStart:
         seed=request.seed,
         stop_token_ids=tuple(sorted(request.stop_ids)),
         bad_words_token_ids=request.bad_words_token_ids,
+        grammar=request.grammar,
         pooling=request.pooling,
         token_type_ids=request.token_type_ids,
     )

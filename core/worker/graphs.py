@@ -28,6 +28,10 @@ Recorder = Callable[[Callable[[], None]], Replay]
 """Records what a function enqueues; what it returns enqueues the same again."""
 
 
+def _nothing() -> None:
+    """Nobody wants to know."""
+
+
 def row_counts(max_num_seqs: int) -> list[int]:
     """Numbers of rows to record: fine where steps are short, within 1/8 elsewhere."""
     counts = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, max_num_seqs, 64)]
@@ -60,17 +64,22 @@ class DecodeGraphs:
         self.logits = torch.empty(0, device=device)
         """[max_num_seqs, vocab_size] Logits of the step launched last without sampling; made when
         such a step is first recorded."""
+        self.more_to_record: Callable[[], None] = _nothing
+        """Called when `missing` has grown."""
 
     def rows_for(self, num_rows: int) -> int:
         """The recorded number of rows that serves `num_rows`."""
         return next(count for count in self._counts if count >= num_rows)
 
-    def missing(self) -> list[int]:
-        """Row counts that are not recorded yet with sampling, the largest first.
+    def missing(self) -> list[tuple[int, bool]]:
+        """What is not recorded yet, the largest first: row counts with sampling, and up to the
+        logits once some step has asked for that.
 
         They share their memory: what the largest one needs serves the others.
         """
-        return [n for n in reversed(self._counts) if (n, True) not in self._replays]
+        kinds = (True, False) if self.logits.numel() else (True,)
+        wanted = [(n, sample) for sample in kinds for n in reversed(self._counts)]
+        return [kind for kind in wanted if kind not in self._replays]
 
     def launch(self, plan: StepPlan, sample: bool) -> bool:
         """Replay a step, with its sampling (to `chosen`) or up to `logits`.
@@ -95,11 +104,14 @@ class DecodeGraphs:
     def record(self, rows: int, sample: bool) -> None:
         """Record a step of `rows` rows."""
         began = time.monotonic()
+        first_logits = not sample and not self.logits.numel()
         self._inputs.fill_scratch(rows)
         # Once as it is, so that everything is compiled and every workspace made.
         self._step(rows, sample)
         self._replays[rows, sample] = self._record(lambda: self._step(rows, sample))
         logger.debug("recorded a step of %d rows in %.3f s", rows, time.monotonic() - began)
+        if first_logits:
+            self.more_to_record()
 
     def _step(self, rows: int, sample: bool) -> None:
         inputs = self._inputs.expand(rows)

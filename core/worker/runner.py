@@ -15,6 +15,7 @@ from ..protocols import AttentionBackend
 from ..types import KVReport, StepPlan, StepResult, TokenLogprobs
 from .batch import PersistentBatch, StepInputs
 from .graphs import DecodeGraphs
+from .masks import GrammarMasks, TokenMask
 from .sampler import Logprobs, Sampler
 from .sampling_state import SamplingState
 
@@ -35,6 +36,16 @@ class LaunchedStep:
     launched: float
     keep: list[Any] = field(default_factory=list)
     """Device tensors that the copies read; held until they are done."""
+    failed: dict[int, str] = field(default_factory=dict)
+    """Row of the plan → why it failed before it was sampled."""
+
+    def chosen_tokens(self) -> list[int]:
+        """Blocks until they are there; [num sampling rows], -1 where none could be sampled."""
+        if self.event is not None:
+            self.event.synchronize()
+        tokens: list[int] = self.output["chosen"].tolist()
+        return tokens
+
     kv_report: KVReport | None = None
 
     def wait(self) -> StepResult:
@@ -43,11 +54,11 @@ class LaunchedStep:
             self.event.synchronize()
         self.keep.clear()
         token_ids = [-1] * len(self.plan.slots)
-        failed: dict[int, str] = {}
+        failed = dict(self.failed)
         chosen = self.output["chosen"].tolist() if self.sample_rows else []
         for row, token in zip(self.sample_rows, chosen, strict=True):
             token_ids[row] = max(token, 0)
-            if token < 0:
+            if token < 0 and row not in failed:
                 failed[row] = "no token can be chosen: NaN logits, or every token is masked"
         logprobs = {}
         if self.wanted_logprobs:
@@ -100,6 +111,7 @@ class ModelRunner:
         sampler: Sampler,
         vocab_size: int,
         device: torch.device,
+        masks: GrammarMasks,
     ) -> None:
         self.model = model
         self.backend = backend
@@ -108,6 +120,7 @@ class ModelRunner:
         self.sampler = sampler
         self.vocab_size = vocab_size
         self.device = device
+        self.masks = masks
         self._logprobs: dict[int, int] = {}
         """Slot → k, for requests that want log-probabilities."""
         self._prompt_logprobs: dict[int, int] = {}
@@ -125,24 +138,27 @@ class ModelRunner:
         inputs = self.batch.apply(plan)
         self.sampling.upload()
         hidden = self.forward(inputs)
-        output: dict[str, torch.Tensor] = {}
-        wanted: dict[int, int] = {}
-        if inputs.sample_rows:
-            rows_host = [plan.slots[row] for row in inputs.sample_rows]
-            output, wanted = self._sample(
-                self.logits(hidden[inputs.last_tokens]),
-                inputs.sample_rows,
-                rows_host,
-                inputs.sample_slots,
-                inputs.sample_lengths,
-            )
+        if not inputs.sample_rows:
+            scores = self._score_prompts(plan, inputs, hidden)
+            return self._copy_back(plan, [], {}, {}, scores, launched)
+        logits = self.logits(hidden[inputs.last_tokens])
         scores = self._score_prompts(plan, inputs, hidden)
-        return self._copy_back(plan, inputs.sample_rows, wanted, output, scores, launched)
+        rows_host = [plan.slots[row] for row in inputs.sample_rows]
+        return self._sample(
+            plan,
+            logits,
+            inputs.sample_rows,
+            rows_host,
+            inputs.sample_slots,
+            inputs.sample_lengths,
+            scores,
+            launched,
+        )
 
     def _replay(self, plan: StepPlan, graphs: DecodeGraphs, launched: float) -> LaunchedStep | None:
         """The step from a recorded graph; None if it is no plain decode step."""
         rows, rows_host = list(range(len(plan.slots))), list(plan.slots)
-        plain = self.sampler.is_plain(rows_host)
+        plain = self.sampler.is_plain(rows_host) and not self.masks.rows(rows_host)
         self.sampling.upload()
         try:
             if not graphs.launch(plan, plain):
@@ -155,23 +171,51 @@ class ModelRunner:
             output = {"chosen": graphs.chosen[: len(rows)]}
             return self._copy_back(plan, rows, {}, output, [], launched)
         slots, lengths = graphs.sampling_inputs(len(rows))
-        output, wanted = self._sample(graphs.logits[: len(rows)], rows, rows_host, slots, lengths)
-        return self._copy_back(plan, rows, wanted, output, [], launched)
+        logits = graphs.logits[: len(rows)]
+        return self._sample(plan, logits, rows, rows_host, slots, lengths, [], launched)
 
     def _sample(
+        self,
+        plan: StepPlan,
+        logits: torch.Tensor,
+        rows: list[int],
+        rows_host: list[int],
+        slots: torch.Tensor,
+        lengths: torch.Tensor,
+        scores: list[dict[str, Any]],
+        launched: float,
+    ) -> LaunchedStep:
+        """Sample what the forward pass in front of it brings, and start the copies to the host.
+
+        Rows with a grammar wait here for their last tokens, while the forward pass runs.
+        """
+        structured = self.masks.rows(rows_host)
+        mask = self.masks.fill(structured, len(rows)) if structured else None
+        output, wanted = self._choose(logits, rows, rows_host, slots, lengths, mask)
+        step = self._copy_back(plan, rows, wanted, output, scores, launched)
+        if structured:
+            self.masks.sampled(step, structured)
+            failures = self.masks.failures(structured)
+            step.failed = {rows[index]: reason for index, reason in failures.items()}
+        return step
+
+    def _choose(
         self,
         logits: torch.Tensor,
         rows: list[int],
         rows_host: list[int],
         slots: torch.Tensor,
         lengths: torch.Tensor,
+        mask: TokenMask | None,
     ) -> tuple[dict[str, torch.Tensor], dict[int, int]]:
         """Sample, keep the tokens for the next step → tensors for the host; row → logprobs."""
         if self.sampler.is_plain(rows_host):
+            if mask is not None:
+                self.sampler.mask(logits, mask)
             chosen = torch.empty(len(rows), dtype=torch.int32, device=self.device)
             self.sampler.sample_plain(logits, slots, lengths, chosen)
             return {"chosen": chosen}, {}
-        sampled = self.sampler.sample(logits, slots, rows_host, lengths)
+        sampled = self.sampler.sample(logits, slots, rows_host, lengths, mask)
         self.batch.record_sampled(slots, lengths, sampled.token_ids)
         wanted = {
             row: self._logprobs[slot]
@@ -200,10 +244,12 @@ class ModelRunner:
         """Sampling state of the slots that the plan releases and starts."""
         for slot in plan.released:
             self.sampling.release(slot)
+            self.masks.release(slot)
             self._logprobs.pop(slot, None)
             self._prompt_logprobs.pop(slot, None)
         for start in plan.starts:
             self.sampling.start(start)
+            self.masks.start(start)
             for table, k in (
                 (self._logprobs, start.params.logprobs),
                 (self._prompt_logprobs, start.params.prompt_logprobs),

@@ -10,6 +10,7 @@ Passes over [R, V] numbers (R rows, V = vocab_size), each a read or a read and a
 | top_k up to `SMALL_TOP_K`       | 2 + 4 for sort keys + a `topk` over int64, then [rows, k] |
 | top_p, larger top_k             | 2 + 4 + a sort over int64 + about 14 |
 | logit_bias, allowed_token_ids   | 1 copy of the logits + 2 |
+| a grammar                       | the copy, unless nothing but a temperature is asked for, + 1 |
 | penalties                       | the copy + about 12 |
 | logprobs                        | about 7 + 4 + a `topk` over int64 |
 
@@ -26,6 +27,7 @@ import torch
 
 from ..nn.operations import Operations
 from ..protocols import LogitsProcessor
+from .masks import TokenMask
 from .noise import TokenNoise
 from .sampling_state import (
     BadWordRows,
@@ -78,9 +80,10 @@ class SamplerOutput:
 class Sampler:
     """Chooses one token a row. Order of stages: vLLM's (v1).
 
-    Raw log-probabilities come from the untouched logits. Then: allowed tokens and logit_bias, bad
-    words, min_tokens (masks and finite biases commute), plugged-in processors, penalties,
-    temperature, min_p, top_k, top_p, and the largest `logit + Gumbel noise`; greedy rows have none.
+    Raw log-probabilities come from the untouched logits. Then: the grammar, allowed tokens and
+    logit_bias, bad words, min_tokens (masks and finite biases commute), plugged-in processors,
+    penalties, temperature, min_p, top_k, top_p, and the largest `logit + Gumbel noise`; greedy rows
+    have none.
 
     The set kept by top_k and top_p is exact: tokens in order of (logit, then lower id); the first
     top_k; of these the fewest whose probabilities, renormalised, reach top_p; always one at least.
@@ -105,14 +108,20 @@ class Sampler:
         slots: torch.Tensor,
         rows_host: list[int],
         lengths: torch.Tensor,
+        mask: TokenMask | None = None,
     ) -> SamplerOutput:
         """Call after `state.upload()`.
 
         logits: [R, vocab_size], any float dtype, left as it is; slots: [R] int64;
         rows_host: the same slots on the host; lengths: [R] int32 or int64, tokens known before
-        the sampled one, which is also its position in the sequence.
+        the sampled one, which is also its position in the sequence; mask: the only tokens that
+        some rows may get.
         """
-        return self._run(logits, self._state.plan(rows_host), slots, lengths)
+        return self._run(logits, self._state.plan(rows_host), slots, lengths, mask)
+
+    def mask(self, logits: torch.Tensor, mask: TokenMask) -> None:
+        """-inf, in place, where some rows may not go. logits: [R, vocab_size]"""
+        self._operations.mask_tokens(logits, mask.bits, mask.rows)
 
     def is_plain(self, rows_host: list[int]) -> bool:
         """Whether `sample_plain` does for these slots."""
@@ -138,11 +147,16 @@ class Sampler:
         chosen.copy_(sampled.chosen)
 
     def _run(
-        self, logits: torch.Tensor, stages: StepStages, slots: torch.Tensor, lengths: torch.Tensor
+        self,
+        logits: torch.Tensor,
+        stages: StepStages,
+        slots: torch.Tensor,
+        lengths: torch.Tensor,
+        mask: TokenMask | None = None,
     ) -> SamplerOutput:
         state = self._state
         packed = state.packed.index_select(0, slots)
-        processed = self._process(logits, stages, packed, slots, lengths)
+        processed = self._process(logits, stages, packed, slots, lengths, mask)
         if stages.all_greedy:
             best, token_ids = processed.max(dim=-1)
             bad_rows = best.isfinite().logical_not_()
@@ -165,11 +179,14 @@ class Sampler:
         packed: torch.Tensor,
         slots: torch.Tensor,
         lengths: torch.Tensor,
+        mask: TokenMask | None,
     ) -> torch.Tensor:
         """[R, vocab_size]: `logits` itself if nothing changes it, else a float32 copy, changed."""
-        if not stages.processes_logits and not self._processors:
+        if not stages.processes_logits and not self._processors and mask is None:
             return logits
         work = logits.to(torch.float32, copy=True).contiguous()
+        if mask is not None:
+            self.mask(work, mask)
         if stages.bias is not None:
             for rows, table in _table_chunks(stages.bias.batch, stages.bias.table, work):
                 part = _take(work, rows)

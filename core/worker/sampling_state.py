@@ -269,7 +269,8 @@ class SamplingState:
             stages |= Stage.PENALTIES
             self._penalty_row[slot] = self._counts.take()
         stop_ids = self._in_vocabulary(slot_start.stop_token_ids)
-        if params.min_tokens > 0 and stop_ids.size:
+        # A grammar holds ends back by itself: only it knows when nothing else is possible.
+        if params.min_tokens > 0 and stop_ids.size and slot_start.grammar is None:
             stages |= Stage.MIN_TOKENS
             self._stop_ids[slot] = stop_ids
         words = [w for w in slot_start.bad_words_token_ids if w and 0 <= w[-1] < self.vocab_size]

@@ -33,6 +33,7 @@ from ..types import SamplingParams, SlotStart, StepPlan
 from .batch import PersistentBatch, StepInputs
 from .graphs import CudaRecorder, DecodeGraphs, Recorder
 from .kv_transfer import EmptyStep, kv_layout
+from .masks import GrammarMasks
 from .memory import bytes_per_block, explain_oom, num_kv_blocks
 from .pooling import PoolingRunner
 from .runner import ModelRunner
@@ -74,6 +75,8 @@ class Worker:
         self.connector: KVConnectorWorker | None = None
         self.transfer_news: Callable[[], None] = _nobody
         """Called, on any thread, when the connector has something to report."""
+        self.more_ahead: Callable[[], None] = _nobody_listens
+        """Called, on the launch thread, when `prepare_ahead` has more to do than it had."""
         self._short_prompts = [4, 16, 32]
         """Numbers of tokens whose kernels are compiled when there is time."""
 
@@ -163,6 +166,11 @@ class Worker:
                 sampler=Sampler(sampling, operations=operations),
                 vocab_size=model_config.vocab_size,
                 device=device,
+                masks=GrammarMasks(
+                    vocab_size=model_config.vocab_size,
+                    device=device,
+                    mask_timeout=config.structured_outputs_config.mask_timeout,
+                ),
             )
         block_bytes = bytes_per_block(specs, config.block_size, kv_dtype)
         num_blocks = num_kv_blocks(
@@ -184,6 +192,7 @@ class Worker:
                 operations=operations,
                 record=recorder,
             )
+            graphs.more_to_record = lambda: self.more_ahead()
             try:
                 graphs.record(1, sample=True)
                 runner.graphs = graphs
@@ -288,7 +297,7 @@ class Worker:
             return True
         missing = graphs.missing()
         if missing:
-            graphs.record(missing[0], sample=True)
+            graphs.record(*missing[0])
         return len(missing) > 1
 
     def _recorder(self) -> Recorder | None:
@@ -416,6 +425,10 @@ class Worker:
         runner.sampler.sample(logits, inputs.sample_slots, slots, inputs.sample_lengths)
         for slot in slots:
             runner.sampling.release(slot)
+
+
+def _nobody_listens() -> None:
+    """For a worker without spare time."""
 
 
 def _nobody() -> None:

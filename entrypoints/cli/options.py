@@ -10,6 +10,8 @@ import types
 import typing
 from typing import Any
 
+import msgspec
+
 from ...core.config import EngineConfig
 from ...core.errors import ConfigError
 
@@ -34,6 +36,10 @@ class Parser(argparse.ArgumentParser):
         return f"unrecognized argument: {unknown[0]}{hint}"
 
 
+ALIASES = {"structured_outputs_config.backend": "--guided-decoding-backend"}
+"""Flags that vLLM has, or had, for a part of a structured option."""
+
+
 def add_no_plugin(group: Any) -> None:
     """`--no-plugin`, to a parser or a group of one."""
     group.add_argument(
@@ -55,27 +61,44 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
             continue
         kind, text = _unpack(hints[name])
         default = getattr(EngineConfig(), name)
-        options: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS}
-        options["help"] = f"{text} (default: {default})".replace("%", "%%")
-        names = [f"--{name.replace('_', '-')}"]
-        if "_" in name:
-            names.append(f"--{name}")
-        if kind is bool:
-            group.add_argument(names[0], action=argparse.BooleanOptionalAction, **options)
-        elif typing.get_origin(kind) is tuple:
-            group.add_argument(*names, nargs="+", **options)
-        elif typing.get_origin(kind) is typing.Literal:
-            group.add_argument(*names, choices=typing.get_args(kind), **options)
-        elif kind in (int, float, str):
-            group.add_argument(*names, type=kind, metavar=name.upper(), **options)
-        else:
-            group.add_argument(*names, type=json.loads, metavar="JSON", **options)
+        if not isinstance(default, msgspec.Struct):
+            _add(group, name, kind, text, default)
+            continue
+        _add(group, name, kind, text, "see the flags below")
+        for part, hint in typing.get_type_hints(kind, include_extras=True).items():
+            _add(group, f"{name}.{part}", *_unpack(hint), getattr(default, part))
+
+
+def _add(group: argparse._ArgumentGroup, name: str, kind: Any, text: str, default: Any) -> None:
+    options: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS}
+    options["help"] = f"{text} (default: {default})".replace("%", "%%")
+    names = [f"--{name.replace('_', '-')}"]
+    if "_" in name:
+        names.append(f"--{name}")
+    if name in ALIASES:
+        names.append(ALIASES[name])
+    if kind is bool:
+        group.add_argument(names[0], action=argparse.BooleanOptionalAction, **options)
+    elif typing.get_origin(kind) is tuple:
+        group.add_argument(*names, nargs="+", **options)
+    elif typing.get_origin(kind) is typing.Literal:
+        group.add_argument(*names, choices=typing.get_args(kind), **options)
+    elif kind in (int, float, str):
+        metavar = name.rpartition(".")[2].upper()
+        group.add_argument(*names, type=kind, metavar=metavar, **options)
+    else:
+        group.add_argument(*names, type=json.loads, metavar="JSON", **options)
 
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     """The engine options among parsed flags."""
     fields = set(EngineConfig.__struct_fields__) - {"model"}
-    given = {name: value for name, value in vars(args).items() if name in fields}
+    flags = vars(args)
+    given = {name: value for name, value in flags.items() if name in fields}
+    for name, value in flags.items():
+        field, dot, part = name.partition(".")
+        if dot and field in fields:
+            given[field] = {**given.get(field, {}), part: value}
     if args.no_plugin:
         given["disable_plugins"] = (*given.get("disable_plugins", ()), *args.no_plugin)
     return given

@@ -28,11 +28,18 @@ from ...core.protocols import (
 )
 from ...core.text.parsing import OutputParser, ParsedMessage, fold, hides_markers
 from ...core.text.reasoning import ReasoningTracker, lets_think
-from ...core.types import CompletionOutput, PositionLogprobs, RequestOutput
+from ...core.types import (
+    CompletionOutput,
+    PositionLogprobs,
+    RequestOutput,
+    SamplingParams,
+    StructuredOutputsParams,
+)
 from .context import ENGINE, LONG_TEXT, check_model, new_id, reply, tokenizer_of, usage
 from .logprobs import chat_logprobs, prompt_logprobs
 from .protocol import ChatRequest, decode
 from .streaming import frame, stream
+from .structured import forced_calls, strict_calls
 
 
 async def chat_completions(request: web.Request) -> web.StreamResponse:
@@ -93,21 +100,46 @@ class _Job:
         logprobs = (asked.top_logprobs or 0) if asked.logprobs else None
         self.params = asked.sampling(asked.token_limit, logprobs)
         self.uses_tools = bool(asked.tools) and asked.tool_choice != "none"
-        if self.uses_tools and engine.config.tool_call_parser is None:
+        self.forced = forced_calls(asked, engine.config.structured_outputs_config)
+        if self.uses_tools and self.forced is None and engine.config.tool_call_parser is None:
             raise InvalidRequest(
                 "tools: this server has no tool-call parser; start it with --tool-call-parser",
                 param="tools",
             )
         config, plugins = engine.config, engine.plugins
         self.reasoning: type[ReasoningParser] | None = None
-        self.tools: type[ToolParser] | None = None
+        self.tools: Callable[..., ToolParser] | None = None
         if config.reasoning_parser is not None:
             self.reasoning = plugins["reasoning_parser"].load(config.reasoning_parser)
-        if self.uses_tools:
+        if self.forced is not None:
+            self.tools = self.forced.parser
+        elif self.uses_tools:
             self.tools = plugins["tool_parser"].load(config.tool_call_parser or "")
-        parsers = [parser for parser in (self.reasoning, self.tools) if parser is not None]
+        parsers: list[Any] = [
+            parser for parser in (self.reasoning, self.tools) if parser is not None
+        ]
         if parsers and hides_markers(tokenizer_of(engine), parsers):
             self.params = msgspec.structs.replace(self.params, skip_special_tokens=False)
+        self.params = self._with_calls(self.params)
+
+    def _with_calls(self, params: SamplingParams) -> SamplingParams:
+        """With the grammar that holds tool calls to their schemas, where one is asked for."""
+        if self.forced is not None:
+            grammar: StructuredOutputsParams | None = self.forced.params
+            if params.structured_outputs is not None:
+                raise InvalidRequest(
+                    "tool_choice: forces tool calls, so the output can follow no other grammar",
+                    param="tool_choice",
+                )
+        elif self.uses_tools and params.structured_outputs is None:
+            parser = self.engine.plugins["tool_parser"].load(
+                self.engine.config.tool_call_parser or ""
+            )
+            config = self.engine.config.structured_outputs_config
+            grammar = strict_calls(self.asked, parser, config)
+        else:
+            return params
+        return msgspec.structs.replace(params, structured_outputs=grammar)
 
     def _choice(self) -> _Choice:
         reasoning = tools = tracker = None
@@ -236,7 +268,8 @@ class _Job:
         )
 
     def _finish_reason(self, completion: CompletionOutput, choice: _Choice) -> str | None:
-        if choice.called and completion.finish_reason == "stop":
+        named = self.forced is not None and self.forced.named
+        if choice.called and not named and completion.finish_reason == "stop":
             return "tool_calls"
         return completion.finish_reason
 

@@ -12,6 +12,7 @@ import msgspec
 
 from ...core.errors import InvalidRequest
 from ...core.types import OutputKind, SamplingParams
+from .structured import requested
 
 T = TypeVar("T")
 MAX_PROMPTS = 256
@@ -19,7 +20,6 @@ MAX_PROMPTS = 256
 UNSUPPORTED = (
     "suffix", "functions", "function_call", "audio", "modalities", "prediction",
     "web_search_options",
-    "guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs",
     "use_beam_search", "chat_template", "documents", "prompt_embeds",
 )  # fmt: skip
 
@@ -48,6 +48,12 @@ class SamplingRequest(msgspec.Struct, kw_only=True):
     logit_bias: dict[int, float] | None = None
     user: str | None = None
     response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: str | dict[str, Any] | bool | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    structural_tag: str | dict[str, Any] | None = None
 
     top_k: int | None = None
     min_p: float | None = None
@@ -70,11 +76,6 @@ class SamplingRequest(msgspec.Struct, kw_only=True):
 
     def sampling(self, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
         """As the engine takes it. Raises InvalidRequest with the field's name."""
-        if self.response_format is not None and self.response_format.get("type") != "text":
-            raise InvalidRequest(
-                "response_format: structured output is not supported yet, only type text",
-                param="response_format",
-            )
         stop = self.stop
         given: dict[str, Any] = {
             "n": self.n,
@@ -96,6 +97,7 @@ class SamplingRequest(msgspec.Struct, kw_only=True):
             logprobs=logprobs,
             prompt_logprobs=self.prompt_logprobs,
             logit_bias=self.logit_bias,
+            structured_outputs=requested(self),
             ignore_eos=self.ignore_eos,
             include_stop_str_in_output=self.include_stop_str_in_output,
             skip_special_tokens=self.skip_special_tokens,
@@ -164,10 +166,6 @@ class ChatRequest(SamplingRequest, kw_only=True):
 
     def check(self) -> None:
         """Refuse what is not supported yet."""
-        if self.tool_choice not in (None, "auto", "none"):
-            raise InvalidRequest(
-                "tool_choice: only auto and none are supported yet", param="tool_choice"
-            )
         if self.echo:
             raise InvalidRequest("echo: is not supported for chat yet", param="echo")
         if self.top_logprobs and not self.logprobs:

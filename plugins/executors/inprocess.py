@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 from collections.abc import Callable
 
 from ...core.config import EngineConfig
@@ -36,7 +37,9 @@ class InProcessExecutor:
         """Load the model on the worker thread."""
         self._thread = WorkerThread(asyncio.get_running_loop())
         info = await self._thread.call(self._worker.start)
-        self._thread.when_idle(self._worker.prepare_ahead)
+        prepare = functools.partial(self._thread.when_idle, self._worker.prepare_ahead)
+        self._worker.more_ahead = prepare
+        prepare()
         return info
 
     def submit(self, plan: StepPlan) -> asyncio.Future[StepResult]:

@@ -15,6 +15,7 @@ try:
     from ...kernels.decode_inputs import decode_inputs
     from ...kernels.gemv import gemv
     from ...kernels.heads import heads
+    from ...kernels.mask_tokens import mask_tokens
     from ...kernels.rms_norm import rms_norm
     from ...kernels.silu_mul import silu_mul
     from ...kernels.skinny import MAX_TILES, SkinnyShape, SkinnyWorkspace, elements, skinny
@@ -189,3 +190,9 @@ class TritonOperations(Operations):
             lanes=int(Column.LANES),
         )
         return True
+
+    def mask_tokens(
+        self, logits: torch.Tensor, bits: torch.Tensor, rows: torch.Tensor | None
+    ) -> None:
+        """In place; logits that stay are not even read."""
+        mask_tokens(logits, bits, rows)

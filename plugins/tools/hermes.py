@@ -10,3 +10,4 @@ class HermesToolParser(JsonCallsParser):
 
     open = ("<tool_call>",)
     close = ("</tool_call>",)
+    call_form = ("<tool_call>", '<tool_call>\n{"name": "{name}", "arguments": ', "}\n</tool_call>")

@@ -11,6 +11,7 @@ import pytest
 
 from jackfield import LLM, SamplingParams
 from jackfield.core.errors import ConfigError, InvalidRequest, LoadError
+from jackfield.entrypoints.cli.options import Parser, add_engine_options, engine_config
 
 
 def jackfield(*argv: str) -> subprocess.CompletedProcess[str]:
@@ -32,6 +33,7 @@ def jackfield(*argv: str) -> subprocess.CompletedProcess[str]:
         (["serve", "/no/such/folder"], 1, "neither a folder here nor a hub name"),
         (["serve", "--tool-call-parser", "herms"], 2, "did you mean 'hermes'?"),
         (["serve", "--attention-backend", "tritn"], 2, "attention_backend"),
+        (["serve", "--guided-decoding-backend", "xgrammer"], 2, "did you mean 'xgrammar'?"),
         (["serve", "--trust-remote-code"], 2, "trust_remote_code"),
         (["serve", "--tensor-parallel-size", "2"], 2, "tensor_parallel_size"),
         (["serve", "--max-model-len", "999999"], 2, "max_model_len"),
@@ -88,6 +90,29 @@ def test_an_error_in_one_prompt_leaves_the_engine_usable(llm: LLM) -> None:
         llm.generate([[5], [-1]], use_tqdm=False)
     assert llm.generate([[5]], SamplingParams(max_tokens=1), use_tqdm=False)[0].finished
     assert llm.engine.stats().kv_blocks_used == 0
+
+
+def test_a_part_of_a_structured_option_has_a_flag() -> None:
+    parser = Parser()
+    add_engine_options(parser)
+
+    def made(*flags: str) -> Any:
+        return engine_config(parser.parse_args(list(flags)), "m").structured_outputs_config
+
+    assert made().backend == "auto"
+    assert made("--guided-decoding-backend", "xgrammar").backend == "xgrammar"
+    whole = made(
+        "--structured-outputs-config", '{"backend": "llguidance", "cache_size": 3}',
+        "--structured-outputs-config.cache-size", "4",
+        "--structured-outputs-config.disable-any-whitespace",
+    )  # fmt: skip
+    assert (whole.backend, whole.cache_size, whole.disable_any_whitespace) == (
+        "llguidance",
+        4,
+        True,
+    )
+    with pytest.raises(ConfigError, match="structured_outputs_config"):
+        made("--structured-outputs-config", '{"backends": 1}')
 
 
 def test_wrong_options_raise(tmp_path: Any) -> None:

@@ -296,8 +296,11 @@ async def test_async_client(server: Server) -> None:
             {"extra_body": {"chat_template_kwargs": {"messages": 1}}},
             "chat_template_kwargs.messages",
         ),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"tools": [WEATHER], "tool_choice": "required"}, "tool_choice"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {}}},
+            "response_format.json_schema",
+        ),
+        ({"tool_choice": "required"}, "tool_choice"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "x", "content": "y"}]}, "messages[0].role"),
     ],

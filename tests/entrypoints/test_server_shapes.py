@@ -292,8 +292,8 @@ def test_tools_need_a_parser(server: Server) -> None:
 @pytest.mark.parametrize(
     ("route", "body", "param"),
     [
-        ("completions", {"prompt": "x", "response_format": {"type": "json_object"}},
-         "response_format"),
+        ("completions", {"prompt": "x", "response_format": {"type": "yaml"}},
+         "response_format.type"),
         ("completions", {"prompt": "x", "best_of": 3}, "best_of"),
         ("completions", {"prompt": "x", "stop_token_ids": ["a"]}, "stop_token_ids[0]"),
         ("completions", {"prompt": "x", "logit_bias": {"1": "x"}}, "logit_bias"),
@@ -311,7 +311,7 @@ def test_tools_need_a_parser(server: Server) -> None:
         ("chat/completions", {"messages": MESSAGES, "top_logprobs": 2}, "top_logprobs"),
         ("chat/completions", {"messages": MESSAGES, "tool_choice": {"type": "function"}},
          "tool_choice"),
-        ("chat/completions", {"messages": MESSAGES, "guided_json": {"type": "object"}},
+        ("chat/completions", {"messages": MESSAGES, "guided_json": {"type": "heap"}},
          "guided_json"),
         ("chat/completions", {"messages": MESSAGES, "functions": [{"name": "f"}]}, "functions"),
     ],

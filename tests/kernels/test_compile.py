@@ -22,8 +22,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from jackfield.kernels import (
-    choose_tokens, decode_inputs, fused_decode_attention, gemv, heads, paged_attention_decode,
-    paged_attention_prefill, rms_norm, silu_mul, skinny,
+    choose_tokens, decode_inputs, fused_decode_attention, gemv, heads, mask_tokens,
+    paged_attention_decode, paged_attention_prefill, rms_norm, silu_mul, skinny,
 )
 
 COMMON = {"HEAD_DIM": 128, "BLOCK_SIZE": 16, "WINDOW": 0, "SOFT_CAP": 0.0, "NUM_HEADS": 32,
@@ -48,6 +48,7 @@ KERNELS = [
      {**COMMON, "NUM_KV_HEADS": 8, "HALF": 64, "ROTATE": True, "NORM_QUERY": True,
       "NORM_KEY": True, "CACHE": True, "GROUP": 8, "BLOCK_HALF": 64, "BLOCK_REST": 1,
       "PDL": True}, 2),
+    (mask_tokens._mask_tokens_kernel, {"INDEXED": True, "PART_SIZE": 4096}, 4),
     (paged_attention_decode._decode_kernel, {**COMMON, **DECODE, "SPLIT": True, "PDL": True}, 4),
     (paged_attention_decode._decode_kernel,
      {**COMMON, **DECODE, **MORE, "SPLIT": False, "PDL": True}, 4),
@@ -70,7 +71,7 @@ KERNELS = [
 ]
 TYPES = {
     "partial_ptr": "*fp32", "lse_ptr": "*fp32", "best_ptr": "*fp32", "counter_ptr": "*i32",
-    "cos_sin_ptr": "*fp32",
+    "cos_sin_ptr": "*fp32", "bits_ptr": "*i32",
     "token_ptr": "*i32", "settings_ptr": "*i32", "slots_ptr": "*i64", "lengths_ptr": "*i64",
     "history_ptr": "*i32", "chosen_ptr": "*i32", "longs_ptr": "*i64", "rows_table_ptr": "*i32",
     "packed_ptr": "*i32", "table_ptr": "*i32", "block_table_ptr": "*i32", "seq_lens_ptr": "*i32",
@@ -101,4 +102,4 @@ def test_every_kernel_compiles_for_a_hopper_gpu() -> None:
         [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert len(done.stdout.split()) == 17
+    assert len(done.stdout.split()) == 18

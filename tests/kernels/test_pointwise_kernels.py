@@ -12,10 +12,12 @@ if not torch.cuda.is_available():
 
 pytest.importorskip("triton")
 
+from jackfield.core.nn.operations import Operations
 from jackfield.kernels import reference
 from jackfield.kernels.choose_tokens import choose_tokens
 from jackfield.kernels.gemv import GemvShape, gemv
 from jackfield.kernels.heads import heads
+from jackfield.kernels.mask_tokens import mask_tokens
 from jackfield.kernels.rms_norm import rms_norm
 from jackfield.kernels.silu_mul import silu_mul
 
@@ -201,3 +203,21 @@ def test_decode_inputs_equal_those_of_torch():
         assert a.dtype == b.dtype and torch.equal(a, b), name
     assert torch.equal(got_table, want_table)
     assert int(got.slot_mapping[1]) == 77 * 16
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("indexed", [True, False])
+@pytest.mark.parametrize("vocab", [5, 64, 9001])
+def test_masked_tokens_equal_their_twin(dtype, vocab, indexed):
+    words = -(-vocab // 32)
+    bits = torch.randint(-(2**31), 2**31, (3, words), dtype=torch.int64).int().to(DEVICE)
+    bits[1] = -1
+    rows = torch.tensor([4, 0, 2], device=DEVICE) if indexed else None
+    logits = draw(5 if indexed else 3, vocab + 3, dtype=dtype)[:, :vocab]
+    want, plain = logits.clone(), logits.clone()
+    mask_tokens(logits, bits, rows)
+    reference.mask_tokens(want, bits, rows)
+    assert torch.equal(logits, want)
+    Operations().mask_tokens(plain, bits, rows)
+    assert torch.equal(plain, want)
+    assert logits.isinf().any() or vocab == 5

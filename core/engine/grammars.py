@@ -1,0 +1,97 @@
+"""From `SamplingParams.structured_outputs` to what the scheduler hands to the worker."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from ..config import EngineConfig
+from ..errors import InvalidRequest
+from ..protocols import Vocabulary
+from ..registry import Plugins
+from ..structured.spec import field_of, grammar_spec
+from ..structured.store import GrammarStore
+from ..structured.thought import thought_before
+from ..structured.vocabulary import make_vocabulary
+from ..text.tokenizer import Tokenizer
+from ..types import GrammarStart, SamplingParams
+
+
+class Grammars:
+    """Prepares grammars for requests. Nothing heavy happens before the first one."""
+
+    def __init__(
+        self,
+        plugins: Plugins,
+        config: EngineConfig,
+        tokenizer: Tokenizer | None,
+        vocab_size: int,
+        eos_token_ids: Iterable[int],
+    ) -> None:
+        self._config = config.structured_outputs_config
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        eos = tuple(sorted(token_id for token_id in eos_token_ids if token_id < vocab_size))
+        if not eos and tokenizer is not None and tokenizer.eos_token_id is not None:
+            eos = (tokenizer.eos_token_id,)
+        self._eos_token_ids = eos
+        self._parser = (
+            plugins["reasoning_parser"].load(config.reasoning_parser)
+            if config.reasoning_parser is not None
+            else None
+        )
+        self._store = GrammarStore(
+            plugins["structured_backend"], self._config, self._make_vocabulary
+        )
+
+    async def prepare(
+        self,
+        params: SamplingParams,
+        *,
+        chat: bool,
+        template_arguments: Mapping[str, Any] | None = None,
+    ) -> GrammarStart | None:
+        """Compile what a request asks for; None when it asks for nothing.
+
+        template_arguments: the chat template's, which may turn thinking off.
+
+        Raises InvalidRequest with the field's name.
+        """
+        asked = params.structured_outputs
+        if asked is None:
+            return None
+        if self._tokenizer is None or not self._eos_token_ids:
+            missing = "no tokenizer" if self._tokenizer is None else "no end token"
+            raise InvalidRequest(
+                f"structured_outputs: this engine has {missing}", param="structured_outputs"
+            )
+        spec = grammar_spec(asked, self._config)
+        try:
+            grammar = await self._store.compile(spec)
+        except ValueError as error:
+            field = field_of(asked)
+            raise InvalidRequest(f"{field}: {error}", param=field) from None
+        thought = None
+        waits = chat if asked.after_reasoning is None else asked.after_reasoning
+        if waits and self._parser is not None:
+            thought = thought_before(self._parser, template_arguments or {}, self._tokenizer)
+        return GrammarStart(
+            grammar=grammar,
+            eos_token_ids=self._eos_token_ids,
+            token_bytes=self._tokenizer.token_bytes,
+            thought=thought,
+        )
+
+    async def close(self) -> None:
+        """No more grammars."""
+        await self._store.close()
+
+    def _make_vocabulary(self) -> Vocabulary:
+        """On a thread of the store's pool."""
+        assert self._tokenizer is not None
+        return make_vocabulary(
+            self._tokenizer,
+            self._vocab_size,
+            self._eos_token_ids,
+            compact_json=self._config.disable_any_whitespace,
+        )

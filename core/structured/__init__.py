@@ -1,0 +1,1 @@
+"""Outputs held to grammars: checking, compiling and walking them. No torch."""

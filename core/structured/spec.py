@@ -1,0 +1,204 @@
+"""From what a request asks to the canonical form that backends compile, and the bounds on it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from ..config import StructuredOutputsConfig
+from ..errors import InvalidRequest
+from ..protocols import GrammarSpec
+from ..types import STRUCTURED_KINDS, StructuredOutputsParams
+
+MAX_PLAIN_NODES = 500
+"""Subschemas, names and enum values of a schema that compiles at once."""
+MAX_PLAIN_COUNT = 200
+"""Largest `maxItems` and the like of such a schema."""
+MAX_PLAIN_PROPERTIES = 40
+"""Properties of one object: backends lay out every way of leaving some away."""
+
+_COUNTS = frozenset(("minItems", "maxItems"))
+_COSTLY = frozenset(
+    (
+        "allOf", "format", "maxLength", "maxProperties", "minLength", "minProperties", "multipleOf",
+        "not", "pattern", "patternProperties", "propertyNames",
+    )
+)  # fmt: skip
+"""Keywords that can take a backend seconds, even in a small schema."""
+_JOINED = frozenset(("allOf", "not", "if", "dependentSchemas", "unevaluatedProperties"))
+_WHOLE = frozenset(("additionalProperties", "patternProperties"))
+_NAMED = frozenset(
+    ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies")
+)
+"""Keywords whose value maps names to schemas."""
+_DATA = frozenset(("enum", "const", "default", "examples", "required", "type"))
+
+
+def grammar_spec(params: StructuredOutputsParams, config: StructuredOutputsConfig) -> GrammarSpec:
+    """Checks size and depth. Raises InvalidRequest with the field's name."""
+    name = field_of(params)
+    try:
+        spec = _canonical(params)
+    except RecursionError:
+        raise _too_deep(name, config) from None
+    except ValueError as error:
+        raise InvalidRequest(f"{name}: is not JSON as it should be: {error}", param=name) from None
+    check_bounds(spec.text, name, config)
+    match spec.kind:
+        case "json":
+            return GrammarSpec("json", _text(closed(json.loads(spec.text))))
+        case "structural_tag":
+            return GrammarSpec("structural_tag", _text(_closed_tag(json.loads(spec.text))))
+    return spec
+
+
+def check_bounds(text: str, name: str, config: StructuredOutputsConfig) -> None:
+    """Raises InvalidRequest about the field `name` when a text is too large or nested too deep.
+
+    What takes a schema apart comes after this: the event loop must not be kept busy by one.
+    """
+    size = len(text.encode("utf-8", "replace"))
+    if size > config.max_grammar_bytes:
+        raise InvalidRequest(
+            f"{name}: {size} bytes, at most {config.max_grammar_bytes} allowed (max_grammar_bytes)",
+            param=name,
+        )
+    if _depth(text) > config.max_grammar_depth:
+        raise _too_deep(name, config)
+
+
+def field_of(params: StructuredOutputsParams) -> str:
+    """What errors call it."""
+    given = (kind for kind in STRUCTURED_KINDS if getattr(params, kind) is not None)
+    return params.field or f"structured_outputs.{next(given)}"
+
+
+def _canonical(params: StructuredOutputsParams) -> GrammarSpec:
+    if params.regex is not None:
+        return GrammarSpec("regex", params.regex)
+    if params.grammar is not None:
+        return GrammarSpec("grammar", params.grammar)
+    if params.choice is not None:
+        return GrammarSpec("choice", _text(list(params.choice)))
+    if params.structural_tag is not None:
+        tag = _decoded(params.structural_tag)
+        if not isinstance(tag, dict):
+            raise ValueError("a structural tag is an object")
+        return GrammarSpec("structural_tag", _text(tag))
+    if params.json is not None:
+        schema = _decoded(params.json)
+        if not isinstance(schema, dict | bool):
+            raise ValueError("a schema is an object")
+        return GrammarSpec("json", _text(schema))
+    return GrammarSpec("json_object")
+
+
+def closed(schema: Any) -> Any:
+    """The schema, changed so that objects that name their properties have no others, unless they
+    say so.
+
+    That is what OpenAI's strict mode asks for and other servers do, and it makes every backend
+    read a schema alike. Schemas that are joined from parts are left as they are: closing the parts
+    would leave nothing that fits all of them.
+    """
+    for part in subschemas(schema):
+        joined = "properties" in part and not part.keys().isdisjoint(("anyOf", "oneOf", "$ref"))
+        if joined or not part.keys().isdisjoint(_JOINED):
+            return schema
+    for part in subschemas(schema):
+        if "properties" in part and part.keys().isdisjoint(_WHOLE):
+            part["additionalProperties"] = False
+    return schema
+
+
+def _closed_tag(tag: dict[str, Any]) -> dict[str, Any]:
+    structures = tag.get("structures")
+    for structure in structures if isinstance(structures, list) else ():
+        if isinstance(structure, dict):
+            closed(structure.get("schema"))
+    return tag
+
+
+def _decoded(given: Any) -> Any:
+    return msgspec.json.decode(given) if isinstance(given, str) else given
+
+
+def _text(value: Any) -> str:
+    """Keys stay in their order: it is the order of the properties in the output."""
+    return msgspec.json.encode(value).decode()
+
+
+def _too_deep(name: str, config: StructuredOutputsConfig) -> InvalidRequest:
+    return InvalidRequest(
+        f"{name}: nested deeper than {config.max_grammar_depth} (max_grammar_depth)", param=name
+    )
+
+
+def _depth(text: str) -> int:
+    """How deep brackets nest, of any kind, quoted ones too: never less than a parser's recursion.
+
+    Brackets that nothing closes do not count twice: a closing one takes one level back at most.
+    """
+    depth = deepest = 0
+    for bracket in re.findall(r"[\[({]|[\])}]", text):
+        if bracket in "[({":
+            depth += 1
+            deepest = max(deepest, depth)
+        elif depth:
+            depth -= 1
+    return deepest
+
+
+# ---------------------------------------------------------------- cost
+
+
+def is_plain(spec: GrammarSpec) -> bool:
+    """Whether any backend compiles this at once: a schema of ordinary size without expressions."""
+    if spec.kind in ("json_object", "choice"):
+        return len(spec.text) < 32 * MAX_PLAIN_NODES
+    if spec.kind != "json":
+        return False
+    schema = json.loads(spec.text)
+    if sum(1 for _ in _values(schema)) > MAX_PLAIN_NODES:
+        return False
+    for part in subschemas(schema):
+        if _COSTLY & part.keys():
+            return False
+        for name in _COUNTS & part.keys():
+            if not (isinstance(part[name], int) and 0 <= part[name] <= MAX_PLAIN_COUNT):
+                return False
+        properties = part.get("properties")
+        if isinstance(properties, dict) and len(properties) > MAX_PLAIN_PROPERTIES:
+            return False
+    return True
+
+
+def subschemas(schema: Any) -> Iterator[dict[str, Any]]:
+    """A schema and every schema inside it; what is data (`enum`, `const`) is not looked into."""
+    todo = [schema]
+    while todo:
+        part = todo.pop()
+        if not isinstance(part, dict):
+            continue
+        yield part
+        for key, value in part.items():
+            if key in _NAMED and isinstance(value, dict):
+                todo.extend(value.values())
+            elif key not in _DATA:
+                todo.extend(value if isinstance(value, list) else [value])
+
+
+def _values(value: Any) -> Iterator[Any]:
+    """A value and all inside it."""
+    todo = [value]
+    while todo:
+        value = todo.pop()
+        yield value
+        if isinstance(value, dict):
+            todo.extend(value.values())
+        elif isinstance(value, list):
+            todo.extend(value)

@@ -1,0 +1,25 @@
+"""A tokenizer's vocabulary as grammars need it: bytes by id, and which ids end an output."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ..protocols import Vocabulary
+from ..text.tokenizer import Tokenizer
+
+
+def make_vocabulary(
+    tokenizer: Tokenizer, size: int, eos_token_ids: Iterable[int], *, compact_json: bool
+) -> Vocabulary:
+    """`size`: the model's vocab_size; ids past the tokenizer's own are nothing."""
+
+    def written(token_id: int) -> bytes:
+        return b"" if token_id in tokenizer.special_ids else tokenizer.token_bytes(token_id)
+
+    return Vocabulary(
+        token_bytes=[written(token_id) for token_id in range(size)],
+        size=size,
+        eos_token_ids=tuple(sorted(eos_token_ids)),
+        encode=lambda text: tokenizer.encode(text, add_special_tokens=False),
+        compact_json=compact_json,
+    )

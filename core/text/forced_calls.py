@@ -1,0 +1,115 @@
+"""Tool parsers for calls that a grammar has forced: the answer is the call, in a known form."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..protocols import ParserEvent, ToolCallArguments, ToolCallEnd, ToolCallStart
+
+_SPACE = " \t\r\n"
+
+
+class NamedCall:
+    """The whole answer is the arguments of one call."""
+
+    def __init__(self, name: str, *, tools: Sequence[Mapping[str, Any]] = ()) -> None:
+        self._name = name
+        self._started = False
+
+    def feed(self, text: str, token_ids: Sequence[int] = ()) -> list[ParserEvent]:
+        """Events of the next piece of text."""
+        if not text:
+            return []
+        events: list[ParserEvent] = [ToolCallArguments(0, text)]
+        if not self._started:
+            self._started = True
+            events.insert(0, ToolCallStart(0, self._name))
+        return events
+
+    def finish(self) -> list[ParserEvent]:
+        """The text is over."""
+        return [ToolCallEnd(0)] if self._started else []
+
+
+class CallList:
+    """The answer is `[{"name": …, "parameters": …}, …]`, as its grammar has it: name first.
+
+    A call starts when its name is whole; its arguments are the source text of `parameters`.
+    """
+
+    def __init__(self, *, tools: Sequence[Mapping[str, Any]] = ()) -> None:
+        self._calls = 0
+        self._depth = 0
+        """Open brackets: 1 in the list, 2 in a call, more inside its parameters."""
+        self._quoted = False
+        self._escaped = False
+        self._key = ""
+        """The call's key whose value is being read; empty before it."""
+        self._string: list[str] = []
+        """The string being read at depth 2: a key, or the name."""
+        self._started = False
+
+    def feed(self, text: str, token_ids: Sequence[int] = ()) -> list[ParserEvent]:
+        """Events of the next piece of text."""
+        events: list[ParserEvent] = []
+        arguments: list[str] = []
+        for char in text:
+            if self._in_arguments and self._is_argument(char):
+                arguments.append(char)
+            elif arguments:
+                events.append(ToolCallArguments(self._calls, "".join(arguments)))
+                arguments = []
+            self._step(char, events)
+        if arguments:
+            events.append(ToolCallArguments(self._calls, "".join(arguments)))
+        return events
+
+    def finish(self) -> list[ParserEvent]:
+        """The text is over; a call that it cut off has no end."""
+        return []
+
+    @property
+    def _in_arguments(self) -> bool:
+        return self._key == "parameters" and self._depth >= 2
+
+    def _is_argument(self, char: str) -> bool:
+        """Whether a character belongs to the value of `parameters`, and not to what is around."""
+        if self._depth > 2 or self._quoted:
+            return True
+        return char not in _SPACE and char not in ",}:"
+
+    def _step(self, char: str, events: list[ParserEvent]) -> None:
+        if self._quoted:
+            self._string.append(char)
+            if self._escaped:
+                self._escaped = False
+            elif char == "\\":
+                self._escaped = True
+            elif char == '"':
+                self._quoted = False
+                self._string_read(events)
+        elif char == '"':
+            self._quoted = True
+            self._string = [char]
+        elif char in "{[":
+            self._depth += 1
+        elif char in "}]":
+            self._depth -= 1
+            if self._depth == 1 and self._started:
+                events.append(ToolCallEnd(self._calls))
+                self._calls += 1
+                self._started, self._key = False, ""
+        elif char == "," and self._depth == 2:
+            self._key = ""
+
+    def _string_read(self, events: list[ParserEvent]) -> None:
+        if self._depth != 2:
+            return
+        read = json.loads("".join(self._string), strict=False)
+        if not self._key:
+            self._key = read
+        elif self._key == "name" and not self._started:
+            self._started = True
+            events.append(ToolCallStart(self._calls, read))

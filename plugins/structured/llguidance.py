@@ -1,0 +1,206 @@
+"""Grammars by llguidance: nothing precomputed, every step bounded: any grammar is safe to try."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+
+from ...core.protocols import GrammarSpec, Vocabulary
+from .structural_tags import StructuralTag, read
+
+MAX_ITEMS_IN_ROW = 10_000
+"""Ways to go on from one place: as many as a schema with some thousand optional properties has."""
+_QUOTED_TEXT = r"(.|\n)*"
+
+
+class LLGuidance:
+    """Covers most of JSON Schema and refuses keywords that it cannot hold an output to.
+
+    Its limits on lexer states, grammar size and items a step bound time and memory.
+    """
+
+    bounded: ClassVar[bool] = True
+
+    @classmethod
+    def unavailable(cls) -> str | None:
+        """None when the package is installed."""
+        if importlib.util.find_spec("llguidance") is None:
+            return "the package llguidance is not installed (pip install 'jackfield[structured]')"
+        return None
+
+    @classmethod
+    def refusal(cls, spec: GrammarSpec) -> str | None:
+        """What it has no reader for."""
+        if spec.kind == "grammar" and "::=" in spec.text:
+            return "it reads Lark's syntax, not GBNF's (::=)"
+        if spec.kind == "structural_tag":
+            try:
+                read(spec.text)
+            except ValueError as error:
+                return str(error)
+        return None
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        import llguidance
+
+        self._llguidance = llguidance
+        self._eos = vocabulary.eos_token_ids
+        self._options: Any = {"coerce_one_of": True}
+        if vocabulary.compact_json:
+            self._options |= {
+                "whitespace_flexible": False,
+                "item_separator": ", ",
+                "key_separator": ": ",
+            }
+        else:
+            self._options["whitespace_pattern"] = r"[\x20\x0A\x0D\x09]{1,32}"
+        self._limits = llguidance.LLParserLimits(
+            max_items_in_row=MAX_ITEMS_IN_ROW, verbose_errors=False
+        )
+        wrapper = llguidance.TokenizerWrapper(_Vocabulary(vocabulary))
+        self._tokenizer = llguidance.LLTokenizer(
+            wrapper, n_vocab=vocabulary.size, eos_token=list(vocabulary.eos_token_ids)
+        )
+
+    def compile(self, spec: GrammarSpec) -> LLGuidanceGrammar:
+        """Raises ValueError with what is wrong with the grammar."""
+        matcher = self._llguidance.LLMatcher(
+            self._tokenizer, self._grammar(spec), log_level=0, limits=self._limits
+        )
+        if matcher.is_error():
+            raise ValueError(_first_line(matcher.get_error()))
+        return LLGuidanceGrammar(matcher, self._eos)
+
+    def _grammar(self, spec: GrammarSpec) -> str:
+        made = self._llguidance.LLMatcher
+        match spec.kind:
+            case "json":
+                return self._schema(spec.text)
+            case "json_object":
+                return self._schema('{"type":"object"}')
+            case "regex":
+                return made.grammar_from_regex(spec.text)
+            case "choice":
+                options = " | ".join(_quoted(option) for option in json.loads(spec.text))
+                return made.grammar_from_lark(f"start: {options}")
+            case "grammar":
+                return made.grammar_from_lark(spec.text)
+            case "structural_tag":
+                return made.grammar_from_lark(self._tags(read(spec.text)))
+        raise ValueError(f"no such kind: {spec.kind}")
+
+    def _schema(self, text: str) -> str:
+        made = self._llguidance.LLMatcher
+        return made.grammar_from_json_schema(text, overrides=self._options)
+
+    def _tags(self, tag: StructuralTag) -> str:
+        """Lark: free text that ends lazily at a trigger, then the rest of the structure."""
+        rules, names = [], []
+        for number, (trigger, structure) in enumerate(tag.triggered()):
+            schema = structure.schema
+            if isinstance(schema, bool):
+                schema = {}
+            schema = {**schema, "x-guidance": self._options}
+            body = " ".join(
+                part
+                for part in (
+                    _quoted(structure.begin[len(trigger) :]),
+                    f"%json {json.dumps(schema)}",
+                    _quoted(structure.end),
+                )
+                if part != '""'
+            )
+            rules.append(f"free_{number}[lazy]: TEXT {_quoted(trigger)}")
+            rules.append(f"tag_{number}: free_{number} {body}")
+            rules.append(f"first_{number}: {_quoted(trigger)} {body}")
+            names.append(number)
+        later = " | ".join(f"tag_{number}" for number in names)
+        first = " | ".join(f"first_{number}" for number in names)
+        start = f"({later})* rest"
+        if tag.stop_after_first:
+            start = first if tag.at_least_one else f"{later} | rest"
+        elif tag.at_least_one:
+            start = f"({first}) ({later})* rest"
+        return "\n".join([f"start: {start}", "rest: TEXT", f"TEXT: /{_QUOTED_TEXT}/", *rules])
+
+
+class _Vocabulary:
+    """A vocabulary as llguidance asks for it."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self.eos_token_id = vocabulary.eos_token_ids[0]
+        self.bos_token_id = None
+        self.tokens = vocabulary.token_bytes
+        self.special_token_ids: list[int] = []
+        self._encode = vocabulary.encode
+
+    def __call__(self, text: str) -> list[int]:
+        return self._encode(text)
+
+
+class LLGuidanceGrammar:
+    """A matcher at the beginning, which every request copies."""
+
+    def __init__(self, matcher: Any, eos_token_ids: tuple[int, ...]) -> None:
+        self._matcher = matcher
+        self._eos = frozenset(eos_token_ids)
+
+    def matcher(self) -> LLGuidanceMatcher:
+        """A new one, at the beginning."""
+        return LLGuidanceMatcher(self._matcher.deep_copy(), self._eos)
+
+
+class LLGuidanceMatcher:
+    """One output on its way through a grammar. The end token stays out of its hands: whether it
+    takes one depends on how it stopped."""
+
+    def __init__(self, matcher: Any, eos_token_ids: frozenset[int]) -> None:
+        self._matcher = matcher
+        self._eos = eos_token_ids
+        self._terminated = False
+
+    def accept(self, token_ids: Sequence[int]) -> bool:
+        """False: the grammar does not allow them. Raises RuntimeError when a limit was reached."""
+        return all(self._accept(token_id) for token_id in token_ids)
+
+    def _accept(self, token_id: int) -> bool:
+        matcher = self._matcher
+        if self._terminated:
+            return False
+        if token_id in self._eos:
+            self._terminated = matcher.is_accepting()
+            return self._terminated
+        fitting = matcher.validate_tokens([token_id]) == 1
+        if matcher.consume_token(token_id):
+            return True
+        if fitting:
+            raise RuntimeError(_first_line(matcher.get_error()))
+        return False
+
+    def fill_bitmask(self, row: np.ndarray) -> None:
+        """row: [ceil(size / 32)] int32. Raises RuntimeError when a limit was reached."""
+        self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+        if self._matcher.is_error():
+            raise RuntimeError(_first_line(self._matcher.get_error()))
+
+    def is_terminated(self) -> bool:
+        """Whether an end token was accepted."""
+        return self._terminated
+
+    def rollback(self, num_tokens: int) -> None:
+        """Take back the last tokens."""
+        self._matcher.rollback(num_tokens - self._terminated)
+        self._terminated = False
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _first_line(message: str) -> str:
+    lines = message.strip().splitlines()
+    return lines[0][:500] if lines else "it gave up"

@@ -1,0 +1,220 @@
+"""Grammars by xgrammar: masks precomputed at compile time, so that a step's mask is cheap."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+
+from ...core.protocols import GrammarSpec, Vocabulary
+from ...core.structured.spec import subschemas
+from .structural_tags import read
+
+MAX_WHITESPACE = 32
+"""Between two parts of a JSON text: a model that likes newlines comes to an end."""
+
+_IGNORED = frozenset(
+    (
+        "allOf", "contains", "dependencies", "dependentRequired", "dependentSchemas", "else", "if",
+        "maxContains", "minContains", "not", "propertyNames", "then", "unevaluatedItems",
+        "uniqueItems", "$dynamicRef",
+    )
+)  # fmt: skip
+"""Keywords that it takes no notice of, or not all."""
+_FORMATS = frozenset(("date", "date-time", "email", "hostname", "ipv4", "ipv6", "time", "uuid"))
+_TYPED = frozenset(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"))
+_LENGTHS = frozenset(("minLength", "maxLength"))
+
+
+class XGrammar:
+    """Covers most of JSON Schema; what it would pass over in silence, `refusal` names."""
+
+    bounded: ClassVar[bool] = False
+
+    @classmethod
+    def unavailable(cls) -> str | None:
+        """None when the package is installed."""
+        if importlib.util.find_spec("xgrammar") is None:
+            return "the package xgrammar is not installed (pip install 'jackfield[structured]')"
+        return None
+
+    @classmethod
+    def refusal(cls, spec: GrammarSpec) -> str | None:
+        """The first keyword that it would not hold an output to."""
+        if spec.kind == "json":
+            return _unheld(json.loads(spec.text))
+        if spec.kind == "structural_tag":
+            for structure in json.loads(spec.text).get("structures") or ():
+                schema = structure.get("schema") if isinstance(structure, dict) else None
+                reason = _unheld(schema) or _unclean(schema)
+                if reason is not None:
+                    return reason
+        return None
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        import xgrammar
+
+        self._xgrammar = xgrammar
+        self._vocabulary = vocabulary
+        self._compact = vocabulary.compact_json
+        info = xgrammar.TokenizerInfo(
+            vocabulary.token_bytes,
+            xgrammar.VocabType.RAW,
+            vocab_size=vocabulary.size,
+            stop_token_ids=list(vocabulary.eos_token_ids),
+        )
+        self._clean = _clean_tokens(vocabulary)
+        self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
+
+    def compile(self, spec: GrammarSpec) -> XGrammarGrammar:
+        """Raises ValueError with what is wrong with the grammar."""
+        try:
+            compiled = self._compile(spec)
+        except (RuntimeError, TypeError) as error:
+            raise ValueError(_first_line(error)) from None
+        clean = self._clean if spec.kind in ("json", "json_object") else None
+        return XGrammarGrammar(self._xgrammar, compiled, clean)
+
+    def _compile(self, spec: GrammarSpec) -> Any:
+        compiler = self._compiler
+        match spec.kind:
+            case "json":
+                return self._schema(spec.text)
+            case "json_object":
+                return self._schema('{"type":"object"}')
+            case "regex":
+                return compiler.compile_regex(spec.text)
+            case "choice":
+                options = " | ".join(_quoted(option) for option in json.loads(spec.text))
+                return compiler.compile_grammar(f"root ::= {options}")
+            case "grammar" if "::=" in spec.text:
+                return compiler.compile_grammar(spec.text)
+            case "grammar":
+                return compiler.compile_lark(spec.text)
+            case "structural_tag":
+                return compiler.compile_structural_tag(self._tag(spec.text))
+
+    def _schema(self, text: str) -> Any:
+        return self._compiler.compile_json_schema(
+            text,
+            any_whitespace=not self._compact,
+            max_whitespace_cnt=None if self._compact else MAX_WHITESPACE,
+        )
+
+    def _tag(self, text: str) -> str:
+        if "format" in json.loads(text):
+            return text
+        tag = read(text)
+        content = {} if self._compact else {"max_whitespace_cnt": MAX_WHITESPACE}
+        tags = [
+            {
+                "type": "tag",
+                "begin": structure.begin,
+                "content": {"type": "json_schema", "json_schema": structure.schema, **content},
+                "end": structure.end,
+            }
+            for structure in tag.structures
+        ]
+        made = {
+            "type": "triggered_tags",
+            "triggers": tag.triggers,
+            "tags": tags,
+            "at_least_one": tag.at_least_one,
+            "stop_after_first": tag.stop_after_first,
+        }
+        return json.dumps({"type": "structural_tag", "format": made})
+
+
+class XGrammarGrammar:
+    """A compiled grammar."""
+
+    def __init__(self, xgrammar: Any, compiled: Any, clean: np.ndarray | None) -> None:
+        """clean: [ceil(size / 32)] int32, the only tokens that any mask may allow; None: any."""
+        self._xgrammar = xgrammar
+        self._compiled = compiled
+        self._clean = clean
+
+    def matcher(self) -> XGrammarMatcher:
+        """A new one, at the beginning."""
+        return XGrammarMatcher(self._xgrammar.GrammarMatcher(self._compiled), self._clean)
+
+
+class XGrammarMatcher:
+    """One output on its way through a grammar."""
+
+    def __init__(self, matcher: Any, clean: np.ndarray | None) -> None:
+        self._matcher = matcher
+        self._clean = clean
+
+    def accept(self, token_ids: Sequence[int]) -> bool:
+        """False: the grammar does not allow them."""
+        return all(self._matcher.accept_token(token_id) for token_id in token_ids)
+
+    def fill_bitmask(self, row: np.ndarray) -> None:
+        """row: [ceil(size / 32)] int32"""
+        self._matcher.fill_next_token_bitmask(row.reshape(1, -1), 0)
+        if self._clean is not None:
+            np.bitwise_and(row, self._clean, out=row)
+
+    def is_terminated(self) -> bool:
+        """Whether an end token was accepted."""
+        return bool(self._matcher.is_terminated())
+
+    def rollback(self, num_tokens: int) -> None:
+        """Take back the last tokens."""
+        self._matcher.rollback(num_tokens)
+
+
+def _unheld(schema: Any) -> str | None:
+    for part in subschemas(schema):
+        keywords = part.keys()
+        if found := sorted(_IGNORED & keywords):
+            return f"JSON schema keyword {found[0]} is not supported"
+        if "format" in part and part["format"] not in _FORMATS:
+            return f"format {part['format']!r} is not supported"
+        if "pattern" in part and _LENGTHS & keywords:
+            return "pattern together with minLength or maxLength is not supported"
+        if "type" not in part and (found := sorted(_TYPED & keywords)):
+            return f"{found[0]} without a type is not supported"
+        if "multipleOf" in part and part.get("type") != "integer":
+            return "multipleOf of another type than integer is not supported"
+        reference = part.get("$ref", "#")
+        if not isinstance(reference, str) or not reference.startswith("#"):
+            return f"$ref {reference!r} is not one inside the schema"
+        for name in (*_LENGTHS, "minItems", "maxItems", "minProperties", "maxProperties"):
+            if name in part and not (type(part[name]) is int and part[name] >= 0):
+                return f"{name} must be an integer of at least 0"
+    return None
+
+
+def _unclean(schema: Any) -> str | None:
+    """Where a tab or another control character could get into a string (see `_clean_tokens`)."""
+    if any(_LENGTHS & part.keys() for part in subschemas(schema)):
+        return "minLength and maxLength inside a structural tag are not supported"
+    return None
+
+
+def _clean_tokens(vocabulary: Vocabulary) -> np.ndarray:
+    """Tokens without control characters but newlines: [ceil(size / 32)] int32
+
+    Strings with a minLength or maxLength would take control characters as they are, which JSON
+    does not; newlines they would not take. What this bars besides is a tab between JSON's parts.
+    """
+    barred = bytes(set(range(32)) - {10, 13})
+    bits = np.zeros(-(-vocabulary.size // 32) * 32, dtype=np.uint8)
+    for token_id, written in enumerate(vocabulary.token_bytes):
+        bits[token_id] = written.translate(None, barred) == written
+    return np.packbits(bits, bitorder="little").view(np.int32)
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _first_line(error: Exception) -> str:
+    """Without the time and the source file that its messages begin with."""
+    line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    return line.partition("] ")[2].partition(": ")[2] or line

@@ -1,0 +1,135 @@
+"""One output on its way: what a backend or a thought may do to it, without a model."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jackfield import SamplingParams
+from jackfield.core.structured.constraint import Constraint
+from jackfield.core.structured.thought import Thought
+from jackfield.core.types import GrammarStart, SlotStart
+from jackfield.plugins.reasoning.think_tags import Qwen3Reasoning
+
+END = 70
+BYTES = {1: b"a", 2: b"b", 3: b"<thi", 4: b"nk>", 5: b"</think>", 6: b"<think>", END: b""}
+
+
+class Letters:
+    """`a`, then `b`, then the end: a grammar small enough to see through."""
+
+    def __init__(self, wrong: str = "") -> None:
+        self.wrong = wrong
+        self.place = 0
+
+    def matcher(self) -> Any:
+        if self.wrong == "matcher":
+            raise OSError("no matcher today")
+        return Letters(self.wrong)
+
+    def accept(self, token_ids: Any) -> bool:
+        if self.wrong == "accept":
+            raise RuntimeError("past its limits")
+        for token_id in token_ids:
+            if token_id != (1, 2, END)[self.place]:
+                return False
+            self.place += 1
+        return True
+
+    def fill_bitmask(self, row: np.ndarray) -> None:
+        if self.wrong == "fill":
+            raise KeyError("lost")
+        row[:] = 0
+        token = (1, 2, END)[self.place]
+        row[token >> 5] |= 1 << (token & 31)
+
+    def is_terminated(self) -> bool:
+        return self.place == 3
+
+
+def constraint(
+    grammar: Any = None, generated: tuple[int, ...] = (), thought: Any = None, **params: Any
+) -> Constraint:
+    start = GrammarStart(
+        grammar=grammar or Letters(),
+        eos_token_ids=(END,),
+        token_bytes=lambda token_id: BYTES.get(token_id, b"x"),
+        thought=thought,
+    )
+    slot = SlotStart(
+        slot=0, request_id="r", token_ids=(9, 9, *generated), num_prompt_tokens=2,
+        num_computed_tokens=0, block_ids=(), params=SamplingParams(**params), seed=0,
+        stop_token_ids=(END, 33), grammar=start,
+    )  # fmt: skip
+    return Constraint(slot, mask_timeout=5.0)
+
+
+def allowed(made: Constraint) -> set[int]:
+    row = np.zeros(3, dtype=np.int32)
+    made.fill(row)
+    return set(np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little")).tolist())
+
+
+EVERYTHING = set(range(96))
+
+
+def test_it_follows_the_grammar_to_its_end() -> None:
+    made = constraint()
+    for token in (1, 2, END):
+        assert allowed(made) == {token}
+        made.advance(token)
+    assert made.ended and allowed(made) == EVERYTHING
+    made.advance(7)  # a step that was in flight
+    assert made.failure is None
+
+
+def test_a_resumed_output_stands_where_it_was() -> None:
+    assert allowed(constraint(generated=(1,))) == {2}
+    assert allowed(constraint(generated=(1, 2), min_tokens=9)) == {END}, "nothing else is possible"
+
+
+@pytest.mark.parametrize("wrong", ["matcher", "accept", "fill"])
+def test_a_backend_that_raises_fails_its_request_alone(wrong: str) -> None:
+    made = constraint(Letters(wrong))
+    if wrong != "matcher":
+        allowed(made)
+    made.advance(1)
+    assert made.failure is not None and made.failure.startswith("structured_outputs: ")
+    assert allowed(made) == EVERYTHING
+
+
+def test_a_token_that_the_grammar_does_not_allow_is_a_failure() -> None:
+    made = constraint()
+    made.advance(2)
+    assert made.failure is not None and "token 2" in made.failure
+
+
+def test_a_row_without_a_token_has_ended() -> None:
+    made = constraint()
+    made.advance(-1)
+    assert made.ended and made.failure is None
+
+
+def test_inside_a_thought_anything_goes_but_the_end() -> None:
+    parser = functools.partial(Qwen3Reasoning, thinking=True)
+    made = constraint(thought=Thought(parser, None))
+    for token in (2, 1, 3, 4, 40):
+        assert allowed(made) == EVERYTHING - {END, 33}
+        made.advance(token)
+    made.advance(5)
+    assert allowed(made) == {1}
+
+
+def test_a_model_that_may_think_chooses_with_its_first_token() -> None:
+    parser = functools.partial(Qwen3Reasoning, thinking=True)
+    made = constraint(thought=Thought(parser, (6,)))
+    assert allowed(made) == {1, 6}
+    made.advance(1)
+    assert allowed(made) == {2}
+    made = constraint(thought=Thought(parser, (6,)))
+    made.advance(6)
+    assert allowed(made) == EVERYTHING - {END, 33}
+    assert allowed(constraint(generated=(6, 1, 5), thought=Thought(parser, (6,)))) == {1}

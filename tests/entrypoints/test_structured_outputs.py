@@ -1,0 +1,400 @@
+"""Structured outputs over HTTP, with the real `openai` client, on the embedded model."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+from serving import MODEL, Server, running
+
+from jackfield import EngineConfig
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "The weather in a city",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "city": {"type": "string", "minLength": 1, "maxLength": 12},
+                "unit": {"$ref": "#/$defs/unit"},
+            },
+            "required": ["city", "unit"],
+            "additionalProperties": False,
+            "$defs": {"unit": {"enum": ["celsius", "fahrenheit"]}},
+        },
+    },
+}
+ADD = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "a": {"type": "integer", "minimum": 0, "maximum": 99},
+                "b": {"type": "integer", "minimum": 0, "maximum": 99},
+            },
+            "required": ["a", "b"],
+            "additionalProperties": False,
+        },
+    },
+}
+EVENT = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 16},
+        "day": {"enum": ["monday", "friday"]},
+        "people": {
+            "type": "array",
+            "items": {
+                "type": "object",
+                "properties": {
+                    "first": {"type": "string", "maxLength": 8},
+                    "age": {"type": ["integer", "null"]},
+                },
+                "required": ["first", "age"],
+                "additionalProperties": False,
+            },
+            "maxItems": 2,
+        },
+    },
+    "required": ["name", "day", "people"],
+    "additionalProperties": False,
+}
+FORMAT = {
+    "type": "json_schema",
+    "json_schema": {"name": "event", "strict": True, "schema": EVENT},
+}
+MESSAGES: Any = [
+    {"role": "user", "content": "What is the weather in Lisbon on friday? Add 3 and 4."}
+]
+
+
+def deep(levels: int) -> Any:
+    schema: Any = {"type": "string"}
+    for _ in range(levels):
+        schema = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
+    return schema
+
+
+DEEP = deep(300)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    config = EngineConfig(
+        dtype="float32",
+        device="cpu",
+        served_model_name=(MODEL,),
+        max_num_seqs=16,
+        num_gpu_blocks_override=800,
+        attention_backend="torch",
+        reasoning_parser="think_tags",
+        tool_call_parser="hermes",
+        structured_outputs_config={  # type: ignore[arg-type]
+            "disable_any_whitespace": True, "compile_timeout": 5.0,
+        },
+    )  # fmt: skip
+    with running(config) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+
+
+@pytest.fixture
+async def asynchronous(server: Server) -> Any:
+    async with openai.AsyncOpenAI(
+        base_url=f"{server.url}/v1", api_key="none", max_retries=0
+    ) as made:
+        yield made
+
+
+async def whole(client: openai.AsyncOpenAI, **options: Any) -> dict[str, Any]:
+    made = await client.chat.completions.create(
+        model=MODEL, messages=MESSAGES, max_tokens=300, **options
+    )
+    (choice,) = made.choices
+    return {
+        "content": choice.message.content,
+        "calls": [
+            (c.function.name, c.function.arguments)  # type: ignore[union-attr]
+            for c in choice.message.tool_calls or []
+        ],
+        "finish": choice.finish_reason,
+    }
+
+
+async def streamed(client: openai.AsyncOpenAI, **options: Any) -> dict[str, Any]:
+    content: str | None = None
+    calls: dict[int, list[str]] = {}
+    finish = None
+    stream = await client.chat.completions.create(
+        model=MODEL, messages=MESSAGES, max_tokens=300, stream=True, **options
+    )
+    async for chunk in stream:
+        (choice,) = chunk.choices
+        if choice.delta.content:
+            content = (content or "") + choice.delta.content
+        for call in choice.delta.tool_calls or []:
+            parts = calls.setdefault(call.index, ["", ""])
+            assert call.function is not None
+            if call.function.name:
+                assert call.id and parts == ["", ""]
+                parts[0] = call.function.name
+            parts[1] += call.function.arguments or ""
+        finish = choice.finish_reason or finish
+    return {"content": content, "calls": [tuple(c) for _, c in sorted(calls.items())],
+            "finish": finish}  # fmt: skip
+
+
+def check_event(text: str) -> None:
+    made = json.loads(text)
+    assert list(made) == ["name", "day", "people"] and len(made["name"]) <= 16
+    assert made["day"] in ("monday", "friday") and len(made["people"]) <= 2
+    for person in made["people"]:
+        assert list(person) == ["first", "age"] and len(person["first"]) <= 8
+        assert person["age"] is None or type(person["age"]) is int
+
+
+def check_call(name: str, arguments: str) -> None:
+    made = json.loads(arguments)
+    if name == "add":
+        assert list(made) == ["a", "b"] and all(
+            type(v) is int and 0 <= v <= 99 for v in made.values()
+        )
+    else:
+        assert name == "get_weather" and list(made) == ["city", "unit"]
+        assert 1 <= len(made["city"]) <= 12 and made["unit"] in ("celsius", "fahrenheit")
+
+
+async def both(client: openai.AsyncOpenAI, **options: Any) -> dict[str, Any]:
+    one, other = await asyncio.gather(whole(client, **options), streamed(client, **options))
+    assert one == other
+    return one
+
+
+async def test_a_strict_schema_holds_for_every_seed_and_temperature(asynchronous: Any) -> None:
+    settings = [
+        {"seed": seed, "temperature": temperature}
+        for temperature in (0.0, 0.7, 1.0, 1.8)
+        for seed in range(6)
+    ]
+    made = await asyncio.gather(
+        *(both(asynchronous, response_format=FORMAT, **one) for one in settings)
+    )
+    ended = [answer for answer in made if answer["finish"] == "stop"]
+    assert len(ended) >= 20
+    for answer in ended:
+        check_event(answer["content"])
+    assert len({answer["content"] for answer in made}) > 5
+
+
+async def test_required_tools_are_called_for_every_seed(asynchronous: Any) -> None:
+    made = await asyncio.gather(
+        *(
+            both(asynchronous, tools=[WEATHER, ADD], tool_choice="required", seed=seed,
+                 temperature=1.5, parallel_tool_calls=seed % 2 == 0)
+            for seed in range(8)
+        )
+    )  # fmt: skip
+    for seed, answer in enumerate(made):
+        assert answer["content"] is None and answer["calls"]
+        if answer["finish"] == "length":
+            continue
+        assert answer["finish"] == "tool_calls"
+        assert seed % 2 == 0 or len(answer["calls"]) == 1
+        for call in answer["calls"]:
+            check_call(*call)
+    assert sum(answer["finish"] == "tool_calls" for answer in made) >= 6
+
+
+async def test_a_named_tool_is_called_for_every_seed(asynchronous: Any) -> None:
+    for tool in (WEATHER, ADD):
+        name: Any = tool["function"]["name"]  # type: ignore[index]
+        choice = {"type": "function", "function": {"name": name}}
+        for answer in await asyncio.gather(
+            *(both(asynchronous, tools=[WEATHER, ADD], tool_choice=choice, seed=seed)
+              for seed in range(4))
+        ):  # fmt: skip
+            assert answer["finish"] == "stop" and answer["content"] is None
+            ((called, arguments),) = answer["calls"]
+            assert called == name
+            check_call(called, arguments)
+
+
+async def test_a_strict_tool_is_held_to_its_schema_when_it_is_called(asynchronous: Any) -> None:
+    strict = json.loads(json.dumps(WEATHER))
+    strict["function"]["strict"] = True
+    opened = {"1532": 100.0}  # <tool_call>, so that the model does call something
+    made = await asyncio.gather(
+        *(
+            both(asynchronous, tools=[strict], seed=seed, temperature=1.8, logit_bias=opened,
+                 parallel_tool_calls=False)
+            for seed in range(6)
+        )
+    )  # fmt: skip
+    for answer in made:
+        ((name, arguments),) = answer["calls"]
+        assert answer["finish"] == "tool_calls" and answer["content"] is None
+        check_call(name, arguments)
+
+
+@pytest.mark.parametrize(
+    ("extra", "pattern"),
+    [
+        ({"guided_regex": "(red|blue){2}!"}, "(red|blue){2}!"),
+        ({"guided_choice": ["yes", "no"]}, "yes|no"),
+        ({"guided_grammar": 'start: "a" ("b" | "c")'}, "ab|ac"),
+        ({"guided_grammar": 'root ::= "a" ("b" | "c")'}, "ab|ac"),
+        ({"guided_json": json.dumps({"enum": [1, 2]})}, "1|2"),
+        ({"structured_outputs": {"json": {"const": None}}}, "null"),
+        ({"structured_outputs": {"regex": "[xy]"}}, "x|y"),
+        ({"response_format": {
+            "type": "structural_tag",
+            "structures": [{"begin": "<n>", "schema": {"enum": [7, 8]}, "end": "</n>"}],
+            "triggers": ["<n>"], "at_least_one": True, "stop_after_first": True}},
+         "<n>(7|8)</n>"),
+    ],
+    ids=lambda value: str(value)[:32],
+)  # fmt: skip
+def test_every_kind_works_in_chat_and_completions(
+    client: openai.OpenAI, extra: dict[str, Any], pattern: str
+) -> None:
+    chat = client.chat.completions.create(
+        model=MODEL, messages=MESSAGES, max_tokens=200, seed=2, extra_body=extra
+    )
+    completion = client.completions.create(
+        model=MODEL, prompt="Once", max_tokens=200, seed=2, extra_body=extra
+    )
+    for text, finish in (
+        (chat.choices[0].message.content, chat.choices[0].finish_reason),
+        (completion.choices[0].text, completion.choices[0].finish_reason),
+    ):
+        assert finish == "stop" and re.fullmatch(pattern, text or "", re.DOTALL), text
+
+
+async def test_a_json_object_is_one(asynchronous: Any) -> None:
+    asked = (whole(asynchronous, response_format={"type": "json_object"}, seed=s) for s in range(8))
+    ended = [a["content"] for a in await asyncio.gather(*asked) if a["finish"] == "stop"]
+    assert ended and all(isinstance(json.loads(content), dict) for content in ended)
+
+
+def test_the_client_parses_a_response_format(client: openai.OpenAI) -> None:
+    pydantic = pytest.importorskip("pydantic")
+
+    class Pair(pydantic.BaseModel):  # type: ignore[misc, name-defined]
+        left: int
+        right: bool
+
+    made = client.chat.completions.parse(
+        model=MODEL, messages=MESSAGES, max_tokens=100, seed=4, response_format=Pair
+    )
+    assert isinstance(made.choices[0].message.parsed, Pair)
+
+
+@pytest.mark.parametrize(
+    ("options", "param"),
+    [
+        ({"response_format": {"type": "yaml"}}, "response_format.type"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "?"}}}},
+         "response_format"),
+        ({"extra_body": {"guided_regex": "(a"}}, "guided_regex"),
+        ({"extra_body": {"guided_choice": []}}, "guided_choice"),
+        ({"extra_body": {"guided_choice": "a"}}, "guided_choice"),
+        ({"extra_body": {"structured_outputs": {"regexp": "a"}}}, "structured_outputs.regexp"),
+        ({"extra_body": {"structured_outputs": {}}}, "structured_outputs"),
+        ({"extra_body": {"guided_regex": "a", "guided_choice": ["a"]}}, "guided_choice"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [ADD], "tool_choice": "sometimes"}, "tool_choice"),
+        ({"tools": [ADD], "tool_choice": {"type": "function", "function": {"name": "sub"}}},
+         "tool_choice"),
+        ({"tools": [ADD], "tool_choice": "required", "response_format": FORMAT}, "tool_choice"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "?"}}}],
+          "tool_choice": "required"}, "tools"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": DEEP}}],
+          "tool_choice": "required"}, "tools"),
+    ],
+    ids=lambda value: str(value)[:60],
+)  # fmt: skip
+def test_wrong_wishes_are_refused_by_name(
+    client: openai.OpenAI, options: dict[str, Any], param: str
+) -> None:
+    for stream in (False, True):
+        with pytest.raises(openai.BadRequestError) as caught:
+            client.chat.completions.create(
+                model=MODEL, messages=MESSAGES, max_tokens=5, stream=stream, **options
+            )
+        assert caught.value.body["param"] == param, caught.value.body  # type: ignore[index]
+
+
+HOSTILE: list[dict[str, Any]] = [
+    {"guided_json": deep(200)},
+    {"guided_json": {"enum": ["x" * 10 + str(i) for i in range(50_000)]}},
+    {"guided_json": {"$ref": "#"}},
+    {"guided_json": {"anyOf": [{"$ref": "#/anyOf/0"}]}},
+    {"guided_regex": "(" * 300 + "a" + ")" * 300},
+    {"guided_regex": "a{1000000000}"},
+    {"guided_regex": "((((((a{1,99}){1,99}){1,99}){1,99}){1,99}){1,99}){1,99}b"},
+    {"guided_regex": "a" * 70_000},
+    {"guided_grammar": "start: start start | \n"},
+    {"guided_grammar": 'start: "' + "(" * 500},
+    {"guided_choice": ["a" * 60_000, "b" * 60_000]},
+    {"structural_tag": {"structures": [{"begin": "x", "schema": deep(150), "end": ""}],
+                        "triggers": ["x"]}},
+]  # fmt: skip
+
+
+async def test_hostile_grammars_cost_their_request_alone(server: Server, asynchronous: Any) -> None:
+    """Every one is a 400, or an answer; meanwhile others are answered and the loop goes round."""
+
+    async def longest_turn() -> float:
+        longest, last = 0.0, time.monotonic()
+        while not done.is_set():
+            await asyncio.sleep(0.005)
+            now = time.monotonic()
+            longest, last = max(longest, now - last), now
+        return longest
+
+    async def hostile(extra: dict[str, Any]) -> int:
+        try:
+            await asynchronous.completions.create(
+                model=MODEL, prompt="Once", max_tokens=4, extra_body=extra
+            )
+        except openai.APIStatusError as error:
+            return error.status_code
+        return 200
+
+    holder: dict[str, Any] = {}
+
+    async def watch(_: Any) -> None:
+        nonlocal done
+        done = asyncio.Event()
+        holder["loop"], holder["done"] = asyncio.get_running_loop(), done
+        holder["longest"] = await longest_turn()
+
+    done: asyncio.Event
+    watching = asyncio.get_running_loop().run_in_executor(None, server.call, watch)
+    plain = [whole(asynchronous, response_format=FORMAT, seed=seed) for seed in range(4)]
+    *statuses, answers = await asyncio.gather(
+        *(hostile(extra) for extra in HOSTILE), asyncio.gather(*plain)
+    )
+    holder["loop"].call_soon_threadsafe(holder["done"].set)
+    await watching
+    assert set(statuses) <= {200, 400}, list(zip(statuses, map(str, HOSTILE), strict=True))
+    assert statuses.count(400) >= 8
+    assert holder["longest"] < 2.0, "the event loop stood still"
+    for answer in answers:
+        if answer["finish"] == "stop":
+            check_event(answer["content"])

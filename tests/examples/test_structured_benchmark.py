@@ -1,0 +1,27 @@
+"""The benchmark of structured outputs runs on any machine, if small."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jackfield
+
+SCRIPT = Path(jackfield.__file__).parent / "examples" / "benchmarks" / "structured_outputs.py"
+
+
+def test_it_compares_a_batch_with_and_without_a_schema(tmp_path: Path) -> None:
+    out = tmp_path / "results.jsonl"
+    options = ["--model", "tiny", "--batch", "4", "--output", "16", "--repeats", "1"]
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), *options, "--out", str(out)],
+        env=environment, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    (line,) = [json.loads(text) for text in out.read_text().splitlines()]
+    assert line["batch"] == 4 and line["plain_tokens_per_second"] > 0
+    assert line["ratio"] > 0 and line["mask_us_per_row"] > 0
