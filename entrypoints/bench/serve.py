@@ -36,7 +36,7 @@ from .report import (
     table,
     version_of,
 )
-from .serve_options import Way, chosen_workloads, draw_chats, make_parser, ways
+from .serve_options import Way, chosen_workloads, draw_chats, parse, ways
 from .servers import SERVED, free_port, server_command, serving
 from .session import checkpoint
 from .workloads import Ask, Workload, model_config_dict
@@ -48,14 +48,8 @@ WARM_UP_AT_MOST = 64
 
 def run(argv: list[str]) -> int:
     """→ exit status, 1 when a request failed"""
-    parser = make_parser()
-    args, rest = parser.parse_known_args(argv)
-    if rest and args.engine is None:
-        parser.parse_args(argv)
-    try:
-        bench = ServeBench(args, chosen_workloads(args), rest)
-    except ValueError as error:
-        parser.error(str(error))
+    args, flags = parse(argv)
+    bench = ServeBench(args, chosen_workloads(args), flags)
     try:
         return on_event_loop(bench.run())
     except (JackfieldError, RuntimeError, OSError, aiohttp.ClientError) as error:

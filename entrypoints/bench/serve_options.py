@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -114,15 +115,13 @@ def make_parser() -> Parser:
     """Flags that are not here go to the server that --engine starts."""
     parser = Parser(
         prog="jackfield bench serve",
+        usage="%(prog)s [WORKLOAD ...] [options]",
         description="Load an OpenAI-style server, and time its answers: one that runs, or one that "
-        "is started here with --engine.",
+        "is started here with --engine. Workloads: W5, streams, W7; none: random requests, as the "
+        "options say.",
         epilog="With --engine, other options go to the command `serve` of that engine as they are.",
     )
     count, size = checked(int, 1), checked(int, 0)
-    parser.add_argument(
-        "workloads", nargs="*", metavar="WORKLOAD",
-        help="of W5, streams, W7; none: random requests, as the options below say",
-    )  # fmt: skip
     server = parser.add_argument_group("server")
     server.add_argument("--base-url", help="of one that runs (default: --host and --port)")
     server.add_argument("--host", default="127.0.0.1")
@@ -181,6 +180,24 @@ def _add_result_options(parser: Parser) -> None:
     results.add_argument("--plot", type=Path, metavar="DIR", help="for plots (needs matplotlib)")
     results.add_argument("--disable-tqdm", action="store_true", help="no progress bar")
     add_output_options(parser)
+
+
+def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """→ (flags and `workloads`, what goes to the server's command)
+
+    Workloads come first: what follows a flag that is not known here may be its value.
+    """
+    names = list(itertools.takewhile(lambda word: not word.startswith("-"), argv))
+    parser = make_parser()
+    args, rest = parser.parse_known_args(argv[len(names) :])
+    if rest and args.engine is None:
+        parser.parse_args(argv[len(names) :])
+    args.workloads = names
+    try:
+        chosen_workloads(args)
+    except ValueError as error:
+        parser.error(str(error))
+    return args, rest
 
 
 def chosen_workloads(args: argparse.Namespace) -> list[Workload]:
