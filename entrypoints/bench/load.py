@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import random
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -105,7 +106,7 @@ class Answer(msgspec.Struct, kw_only=True):
     @property
     def itl(self) -> list[float]:
         """Between pieces."""
-        return [after - before for before, after in zip(self.times, self.times[1:], strict=False)]
+        return [after - before for before, after in itertools.pairwise(self.times)]
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):

@@ -42,6 +42,9 @@ from .session import checkpoint
 from .workloads import Ask, Workload, model_config_dict
 
 BUSY_CLIENT = 0.85
+"""Of a core: beyond it, pieces may have waited for the client."""
+CHANCE_HITS = 0.02
+"""Of prompt tokens, found in the prefix cache though no prompts share a beginning."""
 WARM_UP_AT_MOST = 64
 """Requests before an open loop."""
 
@@ -173,8 +176,16 @@ class ServeBench:
         if record["failed"]:
             self.status = 1
             say(f"{workload.id}: {record['failed']} failed, the first: {record['first_failure']}")
+        doubts = []
         if record["measured"]["client_cpu_share"] > BUSY_CLIENT:
-            record["doubt"] = "the client was busy: give it more --client-processes"
+            doubts.append("the client was busy: give it more --client-processes")
+        shared = workload.system or workload.turns > 1
+        if not shared and record["measured"].get("prefix_hit_rate", 0.0) > CHANCE_HITS:
+            doubts.append(
+                "an earlier run left these prompts in the cache: give another --seed"
+            )
+        if doubts:
+            record["doubt"] = "; ".join(doubts)
             say(f"{workload.id}: {record['doubt']}")
         return runs, record
 
