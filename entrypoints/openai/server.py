@@ -25,6 +25,8 @@ logger = logging.getLogger("jackfield.server")
 SWITCH_INTERVAL = 0.0005
 """Seconds a thread may hold the interpreter while another one wants it: a launch must not wait."""
 DEAD = object()
+BACKLOG = 2048
+"""Connections that wait to be accepted: beyond it, a client tries again after a second."""
 CLOSE_SECONDS = 5.0
 """Given to responses that are being written when the server closes."""
 
@@ -57,9 +59,9 @@ async def listening(
         await runner.setup()
         site: web.BaseSite
         if listen.uds:
-            site = web.UnixSite(runner, listen.uds)
+            site = web.UnixSite(runner, listen.uds, backlog=BACKLOG)
         else:
-            site = web.TCPSite(runner, listen.host, listen.port)
+            site = web.TCPSite(runner, listen.host, listen.port, backlog=BACKLOG)
         await site.start()
         yield listen.uds or _url(listen.host, runner.addresses[0][1])
     finally:

@@ -7,10 +7,14 @@ matter it is one whose weights are a table of what to say.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import re
+import socket
+import threading
 from collections.abc import Iterator
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import openai
@@ -424,3 +428,17 @@ def test_a_dead_engine_fails_health_and_requests(tmp_path_factory: Any) -> None:
         assert answer.status_code == 503
         assert "the device is gone" in answer.json()["error"]["message"]
         post(server, "/v1/completions", {"prompt": "x"}, 503)
+
+
+def test_a_busy_moment_turns_no_client_away(server: Server) -> None:
+    """Hundreds may connect while the loop does something else; a full queue costs them a second."""
+    address = urlsplit(server.url)
+    free = threading.Event()
+    held = threading.Thread(target=server.call, args=(lambda _: free.wait(30),))
+    with contextlib.ExitStack() as stack:
+        stack.callback(held.join)
+        stack.callback(free.set)
+        held.start()
+        for _ in range(300):
+            made = socket.create_connection((address.hostname or "", address.port or 0), timeout=5)
+            stack.enter_context(made)
