@@ -45,8 +45,8 @@ def summarize(
     """
     measured: Record = {"seconds": statistics.median(run.seconds for run in runs)}
     names = ("requests_per_second", "output_tokens_per_second", "tokens_per_second")
-    for name, values in zip(names, zip(*map(rates, runs), strict=True), strict=True):
-        measured[name] = statistics.median(values)
+    for name, speeds in zip(names, zip(*map(rates, runs), strict=True), strict=True):
+        measured[name] = statistics.median(speeds)
     for name, values in samples([each for run in runs for each in run.answers]).items():
         if name in metrics and values:
             measured[f"{name}_mean_ms"] = 1e3 * statistics.fmean(values)

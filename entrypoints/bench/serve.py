@@ -20,6 +20,7 @@ import aiohttp
 import msgspec
 from tqdm import tqdm
 
+from ... import __version__
 from ...core.errors import JackfieldError
 from ..cli.options import fail
 from .clients import Sent, on_event_loop, send_load
@@ -30,7 +31,6 @@ from .measure import rounded
 from .report import (
     Emitter,
     Record,
-    __version__,
     environment,
     say,
     table,
@@ -181,9 +181,7 @@ class ServeBench:
             doubts.append("the client was busy: give it more --client-processes")
         shared = workload.system or workload.turns > 1
         if not shared and record["measured"].get("prefix_hit_rate", 0.0) > CHANCE_HITS:
-            doubts.append(
-                "an earlier run left these prompts in the cache: give another --seed"
-            )
+            doubts.append("an earlier run left these prompts in the cache: give another --seed")
         if doubts:
             record["doubt"] = "; ".join(doubts)
             say(f"{workload.id}: {record['doubt']}")

@@ -134,7 +134,7 @@ def make_parser() -> Parser:
     server.add_argument("--engine", choices=SERVERS, help="start its server, with --model")
     server.add_argument("--ready-check-timeout-sec", type=checked(float, 0), default=600.0,
                         help="seconds for it to be ready")  # fmt: skip
-    add_model_options(server)
+    add_model_options(parser)
     load = parser.add_argument_group("load, instead of the workload's own")
     load.add_argument("--num-prompts", type=count, help="requests, or chats (default: 1000)")
     load.add_argument("--request-rate", type=checked(float, 0, above=True), nargs="+",
