@@ -103,7 +103,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         str, _doc("Implementation of norms, products and activations by name, or auto.")
     ] = "auto"
     quantization: Annotated[
-        str | None, _doc("Quantization method by name. Refused for now: there is none yet.")
+        str | None,
+        _doc("Quantization method by name; default: what the checkpoint says, or none."),
     ] = None
     executor: Annotated[str, _doc("Where ranks run: inprocess, or a plugin's.")] = "inprocess"
     tensor_parallel_size: Annotated[

@@ -21,6 +21,8 @@ import torch
 from torch import nn
 
 from ..errors import LoadError
+from ..nn.quantized import QuantizedLinear
+from .staging import Staging
 
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
 
@@ -71,6 +73,11 @@ class ParameterFiller:
         self.weight_map = weight_map
         self.parameters = dict(model.named_parameters())
         modules = dict(model.named_modules())
+        self.quantized = {
+            module.spec.prefix: Staging(module)
+            for module in modules.values()
+            if isinstance(module, QuantizedLinear)
+        }
         self.shards: dict[str, Mapping[str, slice]] = {}
         self.missing: set[tuple[str, str | None]] = set()
         for name in self.parameters:
@@ -86,6 +93,8 @@ class ParameterFiller:
         if name.endswith(IGNORED_SUFFIXES):
             return
         parameter_name, shard = self.weight_map.target(name)
+        if self._stage(name, parameter_name, shard, tensor):
+            return
         parameter = self.parameters.get(parameter_name)
         if parameter is None:
             tied = self.weight_map.tied.get(parameter_name)
@@ -105,10 +114,28 @@ class ParameterFiller:
         into.copy_(tensor)
         self.missing.discard((parameter_name, shard))
 
+    def _stage(self, name: str, target: str, shard: str | None, tensor: torch.Tensor) -> bool:
+        """Hand a tensor to the quantized layer that it belongs to; False: it is none's."""
+        prefix, _, leaf = target.rpartition(".")
+        if leaf == "bias":
+            layer = self.quantized.get(prefix)
+            # Some tools write biases of zeros for layers that have none.
+            return layer is not None and layer.module.bias is None and not tensor.any()
+        while prefix:
+            if (layer := self.quantized.get(prefix)) is not None:
+                layer.add(name, leaf, shard, tensor)
+                return True
+            prefix, _, part = prefix.rpartition(".")
+            leaf = f"{part}.{leaf}"
+        return False
+
     def finish(self) -> None:
         """Raises LoadError naming what the checkpoint did not have."""
-        if self.missing:
-            raise LoadError(f"missing tensors: {_some(self._names())}")
+        missing = [*self._names(), *(n for layer in self.quantized.values() for n in layer.missing)]
+        if missing:
+            raise LoadError(f"missing tensors: {_some(missing)}")
+        for layer in self.quantized.values():
+            layer.finish()
 
     def _names(self) -> Iterable[str]:
         """As the checkpoint would call them."""

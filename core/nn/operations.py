@@ -11,6 +11,8 @@ from typing import ClassVar, NamedTuple
 import torch
 import torch.nn.functional as F
 
+from .packed import PackedWeight, dequantize
+
 
 class Norm(NamedTuple):
     """An RMSNorm's parameters, for operations that apply it on the way."""
@@ -96,6 +98,26 @@ class Operations:
         """[T, 2 * size], gate then up → [T, size]"""
         gate, up = x.chunk(2, dim=-1)
         return F.silu(gate) * up
+
+    def packed_linear(
+        self,
+        x: torch.Tensor,
+        weight: PackedWeight,
+        bias: torch.Tensor | None = None,
+        *,
+        norm: Norm | None = None,
+        residual: torch.Tensor | None = None,
+        gated: bool = False,
+    ) -> torch.Tensor:
+        """`linear`, or with `gated` `gated_linear`, by a quantized weight.
+
+        The reference dequantises the weight each time, and never rounds inputs.
+        """
+        dense = dequantize(weight, x.dtype)
+        if gated:
+            assert residual is None, "a gate has no residual"
+            return self.gated_linear(x, dense, bias, norm=norm)
+        return self.linear(x, dense, bias, norm=norm, residual=residual)
 
     def heads(
         self,

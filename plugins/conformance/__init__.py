@@ -1,0 +1,1 @@
+"""Conformance kits: what a plugin must pass, as classes of pytest tests."""
