@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import torch
 
+from .packed_weight import Packed
+
 
 def kv_cache_write(
     key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
@@ -172,3 +174,86 @@ def gemv(
     if residual is not None:
         out = out + residual.float()
     return out.to(x.dtype)
+
+
+def quantize_rows(
+    x: torch.Tensor,
+    dtype: torch.dtype,
+    *,
+    norm: tuple[torch.Tensor, float] | None = None,
+    scale: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """x: [num_rows, size] → (values of `dtype`, [num_rows] float32 scales)."""
+    if norm is not None:
+        x = rms_norm(x, *norm)
+    largest = 127.0 if dtype == torch.int8 else torch.finfo(dtype).max
+    wide = x.float()
+    if scale is None:
+        scales = wide.abs().amax(dim=1) / largest
+        scales = torch.where(scales > 0, scales, torch.ones_like(scales))
+    else:
+        scales = scale.float().expand(x.shape[0]).contiguous()
+    values = (wide / scales[:, None]).clamp(-largest, largest)
+    return (values.round() if dtype == torch.int8 else values).to(dtype), scales
+
+
+def unpack_weight(weight: Packed, dtype: torch.dtype) -> torch.Tensor:
+    """→ [rows, size]: (value - zero) * scale; layouts as in packed_weight.py."""
+    if weight.parts > 1:
+        mask = (1 << weight.bits) - 1
+        parts = [(weight.values >> (i * weight.bits)) & mask for i in range(weight.parts)]
+        values = torch.cat(parts, dim=1).float()
+    else:
+        values = weight.values.float()
+    groups = torch.arange(values.shape[1], device=values.device) // weight.group_size
+    if weight.zero is None:
+        values = values - weight.offset
+    else:
+        values = values - weight.zero.t().float()[:, groups]
+    scale = weight.scale.t().float().repeat_interleave(weight.scale_rows, dim=0)
+    return (values * scale[: values.shape[0], groups]).to(dtype)
+
+
+def packed_gemv(
+    x: torch.Tensor,
+    weight: Packed,
+    bias: torch.Tensor | None = None,
+    *,
+    norm: tuple[torch.Tensor, float] | None = None,
+    residual: torch.Tensor | None = None,
+    gated: bool = False,
+) -> torch.Tensor:
+    """`gemv` by the weight that is meant, any number of rows."""
+    dense = unpack_weight(weight, torch.float32)
+    return gemv(x, dense, bias, norm=norm, residual=residual, gated=gated)
+
+
+def packed_matmul(
+    x: torch.Tensor,
+    weight: Packed,
+    bias: torch.Tensor | None = None,
+    *,
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """residual + x Wᵀ + bias; float32 until the end."""
+    return packed_gemv(x, weight, bias, residual=residual)
+
+
+def finish_product(
+    parts: torch.Tensor,
+    out: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    row_scale: torch.Tensor | None = None,
+    column_scale: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """parts: [splits, num_rows, size] → out = residual + sum * scales + bias."""
+    total = parts.float().sum(dim=0)
+    if row_scale is not None and column_scale is not None:
+        total = total * row_scale.float()[:, None] * column_scale.float()
+    if bias is not None:
+        total = total + bias.float()
+    if residual is not None:
+        total = total + residual.float()
+    return out.copy_(total)

@@ -68,6 +68,8 @@ class QuantizationKit:
     """How far a layer may be from its dequantised weight, relative to the largest."""
     logprob_error: ClassVar[float] = 1e-3
     """How far log-probabilities may be from the dequantised model's: float32, on a CPU."""
+    prompt_lengths: ClassVar[tuple[int, ...]] = (1, 9, 37)
+    max_tokens: ClassVar[int] = 6
     device: ClassVar[str] = "cpu"
     operations: ClassVar[type[Operations]] = Operations
 
@@ -87,12 +89,16 @@ class QuantizationKit:
 
     @pytest.fixture(scope="class", params=FAMILIES)
     @classmethod
-    def checkpoint(
-        cls, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-    ) -> tuple[Path, Any]:
+    def family(cls, request: pytest.FixtureRequest) -> str:
+        """`transformers` model families; override it for others."""
+        return str(request.param)
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def checkpoint(cls, family: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
         """(folder of a quantized checkpoint, `transformers` model with the dequantised weights)"""
-        folder = tmp_path_factory.mktemp(request.param)
-        return folder, cls().write(request.param, folder)
+        folder = tmp_path_factory.mktemp(family)
+        return folder, cls().write(family, folder)
 
     def write(self, family: str, folder: Path) -> Any:
         """Write a random model in the format; → the `transformers` model it stands for."""
@@ -202,11 +208,17 @@ class QuantizationKit:
     def test_engine_gives_the_dequantised_models_log_probabilities(self, checkpoint: Any) -> None:
         """Prompts of several lengths at once, chunked, and some tokens more."""
         folder, reference = checkpoint
-        prompts = [[3 + (7 * i * n) % (VOCAB - 3) for i in range(1, n + 1)] for n in (1, 9, 37)]
+        prompts = [
+            [3 + (7 * i * n) % (VOCAB - 3) for i in range(1, n + 1)] for n in self.prompt_lengths
+        ]
 
         async def serve() -> list[Any]:
             params = SamplingParams(
-                temperature=0.0, max_tokens=6, ignore_eos=True, logprobs=2, prompt_logprobs=2
+                temperature=0.0,
+                max_tokens=self.max_tokens,
+                ignore_eos=True,
+                logprobs=2,
+                prompt_logprobs=2,
             )
             async with AsyncEngine(self.engine_config(folder)) as engine:
                 return list(await asyncio.gather(*(_last(engine, p, params) for p in prompts)))

@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 
 from ...core.nn.operations import DecodeTensors, HeadLayout, Norm, Operations, split_heads
+from ...core.nn.packed import PackedWeight
 from ...core.worker.sampling_state import Column
 
 try:
@@ -17,6 +18,7 @@ try:
     from ...kernels.heads import heads
     from ...kernels.rms_norm import rms_norm
     from ...kernels.silu_mul import silu_mul
+    from .packed import packed_product
 
     _MISSING = None
 except ImportError as error:
@@ -73,6 +75,19 @@ class TritonOperations(Operations):
         if x.shape[0] == 1:
             return gemv(x, weight, bias, norm=norm, gated=True)
         return super().gated_linear(x, weight, bias, norm=norm)
+
+    def packed_linear(
+        self,
+        x: torch.Tensor,
+        weight: PackedWeight,
+        bias: torch.Tensor | None = None,
+        *,
+        norm: Norm | None = None,
+        residual: torch.Tensor | None = None,
+        gated: bool = False,
+    ) -> torch.Tensor:
+        """`linear` or `gated_linear` by a quantized weight, which is read as it is."""
+        return packed_product(self, x, weight, bias, norm=norm, residual=residual, gated=gated)
 
     def silu_mul(self, x: torch.Tensor) -> torch.Tensor:
         """[T, 2 * size] → [T, size]"""

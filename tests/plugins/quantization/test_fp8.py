@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 
 from jackfield.plugins.conformance.quantization import QuantizationKit
+from jackfield.plugins.operations.triton import TritonOperations
 
 FP8 = torch.float8_e4m3fn
 LARGEST = 448.0
@@ -77,3 +79,21 @@ class TestRoundedAtLoad(QuantizationKit):
     def quantize(self, weight: torch.Tensor) -> Any:
         scale = weight.abs().amax(dim=1, keepdim=True) / LARGEST
         return {"weight": weight}, rounded(weight, scale.clamp(min=1e-9))[1]
+
+
+class TestThroughTriton(TestPerTensor):
+    """The kernels in place of the reference, in Triton's interpreter where there is no GPU."""
+
+    operations = TritonOperations
+    exact = 1e-4
+    prompt_lengths = (3,)
+    max_tokens = 2
+
+    @pytest.fixture(scope="class", params=["Qwen3"])
+    @classmethod
+    def family(cls, request: pytest.FixtureRequest) -> str:
+        return str(request.param)
+
+    def engine_config(self, folder: Any, **options: Any) -> Any:
+        chosen = {"operations": "triton", "max_num_seqs": 1, "max_num_batched_tokens": 4}
+        return super().engine_config(folder, **{**chosen, **options})
