@@ -68,10 +68,10 @@ class PackedWeight(NamedTuple):
 
 def pack_words(values: torch.Tensor, bits: int) -> torch.Tensor:
     """[N, K] integers in [0, 2 ** bits), K a multiple of 32 / bits → [N, K * bits / 32] int32."""
-    parts = values.to(torch.int64).chunk(WORD_BITS // bits, dim=1)
-    words = torch.zeros_like(parts[0])
+    parts = values.chunk(WORD_BITS // bits, dim=1)
+    words = torch.zeros_like(parts[0], dtype=torch.int64)
     for index, part in enumerate(parts):
-        words |= part << (index * bits)
+        words |= part.to(torch.int64) << (index * bits)
     # Above 2 ** 31 the same bits are a negative int32.
     return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
 

@@ -13,3 +13,9 @@ HERE = "jackfield.plugins.quantization"
 def register_quantization(registry: Any) -> None:
     registry.add("fp8", f"{HERE}.fp8:Fp8")
     registry.add("fbgemm_fp8", f"{HERE}.fp8:Fp8", help="The same layout, by another tool")
+    registry.add("int8", f"{HERE}.int8:Int8")
+    registry.add("rtn", f"{HERE}.rtn:Rtn")
+    registry.add("gptq", f"{HERE}.gptq:Gptq")
+    registry.add("gptq_marlin", f"{HERE}.gptq:Gptq", help="As gptq")
+    registry.add("awq", f"{HERE}.awq:Awq")
+    registry.add("awq_marlin", f"{HERE}.awq:Awq", help="As awq")
