@@ -42,7 +42,7 @@ class Packed(NamedTuple):
     @property
     def size(self) -> int:
         """Columns."""
-        return self.values.shape[1] * self.parts
+        return int(self.values.shape[1]) * self.parts
 
     @property
     def grouped(self) -> bool:

@@ -50,7 +50,7 @@ class Staging:
         """Random tensors in place of a checkpoint's."""
         for shard, wanted in self._wanted.items():
             for leaf, spec in wanted.items():
-                if not spec.optional:
+                if not spec.optional or spec.dummy is not None:
                     self._got[shard][leaf] = _random(self.module, leaf, spec, generator)
         self._process()
 
@@ -86,6 +86,8 @@ def _random(
     module: QuantizedLinear, leaf: str, spec: TensorSpec, generator: torch.Generator
 ) -> torch.Tensor:
     device, shape = module.spec.device, spec.shape
+    if shape is None and spec.dummy is not None:
+        shape = (1,)
     if shape is None:
         raise LoadError(f"{leaf} of {module.spec.prefix} has no shape of its own to make up")
     dtype = spec.dtypes[0] if spec.dtypes else module.spec.dtype

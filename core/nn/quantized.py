@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -60,8 +60,8 @@ class TensorSpec:
     optional: bool = False
     """The checkpoint may do without."""
     dummy: float | None = None
-    """What `load_format=dummy` fills a floating-point tensor with; None: small random numbers.
-    Integers get random bits."""
+    """What `load_format=dummy` fills a floating-point tensor with; None: small random numbers, and
+    an optional tensor is left out. Integers get random bits."""
 
 
 class QuantizedLinear(nn.Module):
@@ -157,7 +157,9 @@ class PackedLinear(QuantizedLinear):
     def process(self, shards: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
         """Keep the packed weight's tensors."""
         packed = self.pack(shards)
-        kept = {name: self.keep(name, part) for name, part in packed.tensors().items()}
+        kept: dict[str, Any] = {
+            name: self.keep(name, part) for name, part in packed.tensors().items()
+        }
         self.weight = packed._replace(**kept)
 
     def forward(

@@ -105,17 +105,17 @@ class QuantizationKit:
         config = getattr(transformers, f"{family}Config")(**SIZES)
         torch.manual_seed(11)
         model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
-        tensors = {}
+        tensors: dict[str, torch.Tensor] = {}
+        taken = set()
         for layer, module in model.named_modules():
             if isinstance(module, nn.Linear) and self.is_quantized(layer):
                 stored, dequantised = self.quantize(module.weight.data.clone())
                 tensors |= {f"{layer}.{leaf}": part.contiguous() for leaf, part in stored.items()}
                 module.weight.data.copy_(dequantised)
+                taken.add(f"{layer}.weight")
         model.save_pretrained(folder)
         plain = load_file(folder / "model.safetensors")
-        for key in list(plain):
-            if self.is_quantized(key.removesuffix(".weight")):
-                del plain[key]
+        plain = {name: tensor for name, tensor in plain.items() if name not in taken}
         save_file({**plain, **tensors}, folder / "model.safetensors", {"format": "pt"})
         if self.config:
             self.set_config(folder)
@@ -163,15 +163,18 @@ class QuantizationKit:
         """[out_features, in_features]: what the layer multiplies by, found by multiplying."""
         size = layer.spec.in_features
         eye = torch.eye(size, device=layer.spec.device)
+        product: torch.Tensor
         if not layer.spec.gated:
-            return layer(eye).t()
+            product = layer(eye)
+            return product.t()
         # Without the activation: the same layer as if it were a plain merged one.
         spec = layer.spec
         try:
             layer.spec = dataclasses.replace(spec, gated=False)
-            return layer(eye).t()
+            product = layer(eye)
         finally:
             layer.spec = spec
+        return product.t()
 
     def test_norm_before_and_residual_after(self, checkpoint: Any) -> None:
         """For one row and for several, as for a layer that does each step by itself."""
@@ -281,7 +284,8 @@ class QuantizationKit:
                 return kit.is_quantized(layer) and "layers.1.mlp.down_proj" not in layer
 
         reference = Spared().write("Llama", tmp_path)
-        self.set_config(tmp_path, **{self.ignore_field: ["model.layers.1.mlp.down_proj"]})
+        spared = [*self.config.get(self.ignore_field, ()), "model.layers.1.mlp.down_proj"]
+        self.set_config(tmp_path, **{self.ignore_field: spared})
         model = self.build(tmp_path)
         layers = quantized_layers(model)
         assert "model.layers.1.mlp.down_proj" not in layers

@@ -19,3 +19,4 @@ def register_quantization(registry: Any) -> None:
     registry.add("gptq_marlin", f"{HERE}.gptq:Gptq", help="As gptq")
     registry.add("awq", f"{HERE}.awq:Awq")
     registry.add("awq_marlin", f"{HERE}.awq:Awq", help="As awq")
+    registry.add("compressed-tensors", f"{HERE}.compressed_tensors:CompressedTensors")

@@ -102,6 +102,5 @@ class AwqLinear(PackedLinear):
 
 def _rows(packed: torch.Tensor) -> torch.Tensor:
     """[M, N / 8] words → [M, N] numbers, in order."""
-    numbers = unpack_along(packed, BITS, 1).unflatten(1, (-1, 8))
-    places = torch.tensor(PLACES, device=packed.device)
-    return numbers[:, :, places].flatten(1)
+    numbers = unpack_along(packed, BITS, 1).view(packed.shape[0], -1, 8)
+    return numbers[:, :, list(PLACES)].flatten(1)

@@ -74,27 +74,33 @@ class Fp8:
 
 
 class Fp8Linear(PackedLinear):
-    """A product by a float8 weight."""
+    """A product by a float8 weight. `static`: inputs are rounded with the checkpoint's scale;
+    `wide`: they are never rounded; `rounds`: a weight in a wider type is rounded at load."""
 
-    def __init__(self, spec: LinearSpec, *, static: bool = False, blocks: bool = False) -> None:
+    def __init__(
+        self, spec: LinearSpec, *, static: bool = False, blocks: bool = False, wide: bool = False,
+        rounds: bool = True,
+    ) -> None:  # fmt: skip
         super().__init__(spec)
+        self.wide = wide or blocks
         self.static = static
         self.blocks = blocks
+        self.rounds = rounds
 
     def tensors(self, out_features: int) -> Mapping[str, TensorSpec]:
         """The weight in any type; scales where it is float8 already."""
         size = self.spec.in_features
-        found = {
-            "weight": TensorSpec(
-                (out_features, size),
-                (self.spec.dtype, FP8, torch.bfloat16, torch.float16, torch.float32),
-            )
-        }
+        plain = (self.spec.dtype, torch.bfloat16, torch.float16, torch.float32)
+        types = (*plain, FP8) if self.rounds else (FP8,)
+        found = {"weight": TensorSpec((out_features, size), types)}
         grid = (-(-out_features // BLOCK), -(-size // BLOCK)) if self.blocks else None
         for name in SCALE_NAMES:
             found[name] = TensorSpec(grid, optional=True)
         for name in INPUT_SCALE_NAMES:
             found[name] = TensorSpec((), optional=True)
+        if not self.rounds:
+            found[SCALE_NAMES[0]] = TensorSpec(grid, optional=True, dummy=1.0)
+            found[INPUT_SCALE_NAMES[0]] = TensorSpec((), optional=True, dummy=0.01)
         return found
 
     def ready(self, shards: Mapping[str, Mapping[str, torch.Tensor]]) -> bool:
@@ -139,7 +145,7 @@ class Fp8Linear(PackedLinear):
             values=torch.cat(values).view(FP8),
             scale=torch.cat(scales, dim=1).contiguous(),
             group_size=BLOCK if self.blocks else size,
-            inputs="wide" if self.blocks else "quantized",
+            inputs="wide" if self.wide else "quantized",
             input_scale=torch.stack(input_scales).amax(dim=0) if input_scales else None,
         )
 

@@ -46,20 +46,25 @@ class Int8:
 
 class Int8Linear(PackedLinear):
     """A product by an int8 weight. `static`: inputs are rounded with the checkpoint's scale;
-    `wide`: they are never rounded."""
+    `wide`: they are never rounded; `rounds`: a weight in a wider type is rounded at load."""
 
-    def __init__(self, spec: LinearSpec, *, static: bool = False, wide: bool = False) -> None:
+    def __init__(
+        self, spec: LinearSpec, *, static: bool = False, wide: bool = False, rounds: bool = True
+    ) -> None:
         super().__init__(spec)
+        self.rounds = rounds
         self.static = static
         self.wide = wide
 
     def tensors(self, out_features: int) -> Mapping[str, TensorSpec]:
         """The weight in any type; its scales where it is int8 already."""
-        floats = (self.spec.dtype, torch.bfloat16, torch.float16, torch.float32)
+        plain = (self.spec.dtype, torch.bfloat16, torch.float16, torch.float32)
+        step = (3.0 / self.spec.in_features) ** 0.5 / 127
+        types = (*plain, torch.int8) if self.rounds else (torch.int8,)
         return {
-            "weight": TensorSpec((out_features, self.spec.in_features), (*floats, torch.int8)),
-            "weight_scale": TensorSpec(None, optional=True),
-            "input_scale": TensorSpec((), optional=True),
+            "weight": TensorSpec((out_features, self.spec.in_features), types),
+            "weight_scale": TensorSpec(None, optional=True, dummy=None if self.rounds else step),
+            "input_scale": TensorSpec((), optional=True, dummy=None if self.rounds else 0.01),
         }
 
     def ready(self, shards: Mapping[str, Mapping[str, torch.Tensor]]) -> bool:
