@@ -5,7 +5,7 @@
 The weight is dequantised in registers; inputs stay as they are, so nothing is rounded but the
 weight. Memory: the packed weight once, with its scales (rows * size * bits / 8 bytes, and 2 to 4
 bytes a group); x from the L2 cache once a program. Operations: 2 an element of the weight, and for
-words 4 to take them apart and scale them: near the rate of a chip's plain arithmetic at 4 bits.
+words about 2 more to take them apart: at 4 bits near the rate of a chip's plain arithmetic.
 """
 
 # Triton kernels take no annotations that mypy could check.
@@ -21,11 +21,11 @@ import triton.language as tl
 
 from .gemv import EARLY_BYTES
 from .launching import gdc_launch_dependents, gdc_wait, pdl_options
-from .packed_weight import Packed, largest_tile, part_as_float
+from .packed_weight import Packed, largest_tile, part_as_float, part_unit
 
 
 @triton.jit
-def _scale_and_offset(
+def _scale_and_zero(
     scale_ptr,
     zero_ptr,
     group,
@@ -33,17 +33,16 @@ def _scale_and_offset(
     in_n,
     stride_scale,
     stride_zero,
-    OFFSET: tl.constexpr,
     SCALE_ROWS: tl.constexpr,
     ZERO: tl.constexpr,
 ):
     """→ scale and zero of these rows in one group, [BLOCK_N] float32"""
     scale = tl.load(scale_ptr + group * stride_scale + row // SCALE_ROWS, mask=in_n, other=0.0)
+    scale = scale.to(tl.float32)
+    zero = tl.zeros_like(scale)
     if ZERO:
         zero = tl.load(zero_ptr + group * stride_zero + row, mask=in_n, other=0).to(tl.float32)
-    else:
-        zero = tl.zeros_like(scale.to(tl.float32)) + OFFSET
-    return scale.to(tl.float32), zero
+    return scale, zero
 
 
 @triton.jit
@@ -75,6 +74,7 @@ def _packed_gemv_kernel(
     RESIDUAL: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    UNROLL: tl.constexpr,
     PDL: tl.constexpr,
     EARLY: tl.constexpr,
 ):
@@ -85,73 +85,92 @@ def _packed_gemv_kernel(
     EVEN: tl.constexpr = N % BLOCK_N == 0 and WIDTH % BLOCK_K == 0
     EVEN_K: tl.constexpr = WIDTH % BLOCK_K == 0
     HALVES: tl.constexpr = 2 if GATED else 1
+    # Numbers of a run share a scale: they are summed first, in one thread's registers.
+    RUN: tl.constexpr = 4 if PARTS > 1 and BLOCK_K >= 4 else 1
+    SUMS: tl.constexpr = BLOCK_K // RUN
+    LARGEST_UNIT: tl.constexpr = 256 if PARTS > 1 else 1
     ptrs = values_ptr + row.to(tl.int64)[:, None] * stride_values + k[None, :]
     up_ptrs = ptrs + tl.full([], N, tl.int64) * stride_values
-    acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
-    up_acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    acc = tl.zeros([BLOCK_N, SUMS], tl.float32)
+    up_acc = tl.zeros([BLOCK_N, SUMS], tl.float32)
     squares = tl.zeros([BLOCK_K], tl.float32)
     if PDL and EARLY:
         gdc_launch_dependents()
-    for start in tl.static_range(0, WIDTH, BLOCK_K):
-        if EVEN:
-            tile = tl.load(ptrs + start, eviction_policy="evict_first")
-        else:
-            mask = in_n[:, None] & (start + k < WIDTH)[None, :]
-            tile = tl.load(ptrs + start, mask=mask, other=0.0, eviction_policy="evict_first")
-        up = tile
-        if GATED:
+    for base in range(0, WIDTH, BLOCK_K * UNROLL):
+        for step in tl.static_range(UNROLL):
+            start = base + step * BLOCK_K
             if EVEN:
-                up = tl.load(up_ptrs + start, eviction_policy="evict_first")
+                tile = tl.load(ptrs + start, eviction_policy="evict_first")
             else:
-                up = tl.load(up_ptrs + start, mask=mask, other=0.0, eviction_policy="evict_first")
-        if PDL and start == 0:
-            gdc_wait()
-        for part in tl.static_range(PARTS):
-            column = part * WIDTH + start
-            if EVEN_K:
-                x = tl.load(x_ptr + column + k).to(tl.float32)
-            else:
-                x = tl.load(x_ptr + column + k, mask=start + k < WIDTH, other=0.0).to(tl.float32)
-            if NORM:
-                squares += x * x
+                mask = in_n[:, None] & (start + k < WIDTH)[None, :]
+                tile = tl.load(ptrs + start, mask=mask, other=0.0, eviction_policy="evict_first")
+            up = tile
+            if GATED:
+                if EVEN:
+                    up = tl.load(up_ptrs + start, eviction_policy="evict_first")
+                else:
+                    up = tl.load(
+                        up_ptrs + start, mask=mask, other=0.0, eviction_policy="evict_first"
+                    )
+            if PDL and step == 0:
+                if base == 0:
+                    gdc_wait()
+            for part in tl.static_range(PARTS):
+                column = part * WIDTH + start
                 if EVEN_K:
-                    x *= tl.load(norm_ptr + column + k).to(tl.float32)
+                    x = tl.load(x_ptr + column + k).to(tl.float32)
                 else:
-                    x *= tl.load(norm_ptr + column + k, mask=start + k < WIDTH, other=0.0).to(
-                        tl.float32
-                    )
-            for half in tl.static_range(HALVES):
-                source = up if half == 1 else tile
-                if PARTS == 1:
-                    value = source.to(tl.float32)
-                else:
-                    value = part_as_float(source, part, BITS)
-                if GROUPED or ZERO or PARTS > 1:
-                    scale, zero = _scale_and_offset(
-                        scale_ptr,
-                        zero_ptr,
-                        column // GROUP_SIZE,
-                        row + half * N,
-                        in_n,
-                        stride_scale,
-                        stride_zero,
-                        OFFSET,
-                        SCALE_ROWS,
-                        ZERO,
-                    )
-                    if PARTS > 1:
-                        factor = scale * (1 << BITS)
-                        value = value * factor[:, None] - (factor + scale * zero)[:, None]
+                    x = tl.load(x_ptr + column + k, mask=start + k < WIDTH, other=0.0)
+                    x = x.to(tl.float32)
+                if NORM:
+                    squares += x * x
+                    if EVEN_K:
+                        weight = tl.load(norm_ptr + column + k)
                     else:
-                        value = value * scale[:, None] - (scale * zero)[:, None]
-                if half == 1:
-                    up_acc += value * x[None, :]
-                else:
-                    acc += value * x[None, :]
+                        weight = tl.load(norm_ptr + column + k, mask=start + k < WIDTH, other=0.0)
+                    x *= weight.to(tl.float32)
+                if PARTS > 1:
+                    # Words come as 1 + number / unit; the largest unit is multiplied by at the end.
+                    x *= part_unit(part, BITS) / LARGEST_UNIT
+                for half in tl.static_range(HALVES):
+                    source = up if half == 1 else tile
+                    if PARTS == 1:
+                        value = source.to(tl.float32)
+                    else:
+                        value = part_as_float(source, part, BITS)
+                    product = value * x[None, :]
+                    if GROUPED or ZERO or PARTS > 1:
+                        scale, zero = _scale_and_zero(
+                            scale_ptr,
+                            zero_ptr,
+                            column // GROUP_SIZE,
+                            row + half * N,
+                            in_n,
+                            stride_scale,
+                            stride_zero,
+                            SCALE_ROWS,
+                            ZERO,
+                        )
+                        inputs = x
+                        if RUN > 1:
+                            product = tl.sum(tl.reshape(product, [BLOCK_N, SUMS, RUN]), axis=2)
+                            inputs = tl.sum(tl.reshape(x, [SUMS, RUN]), axis=1)
+                        if PARTS == 1:
+                            product -= zero[:, None] * inputs[None, :]
+                        elif ZERO:
+                            offset = 1.0 + zero / part_unit(part, BITS)
+                            product -= offset[:, None] * inputs[None, :]
+                        else:
+                            product -= (inputs * (1.0 + OFFSET / part_unit(part, BITS)))[None, :]
+                        product *= scale[:, None]
+                    if half == 1:
+                        up_acc += product
+                    else:
+                        acc += product
     if PDL and not EARLY:
         gdc_launch_dependents()
-    out = tl.sum(acc, axis=1)
-    up_out = tl.sum(up_acc, axis=1)
+    out = tl.sum(acc, axis=1) * LARGEST_UNIT
+    up_out = tl.sum(up_acc, axis=1) * LARGEST_UNIT
     if not (GROUPED or ZERO or PARTS > 1):
         out *= tl.load(scale_ptr + row // SCALE_ROWS, mask=in_n, other=0.0).to(tl.float32)
         if GATED:
@@ -188,10 +207,18 @@ def packed_gemv_shape(rows: int, width: int, words: bool, gated: bool) -> Packed
     Guided by gemv.py's sweep, at as many bytes a program; not swept on its own yet.
     """
     if words:
-        return PackedGemvShape(4 if gated or rows <= 8192 else 8, 128, 4)
+        # With one warp, a row of a tile is one load of the warp, and inputs lie as the tile does.
+        return PackedGemvShape(4 if gated or rows <= 4096 else 8, 128, 1)
     if rows <= 2048 and not gated:
         return PackedGemvShape(1, 2048, 4)
     return PackedGemvShape(4, 1024 if gated or width < 4096 else 2048, 4)
+
+
+def _unroll(tiles: int, parts: int) -> int:
+    """Tiles of a turn of the loop: all, unless so many parts would make a program of megabytes."""
+    if parts == 1 and tiles <= 16:
+        return tiles
+    return next(count for count in (4, 3, 2, 1) if tiles % count == 0)
 
 
 def packed_gemv(
@@ -216,6 +243,7 @@ def packed_gemv(
     rows = rows // 2 if gated else rows
     shape = shape or packed_gemv_shape(rows, width, weight.parts > 1, gated)
     out = torch.empty((1, rows), dtype=x.dtype, device=x.device)
+    block_k = largest_tile(weight, shape.block_k)
     options = pdl_options(x.device)
     _packed_gemv_kernel[(triton.cdiv(rows, shape.block_n),)](
         out,
@@ -244,7 +272,8 @@ def packed_gemv(
         BIAS=bias is not None,
         RESIDUAL=residual is not None,
         BLOCK_N=shape.block_n,
-        BLOCK_K=largest_tile(weight, shape.block_k),
+        BLOCK_K=block_k,
+        UNROLL=_unroll(triton.cdiv(width, block_k), weight.parts),
         PDL=bool(options),
         EARLY=weight.values.nbytes >= EARLY_BYTES,
         num_warps=shape.num_warps,

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from .finish_product import finish_product
-from .packed_weight import Packed, largest_tile, part_as_float
+from .packed_weight import Packed, largest_tile, part_as_float, part_unit
 
 MAX_SPLITS = 8
 SMALLEST_TILE = 16
@@ -86,7 +86,7 @@ def _packed_matmul_kernel(
             if PARTS == 1:
                 value = packed.to(tl.float32)
             else:
-                value = (part_as_float(packed, part, BITS) - 1.0) * (1 << BITS) - OFFSET
+                value = (part_as_float(packed, part, BITS) - 1.0) * part_unit(part, BITS) - OFFSET
             if ZERO:
                 group = column // GROUP_SIZE
                 zero = tl.load(zero_ptr + group * stride_zero + row, mask=in_n, other=0)

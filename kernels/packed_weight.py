@@ -12,6 +12,7 @@ holds, part by part, runs of neighbouring columns, and inputs are read as contig
 from __future__ import annotations
 
 import math
+import os
 from typing import NamedTuple
 
 import torch
@@ -67,16 +68,54 @@ def largest_tile(weight: Packed, wanted: int) -> int:
     return min(wanted, triton.next_power_of_2(width))
 
 
+if os.environ.get("TRITON_INTERPRET") == "1":
+
+    @triton.jit
+    def _keep_fraction(bits, MASK: tl.constexpr):
+        """Of each int32, the bits of MASK as a fraction, and the exponent of 1."""
+        return (bits & MASK) | 0x3F800000
+
+else:
+
+    @triton.jit
+    def _keep_fraction(bits, MASK: tl.constexpr):
+        """The same in one instruction: the compiler makes two of it."""
+        if MASK == 0x78000:
+            kept = tl.inline_asm_elementwise(
+                "lop3.b32 $0, $1, 0x00078000, 0x3f800000, 0xea;", "=r,r", [bits],
+                dtype=tl.int32, is_pure=True, pack=1,
+            )  # fmt: skip
+        elif MASK == 0x780000:
+            kept = tl.inline_asm_elementwise(
+                "lop3.b32 $0, $1, 0x00780000, 0x3f800000, 0xea;", "=r,r", [bits],
+                dtype=tl.int32, is_pure=True, pack=1,
+            )  # fmt: skip
+        else:
+            tl.static_assert(MASK == 0x7F8000)
+            kept = tl.inline_asm_elementwise(
+                "lop3.b32 $0, $1, 0x007f8000, 0x3f800000, 0xea;", "=r,r", [bits],
+                dtype=tl.int32, is_pure=True, pack=1,
+            )  # fmt: skip
+        return kept
+
+
 @triton.jit
 def part_as_float(tile, PART: tl.constexpr, BITS: tl.constexpr):
-    """Part PART of each int32 word, as float32: 1 + number / 2 ** BITS.
+    """Part PART of each int32 word, as float32: 1 + number / `part_unit(PART, BITS)`.
 
-    The bits go where a float's largest fraction bits are, which needs no conversion.
+    The bits go where a float's largest fraction bits are, which needs no conversion; two parts of 4
+    bits at once, so that they share a shift.
     """
-    SHIFT: tl.constexpr = 23 - BITS - PART * BITS
-    MASK: tl.constexpr = ((1 << BITS) - 1) << (23 - BITS)
+    SHIFT: tl.constexpr = 15 - (PART * BITS // 8) * 8
+    MASK: tl.constexpr = 0x7F8000 if BITS == 8 else (0x78000 if PART % 2 == 0 else 0x780000)
     if SHIFT >= 0:
         moved = tile << SHIFT
     else:
         moved = tile >> (-SHIFT)
-    return ((moved & MASK) | 0x3F800000).to(tl.float32, bitcast=True)
+    return _keep_fraction(moved, MASK).to(tl.float32, bitcast=True)
+
+
+@triton.constexpr_function
+def part_unit(part, bits):
+    """What `part_as_float` divides numbers by."""
+    return 16 if bits == 4 and part % 2 == 1 else 256

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .packed_weight import Packed, part_as_float
+from .packed_weight import Packed, part_as_float, part_unit
 
 BLOCK_N, BLOCK_K = 8, 128
 
@@ -50,7 +50,7 @@ def _unpack_weight_kernel(
         if PARTS == 1:
             value = packed.to(tl.float32)
         else:
-            value = (part_as_float(packed, part, BITS) - 1.0) * (1 << BITS)
+            value = (part_as_float(packed, part, BITS) - 1.0) * part_unit(part, BITS)
         if ZERO:
             zero = tl.load(zero_ptr + group * stride_zero + row, mask=mask, other=0)
             value -= zero.to(tl.float32)

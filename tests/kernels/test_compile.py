@@ -33,7 +33,7 @@ FP8 = {"WIDTH": 4096, "PARTS": 1, "BITS": 8, "GROUP_SIZE": 4096, "OFFSET": 0, "G
        "ZERO": False, "SCALE_ROWS": 1, "N": 4096, "BIAS": False, "RESIDUAL": True}
 INT4 = {**FP8, "WIDTH": 512, "PARTS": 8, "BITS": 4, "GROUP_SIZE": 128, "GROUPED": True,
         "ZERO": True}
-GEMV = {"NORM": True, "GATED": False, "PDL": True, "EARLY": True, "BLOCK_N": 4}
+GEMV = {"UNROLL": 2, "NORM": True, "GATED": False, "PDL": True, "EARLY": True, "BLOCK_N": 4}
 FP8_TYPES = {"values_ptr": "*fp8e4nv", "scale_ptr": "*fp32"}
 INT4_TYPES = {"values_ptr": "*i32", "zero_ptr": "*u8"}
 KERNELS = [
@@ -41,7 +41,7 @@ KERNELS = [
      {"N": 4096, "SPLITS": 4, "SCALED": False, "BIAS": True, "RESIDUAL": True, "BLOCK": 1024}, 4,
      {"part_ptr": "*fp32"}),
     (packed_gemv._packed_gemv_kernel, {**FP8, **GEMV, "BLOCK_K": 2048}, 4, FP8_TYPES),
-    (packed_gemv._packed_gemv_kernel, {**INT4, **GEMV, "BLOCK_K": 128}, 4, INT4_TYPES),
+    (packed_gemv._packed_gemv_kernel, {**INT4, **GEMV, "BLOCK_K": 128}, 1, INT4_TYPES),
     (packed_matmul._packed_matmul_kernel,
      {**FP8, "SPLITS": 1, "BLOCK_M": 16, "BLOCK_N": 32, "BLOCK_K": 128}, 4, FP8_TYPES),
     (packed_matmul._packed_matmul_kernel,
