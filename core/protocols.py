@@ -67,6 +67,10 @@ class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Each query sees itself and the `sliding_window - 1` tokens before it."""
     soft_cap: float | None = None
     """logits = soft_cap * tanh(logits / soft_cap)"""
+    key_scale: float = 1.0
+    """An fp8 cache holds keys divided by this."""
+    value_scale: float = 1.0
+    """An fp8 cache holds values divided by this."""
 
 
 class AttentionBackend(Protocol):
@@ -83,6 +87,9 @@ class AttentionBackend(Protocol):
     standard_cache: ClassVar[bool]
     """The cache has the layout above, and the step's keys and values are in it when `forward` is
     called; otherwise writing them is up to `forward`."""
+    fp8_cache: ClassVar[bool]
+    """It can read a float8_e4m3fn or float8_e5m2 cache, with the spec's scales. Optional: a backend
+    without the attribute cannot."""
 
     @classmethod
     def supports(cls, spec: AttentionSpec, device: torch.device, dtype: torch.dtype) -> str | None:

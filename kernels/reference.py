@@ -13,7 +13,11 @@ from .packed_weight import Packed
 
 
 def kv_cache_write(
-    key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
+    key: torch.Tensor,
+    value: torch.Tensor,
+    kv_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    cache_scales: tuple[float, float] = (1.0, 1.0),
 ) -> None:
     """Scatter key and value, [num_tokens, num_kv_heads, head_dim], into the paged cache.
 
@@ -21,8 +25,12 @@ def kv_cache_write(
     slot_mapping: [num_tokens] int64, block * block_size + offset.
     """
     slots = slot_mapping.to(torch.int64)
-    kv_cache[0].flatten(0, 1).index_copy_(0, slots, key.to(kv_cache.dtype))
-    kv_cache[1].flatten(0, 1).index_copy_(0, slots, value.to(kv_cache.dtype))
+    for cache, part, scale in zip(kv_cache, (key, value), cache_scales, strict=True):
+        if cache.element_size() == 1:
+            largest = torch.finfo(cache.dtype).max
+            part = (part.float() / scale).clamp(-largest, largest).to(cache.dtype)
+            cache, part = cache.view(torch.uint8), part.view(torch.uint8)
+        cache.flatten(0, 1).index_copy_(0, slots, part.to(cache.dtype))
 
 
 def paged_attention(
@@ -35,6 +43,7 @@ def paged_attention(
     scale: float,
     sliding_window: int | None = None,
     soft_cap: float | None = None,
+    cache_scales: tuple[float, float] = (1.0, 1.0),
 ) -> torch.Tensor:
     """Causal attention of ragged rows over a paged cache, a row at a time.
 
@@ -52,7 +61,8 @@ def paged_attention(
         if begin == end or length == 0:
             continue
         blocks = block_table[row, : -(-length // block_size)].long()
-        key, value = kv_cache[:, blocks].flatten(1, 2)[:, :length].float()
+        key, value = kv_cache.float()[:, blocks].flatten(1, 2)[:, :length]
+        key, value = key * cache_scales[0], value * cache_scales[1]
         key = key.repeat_interleave(group, dim=1)
         value = value.repeat_interleave(group, dim=1)
         scores = torch.einsum("qhd,khd->hqk", query[begin:end].float(), key) * scale
@@ -77,6 +87,7 @@ def paged_attention_decode(
     scale: float,
     sliding_window: int | None = None,
     soft_cap: float | None = None,
+    cache_scales: tuple[float, float] = (1.0, 1.0),
 ) -> torch.Tensor:
     """`paged_attention` where every row has one query: query [num_rows, num_heads, head_dim]."""
     query_start = torch.arange(query.shape[0] + 1, dtype=torch.int32)
@@ -89,6 +100,7 @@ def paged_attention_decode(
         scale=scale,
         sliding_window=sliding_window,
         soft_cap=soft_cap,
+        cache_scales=cache_scales,
     )
 
 
@@ -127,6 +139,7 @@ def heads(
     key_norm: tuple[torch.Tensor, float] | None = None,
     kv_cache: torch.Tensor | None = None,
     slot_mapping: torch.Tensor | None = None,
+    cache_scales: tuple[float, float] = (1.0, 1.0),
 ) -> None:
     """Queries and keys in place; keys and values into the cache, too, when it is given.
 
@@ -145,7 +158,7 @@ def heads(
     key.copy_(made[1])
     if kv_cache is not None:
         assert slot_mapping is not None
-        kv_cache_write(key, value, kv_cache, slot_mapping)
+        kv_cache_write(key, value, kv_cache, slot_mapping, cache_scales)
 
 
 def gemv(

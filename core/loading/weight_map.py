@@ -21,10 +21,13 @@ import torch
 from torch import nn
 
 from ..errors import LoadError
+from ..nn.attention import Attention
 from ..nn.quantized import QuantizedLinear
 from .staging import Staging
 
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
+CACHE_SCALES = (".k_scale", ".v_scale", ".kv_scale", ".q_scale", ".prob_scale")
+"""What checkpoints call the scales of an fp8 cache, somewhere below the attention's module."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,12 @@ class ParameterFiller:
         self.weight_map = weight_map
         self.parameters = dict(model.named_parameters())
         modules = dict(model.named_modules())
+        self.attention = {
+            name.rpartition(".")[0]: module
+            for name, module in modules.items()
+            if isinstance(module, Attention)
+        }
+        """Attention layers by the name of the module that they are part of."""
         self.quantized = {
             module.spec.prefix: Staging(module)
             for module in modules.values()
@@ -93,6 +102,8 @@ class ParameterFiller:
         if name.endswith(IGNORED_SUFFIXES):
             return
         parameter_name, shard = self.weight_map.target(name)
+        if name.endswith(CACHE_SCALES) and self._scale_cache(parameter_name, tensor):
+            return
         if self._stage(name, parameter_name, shard, tensor):
             return
         parameter = self.parameters.get(parameter_name)
@@ -113,6 +124,27 @@ class ParameterFiller:
             raise LoadError(f"tensor {name!r} holds {tensor.dtype}, and the model is not quantized")
         into.copy_(tensor)
         self.missing.discard((parameter_name, shard))
+
+    def _scale_cache(self, target: str, tensor: torch.Tensor) -> bool:
+        """Give an attention layer the scale of its cache; False: there is no such layer here.
+
+        Raises LoadError where it is no positive number.
+        """
+        prefix, _, leaf = target.rpartition(".")
+        while prefix and prefix not in self.attention:
+            prefix = prefix.rpartition(".")[0]
+        if not prefix:
+            return False
+        if leaf in ("q_scale", "prob_scale"):  # For products that are not done in fp8 here.
+            return True
+        if tensor.numel() != 1 or not 0.0 < float(tensor) < float("inf"):
+            raise LoadError(f"{target}: a cache's scale must be one positive number")
+        layer, scale = self.attention[prefix], float(tensor)
+        key, value = layer.cache_scales
+        key = scale if leaf != "v_scale" else key
+        value = scale if leaf != "k_scale" else value
+        layer.cache_scales = (key, value)
+        return True
 
     def _stage(self, name: str, target: str, shard: str | None, tensor: torch.Tensor) -> bool:
         """Hand a tensor to the quantized layer that it belongs to; False: it is none's."""

@@ -154,13 +154,20 @@ class Operations:
         key_norm: Norm | None,
         kv_cache: torch.Tensor,
         slot_mapping: torch.Tensor,
+        cache_scales: tuple[float, float] = (1.0, 1.0),
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """As `heads`, with keys and values written to the cache, too.
 
-        kv_cache: [2, num_blocks, block_size, num_kv_heads, head_dim]; slot_mapping: [T] int64.
+        kv_cache: [2, num_blocks, block_size, num_kv_heads, head_dim]; slot_mapping: [T] int64. An
+        fp8 cache gets keys and values divided by `cache_scales`, and cut off at the type's largest.
         """
         query, key, value = self.heads(qkv, layout, positions, cos_sin, query_norm, key_norm)
-        for cache, part in zip(kv_cache, (key, value), strict=True):
+        for cache, part, scale in zip(kv_cache, (key, value), cache_scales, strict=True):
+            if cache.dtype.itemsize == 1:
+                largest = torch.finfo(cache.dtype).max
+                part = (part.float() / scale).clamp_(-largest, largest).to(cache.dtype)
+                # Bytes: torch has no copy by index for fp8.
+                cache, part = cache.view(torch.uint8), part.view(torch.uint8)
             cache.flatten(0, 1).index_copy_(0, slot_mapping, part.to(cache.dtype))
         return query, key, value
 

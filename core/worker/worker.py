@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Sequence
 
+import msgspec
 import torch
 
 from ..config import EngineConfig
@@ -36,6 +37,9 @@ KV_DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
     "float32": torch.float32,
+    "fp8": torch.float8_e4m3fn,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
 }
 
 
@@ -94,23 +98,29 @@ class Worker:
         model = build_model(self.plugins, config, model_config, device, operations)
         weight_bytes = sum(p.nbytes for p in model.parameters())
         layers = [m for m in model.modules() if isinstance(m, Attention)]
-        specs = [layer.spec for layer in layers]
         kv_dtype = (
             model_config.dtype
             if config.kv_cache_dtype == "auto"
             else KV_DTYPES[config.kv_cache_dtype]
         )
-        if kv_dtype != model_config.dtype:
+        fp8_cache = kv_dtype.itemsize == 1
+        if kv_dtype != model_config.dtype and not fp8_cache:
             raise ConfigError(
                 f"kv_cache_dtype: {config.kv_cache_dtype} differs from the model's "
-                f"{model_config.dtype}, which is not supported yet",
+                f"{model_config.dtype}, which is not supported",
                 param="kv_cache_dtype",
             )
+        for layer in layers if fp8_cache else ():
+            key_scale, value_scale = layer.cache_scales
+            layer.spec = msgspec.structs.replace(
+                layer.spec, key_scale=key_scale, value_scale=value_scale
+            )
+        specs = [layer.spec for layer in layers]
         name, backend_class, reason = choose(
             self.plugins["attention_backend"],
             "attention_backend",
             config.attention_backend,
-            lambda candidate: _refusal(candidate, specs, device, model_config.dtype),
+            lambda candidate: _refusal(candidate, specs, device, model_config.dtype, fp8_cache),
         )
         max_model_len = model_config.max_model_len
         backend = backend_class(
@@ -324,7 +334,10 @@ def _refusal(
     specs: list[AttentionSpec],
     device: torch.device,
     dtype: torch.dtype,
+    fp8_cache: bool,
 ) -> str | None:
+    if fp8_cache and not getattr(backend, "fp8_cache", False):
+        return "it reads no fp8 cache (kv_cache_dtype)"
     reasons = (backend.supports(spec, device, dtype) for spec in specs)
     return next((reason for reason in reasons if reason is not None), None)
 

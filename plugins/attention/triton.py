@@ -90,6 +90,7 @@ class TritonAttention:
     name: ClassVar[str] = "triton"
     graph_safe: ClassVar[bool] = True
     standard_cache: ClassVar[bool] = True
+    fp8_cache: ClassVar[bool] = True
 
     @classmethod
     def supports(cls, spec: AttentionSpec, device: torch.device, dtype: torch.dtype) -> str | None:
@@ -177,6 +178,7 @@ class TritonAttention:
                 num_splits=self._num_splits(spec, rows, query.dtype),
                 workspace=self._workspace(spec, query.dtype).floats,
                 out=out[:rows],
+                cache_scales=(spec.key_scale, spec.value_scale),
             )
         for run in metadata.runs:
             tokens = slice(run.first_token, run.end_token)
@@ -196,6 +198,7 @@ class TritonAttention:
                 first_row=run.first_row,
                 num_tokens=run.end_token - run.first_token,
                 out=out,
+                cache_scales=(spec.key_scale, spec.value_scale),
             )
         return out
 
@@ -235,6 +238,7 @@ class TritonAttention:
             key_norm=key_norm,
             sliding_window=spec.sliding_window,
             soft_cap=spec.soft_cap,
+            cache_scales=(spec.key_scale, spec.value_scale),
         )
 
     def _num_splits(self, spec: AttentionSpec, rows: int, dtype: torch.dtype) -> int:

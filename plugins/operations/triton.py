@@ -116,6 +116,7 @@ class TritonOperations(Operations):
         key_norm: Norm | None,
         kv_cache: torch.Tensor,
         slot_mapping: torch.Tensor,
+        cache_scales: tuple[float, float] = (1.0, 1.0),
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """As `heads`; keys and values are in the cache, too."""
         heads(
@@ -128,6 +129,7 @@ class TritonOperations(Operations):
             key_norm,
             kv_cache,
             slot_mapping,
+            cache_scales,
         )
         return split_heads(qkv, layout)
 

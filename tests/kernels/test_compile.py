@@ -35,6 +35,7 @@ INT4 = {**FP8, "WIDTH": 512, "PARTS": 8, "BITS": 4, "GROUP_SIZE": 128, "GROUPED"
         "ZERO": True}
 GEMV = {"UNROLL": 2, "NORM": True, "GATED": False, "PDL": True, "EARLY": True, "BLOCK_N": 4}
 FP8_TYPES = {"values_ptr": "*fp8e4nv", "scale_ptr": "*fp32"}
+FP8_CACHE = {"key_cache_ptr": "*fp8e4nv", "value_cache_ptr": "*fp8e4nv"}
 INT4_TYPES = {"values_ptr": "*i32", "zero_ptr": "*u8"}
 KERNELS = [
     (finish_product._finish_product_kernel,
@@ -57,7 +58,7 @@ KERNELS = [
     (decode_inputs._decode_inputs_kernel, {"BLOCK_SIZE": 16, "BLOCK": 1024}, 4),
     (fused_decode_attention._fused_decode_kernel,
      {**COMMON, **DECODE, "NUM_KV_HEADS": 8, "ROTATE": True, "NORM_QUERY": True, "NORM_KEY": True,
-      "BLOCK_G": 4, "PDL": True, "EARLY": True}, 4),
+      "BLOCK_G": 4, "FP8": False, "PDL": True, "EARLY": True}, 4),
     (gemv._gemv_kernel,
      {"N": 4096, "K": 4096, "NORM": True, "GATED": False, "BIAS": True, "RESIDUAL": True,
       "BLOCK_N": 4, "BLOCK_K": 1024, "PDL": True, "EARLY": False}, 4),
@@ -66,9 +67,15 @@ KERNELS = [
       "BLOCK_N": 4, "BLOCK_K": 1024, "PDL": True, "EARLY": True}, 4),
     (heads._heads_kernel,
      {**COMMON, "NUM_KV_HEADS": 8, "HALF": 64, "ROTATE": True, "NORM_QUERY": True,
-      "NORM_KEY": True, "CACHE": True, "GROUP": 8, "BLOCK_HALF": 64, "BLOCK_REST": 1,
-      "PDL": True}, 2),
+      "NORM_KEY": True, "CACHE": True, "GROUP": 8, "BLOCK_HALF": 64, "BLOCK_REST": 1, "FP8": True,
+      "PDL": True}, 2, FP8_CACHE),
     (paged_attention_decode._decode_kernel, {**COMMON, **DECODE, "SPLIT": True}, 4),
+    (paged_attention_decode._decode_kernel, {**COMMON, **DECODE, "SPLIT": True}, 4, FP8_CACHE),
+    (fused_decode_attention._fused_decode_kernel,
+     {**COMMON, **DECODE, "NUM_KV_HEADS": 8, "ROTATE": True, "NORM_QUERY": True, "NORM_KEY": True,
+      "BLOCK_G": 4, "FP8": True, "PDL": True, "EARLY": True}, 4, FP8_CACHE),
+    (paged_attention_prefill._prefill_kernel,
+     {**COMMON, "GROUP": 4, "BLOCK_M": 128, "BLOCK_N": 64, "BLOCK_D": 128}, 4, FP8_CACHE),
     (paged_attention_decode._join_kernel, {**COMMON, **DECODE}, 4),
     (paged_attention_prefill._prefill_kernel,
      {**COMMON, "GROUP": 4, "BLOCK_M": 128, "BLOCK_N": 64, "BLOCK_D": 128}, 4),
@@ -83,6 +90,7 @@ TYPES = {
     "packed_ptr": "*i32", "table_ptr": "*i32", "block_table_ptr": "*i32", "seq_lens_ptr": "*i32",
     "query_start_ptr": "*i32", "slot_ptr": "*i64", "positions_ptr": "*i64",
     "eps": "fp32", "query_eps": "fp32", "key_eps": "fp32", "scale": "fp32",
+    "value_scale": "fp32", "key_factor": "fp32", "value_factor": "fp32",
 }
 for kernel, constants, warps, *own in KERNELS:
     types = {**TYPES, **(own[0] if own else {})}
@@ -108,4 +116,4 @@ def test_every_kernel_compiles_for_a_hopper_gpu() -> None:
         [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert len(done.stdout.split()) == 19
+    assert len(done.stdout.split()) == 22
