@@ -61,7 +61,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = "auto"
     seed: Annotated[Bits64, _doc("Seeds the requests that bring no seed, and dummy weights.")] = 0
     load_format: Annotated[
-        LoadFormat, _doc("Weight loader: auto, safetensors, dummy (random), or a plugin's.")
+        LoadFormat, _doc("Weight loader: auto (safetensors), gguf, dummy (random), or a plugin's.")
     ] = "auto"
     max_model_len: Annotated[
         AtLeastOne | None, _doc("Context length in tokens; default: the model's.")

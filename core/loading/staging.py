@@ -64,6 +64,8 @@ class Staging:
 
 
 def _checked(name: str, tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    if spec.alternative is not None and tensor.dtype in spec.alternative.dtypes:
+        spec = spec.alternative
     if spec.shape is not None:
         if _squeezed(tensor.shape) != _squeezed(spec.shape):
             raise LoadError(

@@ -161,9 +161,13 @@ class ParameterFiller:
             leaf = f"{part}.{leaf}"
         return False
 
+    def wanted(self) -> list[str]:
+        """What must still come, as the checkpoint would call it."""
+        return [*self._names(), *(n for layer in self.quantized.values() for n in layer.missing)]
+
     def finish(self) -> None:
         """Raises LoadError naming what the checkpoint did not have."""
-        missing = [*self._names(), *(n for layer in self.quantized.values() for n in layer.missing)]
+        missing = self.wanted()
         if missing:
             raise LoadError(f"missing tensors: {_some(missing)}")
         for layer in self.quantized.values():

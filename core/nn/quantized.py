@@ -62,6 +62,8 @@ class TensorSpec:
     dummy: float | None = None
     """What `load_format=dummy` fills a floating-point tensor with; None: small random numbers, and
     an optional tensor is left out. Integers get random bits."""
+    alternative: TensorSpec | None = None
+    """What it may be instead: rounded already, or not yet."""
 
 
 class QuantizedLinear(nn.Module):

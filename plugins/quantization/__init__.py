@@ -13,6 +13,7 @@ HERE = "jackfield.plugins.quantization"
 def register_quantization(registry: Any) -> None:
     registry.add("fp8", f"{HERE}.fp8:Fp8")
     registry.add("fbgemm_fp8", f"{HERE}.fp8:Fp8", help="The same layout, by another tool")
+    registry.add("bitsandbytes", f"{HERE}.bitsandbytes:BitsAndBytes")
     registry.add("int8", f"{HERE}.int8:Int8")
     registry.add("rtn", f"{HERE}.rtn:Rtn")
     registry.add("gptq", f"{HERE}.gptq:Gptq")
