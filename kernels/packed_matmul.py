@@ -127,14 +127,21 @@ class PackedMatmulShape(NamedTuple):
 def packed_matmul_shape(
     num_tokens: int, rows: int, width: int, words: bool, num_sms: int
 ) -> PackedMatmulShape:
-    """For [num_tokens] inputs and `rows` outputs of `width` elements each; not swept yet."""
+    """For [num_tokens] inputs and `rows` outputs of `width` elements each.
+
+    Not swept yet: cut so that tiles in flight fit a multiprocessor's shared memory, twice where
+    tokens are few.
+    """
     block_m = min(max(triton.next_power_of_2(num_tokens), 16), 64)
-    block_n = 32 if block_m == 16 else 64
+    few = block_m == 16
+    block_n = 32 if few else 64
+    if words:
+        block_k, num_stages = (64, 4) if few else (32, 3)
+    else:
+        block_k, num_stages = (256, 4) if few else (128, 4)
     programs = triton.cdiv(rows, block_n) * triton.cdiv(num_tokens, block_m)
-    splits = min(max(num_sms // programs, 1), MAX_SPLITS)
-    block_k = 64 if words else 128
-    splits = min(splits, max(width // (4 * block_k), 1))
-    return PackedMatmulShape(block_m, block_n, block_k, splits, 4, 4)
+    splits = min(max(num_sms // programs, 1), MAX_SPLITS, max(width // (4 * block_k), 1))
+    return PackedMatmulShape(block_m, block_n, block_k, splits, 4, num_stages)
 
 
 def packed_matmul(

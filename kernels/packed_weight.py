@@ -53,7 +53,7 @@ class Packed(NamedTuple):
     @property
     def offset(self) -> int:
         """What is taken from each number where there are no zeros."""
-        return 1 << (self.bits - 1) if self.parts > 1 else 0
+        return int(1 << (self.bits - 1)) if self.parts > 1 else 0
 
 
 def largest_tile(weight: Packed, wanted: int) -> int:

@@ -96,6 +96,9 @@ class Worker:
         )
         operations = operations_class()
         model = build_model(self.plugins, config, model_config, device, operations)
+        if device.type == "cuda":
+            # What loading needed for a moment (rounding, repacking) is no part of a step.
+            torch.cuda.reset_peak_memory_stats(device)
         weight_bytes = sum(p.nbytes for p in model.parameters())
         layers = [m for m in model.modules() if isinstance(m, Attention)]
         kv_dtype = (

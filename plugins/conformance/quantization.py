@@ -9,6 +9,8 @@
             "One layer's weight → the checkpoint's tensors for it, and what they stand for."
             return {"qweight": …, "scales": …}, dequantised
 
+With `name` alone a method that rounds plain checkpoints is checked as far as that goes.
+
 The kit writes a tiny Llama and a tiny Qwen3 in the format, loads them as a user would, and compares
 each layer and the whole engine with the same model built from the dequantised weights.
 """
@@ -36,7 +38,7 @@ from ...core.loading.model_config import resolve_model_config
 from ...core.loading.quantize import quantized_layers
 from ...core.nn.norm import RMSNorm
 from ...core.nn.operations import Operations
-from ...core.nn.quantized import QuantizedLinear
+from ...core.nn.quantized import LinearSpec, QuantizedLinear
 from ...core.registry import load_plugins
 from ...core.types import SamplingParams
 
@@ -77,9 +79,29 @@ class QuantizationKit:
         """weight: [out_features, in_features] float32 → (the checkpoint's tensors by the name
         behind the layer's, the weight that they stand for, float32).
 
-        The formula must be yours or the format's own tool's, not the plugin's code.
+        The formula must be yours or the format's own tool's, not the plugin's code. Without it, a
+        method that rounds plain weights is compared with its own rounding of one layer by itself:
+        what then is tested is how layers are joined, applied and served.
         """
-        raise NotImplementedError
+        method_class = load_plugins()["quantization"].load(self.name)
+        if (reason := method_class.supports(torch.device("cpu"), weight.dtype)) is not None:
+            pytest.skip(reason)
+        try:
+            method = method_class.from_config(self.config)
+        except ConfigError as error:
+            pytest.skip(f"needs `config` and `quantize` of a subclass: {error}")
+        rows, size = weight.shape
+        source = "model.layers.0.mlp.down_proj"
+        spec = LinearSpec(
+            prefix=source, role="linear", in_features=size, shards={"": rows},
+            sources={"": source}, gated=False, device=weight.device, dtype=weight.dtype,
+            operations=Operations(),
+        )  # fmt: skip
+        layer = method.layer(spec)
+        if layer is None or "weight" not in layer.tensors(rows):
+            pytest.skip("needs `quantize` of a subclass: the method rounds no plain weight")
+        layer.process({"": {"weight": weight}})
+        return {"weight": weight}, self.dense(layer)
 
     def is_quantized(self, layer: str) -> bool:
         """Whether the checkpoint has this layer quantized (and the method takes it)."""

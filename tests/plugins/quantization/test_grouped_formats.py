@@ -126,6 +126,22 @@ class TestInt8(QuantizationKit):
         return {"weight": weight}, (weight / scale).round() * scale
 
 
+class TestNameAlone(QuantizationKit):
+    """What an outsider checks from the shell, nothing written."""
+
+    name = "int8"
+
+
+class TestNameOfAFormatAlone(QuantizationKit):
+    """Skipped, with the reason: a format needs a configuration."""
+
+    name = "gptq"
+
+    def test_the_reason_names_the_field(self) -> None:
+        with pytest.raises(pytest.skip.Exception, match=r"quantization_config\.bits"):
+            self.quantize(torch.ones(8, 8))
+
+
 class TestGptq(QuantizationKit):
     name = "gptq"
     config = {"bits": 4, "group_size": 32, "sym": False, "desc_act": False}
