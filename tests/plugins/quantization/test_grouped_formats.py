@@ -87,6 +87,7 @@ class TestRtnThroughTriton(TestRtn4):
     """The kernels in place of the reference. A whole engine in the interpreter takes too long."""
 
     operations = TritonOperations
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     exact = 1e-4
     test_engine_gives_the_dequantised_models_log_probabilities = None
 
