@@ -152,10 +152,14 @@ class QuantizationMethod(Protocol):
     `core.nn.quantized` has what such layers subclass, `core.nn.packed` the layouts that the
     operations multiply by; a method that repacks into one of these needs no kernel of its own.
     Layers of mixture-of-experts models are not among `core.nn`'s blocks yet: they will come with
-    a role of their own, so answer None to a role that you do not know.
+    a role of their own, so answer None to a role that you do not know. Scales of an fp8 cache need
+    no method: the checkpoint's `k_scale` and `v_scale` go to the attention layers.
     """
 
     name: ClassVar[str]
+    kv_cache_dtype: str | None
+    """What `EngineConfig.kv_cache_dtype` "auto" becomes, where the checkpoint wants another than
+    the model's type. Optional."""
 
     @classmethod
     def supports(cls, device: torch.device, dtype: torch.dtype) -> str | None:

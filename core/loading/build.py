@@ -26,7 +26,10 @@ def build_model(
     device: torch.device,
     operations: Operations,
 ) -> nn.Module:
-    """Build the architecture on `device` and fill it. Raises ConfigError, LoadError."""
+    """Build the architecture on `device` and fill it. Raises ConfigError, LoadError.
+
+    A quantization method's wish for the cache is the module's `kv_cache_dtype`.
+    """
     began = time.monotonic()
     registry = plugins["model"]
     if model_config.architecture not in registry:
@@ -52,6 +55,7 @@ def build_model(
     model: nn.Module = registry.load(model_config.architecture)(model_config, build)
     if method is not None:
         place_layers(model, model.weight_map, method, build)  # type: ignore[arg-type]
+        model.kv_cache_dtype = getattr(method, "kv_cache_dtype", None)
     loader_class(config, model_config).load(model, device)
     model.eval()
     model.requires_grad_(False)

@@ -101,11 +101,10 @@ class Worker:
             torch.cuda.reset_peak_memory_stats(device)
         weight_bytes = sum(p.nbytes for p in model.parameters())
         layers = [m for m in model.modules() if isinstance(m, Attention)]
-        kv_dtype = (
-            model_config.dtype
-            if config.kv_cache_dtype == "auto"
-            else KV_DTYPES[config.kv_cache_dtype]
-        )
+        kv_name = config.kv_cache_dtype
+        if kv_name == "auto":
+            kv_name = getattr(model, "kv_cache_dtype", None) or kv_name
+        kv_dtype = KV_DTYPES.get(kv_name, model_config.dtype)
         fp8_cache = kv_dtype.itemsize == 1
         if kv_dtype != model_config.dtype and not fp8_cache:
             raise ConfigError(

@@ -47,9 +47,12 @@ class CompressedTensors:
 
     name: ClassVar[str] = "compressed-tensors"
 
-    def __init__(self, schemes: list[Scheme], ignored: tuple[str, ...]) -> None:
+    def __init__(
+        self, schemes: list[Scheme], ignored: tuple[str, ...], kv_cache_dtype: str | None = None
+    ) -> None:
         self.schemes = schemes
         self.ignored = ignored
+        self.kv_cache_dtype = kv_cache_dtype
 
     @classmethod
     def supports(cls, device: torch.device, dtype: torch.dtype) -> str | None:
@@ -71,7 +74,16 @@ class CompressedTensors:
         if groups is None or not groups.values:
             raise read.refuse("config_groups", "an object with at least one group")
         schemes = [_scheme(group, layout) for group in _inner(groups)]
-        return cls([scheme for scheme in schemes if scheme is not None], read.names("ignore"))
+        cache = read.inner("kv_cache_scheme")
+        if cache is not None:
+            cache.choice("type", ("float",), None)
+            cache.choice("num_bits", (8,), None)
+            cache.choice("strategy", ("tensor",), "tensor")
+        return cls(
+            [scheme for scheme in schemes if scheme is not None],
+            read.names("ignore"),
+            None if cache is None else "fp8_e4m3",
+        )
 
     def layer(self, spec: LinearSpec) -> QuantizedLinear | None:
         """The layer of the first group that names this one; heads are products like others here."""

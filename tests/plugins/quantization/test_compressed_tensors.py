@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -179,6 +180,32 @@ class TestMixed(TestW4A16):
         inner = TestW4A16() if attention else TestFp8Dynamic()
         inner.config = {"config_groups": {"group_0": self.config["config_groups"][chosen]}}
         return inner.quantize(weight)
+
+
+def test_a_cache_scheme_makes_the_cache_fp8(tmp_path: Path) -> None:
+    import asyncio
+
+    from jackfield import AsyncEngine
+
+    kit = TestFp8Dynamic()
+    kit.write("Llama", tmp_path)
+    scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
+    sizes = []
+
+    async def start(**options: Any) -> None:
+        config = kit.engine_config(tmp_path, num_gpu_blocks_override=10, **options)
+        async with AsyncEngine(config) as engine:
+            assert engine.info is not None
+            sizes.append(engine.info.kv_cache_bytes)
+
+    asyncio.run(start())
+    kit.set_config(tmp_path, kv_cache_scheme=scheme)
+    asyncio.run(start())
+    asyncio.run(start(kv_cache_dtype="float32"))
+    assert sizes == [sizes[0], sizes[0] // 4, sizes[0]]
+    kit.set_config(tmp_path, kv_cache_scheme={**scheme, "num_bits": 4})
+    with pytest.raises(ConfigError, match=r"kv_cache_scheme\.num_bits"):
+        kit.build(tmp_path)
 
 
 WRONG = {
