@@ -64,8 +64,8 @@ def largest_tile(weight: Packed, wanted: int) -> int:
     width = weight.values.shape[1]
     if weight.grouped:
         common = math.gcd(width, weight.group_size)
-        return min(wanted, common & -common)
-    return min(wanted, triton.next_power_of_2(width))
+        return int(min(wanted, common & -common))
+    return int(min(wanted, triton.next_power_of_2(width)))
 
 
 if os.environ.get("TRITON_INTERPRET") == "1":

@@ -55,7 +55,7 @@ def build_model(
     model: nn.Module = registry.load(model_config.architecture)(model_config, build)
     if method is not None:
         place_layers(model, model.weight_map, method, build)  # type: ignore[arg-type]
-        model.kv_cache_dtype = getattr(method, "kv_cache_dtype", None)
+        model.kv_cache_dtype = getattr(method, "kv_cache_dtype", None)  # type: ignore[assignment]
     loader_class(config, model_config).load(model, device)
     model.eval()
     model.requires_grad_(False)
