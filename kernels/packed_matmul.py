@@ -163,6 +163,8 @@ def packed_matmul(
     rows, width = weight.values.shape
     shape = shape or packed_matmul_shape(num_tokens, rows, width, weight.parts > 1, num_sms)
     block_k = largest_tile(weight, shape.block_k)
+    if not weight.grouped:
+        block_k = max(block_k, SMALLEST_TILE)
     if block_k < SMALLEST_TILE:
         raise ValueError(f"groups of {weight.group_size} leave tiles of {block_k} columns")
     splits = shape.splits
@@ -212,4 +214,4 @@ def packed_matmul(
 
 def packed_matmul_serves(weight: Packed) -> bool:
     """Whether the weight's groups are wide enough."""
-    return largest_tile(weight, SMALLEST_TILE) >= SMALLEST_TILE
+    return not weight.grouped or largest_tile(weight, SMALLEST_TILE) >= SMALLEST_TILE

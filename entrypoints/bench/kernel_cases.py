@@ -26,6 +26,7 @@ from ...kernels.paged_attention_decode import (
 from ...kernels.paged_attention_prefill import paged_attention_prefill
 from ...kernels.rms_norm import rms_norm
 from ...kernels.silu_mul import silu_mul
+from .packed_cases import packed_cases
 
 Work = Callable[[], object]
 EPS = 1e-6
@@ -108,6 +109,10 @@ def cases(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Iterator[Ca
         yield maker.decode_inputs(rows)
     for rows in sizes.rows:
         yield maker.choose_tokens(rows)
+    for kernel, shape, moved, make in packed_cases(
+        sizes.hidden, sizes.intermediate, sizes.tokens, device, dtype
+    ):
+        yield Case(kernel=kernel, shape=shape, bytes=moved, make=make)
 
 
 class _Maker:

@@ -121,6 +121,12 @@ def test_packed_matmul_equals_its_twin(dtype: torch.dtype, weight: Any, splits: 
         close(packed_matmul(x[:3], made), reference.packed_matmul(x[:3], made))
 
 
+def test_packed_matmul_of_rows_narrower_than_a_tile() -> None:
+    made = packed("zeros4", 20, 64, 64, torch.float32)
+    x = draw(3, 64, dtype=torch.float32)
+    close(packed_matmul(x, made), reference.packed_matmul(x, made))
+
+
 def test_packed_matmul_refuses_groups_that_are_too_narrow() -> None:
     made = packed("words4", 16, 64, 8, torch.float32)
     with pytest.raises(ValueError, match="groups of 8"):
