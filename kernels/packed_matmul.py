@@ -83,14 +83,18 @@ def _packed_matmul_kernel(
             if not EVEN_K:
                 mask_x = mask_x & in_k[None, :]
             x = tl.load(x_ptrs + column, mask=mask_x, other=0.0)
-            if PARTS == 1:
-                value = packed.to(tl.float32)
-            else:
-                value = (part_as_float(packed, part, BITS) - 1.0) * part_unit(part, BITS) - OFFSET
             if ZERO:
                 group = column // GROUP_SIZE
                 zero = tl.load(zero_ptr + group * stride_zero + row, mask=in_n, other=0)
-                value = value + (OFFSET - zero.to(tl.float32))[:, None]
+                zero = zero.to(tl.float32)[:, None]
+            else:
+                zero = OFFSET
+            if PARTS == 1:
+                value = packed.to(tl.float32) - zero
+            else:
+                # Of unit + number: take off the unit and the zero together.
+                unit = part_unit(part, BITS)
+                value = part_as_float(packed, part, BITS) * unit - (unit + zero)
             product = tl.dot(x, tl.trans(value.to(dtype)), input_precision="ieee")
             if GROUPED:
                 scale_ptrs = scale_ptr + (column // GROUP_SIZE) * stride_scale + row // SCALE_ROWS
