@@ -227,9 +227,34 @@ def kernels(report: Report, sweep: bool, bandwidth: float) -> None:
                 share_of_floor=round(size_bytes / bandwidth / took, 3),
             )  # fmt: skip
         report.add(kernel=name, projection="a layer", tokens=tokens, us=round(whole * 1e6, 2))
+    for tokens, one_scale in itertools.product((64, 2048, 8192), (False, True)):
+        scaled_products(report, tokens, one_scale)
     if sweep:
         for name, tokens in itertools.product(FORMATS[1:], (1, 4, 16)):
             sweep_shapes(report, name, tokens)
+
+
+def scaled_products(report: Report, tokens: int, one_scale: bool) -> None:
+    """torch's fp8 product alone: a scale a row and token, as used here, or one for all."""
+    for projection, (rows, size, _) in PROJECTIONS.items():
+
+        def make(rows: int = rows, size: int = size) -> Callable[[], object]:
+            x = torch.randn(tokens, size, device="cuda").to(torch.float8_e4m3fn)
+            weight = torch.randn(rows, size, device="cuda").to(torch.float8_e4m3fn)
+            ones = [torch.ones(1, device="cuda") for _ in range(2)]
+            if not one_scale:
+                ones = [torch.ones(tokens, 1, device="cuda"), torch.ones(1, rows, device="cuda")]
+            return lambda: torch._scaled_mm(
+                x, weight.t(), scale_a=ones[0], scale_b=ones[1], out_dtype=BF16,
+                use_fast_accum=True,
+            )  # fmt: skip
+
+        took = seconds(make, 4)
+        report.add(
+            kernel="scaled_mm", scales="one" if one_scale else "rows", projection=projection,
+            tokens=tokens, us=round(took * 1e6, 2),
+            tflops=round(2e-12 * tokens * rows * size / took, 1),
+        )  # fmt: skip
 
 
 def sweep_shapes(report: Report, name: str, tokens: int) -> None:
