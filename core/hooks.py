@@ -103,12 +103,12 @@ def register_operations(registry: Registry[type[Operations]]) -> None:
 
 @hookspec
 def register_quantization(registry: Registry[type[QuantizationMethod]]) -> None:
-    """Checkpoint format → linear, MoE and KV methods.
+    """Quantization method: how a format's layers are stored, loaded and applied.
 
-        registry.add("fp8", "my_package.fp8:Fp8")
+        registry.add("fp8", "jackfield.plugins.quantization.fp8:Fp8")
 
-    Called by nothing yet: quantized checkpoints are refused.
-    Contract: `protocols.QuantizationMethod`.
+    Used by the worker when it builds the model: by `EngineConfig.quantization`, else by the
+    checkpoint's `quantization_config.quant_method`. Contract: `protocols.QuantizationMethod`.
     """
 
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from .loading.model_config import ModelConfig
     from .nn.context import BatchLayout, BuildContext, ForwardContext
     from .nn.operations import Norm
+    from .nn.quantized import LinearSpec, QuantizedLinear
     from .registry import Plugins
     from .scheduling.request import Request
 
@@ -109,6 +110,10 @@ class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Each query sees itself and the `sliding_window - 1` tokens before it."""
     soft_cap: float | None = None
     """logits = soft_cap * tanh(logits / soft_cap)"""
+    key_scale: float = 1.0
+    """An fp8 cache holds keys divided by this."""
+    value_scale: float = 1.0
+    """An fp8 cache holds values divided by this."""
     alibi_slopes: tuple[float, ...] | None = None
     """[num_heads] A head's slope * (key's position - query's position) is added to its logits,
     after the soft cap. Source: ALiBi (arXiv 2108.12409)."""
@@ -148,6 +153,8 @@ class AttentionBackend(ABC):
     standard_cache: ClassVar[bool] = True
     """The cache has the layout above, and the step's keys and values are in it when `forward` is
     called; otherwise writing them is up to `forward`."""
+    fp8_cache: ClassVar[bool] = False
+    """It can read a float8_e4m3fn or float8_e5m2 cache, with the spec's scales."""
 
     @classmethod
     @abstractmethod
@@ -216,26 +223,33 @@ class AttentionBackend(ABC):
 
 
 class QuantizationMethod(Protocol):
-    """A checkpoint format: how a linear layer stores and applies its weight."""
+    """A way to store and apply weights: a checkpoint format, or a rounding done at load.
+
+    One instance serves a model. It decides, layer by layer, what takes a layer's place:
+    `core.nn.quantized` has what such layers subclass, `core.nn.packed` the layouts that the
+    operations multiply by; a method that repacks into one of these needs no kernel of its own.
+    Layers of mixture-of-experts models are not among `core.nn`'s blocks yet: they will come with
+    a role of their own, so answer None to a role that you do not know. Scales of an fp8 cache need
+    no method: the checkpoint's `k_scale` and `v_scale` go to the attention layers.
+    """
 
     name: ClassVar[str]
+    kv_cache_dtype: str | None
+    """What `EngineConfig.kv_cache_dtype` "auto" becomes, where the checkpoint wants another than
+    the model's type. Optional."""
+
+    @classmethod
+    def supports(cls, device: torch.device, dtype: torch.dtype) -> str | None:
+        """None when it can run here, else the reason why not, in one clause."""
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> QuantizationMethod:
-        """From the checkpoint's `quantization_config`. Raises ConfigError with the field's name."""
+        """From the checkpoint's `quantization_config`; empty where it has none (the method was
+        named in `EngineConfig.quantization`). Raises ConfigError with the field's name.
+        """
 
-    def linear_parameters(
-        self, prefix: str, in_features: int, out_features: int, dtype: torch.dtype
-    ) -> dict[str, torch.Tensor]:
-        """Parameters to create for the layer named `prefix`."""
-
-    def process_weights(self, layer: nn.Module) -> None:
-        """Once after loading: repack, transpose, compute scales."""
-
-    def apply_linear(
-        self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None
-    ) -> torch.Tensor:
-        """x: [num_tokens, in_features] → [num_tokens, out_features]"""
+    def layer(self, spec: LinearSpec) -> QuantizedLinear | None:
+        """What takes the place of the layer `spec`; None: it stays as it is."""
 
 
 # ---------------------------------------------------------------- parsers
@@ -411,7 +425,11 @@ class WeightLoader(Protocol):
     def __init__(self, config: EngineConfig, model_config: ModelConfig) -> None: ...
 
     def load(self, model: nn.Module, device: torch.device) -> None:
-        """Fill every parameter of `model`. Raises LoadError naming what is missing or unknown."""
+        """Fill every parameter of `model`, and process each of its quantized layers
+        (`core.loading.weight_map.ParameterFiller` does both, from named tensors).
+
+        Raises LoadError naming what is missing or unknown.
+        """
 
 
 class Executor(Protocol):

@@ -84,6 +84,8 @@ def _fused_decode_kernel(
     query_eps,
     key_eps,
     scale,
+    key_factor,
+    value_scale,
     num_splits,
     stride_out,
     stride_qkv,
@@ -107,6 +109,7 @@ def _fused_decode_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    FP8: tl.constexpr,
     PDL: tl.constexpr,
     EARLY: tl.constexpr,
 ):
@@ -184,6 +187,11 @@ def _fused_decode_kernel(
         slot = tl.load(slot_ptr + row).to(tl.int64)
         place = (slot // BLOCK_SIZE) * stride_block + (slot % BLOCK_SIZE) * stride_slot
         place = place + kv_head * stride_head + dim[None, :]
+        if FP8:
+            # Attended to as later steps will read it.
+            kept = key_cache_ptr.dtype.element_ty
+            new_key = (new_key.to(tl.float32) * key_factor).to(kept)
+            new_value = (new_value.to(tl.float32) / value_scale).to(kept)
         tl.store(key_cache_ptr + place, new_key, mask=mask_new)
         tl.store(value_cache_ptr + place, new_value, mask=mask_new)
         m = tl.sum(query.to(tl.float32) * new_key.to(tl.float32), axis=1) * scale
@@ -201,8 +209,8 @@ def _fused_decode_kernel(
         base = block * stride_block + (position % BLOCK_SIZE) * stride_slot + kv_head * stride_head
         offsets = base[:, None] + dim[None, :]
         mask_kv = valid[:, None] & in_head[None, :]
-        key = tl.load(key_cache_ptr + offsets, mask=mask_kv, other=0.0)
-        value = tl.load(value_cache_ptr + offsets, mask=mask_kv, other=0.0)
+        key = tl.load(key_cache_ptr + offsets, mask=mask_kv, other=0.0).to(dtype)
+        value = tl.load(value_cache_ptr + offsets, mask=mask_kv, other=0.0).to(dtype)
         scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
         if SOFT_CAP > 0.0:
             scores = SOFT_CAP * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * scores / SOFT_CAP)))
@@ -217,7 +225,7 @@ def _fused_decode_kernel(
 
     if PDL and not EARLY:
         gdc_launch_dependents()
-    acc = acc / total[:, None]
+    acc = acc * (value_scale / total)[:, None]
     if active == 1:
         target = out_ptr + row64 * stride_out + head[:, None] * HEAD_DIM + dim[None, :]
         tl.store(target, acc.to(dtype), mask=mask_q)
@@ -317,12 +325,14 @@ def fused_decode_attention(
     sliding_window: int | None = None,
     soft_cap: float | None = None,
     shape: DecodeShape | None = None,
+    cache_scales: tuple[float, float] = (1.0, 1.0),
 ) -> torch.Tensor:
     """qkv: [num_rows, (num_heads + 2 * num_kv_heads) * head_dim], one new token a row, left as it
     is → [num_rows, num_heads, head_dim]
 
-    kv_cache: [2, num_blocks, block_size, num_kv_heads, head_dim] of qkv's type, last stride 1: the
-    new key and value go to slot_mapping [num_rows] int64. block_table: [num_rows, max_blocks]
+    kv_cache: [2, num_blocks, block_size, num_kv_heads, head_dim] of qkv's type, or fp8 and to be
+    multiplied by `cache_scales` (keys, values), last stride 1: the new key and value go to
+    slot_mapping [num_rows] int64. block_table: [num_rows, max_blocks]
     int32; seq_lens: [num_rows] int32, at least 1, the new token included. cos_sin:
     [max_positions, head_dim] float32: the whole head turns; norms: (weight [head_dim], eps).
     counters: int32 zeros, [num_rows * num_kv_heads] at least, zeros again afterwards; workspace:
@@ -358,7 +368,9 @@ def fused_decode_attention(
         None if key_norm is None else key_norm[0],
         0.0 if query_norm is None else query_norm[1],
         0.0 if key_norm is None else key_norm[1],
-        scale,
+        scale * cache_scales[0],
+        1.0 / cache_scales[0],
+        cache_scales[1],
         num_splits,
         out.stride(0),
         qkv.stride(0),
@@ -382,6 +394,7 @@ def fused_decode_attention(
         BLOCK_N=block_n,
         BLOCK_S=min(JOIN_SPLITS, triton.next_power_of_2(num_splits)),
         BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
+        FP8=kv_cache.element_size() == 1,
         PDL=bool(options),
         EARLY=num_heads * head_dim >= EARLY_WIDTH,
         num_warps=num_warps,

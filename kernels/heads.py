@@ -68,6 +68,8 @@ def _heads_kernel(
     slot_ptr,
     query_eps,
     key_eps,
+    key_factor,
+    value_factor,
     stride_qkv,
     stride_cos_sin,
     stride_block,
@@ -85,6 +87,7 @@ def _heads_kernel(
     GROUP: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
     BLOCK_REST: tl.constexpr,
+    FP8: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One program GROUP heads of one token, all of one kind."""
@@ -103,6 +106,7 @@ def _heads_kernel(
     if PDL:
         gdc_launch_dependents()
     dtype = qkv_ptr.dtype.element_ty
+    in_cache = key_cache_ptr.dtype.element_ty
     cos = 1.0
     sin = 0.0
     if ROTATE:
@@ -155,16 +159,29 @@ def _heads_kernel(
             tl.store(source + tail, rest.to(dtype), mask=in_rest)
             if CACHE:
                 target = key_cache_ptr + place + (head - NUM_HEADS) * stride_head
-                tl.store(target + dim, first.to(dtype), mask=in_half)
-                tl.store(target + HALF + dim, second.to(dtype), mask=in_half)
-                tl.store(target + tail, rest.to(dtype), mask=in_rest)
+                if FP8:
+                    first *= key_factor
+                    second *= key_factor
+                    rest *= key_factor
+                tl.store(target + dim, first.to(in_cache), mask=in_half)
+                tl.store(target + HALF + dim, second.to(in_cache), mask=in_half)
+                tl.store(target + tail, rest.to(in_cache), mask=in_rest)
         else:
             if CACHE:
                 kv_head = head - NUM_HEADS - NUM_KV_HEADS
                 target = value_cache_ptr + place + kv_head * stride_head
-                tl.store(target + dim, raw_first, mask=in_half)
-                tl.store(target + HALF + dim, raw_second, mask=in_half)
-                tl.store(target + tail, raw_rest, mask=in_rest)
+                factor = value_factor if FP8 else 1.0
+                tl.store(
+                    target + dim, (raw_first.to(tl.float32) * factor).to(in_cache), mask=in_half
+                )
+                tl.store(
+                    target + HALF + dim,
+                    (raw_second.to(tl.float32) * factor).to(in_cache),
+                    mask=in_half,
+                )
+                tl.store(
+                    target + tail, (raw_rest.to(tl.float32) * factor).to(in_cache), mask=in_rest
+                )
 
 
 def heads(
@@ -177,13 +194,15 @@ def heads(
     key_norm: tuple[torch.Tensor, float] | None = None,
     kv_cache: torch.Tensor | None = None,
     slot_mapping: torch.Tensor | None = None,
+    cache_scales: tuple[float, float] = (1.0, 1.0),
 ) -> None:
     """Queries and keys in place; keys and values into the cache, too, when it is given.
 
     qkv: [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim], last stride 1, queries first;
     positions: [num_tokens] int; cos_sin: [max_positions, rotary_dim] float32, cosines then sines,
     None: no rotation; norms: (weight [head_dim], eps); kv_cache: [2, num_blocks, block_size,
-    num_kv_heads, head_dim] of qkv's type, last stride 1; slot_mapping: [num_tokens] int.
+    num_kv_heads, head_dim] of qkv's type or fp8, last stride 1; slot_mapping: [num_tokens] int;
+    cache_scales: what keys and values are divided by on their way into an fp8 cache.
     Computed in float32, rounded once.
     """
     num_tokens, width = qkv.shape
@@ -207,6 +226,8 @@ def heads(
         slot_mapping,
         0.0 if query_norm is None else query_norm[1],
         0.0 if key_norm is None else key_norm[1],
+        1.0 / cache_scales[0],
+        1.0 / cache_scales[1],
         qkv.stride(0),
         0 if cos_sin is None else cos_sin.stride(0),
         cache.stride(1) if cached else 0,
@@ -224,6 +245,7 @@ def heads(
         GROUP=group,
         BLOCK_HALF=triton.next_power_of_2(half),
         BLOCK_REST=triton.next_power_of_2(max(head_dim - 2 * half, 1)),
+        FP8=cache.element_size() == 1,
         PDL=bool(options),
         num_warps=2,
         **options,

@@ -62,6 +62,7 @@ def _decode_kernel(
     slopes_ptr,
     sinks_ptr,
     scale,
+    value_scale,
     num_splits,
     stride_out_row,
     stride_out_head,
@@ -127,8 +128,8 @@ def _decode_kernel(
         base = block * stride_block + (position % BLOCK_SIZE) * stride_slot + kv_head * stride_head
         offsets = base[:, None] + offs_d[None, :]
         mask_kv = valid[:, None] & mask_d[None, :]
-        key = tl.load(key_cache_ptr + offsets, mask=mask_kv, other=0.0)
-        value = tl.load(value_cache_ptr + offsets, mask=mask_kv, other=0.0)
+        key = tl.load(key_cache_ptr + offsets, mask=mask_kv, other=0.0).to(query.dtype)
+        value = tl.load(value_cache_ptr + offsets, mask=mask_kv, other=0.0).to(query.dtype)
         scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
         if SOFT_CAP > 0.0:
             scores = SOFT_CAP * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * scores / SOFT_CAP)))
@@ -152,7 +153,7 @@ def _decode_kernel(
         total = total * decay + tl.exp2(sink - m_new)
         acc = acc * decay[:, None]
     # A row of length 0 (padding) has total 0 and gives zeros.
-    acc = acc / tl.where(total > 0.0, total, 1.0)[:, None]
+    acc = acc * (value_scale / tl.where(total > 0.0, total, 1.0))[:, None]
     if SPLIT:
         at = (row64 * NUM_HEADS + head) * num_splits + split
         tl.store(lse_ptr + at, m + tl.log2(total), mask=offs_m < GROUP)
@@ -276,16 +277,18 @@ def paged_attention_decode(
     workspace: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     shape: DecodeShape | None = None,
+    cache_scales: tuple[float, float] = (1.0, 1.0),
 ) -> torch.Tensor:
     """query: [num_rows, num_heads, head_dim], one token a row → the same shape.
 
     kv_cache: [2, num_blocks, block_size, num_kv_heads, head_dim], of query's type (float16,
-    bfloat16 or float32); block_table: [num_rows, max_blocks] int32; seq_lens: [num_rows] int32,
-    the query's own token included. Last strides are 1, others free. alibi_slopes: [num_heads]
-    float32, times (key's position - query's) added to the logits; sinks: [num_heads], one more
-    logit a head in the softmax's sum. `workspace`: float32, at least `workspace_elements(...)`,
-    contents free; made here when not given. Cache positions beyond a row's length, or before its
-    window, are never read. No host synchronisation; safe to capture.
+    bfloat16 or float32), or fp8 and to be multiplied by `cache_scales` (keys, values);
+    block_table: [num_rows, max_blocks] int32; seq_lens: [num_rows] int32, the query's own token
+    included. Last strides are 1, others free. alibi_slopes: [num_heads] float32, times (key's
+    position - query's) added to the logits; sinks: [num_heads], one more logit a head in the
+    softmax's sum. `workspace`: float32, at least `workspace_elements(...)`, contents free; made
+    here when not given. Cache positions beyond a row's length, or before its window, are never
+    read. No host synchronisation; safe to capture.
     """
     num_rows, num_heads, head_dim = query.shape
     _, _, block_size, num_kv_heads, _ = kv_cache.shape
@@ -321,7 +324,8 @@ def paged_attention_decode(
         seq_lens,
         seq_lens if alibi_slopes is None else alibi_slopes,
         seq_lens if sinks is None else sinks,
-        scale,
+        scale * cache_scales[0],
+        cache_scales[1],
         num_splits,
         out.stride(0),
         out.stride(1),

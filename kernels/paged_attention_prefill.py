@@ -75,6 +75,7 @@ def _attend(
         else:
             key = tl.load(key_base + offsets)
             value = tl.load(value_base + offsets)
+        key, value = key.to(query.dtype), value.to(query.dtype)
         scores = tl.dot(query, tl.trans(key), input_precision="ieee")
         if SOFT_CAP > 0.0:
             scores = SOFT_CAP * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * scale * scores / SOFT_CAP)))
@@ -115,6 +116,7 @@ def _prefill_kernel(
     slopes_ptr,
     sinks_ptr,
     scale,
+    value_scale,
     first_row,
     num_rows,
     stride_out_token,
@@ -223,7 +225,7 @@ def _prefill_kernel(
         WINDOW, SOFT_CAP, ALIBI, BLOCK_N, BLOCK_D, True,
     )  # fmt: skip
 
-    acc = acc / tl.where(total > 0.0, total, 1.0)[:, None]
+    acc = acc * (value_scale / tl.where(total > 0.0, total, 1.0))[:, None]
     target = out_ptr + token[:, None] * stride_out_token + head[:, None] * stride_out_head
     tl.store(target + offs_d[None, :], acc.to(out_ptr.dtype.element_ty), mask=mask_q)
 
@@ -261,11 +263,13 @@ def paged_attention_prefill(
     first_row: int = 0,
     num_tokens: int | None = None,
     out: torch.Tensor | None = None,
+    cache_scales: tuple[float, float] = (1.0, 1.0),
 ) -> torch.Tensor:
     """query: [all_tokens, num_heads, head_dim] → the same shape; rows from first_row on.
 
     kv_cache: [2, num_blocks, block_size, num_kv_heads, head_dim], of query's type (float16,
-    bfloat16 or float32); block_table: [num_rows, max_blocks] int32; query_start: [num_rows + 1]
+    bfloat16 or float32), or fp8 and to be multiplied by `cache_scales` (keys, values); block_table:
+    [num_rows, max_blocks] int32; query_start: [num_rows + 1]
     int32, row r's tokens in query; seq_lens: [num_rows] int32. A row's queries are the last
     positions of its sequence. Last strides are 1, others free. `num_tokens`: tokens of the rows
     computed (all of query's by default); with max_query_len it sizes the launch. alibi_slopes:
@@ -295,7 +299,8 @@ def paged_attention_prefill(
         seq_lens,
         seq_lens if alibi_slopes is None else alibi_slopes,
         seq_lens if sinks is None else sinks,
-        scale,
+        scale * cache_scales[0],
+        cache_scales[1],
         first_row,
         num_rows,
         out.stride(0),

@@ -9,9 +9,15 @@ from __future__ import annotations
 
 import torch
 
+from .packed_weight import Packed
+
 
 def kv_cache_write(
-    key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
+    key: torch.Tensor,
+    value: torch.Tensor,
+    kv_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    cache_scales: tuple[float, float] = (1.0, 1.0),
 ) -> None:
     """Scatter key and value, [num_tokens, num_kv_heads, head_dim], into the paged cache.
 
@@ -19,8 +25,12 @@ def kv_cache_write(
     slot_mapping: [num_tokens] int64, block * block_size + offset.
     """
     slots = slot_mapping.to(torch.int64)
-    kv_cache[0].flatten(0, 1).index_copy_(0, slots, key.to(kv_cache.dtype))
-    kv_cache[1].flatten(0, 1).index_copy_(0, slots, value.to(kv_cache.dtype))
+    for cache, part, scale in zip(kv_cache, (key, value), cache_scales, strict=True):
+        if cache.element_size() == 1:
+            largest = torch.finfo(cache.dtype).max
+            part = (part.float() / scale).clamp(-largest, largest).to(cache.dtype)
+            cache, part = cache.view(torch.uint8), part.view(torch.uint8)
+        cache.flatten(0, 1).index_copy_(0, slots, part.to(cache.dtype))
 
 
 def paged_attention(
@@ -35,6 +45,7 @@ def paged_attention(
     soft_cap: float | None = None,
     alibi_slopes: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
+    cache_scales: tuple[float, float] = (1.0, 1.0),
 ) -> torch.Tensor:
     """Causal attention of ragged rows over a paged cache, a row at a time.
 
@@ -53,7 +64,8 @@ def paged_attention(
         if begin == end or length == 0:
             continue
         blocks = block_table[row, : -(-length // block_size)].long()
-        key, value = kv_cache[:, blocks].flatten(1, 2)[:, :length].float()
+        key, value = kv_cache.float()[:, blocks].flatten(1, 2)[:, :length]
+        key, value = key * cache_scales[0], value * cache_scales[1]
         key = key.repeat_interleave(group, dim=1)
         value = value.repeat_interleave(group, dim=1)
         scores = torch.einsum("qhd,khd->hqk", query[begin:end].float(), key) * scale
@@ -86,6 +98,7 @@ def paged_attention_decode(
     soft_cap: float | None = None,
     alibi_slopes: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
+    cache_scales: tuple[float, float] = (1.0, 1.0),
 ) -> torch.Tensor:
     """`paged_attention` where every row has one query: query [num_rows, num_heads, head_dim]."""
     query_start = torch.arange(query.shape[0] + 1, dtype=torch.int32)
@@ -100,6 +113,7 @@ def paged_attention_decode(
         soft_cap=soft_cap,
         alibi_slopes=alibi_slopes,
         sinks=sinks,
+        cache_scales=cache_scales,
     )
 
 
@@ -138,6 +152,7 @@ def heads(
     key_norm: tuple[torch.Tensor, float] | None = None,
     kv_cache: torch.Tensor | None = None,
     slot_mapping: torch.Tensor | None = None,
+    cache_scales: tuple[float, float] = (1.0, 1.0),
 ) -> None:
     """Queries and keys in place; keys and values into the cache, too, when it is given.
 
@@ -156,7 +171,7 @@ def heads(
     key.copy_(made[1])
     if kv_cache is not None:
         assert slot_mapping is not None
-        kv_cache_write(key, value, kv_cache, slot_mapping)
+        kv_cache_write(key, value, kv_cache, slot_mapping, cache_scales)
 
 
 def gemv(
@@ -193,3 +208,86 @@ def mask_tokens(logits: torch.Tensor, bits: torch.Tensor, rows: torch.Tensor | N
     off = ((bits.unsqueeze(-1).long() >> shifts) & 1).flatten(1)[:, : logits.shape[1]] == 0
     for place, barred in enumerate(off):
         logits[place if rows is None else rows[place], barred] = float("-inf")
+
+
+def quantize_rows(
+    x: torch.Tensor,
+    dtype: torch.dtype,
+    *,
+    norm: tuple[torch.Tensor, float] | None = None,
+    scale: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """x: [num_rows, size] → (values of `dtype`, [num_rows] float32 scales)."""
+    if norm is not None:
+        x = rms_norm(x, *norm)
+    largest = 127.0 if dtype == torch.int8 else torch.finfo(dtype).max
+    wide = x.float()
+    if scale is None:
+        scales = wide.abs().amax(dim=1) / largest
+        scales = torch.where(scales > 0, scales, torch.ones_like(scales))
+    else:
+        scales = scale.float().expand(x.shape[0]).contiguous()
+    values = (wide / scales[:, None]).clamp(-largest, largest)
+    return (values.round() if dtype == torch.int8 else values).to(dtype), scales
+
+
+def unpack_weight(weight: Packed, dtype: torch.dtype) -> torch.Tensor:
+    """→ [rows, size]: (value - zero) * scale; layouts as in packed_weight.py."""
+    if weight.parts > 1:
+        mask = (1 << weight.bits) - 1
+        parts = [(weight.values >> (i * weight.bits)) & mask for i in range(weight.parts)]
+        values = torch.cat(parts, dim=1).float()
+    else:
+        values = weight.values.float()
+    groups = torch.arange(values.shape[1], device=values.device) // weight.group_size
+    if weight.zero is None:
+        values = values - weight.offset
+    else:
+        values = values - weight.zero.t().float()[:, groups]
+    scale = weight.scale.t().float().repeat_interleave(weight.scale_rows, dim=0)
+    return (values * scale[: values.shape[0], groups]).to(dtype)
+
+
+def packed_gemv(
+    x: torch.Tensor,
+    weight: Packed,
+    bias: torch.Tensor | None = None,
+    *,
+    norm: tuple[torch.Tensor, float] | None = None,
+    residual: torch.Tensor | None = None,
+    gated: bool = False,
+) -> torch.Tensor:
+    """`gemv` by the weight that is meant, any number of rows."""
+    dense = unpack_weight(weight, torch.float32)
+    return gemv(x, dense, bias, norm=norm, residual=residual, gated=gated)
+
+
+def packed_matmul(
+    x: torch.Tensor,
+    weight: Packed,
+    bias: torch.Tensor | None = None,
+    *,
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """residual + x Wᵀ + bias; float32 until the end."""
+    return packed_gemv(x, weight, bias, residual=residual)
+
+
+def finish_product(
+    parts: torch.Tensor,
+    out: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    row_scale: torch.Tensor | None = None,
+    column_scale: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """parts: [splits, num_rows, size] → out = residual + sum * scales + bias."""
+    total = parts.float().sum(dim=0)
+    if row_scale is not None and column_scale is not None:
+        total = total * row_scale.float()[:, None] * column_scale.float()
+    if bias is not None:
+        total = total + bias.float()
+    if residual is not None:
+        total = total + residual.float()
+    return out.copy_(total)

@@ -60,7 +60,9 @@ FORBIDDEN = {
 }
 
 
-MEASURES_KERNELS = ("entrypoints/bench/kernel_cases.py", "entrypoints/bench/tune.py")
+MEASURES_KERNELS = tuple(
+    f"entrypoints/bench/{name}.py" for name in ("kernel_cases", "packed_cases", "tune")
+)
 
 
 @pytest.mark.parametrize("folder", FORBIDDEN)

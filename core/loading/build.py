@@ -14,6 +14,7 @@ from ..nn.context import BuildContext
 from ..nn.operations import Operations
 from ..registry import Plugins
 from .model_config import ModelConfig
+from .quantize import choose_method, place_layers
 
 logger = logging.getLogger("jackfield.loading")
 
@@ -25,7 +26,10 @@ def build_model(
     device: torch.device,
     operations: Operations,
 ) -> nn.Module:
-    """Build the architecture on `device` and fill it. Raises ConfigError, LoadError."""
+    """Build the architecture on `device` and fill it. Raises ConfigError, LoadError.
+
+    A quantization method's wish for the cache is the module's `kv_cache_dtype`.
+    """
     began = time.monotonic()
     registry = plugins["model"]
     if model_config.architecture not in registry:
@@ -41,8 +45,17 @@ def build_model(
         loader_class = plugins["weight_loader"].load(load_format)
     except PluginError as error:
         raise ConfigError(f"load_format: {error}", param="load_format") from error
-    build = BuildContext(device=device, dtype=model_config.dtype, operations=operations)
+    method = choose_method(plugins, config, model_config, device)
+    build = BuildContext(
+        device=device,
+        dtype=model_config.dtype,
+        operations=operations,
+        defer_weights=method is not None,
+    )
     model: nn.Module = registry.load(model_config.architecture)(model_config, build)
+    if method is not None:
+        place_layers(model, model.weight_map, method, build)  # type: ignore[arg-type]
+        model.kv_cache_dtype = getattr(method, "kv_cache_dtype", None)  # type: ignore[assignment]
     loader_class(config, model_config).load(model, device)
     if hasattr(model, "after_loading"):
         model.after_loading()  # type: ignore[operator]

@@ -43,6 +43,7 @@ class ModelConfig:
     vocab_size: int
     eos_token_ids: frozenset[int]
     quantization_config: dict[str, Any] | None = None
+    """As in config.json; None: the checkpoint is not quantized."""
     pooling: PoolingConfig | None = None
     """How states become vectors; None: the model generates text (`resolve_pooling` decides)."""
 
@@ -79,10 +80,11 @@ def resolve_model_config(config: EngineConfig) -> ModelConfig:
         raise ConfigError(f"model: {folder}/config.json gives no vocab_size", param="model")
     _check_sizes(folder, hf_config)
     quantization = getattr(hf_config, "quantization_config", None)
-    if quantization is not None or config.quantization is not None:
-        method = config.quantization or dict(quantization or {}).get("quant_method", "unknown")
+    if quantization is not None and not isinstance(quantization, dict):
         raise ConfigError(
-            f"quantization: {method!r} checkpoints are not supported yet", param="quantization"
+            f"model: {folder}/config.json has quantization_config {quantization!r}, which is no "
+            "JSON object",
+            param="quantization_config",
         )
     return ModelConfig(
         path=folder,
@@ -92,6 +94,7 @@ def resolve_model_config(config: EngineConfig) -> ModelConfig:
         max_model_len=_resolve_length(config, hf_config),
         vocab_size=int(hf_config.vocab_size),
         eos_token_ids=_eos_token_ids(folder, hf_config),
+        quantization_config=quantization,
     )
 
 

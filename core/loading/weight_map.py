@@ -22,8 +22,13 @@ import torch
 from torch import nn
 
 from ..errors import LoadError
+from ..nn.attention import Attention
+from ..nn.quantized import QuantizedLinear
+from .staging import Staging
 
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
+CACHE_SCALES = (".k_scale", ".v_scale", ".kv_scale", ".q_scale", ".prob_scale")
+"""What checkpoints call the scales of an fp8 cache, somewhere below the attention's module."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +95,17 @@ class ParameterFiller:
         self.weight_map = weight_map
         self.parameters = dict(model.named_parameters())
         modules = dict(model.named_modules())
+        self.attention = {
+            name.rpartition(".")[0]: module
+            for name, module in modules.items()
+            if isinstance(module, Attention)
+        }
+        """Attention layers by the name of the module that they are part of."""
+        self.quantized = {
+            module.spec.prefix: Staging(module)
+            for module in modules.values()
+            if isinstance(module, QuantizedLinear)
+        }
         self.shards: dict[str, Mapping[str, slice]] = {}
         self.missing: set[tuple[str, str | None]] = set()
         for name in self.parameters:
@@ -105,6 +121,10 @@ class ParameterFiller:
         if name.endswith(IGNORED_SUFFIXES):
             return
         parameter_name, shard = self.weight_map.target(name)
+        if name.endswith(CACHE_SCALES) and self._scale_cache(parameter_name, tensor):
+            return
+        if self._stage(name, parameter_name, shard, tensor):
+            return
         parameter = self.parameters.get(parameter_name)
         if parameter is None:
             tied = self.weight_map.tied.get(parameter_name)
@@ -124,10 +144,53 @@ class ParameterFiller:
         into.copy_(tensor)
         self.missing.discard((parameter_name, shard))
 
+    def _scale_cache(self, target: str, tensor: torch.Tensor) -> bool:
+        """Give an attention layer the scale of its cache; False: there is no such layer here.
+
+        Raises LoadError where it is no positive number.
+        """
+        prefix, _, leaf = target.rpartition(".")
+        while prefix and prefix not in self.attention:
+            prefix = prefix.rpartition(".")[0]
+        if not prefix:
+            return False
+        if leaf in ("q_scale", "prob_scale"):  # For products that are not done in fp8 here.
+            return True
+        if tensor.numel() != 1 or not 0.0 < float(tensor) < float("inf"):
+            raise LoadError(f"{target}: a cache's scale must be one positive number")
+        layer, scale = self.attention[prefix], float(tensor)
+        key, value = layer.cache_scales
+        key = scale if leaf != "v_scale" else key
+        value = scale if leaf != "k_scale" else value
+        layer.cache_scales = (key, value)
+        return True
+
+    def _stage(self, name: str, target: str, shard: str | None, tensor: torch.Tensor) -> bool:
+        """Hand a tensor to the quantized layer that it belongs to; False: it is none's."""
+        prefix, _, leaf = target.rpartition(".")
+        if leaf == "bias":
+            layer = self.quantized.get(prefix)
+            # Some tools write biases of zeros for layers that have none.
+            return layer is not None and layer.module.bias is None and not tensor.any()
+        while prefix:
+            if (layer := self.quantized.get(prefix)) is not None:
+                layer.add(name, leaf, shard, tensor)
+                return True
+            prefix, _, part = prefix.rpartition(".")
+            leaf = f"{part}.{leaf}"
+        return False
+
+    def wanted(self) -> list[str]:
+        """What must still come, as the checkpoint would call it."""
+        return [*self._names(), *(n for layer in self.quantized.values() for n in layer.missing)]
+
     def finish(self) -> None:
         """Raises LoadError naming what the checkpoint did not have."""
-        if self.missing:
-            raise LoadError(f"missing tensors: {_some(self._names())}")
+        missing = self.wanted()
+        if missing:
+            raise LoadError(f"missing tensors: {_some(missing)}")
+        for layer in self.quantized.values():
+            layer.finish()
 
     def _names(self) -> Iterable[str]:
         """As the checkpoint would call them."""

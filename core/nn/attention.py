@@ -16,6 +16,8 @@ class Attention(nn.Module):
     """Causal attention over the paged cache that the worker binds to `kv_cache`."""
 
     kv_cache: torch.Tensor | None
+    cache_scales: tuple[float, float]
+    """Of keys and of values, as the checkpoint says; used with an fp8 cache."""
 
     def __init__(self, spec: AttentionSpec, build: BuildContext) -> None:
         super().__init__()
@@ -23,6 +25,7 @@ class Attention(nn.Module):
         self.layout = HeadLayout(spec.num_heads, spec.num_kv_heads, spec.head_dim)
         self.operations = build.operations
         self.kv_cache = None
+        self.cache_scales = (1.0, 1.0)
 
     def forward(
         self,
@@ -54,7 +57,10 @@ class Attention(nn.Module):
             cut = (qkv, self.layout, context.positions, cos_sin, *norms)
             if backend.standard_cache:
                 heads = self.operations.cached_heads(
-                    *cut, self.kv_cache, context.layout.slot_mapping
+                    *cut,
+                    self.kv_cache,
+                    context.layout.slot_mapping,
+                    (self.spec.key_scale, self.spec.value_scale),
                 )
             else:
                 heads = self.operations.heads(*cut)

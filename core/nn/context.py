@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..protocols import AttentionBackend, QuantizationMethod
+from ..protocols import AttentionBackend
 from .operations import Operations
 
 
@@ -19,11 +19,17 @@ class BuildContext:
     device: torch.device
     dtype: torch.dtype
     operations: Operations
-    quantization: QuantizationMethod | None = None
+    defer_weights: bool = False
+    """Make no memory for weights yet: a quantization method may take the layer over."""
 
     def empty(self, *shape: int) -> torch.Tensor:
         """An uninitialised parameter."""
         return torch.empty(shape, device=self.device, dtype=self.dtype)
+
+    def weight(self, *shape: int) -> torch.Tensor:
+        """An uninitialised matrix, for blocks that a quantization method can replace."""
+        device = torch.device("meta") if self.defer_weights else self.device
+        return torch.empty(shape, device=device, dtype=self.dtype)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ class Embedding(nn.Module):
 
     def __init__(self, vocab_size: int, hidden_size: int, build: BuildContext) -> None:
         super().__init__()
-        self.weight = nn.Parameter(build.empty(vocab_size, hidden_size))
+        self.weight = nn.Parameter(build.weight(vocab_size, hidden_size))
         self.operations = build.operations
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:

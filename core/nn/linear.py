@@ -1,12 +1,14 @@
 """Linear layers: plain, and merged (several checkpoint tensors in one).
 
 A layer takes the norm before it and the residual after it as arguments, so that an implementation
-may do all three in one pass over the weight.
+may do all three in one pass over the weight. A quantization method puts a `QuantizedLinear`
+(`quantized.py`) in such a layer's place.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -18,11 +20,14 @@ from .norm import RMSNorm
 class Linear(nn.Module):
     """y = residual + norm(x) Wᵀ + b. weight: [out_features, in_features]."""
 
+    gated: ClassVar[bool] = False
+    """The result is silu(first half) * second half of the product."""
+
     def __init__(
         self, in_features: int, out_features: int, build: BuildContext, *, bias: bool = False
     ) -> None:
         super().__init__()
-        self.weight = nn.Parameter(build.empty(out_features, in_features))
+        self.weight = nn.Parameter(build.weight(out_features, in_features))
         self.bias = nn.Parameter(build.empty(out_features)) if bias else None
         self.operations = build.operations
 
@@ -63,6 +68,8 @@ class MergedLinear(Linear):
 
 class GatedLinear(MergedLinear):
     """silu(gate) * up of one product."""
+
+    gated: ClassVar[bool] = True
 
     def __init__(
         self, in_features: int, out_features: int, build: BuildContext, *, bias: bool = False

@@ -12,6 +12,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from .packed import PackedWeight, dequantize
+
 
 class Norm(NamedTuple):
     """An RMSNorm's parameters, for operations that apply it on the way."""
@@ -187,6 +189,26 @@ class Operations:
         gate, up = x.chunk(2, dim=-1)
         return F.silu(gate) * up
 
+    def packed_linear(
+        self,
+        x: torch.Tensor,
+        weight: PackedWeight,
+        bias: torch.Tensor | None = None,
+        *,
+        norm: Norm | None = None,
+        residual: torch.Tensor | None = None,
+        gated: bool = False,
+    ) -> torch.Tensor:
+        """`linear`, or with `gated` `gated_linear`, by a quantized weight.
+
+        The reference dequantises the weight each time, and never rounds inputs.
+        """
+        dense = dequantize(weight, x.dtype)
+        if gated:
+            assert residual is None, "a gate has no residual"
+            return self.gated_linear(x, dense, bias, norm=norm)
+        return self.linear(x, dense, bias, norm=norm, residual=residual)
+
     def heads(
         self,
         qkv: torch.Tensor,
@@ -222,13 +244,20 @@ class Operations:
         key_norm: Norm | None,
         kv_cache: torch.Tensor,
         slot_mapping: torch.Tensor,
+        cache_scales: tuple[float, float] = (1.0, 1.0),
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """As `heads`, with keys and values written to the cache, too.
 
-        kv_cache: [2, num_blocks, block_size, num_kv_heads, head_dim]; slot_mapping: [T] int64.
+        kv_cache: [2, num_blocks, block_size, num_kv_heads, head_dim]; slot_mapping: [T] int64. An
+        fp8 cache gets keys and values divided by `cache_scales`, and cut off at the type's largest.
         """
         query, key, value = self.heads(qkv, layout, positions, cos_sin, query_norm, key_norm)
-        for cache, part in zip(kv_cache, (key, value), strict=True):
+        for cache, part, scale in zip(kv_cache, (key, value), cache_scales, strict=True):
+            if cache.dtype.itemsize == 1:
+                largest = torch.finfo(cache.dtype).max
+                part = (part.float() / scale).clamp_(-largest, largest).to(cache.dtype)
+                # Bytes: torch has no copy by index for fp8.
+                cache, part = cache.view(torch.uint8), part.view(torch.uint8)
             cache.flatten(0, 1).index_copy_(0, slot_mapping, part.to(cache.dtype))
         return query, key, value
 

@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 
+import msgspec
 import torch
 from torch import nn
 
@@ -48,6 +49,9 @@ KV_DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
     "float32": torch.float32,
+    "fp8": torch.float8_e4m3fn,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
 }
 
 
@@ -109,27 +113,35 @@ class Worker:
         )
         operations = operations_class()
         model = build_model(self.plugins, config, model_config, device, operations)
+        if device.type == "cuda":
+            # What loading needed for a moment (rounding, repacking) is no part of a step.
+            torch.cuda.reset_peak_memory_stats(device)
         weight_bytes = sum(p.nbytes for p in model.parameters())
         if model_config.pooling is not None and not model_config.pooling.causal:
             return self._start_encoder(model, weight_bytes, began)
         layers = [m for m in model.modules() if isinstance(m, Attention)]
-        specs = [layer.spec for layer in layers]
-        kv_dtype = (
-            model_config.dtype
-            if config.kv_cache_dtype == "auto"
-            else KV_DTYPES[config.kv_cache_dtype]
-        )
-        if kv_dtype != model_config.dtype:
+        kv_name = config.kv_cache_dtype
+        if kv_name == "auto":
+            kv_name = getattr(model, "kv_cache_dtype", None) or kv_name
+        kv_dtype = KV_DTYPES.get(kv_name, model_config.dtype)
+        fp8_cache = kv_dtype.itemsize == 1
+        if kv_dtype != model_config.dtype and not fp8_cache:
             raise ConfigError(
                 f"kv_cache_dtype: {config.kv_cache_dtype} differs from the model's "
-                f"{model_config.dtype}, which is not supported yet",
+                f"{model_config.dtype}, which is not supported",
                 param="kv_cache_dtype",
             )
+        for layer in layers if fp8_cache else ():
+            key_scale, value_scale = layer.cache_scales
+            layer.spec = msgspec.structs.replace(
+                layer.spec, key_scale=key_scale, value_scale=value_scale
+            )
+        specs = [layer.spec for layer in layers]
         name, backend_class, reason = choose(
             self.plugins["attention_backend"],
             "attention_backend",
             config.attention_backend,
-            lambda candidate: _refusal(candidate, specs, device, model_config.dtype),
+            lambda candidate: _refusal(candidate, specs, device, model_config.dtype, fp8_cache),
         )
         max_model_len = model_config.max_model_len
         backend = backend_class(
@@ -440,7 +452,10 @@ def _refusal(
     specs: list[AttentionSpec],
     device: torch.device,
     dtype: torch.dtype,
+    fp8_cache: bool,
 ) -> str | None:
+    if fp8_cache and not backend.fp8_cache:
+        return "it reads no fp8 cache (kv_cache_dtype)"
     reasons = (attention_refusal(backend, spec, device, dtype) for spec in specs)
     return next((reason for reason in reasons if reason is not None), None)
 

@@ -28,6 +28,7 @@ from ...kernels.rms_norm import rms_norm
 from ...kernels.silu_mul import silu_mul
 from ...kernels.skinny import MAX_TILES, SkinnyWorkspace, elements, skinny
 from ...kernels.tuning import Product, skinny_rule, skinny_shape
+from .packed_cases import packed_cases
 
 Work = Callable[[], object]
 EPS = 1e-6
@@ -113,6 +114,10 @@ def cases(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Iterator[Ca
         yield maker.decode_inputs(rows)
     for rows in sizes.rows:
         yield maker.choose_tokens(rows)
+    for kernel, shape, moved, make in packed_cases(
+        sizes.hidden, sizes.intermediate, sizes.tokens, device, dtype
+    ):
+        yield Case(kernel=kernel, shape=shape, bytes=moved, make=make)
 
 
 class _Maker:

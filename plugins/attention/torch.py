@@ -76,8 +76,9 @@ class TorchAttention(AttentionBackend):
     """`AttentionBackend` on torch operations alone. Softmax and sums are in float32."""
 
     name: ClassVar[str] = "torch"
+    fp8_cache: ClassVar[bool] = True
     features: ClassVar[frozenset[str]] = frozenset(
-        {"sliding_window", "soft_cap", "alibi_slopes", "sinks"}
+        {"sliding_window", "soft_cap", "alibi_slopes", "sinks", "key_scale", "value_scale"}
     )
 
     @classmethod
@@ -196,8 +197,7 @@ class TorchAttention(AttentionBackend):
             chunk.first_row : chunk.end_row, chunk.first_block : chunk.end_block
         ].reshape(-1)
         shape = (rows, -1, spec.num_kv_heads, spec.head_dim)
-        keys = kv_cache[0].index_select(0, blocks).view(shape)
-        values = kv_cache[1].index_select(0, blocks).view(shape)
+        keys, values = (part.view(shape) for part in _gather(spec, kv_cache, blocks, query.dtype))
         # What lies behind a row's end may be anything, NaN too: it must not meet a zero weight.
         hidden = ~chunk.visible[:, chunk.num_shared :, None, None]
         keys[:, chunk.num_shared :].masked_fill_(hidden, 0.0)
@@ -247,8 +247,8 @@ class TorchAttention(AttentionBackend):
         first_block = 0 if window is None else max(context - window + 1, 0) // self.block_size
         origin = first_block * self.block_size
         blocks = metadata.layout.block_table[row, first_block : -(-seq_len // self.block_size)]
-        keys = kv_cache[0].index_select(0, blocks).flatten(0, 1)[: seq_len - origin]
-        values = kv_cache[1].index_select(0, blocks).flatten(0, 1)[: seq_len - origin]
+        gathered = _gather(spec, kv_cache, blocks, query.dtype)
+        keys, values = (part.flatten(0, 1)[: seq_len - origin] for part in gathered)
         group = spec.num_heads // spec.num_kv_heads
         # [kv heads, group, keys, head_dim], the group without a copy.
         keys = keys.transpose(0, 1).unsqueeze(1).expand(-1, group, -1, -1)
@@ -282,6 +282,18 @@ class TorchAttention(AttentionBackend):
                 sinks=None if extras.sinks is None else extras.sinks[:, :, None],
             )
             out[first + begin : first + stop] = attended.permute(2, 0, 1, 3).flatten(1, 2)
+
+
+def _gather(
+    spec: AttentionSpec, kv_cache: torch.Tensor, blocks: torch.Tensor, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of these blocks, each [blocks, block_size, num_kv_heads, head_dim]."""
+    if kv_cache.dtype.itemsize > 1:
+        return kv_cache[0].index_select(0, blocks), kv_cache[1].index_select(0, blocks)
+    # Bytes: torch gathers no fp8.
+    gathered = kv_cache.view(torch.uint8).index_select(1, blocks).view(kv_cache.dtype)
+    keys, values = gathered.to(dtype)
+    return keys * spec.key_scale, values * spec.value_scale
 
 
 def _attend(

@@ -89,9 +89,10 @@ class TritonAttention(AttentionBackend):
 
     name: ClassVar[str] = "triton"
     features: ClassVar[frozenset[str]] = frozenset(
-        {"sliding_window", "soft_cap", "alibi_slopes", "sinks"}
+        {"sliding_window", "soft_cap", "alibi_slopes", "sinks", "key_scale", "value_scale"}
     )
     graph_safe: ClassVar[bool] = True
+    fp8_cache: ClassVar[bool] = True
 
     @classmethod
     def supports(cls, spec: AttentionSpec, device: torch.device, dtype: torch.dtype) -> str | None:
@@ -191,6 +192,7 @@ class TritonAttention(AttentionBackend):
                 num_splits=self._num_splits(spec, rows, query.dtype),
                 workspace=self._workspace(spec, query.dtype).floats,
                 out=out[:rows],
+                cache_scales=(spec.key_scale, spec.value_scale),
             )
         for run in metadata.runs:
             tokens = slice(run.first_token, run.end_token)
@@ -212,6 +214,7 @@ class TritonAttention(AttentionBackend):
                 first_row=run.first_row,
                 num_tokens=run.end_token - run.first_token,
                 out=out,
+                cache_scales=(spec.key_scale, spec.value_scale),
             )
         return out
 
@@ -252,6 +255,7 @@ class TritonAttention(AttentionBackend):
             key_norm=key_norm,
             sliding_window=spec.sliding_window,
             soft_cap=spec.soft_cap,
+            cache_scales=(spec.key_scale, spec.value_scale),
         )
 
     def _slopes(self, slopes: tuple[float, ...]) -> torch.Tensor:

@@ -10,4 +10,5 @@ from ...core.hooks import hookimpl
 @hookimpl
 def register_weight_loaders(registry: Any) -> None:
     registry.add("safetensors", "jackfield.plugins.loaders.safetensors:SafetensorsLoader")
+    registry.add("gguf", "jackfield.plugins.loaders.gguf:GgufLoader")
     registry.add("dummy", "jackfield.plugins.loaders.dummy:DummyLoader")

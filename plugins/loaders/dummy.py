@@ -7,6 +7,8 @@ from torch import nn
 
 from ...core.config import EngineConfig
 from ...core.loading.model_config import ModelConfig
+from ...core.loading.quantize import quantized_layers
+from ...core.loading.staging import Staging
 
 
 class DummyLoader:
@@ -26,3 +28,5 @@ class DummyLoader:
             else:
                 bound = (3.0 / data.shape[-1]) ** 0.5
                 data.uniform_(-bound, bound, generator=generator)
+        for layer in quantized_layers(model).values():
+            Staging(layer).fill_dummy(generator)

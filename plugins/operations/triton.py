@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 
 from ...core.nn.operations import DecodeTensors, HeadLayout, Norm, Operations, split_heads
+from ...core.nn.packed import PackedWeight
 from ...core.worker.sampling_state import Column
 
 try:
@@ -20,6 +21,7 @@ try:
     from ...kernels.silu_mul import silu_mul
     from ...kernels.skinny import MAX_TILES, SkinnyShape, SkinnyWorkspace, elements, skinny
     from ...kernels.tuning import Product, skinny_shape
+    from .packed import packed_product
 
     _MISSING = None
 except ImportError as error:
@@ -116,6 +118,19 @@ class TritonOperations(Operations):
             )
         return self._workspaces[device]
 
+    def packed_linear(
+        self,
+        x: torch.Tensor,
+        weight: PackedWeight,
+        bias: torch.Tensor | None = None,
+        *,
+        norm: Norm | None = None,
+        residual: torch.Tensor | None = None,
+        gated: bool = False,
+    ) -> torch.Tensor:
+        """`linear` or `gated_linear` by a quantized weight, which is read as it is."""
+        return packed_product(self, x, weight, bias, norm=norm, residual=residual, gated=gated)
+
     def silu_mul(self, x: torch.Tensor) -> torch.Tensor:
         """[T, 2 * size] → [T, size]"""
         return silu_mul(x)
@@ -143,6 +158,7 @@ class TritonOperations(Operations):
         key_norm: Norm | None,
         kv_cache: torch.Tensor,
         slot_mapping: torch.Tensor,
+        cache_scales: tuple[float, float] = (1.0, 1.0),
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """As `heads`; keys and values are in the cache, too."""
         heads(
@@ -155,6 +171,7 @@ class TritonOperations(Operations):
             key_norm,
             kv_cache,
             slot_mapping,
+            cache_scales,
         )
         return split_heads(qkv, layout)
 

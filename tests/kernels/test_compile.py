@@ -22,22 +22,45 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from jackfield.kernels import (
-    choose_tokens, decode_inputs, fused_decode_attention, gemv, heads, mask_tokens,
-    paged_attention_decode, paged_attention_prefill, rms_norm, silu_mul, skinny,
+    choose_tokens, decode_inputs, finish_product, fused_decode_attention, gemv, heads, mask_tokens,
+    packed_gemv, packed_matmul, paged_attention_decode, paged_attention_prefill, quantize_rows,
+    rms_norm, silu_mul, skinny, unpack_weight,
 )
 
 COMMON = {"HEAD_DIM": 128, "BLOCK_SIZE": 16, "WINDOW": 0, "SOFT_CAP": 0.0, "NUM_HEADS": 32,
           "ALIBI": False, "SINKS": False}
 MORE = {"ALIBI": True, "SINKS": True}
 DECODE = {"MIN_TILES": 2, "BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_D": 128, "BLOCK_S": 8, "GROUP": 4}
+FP8 = {"WIDTH": 4096, "PARTS": 1, "BITS": 8, "GROUP_SIZE": 4096, "OFFSET": 0, "GROUPED": False,
+       "ZERO": False, "SCALE_ROWS": 1, "N": 4096, "BIAS": False, "RESIDUAL": True}
+INT4 = {**FP8, "WIDTH": 512, "PARTS": 8, "BITS": 4, "GROUP_SIZE": 128, "GROUPED": True,
+        "ZERO": True}
+GEMV = {"UNROLL": 2, "NORM": True, "GATED": False, "PDL": True, "EARLY": True, "BLOCK_N": 4}
+FP8_TYPES = {"values_ptr": "*fp8e4nv", "scale_ptr": "*fp32"}
+FP8_CACHE = {"key_cache_ptr": "*fp8e4nv", "value_cache_ptr": "*fp8e4nv"}
+INT4_TYPES = {"values_ptr": "*i32", "zero_ptr": "*u8"}
 KERNELS = [
+    (finish_product._finish_product_kernel,
+     {"N": 4096, "SPLITS": 4, "SCALED": False, "BIAS": True, "RESIDUAL": True, "BLOCK": 1024}, 4,
+     {"part_ptr": "*fp32"}),
+    (packed_gemv._packed_gemv_kernel, {**FP8, **GEMV, "BLOCK_K": 2048}, 4, FP8_TYPES),
+    (packed_gemv._packed_gemv_kernel, {**INT4, **GEMV, "BLOCK_K": 128}, 1, INT4_TYPES),
+    (packed_matmul._packed_matmul_kernel,
+     {**FP8, "SPLITS": 1, "BLOCK_M": 16, "BLOCK_N": 32, "BLOCK_K": 128}, 4, FP8_TYPES),
+    (packed_matmul._packed_matmul_kernel,
+     {**INT4, "SPLITS": 4, "BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 64}, 4,
+     {**INT4_TYPES, "out_ptr": "*fp32"}),
+    (quantize_rows._quantize_rows_kernel,
+     {"SIZE": 4096, "BLOCK": 4096, "LARGEST": 448.0, "NORM": True, "GIVEN": False, "PDL": True}, 8,
+     {"out_ptr": "*fp8e4nv", "scale_ptr": "*fp32"}),
+    (unpack_weight._unpack_weight_kernel, {**INT4, "BLOCK_N": 8, "BLOCK_K": 128}, 4, INT4_TYPES),
     (choose_tokens._part_kernel,
      {"PART_SIZE": 4096, "TEMPERATURE": 0, "NOISE": 1, "LANES": 10}, 8),
     (choose_tokens._row_kernel, {"BLOCK": 64}, 1),
     (decode_inputs._decode_inputs_kernel, {"BLOCK_SIZE": 16, "BLOCK": 1024}, 4),
     (fused_decode_attention._fused_decode_kernel,
      {**COMMON, **DECODE, "NUM_KV_HEADS": 8, "ROTATE": True, "NORM_QUERY": True, "NORM_KEY": True,
-      "BLOCK_G": 4, "PDL": True, "EARLY": True}, 4),
+      "BLOCK_G": 4, "FP8": False, "PDL": True, "EARLY": True}, 4),
     (gemv._gemv_kernel,
      {"N": 4096, "K": 4096, "NORM": True, "GATED": False, "BIAS": True, "RESIDUAL": True,
       "BLOCK_N": 4, "BLOCK_K": 1024, "PDL": True, "EARLY": False}, 4),
@@ -46,12 +69,19 @@ KERNELS = [
       "BLOCK_N": 4, "BLOCK_K": 1024, "PDL": True, "EARLY": True}, 4),
     (heads._heads_kernel,
      {**COMMON, "NUM_KV_HEADS": 8, "HALF": 64, "ROTATE": True, "NORM_QUERY": True,
-      "NORM_KEY": True, "CACHE": True, "GROUP": 8, "BLOCK_HALF": 64, "BLOCK_REST": 1,
-      "PDL": True}, 2),
+      "NORM_KEY": True, "CACHE": True, "GROUP": 8, "BLOCK_HALF": 64, "BLOCK_REST": 1, "FP8": True,
+      "PDL": True}, 2, FP8_CACHE),
     (mask_tokens._mask_tokens_kernel, {"INDEXED": True, "PART_SIZE": 4096}, 4),
     (paged_attention_decode._decode_kernel, {**COMMON, **DECODE, "SPLIT": True, "PDL": True}, 4),
     (paged_attention_decode._decode_kernel,
+     {**COMMON, **DECODE, "SPLIT": True, "PDL": True}, 4, FP8_CACHE),
+    (paged_attention_decode._decode_kernel,
      {**COMMON, **DECODE, **MORE, "SPLIT": False, "PDL": True}, 4),
+    (fused_decode_attention._fused_decode_kernel,
+     {**COMMON, **DECODE, "NUM_KV_HEADS": 8, "ROTATE": True, "NORM_QUERY": True, "NORM_KEY": True,
+      "BLOCK_G": 4, "FP8": True, "PDL": True, "EARLY": True}, 4, FP8_CACHE),
+    (paged_attention_prefill._prefill_kernel,
+     {**COMMON, "GROUP": 4, "BLOCK_M": 128, "BLOCK_N": 64, "BLOCK_D": 128}, 4, FP8_CACHE),
     (paged_attention_decode._join_kernel, {**COMMON, **DECODE, "PDL": True}, 4),
     (paged_attention_decode._join_kernel, {**COMMON, **DECODE, **MORE, "PDL": True}, 4),
     (paged_attention_prefill._prefill_kernel,
@@ -78,13 +108,15 @@ TYPES = {
     "query_start_ptr": "*i32", "slot_ptr": "*i64", "positions_ptr": "*i64",
     "slopes_ptr": "*fp32", "sinks_ptr": "*bf16",
     "eps": "fp32", "query_eps": "fp32", "key_eps": "fp32", "scale": "fp32",
+    "value_scale": "fp32", "key_factor": "fp32", "value_factor": "fp32",
 }
-for kernel, constants, warps in KERNELS:
+for kernel, constants, warps, *own in KERNELS:
+    types = {**TYPES, **(own[0] if own else {})}
     names = kernel.arg_names
     constants = {name: value for name, value in constants.items() if name in names}
     signature = {
         name: "constexpr" if name in constants
-        else TYPES.get(name, "*bf16" if name.endswith("_ptr") else "i32")
+        else types.get(name, "*bf16" if name.endswith("_ptr") else "i32")
         for name in names
     }
     places = {(names.index(name),): value for name, value in constants.items()}
@@ -102,4 +134,4 @@ def test_every_kernel_compiles_for_a_hopper_gpu() -> None:
         [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert len(done.stdout.split()) == 18
+    assert len(done.stdout.split()) == 28

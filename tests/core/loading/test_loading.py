@@ -432,7 +432,9 @@ def test_generation_config_that_is_no_json_object(checkpoint: Callable[..., Path
         ({"max_position_embeddings": 10**12}, "max_position_embeddings"),
         ({"architectures": []}, "names no architecture"),
         ({"architectures": ["ZebraForCausalLM"]}, "'ZebraForCausalLM'"),
-        ({"quantization_config": {"quant_method": "awq"}}, "'awq'"),
+        ({"quantization_config": {"quant_method": "zebra"}}, "'zebra'"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config.quant_method"),
+        ({"quantization_config": "awq"}, "quantization_config"),
     ],
 )
 def test_config_that_cannot_be_served_is_refused(

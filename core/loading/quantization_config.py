@@ -1,0 +1,95 @@
+"""Reading a checkpoint's `quantization_config`: typed, and refused by the field's name."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from ..errors import ConfigError
+from ..nn.quantized import LinearSpec
+
+
+class ConfigReader:
+    """A mapping whose values are checked as they are read.
+
+    Every method raises ConfigError with the field's full name; a field that is missing or null
+    has the default.
+    """
+
+    def __init__(self, values: Mapping[str, Any], name: str = "quantization_config") -> None:
+        if not isinstance(values, Mapping):
+            raise ConfigError(f"{name}: must be an object, got {values!r}", param=name)
+        self.values = values
+        self.name = name
+
+    def refuse(self, field: str, wanted: str) -> ConfigError:
+        """The error to raise for a field that has a value which is not `wanted`."""
+        name = f"{self.name}.{field}"
+        return ConfigError(f"{name}: must be {wanted}, got {self.values.get(field)!r}", param=name)
+
+    def choice(self, field: str, allowed: Sequence[Any], default: Any) -> Any:
+        """One of `allowed`."""
+        value = self._get(field, default)
+        if not any(value == one and type(value) is type(one) for one in [*allowed, default]):
+            raise self.refuse(field, " or ".join(repr(one) for one in allowed))
+        return value
+
+    def flag(self, field: str, default: bool) -> bool:
+        """True or false."""
+        return bool(self.choice(field, (True, False), default))
+
+    def integer(self, field: str, default: int, *, least: int = 1) -> int:
+        """A whole number, at least `least`."""
+        value = self._get(field, default)
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise self.refuse(field, f"an integer of at least {least}")
+        return value
+
+    def names(self, *fields: str) -> tuple[str, ...]:
+        """Lists of names, those of all `fields` together."""
+        found: list[str] = []
+        for field in fields:
+            value = self._get(field, [])
+            if not isinstance(value, list | tuple) or any(not isinstance(v, str) for v in value):
+                raise self.refuse(field, "a list of names")
+            found.extend(value)
+        return tuple(found)
+
+    def inner(self, field: str) -> ConfigReader | None:
+        """An object within; None where there is none."""
+        value = self._get(field, None)
+        return None if value is None else ConfigReader(value, f"{self.name}.{field}")
+
+    def _get(self, field: str, default: Any) -> Any:
+        value = self.values.get(field)
+        return default if value is None else value
+
+
+def name_matches(name: str, pattern: str) -> bool:
+    """Whether a layer's name is meant: the whole of it, or whole dotted parts ("lm_head",
+    "self_attn.q_proj", "model.layers.0"), or a regular expression after "re:", from the start.
+    """
+    if pattern.startswith("re:"):
+        return re.match(pattern[3:], name) is not None
+    return f".{pattern}." in f".{name}."
+
+
+def is_ignored(spec: LinearSpec, patterns: Iterable[str], field: str) -> bool:
+    """Whether a checkpoint's list of layers to leave alone (`field`) names this one.
+
+    Raises ConfigError where it names some shards of a merged layer and not others.
+    """
+    patterns = tuple(patterns)
+    named = {
+        source: any(name_matches(source, pattern) for pattern in patterns)
+        for source in spec.sources.values()
+    }
+    if any(named.values()) and not all(named.values()):
+        (some, others) = ([n for n, hit in named.items() if hit is want] for want in (True, False))
+        raise ConfigError(
+            f"quantization_config.{field}: names {', '.join(some)} but not {', '.join(others)}, "
+            "which are computed as one layer",
+            param=f"quantization_config.{field}",
+        )
+    return all(named.values())

@@ -1,0 +1,120 @@
+"""Which quantization method a model gets, and putting its layers in place before weights load."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..config import EngineConfig
+from ..errors import ConfigError, PluginError
+from ..nn.context import BuildContext
+from ..nn.embedding import Embedding
+from ..nn.linear import Linear
+from ..nn.quantized import LinearSpec, QuantizedEmbedding, QuantizedLinear, Role
+from ..protocols import QuantizationMethod
+from ..registry import Plugins
+from .model_config import ModelConfig
+from .weight_map import WeightMap
+
+logger = logging.getLogger("jackfield.loading")
+
+
+def choose_method(
+    plugins: Plugins, config: EngineConfig, model_config: ModelConfig, device: torch.device
+) -> QuantizationMethod | None:
+    """By `EngineConfig.quantization`, else by what the checkpoint says; None: neither says any.
+
+    Raises ConfigError where the two disagree, or the method refuses its configuration.
+    """
+    stored: Mapping[str, Any] = model_config.quantization_config or {}
+    own = stored.get("quant_method")
+    if stored and not isinstance(own, str):
+        raise ConfigError(
+            f"quantization_config.quant_method: must be the name of a method, got {own!r}",
+            param="quantization_config.quant_method",
+        )
+    asked = config.quantization
+    name = asked or own
+    if name is None:
+        return None
+    method_class = _load(plugins, name, "quantization" if asked else "quant_method")
+    if asked and own and asked != own and _load(plugins, own, "quant_method") is not method_class:
+        raise ConfigError(
+            f"quantization: {asked!r} was asked for, but the checkpoint is {own!r}; leave the "
+            "option out",
+            param="quantization",
+        )
+    reason = method_class.supports(device, model_config.dtype)
+    if reason is not None:
+        raise ConfigError(f"quantization: {name!r} cannot run here: {reason}", param="quantization")
+    return method_class.from_config(stored)
+
+
+def _load(plugins: Plugins, name: str, field: str) -> type[QuantizationMethod]:
+    try:
+        loaded: type[QuantizationMethod] = plugins["quantization"].load(name)
+    except PluginError as error:
+        raise ConfigError(f"{field}: {error}", param="quantization") from error
+    return loaded
+
+
+def place_layers(
+    model: nn.Module, weight_map: WeightMap, method: QuantizationMethod, build: BuildContext
+) -> None:
+    """Replace each layer that `method` takes, and give memory to the weights of the others."""
+    heads = {name.removesuffix(".weight") for name in weight_map.tied}
+    taken = left = 0
+    for prefix, module in list(model.named_modules()):
+        if not isinstance(module, Linear | Embedding):
+            continue
+        role: Role = "linear"
+        if isinstance(module, Embedding):
+            role = "head" if prefix in heads else "embedding"
+        layer = method.layer(_spec(prefix, module, role, weight_map, build))
+        if layer is None:
+            left += 1
+            module.weight = nn.Parameter(build.empty(*module.weight.shape))
+            continue
+        taken += 1
+        if (bias := getattr(module, "bias", None)) is not None:
+            layer.bias = bias
+        parent, _, name = prefix.rpartition(".")
+        placed = QuantizedEmbedding(layer) if role == "embedding" else layer
+        setattr(model.get_submodule(parent), name, placed)
+    if not taken:
+        raise ConfigError(
+            f"quantization: {method.name!r} takes none of this model's layers", param="quantization"
+        )
+    logger.info("quantization: %s, %d layers; %d left as they are", method.name, taken, left)
+
+
+def _spec(
+    prefix: str,
+    module: Linear | Embedding,
+    role: Role,
+    weight_map: WeightMap,
+    build: BuildContext,
+) -> LinearSpec:
+    rows, size = module.weight.shape
+    cuts: Mapping[str, slice] = getattr(module, "shards", {"": slice(0, rows)})
+    shards = {name: cut.stop - cut.start for name, cut in cuts.items()}
+    return LinearSpec(
+        prefix=prefix,
+        role=role,
+        in_features=size,
+        shards=shards,
+        sources={name: weight_map.source(prefix, name) if name else prefix for name in shards},
+        gated=bool(getattr(module, "gated", False)),
+        device=build.device,
+        dtype=build.dtype,
+        operations=build.operations,
+    )
+
+
+def quantized_layers(model: nn.Module) -> dict[str, QuantizedLinear]:
+    """By the name that the layer had before: what its tensors' names start with."""
+    return {m.spec.prefix: m for m in model.modules() if isinstance(m, QuantizedLinear)}

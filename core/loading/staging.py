@@ -1,0 +1,105 @@
+"""A quantized layer's tensors on their way in: checked, gathered, and processed when complete."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from ..errors import LoadError
+from ..nn.quantized import QuantizedLinear, TensorSpec
+
+
+class Staging:
+    """What has come for one layer."""
+
+    def __init__(self, module: QuantizedLinear) -> None:
+        self.module = module
+        spec = module.spec
+        self._wanted = {shard: module.tensors(rows) for shard, rows in spec.shards.items()}
+        self._got: dict[str, dict[str, torch.Tensor]] = {shard: {} for shard in spec.shards}
+
+    def add(self, name: str, leaf: str, shard: str | None, tensor: torch.Tensor) -> None:
+        """Take one tensor; process the layer when it was the last. Raises LoadError."""
+        spec = self._wanted.get(shard or "", {}).get(leaf)
+        if spec is None:
+            raise LoadError(
+                f"unexpected tensor {name!r}: its layer is quantized and takes "
+                f"{', '.join(sorted(self._wanted[next(iter(self._wanted))]))}"
+            )
+        self._got[shard or ""][leaf] = _checked(name, tensor, spec)
+        if not self.module.processed and self.module.ready(self._got):
+            self._process()
+
+    @property
+    def missing(self) -> Iterable[str]:
+        """What must still come, as the checkpoint would call it."""
+        if self.module.processed:
+            return
+        for shard, wanted in self._wanted.items():
+            for leaf, spec in wanted.items():
+                if leaf not in self._got[shard] and not spec.optional:
+                    yield f"{self.module.spec.sources[shard]}.{leaf}"
+
+    def finish(self) -> None:
+        """Process a layer whose optional tensors never came."""
+        if not self.module.processed:
+            self._process()
+
+    def fill_dummy(self, generator: torch.Generator) -> None:
+        """Random tensors in place of a checkpoint's."""
+        for shard, wanted in self._wanted.items():
+            for leaf, spec in wanted.items():
+                if not spec.optional or spec.dummy is not None:
+                    self._got[shard][leaf] = _random(self.module, leaf, spec, generator)
+        self._process()
+
+    def _process(self) -> None:
+        try:
+            self.module.process(self._got)
+        except LoadError as error:
+            raise LoadError(f"{self.module.spec.prefix}: {error.message}") from error
+        self.module.processed = True
+        self._got = {shard: {} for shard in self._got}
+
+
+def _checked(name: str, tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    if spec.alternative is not None and tensor.dtype in spec.alternative.dtypes:
+        spec = spec.alternative
+    if spec.shape is not None:
+        if _squeezed(tensor.shape) != _squeezed(spec.shape):
+            raise LoadError(
+                f"tensor {name!r} has shape {tuple(tensor.shape)}, the quantized layer's is "
+                f"{spec.shape}"
+            )
+        tensor = tensor.reshape(spec.shape)
+    allowed = tensor.dtype in spec.dtypes if spec.dtypes else tensor.is_floating_point()
+    if not allowed:
+        wanted = " or ".join(str(dtype) for dtype in spec.dtypes) or "a floating-point type"
+        raise LoadError(f"tensor {name!r} holds {tensor.dtype}, the quantized layer wants {wanted}")
+    return tensor
+
+
+def _squeezed(shape: Iterable[int]) -> tuple[int, ...]:
+    return tuple(size for size in shape if size != 1)
+
+
+def _random(
+    module: QuantizedLinear, leaf: str, spec: TensorSpec, generator: torch.Generator
+) -> torch.Tensor:
+    device, shape = module.spec.device, spec.shape
+    if shape is None and spec.dummy is not None:
+        shape = (1,)
+    if shape is None:
+        raise LoadError(f"{leaf} of {module.spec.prefix} has no shape of its own to make up")
+    dtype = spec.dtypes[0] if spec.dtypes else module.spec.dtype
+    if not dtype.is_floating_point:
+        info = torch.iinfo(dtype)
+        return torch.randint(
+            info.min, info.max, shape, generator=generator, dtype=dtype, device=device
+        )
+    if spec.dummy is not None:
+        return torch.full(shape, spec.dummy, dtype=torch.float32, device=device).to(dtype)
+    bound = (3.0 / shape[-1]) ** 0.5 if shape else 1.0
+    made = torch.empty(shape, dtype=module.spec.dtype, device=device)
+    return made.uniform_(-bound, bound, generator=generator).to(dtype)

@@ -1,0 +1,334 @@
+"""`QuantizationKit`: a quantization method against dequantised float models.
+
+    class TestMine(QuantizationKit):
+        name = "mine"                                  # as registered
+        config = {"bits": 4, "group_size": 32}         # the checkpoint's, without quant_method
+        mismatched = {"bits": 5}                       # refused, each with the field's name
+
+        def quantize(self, weight):
+            "One layer's weight → the checkpoint's tensors for it, and what they stand for."
+            return {"qweight": …, "scales": …}, dequantised
+
+With `name` alone a method that rounds plain checkpoints is checked as far as that goes.
+
+The kit writes a tiny Llama and a tiny Qwen3 in the format, loads them as a user would, and compares
+each layer and the whole engine with the same model built from the dequantised weights.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from ...core.config import EngineConfig
+from ...core.engine.async_engine import AsyncEngine
+from ...core.errors import ConfigError, LoadError
+from ...core.loading.build import build_model
+from ...core.loading.model_config import resolve_model_config
+from ...core.loading.quantize import quantized_layers
+from ...core.nn.norm import RMSNorm
+from ...core.nn.operations import Operations
+from ...core.nn.quantized import LinearSpec, QuantizedLinear
+from ...core.registry import load_plugins
+from ...core.types import SamplingParams
+
+VOCAB = 160
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+    "max_position_embeddings": 256, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+    "initializer_range": 0.2, "tie_word_embeddings": False,
+}  # fmt: skip
+FAMILIES = ("Llama", "Qwen3")
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+class QuantizationKit:
+    """Subclass it in your tests, and set what is yours."""
+
+    name: ClassVar[str]
+    config: ClassVar[Mapping[str, Any]] = {}
+    """`quantization_config` without its quant_method; empty for a method that rounds plain
+    checkpoints as they load."""
+    mismatched: ClassVar[Mapping[str, Any]] = {}
+    """Field → a value that `from_config` must refuse, naming the field."""
+    ignore_field: ClassVar[str | None] = None
+    """The field that lists layers to leave alone, where the format has one."""
+    rounding: ClassVar[float] = 0.15
+    """‖dequantised - original‖ / ‖original‖ of normal random weights, at most."""
+    exact: ClassVar[float] = 2e-5
+    """How far a layer may be from its dequantised weight, relative to the largest."""
+    product_error: ClassVar[float] = 1e-4
+    """The same of its products, for inputs of any kind: more where inputs are rounded, too."""
+    logprob_error: ClassVar[float] = 1e-3
+    """How far log-probabilities may be from the dequantised model's: float32, on a CPU."""
+    prompt_lengths: ClassVar[tuple[int, ...]] = (1, 9, 37)
+    max_tokens: ClassVar[int] = 6
+    device: ClassVar[str] = "cpu"
+    operations: ClassVar[type[Operations]] = Operations
+
+    def quantize(self, weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        """weight: [out_features, in_features] float32 → (the checkpoint's tensors by the name
+        behind the layer's, the weight that they stand for, float32).
+
+        The formula must be yours or the format's own tool's, not the plugin's code. Without it, a
+        method that rounds plain weights is compared with its own rounding of one layer by itself:
+        what then is tested is how layers are joined, applied and served.
+        """
+        method_class = load_plugins()["quantization"].load(self.name)
+        if (reason := method_class.supports(torch.device("cpu"), weight.dtype)) is not None:
+            pytest.skip(reason)
+        try:
+            method = method_class.from_config(self.config)
+        except ConfigError as error:
+            pytest.skip(f"needs `config` and `quantize` of a subclass: {error}")
+        rows, size = weight.shape
+        source = "model.layers.0.mlp.down_proj"
+        spec = LinearSpec(
+            prefix=source, role="linear", in_features=size, shards={"": rows},
+            sources={"": source}, gated=False, device=weight.device, dtype=weight.dtype,
+            operations=Operations(),
+        )  # fmt: skip
+        layer = method.layer(spec)
+        if layer is None or "weight" not in layer.tensors(rows):
+            pytest.skip("needs `quantize` of a subclass: the method rounds no plain weight")
+        layer.process({"": {"weight": weight}})
+        return {"weight": weight}, self.dense(layer)
+
+    def is_quantized(self, layer: str) -> bool:
+        """Whether the checkpoint has this layer quantized (and the method takes it)."""
+        return layer.rpartition(".")[2] in PROJECTIONS
+
+    # ------------------------------------------------------------ what the tests start from
+
+    @pytest.fixture(scope="class", params=FAMILIES)
+    @classmethod
+    def family(cls, request: pytest.FixtureRequest) -> str:
+        """`transformers` model families; override it for others."""
+        return str(request.param)
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def checkpoint(cls, family: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+        """(folder of a quantized checkpoint, `transformers` model with the dequantised weights)"""
+        folder = tmp_path_factory.mktemp(family)
+        return folder, cls().write(family, folder)
+
+    def write(self, family: str, folder: Path) -> Any:
+        """Write a random model in the format; → the `transformers` model it stands for."""
+        config = getattr(transformers, f"{family}Config")(**SIZES)
+        torch.manual_seed(11)
+        model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+        tensors: dict[str, torch.Tensor] = {}
+        taken = set()
+        for layer, module in model.named_modules():
+            if isinstance(module, nn.Linear) and self.is_quantized(layer):
+                stored, dequantised = self.quantize(module.weight.data.clone())
+                tensors |= {f"{layer}.{leaf}": part.contiguous() for leaf, part in stored.items()}
+                module.weight.data.copy_(dequantised)
+                taken.add(f"{layer}.weight")
+        model.save_pretrained(folder)
+        plain = load_file(folder / "model.safetensors")
+        plain = {name: tensor for name, tensor in plain.items() if name not in taken}
+        save_file({**plain, **tensors}, folder / "model.safetensors", {"format": "pt"})
+        if self.config:
+            self.set_config(folder)
+        return model
+
+    def set_config(self, folder: Path, **changes: Any) -> None:
+        """Write the quantization_config, with changes."""
+        path = folder / "config.json"
+        data = json.loads(path.read_text())
+        data["quantization_config"] = {"quant_method": self.name, **self.config, **changes}
+        path.write_text(json.dumps(data))
+
+    def engine_config(self, folder: Path, **options: Any) -> EngineConfig:
+        """For a checkpoint of this method."""
+        chosen: dict[str, Any] = {
+            "model": str(folder), "device": self.device, "dtype": "float32",
+            "quantization": None if self.config else self.name, "skip_tokenizer_init": True,
+            "max_model_len": 128, "max_num_seqs": 4, "max_num_batched_tokens": 16,
+        }  # fmt: skip
+        return EngineConfig(**{**chosen, **options})
+
+    def build(self, folder: Path, **options: Any) -> nn.Module:
+        """The loaded model, without an engine around it."""
+        config = self.engine_config(folder, **options)
+        model_config = resolve_model_config(config)
+        with torch.inference_mode():
+            return build_model(
+                load_plugins(), config, model_config, torch.device(self.device), self.operations()
+            )
+
+    # ------------------------------------------------------------ the tests
+
+    def test_layers_multiply_by_the_dequantised_weights(self, checkpoint: Any) -> None:
+        """Merged layers too: each shard with its own scales."""
+        folder, reference = checkpoint
+        weights = dict(reference.named_parameters())
+        layers = quantized_layers(self.build(folder))
+        assert layers, "no layer is quantized"
+        for layer in layers.values():
+            wanted = torch.cat([weights[f"{s}.weight"] for s in layer.spec.sources.values()])
+            got = self.dense(layer).cpu()
+            assert (got - wanted).abs().max() <= self.exact * wanted.abs().max(), layer.spec.prefix
+
+    def dense(self, layer: QuantizedLinear) -> torch.Tensor:
+        """[out_features, in_features]: what the layer multiplies by, found by multiplying."""
+        size = layer.spec.in_features
+        eye = torch.eye(size, device=layer.spec.device)
+        product: torch.Tensor
+        if not layer.spec.gated:
+            product = layer(eye)
+            return product.t()
+        # Without the activation: the same layer as if it were a plain merged one.
+        spec = layer.spec
+        try:
+            layer.spec = dataclasses.replace(spec, gated=False)
+            product = layer(eye)
+        finally:
+            layer.spec = spec
+        return product.t()
+
+    def test_norm_before_and_residual_after(self, checkpoint: Any) -> None:
+        """For one row and for several, as for a layer that does each step by itself."""
+        layers = quantized_layers(self.build(checkpoint[0]))
+        for suffix, with_residual in (("o_proj", True), ("gate_up_proj", False)):
+            layer = next(m for name, m in layers.items() if name.endswith(suffix))
+            dense = self.dense(layer)
+            norm = RMSNorm.__new__(RMSNorm)
+            nn.Module.__init__(norm)
+            norm.eps, norm.operations = 1e-5, layer.spec.operations
+            size, device = layer.spec.in_features, layer.spec.device
+            norm.weight = nn.Parameter(torch.rand(size, device=device) + 0.5)
+            for rows in (1, 3, 40):
+                x = torch.randn(rows, size, device=device)
+                wide = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5) * norm.weight
+                wanted = wide @ dense.t()
+                if layer.spec.gated:
+                    gate, up = wanted.chunk(2, dim=-1)
+                    wanted = nn.functional.silu(gate) * up
+                residual = torch.randn_like(wanted) if with_residual else None
+                given = None if residual is None else residual.clone()
+                got = layer(x, norm=norm, residual=given)
+                wanted = wanted if residual is None else wanted + residual
+                assert (got - wanted).abs().max() <= self.product_error * wanted.abs().max()
+
+    def test_rounding_error_is_bounded(self) -> None:
+        """On normal random weights, and on rows of zeros."""
+        weight = torch.randn(64, 256, generator=torch.Generator().manual_seed(3))
+        _, dequantised = self.quantize(weight.clone())
+        assert (dequantised - weight).norm() <= self.rounding * weight.norm()
+        weight[5] = 0.0
+        _, dequantised = self.quantize(weight)
+        assert torch.isfinite(dequantised).all()
+
+    def test_engine_gives_the_dequantised_models_log_probabilities(self, checkpoint: Any) -> None:
+        """Prompts of several lengths at once, chunked, and some tokens more."""
+        folder, reference = checkpoint
+        prompts = [
+            [3 + (7 * i * n) % (VOCAB - 3) for i in range(1, n + 1)] for n in self.prompt_lengths
+        ]
+
+        async def serve() -> list[Any]:
+            params = SamplingParams(
+                temperature=0.0,
+                max_tokens=self.max_tokens,
+                ignore_eos=True,
+                logprobs=2,
+                prompt_logprobs=2,
+            )
+            async with AsyncEngine(self.engine_config(folder)) as engine:
+                return list(await asyncio.gather(*(_last(engine, p, params) for p in prompts)))
+
+        for prompt, output in zip(prompts, asyncio.run(serve()), strict=True):
+            tokens = [*prompt, *output.outputs[0].token_ids]
+            with torch.no_grad():
+                logits = reference(torch.tensor([tokens])).logits[0]
+            wanted = torch.log_softmax(logits.float(), -1)
+            tables = [*output.prompt_logprobs[1:], *output.outputs[0].logprobs]
+            for position, table in enumerate(tables):
+                for token, found in table.items():
+                    error = abs(found.logprob - float(wanted[position, token]))
+                    assert error <= self.logprob_error, (len(prompt), position, token, error)
+
+    def test_mismatched_config_is_refused_by_the_fields_name(self, checkpoint: Any) -> None:
+        """Each wrong value by itself."""
+        folder, _ = checkpoint
+        method = load_plugins()["quantization"].load(self.name)
+        for field, value in self.mismatched.items():
+            wrong = {"quant_method": self.name, **self.config, field: value}
+            with pytest.raises(ConfigError, match=field.rpartition(".")[2]) as caught:
+                method.from_config(wrong)
+            assert caught.value.param is not None
+            assert field.rpartition(".")[2] in caught.value.param
+        if self.mismatched and self.config:
+            field, value = next(iter(self.mismatched.items()))
+            self.set_config(folder, **{field: value})
+            try:
+                with pytest.raises(ConfigError, match=field):
+                    self.build(folder)
+            finally:
+                self.set_config(folder)
+
+    def test_missing_and_misshapen_tensors_are_named(self, checkpoint: Any, tmp_path: Path) -> None:
+        """The error calls them as the checkpoint does."""
+        folder, _ = checkpoint
+        tensors = load_file(folder / "model.safetensors")
+        (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+        victim = "model.layers.1.mlp.down_proj."
+        names = [name for name in tensors if name.startswith(victim)]
+        name = max(names, key=lambda n: tensors[n].numel())
+        cut = {**tensors, name: tensors[name][:-1].contiguous()}
+        save_file(cut, tmp_path / "model.safetensors", {"format": "pt"})
+        with pytest.raises(LoadError, match=name.replace(".", r"\.")):
+            self.build(tmp_path)
+        del cut[name]
+        save_file(cut, tmp_path / "model.safetensors", {"format": "pt"})
+        with pytest.raises(LoadError, match=name.replace(".", r"\.")):
+            self.build(tmp_path)
+
+    def test_ignored_layers_stay_as_they_are(self, tmp_path: Path) -> None:
+        """A layer named in the format's ignore list is neither looked for nor rounded."""
+        if self.ignore_field is None or not self.config:
+            pytest.skip("the format has no such list")
+        kit = self
+
+        class Spared(type(kit)):  # type: ignore[misc]
+            def is_quantized(self, layer: str) -> bool:
+                return kit.is_quantized(layer) and "layers.1.mlp.down_proj" not in layer
+
+        reference = Spared().write("Llama", tmp_path)
+        spared = [*self.config.get(self.ignore_field, ()), "model.layers.1.mlp.down_proj"]
+        self.set_config(tmp_path, **{self.ignore_field: spared})
+        model = self.build(tmp_path)
+        layers = quantized_layers(model)
+        assert "model.layers.1.mlp.down_proj" not in layers
+        assert "model.layers.0.mlp.down_proj" in layers
+        kept = model.get_parameter("model.layers.1.mlp.down_proj.weight")
+        wanted = reference.get_parameter("model.layers.1.mlp.down_proj.weight")
+        torch.testing.assert_close(kept.cpu(), wanted.data, rtol=0, atol=0)
+
+    def test_dummy_weights_can_be_made(self, checkpoint: Any) -> None:
+        """`load_format=dummy`: speed can be measured without a checkpoint."""
+        model = self.build(checkpoint[0], load_format="dummy")
+        for layer in quantized_layers(model).values():
+            made = layer(torch.randn(2, layer.spec.in_features, device=layer.spec.device))
+            assert torch.isfinite(made).all() and made.any(), layer.spec.prefix
+
+
+async def _last(engine: AsyncEngine, prompt: list[int], params: SamplingParams) -> Any:
+    last = None
+    async for output in engine.generate(prompt, params):
+        last = output
+    return last

@@ -1,0 +1,113 @@
+"""GGUF files (llama.cpp's) through the `gguf` package, dequantised as they load.
+
+The folder holds config.json, the tokenizer's files and one *.gguf. No kernel reads these formats
+where they lie: the model runs in its own type, or in what a quantization method rounds it to.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...core.config import EngineConfig
+from ...core.errors import ConfigError, LoadError
+from ...core.loading.model_config import ModelConfig
+from ...core.loading.weight_map import ParameterFiller
+
+logger = logging.getLogger("jackfield.loading")
+
+
+class GgufLoader:
+    """Fills a model from a GGUF file."""
+
+    def __init__(self, config: EngineConfig, model_config: ModelConfig) -> None:
+        """Raises ConfigError without the package or the file, or with one of another model."""
+        try:
+            self.gguf: Any = importlib.import_module("gguf")
+        except ImportError as error:
+            raise ConfigError(
+                "load_format: gguf needs the package gguf (pip install gguf)", param="load_format"
+            ) from error
+        files = sorted(model_config.path.glob("*.gguf"))
+        if len(files) != 1:
+            raise ConfigError(
+                f"load_format: gguf needs one *.gguf in {model_config.path}, which has "
+                f"{len(files)}",
+                param="load_format",
+            )
+        self.model_config = model_config
+        self.file: Path = files[0]
+
+    def load(self, model: nn.Module, device: torch.device) -> None:
+        """Raises LoadError naming what is missing or of another shape."""
+        try:
+            reader = self.gguf.GGUFReader(self.file)
+        except Exception as error:  # The package raises what parsing stumbles over.
+            raise LoadError(f"{self.file.name} is not a GGUF file: {error}") from error
+        family = str(self._metadata(reader, "general.architecture"))
+        blocks = self._metadata(reader, f"{family}.block_count")
+        if blocks != self.model_config.num_layers:
+            raise LoadError(
+                f"{self.file.name} has {family}.block_count {blocks}, and config.json "
+                f"num_hidden_layers {self.model_config.num_layers}"
+            )
+        families = {name: key for key, name in self.gguf.MODEL_ARCH_NAMES.items()}
+        if family not in families:
+            raise LoadError(f"{self.file.name}: the gguf package knows no architecture {family!r}")
+        names = self.gguf.get_tensor_name_map(families[family], blocks)
+        stored = {tensor.name: tensor for tensor in reader.tensors}
+        filler = ParameterFiller(model, model.weight_map)  # type: ignore[arg-type]
+        kinds: Counter[str] = Counter()
+        for name in sorted(set(filler.wanted())):
+            stem, _, leaf = name.rpartition(".")
+            tensor = stored.get(f"{names.get_name(stem)}.{leaf}")
+            if tensor is None:
+                continue
+            kinds[tensor.tensor_type.name] += 1
+            dense = self._dense(tensor)
+            if family == "llama":
+                dense = self._unturned(stem, dense)
+            filler.fill(name, dense.to(device))
+        filler.finish()
+        found = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
+        logger.info(
+            "gguf: tensors are dequantised at load, and run as %s: %s",
+            str(self.model_config.dtype).removeprefix("torch."),
+            found,
+        )
+
+    def _metadata(self, reader: Any, key: str) -> Any:
+        field = reader.get_field(key)
+        if field is None:
+            raise LoadError(f"{self.file.name} has no {key}")
+        return field.contents()
+
+    def _dense(self, tensor: Any) -> torch.Tensor:
+        """In the model's type."""
+        try:
+            numbers = self.gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        except NotImplementedError as error:
+            raise LoadError(
+                f"{self.file.name}: {tensor.name} is {tensor.tensor_type.name}, which the gguf "
+                "package cannot dequantise"
+            ) from error
+        shape = tuple(int(size) for size in reversed(tensor.shape))
+        # A copy: what is stored plain comes as a read-only view of the file.
+        made = torch.from_numpy(numbers.copy()).reshape(shape)
+        return made.to(self.model_config.dtype)
+
+    def _unturned(self, stem: str, dense: torch.Tensor) -> torch.Tensor:
+        """Llama's queries and keys have their channels paired as neighbours; ours are halves."""
+        heads = {
+            "q_proj": self.model_config.num_heads, "k_proj": self.model_config.num_kv_heads
+        }.get(stem.rpartition(".")[2])  # fmt: skip
+        if heads is None:
+            return dense
+        paired = dense.reshape(heads, dense.shape[0] // heads // 2, 2, *dense.shape[1:])
+        return paired.swapaxes(1, 2).reshape(dense.shape)

@@ -1,0 +1,106 @@
+"""AWQ checkpoints: 4 bits by groups of columns, packed along rows in an interleaved order.
+
+Layout (as AutoAWQ's "gemm" version writes it): `qweight` [K, N / 8], `qzeros` [G, N / 8], `scales`
+[G, N]. The eight rows of a word lie in the order 0, 2, 4, 6, 1, 3, 5, 7 from the low bits up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+
+from ...core.errors import ConfigError
+from ...core.loading.quantization_config import ConfigReader, is_ignored
+from ...core.nn.packed import PackedWeight
+from ...core.nn.quantized import LinearSpec, PackedLinear, TensorSpec
+from .grouped import Grouped, join, unpack_along
+from .rtn import read_group_size
+
+BITS = 4
+PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
+"""Where in a word the rows 0 to 7 lie."""
+
+
+class Awq:
+    """`quantization_config` fields: bits or w_bit (4), group_size or q_group_size, zero_point,
+    version ("gemm"), modules_to_not_convert.
+    """
+
+    name: ClassVar[str] = "awq"
+
+    def __init__(self, group_size: int, zeros: bool, ignored: tuple[str, ...]) -> None:
+        self.group_size = group_size
+        self.zeros = zeros
+        self.ignored = ignored
+
+    @classmethod
+    def supports(cls, device: torch.device, dtype: torch.dtype) -> str | None:
+        """Everywhere."""
+        return None
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> Awq:
+        """Raises ConfigError with the field's name."""
+        read = ConfigReader(config)
+        field = "w_bit" if "w_bit" in config else "bits"
+        if read.choice(field, (BITS,), None) is None:
+            raise read.refuse(field, "4")
+        version = read.values.get("version")
+        if not isinstance(version or "gemm", str) or str(version or "gemm").lower() != "gemm":
+            raise read.refuse("version", "'gemm'")
+        size = "q_group_size" if "q_group_size" in config else "group_size"
+        return cls(
+            group_size=read_group_size(read, 128, size),
+            zeros=read.flag("zero_point", True),
+            ignored=read.names("modules_to_not_convert"),
+        )
+
+    def layer(self, spec: LinearSpec) -> AwqLinear | None:
+        """Every product but those listed."""
+        if spec.role != "linear" or is_ignored(spec, self.ignored, "modules_to_not_convert"):
+            return None
+        return AwqLinear(spec, self.group_size, self.zeros)
+
+
+class AwqLinear(PackedLinear):
+    """A product by an AWQ weight."""
+
+    def __init__(self, spec: LinearSpec, group_size: int, zeros: bool) -> None:
+        super().__init__(spec)
+        self.group_size = spec.in_features if group_size == -1 else group_size
+        self.zeros = zeros
+        if spec.in_features % 8 or any(rows % 8 for rows in spec.shards.values()):
+            raise ConfigError(
+                f"quantization_config.bits: the rows of {spec.prefix} do not fill words of 8",
+                param="quantization_config.bits",
+            )
+
+    def tensors(self, out_features: int) -> Mapping[str, TensorSpec]:
+        """qweight, qzeros, scales."""
+        size = self.spec.in_features
+        groups = -(-size // self.group_size)
+        step = 2.0 / (1 << BITS) * (3.0 / size) ** 0.5
+        return {
+            "qweight": TensorSpec((size, out_features // 8), (torch.int32,)),
+            "qzeros": TensorSpec(
+                (groups, out_features // 8), (torch.int32,), optional=not self.zeros
+            ),
+            "scales": TensorSpec((groups, out_features), dummy=step),
+        }
+
+    def pack(self, shards: Mapping[str, Mapping[str, torch.Tensor]]) -> PackedWeight:
+        """Unpack, and repack all shards as one."""
+        made = []
+        for shard in self.spec.shards:
+            got = shards[shard]
+            zeros = _rows(got["qzeros"]) if self.zeros else None
+            made.append(Grouped(_rows(got["qweight"]).t(), got["scales"], zeros))
+        return join(made, BITS, self.group_size)
+
+
+def _rows(packed: torch.Tensor) -> torch.Tensor:
+    """[M, N / 8] words → [M, N] numbers, in order."""
+    numbers = unpack_along(packed, BITS, 1).view(packed.shape[0], -1, 8)
+    return numbers[:, :, list(PLACES)].flatten(1)

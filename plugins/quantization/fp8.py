@@ -1,0 +1,165 @@
+"""fp8 (e4m3) weights and activations: per tensor, per channel or in blocks of 128 x 128.
+
+A layer whose checkpoint tensor is already float8 is taken as it is, with its scale; one in a wider
+type is rounded at load, a scale a row. Small batches read the weight alone and leave inputs wide;
+large ones round inputs too, where the device multiplies fp8 by fp8.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+
+from ...core.errors import LoadError
+from ...core.loading.quantization_config import ConfigReader, is_ignored
+from ...core.nn.packed import PackedWeight, round_to_fp8
+from ...core.nn.quantized import LinearSpec, PackedLinear, TensorSpec
+
+FP8 = torch.float8_e4m3fn
+BLOCK = 128
+SCALE_NAMES = ("weight_scale", "weight_scale_inv")
+"""Both are multiplied by; the second is what block formats call it."""
+INPUT_SCALE_NAMES = ("input_scale", "activation_scale")
+IGNORE_FIELDS = ("ignored_layers", "modules_to_not_convert")
+
+
+class Fp8:
+    """`quantization_config` fields: activation_scheme ("dynamic", "static"), weight_block_size
+    ([128, 128]), ignored_layers or modules_to_not_convert, and, of this project, lm_head (true:
+    the head is rounded, too).
+    """
+
+    name: ClassVar[str] = "fp8"
+
+    def __init__(
+        self, *, static: bool = False, blocks: bool = False, head: bool = False,
+        ignored: tuple[str, ...] = (),
+    ) -> None:  # fmt: skip
+        self.static = static
+        self.blocks = blocks
+        self.head = head
+        self.ignored = ignored
+
+    @classmethod
+    def supports(cls, device: torch.device, dtype: torch.dtype) -> str | None:
+        """Everywhere: what the device cannot multiply is dequantised."""
+        return None
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> Fp8:
+        """Raises ConfigError with the field's name."""
+        read = ConfigReader(config)
+        read.choice("fmt", ("e4m3",), "e4m3")
+        scheme = read.choice("activation_scheme", ("dynamic", "static"), "dynamic")
+        block = read.values.get("weight_block_size")
+        if block is not None and list(block) != [BLOCK, BLOCK]:
+            raise read.refuse("weight_block_size", f"[{BLOCK}, {BLOCK}]")
+        if block is not None and scheme == "static":
+            raise read.refuse("activation_scheme", "'dynamic' with weight_block_size")
+        return cls(
+            static=scheme == "static",
+            blocks=block is not None,
+            head=read.flag("lm_head", False),
+            ignored=read.names(*IGNORE_FIELDS),
+        )
+
+    def layer(self, spec: LinearSpec) -> Fp8Linear | None:
+        """Every product; the head when asked for."""
+        wanted = spec.role == "linear" or (spec.role == "head" and self.head)
+        if not wanted or is_ignored(spec, self.ignored, IGNORE_FIELDS[-1]):
+            return None
+        return Fp8Linear(spec, static=self.static, blocks=self.blocks)
+
+
+class Fp8Linear(PackedLinear):
+    """A product by a float8 weight. `static`: inputs are rounded with the checkpoint's scale;
+    `wide`: they are never rounded; `rounds`: a weight in a wider type is rounded at load."""
+
+    def __init__(
+        self, spec: LinearSpec, *, static: bool = False, blocks: bool = False, wide: bool = False,
+        rounds: bool = True,
+    ) -> None:  # fmt: skip
+        super().__init__(spec)
+        self.wide = wide or blocks
+        self.static = static
+        self.blocks = blocks
+        self.rounds = rounds
+
+    def tensors(self, out_features: int) -> Mapping[str, TensorSpec]:
+        """The weight in any type; scales where it is float8 already."""
+        size = self.spec.in_features
+        plain = (self.spec.dtype, torch.bfloat16, torch.float16, torch.float32)
+        types = (*plain, FP8) if self.rounds else (FP8,)
+        found = {"weight": TensorSpec((out_features, size), types)}
+        grid = (-(-out_features // BLOCK), -(-size // BLOCK)) if self.blocks else None
+        for name in SCALE_NAMES:
+            found[name] = TensorSpec(grid, optional=True)
+        for name in INPUT_SCALE_NAMES:
+            found[name] = TensorSpec((), optional=True)
+        if not self.rounds:
+            found[SCALE_NAMES[0]] = TensorSpec(grid, optional=True, dummy=1.0)
+            found[INPUT_SCALE_NAMES[0]] = TensorSpec((), optional=True, dummy=0.01)
+        return found
+
+    def ready(self, shards: Mapping[str, Mapping[str, torch.Tensor]]) -> bool:
+        """When each shard's weight is there, with its scales if it is float8."""
+        return all(self._complete(shards.get(shard, {})) for shard in self.spec.shards)
+
+    def _complete(self, got: Mapping[str, torch.Tensor]) -> bool:
+        if "weight" not in got:
+            return False
+        if got["weight"].dtype != FP8:
+            return True
+        scaled = _first(got, SCALE_NAMES) is not None
+        return scaled and (not self.static or _first(got, INPUT_SCALE_NAMES) is not None)
+
+    def pack(self, shards: Mapping[str, Mapping[str, torch.Tensor]]) -> PackedWeight:
+        """Stack the shards; each keeps its own scales."""
+        values, scales, input_scales = [], [], []
+        for shard in self.spec.shards:
+            got = shards[shard]
+            weight = got["weight"]
+            if weight.dtype == FP8:
+                scale = _first(got, SCALE_NAMES)
+                if scale is None:
+                    raise LoadError(f"{self.spec.sources[shard]} is float8 and has no weight_scale")
+                if self.static:
+                    input_scale = _first(got, INPUT_SCALE_NAMES)
+                    if input_scale is None:
+                        raise LoadError(
+                            f"{self.spec.sources[shard]} has no input_scale, and "
+                            "activation_scheme is static"
+                        )
+                    input_scales.append(input_scale.float().reshape(1))
+                scale = self._spread(scale.float(), weight.shape[0], shard)
+            else:
+                weight, row_scale = round_to_fp8(weight)
+                groups = -(-self.spec.in_features // BLOCK) if self.blocks else 1
+                scale = row_scale.expand(groups, -1)
+            values.append(weight.view(torch.uint8))
+            scales.append(scale)
+        size = self.spec.in_features
+        return PackedWeight(
+            values=torch.cat(values).view(FP8),
+            scale=torch.cat(scales, dim=1).contiguous(),
+            group_size=BLOCK if self.blocks else size,
+            inputs="wide" if self.wide else "quantized",
+            input_scale=torch.stack(input_scales).amax(dim=0) if input_scales else None,
+        )
+
+    def _spread(self, scale: torch.Tensor, rows: int, shard: str) -> torch.Tensor:
+        """→ [groups, rows]: per tensor, per row and per block scales alike."""
+        if self.blocks:
+            return scale.repeat_interleave(BLOCK, dim=0)[:rows].t()
+        if scale.numel() not in (1, rows):
+            raise LoadError(
+                f"the scale of {self.spec.sources[shard]} has shape {tuple(scale.shape)}: neither "
+                f"one number nor one for each of {rows} rows"
+            )
+        return scale.reshape(-1).expand(rows).reshape(1, rows)
+
+
+def _first(got: Mapping[str, torch.Tensor], names: tuple[str, ...]) -> torch.Tensor | None:
+    return next((got[name] for name in names if name in got), None)

@@ -1,0 +1,148 @@
+"""GPTQ checkpoints: 4 or 8 bits by groups of columns, with act-order, symmetric or not.
+
+Layout (as AutoGPTQ and GPTQModel write it): `qweight` [K * bits / 32, N] holds neighbouring columns
+of a row, the first in the lowest bits; `qzeros` [G, N * bits / 32] the rows' zeros, in version 1
+less one; `scales` [G, N]; `g_idx` [K] the group of each column.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+
+from ...core.errors import ConfigError, LoadError
+from ...core.loading.quantization_config import ConfigReader, is_ignored, name_matches
+from ...core.nn.packed import WORD_BITS, PackedWeight
+from ...core.nn.quantized import LinearSpec, PackedLinear, TensorSpec
+from .grouped import Grouped, join, unpack_along
+from .rtn import read_group_size
+
+
+class Gptq:
+    """`quantization_config` fields: bits (4, 8), group_size, sym, desc_act, checkpoint_format
+    ("gptq", "gptq_v2"), lm_head, dynamic (GPTQModel's rules by module name),
+    modules_in_block_to_quantize, modules_to_not_convert.
+    """
+
+    name: ClassVar[str] = "gptq"
+
+    def __init__(self, read: ConfigReader) -> None:
+        self.bits = read.choice("bits", (4, 8), None)
+        if self.bits is None:
+            raise read.refuse("bits", "4 or 8")
+        self.group_size = read_group_size(read, 128)
+        read.flag("sym", True)
+        read.flag("desc_act", False)
+        layout = read.choice("checkpoint_format", ("gptq", "gptq_v2"), "gptq")
+        self.zero_offset = 1 if layout == "gptq" else 0
+        self.head = read.flag("lm_head", False)
+        self.ignored = read.names("modules_to_not_convert")
+        self.only = _flat(read, "modules_in_block_to_quantize")
+        self.rules = _rules(read)
+
+    @classmethod
+    def supports(cls, device: torch.device, dtype: torch.dtype) -> str | None:
+        """Everywhere."""
+        return None
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> Gptq:
+        """Raises ConfigError with the field's name."""
+        return cls(ConfigReader(config))
+
+    def layer(self, spec: LinearSpec) -> GptqLinear | None:
+        """Every product that the configuration does not leave out."""
+        if spec.role == "embedding" or (spec.role == "head" and not self.head):
+            return None
+        if is_ignored(spec, self.ignored, "modules_to_not_convert"):
+            return None
+        sources = spec.sources.values()
+        if self.only and not any(name_matches(s, only) for s in sources for only in self.only):
+            return None
+        bits, group_size = self.bits, self.group_size
+        for pattern, rule in self.rules:
+            hits = [re.match(pattern, source) is not None for source in sources]
+            if not any(hits):
+                continue
+            if not all(hits):
+                raise ConfigError(
+                    f"quantization_config.dynamic: {pattern!r} names some of "
+                    f"{', '.join(sources)}, which are computed as one layer",
+                    param="quantization_config.dynamic",
+                )
+            if rule is None:
+                return None
+            bits = rule.choice("bits", (4, 8), bits)
+            group_size = read_group_size(rule, group_size)
+            break
+        return GptqLinear(spec, bits, group_size, self.zero_offset)
+
+
+def _flat(read: ConfigReader, field: str) -> tuple[str, ...]:
+    """A list of names, or of lists of names."""
+    value = read.values.get(field)
+    if isinstance(value, list) and all(isinstance(part, list) for part in value):
+        value = [name for part in value for name in part]
+    return ConfigReader({field: value}, read.name).names(field)
+
+
+def _rules(read: ConfigReader) -> list[tuple[str, ConfigReader | None]]:
+    """Patterns in order; None: leave the layer as it is."""
+    dynamic = read.inner("dynamic")
+    rules: list[tuple[str, ConfigReader | None]] = []
+    for pattern in dynamic.values if dynamic else ():
+        assert dynamic is not None
+        rule = None if pattern.startswith("-:") else dynamic.inner(pattern)
+        try:
+            re.compile(pattern.removeprefix("-:").removeprefix("+:"))
+        except re.error as error:
+            raise read.refuse("dynamic", f"regular expressions ({error})") from error
+        rules.append((pattern.removeprefix("-:").removeprefix("+:"), rule))
+    return rules
+
+
+class GptqLinear(PackedLinear):
+    """A product by a GPTQ weight."""
+
+    def __init__(self, spec: LinearSpec, bits: int, group_size: int, zero_offset: int) -> None:
+        super().__init__(spec)
+        self.bits = bits
+        self.group_size = spec.in_features if group_size == -1 else group_size
+        self.zero_offset = zero_offset
+        """What `qzeros` must be raised by."""
+        parts = WORD_BITS // bits
+        if spec.in_features % parts or any(rows % parts for rows in spec.shards.values()):
+            raise ConfigError(
+                f"quantization_config.bits: {spec.prefix} of {spec.in_features} columns does not "
+                f"fill words of {parts} numbers",
+                param="quantization_config.bits",
+            )
+
+    def tensors(self, out_features: int) -> Mapping[str, TensorSpec]:
+        """qweight, qzeros, scales, g_idx."""
+        size, parts = self.spec.in_features, WORD_BITS // self.bits
+        groups = -(-size // self.group_size)
+        step = 2.0 / (1 << self.bits) * (3.0 / size) ** 0.5
+        return {
+            "qweight": TensorSpec((size // parts, out_features), (torch.int32,)),
+            "qzeros": TensorSpec((groups, out_features // parts), (torch.int32,)),
+            "scales": TensorSpec((groups, out_features), dummy=step),
+            "g_idx": TensorSpec((size,), (torch.int32, torch.int64), optional=True),
+        }
+
+    def pack(self, shards: Mapping[str, Mapping[str, torch.Tensor]]) -> PackedWeight:
+        """Unpack, and repack all shards as one."""
+        mask = (1 << self.bits) - 1
+        made = []
+        for shard in self.spec.shards:
+            got = shards[shard]
+            zeros = (unpack_along(got["qzeros"], self.bits, 1) + self.zero_offset) & mask
+            groups = got.get("g_idx")
+            if groups is not None and int(groups.max()) >= len(zeros):
+                raise LoadError(f"g_idx names group {int(groups.max())} of {len(zeros)}")
+            values = unpack_along(got["qweight"], self.bits, 0).t()
+            made.append(Grouped(values, got["scales"], zeros, groups))
+        return join(made, self.bits, self.group_size)

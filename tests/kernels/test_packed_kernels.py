@@ -1,0 +1,174 @@
+"""Kernels of quantized weights against their torch twins."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+pytest.importorskip("triton")
+
+from jackfield.core.nn.packed import pack_words
+from jackfield.kernels import reference
+from jackfield.kernels.finish_product import finish_product
+from jackfield.kernels.packed_gemv import PackedGemvShape, packed_gemv
+from jackfield.kernels.packed_matmul import PackedMatmulShape, packed_matmul
+from jackfield.kernels.packed_weight import Packed
+from jackfield.kernels.quantize_rows import quantize_rows
+from jackfield.kernels.unpack_weight import unpack_weight
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+FP8 = torch.float8_e4m3fn
+# The interpreter's products of bfloat16 are wrong.
+DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * torch.cuda.is_available()
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3.2e-2}
+
+
+def close(got: torch.Tensor, want: torch.Tensor) -> None:
+    tolerance = TOLERANCE[want.dtype]
+    assert got.dtype == want.dtype
+    torch.testing.assert_close(got, want, atol=tolerance, rtol=tolerance)
+
+
+def draw(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+
+
+def packed(kind: str, rows: int, size: int, group: int, scale_dtype: torch.dtype) -> Packed:
+    """A random weight of about unit rows."""
+    made = torch.Generator().manual_seed(rows + size)
+    groups = -(-size // group)
+    bits, scale_rows = 8, 1
+    zero = None
+    if kind == "fp8":
+        values = (torch.randn(rows, size, generator=made) * 64).to(FP8)
+        spread = 64.0
+    elif kind == "int8":
+        values = torch.randint(-127, 128, (rows, size), generator=made, dtype=torch.int8)
+        spread = 74.0
+    else:
+        bits = int(kind[-1])
+        spread = 0.29 * (1 << bits)
+        numbers = torch.randint(0, 1 << bits, (rows, size), generator=made)
+        values = pack_words(numbers, bits)
+        if kind.startswith("zero"):
+            shape = (groups, rows)
+            zero = torch.randint(0, (1 << bits) + 1 - bits // 8, shape, generator=made).to(
+                torch.uint8
+            )
+    if kind == "fp8" and groups > 1:
+        scale_rows = 16
+    scale = torch.rand(groups, -(-rows // scale_rows), generator=made) + 0.5
+    scale = (scale / spread / size**0.5).to(scale_dtype)
+    parts = (values.to(DEVICE), scale.to(DEVICE), None if zero is None else zero.to(DEVICE))
+    return Packed(*parts, group, scale_rows, bits)
+
+
+WEIGHTS = [
+    ("fp8", 24, 96, 96), ("fp8", 19, 96, 32), ("int8", 24, 100, 100), ("words4", 24, 256, 32),
+    ("zeros4", 20, 256, 16), ("words8", 24, 128, 128), ("zeros8", 22, 128, 32),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("weight", WEIGHTS, ids=lambda w: f"{w[0]}-{w[3]}")
+def test_unpacked_weights_equal_their_twins(dtype: torch.dtype, weight: Any) -> None:
+    made = packed(*weight, dtype)
+    assert made.size == weight[2]
+    close(unpack_weight(made, dtype), reference.unpack_weight(made, dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("weight", WEIGHTS, ids=lambda w: f"{w[0]}-{w[3]}")
+@pytest.mark.parametrize("after", ["gated", "residual", "nothing"])
+def test_packed_gemv_equals_its_twin(dtype: torch.dtype, weight: Any, after: str) -> None:
+    made = packed(*weight, torch.float32)
+    rows, size = made.values.shape[0], made.size
+    if after == "gated" and rows % 2:
+        pytest.skip("a gate needs two halves")
+    x = draw(1, size, dtype=dtype)
+    options = {
+        "bias": draw(rows, dtype=dtype) if after != "nothing" else None,
+        "norm": (draw(size, dtype=dtype, seed=1) + 1, 1e-6) if after != "nothing" else None,
+        "residual": draw(1, rows, dtype=dtype, seed=2) if after == "residual" else None,
+        "gated": after == "gated",
+    }
+    want = reference.packed_gemv(x, made, **options)
+    shape = None if after == "nothing" else PackedGemvShape(8, 32, 1)
+    close(packed_gemv(x, made, **options, shape=shape), want)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("weight", WEIGHTS, ids=lambda w: f"{w[0]}-{w[3]}")
+@pytest.mark.parametrize("splits", [1, 3])
+def test_packed_matmul_equals_its_twin(dtype: torch.dtype, weight: Any, splits: int) -> None:
+    made = packed(*weight, torch.float32)
+    x = draw(19, made.size, dtype=dtype)
+    options = {
+        "bias": draw(made.values.shape[0], dtype=dtype),
+        "residual": draw(19, made.values.shape[0], dtype=dtype, seed=2),
+    }
+    want = reference.packed_matmul(x, made, **options)
+    close(
+        packed_matmul(x, made, **options, shape=PackedMatmulShape(16, 16, 16, splits, 4, 2)), want
+    )
+    if splits == 1:
+        close(packed_matmul(x[:3], made), reference.packed_matmul(x[:3], made))
+
+
+def test_packed_matmul_of_rows_narrower_than_a_tile() -> None:
+    made = packed("zeros4", 20, 64, 64, torch.float32)
+    x = draw(3, 64, dtype=torch.float32)
+    close(packed_matmul(x, made), reference.packed_matmul(x, made))
+
+
+def test_packed_matmul_refuses_groups_that_are_too_narrow() -> None:
+    made = packed("words4", 16, 64, 8, torch.float32)
+    with pytest.raises(ValueError, match="groups of 8"):
+        packed_matmul(draw(2, 64, dtype=torch.float32), made)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("to", [FP8, torch.int8], ids=str)
+@pytest.mark.parametrize("norm", [True, False], ids=["norm", "no norm"])
+@pytest.mark.parametrize("given", [True, False], ids=["static", "dynamic"])
+def test_quantized_rows_equal_their_twin(
+    dtype: torch.dtype, to: torch.dtype, norm: bool, given: bool
+) -> None:
+    x = draw(5, 200, dtype=dtype) * 3
+    x[3] = 0.0
+    options = {
+        "norm": (draw(200, dtype=dtype, seed=1) + 1, 1e-6) if norm else None,
+        "scale": torch.tensor([0.02], device=DEVICE) if given else None,
+    }
+    values, scales = quantize_rows(x, to, **options)
+    want_values, want_scales = reference.quantize_rows(x, to, **options)
+    torch.testing.assert_close(scales, want_scales, rtol=1e-3, atol=0)
+    got, want = (v.float() for v in (values, want_values))
+    # A number at a border may fall to either side. The interpreter halves one that rounds up to a
+    # power of two.
+    step = want.abs() / (8 if DEVICE.type == "cuda" else 2) + 2**-9
+    assert ((got - want).abs() <= (step if to == FP8 else torch.ones_like(want))).all()
+    assert (got == want).float().mean() > (0.98 if DEVICE.type == "cuda" else 0.95)
+    assert not got[3].any()
+
+
+@pytest.mark.parametrize("scaled", [True, False], ids=["scaled", "plain"])
+def test_finished_products_equal_their_twin(scaled: bool) -> None:
+    parts = draw(3, 5, 1100, dtype=torch.float32)
+    if scaled:
+        parts = (parts[:1] * 1000).to(torch.int32)
+    options = {
+        "bias": draw(1100, dtype=torch.float16),
+        "residual": draw(5, 1100, dtype=torch.float16, seed=1),
+        "row_scale": torch.rand(5, device=DEVICE) / 1000 if scaled else None,
+        "column_scale": torch.rand(1100, device=DEVICE) if scaled else None,
+    }
+    got, want = (torch.empty(5, 1100, dtype=torch.float16, device=DEVICE) for _ in range(2))
+    finish_product(parts, got, **options)
+    close(got, reference.finish_product(parts, want, **options))

@@ -1,0 +1,233 @@
+"""compressed-tensors checkpoints, written and dequantised by the format's own package."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from jackfield.core.errors import ConfigError
+from jackfield.plugins.conformance.quantization import QuantizationKit
+
+pytest.importorskip("compressed_tensors")
+
+from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.quantization import QuantizationScheme
+from compressed_tensors.quantization.utils import calculate_qparams
+
+
+def config_of(group: dict[str, Any], layout: str) -> dict[str, Any]:
+    return {
+        "format": layout,
+        "quantization_status": "compressed",
+        "ignore": ["lm_head"],
+        "config_groups": {"group_0": {"targets": ["Linear"], "input_activations": None, **group}},
+    }
+
+
+def extremes(weight: torch.Tensor, args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Least and largest of what shares a scale, shaped as the scale."""
+    if args.strategy == "tensor":
+        return weight.min().reshape(1), weight.max().reshape(1)
+    if args.strategy == "channel":
+        return weight.amin(1, keepdim=True), weight.amax(1, keepdim=True)
+    if args.strategy == "group":
+        grouped = weight.unflatten(1, (-1, args.group_size))
+        return grouped.amin(2), grouped.amax(2)
+    rows, columns = (-(-size // 128) for size in weight.shape)
+    padded = torch.zeros(rows * 128, columns * 128)
+    padded[: weight.shape[0], : weight.shape[1]] = weight
+    blocks = padded.view(rows, 128, columns, 128)
+    return blocks.amin((1, 3)), blocks.amax((1, 3))
+
+
+class PackageKit(QuantizationKit):
+    """The package packs and unpacks."""
+
+    name = "compressed-tensors"
+    ignore_field = "ignore"
+    layout: ClassVar[str]
+
+    def quantize(self, weight: torch.Tensor) -> Any:
+        group = self.config["config_groups"]["group_0"]
+        scheme = QuantizationScheme(**{**group, "format": None})
+        low, high = extremes(weight, scheme.weights)
+        scale, zero = calculate_qparams(low, high, scheme.weights)
+        state = {"weight": weight, "weight_scale": scale, "weight_zero_point": zero}
+        compressor = BaseCompressor.get_value_from_registry(self.layout)
+        stored = compressor.compress(state, scheme)
+        dequantised = compressor.decompress(dict(stored), scheme)["weight"].float()
+        if (group["input_activations"] or {}).get("dynamic") is False:
+            stored["input_scale"] = torch.tensor([0.03])
+        return stored, dequantised
+
+
+FP8 = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False}
+INT8 = {**FP8, "type": "int"}
+TOKEN = {"num_bits": 8, "symmetric": True, "dynamic": True, "strategy": "token"}
+
+
+class TestFp8Dynamic(PackageKit):
+    layout = "float-quantized"
+    config = config_of(
+        {
+            "weights": {**FP8, "strategy": "channel"},
+            "input_activations": {**TOKEN, "type": "float"},
+        },
+        layout,
+    )
+    mismatched = {
+        "quantization_status": "frozen",
+        "format": "marlin-24",
+        "config_groups": {},
+        "sparsity_config": {"format": "sparse-24-bitmask"},
+        "transform_config": {"config_groups": {"a": {}}},
+        "ignore": "lm_head",
+    }
+    rounding = 0.04
+
+
+class TestFp8Static(PackageKit):
+    layout = "float-quantized"
+    config = config_of(
+        {
+            "weights": {**FP8, "strategy": "tensor"},
+            "input_activations": {**FP8, "strategy": "tensor"},
+        },
+        layout,
+    )
+    rounding = 0.04
+
+
+class TestFp8Blocks(PackageKit):
+    layout = "float-quantized"
+    config = config_of(
+        {
+            "weights": {**FP8, "strategy": "block", "block_structure": [128, 128]},
+            "input_activations": {**TOKEN, "type": "float", "strategy": "group", "group_size": 128},
+        },
+        layout,
+    )
+    rounding = 0.04
+
+
+class TestInt8(PackageKit):
+    layout = "int-quantized"
+    config = config_of(
+        {
+            "weights": {**INT8, "strategy": "channel"},
+            "input_activations": {**TOKEN, "type": "int"},
+        },
+        layout,
+    )
+    rounding = 0.02
+
+
+class TestW4A16(PackageKit):
+    layout = "pack-quantized"
+    config = config_of(
+        {"weights": {**INT8, "num_bits": 4, "strategy": "group", "group_size": 32}}, layout
+    )
+
+
+class TestW4A16Asymmetric(TestW4A16):
+    config = config_of(
+        {
+            "weights": {
+                **INT8, "num_bits": 4, "strategy": "group", "group_size": 64, "symmetric": False,
+            }
+        },
+        "pack-quantized",
+    )  # fmt: skip
+
+
+class TestW8A16(TestW4A16):
+    config = config_of({"weights": {**INT8, "strategy": "channel"}}, "pack-quantized")
+    rounding = 0.02
+
+
+class TestMixed(TestW4A16):
+    """Attention in 4 bits, the MLP in fp8, by patterns; the head with them."""
+
+    config = {
+        "format": "mixed-precision",
+        "quantization_status": "compressed",
+        "ignore": ["re:.*layers\\.1\\.mlp.*"],
+        "config_groups": {
+            "group_0": {
+                "targets": ["re:.*self_attn.*"], "format": "pack-quantized",
+                "weights": {**INT8, "num_bits": 4, "strategy": "group", "group_size": 32},
+                "input_activations": None,
+            },
+            "group_1": {
+                "targets": ["Linear"], "format": "float-quantized",
+                "weights": {**FP8, "strategy": "channel"},
+                "input_activations": {**TOKEN, "type": "float"},
+            },
+        },
+    }  # fmt: skip
+    ignore_field = None
+
+    def is_quantized(self, layer: str) -> bool:
+        return "layers.1.mlp" not in layer
+
+    def quantize(self, weight: torch.Tensor) -> Any:
+        """The kit asks layer by layer: shapes tell attention (128 or 64 rows of 128) apart."""
+        attention = weight.shape in ((128, 128), (64, 128))
+        chosen = "group_0" if attention else "group_1"
+        inner = TestW4A16() if attention else TestFp8Dynamic()
+        inner.config = {"config_groups": {"group_0": self.config["config_groups"][chosen]}}
+        return inner.quantize(weight)
+
+
+def test_a_cache_scheme_makes_the_cache_fp8(tmp_path: Path) -> None:
+    import asyncio
+
+    from jackfield import AsyncEngine
+
+    kit = TestFp8Dynamic()
+    kit.write("Llama", tmp_path)
+    scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
+    sizes = []
+
+    async def start(**options: Any) -> None:
+        config = kit.engine_config(tmp_path, num_gpu_blocks_override=10, **options)
+        async with AsyncEngine(config) as engine:
+            assert engine.info is not None
+            sizes.append(engine.info.kv_cache_bytes)
+
+    asyncio.run(start())
+    kit.set_config(tmp_path, kv_cache_scheme=scheme)
+    asyncio.run(start())
+    asyncio.run(start(kv_cache_dtype="float32"))
+    assert sizes == [sizes[0], sizes[0] // 4, sizes[0]]
+    kit.set_config(tmp_path, kv_cache_scheme={**scheme, "num_bits": 4})
+    with pytest.raises(ConfigError, match=r"kv_cache_scheme\.num_bits"):
+        kit.build(tmp_path)
+
+
+WRONG = {
+    "weights.num_bits": ("weights", {**INT8, "num_bits": 3, "strategy": "channel"}),
+    "weights.strategy": ("weights", {**FP8, "strategy": "tensor_group"}),
+    "weights.symmetric": ("weights", {**FP8, "strategy": "channel", "symmetric": False}),
+    "weights.block_structure": ("weights", {**FP8, "strategy": "block", "block_structure": [1, 2]}),
+    "input_activations.num_bits": ("input_activations", {**TOKEN, "num_bits": 4}),
+    "input_activations.type": ("input_activations", {**TOKEN, "type": "int"}),
+    "targets": ("targets", "Linear"),
+}
+
+
+@pytest.mark.parametrize("field", WRONG)
+def test_a_wrong_group_is_refused_by_the_fields_name(field: str) -> None:
+    from jackfield.plugins.quantization.compressed_tensors import CompressedTensors
+
+    changed, value = WRONG[field]
+    group = TestFp8Dynamic.config["config_groups"]["group_0"]
+    layout = "pack-quantized" if field == "weights.num_bits" else "float-quantized"
+    extra = {"input_activations": None} if field == "weights.num_bits" else {}
+    config = config_of({**group, **extra, changed: value}, layout)
+    with pytest.raises(ConfigError) as caught:
+        CompressedTensors.from_config(config)
+    assert caught.value.param == f"quantization_config.config_groups.group_0.{field}"
