@@ -69,6 +69,8 @@ class FlexAttention(AttentionBackend):
             )
         if device.type == "cuda" and not 16 <= spec.head_dim <= 256:
             return f"head_dim {spec.head_dim} is not between 16 and 256"
+        if device.type == "cuda" and spec.head_dim & (spec.head_dim - 1):
+            return f"head_dim {spec.head_dim} is no power of two, which its compiler wants"
         return None
 
     def __init__(
@@ -182,10 +184,13 @@ class FlexAttention(AttentionBackend):
         return out
 
     def _score_mod(self, spec: AttentionSpec, context: torch.Tensor) -> Callable[..., Any] | None:
-        slopes = None
+        caps = slopes = None
+        if spec.soft_cap is not None:
+            # A tensor, not a number: the compiler takes a number that changes for a dynamic one.
+            caps = torch.full((spec.num_heads,), spec.soft_cap, device=self.device)
         if spec.alibi_slopes is not None:
             slopes = torch.tensor(spec.alibi_slopes, dtype=torch.float32, device=self.device)
-        return _score_mod(spec.soft_cap, slopes, context)
+        return _score_mod(caps, slopes, context)
 
 
 def _visible(context: torch.Tensor, window: int | None) -> Callable[..., torch.Tensor]:
@@ -207,15 +212,15 @@ def _visible(context: torch.Tensor, window: int | None) -> Callable[..., torch.T
 
 
 def _score_mod(
-    cap: float | None, slopes: torch.Tensor | None, context: torch.Tensor
+    caps: torch.Tensor | None, slopes: torch.Tensor | None, context: torch.Tensor
 ) -> Callable[..., Any] | None:
-    """slopes: [num_heads]; context: [rows] → what becomes of a scaled product; None: nothing."""
-    if cap is None and slopes is None:
+    """caps, slopes: [num_heads]; context: [rows] → what becomes of a scaled product; None: nothing."""
+    if caps is None and slopes is None:
         return None
 
     def change(score: Any, row: Any, head: Any, query: Any, key: Any) -> Any:
-        if cap is not None:
-            score = cap * torch.tanh(score / cap)
+        if caps is not None:
+            score = caps[head] * torch.tanh(score / caps[head])
         if slopes is not None:
             score = score + slopes[head] * (key - query - context[row])
         return score

@@ -88,7 +88,8 @@ class TestRtnThroughTriton(TestRtn4):
 
     operations = TritonOperations
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    exact = 1e-4
+    # A GPU divides a little differently, so a number near a tie may go to the next step, of 1/7.
+    exact = 0.15 if torch.cuda.is_available() else 1e-4
     test_engine_gives_the_dequantised_models_log_probabilities = None
 
     @pytest.fixture(scope="class", params=["Llama"])
