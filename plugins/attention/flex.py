@@ -214,7 +214,7 @@ def _visible(context: torch.Tensor, window: int | None) -> Callable[..., torch.T
 def _score_mod(
     caps: torch.Tensor | None, slopes: torch.Tensor | None, context: torch.Tensor
 ) -> Callable[..., Any] | None:
-    """caps, slopes: [num_heads]; context: [rows] → what becomes of a scaled product; None: nothing."""
+    """caps, slopes: [num_heads]; context: [rows] → what becomes of a product; None: nothing."""
     if caps is None and slopes is None:
         return None
 
