@@ -74,7 +74,7 @@ def test_percentiles_are_those_of_the_requests(url: str, tmp_path: Path, process
         assert told[f"{name}_mean_ms"] == pytest.approx(1e3 * statistics.fmean(values), rel=1e-4)
         assert result[f"median_{name}_ms"] == pytest.approx(1e3 * statistics.median(values))
     ends = [start + whole for start, whole in zip(result["start_times"], e2els, strict=True)]
-    assert result["duration"] >= max(ends) - min(result["start_times"]) - 1e-6
+    assert result["duration"] >= max(ends) - min(result["start_times"]) - 5e-3
     assert told["seconds"] == pytest.approx(result["duration"], rel=1e-4)
     speed = sum(output) / result["duration"]
     assert told["output_tokens_per_second"] == pytest.approx(speed, rel=1e-4)
