@@ -225,6 +225,15 @@ class OutputStream:
             self._closed = True
         return output
 
+    async def admit(self) -> None:
+        """Start the request now, which else the first step does. Raises what that would."""
+        try:
+            if self._state is None and not self._closed:
+                self._state = await self._start()
+        except BaseException:
+            self._close()
+            raise
+
     async def aclose(self) -> None:
         """Abort, if it is still running."""
         self._close()

@@ -39,6 +39,18 @@ def make_parser() -> argparse.ArgumentParser:
         help="serve GET /v1/plugins: what is plugged in, and whether it works here",
     )
     server.add_argument(
+        "--max-stored-responses",
+        type=int,
+        default=1000,
+        help="keep so many of /v1/responses in memory, the newest ones; 0: none",
+    )
+    server.add_argument(
+        "--max-stored-response-bytes",
+        type=int,
+        default=256 << 20,
+        help="drop the oldest responses when all of them together are larger",
+    )
+    server.add_argument(
         "--shutdown-timeout", type=float, default=60.0, help="seconds to drain after SIGTERM"
     )
     server.add_argument(
@@ -69,6 +81,8 @@ def run(argv: list[str]) -> int:
             max_body_bytes=args.max_body_bytes,
             shutdown_timeout=args.shutdown_timeout,
             enable_plugins_route=args.enable_plugins_route,
+            max_stored_responses=args.max_stored_responses,
+            max_stored_response_bytes=args.max_stored_response_bytes,
         )
         listen = Listen(args.host, args.port, args.uds)
         return _run(serve(config, plugins, listen, options))

@@ -1,0 +1,208 @@
+"""/v1/responses with the real `openai` client: streams, chains, background, tools, schemas."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from serving import MODEL, Server, engine_config, running, save_scripted
+
+from jackfield import EngineConfig
+from jackfield.core.loading.model_config import EMBEDDED_MODEL
+from jackfield.entrypoints.openai.context import ServerOptions
+
+ADD: Any = {
+    "type": "function",
+    "name": "add",
+    "description": "The sum of two numbers",
+    "parameters": {
+        "type": "object",
+        "properties": {
+            "a": {"type": "integer", "minimum": 0, "maximum": 99},
+            "b": {"type": "integer", "minimum": 0, "maximum": 99},
+        },
+        "required": ["a", "b"],
+        "additionalProperties": False,
+    },
+    "strict": False,
+}
+COLOR: Any = {"type": "function", "name": "color", "strict": False, "parameters": {
+    "type": "object", "properties": {"of": {"enum": ["sky", "sea"]}}, "required": ["of"],
+    "additionalProperties": False}}  # fmt: skip
+PAIR = {
+    "type": "object",
+    "properties": {"left": {"enum": ["a", "b"]}, "right": {"type": "integer", "maximum": 99}},
+    "required": ["left", "right"],
+    "additionalProperties": False,
+}
+FORMAT: Any = {"type": "json_schema", "name": "pair", "schema": PAIR, "strict": True}
+LOGPROBS: Any = ["message.output_text.logprobs"]
+TERMINAL = ("response.completed", "response.incomplete", "response.failed")
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    config = EngineConfig(
+        dtype="float32",
+        device="cpu",
+        served_model_name=(MODEL,),
+        max_num_seqs=16,
+        num_gpu_blocks_override=800,
+        attention_backend="torch",
+        reasoning_parser="think_tags",
+        tool_call_parser="hermes",
+        structured_outputs_config={"disable_any_whitespace": True},  # type: ignore[arg-type]
+    )
+    with running(config) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+
+
+@pytest.fixture
+async def asynchronous(server: Server) -> Any:
+    async with openai.AsyncOpenAI(
+        base_url=f"{server.url}/v1", api_key="none", max_retries=0
+    ) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """It thinks, says something, and calls a tool."""
+    checkpoint = save_scripted(tmp_path_factory.mktemp("scripted"))
+    config = engine_config(checkpoint, reasoning_parser="qwen3", tool_call_parser="hermes")
+    with running(config) as one:
+        yield one
+
+
+def plain(items: Any) -> list[Any]:
+    """Output items without what is drawn anew each time; what was computed in another batch is
+    nearly the same."""
+
+    def kept(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {k: kept(v) for k, v in value.items() if k not in ("id", "call_id")}
+        if isinstance(value, list):
+            return [kept(part) for part in value]
+        return pytest.approx(value, abs=1e-3) if isinstance(value, float) else value
+
+    return [kept(item if isinstance(item, dict) else item.to_dict()) for item in items]
+
+
+class Folded:
+    """A stream's events, checked for their order and put together by their deltas alone."""
+
+    def __init__(self) -> None:
+        self.types: list[str] = []
+        self.items: list[dict[str, Any]] = []
+        self.final: Any = None
+
+    def take(self, event: dict[str, Any]) -> None:
+        assert event["sequence_number"] == len(self.types)
+        kind = event["type"]
+        self.types.append(kind)
+        assert self.final is None, "nothing comes after the terminal event"
+        if "response" in event:
+            if kind in TERMINAL:
+                self.final = event["response"]
+            return
+        index = event["output_index"]
+        if kind == "response.output_item.added":
+            assert index == len(self.items) and event["item"]["status"] == "in_progress"
+            self.items.append(json.loads(json.dumps(event["item"])))
+            return
+        item = self.items[index]
+        if kind == "response.output_item.done":
+            item["status"] = event["item"]["status"]
+            assert item == event["item"]
+            return
+        assert event["item_id"] == item["id"] and index == len(self.items) - 1
+        match kind:
+            case "response.content_part.added":
+                item["content"].append(event["part"])
+            case "response.output_text.delta":
+                part = item["content"][event["content_index"]]
+                part["text"] += event["delta"]
+                part["logprobs"] += event["logprobs"]
+            case "response.reasoning_text.delta":
+                item["content"][event["content_index"]]["text"] += event["delta"]
+            case "response.function_call_arguments.delta":
+                item["arguments"] += event["delta"]
+            case "response.function_call_arguments.done":
+                assert event["arguments"] == item["arguments"] and event["name"] == item["name"]
+            case "response.content_part.done":
+                assert event["part"] == item["content"][event["content_index"]]
+            case "response.output_text.done" | "response.reasoning_text.done":
+                assert event["text"] == item["content"][event["content_index"]]["text"]
+            case other:
+                raise AssertionError(other)
+
+
+async def folded(stream: Any) -> Folded:
+    made = Folded()
+    async for event in stream:
+        made.take(event.to_dict())
+    assert made.final is not None
+    assert made.final["output"] == made.items
+    return made
+
+
+async def both(client: openai.AsyncOpenAI, **options: Any) -> Any:
+    """Ask twice, whole and streamed: the same, but for ids and times."""
+    options = {"model": MODEL, "max_output_tokens": 300, **options}
+    one = await client.responses.create(**options)
+    other = await folded(await client.responses.create(stream=True, **options))
+    assert plain(one.output) == plain(other.items)
+    left, right = one.to_dict(), dict(other.final)
+    for name in ("id", "created_at", "completed_at", "output"):
+        left.pop(name, None), right.pop(name, None)
+    cached: Any = [one["usage"]["input_tokens_details"].pop("cached_tokens") for one in (left, right)]
+    assert len(cached) == 2 and left == right
+    return one
+
+
+# ---------------------------------------------------------------- text
+
+
+async def test_streaming_equals_not_streaming_for_every_seed(asynchronous: Any) -> None:
+    made = await asyncio.gather(
+        *(
+            both(asynchronous, input="Once upon a time", temperature=1.2, max_output_tokens=40,
+                 include=LOGPROBS, top_logprobs=seed % 3, extra_body={"seed": seed})
+            for seed in range(8)
+        )
+    )  # fmt: skip
+    assert len({one.output_text for one in made}) > 4
+    for seed, one in enumerate(made):
+        assert one.status in ("completed", "incomplete")
+        assert (one.status == "incomplete") == (one.incomplete_details is not None)
+        (message,) = (item for item in one.output if item.type == "message")
+        (part,) = message.content
+        assert part.logprobs and all(len(p.top_logprobs) == seed % 3 for p in part.logprobs)
+        assert b"".join(bytes(p.bytes) for p in part.logprobs).decode(errors="replace") == part.text
+
+
+def test_a_response_has_every_field_of_openais(client: openai.OpenAI) -> None:
+    made = client.responses.create(
+        model=MODEL, input="Hello", instructions="Be brief.", max_output_tokens=5,
+        temperature=0.5, top_p=0.9, metadata={"a": "b"}, user="me",
+    )  # fmt: skip
+    assert made.id.startswith("resp_") and made.object == "response" and made.model == MODEL
+    assert made.instructions == "Be brief." and made.metadata == {"a": "b"} and made.user == "me"
+    assert (made.temperature, made.top_p, made.max_output_tokens) == (0.5, 0.9, 5)
+    assert made.tool_choice == "auto" and made.tools == [] and made.parallel_tool_calls
+    assert made.text is not None and made.text.format is not None
+    assert made.text.format.type == "text" and made.truncation == "disabled"
+    usage = made.usage
+    assert usage is not None and usage.output_tokens == 5
+    assert usage.total_tokens == usage.input_tokens + 5 and usage.input_tokens > 5
+    openai.types.responses.Response.model_validate(made.to_dict())
