@@ -250,7 +250,16 @@ class ResponseJob(ChatJob):
                 "verbosity": "medium",
             },
             "tool_choice": wanted.tool_choice or "auto",
-            "tools": wanted.tools or [],
+            "tools": [
+                {
+                    "type": "function",
+                    "name": tool["name"],
+                    "description": tool.get("description"),
+                    "parameters": tool.get("parameters"),
+                    "strict": bool(tool.get("strict")),
+                }
+                for tool in wanted.tools or ()
+            ],
             "top_logprobs": wanted.top_logprobs or 0,
             "top_p": self.params.top_p,
             "truncation": wanted.truncation or "disabled",

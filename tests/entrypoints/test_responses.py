@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
+import pydantic
 import pytest
+import torch
+import transformers
 from serving import MODEL, Server, engine_config, running, save_scripted
 
 from jackfield import EngineConfig
+from jackfield.core.engine.output import RequestState
 from jackfield.core.loading.model_config import EMBEDDED_MODEL
 from jackfield.entrypoints.openai.context import ServerOptions
+from jackfield.entrypoints.openai.responses_job import ResponseJob
 
 ADD: Any = {
     "type": "function",
@@ -43,6 +50,7 @@ PAIR = {
 }
 FORMAT: Any = {"type": "json_schema", "name": "pair", "schema": PAIR, "strict": True}
 LOGPROBS: Any = ["message.output_text.logprobs"]
+EVENT = pydantic.TypeAdapter(openai.types.responses.ResponseStreamEvent)
 TERMINAL = ("response.completed", "response.incomplete", "response.failed")
 
 
@@ -108,6 +116,7 @@ class Folded:
         self.final: Any = None
 
     def take(self, event: dict[str, Any]) -> None:
+        EVENT.validate_python(event)
         assert event["sequence_number"] == len(self.types)
         kind = event["type"]
         self.types.append(kind)
@@ -296,9 +305,7 @@ async def test_a_schema_holds_for_every_seed(asynchronous: Any) -> None:
 
 
 def test_the_client_parses_and_streams_into_a_class(client: openai.OpenAI) -> None:
-    pydantic = pytest.importorskip("pydantic")
-
-    class Pair(pydantic.BaseModel):  # type: ignore[misc, name-defined]
+    class Pair(pydantic.BaseModel):
         left: bool
         right: bool
 
@@ -579,6 +586,57 @@ async def test_a_server_that_stops_leaves_no_background_work() -> None:
 
 
 # ---------------------------------------------------------------- limits
+
+
+def test_a_whole_response_that_nobody_waits_for_is_aborted(server: Server) -> None:
+    before = server.call(lambda engine: engine.stats().requests_finished.get("abort", 0))
+    body = {"model": MODEL, "input": "Hello", "max_output_tokens": 1900, "ignore_eos": True}
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{server.url}/v1/responses", json=body, timeout=0.3)
+    assert server.becomes(
+        lambda engine: engine.stats().requests_finished.get("abort", 0) == before + 1
+    )
+    assert server.becomes(lambda engine: engine.stats().num_requests_running == 0)
+
+
+async def test_a_kept_response_holds_no_job_and_no_engine_request(
+    server: Server, asynchronous: Any
+) -> None:
+    def jobs(_: Any) -> int:
+        gc.collect()
+        kinds = (ResponseJob, RequestState)
+        return sum(isinstance(one, kinds) for one in gc.get_objects())
+
+    assert server.becomes(lambda engine: engine.stats().num_requests_running == 0)
+    before = server.call(jobs)
+    for way in ({}, {"background": True}):
+        made = await asynchronous.responses.create(
+            model=MODEL, input="Hello", max_output_tokens=3, **way
+        )
+        await polled(asynchronous, made.id)
+    assert server.call(jobs) <= before
+
+
+async def test_a_response_that_fails_says_so(tmp_path: Path) -> None:
+    """Its logits are no numbers."""
+    checkpoint = save_scripted(tmp_path / "broken")
+    model = transformers.Qwen3ForCausalLM.from_pretrained(checkpoint)
+    with torch.no_grad():
+        model.lm_head.weight.fill_(float("nan"))
+    model.save_pretrained(checkpoint)
+    with running(engine_config(checkpoint)) as server:
+        async with openai.AsyncOpenAI(
+            base_url=f"{server.url}/v1", api_key="none", max_retries=0
+        ) as client:
+            with pytest.raises(openai.InternalServerError):
+                await client.responses.create(model=MODEL, input="Hi")
+            made = await folded(await client.responses.create(model=MODEL, input="Hi", stream=True))
+            assert made.types[-1] == "response.failed" and made.final["status"] == "failed"
+            assert made.final["error"]["code"] == "server_error"
+            assert made.final["error"]["message"]
+            begun = await client.responses.create(model=MODEL, input="Hi", background=True)
+            ended = await polled(client, begun.id)
+            assert ended.status == "failed" and ended.error is not None
 
 
 def test_truncation_drops_the_oldest_turns() -> None:
