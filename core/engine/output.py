@@ -208,6 +208,15 @@ class OutputStream:
     def __aiter__(self) -> OutputStream:
         return self
 
+    async def admit(self) -> None:
+        """Start the request now, which else the first step does. Raises what that would."""
+        try:
+            if self._state is None and not self._closed:
+                self._state = await self._start()
+        except BaseException:
+            self._close()
+            raise
+
     async def __anext__(self) -> RequestOutput:
         if self._closed:
             raise StopAsyncIteration
@@ -224,15 +233,6 @@ class OutputStream:
         if output.finished:
             self._closed = True
         return output
-
-    async def admit(self) -> None:
-        """Start the request now, which else the first step does. Raises what that would."""
-        try:
-            if self._state is None and not self._closed:
-                self._state = await self._start()
-        except BaseException:
-            self._close()
-            raise
 
     async def aclose(self) -> None:
         """Abort, if it is still running."""

@@ -31,14 +31,6 @@ def make_parser() -> argparse.ArgumentParser:
         help="key that clients must send; repeatable; also from JACKFIELD_API_KEY",
     )
     server.add_argument(
-        "--max-body-bytes", type=int, default=32 << 20, help="refuse larger requests"
-    )
-    server.add_argument(
-        "--enable-plugins-route",
-        action="store_true",
-        help="serve GET /v1/plugins: what is plugged in, and whether it works here",
-    )
-    server.add_argument(
         "--max-stored-responses",
         type=int,
         default=1000,
@@ -49,6 +41,14 @@ def make_parser() -> argparse.ArgumentParser:
         type=int,
         default=256 << 20,
         help="drop the oldest responses when all of them together are larger",
+    )
+    server.add_argument(
+        "--max-body-bytes", type=int, default=32 << 20, help="refuse larger requests"
+    )
+    server.add_argument(
+        "--enable-plugins-route",
+        action="store_true",
+        help="serve GET /v1/plugins: what is plugged in, and whether it works here",
     )
     server.add_argument(
         "--shutdown-timeout", type=float, default=60.0, help="seconds to drain after SIGTERM"
@@ -79,10 +79,10 @@ def run(argv: list[str]) -> int:
         options = ServerOptions(
             api_keys=tuple(key for key in keys if key),
             max_body_bytes=args.max_body_bytes,
-            shutdown_timeout=args.shutdown_timeout,
-            enable_plugins_route=args.enable_plugins_route,
             max_stored_responses=args.max_stored_responses,
             max_stored_response_bytes=args.max_stored_response_bytes,
+            shutdown_timeout=args.shutdown_timeout,
+            enable_plugins_route=args.enable_plugins_route,
         )
         listen = Listen(args.host, args.port, args.uds)
         return _run(serve(config, plugins, listen, options))

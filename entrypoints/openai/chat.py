@@ -46,7 +46,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     """Answer a conversation."""
     engine = request.app[ENGINE]
     asked = decode(await request.read(), ChatRequest)
-    job = ChatJob(engine, asked)
+    job = _Job(engine, asked)
     if asked.stream:
         frames = job.frames()
         return await stream(request, frames, frames.__anext__)
@@ -89,9 +89,7 @@ class _Choice:
         return fold(self.feed(completion))
 
 
-class ChatJob:
-    """One request on its way: what the engine is asked, and the parsers of its answers."""
-
+class _Job:
     def __init__(self, engine: AsyncEngine, asked: ChatRequest) -> None:
         asked.check()
         self.engine = engine

@@ -13,7 +13,7 @@ from ...core.engine.async_engine import AsyncEngine
 from ...core.errors import JackfieldError, RequestFailed
 from ...core.protocols import ParserEvent, ToolCallEnd
 from ...core.types import CompletionOutput, RequestOutput
-from .chat import ChatJob
+from .chat import _Job as ChatJob
 from .context import LONG_TEXT, tokenizer_of
 from .responses_events import Event, OutputItems, call_id, no_logprobs
 from .responses_input import Item, to_messages, turns

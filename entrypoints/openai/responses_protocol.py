@@ -37,6 +37,7 @@ RENAMED = {
     "messages": "input",
     "prompt": "input",
     "max_tokens": "max_output_tokens",
+    "max_completion_tokens": "max_output_tokens",
     "logprobs": "top_logprobs",
     "response_format.json_schema": "text.format.schema",
     "response_format": "text.format",

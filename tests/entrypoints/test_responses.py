@@ -605,7 +605,7 @@ async def test_a_kept_response_holds_no_job_and_no_engine_request(
     def jobs(_: Any) -> int:
         gc.collect()
         kinds = (ResponseJob, RequestState)
-        return sum(isinstance(one, kinds) for one in gc.get_objects())
+        return sum(type(one) in kinds for one in gc.get_objects())
 
     assert server.becomes(lambda engine: engine.stats().num_requests_running == 0)
     before = server.call(jobs)
