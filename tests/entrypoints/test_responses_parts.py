@@ -94,7 +94,8 @@ def test_any_cutting_builds_the_same_items(
 
 
 def test_space_between_items_is_no_message() -> None:
-    events = [Reasoning("hm"), Content("\n\n"), ToolCallStart(0, "f"), ToolCallArguments(0, "{}"),
+    events: list[ParserEvent] = [
+              Reasoning("hm"), Content("\n\n"), ToolCallStart(0, "f"), ToolCallArguments(0, "{}"),
               ToolCallEnd(0), Content("\n"), Content(" so"), Content("\n")]  # fmt: skip
     items, _ = made(events, [1], "completed")
     assert [item["type"] for item in items] == ["reasoning", "function_call", "message"]
