@@ -67,6 +67,7 @@ class ResponseJob(ChatJob):
         self.error: str | None = None
         self.completed_at: int | None = None
         self._usage_body: dict[str, Any] | None = None
+        self._kv_transfer_params: dict[str, Any] | None = None
         self._sequence = 0
         self._answer = self._choice()
         self._logprobs_of: MessageLogprobs | None = None
@@ -195,6 +196,7 @@ class ResponseJob(ChatJob):
         return self._numbered({"type": kind, "response": self.body()})
 
     def _count(self, output: RequestOutput) -> None:
+        self._kv_transfer_params = output.kv_transfer_params
         prompt, completion = len(output.prompt_token_ids), self._answer.num_tokens
         thought = self._answer.thought
         self._usage_body = {
@@ -215,7 +217,7 @@ class ResponseJob(ChatJob):
         wanted = self.wanted
         reasoning = wanted.reasoning
         text = wanted.text
-        return {
+        made = {
             "id": self.id,
             "object": "response",
             "created_at": self.created,
@@ -266,3 +268,6 @@ class ResponseJob(ChatJob):
             "usage": self._usage_body if self.ended else None,
             "user": wanted.user,
         }
+        if self._kv_transfer_params is not None:
+            made["kv_transfer_params"] = self._kv_transfer_params
+        return made

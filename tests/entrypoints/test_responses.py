@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import itertools
 import json
@@ -50,6 +51,15 @@ PAIR = {
 }
 FORMAT: Any = {"type": "json_schema", "name": "pair", "schema": PAIR, "strict": True}
 LOGPROBS: Any = ["message.output_text.logprobs"]
+
+
+class Flags(pydantic.BaseModel):
+    """What the client turns into a schema."""
+
+    left: bool
+    right: bool
+
+
 EVENT = pydantic.TypeAdapter(openai.types.responses.ResponseStreamEvent)
 TERMINAL = ("response.completed", "response.incomplete", "response.failed")
 
@@ -305,15 +315,11 @@ async def test_a_schema_holds_for_every_seed(asynchronous: Any) -> None:
 
 
 def test_the_client_parses_and_streams_into_a_class(client: openai.OpenAI) -> None:
-    class Pair(pydantic.BaseModel):
-        left: bool
-        right: bool
-
-    made = client.responses.parse(model=MODEL, input="A pair", text_format=Pair)
-    assert isinstance(made.output_parsed, Pair)
-    with client.responses.stream(model=MODEL, input="A pair", text_format=Pair) as stream:
+    made = client.responses.parse(model=MODEL, input="A pair", text_format=Flags)
+    assert isinstance(made.output_parsed, Flags)
+    with client.responses.stream(model=MODEL, input="A pair", text_format=Flags) as stream:
         assert any(event.type == "response.output_text.delta" for event in stream)
-        assert isinstance(stream.get_final_response().output_parsed, Pair)
+        assert isinstance(stream.get_final_response().output_parsed, Flags)
 
 
 async def test_a_json_object_is_one(asynchronous: Any) -> None:
@@ -583,6 +589,30 @@ async def test_a_server_that_stops_leaves_no_background_work() -> None:
         engine = one.engine
     assert engine.stats().num_requests_running == 0
     assert engine.stats().requests_finished.get("abort") == 1
+
+
+def test_a_stream_that_is_followed_ends_with_the_server() -> None:
+    body = {"model": MODEL, "input": "Hello", "background": True, "stream": True,
+            "ignore_eos": True, "max_output_tokens": 400}  # fmt: skip
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(running(engine_config(EMBEDDED_MODEL)))
+        url = f"{server.url}/v1/responses"
+        with httpx.stream("POST", url, json=body, timeout=30) as answer:
+            lines = answer.iter_lines()
+            assert next(lines) == "event: response.created"
+            stack.close()
+            assert not any(line == "event: response.completed" for line in lines)
+
+
+async def test_the_asynchronous_helper_streams(asynchronous: Any) -> None:
+    async with asynchronous.responses.stream(
+        model=MODEL, input="Hello", max_output_tokens=40, text_format=Flags
+    ) as stream:
+        text = "".join(
+            [event.delta async for event in stream if event.type == "response.output_text.delta"]
+        )
+        made = await stream.get_final_response()
+    assert made.output_text == text and isinstance(made.output_parsed, Flags)
 
 
 # ---------------------------------------------------------------- limits
