@@ -24,6 +24,7 @@ from jackfield.core.engine.output import RequestState
 from jackfield.core.loading.model_config import EMBEDDED_MODEL
 from jackfield.entrypoints.openai.context import ServerOptions
 from jackfield.entrypoints.openai.responses_job import ResponseJob
+from jackfield.entrypoints.openai.responses_protocol import ResponsesRequest
 
 ADD: Any = {
     "type": "function",
@@ -270,6 +271,18 @@ async def test_thought_text_and_calls_are_items_in_order(scripted: Server) -> No
             for item in one.output[-1:]:
                 whole = item.type == "function_call" and cut == 11
                 assert item.status == ("completed" if whole else "incomplete")
+
+
+async def test_a_call_that_was_cut_off_breaks_no_chain(scripted: Server) -> None:
+    async with openai.AsyncOpenAI(base_url=f"{scripted.url}/v1", api_key="none") as client:
+        tool = {"type": "function", "name": "get_weather", "parameters": {"type": "object"}}
+        options: Any = {"model": MODEL, "temperature": 0, "tools": [tool]}
+        cut = await client.responses.create(input="Hi", max_output_tokens=9, **options)
+        assert cut.output[-1].type == "function_call" and cut.output[-1].status == "incomplete"
+        after = await client.responses.create(input="Go on", previous_response_id=cut.id, **options)
+        assert after.output[-1].type == "function_call" and after.status == "completed"
+        items = (await client.responses.input_items.list(after.id, order="asc")).data
+        assert [item.type for item in items] == ["message", "reasoning", "message", "message"]
 
 
 @pytest.mark.parametrize(
@@ -773,3 +786,39 @@ def test_fields_of_other_clients_are_taken(server: Server) -> None:
     answer = httpx.post(f"{server.url}/v1/responses", json=body).json()
     assert answer["prompt_cache_key"] == "k" and answer["safety_identifier"] == "s"
     assert answer["service_tier"] == "default" and answer["max_tool_calls"] == 3
+
+
+ODD: list[Any] = [
+    None, True, False, 0, -1, 1, 2**63, 10**400, 1e308, "", "x", "\x00", "\ud800", "<|im_end|>",
+    [], {}, [None], [[]], [{}], [3], ["x"], ["\ud800"], {"x": None}, {"x": "\ud800"},
+    {"\ud800": "x"}, {"type": None}, {"type": "x"}, {"type": "message"},
+    [{"role": "user", "content": "\ud800"}], [{"type": "function", "name": "\ud800"}],
+    {"type": "json_schema"}, {"type": "json_schema", "schema": 3}, {"format": []},
+    {"format": {"type": "json_schema", "schema": {"$ref": "#"}}}, {"effort": 3},
+    {"type": "function"}, {"type": "function", "name": None}, {"type": "allowed_tools"},
+    {"type": "allowed_tools", "mode": "auto", "tools": [None]}, [{"type": "function", "name": 3}],
+    [{"type": "function", "name": "f", "parameters": {"type": 3}, "strict": True}],
+    [{"role": "user"}], [{"role": "user", "content": [None]}], [{"type": []}], [{"id": []}],
+    [{"type": "message", "role": [], "content": "x"}], [{"role": "assistant", "content": []}],
+    [{"type": "reasoning", "content": 3, "summary": 3}], [{"type": "reasoning", "id": 3}],
+    [{"type": "function_call", "name": "f", "arguments": "[" * 5000, "call_id": "x"}],
+    [{"type": "function_call_output", "call_id": "x", "output": {}}],
+    [{"type": "item_reference"}], [{"role": "system", "content": "x"}], {"k": "v"},
+]  # fmt: skip
+
+
+def test_odd_values_in_any_field_are_refused_or_answered(server: Server) -> None:
+    answered = refused = 0
+    fields = [*ResponsesRequest.__struct_fields__, "zebra"]
+    with httpx.Client(base_url=server.url, timeout=60) as client:
+        for field in fields:
+            for value in ODD:
+                body = {"model": MODEL, "input": "x", "max_output_tokens": 1, field: value}
+                if field == "max_output_tokens" and value not in (0, -1, 1):
+                    body["stop"] = ["e", "a", " "]
+                answer = client.post("/v1/responses", content=json.dumps(body))
+                assert answer.status_code in (200, 400, 404), (body, answer.text[:300])
+                answered += answer.status_code == 200
+                refused += answer.status_code == 400
+    assert answered > 200 and refused > 800
+    assert server.becomes(lambda engine: engine.stats().kv_blocks_used == 0)
