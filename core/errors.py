@@ -48,6 +48,12 @@ class ModelNotFound(JackfieldError):
     code = "model_not_found"
 
 
+class NotFound(InvalidRequest):
+    """The request names something that is not here, or is here no more."""
+
+    status = 404
+
+
 class NotSupported(JackfieldError):
     """A feature that Jackfield does not have (yet); the message names it."""
 

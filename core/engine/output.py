@@ -208,6 +208,15 @@ class OutputStream:
     def __aiter__(self) -> OutputStream:
         return self
 
+    async def admit(self) -> None:
+        """Start the request now, which else the first step does. Raises what that would."""
+        try:
+            if self._state is None and not self._closed:
+                self._state = await self._start()
+        except BaseException:
+            self._close()
+            raise
+
     async def __anext__(self) -> RequestOutput:
         if self._closed:
             raise StopAsyncIteration

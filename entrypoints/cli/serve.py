@@ -31,6 +31,18 @@ def make_parser() -> argparse.ArgumentParser:
         help="key that clients must send; repeatable; also from JACKFIELD_API_KEY",
     )
     server.add_argument(
+        "--max-stored-responses",
+        type=int,
+        default=1000,
+        help="keep so many of /v1/responses in memory, the newest ones; 0: none",
+    )
+    server.add_argument(
+        "--max-stored-response-bytes",
+        type=int,
+        default=256 << 20,
+        help="drop the oldest responses when all of them together are larger",
+    )
+    server.add_argument(
         "--max-body-bytes", type=int, default=32 << 20, help="refuse larger requests"
     )
     server.add_argument(
@@ -67,6 +79,8 @@ def run(argv: list[str]) -> int:
         options = ServerOptions(
             api_keys=tuple(key for key in keys if key),
             max_body_bytes=args.max_body_bytes,
+            max_stored_responses=args.max_stored_responses,
+            max_stored_response_bytes=args.max_stored_response_bytes,
             shutdown_timeout=args.shutdown_timeout,
             enable_plugins_route=args.enable_plugins_route,
         )

@@ -22,6 +22,7 @@ from .completions import completions
 from .context import ENGINE, OPTIONS, ServerOptions, error_body, reply
 from .embeddings import embeddings
 from .pooling import classify, pooling
+from .responses import add_responses
 from .scoring import rerank, score
 from .utility import detokenize, health, metrics, model, models, plugins, tokenize, version
 
@@ -63,6 +64,7 @@ def make_app(engine: AsyncEngine, options: ServerOptions | None = None) -> web.A
             web.get("/metrics", metrics),
         ]
     )
+    add_responses(app)
     if options.enable_plugins_route:
         app.router.add_get("/v1/plugins", plugins)
     app.on_response_prepare.append(_tell_request_id)

@@ -26,6 +26,9 @@ class ServerOptions:
 
     api_keys: tuple[str, ...] = ()
     max_body_bytes: int = 32 << 20
+    max_stored_responses: int = 1000
+    """Of /v1/responses; 0 stores none."""
+    max_stored_response_bytes: int = 256 << 20
     shutdown_timeout: float = 60.0
     enable_plugins_route: bool = False
     """Whether `GET /v1/plugins` tells what is installed."""

@@ -30,7 +30,7 @@ import pytest
 import jackfield
 from jackfield.entrypoints.bench.session import IN_PROCESS, make_parser
 from jackfield.entrypoints.cli.main import COMMANDS
-from jackfield.entrypoints.openai import pooling_protocol, protocol
+from jackfield.entrypoints.openai import pooling_protocol, protocol, responses_protocol
 from jackfield.entrypoints.openai.app import make_app
 from jackfield.plugins.conformance.options import KITS
 
@@ -303,7 +303,8 @@ def test_http_reference_has_every_route_and_field() -> None:
     for kind in (protocol.ChatRequest, protocol.CompletionRequest, protocol.TokenizeRequest,
                  protocol.DetokenizeRequest, protocol.StreamOptions,
                  pooling_protocol.PoolingRequest, pooling_protocol.ClassifyRequest,
-                 pooling_protocol.ScoreRequest, pooling_protocol.RerankRequest):  # fmt: skip
+                 pooling_protocol.ScoreRequest, pooling_protocol.RerankRequest,
+                 responses_protocol.ResponsesRequest, responses_protocol.TextConfig):  # fmt: skip
         for field in msgspec.structs.fields(kind):
             assert f"`{field.name}`" in text, f"{kind.__name__}.{field.name}"
     for name in protocol.UNSUPPORTED:

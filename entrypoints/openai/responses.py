@@ -1,0 +1,129 @@
+"""The routes of /v1/responses."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+
+from aiohttp import web
+
+from ...core.errors import InvalidRequest
+from .context import ENGINE, OPTIONS, reply
+from .protocol import decode
+from .responses_background import Responses
+from .responses_protocol import ResponsesRequest
+from .streaming import HEADERS
+
+RESPONSES: web.AppKey[Responses] = web.AppKey("responses", Responses)
+MAX_LISTED = 100
+
+
+def add_responses(app: web.Application) -> None:
+    """The routes, and the application's kept and running responses."""
+    app[RESPONSES] = Responses(app[OPTIONS])
+    app.on_shutdown.append(app[RESPONSES].close)
+    one = "/v1/responses/{response_id}"
+    app.add_routes(
+        [
+            web.post("/v1/responses", create),
+            web.get(one, retrieve),
+            web.delete(one, delete),
+            web.post(f"{one}/cancel", cancel),
+            web.get(f"{one}/input_items", input_items),
+        ]
+    )
+
+
+async def create(request: web.Request) -> web.StreamResponse:
+    """POST /v1/responses"""
+    responses = request.app[RESPONSES]
+    wanted = decode(await request.read(), ResponsesRequest)
+    job = await responses.job(request.app[ENGINE], wanted)
+    if wanted.background:
+        running = await responses.start(job)
+        if wanted.stream:
+            return await _send(request, running.follow(0))
+        return reply(job.body())
+    if wanted.stream:
+        return await _send(request, responses.stream(job))
+    body = await job.whole()
+    responses.keep(job)
+    return reply(body)
+
+
+async def retrieve(request: web.Request) -> web.StreamResponse:
+    """GET /v1/responses/{response_id}: as it is now; with `stream`, its events once more."""
+    responses, id = request.app[RESPONSES], request.match_info["response_id"]
+    if request.query.get("stream", "false").lower() in ("true", "1"):
+        after = _number(request, "starting_after", -1, least=0)
+        return await _send(request, responses.follow(id, after + 1))
+    return web.Response(body=responses.body(id), content_type="application/json")
+
+
+async def delete(request: web.Request) -> web.Response:
+    """DELETE /v1/responses/{response_id}"""
+    return reply(await request.app[RESPONSES].delete(request.match_info["response_id"]))
+
+
+async def cancel(request: web.Request) -> web.Response:
+    """POST /v1/responses/{response_id}/cancel"""
+    body = await request.app[RESPONSES].cancel(request.match_info["response_id"])
+    return web.Response(body=body, content_type="application/json")
+
+
+async def input_items(request: web.Request) -> web.Response:
+    """GET /v1/responses/{response_id}/input_items, the newest first unless `order` is asc."""
+    items = request.app[RESPONSES].input(request.match_info["response_id"])
+    limit = _number(request, "limit", 20, least=1, most=MAX_LISTED)
+    order = request.query.get("order", "desc")
+    if order not in ("asc", "desc"):
+        raise InvalidRequest(f"order: must be asc or desc, got {order!r}", param="order")
+    items = items if order == "asc" else items[::-1]
+    after = request.query.get("after")
+    if after is not None:
+        ids = [item["id"] for item in items]
+        if after not in ids:
+            raise InvalidRequest(f"after: no item {after!r} in this response", param="after")
+        items = items[ids.index(after) + 1 :]
+    page = items[:limit]
+    return reply(
+        {
+            "object": "list",
+            "data": page,
+            "first_id": page[0]["id"] if page else None,
+            "last_id": page[-1]["id"] if page else None,
+            "has_more": len(items) > limit,
+        }
+    )
+
+
+def _number(
+    request: web.Request, name: str, default: int, *, least: int, most: int = 1 << 31
+) -> int:
+    given = request.query.get(name)
+    if given is None:
+        return default
+    if not (given.isascii() and given.isdigit() and least <= int(given) <= most):
+        raise InvalidRequest(
+            f"{name}: must be a number from {least} to {most}, got {given[:32]!r}", param=name
+        )
+    return int(given)
+
+
+async def _send(request: web.Request, frames: AsyncIterator[bytes]) -> web.StreamResponse:
+    """Server-sent events. The first one comes before the status line, so that a refused request
+    gets its own status. As at OpenAI's, no [DONE] follows the terminal event."""
+    response = web.StreamResponse(headers=HEADERS)
+    try:
+        first = await anext(frames, b"")
+        await response.prepare(request)
+        await response.write(first)
+        async for piece in frames:
+            await response.write(piece)
+        await response.write_eof()
+    except ConnectionError:
+        pass  # The client is gone; leaving aborts its request, unless it runs in the background.
+    finally:
+        with contextlib.suppress(Exception):
+            await frames.aclose()  # type: ignore[attr-defined]
+    return response

@@ -1,0 +1,166 @@
+"""The parts of /v1/responses that need no server: items, log-probabilities' places, the store."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+
+from jackfield.core.protocols import (
+    Content,
+    ParserEvent,
+    Reasoning,
+    ToolCallArguments,
+    ToolCallEnd,
+    ToolCallStart,
+)
+from jackfield.entrypoints.openai.responses_events import OutputItems
+from jackfield.entrypoints.openai.responses_input import to_messages, turns
+from jackfield.entrypoints.openai.responses_store import ResponseStore
+
+TEXT = st.text("ab \n", min_size=1, max_size=6)
+PART = st.one_of(
+    st.tuples(st.just("thought"), TEXT, st.booleans()),
+    st.tuples(st.just("text"), TEXT, st.booleans()),
+    st.tuples(st.just("call"), TEXT, st.booleans()),
+)
+
+
+def parsed(parts: list[tuple[str, str, bool]], pieces: list[int]) -> list[ParserEvent]:
+    """Events of the parts, each text cut into pieces of the given lengths in turn."""
+    lengths = itertools.cycle(pieces)
+    events: list[ParserEvent] = []
+    calls = 0
+    for kind, text, ended in parts:
+        if kind == "call":
+            events.append(ToolCallStart(calls, "f"))
+        start = 0
+        while start < len(text):
+            piece = text[start : start + next(lengths)]
+            start += len(piece)
+            if kind == "call":
+                events.append(ToolCallArguments(calls, piece))
+            else:
+                events.append(Reasoning(piece) if kind == "thought" else Content(piece))
+        if kind == "call":
+            events += [ToolCallEnd(calls)] if ended else []
+            calls += 1
+    return events
+
+
+def made(events: list[ParserEvent], sizes: list[int], status: str) -> tuple[Any, list[Any]]:
+    """→ (items without ids, what was told), the events fed in batches of these sizes in turn."""
+    items = OutputItems()
+    told: list[Any] = []
+    lengths = itertools.cycle(sizes)
+    while events:
+        size = next(lengths)
+        told += items.feed(events[:size])
+        events = events[size:]
+    told += items.close(status)
+    bare = [{k: v for k, v in i.items() if k not in ("id", "call_id")} for i in items.snapshot()]
+    return bare, told
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    parts=st.lists(PART, max_size=6),
+    pieces=st.lists(st.integers(1, 4), min_size=1, max_size=4),
+    sizes=st.lists(st.integers(1, 3), min_size=1, max_size=3),
+    status=st.sampled_from(["completed", "incomplete"]),
+)
+def test_any_cutting_builds_the_same_items(
+    parts: Any, pieces: list[int], sizes: list[int], status: str
+) -> None:
+    whole, _ = made(parsed(parts, [99]), [99], status)
+    cut, told = made(parsed(parts, pieces), sizes, status)
+    assert cut == whole
+    opened = [event for event in told if event["type"] == "response.output_item.added"]
+    ended = [event["item"] for event in told if event["type"] == "response.output_item.done"]
+    assert [event["output_index"] for event in opened] == list(range(len(whole)))
+    assert [event["item"]["id"] for event in opened] == [item["id"] for item in ended]
+    for index, item in enumerate(ended):
+        deltas = "".join(
+            e["delta"] for e in told if e.get("delta") and e.get("output_index") == index
+        )
+        shown = item["arguments"] if item["type"] == "function_call" else item["content"][0]["text"]
+        assert deltas == shown
+        assert item["type"] != "message" or not shown.isspace() or len(ended) - 1 == index
+    if status == "completed":
+        assert any(item["type"] != "reasoning" for item in ended)
+
+
+def test_space_between_items_is_no_message() -> None:
+    events: list[ParserEvent] = [
+              Reasoning("hm"), Content("\n\n"), ToolCallStart(0, "f"), ToolCallArguments(0, "{}"),
+              ToolCallEnd(0), Content("\n"), Content(" so"), Content("\n")]  # fmt: skip
+    items, _ = made(events, [1], "completed")
+    assert [item["type"] for item in items] == ["reasoning", "function_call", "message"]
+    assert items[2]["content"][0]["text"] == "\n so\n"
+
+
+def test_what_the_model_gave_in_a_row_is_one_message() -> None:
+    def said(role: str, text: str) -> dict[str, Any]:
+        return {"type": "message", "role": role, "content": [{"text": text}]}
+
+    call = {"type": "function_call", "name": "f", "arguments": "{}", "call_id": "a"}
+    items = [
+        said("developer", "Rules"), said("user", "Hi"),
+        {"type": "reasoning", "content": [{"text": "hm"}]}, said("assistant", "Wait."),
+        call, {**call, "call_id": "b"},
+        {"type": "function_call_output", "call_id": "a", "output": "1"},
+        {"type": "function_call_output", "call_id": "b", "output": [{"text": "2"}]},
+        said("assistant", "Done."), said("assistant", "Really."), said("user", "Ok"),
+    ]  # fmt: skip
+    system, user, answer, first, second, *rest = to_messages(items, "Be brief.")
+    assert system == {"role": "system", "content": "Be brief.\n\nRules"}
+    assert user == {"role": "user", "content": "Hi"}
+    assert (answer["reasoning_content"], answer["content"]) == ("hm", "Wait.")
+    assert [one["id"] for one in answer["tool_calls"]] == ["a", "b"]
+    assert (first["role"], first["tool_call_id"], first["name"], first["content"]) == (
+        "tool", "a", "f", "1",
+    )  # fmt: skip
+    assert second["content"] == "2"
+    assert [one["content"] for one in rest] == ["Done.", "Really.", "Ok"]
+    assert turns(items) == (1, [1, 10])
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    steps=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 400), st.booleans()), max_size=30)
+)
+def test_the_store_keeps_within_its_limits_and_its_books(steps: Any) -> None:
+    store = ResponseStore(4, 1500)
+    order: list[str] = []
+    for number, size, remove in steps:
+        id = f"resp_{number}"
+        if remove:
+            assert store.delete(id) == (id in order)
+            order = [one for one in order if one != id]
+            continue
+        item = {"id": f"msg_{number}", "type": "message", "content": "x" * size}
+        store.put({"id": id, "output": [item], "background": False}, [], [])
+        order = [one for one in order if one != id] + [id]
+        assert len(store) <= 4 and store.num_bytes <= 1500
+        kept = [one for one in order if store.get(one)]
+        assert order[len(order) - len(kept) :] == kept or store.get(id) is None
+        order = kept
+        entries = [store.get(one) for one in kept]
+        assert store.num_bytes == sum(entry.num_bytes for entry in entries if entry is not None)
+        for other in range(10):
+            found = store.find_item(f"msg_{other}")
+            assert (found is not None) == (f"resp_{other}" in kept)
+    for one in list(order):
+        store.delete(one)
+    assert store.num_bytes == 0 and len(store) == 0
+
+
+@pytest.mark.parametrize("limits", [(0, 100), (100, 0)])
+def test_a_store_without_room_keeps_nothing(limits: tuple[int, int]) -> None:
+    store = ResponseStore(*limits)
+    assert not store.enabled
+    store.put({"id": "resp_1", "output": []}, [], [])
+    assert len(store) == 0 and store.get("resp_1") is None

@@ -1,0 +1,133 @@
+"""Wishes that /v1/responses cannot fulfil are refused by name, and none of them is a failure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from responding import ADD, CONFIG, FORMAT
+from serving import MODEL, Server, running
+
+from jackfield.entrypoints.openai.responses_protocol import ResponsesRequest
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with running(CONFIG) as made:
+        yield made
+
+
+USER = {"role": "user", "content": "x"}
+CALL = {"type": "function_call", "call_id": "c", "name": "add", "arguments": "{}"}
+
+
+@pytest.mark.parametrize(
+    ("options", "param"),
+    [
+        ({"input": []}, "input"),
+        ({"input": None}, "input"),
+        ({"input": 3}, "input"),
+        ({"input": [3]}, "input[0]"),
+        ({"input": [{"role": "robot", "content": "x"}]}, "input[0].role"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
+         "input[0].content[0]"),
+        ({"input": [{"role": "user", "content": [{"type": "input_file", "file_id": "x"}]}]},
+         "input[0].content[0]"),
+        ({"input": [{"type": "computer_call", "id": "x"}]}, "input[0].type"),
+        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0].id"),
+        ({"input": [USER, {**CALL, "arguments": "{"}]}, "input[1].arguments"),
+        ({"input": [USER, {**CALL, "name": ""}]}, "input[1].name"),
+        ({"input": [USER, {"type": "function_call_output", "call_id": "c", "output": "1"}]},
+         "input"),
+        ({"input": [USER, CALL, {"type": "function_call_output", "call_id": "c", "output": [
+            {"type": "input_image", "image_url": "x"}]}]}, "input[2].output[0]"),
+        ({"conversation": "conv_1"}, "conversation"),
+        ({"prompt": {"id": "pmpt_1"}}, "prompt"),
+        ({"include": ["file_search_call.results"]}, "include[0]"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [ADD, {"type": "custom", "name": "x"}]}, "tools[1].type"),
+        ({"tools": [{"type": "function"}]}, "tools[0].name"),
+        ({"tools": [{"type": "function", "name": "f", "parameters": 3}]}, "tools[0].parameters"),
+        ({"tools": [ADD], "tool_choice": "sometimes"}, "tool_choice"),
+        ({"tools": [ADD], "tool_choice": {"type": "mcp"}}, "tool_choice.type"),
+        ({"tools": [ADD], "tool_choice": {"type": "function", "name": "sub"}}, "tool_choice"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [ADD], "tool_choice": "required", "text": {"format": FORMAT}}, "tool_choice"),
+        ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
+        ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
+        ({"text": {"format": {**FORMAT, "schema": {"type": "?"}}}}, "text.format"),
+        ({"text": {"verbosity": "low"}}, "text.verbosity"),
+        ({"reasoning": {"effort": "much"}}, "reasoning.effort"),
+        ({"reasoning": {"summary": "detailed"}}, "reasoning.summary"),
+        ({"truncation": "some"}, "truncation"),
+        ({"metadata": {"k": "v" * 513}}, "metadata"),
+        ({"metadata": {"k": 3}}, "metadata"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"top_logprobs": 21}, "top_logprobs"),
+        ({"temperature": 200}, "temperature"),
+        ({"background": True, "store": False}, "background"),
+        ({"input": "word " * 4000}, "input"),
+    ],
+    ids=lambda value: str(value)[:50],
+)  # fmt: skip
+def test_wrong_wishes_are_refused_by_name(
+    server: Server, options: dict[str, Any], param: str
+) -> None:
+    for way in ({}, {"stream": True}, {"background": True}):
+        body = {"model": MODEL, "input": "x", "max_output_tokens": 3, **way, **options}
+        answer = httpx.post(f"{server.url}/v1/responses", json=body)
+        assert answer.status_code == 400, answer.text
+        assert answer.json()["error"]["param"] == param, answer.text
+    listed = httpx.get(f"{server.url}/v1/responses/resp_none?stream=true")
+    assert listed.status_code == 404
+
+
+def test_fields_of_other_clients_are_taken(server: Server) -> None:
+    body = {
+        "model": MODEL, "input": "x", "max_output_tokens": 2, "service_tier": "auto",
+        "prompt_cache_key": "k", "safety_identifier": "s", "max_tool_calls": 3, "unheard_of": 1,
+        "stream_options": {"include_obfuscation": False}, "reasoning": {"summary": "auto"},
+        "include": ["reasoning.encrypted_content"], "text": {"verbosity": "medium"},
+    }  # fmt: skip
+    answer = httpx.post(f"{server.url}/v1/responses", json=body).json()
+    assert answer["prompt_cache_key"] == "k" and answer["safety_identifier"] == "s"
+    assert answer["service_tier"] == "default" and answer["max_tool_calls"] == 3
+
+
+ODD: list[Any] = [
+    None, True, False, 0, -1, 1, 2**63, 10**400, 1e308, "", "x", "\x00", "\ud800", "<|im_end|>",
+    [], {}, [None], [[]], [{}], [3], ["x"], ["\ud800"], {"x": None}, {"x": "\ud800"},
+    {"\ud800": "x"}, {"type": None}, {"type": "x"}, {"type": "message"},
+    [{"role": "user", "content": "\ud800"}], [{"type": "function", "name": "\ud800"}],
+    {"type": "json_schema"}, {"type": "json_schema", "schema": 3}, {"format": []},
+    {"format": {"type": "json_schema", "schema": {"$ref": "#"}}}, {"effort": 3},
+    {"type": "function"}, {"type": "function", "name": None}, {"type": "allowed_tools"},
+    {"type": "allowed_tools", "mode": "auto", "tools": [None]}, [{"type": "function", "name": 3}],
+    [{"type": "function", "name": "f", "parameters": {"type": 3}, "strict": True}],
+    [{"role": "user"}], [{"role": "user", "content": [None]}], [{"type": []}], [{"id": []}],
+    [{"type": "message", "role": [], "content": "x"}], [{"role": "assistant", "content": []}],
+    [{"type": "reasoning", "content": 3, "summary": 3}], [{"type": "reasoning", "id": 3}],
+    [{"type": "function_call", "name": "f", "arguments": "[" * 5000, "call_id": "x"}],
+    [{"type": "function_call_output", "call_id": "x", "output": {}}],
+    [{"type": "item_reference"}], [{"role": "system", "content": "x"}], {"k": "v"},
+]  # fmt: skip
+
+
+def test_odd_values_in_any_field_are_refused_or_answered(server: Server) -> None:
+    answered = refused = 0
+    fields = [*ResponsesRequest.__struct_fields__, "zebra"]
+    with httpx.Client(base_url=server.url, timeout=60) as client:
+        for field in fields:
+            for value in ODD:
+                body = {"model": MODEL, "input": "x", "max_output_tokens": 1, field: value}
+                if field == "max_output_tokens" and value not in (0, -1, 1):
+                    body["stop"] = ["e", "a", " "]
+                answer = client.post("/v1/responses", content=json.dumps(body))
+                assert answer.status_code in (200, 400, 404), (body, answer.text[:300])
+                answered += answer.status_code == 200
+                refused += answer.status_code == 400
+    assert answered > 200 and refused > 800
+    assert server.becomes(lambda engine: engine.stats().kv_blocks_used == 0)
