@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import threading
 from pathlib import Path
@@ -17,8 +18,9 @@ class ResultsFile:
     its way to the disk when `append` returns, so that a killed process loses none.
     """
 
-    def __init__(self, path: Path) -> None:
-        """Raises InvalidRequest if the file holds something else than results."""
+    def __init__(self, path: Path, *, anew: bool = False) -> None:
+        """`anew`: whatever it holds is forgotten. Raises InvalidRequest if the file holds something
+        else than results, or another run has it open."""
         self.path = path
         self.done: dict[str, int] = {}
         """Id of each result → the number of the input's line."""
@@ -29,11 +31,18 @@ class ResultsFile:
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
         self._file = os.fdopen(os.open(path, flags, 0o644), "r+b")
         try:
-            self._size = self._read()
+            self._lock_out()
+            self._size = 0 if anew else self._read()
         except BaseException:
             self._file.close()
             raise
         self._file.truncate(self._size)
+
+    def _lock_out(self) -> None:
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise InvalidRequest(f"{self.path}: another run writes to it") from None
 
     def _read(self) -> int:
         """→ where the last whole line ends"""

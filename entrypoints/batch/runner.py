@@ -50,13 +50,16 @@ class BatchRunner:
 
         Raises EngineStopped, once what was under way is delivered: the rest was not tried.
         """
-        async with asyncio.TaskGroup() as group:
-            async for line in in_threads(lines):
-                await self.slots.acquire()
-                if self._stopped is not None:
-                    self.slots.release()
-                    break
-                group.create_task(self._one(line, deliver))
+        try:
+            async with asyncio.TaskGroup() as group:
+                async for line in in_threads(lines):
+                    await self.slots.acquire()
+                    if self._stopped is not None:
+                        self.slots.release()
+                        break
+                    group.create_task(self._one(line, deliver))
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
         if self._stopped is not None:
             raise self._stopped
 

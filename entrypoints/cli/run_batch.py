@@ -100,9 +100,7 @@ async def _run(args: argparse.Namespace, config: EngineConfig, plugins: Plugins)
     from ..openai.context import ServerOptions
 
     source, output = Path(args.input_file), Path(args.output_file)
-    if args.overwrite:
-        output.unlink(missing_ok=True)
-    results = await asyncio.to_thread(ResultsFile, output)
+    results = await asyncio.to_thread(ResultsFile, output, anew=args.overwrite)
     failed, began, before = 0, time.monotonic(), len(results.done)
     try:
         ids = await asyncio.to_thread(LineReader(source, (), args.max_body_bytes).ids)
