@@ -51,7 +51,7 @@ class LocalCaller:
         for key in app:
             if isinstance(key, web.AppKey):
                 self._inner[key] = app[key]
-        found = set()
+        found: set[str] = set()
         for route in app.router.routes():
             if route.resource is None or route.method != "POST":
                 continue

@@ -17,7 +17,7 @@ from jackfield import AsyncEngine
 from jackfield.core.errors import EngineStopped
 from jackfield.entrypoints.openai.context import ServerOptions
 
-LONG = {"prompt": "x", "max_tokens": 400, "ignore_eos": True, "stream": True, "n": 8}
+LONG = {"prompt": "x", "max_tokens": 1000, "ignore_eos": True, "stream": True, "n": 2}
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +27,13 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(checkpoint: Path) -> Iterator[Server]:
-    config = engine_config(checkpoint, device="cpu", served_model_name=(MODEL, "other"))
+    config = engine_config(
+        checkpoint,
+        device="cpu",
+        served_model_name=(MODEL, "other"),
+        max_model_len=1024,
+        num_gpu_blocks_override=400,
+    )
     with running(config, ServerOptions(enable_admin=True)) as made:
         yield made
 
@@ -65,7 +71,8 @@ def test_the_prefix_cache_is_forgotten_unless_in_use(server: Server) -> None:
     assert httpx.post(server.url + "/reset_prefix_cache").status_code == 200
     assert cached() == 0
     with httpx.stream("POST", server.url + "/v1/completions", json=LONG, timeout=60) as answer:
-        next(answer.iter_lines())
+        answer_lines = answer.iter_lines()
+        next(answer_lines)
         refused = httpx.post(server.url + "/reset_prefix_cache")
         assert refused.status_code == 409 and "in use" in refused.json()["error"]["message"]
     assert server.becomes(lambda engine: engine.stats().num_requests_running == 0)
@@ -74,7 +81,7 @@ def test_the_prefix_cache_is_forgotten_unless_in_use(server: Server) -> None:
 def test_server_info_tells_the_resolved_options(server: Server) -> None:
     told = httpx.get(server.url + "/server_info").json()
     assert told["config"]["max_num_seqs"] == 8 and told["device"] == "cpu"
-    assert told["attention_backend"] == "torch" and told["num_blocks"] == 200
+    assert told["attention_backend"] == "torch" and told["num_blocks"] == 400
 
 
 def test_load_counts_requests_until_their_streams_end(server: Server) -> None:
@@ -83,10 +90,12 @@ def test_load_counts_requests_until_their_streams_end(server: Server) -> None:
 
     assert load() == 0
     with httpx.stream("POST", server.url + "/v1/completions", json=LONG, timeout=60) as one:
-        next(one.iter_lines())
+        one_lines = one.iter_lines()
+        next(one_lines)
         assert load() == 1
         with httpx.stream("POST", server.url + "/v1/completions", json=LONG, timeout=60) as two:
-            next(two.iter_lines())
+            two_lines = two.iter_lines()
+            next(two_lines)
             assert load() == 2
     assert server.becomes(lambda engine: engine.stats().num_requests_running == 0)
     deadline = time.monotonic() + 20
@@ -103,7 +112,7 @@ def test_each_served_name_has_a_card_and_is_answered_under(
     assert [card["id"] for card in cards] == [MODEL, "other"]
     for card in cards:
         assert card["root"] == str(checkpoint) and card["parent"] is None
-        assert card["max_model_len"] == 512
+        assert card["max_model_len"] == 1024
         assert httpx.get(f"{server.url}/v1/models/{card['id']}").json() == card
         body = {"model": card["id"], "prompt": "x", "max_tokens": 1}
         answer = httpx.post(server.url + "/v1/completions", json=body, timeout=60)
@@ -118,7 +127,7 @@ def test_tokenize_shows_the_tokens_of_messages(server: Server) -> None:
     body: dict[str, Any] = {"messages": messages, "return_token_strs": True}
     told = httpx.post(server.url + "/tokenize", json=body).json()
     assert told["count"] == len(told["tokens"]) == len(told["token_strs"])
-    assert told["token_strs"][0] == "<|im_start|>" and told["max_model_len"] == 512
+    assert told["token_strs"][0] == "<|im_start|>" and told["max_model_len"] == 1024
     back = httpx.post(server.url + "/detokenize", json={"tokens": told["tokens"]}).json()
     assert back["prompt"] == ("<|im_start|>user\nHello there<|im_end|>\n<|im_start|>assistant\n")
 
