@@ -147,9 +147,9 @@ class _Job:
             await self._whole()
         except EngineStopped:
             logger.info("%s waits for the next start", self.batch.id)
-        except Exception as error:
+        except Exception:
             logger.exception("%s failed", self.batch.id)
-            told = BatchError("server_error", f"{type(error).__name__}: {error}")
+            told = BatchError("server_error", "the server failed on this batch")
             await self._end("failed", [told])
         finally:
             self._close_files()
