@@ -122,8 +122,11 @@ class LineReader:
         if asked.url not in self.urls:
             allowed = ", ".join(self.urls)
             return wrong("invalid_url", f"url: must be {allowed}; got {asked.url!r}", "url")
-        if asked.body.get("stream"):
-            return wrong("invalid_body", "stream: a batch is answered in whole", "body.stream")
+        for field in ("stream", "background"):
+            if asked.body.get(field):
+                return wrong(
+                    "invalid_body", f"{field}: a batch is answered in whole", f"body.{field}"
+                )
         return Line(number, name, asked.custom_id, asked.url, asked.body, None)
 
 

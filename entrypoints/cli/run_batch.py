@@ -98,7 +98,9 @@ async def _run(args: argparse.Namespace, config: EngineConfig, plugins: Plugins)
     from ..batch.runner import BatchRunner
     from ..openai.app import make_app
     from ..openai.context import ServerOptions
+    from ..openai.server import SWITCH_INTERVAL
 
+    sys.setswitchinterval(SWITCH_INTERVAL)
     source, output = Path(args.input_file), Path(args.output_file)
     results = await asyncio.to_thread(ResultsFile, output, anew=args.overwrite)
     failed, began, before = 0, time.monotonic(), len(results.done)
