@@ -134,6 +134,7 @@ def test_a_half_written_result_is_cut_off(tmp_path: Path) -> None:
         again = ResultsFile(path)
         expected = whole[:cut].rpartition(b"\n")[0]
         assert len(again.done) == expected.count(b"\n") + bool(expected)
+        assert path.read_bytes() == (expected + b"\n" if expected else b"")
         again.append(result(9))
         again.close()
         assert path.read_bytes() == (expected + b"\n" if expected else b"") + result(9).encoded

@@ -268,6 +268,7 @@ def test_a_file_with_wrong_lines_fails_as_a_whole_and_they_are_named(
 
 def test_a_batch_is_cancelled_and_keeps_what_it_has(client: openai.OpenAI, server: Server) -> None:
     lines = [line("quick")] + [line(f"slow{n}", **LONG) for n in range(40)]
+    aborted = server.call(lambda engine: engine.stats().requests_finished.get("abort", 0))
     batch = start(client, lines)
     until(client, batch.id, "in_progress", completed=1)
     with pytest.raises(openai.ConflictError, match="still reads"):
@@ -278,6 +279,7 @@ def test_a_batch_is_cancelled_and_keeps_what_it_has(client: openai.OpenAI, serve
     told = {one["custom_id"] for one in results(client, done.output_file_id)}
     assert "quick" in told and len(told) == done.request_counts.completed < 41
     assert server.becomes(lambda engine: engine.stats().num_requests_running == 0)
+    assert server.call(lambda engine: engine.stats().requests_finished["abort"]) > aborted
     with pytest.raises(openai.ConflictError, match="is cancelled"):
         client.batches.cancel(batch.id)
     client.files.delete(batch.input_file_id)
@@ -389,9 +391,9 @@ def test_wrong_flags_are_named(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     assert "batch_max_file_bytes: must be at least 1, got 0" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=["killed", "drained"])
+@pytest.mark.parametrize("way", ["killed", "drained", "cut off"])
 def test_a_restarted_server_goes_on_with_its_batches(
-    number: signal.Signals, checkpoint: Path, tmp_path: Path
+    way: str, checkpoint: Path, tmp_path: Path
 ) -> None:
     argv = [
         sys.executable, "-m", "jackfield.entrypoints.cli.main", "serve", str(checkpoint),
@@ -411,23 +413,26 @@ def test_a_restarted_server_goes_on_with_its_batches(
 
     process, client = begin()
     try:
-        body = {"max_tokens": 60, "ignore_eos": True}
-        batch = start(client, [line(f"r{n}", **body) for n in range(60)])
-        before = until(client, batch.id, "in_progress", completed=5)
-        process.send_signal(number)
-        assert process.wait(40) == (0 if number == signal.SIGTERM else -signal.SIGKILL)
+        body = {"max_tokens": 120, "ignore_eos": True}
+        batch = start(client, [line(f"r{n}", **body) for n in range(30)])
+        before = until(client, batch.id, "in_progress", completed=3)
+        process.send_signal(signal.SIGKILL if way == "killed" else signal.SIGTERM)
+        if way == "cut off":
+            assert process.stdout is not None and process.stdout.readline() == "Draining\n"
+            process.send_signal(signal.SIGTERM)
+        assert process.wait(40) == (-signal.SIGKILL if way == "killed" else 0)
         (kept,) = (tmp_path / "batches" / "results").glob("*.output")
         whole = kept.read_bytes().rpartition(b"\n")[0].splitlines()
-        assert before.request_counts.completed <= len(whole) < 60
+        assert before.request_counts.completed <= len(whole) < 30
         assert not any(b'"finish_reason":"abort"' in one for one in whole)
         process, client = begin()
         done = until(client, batch.id, "completed")
         counts = done.request_counts
-        assert (counts.total, counts.completed, counts.failed) == (60, 60, 0)
+        assert (counts.total, counts.completed, counts.failed) == (30, 30, 0)
         made = client.files.content(done.output_file_id).read().splitlines()
         assert made[: len(whole)] == whole
-        assert {json.loads(one)["custom_id"] for one in made} == {f"r{n}" for n in range(60)}
-        assert len(made) == 60
+        assert {json.loads(one)["custom_id"] for one in made} == {f"r{n}" for n in range(30)}
+        assert len(made) == 30
         assert client.batches.retrieve(batch.id).in_progress_at == before.in_progress_at
     finally:
         process.kill()

@@ -13,8 +13,10 @@ from typing import Any
 
 import httpx
 import pytest
+from encoders import save_encoder
 from serving import MODEL, engine_config, running, save_random
 
+from jackfield import EngineConfig
 from jackfield.entrypoints.cli.main import main
 
 ENVIRONMENT = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
@@ -94,6 +96,55 @@ def test_results_are_the_servers_and_in_the_inputs_order(checkpoint: Path, tmp_p
             for usage in (body["usage"], expected["usage"]):
                 usage.pop("prompt_tokens_details")  # What is cached depends on the order.
             assert body["usage"] == expected["usage"]
+
+
+def test_vectors_and_scores_are_the_servers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A cross-encoder scores and reranks, an encoder embeds; each refuses what the other does."""
+    documents = ["a dog", "paris is in france"]
+    asked = [
+        request("vector", "/v1/embeddings", input=["the cat", "a dog"]),
+        request("score", "/score", text_1="who is it", text_2=documents),
+        request("rerank", "/v2/rerank", query="who is it", documents=documents, top_n=1),
+    ]
+    given = write(tmp_path / "in.jsonl", asked)
+    for kind, more, good in (
+        ("Model", {}, {"vector", "score", "rerank"}),
+        ("ForSequenceClassification", {"num_labels": 1}, {"score", "rerank"}),
+    ):
+        folder = save_encoder(tmp_path / kind, "Bert", kind, **more)
+        made = tmp_path / f"{kind}.jsonl"
+        flags = ["--model", str(folder), "--device", "cpu", "--dtype", "float32", "--disable-tqdm"]
+        assert main(["run-batch", "-i", str(given), "-o", str(made), *flags]) == 0
+        assert f"{3 - len(good)} failed now" in capsys.readouterr().out
+        config = EngineConfig(model=str(folder), device="cpu", dtype="float32")
+        with running(config) as server:
+            for line, one in zip(read(made), asked, strict=True):
+                answer = httpx.post(server.url + one["url"], json=one["body"], timeout=60)
+                assert line["response"]["status_code"] == answer.status_code
+                assert (answer.status_code == 200) == (one["custom_id"] in good)
+                expected, body = answer.json(), line["response"]["body"]
+                for name in ("id", "created"):
+                    expected.pop(name, None), body.pop(name, None)
+                assert numbers(body) == pytest.approx(numbers(expected), abs=1e-5)
+                assert without_numbers(body) == without_numbers(expected)
+
+
+def numbers(value: Any) -> list[float]:
+    """Of a JSON value, in order."""
+    if isinstance(value, dict | list):
+        parts = value.values() if isinstance(value, dict) else value
+        return [number for part in parts for number in numbers(part)]
+    return [value] if isinstance(value, float) else []
+
+
+def without_numbers(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: without_numbers(part) for name, part in value.items()}
+    if isinstance(value, list):
+        return [without_numbers(part) for part in value]
+    return None if isinstance(value, float) else value
 
 
 def test_each_bad_line_is_an_error_with_its_number_and_stops_no_other(
