@@ -37,6 +37,9 @@ CHUNK = 1 << 18
 
 def add_batch_routes(app: web.Application, options: BatchOptions) -> None:
     """The routes, and what starts and ends with the application."""
+    from .described import describe
+
+    describe()
     app[SETTINGS] = options
     app.add_routes(
         [
@@ -73,7 +76,7 @@ async def _working(app: web.Application) -> AsyncIterator[None]:
 
 
 async def upload(request: web.Request) -> web.Response:
-    """POST /v1/files: multipart/form-data with `file` and `purpose`."""
+    """POST /v1/files: store a file: multipart/form-data with `file` and `purpose`."""
     if request.content_type != "multipart/form-data":
         raise InvalidRequest("the body must be multipart/form-data with file and purpose")
     store = request.app[STORE]
@@ -170,7 +173,7 @@ def _file_object(file_id: str, fields: dict[str, str], name: str | None, size: i
 
 
 async def list_files(request: web.Request) -> web.Response:
-    """GET /v1/files"""
+    """GET /v1/files: the files that are stored."""
     store = request.app[STORE]
     limit = _limit(request, 10_000, 10_000)
     order = request.query.get("order", "desc")
@@ -187,13 +190,13 @@ async def list_files(request: web.Request) -> web.Response:
 
 
 async def get_file(request: web.Request) -> web.Response:
-    """GET /v1/files/{file_id}"""
+    """GET /v1/files/{file_id}: what is known of a file."""
     store = request.app[STORE]
     return reply(await store.call(store.file, request.match_info["file_id"]))
 
 
 async def delete_file(request: web.Request) -> web.Response:
-    """DELETE /v1/files/{file_id}"""
+    """DELETE /v1/files/{file_id}: delete a file that no batch reads."""
     store = request.app[STORE]
     file_id = request.match_info["file_id"]
     await store.call(store.delete_file, file_id)
@@ -201,7 +204,7 @@ async def delete_file(request: web.Request) -> web.Response:
 
 
 async def file_content(request: web.Request) -> web.StreamResponse:
-    """GET /v1/files/{file_id}/content"""
+    """GET /v1/files/{file_id}/content: what a file holds."""
     store = request.app[STORE]
     file = await store.call(store.file, request.match_info["file_id"])
     return web.FileResponse(
@@ -214,7 +217,7 @@ async def file_content(request: web.Request) -> web.StreamResponse:
 
 
 async def create_batch(request: web.Request) -> web.Response:
-    """POST /v1/batches"""
+    """POST /v1/batches: answer the requests in a file."""
     asked = decode(await request.read(), CreateBatch)
     work = _work(request)
     asked.check(work.caller.urls)
@@ -233,19 +236,19 @@ async def create_batch(request: web.Request) -> web.Response:
 
 
 async def list_batches(request: web.Request) -> web.Response:
-    """GET /v1/batches"""
+    """GET /v1/batches: the batches, newest first."""
     limit = _limit(request, 20, 100)
     found = await _work(request).list(request.query.get("after") or None, limit)
     return reply(page(found, limit))
 
 
 async def get_batch(request: web.Request) -> web.Response:
-    """GET /v1/batches/{batch_id}"""
+    """GET /v1/batches/{batch_id}: how far a batch is."""
     return reply(await _work(request).get(request.match_info["batch_id"]))
 
 
 async def cancel_batch(request: web.Request) -> web.Response:
-    """POST /v1/batches/{batch_id}/cancel"""
+    """POST /v1/batches/{batch_id}/cancel: end a batch; its results so far stay."""
     return reply(await _work(request).cancel(request.match_info["batch_id"]))
 
 

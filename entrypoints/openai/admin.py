@@ -28,6 +28,13 @@ async def reset_prefix_cache(request: web.Request) -> web.Response:
     return web.Response()
 
 
+reset_prefix_cache.openapi = {  # type: ignore[attr-defined]
+    "tags": ["admin"],
+    "summary": "Forget cached prefixes",
+    "responses": {"200": {"description": "Done"}, "409": {"description": "Requests run"}},
+}
+
+
 async def server_info(request: web.Request) -> web.Response:
     """GET /server_info: the engine's resolved options, and what it runs on."""
     engine = request.app[ENGINE]
@@ -42,3 +49,15 @@ async def server_info(request: web.Request) -> web.Response:
             "num_blocks": engine.info.num_blocks,
         }
     )
+
+
+server_info.openapi = {  # type: ignore[attr-defined]
+    "tags": ["admin"],
+    "summary": "The engine's resolved options, and what it runs on",
+    "responses": {
+        "200": {
+            "description": "Done",
+            "content": {"application/json": {"schema": {"type": "object"}}},
+        }
+    },
+}

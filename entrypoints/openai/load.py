@@ -40,3 +40,17 @@ async def count_load(
 async def server_load(request: web.Request) -> web.Response:
     """GET /load, as vLLM has it."""
     return reply({"server_load": request.app[LOAD].count})
+
+
+_SCHEMA = {
+    "type": "object",
+    "required": ["server_load"],
+    "properties": {"server_load": {"type": "integer", "minimum": 0}},
+}
+server_load.openapi = {  # type: ignore[attr-defined]
+    "tags": ["server"],
+    "summary": "How many requests for work are under way",
+    "responses": {
+        "200": {"description": "Done", "content": {"application/json": {"schema": _SCHEMA}}}
+    },
+}

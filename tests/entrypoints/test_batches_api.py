@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import openai
 import pytest
 from aiohttp import web
@@ -354,6 +355,33 @@ def test_a_batch_needs_a_file_that_is_there(client: openai.OpenAI) -> None:
         client.batches.create(
             input_file_id=done.output_file_id, endpoint=COMPLETE, completion_window="24h"
         )
+
+
+def test_each_route_says_for_openapi_what_it_takes_and_answers(
+    client: openai.OpenAI, tmp_path: Path
+) -> None:
+    options = ServerOptions(enable_admin=True, batches=BatchOptions(tmp_path))
+    told = {}
+    for route in make_app(AsyncEngine(EngineConfig()), options).router.routes():
+        path = route.resource.canonical if route.resource is not None else ""
+        if path.startswith(("/v1/files", "/v1/batches", "/load", "/reset", "/server_info")):
+            if route.method != "HEAD":
+                told[f"{route.method} {path}"] = route.handler.openapi  # type: ignore[attr-defined]
+    assert len(told) == 9 + 3
+    assert all(one["summary"] and "200" in one["responses"] for one in told.values())
+    content = told["POST /v1/batches"]["requestBody"]["content"]["application/json"]
+    assert set(msgspec.json.schema(content["schema"])["$defs"]["CreateBatch"]["required"]) == {
+        "input_file_id", "endpoint",
+    }  # fmt: skip
+    # What is answered has exactly the fields that are told.
+    batch = until(client, start(client, [line("a")]).id, "completed")
+    for path, answered in (
+        ("GET /v1/batches/{batch_id}", f"/batches/{batch.id}"),
+        ("GET /v1/files/{file_id}", f"/files/{batch.input_file_id}"),
+    ):
+        kind = told[path]["responses"]["200"]["content"]["application/json"]["schema"]
+        body = client.get(answered, cast_to=object)
+        assert set(body) == {field.name for field in msgspec.structs.fields(kind)}
 
 
 # ---------------------------------------------------------------- the folder
