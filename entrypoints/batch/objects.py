@@ -1,10 +1,12 @@
-"""Files and batches as OpenAI's API has them."""
+"""Files and batches as OpenAI's API has them, and how a server is told to keep them."""
 
 from __future__ import annotations
 
 import re
 import time
 import uuid
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
@@ -19,6 +21,19 @@ FINAL: frozenset[BatchStatus] = frozenset({"failed", "completed", "expired", "ca
 MAX_WINDOW = 30 * 86400
 """Seconds."""
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+
+
+@dataclass(frozen=True)
+class BatchOptions:
+    """Where and how a server runs batches."""
+
+    folder: Path
+    max_file_bytes: int = 200 << 20
+    """Of one upload."""
+    max_store_bytes: int = 10 << 30
+    """Of all files together, when one more is uploaded."""
+    max_concurrency: int | None = None
+    """Requests of batches under way at once; None: half of max_num_seqs."""
 
 
 class NotFound(InvalidRequest):

@@ -17,6 +17,7 @@ from ..openai.protocol import decode
 from .local import LocalCaller
 from .objects import (
     Batch,
+    BatchOptions,
     CreateBatch,
     ExpiresAfter,
     FileObject,
@@ -25,7 +26,7 @@ from .objects import (
     window_seconds,
 )
 from .store import Store, sync
-from .work import BatchOptions, BatchWork
+from .work import BatchWork
 
 STORE: web.AppKey[Store] = web.AppKey("batch_store", Store)
 WORK: web.AppKey[BatchWork] = web.AppKey("batch_work", BatchWork)

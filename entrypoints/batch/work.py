@@ -7,8 +7,6 @@ import contextlib
 import logging
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
 
 import msgspec
 
@@ -16,7 +14,16 @@ from ...core.engine.async_engine import AsyncEngine
 from ...core.errors import EngineOverloaded, EngineStopped
 from .lines import Line, LineReader, Result, refused
 from .local import LocalCaller
-from .objects import FINAL, Batch, BatchError, BatchErrors, BatchStatus, Conflict, NotFound
+from .objects import (
+    FINAL,
+    Batch,
+    BatchError,
+    BatchErrors,
+    BatchOptions,
+    BatchStatus,
+    Conflict,
+    NotFound,
+)
 from .results import ResultsFile
 from .runner import BatchRunner, in_threads
 from .store import Store
@@ -29,19 +36,6 @@ MAX_REQUESTS = 50_000
 """In one batch, as OpenAI allows."""
 MAX_TOLD = 100
 """Wrong lines that a failed batch names."""
-
-
-@dataclass(frozen=True)
-class BatchOptions:
-    """Where and how a server runs batches."""
-
-    folder: Path
-    max_file_bytes: int = 200 << 20
-    """Of one upload."""
-    max_store_bytes: int = 10 << 30
-    """Of all files together, when one more is uploaded."""
-    max_concurrency: int | None = None
-    """Requests of batches under way at once; None: half of max_num_seqs."""
 
 
 class BatchWork:

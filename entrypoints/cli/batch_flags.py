@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from ...core.errors import ConfigError
-from ..batch.work import BatchOptions
+from ..batch.objects import BatchOptions
 
 
 def add_batch_flags(parser: argparse.ArgumentParser) -> None:

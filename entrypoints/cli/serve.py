@@ -11,7 +11,7 @@ from typing import Any
 
 from ...core.errors import JackfieldError
 from ...core.registry import load_plugins
-from .batch_flags import add_batch_flags
+from .batch_flags import add_batch_flags, batch_options
 from .options import Parser, add_engine_options, engine_config, fail
 
 
@@ -69,7 +69,6 @@ def run(argv: list[str]) -> int:
         plugins = load_plugins(disable=config.disable_plugins)
         from ..openai.context import ServerOptions
         from ..openai.server import Listen, serve
-        from .batch_flags import batch_options
 
         keys = [*args.api_key, *os.environ.get("JACKFIELD_API_KEY", "").split(",")]
         options = ServerOptions(

@@ -16,7 +16,7 @@ from ...core.errors import InvalidRequest, JackfieldError, ModelNotFound
 from ...core.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from ..batch.work import BatchOptions
+    from ..batch.objects import BatchOptions
 
 encoder = msgspec.json.Encoder()
 LONG_TEXT = 8192

@@ -13,7 +13,7 @@ from test_docs import ENVIRONMENT, ROOT, SHOWN, Block, blocks, name_of
 from test_structured_page import serving
 
 from jackfield import EngineConfig
-from jackfield.entrypoints.batch.work import BatchOptions
+from jackfield.entrypoints.batch.objects import BatchOptions
 from jackfield.entrypoints.openai.context import ServerOptions
 
 PAGE = ROOT / "docs" / "how-to" / "batch.md"

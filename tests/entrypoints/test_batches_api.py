@@ -24,7 +24,7 @@ from serving import MODEL, Server, engine_config, running, save_random
 
 from jackfield import AsyncEngine, EngineConfig
 from jackfield.core.errors import ConfigError
-from jackfield.entrypoints.batch.work import BatchOptions
+from jackfield.entrypoints.batch.objects import BatchOptions
 from jackfield.entrypoints.cli.main import main
 from jackfield.entrypoints.openai.app import make_app
 from jackfield.entrypoints.openai.context import ServerOptions
