@@ -448,6 +448,13 @@ class Executor(Protocol):
     async def stop(self) -> None:
         """Finish what is queued, free the device. Safe to call twice."""
 
+    async def ping(self) -> None:
+        """Return when the worker has done what was queued before, and answers.
+
+        What `AsyncEngine.check_health` asks; an executor without this method counts as alive until
+        a step fails.
+        """
+
     def watch_transfers(self, callback: Callable[[], None]) -> None:
         """Call `callback` on the event loop when a KV connector's worker half has news.
 

@@ -57,6 +57,8 @@ from .resolve import check_names, resolve_config, resolve_runner
 from .step_loop import StepLoop
 
 logger = logging.getLogger("jackfield.engine")
+HEALTH_SECONDS = 30.0
+"""A worker that neither answers nor ends a step for so long is at fault."""
 
 
 class AsyncEngine:
@@ -95,6 +97,8 @@ class AsyncEngine:
         self._num_generation_tokens = 0
         self._num_steps = 0
         self._connector: KVConnectorScheduler | None = None
+        self._ping: asyncio.Future[None] | None = None
+        """One for all who ask at the same time, so that they do not queue up behind a hung step."""
 
     # ------------------------------------------------------------ life
 
@@ -383,6 +387,30 @@ class AsyncEngine:
         if self.config.served_model_name:
             return self.config.served_model_name
         return (self.config.model or "jackfield-tiny",)
+
+    async def check_health(self, timeout: float = HEALTH_SECONDS) -> None:
+        """Ask the step loop and the worker whether they live. Raises EngineStopped.
+
+        A worker that has not answered within `timeout` seconds is at fault only if no step ended
+        meanwhile.
+        """
+        if not self.healthy or not self._steps.running:
+            raise EngineStopped(self.dead_reason or "the engine is not running")
+        ping = getattr(self._executor, "ping", None)
+        if ping is None:
+            return
+        before = self._num_steps
+        try:
+            if self._ping is None or self._ping.done():
+                self._ping = asyncio.ensure_future(ping())
+            await asyncio.wait_for(asyncio.shield(self._ping), timeout)
+        except TimeoutError:
+            if self._num_steps == before:
+                raise EngineStopped(
+                    f"the worker has not answered for {timeout:g} seconds"
+                ) from None
+        except RuntimeError as error:
+            raise EngineStopped(f"the worker does not answer: {error}") from None
 
     def stats(self) -> EngineStats:
         """A snapshot, cheap to take."""

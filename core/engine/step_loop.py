@@ -41,6 +41,11 @@ class StepLoop:
         """Begin stepping."""
         self._task = asyncio.create_task(self._run(), name="jackfield-steps")
 
+    @property
+    def running(self) -> bool:
+        """Whether steps are made."""
+        return self._task is not None and not self._task.done()
+
     def wake(self) -> None:
         """There is something to schedule."""
         self._wake.set()

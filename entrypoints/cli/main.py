@@ -28,6 +28,12 @@ def _complete(argv: list[str]) -> int:
     return complete(argv)
 
 
+def _run_batch(argv: list[str]) -> int:
+    from .run_batch import run
+
+    return run(argv)
+
+
 def _plugins(argv: list[str]) -> int:
     from .plugins import run
 
@@ -44,6 +50,7 @@ COMMANDS: dict[str, tuple[Command, str]] = {
     "serve": (_serve, "serve a model over HTTP, as OpenAI does"),
     "chat": (_chat, "talk to a running server"),
     "complete": (_complete, "complete a text on a running server"),
+    "run-batch": (_run_batch, "answer a file of requests, without a server"),
     "bench": (_bench, "measure speed, here and against others"),
     "plugins": (_plugins, "list what is plugged in, and whether it works here"),
 }

@@ -11,6 +11,7 @@ from typing import Any
 
 from ...core.errors import JackfieldError
 from ...core.registry import load_plugins
+from .batch_flags import add_batch_flags, batch_options
 from .options import Parser, add_engine_options, engine_config, fail
 
 
@@ -59,6 +60,12 @@ def make_parser() -> argparse.ArgumentParser:
         choices=("debug", "info", "warning"),
         help="least level that is logged",
     )
+    server.add_argument(
+        "--enable-admin",
+        action="store_true",
+        help="serve POST /reset_prefix_cache and GET /server_info",
+    )
+    add_batch_flags(parser)
     add_engine_options(parser)
     return parser
 
@@ -83,6 +90,8 @@ def run(argv: list[str]) -> int:
             max_stored_response_bytes=args.max_stored_response_bytes,
             shutdown_timeout=args.shutdown_timeout,
             enable_plugins_route=args.enable_plugins_route,
+            enable_admin=args.enable_admin,
+            batches=batch_options(args),
         )
         listen = Listen(args.host, args.port, args.uds)
         return _run(serve(config, plugins, listen, options))

@@ -17,10 +17,13 @@ from ...core.errors import (
     JackfieldError,
     RequestFailed,
 )
+from ..batch.routes import add_batch_routes
+from .admin import add_admin_routes
 from .chat import chat_completions
 from .completions import completions
 from .context import ENGINE, OPTIONS, ServerOptions, error_body, reply
 from .embeddings import embeddings
+from .load import LOAD, Load, count_load, server_load
 from .pooling import classify, pooling
 from .responses import add_responses
 from .scoring import rerank, score
@@ -37,10 +40,11 @@ def make_app(engine: AsyncEngine, options: ServerOptions | None = None) -> web.A
     """All routes over one started engine, plugins' routes last."""
     options = options or ServerOptions()
     app = web.Application(
-        middlewares=[_errors, _authentication], client_max_size=options.max_body_bytes
+        middlewares=[_errors, _authentication, count_load], client_max_size=options.max_body_bytes
     )
     app[ENGINE] = engine
     app[OPTIONS] = options
+    app[LOAD] = Load()
     app.add_routes(
         [
             web.get("/v1/models", models),
@@ -60,6 +64,7 @@ def make_app(engine: AsyncEngine, options: ServerOptions | None = None) -> web.A
             web.get("/health", health),
             web.get("/ping", health),
             web.post("/ping", health),
+            web.get("/load", server_load),
             web.get("/version", version),
             web.get("/metrics", metrics),
         ]
@@ -67,6 +72,10 @@ def make_app(engine: AsyncEngine, options: ServerOptions | None = None) -> web.A
     add_responses(app)
     if options.enable_plugins_route:
         app.router.add_get("/v1/plugins", plugins)
+    if options.enable_admin:
+        add_admin_routes(app)
+    if options.batches is not None:
+        add_batch_routes(app, options.batches)
     app.on_response_prepare.append(_tell_request_id)
     engine.plugins.manager.hook.register_routes(app=app, engine=engine)
     return app

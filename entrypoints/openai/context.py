@@ -6,7 +6,7 @@ import asyncio
 import time
 import uuid
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from aiohttp import web
@@ -14,6 +14,9 @@ from aiohttp import web
 from ...core.engine.async_engine import AsyncEngine
 from ...core.errors import InvalidRequest, JackfieldError, ModelNotFound
 from ...core.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from ..batch.objects import BatchOptions
 
 encoder = msgspec.json.Encoder()
 LONG_TEXT = 8192
@@ -32,6 +35,10 @@ class ServerOptions:
     shutdown_timeout: float = 60.0
     enable_plugins_route: bool = False
     """Whether `GET /v1/plugins` tells what is installed."""
+    enable_admin: bool = False
+    """Whether there are the routes of admin.py."""
+    batches: BatchOptions | None = None
+    """Where /v1/files and /v1/batches keep what they have; None: there are no such routes."""
     started: int = field(default_factory=lambda: int(time.time()))
 
 

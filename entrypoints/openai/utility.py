@@ -8,7 +8,7 @@ from typing import Any
 from aiohttp import web
 
 from ... import __version__
-from ...core.errors import EngineStopped, InvalidRequest
+from ...core.errors import InvalidRequest
 from ..inventory import inventory
 from .context import ENGINE, OPTIONS, check_model, encode_text, reply, tokenizer_of
 from .protocol import DetokenizeRequest, TokenizeRequest, decode
@@ -84,10 +84,8 @@ async def detokenize(request: web.Request) -> web.Response:
 
 
 async def health(request: web.Request) -> web.Response:
-    """GET /health: 200 while the engine lives."""
-    engine = request.app[ENGINE]
-    if not engine.healthy:
-        raise EngineStopped(engine.dead_reason or "the engine is not running")
+    """GET /health: 200 while the step loop and the worker answer."""
+    await request.app[ENGINE].check_health()
     return web.Response()
 
 

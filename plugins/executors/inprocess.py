@@ -47,6 +47,11 @@ class InProcessExecutor:
         assert self._thread is not None, "start() comes first"
         return self._thread.step(lambda: self._worker.step(plan))
 
+    async def ping(self) -> None:
+        """Through both threads, behind the steps that are queued."""
+        assert self._thread is not None, "start() comes first"
+        await self._thread.step(_Nothing)
+
     async def stop(self) -> None:
         """Finish what is queued, free the device."""
         if self._thread is None:
@@ -54,3 +59,10 @@ class InProcessExecutor:
         thread, self._thread = self._thread, None
         await thread.call(self._worker.stop)
         await thread.close()
+
+
+class _Nothing:
+    """A step without work."""
+
+    def wait(self) -> StepResult:
+        return StepResult(step=-1, token_ids=[])

@@ -1,0 +1,99 @@
+"""The growing file of a batch's results: appended to, repaired after a kill, put in order."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import threading
+from pathlib import Path
+
+from ...core.errors import InvalidRequest
+from .lines import Result, id_of
+
+
+class ResultsFile:
+    """One file that results are appended to. Blocks: to be used outside the event loop.
+
+    Opening it cuts off a half-written last line, and finds out what it has already. A line is on
+    its way to the disk when `append` returns, so that a killed process loses none.
+    """
+
+    def __init__(self, path: Path, *, anew: bool = False) -> None:
+        """`anew`: whatever it holds is forgotten. Raises InvalidRequest if the file holds something
+        else than results, or another run has it open."""
+        self.path = path
+        self.done: dict[str, int] = {}
+        """Id of each result → the number of the input's line."""
+        self._places: list[tuple[int, int, int]] = []
+        """Each result's input line, offset and length."""
+        self._lock = threading.Lock()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+        self._file = os.fdopen(os.open(path, flags, 0o644), "r+b")
+        try:
+            self._lock_out()
+            self._size = 0 if anew else self._read()
+        except BaseException:
+            self._file.close()
+            raise
+        self._file.truncate(self._size)
+
+    def _lock_out(self) -> None:
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise InvalidRequest(f"{self.path}: another run writes to it") from None
+
+    def _read(self) -> int:
+        """→ where the last whole line ends"""
+        end = 0
+        for number, raw in enumerate(self._file, 1):
+            whole = raw.endswith(b"\n")
+            if (found := id_of(raw)) is None:
+                if whole or not b'{"id":"batch_req_'.startswith(raw[:17]):
+                    raise InvalidRequest(
+                        f"{self.path}: line {number} is no result of a batch; give another file, "
+                        "or --overwrite"
+                    )
+                break
+            if not whole:
+                break
+            self.done[found[0]] = found[1]
+            self._places.append((found[1], end, len(raw)))
+            end += len(raw)
+        return end
+
+    def append(self, result: Result) -> None:
+        """One line more."""
+        with self._lock:
+            self._file.seek(self._size)
+            self._file.write(result.encoded)
+            self._file.flush()
+            self.done[result.line.id] = result.line.number
+            self._places.append((result.line.number, self._size, len(result.encoded)))
+            self._size += len(result.encoded)
+
+    def put_in_order(self) -> None:
+        """Lines in the input's order; the file is replaced in one step."""
+        if self._places == sorted(self._places):
+            return
+        other = self.path.with_name(self.path.name + ".sorting")
+        with other.open("wb") as file:
+            for _, offset, length in sorted(self._places):
+                self._file.seek(offset)
+                file.write(self._file.read(length))
+            file.flush()
+            os.fsync(file.fileno())
+        other.replace(self.path)
+
+    def close(self) -> None:
+        """Everything is on the disk when this returns."""
+        if not self._file.closed:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
+
+    @property
+    def size(self) -> int:
+        """In bytes."""
+        return self._size

@@ -1,0 +1,264 @@
+"""/v1/files and /v1/batches: OpenAI's routes over a store."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+import uuid
+from collections.abc import AsyncIterator
+from typing import Any
+
+from aiohttp import BodyPartReader, web
+
+from ...core.errors import InvalidRequest
+from ..openai.context import ENGINE, OPTIONS, reply
+from ..openai.protocol import decode
+from .local import LocalCaller
+from .objects import (
+    Batch,
+    BatchOptions,
+    CreateBatch,
+    ExpiresAfter,
+    FileObject,
+    new_file_id,
+    page,
+    window_seconds,
+)
+from .store import Store, sync
+from .work import BatchWork
+
+STORE: web.AppKey[Store] = web.AppKey("batch_store", Store)
+WORK: web.AppKey[BatchWork] = web.AppKey("batch_work", BatchWork)
+SETTINGS: web.AppKey[BatchOptions] = web.AppKey("batch_options", BatchOptions)
+MAX_FIELD = 1024
+"""Bytes of a form's field that is not the file."""
+CHUNK = 1 << 18
+
+
+def add_batch_routes(app: web.Application, options: BatchOptions) -> None:
+    """The routes, and what starts and ends with the application."""
+    from .described import describe
+
+    describe()
+    app[SETTINGS] = options
+    app.add_routes(
+        [
+            web.post("/v1/files", upload),
+            web.get("/v1/files", list_files, allow_head=False),
+            web.get("/v1/files/{file_id}", get_file, allow_head=False),
+            web.delete("/v1/files/{file_id}", delete_file),
+            web.get("/v1/files/{file_id}/content", file_content, allow_head=False),
+            web.post("/v1/batches", create_batch),
+            web.get("/v1/batches", list_batches, allow_head=False),
+            web.get("/v1/batches/{batch_id}", get_batch, allow_head=False),
+            web.post("/v1/batches/{batch_id}/cancel", cancel_batch),
+        ]
+    )
+    app[STORE] = Store(options.folder, options.max_store_bytes)
+    app.cleanup_ctx.append(_working)
+
+
+async def _working(app: web.Application) -> AsyncIterator[None]:
+    store, options = app[STORE], app[SETTINGS]
+    await store.start()
+    try:
+        async with LocalCaller(app) as caller:
+            work = BatchWork(app[ENGINE], store, caller, options, app[OPTIONS].max_body_bytes)
+            app[WORK] = work
+            await work.resume()
+            yield
+            await work.close()
+    finally:
+        await store.shut()
+
+
+# ---------------------------------------------------------------- files
+
+
+async def upload(request: web.Request) -> web.Response:
+    """POST /v1/files: store a file: multipart/form-data with `file` and `purpose`."""
+    if request.content_type != "multipart/form-data":
+        raise InvalidRequest("the body must be multipart/form-data with file and purpose")
+    store = request.app[STORE]
+    file_id = new_file_id()
+    path = store.incoming(file_id)
+    await store.call(store.check_room, request.content_length or 0)
+    try:
+        fields, name, size = await _form(request, path)
+        made = _file_object(file_id, fields, name, size)
+        await store.call(store.add_file, made, path)
+    finally:
+        await asyncio.to_thread(path.unlink, missing_ok=True)
+    return reply(made)
+
+
+async def _form(request: web.Request, path: Any) -> tuple[dict[str, str], str | None, int]:
+    """→ (fields, the file's name, its size); its content at `path`."""
+    limit = request.app[SETTINGS].max_file_bytes
+    fields: dict[str, str] = {}
+    name: str | None = None
+    size = 0
+    try:
+        reader = await request.multipart()
+        while (part := await reader.next()) is not None:
+            if not isinstance(part, BodyPartReader) or part.name is None or len(fields) > 16:
+                raise InvalidRequest("the body is no form with file and purpose")
+            if part.name != "file":
+                fields[part.name[:64]] = await _field(part)
+                continue
+            if name is not None:
+                raise InvalidRequest("file: give one", param="file")
+            name = part.filename or "file"
+            size = await _content(part, path, limit)
+    except (ValueError, AssertionError, RuntimeError) as error:
+        if isinstance(error, InvalidRequest):
+            raise
+        raise InvalidRequest(f"the body is no multipart/form-data: {error}") from None
+    return fields, name, size
+
+
+async def _field(part: BodyPartReader) -> str:
+    value = b""
+    while chunk := await part.read_chunk(MAX_FIELD):
+        value += chunk
+        if len(value) > MAX_FIELD:
+            raise InvalidRequest(f"{part.name}: is too long", param=part.name)
+    return value.decode("utf-8", "replace")
+
+
+async def _content(part: BodyPartReader, path: Any, limit: int) -> int:
+    size = 0
+    file = await asyncio.to_thread(path.open, "xb")
+    try:
+        while chunk := await part.read_chunk(CHUNK):
+            size += len(chunk)
+            if size > limit:
+                raise InvalidRequest(f"file: is larger than {limit} bytes", param="file")
+            await asyncio.to_thread(file.write, chunk)
+        await asyncio.to_thread(sync, file)
+    finally:
+        await asyncio.to_thread(file.close)
+    return size
+
+
+def _file_object(file_id: str, fields: dict[str, str], name: str | None, size: int) -> FileObject:
+    if name is None:
+        raise InvalidRequest("file: is missing", param="file")
+    if size == 0:
+        raise InvalidRequest("file: is empty", param="file")
+    if fields.get("purpose") != "batch":
+        raise InvalidRequest(
+            f"purpose: must be batch, got {fields.get('purpose')!r}", param="purpose"
+        )
+    now = int(time.time())
+    expires: int | None = None
+    if (seconds := fields.get("expires_after[seconds]")) is not None:
+        if not re.fullmatch("[0-9]{1,9}", seconds):
+            raise InvalidRequest("expires_after.seconds: must be an integer", param="expires_after")
+        if fields.get("expires_after[anchor]") != "created_at":
+            raise InvalidRequest("expires_after.anchor: must be created_at", param="expires_after")
+        after = ExpiresAfter("created_at", int(seconds))
+        after.check("expires_after")
+        expires = now + after.seconds
+    # Shown to clients, never a path.
+    shown = "".join(c for c in re.split(r"[/\\]", name)[-1] if c.isprintable())[:255]
+    return FileObject(
+        id=file_id,
+        bytes=size,
+        created_at=now,
+        filename=shown or "file",
+        purpose="batch",
+        expires_at=expires,
+    )
+
+
+async def list_files(request: web.Request) -> web.Response:
+    """GET /v1/files: the files that are stored."""
+    store = request.app[STORE]
+    limit = _limit(request, 10_000, 10_000)
+    order = request.query.get("order", "desc")
+    if order not in ("asc", "desc"):
+        raise InvalidRequest(f"order: must be asc or desc, got {order!r}", param="order")
+    found = await store.call(
+        store.files,
+        request.query.get("after") or None,
+        limit,
+        order == "asc",
+        request.query.get("purpose") or None,
+    )
+    return reply(page(found, limit))
+
+
+async def get_file(request: web.Request) -> web.Response:
+    """GET /v1/files/{file_id}: what is known of a file."""
+    store = request.app[STORE]
+    return reply(await store.call(store.file, request.match_info["file_id"]))
+
+
+async def delete_file(request: web.Request) -> web.Response:
+    """DELETE /v1/files/{file_id}: delete a file that no batch reads."""
+    store = request.app[STORE]
+    file_id = request.match_info["file_id"]
+    await store.call(store.delete_file, file_id)
+    return reply({"id": file_id, "object": "file", "deleted": True})
+
+
+async def file_content(request: web.Request) -> web.StreamResponse:
+    """GET /v1/files/{file_id}/content: what a file holds."""
+    store = request.app[STORE]
+    file = await store.call(store.file, request.match_info["file_id"])
+    return web.FileResponse(
+        store.content(file.id),
+        headers={"Content-Type": "application/octet-stream", "Content-Disposition": "attachment"},
+    )
+
+
+# ---------------------------------------------------------------- batches
+
+
+async def create_batch(request: web.Request) -> web.Response:
+    """POST /v1/batches: answer the requests in a file."""
+    asked = decode(await request.read(), CreateBatch)
+    work = _work(request)
+    asked.check(work.caller.urls)
+    now = int(time.time())
+    batch = Batch(
+        id=f"batch_{uuid.uuid4().hex}",
+        endpoint=asked.endpoint,
+        input_file_id=asked.input_file_id,
+        completion_window=asked.completion_window,
+        created_at=now,
+        expires_at=now + window_seconds(asked.completion_window),
+        metadata=asked.metadata,
+        output_expires_after=asked.output_expires_after,
+    )
+    return reply(await work.create(batch))
+
+
+async def list_batches(request: web.Request) -> web.Response:
+    """GET /v1/batches: the batches, newest first."""
+    limit = _limit(request, 20, 100)
+    found = await _work(request).list(request.query.get("after") or None, limit)
+    return reply(page(found, limit))
+
+
+async def get_batch(request: web.Request) -> web.Response:
+    """GET /v1/batches/{batch_id}: how far a batch is."""
+    return reply(await _work(request).get(request.match_info["batch_id"]))
+
+
+async def cancel_batch(request: web.Request) -> web.Response:
+    """POST /v1/batches/{batch_id}/cancel: end a batch; its results so far stay."""
+    return reply(await _work(request).cancel(request.match_info["batch_id"]))
+
+
+def _work(request: web.Request) -> BatchWork:
+    return request.app[WORK]
+
+
+def _limit(request: web.Request, default: int, most: int) -> int:
+    given = request.query.get("limit", str(default))
+    if not re.fullmatch("[0-9]{1,6}", given) or not 1 <= int(given) <= most:
+        raise InvalidRequest(f"limit: must be from 1 to {most}, got {given!r}", param="limit")
+    return int(given)

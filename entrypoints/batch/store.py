@@ -1,0 +1,272 @@
+"""Files and batches in a folder: rows in SQLite, contents beside it."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import fcntl
+import hashlib
+import os
+import sqlite3
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, BinaryIO, TypeVar
+
+import msgspec
+
+from ...core.errors import ConfigError, InvalidRequest
+from .objects import FINAL, Batch, Conflict, FileObject, NotFound
+
+T = TypeVar("T")
+VERSION = 1
+SCHEMA = """
+CREATE TABLE files (
+    seq INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, purpose TEXT NOT NULL,
+    bytes INTEGER NOT NULL, expires_at INTEGER, data BLOB NOT NULL
+);
+CREATE TABLE batches (
+    seq INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, final INTEGER NOT NULL,
+    data BLOB NOT NULL
+);
+"""
+Part = str
+"""`output` or `errors`: the two files that a batch writes."""
+
+
+class Store:
+    """One server's files and batches.
+
+    Every method runs on a thread of its own, in order. Names of files on the disk are made here:
+    what a client sends is only ever looked up in a row.
+    """
+
+    def __init__(self, folder: Path, max_bytes: int) -> None:
+        self.folder = folder
+        self.max_bytes = max_bytes
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, "jackfield-batches")
+        self._db: sqlite3.Connection
+        self._lock: BinaryIO
+
+    async def call(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Run a method of this store on its thread."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._thread, function, *arguments)
+
+    def open(self) -> None:
+        """Raises ConfigError if the folder cannot be used."""
+        try:
+            for name in ("files", "incoming", "results"):
+                (self.folder / name).mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._lock = (self.folder / "lock").open("wb")
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._db = sqlite3.connect(self.folder / "batches.sqlite3", isolation_level=None)
+            self._db.execute("PRAGMA journal_mode=WAL")
+            self._db.execute("PRAGMA synchronous=NORMAL")
+            (version,) = self._db.execute("PRAGMA user_version").fetchone()
+            if version == 0:
+                self._db.executescript(f"BEGIN; {SCHEMA} PRAGMA user_version={VERSION}; COMMIT;")
+        except BlockingIOError:
+            self._lock.close()
+            raise ConfigError(f"batch_dir: another server uses {self.folder}") from None
+        except (OSError, sqlite3.Error) as error:
+            raise ConfigError(f"batch_dir: {self.folder}: {error}") from None
+        if version not in (0, VERSION):
+            raise ConfigError(
+                f"batch_dir: {self.folder} is of version {version}, this one reads {VERSION}"
+            )
+        self._tidy()
+
+    def close(self) -> None:
+        self._db.close()
+        self._lock.close()
+
+    async def start(self) -> None:
+        """Open. Raises ConfigError."""
+        try:
+            await self.call(self.open)
+        except ConfigError:
+            self._thread.shutdown(wait=False)
+            raise
+
+    async def shut(self) -> None:
+        """Close, and end the thread."""
+        await self.call(self.close)
+        self._thread.shutdown(wait=False)
+
+    def _tidy(self) -> None:
+        """After a kill: what was being uploaded, deleted or finalized."""
+        for path in (self.folder / "incoming").iterdir():
+            path.unlink()
+        for batch in self.unfinished():
+            for part in ("output", "errors"):
+                made = self.content(self.result_id(batch, part))
+                if made.exists():
+                    made.replace(self.results(batch, part))
+                    self._db.execute(
+                        "DELETE FROM files WHERE id = ?", (self.result_id(batch, part),)
+                    )
+        known = {name for (name,) in self._db.execute("SELECT id FROM files")}
+        for path in (self.folder / "files").iterdir():
+            if path.name not in known:
+                path.unlink()
+        self.drop_expired()
+
+    # ------------------------------------------------------------ files
+
+    def incoming(self, file_id: str) -> Path:
+        """Where an upload is written to."""
+        return self.folder / "incoming" / file_id
+
+    def content(self, file_id: str) -> Path:
+        """Where a file's content is; only for ids that were made here."""
+        return self.folder / "files" / file_id
+
+    def check_room(self, size: int) -> None:
+        """Raises InvalidRequest unless `size` bytes more may be kept."""
+        self.drop_expired()
+        (used,) = self._db.execute("SELECT COALESCE(SUM(bytes), 0) FROM files").fetchone()
+        if used + size > self.max_bytes:
+            raise InvalidRequest(
+                f"file: the server keeps {self.max_bytes} bytes at most; delete other files first",
+                param="file",
+            )
+
+    def add_file(self, file: FileObject, source: Path) -> None:
+        """Take a complete file over. Raises InvalidRequest if there is no room."""
+        if file.purpose == "batch":
+            self.check_room(file.bytes)
+        source.replace(self.content(file.id))
+        self._db.execute(
+            "INSERT OR REPLACE INTO files (id, purpose, bytes, expires_at, data) "
+            "VALUES (?, ?, ?, ?, ?)",
+            (file.id, file.purpose, file.bytes, file.expires_at, msgspec.json.encode(file)),
+        )
+
+    def file(self, file_id: str) -> FileObject:
+        """Raises NotFound."""
+        self.drop_expired()
+        row = self._db.execute("SELECT data FROM files WHERE id = ?", (file_id,)).fetchone()
+        if row is None:
+            raise NotFound(f"there is no file {file_id!r}", param="file_id")
+        return msgspec.json.decode(row[0], type=FileObject)
+
+    def files(
+        self, after: str | None, limit: int, ascending: bool, purpose: str | None
+    ) -> list[FileObject]:
+        """One more than `limit` if there are more. Raises NotFound."""
+        self.drop_expired()
+        rows = self._page("files", after, limit, ascending, purpose)
+        return [msgspec.json.decode(data, type=FileObject) for data in rows]
+
+    def delete_file(self, file_id: str) -> None:
+        """Raises NotFound, and Conflict while a batch reads it."""
+        self.file(file_id)
+        for batch in self.unfinished():
+            if batch.input_file_id == file_id:
+                raise Conflict(
+                    f"{batch.id} still reads {file_id}; cancel it first", param="file_id"
+                )
+        self._db.execute("DELETE FROM files WHERE id = ?", (file_id,))
+        self.content(file_id).unlink(missing_ok=True)
+
+    def drop_expired(self) -> None:
+        """Files past their time, unless a batch still reads them."""
+        rows = self._db.execute(
+            "SELECT id FROM files WHERE expires_at <= ?", (int(time.time()),)
+        ).fetchall()
+        if not rows:
+            return
+        in_use = {batch.input_file_id for batch in self.unfinished()}
+        for (file_id,) in rows:
+            if file_id not in in_use:
+                self._db.execute("DELETE FROM files WHERE id = ?", (file_id,))
+                self.content(file_id).unlink(missing_ok=True)
+
+    # ------------------------------------------------------------ batches
+
+    def put(self, batch: Batch) -> None:
+        """Store a new batch, or what became of one."""
+        data, final = msgspec.json.encode(batch), batch.status in FINAL
+        self._db.execute(
+            "INSERT INTO batches (id, final, data) VALUES (?, ?, ?) "
+            "ON CONFLICT (id) DO UPDATE SET final = excluded.final, data = excluded.data",
+            (batch.id, final, data),
+        )
+
+    def batch(self, batch_id: str) -> Batch:
+        """Raises NotFound."""
+        row = self._db.execute("SELECT data FROM batches WHERE id = ?", (batch_id,)).fetchone()
+        if row is None:
+            raise NotFound(f"there is no batch {batch_id!r}", param="batch_id")
+        return msgspec.json.decode(row[0], type=Batch)
+
+    def batches(self, after: str | None, limit: int) -> list[Batch]:
+        """Newest first; one more than `limit` if there are more. Raises NotFound."""
+        rows = self._page("batches", after, limit, False, None)
+        return [msgspec.json.decode(data, type=Batch) for data in rows]
+
+    def unfinished(self) -> list[Batch]:
+        """Oldest first."""
+        rows = self._db.execute("SELECT data FROM batches WHERE NOT final ORDER BY seq")
+        return [msgspec.json.decode(data, type=Batch) for (data,) in rows.fetchall()]
+
+    def results(self, batch: Batch, part: Part) -> Path:
+        """Where a batch's results grow until they become a file."""
+        return self.folder / "results" / f"{batch.id}.{part}"
+
+    def result_id(self, batch: Batch, part: Part) -> str:
+        """The id that they have then: the same after a restart."""
+        digest = hashlib.blake2b(f"{batch.id}.{part}".encode(), digest_size=16)
+        return f"file-{digest.hexdigest()}"
+
+    def finish(self, batch: Batch) -> None:
+        """Turn the results into files, and store the batch, which has its final status."""
+        for part in ("output", "errors"):
+            path = self.results(batch, part)
+            size = path.stat().st_size if path.exists() else 0
+            if not size:
+                path.unlink(missing_ok=True)
+                continue
+            now, after = int(time.time()), batch.output_expires_after
+            file = FileObject(
+                id=self.result_id(batch, part),
+                bytes=size,
+                created_at=now,
+                filename=f"{batch.id}_{'output' if part == 'output' else 'error'}.jsonl",
+                purpose="batch_output",
+                expires_at=None if after is None else now + after.seconds,
+            )
+            self.add_file(file, path)
+            if part == "output":
+                batch.output_file_id = file.id
+            else:
+                batch.error_file_id = file.id
+        self.put(batch)
+
+    def _page(
+        self, table: str, after: str | None, limit: int, ascending: bool, purpose: str | None
+    ) -> list[bytes]:
+        order, sign = ("ASC", ">") if ascending else ("DESC", "<")
+        conditions, values = ["1"], []
+        if after is not None:
+            row = self._db.execute(f"SELECT seq FROM {table} WHERE id = ?", (after,)).fetchone()
+            if row is None:
+                raise NotFound(f"after: there is no {after!r}", param="after")
+            conditions.append(f"seq {sign} ?")
+            values.append(row[0])
+        if purpose is not None:
+            conditions.append("purpose = ?")
+            values.append(purpose)
+        rows = self._db.execute(
+            f"SELECT data FROM {table} WHERE {' AND '.join(conditions)} ORDER BY seq {order} "
+            "LIMIT ?",
+            (*values, limit + 1),
+        )
+        return [data for (data,) in rows.fetchall()]
+
+
+def sync(file: BinaryIO) -> None:
+    """Onto the disk."""
+    file.flush()
+    os.fsync(file.fileno())

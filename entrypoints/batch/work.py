@@ -1,0 +1,246 @@
+"""Runs the server's batches behind its other requests, and goes on with them after a restart."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Iterator
+
+import msgspec
+
+from ...core.engine.async_engine import AsyncEngine
+from ...core.errors import EngineOverloaded, EngineStopped
+from .lines import Line, LineReader, Result, refused
+from .local import LocalCaller
+from .objects import (
+    FINAL,
+    Batch,
+    BatchError,
+    BatchErrors,
+    BatchOptions,
+    BatchStatus,
+    Conflict,
+    NotFound,
+)
+from .results import ResultsFile
+from .runner import BatchRunner, in_threads
+from .store import Store
+
+logger = logging.getLogger("jackfield.server")
+PRIORITY = 1 << 20
+"""Added to the requests' own: with `--scheduling-policy priority` they go last."""
+MAX_UNFINISHED = 64
+MAX_REQUESTS = 50_000
+"""In one batch, as OpenAI allows."""
+MAX_TOLD = 100
+"""Wrong lines that a failed batch names."""
+
+
+class BatchWork:
+    """The batches that are not finished, each in a task; all share the slots."""
+
+    def __init__(
+        self,
+        engine: AsyncEngine,
+        store: Store,
+        caller: LocalCaller,
+        options: BatchOptions,
+        max_line_bytes: int,
+    ) -> None:
+        self.engine = engine
+        self.store = store
+        self.caller = caller
+        self.max_line_bytes = max_line_bytes
+        limit = options.max_concurrency or max(1, engine.config.max_num_seqs // 2)
+        self._slots = asyncio.Semaphore(limit)
+        self._jobs: dict[str, _Job] = {}
+        self._creating = asyncio.Lock()
+
+    async def resume(self) -> None:
+        """Go on with what an earlier server left."""
+        for batch in await self.store.call(self.store.unfinished):
+            self._start(batch)
+
+    async def close(self) -> None:
+        """Stop here; a later `resume` goes on."""
+        for job in self._jobs.values():
+            job.task.cancel()
+        await asyncio.gather(*(job.task for job in self._jobs.values()), return_exceptions=True)
+
+    async def create(self, batch: Batch) -> Batch:
+        """Raises NotFound when there is no such file, EngineOverloaded, Conflict."""
+        async with self._creating:
+            try:
+                file = await self.store.call(self.store.file, batch.input_file_id)
+            except NotFound as error:
+                raise NotFound(error.message, param="input_file_id") from None
+            if file.purpose != "batch":
+                raise Conflict(
+                    f"input_file_id: the purpose of {file.id} is {file.purpose}, not batch",
+                    param="input_file_id",
+                )
+            if len(self._jobs) >= MAX_UNFINISHED:
+                raise EngineOverloaded(
+                    f"{MAX_UNFINISHED} batches are unfinished; wait for one, or cancel it"
+                )
+            await self.store.call(self.store.put, batch)
+            self._start(batch)
+        return batch
+
+    async def get(self, batch_id: str) -> Batch:
+        """As it is now. Raises NotFound."""
+        job = self._jobs.get(batch_id)
+        return job.batch if job else await self.store.call(self.store.batch, batch_id)
+
+    async def list(self, after: str | None, limit: int) -> list[Batch]:
+        """As `Store.batches`."""
+        stored = await self.store.call(self.store.batches, after, limit)
+        return [self._jobs[one.id].batch if one.id in self._jobs else one for one in stored]
+
+    async def cancel(self, batch_id: str) -> Batch:
+        """Raises NotFound, and Conflict when it is over."""
+        batch = await self.get(batch_id)
+        job = self._jobs.get(batch_id)
+        if job is None or batch.status in FINAL or batch.status == "finalizing":
+            raise Conflict(
+                f"{batch_id} is {batch.status}: it cannot be cancelled", param="batch_id"
+            )
+        if batch.status != "cancelling":
+            batch.turn("cancelling")
+            await self.store.call(self.store.put, batch)
+            job.cancel.set()
+        return batch
+
+    def _start(self, batch: Batch) -> None:
+        job = self._jobs[batch.id] = _Job(self, batch, self._slots)
+        job.task.add_done_callback(lambda _: self._jobs.pop(batch.id, None))
+
+
+class _Job:
+    """One batch on its way to a final status."""
+
+    def __init__(self, work: BatchWork, batch: Batch, slots: asyncio.Semaphore) -> None:
+        self.work = work
+        self.store = work.store
+        self.batch = batch
+        self.cancel = asyncio.Event()
+        if batch.status == "cancelling":
+            self.cancel.set()
+        self._runner = BatchRunner(work.engine, work.caller, slots, priority=PRIORITY)
+        self._reader = LineReader(
+            self.store.content(batch.input_file_id), (batch.endpoint,), work.max_line_bytes
+        )
+        self._files: dict[bool, ResultsFile] = {}
+        """Results of requests that did well, and of those that did not."""
+        self.task = asyncio.create_task(self._run(), name=f"jackfield-{batch.id}")
+
+    async def _run(self) -> None:
+        try:
+            await self._whole()
+        except EngineStopped:
+            logger.info("%s waits for the next start", self.batch.id)
+        except Exception:
+            logger.exception("%s failed", self.batch.id)
+            told = BatchError("server_error", "the server failed on this batch")
+            await self._end("failed", [told])
+        finally:
+            self._close_files()
+
+    async def _whole(self) -> None:
+        batch = self.batch
+        if batch.status == "validating":
+            total, errors = await asyncio.to_thread(self._validate)
+            if errors:
+                return await self._end("failed", errors)
+            batch.request_counts.total = total
+        if batch.status == "validating":
+            batch.turn("in_progress")
+            await self.store.call(self.store.put, batch)
+        await asyncio.to_thread(self._open_files)
+        self._count()
+        if await self._requests():
+            batch.turn("finalizing")
+            await self.store.call(self.store.put, batch)
+            return await self._end("completed")
+        if self.cancel.is_set():
+            return await self._end("cancelled")
+        async for line in in_threads(self._missing()):
+            text = "the request was not executed before the completion window expired"
+            await self._deliver(refused(line, "batch_expired", text))
+        await self._end("expired")
+
+    def _validate(self) -> tuple[int, list[BatchError]]:
+        """→ (requests, the first errors)"""
+        errors: list[BatchError] = []
+        total = 0
+        for line in self._reader:
+            total += 1
+            if total > MAX_REQUESTS:
+                text = f"a batch has {MAX_REQUESTS} requests at most"
+                return total, [BatchError("too_many_requests", text, param="input_file_id")]
+            if line.error is not None and len(errors) < MAX_TOLD:
+                found = line.error
+                errors.append(BatchError(found.code, found.message, found.line, found.param))
+        if not total:
+            errors.append(BatchError("empty_file", "the file has no requests"))
+        return total, errors
+
+    async def _requests(self) -> bool:
+        """→ whether all of them have a result; False: cancelled, or the window is over."""
+        running = asyncio.ensure_future(self._runner.run(self._missing(), self._deliver))
+        stop = asyncio.ensure_future(self.cancel.wait())
+        try:
+            await asyncio.wait(
+                (running, stop),
+                timeout=max(0.0, self.batch.expires_at - time.time()),
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+            if running.done():
+                running.result()
+                return True
+            return False
+        finally:
+            for task in (running, stop):
+                task.cancel()
+            await asyncio.gather(running, stop, return_exceptions=True)
+
+    def _missing(self) -> Iterator[Line]:
+        done = [file.done for file in self._files.values()]
+        for line in self._reader:
+            if not any(line.id in ids for ids in done):
+                yield line
+
+    async def _deliver(self, result: Result) -> None:
+        # Cancelled in its middle, a write still ends before the file is closed.
+        writing = asyncio.ensure_future(asyncio.to_thread(self._files[result.ok].append, result))
+        try:
+            await asyncio.shield(writing)
+        finally:
+            await writing
+            self._count()
+
+    def _count(self) -> None:
+        counts = self.batch.request_counts
+        counts.completed, counts.failed = (len(self._files[ok].done) for ok in (True, False))
+
+    def _open_files(self) -> None:
+        for ok, part in ((True, "output"), (False, "errors")):
+            self._files[ok] = ResultsFile(self.store.results(self.batch, part))
+
+    def _close_files(self) -> None:
+        for file in self._files.values():
+            with contextlib.suppress(OSError):
+                file.close()
+
+    async def _end(self, status: BatchStatus, errors: list[BatchError] | None = None) -> None:
+        for file in self._files.values():
+            await asyncio.to_thread(file.close)
+        # A copy, so that nobody sees the status before the files that come with it.
+        batch = msgspec.structs.replace(self.batch)
+        if errors:
+            batch.errors = BatchErrors(errors)
+        batch.turn(status)
+        await self.store.call(self.store.finish, batch)
+        self.batch = batch

@@ -1,0 +1,166 @@
+"""The utility routes for operators: load, health, admin; and the model cards."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from serving import MODEL, Server, engine_config, running, save_random
+
+from jackfield import AsyncEngine
+from jackfield.core.errors import EngineStopped
+from jackfield.entrypoints.openai.context import ServerOptions
+
+LONG = {"prompt": "x", "max_tokens": 1000, "ignore_eos": True, "stream": True, "n": 2}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_random(tmp_path_factory.mktemp("random"))
+
+
+@pytest.fixture(scope="module")
+def server(checkpoint: Path) -> Iterator[Server]:
+    config = engine_config(
+        checkpoint,
+        device="cpu",
+        served_model_name=(MODEL, "other"),
+        max_model_len=1024,
+        num_gpu_blocks_override=400,
+    )
+    with running(config, ServerOptions(enable_admin=True)) as made:
+        yield made
+
+
+@pytest.mark.parametrize(
+    ("method", "route"), [("POST", "/reset_prefix_cache"), ("GET", "/server_info")]
+)
+def test_admin_routes_exist_only_where_enabled(
+    method: str, route: str, server: Server, checkpoint: Path
+) -> None:
+    assert httpx.request(method, server.url + route).status_code == 200
+    with running(engine_config(checkpoint, device="cpu")) as plain:
+        assert httpx.request(method, plain.url + route).status_code == 404
+
+
+def test_admin_routes_need_the_key(checkpoint: Path) -> None:
+    options = ServerOptions(enable_admin=True, api_keys=("secret",))
+    with running(engine_config(checkpoint, device="cpu"), options) as guarded:
+        for method, route in (("POST", "/reset_prefix_cache"), ("GET", "/server_info")):
+            assert httpx.request(method, guarded.url + route).status_code == 401
+        assert httpx.get(guarded.url + "/load").status_code == 401
+        told = httpx.get(guarded.url + "/server_info", headers={"Authorization": "Bearer secret"})
+        assert told.status_code == 200 and "secret" not in told.text
+
+
+def test_the_prefix_cache_is_forgotten_unless_in_use(server: Server) -> None:
+    body = {"prompt": "The quick brown fox jumps over the lazy dog. " * 4, "max_tokens": 1}
+
+    def cached() -> int:
+        answer = httpx.post(server.url + "/v1/completions", json=body, timeout=60).json()
+        return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+    cached()
+    assert cached() > 0
+    assert httpx.post(server.url + "/reset_prefix_cache").status_code == 200
+    assert cached() == 0
+    with httpx.stream("POST", server.url + "/v1/completions", json=LONG, timeout=60) as answer:
+        answer_lines = answer.iter_lines()
+        next(answer_lines)
+        refused = httpx.post(server.url + "/reset_prefix_cache")
+        assert refused.status_code == 409 and "in use" in refused.json()["error"]["message"]
+    assert server.becomes(lambda engine: engine.stats().num_requests_running == 0)
+
+
+def test_server_info_tells_the_resolved_options(server: Server) -> None:
+    told = httpx.get(server.url + "/server_info").json()
+    assert told["config"]["max_num_seqs"] == 8 and told["device"] == "cpu"
+    assert told["attention_backend"] == "torch" and told["num_blocks"] == 400
+
+
+def test_load_counts_requests_until_their_streams_end(server: Server) -> None:
+    def load() -> int:
+        return int(httpx.get(server.url + "/load").json()["server_load"])
+
+    assert load() == 0
+    with httpx.stream("POST", server.url + "/v1/completions", json=LONG, timeout=60) as one:
+        one_lines = one.iter_lines()
+        next(one_lines)
+        assert load() == 1
+        with httpx.stream("POST", server.url + "/v1/completions", json=LONG, timeout=60) as two:
+            two_lines = two.iter_lines()
+            next(two_lines)
+            assert load() == 2
+    assert server.becomes(lambda engine: engine.stats().num_requests_running == 0)
+    deadline = time.monotonic() + 20
+    while load():
+        assert time.monotonic() < deadline
+    refused = httpx.post(server.url + "/v1/completions", json={"prompt": "x", "n": 0})
+    assert refused.status_code == 400 and load() == 0
+
+
+def test_each_served_name_has_a_card_and_is_answered_under(
+    server: Server, checkpoint: Path
+) -> None:
+    cards = httpx.get(server.url + "/v1/models").json()["data"]
+    assert [card["id"] for card in cards] == [MODEL, "other"]
+    for card in cards:
+        assert card["root"] == str(checkpoint) and card["parent"] is None
+        assert card["max_model_len"] == 1024
+        assert httpx.get(f"{server.url}/v1/models/{card['id']}").json() == card
+        body = {"model": card["id"], "prompt": "x", "max_tokens": 1}
+        answer = httpx.post(server.url + "/v1/completions", json=body, timeout=60)
+        assert answer.json()["model"] == card["id"]
+    missing = httpx.get(server.url + "/v1/models/gpt-6")
+    assert missing.status_code == 404
+    assert missing.json()["error"]["code"] == "model_not_found"
+
+
+def test_tokenize_shows_the_tokens_of_messages(server: Server) -> None:
+    messages = [{"role": "user", "content": "Hello there"}]
+    body: dict[str, Any] = {"messages": messages, "return_token_strs": True}
+    told = httpx.post(server.url + "/tokenize", json=body).json()
+    assert told["count"] == len(told["tokens"]) == len(told["token_strs"])
+    assert told["token_strs"][0] == "<|im_start|>" and told["max_model_len"] == 1024
+    back = httpx.post(server.url + "/detokenize", json={"tokens": told["tokens"]}).json()
+    assert back["prompt"] == ("<|im_start|>user\nHello there<|im_end|>\n<|im_start|>assistant\n")
+
+
+# ---------------------------------------------------------------- health
+
+
+def test_health_asks_the_worker(checkpoint: Path) -> None:
+    """A worker thread that hangs is found out; when it goes on, all is well again."""
+    with running(engine_config(checkpoint, device="cpu")) as server:
+        assert httpx.get(server.url + "/health").status_code == 200
+        hold, held = threading.Event(), threading.Event()
+
+        def hang() -> None:
+            held.set()
+            hold.wait(60)
+
+        def block(engine: AsyncEngine) -> None:
+            engine._executor._thread.call(hang)  # type: ignore[attr-defined]
+
+        server.call(block)
+        assert held.wait(20)
+        with pytest.raises(EngineStopped, match=r"has not answered for 0\.2 seconds"):
+            server.call(lambda engine: engine.check_health(0.2))
+        with concurrent.futures.ThreadPoolExecutor() as pool:
+            asking = pool.submit(httpx.get, server.url + "/health", timeout=60)
+            hold.set()
+            assert asking.result(60).status_code == 200
+
+
+def test_health_tells_that_the_step_loop_ended(checkpoint: Path) -> None:
+    with running(engine_config(checkpoint, device="cpu")) as server:
+        server.call(lambda engine: engine._steps.stop())
+        answer = httpx.get(server.url + "/health")
+        assert answer.status_code == 503
+        assert answer.json()["error"]["type"] == "service_unavailable_error"

@@ -1,0 +1,158 @@
+"""The folder of files and batches after a kill at the worst moments."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from jackfield.core.errors import InvalidRequest
+from jackfield.entrypoints.batch.lines import Line, Result, refused
+from jackfield.entrypoints.batch.objects import Batch, Conflict, FileObject, NotFound
+from jackfield.entrypoints.batch.results import ResultsFile
+from jackfield.entrypoints.batch.store import Store
+
+
+def opened(folder: Path, max_bytes: int = 1000) -> Store:
+    store = Store(folder, max_bytes)
+    store.open()
+    return store
+
+
+def stored(store: Store, content: bytes, file_id: str = "file-1", **facts: int) -> FileObject:
+    path = store.incoming(file_id)
+    path.write_bytes(content)
+    made = FileObject(
+        id=file_id,
+        bytes=len(content),
+        created_at=int(time.time()),
+        filename="in.jsonl",
+        purpose="batch",
+        expires_at=facts.get("expires_at"),
+    )
+    store.add_file(made, path)
+    return made
+
+
+def batch(store: Store, status: str = "in_progress") -> Batch:
+    made = Batch(
+        id="batch_1",
+        endpoint="/v1/completions",
+        input_file_id="file-1",
+        completion_window="24h",
+        created_at=0,
+        expires_at=1 << 40,
+    )
+    made.turn(status)  # type: ignore[arg-type]
+    store.put(made)
+    return made
+
+
+def result(number: int) -> Result:
+    name = f"batch_req_{number}_{number:016x}"
+    return refused(Line(number, name, f"c{number}", "", {}, None), "some_code", "text")
+
+
+def test_a_kill_while_finalizing_loses_no_result(tmp_path: Path) -> None:
+    store = opened(tmp_path)
+    stored(store, b"x")
+    one = batch(store)
+    results = ResultsFile(store.results(one, "errors"))
+    results.append(result(1))
+    results.close()
+    content = store.results(one, "errors").read_bytes()
+    # The results became a file, and then the kill came: the batch is still in progress.
+    one.turn("finalizing")
+    store.put(one)
+    finished = Batch(**{name: getattr(one, name) for name in one.__struct_fields__})
+    finished.turn("completed")
+    store.finish(finished)
+    assert store.content(finished.error_file_id or "").read_bytes() == content
+    store.put(one)
+    store.close()
+    store = opened(tmp_path)
+    assert [left.id for left in store.unfinished()] == [one.id]
+    assert store.results(one, "errors").read_bytes() == content
+    assert [file.id for file in store.files(None, 10, False, None)] == ["file-1"]
+    store.finish(finished)
+    assert store.file(finished.error_file_id or "").bytes == len(content)
+    store.close()
+
+
+def test_halves_of_uploads_and_of_deletions_are_cleared_away(tmp_path: Path) -> None:
+    store = opened(tmp_path)
+    stored(store, b"kept")
+    (tmp_path / "incoming" / "file-2").write_bytes(b"half")
+    (tmp_path / "files" / "file-3").write_bytes(b"its row is gone")
+    store.close()
+    store = opened(tmp_path)
+    assert list((tmp_path / "incoming").iterdir()) == []
+    assert [path.name for path in (tmp_path / "files").iterdir()] == ["file-1"]
+    store.close()
+
+
+def test_a_file_outlives_its_time_while_a_batch_reads_it(tmp_path: Path) -> None:
+    store = opened(tmp_path)
+    one = batch(store)
+    stored(store, b"x", expires_at=1)
+    assert store.file("file-1").bytes == 1
+    with pytest.raises(Conflict, match="batch_1 still reads file-1"):
+        store.delete_file("file-1")
+    one.turn("cancelled")
+    store.finish(one)
+    with pytest.raises(NotFound):
+        store.file("file-1")
+    assert list((tmp_path / "files").iterdir()) == []
+    store.close()
+
+
+def test_a_full_store_takes_no_upload_but_every_result(tmp_path: Path) -> None:
+    store = opened(tmp_path, max_bytes=10)
+    stored(store, b"12345678")
+    with pytest.raises(InvalidRequest, match="keeps 10 bytes at most"):
+        stored(store, b"123", "file-2")
+    one = batch(store)
+    results = ResultsFile(store.results(one, "output"))
+    results.append(result(1))
+    results.close()
+    one.turn("completed")
+    store.finish(one)
+    assert store.batch("batch_1").output_file_id is not None
+    store.close()
+
+
+def test_a_half_written_result_is_cut_off(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    results = ResultsFile(path)
+    for number in (3, 1, 2):
+        results.append(result(number))
+    results.close()
+    whole = path.read_bytes()
+    for cut in range(len(whole)):
+        path.write_bytes(whole[:cut])
+        again = ResultsFile(path)
+        expected = whole[:cut].rpartition(b"\n")[0]
+        assert len(again.done) == expected.count(b"\n") + bool(expected)
+        assert path.read_bytes() == (expected + b"\n" if expected else b"")
+        again.append(result(9))
+        again.close()
+        assert path.read_bytes() == (expected + b"\n" if expected else b"") + result(9).encoded
+
+
+def test_results_are_put_in_order(tmp_path: Path) -> None:
+    results = ResultsFile(tmp_path / "out.jsonl")
+    for number in (3, 10, 1, 2):
+        results.append(result(number))
+    results.put_in_order()
+    results.close()
+    expected = b"".join(result(number).encoded for number in (1, 2, 3, 10))
+    assert (tmp_path / "out.jsonl").read_bytes() == expected
+
+
+def test_two_runs_do_not_write_to_one_file(tmp_path: Path) -> None:
+    first = ResultsFile(tmp_path / "out.jsonl")
+    with pytest.raises(InvalidRequest, match="another run writes to it"):
+        ResultsFile(tmp_path / "out.jsonl")
+    first.close()
+    ResultsFile(tmp_path / "out.jsonl").close()
