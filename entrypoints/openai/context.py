@@ -29,6 +29,8 @@ class ServerOptions:
     shutdown_timeout: float = 60.0
     enable_plugins_route: bool = False
     """Whether `GET /v1/plugins` tells what is installed."""
+    playground: bool = True
+    """Whether `GET /` is a page for people (`entrypoints/web/`)."""
     started: int = field(default_factory=lambda: int(time.time()))
 
 
