@@ -52,6 +52,12 @@ def make_parser() -> argparse.ArgumentParser:
         help="serve GET /v1/plugins: what is plugged in, and whether it works here",
     )
     server.add_argument(
+        "--playground",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="serve a page for people at /",
+    )
+    server.add_argument(
         "--shutdown-timeout", type=float, default=60.0, help="seconds to drain after SIGTERM"
     )
     server.add_argument(
@@ -92,6 +98,7 @@ def run(argv: list[str]) -> int:
             enable_plugins_route=args.enable_plugins_route,
             enable_admin=args.enable_admin,
             batches=batch_options(args),
+            playground=args.playground,
         )
         listen = Listen(args.host, args.port, args.uds)
         return _run(serve(config, plugins, listen, options))

@@ -19,6 +19,7 @@ from ...core.errors import (
 )
 from ..batch.routes import add_batch_routes
 from .admin import add_admin_routes
+from ..web.page import add_page, page
 from .chat import chat_completions
 from .completions import completions
 from .context import ENGINE, OPTIONS, ServerOptions, error_body, reply
@@ -33,7 +34,8 @@ logger = logging.getLogger("jackfield.server")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 OPEN_ROUTES = frozenset({"/health", "/ping", "/metrics"})
-"""Served without a key. Decided on the route that matched, never on the path as sent."""
+"""Served without a key, as the playground's files are. Decided on the route that matched, never on
+the path as sent."""
 
 
 def make_app(engine: AsyncEngine, options: ServerOptions | None = None) -> web.Application:
@@ -76,6 +78,8 @@ def make_app(engine: AsyncEngine, options: ServerOptions | None = None) -> web.A
         add_admin_routes(app)
     if options.batches is not None:
         add_batch_routes(app, options.batches)
+    if options.playground:
+        add_page(app)
     app.on_response_prepare.append(_tell_request_id)
     engine.plugins.manager.hook.register_routes(app=app, engine=engine)
     return app
@@ -125,7 +129,7 @@ async def _authentication(request: web.Request, handler: Handler) -> web.StreamR
     keys = request.app[OPTIONS].api_keys
     resource = request.match_info.route.resource
     route = resource.canonical if resource is not None else None
-    if keys and route not in OPEN_ROUTES:
+    if keys and route not in OPEN_ROUTES and request.match_info.handler is not page:
         scheme, _, given = request.headers.get("Authorization", "").partition(" ")
         digest = _digest(given.strip())
         matches = [hmac.compare_digest(digest, _digest(key)) for key in keys]

@@ -39,6 +39,8 @@ class ServerOptions:
     """Whether there are the routes of admin.py."""
     batches: BatchOptions | None = None
     """Where /v1/files and /v1/batches keep what they have; None: there are no such routes."""
+    playground: bool = True
+    """Whether `GET /` is a page for people (`entrypoints/web/`)."""
     started: int = field(default_factory=lambda: int(time.time()))
 
 

@@ -1,0 +1,68 @@
+"""Serves the playground: three files that ship with the package, read once, and no others."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from importlib import resources
+
+from aiohttp import web
+
+HEADERS = {
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+        "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-cache",
+}
+"""Nothing inline, nothing from elsewhere. A browser may keep a file, and asks if it has changed."""
+TYPES = {
+    "index.html": "text/html",
+    "playground.css": "text/css",
+    "playground.js": "text/javascript",
+}
+
+
+@dataclass(frozen=True)
+class File:
+    """One file of the page."""
+
+    body: bytes
+    content_type: str
+    tag: str
+    """Of this content alone: the file's ETag."""
+
+
+FILES: web.AppKey[dict[str, File]] = web.AppKey("playground", dict)
+
+
+def add_page(app: web.Application) -> None:
+    """`/` and the two files that it names. They are static: they need no key, what they ask does."""
+    app[FILES] = {name: _read(name) for name in TYPES}
+    app.router.add_get("/", page)
+    app.router.add_get("/playground/{name}", page)
+
+
+async def page(request: web.Request) -> web.Response:
+    """GET /, GET /playground/{name}"""
+    file = request.app[FILES].get(request.match_info.get("name", "index.html"))
+    if file is None:
+        raise web.HTTPNotFound
+    known = request.if_none_match or ()
+    if any(tag.value in (file.tag, "*") for tag in known):
+        response = web.Response(status=304, headers=HEADERS)
+    else:
+        response = web.Response(
+            body=file.body, content_type=file.content_type, charset="utf-8", headers=HEADERS
+        )
+    response.etag = file.tag
+    return response
+
+
+def _read(name: str) -> File:
+    body = resources.files(__package__).joinpath(name).read_bytes()
+    return File(body, TYPES[name], hashlib.sha256(body).hexdigest()[:32])

@@ -1,0 +1,642 @@
+// The playground: a chat over the server's own HTTP API. What a model says becomes text nodes only.
+
+const $ = (id) => document.getElementById(id);
+const NARROW = matchMedia("(max-width: 60rem)");
+const WINDOW = 60_000; // Milliseconds that the plots show.
+const EXAMPLE = [{
+  type: "function",
+  function: {
+    name: "get_weather",
+    description: "The weather in a city",
+    parameters: { type: "object", properties: { city: { type: "string" } }, required: ["city"] },
+  },
+}];
+
+/** What the user has to put right, and where. */
+class Wrong extends Error {
+  constructor(field, message) {
+    super(message);
+    this.field = field;
+  }
+}
+
+/** An error body of the server, or a connection that broke. */
+class Refused extends Error {
+  constructor(message, { status, type, param } = {}) {
+    super(message);
+    this.status = status;
+    this.facts = [status && `HTTP ${status}`, type, param && `field ${param}`].filter(Boolean);
+  }
+}
+
+function element(tag, properties = {}, ...children) {
+  const made = document.createElement(tag);
+  for (const [name, value] of Object.entries(properties)) {
+    if (name in made) made[name] = value;
+    else made.setAttribute(name, value);
+  }
+  made.append(...children);
+  return made;
+}
+
+function stored(area, name, value) {
+  try {
+    if (value === undefined) return area().getItem(name) ?? "";
+    if (value) area().setItem(name, value);
+    else area().removeItem(name);
+  } catch {
+    // A browser that keeps nothing: the page works, and forgets.
+  }
+  return "";
+}
+const inTab = (name, value) => stored(() => sessionStorage, `jackfield.${name}`, value);
+const inBrowser = (name, value) => stored(() => localStorage, `jackfield.${name}`, value);
+
+const duration = (ms) => (ms < 1000 ? `${Math.round(ms)} ms` : `${(ms / 1000).toFixed(2)} s`);
+const plural = (count, noun) => `${count.toLocaleString("en")} ${noun}${count === 1 ? "" : "s"}`;
+
+// ---------------------------------------------------------------- the server
+
+function call(path, options = {}) {
+  const key = $("key").value.trim();
+  const headers = key ? { ...options.headers, Authorization: `Bearer ${key}` } : options.headers;
+  return fetch(path, { ...options, headers, cache: "no-store" });
+}
+
+async function refusal(response) {
+  const text = await response.text();
+  let error = {};
+  try {
+    error = JSON.parse(text).error ?? {};
+  } catch {
+    // A proxy's page, not the server's body.
+  }
+  const message = error.message ?? (text.slice(0, 300) || response.statusText);
+  return new Refused(message, { ...error, status: response.status });
+}
+
+/** The JSON of each server-sent event, until [DONE]. */
+async function* events(response) {
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let pending = "";
+  for (;;) {
+    const { value, done } = await reader.read();
+    if (done) throw new Refused("The connection ended in the middle of the answer.");
+    const parts = (pending + value).split("\n\n");
+    pending = parts.pop();
+    for (const part of parts) {
+      const data = part.replace(/^data: /, "");
+      if (data === "[DONE]") return;
+      const event = JSON.parse(data);
+      if (event.error) throw new Refused(event.error.message, event.error);
+      yield event;
+    }
+  }
+}
+
+async function loadModels() {
+  const select = $("model");
+  try {
+    const response = await call("v1/models");
+    if (!response.ok) throw await refusal(response);
+    const cards = (await response.json()).data;
+    const before = select.value;
+    select.replaceChildren(...cards.map((card) => element("option", {
+      value: card.id, textContent: card.id, title: `context: ${plural(card.max_model_len, "token")}`,
+    })));
+    select.disabled = false;
+    if (cards.some((card) => card.id === before)) select.value = before;
+    $("asked").textContent = select.value;
+    needKey(false);
+    status("");
+  } catch (error) {
+    select.disabled = true;
+    needKey(error.status === 401);
+    status(error.status === 401
+      ? "This server needs an API key: put it in under Settings."
+      : `The models could not be listed: ${error.message}`);
+  }
+}
+
+function needKey(needed) {
+  $("key").setAttribute("aria-invalid", String(needed));
+  $("key-note").textContent = needed
+    ? "This server needs a key. It is kept in this tab only."
+    : "Kept in this tab only, and forgotten with it.";
+}
+
+// ---------------------------------------------------------------- settings
+
+function parsed(field, accept) {
+  const text = field.value.trim();
+  const told = $(`${field.id}-wrong`);
+  try {
+    const value = text ? accept(JSON.parse(text)) : null;
+    told.textContent = "";
+    field.removeAttribute("aria-invalid");
+    return value;
+  } catch (error) {
+    told.textContent = error instanceof SyntaxError ? `Not JSON: ${error.message}` : error.message;
+    field.setAttribute("aria-invalid", "true");
+    throw new Wrong(field, told.textContent);
+  }
+}
+
+const tools = () => parsed($("tools"), (value) => {
+  const list = Array.isArray(value) ? value : [value];
+  return list.map((tool) => {
+    const wrapped = tool?.function ? tool : { type: "function", function: tool };
+    if (typeof wrapped.function?.name !== "string") throw new Error("Each function needs a name.");
+    return wrapped;
+  });
+});
+
+const extra = () => parsed($("extra"), (value) => {
+  if (typeof value !== "object" || Array.isArray(value)) throw new Error("It must be an object.");
+  return value;
+});
+
+/** The body of a chat request. Raises Wrong. */
+function request() {
+  const body = {
+    messages: $("system").value.trim()
+      ? [{ role: "system", content: $("system").value.trim() }, ...messages]
+      : messages,
+    stream: true,
+    stream_options: { include_usage: true, continuous_usage_stats: true },
+  };
+  if (!$("model").disabled) body.model = $("model").value;
+  for (const input of $("sampling").querySelectorAll("input")) {
+    if (input.validity.badInput) throw new Wrong(input, `${input.dataset.field}: not a number`);
+    if (input.value !== "") body[input.dataset.field] = Number(input.value);
+  }
+  const stops = $("stops").value.split("\n").filter(Boolean);
+  if (stops.length) body.stop = stops;
+  const functions = tools();
+  if (functions?.length) {
+    body.tools = functions;
+    if ($("choice").value) body.tool_choice = $("choice").value;
+  }
+  return { ...body, ...extra() };
+}
+
+/** The same, or null with the wrong field in focus. */
+function checked() {
+  try {
+    return request();
+  } catch (error) {
+    if (!(error instanceof Wrong)) throw error;
+    show(true);
+    error.field.focus();
+    status(error.message);
+    return null;
+  }
+}
+
+// ---------------------------------------------------------------- the conversation
+
+const messages = [];
+let running = null; // The AbortController of the answer that is being written.
+let waiting = null; // The calls whose results the user may give.
+
+const status = (text) => { $("status").textContent = text; };
+
+function drawTurn(kind, name, ...parts) {
+  $("empty").hidden = true;
+  const body = element("div", { className: "body" }, ...parts);
+  const head = element("h2", { textContent: name, title: name });
+  const turn = element("article", { className: `turn ${kind}` }, head, body);
+  $("turns").append(turn);
+  return { turn, body };
+}
+
+/** Keep the end in sight, for a reader who is there. */
+function following(change) {
+  const log = $("log");
+  const there = log.scrollHeight - log.scrollTop - log.clientHeight < 80;
+  const result = change();
+  if (there) log.scrollTop = log.scrollHeight;
+  return result;
+}
+
+/** One answer of the model, drawn as it comes. */
+class Answer {
+  content = "";
+  thought = "";
+  calls = [];
+  tokens = 0;
+  reason = null;
+  began = performance.now();
+
+  constructor(name) {
+    this.start = messages.length;
+    this.facts = element("p", { className: "facts", "aria-live": "off" });
+    ({ turn: this.turn, body: this.body } = drawTurn("model", name, this.facts));
+    this.turn.setAttribute("aria-busy", "true");
+    this.say("Waiting for the first token");
+  }
+
+  say(...facts) {
+    this.facts.replaceChildren(...facts.map((text) => element("span", { textContent: text })));
+  }
+
+  take(event) {
+    const now = performance.now();
+    if (event.choices.length) {
+      this.first ??= now;
+      this.last = now;
+    }
+    this.tokens = event.usage?.completion_tokens ?? this.tokens;
+    for (const { index, delta, finish_reason: reason } of event.choices) {
+      if (index !== 0) continue;
+      const thought = delta.reasoning_content ?? delta.reasoning;
+      if (thought) this.think(thought, now);
+      if (delta.content) this.write(delta.content);
+      for (const piece of delta.tool_calls ?? []) this.called(piece);
+      this.reason = reason ?? this.reason;
+    }
+    this.measure();
+  }
+
+  add(...parts) {
+    for (const part of parts) this.facts.before(part);
+  }
+
+  /** Text at the end of the block of this kind that is open, or of a new one. */
+  put(kind, text, open) {
+    if (this.open?.kind !== kind) {
+      const shown = text.trimStart();
+      if (!shown) return;
+      this.rest();
+      this.open = { kind, node: document.createTextNode(shown), began: performance.now() };
+      open(element("div", { className: "text last" }, this.open.node));
+    } else {
+      this.open.node.appendData(text);
+    }
+  }
+
+  think(text, now) {
+    this.thought += text;
+    this.put("thought", text, (block) => {
+      this.summary = element("summary", { textContent: "Thinking…" });
+      this.add(element("details", { className: "thought" }, this.summary, block));
+    });
+    this.thoughtUntil = now;
+  }
+
+  write(text) {
+    this.content += text;
+    this.put("text", text, (block) => this.add(block));
+  }
+
+  /** Close the open block. */
+  rest() {
+    this.turn.querySelector(".text.last")?.classList.remove("last");
+    if (this.open?.kind === "thought") {
+      this.summary.textContent = `Thought for ${duration(this.thoughtUntil - this.open.began)}`;
+    }
+    this.open = null;
+  }
+
+  called({ index, id, function: part }) {
+    let made = this.calls[index];
+    if (!made) {
+      this.rest();
+      const shown = document.createTextNode("");
+      const card = element("section", { className: "call", "aria-label": `Tool call ${part.name}` },
+        element("header", {}, element("h3", { textContent: part.name }),
+          element("span", { className: "kind", textContent: "tool call" })),
+        element("pre", {}, shown));
+      this.add(card);
+      made = this.calls[index] = { id, name: part.name, arguments: "", shown, card };
+    }
+    made.arguments += part.arguments ?? "";
+    made.shown.data = made.arguments;
+  }
+
+  measure() {
+    const facts = [plural(this.tokens, "token")];
+    const spent = this.last - this.first;
+    if (this.tokens > 1 && spent > 0) {
+      const rate = ((this.tokens - 1) * 1000) / spent;
+      facts.push(`${rate.toLocaleString("en", { maximumFractionDigits: rate < 100 ? 1 : 0 })} tokens/s`);
+    }
+    facts.push(`first token after ${duration(this.first - this.began)}`);
+    if (this.reason === "length") facts.push("cut off: out of tokens");
+    if (this.reason === "abort") facts.push("aborted by the server");
+    if (this.reason === "you") facts.push("stopped");
+    this.say(...facts);
+  }
+
+  /** No more will come: into the history with it. */
+  end() {
+    this.rest();
+    this.turn.removeAttribute("aria-busy");
+    const calls = this.reason === "you" ? [] : this.calls;
+    if (this.first === undefined) this.say(this.reason === "you" ? "stopped" : "no answer");
+    else this.measure();
+    if (!this.content && !calls.length) return;
+    const message = { role: "assistant", content: this.content };
+    if (calls.length) {
+      if (this.thought) message.reasoning_content = this.thought;
+      message.tool_calls = calls.map((one) => ({
+        id: one.id, type: "function", function: { name: one.name, arguments: one.arguments },
+      }));
+    }
+    messages.push(message);
+    if (calls.length) ask(this, calls);
+  }
+}
+
+/** A field for the result of each call. Results go to the model together. */
+function ask(answer, calls) {
+  for (const made of calls) {
+    try {
+      made.shown.data = JSON.stringify(JSON.parse(made.arguments), null, 2);
+    } catch {
+      // As the model wrote it.
+    }
+    made.field = element("textarea", { rows: 2, placeholder: "What the function returns", spellcheck: false, className: "code" });
+    made.form = element("div", { className: "answer" },
+      element("label", {}, `Result of ${made.name}`, made.field));
+    made.card.append(made.form);
+    made.field.addEventListener("keydown", (event) => {
+      if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+        event.preventDefault();
+        give();
+      }
+    });
+  }
+  const button = element("button", {
+    type: "button", className: "answers", textContent: calls.length > 1 ? "Send results" : "Send result",
+  });
+  const give = () => {
+    if (running) return;
+    settle();
+    $("prompt").focus();
+    respond();
+  };
+  button.addEventListener("click", give);
+  answer.add(button);
+  waiting = { calls, button };
+}
+
+/** What the user gave for the calls becomes the tools' messages. */
+function settle() {
+  if (!waiting) return;
+  for (const { id, field, form } of waiting.calls) {
+    const given = field.value.trim();
+    messages.push({ role: "tool", tool_call_id: id, content: given });
+    form.replaceChildren(element("label", { textContent: given ? "Result" : "No result was given" }),
+      element("pre", { textContent: given }));
+  }
+  waiting.button.remove();
+  waiting = null;
+}
+
+function again(turn, start) {
+  if (running) return;
+  waiting = null;
+  messages.length = start;
+  while (turn.nextSibling) turn.nextSibling.remove();
+  turn.remove();
+  $("prompt").focus();
+  respond();
+}
+
+function offerAgain(turn, start, place, text) {
+  const button = element("button", { type: "button", className: "link", textContent: text });
+  button.addEventListener("click", () => again(turn, start));
+  place.append(button);
+}
+
+function drawError(answer, error) {
+  const box = element("div", { className: "error", role: "alert" },
+    element("p", { className: "text", textContent: error.message }));
+  if (error.facts?.length) box.append(element("p", { textContent: error.facts.join(", ") }));
+  offerAgain(answer.turn, answer.start, box, "Try again");
+  answer.add(box);
+  if (error.status === 401) needKey(true);
+}
+
+/** Let the model answer the conversation as it stands. */
+async function respond() {
+  const body = checked();
+  if (!body) return;
+  for (const link of $("turns").querySelectorAll(".link")) link.remove();
+  const control = (running = new AbortController());
+  const answer = following(() => new Answer(body.model ?? "Model"));
+  busy(true);
+  let failed = null;
+  try {
+    const response = await call("v1/chat/completions", {
+      method: "POST",
+      headers: { "Content-Type": "application/json" },
+      body: JSON.stringify(body),
+      signal: control.signal,
+    });
+    if (!response.ok) throw await refusal(response);
+    for await (const event of events(response)) following(() => answer.take(event));
+  } catch (error) {
+    if (control.signal.aborted) answer.reason = "you";
+    else failed = error instanceof TypeError ? new Refused("The server cannot be reached.") : error;
+  }
+  if (running !== control) return; // A new chat has begun.
+  running = null;
+  following(() => {
+    answer.end();
+    if (failed) drawError(answer, failed);
+    else offerAgain(answer.turn, answer.start, answer.facts, "again");
+  });
+  busy(false);
+  if (failed) status("The request failed.");
+  else if (answer.reason === "you") status("Stopped.");
+  else if (waiting) status(`The model calls ${waiting.calls.map((one) => one.name).join(", ")}: give the result above.`);
+  else status("Done.");
+}
+
+function busy(on) {
+  const focused = document.activeElement;
+  $("log").setAttribute("aria-busy", String(on));
+  $("send").hidden = on;
+  $("stop").hidden = !on;
+  if (focused === $("send") || focused === $("stop")) $("prompt").focus();
+  if (on) status("Answering…");
+  look();
+}
+
+function send() {
+  const text = $("prompt").value.trim();
+  if (!text || running || !checked()) return;
+  settle();
+  messages.push({ role: "user", content: text });
+  $("prompt").value = "";
+  fit();
+  const { turn } = drawTurn("you", "You", element("div", { className: "text", textContent: text }));
+  turn.scrollIntoView({ block: "end" });
+  $("log").scrollTop = $("log").scrollHeight;
+  respond();
+}
+
+function fresh() {
+  running?.abort();
+  running = null;
+  busy(false);
+  messages.length = 0;
+  waiting = null;
+  $("turns").replaceChildren($("empty"));
+  $("empty").hidden = false;
+  status("");
+  $("prompt").focus();
+}
+
+/** Grow with the text, where `field-sizing` is not known yet. */
+function fit() {
+  $("prompt").rows = Math.min(12, $("prompt").value.split("\n").length);
+}
+
+// ---------------------------------------------------------------- the plots
+
+const samples = [];
+let timer = 0;
+
+function gauge(text, name) {
+  const lines = text.split("\n").filter((line) => line.startsWith(`jackfield:${name}{`));
+  if (!lines.length) throw new Error(name);
+  return lines.reduce((sum, line) => sum + Number(line.slice(line.lastIndexOf(" "))), 0);
+}
+
+/** Look at the numbers now, and again soon: sooner while an answer is written. */
+async function look() {
+  clearTimeout(timer);
+  timer = setTimeout(look, running ? 250 : 1000);
+  if (document.hidden) return;
+  try {
+    const response = await call("metrics");
+    if (!response.ok) throw await refusal(response);
+    const text = await response.text();
+    const at = performance.now();
+    samples.push({
+      at,
+      running: gauge(text, "num_requests_running"),
+      waiting: gauge(text, "num_requests_waiting"),
+      cache: gauge(text, "kv_cache_usage_perc"),
+    });
+    while (samples[0].at < at - 2 * WINDOW) samples.shift();
+    $("engine-note").hidden = true;
+    draw(at);
+  } catch {
+    $("engine-note").textContent = "/metrics gives no numbers at the moment.";
+    $("engine-note").hidden = false;
+  }
+}
+
+function draw(now) {
+  const last = samples.at(-1);
+  const percent = `${(last.cache * 100).toLocaleString("en", { maximumFractionDigits: 1 })} %`;
+  $("running").textContent = last.running;
+  $("waiting").textContent = last.waiting;
+  $("cache").textContent = percent;
+  const most = Math.max(4, ...samples.map((one) => Math.max(one.running, one.waiting)));
+  const highest = Math.max(...samples.map((one) => one.cache));
+  plot("requests", "running", now, most);
+  plot("requests", "waiting", now, most);
+  plot("kv", "cache", now, highest > 0.25 ? 1 : highest > 0.025 ? 0.25 : 0.025);
+  $("requests").setAttribute("aria-label", `Requests: ${last.running} running, ${last.waiting} waiting`);
+  $("kv").setAttribute("aria-label", `KV cache in use: ${percent}`);
+}
+
+function plot(id, name, now, top) {
+  const [width, height] = [240, 44];
+  const points = samples.map((one) => {
+    const x = width - ((now - one.at) / WINDOW) * width;
+    return `${x.toFixed(1)} ${(height - 1 - (one[name] / top) * (height - 4)).toFixed(1)}`;
+  });
+  const line = `M${points.join("L")}`;
+  const from = points[0].split(" ")[0];
+  $(id).querySelector(`.line.${name}`).setAttribute("d", line);
+  $(id).querySelector(`.area.${name}`)?.setAttribute("d", `${line}V${height}H${from}Z`);
+}
+
+// ---------------------------------------------------------------- panel, theme, keys
+
+function show(open) {
+  document.body.dataset.panel = open ? "open" : "closed";
+  $("settings").setAttribute("aria-expanded", String(open));
+  const covered = open && NARROW.matches;
+  document.querySelector(".bar").inert = covered;
+  $("main").inert = covered;
+}
+
+function toggle(open) {
+  show(open);
+  if (open) (NARROW.matches ? $("close") : $("system")).focus();
+  else $("settings").focus();
+}
+
+const THEMES = { "": "as the system has it", light: "light", dark: "dark" };
+
+function theme(name) {
+  if (name) document.documentElement.dataset.theme = name;
+  else delete document.documentElement.dataset.theme;
+  $("theme").setAttribute("aria-label", `Theme: ${THEMES[name]}`);
+  $("theme").title = `Theme: ${THEMES[name]}`;
+}
+
+const kept = () => document.querySelectorAll(".panel :is(input, textarea, select)");
+const nameOf = (field) => field.id || field.dataset.field;
+
+for (const field of kept()) {
+  field.value = inTab(nameOf(field));
+  field.addEventListener("input", () => inTab(nameOf(field), field.value));
+}
+for (const [field, check] of [[$("tools"), tools], [$("extra"), extra]]) {
+  field.addEventListener("change", () => {
+    try {
+      check();
+    } catch {
+      // It is told beside the field.
+    }
+  });
+}
+
+$("composer").addEventListener("submit", (event) => {
+  event.preventDefault();
+  send();
+});
+$("prompt").addEventListener("input", fit);
+$("prompt").addEventListener("keydown", (event) => {
+  if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+    event.preventDefault();
+    send();
+  }
+});
+$("stop").addEventListener("click", () => running?.abort());
+document.addEventListener("keydown", (event) => {
+  if (event.key !== "Escape" || event.isComposing) return;
+  if (running) running.abort();
+  else if (NARROW.matches && document.body.dataset.panel === "open") toggle(false);
+});
+$("fresh").addEventListener("click", fresh);
+$("key").addEventListener("change", loadModels);
+$("model").addEventListener("change", () => { $("asked").textContent = $("model").value; });
+$("example").addEventListener("click", () => {
+  $("tools").value = JSON.stringify(EXAMPLE, null, 1);
+  $("tools").dispatchEvent(new Event("input"));
+  $("tools").dispatchEvent(new Event("change"));
+});
+$("settings").addEventListener("click", () => toggle(document.body.dataset.panel !== "open"));
+$("close").addEventListener("click", () => toggle(false));
+NARROW.addEventListener("change", () => show(!NARROW.matches));
+$("theme").addEventListener("click", () => {
+  const names = Object.keys(THEMES);
+  const next = names[(names.indexOf(inBrowser("theme")) + 1) % names.length];
+  inBrowser("theme", next);
+  theme(next);
+});
+document.addEventListener("visibilitychange", look);
+
+theme(THEMES[inBrowser("theme")] ? inBrowser("theme") : "");
+show(!NARROW.matches);
+loadModels();
+look();
