@@ -107,6 +107,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """Completions for the prompt."""
     max_tokens: int | None = None
     """Tokens to generate at most; None: as many as the context leaves."""
+    max_tokens_field: str | None = None
+    """What the caller calls `max_tokens`: more than the context leaves is then refused under that
+    name. None: as many as it leaves are generated."""
     min_tokens: int = 0
     """No stop (EOS, stop ids, stop strings) before so many tokens."""
     temperature: float = 1.0

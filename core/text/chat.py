@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from jinja2 import meta
 from jinja2.exceptions import SecurityError, TemplateError, TemplateSyntaxError
 
 from ..errors import InvalidRequest
@@ -89,6 +90,23 @@ class ChatTemplate:
             self._tokens.update({k: v for k, v in named.items() if v is not None})
 
     @functools.cached_property
+    def variables(self) -> frozenset[str]:
+        """Names that the template reads and does not set: what `template_kwargs` may give it."""
+        read: set[str] = set()
+        for text in self._sources.values():
+            read |= meta.find_undeclared_variables(_environment().parse(text))
+        return frozenset(read - _RESERVED - self._tokens.keys())
+
+    @functools.cached_property
+    def takes_documents(self) -> bool:
+        """Whether the template writes documents."""
+        return any("documents" in text for text in self._sources.values())
+
+    @functools.cached_property
+    def _knows_developers(self) -> bool:
+        return any("developer" in text for text in self._sources.values())
+
+    @functools.cached_property
     def _control(self) -> ControlTokens:
         if self._tokenizer is None:
             raise InvalidRequest("this model has no tokenizer; send prompt token ids")
@@ -102,12 +120,14 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         template_kwargs: Mapping[str, Any] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
         """The prompt as text.
 
         messages: in OpenAI's form; tools: likewise. template_kwargs: variables for the template
         (`enable_thinking`); names of the template's own inputs and of functions are refused.
-        Raises InvalidRequest with the path of the offending field.
+        documents: for templates that write them. Where the template knows no developers, their
+        messages become the system's. Raises InvalidRequest with the path of the offending field.
         """
         return self._render(
             messages,
@@ -115,7 +135,8 @@ class ChatTemplate:
             add_generation_prompt,
             continue_final_message,
             template_kwargs or {},
-            lambda text: text,
+            documents,
+            _same,
         )
 
     def render_tokens(
@@ -126,10 +147,14 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         template_kwargs: Mapping[str, Any] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        add_special_tokens: bool = False,
     ) -> list[int]:
         """The prompt as token ids; arguments and errors as for `render`.
 
-        Text of users, system prompts, tool results, tool definitions and template_kwargs never
+        add_special_tokens: let the tokenizer add its own, beside the template's.
+
+        Text of users, system prompts, tool results, tools, documents and template_kwargs never
         becomes a control token: `<|im_end|>` typed there is encoded as plain text. Assistant
         messages are not guarded, for they hold markup that the model itself wrote (`<think>`,
         `<tool_call>`) and must read as tokens again. Where nothing of the kind was typed, the
@@ -152,12 +177,13 @@ class ChatTemplate:
             add_generation_prompt,
             continue_final_message,
             template_kwargs or {},
+            documents,
             guard,
         )
         if guarded:
-            return control.encode_marked(text)
+            return control.encode_marked(text, add_special_tokens=add_special_tokens)
         assert self._tokenizer is not None
-        return self._tokenizer.encode(text, add_special_tokens=False)
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def _render(
         self,
@@ -166,6 +192,7 @@ class ChatTemplate:
         add_generation_prompt: bool,
         continue_final_message: bool,
         template_kwargs: Mapping[str, Any],
+        documents: Sequence[Mapping[str, Any]] | None,
         guard: Guard,
     ) -> str:
         template = self._template(bool(tools))
@@ -175,7 +202,16 @@ class ChatTemplate:
                 "continue_final_message: not together with add_generation_prompt",
                 param="continue_final_message",
             )
+        if documents and not self.takes_documents:
+            raise InvalidRequest(
+                "documents: this model's chat template takes none; put them into a message",
+                param="documents",
+            )
         chat = _check_messages(messages, guard)
+        if not self._knows_developers:
+            for message in chat:
+                if message["role"] == "developer":
+                    message["role"] = "system"
         if continue_final_message:
             final = chat[-1].get("content")
             if not final:
@@ -189,7 +225,7 @@ class ChatTemplate:
             **{key: _guarded(value, guard, key) for key, value in template_kwargs.items()},
             "messages": chat,
             "tools": _check_tools(tools, guard),
-            "documents": None,
+            "documents": _check_documents(documents, guard),
             "add_generation_prompt": add_generation_prompt,
         }
         text = self._run(template, variables)
@@ -286,6 +322,17 @@ def _check_tools(
     return [_guarded(tool, guard, f"tools[{i}]") for i, tool in enumerate(tools)]
 
 
+def _check_documents(documents: Any, guard: Guard) -> list[Any] | None:
+    if not documents:
+        return None
+    for index, document in enumerate(documents):
+        if not isinstance(document, Mapping):
+            raise InvalidRequest(
+                f"documents[{index}]: must be an object", param=f"documents[{index}]"
+            )
+    return [_guarded(document, guard, f"documents[{i}]") for i, document in enumerate(documents)]
+
+
 def _check_messages(messages: Any, guard: Guard) -> list[dict[str, Any]]:
     if not isinstance(messages, list | tuple) or not messages:
         raise InvalidRequest("messages: must be a non-empty list", param="messages")
@@ -333,13 +380,13 @@ def _check_content(content: Any, path: str) -> str | None:
     texts = []
     for index, part in enumerate(content):
         kind = part.get("type") if isinstance(part, Mapping) else None
-        if kind != "text" or not isinstance(part.get("text"), str):
+        if kind not in ("text", "refusal") or not isinstance(part.get(kind), str):
             raise InvalidRequest(
                 f'{path}[{index}]: must be {{"type": "text", "text": "…"}}; '
                 f"{kind!r} parts are not supported",
                 param=f"{path}[{index}]",
             )
-        texts.append(part["text"])
+        texts.append(part[kind])
     return "\n".join(texts)
 
 

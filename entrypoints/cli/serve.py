@@ -39,6 +39,11 @@ def make_parser() -> argparse.ArgumentParser:
         help="serve GET /v1/plugins: what is plugged in, and whether it works here",
     )
     server.add_argument(
+        "--trust-request-chat-template",
+        action="store_true",
+        help="let chats bring a template of their own (chat_template)",
+    )
+    server.add_argument(
         "--shutdown-timeout", type=float, default=60.0, help="seconds to drain after SIGTERM"
     )
     server.add_argument(
@@ -69,6 +74,7 @@ def run(argv: list[str]) -> int:
             max_body_bytes=args.max_body_bytes,
             shutdown_timeout=args.shutdown_timeout,
             enable_plugins_route=args.enable_plugins_route,
+            trust_request_chat_template=args.trust_request_chat_template,
         )
         listen = Listen(args.host, args.port, args.uds)
         return _run(serve(config, plugins, listen, options))

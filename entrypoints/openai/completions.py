@@ -22,6 +22,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
     """Complete one prompt or several."""
     engine = request.app[ENGINE]
     asked = decode(await request.read(), CompletionRequest)
+    asked.check()
     model = check_model(engine, asked.model)
     given = asked.prompts()
     token_ids = [
@@ -155,7 +156,12 @@ class _Job:
         }
         if self.asked.logprobs is not None:
             choice["logprobs"], offset = completion_logprobs(
-                token_ids, positions, self.asked.logprobs, offset, tokenizer_of(self.engine)
+                token_ids,
+                positions,
+                self.asked.logprobs,
+                offset,
+                tokenizer_of(self.engine),
+                self.asked.return_tokens_as_token_ids,
             )
         if self.shows_prompt_logprobs and first:
             choice["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)

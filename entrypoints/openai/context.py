@@ -29,6 +29,8 @@ class ServerOptions:
     shutdown_timeout: float = 60.0
     enable_plugins_route: bool = False
     """Whether `GET /v1/plugins` tells what is installed."""
+    trust_request_chat_template: bool = False
+    """Whether a chat may bring its own template."""
     started: int = field(default_factory=lambda: int(time.time()))
 
 
