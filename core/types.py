@@ -156,7 +156,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     detokenize: bool = True
     """Off: token ids only, no text (and no stop strings)."""
     truncate_prompt_tokens: int | None = None
-    """Keep only the last so many prompt tokens; -1: as many as the context holds."""
+    """Keep only so many prompt tokens; -1: as many as the context holds."""
+    truncation_side: Literal["left", "right"] = "left"
+    """Where the prompt is cut: left keeps its last tokens."""
     output_kind: OutputKind = OutputKind.CUMULATIVE
     """What each output of the stream holds: see `OutputKind`."""
     kv_transfer_params: dict[str, Any] | None = None
@@ -235,6 +237,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             integer("truncate_prompt_tokens") < -1 or self.truncate_prompt_tokens == 0
         ):
             refuse("truncate_prompt_tokens", "-1 or positive")
+        if self.truncation_side not in ("left", "right"):
+            refuse("truncation_side", '"left" or "right"')
         if not isinstance(self.structured_outputs, StructuredOutputsParams | None):
             refuse("structured_outputs", "StructuredOutputsParams or a dict of its fields")
         self._check_lists(refuse)

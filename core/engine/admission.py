@@ -116,7 +116,7 @@ class Admission:
                 f"{self.model_config.max_model_len} tokens",
                 param="truncate_prompt_tokens",
             )
-        return token_ids[-keep:]
+        return token_ids[:keep] if params.truncation_side == "right" else token_ids[-keep:]
 
     def _check_length(self, num_prompt_tokens: int, params: SamplingParams) -> None:
         field, asked = params.max_tokens_field, params.max_tokens

@@ -350,6 +350,7 @@ def _check_message(message: Any, path: str, guard: Guard) -> dict[str, Any]:
         )
     if role == "assistant":
         guard = _same
+        message = _with_thought(message)
     checked = {
         key: _guarded(value, guard, f"{path}.{key}")
         for key, value in message.items()
@@ -368,6 +369,14 @@ def _check_message(message: Any, path: str, guard: Guard) -> dict[str, Any]:
         checked["tool_calls"] = _check_calls(calls, f"{path}.tool_calls")
     checked["content"] = guard(content) if content is not None else ""
     return checked
+
+
+def _with_thought(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The thought under both its names, for templates read one or the other."""
+    thought = message.get("reasoning_content") or message.get("reasoning")
+    if not isinstance(thought, str):
+        return message
+    return {**message, "reasoning_content": thought, "reasoning": thought}
 
 
 def _check_content(content: Any, path: str) -> str | None:

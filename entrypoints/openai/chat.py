@@ -35,7 +35,17 @@ from ...core.types import (
     SamplingParams,
     StructuredOutputsParams,
 )
-from .context import ENGINE, LONG_TEXT, OPTIONS, check_model, new_id, reply, tokenizer_of, usage
+from .context import (
+    ENGINE,
+    LONG_TEXT,
+    OPTIONS,
+    check_model,
+    check_priority,
+    new_id,
+    reply,
+    tokenizer_of,
+    usage,
+)
 from .logprobs import chat_logprobs, prompt_logprobs
 from .protocol import ChatRequest, decode
 from .streaming import frame, stream
@@ -106,6 +116,7 @@ class _Job:
         self.engine = engine
         self.asked = asked
         self.model = check_model(engine, asked.model)
+        check_priority(engine, asked.priority)
         self.id = new_id("chatcmpl", asked.request_id)
         self.created = int(time.time())
         self.template_arguments = template_arguments(engine, asked, trust_template)

@@ -12,7 +12,16 @@ from aiohttp import web
 from ...core.engine.async_engine import AsyncEngine
 from ...core.errors import InvalidRequest, RequestFailed
 from ...core.types import CompletionOutput, PositionLogprobs, RequestOutput, SamplingParams
-from .context import ENGINE, check_model, encode_text, new_id, reply, tokenizer_of, usage
+from .context import (
+    ENGINE,
+    check_model,
+    check_priority,
+    encode_text,
+    new_id,
+    reply,
+    tokenizer_of,
+    usage,
+)
 from .logprobs import completion_logprobs, prompt_logprobs
 from .protocol import CompletionRequest, decode
 from .streaming import frame, stream
@@ -24,6 +33,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
     asked = decode(await request.read(), CompletionRequest)
     asked.check()
     model = check_model(engine, asked.model)
+    check_priority(engine, asked.priority)
     given = asked.prompts()
     token_ids = [
         prompt

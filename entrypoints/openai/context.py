@@ -67,6 +67,16 @@ def check_model(engine: AsyncEngine, name: str | None) -> str:
     return name
 
 
+def check_priority(engine: AsyncEngine, priority: int) -> None:
+    """Refuse a wish that the schedule policy would not look at. Raises InvalidRequest."""
+    if priority and engine.config.scheduling_policy == "fcfs":
+        raise InvalidRequest(
+            "priority: this server serves in order of arrival; start it with "
+            "--scheduling-policy priority",
+            param="priority",
+        )
+
+
 def tokenizer_of(engine: AsyncEngine) -> Tokenizer:
     """Raises InvalidRequest when the engine has none."""
     if engine.tokenizer is None:

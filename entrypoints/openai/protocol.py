@@ -6,7 +6,7 @@ that are known and not supported are refused by name when they ask for something
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
@@ -28,8 +28,15 @@ UNSUPPORTED = {
     "chat_template": "only POST /v1/chat/completions takes one",
     "documents": "only POST /v1/chat/completions takes them",
     "prompt_embeds": "send text or token ids",
+    "moderation": "there is no model that moderates",
     "logits_processors": "no code comes in with a request",
     "mm_processor_kwargs": "this server's models read text",
+    "media_io_kwargs": "this server's models read text",
+    "ec_transfer_params": "this server's models have no encoder",
+    "repetition_detection": "see repetition_penalty and stop",
+    "return_prompt_text": "POST /tokenize renders a chat, POST /detokenize shows it",
+    "return_token_offsets": "POST /tokenize gives each token's text: return_token_strs",
+    "return_assistant_tokens_mask": "there is no route that renders a chat for training",
     "vllm_xargs": "there is nothing that would read them",
     "thinking_token_budget": "a thought cannot be cut off; see max_tokens and reasoning_effort",
     "guided_decoding_backend": "the server chooses: --structured-outputs-config.backend",
@@ -40,7 +47,7 @@ EMPTY: tuple[Any, ...] = (None, False, "", [], {})
 """What asks for nothing."""
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 VERBOSITIES = ("low", "medium", "high")
-SERVICE_TIERS = ("auto", "default", "flex", "scale", "priority")
+SERVICE_TIERS = ("auto", "default", "flex", "scale", "priority", "fast")
 
 
 class StreamOptions(msgspec.Struct):
@@ -48,6 +55,8 @@ class StreamOptions(msgspec.Struct):
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
+    include_obfuscation: bool = False
+    """Taken and not used: a stream has no padding."""
 
 
 class SamplingRequest(msgspec.Struct, kw_only=True):
@@ -87,6 +96,7 @@ class SamplingRequest(msgspec.Struct, kw_only=True):
     allowed_token_ids: list[int] | None = None
     prompt_logprobs: int | None = None
     truncate_prompt_tokens: int | None = None
+    truncation_side: Literal["left", "right"] | None = None
     priority: int = 0
     cache_salt: str | None = None
     return_token_ids: bool = False
@@ -140,6 +150,7 @@ class SamplingRequest(msgspec.Struct, kw_only=True):
                 None if self.allowed_token_ids is None else tuple(self.allowed_token_ids)
             ),
             truncate_prompt_tokens=self.truncate_prompt_tokens,
+            truncation_side=self.truncation_side or "left",
             output_kind=OutputKind.DELTA if self.stream else OutputKind.FINAL_ONLY,
             kv_transfer_params=self.kv_transfer_params,
         )
@@ -210,6 +221,7 @@ class ChatRequest(SamplingRequest, kw_only=True):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
 
     def check(self) -> None:
         """What no single field tells. Raises InvalidRequest with the field's name."""
@@ -283,7 +295,7 @@ def _is_token_ids(value: Any) -> bool:
 
 
 def decode(body: bytes, kind: type[T]) -> T:
-    """A request of this kind. Raises InvalidRequest with the field's path."""
+    """A request of this kind; null is as left out. Raises InvalidRequest with the field's path."""
     try:
         raw = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -293,6 +305,7 @@ def decode(body: bytes, kind: type[T]) -> T:
     for name, why in UNSUPPORTED.items():
         if name in raw and raw[name] not in EMPTY and name not in kind.__struct_fields__:  # type: ignore[attr-defined]
             raise InvalidRequest(f"{name}: is not supported: {why}", param=name)
+    raw = {name: value for name, value in raw.items() if value is not None}
     try:
         return msgspec.convert(raw, kind, strict=True, str_keys=True)
     except msgspec.ValidationError as error:

@@ -15,7 +15,7 @@ SWITCHES = frozenset({"enable_thinking", "thinking", "reasoning_effort"})
 
 def template_arguments(engine: AsyncEngine, asked: ChatRequest, trusted: bool) -> dict[str, Any]:
     """`chat_template_kwargs`, with `reasoning_effort` and `verbosity` where the template reads
-    them; effort "none" also turns the switch off that the model's thought has.
+    them. An effort also turns the switch of the model's thought on, and "none" turns it off.
 
     trusted: requests may bring a template of their own. Raises InvalidRequest with the field's
     name: for a template where none is allowed, and for arguments that nothing reads.
@@ -33,8 +33,8 @@ def template_arguments(engine: AsyncEngine, asked: ChatRequest, trusted: bool) -
         _check_known(given, variables | SWITCHES | ({switch} if switch else set()))
     if asked.reasoning_effort is not None:
         given.setdefault("reasoning_effort", asked.reasoning_effort)
-        if asked.reasoning_effort == "none" and switch is not None:
-            given.setdefault(switch, False)
+        if switch is not None:
+            given.setdefault(switch, asked.reasoning_effort != "none")
     if asked.verbosity is not None and (asked.chat_template or "verbosity" in variables):
         given.setdefault("verbosity", asked.verbosity)
     return given
