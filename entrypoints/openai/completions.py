@@ -188,7 +188,9 @@ class _Job:
             return given
         tokenizer = tokenizer_of(self.engine)
         # A padded vocabulary has ids without a token.
-        return tokenizer.decode([t for t in output.prompt_token_ids if t <= tokenizer.max_token_id])
+        token_ids = [t for t in output.prompt_token_ids if t <= tokenizer.max_token_id]
+        # All of it, as `text_offset` counts.
+        return tokenizer.decode(token_ids, skip_special_tokens=False)
 
 
 async def _all(streams: list[Any]) -> list[RequestOutput]:
