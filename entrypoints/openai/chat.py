@@ -51,7 +51,7 @@ from .protocol import ChatRequest, decode
 from .streaming import frame, stream
 from .structured import forced_calls, strict_calls
 from .template_fields import template_arguments
-from .tool_choice import apply_allowed_tools, check_choice, first_call_only
+from .tool_choice import apply_allowed_tools, check_tools, first_call_only
 
 
 async def chat_completions(request: web.Request) -> web.StreamResponse:
@@ -111,7 +111,7 @@ class _Job:
         self, engine: AsyncEngine, asked: ChatRequest, trust_template: bool = False
     ) -> None:
         asked.check()
-        check_choice(asked)
+        check_tools(asked)
         apply_allowed_tools(asked)
         self.engine = engine
         self.asked = asked

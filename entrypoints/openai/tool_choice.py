@@ -44,8 +44,12 @@ def apply_allowed_tools(asked: ChatRequest) -> None:
     asked.tool_choice = mode
 
 
-def check_choice(asked: ChatRequest) -> None:
-    """Refuse a `tool_choice` that is none. Raises InvalidRequest."""
+def check_tools(asked: ChatRequest) -> None:
+    """Refuse tools that are no functions, and a `tool_choice` that is none, by name."""
+    for index, tool in enumerate(asked.tools or ()):
+        if tool.get("type", "function") != "function":
+            field = f"tools[{index}].type"
+            raise InvalidRequest(f"{field}: must be function, got {tool['type']!r}", param=field)
     choice = asked.tool_choice
     if isinstance(choice, str) and choice not in ("none", "auto", "required"):
         raise InvalidRequest(
