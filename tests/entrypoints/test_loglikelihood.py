@@ -1,4 +1,5 @@
-"""Log-likelihoods over /v1/completions, asked for as evaluation harnesses do, against transformers.
+"""Log-likelihoods over /v1/completions, asked for as lm_eval's local-completions does,
+against transformers.
 
 A harness sends context and continuation as one prompt, with `echo`, `logprobs: 1`, and one token
 (or none) to generate; it drops what was generated, sums the continuation's `token_logprobs`, and
