@@ -82,6 +82,9 @@ class AsyncEngine:
         self.tokenizer = None
         self.dead_reason: str | None = None
         self._chat_template: ChatTemplate | None = None
+        self.chat_template_variables: frozenset[str] = frozenset()
+        """What the model's chat template reads besides messages and tools: names that
+        `chat_template_kwargs` may set."""
         self._states: dict[str, RequestState | PoolingState] = {}
         self._owners: dict[str, tuple[RequestState | PoolingState, int]] = {}
         """Scheduler request id → its state and completion index."""
@@ -148,6 +151,7 @@ class AsyncEngine:
         )
         if self.tokenizer.chat_templates:
             self._chat_template = ChatTemplate(self.tokenizer.chat_templates, self.tokenizer)
+            self.chat_template_variables = self._chat_template.variables
 
     def _serve(self) -> None:
         config = self.config
@@ -335,12 +339,6 @@ class AsyncEngine:
             documents=documents,
             add_special_tokens=add_special_tokens,
         )
-
-    @property
-    def chat_template_variables(self) -> frozenset[str]:
-        """What the model's chat template reads besides messages and tools: names that
-        `chat_template_kwargs` may set."""
-        return frozenset() if self._chat_template is None else self._chat_template.variables
 
     async def abort(self, request_id: str) -> bool:
         """End a request; its stream gets a last output with finish_reason "abort".

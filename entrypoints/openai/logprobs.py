@@ -64,7 +64,8 @@ def completion_logprobs(
     for token, position in zip(token_ids, positions, strict=True):
         made["tokens"].append(name(token))
         made["text_offset"].append(offset)
-        offset += len(tokenizer.token_text(token))
+        # A character that several tokens spell counts at its first byte.
+        offset += sum(byte & 0xC0 != 0x80 for byte in tokenizer.token_bytes(token))
         if position is None:
             made["token_logprobs"].append(None)
             made["top_logprobs"].append(None)
