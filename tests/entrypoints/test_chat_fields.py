@@ -301,46 +301,68 @@ def weather_of(city: str) -> str:
     return json.dumps({"city": city, "temperature": 7, "condition": "rainy"})
 
 
-def test_a_tool_loop_of_several_turns(client: openai.OpenAI) -> None:
+async def said(server: Server, how: str, **options: Any) -> tuple[dict[str, Any], str]:
+    """→ the assistant's message, as a program would send it back, and the finish reason."""
+    options = {"model": MODEL, "temperature": 0, "extra_body": DIRECT, **options}
+    if how == "sync":
+        with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
+            answer = await asyncio.to_thread(client.chat.completions.create, **options)
+        (choice,) = answer.choices
+        return choice.message.model_dump(exclude_none=True), choice.finish_reason
+    async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
+        if how == "async":
+            answer = await client.chat.completions.create(**options)
+            (choice,) = answer.choices
+            return choice.message.model_dump(exclude_unset=True), choice.finish_reason
+        pieces = await client.chat.completions.create(**options, stream=True)
+        chunks = [piece async for piece in pieces]
+    (choice,) = folded(chunks)["choices"]
+    ids = [
+        call.id
+        for chunk in chunks
+        for call in chunk.choices[0].delta.tool_calls or ()
+        if call.id is not None
+    ]
+    calls = [
+        {
+            "id": id,
+            "type": "function",
+            "function": {"name": call["name"], "arguments": call["json"]},
+        }
+        for id, call in zip(ids, choice["message"]["tool_calls"], strict=True)
+    ]
+    message = {"role": "assistant", "content": choice["message"]["content"] or None}
+    return message | ({"tool_calls": calls} if calls else {}), choice["finish_reason"]
+
+
+@pytest.mark.parametrize("how", ["sync", "async", "streamed"])
+async def test_a_tool_loop_of_several_turns(server: Server, how: str) -> None:
+    """The model calls, reads the result, answers; then the next question, in one conversation."""
+    named = {"type": "function", "function": {"name": "get_weather"}}
     messages: list[Any] = []
-    for city in ("Paris", "Oslo"):
+    for city, choice in (("Paris", "auto"), ("Oslo", named), ("Lisbon", "required")):
         messages += user(f"What is the weather in {city}?")
-        named: Any = {"type": "function", "function": {"name": "get_weather"}}
-        asked = client.chat.completions.create(
-            model=MODEL,
-            messages=messages,
-            tools=[WEATHER],
-            tool_choice="auto" if city == "Paris" else named,
-            temperature=0,
-            extra_body=DIRECT,
-        ).choices[0]
-        assert asked.message.tool_calls is not None
-        messages.append(asked.message)
-        for call in asked.message.tool_calls:
-            assert call.function.name == "get_weather"  # type: ignore[union-attr]
-            arguments = json.loads(call.function.arguments)  # type: ignore[union-attr]
-            messages.append(
-                {
-                    "role": "tool",
-                    "tool_call_id": call.id,
-                    "content": weather_of(arguments.get("city", "")),
-                }
-            )
-        answered = client.chat.completions.create(
-            model=MODEL,
-            messages=messages,
-            tools=[WEATHER],
-            temperature=0,
-            max_tokens=60,
-            extra_body=DIRECT,
-        ).choices[0]
-        assert answered.finish_reason in ("stop", "length", "tool_calls")
+        options = {"messages": messages, "tools": [SHORT if choice != "auto" else WEATHER]}
+        message, reason = await said(
+            server, how, **options, tool_choice=choice, parallel_tool_calls=False, max_tokens=200
+        )
+        assert reason == ("stop" if choice is named else "tool_calls")
+        messages.append(message)
+        (call,) = message["tool_calls"]
+        assert call["function"]["name"] == "get_weather" and call["id"]
+        assert json.loads(call["function"]["arguments"]).keys() == {"city"}
+        messages.append({"role": "tool", "tool_call_id": call["id"], "content": weather_of(city)})
+        answer, reason = await said(server, how, **options, tool_choice="none", max_tokens=60)
+        assert reason in ("stop", "length") and "tool_calls" not in answer
         if city == "Paris":
-            assert "7 degrees" in (answered.message.content or "")
-        messages.append(answered.message.model_dump(exclude_none=True))
-    assert [m["role"] if isinstance(m, dict) else m.role for m in messages] == [
-        "user", "assistant", "tool", "assistant",
-    ] * 2  # fmt: skip
+            assert "7 degrees" in answer["content"]
+        messages.append(answer)
+    assert [message["role"] for message in messages] == [
+        "user",
+        "assistant",
+        "tool",
+        "assistant",
+    ] * 3
 
 
 CALL = {"id": "call_1", "type": "function"}
