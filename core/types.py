@@ -107,6 +107,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """Completions for the prompt."""
     max_tokens: int | None = None
     """Tokens to generate at most; None: as many as the context leaves."""
+    max_tokens_field: str | None = None
+    """What the caller calls `max_tokens`: more than the context leaves is then refused under that
+    name. None: as many as it leaves are generated."""
     min_tokens: int = 0
     """No stop (EOS, stop ids, stop strings) before so many tokens."""
     temperature: float = 1.0
@@ -153,7 +156,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     detokenize: bool = True
     """Off: token ids only, no text (and no stop strings)."""
     truncate_prompt_tokens: int | None = None
-    """Keep only the last so many prompt tokens; -1: as many as the context holds."""
+    """Keep only so many prompt tokens; -1: as many as the context holds."""
+    truncation_side: Literal["left", "right"] = "left"
+    """Where the prompt is cut: left keeps its last tokens."""
     output_kind: OutputKind = OutputKind.CUMULATIVE
     """What each output of the stream holds: see `OutputKind`."""
     kv_transfer_params: dict[str, Any] | None = None
@@ -232,6 +237,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             integer("truncate_prompt_tokens") < -1 or self.truncate_prompt_tokens == 0
         ):
             refuse("truncate_prompt_tokens", "-1 or positive")
+        if self.truncation_side not in ("left", "right"):
+            refuse("truncation_side", '"left" or "right"')
         if not isinstance(self.structured_outputs, StructuredOutputsParams | None):
             refuse("structured_outputs", "StructuredOutputsParams or a dict of its fields")
         self._check_lists(refuse)

@@ -67,6 +67,7 @@ class Admission:
         token_ids = self._truncated(token_ids, params)
         self._check_prompt(token_ids)
         self._check_params(params)
+        self._check_length(len(token_ids), params)
         room = self.room - len(token_ids)
         max_tokens = (
             max(room, 1) if params.max_tokens is None else min(params.max_tokens, max(room, 1))
@@ -107,14 +108,25 @@ class Admission:
             return token_ids
         limit = self.model_config.max_model_len - 1
         if keep == -1:
-            keep = limit
+            asked = 1 if params.max_tokens_field is None else params.max_tokens or 1
+            keep = max(limit + 1 - asked, 1)
         elif keep > limit:
             raise InvalidRequest(
                 f"truncate_prompt_tokens: {keep} leaves no room in a context of "
                 f"{self.model_config.max_model_len} tokens",
                 param="truncate_prompt_tokens",
             )
-        return token_ids[-keep:]
+        return token_ids[:keep] if params.truncation_side == "right" else token_ids[-keep:]
+
+    def _check_length(self, num_prompt_tokens: int, params: SamplingParams) -> None:
+        field, asked = params.max_tokens_field, params.max_tokens
+        limit = self.model_config.max_model_len
+        if field is not None and asked is not None and num_prompt_tokens + asked > limit:
+            raise ContextLengthExceeded(
+                f"{field}: {asked} after a prompt of {num_prompt_tokens} tokens, but the context "
+                f"holds {limit} in all; ask for at most {limit - num_prompt_tokens}",
+                param=field,
+            )
 
     def _check_prompt(self, token_ids: list[int]) -> None:
         if not token_ids:

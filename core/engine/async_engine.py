@@ -84,6 +84,9 @@ class AsyncEngine:
         self.tokenizer = None
         self.dead_reason: str | None = None
         self._chat_template: ChatTemplate | None = None
+        self.chat_template_variables: frozenset[str] = frozenset()
+        """What the model's chat template reads besides messages and tools: names that
+        `chat_template_kwargs` may set."""
         self._states: dict[str, RequestState | PoolingState] = {}
         self._owners: dict[str, tuple[RequestState | PoolingState, int]] = {}
         """Scheduler request id → its state and completion index."""
@@ -152,6 +155,7 @@ class AsyncEngine:
         )
         if self.tokenizer.chat_templates:
             self._chat_template = ChatTemplate(self.tokenizer.chat_templates, self.tokenizer)
+            self.chat_template_variables = self._chat_template.variables
 
     def _serve(self) -> None:
         config = self.config
@@ -278,11 +282,14 @@ class AsyncEngine:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
+        add_special_tokens: bool = False,
         request_id: str | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
     ) -> OutputStream:
-        """Answer OpenAI-style messages through the model's chat template."""
+        """Answer OpenAI-style messages through the model's chat template, or the one given."""
 
         async def start() -> RequestState:
             self._check_generates()
@@ -297,6 +304,9 @@ class AsyncEngine:
                 chat_template_kwargs=chat_template_kwargs,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
+                documents=documents,
+                chat_template=chat_template,
+                add_special_tokens=add_special_tokens,
             )
             return self._admit(token_ids, asked, request_id, priority, cache_salt, grammar)
 
@@ -310,20 +320,28 @@ class AsyncEngine:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
+        add_special_tokens: bool = False,
     ) -> list[int]:
         """The prompt's token ids, as `chat` would send them."""
-        if self._chat_template is None:
+        template = self._chat_template
+        if chat_template is not None:
+            template = ChatTemplate(chat_template, self.tokenizer)
+        if template is None:
             raise InvalidRequest(
                 "messages: this model has no chat template; give one with chat_template, or use "
                 "completions",
                 param="messages",
             )
-        return self._chat_template.render_tokens(
+        return template.render_tokens(
             list(messages),
             tools=None if tools is None else list(tools),
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             template_kwargs=chat_template_kwargs,
+            documents=documents,
+            add_special_tokens=add_special_tokens,
         )
 
     async def abort(self, request_id: str) -> bool:

@@ -3,52 +3,29 @@
 from __future__ import annotations
 
 import functools
-import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jinja2 import meta
 from jinja2.exceptions import SecurityError, TemplateError, TemplateSyntaxError
 
 from ..errors import InvalidRequest
+from .chat_input import (
+    RESERVED,
+    Guard,
+    check_documents,
+    check_kwargs,
+    check_messages,
+    check_tools,
+    guarded,
+    same,
+)
 from .control_tokens import ControlTokens
 from .template_sandbox import TemplateEnvironment
 from .tokenizer import Tokenizer
 
-_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-_RESERVED = frozenset(
-    {
-        "messages",
-        "tools",
-        "documents",
-        "add_generation_prompt",
-        "continue_final_message",
-        "chat_template",
-        "tokenize",
-        "conversation",
-        "conversations",
-        "padding",
-        "truncation",
-        "max_length",
-        "return_tensors",
-        "return_dict",
-        "tokenizer_kwargs",
-        "return_assistant_tokens_mask",
-        "raise_exception",
-        "strftime_now",
-        "range",
-        "dict",
-        "namespace",
-        "cycler",
-        "joiner",
-        "lipsum",
-        "self",
-    }
-)
-_MAX_DEPTH = 64
 _END = "\ufdd2"
 """Marks the end of the final message's content while it is rendered to be continued."""
-
-Guard = Callable[[str], str]
 
 
 @functools.cache
@@ -89,6 +66,23 @@ class ChatTemplate:
             self._tokens.update({k: v for k, v in named.items() if v is not None})
 
     @functools.cached_property
+    def variables(self) -> frozenset[str]:
+        """Names that the template reads and does not set: what `template_kwargs` may give it."""
+        read: set[str] = set()
+        for text in self._sources.values():
+            read |= meta.find_undeclared_variables(_environment().parse(text))
+        return frozenset(read - RESERVED - self._tokens.keys())
+
+    @functools.cached_property
+    def takes_documents(self) -> bool:
+        """Whether the template writes documents."""
+        return any("documents" in text for text in self._sources.values())
+
+    @functools.cached_property
+    def _knows_developers(self) -> bool:
+        return any("developer" in text for text in self._sources.values())
+
+    @functools.cached_property
     def _control(self) -> ControlTokens:
         if self._tokenizer is None:
             raise InvalidRequest("this model has no tokenizer; send prompt token ids")
@@ -102,12 +96,14 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         template_kwargs: Mapping[str, Any] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
         """The prompt as text.
 
         messages: in OpenAI's form; tools: likewise. template_kwargs: variables for the template
         (`enable_thinking`); names of the template's own inputs and of functions are refused.
-        Raises InvalidRequest with the path of the offending field.
+        documents: for templates that write them. Where the template knows no developers, their
+        messages become the system's. Raises InvalidRequest with the path of the offending field.
         """
         return self._render(
             messages,
@@ -115,7 +111,8 @@ class ChatTemplate:
             add_generation_prompt,
             continue_final_message,
             template_kwargs or {},
-            lambda text: text,
+            documents,
+            same,
         )
 
     def render_tokens(
@@ -126,10 +123,14 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         template_kwargs: Mapping[str, Any] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        add_special_tokens: bool = False,
     ) -> list[int]:
         """The prompt as token ids; arguments and errors as for `render`.
 
-        Text of users, system prompts, tool results, tool definitions and template_kwargs never
+        add_special_tokens: let the tokenizer add its own, beside the template's.
+
+        Text of users, system prompts, tool results, tools, documents and template_kwargs never
         becomes a control token: `<|im_end|>` typed there is encoded as plain text. Assistant
         messages are not guarded, for they hold markup that the model itself wrote (`<think>`,
         `<tool_call>`) and must read as tokens again. Where nothing of the kind was typed, the
@@ -138,12 +139,12 @@ class ChatTemplate:
         it together differently is beyond this guard.
         """
         control = self._control
-        guarded = False
+        broken = False
 
         def guard(text: str) -> str:
-            nonlocal guarded
+            nonlocal broken
             marked = control.mark(text)
-            guarded = guarded or marked is not text
+            broken = broken or marked is not text
             return marked
 
         text = self._render(
@@ -152,12 +153,13 @@ class ChatTemplate:
             add_generation_prompt,
             continue_final_message,
             template_kwargs or {},
+            documents,
             guard,
         )
-        if guarded:
-            return control.encode_marked(text)
+        if broken:
+            return control.encode_marked(text, add_special_tokens=add_special_tokens)
         assert self._tokenizer is not None
-        return self._tokenizer.encode(text, add_special_tokens=False)
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def _render(
         self,
@@ -166,16 +168,26 @@ class ChatTemplate:
         add_generation_prompt: bool,
         continue_final_message: bool,
         template_kwargs: Mapping[str, Any],
+        documents: Sequence[Mapping[str, Any]] | None,
         guard: Guard,
     ) -> str:
         template = self._template(bool(tools))
-        _check_kwargs(template_kwargs)
+        check_kwargs(template_kwargs)
         if continue_final_message and add_generation_prompt:
             raise InvalidRequest(
                 "continue_final_message: not together with add_generation_prompt",
                 param="continue_final_message",
             )
-        chat = _check_messages(messages, guard)
+        if documents and not self.takes_documents:
+            raise InvalidRequest(
+                "documents: this model's chat template takes none; put them into a message",
+                param="documents",
+            )
+        chat = check_messages(messages, guard)
+        if not self._knows_developers:
+            for message in chat:
+                if message["role"] == "developer":
+                    message["role"] = "system"
         if continue_final_message:
             final = chat[-1].get("content")
             if not final:
@@ -186,10 +198,10 @@ class ChatTemplate:
             chat[-1]["content"] = final.replace(_END, "\ufffd") + _END
         variables = {
             **self._tokens,
-            **{key: _guarded(value, guard, key) for key, value in template_kwargs.items()},
+            **{key: guarded(value, guard, key) for key, value in template_kwargs.items()},
             "messages": chat,
-            "tools": _check_tools(tools, guard),
-            "documents": None,
+            "tools": check_tools(tools, guard),
+            "documents": check_documents(documents, guard),
             "add_generation_prompt": add_generation_prompt,
         }
         text = self._run(template, variables)
@@ -230,144 +242,3 @@ class ChatTemplate:
                 f"messages: the chat template cannot render them: {type(error).__name__}: {error}",
                 param="messages",
             ) from None
-
-
-# ---------------------------------------------------------------- checking what a request brings
-
-
-def _check_kwargs(kwargs: Mapping[str, Any]) -> None:
-    for key in kwargs:
-        reserved = key in _RESERVED or key.startswith("_") or key.endswith("_token")
-        if reserved or not key.isidentifier():
-            raise InvalidRequest(
-                f"chat_template_kwargs.{key}: is reserved", param=f"chat_template_kwargs.{key}"
-            )
-
-
-def _guarded(value: Any, guard: Guard, path: str, depth: int = 0) -> Any:
-    """A copy of a JSON value with every string guarded."""
-    if depth > _MAX_DEPTH:
-        raise InvalidRequest(f"{path}: nested deeper than {_MAX_DEPTH}", param=path)
-    if isinstance(value, str):
-        return guard(value)
-    if isinstance(value, Mapping):
-        return {
-            guard(str(key)): _guarded(item, guard, path, depth + 1) for key, item in value.items()
-        }
-    if isinstance(value, list | tuple):
-        return [_guarded(item, guard, path, depth + 1) for item in value]
-    if value is None or isinstance(value, bool | int | float):
-        return value
-    raise InvalidRequest(f"{path}: {type(value).__name__} is no JSON value", param=path)
-
-
-def _same(text: str) -> str:
-    return text
-
-
-def _check_tools(
-    tools: Sequence[Mapping[str, Any]] | None, guard: Guard
-) -> list[Mapping[str, Any]] | None:
-    if not tools:
-        return None
-    if not isinstance(tools, list | tuple):
-        raise InvalidRequest(f"tools: must be a list, got {type(tools).__name__}", param="tools")
-    for index, tool in enumerate(tools):
-        path = f"tools[{index}]"
-        function = tool.get("function") if isinstance(tool, Mapping) else None
-        if not isinstance(function, Mapping):
-            raise InvalidRequest(
-                f'{path}: must be {{"type": "function", "function": {{…}}}}', param=path
-            )
-        if not isinstance(function.get("name"), str) or not function["name"]:
-            raise InvalidRequest(
-                f"{path}.function.name: must be a non-empty string", param=f"{path}.function.name"
-            )
-    return [_guarded(tool, guard, f"tools[{i}]") for i, tool in enumerate(tools)]
-
-
-def _check_messages(messages: Any, guard: Guard) -> list[dict[str, Any]]:
-    if not isinstance(messages, list | tuple) or not messages:
-        raise InvalidRequest("messages: must be a non-empty list", param="messages")
-    return [_check_message(m, f"messages[{i}]", guard) for i, m in enumerate(messages)]
-
-
-def _check_message(message: Any, path: str, guard: Guard) -> dict[str, Any]:
-    """One message in the form templates expect: content a string, call arguments objects."""
-    if not isinstance(message, Mapping):
-        raise InvalidRequest(f"{path}: must be an object", param=path)
-    role = message.get("role")
-    if role not in _ROLES:
-        raise InvalidRequest(
-            f"{path}.role: must be one of {', '.join(_ROLES)}, got {role!r}", param=f"{path}.role"
-        )
-    if role == "assistant":
-        guard = _same
-    checked = {
-        key: _guarded(value, guard, f"{path}.{key}")
-        for key, value in message.items()
-        if key not in ("role", "content", "tool_calls")
-    }
-    checked["role"] = role
-    calls = message.get("tool_calls")
-    content = _check_content(message.get("content"), f"{path}.content")
-    if content is None and not (role == "assistant" and (calls or message.get("function_call"))):
-        raise InvalidRequest(f"{path}.content: is missing", param=f"{path}.content")
-    if calls:
-        if role != "assistant":
-            raise InvalidRequest(
-                f"{path}.tool_calls: only assistant messages have them", param=f"{path}.tool_calls"
-            )
-        checked["tool_calls"] = _check_calls(calls, f"{path}.tool_calls")
-    checked["content"] = guard(content) if content is not None else ""
-    return checked
-
-
-def _check_content(content: Any, path: str) -> str | None:
-    if content is None or isinstance(content, str):
-        return content
-    if not isinstance(content, list | tuple):
-        raise InvalidRequest(
-            f"{path}: must be a string or a list of parts, got {type(content).__name__}", param=path
-        )
-    texts = []
-    for index, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, Mapping) else None
-        if kind != "text" or not isinstance(part.get("text"), str):
-            raise InvalidRequest(
-                f'{path}[{index}]: must be {{"type": "text", "text": "…"}}; '
-                f"{kind!r} parts are not supported",
-                param=f"{path}[{index}]",
-            )
-        texts.append(part["text"])
-    return "\n".join(texts)
-
-
-def _check_calls(calls: Any, path: str) -> list[dict[str, Any]]:
-    """Tool calls with their arguments as objects, the way templates write them out."""
-    if not isinstance(calls, list | tuple):
-        raise InvalidRequest(f"{path}: must be a list", param=path)
-    checked = []
-    for index, call in enumerate(calls):
-        where = f"{path}[{index}].function"
-        function = call.get("function") if isinstance(call, Mapping) else None
-        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            raise InvalidRequest(f"{where}.name: must be a string", param=f"{where}.name")
-        arguments = function.get("arguments")
-        if isinstance(arguments, str):
-            try:
-                arguments = json.loads(arguments) if arguments.strip() else {}
-            except (ValueError, RecursionError):
-                raise InvalidRequest(
-                    f"{where}.arguments: is not JSON", param=f"{where}.arguments"
-                ) from None
-        if arguments is None:
-            arguments = {}
-        if not isinstance(arguments, Mapping):
-            raise InvalidRequest(
-                f"{where}.arguments: must be a JSON object", param=f"{where}.arguments"
-            )
-        plain = _guarded({**call, "function": None}, _same, path)
-        plain["function"] = _guarded({**function, "arguments": arguments}, _same, where)
-        checked.append(plain)
-    return checked

@@ -58,6 +58,11 @@ def make_parser() -> argparse.ArgumentParser:
         help="serve a page for people at /",
     )
     server.add_argument(
+        "--trust-request-chat-template",
+        action="store_true",
+        help="let chats bring a template of their own (chat_template)",
+    )
+    server.add_argument(
         "--shutdown-timeout", type=float, default=60.0, help="seconds to drain after SIGTERM"
     )
     server.add_argument(
@@ -99,6 +104,7 @@ def run(argv: list[str]) -> int:
             enable_admin=args.enable_admin,
             batches=batch_options(args),
             playground=args.playground,
+            trust_request_chat_template=args.trust_request_chat_template,
         )
         listen = Listen(args.host, args.port, args.uds)
         return _run(serve(config, plugins, listen, options))

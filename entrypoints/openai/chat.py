@@ -35,18 +35,30 @@ from ...core.types import (
     SamplingParams,
     StructuredOutputsParams,
 )
-from .context import ENGINE, LONG_TEXT, check_model, new_id, reply, tokenizer_of, usage
+from .context import (
+    ENGINE,
+    LONG_TEXT,
+    OPTIONS,
+    check_model,
+    check_priority,
+    new_id,
+    reply,
+    tokenizer_of,
+    usage,
+)
 from .logprobs import chat_logprobs, prompt_logprobs
 from .protocol import ChatRequest, decode
 from .streaming import frame, stream
 from .structured import forced_calls, strict_calls
+from .template_fields import template_arguments
+from .tool_choice import apply_allowed_tools, check_tools, first_call_only
 
 
 async def chat_completions(request: web.Request) -> web.StreamResponse:
     """Answer a conversation."""
     engine = request.app[ENGINE]
     asked = decode(await request.read(), ChatRequest)
-    job = _Job(engine, asked)
+    job = _Job(engine, asked, request.app[OPTIONS].trust_request_chat_template)
     if asked.stream:
         frames = job.frames()
         return await stream(request, frames, frames.__anext__)
@@ -61,10 +73,13 @@ class _Choice:
         parser: OutputParser,
         thought: ReasoningTracker | None,
         new_call_id: Callable[[], str],
+        one_call: bool = False,
     ) -> None:
+        """`one_call`: show the first tool call alone."""
         self.parser = parser
         self.thought = thought
         self.new_call_id = new_call_id
+        self.one_call = one_call
         self.num_tokens = 0
         self.called = False
 
@@ -78,6 +93,8 @@ class _Choice:
         events = self.parser.feed(completion.text, completion.token_ids)
         if completion.finish_reason is not None:
             events = events + self.parser.finish()
+        if self.one_call:
+            events = first_call_only(events)
         for event in events:
             if isinstance(event, ToolCallStart):
                 self.called = True
@@ -90,14 +107,21 @@ class _Choice:
 
 
 class _Job:
-    def __init__(self, engine: AsyncEngine, asked: ChatRequest) -> None:
+    def __init__(
+        self, engine: AsyncEngine, asked: ChatRequest, trust_template: bool = False
+    ) -> None:
         asked.check()
+        check_tools(asked)
+        apply_allowed_tools(asked)
         self.engine = engine
         self.asked = asked
         self.model = check_model(engine, asked.model)
+        check_priority(engine, asked.priority)
         self.id = new_id("chatcmpl", asked.request_id)
         self.created = int(time.time())
-        logprobs = (asked.top_logprobs or 0) if asked.logprobs else None
+        self.template_arguments = template_arguments(engine, asked, trust_template)
+        self.echoed = _last_words(asked)
+        logprobs = asked.shown_logprobs(engine.config.max_logprobs)
         self.params = asked.sampling(asked.token_limit, logprobs)
         self.uses_tools = bool(asked.tools) and asked.tool_choice != "none"
         self.forced = forced_calls(asked, engine.config.structured_outputs_config)
@@ -144,13 +168,14 @@ class _Job:
     def _choice(self) -> _Choice:
         reasoning = tools = tracker = None
         if self.reasoning is not None:
-            thinking = lets_think(self.reasoning, self.asked.chat_template_kwargs or {})
+            thinking = lets_think(self.reasoning, self.template_arguments)
             reasoning = self.reasoning(thinking=thinking)
             tracker = ReasoningTracker(self.reasoning(thinking=thinking), tokenizer_of(self.engine))
         if self.tools is not None:
             tools = self.tools(tools=self.asked.tools or ())
         new_call_id = getattr(self.tools, "new_id", _call_id)
-        return _Choice(OutputParser(reasoning, tools), tracker, new_call_id)
+        one_call = self.asked.parallel_tool_calls is False
+        return _Choice(OutputParser(reasoning, tools), tracker, new_call_id, one_call)
 
     def _outputs(self) -> Any:
         asked = self.asked
@@ -158,9 +183,12 @@ class _Job:
             asked.messages,
             self.params,
             tools=asked.tools if self.uses_tools else None,
-            chat_template_kwargs=asked.chat_template_kwargs,
+            chat_template_kwargs=self.template_arguments,
             add_generation_prompt=asked.add_generation_prompt and not asked.continue_final_message,
             continue_final_message=asked.continue_final_message,
+            documents=asked.documents,
+            chat_template=asked.chat_template,
+            add_special_tokens=asked.add_special_tokens,
             request_id=self.id,
             priority=asked.priority,
             cache_salt=asked.cache_salt,
@@ -195,6 +223,8 @@ class _Job:
                 ]
             elif message.content is None:
                 body["content"] = ""
+            if self.echoed:
+                body["content"] = self.echoed + (message.content or "")
             made: dict[str, Any] = {
                 "index": completion.index,
                 "message": body,
@@ -226,20 +256,25 @@ class _Job:
             running = self._usage(output, choices) if self.asked.continuous_usage else None
             if not opened:
                 opened = True
-                for index in range(len(choices)):
-                    yield self._frame(index, {"role": "assistant", "content": ""}, running)
+                for piece in self._opening(output, running):
+                    yield piece
             for completion in output.outputs:
                 self._check(output, completion)
                 choice = choices[completion.index]
                 events = choice.feed(completion)
                 logprobs = self._logprobs(completion.logprobs)
+                token_ids = completion.token_ids if self.asked.return_token_ids else None
                 for event in events:
                     delta = _delta(event, choice, self.asked.include_reasoning)
                     if delta is not None:
-                        yield self._frame(completion.index, delta, running, logprobs)
-                        logprobs = None
-                if logprobs is not None and logprobs["content"]:
-                    yield self._frame(completion.index, {"content": ""}, running, logprobs)
+                        yield self._frame(
+                            completion.index, delta, running, logprobs, token_ids=token_ids
+                        )
+                        logprobs = token_ids = None
+                if (logprobs is not None and logprobs["content"]) or token_ids:
+                    yield self._frame(
+                        completion.index, {"content": ""}, running, logprobs, token_ids=token_ids
+                    )
                 if completion.finish_reason is not None:
                     yield self._frame(
                         completion.index,
@@ -253,6 +288,21 @@ class _Job:
             body = self._body("chat.completion.chunk", [])
             body["usage"] = self._usage(output, choices)
             yield frame(body)
+
+    def _opening(self, output: RequestOutput, running: dict[str, Any] | None) -> list[bytes]:
+        """The first frames: each answer's role, what is echoed, and what is told of the prompt."""
+        prompt: dict[str, Any] = {}
+        if self.asked.prompt_logprobs is not None:
+            prompt["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
+        if self.asked.return_token_ids:
+            prompt["prompt_token_ids"] = output.prompt_token_ids
+        frames = []
+        for index in range(self.params.n):
+            delta = {"role": "assistant", "content": ""}
+            frames.append(self._frame(index, delta, running, body=prompt if index == 0 else None))
+            if self.echoed:
+                frames.append(self._frame(index, {"content": self.echoed}, running))
+        return frames
 
     def _check(self, output: RequestOutput, completion: CompletionOutput) -> None:
         if completion.finish_reason == "error":
@@ -290,6 +340,8 @@ class _Job:
         logprobs: Any = None,
         finish_reason: str | None = None,
         stop_reason: int | str | None = None,
+        token_ids: list[int] | None = None,
+        body: dict[str, Any] | None = None,
     ) -> bytes:
         choice: dict[str, Any] = {
             "index": index,
@@ -299,7 +351,9 @@ class _Job:
         }
         if stop_reason is not None:
             choice["stop_reason"] = stop_reason
-        body = self._body("chat.completion.chunk", [choice])
+        if token_ids is not None:
+            choice["token_ids"] = token_ids
+        body = self._body("chat.completion.chunk", [choice]) | (body or {})
         if running is not None:
             body["usage"] = running
         return frame(body)
@@ -307,7 +361,12 @@ class _Job:
     def _logprobs(self, positions: list[PositionLogprobs] | None) -> dict[str, Any] | None:
         if positions is None:
             return None
-        return chat_logprobs(positions, self.asked.top_logprobs or 0, tokenizer_of(self.engine))
+        return chat_logprobs(
+            positions,
+            self.asked.top_logprobs or 0,
+            tokenizer_of(self.engine),
+            self.asked.return_tokens_as_token_ids,
+        )
 
 
 def _delta(event: ParserEvent, choice: _Choice, reasoning: bool) -> dict[str, Any] | None:
@@ -325,6 +384,17 @@ def _delta(event: ParserEvent, choice: _Choice, reasoning: bool) -> dict[str, An
             return {"tool_calls": [{"index": index, "function": {"arguments": fragment}}]}
         case ToolCallEnd():
             return None
+
+
+def _last_words(asked: ChatRequest) -> str:
+    """With `echo`, the last message's text, if it is the assistant's: the answer goes on from it,
+    and shows it."""
+    last = asked.messages[-1] if asked.echo and asked.messages else {}
+    content = last.get("content") if last.get("role") == "assistant" else None
+    if isinstance(content, list):
+        texts = [part.get("text") for part in content if isinstance(part, dict)]
+        content = "\n".join(text for text in texts if isinstance(text, str))
+    return content if isinstance(content, str) else ""
 
 
 def _call_id() -> str:

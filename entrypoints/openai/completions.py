@@ -12,7 +12,16 @@ from aiohttp import web
 from ...core.engine.async_engine import AsyncEngine
 from ...core.errors import InvalidRequest, RequestFailed
 from ...core.types import CompletionOutput, PositionLogprobs, RequestOutput, SamplingParams
-from .context import ENGINE, check_model, encode_text, new_id, reply, tokenizer_of, usage
+from .context import (
+    ENGINE,
+    check_model,
+    check_priority,
+    encode_text,
+    new_id,
+    reply,
+    tokenizer_of,
+    usage,
+)
 from .logprobs import completion_logprobs, prompt_logprobs
 from .protocol import CompletionRequest, decode
 from .streaming import frame, stream
@@ -22,7 +31,9 @@ async def completions(request: web.Request) -> web.StreamResponse:
     """Complete one prompt or several."""
     engine = request.app[ENGINE]
     asked = decode(await request.read(), CompletionRequest)
+    asked.check()
     model = check_model(engine, asked.model)
+    check_priority(engine, asked.priority)
     given = asked.prompts()
     token_ids = [
         prompt
@@ -155,7 +166,12 @@ class _Job:
         }
         if self.asked.logprobs is not None:
             choice["logprobs"], offset = completion_logprobs(
-                token_ids, positions, self.asked.logprobs, offset, tokenizer_of(self.engine)
+                token_ids,
+                positions,
+                self.asked.logprobs,
+                offset,
+                tokenizer_of(self.engine),
+                self.asked.return_tokens_as_token_ids,
             )
         if self.shows_prompt_logprobs and first:
             choice["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
@@ -172,7 +188,9 @@ class _Job:
             return given
         tokenizer = tokenizer_of(self.engine)
         # A padded vocabulary has ids without a token.
-        return tokenizer.decode([t for t in output.prompt_token_ids if t <= tokenizer.max_token_id])
+        token_ids = [t for t in output.prompt_token_ids if t <= tokenizer.max_token_id]
+        # All of it, as `text_offset` counts.
+        return tokenizer.decode(token_ids, skip_special_tokens=False)
 
 
 async def _all(streams: list[Any]) -> list[RequestOutput]:

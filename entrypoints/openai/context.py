@@ -41,6 +41,8 @@ class ServerOptions:
     """Where /v1/files and /v1/batches keep what they have; None: there are no such routes."""
     playground: bool = True
     """Whether `GET /` is a page for people (`entrypoints/web/`)."""
+    trust_request_chat_template: bool = False
+    """Whether a chat may bring its own template."""
     started: int = field(default_factory=lambda: int(time.time()))
 
 
@@ -75,6 +77,16 @@ def check_model(engine: AsyncEngine, name: str | None) -> str:
             f"model: {name!r} is not served here (there is: {', '.join(names)})", param="model"
         )
     return name
+
+
+def check_priority(engine: AsyncEngine, priority: int) -> None:
+    """Refuse a wish that the schedule policy would not look at. Raises InvalidRequest."""
+    if priority and engine.config.scheduling_policy == "fcfs":
+        raise InvalidRequest(
+            "priority: this server serves in order of arrival; start it with "
+            "--scheduling-policy priority",
+            param="priority",
+        )
 
 
 def tokenizer_of(engine: AsyncEngine) -> Tokenizer:

@@ -12,13 +12,16 @@ LOWEST = -9999.0
 
 
 def chat_logprobs(
-    positions: list[PositionLogprobs], count: int, tokenizer: Tokenizer
+    positions: list[PositionLogprobs], count: int, tokenizer: Tokenizer, as_ids: bool = False
 ) -> dict[str, Any]:
-    """Chat: an entry a token, with its `count` most likely rivals."""
+    """Chat: an entry a token, with its `count` most likely rivals.
+
+    as_ids: write tokens as `token_id:N`; their bytes stay.
+    """
 
     def entry(token: int, logprob: Logprob) -> dict[str, Any]:
         return {
-            "token": tokenizer.token_text(token),
+            "token": f"token_id:{token}" if as_ids else tokenizer.token_text(token),
             "logprob": max(logprob.logprob, LOWEST),
             "bytes": list(tokenizer.token_bytes(token)),
         }
@@ -41,10 +44,12 @@ def completion_logprobs(
     count: int,
     offset: int,
     tokenizer: Tokenizer,
+    as_ids: bool = False,
 ) -> tuple[dict[str, Any], int]:
     """Completions: parallel lists, and the offset of each token in the text.
 
-    `offset`: where the first token stands. → (lists, where the next one will stand)
+    as_ids: write tokens as `token_id:N`. `offset`: where the first token stands. → (lists, where
+    the next one will stand)
     """
     made: dict[str, list[Any]] = {
         "tokens": [],
@@ -52,19 +57,27 @@ def completion_logprobs(
         "top_logprobs": [],
         "text_offset": [],
     }
+
+    def name(token: int) -> str:
+        return f"token_id:{token}" if as_ids else _shown(token, tokenizer)
+
     for token, position in zip(token_ids, positions, strict=True):
-        made["tokens"].append(_shown(token, tokenizer))
+        made["tokens"].append(name(token))
         made["text_offset"].append(offset)
-        offset += len(tokenizer.token_text(token))
+        # A character that several tokens spell counts at its first byte.
+        offset += sum(byte & 0xC0 != 0x80 for byte in tokenizer.token_bytes(token))
         if position is None:
             made["token_logprobs"].append(None)
             made["top_logprobs"].append(None)
             continue
         shown = {token: position[token], **dict(_ranked(position)[:count])}
         made["token_logprobs"].append(max(position[token].logprob, LOWEST))
-        made["top_logprobs"].append(
-            {_shown(t, tokenizer): max(p.logprob, LOWEST) for t, p in shown.items()}
-        )
+        top: dict[str, float] = {}
+        for other, entry in shown.items():
+            # Of tokens with one text, the likelier.
+            text = name(other)
+            top[text] = max(entry.logprob, top.get(text, LOWEST))
+        made["top_logprobs"].append(top)
     return made, offset
 
 

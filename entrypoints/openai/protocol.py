@@ -6,7 +6,7 @@ that are known and not supported are refused by name when they ask for something
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
@@ -17,11 +17,37 @@ from .structured import requested
 T = TypeVar("T")
 MAX_PROMPTS = 256
 
-UNSUPPORTED = (
-    "suffix", "functions", "function_call", "audio", "modalities", "prediction",
-    "web_search_options",
-    "use_beam_search", "chat_template", "documents", "prompt_embeds",
-)  # fmt: skip
+UNSUPPORTED = {
+    "suffix": "this server completes from the left only; send what comes before as the prompt",
+    "functions": "OpenAI's older form; use tools",
+    "function_call": "OpenAI's older form; use tool_choice",
+    "audio": "this server's models write text",
+    "modalities": "this route has no such choice",
+    "web_search_options": "there is no web search here; give the model a tool",
+    "use_beam_search": "there is no beam search",
+    "chat_template": "only POST /v1/chat/completions takes one",
+    "documents": "only POST /v1/chat/completions takes them",
+    "prompt_embeds": "send text or token ids",
+    "moderation": "there is no model that moderates",
+    "logits_processors": "no code comes in with a request",
+    "mm_processor_kwargs": "this server's models read text",
+    "media_io_kwargs": "this server's models read text",
+    "ec_transfer_params": "this server's models have no encoder",
+    "repetition_detection": "see repetition_penalty and stop",
+    "return_prompt_text": "POST /tokenize renders a chat, POST /detokenize shows it",
+    "return_token_offsets": "POST /tokenize gives each token's text: return_token_strs",
+    "return_assistant_tokens_mask": "there is no route that renders a chat for training",
+    "vllm_xargs": "there is nothing that would read them",
+    "thinking_token_budget": "a thought cannot be cut off; see max_tokens and reasoning_effort",
+    "guided_decoding_backend": "the server chooses: --structured-outputs-config.backend",
+    "guided_whitespace_pattern": "see --structured-outputs-config.disable-any-whitespace",
+}
+"""Field → why it is refused, or what to do in its place."""
+EMPTY: tuple[Any, ...] = (None, False, "", [], {})
+"""What asks for nothing."""
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+VERBOSITIES = ("low", "medium", "high")
+SERVICE_TIERS = ("auto", "default", "flex", "scale", "priority", "fast")
 
 
 class StreamOptions(msgspec.Struct):
@@ -29,6 +55,8 @@ class StreamOptions(msgspec.Struct):
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
+    include_obfuscation: bool = False
+    """Taken and not used: a stream has no padding."""
 
 
 class SamplingRequest(msgspec.Struct, kw_only=True):
@@ -68,11 +96,25 @@ class SamplingRequest(msgspec.Struct, kw_only=True):
     allowed_token_ids: list[int] | None = None
     prompt_logprobs: int | None = None
     truncate_prompt_tokens: int | None = None
+    truncation_side: Literal["left", "right"] | None = None
     priority: int = 0
     cache_salt: str | None = None
     return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
     kv_transfer_params: dict[str, Any] | None = None
     request_id: str | None = None
+
+    def check(self) -> None:
+        """What no single field tells. Raises InvalidRequest with the field's name."""
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequest("stream_options: needs stream=true", param="stream_options")
+        if self.cache_salt == "":
+            raise InvalidRequest("cache_salt: must not be empty", param="cache_salt")
+
+    @property
+    def token_limit_field(self) -> str | None:
+        """Which field limits the answer's tokens, if one is given."""
+        return None if self.max_tokens is None else "max_tokens"
 
     def sampling(self, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
         """As the engine takes it. Raises InvalidRequest with the field's name."""
@@ -91,6 +133,7 @@ class SamplingRequest(msgspec.Struct, kw_only=True):
         return SamplingParams(
             **{name: value for name, value in given.items() if value is not None},
             max_tokens=max_tokens,
+            max_tokens_field=self.token_limit_field,
             seed=self.seed,
             stop=(stop,) if isinstance(stop, str) else tuple(stop or ()),
             stop_token_ids=tuple(self.stop_token_ids or ()),
@@ -107,6 +150,7 @@ class SamplingRequest(msgspec.Struct, kw_only=True):
                 None if self.allowed_token_ids is None else tuple(self.allowed_token_ids)
             ),
             truncate_prompt_tokens=self.truncate_prompt_tokens,
+            truncation_side=self.truncation_side or "left",
             output_kind=OutputKind.DELTA if self.stream else OutputKind.FINAL_ONLY,
             kv_transfer_params=self.kv_transfer_params,
         )
@@ -163,13 +207,58 @@ class ChatRequest(SamplingRequest, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     include_reasoning: bool = True
     echo: bool = False
+    add_special_tokens: bool = False
+    chat_template: str | None = None
+    documents: list[dict[str, Any]] | None = None
+    reasoning_effort: str | None = None
+    verbosity: str | None = None
+
+    modalities: list[str] | None = None
+    prediction: dict[str, Any] | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
 
     def check(self) -> None:
-        """Refuse what is not supported yet."""
-        if self.echo:
-            raise InvalidRequest("echo: is not supported for chat yet", param="echo")
-        if self.top_logprobs and not self.logprobs:
-            raise InvalidRequest("top_logprobs: needs logprobs=true", param="top_logprobs")
+        """What no single field tells. Raises InvalidRequest with the field's name."""
+        super().check()
+        if self.top_logprobs is not None:
+            if not self.logprobs:
+                raise InvalidRequest("top_logprobs: needs logprobs=true", param="top_logprobs")
+            if self.top_logprobs < 0:
+                _refuse("top_logprobs", "at least 0", self.top_logprobs)
+        if self.max_completion_tokens is not None and self.max_completion_tokens < 1:
+            _refuse("max_completion_tokens", "at least 1", self.max_completion_tokens)
+        for name, known in (
+            ("reasoning_effort", EFFORTS),
+            ("verbosity", VERBOSITIES),
+            ("service_tier", SERVICE_TIERS),
+        ):
+            if (value := getattr(self, name)) is not None and value not in known:
+                _refuse(name, f"one of {', '.join(known)}", value)
+        for modality in self.modalities or ():
+            if modality != "text":
+                _refuse("modalities", '["text"]', self.modalities)
+        if self.prediction is not None and self.prediction.get("type") != "content":
+            raise InvalidRequest('prediction.type: must be "content"', param="prediction.type")
+
+    @property
+    def token_limit_field(self) -> str | None:
+        return (
+            super().token_limit_field
+            if self.max_completion_tokens is None
+            else ("max_completion_tokens")
+        )
+
+    def shown_logprobs(self, limit: int) -> int | None:
+        """As `SamplingParams.logprobs`; `limit`: at most so many, -1 for any number."""
+        if self.top_logprobs is not None and -1 < limit < self.top_logprobs:
+            _refuse("top_logprobs", f"at most max_logprobs={limit}", self.top_logprobs)
+        return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
     def token_limit(self) -> int | None:
@@ -197,21 +286,26 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True):
     model: str | None = None
 
 
+def _refuse(field: str, wanted: str, given: Any) -> None:
+    raise InvalidRequest(f"{field}: must be {wanted}, got {given!r}", param=field)
+
+
 def _is_token_ids(value: Any) -> bool:
     return isinstance(value, list) and all(type(token) is int for token in value)
 
 
 def decode(body: bytes, kind: type[T]) -> T:
-    """A request of this kind. Raises InvalidRequest with the field's path."""
+    """A request of this kind; null is as left out. Raises InvalidRequest with the field's path."""
     try:
         raw = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidRequest(f"the body is not JSON: {error}") from None
     if not isinstance(raw, dict):
         raise InvalidRequest("the body must be a JSON object")
-    for name in UNSUPPORTED:
-        if raw.get(name) not in (None, False, [], {}) and name not in kind.__struct_fields__:  # type: ignore[attr-defined]
-            raise InvalidRequest(f"{name}: is not supported by this server", param=name)
+    for name, why in UNSUPPORTED.items():
+        if name in raw and raw[name] not in EMPTY and name not in kind.__struct_fields__:  # type: ignore[attr-defined]
+            raise InvalidRequest(f"{name}: is not supported: {why}", param=name)
+    raw = {name: value for name, value in raw.items() if value is not None}
     try:
         return msgspec.convert(raw, kind, strict=True, str_keys=True)
     except msgspec.ValidationError as error:

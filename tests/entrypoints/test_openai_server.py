@@ -289,7 +289,7 @@ async def test_async_client(server: Server) -> None:
         ({"top_p": 0}, "top_p"),
         ({"n": 0}, "n"),
         ({"max_tokens": 0}, "max_tokens"),
-        ({"logprobs": True, "top_logprobs": 99}, "logprobs"),
+        ({"logprobs": True, "top_logprobs": 99}, "top_logprobs"),
         ({"extra_body": {"suffix": "x"}}, "suffix"),
         ({"extra_body": {"temperature": "warm"}}, "temperature"),
         (

@@ -350,3 +350,35 @@ def test_a_megabyte_of_typed_control_tokens_takes_linear_time() -> None:
         started = time.process_time()
         TEMPLATE._control.mark(text)
         assert time.process_time() - started < 2
+
+
+# ---------------------------------------------------------------- developers, documents, variables
+
+
+def test_a_developer_is_the_system_unless_the_template_knows_developers() -> None:
+    messages = [{"role": "developer", "content": "Be brief."}]
+    roles = "{% for m in messages %}{{ m.role }}{% endfor %}"
+    assert ChatTemplate(roles).render(messages) == "system"
+    knows = ChatTemplate(roles + "{# developer #}")
+    assert knows.render(messages) == "developer"
+
+
+def test_documents_reach_the_templates_that_write_them() -> None:
+    template = ChatTemplate("{% for d in documents %}[{{ d.title }}]{% endfor %}")
+    assert template.render(user("x"), documents=[{"title": "a"}, {"title": "b"}]) == "[a][b]"
+    with pytest.raises(InvalidRequest) as refused:
+        template.render(user("x"), documents=["a"])
+    assert refused.value.param == "documents[0]"
+    with pytest.raises(InvalidRequest) as refused:
+        ChatTemplate("{{ messages }}").render(user("x"), documents=[{"title": "a"}])
+    assert refused.value.param == "documents"
+
+
+def test_the_variables_are_those_that_a_request_may_set() -> None:
+    template = ChatTemplate(
+        "{% set ns = namespace(a=1) %}{% macro m(y) %}{{ y + depth }}{% endmacro %}"
+        "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}"
+        "{% if enable_thinking is defined and enable_thinking %}{{ bos_token }}{% endif %}"
+        "{% if add_generation_prompt %}{{ raise_exception(m(effort)) }}{% endif %}"
+    )
+    assert template.variables - {"bos_token"} == {"enable_thinking", "depth", "effort"}
