@@ -1,0 +1,205 @@
+"""`jackfield bench frontend`: what a streamed token costs this process, without a model.
+
+The real server, scheduler, detokenizer, parsers and sockets over an executor that answers at once
+(`scripted.py`), and a client in a process of its own (`drain.py`). Processor time is told beside
+the clock: on a machine that does other work, only the former says what a token costs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import os
+import statistics
+import sys
+from collections.abc import AsyncIterator
+
+import msgspec
+
+from ...core.config import EngineConfig
+from ...core.engine.async_engine import AsyncEngine
+from ...core.registry import load_plugins
+from ..cli.options import Parser
+from ..openai.server import Listen, listening
+from .backends import event_loop
+from .drain import Drain, Drained
+from .measure import rounded
+from .report import Emitter, Record, add_output_options, environment, say, summary
+from .scripted import ScriptedExecutor
+
+THOUGHT = (
+    "<think>\nThe user wants the weather, so I should look it up first. The tool takes a city, and "
+    "the city is plain from the question: it is Lisbon. Then I say what I am about to do. "
+)
+ANSWER = (
+    "Here is what I found out about it. The harbour was quiet in the morning, and the boats came "
+    "in one after another; by noon the market was full of people who wanted fish, bread and "
+    'coffee. "It is always so on a Friday," said the woman at the gate, and she laughed.\n\n'
+    "- First, look at the sky.\n- Then, ask somebody who lives there.\n\n"
+    "It costs about 3 € there, ça va. "
+)
+CALL = (
+    '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Lisbon", "days": 3}}\n</tool_call>'
+)
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+        },
+    },
+}
+STOPS = ["Observation:", "<|user|>", "\n\nHuman:"]
+
+
+class Case(msgspec.Struct, frozen=True):
+    """Who streams what."""
+
+    name: str
+    path: str = "/v1/chat/completions"
+    stops: bool = False
+    parsers: bool = False
+
+    def body(self, tokens: int) -> Record:
+        """The request."""
+        body: Record = {"stream": True, "max_tokens": tokens, "ignore_eos": True}
+        if self.path.endswith("/chat/completions"):
+            body["messages"] = [{"role": "user", "content": "What is the weather in Lisbon?"}]
+        else:
+            body["prompt"] = "The weather in Lisbon is"
+        if self.stops:
+            body["stop"] = STOPS
+        if self.parsers:
+            body["tools"] = [TOOL]
+        return body
+
+    def text(self, repeats: int) -> str:
+        """What the stub says: with parsers, thought, an answer and a tool call at the end."""
+        if not self.parsers:
+            return ANSWER * repeats
+        half = repeats // 2
+        return THOUGHT * half + "</think>\n\n" + ANSWER * (repeats - half) + CALL
+
+    @property
+    def options(self) -> Record:
+        """The engine's."""
+        if not self.parsers:
+            return {}
+        return {"reasoning_parser": "qwen3", "tool_call_parser": "hermes"}
+
+
+CASES = {
+    case.name: case
+    for case in (
+        Case("chat"),
+        Case("stops", stops=True),
+        Case("parsers", parsers=True, stops=True),
+        Case("completions", path="/v1/completions"),
+    )
+}
+
+
+def run(argv: list[str]) -> int:
+    """→ exit status"""
+    parser = Parser(
+        prog="jackfield bench frontend",
+        description="Stream chats without a model, and tell the processor time a token.",
+    )
+    parser.add_argument(
+        "cases", nargs="*", default=list(CASES), metavar="CASE",
+        help=f"of {', '.join(CASES)} (default: all)",
+    )  # fmt: skip
+    parser.add_argument("--streams", type=int, default=256, help="open at once (default: 256)")
+    parser.add_argument("--tokens", type=int, default=400, help="a stream (default: 400)")
+    parser.add_argument("--repeats", type=int, default=3, help="timed runs a case (default: 3)")
+    add_output_options(parser)
+    args = parser.parse_args(argv)
+    for name in args.cases:
+        if name not in CASES:
+            parser.error(f"case: {name!r} is none of {', '.join(CASES)}")
+    emitter = Emitter(args.output, environment("cpu"))
+    for name in args.cases:
+        emitter.emit(measure(CASES[name], args.streams, args.tokens, args.repeats))
+    print(summary(emitter.records))
+    return 0
+
+
+def measure(case: Case, streams: int, tokens: int, repeats: int) -> Record:
+    """All of one case; → its record, medians of the repeats."""
+    loop = event_loop()
+    try:
+        return loop.run_until_complete(_measure(case, streams, tokens, repeats))
+    finally:
+        loop.close()
+
+
+async def _measure(case: Case, streams: int, tokens: int, repeats: int) -> Record:
+    async with serving(case, streams, tokens) as (executor, url):
+        say(f"{case.name}: {streams} streams of {tokens} tokens")
+        runs = [await trial(case, executor, url, streams, tokens) for _ in range(repeats)]
+    measured = {key: statistics.median(one[key] for one in runs) for key in runs[0]}
+    return {
+        "workload": "frontend",
+        "at": {"case": case.name, "streams": streams, "tokens": tokens, "load": os.getloadavg()[0]},
+        "measured": rounded(measured),
+        "repeats": {"cpu_us_per_token": [round(one["cpu_us_per_token"], 2) for one in runs]},
+    }
+
+
+@contextlib.asynccontextmanager
+async def serving(
+    case: Case, streams: int, tokens: int
+) -> AsyncIterator[tuple[ScriptedExecutor, str]]:
+    """A server whose executor says the case's script; → both."""
+    plugins = load_plugins()
+    executor = ScriptedExecutor([0], streams)
+    plugins["executor"].add("scripted", executor)
+    config = EngineConfig(executor="scripted", device="cpu", max_num_seqs=streams, **case.options)
+    async with AsyncEngine(config, plugins=plugins) as engine:
+        assert engine.tokenizer is not None
+        repeats = 1
+        while len(executor.script) < tokens:
+            text = case.text(repeats)
+            executor.script = engine.tokenizer.encode(text, add_special_tokens=False)
+            repeats += 1
+        # The end matters (tool calls), the beginning too (thought): cut out of the middle.
+        extra = len(executor.script) - tokens
+        cut = len(executor.script) // 4
+        del executor.script[cut : cut + extra]
+        async with listening(engine, Listen(port=0)) as url:
+            gc.collect()
+            gc.freeze()
+            yield executor, url
+
+
+async def trial(
+    case: Case, executor: ScriptedExecutor, url: str, streams: int, tokens: int
+) -> dict[str, float]:
+    """All streams once; → what was measured while all of them ran."""
+    executor.forget()
+    host, _, port = url.removeprefix("http://").rpartition(":")
+    body = msgspec.json.encode(case.body(tokens)).decode()
+    order = Drain(host=host, port=int(port), path=case.path, body=body, streams=streams)
+    client = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "jackfield.entrypoints.bench.drain",
+        stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    out, _ = await client.communicate(msgspec.json.encode(order))
+    came = msgspec.json.decode(out, type=Drained)
+    if came.ok != streams:
+        raise RuntimeError(f"{came.ok} of {streams} streams ended well; the first: {came.first}")
+    begin, end = executor.begin, executor.end
+    if begin is None or end is None or begin.steps == end.steps:
+        raise RuntimeError("never did all streams run together: more tokens, or fewer streams")
+    count = streams * (end.steps - begin.steps)
+    return {
+        "cpu_us_per_token": 1e6 * (end.cpu - begin.cpu) / count,
+        "tokens_per_cpu_second": count / (end.cpu - begin.cpu),
+        "tokens_per_second": count / (end.wall - begin.wall),
+        "frames_per_token": came.frames / (streams * tokens),
+        "bytes_per_token": came.num_bytes / (streams * tokens),
+        "client_cpu_us_per_token": 1e6 * came.cpu_seconds / (streams * tokens),
+    }
