@@ -2,7 +2,7 @@
 
 The real server, scheduler, detokenizer, parsers and sockets over an executor that answers at once
 (`scripted.py`), and a client in a process of its own (`drain.py`). Processor time is told beside
-the clock: on a machine that does other work, only the former says what a token costs.
+the clock: on a machine that does other work, the clock says little of what a token costs.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import gc
 import os
 import statistics
 import sys
+import time
 from collections.abc import AsyncIterator
 
 import msgspec
@@ -20,6 +21,7 @@ import msgspec
 from ...core.config import EngineConfig
 from ...core.engine.async_engine import AsyncEngine
 from ...core.registry import load_plugins
+from ...core.text.tokenizer import Tokenizer
 from ..cli.options import Parser
 from ..openai.server import Listen, listening
 from .backends import event_loop
@@ -29,7 +31,7 @@ from .report import Emitter, Record, add_output_options, environment, say, summa
 from .scripted import ScriptedExecutor
 
 THOUGHT = (
-    "<think>\nThe user wants the weather, so I should look it up first. The tool takes a city, and "
+    "The user wants the weather, so I should look it up first. The tool takes a city, and "
     "the city is plain from the question: it is Lisbon. Then I say what I am about to do. "
 )
 ANSWER = (
@@ -76,12 +78,18 @@ class Case(msgspec.Struct, frozen=True):
             body["tools"] = [TOOL]
         return body
 
-    def text(self, repeats: int) -> str:
-        """What the stub says: with parsers, thought, an answer and a tool call at the end."""
+    def script(self, tokenizer: Tokenizer, tokens: int) -> list[int]:
+        """What the stub says; with parsers: thought, an answer, and a tool call at the end."""
+
+        def ids(text: str, length: int = 0) -> list[int]:
+            found = tokenizer.encode(text, add_special_tokens=False)
+            return (found * (length // len(found) + 1))[:length] if length else found
+
         if not self.parsers:
-            return ANSWER * repeats
-        half = repeats // 2
-        return THOUGHT * half + "</think>\n\n" + ANSWER * (repeats - half) + CALL
+            return ids(ANSWER, tokens)
+        begin, close, call = ids("<think>\n"), ids("</think>\n\n"), ids(CALL)
+        left = max(2, tokens - len(begin) - len(close) - len(call))
+        return begin + ids(THOUGHT, left // 2) + close + ids(ANSWER, left - left // 2) + call
 
     @property
     def options(self) -> Record:
@@ -145,7 +153,10 @@ async def _measure(case: Case, streams: int, tokens: int, repeats: int) -> Recor
         "workload": "frontend",
         "at": {"case": case.name, "streams": streams, "tokens": tokens, "load": os.getloadavg()[0]},
         "measured": rounded(measured),
-        "repeats": {"cpu_us_per_token": [round(one["cpu_us_per_token"], 2) for one in runs]},
+        "repeats": {
+            key: [round(one[key], 2) for one in runs]
+            for key in ("cpu_us_per_token", "yardstick_ns")
+        },
     }
 
 
@@ -160,15 +171,7 @@ async def serving(
     config = EngineConfig(executor="scripted", device="cpu", max_num_seqs=streams, **case.options)
     async with AsyncEngine(config, plugins=plugins) as engine:
         assert engine.tokenizer is not None
-        repeats = 1
-        while len(executor.script) < tokens:
-            text = case.text(repeats)
-            executor.script = engine.tokenizer.encode(text, add_special_tokens=False)
-            repeats += 1
-        # The end matters (tool calls), the beginning too (thought): cut out of the middle.
-        extra = len(executor.script) - tokens
-        cut = len(executor.script) // 4
-        del executor.script[cut : cut + extra]
+        executor.script = case.script(engine.tokenizer, tokens)
         async with listening(engine, Listen(port=0)) as url:
             gc.collect()
             gc.freeze()
@@ -187,7 +190,9 @@ async def trial(
         sys.executable, "-m", "jackfield.entrypoints.bench.drain",
         stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
     )  # fmt: skip
+    before = yardstick()
     out, _ = await client.communicate(msgspec.json.encode(order))
+    after = yardstick()
     came = msgspec.json.decode(out, type=Drained)
     if came.ok != streams:
         raise RuntimeError(f"{came.ok} of {streams} streams ended well; the first: {came.first}")
@@ -202,4 +207,19 @@ async def trial(
         "frames_per_token": came.frames / (streams * tokens),
         "bytes_per_token": came.num_bytes / (streams * tokens),
         "client_cpu_us_per_token": 1e6 * came.cpu_seconds / (streams * tokens),
+        "yardstick_ns": (before + after) / 2,
     }
+
+
+def yardstick() -> float:
+    """Nanoseconds of processor time that a turn of a fixed loop takes here and now.
+
+    Processor time, too, says less on a busy machine: threads that share a core or its caches slow
+    each other down. Compare only what was measured with nearly equal yardsticks.
+    """
+    turns = 40_000
+    words: dict[int, str] = {}
+    began = time.thread_time()
+    for turn in range(turns):
+        words[turn & 1023] = f"{turn}"
+    return 1e9 * (time.thread_time() - began) / turns
