@@ -15,6 +15,7 @@ import msgspec
 from aiohttp import web
 
 from ...core.engine.async_engine import AsyncEngine
+from ...core.engine.output import OutputStream
 from ...core.errors import InvalidRequest, RequestFailed
 from ...core.protocols import (
     Content,
@@ -38,7 +39,7 @@ from ...core.types import (
 from .context import ENGINE, LONG_TEXT, check_model, new_id, reply, tokenizer_of, usage
 from .logprobs import chat_logprobs, prompt_logprobs
 from .protocol import ChatRequest, decode
-from .streaming import frame, stream
+from .streaming import Template, frame, stream_outputs
 from .structured import forced_calls, strict_calls
 
 
@@ -48,8 +49,8 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     asked = decode(await request.read(), ChatRequest)
     job = _Job(engine, asked)
     if asked.stream:
-        frames = job.frames()
-        return await stream(request, frames, frames.__anext__)
+        pieces = ChatPieces(job)
+        return await stream_outputs(request, job.outputs(), pieces.encode, pieces.last)
     return reply(await job.whole())
 
 
@@ -152,7 +153,8 @@ class _Job:
         new_call_id = getattr(self.tools, "new_id", _call_id)
         return _Choice(OutputParser(reasoning, tools), tracker, new_call_id)
 
-    def _outputs(self) -> Any:
+    def outputs(self) -> OutputStream:
+        """What the engine makes of the request."""
         asked = self.asked
         return self.engine.chat(
             asked.messages,
@@ -169,7 +171,7 @@ class _Job:
     async def whole(self) -> dict[str, Any]:
         """The answer in one piece: the fold of its events."""
         output: RequestOutput | None = None
-        async for output in self._outputs():  # noqa: B007
+        async for output in self.outputs():  # noqa: B007
             pass
         assert output is not None
         choices, parsed = [], []
@@ -217,42 +219,12 @@ class _Job:
 
     async def frames(self) -> AsyncIterator[bytes]:
         """The answer in pieces."""
-        choices = [self._choice() for _ in range(self.params.n)]
-        opened = False
-        output: RequestOutput | None = None
-        async for output in self._outputs():
-            for completion in output.outputs:
-                choices[completion.index].count(completion)
-            running = self._usage(output, choices) if self.asked.continuous_usage else None
-            if not opened:
-                opened = True
-                for index in range(len(choices)):
-                    yield self._frame(index, {"role": "assistant", "content": ""}, running)
-            for completion in output.outputs:
-                self._check(output, completion)
-                choice = choices[completion.index]
-                events = choice.feed(completion)
-                logprobs = self._logprobs(completion.logprobs)
-                for event in events:
-                    delta = _delta(event, choice, self.asked.include_reasoning)
-                    if delta is not None:
-                        yield self._frame(completion.index, delta, running, logprobs)
-                        logprobs = None
-                if logprobs is not None and logprobs["content"]:
-                    yield self._frame(completion.index, {"content": ""}, running, logprobs)
-                if completion.finish_reason is not None:
-                    yield self._frame(
-                        completion.index,
-                        {},
-                        running,
-                        None,
-                        self._finish_reason(completion, choice),
-                        completion.stop_reason,
-                    )
-        if self.asked.include_usage and output is not None:
-            body = self._body("chat.completion.chunk", [])
-            body["usage"] = self._usage(output, choices)
-            yield frame(body)
+        pieces = ChatPieces(self)
+        async for output in self.outputs():
+            for piece in pieces.frames(output):
+                yield piece
+        if last := pieces.last():
+            yield last
 
     def _check(self, output: RequestOutput, completion: CompletionOutput) -> None:
         if completion.finish_reason == "error":
@@ -310,19 +282,109 @@ class _Job:
         return chat_logprobs(positions, self.asked.top_logprobs or 0, tokenizer_of(self.engine))
 
 
+_TEXTS = (Content, Reasoning, ToolCallArguments)
+"""Events that are one text."""
+
+
+class ChatPieces:
+    """A streamed answer, output by output. Texts with nothing beside them go through templates."""
+
+    def __init__(self, job: _Job) -> None:
+        self._job = job
+        self._choices = [job._choice() for _ in range(job.params.n)]
+        asked = job.asked
+        self._plain = not asked.logprobs and not asked.continuous_usage
+        """Whether pieces carry nothing but their text."""
+        self._texts = _TEXTS if asked.include_reasoning else (Content, ToolCallArguments)
+        self._opened = False
+        self._output: RequestOutput | None = None
+        self._templates: dict[tuple[int, Any], Template] = {}
+        """(Choice, kind of event or index of the call) → its frame."""
+
+    def encode(self, output: RequestOutput) -> bytes:
+        """Frames of what the output brings."""
+        return b"".join(self.frames(output))
+
+    def frames(self, output: RequestOutput) -> list[bytes]:
+        """The same, one by one."""
+        job, choices = self._job, self._choices
+        self._output = output
+        for completion in output.outputs:
+            choices[completion.index].count(completion)
+        running = job._usage(output, choices) if job.asked.continuous_usage else None
+        made: list[bytes] = []
+        if not self._opened:
+            self._opened = True
+            for index in range(len(choices)):
+                made.append(job._frame(index, {"role": "assistant", "content": ""}, running))
+        for completion in output.outputs:
+            job._check(output, completion)
+            choice, index = choices[completion.index], completion.index
+            logprobs = job._logprobs(completion.logprobs)
+            for event in choice.feed(completion):
+                if self._plain and isinstance(event, self._texts):
+                    made.append(self._text(index, event))
+                    continue
+                delta = _delta(event, choice, job.asked.include_reasoning)
+                if delta is not None:
+                    made.append(job._frame(index, delta, running, logprobs))
+                    logprobs = None
+            if logprobs is not None and logprobs["content"]:
+                made.append(job._frame(index, {"content": ""}, running, logprobs))
+            if completion.finish_reason is not None:
+                reason = job._finish_reason(completion, choice)
+                end = completion.stop_reason
+                made.append(job._frame(index, {}, running, None, reason, end))
+        return made
+
+    def last(self) -> bytes:
+        """The frame with the usage, if it was asked for."""
+        job = self._job
+        if not job.asked.include_usage or self._output is None:
+            return b""
+        body = job._body("chat.completion.chunk", [])
+        body["usage"] = job._usage(self._output, self._choices)
+        return frame(body)
+
+    def _text(self, index: int, event: Content | Reasoning | ToolCallArguments) -> bytes:
+        """The frame of an event that is one text."""
+        key: tuple[int, Any]
+        if isinstance(event, ToolCallArguments):
+            text, key = event.fragment, (index, event.index)
+        else:
+            text, key = event.text, (index, type(event))
+        template = self._templates.get(key)
+        if template is None:
+            template = self._templates[key] = Template(
+                lambda text: self._job._frame(index, _text_delta(event, text), None)
+            )
+        return template.frame(text)
+
+
+def _text_delta(event: Content | Reasoning | ToolCallArguments, text: str) -> dict[str, Any]:
+    """The delta of an event that is one text, with another text."""
+    match event:
+        case Content():
+            return {"content": text}
+        case Reasoning():
+            return {"reasoning_content": text, "reasoning": text}
+        case ToolCallArguments(index):
+            return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
+
+
 def _delta(event: ParserEvent, choice: _Choice, reasoning: bool) -> dict[str, Any] | None:
     """One event as OpenAI streams it."""
     match event:
         case Content(text):
-            return {"content": text}
+            return _text_delta(event, text)
         case Reasoning(text):
-            return {"reasoning_content": text, "reasoning": text} if reasoning else None
+            return _text_delta(event, text) if reasoning else None
         case ToolCallStart(index, name, id):
             function = {"name": name, "arguments": ""}
             call = {"index": index, "id": id or choice.new_call_id(), "type": "function"}
             return {"tool_calls": [{**call, "function": function}]}
-        case ToolCallArguments(index, fragment):
-            return {"tool_calls": [{"index": index, "function": {"arguments": fragment}}]}
+        case ToolCallArguments(_, fragment):
+            return _text_delta(event, fragment)
         case ToolCallEnd():
             return None
 

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from aiohttp import web
 
 from ...core.engine.async_engine import AsyncEngine
+from ...core.engine.output import OutputStream
 from ...core.errors import InvalidRequest, RequestFailed
 from ...core.types import CompletionOutput, PositionLogprobs, RequestOutput, SamplingParams
 from .context import ENGINE, check_model, encode_text, new_id, reply, tokenizer_of, usage
 from .logprobs import completion_logprobs, prompt_logprobs
 from .protocol import CompletionRequest, decode
-from .streaming import frame, stream
+from .streaming import Template, frame, stream, stream_outputs
 
 
 async def completions(request: web.Request) -> web.StreamResponse:
@@ -32,8 +33,12 @@ async def completions(request: web.Request) -> web.StreamResponse:
     ]
     job = _Job(engine, asked, model, given, token_ids)
     if asked.stream:
-        frames = job.frames()
-        return await stream(request, frames, frames.__anext__)
+        if len(token_ids) > 1:
+            frames = job.frames()
+            return await stream(request, frames, frames.__anext__)
+        (outputs,) = job.streams()
+        pieces = CompletionPieces(job)
+        return await stream_outputs(request, outputs, pieces.encode, pieces.last)
     return reply(await job.whole())
 
 
@@ -70,7 +75,8 @@ class _Job:
             asked.prompt_logprobs = max(asked.logprobs, asked.prompt_logprobs or 0)
         return asked.sampling(1 if self.only_echo else limit, asked.logprobs)
 
-    def _streams(self) -> list[Any]:
+    def streams(self) -> list[OutputStream]:
+        """What the engine makes of each prompt."""
         return [
             self.engine.generate(
                 token_ids,
@@ -84,7 +90,7 @@ class _Job:
 
     async def whole(self) -> dict[str, Any]:
         """The answer in one piece."""
-        outputs = await _all(self._streams())
+        outputs = await _all(self.streams())
         choices = [
             self._choice(number, output, completion)
             for number, output in enumerate(outputs)
@@ -104,20 +110,12 @@ class _Job:
 
     async def frames(self) -> AsyncIterator[bytes]:
         """The answer in pieces."""
-        prompts, cached = [0] * len(self.token_ids), [0] * len(self.token_ids)
-        generated = 0
-        async for number, output in merge(self._streams()):
-            prompts[number] = len(output.prompt_token_ids)
-            cached[number] = output.num_cached_tokens
-            for completion in output.outputs:
-                choice = self._choice(number, output, completion)
-                generated += 0 if self.only_echo else len(completion.token_ids)
-                body = self._body([choice])
-                if self.asked.continuous_usage:
-                    body["usage"] = usage(sum(prompts), generated, sum(cached))
-                yield frame(body)
-        if self.asked.include_usage:
-            yield frame(self._body([]) | {"usage": usage(sum(prompts), generated, sum(cached))})
+        pieces = CompletionPieces(self)
+        async for number, output in merge(self.streams()):
+            for piece in pieces.frames(output, number):
+                yield piece
+        if last := pieces.last():
+            yield last
 
     def _body(self, choices: list[Any]) -> dict[str, Any]:
         return {
@@ -173,6 +171,64 @@ class _Job:
         tokenizer = tokenizer_of(self.engine)
         # A padded vocabulary has ids without a token.
         return tokenizer.decode([t for t in output.prompt_token_ids if t <= tokenizer.max_token_id])
+
+
+class CompletionPieces:
+    """A streamed answer, output by output. Texts with nothing beside them go through templates."""
+
+    def __init__(self, job: _Job) -> None:
+        self._job = job
+        self._prompts, self._cached = [0] * len(job.token_ids), [0] * len(job.token_ids)
+        self._generated = 0
+        asked = job.asked
+        self._plain = not (asked.continuous_usage or asked.return_token_ids or job.only_echo)
+        self._templates: dict[int, Template] = {}
+        """Choice → the frame of a text in the middle of it."""
+
+    def encode(self, output: RequestOutput) -> bytes:
+        """Frames of what the output of the only prompt brings."""
+        return b"".join(self.frames(output, 0))
+
+    def frames(self, output: RequestOutput, number: int) -> list[bytes]:
+        """The same, one by one, of prompt `number`."""
+        job = self._job
+        self._prompts[number] = len(output.prompt_token_ids)
+        self._cached[number] = output.num_cached_tokens
+        made: list[bytes] = []
+        for completion in output.outputs:
+            self._generated += 0 if job.only_echo else len(completion.token_ids)
+            index = number * job.params.n + completion.index
+            middle = completion.finish_reason is None and completion.logprobs is None
+            if middle and self._plain and index in job.offsets:
+                template = self._templates.get(index)
+                if template is None:
+                    template = self._templates[index] = Template(self._maker(number, output, index))
+                made.append(template.frame(completion.text))
+                continue
+            body = job._body([job._choice(number, output, completion)])
+            if job.asked.continuous_usage:
+                body["usage"] = self._usage()
+            made.append(frame(body))
+        return made
+
+    def last(self) -> bytes:
+        """The frame with the usage, if it was asked for."""
+        if not self._job.asked.include_usage:
+            return b""
+        return frame(self._job._body([]) | {"usage": self._usage()})
+
+    def _maker(self, number: int, output: RequestOutput, index: int) -> Callable[[str], bytes]:
+        """text → the frame of a completion that has nothing else."""
+        job = self._job
+
+        def make(text: str) -> bytes:
+            bare = CompletionOutput(index=index - number * job.params.n, text=text)
+            return frame(job._body([job._choice(number, output, bare)]))
+
+        return make
+
+    def _usage(self) -> dict[str, Any]:
+        return usage(sum(self._prompts), self._generated, sum(self._cached))
 
 
 async def _all(streams: list[Any]) -> list[RequestOutput]:
