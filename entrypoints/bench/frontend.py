@@ -200,9 +200,11 @@ async def trial(
     if begin is None or end is None or begin.steps == end.steps:
         raise RuntimeError("never did all streams run together: more tokens, or fewer streams")
     count = streams * (end.steps - begin.steps)
+    user, system = end.user - begin.user, end.system - begin.system
     return {
-        "cpu_us_per_token": 1e6 * (end.cpu - begin.cpu) / count,
-        "tokens_per_cpu_second": count / (end.cpu - begin.cpu),
+        "cpu_us_per_token": 1e6 * (user + system) / count,
+        "kernel_us_per_token": 1e6 * system / count,
+        "tokens_per_cpu_second": count / (user + system),
         "tokens_per_second": count / (end.wall - begin.wall),
         "frames_per_token": came.frames / (streams * tokens),
         "bytes_per_token": came.num_bytes / (streams * tokens),
