@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 from ..scheduling.request import Request, Update
 from ..text.output_text import OutputText
@@ -189,7 +190,9 @@ class RequestState:
     def take(self) -> RequestOutput:
         """The output the caller gets now."""
         delta = self.params.output_kind is OutputKind.DELTA
-        chosen = [c for c in self.completions if c.has_news] if delta else self.completions
+        chosen = self.completions
+        if delta and len(chosen) > 1:
+            chosen = [c for c in chosen if c.has_news]
         return self._output([c.take(delta) for c in chosen])
 
     def peek(self) -> RequestOutput:
@@ -207,10 +210,14 @@ class RequestState:
             num_cached_tokens=self.requests[0].num_cached_tokens,
             timings=self.timings,
             error=self.error,
-            kv_transfer_params=next(
-                (r.kv_transfer_params for r in self.requests if r.kv_transfer_params), None
-            ),
+            kv_transfer_params=self._kv_transfer_params(),
         )
+
+    def _kv_transfer_params(self) -> dict[str, Any] | None:
+        for request in self.requests:
+            if request.kv_transfer_params:
+                return request.kv_transfer_params
+        return None
 
 
 class OutputStream:

@@ -298,12 +298,33 @@ class ChatPieces:
         self._texts = _TEXTS if asked.include_reasoning else (Content, ToolCallArguments)
         self._opened = False
         self._output: RequestOutput | None = None
+        self._content: Template | None = None
+        """Where there is one choice and no parser."""
         self._templates: dict[tuple[int, Any], Template] = {}
         """(Choice, kind of event or index of the call) → its frame."""
 
     def encode(self, output: RequestOutput) -> bytes:
         """Frames of what the output brings."""
-        return b"".join(self.frames(output))
+        if not self._plain or not self._opened or len(output.outputs) > 1:
+            return b"".join(self.frames(output))
+        completion = output.outputs[0]
+        if completion.finish_reason is not None:
+            return b"".join(self.frames(output))
+        # What most outputs are: more text of one choice, in the middle of it.
+        self._output = output
+        index = completion.index
+        choice = self._choices[index]
+        choice.count(completion)
+        if choice.parser.plain:
+            if not completion.text:
+                return b""
+            if self._content is None:
+                self._content = self._template(index, Content(""))
+            return self._content.frame(completion.text)
+        events = choice.feed(completion)
+        if len(events) == 1 and isinstance(events[0], self._texts):
+            return self._text(index, events[0])
+        return b"".join(self._event_frames(choice, index, events, None, None))
 
     def frames(self, output: RequestOutput) -> list[bytes]:
         """The same, one by one."""
@@ -321,20 +342,33 @@ class ChatPieces:
             job._check(output, completion)
             choice, index = choices[completion.index], completion.index
             logprobs = job._logprobs(completion.logprobs)
-            for event in choice.feed(completion):
-                if self._plain and isinstance(event, self._texts):
-                    made.append(self._text(index, event))
-                    continue
-                delta = _delta(event, choice, job.asked.include_reasoning)
-                if delta is not None:
-                    made.append(job._frame(index, delta, running, logprobs))
-                    logprobs = None
-            if logprobs is not None and logprobs["content"]:
-                made.append(job._frame(index, {"content": ""}, running, logprobs))
+            made += self._event_frames(choice, index, choice.feed(completion), running, logprobs)
             if completion.finish_reason is not None:
                 reason = job._finish_reason(completion, choice)
                 end = completion.stop_reason
                 made.append(job._frame(index, {}, running, None, reason, end))
+        return made
+
+    def _event_frames(
+        self,
+        choice: _Choice,
+        index: int,
+        events: list[ParserEvent],
+        running: dict[str, Any] | None,
+        logprobs: dict[str, Any] | None,
+    ) -> list[bytes]:
+        job = self._job
+        made: list[bytes] = []
+        for event in events:
+            if self._plain and isinstance(event, self._texts):
+                made.append(self._text(index, event))
+                continue
+            delta = _delta(event, choice, job.asked.include_reasoning)
+            if delta is not None:
+                made.append(job._frame(index, delta, running, logprobs))
+                logprobs = None
+        if logprobs is not None and logprobs["content"]:
+            made.append(job._frame(index, {"content": ""}, running, logprobs))
         return made
 
     def last(self) -> bytes:
@@ -355,10 +389,11 @@ class ChatPieces:
             text, key = event.text, (index, type(event))
         template = self._templates.get(key)
         if template is None:
-            template = self._templates[key] = Template(
-                lambda text: self._job._frame(index, _text_delta(event, text), None)
-            )
+            template = self._templates[key] = self._template(index, event)
         return template.frame(text)
+
+    def _template(self, index: int, event: Content | Reasoning | ToolCallArguments) -> Template:
+        return Template(lambda text: self._job._frame(index, _text_delta(event, text), None))
 
 
 def _text_delta(event: Content | Reasoning | ToolCallArguments, text: str) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 from aiohttp import web
@@ -181,12 +181,21 @@ class CompletionPieces:
         self._prompts, self._cached = [0] * len(job.token_ids), [0] * len(job.token_ids)
         self._generated = 0
         asked = job.asked
-        self._plain = not (asked.continuous_usage or asked.return_token_ids or job.only_echo)
-        self._templates: dict[int, Template] = {}
-        """Choice → the frame of a text in the middle of it."""
+        self._plain = (
+            job.params.n == 1
+            and asked.logprobs is None
+            and not (asked.continuous_usage or asked.return_token_ids or job.only_echo)
+        )
+        self._template: Template | None = None
+        """The frame of a text in the middle of the only choice."""
 
     def encode(self, output: RequestOutput) -> bytes:
         """Frames of what the output of the only prompt brings."""
+        if self._template is not None and len(output.outputs) == 1:
+            completion = output.outputs[0]
+            if completion.finish_reason is None:
+                self._generated += len(completion.token_ids)
+                return self._template.frame(completion.text)
         return b"".join(self.frames(output, 0))
 
     def frames(self, output: RequestOutput, number: int) -> list[bytes]:
@@ -198,17 +207,12 @@ class CompletionPieces:
         for completion in output.outputs:
             self._generated += 0 if job.only_echo else len(completion.token_ids)
             index = number * job.params.n + completion.index
-            middle = completion.finish_reason is None and completion.logprobs is None
-            if middle and self._plain and index in job.offsets:
-                template = self._templates.get(index)
-                if template is None:
-                    template = self._templates[index] = Template(self._maker(number, output, index))
-                made.append(template.frame(completion.text))
-                continue
             body = job._body([job._choice(number, output, completion)])
             if job.asked.continuous_usage:
                 body["usage"] = self._usage()
             made.append(frame(body))
+            if self._plain and self._template is None and index == 0:
+                self._template = Template(lambda text: self._bare(output, text))
         return made
 
     def last(self) -> bytes:
@@ -217,15 +221,10 @@ class CompletionPieces:
             return b""
         return frame(self._job._body([]) | {"usage": self._usage()})
 
-    def _maker(self, number: int, output: RequestOutput, index: int) -> Callable[[str], bytes]:
-        """text → the frame of a completion that has nothing else."""
-        job = self._job
-
-        def make(text: str) -> bytes:
-            bare = CompletionOutput(index=index - number * job.params.n, text=text)
-            return frame(job._body([job._choice(number, output, bare)]))
-
-        return make
+    def _bare(self, output: RequestOutput, text: str) -> bytes:
+        """The frame of a text in the middle of the only choice."""
+        completion = CompletionOutput(index=0, text=text)
+        return frame(self._job._body([self._job._choice(0, output, completion)]))
 
     def _usage(self) -> dict[str, Any]:
         return usage(sum(self._prompts), self._generated, sum(self._cached))
