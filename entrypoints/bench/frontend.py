@@ -15,6 +15,7 @@ import statistics
 import sys
 import time
 from collections.abc import AsyncIterator
+from typing import Any
 
 import msgspec
 
@@ -145,7 +146,7 @@ def measure(case: Case, streams: int, tokens: int, repeats: int) -> Record:
 
 
 async def _measure(case: Case, streams: int, tokens: int, repeats: int) -> Record:
-    async with serving(case, streams, tokens) as (executor, url):
+    async with serving(case, streams, tokens) as (executor, url, _):
         say(f"{case.name}: {streams} streams of {tokens} tokens")
         runs = [await trial(case, executor, url, streams, tokens) for _ in range(repeats)]
     measured = {key: statistics.median(one[key] for one in runs) for key in runs[0]}
@@ -162,20 +163,24 @@ async def _measure(case: Case, streams: int, tokens: int, repeats: int) -> Recor
 
 @contextlib.asynccontextmanager
 async def serving(
-    case: Case, streams: int, tokens: int
-) -> AsyncIterator[tuple[ScriptedExecutor, str]]:
-    """A server whose executor says the case's script; → both."""
+    case: Case, streams: int, tokens: int, **options: Any
+) -> AsyncIterator[tuple[ScriptedExecutor, str, AsyncEngine]]:
+    """A server whose executor says the case's script; → (executor, address, engine).
+
+    options: more of the engine's.
+    """
     plugins = load_plugins()
     executor = ScriptedExecutor([0], streams)
     plugins["executor"].add("scripted", executor)
-    config = EngineConfig(executor="scripted", device="cpu", max_num_seqs=streams, **case.options)
+    options = {**case.options, **options}
+    config = EngineConfig(executor="scripted", device="cpu", max_num_seqs=streams, **options)
     async with AsyncEngine(config, plugins=plugins) as engine:
         assert engine.tokenizer is not None
         executor.script = case.script(engine.tokenizer, tokens)
         async with listening(engine, Listen(port=0)) as url:
             gc.collect()
             gc.freeze()
-            yield executor, url
+            yield executor, url, engine
 
 
 async def trial(
