@@ -115,7 +115,7 @@ async def test_a_reader_that_wakes_between_outputs_loses_nothing() -> None:
 
 async def test_an_engine_that_dies_in_a_stream_ends_it_with_an_error() -> None:
     case = CASES["chat"]
-    async with serving(case, 1, 100) as (executor, url, engine):
+    async with serving(case, 1, 100) as (executor, url, _):
         submit = executor.submit
 
         def fail(plan: Any) -> Any:
@@ -142,11 +142,14 @@ async def test_a_listener_that_fails_harms_no_other() -> None:
         streams = [chat._Job(engine, decode(body, ChatRequest)).outputs() for _ in range(2)]
         tokens = [len((await anext(stream)).outputs[0].token_ids) for stream in streams]
         ended = asyncio.Event()
+        calls = 0
 
         def broken() -> None:
             raise ValueError("on purpose")
 
         def whole() -> None:
+            nonlocal calls
+            calls += 1
             while output := streams[1].take():
                 tokens[1] += len(output.outputs[0].token_ids)
                 if output.finished:
@@ -157,6 +160,7 @@ async def test_a_listener_that_fails_harms_no_other() -> None:
         whole()
         await asyncio.wait_for(ended.wait(), 20)
         assert tokens[1] == 100
+        assert calls > 80, "told at each step"
         assert streams[1].take() is None
         for stream in streams:
             await stream.aclose()
