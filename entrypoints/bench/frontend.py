@@ -14,8 +14,8 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import AsyncIterator
-from typing import Any
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -27,10 +27,12 @@ from ..cli.options import Parser
 from ..openai.server import Listen, listening
 from .backends import event_loop
 from .drain import Drain, Drained
+from .frontend_parts import STEP_PARTS, time_alone, watch_steps
 from .measure import rounded
 from .report import Emitter, Record, add_output_options, environment, say, summary
 from .scripted import ScriptedExecutor
 
+T = TypeVar("T")
 THOUGHT = (
     "The user wants the weather, so I should look it up first. The tool takes a city, and "
     "the city is plain from the question: it is Lisbon. Then I say what I am about to do. "
@@ -124,6 +126,9 @@ def run(argv: list[str]) -> int:
     parser.add_argument("--streams", type=int, default=256, help="open at once (default: 256)")
     parser.add_argument("--tokens", type=int, default=400, help="a stream (default: 400)")
     parser.add_argument("--repeats", type=int, default=3, help="timed runs a case (default: 3)")
+    parser.add_argument(
+        "--parts", action="store_true", help="tell where the microseconds go, too (chats only)"
+    )
     add_output_options(parser)
     args = parser.parse_args(argv)
     for name in args.cases:
@@ -131,34 +136,76 @@ def run(argv: list[str]) -> int:
             parser.error(f"case: {name!r} is none of {', '.join(CASES)}")
     emitter = Emitter(args.output, environment("cpu"))
     for name in args.cases:
-        emitter.emit(measure(CASES[name], args.streams, args.tokens, args.repeats))
+        case = CASES[name]
+        work = _measure(case, args.streams, args.tokens, args.repeats, args.parts)
+        for record in on_loop(work):
+            emitter.emit(record)
     print(summary(emitter.records))
     return 0
 
 
-def measure(case: Case, streams: int, tokens: int, repeats: int) -> Record:
-    """All of one case; → its record, medians of the repeats."""
+def on_loop(work: Coroutine[Any, Any, T]) -> T:
+    """Run `work` on a loop such as the server's."""
     loop = event_loop()
     try:
-        return loop.run_until_complete(_measure(case, streams, tokens, repeats))
+        return loop.run_until_complete(work)
     finally:
         loop.close()
 
 
-async def _measure(case: Case, streams: int, tokens: int, repeats: int) -> Record:
-    async with serving(case, streams, tokens) as (executor, url, _):
+async def _measure(
+    case: Case, streams: int, tokens: int, repeats: int, parts: bool
+) -> list[Record]:
+    """All of one case; → its records, medians of the repeats."""
+    at = {"case": case.name, "streams": streams, "tokens": tokens, "load": os.getloadavg()[0]}
+    async with serving(case, streams, tokens) as (executor, url, engine):
         say(f"{case.name}: {streams} streams of {tokens} tokens")
         runs = [await trial(case, executor, url, streams, tokens) for _ in range(repeats)]
-    measured = {key: statistics.median(one[key] for one in runs) for key in runs[0]}
+        records: list[Record] = [
+            {
+                "workload": "frontend",
+                "at": at,
+                "measured": rounded(_medians(runs)),
+                "repeats": {
+                    name: [round(one[name], 2) for one in runs]
+                    for name in ("cpu_us_per_token", "yardstick_ns")
+                },
+            }
+        ]
+        if parts and case.path.endswith("/chat/completions"):
+            watch_steps(engine, executor)
+            runs = [await trial(case, executor, url, streams, tokens) for _ in range(repeats)]
+            body = msgspec.json.encode(case.body(tokens))
+            alone = [time_alone(engine, body, executor.script, streams) for _ in range(repeats)]
+            records.append(
+                {
+                    "workload": "frontend-parts",
+                    "at": at,
+                    "measured": rounded(_table(_medians(runs), _medians(alone))),
+                }
+            )
+    return records
+
+
+def _table(live: dict[str, float], alone: dict[str, float]) -> dict[str, float]:
+    """Microseconds a token of each part; they add up to the total."""
+    step = {part: live[f"{part} us"] for part in STEP_PARTS}
+    total = live["cpu_us_per_token"]
     return {
-        "workload": "frontend",
-        "at": {"case": case.name, "streams": streams, "tokens": tokens, "load": os.getloadavg()[0]},
-        "measured": rounded(measured),
-        "repeats": {
-            key: [round(one[key], 2) for one in runs]
-            for key in ("cpu_us_per_token", "yardstick_ns")
-        },
+        "stub executor": step["executor"],
+        "scheduler": step["schedule"] + step["update"],
+        **alone,
+        "tokens to streams": step["publish"] - alone["detokenize"] - alone["stop strings"],
+        "step metrics": step["metrics"],
+        "outputs and handing to the transport": step["deliver"] - alone["parse"] - alone["encode"],
+        "event loop and sockets": total - sum(step.values()),
+        "total": total,
+        "of it in the kernel": live["kernel_us_per_token"],
     }
+
+
+def _medians(runs: Sequence[dict[str, float]]) -> dict[str, float]:
+    return {key: statistics.median(one[key] for one in runs) for key in runs[0]}
 
 
 @contextlib.asynccontextmanager
@@ -213,6 +260,7 @@ async def trial(
         "tokens_per_second": count / (end.wall - begin.wall),
         "frames_per_token": came.frames / (streams * tokens),
         "bytes_per_token": came.num_bytes / (streams * tokens),
+        **{f"{part} us": (end.parts[part] - begin.parts[part]) / 1e3 / count for part in end.parts},
         "client_cpu_us_per_token": 1e6 * came.cpu_seconds / (streams * tokens),
         "yardstick_ns": (before + after) / 2,
     }

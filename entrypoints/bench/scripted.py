@@ -29,11 +29,13 @@ class Clock(msgspec.Struct):
     user: float
     system: float
     """Inside the kernel: the sockets, mostly."""
+    parts: dict[str, int]
+    """`ScriptedExecutor.parts` as it stood."""
 
     @classmethod
-    def now(cls, steps: int) -> Clock:
+    def now(cls, steps: int, parts: dict[str, int]) -> Clock:
         used = resource.getrusage(resource.RUSAGE_SELF)
-        return cls(steps, time.perf_counter(), used.ru_utime, used.ru_stime)
+        return cls(steps, time.perf_counter(), used.ru_utime, used.ru_stime, dict(parts))
 
 
 class ScriptedExecutor:
@@ -49,6 +51,8 @@ class ScriptedExecutor:
         self.rows = rows
         self.begin: Clock | None = None
         self.end: Clock | None = None
+        self.parts: dict[str, int] = {}
+        """Nanoseconds that parts of the steps took, where somebody adds them up."""
         self._said: dict[int, int] = {}
         """Slot → tokens sampled."""
         self._full_steps = 0
@@ -116,7 +120,7 @@ class ScriptedExecutor:
         if len(plan.slots) < self.rows or plan.total_tokens != self.rows:
             return
         self._full_steps += 1
-        now = Clock.now(self._full_steps)
+        now = Clock.now(self._full_steps, self.parts)
         if self.begin is None:
             self.begin = now
         self.end = now

@@ -141,14 +141,15 @@ def test_the_floor_of_8b_is_its_bytes(tmp_path: Path) -> None:
 def test_the_front_end_is_timed_without_a_model(tmp_path: Path) -> None:
     out = tmp_path / "results.jsonl"
     status = run(
-        ["frontend", "chat", "parsers", "--streams", "4", "--tokens", "120", "--repeats", "1",
+        ["frontend", "chat", "parsers", "--parts", "--streams", "4", "--tokens", "120", "--repeats", "1",
          "--output", str(out)]
     )  # fmt: skip
     assert status == 0
-    chat, parsers = [json.loads(line) for line in out.read_text().splitlines()]
+    chat, parts, parsers, _ = [json.loads(line) for line in out.read_text().splitlines()]
     assert chat["at"]["case"] == "chat" and chat["at"]["streams"] == 4
     # Roles, usage and ends have frames of their own; a character of several tokens has one.
     assert 0.9 < chat["measured"]["frames_per_token"] < 1.1
+    assert parts["workload"] == "frontend-parts" and parts["measured"]["detokenize"] > 0
     for line in (chat, parsers):
         assert line["workload"] == "frontend"
         assert all(value > 0 for value in line["measured"].values())
