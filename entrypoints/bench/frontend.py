@@ -113,8 +113,8 @@ CASES = {
 }
 
 
-def run(argv: list[str]) -> int:
-    """→ exit status"""
+def flags() -> Parser:
+    """This benchmark's."""
     parser = Parser(
         prog="jackfield bench frontend",
         description="Stream chats without a model, and tell the processor time a token.",
@@ -130,6 +130,12 @@ def run(argv: list[str]) -> int:
         "--parts", action="store_true", help="tell where the microseconds go, too (chats only)"
     )
     add_output_options(parser)
+    return parser
+
+
+def run(argv: list[str]) -> int:
+    """→ exit status"""
+    parser = flags()
     args = parser.parse_args(argv)
     for name in args.cases:
         if name not in CASES:
