@@ -164,3 +164,23 @@ async def test_a_listener_that_fails_harms_no_other() -> None:
         assert streams[1].take() is None
         for stream in streams:
             await stream.aclose()
+
+
+async def test_a_client_of_http_1_0_gets_the_body_as_it_is() -> None:
+    """Without chunks, which came with HTTP/1.1."""
+    case = CASES["chat"]
+    async with serving(case, 1, 60) as (executor, url, engine):
+        host, _, port = url.removeprefix("http://").rpartition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        body = msgspec.json.encode(case.body(60))
+        head = f"POST {case.path} HTTP/1.0\r\nContent-Length: {len(body)}\r\n\r\n"
+        writer.write(head.encode() + body)
+        answer = await asyncio.wait_for(reader.read(), 20)
+        writer.close()
+    _, _, said = answer.partition(b"\r\n\r\n")
+    *frames, done = said.decode().strip().split("\n\n")
+    assert done == "data: [DONE]"
+    assert all(one.startswith("data: {") for one in frames), "nothing between the frames"
+    choices = [choice for one in frames for choice in json.loads(one[6:])["choices"]]
+    text = "".join(choice["delta"].get("content", "") for choice in choices)
+    assert text == engine.tokenizer.decode(executor.script)

@@ -141,8 +141,8 @@ def test_the_floor_of_8b_is_its_bytes(tmp_path: Path) -> None:
 def test_the_front_end_is_timed_without_a_model(tmp_path: Path) -> None:
     out = tmp_path / "results.jsonl"
     status = run(
-        ["frontend", "chat", "parsers", "--parts", "--streams", "4", "--tokens", "120", "--repeats", "1",
-         "--output", str(out)]
+        ["frontend", "chat", "parsers", "--parts", "--streams", "4", "--tokens", "120",
+         "--repeats", "1", "--output", str(out)]
     )  # fmt: skip
     assert status == 0
     chat, parts, parsers, _ = [json.loads(line) for line in out.read_text().splitlines()]
