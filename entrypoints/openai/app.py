@@ -17,9 +17,10 @@ from ...core.errors import (
     JackfieldError,
     RequestFailed,
 )
+from . import cors, docs_page, limits, request_log
 from .chat import chat_completions
 from .completions import completions
-from .context import ENGINE, OPTIONS, ServerOptions, error_body, reply
+from .context import DOCUMENT, ENGINE, OPEN, OPTIONS, ServerOptions, error_body, reply
 from .embeddings import embeddings
 from .pooling import classify, pooling
 from .scoring import rerank, score
@@ -28,7 +29,7 @@ from .utility import detokenize, health, metrics, model, models, plugins, tokeni
 logger = logging.getLogger("jackfield.server")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
-OPEN_ROUTES = frozenset({"/health", "/ping", "/metrics"})
+OPEN_ROUTES = frozenset({"/health", "/ping", "/metrics"}) | docs_page.OPEN_ROUTES
 """Served without a key. Decided on the route that matched, never on the path as sent."""
 
 
@@ -40,6 +41,8 @@ def make_app(engine: AsyncEngine, options: ServerOptions | None = None) -> web.A
     )
     app[ENGINE] = engine
     app[OPTIONS] = options
+    app[OPEN] = OPEN_ROUTES
+    app[DOCUMENT] = {}
     app.add_routes(
         [
             web.get("/v1/models", models),
@@ -65,7 +68,17 @@ def make_app(engine: AsyncEngine, options: ServerOptions | None = None) -> web.A
     )
     if options.enable_plugins_route:
         app.router.add_get("/v1/plugins", plugins)
-    app.on_response_prepare.append(_tell_request_id)
+    if options.docs:
+        app.router.add_get("/openapi.json", docs_page.openapi_json)
+        app.router.add_get("/docs", docs_page.docs)
+    if options.request_id_headers:
+        app.on_response_prepare.append(_tell_request_id)
+    if options.max_concurrency is not None:
+        app.middlewares.append(limits.at_most(options.max_concurrency))
+    if options.log_requests:
+        app.middlewares.append(request_log.log_bodies(options.max_log_len))
+    if options.cors.origins:
+        cors.install(app, options.cors)
     engine.plugins.manager.hook.register_routes(app=app, engine=engine)
     return app
 

@@ -35,18 +35,21 @@ from ...core.types import (
     SamplingParams,
     StructuredOutputsParams,
 )
-from .context import ENGINE, LONG_TEXT, check_model, new_id, reply, tokenizer_of, usage
+from .answers import ChatAnswer, ChatChunk
+from .context import ENGINE, LONG_TEXT, OPTIONS, check_model, new_id, reply, tokenizer_of, usage
 from .logprobs import chat_logprobs, prompt_logprobs
+from .openapi import documented
 from .protocol import ChatRequest, decode
 from .streaming import frame, stream
 from .structured import forced_calls, strict_calls
 
 
+@documented("chat", request=ChatRequest, answer=ChatAnswer, event=ChatChunk)
 async def chat_completions(request: web.Request) -> web.StreamResponse:
     """Answer a conversation."""
     engine = request.app[ENGINE]
     asked = decode(await request.read(), ChatRequest)
-    job = _Job(engine, asked)
+    job = _Job(engine, asked, request.app[OPTIONS].response_role)
     if asked.stream:
         frames = job.frames()
         return await stream(request, frames, frames.__anext__)
@@ -90,8 +93,9 @@ class _Choice:
 
 
 class _Job:
-    def __init__(self, engine: AsyncEngine, asked: ChatRequest) -> None:
+    def __init__(self, engine: AsyncEngine, asked: ChatRequest, role: str = "assistant") -> None:
         asked.check()
+        self.role = role
         self.engine = engine
         self.asked = asked
         self.model = check_model(engine, asked.model)
@@ -181,7 +185,7 @@ class _Job:
             else:
                 message = await asyncio.to_thread(choice.whole, completion)
             parsed.append(choice)
-            body: dict[str, Any] = {"role": "assistant", "content": message.content}
+            body: dict[str, Any] = {"role": self.role, "content": message.content}
             if message.reasoning is not None and self.asked.include_reasoning:
                 body["reasoning_content"] = body["reasoning"] = message.reasoning
             if message.tool_calls:
@@ -227,7 +231,7 @@ class _Job:
             if not opened:
                 opened = True
                 for index in range(len(choices)):
-                    yield self._frame(index, {"role": "assistant", "content": ""}, running)
+                    yield self._frame(index, {"role": self.role, "content": ""}, running)
             for completion in output.outputs:
                 self._check(output, completion)
                 choice = choices[completion.index]

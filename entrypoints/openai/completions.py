@@ -12,12 +12,17 @@ from aiohttp import web
 from ...core.engine.async_engine import AsyncEngine
 from ...core.errors import InvalidRequest, RequestFailed
 from ...core.types import CompletionOutput, PositionLogprobs, RequestOutput, SamplingParams
+from .answers import CompletionAnswer, CompletionChunk
 from .context import ENGINE, check_model, encode_text, new_id, reply, tokenizer_of, usage
 from .logprobs import completion_logprobs, prompt_logprobs
+from .openapi import documented
 from .protocol import CompletionRequest, decode
 from .streaming import frame, stream
 
 
+@documented(
+    "completions", request=CompletionRequest, answer=CompletionAnswer, event=CompletionChunk
+)
 async def completions(request: web.Request) -> web.StreamResponse:
     """Complete one prompt or several."""
     engine = request.app[ENGINE]
