@@ -23,7 +23,7 @@ HEADERS = {
 STYLE = """
 :root { color-scheme: light dark; --line: #8884; --soft: #8882; --link: light-dark(#06c, #7bf) }
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 0 auto; padding: 1rem }
-h1 { margin-bottom: 0 } h2 { margin-top: 2.5rem; text-transform: capitalize }
+h1 { margin-bottom: 0 } h2 { margin-top: 2.5rem } h2::first-letter { text-transform: uppercase }
 a { color: var(--link) } code { font: 0.9em ui-monospace, monospace }
 details { border: 1px solid var(--line); border-radius: 6px; margin: 0.5rem 0 }
 summary { cursor: pointer; padding: 0.5rem 0.75rem } details > div { padding: 0 0.75rem 0.75rem }
@@ -31,6 +31,7 @@ summary b { display: inline-block; min-width: 4rem } summary span { opacity: 0.7
 div.table { overflow-x: auto } table { border-collapse: collapse; width: 100% }
 th, td { text-align: left; vertical-align: top; padding: 0.3rem 0.6rem }
 th, td { border-bottom: 1px solid var(--line) } pre { white-space: pre-wrap }
+details td:first-child { width: 1%; white-space: nowrap }
 section:target { background: var(--soft) }
 """
 
@@ -100,8 +101,7 @@ def _operation(method: str, path: str, operation: dict[str, Any]) -> str:
     for status, answer in operation["responses"].items():
         told = [escape(answer.get("description", ""))]
         for kind, content in answer.get("content", {}).items():
-            schema = content.get("x-event-schema", content.get("schema", {}))
-            told.append(f"<code>{escape(kind)}</code>: {_type(schema)}")
+            told.append(f"<code>{escape(kind)}</code>: {_type(content.get('schema', {}))}")
         rows.append([escape(status), "<br>".join(told)])
     if operation.get("security"):
         rows.append(["Key", "<code>Authorization: Bearer KEY</code>"])
@@ -138,6 +138,13 @@ def _words(schema: dict[str, Any]) -> Iterator[str]:
         yield f'<a href="#{name}">{name}</a>'
     for part in schema.get("anyOf", ()):
         yield from _words(part)
+    if "properties" in schema:
+        yield from (_type(part) for part in schema["properties"].values())
+    if "const" in schema:
+        yield f"<code>{escape(str(schema['const']))}</code>"
+    if "contentSchema" in schema:
+        yield from _words(schema["contentSchema"])
+        return
     if "enum" in schema:
         yield from (f"<code>{escape(encoder.encode(v).decode())}</code>" for v in schema["enum"])
     elif schema.get("type") == "array":

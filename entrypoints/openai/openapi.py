@@ -38,9 +38,11 @@ ERRORS = {
     503: "Too many requests, or the engine is stopping or has failed",
 }
 EVENTS = (
-    "With `stream`: server-sent events, each `data: ` and JSON as `x-event-schema` has it; an "
-    "error after the first event comes as one; the last is `data: [DONE]`"
+    "With `stream`: server-sent events; an error after the first one comes as an event, and the "
+    "last is `data: [DONE]`"
 )
+JSON = (dict, list, tuple, str, int, float, bool, type(None))
+"""What else is in a description stands for a schema."""
 
 
 def documented(
@@ -65,10 +67,7 @@ def documented(
             answers["content"] = {content_type: {"schema": answer}}
         if event is not None:
             answers["description"] = f"Done. {EVENTS}"
-            answers["content"]["text/event-stream"] = {
-                "schema": {"type": "string"},
-                "x-event-schema": {"schema": event},
-            }
+            answers["content"]["text/event-stream"] = {"schema": _event(event)}
         statuses = set(refused) | {500}
         if request is not None:
             operation["requestBody"] = {
@@ -140,6 +139,17 @@ def _error(status: int) -> dict[str, Any]:
     return {"description": text, "content": {"application/json": {"schema": ErrorAnswer}}}
 
 
+def _event(kind: Any) -> dict[str, Any]:
+    """Of one server-sent event, once it is taken apart."""
+    data = {
+        "type": "string",
+        "contentMediaType": "application/json",
+        "contentSchema": {"anyOf": [kind, ErrorAnswer]},
+    }
+    events = [{"properties": {"data": one}} for one in (data, {"const": "[DONE]"})]
+    return {"type": "object", "required": ["data"], "anyOf": events}
+
+
 def _told(handler: Any) -> dict[str, Any]:
     """Summary and description, from a docstring."""
     first, _, rest = (inspect.getdoc(handler) or handler.__name__).partition("\n\n")
@@ -175,25 +185,16 @@ def _types(value: Any) -> Iterator[Any]:
         for part in value:
             yield from _types(part)
     elif isinstance(value, dict):
-        for key, part in value.items():
-            if key == "schema" and not isinstance(part, dict):
-                yield part
-            else:
-                yield from _types(part)
+        for part in value.values():
+            yield from _types(part)
+    elif not isinstance(value, JSON):
+        yield value
 
 
 def _filled(value: Any, schemas: Iterator[dict[str, Any]]) -> Any:
     """A copy with schemas in the places of types."""
     if isinstance(value, list | tuple):
         return [_filled(part, schemas) for part in value]
-    if not isinstance(value, dict):
-        return value
-    made = {}
-    for key, part in value.items():
-        if key == "schema" and not isinstance(part, dict):
-            made[key] = next(schemas)
-        elif key == "x-event-schema":
-            made[key] = _filled(part, schemas)["schema"]
-        else:
-            made[key] = _filled(part, schemas)
-    return made
+    if isinstance(value, dict):
+        return {key: _filled(part, schemas) for key, part in value.items()}
+    return value if isinstance(value, JSON) else next(schemas)
