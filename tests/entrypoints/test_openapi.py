@@ -446,8 +446,8 @@ def test_answers_have_the_documented_shape(server: Server, pooler: Server) -> No
 
 @pytest.mark.slow
 def test_many_answers_have_the_documented_shape(server: Server, pooler: Server) -> None:
-    guided(server, 400)
-    guided(pooler, 200, POOLING)
+    guided(server, 200)
+    guided(pooler, 100, POOLING)
 
 
 def test_names_of_models_may_hold_anything(server: Server) -> None:
