@@ -47,7 +47,7 @@ def with_config(
 
 
 def _read(path: str) -> dict[str, Any]:
-    import yaml  # type: ignore[import-untyped]
+    import yaml
 
     try:
         found = yaml.safe_load(Path(path).read_text("utf-8"))

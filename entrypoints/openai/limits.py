@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 
 from aiohttp import web
+from aiohttp.typedefs import Middleware
 
 from ...core.errors import EngineOverloaded
 from .context import OPEN
@@ -12,7 +13,7 @@ from .context import OPEN
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-def at_most(count: int) -> Handler:
+def at_most(count: int) -> Middleware:
     """A middleware that refuses what comes while `count` requests are being answered: streams count
     until they end, open routes never."""
     running = 0

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable
 
 from aiohttp import web
 from aiohttp.abc import AbstractAccessLogger
+from aiohttp.typedefs import Middleware
 
 access = logging.getLogger("jackfield.access")
 bodies = logging.getLogger("jackfield.requests")
@@ -69,7 +70,7 @@ def set_up(kind: str, log_bodies: bool) -> None:
         access.propagate = False
 
 
-def log_bodies(max_len: int | None) -> Handler:
+def log_bodies(max_len: int | None) -> Middleware:
     """A middleware that writes bodies down, cut to `max_len` characters; None: whole."""
 
     @web.middleware
