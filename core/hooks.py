@@ -226,7 +226,9 @@ def register_routes(app: Any, engine: Any) -> None:
         app.router.add_get("/hello", hello)
 
     Called by the server when it builds its application, after its own routes are in. The engine has
-    started. A new route asks for the API key like the others.
+    started. A new route asks for the API key like the others. The OpenAPI document lists it by
+    its docstring; a handler's attribute `openapi`, an operation as OpenAPI 3.1 writes it in which a
+    Struct may stand for a schema, says more, and None keeps it out.
     """
 
 

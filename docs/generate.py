@@ -13,6 +13,7 @@ import ast
 import contextlib
 import inspect
 import io
+import json
 import os
 import re
 import sys
@@ -34,6 +35,7 @@ from jackfield.core.observe.metrics import EngineMetrics
 from jackfield.core.registry import KINDS, load_plugins
 from jackfield.entrypoints.cli import options
 from jackfield.entrypoints.cli.main import COMMANDS
+from jackfield.entrypoints.openai import pooling_protocol, protocol
 
 DOCS = Path(__file__).resolve().parent
 NOTE = "<!-- Written by docs/generate.py from the code. Change the code, then run it. -->\n\n"
@@ -247,7 +249,7 @@ def cli() -> str:
             ["variable", "meaning"],
             [
                 ["`JACKFIELD_API_KEY`", "`serve`: keys that clients must send, separated by "
-                 "commas. `chat`, `complete`: the key to send."],
+                 "commas; `VLLM_API_KEY` as well. `chat`, `complete`: the key to send."],
                 ["`JACKFIELD_PLUGINS`", "Load only these third-party plugins (entry points or "
                  "distributions, separated by commas), and stop if one of them fails."],
             ],
@@ -357,6 +359,37 @@ Whether a request thinks is the chat template's matter: `chat_template_kwargs` w
 `enable_thinking`, or `thinking` for `deepseek_v3` and `granite`, where it is off by default."""
 
 
+def fields() -> str:
+    """Request fields beside OpenAI's and vLLM's. Theirs are recorded in docs/fields.json."""
+    known = json.loads((DOCS / "fields.json").read_text())
+    parts = [
+        "# Request fields, beside OpenAI's and vLLM's\n\n"
+        "Which fields of OpenAI's and vLLM's requests Jackfield knows. OpenAI's are those of its "
+        "Python package 3.52, vLLM's those of its server of late 2025. yes: it has its effect, or "
+        "what it asks for is refused by name; no effect: taken and not used; refused: a request "
+        "that asks for something with it gets a 400; ignored: unknown here. What each means: "
+        "[HTTP API](http-api.md).\n"
+    ]
+    for route in known["routes"]:
+        struct = getattr(protocol, route["struct"], None) or getattr(
+            pooling_protocol, route["struct"]
+        )
+        own = {field.name for field in msgspec.structs.fields(struct)}
+        rows = []
+        for name in sorted(own | set(route["openai"]) | set(route["vllm"])):
+            told = "yes" if name in own else "ignored"
+            if name in own and name in known["accepted_without_effect"]:
+                told = "no effect"
+            elif name not in own and name in protocol.UNSUPPORTED:
+                told = "refused"
+            shown = name if told == "ignored" else f"`{name}`"
+            theirs = ["yes" if name in route[whose] else "" for whose in ("openai", "vllm")]
+            rows.append([shown, *theirs, told])
+        parts.append(f"\n## {route['title']}\n\n")
+        parts.append(table(["field", "OpenAI", "vLLM", "Jackfield"], rows))
+    return "".join(parts)
+
+
 def metrics() -> str:
     """What GET /metrics tells."""
     made = EngineMetrics("MODEL")
@@ -424,6 +457,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "reference/sampling-params.md": sampling_params,
     "reference/cli.md": cli,
     "reference/hooks.md": hook_page,
+    "reference/fields.md": fields,
     "reference/metrics.md": metrics,
     "reference/parsers.md": parsers,
 }

@@ -102,6 +102,8 @@ class AsyncEngine:
         self._connector: KVConnectorScheduler | None = None
         self._ping: asyncio.Future[None] | None = None
         """One for all who ask at the same time, so that they do not queue up behind a hung step."""
+        self._news: list[RequestState] = []
+        """Whose listeners are to be called."""
 
     # ------------------------------------------------------------ life
 
@@ -530,6 +532,11 @@ class AsyncEngine:
 
     def _publish(self, updates: list[Update]) -> None:
         """Give a step's tokens to their streams."""
+        if not updates:
+            return
+        now = time.monotonic()
+        gaps: dict[float, int] = {}
+        """Seconds between tokens → how many came so: streams in step have one number."""
         for update in updates:
             request = update.request
             owner = self._owners.get(request.request_id)
@@ -543,8 +550,14 @@ class AsyncEngine:
             if update.prompt_logprobs and index == 0:
                 state.add_prompt_logprobs(update.prompt_logprobs)
             if update.new_token_ids:
-                self._num_generation_tokens += len(update.new_token_ids)
-                self._observe_tokens(state, len(update.new_token_ids))
+                count = len(update.new_token_ids)
+                self._num_generation_tokens += count
+                before = state.mark_tokens(now)
+                if before is None:
+                    self.metrics.observe_first_token(now - state.timings.arrival)
+                else:
+                    gap = (now - before) / count
+                    gaps[gap] = gaps.get(gap, 0) + count
                 stop = completion.apply(update)
                 if stop is not None:
                     self._scheduler.finish(request.request_id, "stop", stop)
@@ -554,25 +567,36 @@ class AsyncEngine:
             if update.finished:
                 assert request.finish_reason is not None
                 completion.finish(request.finish_reason, request.stop_reason)
-            state.changed.set()
+            self._tell(state)
             if completion.finish_reason is not None:
                 self._ended(state, request.request_id)
+        for gap, count in gaps.items():
+            self.metrics.observe_inter_token(gap, count)
+
+    def _tell(self, state: RequestState) -> None:
+        """Its caller has news: wake who waits, or note whom to call."""
+        if state.listener is None:
+            state.changed.set()
+            return
+        if not self._news:
+            asyncio.get_running_loop().call_soon(self._deliver)
+        self._news.append(state)
+
+    def _deliver(self) -> None:
+        """Call all listeners that a step has news for, in one turn of the loop."""
+        news, self._news = self._news, []
+        for state in news:
+            if state.listener is not None:
+                try:
+                    state.listener()
+                except Exception:
+                    logger.exception("the listener of request %s failed", state.request_id)
 
     def _publish_pooled(self, state: PoolingState, update: Update) -> None:
         state.pooled.row, state.error = update.pooled, update.error
         state.pooled.finish(update.request.finish_reason or "stop")
         state.changed.set()
         self._ended(state, update.request.request_id)
-
-    def _observe_tokens(self, state: RequestState, count: int) -> None:
-        before = state.timings.last_token
-        state.mark_tokens()
-        now = state.timings.last_token
-        assert now is not None
-        if before is None:
-            self.metrics.observe_first_token(now - state.timings.arrival)
-        else:
-            self.metrics.observe_inter_token((now - before) / count, count)
 
     def _ended(self, state: RequestState | PoolingState, scheduler_id: str) -> None:
         """One completion ended; perhaps the request did."""
@@ -605,7 +629,10 @@ class AsyncEngine:
                 self._scheduler.finish(request.request_id, "abort")
                 completion.finish("abort", None)
                 self._ended(state, request.request_id)
-        state.changed.set()
+        if isinstance(state, PoolingState):
+            state.changed.set()
+        else:
+            self._tell(state)
         self._steps.wake()
 
     def _stepped(self, plan: StepPlan, result: StepResult) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 from ..scheduling.request import Request, Update
 from ..text.output_text import OutputText
@@ -50,6 +51,8 @@ class Completion:
     def apply(self, update: Update) -> str | None:
         """Take new tokens; → the stop string that ends this completion, if one does."""
         request = update.request
+        if self.logprobs is None and not update.finished:
+            return self._apply_tokens(update.new_token_ids)
         ended_by_token = update.finished and request.finish_reason == "stop"
         for number, token in enumerate(update.new_token_ids):
             self.token_ids.append(token)
@@ -64,6 +67,19 @@ class Completion:
                 continue
             match = self.text.push([token], len(self.token_ids))
             if match is not None and not ended_by_token:
+                return match.stop
+        return None
+
+    def _apply_tokens(self, new_token_ids: list[int]) -> str | None:
+        """`apply` for the most: tokens that end nothing, and nothing beside them."""
+        token_ids, text = self.token_ids, self.text
+        if text is None:
+            token_ids += new_token_ids
+            return None
+        for token in new_token_ids:
+            token_ids.append(token)
+            match = text.push((token,), len(token_ids))
+            if match is not None:
                 return match.stop
         return None
 
@@ -130,10 +146,15 @@ class RequestState:
         self.timings = RequestTimings(arrival=requests[0].arrival)
         self.error: str | None = None
         self.changed = asyncio.Event()
+        self.listener: Callable[[], None] | None = None
+        """Called when there is news, instead of `changed` being set."""
 
     @property
     def finished(self) -> bool:
-        return all(c.finish_reason is not None for c in self.completions)
+        for completion in self.completions:
+            if completion.finish_reason is None:
+                return False
+        return True
 
     def add_prompt_logprobs(self, positions: list[TokenLogprobs]) -> None:
         """Positions arrive in order; a preempted prompt brings some again, which are skipped."""
@@ -142,13 +163,15 @@ class RequestState:
         room = len(self.requests[0].prompt_token_ids) - len(self.prompt_logprobs)
         self.prompt_logprobs.extend(_position(p, self.tokenizer) for p in positions[:room])
 
-    def mark_tokens(self) -> None:
-        """Tokens have arrived: note the time."""
-        now = time.monotonic()
-        if self.timings.first_token is None:
-            self.timings.first_token = now
-            self.timings.first_scheduled = self.requests[0].first_scheduled
-        self.timings.last_token = now
+    def mark_tokens(self, now: float) -> float | None:
+        """Tokens have arrived; → when the ones before them had, None for the first."""
+        timings = self.timings
+        before = timings.last_token
+        if before is None:
+            timings.first_token = now
+            timings.first_scheduled = self.requests[0].first_scheduled
+        timings.last_token = now
+        return before
 
     def mark_finished(self) -> None:
         self.timings.finished = time.monotonic()
@@ -159,12 +182,17 @@ class RequestState:
         """Whether the caller should be given an output now."""
         if self.params.output_kind is OutputKind.FINAL_ONLY:
             return self.finished
-        return any(c.has_news for c in self.completions)
+        for completion in self.completions:
+            if completion.has_news:
+                return True
+        return False
 
     def take(self) -> RequestOutput:
         """The output the caller gets now."""
         delta = self.params.output_kind is OutputKind.DELTA
-        chosen = [c for c in self.completions if c.has_news] if delta else self.completions
+        chosen = self.completions
+        if delta and len(chosen) > 1:
+            chosen = [c for c in chosen if c.has_news]
         return self._output([c.take(delta) for c in chosen])
 
     def peek(self) -> RequestOutput:
@@ -182,10 +210,14 @@ class RequestState:
             num_cached_tokens=self.requests[0].num_cached_tokens,
             timings=self.timings,
             error=self.error,
-            kv_transfer_params=next(
-                (r.kv_transfer_params for r in self.requests if r.kv_transfer_params), None
-            ),
+            kv_transfer_params=self._kv_transfer_params(),
         )
+
+    def _kv_transfer_params(self) -> dict[str, Any] | None:
+        for request in self.requests:
+            if request.kv_transfer_params:
+                return request.kv_transfer_params
+        return None
 
 
 class OutputStream:
@@ -234,6 +266,23 @@ class OutputStream:
             self._closed = True
         return output
 
+    def listen(self, listener: Callable[[], None]) -> None:
+        """Call `listener` from now on when there is something to `take`.
+
+        It is called on the event loop, once for what a step has brought, after the next step is on
+        its way: no task is woken for a token. Only after the first output; it must not raise.
+        """
+        assert self._state is not None, "the first output comes first"
+        self._state.listener = listener
+
+    def take(self) -> RequestOutput | None:
+        """What there is now, without waiting; None when there is nothing."""
+        if self._closed or self._state is None or not self._state.has_output:
+            return None
+        output = self._state.take()
+        self._closed = output.finished
+        return output
+
     async def aclose(self) -> None:
         """Abort, if it is still running."""
         self._close()
@@ -241,6 +290,8 @@ class OutputStream:
     def _close(self) -> None:
         if not self._closed:
             self._closed = True
+            if self._state is not None:
+                self._state.listener = None
             if self._state is not None and not self._state.finished:
                 self._abort(self._state)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import prometheus_client as prometheus
 
 from ..types import EngineStats, RequestOutput, RequestTimings, SamplingParams
+from .histogram import Histogram
 
 SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10,
            20, 40, 80, 160, 640)  # fmt: skip
@@ -33,12 +34,9 @@ class EngineMetrics:
                 f"jackfield:{name}", text, ["model_name"], registry=self.registry
             ).labels(model_name)
 
-        def histogram(
-            name: str, text: str, buckets: tuple[float, ...] = SECONDS
-        ) -> prometheus.Histogram:
-            return prometheus.Histogram(
-                f"jackfield:{name}", text, ["model_name"], buckets=buckets, registry=self.registry
-            ).labels(model_name)
+        def histogram(name: str, text: str, buckets: tuple[float, ...] = SECONDS) -> Histogram:
+            labels = {"model_name": model_name}
+            return Histogram(f"jackfield:{name}", text, buckets, labels, self.registry)
 
         self._running = gauge("num_requests_running", "Requests in the batch.")
         self._waiting = gauge("num_requests_waiting", "Requests waiting for a slot.")
@@ -117,8 +115,7 @@ class EngineMetrics:
 
     def observe_inter_token(self, seconds: float, count: int) -> None:
         """`count` tokens, `seconds` apart."""
-        for _ in range(count):
-            self._itl.observe(seconds)
+        self._itl.observe(seconds, count)
 
     def observe_finished(self, output: RequestOutput, params: SamplingParams) -> None:
         """Once a request."""

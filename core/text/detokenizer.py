@@ -44,6 +44,8 @@ class IncrementalDetokenizer:
     def push(self, token_ids: Sequence[int]) -> str:
         """The text that these tokens complete; "" while a character is unfinished."""
         hidden = self._hidden
+        if len(token_ids) == 1:
+            return "" if token_ids[0] in hidden else self._source.push(token_ids)
         return self._source.push(
             [id for id in token_ids if id not in hidden] if hidden else token_ids
         )
@@ -59,12 +61,28 @@ class _Bytes:
     def __init__(self, tokenizer: Tokenizer, prompt: list[int]) -> None:
         assert tokenizer.pieces is not None
         self._token_bytes = tokenizer.token_bytes
+        self._whole_text = tokenizer.whole_text
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._decoder.decode(b"".join(map(tokenizer.token_bytes, prompt)))
         self._strip = 0 if prompt else tokenizer.pieces.strip_start
         self._pushed = False
+        self._between = self._is_between()
+        """Whether a token of whole characters is its own text: no character is half here."""
 
     def push(self, ids: Sequence[int]) -> str:
+        if self._between and len(ids) == 1:
+            whole = self._whole_text(ids[0])
+            if whole:
+                self._pushed = True
+                return whole
+        text = self._decode(ids)
+        self._between = self._is_between()
+        return text
+
+    def _is_between(self) -> bool:
+        return not self._strip and not self._decoder.getstate()[0]
+
+    def _decode(self, ids: Sequence[int]) -> str:
         data = b"".join(map(self._token_bytes, ids))
         self._pushed = self._pushed or bool(data)
         text = self._decoder.decode(data)

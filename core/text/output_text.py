@@ -104,9 +104,9 @@ class OutputText:
 
     def take_delta(self) -> str:
         """Text that has become safe to show since the last call."""
-        delta = "".join(self._parts[self._taken :])
-        self._taken = len(self._parts)
-        return delta
+        parts, taken = self._parts, self._taken
+        self._taken = len(parts)
+        return parts[-1] if self._taken == taken + 1 else "".join(parts[taken:])
 
     def _show(self, text: str) -> None:
         if text:
@@ -117,6 +117,9 @@ class OutputText:
         automaton = self._automaton
         assert automaton is not None
         state = self._state
+        if state == 0 and automaton.first.search(delta) is None:
+            self._show(delta)
+            return None
         for position, char in enumerate(delta):
             state = automaton.step(state, char)
             stop = automaton.matched[state]

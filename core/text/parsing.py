@@ -72,6 +72,11 @@ class OutputParser:
         self._tools = tools
 
     @property
+    def plain(self) -> bool:
+        """Whether there is no parser, so that all text is content."""
+        return self._reasoning is None and self._tools is None
+
+    @property
     def reasoning_ended(self) -> bool:
         """Whether what follows is answer. By tokens: `ReasoningTracker` in `reasoning.py`."""
         return self._reasoning is None or self._reasoning.reasoning_ended
@@ -96,6 +101,9 @@ class OutputParser:
     def _through_tools(self, events: list[ParserEvent]) -> list[ParserEvent]:
         if self._tools is None:
             return events
+        if len(events) == 1:
+            event = events[0]
+            return self._tools.feed(event.text) if isinstance(event, Content) else events
         passed: list[ParserEvent] = []
         for event in events:
             passed += self._tools.feed(event.text) if isinstance(event, Content) else [event]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 
 
 class StopStrings:
@@ -25,6 +26,8 @@ class StopStrings:
                     ends.append(None)
                 state = self._next[state][char]
             ends[state] = string
+        self.first = re.compile("|".join(map(re.escape, self._next[0])) or "(?!)")
+        """Matches a character that some string begins with: without one, state 0 stays."""
         self._fail = [0] * len(depth)
         order = list(self._next[0].values())
         for state in order:

@@ -72,6 +72,7 @@ class Tokenizer:
         self.joins_with_spaces = kind in (None, "WordPiece")
         """Whether decoding puts spaces between tokens."""
         self._bytes: dict[int, bytes] = {}
+        self._whole: dict[int, str] = {}
 
     # ------------------------------------------------------------ loading
 
@@ -257,6 +258,17 @@ class Tokenizer:
             else:
                 found = self.pieces.bytes_of(token)
             self._bytes[id] = found
+        return found
+
+    def whole_text(self, id: int) -> str:
+        """The text that one token's bytes are; empty where they are not whole characters."""
+        found = self._whole.get(id)
+        if found is None:
+            try:
+                found = self.token_bytes(id).decode()
+            except UnicodeDecodeError:
+                found = ""
+            self._whole[id] = found
         return found
 
     def token_text(self, id: int) -> str:

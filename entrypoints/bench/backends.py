@@ -56,7 +56,7 @@ class JackfieldBackend:
 
         self.version = __version__
         sys.setswitchinterval(SWITCH_INTERVAL)
-        self._loop = _event_loop()
+        self._loop = event_loop()
         self._engine = AsyncEngine(config)
         self._loop.run_until_complete(self._engine.start())
         info = self._engine.info
@@ -225,7 +225,7 @@ def _check(asks: Sequence[Ask], tokens: Sequence[Sequence[int]]) -> None:
         raise RuntimeError(f"{sum(got)} tokens came instead of {sum(wanted)}")
 
 
-def _event_loop() -> asyncio.AbstractEventLoop:
+def event_loop() -> asyncio.AbstractEventLoop:
     """uvloop's where there is one."""
     try:
         import uvloop

@@ -11,6 +11,7 @@ BENCHMARKS = {
     "serve": "load on any OpenAI-style server, or on one started here (W5, W7)",
     "startup": "process start to ready to first token, cold and warm (W6)",
     "kernels": "each kernel against what its bytes and products cost",
+    "frontend": "what a streamed token costs the server, without a model",
     "tune": "how to cut skinny products on this device, written where engines read it",
     "compare": "the same workloads through every engine that is installed",
     "run": "any in-process workloads, with any engine",

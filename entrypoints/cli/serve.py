@@ -5,14 +5,15 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
-import os
 from collections.abc import Coroutine
 from typing import Any
 
 from ...core.errors import JackfieldError
 from ...core.registry import load_plugins
 from .batch_flags import add_batch_flags, batch_options
+from .config_file import add_config, with_config
 from .options import Parser, add_engine_options, engine_config, fail
+from .server_options import add_server_options, api_keys, server_options, tls
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -29,7 +30,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--api-key",
         action="append",
         default=[],
-        help="key that clients must send; repeatable; also from JACKFIELD_API_KEY",
+        help="key that clients must send; repeatable; also from JACKFIELD_API_KEY, VLLM_API_KEY",
     )
     server.add_argument(
         "--max-stored-responses",
@@ -67,8 +68,9 @@ def make_parser() -> argparse.ArgumentParser:
     )
     server.add_argument(
         "--log-level",
+        "--uvicorn-log-level",
         default="warning",
-        choices=("debug", "info", "warning"),
+        choices=("debug", "info", "warning", "error", "critical"),
         help="least level that is logged",
     )
     server.add_argument(
@@ -77,25 +79,32 @@ def make_parser() -> argparse.ArgumentParser:
         help="serve POST /reset_prefix_cache and GET /server_info",
     )
     add_batch_flags(parser)
+    add_config(server)
+    add_server_options(parser)
     add_engine_options(parser)
     return parser
 
 
 def run(argv: list[str]) -> int:
     """→ exit status"""
-    args = make_parser().parse_args(argv)
-    logging.basicConfig(
-        level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
+    parser = make_parser()
+    args = parser.parse_args(argv)
     try:
+        if args.config is not None:
+            args = parser.parse_args(with_config(parser, argv, args))
+        logging.basicConfig(
+            level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+        )
         config = engine_config(args, args.model_flag or args.model)
+        given = server_options(args, config)
         plugins = load_plugins(disable=config.disable_plugins)
+        from ..openai import request_log
         from ..openai.context import ServerOptions
         from ..openai.server import Listen, serve
 
-        keys = [*args.api_key, *os.environ.get("JACKFIELD_API_KEY", "").split(",")]
+        request_log.set_up(args.access_log, args.enable_log_requests)
         options = ServerOptions(
-            api_keys=tuple(key for key in keys if key),
+            api_keys=api_keys(args),
             max_body_bytes=args.max_body_bytes,
             max_stored_responses=args.max_stored_responses,
             max_stored_response_bytes=args.max_stored_response_bytes,
@@ -105,8 +114,9 @@ def run(argv: list[str]) -> int:
             batches=batch_options(args),
             playground=args.playground,
             trust_request_chat_template=args.trust_request_chat_template,
+            **given,
         )
-        listen = Listen(args.host, args.port, args.uds)
+        listen = Listen(args.host, args.port, args.uds, tls(args))
         return _run(serve(config, plugins, listen, options))
     except (JackfieldError, OSError) as error:
         return fail(error)

@@ -18,11 +18,12 @@ from ...core.errors import (
     RequestFailed,
 )
 from ..batch.routes import add_batch_routes
-from .admin import add_admin_routes
 from ..web.page import add_page, page
+from . import cors, docs_page, limits, request_log
+from .admin import add_admin_routes
 from .chat import chat_completions
 from .completions import completions
-from .context import ENGINE, OPTIONS, ServerOptions, error_body, reply
+from .context import DOCUMENT, ENGINE, OPEN, OPTIONS, ServerOptions, error_body, reply
 from .embeddings import embeddings
 from .load import LOAD, Load, count_load, server_load
 from .pooling import classify, pooling
@@ -33,7 +34,7 @@ from .utility import detokenize, health, metrics, model, models, plugins, tokeni
 logger = logging.getLogger("jackfield.server")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
-OPEN_ROUTES = frozenset({"/health", "/ping", "/metrics"})
+OPEN_ROUTES = frozenset({"/health", "/ping", "/metrics"}) | docs_page.OPEN_ROUTES
 """Served without a key, as the playground's files are. Decided on the route that matched, never on
 the path as sent."""
 
@@ -47,6 +48,8 @@ def make_app(engine: AsyncEngine, options: ServerOptions | None = None) -> web.A
     app[ENGINE] = engine
     app[OPTIONS] = options
     app[LOAD] = Load()
+    app[OPEN] = OPEN_ROUTES
+    app[DOCUMENT] = {}
     app.add_routes(
         [
             web.get("/v1/models", models),
@@ -80,7 +83,17 @@ def make_app(engine: AsyncEngine, options: ServerOptions | None = None) -> web.A
         add_batch_routes(app, options.batches)
     if options.playground:
         add_page(app)
-    app.on_response_prepare.append(_tell_request_id)
+    if options.docs:
+        app.router.add_get("/openapi.json", docs_page.openapi_json)
+        app.router.add_get("/docs", docs_page.docs)
+    if options.request_id_headers:
+        app.on_response_prepare.append(_tell_request_id)
+    if options.max_concurrency is not None:
+        app.middlewares.append(limits.at_most(options.max_concurrency))
+    if options.log_requests:
+        app.middlewares.append(request_log.log_bodies(options.max_log_len))
+    if options.cors.origins:
+        cors.install(app, options.cors)
     engine.plugins.manager.hook.register_routes(app=app, engine=engine)
     return app
 

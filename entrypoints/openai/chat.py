@@ -15,6 +15,7 @@ import msgspec
 from aiohttp import web
 
 from ...core.engine.async_engine import AsyncEngine
+from ...core.engine.output import OutputStream
 from ...core.errors import InvalidRequest, RequestFailed
 from ...core.protocols import (
     Content,
@@ -35,10 +36,12 @@ from ...core.types import (
     SamplingParams,
     StructuredOutputsParams,
 )
+from .answers import ChatAnswer, ChatChunk
 from .context import (
     ENGINE,
     LONG_TEXT,
     OPTIONS,
+    ServerOptions,
     check_model,
     check_priority,
     new_id,
@@ -47,21 +50,23 @@ from .context import (
     usage,
 )
 from .logprobs import chat_logprobs, prompt_logprobs
+from .openapi import documented
 from .protocol import ChatRequest, decode
-from .streaming import frame, stream
+from .streaming import Template, frame, stream_outputs
 from .structured import forced_calls, strict_calls
 from .template_fields import template_arguments
 from .tool_choice import apply_allowed_tools, check_tools, first_call_only
 
 
+@documented("chat", request=ChatRequest, answer=ChatAnswer, event=ChatChunk)
 async def chat_completions(request: web.Request) -> web.StreamResponse:
     """Answer a conversation."""
     engine = request.app[ENGINE]
     asked = decode(await request.read(), ChatRequest)
-    job = _Job(engine, asked, request.app[OPTIONS].trust_request_chat_template)
+    job = _Job(engine, asked, request.app[OPTIONS])
     if asked.stream:
-        frames = job.frames()
-        return await stream(request, frames, frames.__anext__)
+        pieces = ChatPieces(job)
+        return await stream_outputs(request, job.outputs(), pieces.encode, pieces.last)
     return reply(await job.whole())
 
 
@@ -108,18 +113,22 @@ class _Choice:
 
 class _Job:
     def __init__(
-        self, engine: AsyncEngine, asked: ChatRequest, trust_template: bool = False
+        self, engine: AsyncEngine, asked: ChatRequest, options: ServerOptions | None = None
     ) -> None:
+        options = options or ServerOptions()
         asked.check()
         check_tools(asked)
         apply_allowed_tools(asked)
+        self.role = options.response_role
         self.engine = engine
         self.asked = asked
         self.model = check_model(engine, asked.model)
         check_priority(engine, asked.priority)
         self.id = new_id("chatcmpl", asked.request_id)
         self.created = int(time.time())
-        self.template_arguments = template_arguments(engine, asked, trust_template)
+        self.template_arguments = template_arguments(
+            engine, asked, options.trust_request_chat_template
+        )
         self.echoed = _last_words(asked)
         logprobs = asked.shown_logprobs(engine.config.max_logprobs)
         self.params = asked.sampling(asked.token_limit, logprobs)
@@ -177,7 +186,8 @@ class _Job:
         one_call = self.asked.parallel_tool_calls is False
         return _Choice(OutputParser(reasoning, tools), tracker, new_call_id, one_call)
 
-    def _outputs(self) -> Any:
+    def outputs(self) -> OutputStream:
+        """What the engine makes of the request."""
         asked = self.asked
         return self.engine.chat(
             asked.messages,
@@ -197,7 +207,7 @@ class _Job:
     async def whole(self) -> dict[str, Any]:
         """The answer in one piece: the fold of its events."""
         output: RequestOutput | None = None
-        async for output in self._outputs():  # noqa: B007
+        async for output in self.outputs():  # noqa: B007
             pass
         assert output is not None
         choices, parsed = [], []
@@ -209,7 +219,7 @@ class _Job:
             else:
                 message = await asyncio.to_thread(choice.whole, completion)
             parsed.append(choice)
-            body: dict[str, Any] = {"role": "assistant", "content": message.content}
+            body: dict[str, Any] = {"role": self.role, "content": message.content}
             if message.reasoning is not None and self.asked.include_reasoning:
                 body["reasoning_content"] = body["reasoning"] = message.reasoning
             if message.tool_calls:
@@ -247,47 +257,12 @@ class _Job:
 
     async def frames(self) -> AsyncIterator[bytes]:
         """The answer in pieces."""
-        choices = [self._choice() for _ in range(self.params.n)]
-        opened = False
-        output: RequestOutput | None = None
-        async for output in self._outputs():
-            for completion in output.outputs:
-                choices[completion.index].count(completion)
-            running = self._usage(output, choices) if self.asked.continuous_usage else None
-            if not opened:
-                opened = True
-                for piece in self._opening(output, running):
-                    yield piece
-            for completion in output.outputs:
-                self._check(output, completion)
-                choice = choices[completion.index]
-                events = choice.feed(completion)
-                logprobs = self._logprobs(completion.logprobs)
-                token_ids = completion.token_ids if self.asked.return_token_ids else None
-                for event in events:
-                    delta = _delta(event, choice, self.asked.include_reasoning)
-                    if delta is not None:
-                        yield self._frame(
-                            completion.index, delta, running, logprobs, token_ids=token_ids
-                        )
-                        logprobs = token_ids = None
-                if (logprobs is not None and logprobs["content"]) or token_ids:
-                    yield self._frame(
-                        completion.index, {"content": ""}, running, logprobs, token_ids=token_ids
-                    )
-                if completion.finish_reason is not None:
-                    yield self._frame(
-                        completion.index,
-                        {},
-                        running,
-                        None,
-                        self._finish_reason(completion, choice),
-                        completion.stop_reason,
-                    )
-        if self.asked.include_usage and output is not None:
-            body = self._body("chat.completion.chunk", [])
-            body["usage"] = self._usage(output, choices)
-            yield frame(body)
+        pieces = ChatPieces(self)
+        async for output in self.outputs():
+            for piece in pieces.frames(output):
+                yield piece
+        if last := pieces.last():
+            yield last
 
     def _opening(self, output: RequestOutput, running: dict[str, Any] | None) -> list[bytes]:
         """The first frames: each answer's role, what is echoed, and what is told of the prompt."""
@@ -298,7 +273,7 @@ class _Job:
             prompt["prompt_token_ids"] = output.prompt_token_ids
         frames = []
         for index in range(self.params.n):
-            delta = {"role": "assistant", "content": ""}
+            delta = {"role": self.role, "content": ""}
             frames.append(self._frame(index, delta, running, body=prompt if index == 0 else None))
             if self.echoed:
                 frames.append(self._frame(index, {"content": self.echoed}, running))
@@ -369,19 +344,147 @@ class _Job:
         )
 
 
+_TEXTS = (Content, Reasoning, ToolCallArguments)
+"""Events that are one text."""
+
+
+class ChatPieces:
+    """A streamed answer, output by output. Texts with nothing beside them go through templates."""
+
+    def __init__(self, job: _Job) -> None:
+        self._job = job
+        self._choices = [job._choice() for _ in range(job.params.n)]
+        asked = job.asked
+        self._plain = not (asked.logprobs or asked.continuous_usage or asked.return_token_ids)
+        """Whether pieces carry nothing but their text."""
+        self._texts = _TEXTS if asked.include_reasoning else (Content, ToolCallArguments)
+        self._opened = False
+        self._output: RequestOutput | None = None
+        self._content: Template | None = None
+        """Where there is one choice and no parser."""
+        self._templates: dict[tuple[int, Any], Template] = {}
+        """(Choice, kind of event or index of the call) → its frame."""
+
+    def encode(self, output: RequestOutput) -> bytes:
+        """Frames of what the output brings."""
+        if not self._plain or not self._opened or len(output.outputs) > 1:
+            return b"".join(self.frames(output))
+        completion = output.outputs[0]
+        if completion.finish_reason is not None:
+            return b"".join(self.frames(output))
+        # What most outputs are: more text of one choice, in the middle of it.
+        self._output = output
+        index = completion.index
+        choice = self._choices[index]
+        choice.count(completion)
+        if choice.parser.plain:
+            if not completion.text:
+                return b""
+            if self._content is None:
+                self._content = self._template(index, Content(""))
+            return self._content.frame(completion.text)
+        events = choice.feed(completion)
+        if len(events) == 1 and isinstance(events[0], self._texts):
+            return self._text(index, events[0])
+        return b"".join(self._event_frames(choice, index, events, None, None))
+
+    def frames(self, output: RequestOutput) -> list[bytes]:
+        """The same, one by one."""
+        job, choices = self._job, self._choices
+        self._output = output
+        for completion in output.outputs:
+            choices[completion.index].count(completion)
+        running = job._usage(output, choices) if job.asked.continuous_usage else None
+        made: list[bytes] = []
+        if not self._opened:
+            self._opened = True
+            made += job._opening(output, running)
+        for completion in output.outputs:
+            job._check(output, completion)
+            choice, index = choices[completion.index], completion.index
+            logprobs = job._logprobs(completion.logprobs)
+            token_ids = completion.token_ids if job.asked.return_token_ids else None
+            events = choice.feed(completion)
+            made += self._event_frames(choice, index, events, running, logprobs, token_ids)
+            if completion.finish_reason is not None:
+                reason = job._finish_reason(completion, choice)
+                end = completion.stop_reason
+                made.append(job._frame(index, {}, running, None, reason, end))
+        return made
+
+    def _event_frames(
+        self,
+        choice: _Choice,
+        index: int,
+        events: list[ParserEvent],
+        running: dict[str, Any] | None,
+        logprobs: dict[str, Any] | None,
+        token_ids: list[int] | None = None,
+    ) -> list[bytes]:
+        job = self._job
+        made: list[bytes] = []
+        for event in events:
+            if self._plain and isinstance(event, self._texts):
+                made.append(self._text(index, event))
+                continue
+            delta = _delta(event, choice, job.asked.include_reasoning)
+            if delta is not None:
+                made.append(job._frame(index, delta, running, logprobs, token_ids=token_ids))
+                logprobs = token_ids = None
+        if (logprobs is not None and logprobs["content"]) or token_ids:
+            empty = {"content": ""}
+            made.append(job._frame(index, empty, running, logprobs, token_ids=token_ids))
+        return made
+
+    def last(self) -> bytes:
+        """The frame with the usage, if it was asked for."""
+        job = self._job
+        if not job.asked.include_usage or self._output is None:
+            return b""
+        body = job._body("chat.completion.chunk", [])
+        body["usage"] = job._usage(self._output, self._choices)
+        return frame(body)
+
+    def _text(self, index: int, event: Content | Reasoning | ToolCallArguments) -> bytes:
+        """The frame of an event that is one text."""
+        key: tuple[int, Any]
+        if isinstance(event, ToolCallArguments):
+            text, key = event.fragment, (index, event.index)
+        else:
+            text, key = event.text, (index, type(event))
+        template = self._templates.get(key)
+        if template is None:
+            template = self._templates[key] = self._template(index, event)
+        return template.frame(text)
+
+    def _template(self, index: int, event: Content | Reasoning | ToolCallArguments) -> Template:
+        return Template(lambda text: self._job._frame(index, _text_delta(event, text), None))
+
+
+def _text_delta(event: Content | Reasoning | ToolCallArguments, text: str) -> dict[str, Any]:
+    """The delta of an event that is one text, with another text."""
+    match event:
+        case Content():
+            return {"content": text}
+        case Reasoning():
+            return {"reasoning_content": text, "reasoning": text}
+        case ToolCallArguments(index):
+            return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
+
+
 def _delta(event: ParserEvent, choice: _Choice, reasoning: bool) -> dict[str, Any] | None:
     """One event as OpenAI streams it."""
     match event:
         case Content(text):
-            return {"content": text}
+            return _text_delta(event, text)
         case Reasoning(text):
-            return {"reasoning_content": text, "reasoning": text} if reasoning else None
+            return _text_delta(event, text) if reasoning else None
         case ToolCallStart(index, name, id):
             function = {"name": name, "arguments": ""}
             call = {"index": index, "id": id or choice.new_call_id(), "type": "function"}
             return {"tool_calls": [{**call, "function": function}]}
-        case ToolCallArguments(index, fragment):
-            return {"tool_calls": [{"index": index, "function": {"arguments": fragment}}]}
+        case ToolCallArguments(_, fragment):
+            return _text_delta(event, fragment)
         case ToolCallEnd():
             return None
 

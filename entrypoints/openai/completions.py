@@ -10,8 +10,10 @@ from typing import Any
 from aiohttp import web
 
 from ...core.engine.async_engine import AsyncEngine
+from ...core.engine.output import OutputStream
 from ...core.errors import InvalidRequest, RequestFailed
 from ...core.types import CompletionOutput, PositionLogprobs, RequestOutput, SamplingParams
+from .answers import CompletionAnswer, CompletionChunk
 from .context import (
     ENGINE,
     check_model,
@@ -23,10 +25,14 @@ from .context import (
     usage,
 )
 from .logprobs import completion_logprobs, prompt_logprobs
+from .openapi import documented
 from .protocol import CompletionRequest, decode
-from .streaming import frame, stream
+from .streaming import Template, frame, stream, stream_outputs
 
 
+@documented(
+    "completions", request=CompletionRequest, answer=CompletionAnswer, event=CompletionChunk
+)
 async def completions(request: web.Request) -> web.StreamResponse:
     """Complete one prompt or several."""
     engine = request.app[ENGINE]
@@ -43,8 +49,12 @@ async def completions(request: web.Request) -> web.StreamResponse:
     ]
     job = _Job(engine, asked, model, given, token_ids)
     if asked.stream:
-        frames = job.frames()
-        return await stream(request, frames, frames.__anext__)
+        if len(token_ids) > 1:
+            frames = job.frames()
+            return await stream(request, frames, frames.__anext__)
+        (outputs,) = job.streams()
+        pieces = CompletionPieces(job)
+        return await stream_outputs(request, outputs, pieces.encode, pieces.last)
     return reply(await job.whole())
 
 
@@ -81,7 +91,8 @@ class _Job:
             asked.prompt_logprobs = max(asked.logprobs, asked.prompt_logprobs or 0)
         return asked.sampling(1 if self.only_echo else limit, asked.logprobs)
 
-    def _streams(self) -> list[Any]:
+    def streams(self) -> list[OutputStream]:
+        """What the engine makes of each prompt."""
         return [
             self.engine.generate(
                 token_ids,
@@ -95,7 +106,7 @@ class _Job:
 
     async def whole(self) -> dict[str, Any]:
         """The answer in one piece."""
-        outputs = await _all(self._streams())
+        outputs = await _all(self.streams())
         choices = [
             self._choice(number, output, completion)
             for number, output in enumerate(outputs)
@@ -115,20 +126,12 @@ class _Job:
 
     async def frames(self) -> AsyncIterator[bytes]:
         """The answer in pieces."""
-        prompts, cached = [0] * len(self.token_ids), [0] * len(self.token_ids)
-        generated = 0
-        async for number, output in merge(self._streams()):
-            prompts[number] = len(output.prompt_token_ids)
-            cached[number] = output.num_cached_tokens
-            for completion in output.outputs:
-                choice = self._choice(number, output, completion)
-                generated += 0 if self.only_echo else len(completion.token_ids)
-                body = self._body([choice])
-                if self.asked.continuous_usage:
-                    body["usage"] = usage(sum(prompts), generated, sum(cached))
-                yield frame(body)
-        if self.asked.include_usage:
-            yield frame(self._body([]) | {"usage": usage(sum(prompts), generated, sum(cached))})
+        pieces = CompletionPieces(self)
+        async for number, output in merge(self.streams()):
+            for piece in pieces.frames(output, number):
+                yield piece
+        if last := pieces.last():
+            yield last
 
     def _body(self, choices: list[Any]) -> dict[str, Any]:
         return {
@@ -191,6 +194,63 @@ class _Job:
         token_ids = [t for t in output.prompt_token_ids if t <= tokenizer.max_token_id]
         # All of it, as `text_offset` counts.
         return tokenizer.decode(token_ids, skip_special_tokens=False)
+
+
+class CompletionPieces:
+    """A streamed answer, output by output. Texts with nothing beside them go through templates."""
+
+    def __init__(self, job: _Job) -> None:
+        self._job = job
+        self._prompts, self._cached = [0] * len(job.token_ids), [0] * len(job.token_ids)
+        self._generated = 0
+        asked = job.asked
+        self._plain = (
+            job.params.n == 1
+            and asked.logprobs is None
+            and not (asked.continuous_usage or asked.return_token_ids or job.only_echo)
+        )
+        self._template: Template | None = None
+        """The frame of a text in the middle of the only choice."""
+
+    def encode(self, output: RequestOutput) -> bytes:
+        """Frames of what the output of the only prompt brings."""
+        if self._template is not None and len(output.outputs) == 1:
+            completion = output.outputs[0]
+            if completion.finish_reason is None:
+                self._generated += len(completion.token_ids)
+                return self._template.frame(completion.text)
+        return b"".join(self.frames(output, 0))
+
+    def frames(self, output: RequestOutput, number: int) -> list[bytes]:
+        """The same, one by one, of prompt `number`."""
+        job = self._job
+        self._prompts[number] = len(output.prompt_token_ids)
+        self._cached[number] = output.num_cached_tokens
+        made: list[bytes] = []
+        for completion in output.outputs:
+            self._generated += 0 if job.only_echo else len(completion.token_ids)
+            index = number * job.params.n + completion.index
+            body = job._body([job._choice(number, output, completion)])
+            if job.asked.continuous_usage:
+                body["usage"] = self._usage()
+            made.append(frame(body))
+            if self._plain and self._template is None and index == 0:
+                self._template = Template(lambda text: self._bare(output, text))
+        return made
+
+    def last(self) -> bytes:
+        """The frame with the usage, if it was asked for."""
+        if not self._job.asked.include_usage:
+            return b""
+        return frame(self._job._body([]) | {"usage": self._usage()})
+
+    def _bare(self, output: RequestOutput, text: str) -> bytes:
+        """The frame of a text in the middle of the only choice."""
+        completion = CompletionOutput(index=0, text=text)
+        return frame(self._job._body([self._job._choice(0, output, completion)]))
+
+    def _usage(self) -> dict[str, Any]:
+        return usage(sum(self._prompts), self._generated, sum(self._cached))
 
 
 async def _all(streams: list[Any]) -> list[RequestOutput]:

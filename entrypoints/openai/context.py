@@ -14,6 +14,7 @@ from aiohttp import web
 from ...core.engine.async_engine import AsyncEngine
 from ...core.errors import InvalidRequest, JackfieldError, ModelNotFound
 from ...core.text.tokenizer import Tokenizer
+from .cors import Cors
 
 if TYPE_CHECKING:
     from ..batch.objects import BatchOptions
@@ -43,11 +44,32 @@ class ServerOptions:
     """Whether `GET /` is a page for people (`entrypoints/web/`)."""
     trust_request_chat_template: bool = False
     """Whether a chat may bring its own template."""
+    docs: bool = True
+    """Whether `GET /openapi.json` and `GET /docs` are there."""
+    root_path: str = ""
+    """Where a proxy, which takes it off again, shows the server: for the OpenAPI document."""
+    cors: Cors = field(default_factory=Cors)
+    request_id_headers: bool = True
+    """Whether answers have `X-Request-Id`."""
+    max_concurrency: int | None = None
+    """Requests that are answered at once; more get a 503. Open routes do not count."""
+    response_role: str = "assistant"
+    """Whose words the answers of chat are."""
+    access_log: str = "off"
+    """off, text or json."""
+    log_requests: bool = False
+    """Whether bodies are logged."""
+    max_log_len: int | None = None
+    """Characters of a body that are logged; None: all."""
     started: int = field(default_factory=lambda: int(time.time()))
 
 
 ENGINE: web.AppKey[AsyncEngine] = web.AppKey("engine", AsyncEngine)
 OPTIONS: web.AppKey[ServerOptions] = web.AppKey("options", ServerOptions)
+OPEN: web.AppKey[frozenset[str]] = web.AppKey("open", frozenset)
+"""Routes served without a key."""
+DOCUMENT: web.AppKey[dict[str, Any]] = web.AppKey("document", dict)
+"""The OpenAPI document, once somebody asked for it."""
 
 
 def reply(data: Any, status: int = 200) -> web.Response:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from aiohttp import web
 
+from .answers import EmbeddingAnswer
 from .context import ENGINE, check_model, new_id, reply
+from .openapi import documented
 from .pooling import body, check_task, encoded, numbers, prompts_of
 from .pooling_protocol import EmbeddingRequest
 from .protocol import decode
 
 
+@documented("vectors and scores", request=EmbeddingRequest, answer=EmbeddingAnswer)
 async def embeddings(request: web.Request) -> web.Response:
     """A vector for each text."""
     engine = request.app[ENGINE]

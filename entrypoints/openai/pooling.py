@@ -15,13 +15,16 @@ from ...core.engine.async_engine import AsyncEngine
 from ...core.engine.scoring import encode_all
 from ...core.errors import InvalidRequest
 from ...core.types import PoolingRequestOutput
+from .answers import ClassifyAnswer, PoolingAnswer
 from .context import ENGINE, check_model, new_id, reply
+from .openapi import documented
 from .pooling_protocol import ClassifyRequest, EmbeddingRequest, PoolingRequest, inputs
 from .protocol import decode
 
 T = TypeVar("T")
 
 
+@documented("vectors and scores", request=PoolingRequest, answer=PoolingAnswer)
 async def pooling(request: web.Request) -> web.Response:
     """POST /pooling: what the model gives, whatever that is."""
     engine = request.app[ENGINE]
@@ -37,6 +40,7 @@ async def pooling(request: web.Request) -> web.Response:
     return reply(body(name, model, data, outputs))
 
 
+@documented("vectors and scores", request=ClassifyRequest, answer=ClassifyAnswer)
 async def classify(request: web.Request) -> web.Response:
     """POST /classify: a probability a label."""
     engine = request.app[ENGINE]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncIterator
+from typing import Any
 
 from aiohttp import web
 
 from ...core.errors import InvalidRequest
 from .context import ENGINE, OPTIONS, reply
+from .openapi import documented
 from .protocol import decode
 from .responses_background import Responses
 from .responses_protocol import ResponsesRequest
@@ -34,6 +36,7 @@ def add_responses(app: web.Application) -> None:
     )
 
 
+@documented("Responses", request=ResponsesRequest, answer=dict[str, Any], event=dict[str, Any])
 async def create(request: web.Request) -> web.StreamResponse:
     """POST /v1/responses"""
     responses = request.app[RESPONSES]
@@ -51,6 +54,7 @@ async def create(request: web.Request) -> web.StreamResponse:
     return reply(body)
 
 
+@documented("Responses", answer=dict[str, Any], event=dict[str, Any], refused=(400, 404))
 async def retrieve(request: web.Request) -> web.StreamResponse:
     """GET /v1/responses/{response_id}: as it is now; with `stream`, its events once more."""
     responses, id = request.app[RESPONSES], request.match_info["response_id"]
@@ -60,17 +64,20 @@ async def retrieve(request: web.Request) -> web.StreamResponse:
     return web.Response(body=responses.body(id), content_type="application/json")
 
 
+@documented("Responses", answer=dict[str, Any], refused=(404,))
 async def delete(request: web.Request) -> web.Response:
     """DELETE /v1/responses/{response_id}"""
     return reply(await request.app[RESPONSES].delete(request.match_info["response_id"]))
 
 
+@documented("Responses", answer=dict[str, Any], refused=(400, 404))
 async def cancel(request: web.Request) -> web.Response:
     """POST /v1/responses/{response_id}/cancel"""
     body = await request.app[RESPONSES].cancel(request.match_info["response_id"])
     return web.Response(body=body, content_type="application/json")
 
 
+@documented("Responses", answer=dict[str, Any], refused=(400, 404))
 async def input_items(request: web.Request) -> web.Response:
     """GET /v1/responses/{response_id}/input_items, the newest first unless `order` is asc."""
     items = request.app[RESPONSES].input(request.match_info["response_id"])

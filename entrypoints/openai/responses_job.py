@@ -120,7 +120,7 @@ class ResponseJob(ChatJob):
     async def events(self) -> AsyncIterator[Event]:
         """What is told, in order. The first step raises what is wrong with the request; after it,
         failures are told, too, and the last event is always a terminal one."""
-        outputs = self._outputs()
+        outputs = self.outputs()
         try:
             try:
                 await outputs.admit()

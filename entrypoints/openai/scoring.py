@@ -8,12 +8,15 @@ from aiohttp import web
 
 from ...core.engine.async_engine import AsyncEngine
 from ...core.engine.scoring import score_all
+from .answers import RerankAnswer, ScoreAnswer
 from .context import ENGINE, check_model, new_id, reply
+from .openapi import documented
 from .pooling import body, check_task, naming, usage_of
 from .pooling_protocol import RerankRequest, ScoreRequest
 from .protocol import decode
 
 
+@documented("vectors and scores", request=ScoreRequest, answer=ScoreAnswer)
 async def score(request: web.Request) -> web.Response:
     """POST /score, /v1/score: a number a pair."""
     engine = request.app[ENGINE]
@@ -30,6 +33,7 @@ async def score(request: web.Request) -> web.Response:
     return reply(body(name, model, data, outputs))
 
 
+@documented("vectors and scores", request=RerankRequest, answer=RerankAnswer)
 async def rerank(request: web.Request) -> web.Response:
     """POST /rerank, /v1/rerank, /v2/rerank: documents by how well they answer a query."""
     engine = request.app[ENGINE]

@@ -20,6 +20,8 @@ from ...core.engine.async_engine import AsyncEngine
 from ...core.registry import Plugins
 from .app import make_app
 from .context import ServerOptions
+from .request_log import KINDS, access
+from .tls import Tls, refreshing
 
 logger = logging.getLogger("jackfield.server")
 SWITCH_INTERVAL = 0.0005
@@ -39,6 +41,7 @@ class Listen:
     port: int = 8000
     """0: any free one."""
     uds: str | None = None
+    tls: Tls | None = None
 
 
 @contextlib.asynccontextmanager
@@ -49,21 +52,31 @@ async def listening(
 
     A handler whose client is gone is cancelled, which aborts its request.
     """
+    options = options or ServerOptions()
+    logs: dict[str, Any] = {"access_log": None}
+    if options.access_log != "off":
+        logs = {"access_log": access, "access_log_class": KINDS[options.access_log]}
+    context = listen.tls.context() if listen.tls is not None else None
     runner = web.AppRunner(
         make_app(engine, options),
         handler_cancellation=True,
-        access_log=None,
         shutdown_timeout=CLOSE_SECONDS,
+        **logs,
     )
     try:
         await runner.setup()
         site: web.BaseSite
         if listen.uds:
-            site = web.UnixSite(runner, listen.uds, backlog=BACKLOG)
+            site = web.UnixSite(runner, listen.uds, backlog=BACKLOG, ssl_context=context)
         else:
-            site = web.TCPSite(runner, listen.host, listen.port, backlog=BACKLOG)
+            site = web.TCPSite(
+                runner, listen.host, listen.port, backlog=BACKLOG, ssl_context=context
+            )
         await site.start()
-        yield listen.uds or _url(listen.host, runner.addresses[0][1])
+        async with contextlib.AsyncExitStack() as stack:
+            if listen.tls is not None and context is not None and listen.tls.refresh:
+                await stack.enter_async_context(refreshing(listen.tls, context))
+            yield listen.uds or _url(listen, runner.addresses[0][1])
     finally:
         await runner.cleanup()
 
@@ -123,8 +136,9 @@ async def _death(engine: AsyncEngine) -> object:
     return DEAD
 
 
-def _url(host: str, port: int) -> str:
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+def _url(listen: Listen, port: int) -> str:
+    host = f"[{listen.host}]" if ":" in listen.host else listen.host
+    return f"{'http' if listen.tls is None else 'https'}://{host}:{port}"
 
 
 def _freeze() -> None:

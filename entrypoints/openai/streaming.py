@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
+import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 from aiohttp import web
+from aiohttp.abc import AbstractStreamWriter
 
+from ...core.engine.output import OutputStream
 from ...core.errors import JackfieldError, RequestFailed
+from ...core.types import RequestOutput
 from .context import encoder, error_body
 
 logger = logging.getLogger("jackfield.server")
@@ -19,11 +24,119 @@ HEADERS = {
     "X-Accel-Buffering": "no",
 }
 DONE = b"data: [DONE]\n\n"
+_MARK = uuid.uuid4().hex
+"""Stands for a text in a template; nobody outside can know it, so it is in no other text."""
 
 
 def frame(data: Any) -> bytes:
     """One event."""
     return b"data: " + encoder.encode(data) + b"\n\n"
+
+
+class Template:
+    """The frames of a stream that differ in one text: the rest of them is encoded once."""
+
+    def __init__(self, make: Callable[[str], bytes]) -> None:
+        """make: the frame of any text, which stands in it as a JSON string."""
+        self._parts = make(_MARK).split(encoder.encode(_MARK))
+
+    def frame(self, text: str) -> bytes:
+        """The frame of `text`, byte for byte what `streaming.frame` makes of it."""
+        return encoder.encode(text).join(self._parts)
+
+
+async def stream_outputs(
+    request: web.Request,
+    outputs: OutputStream,
+    encode: Callable[[RequestOutput], bytes],
+    last: Callable[[], bytes],
+) -> web.StreamResponse:
+    """Send what `encode` makes of each output, and `last` at the end.
+
+    The first output is awaited before the status line goes out, so that a refused request still
+    gets its proper status. Further ones are encoded and written in the engine's turn of the loop,
+    all streams one after another (`OutputStream.listen`). While a client does not read, its outputs
+    are not taken, so it gets fewer, larger ones later and what waits for it stays small.
+    """
+    try:
+        output = await anext(outputs)
+        start = encode(output)
+    except BaseException:
+        await outputs.aclose()
+        raise
+    response = web.StreamResponse(headers=HEADERS)
+    try:
+        writer = await response.prepare(request)
+        assert writer is not None
+        await response.write(start)
+        try:
+            if not output.finished:
+                await _Delivery(request, writer, outputs, encode).done()
+            await response.write(last() + DONE)
+        except JackfieldError as error:
+            await response.write(frame(error_body(error)) + DONE)
+        except (ConnectionError, TimeoutError):
+            raise
+        except Exception:
+            logger.exception("a stream failed")
+            failure = RequestFailed("the request failed")
+            await response.write(frame(error_body(failure)) + DONE)
+        await response.write_eof()
+    except ConnectionError:
+        pass  # The client is gone; leaving aborts its request.
+    finally:
+        await outputs.aclose()
+    return response
+
+
+class _Delivery:
+    """Writes a response's body as its outputs come, without a task that wakes for them."""
+
+    def __init__(
+        self,
+        request: web.Request,
+        writer: AbstractStreamWriter,
+        outputs: OutputStream,
+        encode: Callable[[RequestOutput], bytes],
+    ) -> None:
+        self._protocol = request.protocol
+        self._writer = writer
+        self._outputs = outputs
+        self._encode = encode
+        self._chunked: bool = getattr(writer, "chunked", False)
+        self._wake: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+
+    async def done(self) -> None:
+        """Until the last output is written. Raises what `encode` raised, and ConnectionError."""
+        self._outputs.listen(self._push)
+        self._push()
+        while not await self._wake:
+            await self._writer.drain()
+            self._wake = asyncio.get_running_loop().create_future()
+            self._push()
+
+    def _push(self) -> None:
+        """Write what there is; wake `done` at the end, or to wait until the client has read."""
+        wake = self._wake
+        if wake.done():
+            return
+        try:
+            if self._protocol.writing_paused:
+                wake.set_result(False)
+                return
+            output = self._outputs.take()
+            if output is None:
+                return
+            data = self._encode(output)
+            if data:
+                transport = self._protocol.transport
+                if transport is None or transport.is_closing():
+                    raise ConnectionResetError("the client is gone")
+                transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data)
+            if output.finished:
+                wake.set_result(True)
+        except Exception as error:
+            wake.set_exception(error)
 
 
 async def stream(

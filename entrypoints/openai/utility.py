@@ -10,21 +10,32 @@ from aiohttp import web
 from ... import __version__
 from ...core.errors import InvalidRequest
 from ..inventory import inventory
+from .answers import (
+    DetokenizeAnswer,
+    ModelCard,
+    ModelList,
+    PluginList,
+    TokenizeAnswer,
+    VersionAnswer,
+)
 from .context import ENGINE, OPTIONS, check_model, encode_text, reply, tokenizer_of
+from .openapi import documented
 from .protocol import DetokenizeRequest, TokenizeRequest, decode
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
+@documented("models", answer=ModelList)
 async def models(request: web.Request) -> web.Response:
-    """GET /v1/models"""
+    """GET /v1/models: the names that are served."""
     engine = request.app[ENGINE]
     cards = [_card(request, name) for name in engine.served_model_names]
     return reply({"object": "list", "data": cards})
 
 
+@documented("models", answer=ModelCard, refused=(404,))
 async def model(request: web.Request) -> web.Response:
-    """GET /v1/models/{name}"""
+    """GET /v1/models/{name}: one of the names that are served."""
     name = check_model(request.app[ENGINE], request.match_info["name"])
     return reply(_card(request, name))
 
@@ -42,8 +53,9 @@ def _card(request: web.Request, name: str) -> dict[str, Any]:
     }
 
 
+@documented("tokens", request=TokenizeRequest, answer=TokenizeAnswer)
 async def tokenize(request: web.Request) -> web.Response:
-    """POST /tokenize"""
+    """POST /tokenize: a prompt, or messages, to token ids."""
     engine = request.app[ENGINE]
     asked = decode(await request.read(), TokenizeRequest)
     check_model(engine, asked.model)
@@ -73,8 +85,9 @@ async def tokenize(request: web.Request) -> web.Response:
     )
 
 
+@documented("tokens", request=DetokenizeRequest, answer=DetokenizeAnswer)
 async def detokenize(request: web.Request) -> web.Response:
-    """POST /detokenize"""
+    """POST /detokenize: token ids to text."""
     engine = request.app[ENGINE]
     asked = decode(await request.read(), DetokenizeRequest)
     check_model(engine, asked.model)
@@ -83,25 +96,29 @@ async def detokenize(request: web.Request) -> web.Response:
     return reply({"prompt": tokenizer.decode(asked.tokens, skip_special_tokens=False)})
 
 
+@documented("server", refused=(503,))
 async def health(request: web.Request) -> web.Response:
     """GET /health: 200 while the step loop and the worker answer."""
     await request.app[ENGINE].check_health()
     return web.Response()
 
 
+@documented("server", answer=VersionAnswer)
 async def version(request: web.Request) -> web.Response:
-    """GET /version"""
+    """GET /version: Jackfield's version."""
     return reply({"version": __version__})
 
 
+@documented("server", answer=PluginList)
 async def plugins(request: web.Request) -> web.Response:
-    """GET /v1/plugins, where the server was started with it."""
+    """GET /v1/plugins: what is plugged in, where the server was started to tell."""
     rows = await asyncio.to_thread(inventory, request.app[ENGINE].plugins)
     return reply({"object": "list", "data": rows})
 
 
+@documented("server", answer=str, content_type="text/plain")
 async def metrics(request: web.Request) -> web.Response:
-    """GET /metrics"""
+    """GET /metrics: counts and measures, for Prometheus."""
     engine = request.app[ENGINE]
     engine.metrics.observe_stats(engine.stats())
     return web.Response(body=engine.metrics.render(), headers={"Content-Type": METRICS_TYPE})

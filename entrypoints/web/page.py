@@ -8,6 +8,8 @@ from importlib import resources
 
 from aiohttp import web
 
+from ..openai.openapi import internal
+
 HEADERS = {
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
@@ -41,12 +43,13 @@ FILES: web.AppKey[dict[str, File]] = web.AppKey("playground", dict)
 
 
 def add_page(app: web.Application) -> None:
-    """`/` and the two files that it names. They are static: they need no key, what they ask does."""
+    """`/` and the two files that it names. They need no key; what they ask for does."""
     app[FILES] = {name: _read(name) for name in TYPES}
     app.router.add_get("/", page)
     app.router.add_get("/playground/{name}", page)
 
 
+@internal
 async def page(request: web.Request) -> web.Response:
     """GET /, GET /playground/{name}"""
     file = request.app[FILES].get(request.match_info.get("name", "index.html"))

@@ -34,6 +34,8 @@ class Marks:
         self.longest = max(map(len, texts), default=0)
         self._beginnings = {text[:size] for text in texts for size in range(1, len(text))}
         self._first = {text[0] for text in texts}
+        self.first = re.compile("|".join(map(re.escape, self._first)) or "(?!)")
+        """Matches a character that some mark begins with."""
 
     def begin(self, text: str, position: int) -> bool:
         """Whether what `text` has from `position`, if anything, is the beginning of a mark."""
@@ -62,6 +64,9 @@ class Cursor:
         """Where in the text control characters were looked for from, and what was found."""
         self.over = False
         """Whether the text has ended: nothing follows what is here."""
+        self.passing: tuple[re.Pattern[str], Say] | None = None
+        """While `until` waits with all text handed on: a piece in which the pattern finds nothing
+        may go to `say` as it is."""
 
     def add(self, text: str) -> None:
         """The next piece."""
@@ -85,7 +90,10 @@ class Cursor:
             self._hand_on(held, say)
             if self.over:
                 return ""
+            if held == len(self._text):
+                self.passing = marks.first, say
             yield
+            self.passing = None
 
     def until_within(self, marks: Marks, limit: int) -> Read[tuple[str, str] | None]:
         """The text before the first mark and the mark, both consumed.
@@ -214,6 +222,12 @@ class StreamingParser:
 
     def feed(self, text: str, token_ids: Sequence[int] = ()) -> list[ParserEvent]:
         """Events of the next piece of text."""
+        passing = self.text.passing
+        if passing is not None and passing[0].search(text) is None:
+            # What most pieces are: the generator would do the same, in twice the time.
+            if text:
+                passing[1](text)
+            return self._take_events()
         self.text.add(text)
         return self._go_on()
 
@@ -224,6 +238,9 @@ class StreamingParser:
 
     def _go_on(self) -> list[ParserEvent]:
         next(self._reading, None)
+        return self._take_events()
+
+    def _take_events(self) -> list[ParserEvent]:
         events = merged(self.events) if len(self.events) > 1 else self.events[:]
         self.events.clear()
         return events

@@ -28,6 +28,7 @@ import msgspec
 import pytest
 
 import jackfield
+from jackfield.entrypoints.bench import frontend
 from jackfield.entrypoints.bench.session import IN_PROCESS, make_parser
 from jackfield.entrypoints.cli.main import COMMANDS
 from jackfield.entrypoints.openai import pooling_protocol, protocol, responses_protocol
@@ -228,6 +229,7 @@ def known_flags() -> set[str]:
     flags |= {
         option for kit in KITS.values() for option in (kit.option, f"--jackfield{kit.option[1:]}")
     }
+    flags |= set(frontend.flags()._option_string_actions)
     return flags | set(bench._option_string_actions)
 
 

@@ -84,7 +84,9 @@ class Page:
             }})"""
         )
         if not held:
-            raise PageError(f"never came true: {condition}\n{self.value('document.body.innerText')}")
+            raise PageError(
+                f"never came true: {condition}\n{self.value('document.body.innerText')}"
+            )
 
     def type(self, text: str) -> None:
         """Into what has the focus."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import prometheus_client
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from jackfield import RequestOutput, SamplingParams
+from jackfield.core.observe.histogram import Histogram
 from jackfield.core.observe.metrics import EngineMetrics
 from jackfield.core.types import CompletionOutput, EngineStats, RequestTimings
 
@@ -113,3 +115,24 @@ def test_engines_keep_apart_and_say_how_their_cache_is_made() -> None:
     assert samples(one)["cache_config_info[block_size=16,num_gpu_blocks=100]"] == 1
     assert b'model_name="one"' in one.render() and b"one" not in other.render()
     assert samples(other)["time_to_first_token_seconds_count"] == 0
+
+
+def test_a_histogram_tells_what_the_library_s_own_would() -> None:
+    values = [0.0, 0.1, 0.100001, 0.5, 2.0, 7.0, 100.0, -1.0]
+    ours, theirs = prometheus_client.CollectorRegistry(), prometheus_client.CollectorRegistry()
+    histogram = Histogram("seconds", "Some.", (0.1, 0.5, 2), {"model_name": 'a"b'}, ours)
+    reference = prometheus_client.Histogram(
+        "seconds", "Some.", ["model_name"], buckets=(0.1, 0.5, 2), registry=theirs
+    ).labels('a"b')
+    for times, value in enumerate(values):
+        histogram.observe(value, times)
+        for _ in range(times):
+            reference.observe(value)
+
+    def told(registry: prometheus_client.CollectorRegistry) -> list[str]:
+        lines = prometheus_client.generate_latest(registry).decode().splitlines()
+        return [line for line in lines if not line.startswith("seconds_created")]
+
+    assert told(ours) == told(theirs)
+    with pytest.raises(ValueError, match="seconds"):
+        Histogram("seconds", "Again.", (1,), {"model_name": "x"}, ours)

@@ -136,3 +136,20 @@ def test_the_floor_of_8b_is_its_bytes(tmp_path: Path) -> None:
     )  # fmt: skip
     one = batch_floor(shape, card, [Extent(1, 3, 0)])
     assert one == pytest.approx(3 * 3.6e-3, rel=0.01)
+
+
+def test_the_front_end_is_timed_without_a_model(tmp_path: Path) -> None:
+    out = tmp_path / "results.jsonl"
+    status = run(
+        ["frontend", "chat", "parsers", "--parts", "--streams", "4", "--tokens", "120",
+         "--repeats", "1", "--output", str(out)]
+    )  # fmt: skip
+    assert status == 0
+    chat, parts, parsers, _ = [json.loads(line) for line in out.read_text().splitlines()]
+    assert chat["at"]["case"] == "chat" and chat["at"]["streams"] == 4
+    # Roles, usage and ends have frames of their own; a character of several tokens has one.
+    assert 0.9 < chat["measured"]["frames_per_token"] < 1.1
+    assert parts["workload"] == "frontend-parts" and parts["measured"]["detokenize"] > 0
+    for line in (chat, parsers):
+        assert line["workload"] == "frontend"
+        assert all(value > 0 for value in line["measured"].values())

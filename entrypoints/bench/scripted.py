@@ -1,0 +1,141 @@
+"""An executor without a model: every stream says the same script, a token a step."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import resource
+import time
+from collections.abc import Sequence
+
+import msgspec
+
+from ...core.config import EngineConfig
+from ...core.loading.model_config import ModelConfig
+from ...core.protocols import ExecutorInfo
+from ...core.registry import Plugins
+from ...core.types import StepPlan, StepResult
+
+NUM_BLOCKS = 1 << 16
+SLOW = 0.02
+"""Seconds a step takes while not all requests run, so that the first have not ended before."""
+
+
+class Clock(msgspec.Struct):
+    """When something was, and how much processor time this process had used."""
+
+    steps: int
+    wall: float
+    user: float
+    system: float
+    """Inside the kernel: the sockets, mostly."""
+    parts: dict[str, int]
+    """`ScriptedExecutor.parts` as it stood."""
+
+    @classmethod
+    def now(cls, steps: int, parts: dict[str, int]) -> Clock:
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        return cls(steps, time.perf_counter(), used.ru_utime, used.ru_stime, dict(parts))
+
+
+class ScriptedExecutor:
+    """Ends a step when the next one is submitted, right behind what the loop has to do by then: so
+    each step's tokens are on their way before the next ones come, and no time passes in between.
+
+    `rows`: it notes the clock at the first step in which so many requests decode together, and at
+    the last.
+    """
+
+    def __init__(self, script: Sequence[int], rows: int) -> None:
+        self.script = list(script)
+        self.rows = rows
+        self.begin: Clock | None = None
+        self.end: Clock | None = None
+        self.parts: dict[str, int] = {}
+        """Nanoseconds that parts of the steps took, where somebody adds them up."""
+        self._said: dict[int, int] = {}
+        """Slot → tokens sampled."""
+        self._full_steps = 0
+        self._running: collections.deque[tuple[asyncio.Future[StepResult], StepResult]]
+        self._running = collections.deque()
+        self._ended = 0
+        self._timer: asyncio.TimerHandle | None = None
+
+    def __call__(
+        self, config: EngineConfig, model_config: ModelConfig, plugins: Plugins
+    ) -> ScriptedExecutor:
+        """As an executor's class is called."""
+        return self
+
+    async def start(self) -> ExecutorInfo:
+        """There is nothing to load."""
+        self._loop = asyncio.get_running_loop()
+        return ExecutorInfo(
+            num_blocks=NUM_BLOCKS,
+            device="none",
+            dtype="float32",
+            attention_backend="none",
+            attention_reason="scripted",
+            weight_bytes=0,
+            kv_cache_bytes=0,
+            load_seconds=0.0,
+        )
+
+    def submit(self, plan: StepPlan) -> asyncio.Future[StepResult]:
+        """The next word of the script for each row that samples."""
+        self._note(plan)
+        future: asyncio.Future[StepResult] = self._loop.create_future()
+        self._running.append((future, StepResult(plan.step, self.tokens(plan))))
+        if self.begin is not None and len(self._running) > 1:
+            self._loop.call_soon(self._end_step)
+        if self._timer is None:
+            self._timer = self._loop.call_later(SLOW, self._look, self._ended)
+        return future
+
+    def tokens(self, plan: StepPlan) -> list[int]:
+        """[num_rows]"""
+        said, script = self._said, self.script
+        for start in plan.starts:
+            said[start.slot] = len(start.token_ids) - start.num_prompt_tokens
+        length = len(script)
+        token_ids = []
+        for slot, samples in zip(plan.slots, plan.samples, strict=True):
+            if not samples:
+                token_ids.append(-1)
+                continue
+            at = said[slot]
+            said[slot] = at + 1
+            token_ids.append(script[at % length])
+        return token_ids
+
+    async def stop(self) -> None:
+        """There is nothing to free."""
+
+    def forget(self) -> None:
+        """Before the next trial."""
+        self.begin = self.end = None
+        self._full_steps = 0
+
+    def _note(self, plan: StepPlan) -> None:
+        if len(plan.slots) < self.rows or plan.total_tokens != self.rows:
+            return
+        self._full_steps += 1
+        now = Clock.now(self._full_steps, self.parts)
+        if self.begin is None:
+            self.begin = now
+        self.end = now
+
+    def _end_step(self) -> None:
+        if self._running:
+            self._ended += 1
+            future, result = self._running.popleft()
+            if not future.done():
+                future.set_result(result)
+
+    def _look(self, ended: int) -> None:
+        """End a step that none follows."""
+        self._timer = None
+        if self._ended == ended:
+            self._end_step()
+        if self._running:
+            self._timer = self._loop.call_later(SLOW, self._look, self._ended)

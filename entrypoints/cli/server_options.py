@@ -1,0 +1,237 @@
+"""Flags of the HTTP server: TLS, keys, other sites' pages, logs, limits. Names are vLLM's."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...core.config import EngineConfig
+from ...core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from ..openai.tls import Tls
+
+KEYS = ("JACKFIELD_API_KEY", "VLLM_API_KEY")
+"""Variables with API keys, separated by commas."""
+
+
+def add_server_options(parser: argparse.ArgumentParser) -> None:
+    """Everything about HTTP but where to listen."""
+    tls = parser.add_argument_group("TLS")
+    tls.add_argument("--ssl-certfile", metavar="PATH", help="certificate (PEM): serve HTTPS")
+    tls.add_argument("--ssl-keyfile", metavar="PATH", help="its key, if not in the same file")
+    tls.add_argument("--ssl-ca-certs", metavar="PATH", help="whose clients' certificates to trust")
+    tls.add_argument(
+        "--ssl-cert-reqs",
+        type=int,
+        default=0,
+        metavar="N",
+        help="clients' certificates: 0 none, 1 checked if there is one, 2 required (default: 0)",
+    )
+    tls.add_argument("--ssl-ciphers", metavar="LIST", help="OpenSSL's list, for TLS 1.2")
+    tls.add_argument(
+        "--enable-ssl-refresh", action="store_true", help="load the files again when they change"
+    )
+    http = parser.add_argument_group("HTTP")
+    http.add_argument(
+        "--api-key-file",
+        action="append",
+        default=[],
+        metavar="PATH",
+        help="file with an API key a line; repeatable",
+    )
+    for name, default, text in (
+        ("origins", (), "sites whose pages may talk to the server; * for all (default: none)"),
+        ("methods", ("*",), "methods they may use (default: all)"),
+        ("headers", ("*",), "headers they may send (default: all)"),
+    ):
+        http.add_argument(
+            f"--allowed-{name}",
+            nargs="+",
+            action=_Words,
+            default=default,
+            metavar=name[:-1].upper(),
+            help=f"{text}; words, or a JSON list",
+        )
+    http.add_argument(
+        "--allow-credentials", action="store_true", help="those pages may send cookies"
+    )
+    http.add_argument(
+        "--root-path",
+        default="",
+        metavar="PATH",
+        help="where a proxy, which takes the prefix off, shows the server",
+    )
+    http.add_argument(
+        "--enable-request-id-headers",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="X-Request-Id on every answer: the request's own, or a new one (default: on)",
+    )
+    http.add_argument(
+        "--disable-docs",
+        "--disable-fastapi-docs",
+        action="store_true",
+        help="serve neither /docs nor /openapi.json",
+    )
+    http.add_argument(
+        "--limit-concurrency",
+        type=_at_least_one,
+        metavar="N",
+        help="answer at most so many requests at once, more get a 503 (default: no limit)",
+    )
+    http.add_argument(
+        "--access-log",
+        choices=("off", "text", "json"),
+        default="off",
+        help="a line a request, to standard error (default: off)",
+    )
+    http.add_argument(
+        "--disable-uvicorn-access-log",
+        dest="access_log",
+        action="store_const",
+        const="off",
+        help="the same as --access-log off",
+    )
+    http.add_argument(
+        "--enable-log-requests",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="log the bodies of requests, prompts included (default: off)",
+    )
+    http.add_argument(
+        "--disable-log-requests",
+        dest="enable_log_requests",
+        action="store_false",
+        help="the same as --no-enable-log-requests",
+    )
+    http.add_argument(
+        "--max-log-len",
+        type=_at_least_none,
+        metavar="N",
+        help="log at most so many characters of a body (default: all)",
+    )
+    chat = parser.add_argument_group("chat")
+    chat.add_argument(
+        "--response-role", default="assistant", help="role of the answers (default: assistant)"
+    )
+    chat.add_argument(
+        "--enable-auto-tool-choice",
+        action="store_true",
+        help="let the model decide whether to call tools; always on where there is a "
+        "--tool-call-parser, which it needs",
+    )
+
+
+def server_options(args: argparse.Namespace, config: EngineConfig) -> dict[str, Any]:
+    """For ServerOptions, but what `serve` itself has flags for. Raises ConfigError."""
+    from ..openai.cors import Cors
+
+    if args.enable_auto_tool_choice and config.tool_call_parser is None:
+        raise ConfigError(
+            "--enable-auto-tool-choice: needs --tool-call-parser", param="enable_auto_tool_choice"
+        )
+    root = args.root_path.rstrip("/")
+    if root and not root.startswith("/"):
+        raise ConfigError(f"--root-path: must begin with /, got {root!r}", param="root_path")
+    if not args.response_role:
+        raise ConfigError("--response-role: must not be empty", param="response_role")
+    return {
+        "docs": not args.disable_docs,
+        "root_path": root,
+        "cors": Cors(
+            args.allowed_origins,
+            tuple(method.upper() for method in args.allowed_methods),
+            args.allowed_headers,
+            args.allow_credentials,
+        ),
+        "request_id_headers": args.enable_request_id_headers,
+        "max_concurrency": args.limit_concurrency,
+        "response_role": args.response_role,
+        "access_log": args.access_log,
+        "log_requests": args.enable_log_requests,
+        "max_log_len": args.max_log_len,
+    }
+
+
+def api_keys(args: argparse.Namespace) -> tuple[str, ...]:
+    """From flags, files and the environment. Raises ConfigError for a file without a key."""
+    keys = [key.strip() for key in args.api_key]
+    if not all(keys):
+        raise ConfigError("--api-key: must not be empty", param="api_key")
+    for path in args.api_key_file:
+        try:
+            lines = [line.strip() for line in Path(path).read_text("utf-8").splitlines()]
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"--api-key-file: {path}: {error}", param="api_key_file") from None
+        found = [line for line in lines if line and not line.startswith("#")]
+        if not found:
+            raise ConfigError(f"--api-key-file: no key in {path}", param="api_key_file")
+        keys += found
+    for name in KEYS:
+        keys += [key.strip() for key in os.environ.get(name, "").split(",") if key.strip()]
+    return tuple(dict.fromkeys(keys))
+
+
+def tls(args: argparse.Namespace) -> Tls | None:
+    """None: plain HTTP. Raises ConfigError."""
+    from ..openai.tls import Tls
+
+    if args.ssl_certfile is None:
+        for name in ("ssl_keyfile", "ssl_ca_certs", "ssl_cert_reqs", "ssl_ciphers"):
+            if getattr(args, name):
+                flag = f"--{name.replace('_', '-')}"
+                raise ConfigError(f"{flag}: needs --ssl-certfile", param=name)
+        if args.enable_ssl_refresh:
+            raise ConfigError("--enable-ssl-refresh: needs --ssl-certfile", param="ssl_certfile")
+        return None
+    made = Tls(
+        ssl_certfile=args.ssl_certfile,
+        ssl_keyfile=args.ssl_keyfile,
+        ssl_ca_certs=args.ssl_ca_certs,
+        ssl_cert_reqs=args.ssl_cert_reqs,
+        ssl_ciphers=args.ssl_ciphers,
+        refresh=args.enable_ssl_refresh,
+    )
+    made.context()  # What is wrong is told before a model is loaded.
+    return made
+
+
+class _Words(argparse.Action):
+    """Words, or vLLM's way of writing them: one JSON list."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> None:
+        words = list(values or ())
+        if len(words) == 1 and words[0].lstrip().startswith("["):
+            try:
+                words = json.loads(words[0])
+            except ValueError as error:
+                parser.error(f"argument {option_string}: no JSON list: {error}")
+            if not all(isinstance(word, str) for word in words):
+                parser.error(f"argument {option_string}: a list of texts is needed")
+        setattr(namespace, self.dest, tuple(words))
+
+
+def _number(text: str, least: int) -> int:
+    value = int(text)
+    if value < least:
+        raise argparse.ArgumentTypeError(f"must be at least {least}, got {value}")
+    return value
+
+
+def _at_least_one(text: str) -> int:
+    return _number(text, 1)
+
+
+def _at_least_none(text: str) -> int:
+    return _number(text, 0)

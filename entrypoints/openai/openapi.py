@@ -1,0 +1,200 @@
+"""The OpenAPI document of an application, from its routes and the Structs that decode requests.
+
+A handler tells about itself in its attribute `openapi`: an operation as OpenAPI 3.1 writes it,
+where a type (a Struct, or whatever msgspec has a schema for) may stand in the place of a schema.
+None: the route is internal and stays out. A handler without one is listed by its docstring.
+
+    async def hello(request): ...
+    hello.openapi = {"summary": "Say hello", "responses": {"200": {"description": "Hello"}}}
+
+Our own handlers use `documented`, which writes the same attribute.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from http import HTTPStatus
+from typing import Any, TypeVar
+
+import msgspec
+from aiohttp import web
+
+from ... import __version__
+from .answers import ErrorAnswer
+
+F = TypeVar("F", bound=Callable[..., Any])
+REFERENCE = "#/components/schemas/{name}"
+METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")
+ERRORS = {
+    400: "A field is wrong: `param` names it",
+    401: "No API key, or a wrong one",
+    404: "A model that is not served, or nothing by that name",
+    413: "The body is too large",
+    500: "This request failed",
+    501: "Not supported (yet)",
+    503: "Too many requests, or the engine is stopping or has failed",
+}
+EVENTS = (
+    "With `stream`: server-sent events; an error after the first one comes as an event, and the "
+    "last is `data: [DONE]`"
+)
+JSON = (dict, list, tuple, str, int, float, bool, type(None))
+"""What else is in a description stands for a schema."""
+
+
+def documented(
+    tag: str,
+    *,
+    request: Any = None,
+    answer: Any = None,
+    event: Any = None,
+    refused: tuple[int, ...] = (),
+    content_type: str = "application/json",
+) -> Callable[[F], F]:
+    """For a handler: its docstring becomes the summary.
+
+    request, answer, event: types of the body, of the answer, and of a stream's events, if any;
+    refused: statuses of ERRORS, besides those that come with a body or a key.
+    """
+
+    def put(handler: F) -> F:
+        operation = {"tags": [tag], **_told(handler)}
+        answers: dict[str, Any] = {"description": "Done"}
+        if answer is not None:
+            answers["content"] = {content_type: {"schema": answer}}
+        if event is not None:
+            answers["description"] = f"Done. {EVENTS}"
+            answers["content"]["text/event-stream"] = {"schema": _event(event)}
+        statuses = set(refused) | {500}
+        if request is not None:
+            operation["requestBody"] = {
+                "required": True,
+                "content": {"application/json": {"schema": request}},
+            }
+            statuses |= {400, 404, 413, 501, 503}
+        operation["responses"] = {"200": answers} | {str(s): _error(s) for s in sorted(statuses)}
+        handler.openapi = operation  # type: ignore[attr-defined]
+        return handler
+
+    return put
+
+
+def internal(handler: F) -> F:
+    """For a handler that the document leaves out: pages for people, and the document itself."""
+    handler.openapi = None  # type: ignore[attr-defined]
+    return handler
+
+
+def document(
+    app: web.Application, *, root_path: str = "", keys: bool = False, open_routes: Any = ()
+) -> dict[str, Any]:
+    """OpenAPI 3.1, of all that `app` serves now.
+
+    keys: whether all but `open_routes` (paths) ask for a bearer key.
+    """
+    paths: dict[str, dict[str, Any]] = {}
+    for method, path, handler in routes(app):
+        told = getattr(handler, "openapi", _undocumented(handler))
+        if told is None:
+            continue
+        operation = copy.copy(told)
+        operation["operationId"] = re.sub(r"\W+", "_", f"{method.lower()}{path}").strip("_")
+        names = re.findall(r"{(\w+)}", path)
+        if names:
+            operation["parameters"] = [*_missing(names, operation), *told.get("parameters", ())]
+        if keys and path not in open_routes:
+            operation["security"] = [{"key": []}]
+            operation["responses"] = operation["responses"] | {"401": _error(401)}
+        paths.setdefault(path, {})[method.lower()] = operation
+    types = list(_types(paths))
+    schemas, components = msgspec.json.schema_components(types, ref_template=REFERENCE)
+    made: dict[str, Any] = {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "Jackfield",
+            "version": __version__,
+            "description": "OpenAI's protocol, with some fields of vLLM's.",
+        },
+        "servers": [{"url": root_path or "/"}],
+        "paths": _filled(paths, iter(schemas)),
+        "components": {"schemas": components},
+    }
+    if keys:
+        made["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+    return made
+
+
+def routes(app: web.Application) -> Iterator[tuple[str, str, Any]]:
+    """(method, path, handler), as they were added; without what answers HEAD and OPTIONS."""
+    for route in app.router.routes():
+        if route.method in METHODS and route.resource is not None:
+            yield route.method, route.resource.canonical, route.handler
+
+
+def _error(status: int) -> dict[str, Any]:
+    text = ERRORS.get(status) or HTTPStatus(status).phrase
+    return {"description": text, "content": {"application/json": {"schema": ErrorAnswer}}}
+
+
+def _event(kind: Any) -> dict[str, Any]:
+    """Of one server-sent event, once it is taken apart."""
+    data = {
+        "type": "string",
+        "contentMediaType": "application/json",
+        "contentSchema": {"anyOf": [kind, ErrorAnswer]},
+    }
+    events = [{"properties": {"data": one}} for one in (data, {"const": "[DONE]"})]
+    return {"type": "object", "required": ["data"], "anyOf": events}
+
+
+def _told(handler: Any) -> dict[str, Any]:
+    """Summary and description, from a docstring."""
+    first, _, rest = (inspect.getdoc(handler) or handler.__name__).partition("\n\n")
+    text = re.sub(r"^((?:GET|POST|PUT|PATCH|DELETE|/)[\w/{}.]*(?:,| and)? ?)+:? *", "", first)
+    text = " ".join((text or first).split()).rstrip(".")
+    told = {"summary": text[:1].upper() + text[1:]}
+    if rest:
+        told["description"] = rest
+    return told
+
+
+def _undocumented(handler: Any) -> dict[str, Any]:
+    return {
+        "tags": ["others"],
+        **_told(handler),
+        "responses": {"default": {"description": "Not described by the plugin that answers"}},
+    }
+
+
+def _missing(names: list[str], operation: dict[str, Any]) -> list[dict[str, Any]]:
+    """Parameters of the path that the operation does not describe itself."""
+    described = {one["name"] for one in operation.get("parameters", ()) if one["in"] == "path"}
+    return [
+        {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+        for name in names
+        if name not in described
+    ]
+
+
+def _types(value: Any) -> Iterator[Any]:
+    """Every type that stands for a schema, in the order of `_filled`."""
+    if isinstance(value, list | tuple):
+        for part in value:
+            yield from _types(part)
+    elif isinstance(value, dict):
+        for part in value.values():
+            yield from _types(part)
+    elif not isinstance(value, JSON):
+        yield value
+
+
+def _filled(value: Any, schemas: Iterator[dict[str, Any]]) -> Any:
+    """A copy with schemas in the places of types."""
+    if isinstance(value, list | tuple):
+        return [_filled(part, schemas) for part in value]
+    if isinstance(value, dict):
+        return {key: _filled(part, schemas) for key, part in value.items()}
+    return value if isinstance(value, JSON) else next(schemas)

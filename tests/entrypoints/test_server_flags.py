@@ -1,0 +1,130 @@
+"""Flags of the server: from a YAML file, vLLM's names, and what wrong ones are told."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+
+import pytest
+
+from jackfield import EngineConfig
+from jackfield.core.errors import ConfigError
+from jackfield.entrypoints.cli.config_file import with_config
+from jackfield.entrypoints.cli.main import main
+from jackfield.entrypoints.cli.serve import make_parser
+from jackfield.entrypoints.cli.server_options import api_keys, server_options
+from jackfield.entrypoints.openai.context import ServerOptions
+
+
+def flags(*argv: str) -> argparse.Namespace:
+    return make_parser().parse_args(list(argv))
+
+
+def options(*argv: str) -> ServerOptions:
+    """As `jackfield serve` makes them."""
+    args = flags(*argv)
+    return ServerOptions(api_keys=api_keys(args), **server_options(args, EngineConfig()))
+
+
+def merged(tmp_path: Path, text: str, *argv: str) -> argparse.Namespace:
+    path = tmp_path / "serve.yaml"
+    path.write_text(text)
+    parser = make_parser()
+    given = ["--config", str(path), *argv]
+    args = parser.parse_args(given)
+    return parser.parse_args(with_config(parser, given, args))
+
+
+def test_the_command_line_wins_over_the_file(tmp_path: Path) -> None:
+    text = """
+        model: from-file
+        port: 1
+        host: 0.0.0.0
+        api-key: [a, b]
+        served_model_name: [x, y]
+        enable-prefix-caching: false
+        enable-plugins-route: true
+        disable-docs: false
+        structured-outputs-config: {backend: xgrammar}
+        hf-overrides: null
+    """
+    args = merged(tmp_path, text, "--port=2", "--api-key", "c")
+    assert (args.port, args.host, args.api_key) == (2, "0.0.0.0", ["c"])
+    assert args.served_model_name == ["x", "y"]
+    assert args.enable_prefix_caching is False
+    assert args.enable_plugins_route is True and args.disable_docs is False
+    assert args.structured_outputs_config == {"backend": "xgrammar"}
+    assert not hasattr(args, "hf_overrides")
+    assert (args.model, args.model_flag) == ("", "from-file")
+    args = merged(tmp_path, text, "mine", "--enable-prefix-caching")
+    assert (args.model, args.model_flag) == ("mine", None)
+    assert args.enable_prefix_caching is True and args.api_key == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("max-modle-len: 3", "max-modle-len: no such flag; did you mean max-model-len?"),
+        ("max_num_seq: 3", "max_num_seq: no such flag; did you mean max-num-seqs?"),
+        ("config: other.yaml", "config: no such flag"),
+        ("- port", "must be a mapping"),
+        ("a: [", "--config:"),
+        ("disable-docs: maybe", "disable-docs: must be true or false, got 'maybe'"),
+    ],
+)
+def test_a_wrong_file_is_refused_by_the_key(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, told: str
+) -> None:
+    (tmp_path / "serve.yaml").write_text(text)
+    assert main(["serve", "--config", str(tmp_path / "serve.yaml")]) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_a_missing_file_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--config", "nowhere.yaml"]) == 2
+    assert "nowhere.yaml" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "told"),
+    [
+        (["--ssl-keyfle", "x"], "did you mean --ssl-keyfile?"),
+        (["--disable-fastapi-doc"], "did you mean --disable-fastapi-docs?"),
+        (["--limit-concurrency", "0"], "must be at least 1, got 0"),
+        (["--allowed-origins", "[1]"], "a list of texts is needed"),
+        (["--access-log", "xml"], "invalid choice"),
+    ],
+)
+def test_wrong_flags_are_explained(
+    capsys: pytest.CaptureFixture[str], argv: list[str], told: str
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        flags(*argv)
+    assert stop.value.code == 2
+    assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "told"),
+    [
+        (["--enable-auto-tool-choice"], "--enable-auto-tool-choice: needs --tool-call-parser"),
+        (["--root-path", "llm"], "--root-path: must begin with /"),
+        (["--response-role", ""], "--response-role: must not be empty"),
+    ],
+)
+def test_options_at_odds_are_refused(argv: list[str], told: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(told)):
+        options(*argv)
+
+
+def test_vllms_names_mean_the_same() -> None:
+    made = options("--disable-fastapi-docs", "--disable-uvicorn-access-log")
+    assert not made.docs and made.access_log == "off"
+    assert options("--enable-log-requests").log_requests
+    assert not options("--enable-log-requests", "--disable-log-requests").log_requests
+    assert flags("--uvicorn-log-level", "error").log_level == "error"
+    parsed = server_options(
+        flags("--enable-auto-tool-choice"), EngineConfig(tool_call_parser="hermes")
+    )
+    assert parsed["response_role"] == "assistant"

@@ -1,0 +1,186 @@
+"""Streams as they are delivered: templates, slow readers, failures in the middle.
+
+Over the scripted executor of `jackfield bench frontend`: the real server, scheduler and parsers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from typing import Any
+
+import aiohttp
+import msgspec
+import pytest
+
+from jackfield.core.errors import RequestFailed
+from jackfield.entrypoints.bench.frontend import CASES, Case, serving
+from jackfield.entrypoints.openai import chat, completions
+from jackfield.entrypoints.openai.protocol import ChatRequest, CompletionRequest, decode
+from jackfield.entrypoints.openai.streaming import Template, frame
+
+TEXTS = ["", "a", '"', "\\", "\n\t\x00\x1f\x7f", "é€🙂", "\u2028", '"content":""', "</script>"]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_a_template_makes_the_bytes_that_encoding_makes(text: str) -> None:
+    def make(text: str) -> bytes:
+        return frame({"model": '"content":""', "delta": {"content": text, "again": text}, "n": 1})
+
+    assert Template(make).frame(text) == make(text)
+
+
+def pieces_of(case: Case, engine: Any, tokens: int) -> tuple[Any, Any, Any]:
+    """(outputs, pieces as the server makes them, pieces that encode every frame whole)"""
+    body = msgspec.json.encode(case.body(tokens))
+    if case.path.endswith("/chat/completions"):
+        job = chat._Job(engine, decode(body, ChatRequest))
+        made = [chat.ChatPieces(job) for _ in range(2)]
+        for one in made:
+            one._choices[0].new_call_id = lambda: "call-1"
+        outputs = job.outputs()
+    else:
+        asked = decode(body, CompletionRequest)
+        given = asked.prompts()
+        ids = [engine.tokenizer.encode(prompt) for prompt in given]
+        job = completions._Job(engine, asked, "m", given, ids)
+        made = [completions.CompletionPieces(job) for _ in range(2)]
+        (outputs,) = job.streams()
+    made[1]._plain = False
+    return outputs, *made
+
+
+@pytest.mark.parametrize("name", CASES)
+async def test_pieces_from_templates_are_the_encoded_ones(name: str) -> None:
+    async with serving(CASES[name], 1, 300) as (_, _, engine):
+        outputs, fast, slow = pieces_of(CASES[name], engine, 300)
+        count = 0
+        async for output in outputs:
+            count += 1
+            # Completions count where the next token stands; both must see it alike.
+            assert fast.encode(output) == b"".join(
+                slow.frames(output) if name != "completions" else slow.frames(output, 0)
+            )
+        assert count > 250
+        assert fast.last() == slow.last()
+
+
+async def test_a_client_that_does_not_read_gets_fewer_larger_pieces() -> None:
+    tokens, case = 1500, CASES["chat"]
+    name = "m" * 6000  # Stands in each frame, so that no socket's buffer holds them all.
+    async with serving(case, 1, tokens, served_model_name=(name,)) as (executor, url, engine):
+        host, _, port = url.removeprefix("http://").rpartition(":")
+        bare = socket.socket()
+        bare.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        bare.setblocking(False)
+        loop = asyncio.get_running_loop()
+        await loop.sock_connect(bare, (host, int(port)))
+        body = msgspec.json.encode(case.body(tokens))
+        head = f"POST {case.path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
+        head += f"Content-Length: {len(body)}\r\n\r\n"
+        await loop.sock_sendall(bare, head.encode() + body)
+        while not engine.stats().requests_finished:
+            await asyncio.sleep(0.01)
+        answer = b""
+        while data := await loop.sock_recv(bare, 1 << 20):
+            answer += data
+        bare.close()
+    frames = [json.loads(line[6:]) for line in answer.split(b"\n") if line.startswith(b"data: {")]
+    assert len(frames) < tokens // 2, "what waits for a client must not grow with the stream"
+    text = "".join(choice["delta"].get("content", "") for f in frames for choice in f["choices"])
+    assert text == engine.tokenizer.decode(executor.script)
+    assert frames[-1]["choices"][0]["finish_reason"] == "length"
+    assert answer.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+
+
+async def test_a_reader_that_wakes_between_outputs_loses_nothing() -> None:
+    """Many streams at once, each with its own length."""
+    case = CASES["stops"]
+    async with serving(case, 8, 64) as (executor, url, engine):
+        async with aiohttp.ClientSession() as session:
+
+            async def one(tokens: int) -> str:
+                said = []
+                async with session.post(url + case.path, json=case.body(tokens)) as answer:
+                    async for line in answer.content:
+                        if line.startswith(b"data: {"):
+                            said += json.loads(line[6:])["choices"]
+                return "".join(choice["delta"].get("content", "") for choice in said)
+
+            texts = await asyncio.gather(*(one(tokens) for tokens in range(40, 48)))
+        for tokens, text in zip(range(40, 48), texts, strict=True):
+            assert text == engine.tokenizer.decode(executor.script[:tokens])
+
+
+async def test_an_engine_that_dies_in_a_stream_ends_it_with_an_error() -> None:
+    case = CASES["chat"]
+    async with serving(case, 1, 100) as (executor, url, _):
+        submit = executor.submit
+
+        def fail(plan: Any) -> Any:
+            if plan.step < 20:
+                return submit(plan)
+            future = asyncio.get_running_loop().create_future()
+            future.set_exception(RuntimeError("no device"))
+            return future
+
+        executor.submit = fail
+        async with aiohttp.ClientSession() as session:
+            async with session.post(url + case.path, json=case.body(100)) as answer:
+                assert answer.status == 200
+                *_, error, done = (await answer.text()).strip().split("\n\n")
+        assert done == "data: [DONE]"
+        assert json.loads(error[6:])["error"]["type"] == RequestFailed.error_type
+        assert "no device" in error
+
+
+async def test_a_listener_that_fails_harms_no_other() -> None:
+    case = CASES["chat"]
+    async with serving(case, 2, 100) as (_, _, engine):
+        body = msgspec.json.encode(case.body(100))
+        streams = [chat._Job(engine, decode(body, ChatRequest)).outputs() for _ in range(2)]
+        tokens = [len((await anext(stream)).outputs[0].token_ids) for stream in streams]
+        ended = asyncio.Event()
+        calls = 0
+
+        def broken() -> None:
+            raise ValueError("on purpose")
+
+        def whole() -> None:
+            nonlocal calls
+            calls += 1
+            while output := streams[1].take():
+                tokens[1] += len(output.outputs[0].token_ids)
+                if output.finished:
+                    ended.set()
+
+        streams[0].listen(broken)
+        streams[1].listen(whole)
+        whole()
+        await asyncio.wait_for(ended.wait(), 20)
+        assert tokens[1] == 100
+        assert calls > 80, "told at each step"
+        assert streams[1].take() is None
+        for stream in streams:
+            await stream.aclose()
+
+
+async def test_a_client_of_http_1_0_gets_the_body_as_it_is() -> None:
+    """Without chunks, which came with HTTP/1.1."""
+    case = CASES["chat"]
+    async with serving(case, 1, 60) as (executor, url, engine):
+        host, _, port = url.removeprefix("http://").rpartition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        body = msgspec.json.encode(case.body(60))
+        head = f"POST {case.path} HTTP/1.0\r\nContent-Length: {len(body)}\r\n\r\n"
+        writer.write(head.encode() + body)
+        answer = await asyncio.wait_for(reader.read(), 20)
+        writer.close()
+    _, _, said = answer.partition(b"\r\n\r\n")
+    *frames, done = said.decode().strip().split("\n\n")
+    assert done == "data: [DONE]"
+    assert all(one.startswith("data: {") for one in frames), "nothing between the frames"
+    choices = [choice for one in frames for choice in json.loads(one[6:])["choices"]]
+    text = "".join(choice["delta"].get("content", "") for choice in choices)
+    assert text == engine.tokenizer.decode(executor.script)
