@@ -128,7 +128,10 @@ class _Job:
         self.cancel = asyncio.Event()
         if batch.status == "cancelling":
             self.cancel.set()
-        self._runner = BatchRunner(work.engine, work.caller, slots, priority=PRIORITY)
+        # Served in order of arrival, a request may not ask for a place.
+        ordered = work.engine.config.scheduling_policy == "fcfs"
+        priority = 0 if ordered else PRIORITY
+        self._runner = BatchRunner(work.engine, work.caller, slots, priority=priority)
         self._reader = LineReader(
             self.store.content(batch.input_file_id), (batch.endpoint,), work.max_line_bytes
         )
