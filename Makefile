@@ -24,7 +24,7 @@ demo: $(READY)
 
 test: $(READY)
 	$(MAKE) lint
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile
 
 lint: $(READY)
 	$(BIN)/ruff check .
