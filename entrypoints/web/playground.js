@@ -240,8 +240,8 @@ class Answer {
     this.facts.replaceChildren(...facts.map((text) => element("span", { textContent: text })));
   }
 
-  take(event) {
-    const now = performance.now();
+  /** An event that came at `now`. */
+  take(event, now) {
     if (event.choices.length) {
       this.first ??= now;
       this.last = now;
@@ -255,7 +255,6 @@ class Answer {
       for (const piece of delta.tool_calls ?? []) this.called(piece);
       this.reason = reason ?? this.reason;
     }
-    this.measure();
   }
 
   add(...parts) {
@@ -419,6 +418,28 @@ function drawError(answer, error) {
   if (error.status === 401) needKey(true);
 }
 
+/** Draw once a frame, however many events a frame brings: a fast answer must not hold up keys. */
+async function drawAll(response, answer) {
+  const come = [];
+  let frame = 0;
+  const flush = () => {
+    cancelAnimationFrame(frame);
+    frame = 0;
+    following(() => {
+      for (const [event, now] of come.splice(0)) answer.take(event, now);
+      if (answer.first !== undefined) answer.measure();
+    });
+  };
+  try {
+    for await (const event of events(response)) {
+      come.push([event, performance.now()]);
+      frame ||= requestAnimationFrame(flush);
+    }
+  } finally {
+    flush();
+  }
+}
+
 /** Let the model answer the conversation as it stands. */
 async function respond() {
   const body = checked();
@@ -436,7 +457,7 @@ async function respond() {
       signal: control.signal,
     });
     if (!response.ok) throw await refusal(response);
-    for await (const event of events(response)) following(() => answer.take(event));
+    await drawAll(response, answer);
   } catch (error) {
     if (control.signal.aborted) answer.reason = "you";
     else failed = error instanceof TypeError ? new Refused("The server cannot be reached.") : error;

@@ -6,11 +6,14 @@ import asyncio
 import base64
 import contextlib
 import json
+import os
+import queue
 import shutil
+import signal
 import subprocess
 import tempfile
+import threading
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -20,6 +23,8 @@ CHROMIUM = next(
 )
 KEYS = {"Tab": 9, "Enter": 13, "Escape": 27, " ": 32, "ArrowDown": 40}
 SHIFT = 8
+PATIENCE = 10.0
+"""Seconds that anything may take."""
 
 
 class PageError(AssertionError):
@@ -68,7 +73,7 @@ class Page:
             raise PageError(f"{expression}: {json.dumps(done['exceptionDetails'])[:600]}")
         return done["result"].get("value")
 
-    def until(self, condition: str, seconds: float = 20) -> None:
+    def until(self, condition: str, seconds: float = PATIENCE) -> None:
         """Wait, inside the page, until the condition holds. Raises PageError."""
         held = self.value(
             f"""new Promise((resolve) => {{
@@ -135,6 +140,7 @@ class Browser:
     @classmethod
     @contextlib.contextmanager
     def started(cls) -> Iterator[Browser]:
+        """Raises RuntimeError when there is no browser in time. It is killed at the end."""
         assert CHROMIUM is not None
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
             process = subprocess.Popen(
@@ -145,34 +151,32 @@ class Browser:
                     "--hide-scrollbars", "--remote-debugging-port=0",
                     f"--user-data-dir={profile}", "about:blank",
                 ],
+                stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
                 text=True,
+                start_new_session=True,
             )  # fmt: skip
+            said = threading.Thread(target=_listen, args=(process, found := queue.Queue()))
             browser = cls()
             try:
-                assert process.stderr is not None
-                for line in process.stderr:
-                    if line.startswith("DevTools listening on "):
-                        break
-                else:
+                said.start()
+                try:
+                    address = found.get(timeout=PATIENCE)
+                except queue.Empty:
+                    address = None
+                if address is None:
                     raise RuntimeError(f"{CHROMIUM} did not start")
-                address = line.removeprefix("DevTools listening on ").strip()
                 browser._run(browser._connect(address))
                 yield browser
             finally:
-                with contextlib.suppress(Exception):
-                    browser.send("Browser.close")
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait(PATIENCE)
+                said.join(PATIENCE)
                 with contextlib.suppress(Exception):
                     browser._run(browser._client.close())
                 browser._loop.close()
-                try:
-                    process.wait(10)
-                except subprocess.TimeoutExpired:
-                    process.kill()
-                    process.wait()
-                assert process.stderr is not None
-                process.stderr.close()
 
     def page(self) -> Page:
         """A new tab that shares nothing with the others."""
@@ -186,7 +190,8 @@ class Browser:
 
     async def _connect(self, address: str) -> None:
         self._client = aiohttp.ClientSession()
-        self._socket = await self._client.ws_connect(address, max_msg_size=0)
+        async with asyncio.timeout(PATIENCE):
+            self._socket = await self._client.ws_connect(address, max_msg_size=0)
 
     async def _exchange(
         self, method: str, session: str | None, params: dict[str, Any]
@@ -196,20 +201,28 @@ class Browser:
         message: dict[str, Any] = {"id": number, "method": method, "params": params}
         if session is not None:
             message["sessionId"] = session
-        await self._socket.send_json(message)
-        while True:
-            heard = await self._socket.receive_json(timeout=60)
-            if heard.get("id") == number:
-                if "error" in heard:
-                    raise PageError(f"{method}: {heard['error']}")
-                return heard["result"]
-            page = self.pages.get(heard.get("sessionId", ""))
-            if page is not None and "method" in heard:
-                page.seen(heard["method"], heard["params"])
+        # Around all of it: a page that looks at the metrics never stops telling of its requests.
+        async with asyncio.timeout(PATIENCE + 5):
+            await self._socket.send_json(message)
+            while True:
+                heard = await self._socket.receive_json()
+                if heard.get("id") == number:
+                    if "error" in heard:
+                        raise PageError(f"{method}: {heard['error']}")
+                    return heard["result"]
+                page = self.pages.get(heard.get("sessionId", ""))
+                if page is not None and "method" in heard:
+                    page.seen(heard["method"], heard["params"])
 
     def _run(self, work: Any) -> Any:
         return self._loop.run_until_complete(work)
 
 
-def save(page: Page, path: Path) -> None:
-    path.write_bytes(page.screenshot())
+def _listen(process: subprocess.Popen[str], found: queue.Queue[str | None]) -> None:
+    """Read what the browser says until it ends (a full pipe would stop it); keep its address."""
+    assert process.stderr is not None
+    with process.stderr:
+        for line in process.stderr:
+            if line.startswith("DevTools listening on "):
+                found.put(line.removeprefix("DevTools listening on ").strip())
+    found.put(None)
