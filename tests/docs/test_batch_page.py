@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,6 +16,8 @@ from test_structured_page import serving
 from jackfield import EngineConfig
 from jackfield.entrypoints.batch.objects import BatchOptions
 from jackfield.entrypoints.openai.context import ServerOptions
+
+pytestmark = pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not here")
 
 PAGE = ROOT / "docs" / "how-to" / "batch.md"
 RUN = [block for block in blocks(PAGE) if block.mark == "runs with batches"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,6 +12,8 @@ from test_docs import ENVIRONMENT, ROOT, SHOWN, Block, blocks, name_of
 from test_structured_page import serving
 
 from jackfield import EngineConfig
+
+pytestmark = pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not here")
 
 PAGE = ROOT / "docs" / "how-to" / "chat-and-completions.md"
 RUN = [block for block in blocks(PAGE) if block.mark == "runs"]

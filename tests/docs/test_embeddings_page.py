@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,6 +14,8 @@ import pytest
 from encoders import minilm
 
 from jackfield import EngineConfig
+
+pytestmark = pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not here")
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "embeddings.md"
 ENVIRONMENT = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}

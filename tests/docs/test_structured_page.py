@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,6 +13,8 @@ import pytest
 from test_docs import ENVIRONMENT, ROOT, SHOWN, Block, blocks, name_of
 
 from jackfield import EngineConfig
+
+pytestmark = pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not here")
 
 PAGE = ROOT / "docs" / "how-to" / "structured-outputs.md"
 RUN = [block for block in blocks(PAGE) if block.mark == "runs"]
