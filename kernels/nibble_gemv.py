@@ -163,8 +163,8 @@ class NibbleGemvShape(NamedTuple):
     """The next kernel may start at once, not only when this one has read its weight."""
 
 
-def nibble_gemv_shape(rows: int, width: int, gated: bool) -> NibbleGemvShape:
-    """For `rows` outputs of `width` words each."""
+def nibble_gemv_rule(outputs: int, inputs: int, gated: bool) -> NibbleGemvShape:
+    """For weights that were not measured."""
     return NibbleGemvShape(16, 64, 4, 3, 0, True)
 
 
@@ -176,7 +176,7 @@ def nibble_gemv(
     norm: tuple[torch.Tensor, float] | None = None,
     residual: torch.Tensor | None = None,
     gated: bool = False,
-    shape: NibbleGemvShape | None = None,
+    shape: NibbleGemvShape,
 ) -> torch.Tensor:
     """x: [1, size], last stride 1; weight: of [rows, size] → [1, rows], or gated [1, rows / 2], of
     x's type.
@@ -189,7 +189,6 @@ def nibble_gemv(
         raise ValueError("a gated product takes no residual")
     rows, width = weight.values.shape
     rows = rows // 2 if gated else rows
-    shape = shape or nibble_gemv_shape(rows, width, gated)
     run = run_of_words(weight, shape.run)
     if not run:
         raise ValueError(f"no runs of words in {width} a row, {weight.group_size} columns a group")

@@ -205,12 +205,18 @@ class NibbleSkinnyShape(NamedTuple):
     """The next kernel may start at once, not only when this one has read its weight."""
 
 
-def nibble_skinny_shape(
-    num_rows: int, rows: int, width: int, gated: bool
-) -> NibbleSkinnyShape:
-    """For [num_rows] inputs and `rows` outputs of `width` words each."""
+RULED_ROWS = 256
+"""Up to so many rows `nibble_skinny_rule` speaks."""
+
+
+def nibble_skinny_rule(
+    num_rows: int, outputs: int, inputs: int, gated: bool
+) -> NibbleSkinnyShape | None:
+    """For weights that were not measured; None: unpacking them costs less."""
+    if num_rows > RULED_ROWS:
+        return None
     block_m = min(max(triton.next_power_of_2(num_rows), 8), 64)
-    bands = triton.cdiv(rows, 64)
+    bands = triton.cdiv(outputs, 64)
     split = next(n for n in (1, 2, 4) if n == 4 or bands * n >= 120)
     return NibbleSkinnyShape(block_m, 64, 32, split, 4, 4, block_m >= 32, 0, True)
 
@@ -222,7 +228,7 @@ def nibble_skinny(
     *,
     residual: torch.Tensor | None = None,
     gated: bool = False,
-    shape: NibbleSkinnyShape | None = None,
+    shape: NibbleSkinnyShape,
     workspace: SkinnyWorkspace | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -238,7 +244,6 @@ def nibble_skinny(
     rows = rows // 2 if gated else rows
     if residual is not None and gated:
         raise ValueError("a gated product takes no residual")
-    shape = shape or nibble_skinny_shape(num_rows, rows, width, gated)
     run = run_of_words(weight, shape.run)
     if not run:
         raise ValueError(f"no runs of words in {width} a row, {weight.group_size} columns a group")
