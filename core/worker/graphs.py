@@ -8,6 +8,7 @@ while the device has nothing else to do. Padding rows live in a scratch slot and
 
 from __future__ import annotations
 
+import collections
 import logging
 import time
 from collections.abc import Callable
@@ -30,6 +31,11 @@ Recorder = Callable[[Callable[[], None]], Replay]
 
 def _nothing() -> None:
     """Nobody wants to know."""
+
+
+PATIENCE = 8
+"""Steps that a larger recorded graph serves before one of their own is recorded in traffic:
+recording takes as long as some ten steps, in which no request gets a token."""
 
 
 def row_counts(max_num_seqs: int) -> list[int]:
@@ -57,6 +63,8 @@ class DecodeGraphs:
         self._record = record
         self._counts = row_counts(max_num_seqs)
         self._replays: dict[tuple[int, bool], Replay] = {}
+        self._missed: collections.Counter[tuple[int, bool]] = collections.Counter()
+        """Steps that a larger graph served."""
         self._inputs = DecodeInputs(batch, operations, max_num_seqs)
         device = batch.device
         self.chosen = torch.empty(max_num_seqs, dtype=torch.int32, device=device)
@@ -72,13 +80,16 @@ class DecodeGraphs:
         return next(count for count in self._counts if count >= num_rows)
 
     def missing(self) -> list[tuple[int, bool]]:
-        """What is not recorded yet, the largest first: row counts with sampling, and up to the
-        logits once some step has asked for that.
+        """What is not recorded yet: row counts with sampling, and up to the logits once some step
+        has asked for that.
 
-        They share their memory: what the largest one needs serves the others.
+        The largest first: they share their memory, and what it needs serves the others. Then by
+        halves, so that there soon is one not much larger than needed, then the rest.
         """
         kinds = (True, False) if self.logits.numel() else (True,)
-        wanted = [(n, sample) for sample in kinds for n in reversed(self._counts)]
+        halves = [n for n in self._counts if n.bit_count() == 1 or n == self._counts[-1]]
+        order = halves[::-1] + [n for n in reversed(self._counts) if n not in halves]
+        wanted = [(n, sample) for sample in kinds for n in order]
         return [kind for kind in wanted if kind not in self._replays]
 
     def launch(self, plan: StepPlan, sample: bool) -> bool:
@@ -89,9 +100,7 @@ class DecodeGraphs:
         num_rows = len(plan.slots)
         if plan.starts or not num_rows or sum(plan.num_tokens) != num_rows or not all(plan.samples):
             return False
-        rows = self.rows_for(num_rows)
-        if (rows, sample) not in self._replays:
-            self.record(rows, sample)
+        rows = self._recorded_rows(num_rows, sample)
         if not self._inputs.fill(plan, rows):
             return False
         self._replays[rows, sample]()
@@ -100,6 +109,18 @@ class DecodeGraphs:
     def sampling_inputs(self, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """→ slots and lengths of the step launched last, [num_rows] int64."""
         return self._inputs.sampling_inputs(num_rows)
+
+    def _recorded_rows(self, num_rows: int, sample: bool) -> int:
+        """A recorded number of rows for a step; records the fitting one if need be."""
+        rows = self.rows_for(num_rows)
+        if (rows, sample) in self._replays:
+            return rows
+        larger = (n for n in self._counts if n > rows and (n, sample) in self._replays)
+        self._missed[rows, sample] += 1
+        if self._missed[rows, sample] <= PATIENCE and (found := next(larger, None)):
+            return found
+        self.record(rows, sample)
+        return rows
 
     def record(self, rows: int, sample: bool) -> None:
         """Record a step of `rows` rows."""

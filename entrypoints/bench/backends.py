@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 from ...core.config import EngineConfig
 from .workloads import Ask
 
-SWITCH_INTERVAL = 0.0005
+SWITCH_INTERVAL = 0.00005
 """As the server sets it."""
 
 

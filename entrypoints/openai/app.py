@@ -29,6 +29,7 @@ from .load import LOAD, Load, count_load, server_load
 from .pooling import classify, pooling
 from .responses import add_responses
 from .scoring import rerank, score
+from .turns import TURNSTILE, Turnstile, in_turns
 from .utility import detokenize, health, metrics, model, models, plugins, tokenize, version
 
 logger = logging.getLogger("jackfield.server")
@@ -43,11 +44,13 @@ def make_app(engine: AsyncEngine, options: ServerOptions | None = None) -> web.A
     """All routes over one started engine, plugins' routes last."""
     options = options or ServerOptions()
     app = web.Application(
-        middlewares=[_errors, _authentication, count_load], client_max_size=options.max_body_bytes
+        middlewares=[_errors, _authentication, count_load, in_turns],
+        client_max_size=options.max_body_bytes,
     )
     app[ENGINE] = engine
     app[OPTIONS] = options
     app[LOAD] = Load()
+    app[TURNSTILE] = Turnstile()
     app[OPEN] = OPEN_ROUTES
     app[DOCUMENT] = {}
     app.add_routes(

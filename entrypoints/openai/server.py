@@ -24,7 +24,7 @@ from .request_log import KINDS, access
 from .tls import Tls, refreshing
 
 logger = logging.getLogger("jackfield.server")
-SWITCH_INTERVAL = 0.0005
+SWITCH_INTERVAL = 0.00005
 """Seconds a thread may hold the interpreter while another one wants it: a launch must not wait."""
 DEAD = object()
 BACKLOG = 2048

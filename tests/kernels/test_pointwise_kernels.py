@@ -178,9 +178,9 @@ def test_chosen_tokens_equal_the_samplers(vocab):
 
 def test_noise_of_the_kernel_is_the_samplers_noise():
     """The winner of flat logits is the noise's own choice, for many seeds and positions."""
-    rows = [(1.0, 1.0, seed) for seed in range(64)]
-    lengths = [seed * 7 for seed in range(64)]
-    logits = torch.zeros(64, 500, device=DEVICE)
+    rows = [(1.0, 1.0, seed) for seed in range(63)]
+    lengths = [seed * 7 for seed in range(63)]
+    logits = torch.zeros(63, 500, device=DEVICE)
     assert choose(logits, rows, lengths)[0].tolist() == expected(logits, rows, lengths).tolist()
 
 

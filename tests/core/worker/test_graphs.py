@@ -15,7 +15,7 @@ import torch
 from jackfield import AsyncEngine, EngineConfig, SamplingParams
 from jackfield.core.hooks import hookimpl
 from jackfield.core.registry import Provenance, load_plugins
-from jackfield.core.worker.graphs import row_counts
+from jackfield.core.worker.graphs import PATIENCE, row_counts
 from jackfield.core.worker.worker import Worker
 from jackfield.plugins.attention.torch import TorchAttention
 from jackfield.plugins.executors.inprocess import InProcessExecutor
@@ -201,3 +201,30 @@ async def test_work_in_spare_time_leaves_requests_alone(checkpoint: Path) -> Non
         return list(last.outputs[0].token_ids)
 
     assert await tokens(True) == await tokens(False)
+
+
+async def test_larger_graphs_serve_until_recording_pays(checkpoint: Path) -> None:
+    plugins = load_plugins()
+    plugins.add_plugin(Plugin(), Provenance("tests", "0", "graphs"))
+    config = EngineConfig(
+        model=str(checkpoint), device="cpu", dtype="float32", skip_tokenizer_init=True,
+        max_model_len=96, max_num_seqs=24, max_num_batched_tokens=48, operations="torch",
+        attention_backend="static", executor="static",
+    )  # fmt: skip
+    async with AsyncEngine(config, plugins=plugins) as engine:
+        executor: Any = engine._executor
+        graphs = executor._worker.runner.graphs
+        executor._thread.when_idle(lambda: False)
+
+        def record(rows: int, sample: bool) -> None:
+            recorded.append(rows)
+            graphs._replays[rows, sample] = lambda: None
+
+        recorded: list[int] = []
+        graphs.record, graphs._replays = record, {(1, True): lambda: None}
+        assert [graphs._recorded_rows(10, True) for _ in range(2)] == [16, 16]
+        assert recorded == [16], "nothing larger was there"
+        assert [graphs._recorded_rows(3, True) for _ in range(PATIENCE)] == [16] * PATIENCE
+        assert graphs._recorded_rows(3, True) == 4 and recorded == [16, 4]
+        assert graphs._recorded_rows(1, True) == 1 and graphs._recorded_rows(4, True) == 4
+        assert [rows for rows, _ in graphs.missing()] == [24, 8, 2]

@@ -1,0 +1,59 @@
+"""A burst of requests leaves the engine its turns of the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from itertools import pairwise
+
+from jackfield.entrypoints.openai.turns import Turnstile
+
+
+async def test_a_burst_goes_through_in_order_a_few_a_turn() -> None:
+    turnstile, turn, entered = Turnstile(per_turn=3), 0, []
+
+    async def one(number: int) -> None:
+        await turnstile.enter()
+        entered.append((number, turn))
+
+    tasks = [asyncio.create_task(one(number)) for number in range(20)]
+    while len(entered) < 20:
+        turn += 1
+        await asyncio.sleep(0)
+        assert turn < 40
+    await asyncio.gather(*tasks)
+    assert [number for number, _ in entered] == list(range(20))
+    turns = [turn for _, turn in entered]
+    assert max(turns.count(turn) for turn in set(turns)) == 3
+    assert all(after - before <= 1 for before, after in pairwise(turns[3:])), "none was wasted"
+
+
+async def test_who_gives_up_takes_nobodys_place() -> None:
+    turnstile, entered = Turnstile(per_turn=1), []
+
+    async def one(number: int) -> None:
+        await turnstile.enter()
+        entered.append(number)
+
+    tasks = [asyncio.create_task(one(number)) for number in range(6)]
+    await asyncio.sleep(0)
+    for number in (1, 2, 3):
+        tasks[number].cancel()
+    await asyncio.wait(tasks)
+    assert entered == [0, 4, 5]
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    await asyncio.wait_for(turnstile.enter(), 1)
+
+
+async def test_few_requests_wait_for_nothing() -> None:
+    turnstile = Turnstile(per_turn=2)
+    for _ in range(5):
+        coroutine = turnstile.enter()
+        try:
+            coroutine.send(None)
+        except StopIteration:
+            pass
+        else:
+            raise AssertionError("it waited")
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
