@@ -2,7 +2,7 @@
 
     out = residual + x Wᵀ + bias        or, gated,        out = silu(g) * u of the product
 
-For 2 to some 256 rows. The weight's rows take the matrix unit's long side, straight from registers
+For some 2 to 128 rows. The weight's rows take the matrix unit's long side, straight from registers
 where words were taken apart. With few rows a group's scale is applied to its sums, exactly; with
 many that would cost more than the product, and it is applied to the numbers, each rounded to x's
 type, as a dense weight's are. Programs may share outputs, as in skinny.py. Memory: the words once
@@ -24,7 +24,10 @@ import triton.language as tl
 from .launching import gdc_launch_dependents, gdc_wait, pdl_options
 from .nibbles import base_of, minus, numbers, run_of_words, times
 from .packed_weight import Packed
-from .skinny import SkinnyWorkspace, ask_for, elements, finish_share
+from .skinny import SkinnyWorkspace, elements, finish_share
+
+MANY = tl.constexpr(64)
+"""From so many rows a program, scales are applied to numbers."""
 
 
 @triton.jit
@@ -94,11 +97,8 @@ def _nibble_skinny_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     RUN: tl.constexpr,
-    SCALED_NUMBERS: tl.constexpr,
     STAGES: tl.constexpr,
-    PREFETCH: tl.constexpr,
     PDL: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
     """One program BLOCK_N outputs (and as many gates) of BLOCK_M rows, over 1 / SPLIT of words."""
     row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -108,17 +108,12 @@ def _nibble_skinny_kernel(
     in_m = row < num_rows
     SHARE: tl.constexpr = ((WIDTH // RUN) + SPLIT - 1) // SPLIT * RUN
     begin = tl.program_id(2) * SHARE
-    whole_rows = values_ptr + output.to(tl.int64) * stride_values + begin
+    value_ptrs = values_ptr + output.to(tl.int64)[:, None] * stride_values + begin + j[None, :]
     above = tl.full([], N, tl.int64) * stride_values
-    if PREFETCH is not None and N % BLOCK_N == 0 and WIDTH == SHARE * SPLIT:
-        ask_for(whole_rows, PREFETCH)
-        if GATED:
-            ask_for(whole_rows + above, PREFETCH)
+    SCALED_NUMBERS: tl.constexpr = BLOCK_M >= MANY
     if PDL:
         gdc_wait()
-        if EARLY:
-            gdc_launch_dependents()
-    value_ptrs = whole_rows[:, None] + j[None, :]
+        gdc_launch_dependents()
     x_ptrs = x_ptr + row.to(tl.int64)[:, None] * stride_x + begin + j[None, :]
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     up_acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32) if GATED else acc
@@ -159,8 +154,6 @@ def _nibble_skinny_kernel(
             scales = read
             if GATED:
                 up_scales = up_read
-    if PDL and not EARLY:
-        gdc_launch_dependents()
     finish_share(
         acc,
         up_acc,
@@ -197,28 +190,32 @@ class NibbleSkinnyShape(NamedTuple):
     """Programs that share one block of outputs, at most"""
     num_warps: int
     num_stages: int
-    scaled_numbers: bool
-    """Scales are applied to numbers, not to sums."""
-    prefetch: int
-    """Bytes of each of its weight's rows that a program asks for ahead; 0: none."""
-    early: bool
-    """The next kernel may start at once, not only when this one has read its weight."""
+    """Tiles of words on their way at once"""
 
 
-RULED_ROWS = 256
+RULED_ROWS = 128
 """Up to so many rows `nibble_skinny_rule` speaks."""
 
 
-def nibble_skinny_rule(
-    num_rows: int, outputs: int, inputs: int, gated: bool
-) -> NibbleSkinnyShape | None:
-    """For weights that were not measured; None: unpacking them costs less."""
+def nibble_skinny_rule(num_rows: int, outputs: int) -> NibbleSkinnyShape | None:
+    """For weights that were not measured; None: unpacking them costs less. From those of Qwen3-8B
+    on an H200: some hundred programs, with the tile that was best for most of its four products.
+    """
     if num_rows > RULED_ROWS:
         return None
-    block_m = min(max(triton.next_power_of_2(num_rows), 8), 64)
-    bands = triton.cdiv(outputs, 64)
-    split = next(n for n in (1, 2, 4) if n == 4 or bands * n >= 120)
-    return NibbleSkinnyShape(block_m, 64, 32, split, 4, 4, block_m >= 32, 0, True)
+    block_m = max(triton.next_power_of_2(num_rows), 8)
+    split = next(n for n in (1, 2, 4) if n == 4 or triton.cdiv(outputs, 64) * n >= 180)
+    return NibbleSkinnyShape(block_m, *_RULED[block_m][:2], split, *_RULED[block_m][2:])
+
+
+_RULED = {
+    8: (64, 64, 4, 3),
+    16: (64, 64, 4, 3),
+    32: (64, 32, 4, 4),
+    64: (128, 32, 8, 3),
+    128: (128, 32, 8, 2),
+}
+"""block_m → block_n, run, num_warps, num_stages"""
 
 
 def nibble_skinny(
@@ -258,8 +255,6 @@ def nibble_skinny(
     if out is None:
         out = torch.empty((num_rows, rows), dtype=x.dtype, device=x.device)
     options = pdl_options(x.device)
-    share = triton.cdiv(width // run, split) * run
-    ahead = min(shape.prefetch, share * 4) // 16 * 16 if options else 0
     _nibble_skinny_kernel[(bands, blocks, split)](
         out,
         workspace.floats if workspace is not None else out,
@@ -288,11 +283,8 @@ def nibble_skinny(
         BLOCK_M=shape.block_m,
         BLOCK_N=shape.block_n,
         RUN=run,
-        SCALED_NUMBERS=shape.scaled_numbers,
         STAGES=shape.num_stages,
-        PREFETCH=str(ahead) if ahead else None,
         PDL=bool(options),
-        EARLY=shape.early,
         num_warps=shape.num_warps,
         **options,
     )

@@ -27,7 +27,7 @@ from .launching import gdc_launch_dependents, gdc_wait, pdl_options
 
 
 @triton.jit
-def ask_for(ptrs, BYTES: tl.constexpr):
+def _ask_for(ptrs, BYTES: tl.constexpr):
     """Start BYTES from each of ptrs on their way to the L2 cache."""
     tl.inline_asm_elementwise(
         "cp.async.bulk.prefetch.L2.global [$1], " + BYTES + "; mov.u32 $0, 0;",
@@ -144,9 +144,9 @@ def _skinny_kernel(
     rows_of_weight = weight_ptr + output.to(tl.int64) * stride_weight + begin
     above = tl.full([], N, tl.int64) * stride_weight
     if PREFETCH is not None and EVEN_N and EVEN_K:
-        ask_for(rows_of_weight, PREFETCH)
+        _ask_for(rows_of_weight, PREFETCH)
         if GATED:
-            ask_for(rows_of_weight + above, PREFETCH)
+            _ask_for(rows_of_weight + above, PREFETCH)
     if PDL:
         gdc_wait()
         if EARLY:

@@ -108,7 +108,7 @@ def nibble_gemv_shape(product: Product, device: torch.device) -> NibbleGemvShape
     """How `nibble_gemv` multiplies a 4-bit weight."""
     choices = _choices(device.index or 0, "nibble_gemv") if device.type == "cuda" else None
     shape: NibbleGemvShape | None = _chosen((choices or {}).get(product, []), 1)
-    return shape or nibble_gemv_rule(product.outputs, product.inputs, product.gated)
+    return shape or nibble_gemv_rule(product.inputs, product.gated)
 
 
 @functools.cache
@@ -120,4 +120,4 @@ def nibble_skinny_shape(
     if choices and product in choices:
         found: NibbleSkinnyShape | None = _chosen(choices[product], num_rows)
         return found
-    return nibble_skinny_rule(num_rows, product.outputs, product.inputs, product.gated)
+    return nibble_skinny_rule(num_rows, product.outputs)

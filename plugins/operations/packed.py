@@ -57,15 +57,9 @@ def packed_product(
     )
     num_tokens = x.shape[0]
     if num_tokens and _takes_nibbles(x, packed):
-        if norm is not None and (num_tokens > 1 or x.dtype == torch.float16):
-            # Before it is divided by its size, x times the norm's weight may be too large.
-            x, norm = operations.rms_norm(x, norm), None
-        out = _product_of_nibbles(x, packed, bias, norm, residual, gated, workspace)
-        if out is None and gated:
-            out = _product_of_nibbles(x, packed, bias, norm, residual, False, workspace)
-            out = None if out is None else operations.silu_mul(out)
-        if out is not None:
-            return out
+        return _product_of_nibbles(
+            operations, x, packed, bias, norm, residual, gated, workspace(x.device)
+        )
     if num_tokens == 1:
         return packed_gemv(x, packed, bias, norm=norm, residual=residual, gated=gated)
     in_8_bits = (
@@ -92,30 +86,35 @@ def _takes_nibbles(x: torch.Tensor, weight: Packed) -> bool:
 
 
 def _product_of_nibbles(
+    operations: Operations,
     x: torch.Tensor,
     weight: Packed,
     bias: torch.Tensor | None,
     norm: Norm | None,
     residual: torch.Tensor | None,
     gated: bool,
-    workspace: Callable[[torch.device], SkinnyWorkspace],
-) -> torch.Tensor | None:
-    """None where its kernels are not the ones to do it. `norm`: for one token."""
+    workspace: SkinnyWorkspace,
+) -> torch.Tensor:
+    """In one kernel, with few tokens, and one for the norm unless it is one token."""
     num_tokens = x.shape[0]
     outputs = weight.values.shape[0] // (2 if gated else 1)
     product = Product(outputs, weight.size, gated)
+    if norm is not None and (num_tokens > 1 or x.dtype == torch.float16):
+        # Before it is divided by its size, x times the norm's weight may be too large.
+        x, norm = operations.rms_norm(x, norm), None
     if num_tokens == 1:
         shape = nibble_gemv_shape(product, x.device)
         return nibble_gemv(x, weight, bias, norm=norm, residual=residual, gated=gated, shape=shape)
     cut = nibble_skinny_shape(product, num_tokens, x.device)
     if cut is None:
-        return None
-    room = workspace(x.device)
-    if elements(num_tokens, outputs, cut.split, gated) > room.floats.numel():
+        out = operations.linear(x, unpack_weight(weight, x.dtype), bias, residual=residual)
+        return operations.silu_mul(out) if gated else out
+    if elements(num_tokens, outputs, cut.split, gated) > workspace.floats.numel():
         cut = cut._replace(split=1)
     return nibble_skinny(
-        x, weight, bias, residual=residual, gated=gated, shape=cut, workspace=room, out=residual
-    )
+        x, weight, bias, residual=residual, gated=gated, shape=cut, workspace=workspace,
+        out=residual,
+    )  # fmt: skip
 
 
 def _product_in_8_bits(
