@@ -19,7 +19,10 @@ TILES = {
     128: ((128, 32, 8, 2), (128, 16, 8, 4), (64, 32, 4, 2)),
 }
 """block_m → (block_n, run, num_warps, num_stages) worth a try"""
-GEMV = ((32, 4, 4), (32, 2, 6), (64, 4, 2), (64, 4, 3), (64, 2, 4), (128, 2, 3), (128, 4, 2))
+GEMV = (
+    (32, 4, 4), (32, 2, 6), (32, 2, 4), (32, 2, 3), (32, 4, 3), (64, 4, 2), (64, 4, 3), (64, 2, 4),
+    (64, 2, 3), (64, 2, 2), (128, 2, 3), (128, 2, 2), (128, 4, 2),
+)  # fmt: skip
 
 
 def candidates(kernel: str, product: tuple[int, int, bool], rows: int) -> Iterator[tuple[Any, ...]]:
