@@ -10,7 +10,7 @@ import openai
 import pytest
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
-from test_docs import ROOT
+from pages import ROOT
 
 from jackfield.entrypoints.openai.protocol import UNSUPPORTED, ChatRequest, CompletionRequest
 
