@@ -111,7 +111,8 @@ class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True):
     soft_cap: float | None = None
     """logits = soft_cap * tanh(logits / soft_cap)"""
     key_scale: float = 1.0
-    """An fp8 cache holds keys divided by this."""
+    """An fp8 cache holds keys divided by this. Of each call's spec: with `calculate_kv_scales`, the
+    first step with tokens brings others than those before it."""
     value_scale: float = 1.0
     """An fp8 cache holds values divided by this."""
     alibi_slopes: tuple[float, ...] | None = None

@@ -33,6 +33,7 @@ from ..registry import Plugins
 from ..types import SamplingParams, SlotStart, StepPlan
 from .batch import PersistentBatch, StepInputs
 from .graphs import CudaRecorder, DecodeGraphs, Recorder
+from .kv_scales import finding_scales, to_be_scaled, unscaled
 from .kv_transfer import EmptyStep, kv_layout
 from .masks import GrammarMasks
 from .memory import bytes_per_block, explain_oom, num_kv_blocks
@@ -83,6 +84,10 @@ class Worker:
         """Called, on the launch thread, when `prepare_ahead` has more to do than it had."""
         self._short_prompts = [4, 16, 32]
         """Numbers of tokens whose kernels are compiled when there is time."""
+        self._unscaled: list[Attention] = []
+        """Layers whose scales in the cache the first step will find."""
+        self._graphs_later: DecodeGraphs | None = None
+        """To be used once they are found."""
 
     def start(self) -> ExecutorInfo:
         """Load the model and make everything ready for the first step."""
@@ -136,7 +141,10 @@ class Worker:
             layer.spec = msgspec.structs.replace(
                 layer.spec, key_scale=key_scale, value_scale=value_scale
             )
-        specs = [layer.spec for layer in layers]
+        self._unscaled = unscaled(layers, config, fp8_cache)
+        specs = [
+            to_be_scaled(layer.spec) if layer in self._unscaled else layer.spec for layer in layers
+        ]
         name, backend_class, reason = choose(
             self.plugins["attention_backend"],
             "attention_backend",
@@ -205,11 +213,10 @@ class Worker:
                 record=recorder,
             )
             graphs.more_to_record = lambda: self.more_ahead()
-            try:
-                graphs.record(1, sample=True)
-                runner.graphs = graphs
-            except RuntimeError:
-                logger.exception("decode steps cannot be recorded here; going on without graphs")
+            if self._unscaled:
+                self._graphs_later = graphs
+            else:
+                self._use(graphs, runner)
         return ExecutorInfo(
             num_blocks=num_blocks,
             device=str(device),
@@ -222,12 +229,20 @@ class Worker:
             kv_layout=self._connect(model, layers),
         )
 
+    def _use(self, graphs: DecodeGraphs, runner: ModelRunner) -> None:
+        try:
+            graphs.record(1, sample=True)
+            runner.graphs = graphs
+        except RuntimeError:
+            logger.exception("decode steps cannot be recorded here; going on without graphs")
+
     def _start_encoder(
         self, model: torch.nn.Module, weight_bytes: int, began: float
     ) -> ExecutorInfo:
         """The rest of the start for a model without a KV cache."""
         config, pooling = self.config, self.model_config.pooling
         assert pooling is not None
+        unscaled((), config, fp8_cache=False)
         self.runner = PoolingRunner(
             model=model,
             pooling=pooling,
@@ -259,12 +274,26 @@ class Worker:
         """Launch one step."""
         assert self.runner is not None, "start() comes first"
         try:
+            if self._unscaled and plan.slots:
+                return self._first_step(plan, self.runner)
             if self.connector is None:
                 return self.runner.launch(plan)
             assert isinstance(self.runner, ModelRunner), "connectors are for models that generate"
             return self._step_and_transfer(plan, self.runner, self.connector)
         except torch.OutOfMemoryError as error:
             raise explain_oom(error, f"running a step of {plan.total_tokens} tokens") from error
+
+    @torch.inference_mode()
+    def _first_step(self, plan: StepPlan, runner: ModelRunner | PoolingRunner) -> PendingStep:
+        """The step that finds the scales of the cache. Nothing has been cached before it."""
+        with finding_scales(self._unscaled):
+            step = runner.launch(plan)
+        self._unscaled = []
+        if self._graphs_later is not None and isinstance(runner, ModelRunner):
+            self._use(self._graphs_later, runner)
+            self._graphs_later = None
+            self.more_ahead()
+        return step
 
     @torch.inference_mode()
     def _step_and_transfer(
