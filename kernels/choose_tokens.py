@@ -15,6 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
+from .rehearsal import launch
+
 PART = 4096
 """Logits that one program takes."""
 
@@ -53,7 +55,7 @@ def _log_exponential(token, key_0, key_1, key_2):
     return tl.log(tl.where(u < 0.03, series, -tl.log(1.0 - u)))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots_ptr", "lengths_ptr"])
 def _part_kernel(
     best_ptr,
     token_ptr,
@@ -93,7 +95,7 @@ def _part_kernel(
     tl.store(token_ptr + row * num_parts + part, winner)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots_ptr", "lengths_ptr"])
 def _row_kernel(
     chosen_ptr,
     history_ptr,
@@ -146,7 +148,7 @@ def choose_tokens(
     num_parts = triton.cdiv(vocab_size, PART)
     best = torch.empty((num_rows, num_parts), dtype=torch.float32, device=logits.device)
     token = torch.empty((num_rows, num_parts), dtype=torch.int32, device=logits.device)
-    _part_kernel[(num_rows, num_parts)](
+    launch(_part_kernel, (num_rows, num_parts))(
         best,
         token,
         logits,
@@ -163,7 +165,7 @@ def choose_tokens(
         PART_SIZE=PART,
         num_warps=8,
     )
-    _row_kernel[(num_rows,)](
+    launch(_row_kernel, (num_rows,))(
         chosen,
         token_history,
         slots,

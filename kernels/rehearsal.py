@@ -1,0 +1,106 @@
+"""Compile first, launch later: a step is gone through once, and its kernels compile side by side.
+
+Triton compiles a kernel when it is first launched, one after the other. In a `Rehearsal` a launch
+only asks for its compilation, on one of several threads (the compiler releases the interpreter lock
+in nearly all that it does, and assembles in a process of its own); nothing runs, so what a kernel
+would have written is whatever the memory held.
+"""
+
+# mypy: allow-untyped-defs
+
+from __future__ import annotations
+
+import contextvars
+import functools
+import logging
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any
+
+try:
+    from triton.runtime._async_compile import AsyncCompileMode
+except ImportError:  # A Triton that cannot: kernels compile when they are launched.
+    AsyncCompileMode = None
+
+logger = logging.getLogger("jackfield.kernels")
+
+MAX_THREADS = 16
+CACHED_SECONDS = 0.1
+"""Loading compiled kernels takes a few milliseconds each, compiling one 0.2 s and more."""
+
+_rehearsing = contextvars.ContextVar("rehearsing", default=False)
+
+
+def launch(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
+    """`kernel[grid]`, which in a rehearsal only compiles."""
+    if _rehearsing.get():
+        return functools.partial(kernel.run, grid=grid, warmup=True)
+    launcher: Callable[..., Any] = kernel[grid]
+    return launcher
+
+
+def can_rehearse() -> bool:
+    """Not in the interpreter, which compiles nothing."""
+    return AsyncCompileMode is not None and os.environ.get("TRITON_INTERPRET") != "1"
+
+
+class Rehearsal:
+    """A context for one thread; leaving it waits for what is still being compiled.
+
+    A compilation that fails says so where its kernel is launched. Kernels that are launched without
+    `launch` run as ever, when they are compiled.
+    """
+
+    def __init__(self, threads: int | None = None) -> None:
+        self._threads = threads or min(MAX_THREADS, _cores())
+
+    def __enter__(self) -> Rehearsal:
+        self._began = time.monotonic()
+        self._pool = _CountingPool(self._threads, thread_name_prefix="jackfield-compile")
+        self._mode = AsyncCompileMode(self._pool, ignore_errors=True)
+        self._mode.__enter__()
+        self._token = _rehearsing.set(True)
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        _rehearsing.reset(self._token)
+        asked = time.monotonic()
+        try:
+            self._mode.__exit__(*raised)
+        finally:
+            self._pool.shutdown()
+        logger.info(
+            "%d kernels ready in %.2f s, %.2f s of it spent waiting for compilers",
+            len(self._pool.futures),
+            time.monotonic() - self._began,
+            time.monotonic() - asked,
+        )
+
+    def compiles(self) -> bool:
+        """Whether there is something to compile: else all that was asked for so far came from
+        Triton's cache."""
+        return bool(wait(self._pool.futures, timeout=CACHED_SECONDS).not_done)
+
+
+class _CountingPool(ThreadPoolExecutor):
+    """Remembers what it was asked for."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.futures: list[Future[Any]] = []
+
+    def submit(self, *arguments: Any, **options: Any) -> Future[Any]:
+        future = super().submit(*arguments, **options)
+        self.futures.append(future)
+        return future
+
+
+def _cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+__all__ = ["Rehearsal", "can_rehearse", "launch"]
