@@ -19,6 +19,9 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
+import torch
+from triton.runtime import driver
+
 try:
     from triton.runtime._async_compile import AsyncCompileMode
 except ImportError:  # A Triton that cannot: kernels compile when they are launched.
@@ -41,6 +44,11 @@ def launch(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
     return launcher
 
 
+def load_driver() -> None:
+    """Have Triton find its driver, for which it runs a C compiler once."""
+    _ = driver.active.utils
+
+
 def can_rehearse() -> bool:
     """Not in the interpreter, which compiles nothing."""
     return AsyncCompileMode is not None and os.environ.get("TRITON_INTERPRET") != "1"
@@ -53,12 +61,13 @@ class Rehearsal:
     `launch` run as ever, when they are compiled.
     """
 
-    def __init__(self, threads: int | None = None) -> None:
+    def __init__(self, device: torch.device, threads: int | None = None) -> None:
+        self._device = device
         self._threads = threads or min(MAX_THREADS, _cores())
 
     def __enter__(self) -> Rehearsal:
         self._began = time.monotonic()
-        self._pool = _CountingPool(self._threads, thread_name_prefix="jackfield-compile")
+        self._pool = _Compilers(self._device, self._threads)
         self._mode = AsyncCompileMode(self._pool, ignore_errors=True)
         self._mode.__enter__()
         self._token = _rehearsing.set(True)
@@ -84,17 +93,26 @@ class Rehearsal:
         return bool(wait(self._pool.futures, timeout=CACHED_SECONDS).not_done)
 
 
-class _CountingPool(ThreadPoolExecutor):
-    """Remembers what it was asked for."""
+class _Compilers(ThreadPoolExecutor):
+    """Threads that compile a kernel, and load it on the device; remembers what it was asked for."""
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
+    def __init__(self, device: torch.device, threads: int) -> None:
+        # Triton loads to the thread's current device.
+        chosen = (torch.cuda.set_device, (device,)) if device.type == "cuda" else (None, ())
+        super().__init__(threads, "jackfield-compile", *chosen)
         self.futures: list[Future[Any]] = []
 
-    def submit(self, *arguments: Any, **options: Any) -> Future[Any]:
-        future = super().submit(*arguments, **options)
+    def submit(self, compile_kernel: Callable[[], Any]) -> Future[Any]:  # type: ignore[override]
+        future = super().submit(_compile_and_load, compile_kernel)
         self.futures.append(future)
         return future
+
+
+def _compile_and_load(compile_kernel: Callable[[], Any]) -> Any:
+    kernel = compile_kernel()
+    # A property: some versions of Triton have the C compiler make it, all load the kernel with it.
+    _ = kernel.run
+    return kernel
 
 
 def _cores() -> int:
@@ -103,4 +121,4 @@ def _cores() -> int:
     return os.cpu_count() or 1
 
 
-__all__ = ["Rehearsal", "can_rehearse", "launch"]
+__all__ = ["Rehearsal", "can_rehearse", "launch", "load_driver"]

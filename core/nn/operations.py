@@ -129,6 +129,11 @@ class Operations:
         """None when they run here, else the reason, in one clause."""
         return None
 
+    @classmethod
+    def get_ready(cls, device: torch.device) -> None:
+        """Do what takes long and needs no model: called at a start, on some thread, before others
+        use the device. What fails here is tried again when it is needed."""
+
     def rehearse(self, device: torch.device) -> AbstractContextManager[Rehearsal] | None:
         """A context in which this thread's kernel launches only ask for their compilation, and
         whose end waits for all of them; None: nothing is compiled here.

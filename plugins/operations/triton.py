@@ -17,7 +17,7 @@ try:
     from ...kernels.gemv import gemv
     from ...kernels.heads import heads
     from ...kernels.mask_tokens import mask_tokens
-    from ...kernels.rehearsal import Rehearsal, can_rehearse
+    from ...kernels.rehearsal import Rehearsal, can_rehearse, load_driver
     from ...kernels.rms_norm import rms_norm
     from ...kernels.silu_mul import silu_mul
     from ...kernels.skinny import MAX_TILES, SkinnyShape, SkinnyWorkspace, elements, skinny
@@ -53,9 +53,15 @@ class TritonOperations(Operations):
     def __init__(self) -> None:
         self._workspaces: dict[torch.device, SkinnyWorkspace] = {}
 
+    @classmethod
+    def get_ready(cls, device: torch.device) -> None:
+        """Loads Triton's driver."""
+        if device.type == "cuda" and _MISSING is None:
+            load_driver()
+
     def rehearse(self, device: torch.device) -> Rehearsal | None:
         """Compiles on threads, side by side."""
-        return Rehearsal() if device.type == "cuda" and can_rehearse() else None
+        return Rehearsal(device) if device.type == "cuda" and can_rehearse() else None
 
     def rms_norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
         """[..., size] → the same shape."""

@@ -76,13 +76,23 @@ def wrong(out_ptr, SIZE: tl.constexpr):
 
 
 @triton.jit
+def slow(out_ptr):
+    at = tl.arange(0, 64)
+    x = tl.load(out_ptr + at[:, None] * 64 + at[None, :])
+    for _ in tl.static_range(40):
+        x = tl.dot(x, x)
+    tl.store(out_ptr + at[:, None] * 64 + at[None, :], x)
+
+
+@triton.jit
 def other(out_ptr):
     tl.store(out_ptr, 1)
 
 
 x = torch.ones(2, 64)
 number = torch.zeros(1, dtype=torch.int32)
-with Rehearsal(threads=2) as kernels:
+with Rehearsal(torch.device("cpu"), threads=2) as kernels:
+    launch(slow, (1,))(torch.zeros(64, 64))
     silu_mul(x)
     assert kernels.compiles()
     silu_mul(x.to(torch.bfloat16))
@@ -94,12 +104,12 @@ with Rehearsal(threads=2) as kernels:
 threads = {thread.rpartition("_")[0] for _, thread in compiled}
 assert threads == {"jackfield-compile"}, threads
 assert not any("compile" in thread.name for thread in threading.enumerate())
-assert sorted(name for name, _ in compiled) == ["_silu_mul_kernel", "_silu_mul_kernel", "other"]
+assert sorted(name for name, _ in compiled) == ["_silu_mul_kernel"] * 2 + ["other", "slow"]
 
 silu_mul(x)
 silu_mul(x.to(torch.bfloat16))
-assert launched == ["other", "_silu_mul_kernel", "_silu_mul_kernel"] and len(compiled) == 3
-with Rehearsal(threads=2) as kernels:
+assert launched == ["other", "_silu_mul_kernel", "_silu_mul_kernel"] and len(compiled) == 4
+with Rehearsal(torch.device("cpu"), threads=2) as kernels:
     silu_mul(x)
     assert not kernels.compiles()
 for _ in range(2):
@@ -141,7 +151,7 @@ class Kernels(operations.TritonOperations):
     supports = classmethod(lambda *_: None)
 
     def rehearse(self, device):
-        return Rehearsal() if REHEARSE else None
+        return Rehearsal(torch.device("cpu")) if REHEARSE else None
 
 
 class Executor(InProcessExecutor):
