@@ -57,8 +57,8 @@ def can_rehearse() -> bool:
 class Rehearsal:
     """A context for one thread; leaving it waits for what is still being compiled.
 
-    A compilation that fails says so where its kernel is launched. Kernels that are launched without
-    `launch` run as ever, when they are compiled.
+    A compilation that fails is tried again in place, and fails where its kernel is
+    launched. Kernels that are launched without `launch` run as ever, when they are compiled.
     """
 
     def __init__(self, device: torch.device, threads: int | None = None) -> None:
@@ -97,22 +97,41 @@ class _Compilers(ThreadPoolExecutor):
     """Threads that compile a kernel, and load it on the device; remembers what it was asked for."""
 
     def __init__(self, device: torch.device, threads: int) -> None:
-        # Triton loads to the thread's current device.
-        chosen = (torch.cuda.set_device, (device,)) if device.type == "cuda" else (None, ())
-        super().__init__(threads, "jackfield-compile", *chosen)
-        self.futures: list[Future[Any]] = []
+        super().__init__(threads, "jackfield-compile")
+        self._device = device
+        self.futures: list[_Compilation] = []
 
     def submit(self, compile_kernel: Callable[[], Any]) -> Future[Any]:  # type: ignore[override]
-        future = super().submit(_compile_and_load, compile_kernel)
+        future = _Compilation(compile_kernel)
         self.futures.append(future)
+        super().submit(future.run, self._device)
         return future
 
 
-def _compile_and_load(compile_kernel: Callable[[], Any]) -> Any:
-    kernel = compile_kernel()
-    # A property: some versions of Triton have the C compiler make it, all load the kernel with it.
-    _ = kernel.run
-    return kernel
+class _Compilation(Future[Any]):
+    """A kernel. Who asks for one that failed gets it compiled again, in place: a compiler that had
+    no room beside others has it alone, and other failures are raised where they belong."""
+
+    def __init__(self, compile_kernel: Callable[[], Any]) -> None:
+        super().__init__()
+        self._compile = compile_kernel
+
+    def run(self, device: torch.device) -> None:
+        try:
+            if device.type == "cuda":
+                torch.cuda.set_device(device)  # Triton loads to the thread's current one.
+            kernel = self._compile()
+            # A property that loads it; some versions of Triton run the C compiler for that.
+            _ = kernel.run
+        except BaseException as error:
+            self.set_exception(error)
+        else:
+            self.set_result(kernel)
+
+    def result(self, timeout: float | None = None) -> Any:
+        if self.exception(timeout) is not None:
+            return self._compile()
+        return super().result(timeout)
 
 
 def _cores() -> int:

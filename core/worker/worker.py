@@ -35,7 +35,7 @@ from ..types import SamplingParams, SlotStart, StepPlan
 from .batch import PersistentBatch, StepInputs
 from .graphs import CudaRecorder, DecodeGraphs, Recorder, row_counts
 from .kv_transfer import EmptyStep, kv_layout
-from .masks import GrammarMasks
+from .masks import GrammarMasks, TokenMask
 from .memory import bytes_per_block, explain_oom, num_kv_blocks
 from .pooling import PoolingRunner
 from .runner import ModelRunner
@@ -398,7 +398,8 @@ class Worker:
                 if kernels.compiles():
                     self._rehearse_more(graphs)
         except Exception:
-            logger.warning("kernels compile one by one: a rehearsal failed", exc_info=True)
+            # Where it is not the rehearsal's own, it comes again.
+            logger.info("kernels compile one by one: a rehearsal failed", exc_info=True)
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
 
@@ -415,7 +416,8 @@ class Worker:
                     self._run_dummy([1] * rows, range(rows))
                 if rows <= MIXED_ROWS:
                     self._run_dummy([1] * rows + [longest], range(rows + 1))
-        # What libraries load for the largest step is loaded while compilers work.
+        # What libraries load for many tokens is loaded while compilers work.
+        self._run_dummy([self.max_num_batched_tokens], [0])
         self._run_dummy(*self._largest_step())
 
     def _warm_up(self) -> None:
@@ -496,6 +498,11 @@ class Worker:
         runner.sampler.sample(logits, inputs.sample_slots, slots, inputs.sample_lengths)
         chosen = torch.empty(num_rows, dtype=torch.int32, device=device)
         runner.sampler.sample_plain(logits, inputs.sample_slots, inputs.sample_lengths, chosen)
+        words = -(-runner.vocab_size // 32)
+        everything = torch.full((num_rows, words), -1, dtype=torch.int32, device=device)
+        for table in (logits, logits.float()):
+            runner.sampler.mask(table, TokenMask(everything, None))
+            runner.sampler.mask(table, TokenMask(everything, index))
         for slot in slots:
             runner.sampling.release(slot)
 

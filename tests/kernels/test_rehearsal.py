@@ -89,6 +89,24 @@ def other(out_ptr):
     tl.store(out_ptr, 1)
 
 
+failures = []
+
+
+@triton.jit
+def crowded(out_ptr):
+    tl.store(out_ptr, 2)
+
+
+def compile_alone(*arguments, **options):
+    if threading.current_thread() is not threading.main_thread():
+        failures.append(threading.current_thread().name)
+        raise MemoryError("too many compilers")
+    return triton.compile(*arguments, **options)
+
+
+crowded.device_caches[0]
+crowded.compile = compile_alone
+
 x = torch.ones(2, 64)
 number = torch.zeros(1, dtype=torch.int32)
 with Rehearsal(torch.device("cpu"), threads=2) as kernels:
@@ -98,17 +116,21 @@ with Rehearsal(torch.device("cpu"), threads=2) as kernels:
     silu_mul(x.to(torch.bfloat16))
     silu_mul(x)
     launch(wrong, (1,))(number, SIZE=8)
+    launch(crowded, (1,))(number)
     assert launched == []
     other[(1,)](number)
     assert launched == ["other"]
-threads = {thread.rpartition("_")[0] for _, thread in compiled}
-assert threads == {"jackfield-compile"}, threads
+threads = {thread.partition("_")[0] for _, thread in compiled}
+assert threads == {"jackfield-compile", "MainThread"}, threads
+assert len(failures) == 1 and ("crowded", "MainThread") in compiled
 assert not any("compile" in thread.name for thread in threading.enumerate())
-assert sorted(name for name, _ in compiled) == ["_silu_mul_kernel"] * 2 + ["other", "slow"]
+assert sorted(name for name, _ in compiled) == [
+    "_silu_mul_kernel", "_silu_mul_kernel", "crowded", "other", "slow"
+]
 
 silu_mul(x)
 silu_mul(x.to(torch.bfloat16))
-assert launched == ["other", "_silu_mul_kernel", "_silu_mul_kernel"] and len(compiled) == 4
+assert launched == ["other", "_silu_mul_kernel", "_silu_mul_kernel"] and len(compiled) == 5
 with Rehearsal(torch.device("cpu"), threads=2) as kernels:
     silu_mul(x)
     assert not kernels.compiles()
@@ -219,6 +241,7 @@ async def main():
     assert {"_gemv_kernel", "_skinny_kernel", "_part_kernel", "_row_kernel"} <= set(launched)
     assert {"_decode_inputs_kernel", "_heads_kernel", "_rms_norm_kernel"} <= set(launched)
     assert {"_decode_kernel", "_join_kernel", "_silu_mul_kernel"} <= set(launched)
+    assert "_mask_tokens_kernel" in launched
 
 
 asyncio.run(main())

@@ -127,7 +127,7 @@ async def test_a_rehearsal_that_fails_is_no_reason_not_to_start(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(Rehearsing, "fails", True)
-    with caplog.at_level(logging.WARNING, "jackfield.worker"):
+    with caplog.at_level(logging.INFO, "jackfield.worker"):
         rehearsed = await answers(checkpoint, "rehearsing")
     assert "no room for a compiler" in caplog.text
     assert rehearsed == await answers(checkpoint, "torch")
