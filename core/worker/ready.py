@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 
 import torch
 
@@ -22,10 +23,20 @@ def get_ready(config: EngineConfig, plugins: Plugins) -> None:
         return
     try:
         device = torch.device("cuda", torch.cuda.current_device())
+        aside = threading.Thread(target=_ready_operations, args=(config, plugins, device))
+        aside.start()
         torch.empty(1, device=device)
+        aside.join()
+    except Exception:
+        logger.debug("the device does not wake up", exc_info=True)
+
+
+def _ready_operations(config: EngineConfig, plugins: Plugins, device: torch.device) -> None:
+    try:
         registry = plugins["operations"]
-        names = [entry.name for entry in registry.entries()]
-        name = config.operations if config.operations != "auto" else names[0]
+        name = config.operations
+        if name == "auto":
+            name = registry.entries()[0].name
         registry.load(name).get_ready(device)
     except Exception:
-        logger.debug("getting ready ahead failed", exc_info=True)
+        logger.debug("operations cannot get ready ahead", exc_info=True)

@@ -17,7 +17,7 @@ try:
     from ...kernels.gemv import gemv
     from ...kernels.heads import heads
     from ...kernels.mask_tokens import mask_tokens
-    from ...kernels.rehearsal import Rehearsal, can_rehearse, load_driver
+    from ...kernels.rehearsal import Rehearsal, can_rehearse, load_compiler
     from ...kernels.rms_norm import rms_norm
     from ...kernels.silu_mul import silu_mul
     from ...kernels.skinny import MAX_TILES, SkinnyShape, SkinnyWorkspace, elements, skinny
@@ -55,9 +55,10 @@ class TritonOperations(Operations):
 
     @classmethod
     def get_ready(cls, device: torch.device) -> None:
-        """Loads Triton's driver."""
-        if device.type == "cuda" and _MISSING is None:
-            load_driver()
+        """Loads Triton's compiler."""
+        if device.type == "cuda" and _MISSING is None and can_rehearse():
+            with torch.cuda.device(device):
+                load_compiler()
 
     def rehearse(self, device: torch.device) -> Rehearsal | None:
         """Compiles on threads, side by side."""

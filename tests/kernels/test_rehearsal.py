@@ -65,7 +65,7 @@ triton.knobs.compilation.listener = on_compiled
 
 KERNELS = r"""
 import torch
-from jackfield.kernels.rehearsal import Rehearsal, launch
+from jackfield.kernels.rehearsal import Rehearsal, launch, load_compiler
 from jackfield.kernels.silu_mul import silu_mul
 
 
@@ -107,6 +107,9 @@ def compile_alone(*arguments, **options):
 crowded.device_caches[0]
 crowded.compile = compile_alone
 
+load_compiler()
+assert [name for name, _ in compiled] == ["_smallest_kernel"]
+compiled.clear()
 x = torch.ones(2, 64)
 number = torch.zeros(1, dtype=torch.int32)
 with Rehearsal(torch.device("cpu"), threads=2) as kernels:
