@@ -138,8 +138,8 @@ class Operations:
         """A context in which this thread's kernel launches only ask for their compilation, and
         whose end waits for all of them; None: nothing is compiled here.
 
-        What kernels would have written is then whatever the memory held. Kernels of others may be
-        launched as ever.
+        What kernels would have written is then whatever the memory held: numbers of any kind, in
+        tensors of the right shape. Kernels of others may run as ever, on such numbers.
         """
         return None
 

@@ -6,6 +6,7 @@ does nothing, so these tests see which kernels are compiled when, and never what
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import os
 import subprocess
@@ -13,6 +14,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+import jackfield
 
 if importlib.util.find_spec("triton.runtime._async_compile") is None:
     pytest.skip("Triton cannot compile aside", allow_module_level=True)
@@ -249,6 +252,35 @@ async def main():
 
 asyncio.run(main())
 """
+
+
+def jitted(tree: ast.AST) -> set[str]:
+    """Names of the Triton functions that a module defines."""
+    return {
+        node.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef)
+        and any("triton.jit" in ast.unparse(decorator) for decorator in node.decorator_list)
+    }
+
+
+def test_every_kernel_of_ours_is_launched_so_that_a_rehearsal_sees_it() -> None:
+    """One that ran for itself would read places that another did not write."""
+    root = Path(jackfield.__file__).parent
+    trees = [
+        ast.parse(path.read_text())
+        for folder in ("kernels", "plugins")
+        for path in (root / folder).rglob("*.py")
+    ]
+    kernels = set().union(*map(jitted, trees))
+    assert "_gemv_kernel" in kernels
+    launches = {
+        ast.unparse(node)
+        for tree in trees
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Subscript) and ast.unparse(node.value).split(".")[-1] in kernels
+    }
+    assert not launches, f"launch(kernel, grid) from jackfield.kernels.rehearsal: {launches}"
 
 
 def run(program: str, folder: Path) -> subprocess.CompletedProcess[str]:
