@@ -392,7 +392,9 @@ class Worker:
             return
         try:
             with rehearsal as kernels:
-                self._warm_up()
+                # No library has a part in these, or a small one: compilers have work at once.
+                for num_tokens in (1, min(32, self.max_num_batched_tokens)):
+                    self._run_dummy([num_tokens], [self.config.max_num_seqs])
                 if graphs is not None:
                     graphs.rehearse(1)
                 if kernels.compiles():
@@ -406,6 +408,7 @@ class Worker:
     def _rehearse_more(self, graphs: DecodeGraphs | None) -> None:
         """Every kind of step: short prompts, decode steps, decode steps with a prompt behind."""
         longest = min(512, self.max_num_batched_tokens, self.model_config.max_model_len)
+        self._warm_up()
         if isinstance(self.runner, ModelRunner):
             for num_tokens in self._short_prompts:
                 self._run_dummy([num_tokens], [self.config.max_num_seqs])
@@ -417,7 +420,6 @@ class Worker:
                 if rows <= MIXED_ROWS:
                     self._run_dummy([1] * rows + [longest], range(rows + 1))
         # What libraries load for many tokens is loaded while compilers work.
-        self._run_dummy([self.max_num_batched_tokens], [0])
         self._run_dummy(*self._largest_step())
 
     def _warm_up(self) -> None:
