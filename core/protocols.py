@@ -440,6 +440,14 @@ class Executor(Protocol):
         self, config: EngineConfig, model_config: ModelConfig, plugins: Plugins
     ) -> None: ...
 
+    @staticmethod
+    def get_ready(config: EngineConfig, plugins: Plugins) -> None:
+        """Do what a start can do before anything is known of the model.
+
+        Called on a thread, while the model's configuration is read and before `__init__`; an
+        executor without this method does all in `start`. What fails here is to fail there again.
+        """
+
     async def start(self) -> ExecutorInfo:
         """Load the model, size the cache, warm up."""
 
