@@ -40,6 +40,69 @@ def _ask_for(ptrs, BYTES: tl.constexpr):
     )
 
 
+@triton.jit
+def finish_share(
+    acc,
+    up_acc,
+    out_ptr,
+    partial_ptr,
+    counter_ptr,
+    bias_ptr,
+    residual_ptr,
+    num_rows,
+    stride_out,
+    stride_residual,
+    output,
+    row,
+    N: tl.constexpr,
+    SPLIT: tl.constexpr,
+    GATED: tl.constexpr,
+    BIAS: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """The end of a program: acc (and up_acc), [BLOCK_N, BLOCK_M] float32, are its share of outputs
+    `output` for rows `row`. Whoever is last of SPLIT stores their sum with all that follows."""
+    in_n = output < N
+    mask = in_n[:, None] & (row < num_rows)[None, :]
+    if SPLIT > 1:
+        split = tl.program_id(2)
+        # [SPLIT, num_rows, N], and the same again for gates' partners.
+        place = row.to(tl.int64)[None, :] * N + output[:, None]
+        whole = num_rows.to(tl.int64) * N
+        tl.store(partial_ptr + split * whole + place, acc, mask=mask)
+        if GATED:
+            tl.store(partial_ptr + (SPLIT + split) * whole + place, up_acc, mask=mask)
+        tl.debug_barrier()
+        counter = counter_ptr + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+        if tl.atomic_add(counter, 1, sem="acq_rel") != SPLIT - 1:
+            return
+        tl.store(counter, 0)
+        # In the order of the shares, whoever is last: the same sum every time.
+        acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+        if GATED:
+            up_acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+        for share in tl.static_range(SPLIT):
+            part = partial_ptr + share * whole + place
+            acc += tl.load(part, mask=mask, other=0.0, cache_modifier=".cg")
+            if GATED:
+                part += SPLIT * whole
+                up_acc += tl.load(part, mask=mask, other=0.0, cache_modifier=".cg")
+    if BIAS:
+        acc += tl.load(bias_ptr + output, mask=in_n, other=0.0).to(tl.float32)[:, None]
+    if GATED:
+        if BIAS:
+            bias = tl.load(bias_ptr + N + output, mask=in_n, other=0.0)
+            up_acc += bias.to(tl.float32)[:, None]
+        acc = acc / (1.0 + tl.exp(-acc)) * up_acc
+    if RESIDUAL:
+        place = row.to(tl.int64)[None, :] * stride_residual + output[:, None]
+        acc += tl.load(residual_ptr + place, mask=mask, other=0.0).to(tl.float32)
+    place = row.to(tl.int64)[None, :] * stride_out + output[:, None]
+    tl.store(out_ptr + place, acc.to(out_ptr.dtype.element_ty), mask=mask)
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def _skinny_kernel(
     out_ptr,
@@ -117,42 +180,27 @@ def _skinny_kernel(
             up_acc = tl.dot(up, tl.trans(x), up_acc, input_precision="ieee")
     if PDL and not EARLY:
         gdc_launch_dependents()
-
-    mask = in_n[:, None] & in_m[None, :]
-    if SPLIT > 1:
-        # [SPLIT, num_rows, N], and the same again for gates' partners.
-        place = row.to(tl.int64)[None, :] * N + output[:, None]
-        whole = num_rows.to(tl.int64) * N
-        tl.store(partial_ptr + split * whole + place, acc, mask=mask)
-        if GATED:
-            tl.store(partial_ptr + (SPLIT + split) * whole + place, up_acc, mask=mask)
-        tl.debug_barrier()
-        counter = counter_ptr + tl.program_id(1) * tl.num_programs(0) + band
-        if tl.atomic_add(counter, 1, sem="acq_rel") != SPLIT - 1:
-            return
-        tl.store(counter, 0)
-        # In the order of the shares, whoever is last: the same sum every time.
-        acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-        if GATED:
-            up_acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-        for share in tl.static_range(SPLIT):
-            part = partial_ptr + share * whole + place
-            acc += tl.load(part, mask=mask, other=0.0, cache_modifier=".cg")
-            if GATED:
-                part += SPLIT * whole
-                up_acc += tl.load(part, mask=mask, other=0.0, cache_modifier=".cg")
-    if BIAS:
-        acc += tl.load(bias_ptr + output, mask=in_n, other=0.0).to(tl.float32)[:, None]
-    if GATED:
-        if BIAS:
-            bias = tl.load(bias_ptr + N + output, mask=in_n, other=0.0)
-            up_acc += bias.to(tl.float32)[:, None]
-        acc = acc / (1.0 + tl.exp(-acc)) * up_acc
-    if RESIDUAL:
-        place = row.to(tl.int64)[None, :] * stride_residual + output[:, None]
-        acc += tl.load(residual_ptr + place, mask=mask, other=0.0).to(tl.float32)
-    place = row.to(tl.int64)[None, :] * stride_out + output[:, None]
-    tl.store(out_ptr + place, acc.to(out_ptr.dtype.element_ty), mask=mask)
+    finish_share(
+        acc,
+        up_acc,
+        out_ptr,
+        partial_ptr,
+        counter_ptr,
+        bias_ptr,
+        residual_ptr,
+        num_rows,
+        stride_out,
+        stride_residual,
+        output,
+        row,
+        N,
+        SPLIT,
+        GATED,
+        BIAS,
+        RESIDUAL,
+        BLOCK_M,
+        BLOCK_N,
+    )
 
 
 class SkinnyShape(NamedTuple):

@@ -9,15 +9,25 @@ from __future__ import annotations
 import functools
 import json
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
+from .nibble_gemv import NibbleGemvShape, nibble_gemv_rule
+from .nibble_skinny import NibbleSkinnyShape, nibble_skinny_rule
 from .skinny import SkinnyShape
 
 FOLDER = Path(__file__).parent / "tuned"
 RULED_ROWS = 32
 """Up to so many rows `skinny_rule` speaks for weights that were not measured."""
+
+
+SHAPES = {
+    "skinny": SkinnyShape,
+    "nibble_gemv": NibbleGemvShape,
+    "nibble_skinny": NibbleSkinnyShape,
+}
+"""Kernel, as files name it → the type of its cuts."""
 
 
 class Product(NamedTuple):
@@ -33,22 +43,27 @@ def file_for(device_name: str) -> Path:
     return FOLDER / f"{device_name.replace(' ', '_')}.json"
 
 
-def read(path: Path) -> dict[Product, list[tuple[int, SkinnyShape | None]]]:
+def read(path: Path, kernel: str = "skinny") -> dict[Product, list[tuple[int, Any]]]:
     """→ for each weight, by number of rows: a shape, or None where the library is faster."""
-    choices: dict[Product, list[tuple[int, SkinnyShape | None]]] = {}
-    for entry in json.loads(path.read_text())["skinny"]:
+    choices: dict[Product, list[tuple[int, Any]]] = {}
+    for entry in json.loads(path.read_text()).get(kernel, []):
         product = Product(entry["outputs"], entry["inputs"], entry["gated"])
         shape = entry["shape"]
         choices.setdefault(product, []).append(
-            (entry["rows"], None if shape is None else SkinnyShape(**shape))
+            (entry["rows"], None if shape is None else SHAPES[kernel](**shape))
         )
-    return {product: sorted(rows) for product, rows in choices.items()}
+    return {product: sorted(rows, key=lambda row: row[0]) for product, rows in choices.items()}
 
 
 @functools.cache
-def _choices(index: int) -> dict[Product, list[tuple[int, SkinnyShape | None]]] | None:
+def _choices(index: int, kernel: str = "skinny") -> dict[Product, list[tuple[int, Any]]] | None:
     path = file_for(torch.cuda.get_device_name(index))
-    return read(path) if path.exists() else None
+    return read(path, kernel) if path.exists() else None
+
+
+def _chosen(rows: list[tuple[int, Any]], num_rows: int) -> Any:
+    """What was measured for so many rows, or for the next larger number."""
+    return next((shape for most, shape in rows if most >= num_rows), None)
 
 
 @functools.cache
@@ -62,7 +77,8 @@ def skinny_shape(product: Product, num_rows: int, device: torch.device) -> Skinn
         return None
     if product not in choices:
         return skinny_rule(product, num_rows)
-    return next((shape for rows, shape in choices[product] if rows >= num_rows), None)
+    found: SkinnyShape | None = _chosen(choices[product], num_rows)
+    return found
 
 
 def skinny_rule(product: Product, num_rows: int) -> SkinnyShape | None:
@@ -85,3 +101,23 @@ def skinny_rule(product: Product, num_rows: int) -> SkinnyShape | None:
         prefetch=4096 if small else 0,
         early=True,
     )
+
+
+@functools.cache
+def nibble_gemv_shape(product: Product, device: torch.device) -> NibbleGemvShape:
+    """How `nibble_gemv` multiplies a 4-bit weight."""
+    choices = _choices(device.index or 0, "nibble_gemv") if device.type == "cuda" else None
+    shape: NibbleGemvShape | None = _chosen((choices or {}).get(product, []), 1)
+    return shape or nibble_gemv_rule(product.inputs, product.gated)
+
+
+@functools.cache
+def nibble_skinny_shape(
+    product: Product, num_rows: int, device: torch.device
+) -> NibbleSkinnyShape | None:
+    """How `nibble_skinny` multiplies a 4-bit weight with so many rows; None: not at all."""
+    choices = _choices(device.index or 0, "nibble_skinny") if device.type == "cuda" else None
+    if choices and product in choices:
+        found: NibbleSkinnyShape | None = _chosen(choices[product], num_rows)
+        return found
+    return nibble_skinny_rule(num_rows, product.outputs)

@@ -61,7 +61,8 @@ FORBIDDEN = {
 
 
 MEASURES_KERNELS = tuple(
-    f"entrypoints/bench/{name}.py" for name in ("kernel_cases", "packed_cases", "tune")
+    f"entrypoints/bench/{name}.py"
+    for name in ("kernel_cases", "packed_cases", "tune", "tune_nibbles")
 )
 
 

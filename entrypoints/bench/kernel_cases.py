@@ -73,7 +73,7 @@ QWEN3_8B = Sizes(
     prefill=((8, 1024), (2, 4096), (1, 16384)),
 )  # fmt: skip
 TINY = Sizes(
-    hidden=64, intermediate=96, num_heads=4, num_kv_heads=2, head_dim=16, vocab=300,
+    hidden=128, intermediate=256, num_heads=4, num_kv_heads=2, head_dim=16, vocab=300,
     tokens=(1, 2, 5), rows=(1, 2, 3), decode=((1, 20), (2, 33), (3, 40)),
     fused=((1, 20), (2, 33), (3, 40)), prefill=((1, 9), (2, 17), (1, 40)),
 )  # fmt: skip

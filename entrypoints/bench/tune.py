@@ -1,4 +1,4 @@
-"""`jackfield bench tune`: measure how skinny products are best cut here, and write it down.
+"""`jackfield bench tune`: measure how products of few tokens are best cut here; write it down.
 
 The file goes to `kernels/tuned/` under the device's name; engines read it from there and measure
 nothing themselves. Every candidate's result is checked before it is timed.
@@ -15,11 +15,13 @@ from typing import Any
 
 from ...core.errors import ConfigError
 from ..cli.options import Parser, fail
+from . import tune_nibbles
 from .report import environment, say
 from .workloads import ARCHITECTURES
 
+KERNELS = ("skinny", "nibble_gemv", "nibble_skinny")
 ROWS = (8, 16, 32)
-"""Beyond, what a product wins alone it loses in a step: measured with 64 on an H200."""
+"""Of skinny. Beyond, what a product wins alone it loses in a step: measured with 64 on an H200."""
 MODELS = ("Qwen3-0.6B", "Qwen3-8B")
 SHARED_BYTES = 215_000
 """A multiprocessor's memory for tiles, less what the compiler wants."""
@@ -31,10 +33,13 @@ LAUNCHES = 24
 def make_parser() -> Parser:
     parser = Parser(
         prog="jackfield bench tune",
-        description="Measure how skinny products are best cut on this device.",
+        description="Measure how products of few tokens are best cut on this device.",
     )
     parser.add_argument("--models", nargs="+", default=MODELS, choices=sorted(ARCHITECTURES),
                         metavar="MODEL", help="whose layers (default: %(default)s)")  # fmt: skip
+    parser.add_argument("--kernels", nargs="+", default=KERNELS, choices=KERNELS, metavar="KERNEL",
+                        help="what is measured; the file's other choices are kept "
+                        "(default: %(default)s)")  # fmt: skip
     parser.add_argument("--processes", type=int, default=8, help="that compile (default: 8)")
     parser.add_argument("--output", type=Path, help="default: kernels/tuned/DEVICE.json")
     return parser
@@ -57,24 +62,25 @@ def _run(args: argparse.Namespace) -> int:
     if not torch.cuda.is_available():
         raise ConfigError("bench tune: there is no CUDA device here to measure")
     jobs = [
-        (product, rows, shape)
+        (kernel, product, rows, shape)
+        for kernel in args.kernels
         for product in dict.fromkeys(p for model in args.models for p in products(model))
-        for rows in ROWS
-        for shape in candidates(product, rows)
+        for rows in tune_nibbles.ROWS.get(kernel, ROWS)
+        for shape in _candidates(kernel, product, rows)
     ]
     say(f"compiling {len(jobs)} candidates in {args.processes} processes")
     with multiprocessing.get_context("spawn").Pool(args.processes) as pool:
         compiled = pool.map(compile_one, jobs, chunksize=8)
     there = [job for job, done in zip(jobs, compiled, strict=True) if done]
-    entries = []
-    for product, rows in dict.fromkeys((product, rows) for product, rows, _ in there):
-        shapes = [shape for p, r, shape in there if (p, r) == (product, rows)]
-        entries.append(best(product, rows, shapes))
-        say(json.dumps(entries[-1]))
-    facts = environment("cuda")
+    measured: dict[str, list[dict[str, Any]]] = {kernel: [] for kernel in args.kernels}
+    for kernel, product, rows in dict.fromkeys(job[:3] for job in there):
+        shapes = [job[3] for job in there if job[:3] == (kernel, product, rows)]
+        measured[kernel].append(best(kernel, product, rows, shapes))
+        say(json.dumps({"kernel": kernel, **measured[kernel][-1]}))
     path = args.output or file_for(torch.cuda.get_device_name())
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(_page({**facts, "skinny": entries}))
+    known = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(page(known, environment("cuda"), measured))
     print(path)
     return 0
 
@@ -108,13 +114,28 @@ def candidates(product: tuple[int, int, bool], rows: int) -> Iterator[tuple[Any,
                     yield block_m, block_n, block_k, split, warps, stages, prefetch, early
 
 
-def compile_one(job: tuple[tuple[int, int, bool], int, tuple[Any, ...]]) -> bool:
+def _candidates(
+    kernel: str, product: tuple[int, int, bool], rows: int
+) -> Iterator[tuple[Any, ...]]:
+    if kernel == "skinny":
+        return candidates(product, rows)
+    return tune_nibbles.candidates(kernel, product, rows)
+
+
+def _layer(
+    kernel: str, product: tuple[int, int, bool], rows: int, copies: int
+) -> _Product | tune_nibbles.NibbleProduct:
+    made = _Product if kernel == "skinny" else tune_nibbles.NibbleProduct
+    return made(product, rows, copies)
+
+
+def compile_one(job: tuple[str, tuple[int, int, bool], int, tuple[Any, ...]]) -> bool:
     """In a process of its own: into Triton's cache. False where the device cannot run it."""
     import torch
 
-    product, rows, shape = job
+    kernel, product, rows, shape = job
     try:
-        _Product(product, rows, copies=1).skinny(shape, 0)
+        _layer(kernel, product, rows, copies=1).multiply(shape, 0)
         torch.cuda.synchronize()
     except Exception as error:
         say(f"{job}: {error!r:.200}")
@@ -123,17 +144,17 @@ def compile_one(job: tuple[tuple[int, int, bool], int, tuple[Any, ...]]) -> bool
 
 
 def best(
-    product: tuple[int, int, bool], rows: int, shapes: list[tuple[Any, ...]]
+    kernel: str, product: tuple[int, int, bool], rows: int, shapes: list[tuple[Any, ...]]
 ) -> dict[str, Any]:
     """→ the entry of the file: the fastest, or no shape where the library is faster."""
     import torch
 
-    from ...kernels.skinny import SkinnyShape
+    from ...kernels.tuning import SHAPES
     from .timing import graph_seconds
 
     outputs, inputs, gated = product
-    size = 2 * outputs * inputs * (2 if gated else 1)
-    layer = _Product(product, rows, copies=max(2, min(LAUNCHES, MEMORY // size)))
+    size = outputs * inputs * (2 if gated else 1) * (4 if kernel == "skinny" else 1) // 2
+    layer = _layer(kernel, product, rows, copies=max(2, min(LAUNCHES, MEMORY // size)))
     device = torch.device("cuda")
 
     def time(call: Any) -> float:
@@ -144,15 +165,15 @@ def best(
     wanted = layer.library(0).float()
     timed = []
     for shape in shapes:
-        error = (layer.skinny(shape, 0).float() - wanted).abs().max() / wanted.abs().max()
+        error = (layer.multiply(shape, 0).float() - wanted).abs().max() / wanted.abs().max()
         if not error < 0.02:
-            say(f"{product} {rows} {shape}: wrong by {float(error):.3f} of the largest")
+            say(f"{kernel} {product} {rows} {shape}: wrong by {float(error):.3f} of the largest")
             continue
-        timed.append((time(lambda i, shape=shape: layer.skinny(shape, i)), shape))
+        timed.append((time(lambda i, shape=shape: layer.multiply(shape, i)), shape))
     us, shape = min(timed)
     return {
         "outputs": outputs, "inputs": inputs, "gated": gated, "rows": rows,
-        "shape": SkinnyShape(*shape)._asdict() if us < library else None,
+        "shape": SHAPES[kernel](*shape)._asdict() if us < library else None,
         "us": round(us, 2), "library_us": round(library, 2),
     }  # fmt: skip
 
@@ -179,7 +200,7 @@ class _Product:
             torch.zeros(MAX_TILES, dtype=torch.int32, device="cuda"),
         )
 
-    def skinny(self, shape: tuple[Any, ...], i: int) -> Any:
+    def multiply(self, shape: tuple[Any, ...], i: int) -> Any:
         from ...kernels.skinny import SkinnyShape, skinny
 
         return skinny(
@@ -198,7 +219,16 @@ class _Product:
         return torch.addmm(self.residual, self.x, weight)
 
 
-def _page(facts: dict[str, Any]) -> str:
-    """JSON, a line an entry."""
-    entries = ",\n".join(f"  {json.dumps(entry)}" for entry in facts.pop("skinny"))
-    return json.dumps(facts, indent=1)[:-2] + f',\n "skinny": [\n{entries}\n ]\n}}\n'
+def page(
+    known: dict[str, Any], facts: dict[str, Any], measured: dict[str, list[dict[str, Any]]]
+) -> str:
+    """The file, JSON with a line a choice: `known` of it with what was measured in its place."""
+    about = {key: facts[key] for key in ("date", "commit", "torch", "triton")}
+    when = {**known.get("measured", {}), **dict.fromkeys(measured, about)}
+    parts = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in facts.items()]
+    rows = ",\n  ".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in when.items())
+    parts.append(f'"measured": {{\n  {rows}\n }}')
+    for kernel in KERNELS:
+        rows = ",\n  ".join(map(json.dumps, measured.get(kernel, known.get(kernel, []))))
+        parts.append(f"{json.dumps(kernel)}: [\n  {rows}\n ]")
+    return "{\n " + ",\n ".join(parts) + "\n}\n"

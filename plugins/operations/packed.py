@@ -1,25 +1,33 @@
 """Which kernel multiplies by a quantized weight, by the number of tokens and what the device has.
 
 One token: a matrix-vector product with all around it. A few: dequantised on the way to the matrix
-unit. Many: inputs are rounded as well and multiplied in 8 bits, where the weight allows that;
-otherwise the weight is unpacked once for all of them.
+unit; 4-bit numbers have kernels of their own for both. Many: inputs are rounded as well and
+multiplied in 8 bits, where the weight allows that; otherwise the weight is unpacked once for all.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import torch
 
 from ...core.nn.operations import Norm, Operations
 from ...core.nn.packed import PackedWeight
 from ...kernels.finish_product import finish_product
+from ...kernels.nibble_gemv import nibble_gemv
+from ...kernels.nibble_skinny import nibble_skinny
+from ...kernels.nibbles import run_of_words
 from ...kernels.packed_gemv import packed_gemv
 from ...kernels.packed_matmul import packed_matmul, packed_matmul_serves
 from ...kernels.packed_weight import Packed
 from ...kernels.quantize_rows import quantize_rows
+from ...kernels.skinny import SkinnyWorkspace, elements
+from ...kernels.tuning import Product, nibble_gemv_shape, nibble_skinny_shape
 from ...kernels.unpack_weight import unpack_weight
 
+SMALLEST_RUN = 16
+"""Words of a row that the kernels of 4-bit numbers take at least."""
 FEW_TOKENS = 16
 """Up to so many, reading the weight decides: inputs stay wide."""
 FEW_TOKENS_WIDE = 256
@@ -35,6 +43,7 @@ def packed_product(
     norm: Norm | None,
     residual: torch.Tensor | None,
     gated: bool,
+    workspace: Callable[[torch.device], SkinnyWorkspace],
 ) -> torch.Tensor:
     """residual + norm(x) Wᵀ + bias, or silu(gate) * up of it; `residual` may be overwritten.
 
@@ -47,6 +56,10 @@ def packed_product(
         weight.values, weight.scale, weight.zero, weight.group_size, weight.scale_rows, weight.bits
     )
     num_tokens = x.shape[0]
+    if num_tokens and _takes_nibbles(x, packed):
+        return _product_of_nibbles(
+            operations, x, packed, bias, norm, residual, gated, workspace(x.device)
+        )
     if num_tokens == 1:
         return packed_gemv(x, packed, bias, norm=norm, residual=residual, gated=gated)
     in_8_bits = (
@@ -63,6 +76,45 @@ def packed_product(
         dense = unpack_weight(packed, x.dtype)
         out = operations.linear(x, dense, bias, norm=norm, residual=residual)
     return operations.silu_mul(out) if gated else out
+
+
+def _takes_nibbles(x: torch.Tensor, weight: Packed) -> bool:
+    """Whether the kernels of 4-bit numbers can do it."""
+    if x.dtype not in (torch.bfloat16, torch.float16) or not run_of_words(weight, SMALLEST_RUN):
+        return False
+    return x.device.type != "cuda" or torch.cuda.get_device_capability(x.device) >= (9, 0)
+
+
+def _product_of_nibbles(
+    operations: Operations,
+    x: torch.Tensor,
+    weight: Packed,
+    bias: torch.Tensor | None,
+    norm: Norm | None,
+    residual: torch.Tensor | None,
+    gated: bool,
+    workspace: SkinnyWorkspace,
+) -> torch.Tensor:
+    """In one kernel, with few tokens, and one for the norm unless it is one token."""
+    num_tokens = x.shape[0]
+    outputs = weight.values.shape[0] // (2 if gated else 1)
+    product = Product(outputs, weight.size, gated)
+    if norm is not None and (num_tokens > 1 or x.dtype == torch.float16):
+        # Before it is divided by its size, x times the norm's weight may be too large.
+        x, norm = operations.rms_norm(x, norm), None
+    if num_tokens == 1:
+        shape = nibble_gemv_shape(product, x.device)
+        return nibble_gemv(x, weight, bias, norm=norm, residual=residual, gated=gated, shape=shape)
+    cut = nibble_skinny_shape(product, num_tokens, x.device)
+    if cut is None:
+        out = operations.linear(x, unpack_weight(weight, x.dtype), bias, residual=residual)
+        return operations.silu_mul(out) if gated else out
+    if elements(num_tokens, outputs, cut.split, gated) > workspace.floats.numel():
+        cut = cut._replace(split=1)
+    return nibble_skinny(
+        x, weight, bias, residual=residual, gated=gated, shape=cut, workspace=workspace,
+        out=residual,
+    )  # fmt: skip
 
 
 def _product_in_8_bits(

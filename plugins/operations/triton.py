@@ -141,7 +141,10 @@ class TritonOperations(Operations):
         gated: bool = False,
     ) -> torch.Tensor:
         """`linear` or `gated_linear` by a quantized weight, which is read as it is."""
-        return packed_product(self, x, weight, bias, norm=norm, residual=residual, gated=gated)
+        return packed_product(
+            self, x, weight, bias, norm=norm, residual=residual, gated=gated,
+            workspace=self._workspace,
+        )  # fmt: skip
 
     def silu_mul(self, x: torch.Tensor) -> torch.Tensor:
         """[T, 2 * size] → [T, size]"""

@@ -23,8 +23,8 @@ from triton.compiler import ASTSource
 
 from jackfield.kernels import (
     choose_tokens, decode_inputs, finish_product, fused_decode_attention, gemv, heads, mask_tokens,
-    packed_gemv, packed_matmul, paged_attention_decode, paged_attention_prefill, quantize_rows,
-    rms_norm, silu_mul, skinny, unpack_weight,
+    nibble_gemv, nibble_skinny, packed_gemv, packed_matmul, paged_attention_decode,
+    paged_attention_prefill, quantize_rows, rms_norm, silu_mul, skinny, unpack_weight,
 )
 
 COMMON = {"HEAD_DIM": 128, "BLOCK_SIZE": 16, "WINDOW": 0, "SOFT_CAP": 0.0, "NUM_HEADS": 32,
@@ -50,6 +50,14 @@ KERNELS = [
     (packed_matmul._packed_matmul_kernel,
      {**INT4, "SPLITS": 4, "BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 64}, 4,
      {**INT4_TYPES, "out_ptr": "*fp32"}),
+    (nibble_gemv._nibble_gemv_kernel,
+     {**INT4, **GEMV, "RUN": 64, "WARPS": 4, "STAGES": 3}, 4, INT4_TYPES),
+    (nibble_skinny._nibble_skinny_kernel,
+     {**INT4, "SPLIT": 2, "GATED": False, "BLOCK_M": 8, "BLOCK_N": 32, "RUN": 64,
+      "STAGES": 3, "PDL": True}, 2, INT4_TYPES),
+    (nibble_skinny._nibble_skinny_kernel,
+     {**INT4, "SPLIT": 1, "GATED": False, "BLOCK_M": 64, "BLOCK_N": 128, "RUN": 32, "ZERO": False,
+      "STAGES": 3, "PDL": True}, 8, INT4_TYPES),
     (quantize_rows._quantize_rows_kernel,
      {"SIZE": 4096, "BLOCK": 4096, "LARGEST": 448.0, "NORM": True, "GIVEN": False, "PDL": True}, 8,
      {"out_ptr": "*fp8e4nv", "scale_ptr": "*fp32"}),
@@ -134,4 +142,4 @@ def test_every_kernel_compiles_for_a_hopper_gpu() -> None:
         [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert len(done.stdout.split()) == 28
+    assert len(done.stdout.split()) == 31

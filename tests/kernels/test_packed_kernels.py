@@ -16,10 +16,14 @@ pytest.importorskip("triton")
 from jackfield.core.nn.packed import pack_words
 from jackfield.kernels import reference
 from jackfield.kernels.finish_product import finish_product
+from jackfield.kernels.nibble_gemv import NibbleGemvShape, nibble_gemv
+from jackfield.kernels.nibble_skinny import NibbleSkinnyShape, nibble_skinny
+from jackfield.kernels.nibbles import run_of_words
 from jackfield.kernels.packed_gemv import PackedGemvShape, packed_gemv
 from jackfield.kernels.packed_matmul import PackedMatmulShape, packed_matmul
 from jackfield.kernels.packed_weight import Packed
 from jackfield.kernels.quantize_rows import quantize_rows
+from jackfield.kernels.skinny import SkinnyWorkspace
 from jackfield.kernels.unpack_weight import unpack_weight
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -131,6 +135,71 @@ def test_packed_matmul_refuses_groups_that_are_too_narrow() -> None:
     made = packed("words4", 16, 64, 8, torch.float32)
     with pytest.raises(ValueError, match="groups of 8"):
         packed_matmul(draw(2, 64, dtype=torch.float32), made)
+
+
+NIBBLES = [
+    ("words4", 24, 256, 32), ("zeros4", 44, 384, 16), ("zeros4", 40, 512, 64),
+    ("words4", 36, 768, 768),
+]  # fmt: skip
+NARROW = [torch.float16] + [torch.bfloat16] * torch.cuda.is_available()
+
+
+@pytest.mark.parametrize("dtype", NARROW, ids=str)
+@pytest.mark.parametrize("weight", NIBBLES, ids=lambda w: f"{w[0]}-{w[3]}")
+@pytest.mark.parametrize("after", ["gated", "residual", "nothing"])
+def test_nibble_gemv_equals_its_twin(dtype: torch.dtype, weight: Any, after: str) -> None:
+    made = packed(*weight, torch.float32)
+    rows, size = made.values.shape[0], made.size
+    x = draw(1, size, dtype=dtype)
+    options = {
+        "bias": draw(rows, dtype=dtype) if after != "nothing" else None,
+        "norm": (draw(size, dtype=dtype, seed=1) + 1, 1e-6) if after != "nothing" else None,
+        "residual": draw(1, rows, dtype=dtype, seed=2) if after == "residual" else None,
+        "gated": after == "gated",
+    }
+    shape = NibbleGemvShape(32, 4, 2)
+    want = reference.packed_gemv(x, made, **options)
+    close(nibble_gemv(x, made, **options, shape=shape), want)
+
+
+@pytest.mark.parametrize("dtype", NARROW, ids=str)
+@pytest.mark.parametrize("weight", NIBBLES, ids=lambda w: f"{w[0]}-{w[3]}")
+@pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
+@pytest.mark.parametrize("block_m", [64, 16], ids=["scaled numbers", "scaled sums"])
+def test_nibble_skinny_equals_its_twin(
+    dtype: torch.dtype, weight: Any, gated: bool, block_m: int
+) -> None:
+    made = packed(*weight, dtype)
+    rows = made.values.shape[0]
+    x = draw(19, made.size, dtype=dtype)
+    options = {
+        "bias": draw(rows, dtype=dtype),
+        "residual": None if gated else draw(19, rows, dtype=dtype, seed=2),
+    }
+    want = reference.packed_matmul(x, made, **options)
+    if gated:
+        gate, up = want.float().chunk(2, dim=1)
+        want = (torch.nn.functional.silu(gate) * up).to(dtype)
+    room = SkinnyWorkspace(
+        torch.empty(1 << 14, device=DEVICE), torch.zeros(64, dtype=torch.int32, device=DEVICE)
+    )
+    for split in (1, 3):
+        shape = NibbleSkinnyShape(block_m, 32, 16, split, 2, 2)
+        got = nibble_skinny(x, made, **options, gated=gated, shape=shape, workspace=room)
+        # A gate's twin rounds before the gate, and numbers are rounded when they are scaled.
+        tolerance = TOLERANCE[dtype] * (3 if gated or block_m >= 64 else 1)
+        torch.testing.assert_close(got, want, atol=tolerance, rtol=tolerance)
+        assert not room.counters.any()
+
+
+def test_runs_of_words_keep_to_a_group_and_divide_the_row() -> None:
+    assert run_of_words(packed("words4", 16, 1024, 128, torch.float32), 64) == 64
+    assert run_of_words(packed("words4", 16, 1024, 32, torch.float32), 64) == 32
+    assert run_of_words(packed("words4", 16, 768, 768, torch.float32), 64) == 32
+    # Fewer columns a group than the matrix unit takes, 8 bits, and a row of 8 * 13 words.
+    assert run_of_words(packed("words4", 16, 1024, 8, torch.float32), 64) == 0
+    assert run_of_words(packed("words8", 16, 1024, 128, torch.float32), 64) == 0
+    assert run_of_words(packed("words4", 16, 832, 832, torch.float32), 64) == 0
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

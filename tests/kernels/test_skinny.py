@@ -10,8 +10,19 @@ import torch
 
 pytest.importorskip("triton")
 
+from jackfield.kernels.nibble_gemv import NibbleGemvShape
+from jackfield.kernels.nibble_skinny import NibbleSkinnyShape
 from jackfield.kernels.skinny import MAX_TILES, SkinnyShape, SkinnyWorkspace, elements, skinny
-from jackfield.kernels.tuning import FOLDER, Product, read, skinny_rule, skinny_shape
+from jackfield.kernels.tuning import (
+    FOLDER,
+    SHAPES,
+    Product,
+    nibble_gemv_shape,
+    nibble_skinny_shape,
+    read,
+    skinny_rule,
+    skinny_shape,
+)
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
@@ -98,13 +109,16 @@ def test_a_file_of_choices_can_be_read_and_says_what_was_measured(path: Path) ->
     page = json.loads(path.read_text())
     assert page["device"].replace(" ", "_") == path.stem
     assert page["commit"] and page["triton"] and page["torch"]
-    choices = read(path)
-    assert choices
-    for entry in page["skinny"]:
-        faster = entry["us"] < entry["library_us"]
-        assert faster == (entry["shape"] is not None), entry
-        shape = dict(choices[Product(entry["outputs"], entry["inputs"], entry["gated"])])
-        assert (shape[entry["rows"]] is not None) == faster
+    for kernel in SHAPES:
+        choices = read(path, kernel)
+        assert choices
+        assert page["measured"][kernel]["commit"]
+        for entry in page[kernel]:
+            # Of 4 bits with few rows, unpacking was not tried.
+            faster = entry["us"] < entry.get("library_us", float("inf"))
+            assert faster == (entry["shape"] is not None), entry
+            shape = dict(choices[Product(entry["outputs"], entry["inputs"], entry["gated"])])
+            assert (shape[entry["rows"]] is not None) == faster
 
 
 def test_weights_that_were_not_measured_go_by_the_rule_for_few_rows() -> None:
@@ -114,3 +128,14 @@ def test_weights_that_were_not_measured_go_by_the_rule_for_few_rows() -> None:
     assert skinny_rule(wide, 33) is None
     assert skinny_rule(Product(151936, 4096, False), 8) is None
     assert skinny_shape(wide, 8, torch.device("cpu")) is None, "no file for a CPU"
+
+
+def test_4_bits_go_by_a_rule_everywhere_up_to_so_many_rows() -> None:
+    cpu = torch.device("cpu")
+    wide, long = Product(12288, 4096, True), Product(4096, 12288, False)
+    assert nibble_gemv_shape(wide, cpu) == NibbleGemvShape(32, 4, 4)
+    assert nibble_gemv_shape(long, cpu) == NibbleGemvShape(128, 2, 3)
+    assert nibble_skinny_shape(wide, 2, cpu) == NibbleSkinnyShape(8, 64, 64, 1, 4, 3)
+    assert nibble_skinny_shape(long, 33, cpu) == NibbleSkinnyShape(64, 128, 32, 4, 8, 3)
+    assert nibble_skinny_shape(long, 128, cpu) == NibbleSkinnyShape(128, 128, 32, 4, 8, 2)
+    assert nibble_skinny_shape(long, 129, cpu) is None
