@@ -284,11 +284,12 @@ asyncio.run(main())
 
 
 def jitted(tree: ast.AST) -> set[str]:
-    """Names of the Triton functions that a module defines."""
+    """Names of the Triton kernels that a module defines; what they call is not launched."""
     return {
         node.name
         for node in ast.walk(tree)
         if isinstance(node, ast.FunctionDef)
+        and node.name.endswith("_kernel")
         and any("triton.jit" in ast.unparse(decorator) for decorator in node.decorator_list)
     }
 
