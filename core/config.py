@@ -162,6 +162,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             "half the room of bfloat16; of the others, the model's alone."
         ),
     ] = "auto"
+    calculate_kv_scales: Annotated[
+        bool,
+        _doc(
+            "With an fp8 cache: take the scales that the checkpoint does not have from the first "
+            "step's keys and values. Off: they are 1."
+        ),
+    ] = False
     kv_transfer_config: Annotated[
         KVTransferConfig | None,
         _doc(
@@ -245,6 +252,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
                 "kv_transfer_config: what a connector loads becomes part of the prefix cache, "
                 "which enable_prefix_caching turns off",
                 param="kv_transfer_config",
+            )
+        if self.calculate_kv_scales and self.kv_transfer_config is not None:
+            raise ConfigError(
+                "calculate_kv_scales: keys and values from elsewhere (kv_transfer_config) were "
+                "cached with other scales",
+                param="calculate_kv_scales",
             )
         if (
             not self.enable_chunked_prefill

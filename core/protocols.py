@@ -111,7 +111,8 @@ class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True):
     soft_cap: float | None = None
     """logits = soft_cap * tanh(logits / soft_cap)"""
     key_scale: float = 1.0
-    """An fp8 cache holds keys divided by this."""
+    """An fp8 cache holds keys divided by this. Of each call's spec: with `calculate_kv_scales`, the
+    first step with tokens brings others than those before it."""
     value_scale: float = 1.0
     """An fp8 cache holds values divided by this."""
     alibi_slopes: tuple[float, ...] | None = None
@@ -438,6 +439,14 @@ class Executor(Protocol):
     def __init__(
         self, config: EngineConfig, model_config: ModelConfig, plugins: Plugins
     ) -> None: ...
+
+    @staticmethod
+    def get_ready(config: EngineConfig, plugins: Plugins) -> None:
+        """Do what a start can do before anything is known of the model.
+
+        Called on a thread, while the model's configuration is read and before `__init__`; an
+        executor without this method does all in `start`. What fails here is to fail there again.
+        """
 
     async def start(self) -> ExecutorInfo:
         """Load the model, size the cache, warm up."""

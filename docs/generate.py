@@ -35,7 +35,7 @@ from jackfield.core.observe.metrics import EngineMetrics
 from jackfield.core.registry import KINDS, load_plugins
 from jackfield.entrypoints.cli import options
 from jackfield.entrypoints.cli.main import COMMANDS
-from jackfield.entrypoints.openai import pooling_protocol, protocol
+from jackfield.entrypoints.openai import pooling_protocol, protocol, responses_protocol
 
 DOCS = Path(__file__).resolve().parent
 NOTE = "<!-- Written by docs/generate.py from the code. Change the code, then run it. -->\n\n"
@@ -364,30 +364,49 @@ def fields() -> str:
     known = json.loads((DOCS / "fields.json").read_text())
     parts = [
         "# Request fields, beside OpenAI's and vLLM's\n\n"
-        "Which fields of OpenAI's and vLLM's requests Jackfield knows. OpenAI's are those of its "
-        "Python package 3.52, vLLM's those of its server of late 2025. yes: it has its effect, or "
-        "what it asks for is refused by name; no effect: taken and not used; refused: a request "
-        "that asks for something with it gets a 400; ignored: unknown here. What each means: "
-        "[HTTP API](http-api.md).\n"
+        "What becomes of each field that a program written for OpenAI or vLLM may send. "
+        f"OpenAI: the fields of its Python package `openai` {known['openai']}; vLLM: those of its "
+        "request classes as of 2026, `older` where it had the name before. What each means: "
+        "[HTTP API](http-api.md).\n\n"
+        + table(["here", ""], [[f"{name}", about] for name, about in OUTCOMES.items()])
     ]
     for route in known["routes"]:
-        struct = getattr(protocol, route["struct"], None) or getattr(
-            pooling_protocol, route["struct"]
-        )
-        own = {field.name for field in msgspec.structs.fields(struct)}
-        rows = []
-        for name in sorted(own | set(route["openai"]) | set(route["vllm"])):
-            told = "yes" if name in own else "ignored"
-            if name in own and name in known["accepted_without_effect"]:
-                told = "no effect"
-            elif name not in own and name in protocol.UNSUPPORTED:
-                told = "refused"
-            shown = name if told == "ignored" else f"`{name}`"
-            theirs = ["yes" if name in route[whose] else "" for whose in ("openai", "vllm")]
-            rows.append([shown, *theirs, told])
         parts.append(f"\n## {route['title']}\n\n")
-        parts.append(table(["field", "OpenAI", "vLLM", "Jackfield"], rows))
+        whose = ["OpenAI", "vLLM"] if route["openai"] else ["vLLM"]
+        parts.append(table(["field", *whose, "here", ""], _field_rows(route, whose)))
     return "".join(parts)
+
+
+OUTCOMES = {
+    "yes": "it has its effect; a value that cannot have it is refused by the field's name",
+    "no effect": "taken and not used",
+    "refused": "a request that asks for something with it gets a 400 that says why; null, false, "
+    "empty text, lists and objects ask for nothing",
+    "ignored": "not known here, as any other name",
+}
+
+
+def _field_rows(route: dict[str, Any], whose: list[str]) -> list[list[str]]:
+    """A row for each field of a route, by what becomes of them."""
+    places = (protocol, pooling_protocol, responses_protocol)
+    (struct,) = {vars(place)[route["struct"]] for place in places if route["struct"] in vars(place)}
+    own = {field.name for field in msgspec.structs.fields(struct)}
+    refused = {name: why for name, why in protocol.UNSUPPORTED.items() if name not in own}
+    refused |= getattr(struct, "REFUSED", {})
+    theirs = {"OpenAI": route["openai"], "vLLM": route["vllm"]}
+    rows = []
+    for name in own.union(*theirs.values(), route["vllm_older"]):
+        here = "yes" if name in own else "ignored"
+        note = route["notes"].get(name, "")
+        if name in refused:
+            here, note = "refused", re.sub(r"(--[\w.-]+)", r"`\1`", refused[name])
+        elif name in route["no_effect"]:
+            here = "no effect"
+        had = ["yes" if name in theirs[who] else "" for who in whose]
+        if name in route["vllm_older"]:
+            had[-1] = "older"
+        rows.append([name if here == "ignored" else f"`{name}`", *had, here, note])
+    return sorted(rows, key=lambda row: (list(OUTCOMES).index(row[-2]), row[0].strip("`")))
 
 
 def metrics() -> str:

@@ -19,6 +19,8 @@ import torch
 import triton
 import triton.language as tl
 
+from .rehearsal import launch
+
 PART = 2048
 """Logits of a row that one program takes."""
 SHARING = 4
@@ -83,7 +85,9 @@ def _larger(a, b):
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(
+    do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["slots_ptr", "lengths_ptr"]
+)
 def _part_kernel(
     best_ptr,
     token_ptr,
@@ -131,7 +135,7 @@ def _part_kernel(
         tl.store(token_ptr + row64 * num_parts + part, winner)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots_ptr", "lengths_ptr"])
 def _row_kernel(
     chosen_ptr,
     history_ptr,
@@ -185,7 +189,7 @@ def choose_tokens(
     best = torch.empty((num_rows, num_parts), dtype=torch.float32, device=logits.device)
     token = torch.empty((num_rows, num_parts), dtype=torch.int32, device=logits.device)
     sharing = SHARING if num_rows >= 2 * SHARING else 1
-    _part_kernel[(num_parts, triton.cdiv(num_rows, sharing))](
+    launch(_part_kernel, (num_parts, triton.cdiv(num_rows, sharing)))(
         best,
         token,
         logits,
@@ -204,7 +208,7 @@ def choose_tokens(
         ROWS=sharing,
         num_warps=4,
     )
-    _row_kernel[(num_rows,)](
+    launch(_row_kernel, (num_rows,))(
         chosen,
         token_history,
         slots,

@@ -13,10 +13,12 @@ import torch
 import triton
 import triton.language as tl
 
+from .rehearsal import launch
+
 BLOCK = 1024
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _decode_inputs_kernel(
     longs_ptr,
     seq_lens_ptr,
@@ -74,7 +76,7 @@ def decode_inputs(
     longs = torch.empty((5, num_rows), dtype=torch.int64, device=device)
     seq_lens = torch.empty(num_rows, dtype=torch.int32, device=device)
     rows_table = torch.empty((num_rows, width), dtype=torch.int32, device=device)
-    _decode_inputs_kernel[(num_rows,)](
+    launch(_decode_inputs_kernel, (num_rows,))(
         longs,
         seq_lens,
         rows_table,

@@ -14,6 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
+from .rehearsal import launch
+
 BLOCK = 1024
 
 
@@ -70,7 +72,7 @@ def finish_product(
     if num_rows == 0:
         return out
     block = min(triton.next_power_of_2(size), BLOCK)
-    _finish_product_kernel[(num_rows, triton.cdiv(size, block))](
+    launch(_finish_product_kernel, (num_rows, triton.cdiv(size, block)))(
         out,
         parts,
         row_scale,

@@ -25,6 +25,7 @@ from .paged_attention_decode import (
     decode_shape,
     workspace_elements,
 )
+from .rehearsal import launch
 
 EARLY_WIDTH = 4096
 """With heads of this width in all, the next kernel may start at once: as in gemv.py, whose weight
@@ -66,7 +67,7 @@ def _head(
     return x
 
 
-@triton.jit(do_not_specialize=["num_splits"])
+@triton.jit(do_not_specialize=["num_splits", "stride_table"])
 def _fused_decode_kernel(
     out_ptr,
     partial_ptr,
@@ -352,7 +353,7 @@ def fused_decode_attention(
     programs = num_rows * num_kv_heads
     block_n, num_warps, num_stages = shape or decode_shape(head_dim, qkv.dtype, programs)
     options = pdl_options(qkv.device)
-    _fused_decode_kernel[(num_rows, num_kv_heads, num_splits)](
+    launch(_fused_decode_kernel, (num_rows, num_kv_heads, num_splits))(
         out,
         workspace,
         workspace[num_rows * num_heads * num_splits * head_dim :],

@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 
 from .launching import gdc_launch_dependents, gdc_wait, pdl_options
+from .rehearsal import launch
 
 EARLY_BYTES = 16 << 20
 """From a weight of this size on, the next kernel may start at once: it waits long, but with its
@@ -151,7 +152,7 @@ def gemv(
     shape = shape or gemv_shape(rows, size, gated)
     out = torch.empty((1, rows), dtype=x.dtype, device=x.device)
     options = pdl_options(x.device)
-    _gemv_kernel[(triton.cdiv(rows, shape.block_n),)](
+    launch(_gemv_kernel, (triton.cdiv(rows, shape.block_n),))(
         out,
         x,
         weight,

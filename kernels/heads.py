@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from .launching import gdc_launch_dependents, gdc_wait, pdl_options
+from .rehearsal import launch
 
 MAX_GROUP = 8
 """Heads that one program takes at most."""
@@ -215,7 +216,7 @@ def heads(
     cached = kv_cache is not None
     programs = num_heads + (2 if cached else 1) * num_kv_heads
     options = pdl_options(qkv.device)
-    _heads_kernel[(num_tokens, programs // group)](
+    launch(_heads_kernel, (num_tokens, programs // group))(
         qkv,
         positions,
         cos_sin,

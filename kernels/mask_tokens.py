@@ -12,6 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
+from .rehearsal import launch
+
 PART = 4096
 """Tokens that one program takes."""
 
@@ -46,7 +48,7 @@ def mask_tokens(logits: torch.Tensor, bits: torch.Tensor, rows: torch.Tensor | N
     vocab_size, count = logits.shape[1], bits.shape[0]
     if count == 0:
         return
-    _mask_tokens_kernel[(count, triton.cdiv(vocab_size, PART))](
+    launch(_mask_tokens_kernel, (count, triton.cdiv(vocab_size, PART)))(
         logits,
         bits,
         rows if rows is not None else bits,

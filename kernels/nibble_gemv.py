@@ -25,6 +25,7 @@ import triton.language as tl
 from .launching import gdc_launch_dependents, gdc_wait, pdl_options
 from .nibbles import base_of, numbers, run_of_words
 from .packed_weight import Packed
+from .rehearsal import launch
 
 BLOCK_N = tl.constexpr(16)
 """Outputs a program: the matrix unit's long side."""
@@ -185,7 +186,7 @@ def nibble_gemv(
     warps = min(shape.num_warps, runs & -runs)
     out = torch.empty((1, rows), dtype=x.dtype, device=x.device)
     options = pdl_options(x.device)
-    _nibble_gemv_kernel[(triton.cdiv(rows, BLOCK_N.value),)](
+    launch(_nibble_gemv_kernel, (triton.cdiv(rows, BLOCK_N.value),))(
         out,
         x,
         weight.values,

@@ -24,6 +24,7 @@ import triton.language as tl
 from .launching import gdc_launch_dependents, gdc_wait, pdl_options
 from .nibbles import base_of, minus, numbers, run_of_words, times
 from .packed_weight import Packed
+from .rehearsal import launch
 from .skinny import SkinnyWorkspace, elements, finish_share
 
 MANY = tl.constexpr(64)
@@ -255,7 +256,7 @@ def nibble_skinny(
     if out is None:
         out = torch.empty((num_rows, rows), dtype=x.dtype, device=x.device)
     options = pdl_options(x.device)
-    _nibble_skinny_kernel[(bands, blocks, split)](
+    launch(_nibble_skinny_kernel, (bands, blocks, split))(
         out,
         workspace.floats if workspace is not None else out,
         workspace.counters if workspace is not None else out,

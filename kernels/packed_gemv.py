@@ -22,6 +22,7 @@ import triton.language as tl
 from .gemv import EARLY_BYTES
 from .launching import gdc_launch_dependents, gdc_wait, pdl_options
 from .packed_weight import Packed, largest_tile, part_as_float, part_unit
+from .rehearsal import launch
 
 
 @triton.jit
@@ -247,7 +248,7 @@ def packed_gemv(
     out = torch.empty((1, rows), dtype=x.dtype, device=x.device)
     block_k = largest_tile(weight, shape.block_k)
     options = pdl_options(x.device)
-    _packed_gemv_kernel[(triton.cdiv(rows, shape.block_n),)](
+    launch(_packed_gemv_kernel, (triton.cdiv(rows, shape.block_n),))(
         out,
         x,
         weight.values,

@@ -21,6 +21,7 @@ import triton.language as tl
 
 from .finish_product import finish_product
 from .packed_weight import Packed, largest_tile, part_as_float, part_unit
+from .rehearsal import launch
 
 MAX_SPLITS = 8
 SMALLEST_TILE = 16
@@ -179,7 +180,7 @@ def packed_matmul(
     if splits > 1:
         partial = torch.empty((splits, num_tokens, rows), dtype=torch.float32, device=x.device)
     grid = (triton.cdiv(rows, shape.block_n), triton.cdiv(num_tokens, shape.block_m), splits)
-    _packed_matmul_kernel[grid](
+    launch(_packed_matmul_kernel, grid)(
         partial,
         x,
         weight.values,

@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 
 from .launching import gdc_launch_dependents, gdc_wait, pdl_options
+from .rehearsal import launch
 
 MAX_SPLITS = 64
 MIN_SPLIT_TILES = 2
@@ -49,7 +50,7 @@ def _split_tiles(
     return lower, first, end, tl.maximum(tl.cdiv(end - first, num_splits), MIN_TILES)
 
 
-@triton.jit(do_not_specialize=["num_splits"])
+@triton.jit(do_not_specialize=["num_splits", "stride_table"])
 def _decode_kernel(
     out_ptr,
     partial_ptr,
@@ -313,7 +314,7 @@ def paged_attention_decode(
         partial = workspace
         lse = workspace[num_rows * num_heads * num_splits * head_dim :]
     options = pdl_options(query.device)
-    _decode_kernel[(num_rows, num_kv_heads, num_splits)](
+    launch(_decode_kernel, (num_rows, num_kv_heads, num_splits))(
         out,
         partial,
         lse,
@@ -354,7 +355,7 @@ def paged_attention_decode(
         **options,
     )
     if num_splits > 1:
-        _join_kernel[(num_rows, num_heads)](
+        launch(_join_kernel, (num_rows, num_heads))(
             out,
             partial,
             lse,

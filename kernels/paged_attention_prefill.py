@@ -22,6 +22,8 @@ import torch
 import triton
 import triton.language as tl
 
+from .rehearsal import launch
+
 
 @triton.jit
 def _attend(
@@ -104,7 +106,7 @@ def _attend(
     return acc, m, total
 
 
-@triton.jit(do_not_specialize=["first_row", "num_rows"])
+@triton.jit(do_not_specialize=["first_row", "num_rows", "stride_table"])
 def _prefill_kernel(
     out_ptr,
     query_ptr,
@@ -289,7 +291,7 @@ def paged_attention_prefill(
         max_query_len, group, head_dim, query.dtype
     )
     num_tiles = num_tokens // (block_m // group) + num_rows
-    _prefill_kernel[(num_tiles, num_kv_heads)](
+    launch(_prefill_kernel, (num_tiles, num_kv_heads))(
         out,
         query,
         kv_cache[0],

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from .launching import gdc_launch_dependents, gdc_wait, pdl_options
+from .rehearsal import launch
 
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
 
@@ -80,7 +81,7 @@ def quantize_rows(
         return out, scales
     block = triton.next_power_of_2(size)
     options = pdl_options(x.device)
-    _quantize_rows_kernel[(num_rows,)](
+    launch(_quantize_rows_kernel, (num_rows,))(
         out,
         scales,
         x,

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from .launching import gdc_launch_dependents, gdc_wait, pdl_options
+from .rehearsal import launch
 
 
 @triton.jit
@@ -55,7 +56,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return out
     block = triton.next_power_of_2(size)
     options = pdl_options(x.device)
-    _rms_norm_kernel[(num_rows,)](
+    launch(_rms_norm_kernel, (num_rows,))(
         out,
         rows,
         weight,

@@ -13,6 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
+from .rehearsal import launch
+
 
 @triton.jit
 def _silu_mul_kernel(out_ptr, x_ptr, stride_out, stride_x, SIZE: tl.constexpr, BLOCK: tl.constexpr):
@@ -36,7 +38,7 @@ def silu_mul(x: torch.Tensor) -> torch.Tensor:
     if num_rows == 0:
         return out
     block = min(triton.next_power_of_2(size), 1024)
-    _silu_mul_kernel[(num_rows, triton.cdiv(size, block))](
+    launch(_silu_mul_kernel, (num_rows, triton.cdiv(size, block)))(
         out, x, out.stride(0), x.stride(0), SIZE=size, BLOCK=block, num_warps=4
     )
     return out

@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 
 from .launching import gdc_launch_dependents, gdc_wait, pdl_options
+from .rehearsal import launch
 
 
 @triton.jit
@@ -271,7 +272,7 @@ def skinny(
     options = pdl_options(x.device)
     share = triton.cdiv(triton.cdiv(size, shape.split), shape.block_k) * shape.block_k
     ahead = min(shape.prefetch, share * weight.element_size()) // 16 * 16 if options else 0
-    _skinny_kernel[(bands, blocks, shape.split)](
+    launch(_skinny_kernel, (bands, blocks, shape.split))(
         out,
         workspace.floats if workspace is not None else out,
         workspace.counters if workspace is not None else out,

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from .packed_weight import Packed, part_as_float, part_unit
+from .rehearsal import launch
 
 BLOCK_N, BLOCK_K = 8, 128
 
@@ -66,7 +67,7 @@ def unpack_weight(weight: Packed, dtype: torch.dtype) -> torch.Tensor:
     """→ [rows, size] of `dtype`, contiguous; computed in float32, rounded once."""
     rows, width = weight.values.shape
     out = torch.empty((rows, weight.size), dtype=dtype, device=weight.values.device)
-    _unpack_weight_kernel[(triton.cdiv(rows, BLOCK_N), triton.cdiv(width, BLOCK_K))](
+    launch(_unpack_weight_kernel, (triton.cdiv(rows, BLOCK_N), triton.cdiv(width, BLOCK_K)))(
         out,
         weight.values,
         weight.scale,

@@ -115,11 +115,16 @@ class AsyncEngine:
         began = time.monotonic()
         check_names(self.config, self.plugins)
         asked, self.config = self.config, resolve_config(self.config)
-        self.model_config = await asyncio.to_thread(resolve_model_config, self.config)
+        executor_class = self.plugins["executor"].load(self.config.executor)
+        get_ready = getattr(executor_class, "get_ready", lambda config, plugins: None)
+        ready = asyncio.ensure_future(asyncio.to_thread(get_ready, self.config, self.plugins))
+        try:
+            self.model_config = await asyncio.to_thread(resolve_model_config, self.config)
+        finally:
+            await asyncio.gather(ready, return_exceptions=True)
         self.config, self.model_config = await asyncio.to_thread(
             resolve_runner, asked, self.config, self.model_config, self.plugins
         )
-        executor_class = self.plugins["executor"].load(self.config.executor)
         self._executor: Executor = executor_class(self.config, self.model_config, self.plugins)
         if self.config.kv_transfer_config is not None:
             watch_transfers(self._executor, self._on_transfers)

@@ -17,7 +17,8 @@ class Attention(nn.Module):
 
     kv_cache: torch.Tensor | None
     cache_scales: tuple[float, float]
-    """Of keys and of values, as the checkpoint says; used with an fp8 cache."""
+    """Of keys and of values, as the checkpoint says. With an fp8 cache they are in `spec`, or
+    calculated ones are."""
 
     def __init__(self, spec: AttentionSpec, build: BuildContext) -> None:
         super().__init__()

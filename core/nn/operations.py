@@ -6,7 +6,8 @@ Blocks call these through `BuildContext.operations`. A plugin that registers a s
 
 from __future__ import annotations
 
-from typing import ClassVar, NamedTuple
+from contextlib import AbstractContextManager
+from typing import ClassVar, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -111,6 +112,13 @@ class DecodeTensors(NamedTuple):
     """[R, columns] int32"""
 
 
+class Rehearsal(Protocol):
+    """A time in which kernels are compiled and not launched."""
+
+    def compiles(self) -> bool:
+        """Whether anything has to be compiled of what was asked for so far."""
+
+
 class Operations:
     """T = num_tokens. Weights are [out_features, in_features]."""
 
@@ -119,6 +127,20 @@ class Operations:
     @classmethod
     def supports(cls, device: torch.device, dtype: torch.dtype) -> str | None:
         """None when they run here, else the reason, in one clause."""
+        return None
+
+    @classmethod
+    def get_ready(cls, device: torch.device) -> None:
+        """Do what takes long and needs no model: called at a start, on some thread, before others
+        use the device. What fails here is tried again when it is needed."""
+
+    def rehearse(self, device: torch.device) -> AbstractContextManager[Rehearsal] | None:
+        """A context in which this thread's kernel launches only ask for their compilation, and
+        whose end waits for all of them; None: nothing is compiled here.
+
+        What kernels would have written is then whatever the memory held: numbers of any kind, in
+        tensors of the right shape. Kernels of others may run as ever, on such numbers.
+        """
         return None
 
     def rms_norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:

@@ -134,8 +134,23 @@ class DecodeGraphs:
         if first_logits:
             self.more_to_record()
 
-    def _step(self, rows: int, sample: bool) -> None:
+    def rehearse(self, rows: int) -> None:
+        """Go through a step of `rows` rows while kernels are only compiled."""
+        self._inputs.fill_scratch(rows)
         inputs = self._inputs.expand(rows)
+        layout = inputs.layout
+        # Made by kernels that did not run, and places in memory: torch would look there.
+        for places in (
+            inputs.input_ids, inputs.positions, inputs.sample_slots, inputs.sample_lengths,
+            layout.seq_lens, layout.block_table, layout.slot_mapping,
+        ):  # fmt: skip
+            places.zero_()
+        self._finish(inputs, rows, sample=True)
+
+    def _step(self, rows: int, sample: bool) -> None:
+        self._finish(self._inputs.expand(rows), rows, sample)
+
+    def _finish(self, inputs: StepInputs, rows: int, sample: bool) -> None:
         slots, lengths = inputs.sample_slots, inputs.sample_lengths
         logits = self._compute(inputs)
         if sample:

@@ -21,6 +21,7 @@ from ..loading.build import build_model
 from ..loading.model_config import ModelConfig
 from ..nn.attention import Attention
 from ..nn.context import BatchLayout
+from ..nn.operations import Operations
 from ..protocols import (
     AttentionBackend,
     AttentionSpec,
@@ -32,9 +33,10 @@ from ..protocols import (
 from ..registry import Plugins
 from ..types import SamplingParams, SlotStart, StepPlan
 from .batch import PersistentBatch, StepInputs
-from .graphs import CudaRecorder, DecodeGraphs, Recorder
+from .graphs import CudaRecorder, DecodeGraphs, Recorder, row_counts
+from .kv_scales import finding_scales, to_be_scaled, unscaled
 from .kv_transfer import EmptyStep, kv_layout
-from .masks import GrammarMasks
+from .masks import GrammarMasks, TokenMask
 from .memory import bytes_per_block, explain_oom, num_kv_blocks
 from .pooling import PoolingRunner
 from .runner import ModelRunner
@@ -53,6 +55,9 @@ KV_DTYPES = {
     "fp8_e4m3": torch.float8_e4m3fn,
     "fp8_e5m2": torch.float8_e5m2,
 }
+
+MIXED_ROWS = 64
+"""Up to so many decode rows are rehearsed with a prompt behind them."""
 
 
 class Worker:
@@ -83,6 +88,10 @@ class Worker:
         """Called, on the launch thread, when `prepare_ahead` has more to do than it had."""
         self._short_prompts = [4, 16, 32]
         """Numbers of tokens whose kernels are compiled when there is time."""
+        self._unscaled: list[Attention] = []
+        """Layers whose scales in the cache the first step will find."""
+        self._graphs_later: DecodeGraphs | None = None
+        """To be used once they are found."""
 
     def start(self) -> ExecutorInfo:
         """Load the model and make everything ready for the first step."""
@@ -118,7 +127,7 @@ class Worker:
             torch.cuda.reset_peak_memory_stats(device)
         weight_bytes = sum(p.nbytes for p in model.parameters())
         if model_config.pooling is not None and not model_config.pooling.causal:
-            return self._start_encoder(model, weight_bytes, began)
+            return self._start_encoder(model, operations, weight_bytes, began)
         layers = [m for m in model.modules() if isinstance(m, Attention)]
         kv_name = config.kv_cache_dtype
         if kv_name == "auto":
@@ -136,7 +145,10 @@ class Worker:
             layer.spec = msgspec.structs.replace(
                 layer.spec, key_scale=key_scale, value_scale=value_scale
             )
-        specs = [layer.spec for layer in layers]
+        self._unscaled = unscaled(layers, config, fp8_cache)
+        specs = [
+            to_be_scaled(layer.spec) if layer in self._unscaled else layer.spec for layer in layers
+        ]
         name, backend_class, reason = choose(
             self.plugins["attention_backend"],
             "attention_backend",
@@ -184,6 +196,9 @@ class Worker:
                     mask_timeout=config.structured_outputs_config.mask_timeout,
                 ),
             )
+        graphs = self._decode_graphs(operations)
+        self._bind_cache(layers, 2, kv_dtype)
+        self._rehearse(operations, graphs)
         block_bytes = bytes_per_block(specs, config.block_size, kv_dtype)
         num_blocks = num_kv_blocks(
             config,
@@ -194,22 +209,12 @@ class Worker:
         )
         self._bind_cache(layers, num_blocks, kv_dtype)
         self._warm_up()
-        recorder = self._recorder()
-        runner = self.runner
-        if recorder is not None and backend.graph_safe and isinstance(runner, ModelRunner):
-            graphs = DecodeGraphs(
-                compute=lambda inputs: runner.logits(runner.forward(inputs)),
-                batch=batch,
-                sampler=runner.sampler,
-                operations=operations,
-                record=recorder,
-            )
-            graphs.more_to_record = lambda: self.more_ahead()
-            try:
-                graphs.record(1, sample=True)
-                runner.graphs = graphs
-            except RuntimeError:
-                logger.exception("decode steps cannot be recorded here; going on without graphs")
+        if graphs is not None:
+            assert isinstance(self.runner, ModelRunner)
+            if self._unscaled:
+                self._graphs_later = graphs
+            else:
+                self._use(graphs, self.runner)
         return ExecutorInfo(
             num_blocks=num_blocks,
             device=str(device),
@@ -222,12 +227,20 @@ class Worker:
             kv_layout=self._connect(model, layers),
         )
 
+    def _use(self, graphs: DecodeGraphs, runner: ModelRunner) -> None:
+        try:
+            graphs.record(1, sample=True)
+            runner.graphs = graphs
+        except RuntimeError:
+            logger.exception("decode steps cannot be recorded here; going on without graphs")
+
     def _start_encoder(
-        self, model: torch.nn.Module, weight_bytes: int, began: float
+        self, model: nn.Module, operations: Operations, weight_bytes: int, began: float
     ) -> ExecutorInfo:
         """The rest of the start for a model without a KV cache."""
         config, pooling = self.config, self.model_config.pooling
         assert pooling is not None
+        unscaled((), config, fp8_cache=False)
         self.runner = PoolingRunner(
             model=model,
             pooling=pooling,
@@ -240,9 +253,10 @@ class Worker:
             ),
             device=self.device,
         )
+        self._rehearse(operations)
         if self.device.type == "cuda":
             # The largest step there is: what does not fit fails now, and not in a request.
-            self._run_dummy(self.max_num_batched_tokens, range(config.max_num_seqs))
+            self._run_dummy(*self._largest_step())
         self._warm_up()
         return ExecutorInfo(
             num_blocks=0,
@@ -259,12 +273,26 @@ class Worker:
         """Launch one step."""
         assert self.runner is not None, "start() comes first"
         try:
+            if self._unscaled and plan.slots:
+                return self._first_step(plan, self.runner)
             if self.connector is None:
                 return self.runner.launch(plan)
             assert isinstance(self.runner, ModelRunner), "connectors are for models that generate"
             return self._step_and_transfer(plan, self.runner, self.connector)
         except torch.OutOfMemoryError as error:
             raise explain_oom(error, f"running a step of {plan.total_tokens} tokens") from error
+
+    @torch.inference_mode()
+    def _first_step(self, plan: StepPlan, runner: ModelRunner | PoolingRunner) -> PendingStep:
+        """The step that finds the scales of the cache. Nothing has been cached before it."""
+        with finding_scales(self._unscaled):
+            step = runner.launch(plan)
+        self._unscaled = []
+        if self._graphs_later is not None and isinstance(runner, ModelRunner):
+            self._use(self._graphs_later, runner)
+            self._graphs_later = None
+            self.more_ahead()
+        return step
 
     @torch.inference_mode()
     def _step_and_transfer(
@@ -305,12 +333,29 @@ class Worker:
         if graphs is None:
             return False
         if self._short_prompts:
-            self._run_dummy(self._short_prompts.pop(), [self.config.max_num_seqs])
+            self._run_dummy([self._short_prompts.pop()], [self.config.max_num_seqs])
             return True
         missing = graphs.missing()
         if missing:
             graphs.record(*missing[0])
         return len(missing) > 1
+
+    def _decode_graphs(self, operations: Operations) -> DecodeGraphs | None:
+        """What records decode steps, with nothing recorded yet; None: they are launched anew."""
+        runner = self.runner
+        if not isinstance(runner, ModelRunner) or not runner.backend.graph_safe:
+            return None
+        if (recorder := self._recorder()) is None:
+            return None
+        graphs = DecodeGraphs(
+            compute=lambda inputs: runner.logits(runner.forward(inputs)),
+            batch=runner.batch,
+            sampler=runner.sampler,
+            operations=operations,
+            record=recorder,
+        )
+        graphs.more_to_record = lambda: self.more_ahead()
+        return graphs
 
     def _recorder(self) -> Recorder | None:
         """How decode steps are recorded here; None: they are launched anew each time."""
@@ -349,14 +394,15 @@ class Worker:
         if self.config.num_gpu_blocks_override is not None:
             return 0
         self._bind_cache(layers, 2, dtype)
-        self._run_dummy(self.max_num_batched_tokens, range(self.config.max_num_seqs))
+        self._run_dummy(*self._largest_step())
         torch.cuda.synchronize(self.device)
         peak = torch.cuda.max_memory_allocated(self.device) - held_before
         if not self.config.enforce_eager:
             # Graphs have memory of their own: what the largest decode step needs.
             torch.cuda.reset_peak_memory_stats(self.device)
             resting = torch.cuda.memory_allocated(self.device)
-            self._run_dummy(self.config.max_num_seqs, range(self.config.max_num_seqs))
+            rows = self.config.max_num_seqs
+            self._run_dummy([1] * rows, range(rows))
             torch.cuda.synchronize(self.device)
             peak += torch.cuda.max_memory_allocated(self.device) - resting
         torch.cuda.empty_cache()
@@ -365,6 +411,46 @@ class Worker:
         budget = int(total * self.config.gpu_memory_utilization) - peak
         return max(0, min(budget, free - (peak - held)))
 
+    def _rehearse(self, operations: Operations, graphs: DecodeGraphs | None = None) -> None:
+        """Have what steps launch compiled side by side, before the first of them is launched.
+
+        Nothing depends on it: what is not compiled here is when it is launched.
+        """
+        rehearsal = operations.rehearse(self.device)
+        if rehearsal is None:
+            return
+        try:
+            with rehearsal as kernels:
+                # No library has a part in these, or a small one: compilers have work at once.
+                for num_tokens in (1, min(32, self.max_num_batched_tokens)):
+                    self._run_dummy([num_tokens], [self.config.max_num_seqs])
+                if graphs is not None:
+                    graphs.rehearse(1)
+                if kernels.compiles():
+                    self._rehearse_more(graphs)
+        except Exception:
+            # Where it is not the rehearsal's own, it comes again.
+            logger.info("kernels compile one by one: a rehearsal failed", exc_info=True)
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+
+    def _rehearse_more(self, graphs: DecodeGraphs | None) -> None:
+        """Every kind of step: short prompts, decode steps, decode steps with a prompt behind."""
+        longest = min(512, self.max_num_batched_tokens, self.model_config.max_model_len)
+        self._warm_up()
+        if isinstance(self.runner, ModelRunner):
+            for num_tokens in self._short_prompts:
+                self._run_dummy([num_tokens], [self.config.max_num_seqs])
+            for rows in row_counts(self.config.max_num_seqs):
+                if graphs is not None:
+                    graphs.rehearse(rows)
+                else:
+                    self._run_dummy([1] * rows, range(rows))
+                if rows <= MIXED_ROWS:
+                    self._run_dummy([1] * rows + [longest], range(rows + 1))
+        # What libraries load for many tokens is loaded while compilers work.
+        self._run_dummy(*self._largest_step())
+
     def _warm_up(self) -> None:
         """Run one prefill and one decode step on the null block, so that kernels are compiled."""
         assert self.runner is not None
@@ -372,21 +458,27 @@ class Worker:
             min(512, self.max_num_batched_tokens, self.model_config.max_model_len),
             1,
         ):
-            self._run_dummy(num_tokens, [self.config.max_num_seqs])
+            self._run_dummy([num_tokens], [self.config.max_num_seqs])
 
-    def _run_dummy(self, num_tokens: int, use_slots: Sequence[int]) -> None:
-        """A forward pass over the null block, and sampling with every costly stage on.
+    def _largest_step(self) -> tuple[list[int], Sequence[int]]:
+        """→ tokens of each row, and slots: the whole budget, in as many rows as may run."""
+        num_tokens = self.max_num_batched_tokens
+        num_rows = min(self.config.max_num_seqs, num_tokens)
+        each, more = divmod(num_tokens, num_rows)
+        return [each + 1] * more + [each] * (num_rows - more), range(num_rows)
+
+    def _run_dummy(self, row_lengths: Sequence[int], use_slots: Sequence[int]) -> None:
+        """A forward pass over the null block, and sampling: plain, and with every costly stage on.
 
         A row a slot. Once requests may be there, the scratch slot (max_num_seqs) is the only one
         that is nobody's.
         """
         runner = self.runner
         assert runner is not None
-        slots = list(use_slots)[:num_tokens]
+        slots = list(use_slots)
         num_rows = len(slots)
         device, block = self.device, self.config.block_size
-        counts = torch.full((num_rows,), num_tokens // num_rows, dtype=torch.int32)
-        counts[: num_tokens % num_rows] += 1
+        counts = torch.tensor(row_lengths, dtype=torch.int32)
         counts.clamp_(max=self.model_config.max_model_len)
         num_tokens = int(counts.sum())
         query_start = torch.zeros(num_rows + 1, dtype=torch.int32)
@@ -435,6 +527,13 @@ class Worker:
         runner.sampling.upload()
         logits = runner.logits(runner.forward(inputs)[index])
         runner.sampler.sample(logits, inputs.sample_slots, slots, inputs.sample_lengths)
+        chosen = torch.empty(num_rows, dtype=torch.int32, device=device)
+        runner.sampler.sample_plain(logits, inputs.sample_slots, inputs.sample_lengths, chosen)
+        words = -(-runner.vocab_size // 32)
+        everything = torch.full((num_rows, words), -1, dtype=torch.int32, device=device)
+        for table in (logits, logits.float()):
+            runner.sampler.mask(table, TokenMask(everything, None))
+            runner.sampler.mask(table, TokenMask(everything, index))
         for slot in slots:
             runner.sampling.release(slot)
 

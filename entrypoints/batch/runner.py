@@ -18,8 +18,9 @@ AHEAD = 64
 """Lines read at once, in a thread."""
 FIRST_WAIT, LONGEST_WAIT = 0.05, 2.0
 """Seconds before a request that met a full engine is sent again; doubled each time."""
-_ABORTED = b'"finish_reason":"abort"'
-"""In an answer's JSON; within a text the quotes would be escaped."""
+_ABORTED = (b'"finish_reason":"abort"', b'"status":"cancelled"')
+"""In the JSON of a chat's or completion's answer, and of a response's. Within a text the quotes
+would be escaped."""
 
 
 class BatchRunner:
@@ -91,7 +92,7 @@ class BatchRunner:
                 await asyncio.sleep(wait)
                 wait = min(2 * wait, LONGEST_WAIT)
                 continue
-            lost = answer.status >= 500 or _ABORTED in answer.body
+            lost = answer.status >= 500 or any(mark in answer.body for mark in _ABORTED)
             if not self.engine.healthy and (lost or self.engine.dead_reason is not None):
                 raise EngineStopped(self.engine.dead_reason or "the engine was stopped")
             return answered(line, answer, request_id)

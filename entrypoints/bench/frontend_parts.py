@@ -14,7 +14,8 @@ from ...core.engine.async_engine import AsyncEngine
 from ...core.text.detokenizer import IncrementalDetokenizer
 from ...core.text.output_text import OutputText
 from ...core.types import CompletionOutput, RequestOutput, RequestTimings
-from ..openai import chat
+from ..openai.chat_job import ChatJob
+from ..openai.chat_pieces import ChatPieces
 from ..openai.context import tokenizer_of
 from ..openai.protocol import ChatRequest, decode
 from .scripted import ScriptedExecutor
@@ -51,7 +52,7 @@ def time_alone(
 ) -> dict[str, float]:
     """Microseconds a token of each part of a chat that runs once a token, over all streams."""
     asked = decode(body, ChatRequest)
-    jobs = [chat._Job(engine, asked) for _ in range(streams)]
+    jobs = [ChatJob(engine, asked) for _ in range(streams)]
     params = jobs[0].params
     tokens = [(token,) for token in script]
 
@@ -78,8 +79,8 @@ def time_alone(
             )
         )  # fmt: skip
 
-    def parser(job: chat._Job) -> Callable[[int], object]:
-        choice = job._choice()
+    def parser(job: ChatJob) -> Callable[[int], object]:
+        choice = job.new_choice()
 
         def parse(at: int) -> None:
             completion = outputs[at].outputs[0]
@@ -89,8 +90,8 @@ def time_alone(
 
         return parse
 
-    def encoder(job: chat._Job) -> Callable[[int], object]:
-        pieces = chat.ChatPieces(job)
+    def encoder(job: ChatJob) -> Callable[[int], object]:
+        pieces = ChatPieces(job)
         return lambda at: pieces.encode(outputs[at])
 
     steps = len(script)

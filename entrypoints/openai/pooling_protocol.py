@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import msgspec
 
@@ -19,6 +19,8 @@ class PoolingFields(msgspec.Struct, kw_only=True):
     model: str | None = None
     user: str | None = None
     truncate_prompt_tokens: int | None = None
+    truncation_side: Literal["right"] | None = None
+    padding: Literal["do_not_pad"] | None = None
     add_special_tokens: bool = True
     priority: int = 0
     cache_salt: str | None = None
@@ -42,8 +44,12 @@ class EmbeddingRequest(PoolingFields, kw_only=True):
     messages: list[dict[str, Any]] | None = None
     """A conversation in place of input, through the model's chat template."""
     encoding_format: Literal["float", "base64"] = "float"
+    embed_dtype: Literal["float32"] = "float32"
+    endianness: Literal["native", "little"] = "little"
     dimensions: int | None = None
     normalize: bool | None = None
+    use_activation: bool | None = None
+    """vLLM's newer name of normalize."""
     add_generation_prompt: bool = False
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
@@ -52,7 +58,7 @@ class EmbeddingRequest(PoolingFields, kw_only=True):
         """As the engine takes it. Raises InvalidRequest with the field's name."""
         return PoolingParams(
             task="embed",
-            normalize=self.normalize,
+            normalize=_either(self.normalize, self.use_activation),
             dimensions=self.dimensions,
             truncate_prompt_tokens=self.truncate_prompt_tokens,
         )
@@ -63,7 +69,6 @@ class PoolingRequest(EmbeddingRequest, kw_only=True):
 
     task: PoolingTask | None = None
     activation: bool | None = None
-    use_activation: bool | None = None
 
     def params(self) -> PoolingParams:
         return PoolingParams(
@@ -124,10 +129,18 @@ class ScoreRequest(PoolingFields, kw_only=True):
 class RerankRequest(PoolingFields, kw_only=True):
     """POST /rerank, in the shape that Cohere and Jina share."""
 
+    REFUSED: ClassVar = dict.fromkeys(
+        ("max_tokens_per_doc", "max_chunks_per_doc", "rank_fields"),
+        "truncate_prompt_tokens cuts query and document together",
+    )
+    """Their fields that ask for what is not here → what to say."""
+
     query: str
     documents: list[str | dict[str, Any]]
     """Texts, or objects with a `text`."""
     top_n: int | None = None
+    activation: bool | None = None
+    use_activation: bool | None = None
     return_documents: bool = True
     max_tokens_per_doc: int | None = None
     max_chunks_per_doc: int | None = None
@@ -135,13 +148,9 @@ class RerankRequest(PoolingFields, kw_only=True):
 
     def texts(self) -> list[str]:
         """Raises InvalidRequest with the field's name."""
-        for name in ("max_tokens_per_doc", "max_chunks_per_doc", "rank_fields"):
+        for name, why in self.REFUSED.items():
             if getattr(self, name):
-                raise InvalidRequest(
-                    f"{name}: is not supported; truncate_prompt_tokens cuts query and document "
-                    "together",
-                    param=name,
-                )
+                raise InvalidRequest(f"{name}: is not supported; {why}", param=name)
         if self.top_n is not None and self.top_n < 0:
             raise InvalidRequest(f"top_n: must be at least 0, got {self.top_n}", param="top_n")
         _check_count("documents", len(self.documents))
@@ -157,7 +166,10 @@ class RerankRequest(PoolingFields, kw_only=True):
         return texts
 
     def params(self) -> PoolingParams:
-        return PoolingParams(truncate_prompt_tokens=self.truncate_prompt_tokens)
+        return PoolingParams(
+            activation=_either(self.activation, self.use_activation),
+            truncate_prompt_tokens=self.truncate_prompt_tokens,
+        )
 
 
 def inputs(given: str | list[Any] | None) -> list[str | list[int]]:

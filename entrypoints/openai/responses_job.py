@@ -13,7 +13,7 @@ from ...core.engine.async_engine import AsyncEngine
 from ...core.errors import JackfieldError, RequestFailed
 from ...core.protocols import ParserEvent, ToolCallEnd
 from ...core.types import CompletionOutput, RequestOutput
-from .chat import _Job as ChatJob
+from .chat_job import ChatJob
 from .context import LONG_TEXT, tokenizer_of
 from .responses_events import Event, OutputItems, call_id, no_logprobs
 from .responses_input import Item, to_messages, turns
@@ -69,11 +69,11 @@ class ResponseJob(ChatJob):
         self._usage_body: dict[str, Any] | None = None
         self._kv_transfer_params: dict[str, Any] | None = None
         self._sequence = 0
-        self._answer = self._choice()
+        self._answer = self.new_choice()
         self._logprobs_of: MessageLogprobs | None = None
         if wanted.wants_logprobs:
             self._logprobs_of = MessageLogprobs(
-                self._choice().parser,
+                self.new_choice().parser,
                 tokenizer_of(engine),
                 wanted.top_logprobs or 0,
                 skip_special_tokens=self.params.skip_special_tokens,

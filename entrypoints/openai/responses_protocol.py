@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -12,14 +12,6 @@ from .protocol import ChatRequest
 LOGPROBS = "message.output_text.logprobs"
 INCLUDABLE = (LOGPROBS, "reasoning.encrypted_content")
 """The second asks for what a client needs to send thought back; here that is its text itself."""
-REFUSED = {
-    "conversation": "chain responses with previous_response_id instead",
-    "prompt": "this server keeps no prompt templates",
-    "context_management": "this server compacts nothing; truncation can be auto",
-    "moderation": "this server does not moderate",
-    "image": "a text model takes no images",
-}
-"""Fields of OpenAI's that ask for what is not here → what to say."""
 EFFORTS = {
     "minimal": "low", "low": "low", "medium": "medium", "high": "high", "xhigh": "high",
     "max": "high",
@@ -63,6 +55,15 @@ class ReasoningConfig(msgspec.Struct, kw_only=True):
 
 class ResponsesRequest(msgspec.Struct, kw_only=True):
     """POST /v1/responses. Names: OpenAI's, then vLLM's."""
+
+    REFUSED: ClassVar = {
+        "conversation": "chain responses with previous_response_id instead",
+        "prompt": "this server keeps no prompt templates",
+        "context_management": "this server compacts nothing; truncation can be auto",
+        "moderation": "this server does not moderate",
+        "image": "a text model takes no images",
+    }
+    """Fields of OpenAI's that ask for what is not here → what to say."""
 
     input: str | list[Any] | None = None
     model: str | None = None
@@ -119,7 +120,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
 
     def check(self) -> None:
         """Refuse, by name, what a text model cannot honour and what is out of range."""
-        for name, why in REFUSED.items():
+        for name, why in self.REFUSED.items():
             if getattr(self, name) not in (None, [], {}):
                 raise InvalidRequest(f"{name}: is not supported; {why}", param=name)
         for index, wanted in enumerate(self.include or ()):

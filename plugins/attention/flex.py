@@ -69,8 +69,6 @@ class FlexAttention(AttentionBackend):
             )
         if device.type == "cuda" and not 16 <= spec.head_dim <= 256:
             return f"head_dim {spec.head_dim} is not between 16 and 256"
-        if device.type == "cuda" and spec.head_dim & (spec.head_dim - 1):
-            return f"head_dim {spec.head_dim} is no power of two, which its compiler wants"
         return None
 
     def __init__(
@@ -168,20 +166,26 @@ class FlexAttention(AttentionBackend):
                 metadata.masks[number, spec.sliding_window] = mask
             queries = query[piece.tokens].view(num_rows, -1, spec.num_heads, spec.head_dim)
             attended, lse = self._call(
-                queries.transpose(1, 2),
-                keys.transpose(1, 2),
-                values.transpose(1, 2),
+                *(self._padded(each).transpose(1, 2) for each in (queries, keys, values)),
                 score_mod=self._score_mod(spec, piece.context),
                 block_mask=mask,
                 scale=spec.scale,
             )
-            attended = attended.transpose(1, 2).reshape(-1, spec.num_heads, spec.head_dim)
+            attended = attended[..., : spec.head_dim].transpose(1, 2)
+            attended = attended.reshape(-1, spec.num_heads, spec.head_dim)
             if sinks is not None:
                 # exp(lse) is the sum without the sink: scale by its share of the sum with it.
                 share = torch.sigmoid(lse.float() - sinks.float()[:, None])
                 attended = attended * share.transpose(1, 2).reshape(-1, spec.num_heads, 1)
             out[piece.tokens] = attended
         return out
+
+    def _padded(self, heads: torch.Tensor) -> torch.Tensor:
+        """[..., head_dim] → with zeros up to a power of two, which the compiler wants on a GPU."""
+        missing = (1 << (heads.shape[-1] - 1).bit_length()) - heads.shape[-1]
+        if self.device.type != "cuda" or not missing:
+            return heads
+        return torch.nn.functional.pad(heads, (0, missing))
 
     def _score_mod(self, spec: AttentionSpec, context: torch.Tensor) -> Callable[..., Any] | None:
         caps = slopes = None

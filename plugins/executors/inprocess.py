@@ -12,6 +12,7 @@ from ...core.loading.model_config import ModelConfig
 from ...core.protocols import ExecutorInfo
 from ...core.registry import Plugins
 from ...core.types import StepPlan, StepResult
+from ...core.worker.ready import get_ready
 from ...core.worker.thread import WorkerThread
 from ...core.worker.worker import Worker
 
@@ -22,6 +23,11 @@ class InProcessExecutor:
     def __init__(self, config: EngineConfig, model_config: ModelConfig, plugins: Plugins) -> None:
         self._worker = Worker(config, model_config, plugins)
         self._thread: WorkerThread | None = None
+
+    @staticmethod
+    def get_ready(config: EngineConfig, plugins: Plugins) -> None:
+        """Wake the device."""
+        get_ready(config, plugins)
 
     def watch_transfers(self, callback: Callable[[], None]) -> None:
         """The connector's threads call from outside the loop, perhaps after its end."""

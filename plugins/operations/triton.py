@@ -17,6 +17,7 @@ try:
     from ...kernels.gemv import gemv
     from ...kernels.heads import heads
     from ...kernels.mask_tokens import mask_tokens
+    from ...kernels.rehearsal import Rehearsal, can_rehearse, load_compiler
     from ...kernels.rms_norm import rms_norm
     from ...kernels.silu_mul import silu_mul
     from ...kernels.skinny import MAX_TILES, SkinnyShape, SkinnyWorkspace, elements, skinny
@@ -51,6 +52,17 @@ class TritonOperations(Operations):
 
     def __init__(self) -> None:
         self._workspaces: dict[torch.device, SkinnyWorkspace] = {}
+
+    @classmethod
+    def get_ready(cls, device: torch.device) -> None:
+        """Loads Triton's compiler."""
+        if device.type == "cuda" and _MISSING is None and can_rehearse():
+            with torch.cuda.device(device):
+                load_compiler()
+
+    def rehearse(self, device: torch.device) -> Rehearsal | None:
+        """Compiles on threads, side by side."""
+        return Rehearsal(device) if device.type == "cuda" and can_rehearse() else None
 
     def rms_norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
         """[..., size] → the same shape."""

@@ -1,14 +1,6 @@
-"""The documentation against the code: names and links exist, code compiles, marked blocks run.
+"""The documentation against the code: names and links exist, pages are up to date.
 
-Marks in Markdown, each before a fenced block:
-
-    <!-- runs -->                   python or console, with a server on the embedded model at hand;
-                                    a text block right after python, and the lines after a console
-                                    command, are what it prints (… stands for anything)
-    <!-- runs with the plugin -->   the same, with examples/plugin_template installed
-    <!-- file: PATH -->             the block is a part of that file
-    <!-- runs from nothing -->      in a fresh environment with Jackfield, in order; and
-    <!-- write PATH -->             the block as a file (tests/examples/test_outside_packages.py)
+What blocks show is run in tests/docs/test_marked_blocks.py.
 """
 
 from __future__ import annotations
@@ -17,17 +9,16 @@ import argparse
 import ast
 import importlib.util
 import json
-import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import pytest
+from pages import BLOCKS, FENCE, PAGES, ROOT, name_of
 
-import jackfield
 from jackfield.entrypoints.bench import frontend
 from jackfield.entrypoints.bench.session import IN_PROCESS, make_parser
 from jackfield.entrypoints.cli.main import COMMANDS
@@ -35,56 +26,7 @@ from jackfield.entrypoints.openai import pooling_protocol, protocol, responses_p
 from jackfield.entrypoints.openai.app import make_app
 from jackfield.plugins.conformance.options import KITS
 
-ROOT = Path(jackfield.__file__).resolve().parent
-PAGES = sorted(
-    [ROOT / "README.md", ROOT / "CHANGELOG.md"]
-    + [page for folder in ("docs", "examples") for page in (ROOT / folder).rglob("*.md")]
-)
 GENERATED = "<!-- Written by docs/generate.py"
-FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
-MARK = re.compile(r"<!-- ([^>]*) -->\n+\Z")
-SHOWN = "http://127.0.0.1:8000"
-"""The server's address as the pages have it."""
-ENVIRONMENT = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-"""A reader's: kernels in the interpreter would take the place of the torch backend."""
-
-
-class Block(NamedTuple):
-    """One fenced block."""
-
-    page: str
-    line: int
-    language: str
-    text: str
-    mark: str
-    expected: str | None
-    """The text block right after it."""
-
-
-def blocks(page: Path) -> list[Block]:
-    source = page.read_text()
-    found = list(FENCE.finditer(source))
-    made = []
-    for number, match in enumerate(found):
-        mark = MARK.search(source[: match.start()])
-        after = found[number + 1] if number + 1 < len(found) else None
-        expected = None
-        if after is not None and after[1] == "text":
-            if not source[match.end() : after.start()].strip():
-                expected = after[2]
-        line = source[: match.start()].count("\n") + 1
-        name = str(page.relative_to(ROOT))
-        made.append(Block(name, line, match[1], match[2], mark[1] if mark else "", expected))
-    return made
-
-
-BLOCKS = [block for page in PAGES for block in blocks(page)]
-RUN = [block for block in BLOCKS if block.mark == "runs"]
-WITH_PLUGIN = [block for block in BLOCKS if block.mark == "runs with the plugin"]
-
-
-def name_of(value: object) -> str:
-    return f"{value.page}:{value.line}" if isinstance(value, Block) else str(value)
 
 
 # ---------------------------------------------------------------- what the code has

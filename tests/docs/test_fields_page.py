@@ -1,64 +1,92 @@
-"""docs/reference/openai-fields.md against the request classes and the `openai` package."""
+"""docs/reference/fields.md against the request classes and the `openai` package."""
 
 from __future__ import annotations
 
+import json
 import re
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import openai
 import pytest
-from openai.types import completion_create_params
+from openai.types import completion_create_params, embedding_create_params
 from openai.types.chat import completion_create_params as chat_create_params
-from test_docs import ROOT
+from openai.types.responses import response_create_params
+from pages import ROOT
 
-from jackfield.entrypoints.openai.protocol import UNSUPPORTED, ChatRequest, CompletionRequest
+from jackfield.core.errors import InvalidRequest
+from jackfield.entrypoints.openai import pooling_protocol, protocol, responses_protocol
 
-PAGE = (ROOT / "docs" / "reference" / "openai-fields.md").read_text()
+PAGE = (ROOT / "docs/reference/fields.md").read_text()
+ROW = re.compile(
+    r"^\| `?(\w+)`? \|(?:[^|\n]*\|)*? (yes|no effect|refused|ignored) \|[^|\n]*\|$", re.M
+)
+PARTS = [part.partition("\n") for part in re.split(r"^## ", PAGE, flags=re.M)[1:]]
+TABLES = {title: dict(ROW.findall(text)) for title, _, text in PARTS}
+"""Title → field → what becomes of it."""
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Hello"}]}
 KINDS: list[Any] = [
-    ("Chat completions", ChatRequest, chat_create_params.CompletionCreateParamsStreaming),
-    ("Completions", CompletionRequest, completion_create_params.CompletionCreateParamsStreaming),
+    ("Chat completions", protocol.ChatRequest, CHAT),
+    ("Completions", protocol.CompletionRequest, {"prompt": "Hello"}),
+    ("Responses", responses_protocol.ResponsesRequest, {"input": "Hello"}),
+    ("Embeddings", pooling_protocol.EmbeddingRequest, {"input": "Hello"}),
+    ("Pooling", pooling_protocol.PoolingRequest, {"input": "Hello"}),
+    ("Classification", pooling_protocol.ClassifyRequest, {"input": "Hello"}),
+    ("Scores", pooling_protocol.ScoreRequest, {"text_1": "Hello", "text_2": "Hi"}),
+    ("Reranking", pooling_protocol.RerankRequest, {"query": "Hello", "documents": ["Hi"]}),
 ]
+OPENAI: dict[str, Any] = {
+    "Chat completions": chat_create_params.CompletionCreateParamsStreaming,
+    "Completions": completion_create_params.CompletionCreateParamsStreaming,
+    "Responses": response_create_params.ResponseCreateParamsStreaming,
+    "Embeddings": embedding_create_params.EmbeddingCreateParams,
+}
 
 
-class Row(NamedTuple):
-    """One field."""
-
-    openai: str
-    vllm: str
-    here: str
-    note: str
+def table(title: str) -> dict[str, str]:
+    (found,) = (rows for name, rows in TABLES.items() if name.startswith(f"{title}:"))
+    return found
 
 
-def table(title: str) -> dict[str, Row]:
-    section = re.split(r"^## ", PAGE.partition(f"## {title}\n")[2], flags=re.M)[0]
-    found = re.findall(r"^\| `(\w+)` \|([^|]*)\|([^|]*)\|([^|]*)\|([^|]*)\|$", section, re.M)
-    return {name: Row(*(cell.strip() for cell in cells)) for name, *cells in found}
+def ask(kind: Any, body: dict[str, Any]) -> None:
+    """As the routes do. Raises InvalidRequest."""
+    asked = protocol.decode(json.dumps(body).encode(), kind)
+    if isinstance(asked, responses_protocol.ResponsesRequest):
+        asked.check()
+    if isinstance(asked, pooling_protocol.RerankRequest):
+        asked.texts()
 
 
-@pytest.mark.parametrize(("title", "kind", "theirs"), KINDS)
-def test_the_table_says_what_the_server_does(title: str, kind: Any, theirs: Any) -> None:
+@pytest.mark.parametrize(("title", "kind", "least"), KINDS)
+def test_the_table_says_what_becomes_of_a_field(
+    title: str, kind: Any, least: dict[str, Any]
+) -> None:
     rows = table(title)
-    fields = {field.name for field in msgspec.structs.fields(kind)}
-    assert fields == {name for name, row in rows.items() if row.here != "refused"}
-    for name, row in rows.items():
-        assert row.here in ("yes", "taken, not used", "refused")
-        assert row.openai in ("yes", "") and row.vllm in ("yes", "older", "")
-        if row.here == "refused":
-            assert row.note.replace("`", "") == UNSUPPORTED[name]
+    own = {field.name for field in msgspec.structs.fields(kind)}
+    assert own <= rows.keys()
+    assert {name for name, here in rows.items() if here in ("yes", "no effect")} <= own
+    for name, here in rows.items():
+        if here == "refused":
+            found = set()
+            for value in ("x", 1, ["x"], {"x": 1}):
+                with pytest.raises(InvalidRequest) as refused:
+                    ask(kind, {**least, name: value})
+                found.add(str(refused.value))
+            assert any("is not supported" in text for text in found), found
+        elif here == "ignored":
+            ask(kind, {**least, name: "x"})
 
 
-@pytest.mark.parametrize(("title", "kind", "theirs"), KINDS)
-def test_every_field_of_openai_has_its_row(title: str, kind: Any, theirs: Any) -> None:
+@pytest.mark.parametrize("title", OPENAI)
+def test_every_field_of_openai_has_its_row(title: str) -> None:
     version = ".".join(openai.__version__.split(".")[:2])
     if f"`openai` {version};" not in PAGE:
         pytest.skip(f"the page is about another version than {version}")
-    rows = table(title)
-    assert set(theirs.__annotations__) == {name for name, row in rows.items() if row.openai}
+    text = next(part for part in re.split(r"^## ", PAGE, flags=re.M) if part.startswith(title))
+    marked = set(re.findall(r"^\| `?(\w+)`? \| yes \| \w* ?\|", text, re.M))
+    assert set(OPENAI[title].__annotations__) == marked
 
 
 def test_every_refusal_is_in_a_table() -> None:
-    refused = {
-        name for title, *_ in KINDS for name, row in table(title).items() if row.here == "refused"
-    }
-    assert set(UNSUPPORTED) - set(ChatRequest.__struct_fields__) <= refused
+    refused = {name for rows in TABLES.values() for name, here in rows.items() if here == "refused"}
+    assert set(protocol.UNSUPPORTED) - set(protocol.ChatRequest.__struct_fields__) <= refused

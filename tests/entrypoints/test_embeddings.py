@@ -277,6 +277,31 @@ def test_bad_rerank_requests_name_the_field(scorer: Server) -> None:
         assert refused(scorer, "/rerank", query=QUERY, **body)["param"] == param
 
 
+def test_rerank_gives_logits_where_they_are_asked_for(scorer: Server) -> None:
+    plain = post(scorer, "/rerank", query=QUERY, documents=DOCUMENTS[:1])["results"][0]
+    raw = post(scorer, "/rerank", query=QUERY, documents=DOCUMENTS[:1], use_activation=False)
+    logit = raw["results"][0]["relevance_score"]
+    assert plain["relevance_score"] == pytest.approx(1 / (1 + np.exp(-logit)), abs=1e-5)
+
+
+def test_vllms_names_for_vectors_are_taken_or_refused(embedder: Server) -> None:
+    usual = {"truncation_side": "right", "padding": "do_not_pad", "endianness": "native"}
+    body = {"input": TEXTS[0], "embed_dtype": "float32", **usual}
+    [scaled] = post(embedder, "/v1/embeddings", **body)["data"]
+    np.testing.assert_allclose(scaled["embedding"], expected(minilm(), TEXTS[:1])[0], atol=1e-4)
+    [raw] = post(embedder, "/pooling", input=TEXTS[0], normalize=False)["data"]
+    [same] = post(embedder, "/v1/embeddings", use_activation=False, **body)["data"]
+    np.testing.assert_allclose(same["embedding"], raw["data"], atol=1e-6)
+    for name, value in [
+        ("truncation_side", "left"),
+        ("padding", "max_length"),
+        ("endianness", "big"),
+        ("embed_dtype", "float16"),
+    ]:
+        error = refused(embedder, "/v1/embeddings", **{**body, name: value})
+        assert error["param"] == name
+
+
 def test_an_embedder_scores_by_cosine(embedder: Server) -> None:
     vectors = expected(minilm(), TEXTS)
     answer = post(embedder, "/score", text_1=TEXTS[0], text_2=TEXTS)

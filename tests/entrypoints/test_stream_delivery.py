@@ -16,7 +16,9 @@ import pytest
 
 from jackfield.core.errors import RequestFailed
 from jackfield.entrypoints.bench.frontend import CASES, Case, serving
-from jackfield.entrypoints.openai import chat, completions
+from jackfield.entrypoints.openai import completions
+from jackfield.entrypoints.openai.chat_job import ChatJob
+from jackfield.entrypoints.openai.chat_pieces import ChatPieces
 from jackfield.entrypoints.openai.protocol import ChatRequest, CompletionRequest, decode
 from jackfield.entrypoints.openai.streaming import Template, frame
 
@@ -35,8 +37,8 @@ def pieces_of(case: Case, engine: Any, tokens: int) -> tuple[Any, Any, Any]:
     """(outputs, pieces as the server makes them, pieces that encode every frame whole)"""
     body = msgspec.json.encode(case.body(tokens))
     if case.path.endswith("/chat/completions"):
-        job = chat._Job(engine, decode(body, ChatRequest))
-        made = [chat.ChatPieces(job) for _ in range(2)]
+        job = ChatJob(engine, decode(body, ChatRequest))
+        made = [ChatPieces(job) for _ in range(2)]
         for one in made:
             one._choices[0].new_call_id = lambda: "call-1"
         outputs = job.outputs()
@@ -139,7 +141,7 @@ async def test_a_listener_that_fails_harms_no_other() -> None:
     case = CASES["chat"]
     async with serving(case, 2, 100) as (_, _, engine):
         body = msgspec.json.encode(case.body(100))
-        streams = [chat._Job(engine, decode(body, ChatRequest)).outputs() for _ in range(2)]
+        streams = [ChatJob(engine, decode(body, ChatRequest)).outputs() for _ in range(2)]
         tokens = [len((await anext(stream)).outputs[0].token_ids) for stream in streams]
         ended = asyncio.Event()
         calls = 0

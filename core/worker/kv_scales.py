@@ -1,0 +1,106 @@
+"""Scales of an fp8 cache taken from the first step that is served: `calculate_kv_scales`.
+
+What a layer's keys and values reach is known when they are computed and not before; and what is in
+the cache is in it under one scale, for good. So the first step with tokens fixes each layer's
+scales, after its projection and before anything of it is cached. Scales are constants of every
+launch from then on, also of decode graphs, which are recorded afterwards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import msgspec
+import torch
+
+from ..config import EngineConfig
+from ..errors import ConfigError
+from ..nn.attention import Attention
+from ..nn.context import ForwardContext
+from ..nn.norm import RMSNorm
+from ..nn.rotary import Rotary
+from ..protocols import AttentionSpec
+
+logger = logging.getLogger("jackfield.worker")
+
+KEY_RANGE, VALUE_RANGE = 200.0, 100.0
+"""Where the largest key and the largest value of the first step come to lie (vLLM's constants). The
+types reach to 448 (e4m3) and 57344 (e5m2): the rest is for larger ones that come later."""
+
+
+def unscaled(layers: Sequence[Attention], config: EngineConfig, fp8_cache: bool) -> list[Attention]:
+    """The layers whose scales are to be found: where the checkpoint has none.
+
+    Raises ConfigError where the cache is not fp8.
+    """
+    if not config.calculate_kv_scales:
+        return []
+    if not fp8_cache:
+        raise ConfigError(
+            f"calculate_kv_scales: only an fp8 cache has scales, and kv_cache_dtype is "
+            f"{config.kv_cache_dtype}",
+            param="calculate_kv_scales",
+        )
+    return [layer for layer in layers if layer.cache_scales == (1.0, 1.0)]
+
+
+def to_be_scaled(spec: AttentionSpec) -> AttentionSpec:
+    """A layer as a backend must be able to serve it later."""
+    return msgspec.structs.replace(spec, key_scale=0.5, value_scale=0.5)
+
+
+@contextlib.contextmanager
+def finding_scales(layers: Sequence[Attention]) -> Iterator[None]:
+    """A forward pass in here fixes the scales of these layers, each before it caches."""
+    handles = [layer.register_forward_pre_hook(_fix, with_kwargs=True) for layer in layers]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+    keys, values = (
+        [getattr(layer.spec, name) for layer in layers] for name in ("key_scale", "value_scale")
+    )
+    logger.info(
+        "scales of the KV cache: keys %.3g to %.3g, values %.3g to %.3g",
+        min(keys), max(keys), min(values), max(values),
+    )  # fmt: skip
+
+
+def _fix(layer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    assert isinstance(layer, Attention)
+    key, value = _keys_and_values(layer, *args, **kwargs)
+    layer.spec = msgspec.structs.replace(
+        layer.spec, key_scale=_scale(key, KEY_RANGE), value_scale=_scale(value, VALUE_RANGE)
+    )
+
+
+def _keys_and_values(
+    layer: Attention,
+    qkv: torch.Tensor,
+    context: ForwardContext,
+    *,
+    rotary: Rotary | None = None,
+    query_norm: RMSNorm | None = None,
+    key_norm: RMSNorm | None = None,
+    **_others: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """→ key and value, [num_tokens, num_kv_heads, head_dim] each, as they will be cached"""
+    _, key, value = layer.operations.heads(
+        qkv.clone(),
+        layer.layout,
+        context.positions,
+        rotary.cos_sin if rotary else None,
+        query_norm.norm if query_norm else None,
+        key_norm.norm if key_norm else None,
+    )
+    return key, value
+
+
+def _scale(part: torch.Tensor, reach: float) -> float:
+    """What to divide by. A request whose numbers overflow must not decide it for all others."""
+    largest = float(part.float().abs().nan_to_num(nan=0.0, posinf=0.0).amax())
+    return largest / reach if largest > 0 else 1.0

@@ -1,0 +1,231 @@
+"""A chat request on its way: what the engine is asked, and how what it says is parsed.
+
+Answered in one piece by chat.py, streamed by chat_pieces.py; a response (responses_job.py) is one,
+too.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from ...core.engine.async_engine import AsyncEngine
+from ...core.engine.output import OutputStream
+from ...core.errors import InvalidRequest, RequestFailed
+from ...core.protocols import ParserEvent, ReasoningParser, ToolCallStart, ToolParser
+from ...core.text.parsing import OutputParser, ParsedMessage, fold, hides_markers
+from ...core.text.reasoning import ReasoningTracker, lets_think
+from ...core.types import (
+    CompletionOutput,
+    PositionLogprobs,
+    RequestOutput,
+    SamplingParams,
+    StructuredOutputsParams,
+)
+from .context import ServerOptions, check_model, check_priority, new_id, tokenizer_of, usage
+from .logprobs import chat_logprobs
+from .protocol import ChatRequest
+from .structured import forced_calls, strict_calls
+from .template_fields import template_arguments
+from .tool_choice import apply_allowed_tools, check_tools, first_call_only
+
+
+class Choice:
+    """One of n answers as it is parsed."""
+
+    def __init__(
+        self,
+        parser: OutputParser,
+        thought: ReasoningTracker | None,
+        new_call_id: Callable[[], str],
+        one_call: bool = False,
+    ) -> None:
+        """`one_call`: show the first tool call alone."""
+        self.parser = parser
+        self.thought = thought
+        self.new_call_id = new_call_id
+        self.one_call = one_call
+        self.num_tokens = 0
+        self.called = False
+
+    def count(self, completion: CompletionOutput) -> None:
+        """Count the completion's tokens, for `usage`."""
+        self.num_tokens += len(completion.token_ids)
+        if self.thought is not None:
+            self.thought.push(completion.token_ids)
+
+    def feed(self, completion: CompletionOutput) -> list[ParserEvent]:
+        events = self.parser.feed(completion.text, completion.token_ids)
+        if completion.finish_reason is not None:
+            events = events + self.parser.finish()
+        if self.one_call:
+            events = first_call_only(events)
+        for event in events:
+            if isinstance(event, ToolCallStart):
+                self.called = True
+        return events
+
+    def whole(self, completion: CompletionOutput) -> ParsedMessage:
+        """A finished completion in one piece."""
+        self.count(completion)
+        return fold(self.feed(completion))
+
+
+class ChatJob:
+    """A checked request."""
+
+    def __init__(
+        self, engine: AsyncEngine, asked: ChatRequest, options: ServerOptions | None = None
+    ) -> None:
+        """Raises InvalidRequest with the field's name."""
+        options = options or ServerOptions()
+        asked.check()
+        check_tools(asked)
+        apply_allowed_tools(asked)
+        self.role = options.response_role
+        self.engine = engine
+        self.asked = asked
+        self.model = check_model(engine, asked.model)
+        check_priority(engine, asked.priority)
+        self.id = new_id("chatcmpl", asked.request_id)
+        self.created = int(time.time())
+        self.template_arguments = template_arguments(
+            engine, asked, options.trust_request_chat_template
+        )
+        self.echoed = _last_words(asked)
+        logprobs = asked.shown_logprobs(engine.config.max_logprobs)
+        self.params = asked.sampling(asked.token_limit, logprobs)
+        self.uses_tools = bool(asked.tools) and asked.tool_choice != "none"
+        self.forced = forced_calls(asked, engine.config.structured_outputs_config)
+        if self.uses_tools and self.forced is None and engine.config.tool_call_parser is None:
+            raise InvalidRequest(
+                "tools: this server has no tool-call parser; start it with --tool-call-parser",
+                param="tools",
+            )
+        config, plugins = engine.config, engine.plugins
+        self.reasoning: type[ReasoningParser] | None = None
+        self.tools: Callable[..., ToolParser] | None = None
+        if config.reasoning_parser is not None:
+            self.reasoning = plugins["reasoning_parser"].load(config.reasoning_parser)
+        if self.forced is not None:
+            self.tools = self.forced.parser
+        elif self.uses_tools:
+            self.tools = plugins["tool_parser"].load(config.tool_call_parser or "")
+        parsers: list[Any] = [
+            parser for parser in (self.reasoning, self.tools) if parser is not None
+        ]
+        if parsers and hides_markers(tokenizer_of(engine), parsers):
+            self.params = msgspec.structs.replace(self.params, skip_special_tokens=False)
+        self.params = self._with_calls(self.params)
+
+    def _with_calls(self, params: SamplingParams) -> SamplingParams:
+        """With the grammar that holds tool calls to their schemas, where one is asked for."""
+        if self.forced is not None:
+            grammar: StructuredOutputsParams | None = self.forced.params
+            if params.structured_outputs is not None:
+                raise InvalidRequest(
+                    "tool_choice: forces tool calls, so the output can follow no other grammar",
+                    param="tool_choice",
+                )
+        elif self.uses_tools and params.structured_outputs is None:
+            parser = self.engine.plugins["tool_parser"].load(
+                self.engine.config.tool_call_parser or ""
+            )
+            config = self.engine.config.structured_outputs_config
+            grammar = strict_calls(self.asked, parser, config)
+        else:
+            return params
+        return msgspec.structs.replace(params, structured_outputs=grammar)
+
+    def new_choice(self) -> Choice:
+        """Parsers for one of the n answers."""
+        reasoning = tools = tracker = None
+        if self.reasoning is not None:
+            thinking = lets_think(self.reasoning, self.template_arguments)
+            reasoning = self.reasoning(thinking=thinking)
+            tracker = ReasoningTracker(self.reasoning(thinking=thinking), tokenizer_of(self.engine))
+        if self.tools is not None:
+            tools = self.tools(tools=self.asked.tools or ())
+        new_call_id = getattr(self.tools, "new_id", _call_id)
+        one_call = self.asked.parallel_tool_calls is False
+        return Choice(OutputParser(reasoning, tools), tracker, new_call_id, one_call)
+
+    def outputs(self) -> OutputStream:
+        """What the engine makes of the request."""
+        asked = self.asked
+        return self.engine.chat(
+            asked.messages,
+            self.params,
+            tools=asked.tools if self.uses_tools else None,
+            chat_template_kwargs=self.template_arguments,
+            add_generation_prompt=asked.add_generation_prompt and not asked.continue_final_message,
+            continue_final_message=asked.continue_final_message,
+            documents=asked.documents,
+            chat_template=asked.chat_template,
+            add_special_tokens=asked.add_special_tokens,
+            request_id=self.id,
+            priority=asked.priority,
+            cache_salt=asked.cache_salt,
+        )
+
+    def check(self, output: RequestOutput, completion: CompletionOutput) -> None:
+        """Raises RequestFailed where the engine gave up on the completion."""
+        if completion.finish_reason == "error":
+            raise RequestFailed(output.error or "the request failed")
+
+    def usage(self, output: RequestOutput, choices: list[Choice]) -> dict[str, Any]:
+        """What the answer has cost so far."""
+        counts = [c.thought.num_reasoning_tokens for c in choices if c.thought is not None]
+        return usage(
+            len(output.prompt_token_ids),
+            sum(choice.num_tokens for choice in choices),
+            output.num_cached_tokens,
+            sum(counts) if self.reasoning is not None else None,
+        )
+
+    def finish_reason(self, completion: CompletionOutput, choice: Choice) -> str | None:
+        """As OpenAI names it."""
+        named = self.forced is not None and self.forced.named
+        if choice.called and not named and completion.finish_reason == "stop":
+            return "tool_calls"
+        return completion.finish_reason
+
+    def envelope(self, kind: str, choices: list[Any]) -> dict[str, Any]:
+        """What an answer and each of its pieces have around their choices."""
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "choices": choices,
+        }
+
+    def logprobs(self, positions: list[PositionLogprobs] | None) -> dict[str, Any] | None:
+        """As a choice shows them; None where they were not asked for."""
+        if positions is None:
+            return None
+        return chat_logprobs(
+            positions,
+            self.asked.top_logprobs or 0,
+            tokenizer_of(self.engine),
+            self.asked.return_tokens_as_token_ids,
+        )
+
+
+def _last_words(asked: ChatRequest) -> str:
+    """With `echo`, the last message's text, if it is the assistant's: the answer goes on from it,
+    and shows it."""
+    last = asked.messages[-1] if asked.echo and asked.messages else {}
+    content = last.get("content") if last.get("role") == "assistant" else None
+    if isinstance(content, list):
+        texts = [part.get("text") for part in content if isinstance(part, dict)]
+        content = "\n".join(text for text in texts if isinstance(text, str))
+    return content if isinstance(content, str) else ""
+
+
+def _call_id() -> str:
+    return f"chatcmpl-tool-{uuid.uuid4().hex}"

@@ -1,0 +1,139 @@
+"""A start goes through its steps while kernels are only compiled: what they leave is never read."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_graphs import Counting, StaticTorchAttention  # type: ignore[import-not-found]
+
+from jackfield import AsyncEngine, EngineConfig, SamplingParams
+from jackfield.core.hooks import hookimpl
+from jackfield.core.nn.operations import DecodeTensors, Operations
+from jackfield.core.registry import Plugins, Provenance, load_plugins
+from jackfield.plugins.executors.inprocess import InProcessExecutor
+
+from helpers import make_checkpoint
+
+
+class Rehearsing(Operations):
+    """Leaves numbers that no step survives, as kernels do that are not launched."""
+
+    made: list[Rehearsing] = []
+    fails = False
+
+    def __init__(self) -> None:
+        self.made.append(self)
+        self.rehearsing = False
+        self.rows: list[int] = []
+
+    @contextlib.contextmanager
+    def _rehearsal(self) -> Iterator[Rehearsing]:
+        self.rehearsing = True
+        try:
+            yield self
+        finally:
+            self.rehearsing = False
+
+    def rehearse(self, device: torch.device) -> contextlib.AbstractContextManager[Rehearsing]:
+        return self._rehearsal()
+
+    def compiles(self) -> bool:
+        if self.fails:
+            raise RuntimeError("no room for a compiler")
+        return True
+
+    def linear(self, x: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        out = super().linear(x, *args, **options)
+        return out.fill_(float("nan")) if self.rehearsing else out
+
+    def decode_inputs(self, *args: Any) -> DecodeTensors:
+        made = super().decode_inputs(*args)
+        if self.rehearsing:
+            self.rows.append(len(made.slots))
+            for tensor in made:
+                tensor.fill_(-(1 << 30))
+        return made
+
+
+class Executor(InProcessExecutor):
+    ready: list[str] = []
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        recorder = Counting()
+        self._worker._recorder = lambda: recorder  # type: ignore[method-assign]
+
+    @staticmethod
+    def get_ready(config: EngineConfig, plugins: Plugins) -> None:
+        Executor.ready.append(config.device)
+        raise RuntimeError("not now")
+
+
+class Plugin:
+    @hookimpl
+    def register_executors(self, registry: Any) -> None:
+        registry.add("rehearsing", Executor)
+
+    @hookimpl
+    def register_attention_backends(self, registry: Any) -> None:
+        registry.add("static", StaticTorchAttention)
+
+    @hookimpl
+    def register_operations(self, registry: Any) -> None:
+        registry.add("rehearsing", Rehearsing)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint("qwen3", tmp_path_factory.mktemp("qwen3"))
+
+
+async def answers(checkpoint: Path, operations: str, **options: Any) -> list[list[int]]:
+    plugins = load_plugins()
+    plugins.add_plugin(Plugin(), Provenance("tests", "0", "rehearsing"))
+    config = EngineConfig(
+        model=str(checkpoint), device="cpu", dtype="float32", skip_tokenizer_init=True,
+        max_model_len=96, max_num_seqs=6, max_num_batched_tokens=48, operations=operations,
+        attention_backend="static", executor="rehearsing", **options,
+    )  # fmt: skip
+
+    async def one(engine: AsyncEngine, number: int) -> list[int]:
+        params = SamplingParams(
+            max_tokens=12, seed=number, temperature=0.5 * (number % 3), ignore_eos=True,
+            detokenize=False, repetition_penalty=1.2 if number == 4 else 1.0,
+        )  # fmt: skip
+        async for out in engine.generate([3 + number] * (1 + 5 * number), params):
+            last = out
+        return list(last.outputs[0].token_ids)
+
+    async with AsyncEngine(config, plugins=plugins) as engine:
+        return list(await asyncio.gather(*(one(engine, number) for number in range(6))))
+
+
+async def test_a_rehearsal_leaves_nothing_behind(checkpoint: Path) -> None:
+    rehearsed = await answers(checkpoint, "rehearsing")
+    assert Rehearsing.made[-1].rows == [1, 1, 2, 4, 6]
+    assert rehearsed == await answers(checkpoint, "torch")
+
+
+async def test_a_rehearsal_that_fails_is_no_reason_not_to_start(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(Rehearsing, "fails", True)
+    with caplog.at_level(logging.INFO, "jackfield.worker"):
+        rehearsed = await answers(checkpoint, "rehearsing")
+    assert "no room for a compiler" in caplog.text
+    assert rehearsed == await answers(checkpoint, "torch")
+
+
+async def test_an_executor_may_get_ready_and_may_fail_to(checkpoint: Path) -> None:
+    Executor.ready.clear()
+    await answers(checkpoint, "torch")
+    assert Executor.ready == ["cpu"]

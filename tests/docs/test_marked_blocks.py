@@ -1,0 +1,294 @@
+"""Every marked block of the documentation does what its page shows (marks: tests/docs/pages.py)."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing
+import os
+import re
+import shlex
+import shutil
+import ssl
+import subprocess
+import sys
+import threading
+import tomllib
+import urllib.request
+from collections.abc import Iterator
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import TextIO
+
+import pytest
+from encoders import minilm
+from pages import BLOCKS, ROOT, SHOWN, Block, commands, execute, name_of, pattern_of
+
+from jackfield.core.loading.model_config import EMBEDDED_MODEL
+
+MARKS = ("runs", "runs with MiniLM", "runs with the plugin", "runs from nothing", "serves")
+MARKS_WITH_MORE = ("saved as ", "write ", "file: ", "not run: ")
+THEIR_CHECKPOINTS = ("path/to/", "owner/name")
+"""How the reader's own are called."""
+
+
+def marked(mark: str) -> list[Block]:
+    return [block for block in BLOCKS if block.mark == mark]
+
+
+def environment(**more: str) -> dict[str, str]:
+    """A reader's: kernels in the interpreter would take the place of the torch backend."""
+    kept = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    return {**kept, "PATH": f"{Path(sys.executable).parent}:{kept['PATH']}", **more}
+
+
+# ---------------------------------------------------------------- running
+
+PRELOADED = ["jackfield.entrypoints.cli.serve", "openai", "torch", "transformers"]
+"""What most programs import, imported once: they are forked from a process that has it."""
+Output = tuple[int, str, str]
+"""Exit status, standard output, standard error."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forks() -> None:
+    multiprocessing.set_forkserver_preload(PRELOADED)
+
+
+@contextlib.contextmanager
+def program(code: str, folder: Path, **more: str) -> Iterator[tuple[BaseProcess, TextIO]]:
+    """A Python program in a process of its own that runs in `folder`; → it and what it prints.
+
+    Killed after two minutes. Its standard error is the file `stderr` there.
+    """
+    fork = multiprocessing.get_context("forkserver")
+    reader, writer = fork.Pipe(duplex=False)
+    process = fork.Process(target=execute, args=(code, folder, environment(**more), writer))
+    process.start()
+    writer.close()
+    late = threading.Timer(120, process.kill)
+    late.start()
+    try:
+        with os.fdopen(os.dup(reader.fileno()), encoding="utf-8") as printed:
+            yield process, printed
+    finally:
+        late.cancel()
+        process.terminate()
+        process.join(30)
+        process.kill()
+        reader.close()
+
+
+def run_python(code: str, folder: Path, **more: str) -> Output:
+    with program(code, folder, **more) as (process, printed):
+        told = printed.read()
+        process.join()
+    return process.exitcode or 0, told, (folder / "stderr").read_text()
+
+
+def run_command(command: str, folder: Path, **more: str) -> Output:
+    done = subprocess.run(
+        ["bash", "-c", command],
+        cwd=folder, env=environment(**more), capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    return done.returncode, done.stdout, done.stderr
+
+
+@contextlib.contextmanager
+def serving(*flags: str, folder: Path, **more: str) -> Iterator[str]:
+    """`jackfield serve` on a free port; → its address."""
+    argv = ["serve", *flags, "--port", "0"]
+    code = f"from jackfield.entrypoints.cli.main import main\nraise SystemExit(main({argv!r}))"
+    with program(code, folder, **more) as (_, printed):
+        line = printed.readline()
+        found = re.search(r"(https?)://[\d.]+(:\d+)", line)
+        assert found is not None, f"{flags}: {line}{(folder / 'stderr').read_text()}"
+        yield f"{found[1]}://127.0.0.1{found[2]}"
+
+
+def run_block(block: Block, url: str, folder: Path, **more: str) -> None:
+    """Run it, and compare with what the page shows."""
+    for other in BLOCKS:
+        if other.page == block.page and other.mark.startswith("saved as "):
+            (folder / other.mark.removeprefix("saved as ")).write_text(other.text)
+    if block.language == "python":
+        done = run_python(block.text.replace(SHOWN, url), folder, **more)
+        compare(block.text, done, block.expected)
+        return
+    assert block.language == "console"
+    for command, shown in commands(block):
+        compare(command, run_command(here(command, url), folder, **more), shown)
+
+
+def compare(what: str, done: Output, shown: str | None) -> None:
+    status, printed, errors = done
+    assert status == 0, f"{what}\n{printed}{errors}"
+    if shown is not None:
+        assert re.fullmatch(pattern_of(shown), printed.rstrip() + "\n"), f"{what}\n{printed}"
+
+
+def here(command: str, url: str) -> str:
+    """The same command for the server at `url`."""
+    if "curl" in command and shutil.which("curl") is None:
+        pytest.skip("curl is not here")
+    command = command.replace(SHOWN, url)
+    return f"{command} --url {url}" if re.match(r"jackfield (chat|complete) ", command) else command
+
+
+# ---------------------------------------------------------------- blocks and marks
+
+
+def test_marks_are_known() -> None:
+    for block in BLOCKS:
+        known = block.mark in ("", *MARKS) or block.mark.startswith(MARKS_WITH_MORE)
+        assert known or block.language == "", f"{name_of(block)}: {block.mark}"
+
+
+def test_what_a_guide_shows_is_run_or_says_why_not() -> None:
+    for block in BLOCKS:
+        if block.page.startswith(("docs/how-to/", "docs/tutorials/")):
+            assert block.mark or block.language not in ("bash", "console", "python"), name_of(block)
+
+
+@pytest.mark.parametrize("language", ["python", "toml", "json"])
+def test_code_parses(language: str) -> None:
+    chosen = [block for block in BLOCKS if block.language == language]
+    assert chosen
+    for block in chosen:
+        try:
+            if language == "python":
+                text = block.text if block.text[0] != " " else f"if True:\n{block.text}"
+                compile(text, name_of(block), "exec")
+            elif language == "toml":
+                tomllib.loads(block.text)
+            elif block.mark.endswith(".jsonl"):
+                [json.loads(line) for line in block.text.splitlines()]
+            else:
+                json.loads(block.text)
+        except (SyntaxError, ValueError) as error:
+            pytest.fail(f"{name_of(block)}: {error}")
+
+
+def test_listings_are_what_the_files_have() -> None:
+    listed = [block for block in BLOCKS if block.mark.startswith("file: ")]
+    assert len(listed) > 4
+    for block in listed:
+        file = ROOT / block.mark.removeprefix("file: ")
+        assert block.text in file.read_text(), f"{name_of(block)} is not in {file.name}"
+
+
+# ---------------------------------------------------------------- with a server
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The embedded model, as the tutorial serves it; with batches, too."""
+    with serving("--batch-dir", "batches", folder=tmp_path_factory.mktemp("server")) as url:
+        yield url
+
+
+@pytest.mark.parametrize("block", marked("runs"), ids=name_of)
+def test_a_block_does_what_the_page_shows(block: Block, server: str, tmp_path: Path) -> None:
+    run_block(block, server, tmp_path)
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    flags = (str(minilm()), "--served-model-name", "minilm")
+    with serving(*flags, folder=tmp_path_factory.mktemp("encoder")) as url:
+        yield url
+
+
+@pytest.mark.parametrize("block", marked("runs with MiniLM"), ids=name_of)
+def test_a_block_about_vectors_does_what_the_page_shows(
+    block: Block, encoder: str, tmp_path: Path
+) -> None:
+    run_block(block, encoder, tmp_path)
+
+
+# ---------------------------------------------------------------- servers
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param(command, id=f"{name_of(block)}-{number}")
+        for block in marked("serves")
+        for number, (command, _) in enumerate(commands(block))
+    ],
+)
+def test_a_server_comes_up_as_the_page_shows(command: str, tmp_path: Path) -> None:
+    words = shlex.split(command)
+    at = words.index("jackfield")
+    more = dict(word.split("=", 1) for word in words[:at])
+    assert words[at + 1] == "serve"
+    flags = [str(EMBEDDED_MODEL) if w.startswith(THEIR_CHECKPOINTS) else w for w in words[at + 2 :]]
+    context = None
+    if "--ssl-certfile" in flags:
+        make_certificate(tmp_path)
+        context = ssl.create_default_context(cafile=str(tmp_path / "server.pem"))
+    for block in BLOCKS:
+        if block.mark.startswith("saved as ") and block.mark[len("saved as ") :] in flags:
+            text = block.text.replace("path/to/checkpoint", str(EMBEDDED_MODEL))
+            (tmp_path / block.mark.removeprefix("saved as ")).write_text(text)
+    with serving(*flags, folder=tmp_path, **more) as url:
+        with urllib.request.urlopen(f"{url}/health", timeout=30, context=context) as answer:
+            assert answer.status == 200
+
+
+def make_certificate(folder: Path) -> None:
+    if shutil.which("openssl") is None:
+        pytest.skip("openssl is not here")
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=localhost",
+         "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", "server.key", "-out", "server.pem"],
+        cwd=folder, check=True, capture_output=True,
+    )  # fmt: skip
+
+
+# ---------------------------------------------------------------- the plugin of the tutorial
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with examples/plugin_template built and installed in it."""
+    folder = tmp_path_factory.mktemp("plugin")
+    skipped = shutil.ignore_patterns("build", "*.egg-info", "__pycache__", ".*")
+    shutil.copytree(ROOT / "examples/plugin_template", folder / "source", ignore=skipped)
+    subprocess.run(
+        [sys.executable, "-m", "pip", "install", "--no-deps", "--no-build-isolation", "-q",
+         "--target", str(folder / "site"), str(folder / "source")],
+        check=True, timeout=240,
+    )  # fmt: skip
+    return folder
+
+
+def path_with(folder: Path) -> str:
+    return os.pathsep.join(filter(None, [str(folder / "site"), os.environ.get("PYTHONPATH", "")]))
+
+
+@pytest.mark.parametrize("block", marked("runs with the plugin"), ids=name_of)
+def test_the_plugin_does_what_the_tutorial_shows(
+    block: Block, installed: Path, tmp_path: Path
+) -> None:
+    if "jackfield serve " not in block.text:
+        return run_block(block, SHOWN, tmp_path, PYTHONPATH=path_with(installed))
+    [(command, _)] = commands(block)
+    (call,) = [
+        other
+        for other in BLOCKS
+        if other.page == "docs/tutorials/first-server.md" and "tools=[weather]" in other.text
+    ]
+    flags = shlex.split(command)[2:]
+    with serving(*flags, folder=tmp_path, PYTHONPATH=path_with(installed)) as url:
+        run_block(call, url, tmp_path)
+
+
+def test_the_plugins_own_tests_pass(installed: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider"],
+        cwd=installed / "source", capture_output=True, text=True, timeout=120,
+        env=environment(PYTHONPATH=path_with(installed)),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
+    assert " passed" in done.stdout
