@@ -10,11 +10,11 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ...core.protocols import GrammarSpec, Vocabulary
-from .structural_tags import StructuralTag, read
+from .lark_tags import lark_of
+from .structural_tags import read
 
 MAX_ITEMS_IN_ROW = 10_000
 """Ways to go on from one place: as many as a schema with some thousand optional properties has."""
-_QUOTED_TEXT = r"(.|\n)*"
 
 
 class LLGuidance:
@@ -49,6 +49,7 @@ class LLGuidance:
 
         self._llguidance = llguidance
         self._eos = vocabulary.eos_token_ids
+        self._special_tokens = vocabulary.special_tokens
         self._options: Any = {"coerce_one_of": True}
         if vocabulary.compact_json:
             self._options |= {
@@ -90,42 +91,15 @@ class LLGuidance:
             case "grammar":
                 return made.grammar_from_lark(spec.text)
             case "structural_tag":
-                return made.grammar_from_lark(self._tags(read(spec.text)))
+                return made.grammar_from_lark(self._tags(spec.text))
         raise ValueError(f"no such kind: {spec.kind}")
 
     def _schema(self, text: str) -> str:
         made = self._llguidance.LLMatcher
         return made.grammar_from_json_schema(text, overrides=self._options)
 
-    def _tags(self, tag: StructuralTag) -> str:
-        """Lark: free text that ends lazily at a trigger, then the rest of the structure."""
-        rules, names = [], []
-        for number, (trigger, structure) in enumerate(tag.triggered()):
-            schema = structure.schema
-            if isinstance(schema, bool):
-                schema = {}
-            schema = {**schema, "x-guidance": self._options}
-            body = " ".join(
-                part
-                for part in (
-                    _quoted(structure.begin[len(trigger) :]),
-                    f"%json {json.dumps(schema)}",
-                    _quoted(structure.end),
-                )
-                if part != '""'
-            )
-            rules.append(f"free_{number}[lazy]: TEXT {_quoted(trigger)}")
-            rules.append(f"tag_{number}: free_{number} {body}")
-            rules.append(f"first_{number}: {_quoted(trigger)} {body}")
-            names.append(number)
-        later = " | ".join(f"tag_{number}" for number in names)
-        first = " | ".join(f"first_{number}" for number in names)
-        start = f"({later})* rest"
-        if tag.stop_after_first:
-            start = first if tag.at_least_one else f"{later} | rest"
-        elif tag.at_least_one:
-            start = f"({first}) ({later})* rest"
-        return "\n".join([f"start: {start}", "rest: TEXT", f"TEXT: /{_QUOTED_TEXT}/", *rules])
+    def _tags(self, text: str) -> str:
+        return lark_of(read(text), self._special_tokens, self._options)
 
 
 class _Vocabulary:

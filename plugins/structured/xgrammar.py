@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ...core.protocols import GrammarSpec, Vocabulary
-from ...core.structured.spec import subschemas
+from ...core.structured.spec import subschemas, tag_formats
 from .structural_tags import read
 
 MAX_WHITESPACE = 32
@@ -47,11 +47,7 @@ class XGrammar:
         if spec.kind == "json":
             return _unheld(json.loads(spec.text))
         if spec.kind == "structural_tag":
-            for structure in json.loads(spec.text).get("structures") or ():
-                schema = structure.get("schema") if isinstance(structure, dict) else None
-                reason = _unheld(schema) or _unclean(schema)
-                if reason is not None:
-                    return reason
+            return _unheld_tag(json.loads(spec.text))
         return None
 
     def __init__(self, vocabulary: Vocabulary) -> None:
@@ -105,27 +101,16 @@ class XGrammar:
         )
 
     def _tag(self, text: str) -> str:
-        if "format" in json.loads(text):
-            return text
-        tag = read(text)
-        content = {} if self._compact else {"max_whitespace_cnt": MAX_WHITESPACE}
-        tags = [
-            {
-                "type": "tag",
-                "begin": structure.begin,
-                "content": {"type": "json_schema", "json_schema": structure.schema, **content},
-                "end": structure.end,
-            }
-            for structure in tag.structures
-        ]
-        made = {
-            "type": "triggered_tags",
-            "triggers": tag.triggers,
-            "tags": tags,
-            "at_least_one": tag.at_least_one,
-            "stop_after_first": tag.stop_after_first,
-        }
-        return json.dumps({"type": "structural_tag", "format": made})
+        format = read(text)
+        tag = {"type": "structural_tag", "format": format}
+        for part in tag_formats(tag):
+            if part.get("type") == "json_schema" and not self._compact:
+                part["max_whitespace_cnt"] = MAX_WHITESPACE
+            for key in ("begin", "end", "value", "separator"):
+                for token in self._vocabulary.special_tokens:
+                    if isinstance(part.get(key), str) and token and token in part[key]:
+                        raise ValueError(f"the special token {token} inside a text")
+        return json.dumps(tag)
 
 
 class XGrammarGrammar:
@@ -187,6 +172,23 @@ def _unheld(schema: Any) -> str | None:
         for name in (*_LENGTHS, "minItems", "maxItems", "minProperties", "maxProperties"):
             if name in part and not (type(part[name]) is int and part[name] >= 0):
                 return f"{name} must be an integer of at least 0"
+    return None
+
+
+def _unheld_tag(tag: dict[str, Any]) -> str | None:
+    for structure in tag.get("structures") or ():
+        schema = structure.get("schema") if isinstance(structure, dict) else None
+        if reason := _unheld(schema) or _unclean(schema):
+            return reason
+    for part in tag_formats(tag):
+        if found := sorted({"never", "never_first"} & part.keys()):
+            return f"{found[0]} is not supported"
+        if part.get("type") == "regex" and part.get("excludes"):
+            return "excludes beside an expression is not supported"
+        if part.get("type") == "json_schema":
+            schema = part.get("json_schema")
+            if reason := _unheld(schema) or _unclean(schema):
+                return reason
     return None
 
 

@@ -1,0 +1,247 @@
+"""Structural tags as Lark grammars with llguidance's additions: schemas, lazy text, tokens."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+_ANY = r"(.|\n)*"
+_LITERAL = re.compile(r"[\\^$.|?*+()\[\]{}]")
+_SLASH = re.compile(r"\\.|/|\n", re.DOTALL)
+
+
+def lark_of(
+    format: Mapping[str, Any], special_tokens: Mapping[str, int], options: Mapping[str, Any]
+) -> str:
+    """A grammar for a tag's `format`. Constant texts that are special tokens become those.
+
+    options: llguidance's, for JSON schemas. Raises ValueError with what is wrong with the format.
+    """
+    writer = _Writer(special_tokens, options)
+    start = writer.expression(format, "format")
+    return "\n".join([f"start: {start or writer.nothing()}", *writer.rules])
+
+
+class _Writer:
+    def __init__(self, special_tokens: Mapping[str, int], options: Mapping[str, Any]) -> None:
+        self._special = special_tokens
+        texts = sorted(filter(None, special_tokens), key=len, reverse=True)
+        self._tokens = re.compile("|".join(map(re.escape, texts)) or "(?!)")
+        self._options = options
+        self.rules: list[str] = []
+
+    def expression(self, format: Any, path: str) -> str:
+        """What stands for the format in a rule; "" where it is empty."""
+        kind = format.get("type") if isinstance(format, Mapping) else None
+        write = getattr(self, f"_{kind}", None) if isinstance(kind, str) else None
+        if write is None:
+            raise ValueError(f"{path}: no format of this backend's: {kind!r}")
+        try:
+            return str(write(format, path))
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{path}: {kind} needs {error}") from None
+
+    def nothing(self) -> str:
+        """What matches the empty text."""
+        return '""'
+
+    # ------------------------------------------------------------ leaves
+
+    def _const_string(self, format: Mapping[str, Any], path: str) -> str:
+        return self._text(format["value"])
+
+    def _json_schema(self, format: Mapping[str, Any], path: str) -> str:
+        schema = format["json_schema"]
+        if schema is False or not isinstance(schema, Mapping | bool):
+            raise ValueError(f"{path}.json_schema: must be a schema")
+        made = {**(schema if isinstance(schema, Mapping) else {}), "x-guidance": self._options}
+        return self._rule(f"%json {json.dumps(made)}")
+
+    def _regex(self, format: Mapping[str, Any], path: str) -> str:
+        return self._terminal(_Free(format, format["pattern"]))
+
+    def _any_text(self, format: Mapping[str, Any], path: str) -> str:
+        return self._terminal(_Free(format))
+
+    # ------------------------------------------------------------ combinations
+
+    def _sequence(self, format: Mapping[str, Any], path: str) -> str:
+        parts = [
+            self.expression(one, f"{path}.elements[{index}]")
+            for index, one in enumerate(format["elements"])
+        ]
+        return " ".join(filter(None, parts))
+
+    def _or(self, format: Mapping[str, Any], path: str) -> str:
+        return self._either(
+            [
+                self.expression(one, f"{path}.elements[{index}]")
+                for index, one in enumerate(format["elements"])
+            ]
+        )
+
+    def _optional(self, format: Mapping[str, Any], path: str) -> str:
+        return self._either([self.expression(format["content"], f"{path}.content"), ""])
+
+    def _star(self, format: Mapping[str, Any], path: str) -> str:
+        return f"({self._content(format, path)})*"
+
+    def _plus(self, format: Mapping[str, Any], path: str) -> str:
+        return f"({self._content(format, path)})+"
+
+    def _tag(self, format: Mapping[str, Any], path: str, cut: int = 0) -> str:
+        """`cut`: characters of `begin` that have been written."""
+        content, end = format["content"], format["end"]
+        if not isinstance(format["begin"], str) or not isinstance(end, str):
+            raise ValueError(f"{path}: begin and end must be texts")
+        begin = self._text(format["begin"][cut:])
+        if content.get("type") in ("any_text", "regex") and end:
+            # Text and its end in one lazy lexeme: a greedy one would run over the end's beginning.
+            body = self._until(_Free(content, content.get("pattern", _ANY)), end)
+        else:
+            body = f"{self.expression(content, f'{path}.content')} {self._text(end)}".strip()
+        return f"{begin} {body}".strip()
+
+    def _tags_with_separator(self, format: Mapping[str, Any], path: str) -> str:
+        tags = [
+            self._tag(tag, f"{path}.tags[{index}]") for index, tag in enumerate(format["tags"])
+        ]
+        item = self._rule(self._either(tags))
+        made = item
+        if not format.get("stop_after_first"):
+            made = f"{item} ({self._text(format['separator'])} {item})*"
+        return made if format.get("at_least_one") else f"({made})?"
+
+    def _triggered_tags(self, format: Mapping[str, Any], path: str) -> str:
+        tags = self._by_trigger(format, path)
+        more = ""
+        if not format.get("stop_after_first"):
+            later = self._after_text(tags, _Free(format))
+            more = f" ({later})* {self._terminal(_Free(format))}"
+        if format.get("at_least_one"):
+            begun = [f"{self._text(trigger)} {body}" for trigger, body in tags]
+            return f"{self._rule(self._either(begun))}{more}"
+        at_start = _Free(format, at_start=True)
+        first = self._after_text(tags, at_start)
+        return f"({first}{more} | {self._terminal(at_start)})"
+
+    def _by_trigger(self, format: Mapping[str, Any], path: str) -> list[tuple[str, str]]:
+        """(trigger, what follows it in one tag)"""
+        made: list[tuple[str, str]] = []
+        for index, tag in enumerate(format["tags"]):
+            found = [t for t in format["triggers"] if t and tag["begin"].startswith(t)]
+            if len(found) != 1:
+                raise ValueError(
+                    f"{path}.tags[{index}].begin: must start with exactly one of the triggers"
+                )
+            made.append((found[0], self._tag(tag, f"{path}.tags[{index}]", len(found[0]))))
+        if not made:
+            raise ValueError(f"{path}: triggers and tags must not be empty")
+        return made
+
+    def _after_text(self, tags: Sequence[tuple[str, str]], free: _Free) -> str:
+        """Free text, a trigger, what follows it."""
+        ways: dict[str, list[str]] = {}
+        for trigger, body in tags:
+            ways.setdefault(trigger, []).append(body)
+        return self._rule(
+            self._either(
+                [
+                    f"{opening} ({self._either(bodies)})"
+                    for trigger, bodies in ways.items()
+                    for opening in self._openings(free, trigger)
+                ]
+            )
+        )
+
+    def _openings(self, free: _Free, trigger: str) -> list[str]:
+        """Free text up to a trigger, spelled out; and up to the token, where it is a special one."""
+        ways = [self._lazy(free, trigger)]
+        if self._tokens.search(trigger):
+            ways.append(f"{self._terminal(free)} {self._text(trigger)}")
+        return ways
+
+    # ------------------------------------------------------------ rules
+
+    def _content(self, format: Mapping[str, Any], path: str) -> str:
+        return self.expression(format["content"], f"{path}.content") or self.nothing()
+
+    def _either(self, ways: Sequence[str]) -> str:
+        some = list(dict.fromkeys(filter(None, ways)))
+        if not some:
+            return ""
+        made = some[0] if len(ways) == 1 else f"({' | '.join(some)})"
+        return made if all(ways) else f"({made})?"
+
+    def _rule(self, body: str) -> str:
+        name = f"r{len(self.rules)}"
+        self.rules.append(f"{name}: {body or self.nothing()}")
+        return name
+
+    def _terminal(self, free: _Free) -> str:
+        name = f"T{len(self.rules)}"
+        self.rules.append(f"{name}: {free.terminal()}")
+        return name
+
+    def _until(self, free: _Free, end: str) -> str:
+        """Free text, and the text that ends it."""
+        special = self._tokens.search(end)
+        if special is None:
+            return self._lazy(free, end)
+        if special.start():
+            return f"{self._lazy(free, end[: special.start()])} {self._text(end[special.start() :])}"
+        return f"{self._terminal(free)} {self._text(end)}"
+
+    def _lazy(self, free: _Free, end: str) -> str:
+        terminal = self._terminal(free)
+        name = f"lazy{len(self.rules)}"
+        self.rules.append(f"{name}[lazy]: {terminal} {json.dumps(end, ensure_ascii=False)}")
+        return name
+
+    def _text(self, text: Any) -> str:
+        if not isinstance(text, str):
+            raise ValueError(f"{text!r} must be a text")
+        parts: list[str] = []
+        at = 0
+        for found in self._tokens.finditer(text):
+            parts += [_quoted(text[at : found.start()]), f"<[{self._special[found[0]]}]>"]
+            at = found.end()
+        return " ".join(filter(None, [*parts, _quoted(text[at:])]))
+
+
+class _Free:
+    """Text that is free but for what it must not have in it."""
+
+    def __init__(
+        self, format: Mapping[str, Any], pattern: str = _ANY, *, at_start: bool = False
+    ) -> None:
+        """`at_start`: it is the beginning of an output."""
+        self._pattern = pattern
+        self._not = [f"{_ANY}{_escaped(text)}{_ANY}" for text in format.get("excludes", ()) if text]
+        if format.get("never"):
+            self._not.append(f"{_ANY}({format['never']}){_ANY}")
+        if format.get("never_first") and (at_start or format.get("type") == "any_text"):
+            self._not.append(f"({format['never_first']}){_ANY}")
+
+    def terminal(self) -> str:
+        """A terminal's expression."""
+        return " & ".join([_regex(self._pattern), *(f"~{_regex(one)}" for one in self._not)])
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False) if text else ""
+
+
+def _escaped(text: str) -> str:
+    return _LITERAL.sub(lambda found: "\\" + found[0], text)
+
+
+def _regex(pattern: str) -> str:
+    """Between slashes."""
+
+    def mend(found: re.Match[str]) -> str:
+        return {"/": "\\/", "\n": "\\n"}.get(found[0], found[0])
+
+    return f"/{_SLASH.sub(mend, pattern)}/"
