@@ -309,7 +309,6 @@ class ToolParserKit(ParserKit):
 
         self.property(check, text=st.text("aZé🙂 \n.,", max_size=40))
 
-
     # ------------------------------------------------------------ grammars
 
     def _held(self) -> tuple[Any, tuple[CallForm, ...], list[tuple[str, ...]]]:

@@ -35,7 +35,7 @@ class _Writer:
     def expression(self, format: Any, path: str) -> str:
         """What stands for the format in a rule; "" where it is empty."""
         kind = format.get("type") if isinstance(format, Mapping) else None
-        write = getattr(self, f"_{kind}", None) if isinstance(kind, str) else None
+        write = getattr(self, f"write_{kind}", None) if isinstance(kind, str) else None
         if write is None:
             raise ValueError(f"{path}: no format of this backend's: {kind!r}")
         try:
@@ -49,32 +49,32 @@ class _Writer:
 
     # ------------------------------------------------------------ leaves
 
-    def _const_string(self, format: Mapping[str, Any], path: str) -> str:
+    def write_const_string(self, format: Mapping[str, Any], path: str) -> str:
         return self._text(format["value"])
 
-    def _json_schema(self, format: Mapping[str, Any], path: str) -> str:
+    def write_json_schema(self, format: Mapping[str, Any], path: str) -> str:
         schema = format["json_schema"]
         if schema is False or not isinstance(schema, Mapping | bool):
             raise ValueError(f"{path}.json_schema: must be a schema")
         made = {**(schema if isinstance(schema, Mapping) else {}), "x-guidance": self._options}
         return self._rule(f"%json {json.dumps(made)}")
 
-    def _regex(self, format: Mapping[str, Any], path: str) -> str:
+    def write_regex(self, format: Mapping[str, Any], path: str) -> str:
         return self._terminal(_Free(format, format["pattern"]))
 
-    def _any_text(self, format: Mapping[str, Any], path: str) -> str:
+    def write_any_text(self, format: Mapping[str, Any], path: str) -> str:
         return self._terminal(_Free(format))
 
     # ------------------------------------------------------------ combinations
 
-    def _sequence(self, format: Mapping[str, Any], path: str) -> str:
+    def write_sequence(self, format: Mapping[str, Any], path: str) -> str:
         parts = [
             self.expression(one, f"{path}.elements[{index}]")
             for index, one in enumerate(format["elements"])
         ]
         return " ".join(filter(None, parts))
 
-    def _or(self, format: Mapping[str, Any], path: str) -> str:
+    def write_or(self, format: Mapping[str, Any], path: str) -> str:
         return self._either(
             [
                 self.expression(one, f"{path}.elements[{index}]")
@@ -82,16 +82,16 @@ class _Writer:
             ]
         )
 
-    def _optional(self, format: Mapping[str, Any], path: str) -> str:
+    def write_optional(self, format: Mapping[str, Any], path: str) -> str:
         return self._either([self.expression(format["content"], f"{path}.content"), ""])
 
-    def _star(self, format: Mapping[str, Any], path: str) -> str:
+    def write_star(self, format: Mapping[str, Any], path: str) -> str:
         return f"({self._content(format, path)})*"
 
-    def _plus(self, format: Mapping[str, Any], path: str) -> str:
+    def write_plus(self, format: Mapping[str, Any], path: str) -> str:
         return f"({self._content(format, path)})+"
 
-    def _tag(self, format: Mapping[str, Any], path: str, cut: int = 0) -> str:
+    def write_tag(self, format: Mapping[str, Any], path: str, cut: int = 0) -> str:
         """`cut`: characters of `begin` that have been written."""
         content, end = format["content"], format["end"]
         if not isinstance(format["begin"], str) or not isinstance(end, str):
@@ -104,9 +104,9 @@ class _Writer:
             body = f"{self.expression(content, f'{path}.content')} {self._text(end)}".strip()
         return f"{begin} {body}".strip()
 
-    def _tags_with_separator(self, format: Mapping[str, Any], path: str) -> str:
+    def write_tags_with_separator(self, format: Mapping[str, Any], path: str) -> str:
         tags = [
-            self._tag(tag, f"{path}.tags[{index}]") for index, tag in enumerate(format["tags"])
+            self.write_tag(tag, f"{path}.tags[{index}]") for index, tag in enumerate(format["tags"])
         ]
         item = self._rule(self._either(tags))
         made = item
@@ -114,7 +114,7 @@ class _Writer:
             made = f"{item} ({self._text(format['separator'])} {item})*"
         return made if format.get("at_least_one") else f"({made})?"
 
-    def _triggered_tags(self, format: Mapping[str, Any], path: str) -> str:
+    def write_triggered_tags(self, format: Mapping[str, Any], path: str) -> str:
         tags = self._by_trigger(format, path)
         more = ""
         if not format.get("stop_after_first"):
@@ -136,7 +136,7 @@ class _Writer:
                 raise ValueError(
                     f"{path}.tags[{index}].begin: must start with exactly one of the triggers"
                 )
-            made.append((found[0], self._tag(tag, f"{path}.tags[{index}]", len(found[0]))))
+            made.append((found[0], self.write_tag(tag, f"{path}.tags[{index}]", len(found[0]))))
         if not made:
             raise ValueError(f"{path}: triggers and tags must not be empty")
         return made
@@ -157,7 +157,7 @@ class _Writer:
         )
 
     def _openings(self, free: _Free, trigger: str) -> list[str]:
-        """Free text up to a trigger, spelled out; and up to the token, where it is a special one."""
+        """Free text up to a trigger, spelled out; and up to the token, where it is one."""
         ways = [self._lazy(free, trigger)]
         if self._tokens.search(trigger):
             ways.append(f"{self._terminal(free)} {self._text(trigger)}")
@@ -191,7 +191,9 @@ class _Writer:
         if special is None:
             return self._lazy(free, end)
         if special.start():
-            return f"{self._lazy(free, end[: special.start()])} {self._text(end[special.start() :])}"
+            return (
+                f"{self._lazy(free, end[: special.start()])} {self._text(end[special.start() :])}"
+            )
         return f"{self._terminal(free)} {self._text(end)}"
 
     def _lazy(self, free: _Free, end: str) -> str:

@@ -28,6 +28,11 @@ _FORMATS = frozenset(("date", "date-time", "email", "hostname", "ipv4", "ipv6", 
 _TYPED = frozenset(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"))
 _LENGTHS = frozenset(("minLength", "maxLength"))
 
+_CLOSED = frozenset(
+    ("const_string", "json_schema", "sequence", "or", "optional", "tag", "tags_with_separator")
+)
+"""Formats inside which all text is JSON's or the format's own."""
+
 
 class XGrammar:
     """Covers most of JSON Schema; what it would pass over in silence, `refusal` names."""
@@ -47,7 +52,7 @@ class XGrammar:
         if spec.kind == "json":
             return _unheld(json.loads(spec.text))
         if spec.kind == "structural_tag":
-            return _unheld_tag(json.loads(spec.text))
+            return _unheld_tag(spec.text)
         return None
 
     def __init__(self, vocabulary: Vocabulary) -> None:
@@ -71,7 +76,10 @@ class XGrammar:
             compiled = self._compile(spec)
         except (RuntimeError, TypeError) as error:
             raise ValueError(_first_line(error)) from None
-        clean = self._clean if spec.kind in ("json", "json_object") else None
+        closed = spec.kind in ("json", "json_object") or (
+            spec.kind == "structural_tag" and not _has_free_text({"format": _format(spec.text)})
+        )
+        clean = self._clean if closed else None
         return XGrammarGrammar(self._xgrammar, compiled, clean)
 
     def _compile(self, spec: GrammarSpec) -> Any:
@@ -101,15 +109,14 @@ class XGrammar:
         )
 
     def _tag(self, text: str) -> str:
-        format = read(text)
-        tag = {"type": "structural_tag", "format": format}
+        tag = {"type": "structural_tag", "format": read(text)}
         for part in tag_formats(tag):
             if part.get("type") == "json_schema" and not self._compact:
                 part["max_whitespace_cnt"] = MAX_WHITESPACE
-            for key in ("begin", "end", "value", "separator"):
-                for token in self._vocabulary.special_tokens:
-                    if isinstance(part.get(key), str) and token and token in part[key]:
-                        raise ValueError(f"the special token {token} inside a text")
+            texts = [part.get(key) for key in ("begin", "end", "value", "separator")]
+            for token in self._vocabulary.special_tokens:
+                if token and any(isinstance(one, str) and token in one for one in texts):
+                    raise ValueError(f"the special token {token} in a structural tag")
         return json.dumps(tag)
 
 
@@ -175,11 +182,9 @@ def _unheld(schema: Any) -> str | None:
     return None
 
 
-def _unheld_tag(tag: dict[str, Any]) -> str | None:
-    for structure in tag.get("structures") or ():
-        schema = structure.get("schema") if isinstance(structure, dict) else None
-        if reason := _unheld(schema) or _unclean(schema):
-            return reason
+def _unheld_tag(text: str) -> str | None:
+    tag = {"format": _format(text)}
+    free = _has_free_text(tag)
     for part in tag_formats(tag):
         if found := sorted({"never", "never_first"} & part.keys()):
             return f"{found[0]} is not supported"
@@ -187,9 +192,20 @@ def _unheld_tag(tag: dict[str, Any]) -> str | None:
             return "excludes beside an expression is not supported"
         if part.get("type") == "json_schema":
             schema = part.get("json_schema")
-            if reason := _unheld(schema) or _unclean(schema):
+            if reason := _unheld(schema) or (_unclean(schema) if free else None):
                 return reason
     return None
+
+
+def _format(text: str) -> Any:
+    try:
+        return read(text)
+    except ValueError:
+        return None  # `compile` says what is wrong with it
+
+
+def _has_free_text(tag: dict[str, Any]) -> bool:
+    return any(part.get("type") not in _CLOSED for part in tag_formats(tag))
 
 
 def _unclean(schema: Any) -> str | None:
