@@ -113,7 +113,7 @@ class Constraint:
             row.view(np.uint32)[token_id >> 5] |= np.uint32(1 << (token_id & 31))
         if self._ignore_eos or self._num_output < self._min_tokens:
             kept = self._clear_ends(row)
-            if not row.any():
+            if (kept & ~self._no_ends).any() and not row.any():
                 row[self._end_words] = kept
 
     def _clear_ends(self, row: np.ndarray) -> np.ndarray:

@@ -148,10 +148,9 @@ class LLGuidanceMatcher:
         if token_id in self._eos:
             self._terminated = matcher.is_accepting()
             return self._terminated
-        fitting = matcher.validate_tokens([token_id]) == 1
-        if matcher.consume_token(token_id):
+        if matcher.try_consume_tokens([token_id]) == 1:
             return True
-        if fitting:
+        if matcher.is_error():
             raise RuntimeError(_first_line(matcher.get_error()))
         return False
 
