@@ -429,6 +429,17 @@ class GrammarMatcher(Protocol):
         is written, those past `size` too (as 0). Raises RuntimeError as `accept` does.
         """
 
+    @classmethod
+    def fill_bitmasks(
+        cls, matchers: Sequence[Any], bits: np.ndarray, rows: Sequence[int]
+    ) -> list[Exception | None]:
+        """`fill_bitmask` for many at once, bits[rows[i]] by matchers[i]; what each would raise.
+
+        bits: [count, ceil(size / 32)] int32, contiguous. Optional: without it, threads of the
+        worker share the rows. With it, all of a step is one call, which should let go of the
+        interpreter lock once and use more than one core.
+        """
+
     def is_terminated(self) -> bool:
         """Whether an end token was accepted."""
 

@@ -52,6 +52,11 @@ class Constraint:
         for token_id in start.token_ids[start.num_prompt_tokens :]:
             self.advance(token_id)
 
+    @property
+    def kind(self) -> type:
+        """Of its matcher."""
+        return type(self._matcher)
+
     def advance(self, token_id: int) -> None:
         """A token was sampled; -1: none could be."""
         if self.ended or self.failure is not None:
@@ -89,26 +94,41 @@ class Constraint:
 
     def fill(self, row: np.ndarray) -> None:
         """Write which tokens may come next. row: [words] int32"""
-        if self.ended or self.failure is not None:
-            row.fill(ANY)
-            return
-        if self._parser is not None and self._opening is None:
-            row.fill(ANY)
-            self._clear_ends(row)
+        matcher = self.open(row)
+        if matcher is None:
             return
         began = time.perf_counter()
         try:
-            assert self._matcher is not None
-            self._matcher.fill_bitmask(row)
+            matcher.fill_bitmask(row)
         except Exception as error:
-            self._fail(error)
-            row.fill(ANY)
+            self.close(row, error)
             return
-        if (taken := time.perf_counter() - began) > self._mask_timeout:
+        taken = time.perf_counter() - began
+        self.close(row, None)
+        if taken > self._mask_timeout:
             self.failure = (
                 f"structured_outputs: the mask of one token took {taken:.2f} s, more than "
                 f"mask_timeout ({self._mask_timeout} s)"
             )
+
+    def open(self, row: np.ndarray) -> GrammarMatcher | None:
+        """`fill` in two halves, where many rows are filled at once: what has to fill the row, and
+        `close` with it then; None: it is written."""
+        if self.ended or self.failure is not None:
+            row.fill(ANY)
+            return None
+        if self._parser is not None and self._opening is None:
+            row.fill(ANY)
+            self._clear_ends(row)
+            return None
+        return self._matcher
+
+    def close(self, row: np.ndarray, error: Exception | None) -> None:
+        """The matcher has filled the row, or failed."""
+        if error is not None:
+            self._fail(error)
+            row.fill(ANY)
+            return
         for token_id in self._opening or ():
             row.view(np.uint32)[token_id >> 5] |= np.uint32(1 << (token_id & 31))
         if self._ignore_eos or self._num_output < self._min_tokens:

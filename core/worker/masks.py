@@ -7,19 +7,22 @@ launch of step N + 1: the device has work meanwhile. Rows without a grammar neve
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 from ..structured.constraint import Constraint
 from ..types import SlotStart
+
+logger = logging.getLogger("jackfield.worker")
 
 FILL_THREADS = max(0, min(8, (os.cpu_count() or 1) // 2) - 1)
 """Threads that help to fill masks. Backends fill outside the interpreter lock."""
@@ -64,6 +67,8 @@ class GrammarMasks:
         self._pool: ThreadPoolExecutor | None = None
         self._last_seconds = 0.0
         """What the last step's masks took, on one thread or as many as there were."""
+        self._apart = False
+        """Masks took too long together: in the next step each is timed by itself."""
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def start(self, start: SlotStart) -> None:
@@ -102,8 +107,14 @@ class GrammarMasks:
 
     def _fill_rows(self, constraints: Sequence[Constraint], bits: np.ndarray) -> None:
         """bits: [len(constraints), words] int32"""
-        todo = iter(list(zip(constraints, bits, strict=True)))  # Each thread takes from it.
         began = time.perf_counter()
+        together = None if self._apart else self._filler(constraints)
+        if together is not None:
+            _fill_together(together, constraints, bits)
+            self._apart = time.perf_counter() - began > self._mask_timeout
+            return
+        self._apart = False
+        todo = iter(list(zip(constraints, bits, strict=True)))  # Each thread takes from it.
         helpers = 0
         if self._last_seconds > SHARED_SECONDS:
             helpers = min(self._threads, len(constraints) // 2)
@@ -117,6 +128,13 @@ class GrammarMasks:
         else:
             _fill(todo)
         self._last_seconds = (time.perf_counter() - began) * (1 + helpers)
+
+    def _filler(self, constraints: Sequence[Constraint]) -> Any:
+        """The backend's own way to fill many rows, if it has one and they are all its."""
+        kinds = {constraint.kind for constraint in constraints}
+        if len(constraints) < 2 or len(kinds) != 1:
+            return None
+        return getattr(kinds.pop(), "fill_bitmasks", None)
 
     def _sent(self, host: torch.Tensor, index: torch.Tensor | None) -> TokenMask:
         """The masks on the device, while what was launched before still runs there."""
@@ -153,3 +171,17 @@ class GrammarMasks:
 def _fill(todo: Iterator[tuple[Constraint, np.ndarray]]) -> None:
     for constraint, row in todo:
         constraint.fill(row)
+
+
+def _fill_together(fill: Any, constraints: Sequence[Constraint], bits: np.ndarray) -> None:
+    opened = [(row, c.open(bits[row])) for row, c in enumerate(constraints)]
+    rows = [row for row, matcher in opened if matcher is not None]
+    try:
+        errors = fill([matcher for _, matcher in opened if matcher is not None], bits, rows)
+    except Exception:
+        logger.exception("masks could not be filled together; each is filled by itself")
+        for row in rows:
+            constraints[row].fill(bits[row])
+        return
+    for row, error in zip(rows, errors, strict=True):
+        constraints[row].close(bits[row], error)

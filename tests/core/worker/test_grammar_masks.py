@@ -49,8 +49,10 @@ class Step:
         return self.tokens
 
 
-def started(grammars: Sequence[Counting], threads: int) -> GrammarMasks:
-    masks = GrammarMasks(
+def started(
+    grammars: Sequence[Counting], threads: int, masks: GrammarMasks | None = None
+) -> GrammarMasks:
+    masks = masks or GrammarMasks(
         vocab_size=VOCABULARY, device=torch.device("cpu"), mask_timeout=5.0, threads=threads
     )
     for slot, grammar in enumerate(grammars):
@@ -117,3 +119,52 @@ def test_rows_without_a_grammar_are_named() -> None:
     rows = masks.rows([7, 0, 9])
     mask = masks.fill(rows, 3)
     assert mask.rows is not None and mask.rows.tolist() == [1]
+
+
+class Together(Counting):
+    """A backend that fills many rows in one call, some of which it cannot."""
+
+    calls = 0
+
+    @classmethod
+    def fill_bitmasks(cls, matchers: Any, bits: np.ndarray, rows: Sequence[int]) -> list[Any]:
+        Together.calls += 1
+        errors: list[Any] = []
+        for matcher, row in zip(matchers, rows, strict=True):
+            if matcher.fails_at == -9:
+                raise OSError("nothing works")
+            try:
+                matcher.fill_bitmask(bits[row])
+                errors.append(None)
+            except RuntimeError as error:
+                errors.append(error)
+        return errors
+
+
+def test_a_backend_may_fill_all_rows_in_one_call() -> None:
+    grammars = [Together(fails_at=1 if slot == 2 else -1) for slot in range(4)]
+    masks = started(grammars, threads=2)
+    Together.calls = 0
+    assert step(masks, [0, 1, 2, 3], 0) == [[0]] * 4
+    assert [row for i, row in enumerate(step(masks, [0, 1, 2, 3], 1)) if i != 2] == [[1]] * 3
+    assert Together.calls == 2 and set(masks.failures(masks.rows([0, 1, 2, 3]))) == {2}
+    assert [row for i, row in enumerate(step(masks, [3, 2, 1, 0], 2)) if i != 1] == [[2]] * 3
+
+
+def test_a_call_for_all_that_fails_costs_nobody_anything() -> None:
+    grammars = [Together(fails_at=-9 if slot == 1 else -1) for slot in range(3)]
+    masks = started(grammars, threads=0)
+    for token in range(3):
+        assert step(masks, [0, 1, 2], token) == [[token]] * 3
+
+
+def test_after_a_slow_call_each_row_is_timed() -> None:
+    grammars = [Together(seconds=0.03 if slot == 1 else 0.0) for slot in range(3)]
+    masks = GrammarMasks(
+        vocab_size=VOCABULARY, device=torch.device("cpu"), mask_timeout=0.02, threads=0
+    )
+    started(grammars, threads=0, masks=masks)
+    step(masks, [0, 1, 2], 0)
+    assert not masks.failures(masks.rows([0, 1, 2]))
+    step(masks, [0, 1, 2], 1)
+    assert set(masks.failures(masks.rows([0, 1, 2]))) == {1}
