@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -79,6 +80,7 @@ class Grammars:
             grammar=grammar,
             eos_token_ids=self._eos_token_ids,
             token_bytes=self._tokenizer.token_bytes,
+            encode=functools.partial(self._tokenizer.encode, add_special_tokens=False),
             thought=thought,
         )
 

@@ -7,7 +7,7 @@ import time
 
 import numpy as np
 
-from ..protocols import GrammarMatcher
+from ..protocols import Content, GrammarMatcher
 from ..types import SlotStart
 from .thought import Thought
 
@@ -27,6 +27,7 @@ class Constraint:
         """Walks through what was generated before a preemption. mask_timeout: seconds"""
         assert start.grammar is not None
         self._token_bytes = start.grammar.token_bytes
+        self._encode = start.grammar.encode
         self._mask_timeout = mask_timeout
         self._matcher: GrammarMatcher | None = None
         self._eos = frozenset(start.grammar.eos_token_ids)
@@ -78,9 +79,19 @@ class Constraint:
             self._parser = None
             self._accept(token_id)
         else:
-            self._parser.feed(self._decoder.decode(self._token_bytes(token_id)))
+            events = self._parser.feed(self._decoder.decode(self._token_bytes(token_id)))
             if self._parser.reasoning_ended:
                 self._parser = None
+                self._begin("".join(one.text for one in events if isinstance(one, Content)))
+
+    def _begin(self, text: str) -> None:
+        """The thought has ended; `text` is answer already, as when a tool call ended it."""
+        if not text.strip() or self._encode is None:
+            return
+        for token_id in self._encode(text):
+            assert self._matcher is not None
+            if not self._matcher.accept([token_id]):
+                raise ValueError(f"the thought ended with {text!r}, which the grammar forbids")
 
     def _accept(self, token_id: int) -> None:
         assert self._matcher is not None

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import openai
 import pytest
 from serving import MODEL, Server, engine_config, running, save_scripted
@@ -45,6 +46,20 @@ TRIP: dict[str, Any] = {
     },
     "required": ["seats", "class", "legs"],
     "additionalProperties": False,
+}
+WEATHER: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "The weather in a city",
+        "strict": True,
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string"}},
+            "required": ["city"],
+            "additionalProperties": False,
+        },
+    },
 }
 STOP: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 MESSAGES: Any = [{"role": "user", "content": "Book a trip for 3 on friday."}]
@@ -189,6 +204,21 @@ async def test_an_answer_follows_a_schema_or_calls_a_tool(
         else:
             assert answer["finish"] == "stop"
             assert 0 <= json.loads(answer["content"])["left"] <= 99
+
+
+async def test_a_call_that_ends_the_thought_is_held_too() -> None:
+    """The model calls at once, where its reasoning parser waits for the end of a thought."""
+    thinking = msgspec.structs.replace(config("hermes"), reasoning_parser="qwen3")
+    with running(thinking) as server:
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
+            for choice in ("required", "auto"):
+                answer = await both(
+                    client, tools=[WEATHER], tool_choice=choice, temperature=0.3, seed=3,
+                    messages=[{"role": "user", "content": "What is the weather in Lisbon?"}],
+                )  # fmt: skip
+                assert answer["finish"] == "tool_calls" and not answer["content"]
+                ((name, arguments),) = answer["calls"]
+                assert name == "get_weather" and list(json.loads(arguments)) == ["city"]
 
 
 # ---------------------------------------------------------------- marks that are special tokens
