@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..protocols import ArgumentForm
@@ -17,9 +17,31 @@ _SAID = frozenset(
 )  # fmt: skip
 """Keywords that leave a string as free as its type does."""
 _OBJECT = frozenset((*_SAID, "properties", "required", "additionalProperties"))
-_MAX_DEPTH = 8
-"""References and alternatives inside each other."""
+MAX_ALTERNATIVES = 500
+"""References and alternatives of one argument, which are looked into."""
+MAX_OPTIONAL = 50
+"""Arguments in a row that may be left away, where there is something between arguments."""
+MAX_COPIED = 1 << 20
+"""Characters of schemas that are copied because arguments refer to them."""
 ANY_CHARACTER = r"(.|\n)"
+
+_DAY = (
+    "[0-9]{4}-((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]|30)"
+    "|02-(0[1-9]|1[0-9]|2[0-8]))"
+)
+_TIME = "([01][0-9]|2[0-3])(:[0-5][0-9]){2}"
+_ZONE = r"(\.[0-9]{1,6})?(Z|[+-]([01][0-9]|2[0-3]):[0-5][0-9])"
+_BYTE = "(25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
+_WORD = r"[A-Za-z0-9_%+\-]+"
+_FORMATS = {
+    "date": _DAY,
+    "time": _TIME + _ZONE,
+    "date-time": f"{_DAY}T{_TIME}{_ZONE}",
+    "uuid": "[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}",
+    "email": rf"{_WORD}(\.{_WORD})*@[A-Za-z0-9]+([.\-][A-Za-z0-9]+)*\.[A-Za-z]{{2,}}",
+    "ipv4": rf"{_BYTE}(\.{_BYTE}){{3}}",
+}
+"""What a string of a format may be: not all that the format allows, and nothing else."""
 
 Format = dict[str, Any]
 
@@ -43,6 +65,9 @@ def arguments_format(form: ArgumentForm, schema: Mapping[str, Any] | None) -> Fo
     required = set(schema.get("required") or ())
     if unknown := sorted(required - properties.keys()):
         raise ValueError(f"required: {unknown[0]} is none of properties")
+    referring = sum("$ref" in json.dumps(one) for one in properties.values())
+    if referring * len(json.dumps(schema)) > MAX_COPIED:
+        raise ValueError("too many parameters refer to a large schema")
     made = [
         (_argument(form, key, _value(form, key, properties[key], schema)), key in required)
         for key in properties
@@ -62,6 +87,10 @@ def _in_order(arguments: Sequence[tuple[Format, bool]], between: str) -> Format:
 
     if not between:
         return _sequence(rest(0))
+    if next((i for i, (_, needed) in enumerate(arguments) if needed), 0) > MAX_OPTIONAL or (
+        len(arguments) > MAX_OPTIONAL and not any(needed for _, needed in arguments)
+    ):
+        raise ValueError(f"more than {MAX_OPTIONAL} parameters that are not required")
     ways: list[Format] = []
     for place, (argument, required) in enumerate(arguments):
         ways.append(_sequence([argument, *rest(place + 1)]))
@@ -97,7 +126,10 @@ def _tagged(form: ArgumentForm, value: Format) -> Format:
 
 
 def _value(form: ArgumentForm, key: str, schema: Any, root: Mapping[str, Any]) -> Format:
-    alternatives = list(_alternatives(schema, root, 0))
+    try:
+        alternatives = _alternatives(schema, root)
+    except ValueError as error:
+        raise ValueError(f"{key}: {error}") from None
     kinds = {_kind(one) for one in alternatives}
     if form.plain and "string" in kinds and kinds - {"string", "null"}:
         raise ValueError(
@@ -110,35 +142,42 @@ def _value(form: ArgumentForm, key: str, schema: Any, root: Mapping[str, Any]) -
     return _either([_alternative(form, key, one, root) for one in alternatives])
 
 
-def _alternatives(schema: Any, root: Mapping[str, Any], depth: int) -> Iterator[Mapping[str, Any]]:
+def _alternatives(schema: Any, root: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """The schema as schemas of one type each, as far as its outside tells."""
-    if not isinstance(schema, Mapping):
-        yield {}
-        return
-    if depth < _MAX_DEPTH:
-        reference = schema.get("$ref")
-        if isinstance(reference, str) and not _constraints(schema) - {"$ref"}:
-            target: Any = root
-            for part in reference.removeprefix("#").strip("/").split("/"):
-                target = target.get(part) if part and isinstance(target, Mapping) else target
-            yield from _alternatives(target, root, depth + 1)
-            return
-        for key in ("anyOf", "oneOf"):
-            if isinstance(schema.get(key), list) and not _constraints(schema) - {key}:
-                for one in schema[key]:
-                    yield from _alternatives(one, root, depth + 1)
-                return
-        if "const" in schema:
-            yield {"const": schema["const"]}
-            return
-        if isinstance(schema.get("enum"), list):
-            yield from ({"const": value} for value in schema["enum"])
-            return
-        if isinstance(schema.get("type"), list):
-            for kind in schema["type"]:
-                yield {**schema, "type": kind}
-            return
-    yield schema
+    made: list[Mapping[str, Any]] = []
+    todo = [schema]
+    for _ in range(MAX_ALTERNATIVES):
+        if not todo:
+            return made
+        one = todo.pop()
+        if not isinstance(one, Mapping):
+            made.append({})
+        elif isinstance(one.get("$ref"), str) and not _constraints(one) - {"$ref"}:
+            todo.append(_referred(one["$ref"], root))
+        elif (inner := _inner(one)) is not None:
+            todo.extend(reversed(inner))
+        else:
+            made.append(one)
+    raise ValueError("has too many alternatives")
+
+
+def _referred(reference: str, root: Mapping[str, Any]) -> Any:
+    target: Any = root
+    for part in reference.removeprefix("#").strip("/").split("/"):
+        target = target.get(part) if part and isinstance(target, Mapping) else target
+    return target
+
+
+def _inner(schema: Mapping[str, Any]) -> list[Any] | None:
+    """What a schema leaves the choice of; None: it is one."""
+    for key in ("anyOf", "oneOf"):
+        if isinstance(schema.get(key), list) and not _constraints(schema) - {key}:
+            return list(schema[key])
+    if isinstance(schema.get("enum"), list):
+        return [{"const": value} for value in schema["enum"]]
+    if isinstance(schema.get("type"), list) and "const" not in schema:
+        return [{**schema, "type": kind} for kind in schema["type"]]
+    return None
 
 
 def _kind(schema: Mapping[str, Any]) -> str:
@@ -190,6 +229,8 @@ def _plain_text(form: ArgumentForm, key: str, schema: Mapping[str, Any]) -> Form
     if found <= {"minLength", "maxLength"}:
         least, most = schema.get("minLength", 0), schema.get("maxLength", "")
         return _expression(form, f"{ANY_CHARACTER}{{{least},{most}}}")
+    if found == {"format"} and schema["format"] in _FORMATS:
+        return _expression(form, _FORMATS[schema["format"]])
     if found == {"pattern"}:
         return _expression(form, _unanchored(key, schema["pattern"]))
     name = sorted(found - {"pattern", "minLength", "maxLength"} or found)[0]

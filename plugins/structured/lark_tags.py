@@ -7,6 +7,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ...core.structured.spec import tag_formats
+
 _ANY = r"(.|\n)*"
 _LITERAL = re.compile(r"[\\^$.|?*+()\[\]{}]")
 _SLASH = re.compile(r"\\.|/|\n", re.DOTALL)
@@ -15,13 +17,50 @@ _SLASH = re.compile(r"\\.|/|\n", re.DOTALL)
 def lark_of(
     format: Mapping[str, Any], special_tokens: Mapping[str, int], options: Mapping[str, Any]
 ) -> str:
-    """A grammar for a tag's `format`. Constant texts that are special tokens become those.
+    """A grammar for a tag's `format`, of which nothing is `unread`. Special tokens in constant
+    texts become those.
 
     options: llguidance's, for JSON schemas. Raises ValueError with what is wrong with the format.
     """
     writer = _Writer(special_tokens, options)
     start = writer.expression(format, "format")
     return "\n".join([f"start: {start or writer.nothing()}", *writer.rules])
+
+
+_READ = {
+    "const_string": {"value"},
+    "json_schema": {"json_schema", "style", "max_whitespace_cnt"},
+    "regex": {"pattern", "excludes", "never", "never_first"},
+    "any_text": {"excludes", "never", "never_first"},
+    "sequence": {"elements"},
+    "or": {"elements"},
+    "optional": {"content"},
+    "star": {"content"},
+    "plus": {"content"},
+    "tag": {"begin", "content", "end"},
+    "tags_with_separator": {"tags", "separator", "at_least_one", "stop_after_first"},
+    "triggered_tags": {
+        "triggers", "tags", "at_least_one", "stop_after_first", "excludes", "never", "never_first",
+    },
+}  # fmt: skip
+"""Formats, and their keys."""
+
+
+def unread(format: Mapping[str, Any]) -> str | None:
+    """The first thing in a format that is not read here, which another backend may know."""
+    for part in tag_formats({"format": format}):
+        kind = part.get("type")
+        if not isinstance(kind, str) or kind not in _READ:
+            return f"no format of this backend's: {kind!r}"
+        if others := sorted(part.keys() - _READ[kind] - {"type"}):
+            return f"{kind}: {others[0]} is not supported"
+        if part.get("style", "json") != "json":
+            return f"json_schema: style {part['style']!r} is not supported"
+        if kind == "tag" and not (isinstance(part.get("begin"), str) and "end" in part):
+            return "tag: begin and end must be texts"
+        if kind == "tag" and not isinstance(part["end"], str):
+            return "tag: begin and end must be texts"
+    return None
 
 
 class _Writer:
@@ -35,11 +74,8 @@ class _Writer:
     def expression(self, format: Any, path: str) -> str:
         """What stands for the format in a rule; "" where it is empty."""
         kind = format.get("type") if isinstance(format, Mapping) else None
-        write = getattr(self, f"write_{kind}", None) if isinstance(kind, str) else None
-        if write is None:
-            raise ValueError(f"{path}: no format of this backend's: {kind!r}")
         try:
-            return str(write(format, path))
+            return str(getattr(self, f"write_{kind}")(format, path))
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{path}: {kind} needs {error}") from None
 
@@ -94,8 +130,6 @@ class _Writer:
     def write_tag(self, format: Mapping[str, Any], path: str, cut: int = 0) -> str:
         """`cut`: characters of `begin` that have been written."""
         content, end = format["content"], format["end"]
-        if not isinstance(format["begin"], str) or not isinstance(end, str):
-            raise ValueError(f"{path}: begin and end must be texts")
         begin = self._text(format["begin"][cut:])
         if content.get("type") in ("any_text", "regex") and end:
             # Text and its end in one lazy lexeme: a greedy one would run over the end's beginning.

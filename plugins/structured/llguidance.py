@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ...core.protocols import GrammarSpec, Vocabulary
-from .lark_tags import lark_of
+from .lark_tags import lark_of, unread
 from .structural_tags import read
 
 MAX_ITEMS_IN_ROW = 10_000
@@ -43,7 +43,7 @@ class LLGuidance:
             return "it reads Lark's syntax, not GBNF's (::=)"
         if spec.kind == "structural_tag":
             try:
-                read(spec.text)
+                return unread(read(spec.text))
             except ValueError as error:
                 return str(error)
         return None

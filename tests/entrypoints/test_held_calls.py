@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -271,10 +272,10 @@ async def ask(parser: str | None, tool: dict[str, Any], choice: Any, **options: 
             )  # fmt: skip
 
 
-def dated(*, strict: bool) -> Any:
-    """A tool whose argument has a format, which no plain text can be held to."""
-    day = {"type": "string", "format": "date"}
-    schema = {"type": "object", "properties": {"day": day}, "required": ["day"]}
+def hosted(*, strict: bool) -> Any:
+    """A tool with an argument that no plain text can be held to."""
+    host = {"type": "string", "format": "hostname"}
+    schema = {"type": "object", "properties": {"host": host}, "required": ["host"]}
     return {
         "type": "function", "function": {"name": "f", "parameters": schema, "strict": strict}
     }  # fmt: skip
@@ -282,11 +283,11 @@ def dated(*, strict: bool) -> Any:
 
 @pytest.mark.parametrize(
     ("parser", "reason"),
-    [("openai", "call_form"), ("qwen3_coder", "day: format of a string")],
+    [("openai", "call_form"), ("qwen3_coder", "host: format of a string")],
 )
 async def test_strict_is_refused_where_nothing_can_hold_it(parser: str, reason: str) -> None:
     with pytest.raises(openai.BadRequestError, match=reason) as caught:
-        await ask(parser, dated(strict=True), "auto")
+        await ask(parser, hosted(strict=True), "auto")
     assert caught.value.body["param"] == "tools"  # type: ignore[index]
 
 
@@ -296,7 +297,7 @@ async def test_strict_is_refused_where_nothing_can_hold_it(parser: str, reason: 
 async def test_forced_calls_are_json_where_the_form_cannot_hold_them(
     parser: str | None, options: dict[str, Any]
 ) -> None:
-    made = await ask(parser, dated(strict=False), "required", **options)
+    made = await ask(parser, hosted(strict=False), "required", **options)
     (call, *_) = made.choices[0].message.tool_calls
-    year, month, day = json.loads(call.function.arguments)["day"].split("-")
-    assert call.function.name == "f" and len(year + month + day) == 8
+    made = json.loads(call.function.arguments)
+    assert call.function.name == "f" and re.fullmatch(r"[A-Za-z0-9.-]+", made["host"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -89,13 +90,37 @@ def test_references_find_their_way() -> None:
 @pytest.mark.parametrize(
     ("given", "reason"),
     [
-        (schema(["a"], a={"type": "string", "format": "date"}), "a: format of a string"),
+        (schema(["a"], a={"type": "string", "format": "hostname"}), "a: format of a string"),
         (schema(["a"], a={"type": ["string", "integer"]}), "a: strings and other values"),
         (schema(["a"], a={"enum": ["x", 1]}), "a: strings and other values"),
         (schema(["a"], a={"enum": ["x</p>"]}), "a: 'x</p>' cannot be written"),
         (schema(["a"], a={"minimum": 3}), "a: needs a type"),
         (schema(["a"], a={**TEXT, "pattern": "^a|b$"}), "a: pattern"),
         (schema(["a b"], **{"a b": TEXT}), "'a b' is no name"),
+        (
+            {**schema(["a"], a={"$ref": "#/$defs/a"}), "$defs": {"a": {"$ref": "#/$defs/a"}}},
+            "a: has too many alternatives",
+        ),
+        (
+            {
+                **schema(["a"], a={"$ref": "#/$defs/a"}),
+                "$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}] * 50}},
+            },
+            "a: has too many alternatives",
+        ),
+        (
+            {
+                **schema(
+                    [],
+                    **{
+                        f"a{i}": {"type": "array", "items": {"$ref": "#/$defs/b"}}
+                        for i in range(200)
+                    },
+                ),
+                "$defs": {"b": {"enum": ["x" * 9000]}},
+            },
+            "refer to a large schema",
+        ),
         (schema(["z"], a=TEXT), "required: z"),
         ({**schema([], a=TEXT), "additionalProperties": True}, "additionalProperties"),
         ({**schema([], a=TEXT), "anyOf": [{"required": ["a"]}]}, "anyOf of a whole object"),
@@ -106,6 +131,30 @@ def test_what_cannot_be_held_is_said(given: dict[str, Any], reason: str) -> None
     with pytest.raises(ValueError) as caught:
         arguments_format(XML, given)
     assert reason in str(caught.value)
+
+
+def test_every_optional_argument_doubles_the_ways() -> None:
+    many = schema([], **{f"a{i}": NUMBER for i in range(60)})
+    with pytest.raises(ValueError, match="more than 50"):
+        arguments_format(PYTHON, many)
+    assert arguments_format(XML, many)["type"] == "sequence", "nothing stands between: no ways"
+
+
+@pytest.mark.parametrize(
+    ("format", "right", "wrong"),
+    [
+        ("date", "2026-11-30", "2026-02-30"),
+        ("time", "23:59:00Z", "24:00:00Z"),
+        ("date-time", "2026-11-30T08:15:00.25+02:00", "2026-11-30 08:15:00"),
+        ("uuid", "123e4567-e89b-12d3-a456-426614174000", "123e4567"),
+        ("email", "a.b@example.org", "a@b@c.org"),
+        ("ipv4", "10.0.255.1", "10.0.256.1"),
+    ],
+)
+def test_formats_of_plain_strings_are_expressions(format: str, right: str, wrong: str) -> None:
+    made = arguments_format(XML, schema(["a"], a={"type": "string", "format": format}))
+    pattern = made["elements"][0]["content"]["pattern"]
+    assert re.fullmatch(pattern, right) and not re.fullmatch(pattern, wrong)
 
 
 def test_names_are_written_as_the_form_has_them() -> None:

@@ -105,15 +105,30 @@ def test_texts_that_are_special_tokens_are_those(backend: LLGuidance) -> None:
 @pytest.mark.parametrize(
     ("format", "reason"),
     [
-        ({"type": "dance"}, "format: no format of this backend's: 'dance'"),
-        ({"type": "text"}, "no format of this backend's"),
+        ({"type": "dance"}, "no format of this backend's: 'dance'"),
+        ({"type": "or", "elements": [{"type": "repeat", "content": NUMBER}]}, "'repeat'"),
+        ({"type": "tag", "begin": {"type": "token"}, "content": NUMBER, "end": ""}, "must be text"),
+        ({"type": "tag", "begin": "", "content": NUMBER, "end": ["a"]}, "must be text"),
+        ({**NUMBER, "style": "glm_xml"}, "style 'glm_xml'"),
+        ({"type": "any_text", "max_chars": 3}, "any_text: max_chars"),
+    ],
+    ids=lambda value: str(value)[:48],
+)
+def test_what_another_backend_may_know_is_left_to_it(format: Any, reason: str) -> None:
+    refused = LLGuidance.refusal(GrammarSpec("structural_tag", json.dumps({"format": format})))
+    assert refused is not None and reason in refused
+
+
+@pytest.mark.parametrize(
+    ("format", "reason"),
+    [
         ({"type": "or", "elements": [{"type": "regex"}]}, "format.elements[0]: regex needs"),
-        ({"type": "tag", "begin": ["a"], "content": NUMBER, "end": ""}, "begin and end"),
         ({**TAGS, "triggers": ["<g"]}, "format.tags[0].begin: must start with exactly one"),
         ({**TAGS, "tags": []}, "must not be empty"),
         ({"type": "json_schema", "json_schema": False}, "format.json_schema"),
         ({"type": "sequence", "elements": 3}, "sequence needs"),
         ({"type": "const_string", "value": 3}, "must be a text"),
+        ({"type": "tag", "begin": "a", "end": "b"}, "tag needs"),
     ],
     ids=lambda value: str(value)[:48],
 )
