@@ -138,6 +138,24 @@ def tag_formats(tag: dict[str, Any]) -> Iterator[dict[str, Any]]:
             todo.extend(part.get(key) for key in ("elements", "tags", "content"))
 
 
+def begins_free(spec: GrammarSpec) -> bool:
+    """Whether an output may begin with any text."""
+    if spec.kind != "structural_tag":
+        return False
+    tag = json.loads(spec.text)
+    if "format" not in tag:
+        return not tag.get("at_least_one")
+    todo = [tag["format"]]
+    while todo:
+        part = todo.pop()
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind == "any_text" or (kind == "triggered_tags" and not part.get("at_least_one")):
+            return True
+        if kind == "or" and isinstance(part.get("elements"), list):
+            todo.extend(part["elements"])
+    return False
+
+
 def _decoded(given: Any) -> Any:
     return msgspec.json.decode(given) if isinstance(given, str) else given
 

@@ -222,6 +222,18 @@ async def test_a_call_that_ends_the_thought_is_held_too() -> None:
                 assert name == "get_weather" and list(json.loads(arguments)) == ["city"]
 
 
+async def test_responses_hold_calls_the_same_way(client: Any, family: tuple[str, Server]) -> None:
+    given = [{"type": "function", **tool["function"]} for tool in tools(strict=True)]
+    made = await client.responses.create(
+        model=MODEL, input="Book a trip.", tools=given, tool_choice="required",
+        max_output_tokens=300, temperature=0.7, parallel_tool_calls=False,
+    )  # fmt: skip
+    (item,) = made.output
+    if made.status == "completed":
+        assert item.type == "function_call"
+        check(item.name, item.arguments)
+
+
 # ---------------------------------------------------------------- marks that are special tokens
 
 

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+import jackfield
 from jackfield import SamplingParams
+from jackfield.core.registry import load_plugins
 from jackfield.core.structured.constraint import Constraint
-from jackfield.core.structured.thought import Thought
+from jackfield.core.structured.thought import Thought, thought_before
+from jackfield.core.text.tokenizer import Tokenizer
 from jackfield.core.types import GrammarStart, SlotStart
 from jackfield.plugins.reasoning.think_tags import Qwen3Reasoning
 
+EMBEDDED = Path(jackfield.__file__).parent / "plugins" / "models" / "embedded"
 END = 70
 BYTES = {
     10: b"<tool_call>",
@@ -165,3 +170,12 @@ def test_a_call_that_the_grammar_forbids_cannot_end_a_thought() -> None:
     for token in (10, 12):
         made.advance(token)
     assert made.failure is not None and "the thought ended with" in made.failure
+
+
+def test_a_model_that_thinks_when_it_likes_may_where_any_text_may_come() -> None:
+    tokenizer = Tokenizer.load(str(EMBEDDED))
+    parser = load_plugins()["reasoning_parser"].load("think_tags")
+    assert thought_before(parser, {}, tokenizer) is None
+    thought = thought_before(parser, {}, tokenizer, free=True)
+    assert thought is not None and thought.opening_ids
+    assert thought_before(parser, {"enable_thinking": False}, tokenizer, free=True) is None
