@@ -11,15 +11,17 @@ import json
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
+import pytest
 
 from ...core.config import StructuredOutputsConfig
-from ...core.protocols import CallForm, GrammarSpec, Vocabulary
-from ...core.structured.call_format import HeldTool
+from ...core.protocols import CallForm, GrammarSpec, ParserEvent, ToolCallEnd, Vocabulary
+from ...core.structured.call_format import HeldTool, forced, forms_of, free
 from ...core.structured.spec import grammar_spec
 from ...core.structured.vocabulary import make_vocabulary
+from ...core.text.parsing import fold
 from ...core.text.tokenizer import Tokenizer
 from ...core.types import StructuredOutputsParams
 from ..structured.llguidance import LLGuidance
@@ -255,3 +257,72 @@ def _vocabulary(marks: tuple[str, ...]) -> tuple[Vocabulary, dict[int, int]]:
 @functools.cache
 def _backend(marks: tuple[str, ...]) -> LLGuidance:
     return LLGuidance(_vocabulary(marks)[0])
+
+
+class CallFormChecks:
+    """The tests of it, for `ToolParserKit`."""
+
+    parser_class: Any
+    samples: ClassVar[Sequence[Any]]
+    marks: Any
+    check_events: Any
+
+    def _forms(self) -> tuple[tuple[CallForm, ...], list[tuple[str, ...]]]:
+        """→ the parser's forms, and what may be special tokens."""
+        forms = forms_of(self.parser_class)
+        if not forms:
+            pytest.skip("it has no call_form")
+        pytest.importorskip("llguidance")
+        marks = tuple(self.marks())
+        return forms, [(), marks] if marks else [()]
+
+    def _read(self, pieces: Sequence[str]) -> list[ParserEvent]:
+        parser = self.parser_class(
+            tools=[
+                {"type": "function", "function": {"name": one.name, "parameters": one.schema}}
+                for one in TOOLS
+            ]
+        )
+        events: list[ParserEvent] = [event for piece in pieces for event in parser.feed(piece)]
+        return [*events, *parser.finish()]
+
+    def _calls(self, text: str) -> list[tuple[str, str]]:
+        """Complete calls, as (name, arguments), the same in one piece and in many."""
+        events = self._read([text])
+        assert fold(self._read(list(text))) == fold(events), repr(text)
+        self.check_events(events)
+        ended = {event.index for event in events if isinstance(event, ToolCallEnd)}
+        made = fold(events).tool_calls
+        return [(one.name, one.arguments) for index, one in enumerate(made) if index in ended]
+
+    def test_forced_calls_are_read_back(self) -> None:
+        """What `call_form` lets a grammar write is calls and nothing else, by their schemas."""
+        forms, special = self._forms()
+        for marks in special:
+            for parallel in (True, False):
+                writer = Writer(forced(forms, TOOLS, parallel=parallel), marks)
+                texts = [writer.walk(random.Random(seed), hints(forms)) for seed in range(12)]
+                whole = [text for text in texts if text is not None]
+                assert len(whole) > 6, texts
+                for text in whole:
+                    calls = self._calls(text)
+                    assert calls and not mistakes(self._calls, text), text
+                    assert parallel or len(calls) == 1, text
+                    found = fold(self._read([text]))
+                    assert found.content is None, (found.content, text)
+                assert not parallel or any(len(self._calls(text)) > 1 for text in whole)
+
+    def test_no_call_escapes_a_strict_grammar(self) -> None:
+        """Calls with other arguments, and spoiled ones, do not get through to the parser."""
+        forms, special = self._forms()
+        for marks in special:
+            writer = Writer(free(forms, TOOLS, parallel=True), marks)
+            lenient = Writer(forced(forms, LENIENT, parallel=True), marks)
+            texts = [sample.text for sample in self.samples]
+            for seed in range(12):
+                made = lenient.walk(random.Random(seed), hints(forms))
+                texts += [made, f"Well. {made}"] if made else []
+            assert len(texts) > len(self.samples), "no call with any arguments"
+            for seed, text in enumerate(texts * 3):
+                let_through = writer.squeeze(spoiled(text, random.Random(seed)))
+                assert not mistakes(self._calls, let_through), (text, let_through)

@@ -17,7 +17,6 @@ import json
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from random import Random
 from typing import Any, ClassVar
 
 import msgspec
@@ -26,7 +25,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ...core.protocols import (
-    CallForm,
     Content,
     ParserEvent,
     Reasoning,
@@ -35,8 +33,8 @@ from ...core.protocols import (
     ToolCallStart,
 )
 from ...core.registry import Plugins, load_plugins
-from ...core.structured.call_format import forced, forms_of, free
 from ...core.text.parsing import OutputParser, ParsedMessage, fold
+from .call_forms import CallFormChecks
 
 
 class Sample(msgspec.Struct, frozen=True):
@@ -242,7 +240,7 @@ _PIECES = [*'{}[]()<>|=:,"\'\\/;', "\n", " ", "é🙂", '"name"', '"arguments"',
            '[{"name": "f", "arguments": {}}]', "</", "```", "json"]  # fmt: skip
 
 
-class ToolParserKit(ParserKit):
+class ToolParserKit(ParserKit, CallFormChecks):
     """For what `register_tool_parsers` registers."""
 
     kind = "tool_parser"
@@ -308,67 +306,6 @@ class ToolParserKit(ParserKit):
             assert fold(run(self.make(), [text])).content == (text or None), repr(text)
 
         self.property(check, text=st.text("aZé🙂 \n.,", max_size=40))
-
-    # ------------------------------------------------------------ grammars
-
-    def _held(self) -> tuple[Any, tuple[CallForm, ...], list[tuple[str, ...]]]:
-        """→ the module for grammars, the parser's forms, and what may be special tokens."""
-        forms = forms_of(self.parser_class)
-        if not forms:
-            pytest.skip("it has no call_form")
-        pytest.importorskip("llguidance")
-        from . import call_forms
-
-        marks = tuple(self.marks())
-        return call_forms, forms, [(), marks] if marks else [()]
-
-    def _calls(self, text: str) -> list[tuple[str, str]]:
-        """Complete calls, as (name, arguments), the same in one piece and in many."""
-        tools = [self._tool(name) for name in ("book-trip", "stop", "search")]
-        events = run(self.parser_class(tools=tools), [text])
-        assert fold(run(self.parser_class(tools=tools), list(text))) == fold(events), repr(text)
-        self.check_events(events)
-        ended = {event.index for event in events if isinstance(event, ToolCallEnd)}
-        made = fold(events).tool_calls
-        return [(c.name, c.arguments) for index, c in enumerate(made) if index in ended]
-
-    def _tool(self, name: str) -> dict[str, Any]:
-        from .call_forms import TOOLS
-
-        (schema,) = (one.schema for one in TOOLS if one.name == name)
-        return {"type": "function", "function": {"name": name, "parameters": dict(schema)}}
-
-    def test_forced_calls_are_read_back(self) -> None:
-        """What `call_form` lets a grammar write is calls and nothing else, by their schemas."""
-        kit, forms, special = self._held()
-        for marks in special:
-            for parallel in (True, False):
-                writer = kit.Writer(forced(forms, kit.TOOLS, parallel=parallel), marks)
-                texts = [writer.walk(Random(seed), kit.hints(forms)) for seed in range(12)]
-                whole = [text for text in texts if text is not None]
-                assert len(whole) > 6, texts
-                for text in whole:
-                    calls = self._calls(text)
-                    assert calls and not kit.mistakes(self._calls, text), text
-                    assert parallel or len(calls) == 1, text
-                    found = fold(run(self.parser_class(), [text]))
-                    assert found.content is None, (found.content, text)
-                assert not parallel or any(len(self._calls(text)) > 1 for text in whole)
-
-    def test_no_call_escapes_a_strict_grammar(self) -> None:
-        """Calls with other arguments, and spoiled ones, do not get through to the parser."""
-        kit, forms, special = self._held()
-        for marks in special:
-            writer = kit.Writer(free(forms, kit.TOOLS, parallel=True), marks)
-            lenient = kit.Writer(forced(forms, kit.LENIENT, parallel=True), marks)
-            texts = [sample.text for sample in self.samples]
-            for seed in range(12):
-                made = lenient.walk(Random(seed), kit.hints(forms))
-                texts += [made, f"Well. {made}"] if made else []
-            assert len(texts) > len(self.samples), "no call with any arguments"
-            for seed, text in enumerate(texts * 3):
-                let_through = writer.squeeze(kit.spoiled(text, Random(seed)))
-                assert not kit.mistakes(self._calls, let_through), (text, let_through)
 
 
 class ReasoningParserKit(ParserKit):
