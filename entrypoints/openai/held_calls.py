@@ -81,8 +81,8 @@ def free_calls(
     schema = _schema_of(format)
     if format is not None and schema is None:
         return None
-    if schema is None and not strict:
-        return None
+    if (schema is None and not strict) or (schema is not None and config.backend != "auto"):
+        return None  # A backend that was named may not know the form.
     _check(asked.tools, config)
     forms = forms_of(parser)
     tools = [
