@@ -316,6 +316,51 @@ class ReasoningParser(Protocol):
     def finish(self) -> list[ParserEvent]: ...
 
 
+class ArgumentForm(msgspec.Struct, frozen=True, kw_only=True):
+    """How one argument of a call is written, where arguments are not one JSON object."""
+
+    begin: str
+    """`{key}` stands for the parameter's name."""
+    end: str = ""
+    between: str = ""
+    plain: bool = False
+    """Strings stand as they are, up to `end`. Other values are JSON."""
+    never: tuple[str, ...] = ()
+    """Texts that such a string cannot have in it, besides `end`."""
+    named: Mapping[str, str] = {}
+    """Another way to write a constant: JSON text → what the family writes."""
+
+
+class CallForm(msgspec.Struct, frozen=True, kw_only=True):
+    """How a family writes its calls, for grammars: open, call, between, call, …, close; each call
+    is begin, arguments, end. Texts that are special tokens of the tokenizer mean those.
+
+    With it, an answer is held like this: free text until `trigger`, then calls, then the end.
+    """
+
+    trigger: str
+    """What `open` begins with, and free text has nowhere: once it is written, calls follow."""
+    open: str
+    begin: str
+    """`{name}` stands for the tool's name, `{number}` for a number that the model chooses."""
+    end: str
+    between: str
+    """What follows a call when another comes, and the beginning of that."""
+    close: str = ""
+    quoted: bool = True
+    """The name stands inside JSON quotes; otherwise as it is: letters, digits, `_`, `-`, `.`"""
+    arguments: ArgumentForm | None = None
+    """None: a JSON object."""
+    never: tuple[str, ...] = ()
+    """Other texts by which the parser finds a call: free text has them nowhere."""
+    never_pattern: str = ""
+    """The same, as an expression."""
+    never_first: str = ""
+    """An expression for what begins calls at the start of a text: free text does not start so."""
+    only_first: bool = False
+    """Calls stand at the start of an answer, and nowhere else."""
+
+
 class ToolParser(Protocol):
     """Finds tool calls in the answer, for one request. Rules as for `ReasoningParser`.
 
@@ -325,10 +370,10 @@ class ToolParser(Protocol):
     A class may have `markers`, as reasoning parsers have, and a function `new_id() -> str`: an id
     for a call whose text has none, where the family's template wants a certain form.
 
-    It may have `call_form: tuple[str, str, str]`, too: what begins every call, what its family
-    writes before a call's arguments (`{name}` stands for the name inside JSON quotes), and what
-    after, none of it special tokens. With it, tools marked `strict` are held to their schemas by a
-    grammar.
+    It may have `call_form: CallForm | tuple[CallForm, ...]`, too: how its family writes calls.
+    With it, calls that are forced, and those of tools marked `strict`, are held to their schemas by
+    a grammar in the family's own form. Without it, forced calls are plain JSON, and `strict` is
+    refused.
     """
 
     def __init__(self, *, tools: Sequence[Mapping[str, Any]] = ()) -> None:
@@ -364,6 +409,9 @@ class Vocabulary(msgspec.Struct, frozen=True, kw_only=True):
     """Text to token ids, without special tokens."""
     compact_json: bool = False
     """JSON has one form: no whitespace but one space after each comma and colon."""
+    special_tokens: Mapping[str, int] = {}
+    """Text of each special token → its id. Structural tags may name them in what stands around
+    their contents, and nowhere else is one allowed."""
 
 
 class GrammarMatcher(Protocol):
@@ -380,6 +428,17 @@ class GrammarMatcher(Protocol):
 
         row: [ceil(size / 32)] int32, contiguous; bit i % 32 of word i // 32 is token i. Every bit
         is written, those past `size` too (as 0). Raises RuntimeError as `accept` does.
+        """
+
+    @classmethod
+    def fill_bitmasks(
+        cls, matchers: Sequence[Any], bits: np.ndarray, rows: Sequence[int]
+    ) -> list[Exception | None]:
+        """`fill_bitmask` for many at once, bits[rows[i]] by matchers[i]; what each would raise.
+
+        bits: [count, ceil(size / 32)] int32, contiguous. Optional: without it, threads of the
+        worker share the rows. With it, all of a step is one call, which should let go of the
+        interpreter lock once and use more than one core.
         """
 
     def is_terminated(self) -> bool:

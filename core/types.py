@@ -314,6 +314,8 @@ class GrammarStart(msgspec.Struct, frozen=True, kw_only=True):
     """Allowed where the grammar may end, and only there."""
     token_bytes: Any
     """(token id) → the bytes that it adds to a text"""
+    encode: Any = None
+    """(text) → token ids, for what is answer already when a thought ends"""
     thought: Any = None
     """`core.structured.thought.Thought`: the grammar begins where it ends."""
 

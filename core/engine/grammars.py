@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -9,7 +10,7 @@ from ..config import EngineConfig
 from ..errors import InvalidRequest
 from ..protocols import Vocabulary
 from ..registry import Plugins
-from ..structured.spec import field_of, grammar_spec
+from ..structured.spec import begins_free, field_of, grammar_spec
 from ..structured.store import GrammarStore
 from ..structured.thought import thought_before
 from ..structured.vocabulary import make_vocabulary
@@ -74,11 +75,14 @@ class Grammars:
         thought = None
         waits = chat if asked.after_reasoning is None else asked.after_reasoning
         if waits and self._parser is not None:
-            thought = thought_before(self._parser, template_arguments or {}, self._tokenizer)
+            thought = thought_before(
+                self._parser, template_arguments or {}, self._tokenizer, free=begins_free(spec)
+            )
         return GrammarStart(
             grammar=grammar,
             eos_token_ids=self._eos_token_ids,
             token_bytes=self._tokenizer.token_bytes,
+            encode=functools.partial(self._tokenizer.encode, add_special_tokens=False),
             thought=thought,
         )
 

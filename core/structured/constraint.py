@@ -7,7 +7,7 @@ import time
 
 import numpy as np
 
-from ..protocols import GrammarMatcher
+from ..protocols import Content, GrammarMatcher
 from ..types import SlotStart
 from .thought import Thought
 
@@ -27,6 +27,7 @@ class Constraint:
         """Walks through what was generated before a preemption. mask_timeout: seconds"""
         assert start.grammar is not None
         self._token_bytes = start.grammar.token_bytes
+        self._encode = start.grammar.encode
         self._mask_timeout = mask_timeout
         self._matcher: GrammarMatcher | None = None
         self._eos = frozenset(start.grammar.eos_token_ids)
@@ -52,6 +53,11 @@ class Constraint:
         for token_id in start.token_ids[start.num_prompt_tokens :]:
             self.advance(token_id)
 
+    @property
+    def kind(self) -> type:
+        """Of its matcher."""
+        return type(self._matcher)
+
     def advance(self, token_id: int) -> None:
         """A token was sampled; -1: none could be."""
         if self.ended or self.failure is not None:
@@ -73,9 +79,19 @@ class Constraint:
             self._parser = None
             self._accept(token_id)
         else:
-            self._parser.feed(self._decoder.decode(self._token_bytes(token_id)))
+            events = self._parser.feed(self._decoder.decode(self._token_bytes(token_id)))
             if self._parser.reasoning_ended:
                 self._parser = None
+                self._begin("".join(one.text for one in events if isinstance(one, Content)))
+
+    def _begin(self, text: str) -> None:
+        """The thought has ended; `text` is answer already, as when a tool call ended it."""
+        if not text.strip() or self._encode is None:
+            return
+        for token_id in self._encode(text):
+            assert self._matcher is not None
+            if not self._matcher.accept([token_id]):
+                raise ValueError(f"the thought ended with {text!r}, which the grammar forbids")
 
     def _accept(self, token_id: int) -> None:
         assert self._matcher is not None
@@ -89,31 +105,46 @@ class Constraint:
 
     def fill(self, row: np.ndarray) -> None:
         """Write which tokens may come next. row: [words] int32"""
-        if self.ended or self.failure is not None:
-            row.fill(ANY)
-            return
-        if self._parser is not None and self._opening is None:
-            row.fill(ANY)
-            self._clear_ends(row)
+        matcher = self.open(row)
+        if matcher is None:
             return
         began = time.perf_counter()
         try:
-            assert self._matcher is not None
-            self._matcher.fill_bitmask(row)
+            matcher.fill_bitmask(row)
         except Exception as error:
-            self._fail(error)
-            row.fill(ANY)
+            self.close(row, error)
             return
-        if (taken := time.perf_counter() - began) > self._mask_timeout:
+        taken = time.perf_counter() - began
+        self.close(row, None)
+        if taken > self._mask_timeout:
             self.failure = (
                 f"structured_outputs: the mask of one token took {taken:.2f} s, more than "
                 f"mask_timeout ({self._mask_timeout} s)"
             )
+
+    def open(self, row: np.ndarray) -> GrammarMatcher | None:
+        """`fill` in two halves, where many rows are filled at once: what has to fill the row, and
+        `close` with it then; None: it is written."""
+        if self.ended or self.failure is not None:
+            row.fill(ANY)
+            return None
+        if self._parser is not None and self._opening is None:
+            row.fill(ANY)
+            self._clear_ends(row)
+            return None
+        return self._matcher
+
+    def close(self, row: np.ndarray, error: Exception | None) -> None:
+        """The matcher has filled the row, or failed."""
+        if error is not None:
+            self._fail(error)
+            row.fill(ANY)
+            return
         for token_id in self._opening or ():
             row.view(np.uint32)[token_id >> 5] |= np.uint32(1 << (token_id & 31))
         if self._ignore_eos or self._num_output < self._min_tokens:
             kept = self._clear_ends(row)
-            if not row.any():
+            if (kept & ~self._no_ends).any() and not row.any():
                 row[self._end_words] = kept
 
     def _clear_ends(self, row: np.ndarray) -> np.ndarray:

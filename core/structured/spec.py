@@ -120,7 +120,40 @@ def _closed_tag(tag: dict[str, Any]) -> dict[str, Any]:
     for structure in structures if isinstance(structures, list) else ():
         if isinstance(structure, dict):
             closed(structure.get("schema"))
+    for part in tag_formats(tag):
+        if part.get("type") == "json_schema":
+            closed(part.get("json_schema"))
     return tag
+
+
+def tag_formats(tag: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The formats inside a structural tag of the form `{"format": …}`, outermost first."""
+    todo = [tag.get("format")]
+    while todo:
+        part = todo.pop()
+        if isinstance(part, list):
+            todo.extend(part)
+        elif isinstance(part, dict):
+            yield part
+            todo.extend(part.get(key) for key in ("elements", "tags", "content"))
+
+
+def begins_free(spec: GrammarSpec) -> bool:
+    """Whether an output may begin with any text."""
+    if spec.kind != "structural_tag":
+        return False
+    tag = json.loads(spec.text)
+    if "format" not in tag:
+        return not tag.get("at_least_one")
+    todo = [tag["format"]]
+    while todo:
+        part = todo.pop()
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind == "any_text" or (kind == "triggered_tags" and not part.get("at_least_one")):
+            return True
+        if kind == "or" and isinstance(part.get("elements"), list):
+            todo.extend(part["elements"])
+    return False
 
 
 def _decoded(given: Any) -> Any:

@@ -22,13 +22,18 @@ class Thought(msgspec.Struct, frozen=True):
 
 
 def thought_before(
-    parser: Any, template_arguments: Mapping[str, Any], tokenizer: Tokenizer
+    parser: Any,
+    template_arguments: Mapping[str, Any],
+    tokenizer: Tokenizer,
+    *,
+    free: bool = False,
 ) -> Thought | None:
     """By a reasoning parser's class; None when there is no thought to wait for.
 
     A class without `reasoning_ended` does not say where thought ends: the grammar holds at once.
     So it does for a model that thinks when it likes, unless the request turns thinking on: with
-    little else allowed, such a model would open a thought that it never meant to have.
+    little else allowed, such a model would open a thought that it never meant to have. That is no
+    danger where an output may begin with any text (`free`).
     """
     switch, default = getattr(parser, "thinking_switch", ("enable_thinking", True))
     if not template_arguments.get(switch, default):
@@ -39,7 +44,7 @@ def thought_before(
     probe.feed("A")
     opening = None
     if probe.reasoning_ended:
-        if not template_arguments.get(switch):
+        if not free and not template_arguments.get(switch):
             return None
         ids = (tokenizer.backend.token_to_id(marker) for marker in parser.markers[:1])
         opening = tuple(found for found in ids if found is not None)

@@ -31,6 +31,7 @@ class Opening(msgspec.Struct, frozen=True):
     size: int
     eos_token_ids: tuple[int, ...]
     compact_json: bool
+    special_tokens: dict[str, int]
     memory_bytes: int
     """What it may allocate beyond what it has when it is ready."""
 
@@ -62,6 +63,7 @@ class Trial:
             size=vocabulary.size,
             eos_token_ids=vocabulary.eos_token_ids,
             compact_json=vocabulary.compact_json,
+            special_tokens=dict(vocabulary.special_tokens),
             memory_bytes=memory_bytes,
         )
         self._compile_timeout = compile_timeout

@@ -61,6 +61,7 @@ def _vocabulary(opening: Opening) -> Vocabulary:
         eos_token_ids=opening.eos_token_ids,
         encode=encode,
         compact_json=opening.compact_json,
+        special_tokens=opening.special_tokens,
     )
 
 

@@ -22,4 +22,9 @@ def make_vocabulary(
         eos_token_ids=tuple(sorted(eos_token_ids)),
         encode=lambda text: tokenizer.encode(text, add_special_tokens=False),
         compact_json=compact_json,
+        special_tokens={
+            tokenizer.added_tokens[token_id].content: token_id
+            for token_id in sorted(tokenizer.special_ids)
+            if token_id < size
+        },
     )

@@ -1,12 +1,19 @@
-"""Tool parsers for calls that a grammar has forced: the answer is the call, in a known form."""
+"""Tool parsers for answers whose form a grammar has settled: calls alone, or calls or a text."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ..protocols import ParserEvent, ToolCallArguments, ToolCallEnd, ToolCallStart
+from ..protocols import (
+    Content,
+    ParserEvent,
+    ToolCallArguments,
+    ToolCallEnd,
+    ToolCallStart,
+    ToolParser,
+)
 
 _SPACE = " \t\r\n"
 
@@ -113,3 +120,50 @@ class CallList:
         elif self._key == "name" and not self._started:
             self._started = True
             events.append(ToolCallStart(self._calls, read))
+
+
+class CallsOrText:
+    """The answer is calls, which begin with a known text, or it is all content."""
+
+    def __init__(self, parser: Callable[[], ToolParser], opens: Sequence[str]) -> None:
+        """parser: makes the one for calls, which begin with one of `opens`."""
+        self._make = parser
+        self._opens = tuple(opens)
+        self._parser: ToolParser | None = None
+        self._held: str | None = ""
+        """What has come while it may be either; None when it is known."""
+
+    @staticmethod
+    def of(parser: Any, opens: Sequence[str]) -> Callable[..., CallsOrText]:
+        """For a parser's class: what makes these, with the attributes that such a class has."""
+
+        class Made(CallsOrText):
+            markers = getattr(parser, "markers", ())
+            new_id = getattr(parser, "new_id", None)
+
+            def __init__(self, *, tools: Sequence[Mapping[str, Any]] = ()) -> None:
+                super().__init__(lambda: parser(tools=tools), opens)
+
+        if Made.new_id is None:
+            del Made.new_id
+        return Made
+
+    def feed(self, text: str, token_ids: Sequence[int] = ()) -> list[ParserEvent]:
+        """Events of the next piece of text."""
+        if self._held is not None:
+            text, self._held = self._held + text, None
+            if text.startswith(self._opens):
+                self._parser = self._make()
+            elif any(opened.startswith(text) for opened in self._opens):
+                self._held = text
+                return []
+        if self._parser is not None:
+            return self._parser.feed(text)
+        return [Content(text)] if text else []
+
+    def finish(self) -> list[ParserEvent]:
+        """The text is over."""
+        if self._parser is not None:
+            return self._parser.finish()
+        held, self._held = self._held, None
+        return [Content(held)] if held else []

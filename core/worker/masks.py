@@ -7,16 +7,27 @@ launch of step N + 1: the device has work meanwhile. Rows without a grammar neve
 
 from __future__ import annotations
 
+import logging
+import os
+import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 from ..structured.constraint import Constraint
 from ..types import SlotStart
+
+logger = logging.getLogger("jackfield.worker")
+
+FILL_THREADS = max(0, min(8, (os.cpu_count() or 1) // 2) - 1)
+"""Threads that help to fill masks. Backends fill outside the interpreter lock."""
+SHARED_SECONDS = 1e-3
+"""Masks of a step that took longer, all together, are shared among threads in the next."""
 
 
 class Sampled(Protocol):
@@ -45,12 +56,20 @@ class GrammarMasks:
         vocab_size: int,
         device: torch.device,
         mask_timeout: float,
+        threads: int = FILL_THREADS,
     ) -> None:
         self._words = -(-vocab_size // 32)
         self._device = device
         self._mask_timeout = mask_timeout
         self._constraints: dict[int, Constraint] = {}
         self._unseen: deque[tuple[Sampled, list[tuple[int, Constraint]]]] = deque()
+        self._threads = threads
+        self._pool: ThreadPoolExecutor | None = None
+        self._last_seconds = 0.0
+        """What the last step's masks took, on one thread or as many as there were."""
+        self._apart = False
+        """Masks took too long together: in the next step each is timed by itself."""
+        self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def start(self, start: SlotStart) -> None:
         """A request takes a slot; one resumed after preemption is walked up to where it was."""
@@ -76,16 +95,62 @@ class GrammarMasks:
         rows: as `rows` gave them, of a step with `num_rows` sampling rows.
         """
         self._catch_up()
-        on_gpu = self._device.type == "cuda"
-        host = torch.empty((len(rows), self._words), dtype=torch.int32, pin_memory=on_gpu)
-        bits = host.numpy()
-        for place, (_, constraint) in enumerate(rows):
-            constraint.fill(bits[place])
+        host = torch.empty(
+            (len(rows), self._words), dtype=torch.int32, pin_memory=self._copies is not None
+        )
+        self._fill_rows([constraint for _, constraint in rows], host.numpy())
         index = None
         if len(rows) < num_rows:
-            found = torch.tensor([row for row, _ in rows], dtype=torch.int64, pin_memory=on_gpu)
-            index = found.to(self._device, non_blocking=True)
-        return TokenMask(host.to(self._device, non_blocking=True), index)
+            index = torch.tensor([row for row, _ in rows], dtype=torch.int64)
+            index = index.pin_memory() if self._copies is not None else index
+        return self._sent(host, index)
+
+    def _fill_rows(self, constraints: Sequence[Constraint], bits: np.ndarray) -> None:
+        """bits: [len(constraints), words] int32"""
+        began = time.perf_counter()
+        together = None if self._apart else self._filler(constraints)
+        if together is not None:
+            _fill_together(together, constraints, bits)
+            self._apart = time.perf_counter() - began > self._mask_timeout
+            return
+        self._apart = False
+        todo = iter(list(zip(constraints, bits, strict=True)))  # Each thread takes from it.
+        helpers = 0
+        if self._last_seconds > SHARED_SECONDS:
+            helpers = min(self._threads, len(constraints) // 2)
+        if helpers:
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(self._threads, "jackfield-masks")
+            shares = [self._pool.submit(_fill, todo) for _ in range(helpers)]
+            _fill(todo)
+            for share in shares:
+                share.result()
+        else:
+            _fill(todo)
+        self._last_seconds = (time.perf_counter() - began) * (1 + helpers)
+
+    def _filler(self, constraints: Sequence[Constraint]) -> Any:
+        """The backend's own way to fill many rows, if it has one and they are all its."""
+        kinds = {constraint.kind for constraint in constraints}
+        if len(constraints) < 2 or len(kinds) != 1:
+            return None
+        return getattr(kinds.pop(), "fill_bitmasks", None)
+
+    def _sent(self, host: torch.Tensor, index: torch.Tensor | None) -> TokenMask:
+        """The masks on the device, while what was launched before still runs there."""
+        if self._copies is None:
+            return TokenMask(
+                host.to(self._device), None if index is None else index.to(self._device)
+            )
+        main = torch.cuda.current_stream(self._device)
+        with torch.cuda.stream(self._copies):
+            bits = host.to(self._device, non_blocking=True)
+            rows = None if index is None else index.to(self._device, non_blocking=True)
+        main.wait_stream(self._copies)
+        for sent in (bits, rows):
+            if sent is not None:
+                sent.record_stream(main)
+        return TokenMask(bits, rows)
 
     def failures(self, rows: list[tuple[int, Constraint]]) -> dict[int, str]:
         """Row → why its request cannot go on."""
@@ -101,3 +166,22 @@ class GrammarMasks:
             tokens = np.asarray(step.chosen_tokens())
             for row, constraint in rows:
                 constraint.advance(int(tokens[row]))
+
+
+def _fill(todo: Iterator[tuple[Constraint, np.ndarray]]) -> None:
+    for constraint, row in todo:
+        constraint.fill(row)
+
+
+def _fill_together(fill: Any, constraints: Sequence[Constraint], bits: np.ndarray) -> None:
+    opened = [(row, c.open(bits[row])) for row, c in enumerate(constraints)]
+    rows = [row for row, matcher in opened if matcher is not None]
+    try:
+        errors = fill([matcher for _, matcher in opened if matcher is not None], bits, rows)
+    except Exception:
+        logger.exception("masks could not be filled together; each is filled by itself")
+        for row in rows:
+            constraints[row].fill(bits[row])
+        return
+    for row, error in zip(rows, errors, strict=True):
+        constraints[row].close(bits[row], error)

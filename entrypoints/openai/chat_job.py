@@ -19,17 +19,11 @@ from ...core.errors import InvalidRequest, RequestFailed
 from ...core.protocols import ParserEvent, ReasoningParser, ToolCallStart, ToolParser
 from ...core.text.parsing import OutputParser, ParsedMessage, fold, hides_markers
 from ...core.text.reasoning import ReasoningTracker, lets_think
-from ...core.types import (
-    CompletionOutput,
-    PositionLogprobs,
-    RequestOutput,
-    SamplingParams,
-    StructuredOutputsParams,
-)
+from ...core.types import CompletionOutput, PositionLogprobs, RequestOutput
 from .context import ServerOptions, check_model, check_priority, new_id, tokenizer_of, usage
+from .held_calls import HeldCalls, forced_calls, free_calls
 from .logprobs import chat_logprobs
 from .protocol import ChatRequest
-from .structured import forced_calls, strict_calls
 from .template_fields import template_arguments
 from .tool_choice import apply_allowed_tools, check_tools, first_call_only
 
@@ -100,46 +94,43 @@ class ChatJob:
         logprobs = asked.shown_logprobs(engine.config.max_logprobs)
         self.params = asked.sampling(asked.token_limit, logprobs)
         self.uses_tools = bool(asked.tools) and asked.tool_choice != "none"
-        self.forced = forced_calls(asked, engine.config.structured_outputs_config)
-        if self.uses_tools and self.forced is None and engine.config.tool_call_parser is None:
-            raise InvalidRequest(
-                "tools: this server has no tool-call parser; start it with --tool-call-parser",
-                param="tools",
-            )
         config, plugins = engine.config, engine.plugins
         self.reasoning: type[ReasoningParser] | None = None
         self.tools: Callable[..., ToolParser] | None = None
         if config.reasoning_parser is not None:
             self.reasoning = plugins["reasoning_parser"].load(config.reasoning_parser)
-        if self.forced is not None:
-            self.tools = self.forced.parser
-        elif self.uses_tools:
-            self.tools = plugins["tool_parser"].load(config.tool_call_parser or "")
+        if self.uses_tools and config.tool_call_parser is not None:
+            self.tools = plugins["tool_parser"].load(config.tool_call_parser)
+        self.held = self._held_calls()
+        if self.held is not None:
+            self.tools = self.held.parser
+            self.params = msgspec.structs.replace(self.params, structured_outputs=self.held.params)
         parsers: list[Any] = [
             parser for parser in (self.reasoning, self.tools) if parser is not None
         ]
         if parsers and hides_markers(tokenizer_of(engine), parsers):
             self.params = msgspec.structs.replace(self.params, skip_special_tokens=False)
-        self.params = self._with_calls(self.params)
 
-    def _with_calls(self, params: SamplingParams) -> SamplingParams:
-        """With the grammar that holds tool calls to their schemas, where one is asked for."""
-        if self.forced is not None:
-            grammar: StructuredOutputsParams | None = self.forced.params
-            if params.structured_outputs is not None:
+    def _held_calls(self) -> HeldCalls | None:
+        """The grammar that holds tool calls to their schemas, where one is asked for."""
+        format = self.params.structured_outputs
+        config = self.engine.config.structured_outputs_config
+        held = forced_calls(self.asked, self.tools, config)
+        if held is not None:
+            if format is not None:
                 raise InvalidRequest(
                     "tool_choice: forces tool calls, so the output can follow no other grammar",
                     param="tool_choice",
                 )
-        elif self.uses_tools and params.structured_outputs is None:
-            parser = self.engine.plugins["tool_parser"].load(
-                self.engine.config.tool_call_parser or ""
+            return held
+        if not self.uses_tools:
+            return None
+        if self.tools is None:
+            raise InvalidRequest(
+                "tools: this server has no tool-call parser; start it with --tool-call-parser",
+                param="tools",
             )
-            config = self.engine.config.structured_outputs_config
-            grammar = strict_calls(self.asked, parser, config)
-        else:
-            return params
-        return msgspec.structs.replace(params, structured_outputs=grammar)
+        return free_calls(self.asked, self.tools, config, format)
 
     def new_choice(self) -> Choice:
         """Parsers for one of the n answers."""
@@ -189,7 +180,7 @@ class ChatJob:
 
     def finish_reason(self, completion: CompletionOutput, choice: Choice) -> str | None:
         """As OpenAI names it."""
-        named = self.forced is not None and self.forced.named
+        named = self.held is not None and self.held.named
         if choice.called and not named and completion.finish_reason == "stop":
             return "tool_calls"
         return completion.finish_reason

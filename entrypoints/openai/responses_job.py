@@ -179,7 +179,7 @@ class ResponseJob(ChatJob):
         if self._logprobs_of is not None:
             self._logprobs_of.push(completion)
         parsed = self._answer.feed(completion)
-        if self.forced is not None and self.forced.named and completion.finish_reason != "stop":
+        if self.held is not None and self.held.named and completion.finish_reason != "stop":
             # The named call is all of the output, so its parser ends it wherever the output ends.
             parsed = [event for event in parsed if not isinstance(event, ToolCallEnd)]
         return parsed

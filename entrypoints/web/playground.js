@@ -3,14 +3,19 @@
 const $ = (id) => document.getElementById(id);
 const NARROW = matchMedia("(max-width: 60rem)");
 const WINDOW = 60_000; // Milliseconds that the plots show.
-const EXAMPLE = [{
-  type: "function",
-  function: {
-    name: "get_weather",
-    description: "The weather in a city",
-    parameters: { type: "object", properties: { city: { type: "string" } }, required: ["city"] },
-  },
-}];
+const EXAMPLE = `[{
+  "type": "function",
+  "function": {
+    "name": "get_weather",
+    "description": "The weather in a city",
+    "parameters": {
+      "type": "object",
+      "properties": {"city": {"type": "string"}},
+      "required": ["city"]
+    }
+  }
+}]`;
+const SHORTEST = 20; // Milliseconds: what took less came in one piece, and has no speed to tell of.
 
 /** What the user has to put right, and where. */
 class Wrong extends Error {
@@ -251,7 +256,7 @@ class Answer {
       if (index !== 0) continue;
       const thought = delta.reasoning_content ?? delta.reasoning;
       if (thought) this.think(thought, now);
-      if (delta.content) this.write(delta.content);
+      if (delta.content) this.write(delta.content, now);
       for (const piece of delta.tool_calls ?? []) this.called(piece);
       this.reason = reason ?? this.reason;
     }
@@ -262,12 +267,12 @@ class Answer {
   }
 
   /** Text at the end of the block of this kind that is open, or of a new one. */
-  put(kind, text, open) {
+  put(kind, text, now, open) {
     if (this.open?.kind !== kind) {
       const shown = text.trimStart();
       if (!shown) return;
       this.rest();
-      this.open = { kind, node: document.createTextNode(shown), began: performance.now() };
+      this.open = { kind, node: document.createTextNode(shown), began: now };
       open(element("div", { className: "text last" }, this.open.node));
     } else {
       this.open.node.appendData(text);
@@ -276,23 +281,24 @@ class Answer {
 
   think(text, now) {
     this.thought += text;
-    this.put("thought", text, (block) => {
+    this.put("thought", text, now, (block) => {
       this.summary = element("summary", { textContent: "Thinking…" });
       this.add(element("details", { className: "thought" }, this.summary, block));
     });
     this.thoughtUntil = now;
   }
 
-  write(text) {
+  write(text, now) {
     this.content += text;
-    this.put("text", text, (block) => this.add(block));
+    this.put("text", text, now, (block) => this.add(block));
   }
 
   /** Close the open block. */
   rest() {
     this.turn.querySelector(".text.last")?.classList.remove("last");
     if (this.open?.kind === "thought") {
-      this.summary.textContent = `Thought for ${duration(this.thoughtUntil - this.open.began)}`;
+      const spent = this.thoughtUntil - this.open.began;
+      this.summary.textContent = spent >= SHORTEST ? `Thought for ${duration(spent)}` : "Thought";
     }
     this.open = null;
   }
@@ -316,7 +322,7 @@ class Answer {
   measure() {
     const facts = [plural(this.tokens, "token")];
     const spent = this.last - this.first;
-    if (this.tokens > 1 && spent > 0) {
+    if (this.tokens > 1 && spent >= SHORTEST) {
       const rate = ((this.tokens - 1) * 1000) / spent;
       facts.push(`${rate.toLocaleString("en", { maximumFractionDigits: rate < 100 ? 1 : 0 })} tokens/s`);
     }
@@ -386,8 +392,8 @@ function settle() {
   for (const { id, field, form } of waiting.calls) {
     const given = field.value.trim();
     messages.push({ role: "tool", tool_call_id: id, content: given });
-    form.replaceChildren(element("label", { textContent: given ? "Result" : "No result was given" }),
-      element("pre", { textContent: given }));
+    form.replaceChildren(element("label", { textContent: given ? "Result" : "No result was given" }));
+    if (given) form.append(element("pre", { textContent: given }));
   }
   waiting.button.remove();
   waiting = null;
@@ -466,7 +472,10 @@ async function respond() {
   running = null;
   following(() => {
     answer.end();
-    if (failed) drawError(answer, failed);
+    if (failed) {
+      drawError(answer, failed);
+      if (answer.first === undefined) answer.say();
+    }
     else offerAgain(answer.turn, answer.start, answer.facts, "again");
   });
   busy(false);
@@ -642,7 +651,7 @@ $("fresh").addEventListener("click", fresh);
 $("key").addEventListener("change", loadModels);
 $("model").addEventListener("change", () => { $("asked").textContent = $("model").value; });
 $("example").addEventListener("click", () => {
-  $("tools").value = JSON.stringify(EXAMPLE, null, 1);
+  $("tools").value = EXAMPLE;
   $("tools").dispatchEvent(new Event("input"));
   $("tools").dispatchEvent(new Event("change"));
 });

@@ -34,6 +34,7 @@ from ...core.protocols import (
 )
 from ...core.registry import Plugins, load_plugins
 from ...core.text.parsing import OutputParser, ParsedMessage, fold
+from .call_forms import CallFormChecks
 
 
 class Sample(msgspec.Struct, frozen=True):
@@ -239,7 +240,7 @@ _PIECES = [*'{}[]()<>|=:,"\'\\/;', "\n", " ", "é🙂", '"name"', '"arguments"',
            '[{"name": "f", "arguments": {}}]', "</", "```", "json"]  # fmt: skip
 
 
-class ToolParserKit(ParserKit):
+class ToolParserKit(ParserKit, CallFormChecks):
     """For what `register_tool_parsers` registers."""
 
     kind = "tool_parser"

@@ -12,7 +12,7 @@ _MAX_HEADER = 256
 """Characters of what stands before the arguments; what is longer is no call."""
 
 
-class CallForm:
+class NamedForm:
     """How one call is written: open, before_name, name, name_end, fence, {arguments}, close."""
 
     def __init__(
@@ -38,7 +38,7 @@ class CallForm:
 class NamedCallsParser(ToolMachine):
     """Reads calls of one form. A missing closing mark is tolerated, and missing arguments are."""
 
-    form: ClassVar[CallForm]
+    form: ClassVar[NamedForm]
     around: ClassVar[tuple[str, ...]] = ()
     """Marks around all calls; they are dropped."""
 
@@ -53,7 +53,7 @@ class NamedCallsParser(ToolMachine):
                 yield from named_call(self, self.form, [mark])
 
 
-def named_call(parser: ToolMachine, form: CallForm, source: list[str]) -> Read[None]:
+def named_call(parser: ToolMachine, form: NamedForm, source: list[str]) -> Read[None]:
     """Read one call after its opening mark, which is in `source`."""
     text, answer = parser.text, parser.answer
     source.append((yield from text.run(SPACES)))

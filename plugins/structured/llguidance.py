@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
+import os
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import numpy as np
 
 from ...core.protocols import GrammarSpec, Vocabulary
-from .structural_tags import StructuralTag, read
+from .lark_tags import lark_of, unread
+from .structural_tags import read
 
 MAX_ITEMS_IN_ROW = 10_000
 """Ways to go on from one place: as many as a schema with some thousand optional properties has."""
-_QUOTED_TEXT = r"(.|\n)*"
+THREADS = max(1, min(8, (os.cpu_count() or 1) // 2))
+"""That masks of many rows are shared among."""
 
 
 class LLGuidance:
@@ -39,7 +43,7 @@ class LLGuidance:
             return "it reads Lark's syntax, not GBNF's (::=)"
         if spec.kind == "structural_tag":
             try:
-                read(spec.text)
+                return unread(read(spec.text))
             except ValueError as error:
                 return str(error)
         return None
@@ -49,6 +53,7 @@ class LLGuidance:
 
         self._llguidance = llguidance
         self._eos = vocabulary.eos_token_ids
+        self._special_tokens = vocabulary.special_tokens
         self._options: Any = {"coerce_one_of": True}
         if vocabulary.compact_json:
             self._options |= {
@@ -90,42 +95,15 @@ class LLGuidance:
             case "grammar":
                 return made.grammar_from_lark(spec.text)
             case "structural_tag":
-                return made.grammar_from_lark(self._tags(read(spec.text)))
+                return made.grammar_from_lark(self._tags(spec.text))
         raise ValueError(f"no such kind: {spec.kind}")
 
     def _schema(self, text: str) -> str:
         made = self._llguidance.LLMatcher
         return made.grammar_from_json_schema(text, overrides=self._options)
 
-    def _tags(self, tag: StructuralTag) -> str:
-        """Lark: free text that ends lazily at a trigger, then the rest of the structure."""
-        rules, names = [], []
-        for number, (trigger, structure) in enumerate(tag.triggered()):
-            schema = structure.schema
-            if isinstance(schema, bool):
-                schema = {}
-            schema = {**schema, "x-guidance": self._options}
-            body = " ".join(
-                part
-                for part in (
-                    _quoted(structure.begin[len(trigger) :]),
-                    f"%json {json.dumps(schema)}",
-                    _quoted(structure.end),
-                )
-                if part != '""'
-            )
-            rules.append(f"free_{number}[lazy]: TEXT {_quoted(trigger)}")
-            rules.append(f"tag_{number}: free_{number} {body}")
-            rules.append(f"first_{number}: {_quoted(trigger)} {body}")
-            names.append(number)
-        later = " | ".join(f"tag_{number}" for number in names)
-        first = " | ".join(f"first_{number}" for number in names)
-        start = f"({later})* rest"
-        if tag.stop_after_first:
-            start = first if tag.at_least_one else f"{later} | rest"
-        elif tag.at_least_one:
-            start = f"({first}) ({later})* rest"
-        return "\n".join([f"start: {start}", "rest: TEXT", f"TEXT: /{_QUOTED_TEXT}/", *rules])
+    def _tags(self, text: str) -> str:
+        return lark_of(read(text), self._special_tokens, self._options)
 
 
 class _Vocabulary:
@@ -174,10 +152,9 @@ class LLGuidanceMatcher:
         if token_id in self._eos:
             self._terminated = matcher.is_accepting()
             return self._terminated
-        fitting = matcher.validate_tokens([token_id]) == 1
-        if matcher.consume_token(token_id):
+        if matcher.try_consume_tokens([token_id]) == 1:
             return True
-        if fitting:
+        if matcher.is_error():
             raise RuntimeError(_first_line(matcher.get_error()))
         return False
 
@@ -187,6 +164,21 @@ class LLGuidanceMatcher:
         if self._matcher.is_error():
             raise RuntimeError(_first_line(self._matcher.get_error()))
 
+    @classmethod
+    def fill_bitmasks(
+        cls, matchers: Sequence[LLGuidanceMatcher], bits: np.ndarray, rows: Sequence[int]
+    ) -> list[Exception | None]:
+        """Many at once, on threads of the package's own, without the interpreter lock.
+
+        bits: [count, ceil(size / 32)] int32
+        """
+        pairs = [(one._matcher, row) for one, row in zip(matchers, rows, strict=True)]
+        _executor().unsafe_compute_mask_ptr(pairs, bits.ctypes.data, bits.strides[0], bits.shape[0])
+        return [
+            RuntimeError(_first_line(matcher.get_error())) if matcher.is_error() else None
+            for matcher, _ in pairs
+        ]
+
     def is_terminated(self) -> bool:
         """Whether an end token was accepted."""
         return self._terminated
@@ -195,6 +187,13 @@ class LLGuidanceMatcher:
         """Take back the last tokens."""
         self._matcher.rollback(num_tokens - self._terminated)
         self._terminated = False
+
+
+@functools.cache
+def _executor() -> Any:
+    import llguidance
+
+    return llguidance.LLExecutor(THREADS)
 
 
 def _quoted(text: str) -> str:

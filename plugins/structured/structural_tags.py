@@ -1,4 +1,4 @@
-"""Structural tags as requests write them, read once for every backend."""
+"""Structural tags as requests write them, in either form, read once for every backend."""
 
 from __future__ import annotations
 
@@ -26,29 +26,41 @@ class StructuralTag(msgspec.Struct, frozen=True):
     """The text begins with a structure."""
     stop_after_first: bool = False
 
-    def triggered(self) -> list[tuple[str, Structure]]:
-        """Each structure with its trigger. Raises ValueError where there is not exactly one."""
-        if not self.structures or not self.triggers or not all(self.triggers):
-            raise ValueError("structures and triggers must not be empty")
-        found = []
-        for structure in self.structures:
-            own = [t for t in self.triggers if structure.begin.startswith(t)]
-            if len(own) != 1:
-                raise ValueError(
-                    f"begin {structure.begin!r} must start with exactly one of the triggers"
-                )
-            found.append((own[0], structure))
-        return found
+    def format(self) -> dict[str, Any]:
+        """The same in the newer form."""
+        return {
+            "type": "triggered_tags",
+            "triggers": self.triggers,
+            "tags": [
+                {
+                    "type": "tag",
+                    "begin": structure.begin,
+                    "content": {"type": "json_schema", "json_schema": structure.schema},
+                    "end": structure.end,
+                }
+                for structure in self.structures
+            ],
+            "at_least_one": self.at_least_one,
+            "stop_after_first": self.stop_after_first,
+        }
 
 
-def read(text: str) -> StructuralTag:
-    """From JSON. Raises ValueError."""
+def read(text: str) -> dict[str, Any]:
+    """The format of a tag in JSON, of either form. Raises ValueError."""
     raw = json.loads(text)
     if "format" in raw:
-        raise ValueError("only the form with structures and triggers is read by this backend")
+        if not isinstance(raw["format"], dict):
+            raise ValueError("format: must be an object")
+        return dict(raw["format"])
     try:
         tag = msgspec.convert(raw, StructuralTag)
     except msgspec.ValidationError as error:
         raise ValueError(str(error)) from None
-    tag.triggered()
-    return tag
+    if not tag.structures or not tag.triggers or not all(tag.triggers):
+        raise ValueError("structures and triggers must not be empty")
+    for structure in tag.structures:
+        if sum(map(structure.begin.startswith, tag.triggers)) != 1:
+            raise ValueError(
+                f"begin {structure.begin!r} must start with exactly one of the triggers"
+            )
+    return tag.format()

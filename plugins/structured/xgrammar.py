@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ...core.protocols import GrammarSpec, Vocabulary
-from ...core.structured.spec import subschemas
+from ...core.structured.spec import subschemas, tag_formats
 from .structural_tags import read
 
 MAX_WHITESPACE = 32
@@ -27,6 +27,11 @@ _IGNORED = frozenset(
 _FORMATS = frozenset(("date", "date-time", "email", "hostname", "ipv4", "ipv6", "time", "uuid"))
 _TYPED = frozenset(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"))
 _LENGTHS = frozenset(("minLength", "maxLength"))
+
+_CLOSED = frozenset(
+    ("const_string", "json_schema", "sequence", "or", "optional", "tag", "tags_with_separator")
+)
+"""Formats inside which all text is JSON's or the format's own."""
 
 
 class XGrammar:
@@ -47,11 +52,7 @@ class XGrammar:
         if spec.kind == "json":
             return _unheld(json.loads(spec.text))
         if spec.kind == "structural_tag":
-            for structure in json.loads(spec.text).get("structures") or ():
-                schema = structure.get("schema") if isinstance(structure, dict) else None
-                reason = _unheld(schema) or _unclean(schema)
-                if reason is not None:
-                    return reason
+            return _unheld_tag(spec.text)
         return None
 
     def __init__(self, vocabulary: Vocabulary) -> None:
@@ -75,7 +76,10 @@ class XGrammar:
             compiled = self._compile(spec)
         except (RuntimeError, TypeError) as error:
             raise ValueError(_first_line(error)) from None
-        clean = self._clean if spec.kind in ("json", "json_object") else None
+        closed = spec.kind in ("json", "json_object") or (
+            spec.kind == "structural_tag" and not _has_free_text({"format": _format(spec.text)})
+        )
+        clean = self._clean if closed else None
         return XGrammarGrammar(self._xgrammar, compiled, clean)
 
     def _compile(self, spec: GrammarSpec) -> Any:
@@ -105,27 +109,15 @@ class XGrammar:
         )
 
     def _tag(self, text: str) -> str:
-        if "format" in json.loads(text):
-            return text
-        tag = read(text)
-        content = {} if self._compact else {"max_whitespace_cnt": MAX_WHITESPACE}
-        tags = [
-            {
-                "type": "tag",
-                "begin": structure.begin,
-                "content": {"type": "json_schema", "json_schema": structure.schema, **content},
-                "end": structure.end,
-            }
-            for structure in tag.structures
-        ]
-        made = {
-            "type": "triggered_tags",
-            "triggers": tag.triggers,
-            "tags": tags,
-            "at_least_one": tag.at_least_one,
-            "stop_after_first": tag.stop_after_first,
-        }
-        return json.dumps({"type": "structural_tag", "format": made})
+        tag = {"type": "structural_tag", "format": read(text)}
+        for part in tag_formats(tag):
+            if part.get("type") == "json_schema" and not self._compact:
+                part["max_whitespace_cnt"] = MAX_WHITESPACE
+            texts = [part.get(key) for key in ("begin", "end", "value", "separator")]
+            for token in self._vocabulary.special_tokens:
+                if token and any(isinstance(one, str) and token in one for one in texts):
+                    raise ValueError(f"the special token {token} in a structural tag")
+        return json.dumps(tag)
 
 
 class XGrammarGrammar:
@@ -188,6 +180,32 @@ def _unheld(schema: Any) -> str | None:
             if name in part and not (type(part[name]) is int and part[name] >= 0):
                 return f"{name} must be an integer of at least 0"
     return None
+
+
+def _unheld_tag(text: str) -> str | None:
+    tag = {"format": _format(text)}
+    free = _has_free_text(tag)
+    for part in tag_formats(tag):
+        if found := sorted({"never", "never_first"} & part.keys()):
+            return f"{found[0]} is not supported"
+        if part.get("type") == "regex" and part.get("excludes"):
+            return "excludes beside an expression is not supported"
+        if part.get("type") == "json_schema":
+            schema = part.get("json_schema")
+            if reason := _unheld(schema) or (_unclean(schema) if free else None):
+                return reason
+    return None
+
+
+def _format(text: str) -> Any:
+    try:
+        return read(text)
+    except ValueError:
+        return None  # `compile` says what is wrong with it
+
+
+def _has_free_text(tag: dict[str, Any]) -> bool:
+    return any(part.get("type") not in _CLOSED for part in tag_formats(tag))
 
 
 def _unclean(schema: Any) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ...core.protocols import CallForm
 from ..parsing.json_calls import JsonCallsParser
 
 
@@ -10,4 +11,11 @@ class HermesToolParser(JsonCallsParser):
 
     open = ("<tool_call>",)
     close = ("</tool_call>",)
-    call_form = ("<tool_call>", '<tool_call>\n{"name": "{name}", "arguments": ', "}\n</tool_call>")
+    call_form = CallForm(
+        trigger="<tool_call>",
+        open='<tool_call>\n{"name": "',
+        begin='{name}", "arguments": ',
+        end="}",
+        between='\n</tool_call>\n<tool_call>\n{"name": "',
+        close="\n</tool_call>",
+    )

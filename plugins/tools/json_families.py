@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from ...core.protocols import CallForm
 from ..parsing.json_calls import JsonCallsParser
+
+_FIRST = r"[ \t\r\n]*"
+"""What may stand before calls at the start of a text."""
 
 
 class Llama3JsonToolParser(JsonCallsParser):
@@ -12,6 +16,15 @@ class Llama3JsonToolParser(JsonCallsParser):
     bare = "{"
     inline = ('{"name"', '{"type"')
     argument_keys = ("parameters", "arguments")
+    call_form = CallForm(
+        trigger='{"name"',
+        open='{"name": "',
+        begin='{name}", "parameters": ',
+        end="}",
+        between='; {"name": "',
+        never=(*open, '{"type"'),
+        never_first=_FIRST + r"\{",
+    )
 
 
 class XlamToolParser(JsonCallsParser):
@@ -24,6 +37,18 @@ class XlamToolParser(JsonCallsParser):
     language = "json"
     bare = "[{"
     bare_after = ("</think>",)
+    call_form = CallForm(
+        trigger="[",
+        open="[",
+        begin='{"name": "{name}", "arguments": ',
+        end="}",
+        between=", ",
+        close="]",
+        never=(*open, *bare_after),
+        never_pattern=r"```(json)?[ \t\r\n]*[\[{]",
+        never_first=_FIRST + r"[\[{]",
+        only_first=True,
+    )
 
 
 class MiniMaxToolParser(JsonCallsParser):
@@ -33,6 +58,14 @@ class MiniMaxToolParser(JsonCallsParser):
     close = ("</tool_calls>",)
     opaque = ("<think>", "</think>")
     recovers = True
+    call_form = CallForm(
+        trigger="<tool_calls>",
+        open="<tool_calls>\n",
+        begin='{"name": "{name}", "arguments": ',
+        end="}\n",
+        between="",
+        close="</tool_calls>",
+    )
 
 
 class GraniteToolParser(JsonCallsParser):
@@ -42,12 +75,29 @@ class GraniteToolParser(JsonCallsParser):
     markers = open
     close = ("</tool_call>",)
     bare = "["
+    call_form = CallForm(
+        trigger="<|tool_call|>",
+        open="<|tool_call|>[",
+        begin='{"name": "{name}", "arguments": ',
+        end="}",
+        between=", ",
+        close="]",
+        never=("<tool_call>", "<function_call>"),
+        never_first=_FIRST + r"\[",
+    )
 
 
 class Granite20bFcToolParser(JsonCallsParser):
     """`<function_call> {"name": "f", "arguments": {…}}`, once a call."""
 
     open = ("<function_call>",)
+    call_form = CallForm(
+        trigger="<function_call>",
+        open="<function_call> ",
+        begin='{"name": "{name}", "arguments": ',
+        end="}",
+        between="\n<function_call> ",
+    )
 
 
 class InternLmToolParser(JsonCallsParser):
@@ -57,6 +107,14 @@ class InternLmToolParser(JsonCallsParser):
     markers = ("<|action_start|>", "<|plugin|>", "<|action_end|>")
     close = ("<|action_end|>",)
     argument_keys = ("parameters", "arguments")
+    call_form = CallForm(
+        trigger="<|action_start|>",
+        open="<|action_start|><|plugin|>",
+        begin='{"name": "{name}", "parameters": ',
+        end="}",
+        between="<|action_end|><|action_start|><|plugin|>",
+        close="<|action_end|>",
+    )
 
 
 class JambaToolParser(JsonCallsParser):
@@ -65,6 +123,14 @@ class JambaToolParser(JsonCallsParser):
     open = ("<tool_calls>",)
     close = ("</tool_calls>",)
     markers = (*open, *close)
+    call_form = CallForm(
+        trigger="<tool_calls>",
+        open="<tool_calls>[",
+        begin='{"name": "{name}", "arguments": ',
+        end="}",
+        between=", ",
+        close="]</tool_calls>",
+    )
 
 
 class Phi4MiniJsonToolParser(JsonCallsParser):
@@ -75,6 +141,15 @@ class Phi4MiniJsonToolParser(JsonCallsParser):
     markers = (*open, *close)
     weak = ("functools",)
     argument_keys = ("arguments", "parameters")
+    call_form = CallForm(
+        trigger="<|tool_call|>",
+        open="<|tool_call|>[",
+        begin='{"name": "{name}", "arguments": ',
+        end="}",
+        between=", ",
+        close="]<|/tool_call|>",
+        never_pattern=r"functools[ \t\r\n]*[\[{]",
+    )
 
 
 class HunyuanA13bToolParser(JsonCallsParser):
@@ -83,3 +158,11 @@ class HunyuanA13bToolParser(JsonCallsParser):
     open = ("<tool_calls>",)
     close = ("</tool_calls>",)
     opaque = ("<think>", "</think>")
+    call_form = CallForm(
+        trigger="<tool_calls>",
+        open="<tool_calls>[",
+        begin='{"name": "{name}", "arguments": ',
+        end="}",
+        between=", ",
+        close="]</tool_calls>",
+    )

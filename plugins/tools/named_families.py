@@ -5,9 +5,10 @@ from __future__ import annotations
 import secrets
 import string
 
+from ...core.protocols import CallForm
 from ..parsing.cursor import SPACES, Read
 from ..parsing.json_calls import JsonCallsParser
-from ..parsing.named_calls import CallForm, NamedCallsParser, named_call
+from ..parsing.named_calls import NamedCallsParser, NamedForm, named_call
 
 _LETTERS = string.ascii_letters + string.digits
 
@@ -17,7 +18,7 @@ class DeepSeekV3ToolParser(NamedCallsParser):
     `<｜tool▁call▁end｜>`.
     """
 
-    form = CallForm(
+    form = NamedForm(
         open=("<｜tool▁call▁begin｜>",),
         before_name="function<｜tool▁sep｜>",
         name_end=("\n", "```", "{"),
@@ -26,21 +27,41 @@ class DeepSeekV3ToolParser(NamedCallsParser):
     )
     around = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
     markers = (*around, *form.open, *form.close, "<｜tool▁sep｜>")
+    call_form = CallForm(
+        trigger=around[0],
+        open="<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>",
+        begin="{name}\n```json\n",
+        end="\n```<｜tool▁call▁end｜>",
+        between="\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>",
+        close=around[1],
+        quoted=False,
+        never=form.open,
+    )
 
 
 class DeepSeekV31ToolParser(NamedCallsParser):
     """`<｜tool▁call▁begin｜>f<｜tool▁sep｜>{…}<｜tool▁call▁end｜>`."""
 
-    form = CallForm(
+    form = NamedForm(
         open=("<｜tool▁call▁begin｜>",),
         name_end=("<｜tool▁sep｜>",),
         close=("<｜tool▁call▁end｜>",),
     )
     around = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
     markers = (*around, *form.open, *form.close, "<｜tool▁sep｜>")
+    call_form = CallForm(
+        trigger=around[0],
+        open="<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>",
+        begin="{name}<｜tool▁sep｜>",
+        end="<｜tool▁call▁end｜>",
+        between="<｜tool▁call▁begin｜>",
+        close=around[1],
+        quoted=False,
+        never=form.open,
+    )
 
 
-class _KimiForm(CallForm):
+class _KimiForm(NamedForm):
     def name_of(self, header: str) -> tuple[str, str]:
         """`functions.NAME:NUMBER`, which is the call's id as a whole."""
         id = header.strip()
@@ -58,9 +79,19 @@ class KimiK2ToolParser(NamedCallsParser):
     )
     around = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
     markers = (*around, *form.open, *form.name_end.texts, *form.close)
+    call_form = CallForm(
+        trigger=around[0],
+        open="<|tool_calls_section_begin|><|tool_call_begin|>functions.",
+        begin="{name}:{number}<|tool_call_argument_begin|>",
+        end="<|tool_call_end|>",
+        between="<|tool_call_begin|>functions.",
+        close=around[1],
+        quoted=False,
+        never=form.open,
+    )
 
 
-class _MistralForm(CallForm):
+class _MistralForm(NamedForm):
     def name_of(self, header: str) -> tuple[str, str]:
         """`NAME`, or `NAME[CALL_ID]ID`."""
         name, _, id = header.partition("[CALL_ID]")
@@ -73,6 +104,24 @@ class MistralToolParser(JsonCallsParser):
     open = ("[TOOL_CALLS]",)
     markers = (*open, "[ARGS]", "[CALL_ID]")
     form = _MistralForm(open=open, name_end=("[ARGS]", "{"))
+    call_form = (
+        CallForm(
+            trigger="[TOOL_CALLS]",
+            open="[TOOL_CALLS][",
+            begin='{"name": "{name}", "arguments": ',
+            end="}",
+            between=", ",
+            close="]",
+        ),
+        CallForm(
+            trigger="[TOOL_CALLS]",
+            open="[TOOL_CALLS]",
+            begin="{name}[ARGS]",
+            end="",
+            between="[TOOL_CALLS]",
+            quoted=False,
+        ),
+    )
 
     @staticmethod
     def new_id() -> str:

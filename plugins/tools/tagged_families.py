@@ -2,7 +2,25 @@
 
 from __future__ import annotations
 
+from ...core.protocols import ArgumentForm, CallForm
 from ..parsing.tagged_calls import TaggedCallsParser
+
+
+def _functions(around: tuple[str, str], never: tuple[str, ...]) -> CallForm:
+    begin, end = around
+    return CallForm(
+        trigger=begin,
+        open=f"{begin}\n",
+        begin="<function={name}>\n",
+        end="</function>",
+        between=f"\n{end}\n{begin}\n",
+        close=f"\n{end}",
+        quoted=False,
+        arguments=ArgumentForm(
+            begin="<parameter={key}>\n", end="\n</parameter>\n", plain=True, never=never
+        ),
+        never=("<function=",),
+    )
 
 
 class Qwen3CoderToolParser(TaggedCallsParser):
@@ -12,6 +30,7 @@ class Qwen3CoderToolParser(TaggedCallsParser):
     open, close = "<function=", "</function>"
     parameter, value_end = "<parameter=", ("</parameter>", "\n<parameter=", "\n</function>")
     markers = around
+    call_form = _functions(around, value_end)
 
 
 class SeedOssToolParser(Qwen3CoderToolParser):
@@ -19,6 +38,7 @@ class SeedOssToolParser(Qwen3CoderToolParser):
 
     around = ("<seed:tool_call>", "</seed:tool_call>")
     markers = around
+    call_form = _functions(around, Qwen3CoderToolParser.value_end)
 
 
 class MiniMaxM2ToolParser(TaggedCallsParser):
@@ -29,6 +49,19 @@ class MiniMaxM2ToolParser(TaggedCallsParser):
     parameter, value_end = "<parameter name=", ("</parameter>",)
     newlines = False
     markers = around
+    call_form = CallForm(
+        trigger=around[0],
+        open="<minimax:tool_call>\n",
+        begin='<invoke name="{name}">\n',
+        end="</invoke>\n",
+        between="",
+        close=around[1],
+        quoted=False,
+        arguments=ArgumentForm(
+            begin='<parameter name="{key}">', end="</parameter>\n", plain=True, never=value_end
+        ),
+        never=("<invoke name=",),
+    )
 
 
 class Step3ToolParser(TaggedCallsParser):
@@ -45,6 +78,22 @@ class Step3ToolParser(TaggedCallsParser):
     parameter, value_end = "<steptml:parameter name=", ("</steptml:parameter>",)
     newlines = False
     markers = (*around, lead)
+    call_form = CallForm(
+        trigger=around[0],
+        open="<｜tool_calls_begin｜>\n<｜tool_call_begin｜>function<｜tool_sep｜>",
+        begin='<steptml:invoke name="{name}">\n',
+        end="</steptml:invoke><｜tool_call_end｜>\n",
+        between="<｜tool_call_begin｜>function<｜tool_sep｜>",
+        close=around[1],
+        quoted=False,
+        arguments=ArgumentForm(
+            begin='<steptml:parameter name="{key}">',
+            end="</steptml:parameter>\n",
+            plain=True,
+            never=value_end,
+        ),
+        never=(lead, open),
+    )
 
 
 class Glm45ToolParser(TaggedCallsParser):
@@ -59,3 +108,17 @@ class Glm45ToolParser(TaggedCallsParser):
     newlines = False
     untyped = frozenset()
     markers = (open, close, parameter, key_end, value_open, *value_end)
+    call_form = CallForm(
+        trigger=open,
+        open="<tool_call>",
+        begin="{name}\n",
+        end="</tool_call>",
+        between="\n<tool_call>",
+        quoted=False,
+        arguments=ArgumentForm(
+            begin="<arg_key>{key}</arg_key>\n<arg_value>",
+            end="</arg_value>\n",
+            plain=True,
+            never=value_end,
+        ),
+    )

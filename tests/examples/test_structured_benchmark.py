@@ -22,6 +22,9 @@ def test_it_compares_a_batch_with_and_without_a_schema(tmp_path: Path) -> None:
         env=environment, capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    (line,) = [json.loads(text) for text in out.read_text().splitlines()]
-    assert line["batch"] == 4 and line["plain_tokens_per_second"] > 0
-    assert line["ratio"] > 0 and line["mask_us_per_row"] > 0
+    lines = [json.loads(text) for text in out.read_text().splitlines()]
+    assert [line["backend"].split()[0] for line in lines] == ["llguidance", "xgrammar"]
+    for line in lines:
+        assert line["at"]["batch"] == 4 and line["measured"]["ratio"] > 0
+        assert line["measured"]["plain_tokens_per_second"] > 0
+        assert line["measured"]["mask_us_per_row"] > 0

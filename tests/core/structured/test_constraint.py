@@ -3,19 +3,34 @@
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+import jackfield
 from jackfield import SamplingParams
+from jackfield.core.registry import load_plugins
 from jackfield.core.structured.constraint import Constraint
-from jackfield.core.structured.thought import Thought
+from jackfield.core.structured.thought import Thought, thought_before
+from jackfield.core.text.tokenizer import Tokenizer
 from jackfield.core.types import GrammarStart, SlotStart
 from jackfield.plugins.reasoning.think_tags import Qwen3Reasoning
 
+EMBEDDED = Path(jackfield.__file__).parent / "plugins" / "models" / "embedded"
 END = 70
-BYTES = {1: b"a", 2: b"b", 3: b"<thi", 4: b"nk>", 5: b"</think>", 6: b"<think>", END: b""}
+BYTES = {
+    10: b"<tool_call>",
+    11: b"\n{",
+    1: b"a",
+    2: b"b",
+    3: b"<thi",
+    4: b"nk>",
+    5: b"</think>",
+    6: b"<think>",
+    END: b"",
+}
 
 
 class Letters:
@@ -58,6 +73,7 @@ def constraint(
         eos_token_ids=(END,),
         token_bytes=lambda token_id: BYTES.get(token_id, b"x"),
         thought=thought,
+        encode=lambda text: [{"<tool_call>\n{": 1}.get(text, 2)],
     )
     slot = SlotStart(
         slot=0, request_id="r", token_ids=(9, 9, *generated), num_prompt_tokens=2,
@@ -133,3 +149,33 @@ def test_a_model_that_may_think_chooses_with_its_first_token() -> None:
     made.advance(6)
     assert allowed(made) == EVERYTHING - {END, 33}
     assert allowed(constraint(generated=(6, 1, 5), thought=Thought(parser, (6,)))) == {1}
+
+
+def test_a_call_that_ends_a_thought_is_answer_already() -> None:
+    parser = functools.partial(Qwen3Reasoning, thinking=True)
+    made = constraint(thought=Thought(parser, None))
+    for token in (40, 10):
+        made.advance(token)
+        assert allowed(made) == EVERYTHING - {END, 33}
+    made.advance(11)
+    assert made.failure is None and allowed(made) == {2}, "it counts as the grammar's first token"
+
+
+def test_a_call_that_the_grammar_forbids_cannot_end_a_thought() -> None:
+    made = constraint(generated=(1,), thought=None)
+    assert allowed(made) == {2}
+    parser = functools.partial(Qwen3Reasoning, thinking=True)
+    made = constraint(thought=Thought(parser, None))
+    BYTES[12] = b"\n<function="
+    for token in (10, 12):
+        made.advance(token)
+    assert made.failure is not None and "the thought ended with" in made.failure
+
+
+def test_a_model_that_thinks_when_it_likes_may_where_any_text_may_come() -> None:
+    tokenizer = Tokenizer.load(str(EMBEDDED))
+    parser = load_plugins()["reasoning_parser"].load("think_tags")
+    assert thought_before(parser, {}, tokenizer) is None
+    thought = thought_before(parser, {}, tokenizer, free=True)
+    assert thought is not None and thought.opening_ids
+    assert thought_before(parser, {"enable_thinking": False}, tokenizer, free=True) is None

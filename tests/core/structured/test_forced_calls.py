@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from jackfield.core.text.forced_calls import CallList, NamedCall
+from jackfield.core.text.forced_calls import CallList, CallsOrText, NamedCall
 from jackfield.core.text.parsing import OutputParser, fold
 
 CALLS = [
@@ -56,3 +56,23 @@ def test_a_named_call_is_all_of_the_answer() -> None:
     (call,) = fold(events).tool_calls
     assert (call.name, call.arguments) == ("add", '{"a": 3}')
     assert NamedCall("add").finish() == []
+
+
+@pytest.mark.parametrize("size", [1, 3, 100])
+@pytest.mark.parametrize(
+    ("text", "called"),
+    [
+        ('<tool_call>\n{"name": "f", "arguments": {}}</tool_call>', True),
+        ('{"said": "<tool_call>{\\"name\\": \\"f\\", \\"arguments\\": {}}</tool_call>"}', False),
+        ("<tool", False),
+        ("", False),
+    ],
+)
+def test_an_answer_is_calls_or_all_content(text: str, called: bool, size: int) -> None:
+    from jackfield.plugins.tools.hermes import HermesToolParser
+
+    parser = CallsOrText.of(HermesToolParser, ["<tool_call>"])(tools=())
+    events = [e for at in range(0, len(text), size) for e in parser.feed(text[at : at + size])]
+    found = fold([*events, *parser.finish()])
+    assert [call.name for call in found.tool_calls] == (["f"] if called else [])
+    assert (found.content or "") == ("" if called else text)

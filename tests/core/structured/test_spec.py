@@ -11,7 +11,7 @@ from jackfield import SamplingParams, StructuredOutputsParams
 from jackfield.core.config import EngineConfig, StructuredOutputsConfig
 from jackfield.core.errors import ConfigError, InvalidRequest
 from jackfield.core.protocols import GrammarSpec
-from jackfield.core.structured.spec import closed, grammar_spec, is_plain, subschemas
+from jackfield.core.structured.spec import begins_free, closed, grammar_spec, is_plain, subschemas
 
 CONFIG = StructuredOutputsConfig(max_grammar_bytes=2000, max_grammar_depth=10)
 PLAIN = {"type": "object", "properties": {"a": {"enum": ["x", {"pattern": "data"}]}}}
@@ -162,3 +162,21 @@ def test_the_configuration_names_a_wrong_field() -> None:
         with pytest.raises(ConfigError) as caught:
             EngineConfig(structured_outputs_config=wrong)  # type: ignore[arg-type]
         assert caught.value.param == "structured_outputs_config"
+
+
+@pytest.mark.parametrize(
+    ("tag", "free"),
+    [
+        ({"structures": [], "triggers": []}, True),
+        ({"structures": [], "triggers": [], "at_least_one": True}, False),
+        ({"format": {"type": "triggered_tags"}}, True),
+        ({"format": {"type": "triggered_tags", "at_least_one": True}}, False),
+        ({"format": {"type": "or", "elements": [{"type": "tag"}, {"type": "any_text"}]}}, True),
+        ({"format": {"type": "or", "elements": [{"type": "tag"}, 3]}}, False),
+        ({"format": {"type": "tag", "content": {"type": "any_text"}}}, False),
+        ({"format": 3}, False),
+    ],
+)
+def test_some_tags_let_an_output_begin_with_any_text(tag: Any, free: bool) -> None:
+    assert begins_free(GrammarSpec("structural_tag", json.dumps(tag))) is free
+    assert not begins_free(GrammarSpec("json", json.dumps(tag)))

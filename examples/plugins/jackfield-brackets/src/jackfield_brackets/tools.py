@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 
+from jackfield.core.protocols import ArgumentForm, CallForm
 from jackfield.plugins.parsing.cursor import SPACES, Marks, Read
 from jackfield.plugins.parsing.tool_machine import ToolMachine
 
@@ -20,6 +21,17 @@ class BracketsToolParser(ToolMachine):
     """
 
     markers = ("[[", "]]")
+    call_form = CallForm(
+        trigger="[[",
+        open="[[",
+        begin="{name}",
+        end="",
+        between="]]\n[[",
+        close="]]",
+        quoted=False,
+        arguments=ArgumentForm(begin=" {key}="),
+    )
+    """So a grammar can hold calls to their schemas. Text has no `[[links]]` then."""
 
     def read(self) -> Read[None]:
         """Content and calls in turn."""

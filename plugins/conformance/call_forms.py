@@ -1,0 +1,328 @@
+"""Whether a tool parser reads back what its `call_form` lets a grammar write.
+
+Outputs are drawn at random from the masks of a real grammar over the embedded model's tokens: with
+the parser's marks spelled out, and as special tokens.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+
+from ...core.config import StructuredOutputsConfig
+from ...core.protocols import CallForm, GrammarSpec, ParserEvent, ToolCallEnd, Vocabulary
+from ...core.structured.call_format import HeldTool, forced, forms_of, free
+from ...core.structured.spec import grammar_spec
+from ...core.structured.vocabulary import make_vocabulary
+from ...core.text.parsing import fold
+from ...core.text.tokenizer import Tokenizer
+from ...core.types import StructuredOutputsParams
+from ..structured.llguidance import LLGuidance
+
+MAX_TOKENS = 500
+
+TOOLS = (
+    HeldTool(
+        "book-trip",
+        {
+            "type": "object",
+            "properties": {
+                "city": {"type": "string"},
+                "class": {"enum": ["éco", "first 🙂", "a<b"]},
+                "seats": {"type": "integer", "minimum": 1, "maximum": 9},
+                "note": {"type": "string", "maxLength": 6},
+                "round": {"type": "boolean"},
+                "legs": {"$ref": "#/$defs/legs"},
+                "memo": {"type": ["string", "null"]},
+                "price": {"type": "number"},
+            },
+            "required": ["city", "class", "seats", "legs"],
+            "additionalProperties": False,
+            "$defs": {
+                "legs": {
+                    "type": "array",
+                    "items": {
+                        "type": "object",
+                        "properties": {"day": {"enum": ["lun\n", 7]}, "direct": {"const": True}},
+                        "required": ["day"],
+                        "additionalProperties": False,
+                    },
+                    "maxItems": 2,
+                }
+            },
+        },
+    ),
+    HeldTool("stop", {"type": "object", "properties": {}, "additionalProperties": False}),
+    HeldTool(
+        "search",
+        {
+            "type": "object",
+            "properties": {
+                "limit": {"type": "integer", "maximum": 3, "minimum": 0},
+                "code": {"type": "string", "pattern": "^[A-Z]{2}-[0-9]+$"},
+            },
+        },
+    ),
+)
+LENIENT = tuple(HeldTool(tool.name, tool.schema, strict=False) for tool in TOOLS)
+
+
+def wrong(name: str, arguments: Any) -> str | None:
+    """What a call has that its tool does not allow, by hand; None: nothing."""
+    check = {"book-trip": _wrong_trip, "stop": _wrong_stop, "search": _wrong_search}.get(name)
+    return "no such tool" if check is None else check(arguments)
+
+
+def _wrong_trip(made: dict[str, Any]) -> str | None:
+    known = set(TOOLS[0].schema["properties"])
+    checks = {
+        "keys": {"city", "class", "seats", "legs"} <= made.keys() <= known,
+        "city": isinstance(made.get("city"), str),
+        "class": made.get("class") in ("éco", "first 🙂", "a<b"),
+        "seats": type(made.get("seats")) is int and 1 <= made["seats"] <= 9,
+        "note": isinstance(made.get("note", ""), str) and len(made.get("note", "")) <= 6,
+        "round": isinstance(made.get("round", True), bool),
+        "memo": isinstance(made.get("memo"), str | None),
+        "price": isinstance(made.get("price", 0), int | float),
+        "legs": isinstance(made.get("legs"), list)
+        and len(made["legs"]) <= 2
+        and all(
+            leg.get("day") in ("lun\n", 7)
+            and leg.get("direct", True) is True
+            and leg.keys() <= {"day", "direct"}
+            for leg in made["legs"]
+        ),
+    }
+    return next((key for key, fine in checks.items() if not fine), None)
+
+
+def _wrong_stop(made: dict[str, Any]) -> str | None:
+    return "arguments" if made else None
+
+
+def _wrong_search(made: dict[str, Any]) -> str | None:
+    limit, code = made.get("limit", 0), made.get("code", "AA-0")
+    if made.keys() - {"limit", "code"} or type(limit) is not int or not 0 <= limit <= 3:
+        return "limit"
+    head, _, tail = code.partition("-")
+    fine = len(head) == 2 and head.isascii() and head.isupper() and tail.isdecimal()
+    return None if fine else "code"
+
+
+class Writer:
+    """Draws outputs from a grammar."""
+
+    def __init__(self, tag: dict[str, Any], marks: Sequence[str]) -> None:
+        """marks: texts that are special tokens here."""
+        self.vocabulary, self._single = _vocabulary(tuple(marks))
+        params = StructuredOutputsParams(structural_tag=tag)
+        spec: GrammarSpec = grammar_spec(params, StructuredOutputsConfig())
+        self._grammar = _backend(tuple(marks)).compile(spec)
+        (self._end,) = self.vocabulary.eos_token_ids
+        self._special = {id: text for text, id in self.vocabulary.special_tokens.items()}
+
+    def _pieces(self, text: str) -> list[int]:
+        """Tokens of a text: its special tokens, and the rest byte by byte."""
+        ids: list[int] = []
+        while text:
+            mark = next((m for m in self.vocabulary.special_tokens if text.startswith(m)), None)
+            if mark is not None:
+                ids.append(self.vocabulary.special_tokens[mark])
+            else:
+                ids += [self._single[byte] for byte in text[0].encode() if byte in self._single]
+            text = text[len(mark or text[0]) :]
+        return ids
+
+    def _written(self, ids: Sequence[int]) -> str:
+        made = b"".join(
+            self._special[id].encode() if id in self._special else self.vocabulary.token_bytes[id]
+            for id in ids
+        )
+        return made.decode("utf-8", "replace")
+
+    def walk(self, draw: random.Random, hints: Sequence[str]) -> str | None:
+        """A text by chance, hurried along by texts that may end a part of it; None: no end yet."""
+        output = _Output(self._grammar.matcher(), self.vocabulary.size)
+        while len(output.ids) < MAX_TOKENS:
+            for id in self._pieces(draw.choice(hints)) if draw.random() < 0.3 else ():
+                if not output.take(id):
+                    break
+            allowed = output.allowed()
+            assert len(allowed), f"a dead end after {self._written(output.ids)!r}"
+            ends = self._end in allowed and draw.random() < 0.6
+            id = self._end if ends else int(draw.choice(allowed))
+            assert output.take(id)
+            if id == self._end:
+                return self._written(output.ids[:-1])
+        return None
+
+    def squeeze(self, text: str) -> str:
+        """The text without what the grammar does not let through."""
+        output = _Output(self._grammar.matcher(), self.vocabulary.size)
+        return self._written([id for id in self._pieces(text) if output.take(id)])
+
+
+class _Output:
+    """Tokens on their way through a grammar."""
+
+    def __init__(self, matcher: Any, size: int) -> None:
+        self._matcher = matcher
+        self._row = np.empty(-(-size // 32), dtype=np.int32)
+        self._fresh = False
+        self.ids: list[int] = []
+
+    def take(self, id: int) -> bool:
+        """Go on by a token, if the grammar allows it."""
+        self._fill()
+        if not self._row[id >> 5] >> (id & 31) & 1:
+            return False
+        assert self._matcher.accept([id]), "a token that its own mask allows"
+        self.ids.append(id)
+        self._fresh = False
+        return True
+
+    def allowed(self) -> np.ndarray:
+        """Tokens that may come next."""
+        self._fill()
+        return np.flatnonzero(np.unpackbits(self._row.view(np.uint8), bitorder="little"))
+
+    def _fill(self) -> None:
+        if not self._fresh:
+            self._matcher.fill_bitmask(self._row)
+            self._fresh = True
+
+
+def hints(forms: Sequence[CallForm]) -> list[str]:
+    """Texts that end a part of a call."""
+    found = {'"', "]", "}", ", "}
+    for form in forms:
+        found |= {form.end, form.between, form.close}
+        if form.arguments is not None:
+            found |= {form.arguments.end, form.arguments.between}
+    return sorted(filter(None, found))
+
+
+def mistakes(
+    parse: Callable[[str], list[tuple[str, str]]], text: str
+) -> list[tuple[str, str, str | None]]:
+    """Complete calls in a text that their tools do not allow. parse: → (name, arguments)"""
+    found = [(name, given, wrong(name, json.loads(given))) for name, given in parse(text)]
+    return [one for one in found if one[2] is not None]
+
+
+def spoiled(text: str, draw: random.Random) -> str:
+    """A text with something taken out, doubled, or put in between."""
+    for _ in range(draw.randint(0, 4)):
+        at = draw.randrange(len(text) + 1)
+        to = min(len(text), at + draw.randint(0, 12))
+        text = text[:at] + draw.choice(["", " ", "\n", "x", text[at:to] * 2, "{", "["]) + text[to:]
+    return text
+
+
+@functools.cache
+def _tokenizer() -> Tokenizer:
+    return Tokenizer.load(str(Path(__file__).parents[1] / "models" / "embedded"))
+
+
+@functools.cache
+def _vocabulary(marks: tuple[str, ...]) -> tuple[Vocabulary, dict[int, int]]:
+    """The embedded model's, with these texts for special tokens besides; → ids of single bytes."""
+    tokenizer = _tokenizer()
+    end = tokenizer.eos_token_id
+    assert end is not None
+    size = tokenizer.vocab_size
+    made = make_vocabulary(tokenizer, size, [end], compact_json=False)
+    special = {mark: size + index for index, mark in enumerate(marks)}
+    vocabulary = Vocabulary(
+        token_bytes=[
+            b"" if written.decode("utf-8", "replace") in special else written
+            for written in made.token_bytes
+        ]
+        + [b""] * len(special),
+        size=size + len(special),
+        eos_token_ids=made.eos_token_ids,
+        encode=made.encode,
+        special_tokens=special,
+    )
+    return vocabulary, {w[0]: id for id, w in enumerate(made.token_bytes) if len(w) == 1}
+
+
+@functools.cache
+def _backend(marks: tuple[str, ...]) -> LLGuidance:
+    return LLGuidance(_vocabulary(marks)[0])
+
+
+class CallFormChecks:
+    """The tests of it, for `ToolParserKit`."""
+
+    parser_class: Any
+    samples: ClassVar[Sequence[Any]]
+    marks: Any
+    check_events: Any
+
+    def _forms(self) -> tuple[tuple[CallForm, ...], list[tuple[str, ...]]]:
+        """→ the parser's forms, and what may be special tokens."""
+        forms = forms_of(self.parser_class)
+        if not forms:
+            pytest.skip("it has no call_form")
+        pytest.importorskip("llguidance")
+        marks = tuple(self.marks())
+        return forms, [(), marks] if marks else [()]
+
+    def _read(self, pieces: Sequence[str]) -> list[ParserEvent]:
+        parser = self.parser_class(
+            tools=[
+                {"type": "function", "function": {"name": one.name, "parameters": one.schema}}
+                for one in TOOLS
+            ]
+        )
+        events: list[ParserEvent] = [event for piece in pieces for event in parser.feed(piece)]
+        return [*events, *parser.finish()]
+
+    def _calls(self, text: str) -> list[tuple[str, str]]:
+        """Complete calls, as (name, arguments), the same in one piece and in many."""
+        events = self._read([text])
+        assert fold(self._read(list(text))) == fold(events), repr(text)
+        self.check_events(events)
+        ended = {event.index for event in events if isinstance(event, ToolCallEnd)}
+        made = fold(events).tool_calls
+        return [(one.name, one.arguments) for index, one in enumerate(made) if index in ended]
+
+    def test_forced_calls_are_read_back(self) -> None:
+        """What `call_form` lets a grammar write is calls and nothing else, by their schemas."""
+        forms, special = self._forms()
+        for marks in special:
+            for parallel in (True, False):
+                writer = Writer(forced(forms, TOOLS, parallel=parallel), marks)
+                texts = [writer.walk(random.Random(seed), hints(forms)) for seed in range(12)]
+                whole = [text for text in texts if text is not None]
+                assert len(whole) > 6, texts
+                for text in whole:
+                    calls = self._calls(text)
+                    assert calls and not mistakes(self._calls, text), text
+                    assert parallel or len(calls) == 1, text
+                    found = fold(self._read([text]))
+                    assert found.content is None, (found.content, text)
+                assert not parallel or any(len(self._calls(text)) > 1 for text in whole)
+
+    def test_no_call_escapes_a_strict_grammar(self) -> None:
+        """Calls with other arguments, and spoiled ones, do not get through to the parser."""
+        forms, special = self._forms()
+        for marks in special:
+            writer = Writer(free(forms, TOOLS, parallel=True), marks)
+            lenient = Writer(forced(forms, LENIENT, parallel=True), marks)
+            texts = [sample.text for sample in self.samples]
+            for seed in range(12):
+                made = lenient.walk(random.Random(seed), hints(forms))
+                texts += [made, f"Well. {made}"] if made else []
+            assert len(texts) > len(self.samples), "no call with any arguments"
+            for seed, text in enumerate(texts * 3):
+                let_through = writer.squeeze(spoiled(text, random.Random(seed)))
+                assert not mistakes(self._calls, let_through), (text, let_through)

@@ -1,0 +1,170 @@
+"""Masks of many rows: slow ones are shared among threads, and each row is its own all the same."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from jackfield import SamplingParams
+from jackfield.core.types import GrammarStart, SlotStart
+from jackfield.core.worker.masks import GrammarMasks
+
+VOCABULARY, END = 100, 99
+
+
+class Counting:
+    """Allows the token that is the number of those before it; `seconds`: what a mask takes."""
+
+    def __init__(self, seconds: float = 0.0, fails_at: int = -1) -> None:
+        self.seconds, self.fails_at = seconds, fails_at
+        self.taken = 0
+        self.threads: set[str] = set()
+
+    def matcher(self) -> Any:
+        return self
+
+    def accept(self, token_ids: Sequence[int]) -> bool:
+        self.taken += 1
+        return token_ids[0] == self.taken - 1
+
+    def fill_bitmask(self, row: np.ndarray) -> None:
+        self.threads.add(threading.current_thread().name)
+        time.sleep(self.seconds)
+        if self.taken == self.fails_at:
+            raise RuntimeError("past its limits")
+        row[:] = 0
+        row[self.taken >> 5] = 1 << (self.taken & 31)
+
+
+class Step:
+    def __init__(self, tokens: list[int]) -> None:
+        self.tokens = tokens
+
+    def chosen_tokens(self) -> list[int]:
+        return self.tokens
+
+
+def started(
+    grammars: Sequence[Counting], threads: int, masks: GrammarMasks | None = None
+) -> GrammarMasks:
+    masks = masks or GrammarMasks(
+        vocab_size=VOCABULARY, device=torch.device("cpu"), mask_timeout=5.0, threads=threads
+    )
+    for slot, grammar in enumerate(grammars):
+        masks.start(
+            SlotStart(
+                slot=slot, request_id=str(slot), token_ids=(1,), num_prompt_tokens=1,
+                num_computed_tokens=0, block_ids=(), params=SamplingParams(), seed=0,
+                grammar=GrammarStart(
+                    grammar=grammar, eos_token_ids=(END,), token_bytes=lambda _: b"x",
+                    thought=None,
+                ),
+            )
+        )  # fmt: skip
+    return masks
+
+
+def step(masks: GrammarMasks, slots: list[int], token: int) -> list[list[int]]:
+    """Fill, and sample `token` everywhere → the tokens allowed in each row with a grammar."""
+    rows = masks.rows(slots)
+    mask = masks.fill(rows, len(slots))
+    masks.sampled(Step([token] * len(slots)), rows)
+    bits = np.unpackbits(mask.bits.numpy().view(np.uint8), axis=1, bitorder="little")
+    return [np.flatnonzero(row).tolist() for row in bits]
+
+
+def test_slow_masks_are_shared_among_threads() -> None:
+    grammars = [Counting(seconds=0.002) for _ in range(12)]
+    masks = started(grammars, threads=3)
+    slots = list(range(12))
+    assert step(masks, slots, 0) == [[0]] * 12
+    alone = set().union(*(grammar.threads for grammar in grammars))
+    assert alone == {threading.current_thread().name}, "nobody knew that they are slow"
+    began = time.perf_counter()
+    for token in (1, 2):
+        assert step(masks, slots, token) == [[token]] * 12
+    assert time.perf_counter() - began < 2 * 12 * 0.002
+    assert len(set().union(*(grammar.threads for grammar in grammars))) > 1
+
+
+def test_quick_masks_stay_where_they_are() -> None:
+    grammars = [Counting() for _ in range(4)]
+    masks = started(grammars, threads=3)
+    for token in range(5):
+        assert step(masks, [0, 1, 2, 3], token) == [[token]] * 4
+    assert set().union(*(grammar.threads for grammar in grammars)) == {
+        threading.current_thread().name
+    }
+
+
+def test_a_row_that_fails_on_a_helper_fails_alone() -> None:
+    grammars = [Counting(seconds=0.002, fails_at=2 if slot == 5 else -1) for slot in range(8)]
+    masks = started(grammars, threads=2)
+    slots = list(range(8))
+    for token in range(2):
+        step(masks, slots, token)
+    allowed = step(masks, slots, 2)
+    assert allowed[5] == list(range(-(-VOCABULARY // 32) * 32)), "anything, and it ends"
+    assert allowed[:5] + allowed[6:] == [[2]] * 7
+    assert set(masks.failures(masks.rows(slots))) == {5}
+
+
+def test_rows_without_a_grammar_are_named() -> None:
+    masks = started([Counting()], threads=0)
+    rows = masks.rows([7, 0, 9])
+    mask = masks.fill(rows, 3)
+    assert mask.rows is not None and mask.rows.tolist() == [1]
+
+
+class Together(Counting):
+    """A backend that fills many rows in one call, some of which it cannot."""
+
+    calls = 0
+
+    @classmethod
+    def fill_bitmasks(cls, matchers: Any, bits: np.ndarray, rows: Sequence[int]) -> list[Any]:
+        Together.calls += 1
+        errors: list[Any] = []
+        for matcher, row in zip(matchers, rows, strict=True):
+            if matcher.fails_at == -9:
+                raise OSError("nothing works")
+            try:
+                matcher.fill_bitmask(bits[row])
+                errors.append(None)
+            except RuntimeError as error:
+                errors.append(error)
+        return errors
+
+
+def test_a_backend_may_fill_all_rows_in_one_call() -> None:
+    grammars = [Together(fails_at=1 if slot == 2 else -1) for slot in range(4)]
+    masks = started(grammars, threads=2)
+    Together.calls = 0
+    assert step(masks, [0, 1, 2, 3], 0) == [[0]] * 4
+    assert [row for i, row in enumerate(step(masks, [0, 1, 2, 3], 1)) if i != 2] == [[1]] * 3
+    assert Together.calls == 2 and set(masks.failures(masks.rows([0, 1, 2, 3]))) == {2}
+    assert [row for i, row in enumerate(step(masks, [3, 2, 1, 0], 2)) if i != 1] == [[2]] * 3
+
+
+def test_a_call_for_all_that_fails_costs_nobody_anything() -> None:
+    grammars = [Together(fails_at=-9 if slot == 1 else -1) for slot in range(3)]
+    masks = started(grammars, threads=0)
+    for token in range(3):
+        assert step(masks, [0, 1, 2], token) == [[token]] * 3
+
+
+def test_after_a_slow_call_each_row_is_timed() -> None:
+    grammars = [Together(seconds=0.03 if slot == 1 else 0.0) for slot in range(3)]
+    masks = GrammarMasks(
+        vocab_size=VOCABULARY, device=torch.device("cpu"), mask_timeout=0.02, threads=0
+    )
+    started(grammars, threads=0, masks=masks)
+    step(masks, [0, 1, 2], 0)
+    assert not masks.failures(masks.rows([0, 1, 2]))
+    step(masks, [0, 1, 2], 1)
+    assert set(masks.failures(masks.rows([0, 1, 2]))) == {1}

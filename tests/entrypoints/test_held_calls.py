@@ -1,0 +1,315 @@
+"""Calls held by a grammar in each family's own form, over HTTP, with the real `openai` client."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import openai
+import pytest
+from serving import MODEL, Server, engine_config, running, save_scripted
+
+import jackfield
+from jackfield import EngineConfig
+from jackfield.core.text.tokenizer import Tokenizer
+
+EMBEDDED = Path(jackfield.__file__).parent / "plugins/models/embedded"
+OPENING = {
+    "hermes": "<tool_call>",
+    "llama3_json": "{",
+    "mistral": "[",
+    "pythonic": "[",
+    "qwen3_coder": "<tool_call>",
+    "deepseek_v3": "<",
+}
+"""A parser → a text of one token that begins its calls."""
+TRIP: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "seats": {"type": "integer", "minimum": 1, "maximum": 40},
+        "class": {"enum": ["éco", "first"]},
+        "legs": {
+            "type": "array",
+            "items": {
+                "type": "object",
+                "properties": {"day": {"enum": ["mon", "fri"]}, "direct": {"type": "boolean"}},
+                "required": ["day", "direct"],
+                "additionalProperties": False,
+            },
+            "minItems": 1,
+            "maxItems": 2,
+        },
+    },
+    "required": ["seats", "class", "legs"],
+    "additionalProperties": False,
+}
+WEATHER: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "The weather in a city",
+        "strict": True,
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string"}},
+            "required": ["city"],
+            "additionalProperties": False,
+        },
+    },
+}
+STOP: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+MESSAGES: Any = [{"role": "user", "content": "Book a trip for 3 on friday."}]
+PAIR = {
+    "type": "object",
+    "properties": {"left": {"type": "integer", "maximum": 99, "minimum": 0}},
+    "required": ["left"],
+    "additionalProperties": False,
+}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "pair", "schema": PAIR}}
+
+
+def tools(*, strict: bool) -> list[Any]:
+    return [
+        {"type": "function", "function": {"name": n, "parameters": p, "strict": strict}}
+        for n, p in (("book", TRIP), ("stop", STOP))
+    ]
+
+
+def config(parser: str | None, **options: Any) -> EngineConfig:
+    return EngineConfig(
+        dtype="float32",
+        device="cpu",
+        served_model_name=(MODEL,),
+        max_num_seqs=16,
+        num_gpu_blocks_override=800,
+        attention_backend="torch",
+        tool_call_parser=parser,
+        structured_outputs_config={"disable_any_whitespace": True, **options},  # type: ignore[arg-type]
+    )
+
+
+@pytest.fixture(scope="module", params=OPENING)
+def family(request: pytest.FixtureRequest) -> Iterator[tuple[str, Server]]:
+    with running(config(request.param)) as made:
+        yield request.param, made
+
+
+@pytest.fixture
+async def client(family: tuple[str, Server]) -> Any:
+    url = f"{family[1].url}/v1"
+    async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as made:
+        yield made
+
+
+async def both(client: openai.AsyncOpenAI, **options: Any) -> dict[str, Any]:
+    """The answer, streamed and not; they must be the same."""
+    given = {"model": MODEL, "messages": MESSAGES, "max_tokens": 300, **options}
+    one, stream = await asyncio.gather(
+        client.chat.completions.create(**given),
+        client.chat.completions.create(**given, stream=True),
+    )
+    content, finish, calls = "", None, {}
+    async for chunk in stream:
+        (choice,) = chunk.choices
+        content += choice.delta.content or ""
+        for call in choice.delta.tool_calls or ():
+            name, arguments = calls.get(call.index, ("", ""))
+            name += call.function.name or ""
+            calls[call.index] = (name, arguments + (call.function.arguments or ""))
+        finish = choice.finish_reason or finish
+    (choice,) = one.choices
+    made = [(c.function.name, c.function.arguments) for c in choice.message.tool_calls or ()]
+    assert list(calls.values()) == made and choice.finish_reason == finish
+    assert content == (choice.message.content or "")
+    return {"content": content, "calls": made, "finish": finish}
+
+
+def check(name: str, arguments: str) -> None:
+    made = json.loads(arguments)
+    if name == "stop":
+        assert made == {}
+        return
+    assert name == "book" and list(made) == ["seats", "class", "legs"]
+    assert type(made["seats"]) is int and 1 <= made["seats"] <= 40
+    assert made["class"] in ("éco", "first") and 1 <= len(made["legs"]) <= 2
+    for leg in made["legs"]:
+        assert leg["day"] in ("mon", "fri") and isinstance(leg["direct"], bool)
+
+
+async def test_required_calls_follow_their_schemas(client: Any) -> None:
+    made = await asyncio.gather(
+        *(
+            both(client, tools=tools(strict=False), tool_choice="required", seed=seed,
+                 temperature=1.5, parallel_tool_calls=seed % 2 == 0)
+            for seed in range(4)
+        )
+    )  # fmt: skip
+    for seed, answer in enumerate(made):
+        assert seed % 2 == 0 or len(answer["calls"]) <= 1
+        if answer["finish"] != "length":
+            assert answer["finish"] == "tool_calls" and not answer["content"]
+            for call in answer["calls"]:
+                check(*call)
+    assert sum(answer["finish"] == "tool_calls" for answer in made) >= 2
+
+
+async def test_a_named_tool_is_called_once(client: Any) -> None:
+    choice = {"type": "function", "function": {"name": "book"}}
+    answer = await both(client, tools=tools(strict=False), tool_choice=choice, seed=1)
+    assert answer["finish"] == "stop" and not answer["content"]
+    ((name, arguments),) = answer["calls"]
+    assert name == "book"
+    check(name, arguments)
+
+
+async def test_strict_tools_are_held_when_the_model_calls_them(
+    client: Any, family: tuple[str, Server]
+) -> None:
+    opening = Tokenizer.load(str(EMBEDDED)).encode(OPENING[family[0]], add_special_tokens=False)
+    assert len(opening) == 1
+    asked = {"tools": tools(strict=True), "temperature": 1.5, "parallel_tool_calls": False}
+    bias = {str(opening[0]): 100.0}
+    held = await asyncio.gather(*(both(client, seed=s, logit_bias=bias, **asked) for s in range(3)))
+    called = [call for answer in held for call in answer["calls"]]
+    if family[0] not in ("mistral", "deepseek_v3"):  # Whose mark is several tokens of this model.
+        assert len(called) == 3 and all(answer["finish"] == "tool_calls" for answer in held)
+    for call in called:
+        check(*call)
+    free = await both(client, **{**asked, "max_tokens": 30}, seed=1)
+    assert free["content"] and not free["calls"], "a strict tool need not be called"
+
+
+async def test_an_answer_follows_a_schema_or_calls_a_tool(
+    client: Any, family: tuple[str, Server]
+) -> None:
+    opening = Tokenizer.load(str(EMBEDDED)).encode(OPENING[family[0]], add_special_tokens=False)
+    asked = {"tools": tools(strict=True), "response_format": FORMAT, "parallel_tool_calls": False}
+    if OPENING[family[0]] != "{":
+        call = await both(client, **asked, seed=2, logit_bias={str(opening[0]): 100.0})
+        assert call["finish"] == "tool_calls" and not call["content"]
+        for one in call["calls"]:
+            check(*one)
+    brace = Tokenizer.load(str(EMBEDDED)).encode("{", add_special_tokens=False)
+    answers = [
+        await both(client, **asked, seed=seed, logit_bias={str(brace[0]): 100.0})
+        for seed in range(3)
+    ]
+    for answer in answers:
+        if answer["calls"]:
+            assert OPENING[family[0]] == "{"
+        else:
+            assert answer["finish"] == "stop"
+            assert 0 <= json.loads(answer["content"])["left"] <= 99
+
+
+async def test_a_call_that_ends_the_thought_is_held_too() -> None:
+    """The model calls at once, where its reasoning parser waits for the end of a thought."""
+    thinking = msgspec.structs.replace(config("hermes"), reasoning_parser="qwen3")
+    with running(thinking) as server:
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
+            for choice in ("required", "auto"):
+                answer = await both(
+                    client, tools=[WEATHER], tool_choice=choice, temperature=0.3, seed=3,
+                    messages=[{"role": "user", "content": "What is the weather in Lisbon?"}],
+                )  # fmt: skip
+                assert answer["finish"] == "tool_calls" and not answer["content"]
+                ((name, arguments),) = answer["calls"]
+                assert name == "get_weather" and list(json.loads(arguments)) == ["city"]
+
+
+async def test_responses_hold_calls_the_same_way(client: Any, family: tuple[str, Server]) -> None:
+    given = [{"type": "function", **tool["function"]} for tool in tools(strict=True)]
+    made = await client.responses.create(
+        model=MODEL, input="Book a trip.", tools=given, tool_choice="required",
+        max_output_tokens=300, temperature=0.7, parallel_tool_calls=False,
+    )  # fmt: skip
+    (item,) = made.output
+    if made.status == "completed":
+        assert item.type == "function_call"
+        check(item.name, item.arguments)
+
+
+# ---------------------------------------------------------------- marks that are special tokens
+
+
+SPECIAL = ("[TOOL_CALLS]", "[ARGS]")
+SCRIPT = ("Let me look.", "[TOOL_CALLS]", "book", "[ARGS]", '{"city"', ': "Lis', 'bon"}')
+
+
+@pytest.fixture(scope="module")
+def special(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    checkpoint = save_scripted(tmp_path_factory.mktemp("held"), SCRIPT, SPECIAL)
+    options = {"disable_any_whitespace": True}
+    with running(
+        engine_config(
+            checkpoint,
+            tool_call_parser="mistral",
+            structured_outputs_config=options,
+            max_model_len=1024,
+        )
+    ) as one:
+        yield one
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
+async def test_special_tokens_open_calls_that_are_held(special: Server, choice: str) -> None:
+    """The model would write other arguments."""
+    async with openai.AsyncOpenAI(base_url=f"{special.url}/v1", api_key="none") as client:
+        free = await both(client, tools=tools(strict=False), temperature=0)
+        assert free["calls"] == [("book", '{"city": "Lisbon"}')]
+        for seed in range(2):
+            answer = await both(
+                client, tools=tools(strict=True), tool_choice=choice, seed=seed, max_tokens=250,
+                parallel_tool_calls=False, temperature=0.2,
+            )  # fmt: skip
+            assert answer["content"] == ("Let me look." if choice == "auto" else "")
+            ((name, arguments),) = answer["calls"]
+            check(name, arguments)
+
+
+# ---------------------------------------------------------------- what cannot be held
+
+
+async def ask(parser: str | None, tool: dict[str, Any], choice: Any, **options: Any) -> Any:
+    with running(config(parser, **options)) as server:
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
+            return await client.chat.completions.create(
+                model=MODEL, messages=MESSAGES, tools=[tool], tool_choice=choice, seed=3,
+                max_tokens=100,
+            )  # fmt: skip
+
+
+def hosted(*, strict: bool) -> Any:
+    """A tool with an argument that no plain text can be held to."""
+    host = {"type": "string", "format": "hostname"}
+    schema = {"type": "object", "properties": {"host": host}, "required": ["host"]}
+    return {
+        "type": "function", "function": {"name": "f", "parameters": schema, "strict": strict}
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("parser", "reason"),
+    [("openai", "call_form"), ("qwen3_coder", "host: format of a string")],
+)
+async def test_strict_is_refused_where_nothing_can_hold_it(parser: str, reason: str) -> None:
+    with pytest.raises(openai.BadRequestError, match=reason) as caught:
+        await ask(parser, hosted(strict=True), "auto")
+    assert caught.value.body["param"] == "tools"  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("parser", "options"), [(None, {}), ("qwen3_coder", {}), ("hermes", {"backend": "xgrammar"})]
+)
+async def test_forced_calls_are_json_where_the_form_cannot_hold_them(
+    parser: str | None, options: dict[str, Any]
+) -> None:
+    made = await ask(parser, hosted(strict=False), "required", **options)
+    (call, *_) = made.choices[0].message.tool_calls
+    made = json.loads(call.function.arguments)
+    assert call.function.name == "f" and re.fullmatch(r"[A-Za-z0-9.-]+", made["host"])
