@@ -33,9 +33,11 @@ from typing import Any
 
 import numpy as np
 import torch
+import uvloop
 
 from jackfield import AsyncEngine, EngineConfig, SamplingParams, StructuredOutputsParams
 from jackfield.core.text.token_bytes import ALPHABET
+from jackfield.entrypoints.openai.server import SWITCH_INTERVAL
 
 QWEN3 = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "attention_bias": False,
@@ -251,7 +253,8 @@ def main() -> int:
         if not there:
             print("install one of " + ", ".join(BACKENDS), file=sys.stderr)
         return in_processes(there) if there else 1
-    line = asyncio.run(measure(args, args.backend))
+    sys.setswitchinterval(SWITCH_INTERVAL)
+    line = uvloop.run(measure(args, args.backend))
     print(json.dumps(line, indent=1), flush=True)
     if args.out is not None:
         with args.out.open("a") as lines:
