@@ -170,6 +170,9 @@ class FlexAttention(AttentionBackend):
                 score_mod=self._score_mod(spec, piece.context),
                 block_mask=mask,
                 scale=spec.scale,
+                # Its kernel for few queries has no cut for many heads a key head, and is chosen all
+                # the same.
+                kernel_options=None if piece.num_queries == 1 else {"BACKEND": "TRITON"},
             )
             attended = attended[..., : spec.head_dim].transpose(1, 2)
             attended = attended.reshape(-1, spec.num_heads, spec.head_dim)
