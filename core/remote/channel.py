@@ -30,7 +30,7 @@ class Channel(asyncio.Protocol, Generic[T]):
         self,
         kind: Any,
         *,
-        opened: Callable[[Channel[T]], None] | None = None,
+        opened: Callable[[Channel[T]], object] | None = None,
         received: Callable[[T], None] | None = None,
         lost: Callable[[], None] | None = None,
         ready: Callable[[], None] | None = None,

@@ -363,6 +363,8 @@ class RemoteEngine(AsyncEngine):
             case Close():
                 self._accepting = False
                 self.closed.set()
+                if self._welcome is not None and not self._welcome.done():
+                    self._welcome.set_exception(EngineStopped("the engine is stopping"))
 
     def _take(self, tokens: Tokens) -> None:
         """Give a step's tokens to their streams."""

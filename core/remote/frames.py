@@ -219,8 +219,9 @@ _encoder = msgspec.msgpack.Encoder()
 
 def encode(message: ToEngine | ToFront) -> bytes:
     """→ the frame. Raises TooLarge, and ValueError for what MessagePack cannot say."""
+    made = bytearray(HEAD)
     try:
-        made = _encoder.encode_into(message, buffer := bytearray(HEAD), HEAD) or buffer
+        _encoder.encode_into(message, made, HEAD)
     except (OverflowError, RecursionError, TypeError, UnicodeEncodeError) as error:
         raise ValueError(f"cannot be sent to the engine: {error}") from None
     size = len(made) - HEAD

@@ -9,10 +9,13 @@ from collections.abc import AsyncIterator, Coroutine, Iterable
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from ..engine.async_engine import AsyncEngine
 from ..engine.pooling import PreparedPrompt
 from ..errors import EngineStopped, InvalidRequest, JackfieldError, RequestFailed
 from ..observe.merge import merged, render
+from ..pooling import PoolingParams
 from .channel import Channel
 from .frames import (
     Abort,
@@ -76,7 +79,7 @@ class ForwardingEngine(AsyncEngine):
         request = admission.request(
             request_id,
             PreparedPrompt(None, asked.prompt_token_ids, asked.token_type_ids),
-            admission.pooling.completed(asked.params),
+            admission.pooling.completed(_as_asked(asked.params)),
             priority=asked.priority,
             cache_salt=asked.cache_salt,
         )
@@ -110,6 +113,12 @@ class ForwardingEngine(AsyncEngine):
         self._watch_requests = False
 
 
+def _as_asked(params: PoolingParams) -> PoolingParams:
+    """Without what was filled in and has no meaning for the task, to be checked as any request."""
+    embeds = params.task in ("embed", "token_embed")
+    return msgspec.structs.replace(params, **{"activation" if embeds else "normalize": None})
+
+
 class EngineServer:
     """Takes connections of front ends, from before the engine has started until after its end."""
 
@@ -119,7 +128,6 @@ class EngineServer:
         self.changed = asyncio.Event()
         """Set when a front end begins to listen, or is gone."""
         self._started = asyncio.Event()
-        self._told: Status | None = None
         self._tickets = 0
         self._reports: dict[int, asyncio.Future[Report]] = {}
 
@@ -163,10 +171,8 @@ class EngineServer:
         engine = self.engine
         if self._started.is_set():
             status = Status(engine.healthy, engine.dead_reason, engine.stats())
-            if status != self._told:
-                self._told = status
-                for front in self.fronts:
-                    front.send(status)
+            for front in self.fronts:
+                front.tell(status)
 
     async def _tell_status(self) -> None:
         while True:
@@ -177,7 +183,7 @@ class EngineServer:
         """What all front ends count, of those that answer in time."""
         waiting: dict[int, asyncio.Future[Report]] = {}
         for front in self.fronts:
-            if front.listening:
+            if front.listening and not front.channel.paused:
                 self._tickets += 1
                 waiting[self._tickets] = asyncio.get_running_loop().create_future()
                 self._reports[self._tickets] = waiting[self._tickets]
@@ -230,6 +236,7 @@ class Front:
         """Whether it takes connections of clients."""
         self._server = server
         self._outbox = Outbox(channel)
+        self._told: Status | None = None
         self._last = -1
         """The largest number that it has given to anything."""
         self._tasks: dict[int, asyncio.Task[None]] = {}
@@ -245,6 +252,12 @@ class Front:
     def send(self, message: ToFront) -> None:
         """Messages that always fit."""
         self.channel.send(message)
+
+    def tell(self, status: Status) -> None:
+        """How the engine is, if that is news and it reads what it is told."""
+        if status != self._told and not self.channel.paused:
+            self._told = status
+            self.send(status)
 
     def _first(self, message: ToEngine) -> None:
         if not isinstance(message, Hello):
@@ -295,11 +308,13 @@ class Front:
                 logger.exception("a request failed")
                 failed = RequestFailed("the engine failed on this request")
                 self.send(Refused.because(number, failed))
-            finally:
-                work.close()
+
+        def done(_: asyncio.Task[None]) -> None:
+            self._tasks.pop(number, None)
+            work.close()  # It has not begun, if its task was cancelled at once.
 
         task = self._tasks[number] = asyncio.create_task(run())
-        task.add_done_callback(lambda _: self._tasks.pop(number, None))
+        task.add_done_callback(done)
 
     async def _generate(self, asked: Generate) -> None:
         state = await self.engine.forward(asked, self._outbox)

@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import os
+import shutil
 import signal
 import socket
 import sys
@@ -37,6 +39,7 @@ def main() -> int:
 
 async def front(order: Order, found: Settings) -> int:
     """Answer clients until the engine ends, or SIGTERM; → exit status."""
+    parent = os.getppid()
     asked_to_end = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, asked_to_end.set)
     keeper, first = keeper_socket(order.folder), order.index == 0
@@ -64,6 +67,8 @@ async def front(order: Order, found: Settings) -> int:
         return 1
     finally:
         await engine.stop()
+        if os.getppid() != parent:  # It was killed, and left the folder behind.
+            shutil.rmtree(order.folder, ignore_errors=True)
 
 
 if __name__ == "__main__":

@@ -105,10 +105,11 @@ class FrontEnds:
         return process
 
     async def end(self) -> None:
-        """Wait for all to end, who were told; those that do not are killed."""
+        """Wait for all to end, who were told; those that do not are killed. None of them answers
+        clients yet when the start has failed."""
         self._ending = True
         waiting = [asyncio.ensure_future(one.wait()) for one in self._processes.values()]
-        if waiting:
+        if waiting and self.complete:
             await asyncio.wait(waiting, timeout=END_SECONDS)
         for process in self._processes.values():
             if process.returncode is None:
