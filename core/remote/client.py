@@ -108,14 +108,22 @@ class RemoteEngine(AsyncEngine):
         self._welcome = loop.create_future()
         await loop.create_unix_connection(lambda: self._channel, str(self.path))
         self._send(Hello(self.front, os.getpid()))
+        # What takes time here goes on while the engine loads its model. What is wrong with the
+        # checkpoint is the engine's to tell.
+        loading = asyncio.create_task(asyncio.to_thread(self._load))
+        await asyncio.wait([loading])
         welcome = await self._welcome
+        loading.result()
         self.config, self.info = welcome.config, welcome.info
         model_config = await asyncio.to_thread(resolve_model_config, self.config)
         _, self.model_config = await asyncio.to_thread(
             resolve_runner, self.config, self.config, model_config, self.plugins
         )
-        await asyncio.to_thread(self._load_text)
         self._serve()
+
+    def _load(self) -> None:
+        self.model_config = resolve_model_config(self.config)
+        self._load_text()
 
     def _serve(self) -> None:
         config, pooling = self.config, self.model_config.pooling

@@ -1,4 +1,4 @@
-"""`jackfield serve --api-server-count 2` as processes: what clients see is what one process shows."""
+"""`jackfield serve --api-server-count 2` as processes: clients see what one process shows."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -21,6 +22,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from serving import Server, running
 
 from jackfield import EngineConfig
+from jackfield.entrypoints.fronts.sockets import bound
+from jackfield.entrypoints.openai.server import Listen
 
 MODEL = "jackfield-tiny"
 FLAGS = (
@@ -132,12 +135,18 @@ def becomes(condition: Callable[[], bool], seconds: float = 30) -> bool:
 
 
 @contextlib.contextmanager
-def fronted(*flags: str, module: tuple[str, ...] | None = None, uds: str | None = None) -> Any:
+def fronted(
+    *flags: str,
+    module: tuple[str, ...] | None = None,
+    uds: str | None = None,
+    temporary: Path | None = None,
+) -> Any:
     command = module or ("-m", "jackfield.entrypoints.cli.main", "serve")
     listen = ("--uds", uds) if uds else ("--port", "0")
     process = subprocess.Popen(
         [sys.executable, *command, "--api-server-count", "2", *listen, *FLAGS, *flags],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, "TMPDIR": str(temporary)} if temporary else None,
     )  # fmt: skip
     try:
         assert process.stdout is not None
@@ -213,8 +222,10 @@ def folded(client: httpx.Client, path: str, body: dict[str, Any]) -> Any:
                     one[name] = one.get(name, "") + value
                 for call in value if name == "tool_calls" and value else ():
                     calls = one.setdefault("calls", {}).setdefault(call["index"], "")
-                    one["calls"][call["index"]] = calls + call["function"].get("name", "") + (
-                        call["function"].get("arguments") or ""
+                    one["calls"][call["index"]] = (
+                        calls
+                        + call["function"].get("name", "")
+                        + (call["function"].get("arguments") or "")
                     )
             one["logprobs"].append(choice.get("logprobs"))
             one["finish"] = choice.get("finish_reason") or one.get("finish")
@@ -404,45 +415,49 @@ def test_a_killed_front_end_takes_its_streams_alone_and_is_restarted(
 
 
 def test_a_terminated_front_end_finishes_its_streams_first(server: Fronted) -> None:
-    with server.one_of_each() as clients:
-        with clients[1].stream("POST", "/v1/completions", json=LONG) as answer:
-            lines = answer.iter_lines()
-            next(lines)
-            # The one that is neither of those before is not told apart by number: ask the order.
-            for pid in children(server.process.pid):
-                os.kill(pid, signal.SIGTERM)
-            rest = [line for line in lines if line]
-        assert rest[-1] == "data: [DONE]" and '"length"' in "".join(rest)
+    pids = children(server.process.pid)
+    with server.one_of_each() as clients, contextlib.ExitStack() as stack:
+        streams = [
+            stack.enter_context(client.stream("POST", "/v1/completions", json=LONG))
+            for client in clients
+        ]
+        lines = [stream.iter_lines() for stream in streams]
+        for some in lines:
+            next(some)
+        os.kill(pids[0], signal.SIGTERM)
+        for some in lines:
+            rest = [line for line in some if line]
+            assert rest[-1] == "data: [DONE]" and '"length"' in "".join(rest)
+    assert becomes(lambda: not alive(pids[0]))
     with server.one_of_each() as clients:
         assert all(client.get("/health").status_code == 200 for client in clients)
 
 
-def test_sigterm_drains_over_a_unix_socket(tmp_path: Path) -> None:
+def test_sigterm_drains(server: Fronted) -> None:
+    """The last one: the server is gone then."""
+    pids = children(server.process.pid)
+    with server.client() as client, server.client() as other:
+        with client.stream("POST", "/v1/completions", json=LONG) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            server.process.send_signal(signal.SIGTERM)
+            assert server.process.stdout.readline() == "Draining\n"
+            refused = other.post("/v1/completions", json={"prompt": "x"})
+            assert refused.status_code == 503, refused.text
+            assert other.get("/health").status_code == 503
+            rest = [line for line in lines if line]
+        assert rest[-1] == "data: [DONE]" and '"length"' in "".join(rest)
+    assert server.process.wait(30) == 0
+    assert becomes(lambda: not any(map(alive, pids)))
+
+
+def test_nothing_is_left_of_a_server_whose_engine_is_killed(tmp_path: Path) -> None:
+    """Over a Unix socket, which all front ends share."""
     uds = str(tmp_path / "server")
-    with fronted(uds=uds) as server:
+    with fronted(uds=uds, temporary=tmp_path) as server:
         pids = children(server.process.pid)
-        with server.client() as client, server.client() as other:
-            with client.stream("POST", "/v1/completions", json=LONG) as answer:
-                lines = answer.iter_lines()
-                next(lines)
-                server.process.send_signal(signal.SIGTERM)
-                assert server.process.stdout.readline() == "Draining\n"
-                refused = other.post("/v1/completions", json={"prompt": "x"})
-                assert refused.status_code == 503, refused.text
-                assert other.get("/health").status_code == 503
-                rest = [line for line in lines if line]
-            assert rest[-1] == "data: [DONE]" and '"length"' in "".join(rest)
-        assert server.process.wait(30) == 0
-        assert becomes(lambda: not any(map(alive, pids)))
-        assert not Path(uds).exists()
-
-
-def test_nothing_is_left_of_a_server_whose_engine_is_killed() -> None:
-    with fronted() as server:
-        pids = children(server.process.pid)
-        folder = Path(f"/proc/{pids[0]}/net/unix").read_text()
-        path = re.search(r"(/\S+/jackfield-\w+)/engine", folder)
-        assert path is not None and Path(path[1]).stat().st_mode & 0o777 == 0o700
+        (folder,) = tmp_path.glob("jackfield-*")
+        assert folder.stat().st_mode & 0o777 == 0o700
         with server.client() as client:
             with client.stream("POST", "/v1/completions", json=LONG) as answer:
                 lines = answer.iter_lines()
@@ -451,7 +466,7 @@ def test_nothing_is_left_of_a_server_whose_engine_is_killed() -> None:
                 rest = "".join(lines)
         assert "the engine's process has ended" in rest and rest.endswith("data: [DONE]")
         assert becomes(lambda: not any(map(alive, pids)))
-        assert becomes(lambda: not Path(path[1]).exists(), 5)
+        assert not folder.exists()
 
 
 DYING = """
@@ -491,7 +506,6 @@ def test_an_engine_that_dies_ends_the_streams_and_the_server_with_a_status() -> 
     [
         (["--api-server-count", "0"], "must be at least 1"),
         (["--api-server-count", "2", "no/such/folder"], "no/such/folder"),
-        (["--api-server-count", "2", "--host", "192.0.2.1"], "assign requested address"),
     ],
 )
 def test_a_start_that_fails_says_why_and_leaves_nothing(flags: list[str], said: str) -> None:
@@ -501,3 +515,34 @@ def test_a_start_that_fails_says_why_and_leaves_nothing(flags: list[str], said: 
     )  # fmt: skip
     assert done.returncode != 0
     assert said in done.stderr and "Traceback" not in done.stderr
+
+
+def test_each_front_end_has_a_socket_of_its_own_on_one_port() -> None:
+    with bound(Listen("localhost", 0), 3) as sockets:
+        addresses = {one.getsockname()[:2] for own in sockets for one in own}
+        assert len({port for _, port in addresses}) == 1
+        for own in sockets:
+            for one in own:
+                one.listen()
+        port = addresses.pop()[1]
+        with pytest.raises(OSError, match="in use"), bound(Listen("localhost", port), 2):
+            pass
+    with bound(Listen("localhost", port), 2) as sockets:
+        assert sockets[0][0].getsockname()[1] == port
+    with pytest.raises(OSError, match="assign requested"), bound(Listen("192.0.2.1", 0), 2):
+        pass
+
+
+def test_a_unix_socket_takes_the_place_of_one_that_was_left_and_of_nothing_else(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "server"
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind(str(path))
+    with bound(Listen(uds=str(path)), 2) as ((one,), (other,)):
+        assert one is other and path.is_socket()
+    assert not path.exists()
+    path.write_text("a file")
+    with pytest.raises(OSError), bound(Listen(uds=str(path)), 2):
+        pass
+    assert path.read_text() == "a file"
