@@ -384,7 +384,7 @@ class RemoteEngine(AsyncEngine):
                 continue  # It has ended here, and the engine is about to hear of it.
             state, completion = found
             state.timings.last_token = now
-            stop = completion.apply(Update(completion.request, [token_id]))
+            stop = completion.apply_tokens((token_id,))
             if stop is not None:
                 self._stop(number, stop)
             self._tell(state)  # type: ignore[arg-type]

@@ -232,6 +232,8 @@ class Front:
         self.channel = channel
         self.index = -1
         """Its number; -1 before it has told."""
+        self.pid = 0
+        """Its process."""
         self.listening = False
         """Whether it takes connections of clients."""
         self._server = server
@@ -262,7 +264,7 @@ class Front:
     def _first(self, message: ToEngine) -> None:
         if not isinstance(message, Hello):
             raise BadFrame("the first frame of a connection must be a hello")
-        self.index = message.front
+        self.index, self.pid = message.front, message.pid
         self._server.fronts.add(self)
         self.channel.received = self._received
         if self._server.is_started:
