@@ -82,6 +82,8 @@ class RemoteEngine(AsyncEngine):
         self.front = front
         self.closed = asyncio.Event()
         """Set when the engine says that nothing more will come, or is lost."""
+        self.lost = False
+        """Whether the connection has ended, and not by `stop`."""
         self.count_load: Callable[[], int] = lambda: 0
         """Requests for work under way in this process."""
         self._channel: Channel[ToFront] = Channel(ToFront, received=self._received, lost=self._lost)
@@ -449,6 +451,7 @@ class RemoteEngine(AsyncEngine):
         self._end(state)
 
     def _lost(self) -> None:
+        self.lost = True
         self._fail("the engine's process has ended")
 
     def _fail(self, reason: str) -> None:

@@ -12,7 +12,7 @@ from ...core.config import EngineConfig
 from ...core.errors import JackfieldError
 from ...core.registry import Plugins, load_plugins
 from .batch_flags import add_batch_flags, batch_options
-from .config_file import add_config, with_config
+from .config_file import add_config, with_config, without_config
 from .options import Parser, add_engine_options, engine_config, fail
 from .server_options import add_server_options, api_keys, at_least_one, server_options, tls
 
@@ -37,8 +37,7 @@ def make_parser() -> argparse.ArgumentParser:
         type=at_least_one,
         default=1,
         metavar="N",
-        help="front-end processes that share the port, before one engine process; 1: all in one "
-        "process (default)",
+        help="front-end processes that share the port, before one engine process; 1: all in one",
     )
     server.add_argument(
         "--api-key",
@@ -131,7 +130,7 @@ def settings(argv: list[str]) -> Settings:
     parser = make_parser()
     args = parser.parse_args(argv)
     if args.config is not None:
-        argv = with_config(parser, argv, args)
+        argv = without_config(with_config(parser, argv, args))
         args = parser.parse_args(argv)
     logging.basicConfig(
         level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"

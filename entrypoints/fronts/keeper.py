@@ -7,7 +7,6 @@ it came in; the keeper gets it over a Unix socket that nobody else can reach.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from pathlib import Path
 
@@ -18,12 +17,13 @@ from aiohttp.typedefs import Middleware
 from multidict import CIMultiDict
 
 from ...core.errors import EngineStopped
+from ..openai.context import OPTIONS
 
 KEPT = ("/v1/responses", "/v1/files", "/v1/batches")
 """Routes under these."""
 HOP = frozenset(
     ("connection", "keep-alive", "transfer-encoding", "upgrade", "te", "trailer",
-     "proxy-authenticate", "proxy-authorization", "authorization", "date", "server")
+     "proxy-authenticate", "proxy-authorization", "authorization", "date", "server", "expect")
 )  # fmt: skip
 """Headers of one connection, and those that each server writes itself."""
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -42,7 +42,7 @@ def keeping(path: Path, errors: Middleware) -> Callable[[web.Application], Async
     """
 
     async def context(app: web.Application) -> AsyncIterator[None]:
-        inner = web.Application(middlewares=[errors], client_max_size=app._client_max_size)
+        inner = web.Application(middlewares=[errors], client_max_size=app[OPTIONS].max_body_bytes)
         for key in app:
             if isinstance(key, web.AppKey):
                 inner[key] = app[key]
@@ -67,6 +67,9 @@ def forward_to(path: Path) -> Middleware:
     async def forward(request: web.Request, handler: Handler) -> web.StreamResponse:
         if not is_kept(request.match_info.route.resource):
             return await handler(request)
+        headers = _end_to_end(request.headers)
+        if headers.popall("Content-Encoding", None):  # It was taken off as it came in.
+            headers.popall("Content-Length", None)
         streamed = request.content_type == "multipart/form-data"
         body = request.content if streamed else await request.read()
         # A connection a request: it ends with the client's, which aborts what runs there.
@@ -80,11 +83,11 @@ def forward_to(path: Path) -> Middleware:
                 answer = await session.request(
                     request.method,
                     yarl.URL(f"http://keeper{request.raw_path}", encoded=True),
-                    headers=_end_to_end(request.headers),
-                    data=body if request.can_read_body or body else None,
+                    headers=headers,
+                    data=body or None,
                     allow_redirects=False,
                 )
-            except aiohttp.ClientConnectorError:
+            except aiohttp.ClientConnectionError:
                 raise EngineStopped(
                     "the process that keeps responses and files is being restarted; try again"
                 ) from None
@@ -94,12 +97,16 @@ def forward_to(path: Path) -> Middleware:
 
 
 async def _pass_on(request: web.Request, answer: aiohttp.ClientResponse) -> web.StreamResponse:
+    """Raises ConnectionError when either side goes before the end."""
     response = web.StreamResponse(status=answer.status, headers=_end_to_end(answer.headers))
-    with contextlib.suppress(ConnectionError):  # The client is gone.
-        await response.prepare(request)
+    await response.prepare(request)
+    try:
         async for piece in answer.content.iter_any():
             await response.write(piece)
-        await response.write_eof()
+    except aiohttp.ClientError:
+        # Too late for a status: the client sees its answer break off.
+        raise ConnectionResetError("the keeper ended in the middle of an answer") from None
+    await response.write_eof()
     return response
 
 

@@ -67,8 +67,18 @@ async def front(order: Order, found: Settings) -> int:
         return 1
     finally:
         await engine.stop()
-        if os.getppid() != parent:  # It was killed, and left the folder behind.
+        if engine.lost and await _gone(parent):  # It was killed, and left the folder behind.
             shutil.rmtree(order.folder, ignore_errors=True)
+
+
+async def _gone(parent: int) -> bool:
+    """Whether the process that started this one has ended. Its sockets are closed a little before
+    that is seen."""
+    for _ in range(100):
+        if os.getppid() != parent:
+            return True
+        await asyncio.sleep(0.01)
+    return False
 
 
 if __name__ == "__main__":

@@ -22,7 +22,6 @@ from ...core.remote.server import EngineServer, ForwardingEngine
 from ..cli.serve import Settings
 from ..openai.server import (
     CLOSE_SECONDS,
-    DEAD,
     SWITCH_INTERVAL,
     address,
     death,
@@ -46,13 +45,19 @@ class FrontEndsFailed(JackfieldError):
 
 
 class FrontEnds:
-    """N processes over one engine, each restarted when it ends."""
+    """N processes over one engine, each restarted when it ends while the engine takes requests."""
 
     def __init__(
-        self, settings: Settings, folder: str, sockets: list[tuple[socket.socket, ...]]
+        self,
+        engine: ForwardingEngine,
+        settings: Settings,
+        folder: str,
+        sockets: list[tuple[socket.socket, ...]],
     ) -> None:
+        """sockets: those of each."""
         self.complete = False
         """Whether all of them have been ready: one that ends is restarted from then on."""
+        self._engine = engine
         self._settings = settings
         self._folder = folder
         self._sockets = sockets
@@ -63,15 +68,18 @@ class FrontEnds:
 
     async def run(self) -> None:
         """Keep all of them running. Raises FrontEndsFailed when that is of no use."""
-        async with asyncio.TaskGroup() as group:
-            for index in range(len(self._sockets)):
-                group.create_task(self._keep(index))
+        try:
+            async with asyncio.TaskGroup() as group:
+                for index in range(len(self._sockets)):
+                    group.create_task(self._keep(index))
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
 
     async def _keep(self, index: int) -> None:
         while True:
             process = await self._start(index)
             status = await process.wait()
-            if self._ending:
+            if self._ending or (self.complete and not self._engine.healthy):
                 return
             if not self.complete:
                 raise FrontEndsFailed(f"front end {index} ended with status {status} at its start")
@@ -136,7 +144,8 @@ async def serve_fronts(settings: Settings) -> int:
             where = uds or address(settings.listen, sockets[0][0].getsockname()[1])
             line = ready_line(engine, where, began)
             print(f"{line}, {settings.fronts} front ends", flush=True)
-            if await first_of(death(engine), signals.get(), failing()) is DEAD:
+            await first_of(death(engine), signals.get(), failing())
+            if engine.dead_reason is not None:
                 logger.error("the engine died: %s", engine.dead_reason)
                 return 1
             print("Draining", flush=True)
@@ -159,16 +168,13 @@ async def fronted(
     """Start an engine and its front ends, and end them. → the engine's server, and what to wait for
     that raises FrontEndsFailed."""
     server = EngineServer(engine)
-    fronts = FrontEnds(settings, folder, sockets)
+    fronts = FrontEnds(engine, settings, folder, sockets)
     async with server.listening(engine_socket(folder)):
         # They load their tokenizers while the engine loads the model.
         watching = asyncio.create_task(fronts.run())
 
         async def failing() -> None:
-            try:
-                await asyncio.shield(watching)
-            except BaseExceptionGroup as errors:
-                raise errors.exceptions[0] from None
+            await asyncio.shield(watching)
 
         async def ready() -> None:
             await engine.start()

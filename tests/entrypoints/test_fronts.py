@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import gzip
 import json
 import os
 import re
@@ -22,7 +24,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from serving import Server, running
 
 from jackfield import EngineConfig
+from jackfield.core.remote.server import ForwardingEngine
+from jackfield.entrypoints.cli.serve import settings
 from jackfield.entrypoints.fronts.sockets import bound
+from jackfield.entrypoints.fronts.supervisor import FrontEnds, FrontEndsFailed
 from jackfield.entrypoints.openai.server import Listen
 
 MODEL = "jackfield-tiny"
@@ -358,6 +363,16 @@ def test_leaving_a_forwarded_stream_aborts_its_request(server: Fronted) -> None:
     assert becomes(server.idle, 10)
 
 
+def test_a_packed_body_is_unpacked_once(server: Fronted) -> None:
+    body = gzip.compress(json.dumps({"input": "x", "max_output_tokens": 2}).encode())
+    headers = {"Content-Encoding": "gzip", "Content-Type": "application/json"}
+    with server.one_of_each() as clients:
+        for client in clients:
+            answer = client.post("/v1/responses", content=body, headers=headers)
+            assert answer.status_code == 200, answer.text
+            assert answer.headers["X-Request-Id"]
+
+
 def test_files_and_batches_are_one_store_whichever_front_end_answers(server: Fronted) -> None:
     lines = b"".join(
         json.dumps(
@@ -403,6 +418,9 @@ def test_a_killed_front_end_takes_its_streams_alone_and_is_restarted(
         rest = [line for line in lines[1] if line]
         assert rest[-1] == "data: [DONE]"
         assert len(rest) > 300
+        if front == "0":
+            refused = kept.get("/v1/responses/resp_1")
+            assert (refused.status_code, "being restarted" in refused.text) == (503, True)
     # Clients wait for it in its socket's queue; nobody is refused.
     with server.one_of_each() as clients:
         for client in clients:
@@ -546,3 +564,35 @@ def test_a_unix_socket_takes_the_place_of_one_that_was_left_and_of_nothing_else(
     with pytest.raises(OSError), bound(Listen(uds=str(path)), 2):
         pass
     assert path.read_text() == "a file"
+
+
+async def test_front_ends_that_keep_ending_are_not_started_forever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    found = settings(["--api-server-count", "2", *FLAGS])
+    async with ForwardingEngine(found.config, plugins=found.plugins) as engine:
+        with bound(Listen(port=0), 2) as sockets:
+            fronts = FrontEnds(engine, found, str(tmp_path), sockets)
+            with pytest.raises(FrontEndsFailed, match="at its start"):
+                await asyncio.wait_for(fronts.run(), 20)
+            fronts = FrontEnds(engine, found, str(tmp_path), sockets)
+            fronts.complete = True
+            with pytest.raises(FrontEndsFailed, match="ended 6 times within 60 seconds"):
+                await asyncio.wait_for(fronts.run(), 20)
+            fronts = FrontEnds(engine, found, str(tmp_path), sockets)
+            fronts.complete = True
+            engine.refuse()
+            await asyncio.wait_for(fronts.run(), 20)
+            assert len(fronts._restarts) == 0
+
+
+def test_front_ends_take_the_flags_of_a_file_as_they_were(tmp_path: Path) -> None:
+    path = tmp_path / "serve.yaml"
+    path.write_text("api-server-count: 3\nmax-num-seqs: 7\napi-key: [a b, c]\n")
+    first = settings(["--config", str(path), "--port", "9"])
+    path.unlink()
+    again = settings(first.argv)
+    assert (again.fronts, again.config.max_num_seqs, again.listen.port) == (3, 7, 9)
+    assert again.options.api_keys[:2] == ("a b", "c")
+    assert again.config == first.config

@@ -479,3 +479,16 @@ async def test_the_connectors_parameters_go_in_and_out(tmp_path: Path) -> None:
         output = await final(there.chat(CHAT, params))
         assert (output.outputs[0].finish_reason, output.outputs[0].stop_reason) == ("stop", "=")
         assert output.kv_transfer_params == {"given": asked, "why": "stop"}
+
+
+TEXT_ALONE = {
+    "abort", "chat", "drain", "encode", "generate", "healthy", "render_chat",
+    "served_model_names", "supported_tasks",
+}  # fmt: skip
+"""What a `RemoteEngine` does as an engine in process does: with texts, or what it was told."""
+
+
+def test_what_an_engine_can_a_front_end_can() -> None:
+    """A new method of AsyncEngine that needs the scheduler or the device needs a twin here."""
+    methods = {name for name in vars(AsyncEngine) if not name.startswith("_")}
+    assert methods - set(vars(RemoteEngine)) == TEXT_ALONE
