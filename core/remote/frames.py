@@ -152,7 +152,8 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
     def because(cls, number: int, error: JackfieldError) -> Refused:
         """Under the nearest class that the other side knows."""
         kind = next(base.__name__ for base in type(error).__mro__ if base.__name__ in _ERRORS)
-        return cls(number, kind, error.message, error.param, error.code)
+        message = error.message.encode("utf-8", "replace").decode()
+        return cls(number, kind, message, error.param, error.code)
 
     def error(self) -> JackfieldError:
         """The error that it was."""

@@ -308,7 +308,7 @@ async def trial(
         apart = {
             "engine_cpu_us_per_token": 1e6 * (user + system) / count,
             "fronts_cpu_us_per_token": 1e6 * sum(others) / count,
-            "busiest_front_share": max(others) / sum(others),
+            "busiest_front_share": max(others) / (sum(others) or 1.0),
         }
         user += sum(others)
     return {

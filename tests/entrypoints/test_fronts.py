@@ -8,8 +8,10 @@ import gzip
 import json
 import os
 import re
+import shutil
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import time
@@ -56,11 +58,14 @@ class Fronted:
         self.line = line
         self.url = url
         self.uds = uds
+        self.trusted: ssl.SSLContext | bool = True
 
     def client(self) -> httpx.Client:
         """One connection, kept: one front end."""
         transport = httpx.HTTPTransport(
-            uds=self.uds, limits=httpx.Limits(max_connections=1, max_keepalive_connections=1)
+            uds=self.uds,
+            verify=self.trusted,
+            limits=httpx.Limits(max_connections=1, max_keepalive_connections=1),
         )
         return httpx.Client(base_url=self.url, transport=transport, timeout=60)
 
@@ -156,7 +161,7 @@ def fronted(
     try:
         assert process.stdout is not None
         line = process.stdout.readline()
-        found = re.search(r"http://127\.0\.0\.1:\d+", line)
+        found = re.search(r"https?://127\.0\.0\.1:\d+", line)
         assert found or (uds and uds in line), process.communicate()[1]
         yield Fronted(process, line, found[0] if found else "http://server", uds)
     finally:
@@ -507,8 +512,21 @@ sys.exit(run_on_loop(serve_fronts(found)))
 """
 
 
-def test_an_engine_that_dies_ends_the_streams_and_the_server_with_a_status() -> None:
-    with fronted("--executor", "dying", module=("-c", DYING)) as server:
+def test_an_engine_that_dies_ends_the_streams_and_the_server_with_a_status(tmp_path: Path) -> None:
+    """Over TLS, where openssl can make a certificate."""
+    file, flags = str(tmp_path / "both.pem"), ()
+    if shutil.which("openssl"):
+        subprocess.run(
+            ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1",
+             "-nodes", "-days", "2", "-subj", "/CN=localhost", "-addext",
+             "subjectAltName=IP:127.0.0.1", "-keyout", file, "-out", file + ".crt"],
+            check=True, capture_output=True,
+        )  # fmt: skip
+        flags = ("--ssl-keyfile", file, "--ssl-certfile", file + ".crt")
+    with fronted("--executor", "dying", *flags, module=("-c", DYING)) as server:
+        if flags:
+            assert server.url.startswith("https://")
+            server.trusted = ssl.create_default_context(cafile=file + ".crt")
         pids = children(server.process.pid)
         with server.client() as client:
             with client.stream("POST", "/v1/completions", json=LONG) as answer:
