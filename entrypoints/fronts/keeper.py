@@ -7,6 +7,7 @@ it came in; the keeper gets it over a Unix socket that nobody else can reach.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from multidict import CIMultiDict
 from ...core.errors import EngineStopped
 from ..openai.context import OPTIONS
 
+logger = logging.getLogger("jackfield.fronts")
 KEPT = ("/v1/responses", "/v1/files", "/v1/batches")
 """Routes under these."""
 HOP = frozenset(
@@ -97,16 +99,21 @@ def forward_to(path: Path) -> Middleware:
 
 
 async def _pass_on(request: web.Request, answer: aiohttp.ClientResponse) -> web.StreamResponse:
-    """Raises ConnectionError when either side goes before the end."""
+    """As it comes, while both sides are there."""
     response = web.StreamResponse(status=answer.status, headers=_end_to_end(answer.headers))
-    await response.prepare(request)
     try:
+        await response.prepare(request)
         async for piece in answer.content.iter_any():
             await response.write(piece)
+        await response.write_eof()
+    except ConnectionError:
+        pass  # The client is gone; leaving ends it at the keeper, too.
     except aiohttp.ClientError:
-        # Too late for a status: the client sees its answer break off.
-        raise ConnectionResetError("the keeper ended in the middle of an answer") from None
-    await response.write_eof()
+        logger.warning("%s breaks off: the keeper has ended", request.path)
+        if request.transport is not None:
+            request.transport.abort()  # Too late for a status; it must not look like a whole.
+    finally:
+        answer.close()
     return response
 
 
