@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from typing import TypeAlias
 
 from ..engine.output import Completion, RequestState
@@ -24,10 +25,12 @@ class Outbox:
     """News for one front end. While it does not read, its news grows together and nothing is sent:
     a slow front end costs the tokens that it has not read, and no more."""
 
-    def __init__(self, channel: Channel[ToEngine]) -> None:
+    def __init__(self, channel: Channel[ToEngine], drop: Callable[[Forwarded], None]) -> None:
+        """drop: ends a request of which nothing more is to be told."""
         self.open: dict[int, Forwarded] = {}
         """By completion: the requests of those that have not ended."""
         self._channel = channel
+        self._drop = drop
         self._numbers: list[int] = []
         self._token_ids: list[int] = []
         self._changes: dict[int, Change] = {}
@@ -75,11 +78,18 @@ class Outbox:
                 try:
                     self._channel.send(Tokens([], [], [change]))
                 except (TooLarge, ValueError) as wrong:
-                    failed = Change(number=change.number, finish_reason="error", error=str(wrong))
-                    self._channel.send(Tokens([], [], [failed]))
+                    self._channel.send(Tokens([], [], self._failed(change.number, str(wrong))))
         except (TooLarge, ValueError):
             logger.exception("a front end is too far behind and is let go")
             self._channel.abort()
+
+    def _failed(self, number: int, error: str) -> list[Change]:
+        """End a completion with an error, and those of the same request that have not ended."""
+        state = self.open.get(number)
+        numbers = {number, *(one for one, its in self.open.items() if its is state)}
+        if state is not None:
+            self._drop(state)
+        return [Change(number=one, finish_reason="error", error=error) for one in sorted(numbers)]
 
     def _schedule(self) -> None:
         if not self._scheduled:

@@ -237,7 +237,7 @@ class Front:
         self.listening = False
         """Whether it takes connections of clients."""
         self._server = server
-        self._outbox = Outbox(channel)
+        self._outbox = Outbox(channel, self.engine.drop)
         self._told: Status | None = None
         self._last = -1
         """The largest number that it has given to anything."""

@@ -410,6 +410,7 @@ def test_a_killed_front_end_takes_its_streams_alone_and_is_restarted(
     pids = server.pids()
     with server.one_of_each() as clients, contextlib.ExitStack() as stack:
         lost, kept = (clients[int(front)], clients[1 - int(front)])
+        asking = stack.enter_context(server.one_of_each())[1 - int(front)]
         streams = [
             stack.enter_context(client.stream("POST", "/v1/completions", json=LONG))
             for client in (lost, kept)
@@ -418,14 +419,15 @@ def test_a_killed_front_end_takes_its_streams_alone_and_is_restarted(
         for some in lines:
             next(some)
         os.kill(pids[front], signal.SIGKILL)
+        if front == "0":
+            assert becomes(lambda: not alive(pids[front]), 2)
+            refused = asking.get("/v1/responses/resp_1")
+            assert (refused.status_code, "being restarted" in refused.text) == (503, True)
         with pytest.raises(httpx.TransportError):
             list(lines[0])
         rest = [line for line in lines[1] if line]
         assert rest[-1] == "data: [DONE]"
         assert len(rest) > 300
-        if front == "0":
-            refused = kept.get("/v1/responses/resp_1")
-            assert (refused.status_code, "being restarted" in refused.text) == (503, True)
     # Clients wait for it in its socket's queue; nobody is refused.
     with server.one_of_each() as clients:
         for client in clients:

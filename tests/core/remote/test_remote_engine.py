@@ -316,14 +316,15 @@ async def test_a_front_end_that_does_not_read_costs_its_tokens_alone(tmp_path: P
 async def test_what_is_too_large_to_cross_fails_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with fronted(tmp_path) as (_, (there,)):
+    async with fronted(tmp_path) as (server, (there,)):
         other = there.generate([5], SamplingParams(max_tokens=60, ignore_eos=True))
         await anext(other)
         monkeypatch.setattr("jackfield.core.remote.frames.MAX_FRAME", 2000)
-        params = SamplingParams(max_tokens=2, prompt_logprobs=20)
+        params = SamplingParams(max_tokens=300, prompt_logprobs=20, n=2, ignore_eos=True)
         output = await final(there.generate([5] * 100, params))
-        assert output.outputs[0].finish_reason == "error"
+        assert [one.finish_reason for one in output.outputs] == ["error", "error"]
         assert "at most 2000" in (output.error or "")
+        assert server.engine.stats().num_requests_running == 1, "the others are aborted"
         assert len((await final(other)).outputs[0].token_ids) == 60
 
 
