@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import struct
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -493,3 +494,18 @@ def test_what_an_engine_can_a_front_end_can() -> None:
     """A new method of AsyncEngine that needs the scheduler or the device needs a twin here."""
     methods = {name for name in vars(AsyncEngine) if not name.startswith("_")}
     assert methods - set(vars(RemoteEngine)) == TEXT_ALONE
+
+
+async def test_a_process_of_another_user_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with fronted(tmp_path) as (server, (there,)):
+        me = os.getuid()
+        monkeypatch.setattr(os, "getuid", lambda: me + 1)
+        reader, writer = await asyncio.open_unix_connection(str(tmp_path / "engine"))
+        writer.write(encode(Hello(1, 1)))
+        with contextlib.suppress(ConnectionResetError):
+            assert await asyncio.wait_for(reader.read(), 10) == b""
+        writer.close()
+        await there.check_health()
+        assert len(server.fronts) == 1
