@@ -10,13 +10,11 @@ import asyncio
 import os
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import prometheus_client as prometheus
-
-from ..config import EngineConfig, StructuredOutputsConfig
+from ..config import EngineConfig
 from ..engine.admission import Admission
 from ..engine.async_engine import HEALTH_SECONDS, AsyncEngine
 from ..engine.output import Completion, RequestState
@@ -28,37 +26,28 @@ from ..observe.merge import families
 from ..pooling import PoolingParams
 from ..registry import Plugins
 from ..scheduling.request import Update
-from ..structured.spec import grammar_spec
 from ..types import EngineStats, GrammarStart, Prompt, SamplingParams
 from .channel import Channel
 from .frames import (
     Abort,
     Answer,
-    Ask,
     Change,
     Close,
     Encode,
     Generate,
-    GrammarWish,
     Hello,
     Listening,
     Refused,
     Report,
     Status,
     Stop,
-    ToEngine,
     ToFront,
     Tokens,
     WantReport,
     Welcome,
 )
-
-
-class FrontMetrics:
-    """What a front end counts itself; plugins may add to its registry. `RemoteEngine.metrics`."""
-
-    def __init__(self) -> None:
-        self.registry = prometheus.CollectorRegistry()
+from .questions import Questions
+from .stand_ins import FrontMetrics, GrammarWishes
 
 
 class RemoteEngine(AsyncEngine):
@@ -88,9 +77,7 @@ class RemoteEngine(AsyncEngine):
         """Requests for work under way in this process."""
         self._channel: Channel[ToFront] = Channel(ToFront, received=self._received, lost=self._lost)
         self._welcome: asyncio.Future[Welcome] | None = None
-        self._last = -1
-        """The largest number given to a question, or to a completion."""
-        self._answers: dict[int, asyncio.Future[Any]] = {}
+        self._questions = Questions(self._channel)
         self._open: dict[int, tuple[RequestState | PoolingState, Any]] = {}
         """By number: the completions that have not ended, and their requests."""
         self._numbers: dict[str, int] = {}
@@ -109,7 +96,7 @@ class RemoteEngine(AsyncEngine):
         loop = asyncio.get_running_loop()
         self._welcome = loop.create_future()
         await loop.create_unix_connection(lambda: self._channel, str(self.path))
-        self._send(Hello(self.front, os.getpid()))
+        self._questions.send(Hello(self.front, os.getpid()))
         # What takes time here goes on while the engine loads its model. What is wrong with the
         # checkpoint is the engine's to tell.
         loading = asyncio.create_task(asyncio.to_thread(self._load))
@@ -137,7 +124,7 @@ class RemoteEngine(AsyncEngine):
             max_logprobs=config.max_logprobs,
             cache_tokens=(self.info.num_blocks - 1) * config.block_size,
         )
-        self._grammars = _Wishes(config.structured_outputs_config)  # type: ignore[assignment]
+        self._grammars = GrammarWishes(config.structured_outputs_config)  # type: ignore[assignment]
         self._pooling_admission = (
             PoolingAdmission(self.model_config, pooling, self.tokenizer) if pooling else None
         )
@@ -146,7 +133,7 @@ class RemoteEngine(AsyncEngine):
 
     def listening(self) -> None:
         """Tell the engine that clients can connect."""
-        self._send(Listening())
+        self._questions.send(Listening())
 
     async def stop(self) -> None:
         """Abort what is running, and leave the engine. Safe to call twice."""
@@ -165,52 +152,25 @@ class RemoteEngine(AsyncEngine):
         if not self.healthy:
             raise EngineStopped(self.dead_reason or "the engine is not running")
         try:
-            await asyncio.wait_for(self._ask("health"), timeout)
+            await asyncio.wait_for(self._questions.ask("health"), timeout)
         except TimeoutError:
             raise EngineStopped(f"the engine has not answered for {timeout:g} seconds") from None
 
     async def reset_prefix_cache(self) -> bool:
         """Forget cached blocks; → False when some are in use."""
-        return bool(await self._ask("reset_prefix_cache"))
+        return bool(await self._questions.ask("reset_prefix_cache"))
 
     async def render_metrics(self) -> bytes:
         """The engine's, and those of all its front ends added up."""
-        return bytes(await self._ask("metrics"))
+        return bytes(await self._questions.ask("metrics"))
 
     async def server_load(self) -> int:
         """Requests for work under way in all front ends."""
-        return int(await self._ask("load"))
+        return int(await self._questions.ask("load"))
 
     def stats(self) -> EngineStats:
         """A snapshot of the engine, at most a second old while it works."""
         return self._stats
-
-    async def _ask(self, what: str) -> Any:
-        number = self._next()
-        return await self._answered(number, Ask(number, what))
-
-    async def _answered(self, number: int, question: ToEngine) -> Any:
-        """Raises what the engine raises, and EngineStopped when it is gone."""
-        if self._channel.closed:
-            raise EngineStopped(self.dead_reason or "the engine is not running")
-        future = self._answers[number] = asyncio.get_running_loop().create_future()
-        try:
-            self._send(question)
-            return await future
-        finally:
-            self._answers.pop(number, None)
-
-    def _next(self, count: int = 1) -> int:
-        """→ the first of so many numbers."""
-        first = self._last + 1
-        self._last += count
-        return first
-
-    def _send(self, message: ToEngine) -> None:
-        try:
-            self._channel.send(message)
-        except ValueError as error:
-            raise InvalidRequest(str(error)) from None
 
     # ------------------------------------------------------------ requests
 
@@ -235,7 +195,7 @@ class RemoteEngine(AsyncEngine):
             grammar=grammar,
         )
         state = RequestState(request_id, text, requests, requests[0].params, self.tokenizer)
-        number = self._next(params.n)
+        number = self._questions.numbers(params.n)
         asked = Generate(
             number=number,
             request_id=request_id,
@@ -262,7 +222,7 @@ class RemoteEngine(AsyncEngine):
             request_id, prompt, params, priority=priority, cache_salt=cache_salt
         )
         state = PoolingState(prompt.text, request)
-        number = self._next()
+        number = self._questions.numbers()
         asked = Encode(
             number=number,
             request_id=request_id,
@@ -285,7 +245,7 @@ class RemoteEngine(AsyncEngine):
         for index, completion in enumerate(state.completions):
             self._open[number + index] = (state, completion)
         try:
-            await self._answered(number, asked)
+            await self._questions.answer(number, asked)
         except asyncio.CancelledError:
             self._abort(state)
             raise
@@ -352,13 +312,7 @@ class RemoteEngine(AsyncEngine):
             case Tokens():
                 self._take(message)
             case Answer() | Refused():
-                future = self._answers.pop(message.number, None)
-                if future is None or future.done():
-                    return
-                if isinstance(message, Answer):
-                    future.set_result(message.value)
-                else:
-                    future.set_exception(message.error())
+                self._questions.settle(message)
             case Status():
                 self._stats = message.stats
                 if message.dead_reason is not None:
@@ -366,7 +320,7 @@ class RemoteEngine(AsyncEngine):
                 self._accepting = self._accepting and message.accepting
             case WantReport():
                 told = families(self.metrics.registry)
-                self._send(Report(message.number, self.count_load(), told))
+                self._questions.send(Report(message.number, self.count_load(), told))
             case Welcome():
                 if self._welcome is not None and not self._welcome.done():
                     self._welcome.set_result(message)
@@ -461,34 +415,10 @@ class RemoteEngine(AsyncEngine):
         self._accepting = False
         if self._welcome is not None and not self._welcome.done():
             self._welcome.set_exception(EngineStopped(reason))
-        for future in list(self._answers.values()):
-            if not future.done():
-                future.set_exception(EngineStopped(reason))
+        self._questions.fail(reason)
         for state in list(self._states.values()):
             state.error = state.error or f"the engine died: {reason}"
             for completion in state.completions:
                 completion.finish("error", None)
             self._end(state)
         self.closed.set()
-
-
-class _Wishes:
-    """In the place of `Grammars`: the engine compiles, what is refused by its form is refused
-    here."""
-
-    def __init__(self, config: StructuredOutputsConfig) -> None:
-        self._config = config
-
-    async def prepare(
-        self,
-        params: SamplingParams,
-        *,
-        chat: bool,
-        template_arguments: Mapping[str, Any] | None = None,
-    ) -> GrammarStart | None:
-        """Raises InvalidRequest with the field's name."""
-        if params.structured_outputs is None:
-            return None
-        grammar_spec(params.structured_outputs, self._config)
-        wish = GrammarWish(chat, dict(template_arguments or {}))
-        return GrammarStart(grammar=wish, eos_token_ids=(), token_bytes=None)
