@@ -225,10 +225,11 @@ def register_routes(app: Any, engine: Any) -> None:
 
         app.router.add_get("/hello", hello)
 
-    Called by the server when it builds its application, after its own routes are in. The engine has
-    started. A new route asks for the API key like the others. The OpenAPI document lists it by
-    its docstring; a handler's attribute `openapi`, an operation as OpenAPI 3.1 writes it in which a
-    Struct may stand for a schema, says more, and None keeps it out.
+    Called by the server when it builds its application, after its own routes are in: in each of its
+    front ends, if there are several. The engine has started. A new route asks for the API key like
+    the others. The OpenAPI document lists it by its docstring; a handler's attribute `openapi`, an
+    operation as OpenAPI 3.1 writes it in which a Struct may stand for a schema, says more, and None
+    keeps it out.
     """
 
 
@@ -249,7 +250,8 @@ def register_commands(commands: Registry[Any]) -> None:
 def engine_started(engine: Any) -> None:
     """After an engine is ready, before its first request. May be async.
 
-    Called by `AsyncEngine.start`, which waits for it.
+    Called by `AsyncEngine.start`, which waits for it; of several processes of one server, in the
+    engine's.
     """
 
 
@@ -267,7 +269,8 @@ def request_finished(output: RequestOutput | PoolingRequestOutput) -> None:
 
     Called by the engine, in a task of its own: the stream does not wait for it. The output is
     cumulative, whatever `output_kind` the caller chose. An engine that pools gives pooling
-    outputs, of requests that neither failed nor were aborted.
+    outputs, of requests that neither failed nor were aborted. With several front ends
+    (`jackfield serve --api-server-count`), called in the one that has the request.
     """
 
 

@@ -35,6 +35,7 @@ from jackfield.core.observe.metrics import EngineMetrics
 from jackfield.core.registry import KINDS, load_plugins
 from jackfield.entrypoints.cli import options
 from jackfield.entrypoints.cli.main import COMMANDS
+from jackfield.entrypoints.fronts.counts import FrontCounts
 from jackfield.entrypoints.openai import pooling_protocol, protocol, responses_protocol
 
 DOCS = Path(__file__).resolve().parent
@@ -413,6 +414,7 @@ def metrics() -> str:
     """What GET /metrics tells."""
     made = EngineMetrics("MODEL")
     made.observe_cache_config(**dict.fromkeys(_cache_facts(), ""))
+    made.registry.register(FrontCounts(0, lambda: 0))
     rows = []
     for family in made.registry.collect():
         labels = sorted({k for s in family.samples for k in s.labels} - {"le"})
@@ -426,8 +428,10 @@ def metrics() -> str:
         "`GET /metrics` answers in Prometheus' text format, without an API key. Where the meaning "
         "is the same, a name is vLLM's with the prefix `jackfield:`. Every engine has a registry "
         "of its own. Times are seconds. In Python, `engine.stats()` gives the same counts as "
-        "an `EngineStats` (`core/types.py`).\n\n"
-        "Source: [core/observe/metrics.py](../../core/observe/metrics.py).\n\n"
+        "an `EngineStats` (`core/types.py`). Those of front ends are there with "
+        "`--api-server-count` alone.\n\n"
+        "Source: [core/observe/metrics.py](../../core/observe/metrics.py), "
+        "[entrypoints/fronts/counts.py](../../entrypoints/fronts/counts.py).\n\n"
         + table(["name", "type", "labels", "meaning"], sorted(rows))
     )
 

@@ -467,6 +467,12 @@ def test_the_server_fetches_nothing_for_a_request(server: Any) -> None:
         if name.split(".")[0] in clients and "entrypoints/bench" not in str(p)
     ]
     assert not found
+    sessions = {
+        (path.name, "aiohttp.UnixConnector(" in ast.unparse(node))
+        for path, name, node in calls()
+        if name.endswith("ClientSession") and "entrypoints/bench" not in str(path)
+    }
+    assert sessions == {("keeper.py", True)}
 
 
 def test_tensors_cannot_be_sent(server: Any) -> None:

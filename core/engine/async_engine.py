@@ -276,7 +276,7 @@ class AsyncEngine:
         async def start() -> RequestState:
             asked = params or SamplingParams()
             grammar = await self._grammars.prepare(asked, chat=False)
-            return self._admit(prompt, asked, request_id, priority, cache_salt, grammar)
+            return await self._admit(prompt, asked, request_id, priority, cache_salt, grammar)
 
         return OutputStream(start, self._abort)
 
@@ -315,7 +315,7 @@ class AsyncEngine:
                 chat_template=chat_template,
                 add_special_tokens=add_special_tokens,
             )
-            return self._admit(token_ids, asked, request_id, priority, cache_salt, grammar)
+            return await self._admit(token_ids, asked, request_id, priority, cache_salt, grammar)
 
         return OutputStream(start, self._abort)
 
@@ -385,7 +385,7 @@ class AsyncEngine:
                 raise InvalidRequest(self._wrong_kind("encode"), param="model")
             wanted = admission.pooling.completed(params or PoolingParams())
             prepared = await admission.prepare(prompt, wanted, add_special_tokens)
-            return self._admit_pooling(prepared, wanted, request_id, priority, cache_salt)
+            return await self._admit_pooling(prepared, wanted, request_id, priority, cache_salt)
 
         return PoolingStream(start, self._abort)
 
@@ -447,9 +447,14 @@ class AsyncEngine:
             requests_finished=dict(self._finished_counts),
         )
 
+    async def render_metrics(self) -> bytes:
+        """All that is counted and measured, in Prometheus' text format."""
+        self.metrics.observe_stats(self.stats())
+        return self.metrics.render()
+
     # ------------------------------------------------------------ inside
 
-    def _admit(
+    async def _admit(
         self,
         prompt: Prompt,
         params: SamplingParams,
@@ -469,19 +474,11 @@ class AsyncEngine:
             cache_salt=cache_salt,
             grammar=grammar,
         )
-        if (reason := self._scheduler.unfit_reason(requests[0])) is not None:
-            raise InvalidRequest(f"prompt: {reason}", param="prompt")
         state = RequestState(request_id, text, requests, requests[0].params, self.tokenizer)
-        self._states[request_id] = state
-        self._idle.clear()
-        for index, request in enumerate(requests):
-            self._owners[request.request_id] = (state, index)
-            self._scheduler.add(request)
-        self._num_prompt_tokens += len(requests[0].prompt_token_ids)
-        self._steps.wake()
+        self._enter(state)
         return state
 
-    def _admit_pooling(
+    async def _admit_pooling(
         self,
         prompt: PreparedPrompt,
         params: PoolingParams,
@@ -494,16 +491,21 @@ class AsyncEngine:
         request = self._pooling_admission.request(
             request_id, prompt, params, priority=priority, cache_salt=cache_salt
         )
-        if (reason := self._scheduler.unfit_reason(request)) is not None:
-            raise InvalidRequest(f"prompt: {reason}", param="prompt")
         state = PoolingState(prompt.text, request)
-        self._states[request_id] = state
-        self._idle.clear()
-        self._owners[request_id] = (state, 0)
-        self._scheduler.add(request)
-        self._num_prompt_tokens += len(prompt.token_ids)
-        self._steps.wake()
+        self._enter(state)
         return state
+
+    def _enter(self, state: RequestState | PoolingState) -> None:
+        """Give its requests to the scheduler. Raises InvalidRequest when they never fit."""
+        if (reason := self._scheduler.unfit_reason(state.requests[0])) is not None:
+            raise InvalidRequest(f"prompt: {reason}", param="prompt")
+        self._states[state.request_id] = state
+        self._idle.clear()
+        for index, request in enumerate(state.requests):
+            self._owners[request.request_id] = (state, index)
+            self._scheduler.add(request)
+        self._num_prompt_tokens += len(state.requests[0].prompt_token_ids)
+        self._steps.wake()
 
     def _check_open(self, request_id: str | None) -> str:
         """→ the id to use. Raises EngineStopped, EngineOverloaded, InvalidRequest."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from ..scheduling.request import Request, Update
@@ -52,7 +52,7 @@ class Completion:
         """Take new tokens; → the stop string that ends this completion, if one does."""
         request = update.request
         if self.logprobs is None and not update.finished:
-            return self._apply_tokens(update.new_token_ids)
+            return self.apply_tokens(update.new_token_ids)
         ended_by_token = update.finished and request.finish_reason == "stop"
         for number, token in enumerate(update.new_token_ids):
             self.token_ids.append(token)
@@ -70,7 +70,7 @@ class Completion:
                 return match.stop
         return None
 
-    def _apply_tokens(self, new_token_ids: list[int]) -> str | None:
+    def apply_tokens(self, new_token_ids: Sequence[int]) -> str | None:
         """`apply` for the most: tokens that end nothing, and nothing beside them."""
         token_ids, text = self.token_ids, self.text
         if text is None:

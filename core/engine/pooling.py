@@ -70,7 +70,7 @@ class PoolingAdmission:
             token_ids = token_ids if limit is None else token_ids[:limit]
         else:
             token_ids, types = await self._tokenize(text, pair, limit, add_special_tokens)
-        self._check(token_ids)
+        self.check(token_ids)
         return PreparedPrompt(text if pair is None else None, token_ids, types)
 
     def request(
@@ -133,7 +133,8 @@ class PoolingAdmission:
         known = 0 < max(types, default=0) < self.pooling.num_token_types
         return token_ids, tuple(types) if known else ()
 
-    def _check(self, token_ids: list[int]) -> None:
+    def check(self, token_ids: list[int]) -> None:
+        """Raises InvalidRequest, ContextLengthExceeded."""
         if not token_ids:
             raise InvalidRequest("prompt: must have at least one token", param="prompt")
         longest = self.model_config.max_model_len

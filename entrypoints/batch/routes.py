@@ -36,8 +36,13 @@ MAX_FIELD = 1024
 CHUNK = 1 << 18
 
 
-def add_batch_routes(app: web.Application, options: BatchOptions) -> None:
-    """The routes, and what starts and ends with the application."""
+def add_batch_routes(
+    app: web.Application, options: BatchOptions, *, work_here: bool = True
+) -> None:
+    """The routes, and what starts and ends with the application.
+
+    work_here: off where another process has the store, to which the requests are forwarded.
+    """
     from .described import describe
 
     describe()
@@ -55,6 +60,8 @@ def add_batch_routes(app: web.Application, options: BatchOptions) -> None:
             web.post("/v1/batches/{batch_id}/cancel", cancel_batch),
         ]
     )
+    if not work_here:
+        return
     app[STORE] = Store(options.folder, options.max_store_bytes)
     app.cleanup_ctx.append(_working)
 

@@ -15,7 +15,7 @@ import statistics
 import sys
 import time
 from collections.abc import AsyncIterator, Coroutine, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 
@@ -28,11 +28,13 @@ from ..openai.server import Listen, listening
 from .backends import event_loop
 from .drain import Drain, Drained
 from .frontend_parts import STEP_PARTS, time_alone, watch_steps
+from .fronts import serving_fronts
 from .measure import rounded
 from .report import Emitter, Record, add_output_options, environment, say, summary
 from .scripted import ScriptedExecutor
 
 T = TypeVar("T")
+Served: TypeAlias = tuple[ScriptedExecutor, str, AsyncEngine]
 THOUGHT = (
     "The user wants the weather, so I should look it up first. The tool takes a city, and "
     "the city is plain from the question: it is Lisbon. Then I say what I am about to do. "
@@ -127,6 +129,15 @@ def flags() -> Parser:
     parser.add_argument("--tokens", type=int, default=400, help="a stream (default: 400)")
     parser.add_argument("--repeats", type=int, default=3, help="timed runs a case (default: 3)")
     parser.add_argument(
+        "--api-server-count", type=int, default=1, metavar="N",
+        help="front-end processes, as of `jackfield serve` (default: 1)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--step-ms", type=float, default=0.0, metavar="MS",
+        help="milliseconds that a step takes at least; 0: none (default). Front ends in other "
+        "processes hold no step up: give them what they keep up with",
+    )  # fmt: skip
+    parser.add_argument(
         "--parts", action="store_true", help="tell where the microseconds go, too (chats only)"
     )
     add_output_options(parser)
@@ -140,10 +151,20 @@ def run(argv: list[str]) -> int:
     for name in args.cases:
         if name not in CASES:
             parser.error(f"case: {name!r} is none of {', '.join(CASES)}")
+    if args.api_server_count < 1 or (args.api_server_count > 1 and args.parts):
+        parser.error("--api-server-count: must be at least 1, and 1 with --parts")
+    if args.api_server_count > 1 and not args.step_ms > 0:
+        parser.error("--api-server-count: needs --step-ms, or the engine runs ahead of them")
     emitter = Emitter(args.output, environment("cpu"))
     for name in args.cases:
         case = CASES[name]
-        work = _measure(case, args.streams, args.tokens, args.repeats, args.parts)
+        served = serving(
+            case, args.streams, args.tokens, fronts=args.api_server_count, step_ms=args.step_ms
+        )
+        at: Record = {"case": name, "streams": args.streams, "tokens": args.tokens}
+        if args.step_ms:
+            at |= {"api_server_count": args.api_server_count, "step_ms": args.step_ms}
+        work = _measure(case, served, at, args.repeats, args.parts)
         for record in on_loop(work):
             emitter.emit(record)
     print(summary(emitter.records))
@@ -160,11 +181,16 @@ def on_loop(work: Coroutine[Any, Any, T]) -> T:
 
 
 async def _measure(
-    case: Case, streams: int, tokens: int, repeats: int, parts: bool
+    case: Case,
+    served: contextlib.AbstractAsyncContextManager[Served],
+    at: Record,
+    repeats: int,
+    parts: bool,
 ) -> list[Record]:
     """All of one case; → its records, medians of the repeats."""
-    at = {"case": case.name, "streams": streams, "tokens": tokens, "load": os.getloadavg()[0]}
-    async with serving(case, streams, tokens) as (executor, url, engine):
+    streams, tokens = at["streams"], at["tokens"]
+    at = {**at, "load": os.getloadavg()[0]}
+    async with served as (executor, url, engine):
         say(f"{case.name}: {streams} streams of {tokens} tokens")
         runs = [await trial(case, executor, url, streams, tokens) for _ in range(repeats)]
         records: list[Record] = [
@@ -216,14 +242,31 @@ def _medians(runs: Sequence[dict[str, float]]) -> dict[str, float]:
 
 @contextlib.asynccontextmanager
 async def serving(
-    case: Case, streams: int, tokens: int, **options: Any
-) -> AsyncIterator[tuple[ScriptedExecutor, str, AsyncEngine]]:
+    case: Case,
+    streams: int,
+    tokens: int,
+    *,
+    fronts: int = 1,
+    step_ms: float = 0.0,
+    **options: Any,
+) -> AsyncIterator[Served]:
     """A server whose executor says the case's script; → (executor, address, engine).
 
-    options: more of the engine's.
+    options: more of the engine's, where that is in this process.
     """
+    executor = ScriptedExecutor([0], streams, step_ms / 1e3)
+    if fronts > 1:
+        flags = [
+            word
+            for name, value in case.options.items()
+            for word in (f"--{name.replace('_', '-')}", value)
+        ]
+        async with serving_fronts(executor, fronts, streams, flags) as (url, engine):
+            assert engine.tokenizer is not None
+            executor.script = case.script(engine.tokenizer, tokens)
+            yield executor, url, engine
+        return
     plugins = load_plugins()
-    executor = ScriptedExecutor([0], streams)
     plugins["executor"].add("scripted", executor)
     options = {**case.options, **options}
     config = EngineConfig(executor="scripted", device="cpu", max_num_seqs=streams, **options)
@@ -259,9 +302,19 @@ async def trial(
         raise RuntimeError("never did all streams run together: more tokens, or fewer streams")
     count = streams * (end.steps - begin.steps)
     user, system = end.user - begin.user, end.system - begin.system
+    others = [after - before for before, after in zip(begin.others, end.others, strict=True)]
+    apart: dict[str, float] = {}
+    if others:
+        apart = {
+            "engine_cpu_us_per_token": 1e6 * (user + system) / count,
+            "fronts_cpu_us_per_token": 1e6 * sum(others) / count,
+            "busiest_front_share": max(others) / (sum(others) or 1.0),
+        }
+        user += sum(others)
     return {
+        **apart,
         "cpu_us_per_token": 1e6 * (user + system) / count,
-        "kernel_us_per_token": 1e6 * system / count,
+        **({} if others else {"kernel_us_per_token": 1e6 * system / count}),
         "tokens_per_cpu_second": count / (user + system),
         "tokens_per_second": count / (end.wall - begin.wall),
         "frames_per_token": came.frames / (streams * tokens),

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import os
 import resource
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import msgspec
 
@@ -17,6 +19,8 @@ from ...core.registry import Plugins
 from ...core.types import StepPlan, StepResult
 
 NUM_BLOCKS = 1 << 16
+LOOK = 16
+"""Steps between two looks at the time of other processes."""
 SLOW = 0.02
 """Seconds a step takes while not all requests run, so that the first have not ended before."""
 
@@ -31,11 +35,20 @@ class Clock(msgspec.Struct):
     """Inside the kernel: the sockets, mostly."""
     parts: dict[str, int]
     """`ScriptedExecutor.parts` as it stood."""
+    others: list[float]
+    """Processor time of `ScriptedExecutor.others`."""
 
     @classmethod
-    def now(cls, steps: int, parts: dict[str, int]) -> Clock:
+    def now(cls, steps: int, parts: dict[str, int], others: Sequence[int]) -> Clock:
         used = resource.getrusage(resource.RUSAGE_SELF)
-        return cls(steps, time.perf_counter(), used.ru_utime, used.ru_stime, dict(parts))
+        times = [cpu_seconds(pid) for pid in others]
+        return cls(steps, time.perf_counter(), used.ru_utime, used.ru_stime, dict(parts), times)
+
+
+def cpu_seconds(pid: int) -> float:
+    """Processor time that another process has used, in steps of a hundredth of a second."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 class ScriptedExecutor:
@@ -46,9 +59,14 @@ class ScriptedExecutor:
     the last.
     """
 
-    def __init__(self, script: Sequence[int], rows: int) -> None:
+    def __init__(self, script: Sequence[int], rows: int, seconds: float = 0.0) -> None:
+        """seconds: that a step takes at least, for who is to keep up with it; 0: it ends at once,
+        as above."""
         self.script = list(script)
         self.rows = rows
+        self.seconds = seconds
+        self.others: list[int] = []
+        """Processes whose time is noted, too."""
         self.begin: Clock | None = None
         self.end: Clock | None = None
         self.parts: dict[str, int] = {}
@@ -56,6 +74,8 @@ class ScriptedExecutor:
         self._said: dict[int, int] = {}
         """Slot → tokens sampled."""
         self._full_steps = 0
+        self._due = 0.0
+        """When the last of the steps under way is to end, where they take time."""
         self._running: collections.deque[tuple[asyncio.Future[StepResult], StepResult]]
         self._running = collections.deque()
         self._ended = 0
@@ -87,7 +107,11 @@ class ScriptedExecutor:
         future: asyncio.Future[StepResult] = self._loop.create_future()
         self._running.append((future, StepResult(plan.step, self.tokens(plan))))
         if self.begin is not None and len(self._running) > 1:
-            self._loop.call_soon(self._end_step)
+            if self.seconds:
+                self._due = max(self._due, self._loop.time()) + self.seconds
+                self._loop.call_at(self._due, self._end_step)
+            else:
+                self._loop.call_soon(self._end_step)
         if self._timer is None:
             self._timer = self._loop.call_later(SLOW, self._look, self._ended)
         return future
@@ -120,7 +144,9 @@ class ScriptedExecutor:
         if len(plan.slots) < self.rows or plan.total_tokens != self.rows:
             return
         self._full_steps += 1
-        now = Clock.now(self._full_steps, self.parts)
+        if self.others and self.begin is not None and self._full_steps % LOOK:
+            return
+        now = Clock.now(self._full_steps, self.parts, self.others)
         if self.begin is None:
             self.begin = now
         self.end = now

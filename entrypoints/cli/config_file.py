@@ -46,6 +46,18 @@ def with_config(
     return made
 
 
+def without_config(argv: list[str]) -> list[str]:
+    """The command line without `--config` itself."""
+    words = iter(argv)
+    made = []
+    for word in words:
+        if word == "--config":
+            next(words, None)
+        elif not word.startswith("--config="):
+            made.append(word)
+    return made
+
+
 def _read(path: str) -> dict[str, Any]:
     import yaml
 

@@ -6,14 +6,19 @@ import argparse
 import asyncio
 import logging
 from collections.abc import Coroutine
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ...core.config import EngineConfig
 from ...core.errors import JackfieldError
-from ...core.registry import load_plugins
+from ...core.registry import Plugins, load_plugins
 from .batch_flags import add_batch_flags, batch_options
-from .config_file import add_config, with_config
+from .config_file import add_config, with_config, without_config
 from .options import Parser, add_engine_options, engine_config, fail
-from .server_options import add_server_options, api_keys, server_options, tls
+from .server_options import add_server_options, api_keys, at_least_one, server_options, tls
+
+if TYPE_CHECKING:
+    from ..openai.context import ServerOptions
+    from ..openai.server import Listen
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -26,6 +31,14 @@ def make_parser() -> argparse.ArgumentParser:
     server.add_argument("--host", default="127.0.0.1", help="address to bind (default: loopback)")
     server.add_argument("--port", type=int, default=8000, help="port to bind; 0: any free one")
     server.add_argument("--uds", help="listen on a Unix socket instead")
+    server.add_argument(
+        "--api-server-count",
+        "-asc",
+        type=at_least_one,
+        default=1,
+        metavar="N",
+        help="front-end processes that share the port, before one engine process; 1: all in one",
+    )
     server.add_argument(
         "--api-key",
         action="append",
@@ -85,44 +98,69 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+class Settings(NamedTuple):
+    """What a command line of `jackfield serve` says."""
+
+    config: EngineConfig
+    plugins: Plugins
+    listen: Listen
+    options: ServerOptions
+    fronts: int
+    argv: list[str]
+    """The command line, with the flags of a configuration file written out."""
+
+
 def run(argv: list[str]) -> int:
     """→ exit status"""
-    parser = make_parser()
-    args = parser.parse_args(argv)
     try:
-        if args.config is not None:
-            args = parser.parse_args(with_config(parser, argv, args))
-        logging.basicConfig(
-            level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-        )
-        config = engine_config(args, args.model_flag or args.model)
-        given = server_options(args, config)
-        plugins = load_plugins(disable=config.disable_plugins)
-        from ..openai import request_log
-        from ..openai.context import ServerOptions
-        from ..openai.server import Listen, serve
+        found = settings(argv)
+        if found.fronts > 1:
+            from ..fronts.supervisor import serve_fronts
 
-        request_log.set_up(args.access_log, args.enable_log_requests)
-        options = ServerOptions(
-            api_keys=api_keys(args),
-            max_body_bytes=args.max_body_bytes,
-            max_stored_responses=args.max_stored_responses,
-            max_stored_response_bytes=args.max_stored_response_bytes,
-            shutdown_timeout=args.shutdown_timeout,
-            enable_plugins_route=args.enable_plugins_route,
-            enable_admin=args.enable_admin,
-            batches=batch_options(args),
-            playground=args.playground,
-            trust_request_chat_template=args.trust_request_chat_template,
-            **given,
-        )
-        listen = Listen(args.host, args.port, args.uds, tls(args))
-        return _run(serve(config, plugins, listen, options))
+            return run_on_loop(serve_fronts(found))
+        from ..openai.server import serve
+
+        return run_on_loop(serve(found.config, found.plugins, found.listen, found.options))
     except (JackfieldError, OSError) as error:
         return fail(error)
 
 
-def _run(main: Coroutine[Any, Any, int]) -> int:
+def settings(argv: list[str]) -> Settings:
+    """Parse, check, load the plugins, set up logging. Raises ConfigError, PluginError."""
+    parser = make_parser()
+    args = parser.parse_args(argv)
+    if args.config is not None:
+        argv = without_config(with_config(parser, argv, args))
+        args = parser.parse_args(argv)
+    logging.basicConfig(
+        level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    config = engine_config(args, args.model_flag or args.model)
+    given = server_options(args, config)
+    plugins = load_plugins(disable=config.disable_plugins)
+    from ..openai import request_log
+    from ..openai.context import ServerOptions
+    from ..openai.server import Listen
+
+    request_log.set_up(args.access_log, args.enable_log_requests)
+    options = ServerOptions(
+        api_keys=api_keys(args),
+        max_body_bytes=args.max_body_bytes,
+        max_stored_responses=args.max_stored_responses,
+        max_stored_response_bytes=args.max_stored_response_bytes,
+        shutdown_timeout=args.shutdown_timeout,
+        enable_plugins_route=args.enable_plugins_route,
+        enable_admin=args.enable_admin,
+        batches=batch_options(args),
+        playground=args.playground,
+        trust_request_chat_template=args.trust_request_chat_template,
+        **given,
+    )
+    listen = Listen(args.host, args.port, args.uds, tls(args))
+    return Settings(config, plugins, listen, options, args.api_server_count, argv)
+
+
+def run_on_loop(main: Coroutine[Any, Any, int]) -> int:
     """On uvloop where there is one."""
     try:
         import uvloop

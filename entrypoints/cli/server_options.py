@@ -80,7 +80,7 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
     )
     http.add_argument(
         "--limit-concurrency",
-        type=_at_least_one,
+        type=at_least_one,
         metavar="N",
         help="answer at most so many requests at once, more get a 503 (default: no limit)",
     )
@@ -229,7 +229,8 @@ def _number(text: str, least: int) -> int:
     return value
 
 
-def _at_least_one(text: str) -> int:
+def at_least_one(text: str) -> int:
+    """A flag's type."""
     return _number(text, 1)
 
 

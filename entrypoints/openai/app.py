@@ -18,6 +18,7 @@ from ...core.errors import (
     RequestFailed,
 )
 from ..batch.routes import add_batch_routes
+from ..fronts import keeper
 from ..web.page import add_page, page
 from . import cors, docs_page, limits, request_log
 from .admin import add_admin_routes
@@ -25,7 +26,7 @@ from .chat import chat_completions
 from .completions import completions
 from .context import DOCUMENT, ENGINE, OPEN, OPTIONS, ServerOptions, error_body, reply
 from .embeddings import embeddings
-from .load import LOAD, Load, count_load, server_load
+from .load import LOAD, count_load, load_before, server_load
 from .pooling import classify, pooling
 from .responses import add_responses
 from .scoring import rerank, score
@@ -49,7 +50,7 @@ def make_app(engine: AsyncEngine, options: ServerOptions | None = None) -> web.A
     )
     app[ENGINE] = engine
     app[OPTIONS] = options
-    app[LOAD] = Load()
+    app[LOAD] = load_before(engine)
     app[TURNSTILE] = Turnstile()
     app[OPEN] = OPEN_ROUTES
     app[DOCUMENT] = {}
@@ -83,7 +84,7 @@ def make_app(engine: AsyncEngine, options: ServerOptions | None = None) -> web.A
     if options.enable_admin:
         add_admin_routes(app)
     if options.batches is not None:
-        add_batch_routes(app, options.batches)
+        add_batch_routes(app, options.batches, work_here=options.kept_at is None)
     if options.playground:
         add_page(app)
     if options.docs:
@@ -95,6 +96,10 @@ def make_app(engine: AsyncEngine, options: ServerOptions | None = None) -> web.A
         app.middlewares.append(limits.at_most(options.max_concurrency))
     if options.log_requests:
         app.middlewares.append(request_log.log_bodies(options.max_log_len))
+    if options.kept_at is not None:
+        app.middlewares.append(keeper.forward_to(options.kept_at))
+    if options.keeps_at is not None:
+        app.cleanup_ctx.append(keeper.keeping(options.keeps_at, _errors))
     if options.cors.origins:
         cors.install(app, options.cors)
     engine.plugins.manager.hook.register_routes(app=app, engine=engine)

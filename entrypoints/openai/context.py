@@ -6,6 +6,7 @@ import asyncio
 import time
 import uuid
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -61,6 +62,10 @@ class ServerOptions:
     """Whether bodies are logged."""
     max_log_len: int | None = None
     """Characters of a body that are logged; None: all."""
+    keeps_at: Path | None = None
+    """Unix socket at which to serve what is kept here to other front ends (`fronts/keeper.py`)."""
+    kept_at: Path | None = None
+    """Unix socket of the front end that keeps what outlives a request, if it is not this one."""
     started: int = field(default_factory=lambda: int(time.time()))
 
 

@@ -6,16 +6,43 @@ from collections.abc import Awaitable, Callable
 
 from aiohttp import web
 
+from ...core.engine.async_engine import AsyncEngine
+from ...core.remote.client import RemoteEngine
 from ..batch.local import URLS
+from ..fronts.counts import FrontCounts
 from .context import reply
 
 COUNTED = frozenset(URLS)
 
 
 class Load:
-    """Requests to the routes in COUNTED whose answer has not ended."""
+    """Requests to the routes in COUNTED."""
 
     count = 0
+    """Those whose answer has not ended."""
+    seen = 0
+    """All that came."""
+
+    async def total(self) -> int:
+        """`count` of the whole server."""
+        return self.count
+
+
+class SharedLoad(Load):
+    """Of one of several processes; the total is asked of the engine, which asks all of them."""
+
+    def __init__(self, engine: RemoteEngine) -> None:
+        self._engine = engine
+        engine.count_load = lambda: self.count
+        engine.metrics.registry.register(FrontCounts(engine.front, lambda: self.seen))
+
+    async def total(self) -> int:
+        return await self._engine.server_load()
+
+
+def load_before(engine: AsyncEngine) -> Load:
+    """To count the requests of the process that talks to this engine."""
+    return SharedLoad(engine) if isinstance(engine, RemoteEngine) else Load()
 
 
 LOAD: web.AppKey[Load] = web.AppKey("load", Load)
@@ -31,6 +58,7 @@ async def count_load(
         return await handler(request)
     load = request.app[LOAD]
     load.count += 1
+    load.seen += 1
     try:
         return await handler(request)
     finally:
@@ -39,7 +67,7 @@ async def count_load(
 
 async def server_load(request: web.Request) -> web.Response:
     """GET /load, as vLLM has it."""
-    return reply({"server_load": request.app[LOAD].count})
+    return reply({"server_load": await request.app[LOAD].total()})
 
 
 _SCHEMA = {

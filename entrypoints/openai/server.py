@@ -7,6 +7,8 @@ import contextlib
 import gc
 import logging
 import signal
+import socket
+import ssl
 import sys
 import time
 from collections.abc import AsyncIterator, Coroutine
@@ -42,6 +44,8 @@ class Listen:
     """0: any free one."""
     uds: str | None = None
     tls: Tls | None = None
+    sockets: tuple[socket.socket, ...] = ()
+    """Bound already, by whoever started this process: taken in place of the above."""
 
 
 @contextlib.asynccontextmanager
@@ -65,18 +69,21 @@ async def listening(
     )
     try:
         await runner.setup()
-        site: web.BaseSite
-        if listen.uds:
-            site = web.UnixSite(runner, listen.uds, backlog=BACKLOG, ssl_context=context)
+        sites: list[web.BaseSite]
+        if listen.sockets:
+            sites = [_BoundSite(runner, one, context) for one in listen.sockets]
+        elif listen.uds:
+            sites = [web.UnixSite(runner, listen.uds, backlog=BACKLOG, ssl_context=context)]
         else:
-            site = web.TCPSite(
-                runner, listen.host, listen.port, backlog=BACKLOG, ssl_context=context
-            )
-        await site.start()
+            sites = [
+                web.TCPSite(runner, listen.host, listen.port, backlog=BACKLOG, ssl_context=context)
+            ]
+        for site in sites:
+            await site.start()
         async with contextlib.AsyncExitStack() as stack:
             if listen.tls is not None and context is not None and listen.tls.refresh:
                 await stack.enter_async_context(refreshing(listen.tls, context))
-            yield listen.uds or _url(listen, runner.addresses[0][1])
+            yield listen.uds or address(listen, runner.addresses[0][1])
     finally:
         await runner.cleanup()
 
@@ -99,18 +106,13 @@ async def serve(
     await engine.start()
     try:
         async with listening(engine, listen, options) as where:
-            _freeze()
-            print(
-                f"Serving {engine.served_model_names[0]} on {where} ({engine.info.device}, "
-                f"attention: {engine.info.attention_backend}, {engine.info.attention_reason}; "
-                f"{engine.info.num_blocks} KV blocks), ready in {time.monotonic() - began:.1f} s",
-                flush=True,
-            )
-            if await _first(_death(engine), signals.get()) is DEAD:
+            freeze()
+            print(ready_line(engine, where, began), flush=True)
+            if await first_of(death(engine), signals.get()) is DEAD:
                 logger.error("the engine died: %s", engine.dead_reason)
                 return 1
             print("Draining", flush=True)
-            if not await _first(engine.drain(options.shutdown_timeout), signals.get()):
+            if not await first_of(engine.drain(options.shutdown_timeout), signals.get()):
                 logger.warning("running requests are cut off")
                 await engine.stop()
             return 0
@@ -118,7 +120,7 @@ async def serve(
         await engine.stop()
 
 
-async def _first(*waits: Coroutine[Any, Any, Any]) -> Any:
+async def first_of(*waits: Coroutine[Any, Any, Any]) -> Any:
     """The result of whichever ends first; the others are cancelled."""
     tasks = [asyncio.ensure_future(wait) for wait in waits]
     try:
@@ -130,18 +132,56 @@ async def _first(*waits: Coroutine[Any, Any, Any]) -> Any:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _death(engine: AsyncEngine) -> object:
+def ready_line(engine: AsyncEngine, where: str, began: float) -> str:
+    """What is told once clients can come. began: when the start did, by `time.monotonic`."""
+    info = engine.info
+    return (
+        f"Serving {engine.served_model_names[0]} on {where} ({info.device}, "
+        f"attention: {info.attention_backend}, {info.attention_reason}; "
+        f"{info.num_blocks} KV blocks), ready in {time.monotonic() - began:.1f} s"
+    )
+
+
+async def death(engine: AsyncEngine) -> object:
+    """→ DEAD, when the engine has died."""
     while engine.dead_reason is None:
         await asyncio.sleep(0.5)
     return DEAD
 
 
-def _url(listen: Listen, port: int) -> str:
+def address(listen: Listen, port: int) -> str:
+    """The server's URL."""
     host = f"[{listen.host}]" if ":" in listen.host else listen.host
     return f"{'http' if listen.tls is None else 'https'}://{host}:{port}"
 
 
-def _freeze() -> None:
+def freeze() -> None:
     """What lives now lives on: keep the garbage collector off it."""
     gc.collect()
     gc.freeze()
+
+
+class _BoundSite(web.BaseSite):
+    """A socket that is bound, of either family."""
+
+    def __init__(
+        self, runner: web.AppRunner, bound: socket.socket, context: ssl.SSLContext | None
+    ) -> None:
+        super().__init__(runner, ssl_context=context, backlog=BACKLOG)
+        self._bound = bound
+
+    @property
+    def name(self) -> str:
+        """For logs."""
+        return str(self._bound.getsockname())
+
+    async def start(self) -> None:
+        """Listen."""
+        await super().start()
+        loop = asyncio.get_running_loop()
+        assert self._runner.server is not None
+        unix = self._bound.family == socket.AF_UNIX
+        create: Any = loop.create_unix_server if unix else loop.create_server
+        self._server = await create(
+            self._runner.server, sock=self._bound, backlog=self._backlog, ssl=self._ssl_context
+        )

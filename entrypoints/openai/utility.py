@@ -119,6 +119,5 @@ async def plugins(request: web.Request) -> web.Response:
 @documented("server", answer=str, content_type="text/plain")
 async def metrics(request: web.Request) -> web.Response:
     """GET /metrics: counts and measures, for Prometheus."""
-    engine = request.app[ENGINE]
-    engine.metrics.observe_stats(engine.stats())
-    return web.Response(body=engine.metrics.render(), headers={"Content-Type": METRICS_TYPE})
+    text = await request.app[ENGINE].render_metrics()
+    return web.Response(body=text, headers={"Content-Type": METRICS_TYPE})

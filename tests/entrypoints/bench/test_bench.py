@@ -153,3 +153,26 @@ def test_the_front_end_is_timed_without_a_model(tmp_path: Path) -> None:
     for line in (chat, parsers):
         assert line["workload"] == "frontend"
         assert all(value > 0 for value in line["measured"].values())
+
+
+def test_front_ends_in_processes_of_their_own_are_timed_apart(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "results.jsonl"
+    flags = ["frontend", "chat", "--api-server-count", "2"]
+    status = run(
+        [*flags, "--step-ms", "2", "--streams", "8", "--tokens", "400", "--repeats", "1",
+         "--output", str(out)]
+    )  # fmt: skip
+    assert status == 0
+    (record,) = [json.loads(line) for line in out.read_text().splitlines()]
+    assert record["at"]["api_server_count"] == 2 and record["at"]["step_ms"] == 2
+    measured = record["measured"]
+    assert measured["cpu_us_per_token"] == pytest.approx(
+        measured["engine_cpu_us_per_token"] + measured["fronts_cpu_us_per_token"], rel=1e-3
+    )
+    assert 0.5 <= measured["busiest_front_share"] <= 1
+    for wrong in (flags, ["frontend", "--api-server-count", "0"], [*flags, "--parts"]):
+        with pytest.raises(SystemExit):
+            run(wrong)
+    assert "needs --step-ms" in capsys.readouterr().err

@@ -1,0 +1,618 @@
+"""`jackfield serve --api-server-count 2` as processes: clients see what one process shows."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gzip
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from serving import Server, running
+
+from jackfield import EngineConfig
+from jackfield.core.remote.server import ForwardingEngine
+from jackfield.entrypoints.cli.serve import settings
+from jackfield.entrypoints.fronts.sockets import bound
+from jackfield.entrypoints.fronts.supervisor import FrontEnds, FrontEndsFailed
+from jackfield.entrypoints.openai.server import Listen
+
+MODEL = "jackfield-tiny"
+FLAGS = (
+    "--device", "cpu", "--attention-backend", "torch", "--max-model-len", "512",
+    "--num-gpu-blocks-override", "400", "--max-num-seqs", "32",
+)  # fmt: skip
+CHAT = [{"role": "user", "content": "What is 2 + 3?"}]
+LONG = {"prompt": "x", "max_tokens": 450, "ignore_eos": True, "stream": True}
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "get_weather",
+            "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+        },
+    }
+]
+
+
+class Fronted:
+    """A server of several processes."""
+
+    def __init__(self, process: subprocess.Popen[str], line: str, url: str, uds: str | None):
+        self.process = process
+        self.line = line
+        self.url = url
+        self.uds = uds
+        self.trusted: ssl.SSLContext | bool = True
+
+    def client(self) -> httpx.Client:
+        """One connection, kept: one front end."""
+        transport = httpx.HTTPTransport(
+            uds=self.uds,
+            verify=self.trusted,
+            limits=httpx.Limits(max_connections=1, max_keepalive_connections=1),
+        )
+        return httpx.Client(base_url=self.url, transport=transport, timeout=60)
+
+    def front_of(self, client: httpx.Client) -> str:
+        """Which front end a client's connection is with: the one that counts its request."""
+        before = requests_of(self.metrics(client))
+        assert client.post("/v1/completions", json={"prompt": "x", "max_tokens": 1}).is_success
+        after = requests_of(self.metrics(client))
+        (grown,) = (front for front in after if after[front] > before.get(front, 0))
+        return grown
+
+    @contextlib.contextmanager
+    def one_of_each(self) -> Iterator[list[httpx.Client]]:
+        """A client of front end 0, and one of front end 1."""
+        found: dict[str, httpx.Client] = {}
+        with contextlib.ExitStack() as stack:
+            for _ in range(60):
+                client = stack.enter_context(self.client())
+                found.setdefault(self.front_of(client), client)
+                if len(found) == 2:
+                    break
+            yield [found["0"], found["1"]]
+
+    def metrics(self, client: httpx.Client | None = None) -> dict[tuple[Any, ...], float]:
+        with contextlib.ExitStack() as stack:
+            asked = client or stack.enter_context(self.client())
+            text = asked.get("/metrics").text
+        return {
+            (one.name, *sorted((k, v) for k, v in one.labels.items() if k != "model_name")): (
+                one.value
+            )
+            for family in text_string_to_metric_families(text)
+            for one in family.samples
+        }
+
+    def pids(self) -> dict[str, int]:
+        """Of the front ends, in the order of their numbers as they were started."""
+        return dict(zip("01", sorted(children(self.process.pid)), strict=True))
+
+    def idle(self) -> bool:
+        found = self.metrics()
+        names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+        return all(found[f"jackfield:{name}",] == 0 for name in names)
+
+
+def children(pid: int) -> list[int]:
+    """Front-end processes of a server; the child of a grammar backend is none."""
+    found = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [
+        int(one)
+        for one in found
+        if "entrypoints.fronts" in Path(f"/proc/{one}/cmdline").read_text()
+    ]
+
+
+def alive(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    return False
+
+
+def requests_of(metrics: dict[tuple[Any, ...], float]) -> dict[str, float]:
+    return {
+        key[1][1]: value
+        for key, value in metrics.items()
+        if key[0] == "jackfield:frontend_requests_total"
+    }
+
+
+def becomes(condition: Callable[[], bool], seconds: float = 30) -> bool:
+    until = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+@contextlib.contextmanager
+def fronted(
+    *flags: str,
+    module: tuple[str, ...] | None = None,
+    uds: str | None = None,
+    temporary: Path | None = None,
+) -> Any:
+    command = module or ("-m", "jackfield.entrypoints.cli.main", "serve")
+    listen = ("--uds", uds) if uds else ("--port", "0")
+    process = subprocess.Popen(
+        [sys.executable, *command, "--api-server-count", "2", *listen, *FLAGS, *flags],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, "TMPDIR": str(temporary)} if temporary else None,
+    )  # fmt: skip
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        found = re.search(r"https?://127\.0\.0\.1:\d+", line)
+        assert found or (uds and uds in line), process.communicate()[1]
+        yield Fronted(process, line, found[0] if found else "http://server", uds)
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+        process.stderr.close()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fronted]:
+    folder = tmp_path_factory.mktemp("batches")
+    with fronted("--batch-dir", str(folder), "--enable-admin") as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def single() -> Iterator[Server]:
+    """The same model in one process."""
+    config = EngineConfig(
+        served_model_name=(MODEL,), device="cpu", attention_backend="torch", max_model_len=512,
+        num_gpu_blocks_override=400, reasoning_parser="think_tags", tool_call_parser="hermes",
+    )  # fmt: skip
+    with running(config) as made:
+        yield made
+
+
+ASKED: dict[str, tuple[str, dict[str, Any]]] = {
+    "chat": ("/v1/chat/completions", {"messages": CHAT, "temperature": 0, "max_tokens": 40}),
+    "two answers with log-probabilities": (
+        "/v1/chat/completions",
+        {"messages": CHAT, "n": 2, "seed": 5, "logprobs": True, "top_logprobs": 2},
+    ),
+    "tools": (
+        "/v1/chat/completions",
+        {"messages": CHAT, "tools": TOOLS, "tool_choice": "required", "temperature": 0,
+         "max_tokens": 60},
+    ),
+    "schema": (
+        "/v1/chat/completions",
+        {"messages": CHAT, "temperature": 0, "max_tokens": 60, "response_format": {
+            "type": "json_schema", "json_schema": {"name": "a", "strict": True, "schema": {
+                "type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}}}},
+    ),
+    "stop string": ("/v1/completions", {"prompt": "1 2 3 4 5 6", "stop": ["9"], "temperature": 0}),
+    "echo": (
+        "/v1/completions",
+        {"prompt": "Hello", "echo": True, "logprobs": 1, "max_tokens": 3, "temperature": 0},
+    ),
+}  # fmt: skip
+
+
+def folded(client: httpx.Client, path: str, body: dict[str, Any]) -> Any:
+    """A stream put together, and the usage at its end."""
+    made: dict[int, dict[str, Any]] = {}
+    usage: Any = None
+    asked = {**body, "stream": True, "stream_options": {"include_usage": True}}
+    with client.stream("POST", path, json=asked) as answer:
+        assert answer.status_code == 200, answer.read()
+        lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
+    assert lines.pop() == "[DONE]"
+    for event in map(json.loads, lines):
+        usage = event.get("usage") or usage
+        for choice in event["choices"]:
+            one = made.setdefault(choice["index"], {"logprobs": []})
+            for name, value in (choice.get("delta") or {"text": choice.get("text")}).items():
+                if isinstance(value, str) and name != "role":
+                    one[name] = one.get(name, "") + value
+                for call in value if name == "tool_calls" and value else ():
+                    calls = one.setdefault("calls", {}).setdefault(call["index"], "")
+                    one["calls"][call["index"]] = (
+                        calls
+                        + call["function"].get("name", "")
+                        + (call["function"].get("arguments") or "")
+                    )
+            one["logprobs"].append(choice.get("logprobs"))
+            one["finish"] = choice.get("finish_reason") or one.get("finish")
+    for one in made.values():
+        one["logprobs"] = merged_logprobs(one["logprobs"])
+    if usage:
+        usage.pop("prompt_tokens_details", None)
+    return made, usage
+
+
+def merged_logprobs(pieces: list[Any]) -> Any:
+    made: dict[str, list[Any]] = {}
+    for piece in pieces:
+        for name, values in (piece or {}).items():
+            made.setdefault(name, []).extend(values or ())
+    return made
+
+
+def test_streams_are_those_of_one_process_whichever_front_end_answers(
+    server: Fronted, single: Server
+) -> None:
+    with server.one_of_each() as clients, httpx.Client(base_url=single.url, timeout=60) as alone:
+        for name, (path, body) in ASKED.items():
+            expected = folded(alone, path, body)
+            for client in clients:
+                assert folded(client, path, body) == expected, name
+            whole = [one.post(path, json=body).json() for one in (alone, *clients)]
+            texts = [
+                [choice.get("message", {}).get("content") or choice.get("text")
+                 for choice in one["choices"]]
+                for one in whole
+            ]  # fmt: skip
+            assert texts[0] == texts[1] == texts[2], name
+
+
+def test_the_ready_line_tells_how_many_answer(server: Fronted) -> None:
+    assert server.line.endswith("s, 2 front ends\n")
+    assert len(children(server.process.pid)) == 2
+
+
+def test_the_kernel_spreads_connections_that_come_at_once(server: Fronted) -> None:
+    before = requests_of(server.metrics())
+    with contextlib.ExitStack() as stack:
+        clients = [stack.enter_context(server.client()) for _ in range(40)]
+        for client in clients:
+            client.post("/v1/completions", json={"prompt": "x", "max_tokens": 1})
+    after = requests_of(server.metrics())
+    shares = [after[front] - before[front] for front in "01"]
+    assert sum(shares) == 40
+    # 40 fair coins fall 5 to 35 or worse once in a million times.
+    assert min(shares) > 4
+
+
+def test_a_scrape_is_the_same_whichever_front_end_answers(server: Fronted) -> None:
+    with server.one_of_each() as clients:
+        one, other = (server.metrics(client) for client in clients)
+    cpu = "jackfield:frontend_cpu_seconds_total"
+    assert one.keys() == other.keys()
+    assert {k: v for k, v in one.items() if k[0] != cpu} == {
+        k: v for k, v in other.items() if k[0] != cpu
+    }
+    assert one["jackfield:generation_tokens_total",] > 0
+    assert set(requests_of(one)) == {"0", "1"}
+
+
+def test_the_load_is_the_whole_servers(server: Fronted) -> None:
+    with server.one_of_each() as clients, contextlib.ExitStack() as stack:
+        streams = []
+        for client in clients:
+            streams.append(stack.enter_context(client.stream("POST", "/v1/completions", json=LONG)))
+        with server.client() as asking:
+            assert asking.get("/load").json() == {"server_load": 2}
+        for stream in streams:
+            stream.read()
+    assert becomes(server.idle)
+
+
+def test_admin_routes_and_health_reach_the_engine(server: Fronted) -> None:
+    with server.one_of_each() as clients:
+        for client in clients:
+            assert client.get("/health").status_code == 200
+            assert client.post("/reset_prefix_cache").status_code == 200
+            assert client.get("/server_info").json()["num_blocks"] == 400
+        cards = [client.get("/v1/models").json() for client in clients]
+        assert cards[0] == cards[1]
+        assert clients[0].get("/openapi.json").json() == clients[1].get("/openapi.json").json()
+
+
+def test_responses_are_one_store_whichever_front_end_answers(server: Fronted) -> None:
+    with server.one_of_each() as clients:
+        zero, one = (
+            openai.OpenAI(base_url=f"{server.url}/v1", api_key="x", http_client=client)
+            for client in clients
+        )
+        first = one.responses.create(model=MODEL, input="My name is Ada.", max_output_tokens=8)
+        assert zero.responses.retrieve(first.id).output_text == first.output_text
+        second = zero.responses.create(
+            model=MODEL, input="Hi", previous_response_id=first.id, max_output_tokens=8
+        )
+        items = one.responses.input_items.list(second.id, order="asc").data
+        assert len(items) == 3
+        events = list(
+            one.responses.create(model=MODEL, input="Hi", stream=True, max_output_tokens=8)
+        )
+        kinds = [event.type for event in events]
+        assert kinds[0] == "response.created"
+        assert kinds[-1] in ("response.incomplete", "response.completed")
+        running = zero.responses.create(
+            model=MODEL, input="x", background=True, max_output_tokens=300,
+            extra_body={"ignore_eos": True},
+        )  # fmt: skip
+        assert one.responses.retrieve(running.id).status in ("queued", "in_progress")
+        assert one.responses.cancel(running.id).status == "cancelled"
+        one.responses.delete(first.id)
+        with pytest.raises(openai.NotFoundError):
+            zero.responses.retrieve(first.id)
+        with pytest.raises(openai.BadRequestError) as refused:
+            one.responses.create(model=MODEL, input="x", previous_response_id="resp_none")
+        assert refused.value.code == "previous_response_not_found"
+
+
+def test_leaving_a_forwarded_stream_aborts_its_request(server: Fronted) -> None:
+    with server.one_of_each() as clients:
+        body = {"input": "x", "max_output_tokens": 300, "ignore_eos": True, "stream": True}
+        with clients[1].stream("POST", "/v1/responses", json=body) as answer:
+            assert answer.status_code == 200
+            lines = answer.iter_lines()
+            assert next(lines) == "event: response.created"
+            assert not server.idle()
+    assert becomes(server.idle, 10)
+
+
+def test_a_packed_body_is_unpacked_once(server: Fronted) -> None:
+    body = gzip.compress(json.dumps({"input": "x", "max_output_tokens": 2}).encode())
+    headers = {"Content-Encoding": "gzip", "Content-Type": "application/json"}
+    with server.one_of_each() as clients:
+        for client in clients:
+            answer = client.post("/v1/responses", content=body, headers=headers)
+            assert answer.status_code == 200, answer.text
+            assert answer.headers["X-Request-Id"]
+
+
+def test_files_and_batches_are_one_store_whichever_front_end_answers(server: Fronted) -> None:
+    lines = b"".join(
+        json.dumps(
+            {"custom_id": f"a{number}", "method": "POST", "url": "/v1/completions",
+             "body": {"prompt": "x", "max_tokens": 3}}
+        ).encode() + b"\n" for number in range(5)
+    )  # fmt: skip
+    with server.one_of_each() as clients:
+        zero, one = (
+            openai.OpenAI(base_url=f"{server.url}/v1", api_key="x", http_client=client)
+            for client in clients
+        )
+        file = one.files.create(file=("in.jsonl", lines), purpose="batch")
+        batch = zero.batches.create(
+            input_file_id=file.id, endpoint="/v1/completions", completion_window="24h"
+        )
+        assert becomes(lambda: one.batches.retrieve(batch.id).status == "completed")
+        done = one.batches.retrieve(batch.id)
+        output = one.files.content(done.output_file_id or "").read()
+        assert len(output.splitlines()) == 5
+        assert output == zero.files.content(done.output_file_id or "").read()
+        refused = clients[1].get("/v1/batches?limit=zero")
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "limit")
+
+
+@pytest.mark.parametrize("front", ["1", "0"])
+def test_a_killed_front_end_takes_its_streams_alone_and_is_restarted(
+    server: Fronted, front: str
+) -> None:
+    pids = server.pids()
+    with server.one_of_each() as clients, contextlib.ExitStack() as stack:
+        lost, kept = (clients[int(front)], clients[1 - int(front)])
+        asking = stack.enter_context(server.one_of_each())[1 - int(front)]
+        streams = [
+            stack.enter_context(client.stream("POST", "/v1/completions", json=LONG))
+            for client in (lost, kept)
+        ]
+        lines = [stream.iter_lines() for stream in streams]
+        for some in lines:
+            next(some)
+        os.kill(pids[front], signal.SIGKILL)
+        if front == "0":
+            assert becomes(lambda: not alive(pids[front]), 2)
+            refused = asking.get("/v1/responses/resp_1")
+            assert (refused.status_code, "being restarted" in refused.text) == (503, True)
+        with pytest.raises(httpx.TransportError):
+            list(lines[0])
+        rest = [line for line in lines[1] if line]
+        assert rest[-1] == "data: [DONE]"
+        assert len(rest) > 300
+    # Clients wait for it in its socket's queue; nobody is refused.
+    with server.one_of_each() as clients:
+        for client in clients:
+            assert client.get("/health").status_code == 200
+        response = clients[1].post("/v1/responses", json={"input": "x", "max_output_tokens": 2})
+        assert response.status_code == 200, response.text
+    assert becomes(server.idle)
+    assert server.pids().values() != pids.values() and len(server.pids()) == 2
+    assert alive(server.process.pid) and not alive(pids[front])
+
+
+def test_a_terminated_front_end_finishes_its_streams_first(server: Fronted) -> None:
+    pids = children(server.process.pid)
+    with server.one_of_each() as clients, contextlib.ExitStack() as stack:
+        streams = [
+            stack.enter_context(client.stream("POST", "/v1/completions", json=LONG))
+            for client in clients
+        ]
+        lines = [stream.iter_lines() for stream in streams]
+        for some in lines:
+            next(some)
+        os.kill(pids[0], signal.SIGTERM)
+        for some in lines:
+            rest = [line for line in some if line]
+            assert rest[-1] == "data: [DONE]" and '"length"' in "".join(rest)
+    assert becomes(lambda: not alive(pids[0]))
+    with server.one_of_each() as clients:
+        assert all(client.get("/health").status_code == 200 for client in clients)
+
+
+def test_sigterm_drains(server: Fronted) -> None:
+    """The last one: the server is gone then."""
+    pids = children(server.process.pid)
+    with server.client() as client, server.client() as other:
+        with client.stream("POST", "/v1/completions", json=LONG) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            server.process.send_signal(signal.SIGTERM)
+            assert server.process.stdout.readline() == "Draining\n"
+            refused = other.post("/v1/completions", json={"prompt": "x"})
+            assert refused.status_code == 503, refused.text
+            assert other.get("/health").status_code == 503
+            rest = [line for line in lines if line]
+        assert rest[-1] == "data: [DONE]" and '"length"' in "".join(rest)
+    assert server.process.wait(30) == 0
+    assert becomes(lambda: not any(map(alive, pids)))
+
+
+def test_nothing_is_left_of_a_server_whose_engine_is_killed(tmp_path: Path) -> None:
+    """Over a Unix socket, which all front ends share."""
+    uds = str(tmp_path / "server")
+    with fronted(uds=uds, temporary=tmp_path) as server:
+        pids = children(server.process.pid)
+        (folder,) = tmp_path.glob("jackfield-*")
+        assert folder.stat().st_mode & 0o777 == 0o700
+        with server.client() as client:
+            with client.stream("POST", "/v1/completions", json=LONG) as answer:
+                lines = answer.iter_lines()
+                next(lines)
+                server.process.kill()
+                rest = "".join(lines)
+        assert "the engine's process has ended" in rest and rest.endswith("data: [DONE]")
+        assert becomes(lambda: not any(map(alive, pids)))
+        assert not folder.exists()
+
+
+DYING = """
+import sys
+from jackfield.entrypoints.cli.serve import run_on_loop, settings
+from jackfield.entrypoints.fronts.supervisor import serve_fronts
+from jackfield.plugins.executors.inprocess import InProcessExecutor
+
+class Dying(InProcessExecutor):
+    steps = 0
+    def submit(self, plan):
+        self.steps += 1
+        if self.steps > 20:
+            raise RuntimeError("the device is gone")
+        return super().submit(plan)
+
+found = settings(sys.argv[1:])
+found.plugins["executor"].add("dying", Dying)
+sys.exit(run_on_loop(serve_fronts(found)))
+"""
+
+
+def test_an_engine_that_dies_ends_the_streams_and_the_server_with_a_status(tmp_path: Path) -> None:
+    """Over TLS, where openssl can make a certificate."""
+    file, flags = str(tmp_path / "both.pem"), ()
+    if shutil.which("openssl"):
+        subprocess.run(
+            ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1",
+             "-nodes", "-days", "2", "-subj", "/CN=localhost", "-addext",
+             "subjectAltName=IP:127.0.0.1", "-keyout", file, "-out", file + ".crt"],
+            check=True, capture_output=True,
+        )  # fmt: skip
+        flags = ("--ssl-keyfile", file, "--ssl-certfile", file + ".crt")
+    with fronted("--executor", "dying", *flags, module=("-c", DYING)) as server:
+        if flags:
+            assert server.url.startswith("https://")
+            server.trusted = ssl.create_default_context(cafile=file + ".crt")
+        pids = children(server.process.pid)
+        with server.client() as client:
+            with client.stream("POST", "/v1/completions", json=LONG) as answer:
+                lines = [line for line in answer.iter_lines() if line]
+        assert lines[-1] == "data: [DONE]"
+        assert any("the device is gone" in line or '"error"' in line for line in lines)
+        assert server.process.wait(30) == 1
+        assert becomes(lambda: not any(map(alive, pids)))
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--api-server-count", "0"], "must be at least 1"),
+        (["--api-server-count", "2", "no/such/folder"], "no/such/folder"),
+    ],
+)
+def test_a_start_that_fails_says_why_and_leaves_nothing(flags: list[str], said: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "jackfield.entrypoints.cli.main", "serve", "--port", "0", *flags],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode != 0
+    assert said in done.stderr and "Traceback" not in done.stderr
+
+
+def test_each_front_end_has_a_socket_of_its_own_on_one_port() -> None:
+    with bound(Listen("localhost", 0), 3) as sockets:
+        addresses = {one.getsockname()[:2] for own in sockets for one in own}
+        assert len({port for _, port in addresses}) == 1
+        for own in sockets:
+            for one in own:
+                one.listen()
+        port = addresses.pop()[1]
+        with pytest.raises(OSError, match="in use"), bound(Listen("localhost", port), 2):
+            pass
+    with bound(Listen("localhost", port), 2) as sockets:
+        assert sockets[0][0].getsockname()[1] == port
+    with pytest.raises(OSError, match="assign requested"), bound(Listen("192.0.2.1", 0), 2):
+        pass
+
+
+def test_a_unix_socket_takes_the_place_of_one_that_was_left_and_of_nothing_else(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "server"
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind(str(path))
+    with bound(Listen(uds=str(path)), 2) as ((one,), (other,)):
+        assert one is other and path.is_socket()
+    assert not path.exists()
+    path.write_text("a file")
+    with pytest.raises(OSError), bound(Listen(uds=str(path)), 2):
+        pass
+    assert path.read_text() == "a file"
+
+
+async def test_front_ends_that_keep_ending_are_not_started_forever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    found = settings(["--api-server-count", "2", *FLAGS])
+    async with ForwardingEngine(found.config, plugins=found.plugins) as engine:
+        with bound(Listen(port=0), 2) as sockets:
+            fronts = FrontEnds(engine, found, str(tmp_path), sockets)
+            with pytest.raises(FrontEndsFailed, match="at its start"):
+                await asyncio.wait_for(fronts.run(), 20)
+            fronts = FrontEnds(engine, found, str(tmp_path), sockets)
+            fronts.complete = True
+            with pytest.raises(FrontEndsFailed, match="ended 6 times within 60 seconds"):
+                await asyncio.wait_for(fronts.run(), 20)
+            fronts = FrontEnds(engine, found, str(tmp_path), sockets)
+            fronts.complete = True
+            engine.refuse()
+            await asyncio.wait_for(fronts.run(), 20)
+            assert len(fronts._restarts) == 0
+
+
+def test_front_ends_take_the_flags_of_a_file_as_they_were(tmp_path: Path) -> None:
+    path = tmp_path / "serve.yaml"
+    path.write_text("api-server-count: 3\nmax-num-seqs: 7\napi-key: [a b, c]\n")
+    first = settings(["--config", str(path), "--port", "9"])
+    path.unlink()
+    again = settings(first.argv)
+    assert (again.fronts, again.config.max_num_seqs, again.listen.port) == (3, 7, 9)
+    assert again.options.api_keys[:2] == ("a b", "c")
+    assert again.config == first.config
