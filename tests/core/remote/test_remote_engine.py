@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from prometheus_client import Counter
 from prometheus_client.parser import text_string_to_metric_families
@@ -127,6 +128,23 @@ ASKED: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+def assert_alike(one: Any, other: Any, name: str) -> None:
+    """Equal; numbers nearly, since a prompt that is partly cached goes through other products."""
+    assert type(one) is type(other), name
+    if isinstance(one, dict):
+        assert list(one) == list(other), name
+        for key in one:
+            assert_alike(one[key], other[key], f"{name}: {key}")
+    elif isinstance(one, list):
+        assert len(one) == len(other), name
+        for number, pair in enumerate(zip(one, other, strict=True)):
+            assert_alike(*pair, f"{name}: {number}")
+    elif isinstance(one, float):
+        assert one == pytest.approx(other, abs=1e-4), name
+    else:
+        assert one == other, name
+
+
 async def test_outputs_are_those_of_an_engine_in_process(tmp_path: Path) -> None:
     async with (
         AsyncEngine(EngineConfig(**CONFIG)) as here,
@@ -144,7 +162,7 @@ async def test_outputs_are_those_of_an_engine_in_process(tmp_path: Path) -> None
                     output.timings = None
                     output.num_cached_tokens = 0  # The first to ask finds less.
                     results.append(output)
-                assert results[0] == results[1], name
+                assert_alike(*map(msgspec.to_builtins, results), name)
         counts = server.engine.stats()
         assert here.stats().requests_finished == counts.requests_finished
         assert here.stats().prompt_tokens == counts.prompt_tokens
