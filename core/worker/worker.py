@@ -9,7 +9,7 @@ import gc
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import msgspec
 import torch
@@ -20,7 +20,6 @@ from ..errors import ConfigError
 from ..loading.build import build_model
 from ..loading.model_config import ModelConfig
 from ..nn.attention import Attention
-from ..nn.context import BatchLayout
 from ..nn.operations import Operations
 from ..protocols import (
     AttentionBackend,
@@ -31,12 +30,12 @@ from ..protocols import (
     KVLayout,
 )
 from ..registry import Plugins
-from ..types import SamplingParams, SlotStart, StepPlan
-from .batch import PersistentBatch, StepInputs
-from .graphs import CudaRecorder, DecodeGraphs, Recorder, row_counts
+from ..types import StepPlan
+from .batch import PersistentBatch
+from .graphs import CudaRecorder, DecodeGraphs, Recorder
 from .kv_scales import finding_scales, to_be_scaled, unscaled
 from .kv_transfer import EmptyStep, kv_layout
-from .masks import GrammarMasks, TokenMask
+from .masks import GrammarMasks
 from .memory import bytes_per_block, explain_oom, num_kv_blocks
 from .pooling import PoolingRunner
 from .runner import ModelRunner
@@ -44,6 +43,7 @@ from .sampler import Sampler
 from .sampling_state import SamplingState
 from .selection import attention_refusal, choose
 from .thread import PendingStep
+from .trial_steps import TrialSteps
 
 logger = logging.getLogger("jackfield.worker")
 
@@ -55,9 +55,6 @@ KV_DTYPES = {
     "fp8_e4m3": torch.float8_e4m3fn,
     "fp8_e5m2": torch.float8_e5m2,
 }
-
-MIXED_ROWS = 64
-"""Up to so many decode rows are rehearsed with a prompt behind them."""
 
 
 class Worker:
@@ -86,8 +83,7 @@ class Worker:
         """Called, on any thread, when the connector has something to report."""
         self.more_ahead: Callable[[], None] = _nobody_listens
         """Called, on the launch thread, when `prepare_ahead` has more to do than it had."""
-        self._short_prompts = [4, 16, 32]
-        """Numbers of tokens whose kernels are compiled when there is time."""
+        self._trials: TrialSteps | None = None
         self._unscaled: list[Attention] = []
         """Layers whose scales in the cache the first step will find."""
         self._graphs_later: DecodeGraphs | None = None
@@ -197,18 +193,19 @@ class Worker:
                 ),
             )
         graphs = self._decode_graphs(operations)
+        trials = self._trials = self._trial_steps(self.runner)
         self._bind_cache(layers, 2, kv_dtype)
-        self._rehearse(operations, graphs)
+        trials.rehearse(operations, graphs)
         block_bytes = bytes_per_block(specs, config.block_size, kv_dtype)
         num_blocks = num_kv_blocks(
             config,
-            available=self._available(held_before, block_bytes, layers, kv_dtype),
+            available=self._available(held_before, layers, kv_dtype, trials),
             block_bytes=block_bytes,
             block_size=config.block_size,
             max_model_len=max_model_len,
         )
         self._bind_cache(layers, num_blocks, kv_dtype)
-        self._warm_up()
+        trials.warm_up()
         if graphs is not None:
             assert isinstance(self.runner, ModelRunner)
             if self._unscaled:
@@ -253,11 +250,12 @@ class Worker:
             ),
             device=self.device,
         )
-        self._rehearse(operations)
+        trials = self._trial_steps(self.runner)
+        trials.rehearse(operations)
         if self.device.type == "cuda":
             # The largest step there is: what does not fit fails now, and not in a request.
-            self._run_dummy(*self._largest_step())
-        self._warm_up()
+            trials.run_largest()
+        trials.warm_up()
         return ExecutorInfo(
             num_blocks=0,
             device=str(self.device),
@@ -332,8 +330,7 @@ class Worker:
         graphs = self.runner.graphs if self.runner is not None else None
         if graphs is None:
             return False
-        if self._short_prompts:
-            self._run_dummy([self._short_prompts.pop()], [self.config.max_num_seqs])
+        if self._trials is not None and self._trials.run_short_prompt():
             return True
         missing = graphs.missing()
         if missing:
@@ -368,7 +365,7 @@ class Worker:
         if self.connector is not None:
             self.connector.close()
             self.connector = None
-        self.runner = None
+        self.runner = self._trials = None
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -385,8 +382,11 @@ class Worker:
                 device=self.device,
             )
 
+    def _trial_steps(self, runner: ModelRunner | PoolingRunner) -> TrialSteps:
+        return TrialSteps(runner, self.config, self.model_config.max_model_len, self.device)
+
     def _available(
-        self, held_before: int, block_bytes: int, layers: list[Attention], dtype: torch.dtype
+        self, held_before: int, layers: list[Attention], dtype: torch.dtype, trials: TrialSteps
     ) -> int:
         """Bytes left for the KV cache, after one step at full budget has been measured."""
         if self.device.type == "cpu":
@@ -394,7 +394,7 @@ class Worker:
         if self.config.num_gpu_blocks_override is not None:
             return 0
         self._bind_cache(layers, 2, dtype)
-        self._run_dummy(*self._largest_step())
+        trials.run_largest()
         torch.cuda.synchronize(self.device)
         peak = torch.cuda.max_memory_allocated(self.device) - held_before
         if not self.config.enforce_eager:
@@ -402,7 +402,7 @@ class Worker:
             torch.cuda.reset_peak_memory_stats(self.device)
             resting = torch.cuda.memory_allocated(self.device)
             rows = self.config.max_num_seqs
-            self._run_dummy([1] * rows, range(rows))
+            trials.run([1] * rows, range(rows))
             torch.cuda.synchronize(self.device)
             peak += torch.cuda.max_memory_allocated(self.device) - resting
         torch.cuda.empty_cache()
@@ -410,132 +410,6 @@ class Worker:
         held = torch.cuda.memory_allocated(self.device) - held_before
         budget = int(total * self.config.gpu_memory_utilization) - peak
         return max(0, min(budget, free - (peak - held)))
-
-    def _rehearse(self, operations: Operations, graphs: DecodeGraphs | None = None) -> None:
-        """Have what steps launch compiled side by side, before the first of them is launched.
-
-        Nothing depends on it: what is not compiled here is when it is launched.
-        """
-        rehearsal = operations.rehearse(self.device)
-        if rehearsal is None:
-            return
-        try:
-            with rehearsal as kernels:
-                # No library has a part in these, or a small one: compilers have work at once.
-                for num_tokens in (1, min(32, self.max_num_batched_tokens)):
-                    self._run_dummy([num_tokens], [self.config.max_num_seqs])
-                if graphs is not None:
-                    graphs.rehearse(1)
-                if kernels.compiles():
-                    self._rehearse_more(graphs)
-        except Exception:
-            # Where it is not the rehearsal's own, it comes again.
-            logger.info("kernels compile one by one: a rehearsal failed", exc_info=True)
-        if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.device)
-
-    def _rehearse_more(self, graphs: DecodeGraphs | None) -> None:
-        """Every kind of step: short prompts, decode steps, decode steps with a prompt behind."""
-        longest = min(512, self.max_num_batched_tokens, self.model_config.max_model_len)
-        self._warm_up()
-        if isinstance(self.runner, ModelRunner):
-            for num_tokens in self._short_prompts:
-                self._run_dummy([num_tokens], [self.config.max_num_seqs])
-            for rows in row_counts(self.config.max_num_seqs):
-                if graphs is not None:
-                    graphs.rehearse(rows)
-                else:
-                    self._run_dummy([1] * rows, range(rows))
-                if rows <= MIXED_ROWS:
-                    self._run_dummy([1] * rows + [longest], range(rows + 1))
-        # What libraries load for many tokens is loaded while compilers work.
-        self._run_dummy(*self._largest_step())
-
-    def _warm_up(self) -> None:
-        """Run one prefill and one decode step on the null block, so that kernels are compiled."""
-        assert self.runner is not None
-        for num_tokens in (
-            min(512, self.max_num_batched_tokens, self.model_config.max_model_len),
-            1,
-        ):
-            self._run_dummy([num_tokens], [self.config.max_num_seqs])
-
-    def _largest_step(self) -> tuple[list[int], Sequence[int]]:
-        """→ tokens of each row, and slots: the whole budget, in as many rows as may run."""
-        num_tokens = self.max_num_batched_tokens
-        num_rows = min(self.config.max_num_seqs, num_tokens)
-        each, more = divmod(num_tokens, num_rows)
-        return [each + 1] * more + [each] * (num_rows - more), range(num_rows)
-
-    def _run_dummy(self, row_lengths: Sequence[int], use_slots: Sequence[int]) -> None:
-        """A forward pass over the null block, and sampling: plain, and with every costly stage on.
-
-        A row a slot. Once requests may be there, the scratch slot (max_num_seqs) is the only one
-        that is nobody's.
-        """
-        runner = self.runner
-        assert runner is not None
-        slots = list(use_slots)
-        num_rows = len(slots)
-        device, block = self.device, self.config.block_size
-        counts = torch.tensor(row_lengths, dtype=torch.int32)
-        counts.clamp_(max=self.model_config.max_model_len)
-        num_tokens = int(counts.sum())
-        query_start = torch.zeros(num_rows + 1, dtype=torch.int32)
-        query_start[1:] = counts.cumsum(0)
-        longest = int(counts.max())
-        positions = torch.cat([torch.arange(int(c)) for c in counts])
-        layout = BatchLayout(
-            num_rows=num_rows,
-            num_tokens=num_tokens,
-            max_query_len=longest,
-            max_seq_len=longest,
-            query_start=query_start.to(device),
-            seq_lens=counts.to(device),
-            block_table=torch.zeros(num_rows, -(-longest // block), dtype=torch.int32).to(device),
-            slot_mapping=torch.zeros(num_tokens, dtype=torch.int64, device=device),
-            query_start_cpu=query_start.numpy(),
-            seq_lens_cpu=counts.numpy(),
-        )
-        index = torch.arange(num_rows, device=device)
-        inputs = StepInputs(
-            input_ids=torch.zeros(num_tokens, dtype=torch.int64, device=device),
-            positions=positions.to(device),
-            layout=layout,
-            last_tokens=index,
-            sample_slots=torch.tensor(slots, device=device),
-            sample_lengths=index * 0 + 1,
-            sample_rows=list(range(num_rows)),
-        )
-        if isinstance(runner, PoolingRunner):
-            runner.pool_all(runner.forward(inputs))
-            return
-        params = SamplingParams(temperature=0.8, top_p=0.9, top_k=50)
-        for slot in slots:
-            runner.sampling.start(
-                SlotStart(
-                    slot=slot,
-                    request_id="warm-up",
-                    token_ids=(0,),
-                    num_prompt_tokens=1,
-                    num_computed_tokens=0,
-                    block_ids=(),
-                    params=params,
-                    seed=0,
-                )
-            )
-        runner.sampling.upload()
-        logits = runner.logits(runner.forward(inputs)[index])
-        runner.sampler.sample(logits, inputs.sample_slots, slots, inputs.sample_lengths)
-        chosen = torch.empty(num_rows, dtype=torch.int32, device=device)
-        runner.sampler.sample_plain(logits, inputs.sample_slots, inputs.sample_lengths, chosen)
-        words = -(-runner.vocab_size // 32)
-        everything = torch.full((num_rows, words), -1, dtype=torch.int32, device=device)
-        for table in (logits, logits.float()):
-            runner.sampler.mask(table, TokenMask(everything, None))
-            runner.sampler.mask(table, TokenMask(everything, index))
-        for slot in slots:
-            runner.sampling.release(slot)
 
 
 def _nobody_listens() -> None:

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Sequence
 
 from ...core.engine.async_engine import AsyncEngine
 from ...core.remote.server import ForwardingEngine
-from ..cli.serve import settings
+from ..cli.serve_settings import settings
 from ..fronts.sockets import bound
 from ..fronts.supervisor import fronted
 from ..openai.server import address

@@ -20,7 +20,8 @@ import msgspec
 from ...core.errors import EngineStopped, JackfieldError
 from ...core.remote.client import RemoteEngine
 from ..cli.options import fail
-from ..cli.serve import Settings, run_on_loop, settings
+from ..cli.serve import run_on_loop
+from ..cli.serve_settings import Settings, settings
 from ..openai.server import Listen, first_of, freeze, listening
 from .order import Order, engine_socket, keeper_socket
 

@@ -19,7 +19,7 @@ import msgspec
 
 from ...core.errors import JackfieldError
 from ...core.remote.server import EngineServer, ForwardingEngine
-from ..cli.serve import Settings
+from ..cli.serve_settings import Settings
 from ..openai.server import (
     CLOSE_SECONDS,
     SWITCH_INTERVAL,

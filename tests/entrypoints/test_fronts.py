@@ -27,7 +27,7 @@ from serving import Server, running
 
 from jackfield import EngineConfig
 from jackfield.core.remote.server import ForwardingEngine
-from jackfield.entrypoints.cli.serve import settings
+from jackfield.entrypoints.cli.serve_settings import settings
 from jackfield.entrypoints.fronts.sockets import bound
 from jackfield.entrypoints.fronts.supervisor import FrontEnds, FrontEndsFailed
 from jackfield.entrypoints.openai.server import Listen
@@ -496,7 +496,8 @@ def test_nothing_is_left_of_a_server_whose_engine_is_killed(tmp_path: Path) -> N
 
 DYING = """
 import sys
-from jackfield.entrypoints.cli.serve import run_on_loop, settings
+from jackfield.entrypoints.cli.serve import run_on_loop
+from jackfield.entrypoints.cli.serve_settings import settings
 from jackfield.entrypoints.fronts.supervisor import serve_fronts
 from jackfield.plugins.executors.inprocess import InProcessExecutor
 

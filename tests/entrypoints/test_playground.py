@@ -13,7 +13,7 @@ import pytest
 from browser import CHROMIUM, Browser, Page
 from serving import MODEL, Server, engine_config, running, save_random, save_scripted
 
-from jackfield.entrypoints.cli.serve import make_parser
+from jackfield.entrypoints.cli.serve_settings import make_parser
 from jackfield.entrypoints.openai.context import ServerOptions
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium on the PATH")

@@ -13,7 +13,7 @@ from jackfield import hookimpl
 from jackfield.core.registry import Provenance, load_plugins
 from jackfield.entrypoints.cli.main import main
 from jackfield.entrypoints.cli.options import engine_options
-from jackfield.entrypoints.cli.serve import make_parser
+from jackfield.entrypoints.cli.serve_settings import make_parser
 from jackfield.entrypoints.cli.skeleton import KINDS, write_skeleton
 from jackfield.entrypoints.inventory import inventory
 from jackfield.entrypoints.openai.context import ServerOptions

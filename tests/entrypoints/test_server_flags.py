@@ -12,7 +12,7 @@ from jackfield import EngineConfig
 from jackfield.core.errors import ConfigError
 from jackfield.entrypoints.cli.config_file import with_config
 from jackfield.entrypoints.cli.main import main
-from jackfield.entrypoints.cli.serve import make_parser
+from jackfield.entrypoints.cli.serve_settings import make_parser
 from jackfield.entrypoints.cli.server_options import api_keys, server_options
 from jackfield.entrypoints.openai.context import ServerOptions
 

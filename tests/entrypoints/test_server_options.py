@@ -25,7 +25,7 @@ from serving import engine_config as config
 
 from jackfield import EngineConfig
 from jackfield.core.errors import ConfigError
-from jackfield.entrypoints.cli.serve import make_parser
+from jackfield.entrypoints.cli.serve_settings import make_parser
 from jackfield.entrypoints.cli.server_options import api_keys, server_options, tls
 from jackfield.entrypoints.openai.context import ServerOptions
 from jackfield.entrypoints.openai.cors import Cors

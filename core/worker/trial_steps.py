@@ -1,0 +1,177 @@
+"""Steps that nobody asked for: to compile kernels, to warm up, to see what memory a step takes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch
+
+from ..config import EngineConfig
+from ..nn.context import BatchLayout
+from ..nn.operations import Operations
+from ..types import SamplingParams, SlotStart
+from .batch import StepInputs
+from .graphs import DecodeGraphs, row_counts
+from .masks import TokenMask
+from .pooling import PoolingRunner
+from .runner import ModelRunner
+
+logger = logging.getLogger("jackfield.worker")
+
+MIXED_ROWS = 64
+"""Up to so many decode rows are rehearsed with a prompt behind them."""
+
+
+class TrialSteps:
+    """Runs them, on the launch thread."""
+
+    def __init__(
+        self,
+        runner: ModelRunner | PoolingRunner,
+        config: EngineConfig,
+        max_model_len: int,
+        device: torch.device,
+    ) -> None:
+        """`config` is resolved: `max_num_batched_tokens` is concrete."""
+        assert config.max_num_batched_tokens is not None
+        self._runner = runner
+        self._config = config
+        self._max_model_len = max_model_len
+        self._budget: int = config.max_num_batched_tokens
+        self._device = device
+        self._short_prompts = [4, 16, 32]
+        """Numbers of tokens whose kernels are compiled when there is time."""
+
+    def rehearse(self, operations: Operations, graphs: DecodeGraphs | None = None) -> None:
+        """Have what steps launch compiled side by side, before the first of them is launched.
+
+        Nothing depends on it: what is not compiled here is when it is launched.
+        """
+        rehearsal = operations.rehearse(self._device)
+        if rehearsal is None:
+            return
+        try:
+            with rehearsal as kernels:
+                # No library has a part in these, or a small one: compilers have work at once.
+                for num_tokens in (1, min(32, self._budget)):
+                    self._alone(num_tokens)
+                if graphs is not None:
+                    graphs.rehearse(1)
+                if kernels.compiles():
+                    self._rehearse_more(graphs)
+        except Exception:
+            # Where it is not the rehearsal's own, it comes again.
+            logger.info("kernels compile one by one: a rehearsal failed", exc_info=True)
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+
+    def _rehearse_more(self, graphs: DecodeGraphs | None) -> None:
+        """Every kind of step: short prompts, decode steps, decode steps with a prompt behind."""
+        self.warm_up()
+        if isinstance(self._runner, ModelRunner):
+            for num_tokens in self._short_prompts:
+                self._alone(num_tokens)
+            for rows in row_counts(self._config.max_num_seqs):
+                if graphs is not None:
+                    graphs.rehearse(rows)
+                else:
+                    self.run([1] * rows, range(rows))
+                if rows <= MIXED_ROWS:
+                    self.run([1] * rows + [self._long_prompt()], range(rows + 1))
+        # What libraries load for many tokens is loaded while compilers work.
+        self.run_largest()
+
+    def warm_up(self) -> None:
+        """Run one prefill and one decode step on the null block, so that kernels are compiled."""
+        for num_tokens in (self._long_prompt(), 1):
+            self._alone(num_tokens)
+
+    def run_short_prompt(self) -> bool:
+        """A prompt of one more of the short lengths; False: there was none left."""
+        if not self._short_prompts:
+            return False
+        self._alone(self._short_prompts.pop())
+        return True
+
+    def run_largest(self) -> None:
+        """The whole budget, in as many rows as may run."""
+        num_rows = min(self._config.max_num_seqs, self._budget)
+        each, more = divmod(self._budget, num_rows)
+        self.run([each + 1] * more + [each] * (num_rows - more), range(num_rows))
+
+    def _alone(self, num_tokens: int) -> None:
+        """A prompt in the scratch slot."""
+        self.run([num_tokens], [self._config.max_num_seqs])
+
+    def _long_prompt(self) -> int:
+        return min(512, self._budget, self._max_model_len)
+
+    def run(self, row_lengths: Sequence[int], use_slots: Sequence[int]) -> None:
+        """A forward pass over the null block, and sampling: plain, and with every costly stage on.
+
+        row_lengths: tokens of each row; use_slots: a slot for each. Once requests may be there, the
+        scratch slot (max_num_seqs) is the only one that is nobody's.
+        """
+        runner = self._runner
+        slots = list(use_slots)
+        num_rows = len(slots)
+        device, block = self._device, self._config.block_size
+        counts = torch.tensor(row_lengths, dtype=torch.int32)
+        counts.clamp_(max=self._max_model_len)
+        num_tokens = int(counts.sum())
+        query_start = torch.zeros(num_rows + 1, dtype=torch.int32)
+        query_start[1:] = counts.cumsum(0)
+        longest = int(counts.max())
+        positions = torch.cat([torch.arange(int(c)) for c in counts])
+        layout = BatchLayout(
+            num_rows=num_rows,
+            num_tokens=num_tokens,
+            max_query_len=longest,
+            max_seq_len=longest,
+            query_start=query_start.to(device),
+            seq_lens=counts.to(device),
+            block_table=torch.zeros(num_rows, -(-longest // block), dtype=torch.int32).to(device),
+            slot_mapping=torch.zeros(num_tokens, dtype=torch.int64, device=device),
+            query_start_cpu=query_start.numpy(),
+            seq_lens_cpu=counts.numpy(),
+        )
+        index = torch.arange(num_rows, device=device)
+        inputs = StepInputs(
+            input_ids=torch.zeros(num_tokens, dtype=torch.int64, device=device),
+            positions=positions.to(device),
+            layout=layout,
+            last_tokens=index,
+            sample_slots=torch.tensor(slots, device=device),
+            sample_lengths=index * 0 + 1,
+            sample_rows=list(range(num_rows)),
+        )
+        if isinstance(runner, PoolingRunner):
+            runner.pool_all(runner.forward(inputs))
+            return
+        params = SamplingParams(temperature=0.8, top_p=0.9, top_k=50)
+        for slot in slots:
+            runner.sampling.start(
+                SlotStart(
+                    slot=slot,
+                    request_id="warm-up",
+                    token_ids=(0,),
+                    num_prompt_tokens=1,
+                    num_computed_tokens=0,
+                    block_ids=(),
+                    params=params,
+                    seed=0,
+                )
+            )
+        runner.sampling.upload()
+        logits = runner.logits(runner.forward(inputs)[index])
+        runner.sampler.sample(logits, inputs.sample_slots, slots, inputs.sample_lengths)
+        chosen = torch.empty(num_rows, dtype=torch.int32, device=device)
+        runner.sampler.sample_plain(logits, inputs.sample_slots, inputs.sample_lengths, chosen)
+        words = -(-runner.vocab_size // 32)
+        everything = torch.full((num_rows, words), -1, dtype=torch.int32, device=device)
+        for table in (logits, logits.float()):
+            runner.sampler.mask(table, TokenMask(everything, None))
+            runner.sampler.mask(table, TokenMask(everything, index))
+        for slot in slots:
+            runner.sampling.release(slot)
