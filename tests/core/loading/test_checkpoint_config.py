@@ -6,11 +6,13 @@ import copy
 import json
 import pickle
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import transformers
 from hypothesis import given, settings
@@ -403,3 +405,30 @@ def test_a_start_and_a_first_token_import_no_transformers(tmp_path: Path) -> Non
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout == "False\n"
+
+
+SERVE = """
+import sys
+from jackfield.entrypoints.cli.main import main
+
+main(["serve", "--port", "0", "--device", "cpu", "--max-model-len", "64",
+      "--num-gpu-blocks-override", "16"])
+print("transformers" in sys.modules)
+"""
+
+
+def test_a_server_and_its_first_token_import_no_transformers() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", SERVE], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        found = re.search(r"http://127\.0\.0\.1:\d+", process.stdout.readline())
+        try:
+            assert found is not None
+            body = {"prompt": "Hello", "max_tokens": 1, "ignore_eos": True}
+            answer = httpx.post(f"{found[0]}/v1/completions", json=body, timeout=60)
+            assert answer.json()["usage"]["completion_tokens"] == 1
+        finally:
+            process.send_signal(signal.SIGINT)
+            said, complained = process.communicate(timeout=60)
+        assert said.splitlines()[-1] == "False", complained
