@@ -14,6 +14,7 @@ import torch
 
 from ..config import EngineConfig
 from ..errors import ConfigError, LoadError
+from .checkpoint_config import checkpoint_config
 
 if TYPE_CHECKING:
     from .pooling_config import PoolingConfig
@@ -37,7 +38,7 @@ class ModelConfig:
     """Folder of the checkpoint."""
     architecture: str
     hf_config: Any
-    """The `transformers` configuration object."""
+    """The `transformers` configuration object, or what answers like it (`checkpoint_config`)."""
     dtype: torch.dtype
     max_model_len: int
     vocab_size: int
@@ -126,26 +127,7 @@ def checkpoint_folder(model: str, revision: str | None = None) -> Path:
 
 
 def _read_config(folder: Path, overrides: dict[str, Any] | None) -> Any:
-    """The `transformers` configuration; for a model type it does not know, one that only holds
-    what config.json says, for a plugin's architecture. Either way no code of the checkpoint runs.
-    """
-    from transformers import CONFIG_MAPPING, PreTrainedConfig
-
-    raw = _read_object(folder / "config.json")
-    raw.update(overrides or {})
-    raw.pop("auto_map", None)
-    model_type = raw.pop("model_type", None)
-    kind = CONFIG_MAPPING[model_type] if model_type in CONFIG_MAPPING else PreTrainedConfig
-    try:
-        made: Any = kind(**raw)
-    except Exception as error:  # transformers validates with errors of many kinds
-        raise ConfigError(
-            f"model: {folder}/config.json is not a valid {model_type!r} configuration: "
-            f"{' '.join(str(error).split())}",
-            param="model",
-        ) from error
-    made.model_type = model_type
-    return made
+    return checkpoint_config(folder, _read_object(folder / "config.json") | (overrides or {}))
 
 
 def _read_object(path: Path) -> dict[str, Any]:

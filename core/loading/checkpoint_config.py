@@ -1,0 +1,339 @@
+"""A checkpoint's configuration without the seconds that importing `transformers` takes.
+
+For the families below, config.json says nearly all that anybody asks. `Configuration` answers that,
+and a few values by rules as plain as `transformers`' own. Whatever else is asked (a default, a
+method, its class) makes the real object, which answers from then on. A config.json with anything
+but what is listed here goes to `transformers` at once, which then says what is wrong with it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..errors import ConfigError
+
+INT, FLOAT, NUMBER, TEXT, BOOL = (int,), (float,), (int, float), (str,), (bool,)
+NONE = type(None)
+SIZES = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "max_position_embeddings",
+)  # fmt: skip
+TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+COMMON: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(SIZES, INT),
+    **dict.fromkeys(TOKENS, (int, NONE)),
+    "eos_token_id": (int, list, NONE),
+    "architectures": (list, NONE),
+    "chunk_size_feed_forward": INT,
+    "dtype": (str, NONE),
+    "hidden_act": TEXT,
+    "id2label": (dict, NONE),
+    "initializer_range": FLOAT,
+    "is_encoder_decoder": BOOL,
+    "label2id": (dict, NONE),
+    "output_hidden_states": BOOL,
+    "problem_type": (str, NONE),
+    "return_dict": BOOL,
+    "tie_word_embeddings": BOOL,
+    "torch_dtype": (str, NONE),
+    "transformers_version": (str, NONE),
+    "use_cache": BOOL,
+}
+"""What every family has: name → exact types, as `transformers` validates them or narrower."""
+DECODER = COMMON | {
+    "attention_dropout": NUMBER,
+    "num_key_value_heads": INT,
+    "rms_norm_eps": FLOAT,
+    "rope_parameters": (dict, NONE),
+    "rope_scaling": (dict, NONE),
+    "rope_theta": NUMBER,
+}
+QWEN2 = DECODER | {
+    "layer_types": (list, NONE),
+    "max_window_layers": INT,
+    "sliding_window": (int, NONE),
+    "use_sliding_window": BOOL,
+}
+ENCODER = COMMON | {
+    "add_cross_attention": BOOL,
+    "attention_probs_dropout_prob": NUMBER,
+    "classifier_dropout": (int, float, NONE),
+    "hidden_dropout_prob": NUMBER,
+    "is_decoder": BOOL,
+    "layer_norm_eps": FLOAT,
+    "type_vocab_size": INT,
+}
+FREE = frozenset({
+    "classifier_from_token", "is_causal", "is_matryoshka", "is_original_qwen3_reranker",
+    "matryoshka_dimensions", "method", "position_embedding_type", "quantization_config",
+    "sbert_ce_default_activation_function", "sentence_transformers", "use_pad_token",
+})  # fmt: skip
+"""What no family has, so that it is kept as it stands, or is not there."""
+IGNORED = frozenset({"_name_or_path", "gradient_checkpointing", "output_past"})
+"""Like `FREE`, in many a config.json, and read by nothing here."""
+SOMETIMES = frozenset({
+    "attention_bias", "head_dim", "layer_types", "mlp_bias", "num_key_value_heads",
+    "rope_parameters", "rope_scaling", "sliding_window", "type_vocab_size",
+})  # fmt: skip
+"""What models ask for although only some families have it."""
+ROPES: dict[str, frozenset[str]] = {
+    "default": frozenset(),
+    "linear": frozenset({"factor"}),
+    "dynamic": frozenset({"factor"}),
+    "yarn": frozenset({"factor", "original_max_position_embeddings"}),
+    "llama3": frozenset({
+        "factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor",
+    }),
+}  # fmt: skip
+"""rope_type → the numbers that it must have; with others besides, `transformers` decides."""
+DTYPES = ("bfloat16", "float16", "float32")
+PROBLEMS = (
+    None, "regression", "single_label_classification", "multi_label_classification",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Family:
+    """A model type of `transformers`."""
+
+    fields: dict[str, tuple[type, ...]]
+    defaults: dict[str, Any] = field(default_factory=dict)
+    """Those of `transformers` that checkpoints leave out and models ask for."""
+
+
+UNTIED = {"tie_word_embeddings": False}
+ROBERTA = Family(ENCODER, {"is_decoder": False, "eos_token_id": 2})
+FAMILIES = {
+    "llama": Family(
+        DECODER
+        | {
+            "attention_bias": BOOL,
+            "head_dim": (int, NONE),
+            "mlp_bias": BOOL,
+            "pretraining_tp": (int, NONE),
+        },
+        {"attention_bias": False, "mlp_bias": False, **UNTIED},
+    ),
+    "mistral": Family(DECODER | {"head_dim": (int, NONE), "sliding_window": (int, NONE)}, UNTIED),
+    "qwen2": Family(QWEN2, UNTIED),
+    "qwen3": Family(
+        QWEN2 | {"attention_bias": BOOL, "head_dim": INT}, {"attention_bias": False, **UNTIED}
+    ),
+    "bert": Family(ENCODER, {"is_decoder": False, "eos_token_id": None}),
+    "roberta": ROBERTA,
+    "xlm-roberta": ROBERTA,
+}
+
+
+def checkpoint_config(folder: Path, raw: dict[str, Any]) -> Any:
+    """A `transformers` configuration, or what answers like one, from config.json's content `raw`.
+
+    No code of the checkpoint runs. Raises ConfigError for what `transformers` does not take.
+    """
+    raw = {name: value for name, value in raw.items() if name != "auto_map"}
+    answers = _answers(raw)
+    return _whole(folder, raw) if answers is None else Configuration(folder, raw, answers)
+
+
+class Configuration:
+    """Answers what config.json says plainly, and becomes `transformers`' object for the rest."""
+
+    __slots__ = ("_answers", "_folder", "_made", "_raw")
+
+    def __init__(self, folder: Path, raw: dict[str, Any], answers: dict[str, Any]) -> None:
+        for name, value in zip(self.__slots__, (answers, folder, None, raw), strict=True):
+            object.__setattr__(self, name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        if self._made is None:
+            if name in self._answers:
+                return self._answers[name]
+            if name == "rope_theta" or (name in FREE | SOMETIMES and not self._has(name)):
+                raise AttributeError(f"config.json has no {name}")
+        return getattr(self._real(), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._real(), name, value)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        """For isinstance."""
+        return type(self._real())
+
+    def __eq__(self, other: object) -> bool:
+        return bool(self._real() == other)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._real())
+
+    def __repr__(self) -> str:
+        return repr(self._real())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self._made is not None:
+            return tuple(self._made.__reduce_ex__(4))
+        return Configuration, (self._folder, self._raw, self._answers)
+
+    def _has(self, name: str) -> bool:
+        return name in FAMILIES[self._raw["model_type"]].fields
+
+    def _real(self) -> Any:
+        if self._made is None:
+            object.__setattr__(self, "_made", _whole(self._folder, self._raw))
+        return self._made
+
+
+def _whole(folder: Path, raw: dict[str, Any]) -> Any:
+    """The `transformers` configuration; for a model type it does not know, one that only holds
+    what config.json says, for a plugin's architecture.
+    """
+    from transformers import CONFIG_MAPPING, PreTrainedConfig
+
+    raw = copy.deepcopy(raw)
+    model_type = raw.pop("model_type", None)
+    try:
+        kind = CONFIG_MAPPING[model_type] if model_type in CONFIG_MAPPING else PreTrainedConfig
+        made: Any = kind(**raw)
+    except Exception as error:  # transformers validates with errors of many kinds
+        raise ConfigError(
+            f"model: {folder}/config.json is not a valid {model_type!r} configuration: "
+            f"{' '.join(str(error).split())}",
+            param="model",
+        ) from error
+    made.model_type = model_type
+    return made
+
+
+def _answers(raw: dict[str, Any]) -> dict[str, Any] | None:
+    """What is plain about a config.json; None: all of it is for `transformers`."""
+    model_type = raw.get("model_type")
+    family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
+    if family is None or not _is_plain(raw, family):
+        return None
+    found = family.defaults | {name: raw[name] for name in raw if name in family.fields}
+    found |= {name: raw[name] for name in raw if name in FREE or name == "model_type"}
+    found.setdefault("problem_type", None)
+    found.setdefault("architectures", None)
+    stored = found.get("dtype") or found.get("torch_dtype")
+    found["dtype"] = found["torch_dtype"] = None if stored is None else getattr(torch, stored)
+    labels = found.get("id2label")
+    if labels is None:
+        labels = {"0": "LABEL_0", "1": "LABEL_1"}
+    found["id2label"] = {int(key): label for key, label in labels.items()}
+    found["num_labels"] = len(labels)
+    found.pop("label2id", None)
+    if found["problem_type"] == "single_label_classification" and len(labels) == 1:
+        return None
+    if "rope_parameters" in family.fields and not _answer_decoder(found, family):
+        return None
+    return found
+
+
+def _is_plain(raw: dict[str, Any], family: Family) -> bool:
+    """Nothing that `transformers` would refuse, warn of, change, or hide."""
+    known = family.fields
+    for name, value in raw.items():
+        if name in known:
+            if type(value) not in known[name]:
+                return False
+        elif name not in FREE and name not in IGNORED and name != "model_type":
+            return False
+    if not all(raw.get(name, 0) >= 1 for name in SIZES):
+        return False
+    texts, labels, ids = raw.get("architectures"), raw.get("id2label"), raw.get("label2id")
+    return (
+        all(type(text) is str for text in texts or ())
+        and all(_is_index(k) and type(text) is str for k, text in (labels or {}).items())
+        and all(type(index) is int for index in (ids or {}).values())
+        and all(type(token) is int and 0 <= token < raw["vocab_size"] for token in _tokens(raw))
+        and all(raw.get(name) in (None, *DTYPES) for name in ("dtype", "torch_dtype"))
+        and raw.get("problem_type") in PROBLEMS
+        and 0 <= raw.get("initializer_range", 0) <= 1
+    )
+
+
+def _tokens(raw: dict[str, Any]) -> Iterator[Any]:
+    for name in TOKENS:
+        value = raw.get(name)
+        if isinstance(value, list):
+            yield from value
+        elif value is not None:
+            yield value
+
+
+def _is_index(text: object) -> bool:
+    return type(text) is str and text.isascii() and text.isdecimal()
+
+
+def _answer_decoder(found: dict[str, Any], family: Family) -> bool:
+    """Fill in what follows from the rest; False: `transformers` is needed for that."""
+    hidden, heads = found["hidden_size"], found["num_attention_heads"]
+    if hidden % heads:
+        return False
+    if family.fields.get("head_dim") == (int, NONE) and found.get("head_dim") is None:
+        found["head_dim"] = hidden // heads
+    if found.get("head_dim", 0) % 2:
+        return False
+    if found["model_type"] == "llama":
+        found.setdefault("num_key_value_heads", heads)
+    if "use_sliding_window" in family.fields and not _answer_windows(found):
+        return False
+    rope = _rope(found)
+    if rope is None:
+        return False
+    found.pop("rope_theta", None)
+    found["rope_parameters"] = found["rope_scaling"] = rope
+    return True
+
+
+def _answer_windows(found: dict[str, Any]) -> bool:
+    """Qwen's: from `use_sliding_window` and `max_window_layers` to a type for each layer."""
+    layers = found["num_hidden_layers"]
+    if found.get("use_sliding_window", False):
+        if "sliding_window" not in found or "max_window_layers" not in found:
+            return False
+    else:
+        found["sliding_window"] = None
+    types = found.get("layer_types")
+    if types is None:
+        first = layers if found["sliding_window"] is None else found["max_window_layers"]
+        types = [
+            "full_attention" if layer < first else "sliding_attention" for layer in range(layers)
+        ]
+    found["layer_types"] = types
+    return len(types) == layers and all(
+        kind in ("full_attention", "sliding_attention") for kind in types
+    )
+
+
+def _rope(found: dict[str, Any]) -> dict[str, Any] | None:
+    """One dict of `rope_parameters` or `rope_scaling` and `rope_theta`; None: it is not plain."""
+    rope = dict(found.get("rope_scaling") or found.get("rope_parameters") or {})
+    rope.setdefault("rope_theta", found.get("rope_theta", 10000.0))
+    rope.setdefault("rope_type", rope.get("type", "default"))
+    kind, length = rope["rope_type"], found["max_position_embeddings"]
+    if not isinstance(kind, str) or kind not in ROPES:
+        return None
+    if kind in ("yarn", "llama3"):
+        rope.setdefault("original_max_position_embeddings", length)
+    numbers = {name: value for name, value in rope.items() if name not in ("type", "rope_type")}
+    if numbers.keys() != ROPES[kind] | {"rope_theta"}:
+        return None
+    if not all(type(value) in NUMBER for value in numbers.values()):
+        return None
+    original, factor = numbers.get("original_max_position_embeddings", 1), numbers.get("factor", 1)
+    if factor < 1 or type(original) is not int or original < 1:
+        return None
+    if kind == "yarn" and length / original not in (1, factor):
+        return None
+    if kind == "llama3" and (
+        numbers["high_freq_factor"] <= numbers["low_freq_factor"] or original >= length
+    ):
+        return None
+    return rope
