@@ -158,6 +158,25 @@ class LLGuidanceMatcher:
             raise RuntimeError(_first_line(matcher.get_error()))
         return False
 
+    @classmethod
+    def accept_each(
+        cls, matchers: Sequence[LLGuidanceMatcher], token_ids: Sequence[int]
+    ) -> list[bool | Exception]:
+        """A token each, without the interpreter lock. One that is not accepted is an error."""
+        answers: list[bool | Exception] = [True] * len(matchers)
+        pairs: list[tuple[Any, int]] = []
+        for index, (one, token_id) in enumerate(zip(matchers, token_ids, strict=True)):
+            if one._terminated or token_id in one._eos:
+                answers[index] = one._accept(token_id)
+            else:
+                pairs.append((one._matcher, token_id))
+        taken = _executor().consume_token_par(pairs)
+        if not all(taken):
+            for index, one in enumerate(matchers):
+                if answers[index] is True and one._matcher.is_error():
+                    answers[index] = RuntimeError(_first_line(one._matcher.get_error()))
+        return answers
+
     def fill_bitmask(self, row: np.ndarray) -> None:
         """row: [ceil(size / 32)] int32. Raises RuntimeError when a limit was reached."""
         self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)

@@ -166,6 +166,16 @@ class XGrammarMatcher:
                 return False
         return True
 
+    @classmethod
+    def accept_each(
+        cls, matchers: Sequence[XGrammarMatcher], token_ids: Sequence[int]
+    ) -> list[bool]:
+        """A token each, and the interpreter lock let go of once."""
+        import xgrammar
+
+        raw = [one._matcher for one in matchers]
+        return list(xgrammar.BatchGrammarMatcher.batch_accept_token(raw, list(token_ids)))
+
     def fill_bitmask(self, row: np.ndarray) -> None:
         """row: [ceil(size / 32)] int32"""
         self._matcher.fill_next_token_bitmask(row.reshape(1, -1), 0)

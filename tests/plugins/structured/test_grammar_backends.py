@@ -310,3 +310,20 @@ def test_many_masks_at_once_are_those_of_each(backend: Any, vocabulary: Vocabula
             for matcher, row in zip(chosen, rows, strict=True):
                 ids = np.flatnonzero(np.unpackbits(bits[row].view(np.uint8), bitorder="little"))
                 assert ids.tolist() == allowed(matcher)
+
+
+def test_a_token_each_at_once_is_as_one_by_one(backend: Any, vocabulary: Vocabulary) -> None:
+    (end,) = vocabulary.eos_token_ids
+    grammar = backend.compile(GrammarSpec("regex", "(ab|c)*"))
+    matchers = [grammar.matcher() for _ in range(6)]
+    a, b, c = (vocabulary.encode(letter)[-1] for letter in "abc")
+    kind = type(matchers[0])
+    assert list(kind.accept_each(matchers, [a, c, end, c, a, c])) == [True] * 6
+    for matcher, place in zip(matchers, (a, c, end, c, a, c), strict=True):
+        assert matcher.is_terminated() == (place == end)
+        if place != end:
+            assert (b in allowed(matcher)) == (place == a)
+    rest = [matchers[0], matchers[1], matchers[3], matchers[4]]
+    answers = list(kind.accept_each(rest, [b, b, end, end]))
+    assert [answer is True for answer in answers] == [True, False, True, False]
+    assert c in allowed(matchers[0]) and c in allowed(matchers[5])
