@@ -162,19 +162,16 @@ class LLGuidanceMatcher:
     def accept_each(
         cls, matchers: Sequence[LLGuidanceMatcher], token_ids: Sequence[int]
     ) -> list[bool | Exception]:
-        """A token each, without the interpreter lock. One that is not accepted is an error."""
-        answers: list[bool | Exception] = [True] * len(matchers)
-        pairs: list[tuple[Any, int]] = []
-        for index, (one, token_id) in enumerate(zip(matchers, token_ids, strict=True)):
+        """A token each: in a moment, so that handing this to other threads would not pay. What is
+        not accepted is an error."""
+        answers: list[bool | Exception] = []
+        for one, token_id in zip(matchers, token_ids, strict=True):
             if one._terminated or token_id in one._eos:
-                answers[index] = one._accept(token_id)
+                answers.append(one._accept(token_id))
+            elif one._matcher.consume_token(token_id):
+                answers.append(True)
             else:
-                pairs.append((one._matcher, token_id))
-        taken = _executor().consume_token_par(pairs)
-        if not all(taken):
-            for index, one in enumerate(matchers):
-                if answers[index] is True and one._matcher.is_error():
-                    answers[index] = RuntimeError(_first_line(one._matcher.get_error()))
+                answers.append(RuntimeError(_first_line(one._matcher.get_error())))
         return answers
 
     def fill_bitmask(self, row: np.ndarray) -> None:
