@@ -20,6 +20,14 @@ MAX_ITEMS_IN_ROW = 10_000
 THREADS = max(1, min(16, (os.cpu_count() or 1) - 2))
 """That masks of many rows are shared among; launching steps and the event loop have a core each."""
 
+SLICES = [
+    r"[\x20\x0A\x0D\x09]+",
+    *(rf'[^"\\\x00-\x1F\x7F]{{1,{most}}}' for most in (2, 4, 6, 8, 10, 30)),
+    r'[^"\\\x00-\x1F\x7F]+',
+]
+"""Tokens that a mask takes all together where a grammar allows them all, instead of one by one: the
+package's own, and shorter pieces of strings, for those whose greatest length is near."""
+
 
 class LLGuidance:
     """Covers most of JSON Schema and refuses keywords that it cannot hold an output to.
@@ -68,7 +76,10 @@ class LLGuidance:
         )
         wrapper = llguidance.TokenizerWrapper(_Vocabulary(vocabulary))
         self._tokenizer = llguidance.LLTokenizer(
-            wrapper, n_vocab=vocabulary.size, eos_token=list(vocabulary.eos_token_ids)
+            wrapper,
+            n_vocab=vocabulary.size,
+            eos_token=list(vocabulary.eos_token_ids),
+            slices=SLICES,
         )
 
     def compile(self, spec: GrammarSpec) -> LLGuidanceGrammar:
