@@ -192,7 +192,8 @@ class XGrammarMatcher:
         bits: [count, ceil(size / 32)] int32
         """
         raw = [one._matcher for one in matchers]
-        _together(threading.get_ident()).batch_fill_next_token_bitmask(raw, bits, list(rows))
+        together = _together(threading.get_ident(), min(THREADS, len(raw)))
+        together.batch_fill_next_token_bitmask(raw, bits, list(rows))
         cleans = {id(one._clean) for one in matchers}
         if len(rows) == len(bits) and len(cleans) == 1:
             if (clean := matchers[0]._clean) is not None:
@@ -213,11 +214,11 @@ class XGrammarMatcher:
 
 
 @functools.lru_cache(maxsize=64)
-def _together(thread: int) -> Any:
+def _together(thread: int, threads: int) -> Any:
     """For each thread its own."""
     import xgrammar
 
-    return xgrammar.BatchGrammarMatcher(THREADS)
+    return xgrammar.BatchGrammarMatcher(threads)
 
 
 def _write_lengths(schema: Any) -> bool:
