@@ -441,6 +441,14 @@ class GrammarMatcher(Protocol):
         interpreter lock once and use more than one core.
         """
 
+    @classmethod
+    def accept_each(
+        cls, matchers: Sequence[Any], token_ids: Sequence[int]
+    ) -> Sequence[bool | Exception]:
+        """`accept` for many at once, matchers[i] one token, token_ids[i]; what each would return or
+        raise. A matcher that did not accept is not used again. Optional, as `fill_bitmasks` is.
+        """
+
     def is_terminated(self) -> bool:
         """Whether an end token was accepted."""
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import codecs
+import functools
 import time
+from typing import NamedTuple
 
 import numpy as np
 
@@ -13,6 +15,15 @@ from .thought import Thought
 
 ANY = -1
 """A word of a bitmask with every bit set."""
+
+
+class Ends(NamedTuple):
+    """Where a bitmask says whether an output may end."""
+
+    words: np.ndarray
+    """[count] int64, the words that hold end tokens"""
+    others: np.ndarray
+    """[count] int32, the bits of these words that are other tokens'"""
 
 
 class Constraint:
@@ -29,10 +40,10 @@ class Constraint:
         self._token_bytes = start.grammar.token_bytes
         self._encode = start.grammar.encode
         self._mask_timeout = mask_timeout
-        self._matcher: GrammarMatcher | None = None
+        self.matcher: GrammarMatcher | None = None
         self._eos = frozenset(start.grammar.eos_token_ids)
-        ends = sorted({*start.grammar.eos_token_ids, *start.stop_token_ids})
-        self._end_words, self._no_ends = _words(ends)
+        self.ends = _ends((*start.grammar.eos_token_ids, *start.stop_token_ids))
+        """The same object for all outputs with the same end tokens."""
         self._min_tokens = start.params.min_tokens
         self._ignore_eos = start.params.ignore_eos
         thought: Thought | None = start.grammar.thought
@@ -47,16 +58,21 @@ class Constraint:
         self.failure: str | None = None
         """Why the request cannot go on."""
         try:
-            self._matcher = start.grammar.grammar.matcher()
+            self.matcher = start.grammar.grammar.matcher()
         except Exception as error:
             self._fail(error)
         for token_id in start.token_ids[start.num_prompt_tokens :]:
             self.advance(token_id)
 
     @property
-    def kind(self) -> type:
-        """Of its matcher."""
-        return type(self._matcher)
+    def steady(self) -> bool:
+        """It is in its grammar: what the matcher says of tokens, ends apart, is what holds."""
+        return self._parser is None and not self.ended and self.failure is None
+
+    @property
+    def holds_ends(self) -> bool:
+        """Ends are held back now, as long as anything else is possible."""
+        return self._ignore_eos or self._num_output < self._min_tokens
 
     def advance(self, token_id: int) -> None:
         """A token was sampled; -1: none could be."""
@@ -70,6 +86,14 @@ class Constraint:
             self._take(token_id)
         except Exception as error:
             self._fail(error)
+
+    def advanced(self, token_id: int, answer: bool | Exception) -> None:
+        """Instead of `advance` where `steady`: what the matcher answered when given the token."""
+        self._num_output += 1
+        if answer is True:
+            self.ended = token_id in self._eos
+        else:
+            self._fail(answer or ValueError(f"the grammar does not allow token {token_id}"))
 
     def _take(self, token_id: int) -> None:
         opening, self._opening = self._opening, None
@@ -89,13 +113,13 @@ class Constraint:
         if not text.strip() or self._encode is None:
             return
         for token_id in self._encode(text):
-            assert self._matcher is not None
-            if not self._matcher.accept([token_id]):
+            assert self.matcher is not None
+            if not self.matcher.accept([token_id]):
                 raise ValueError(f"the thought ended with {text!r}, which the grammar forbids")
 
     def _accept(self, token_id: int) -> None:
-        assert self._matcher is not None
-        if not self._matcher.accept([token_id]):
+        assert self.matcher is not None
+        if not self.matcher.accept([token_id]):
             raise ValueError(f"the grammar does not allow token {token_id}")
         self.ended = token_id in self._eos
 
@@ -130,9 +154,9 @@ class Constraint:
             return None
         if self._parser is not None and self._opening is None:
             row.fill(ANY)
-            self._clear_ends(row)
+            row[self.ends.words] &= self.ends.others
             return None
-        return self._matcher
+        return self.matcher
 
     def close(self, row: np.ndarray, error: Exception | None) -> None:
         """The matcher has filled the row, or failed."""
@@ -142,23 +166,27 @@ class Constraint:
             return
         for token_id in self._opening or ():
             row.view(np.uint32)[token_id >> 5] |= np.uint32(1 << (token_id & 31))
-        if self._ignore_eos or self._num_output < self._min_tokens:
-            kept = self._clear_ends(row)
-            if (kept & ~self._no_ends).any() and not row.any():
-                row[self._end_words] = kept
-
-    def _clear_ends(self, row: np.ndarray) -> np.ndarray:
-        """→ the words as they were"""
-        kept = row[self._end_words]
-        row[self._end_words] = kept & self._no_ends
-        return kept
+        if self.holds_ends:
+            hold_back(self.ends, row[None], [0])
 
 
-def _words(token_ids: list[int]) -> tuple[np.ndarray, np.ndarray]:
-    """→ the words of a bitmask that hold these tokens, and what they are with these bits off."""
+def hold_back(ends: Ends, bits: np.ndarray, rows: list[int]) -> None:
+    """Forbid the end tokens in these rows of [count, words], where a row allows anything else."""
+    at = np.asarray(rows)[:, None], ends.words
+    kept = bits[at]
+    bits[at] = kept & ends.others
+    for index in np.flatnonzero((kept & ~ends.others).any(axis=1)):
+        row = bits[rows[index]]
+        if not row.any():
+            row[ends.words] = kept[index]
+
+
+@functools.lru_cache(maxsize=256)
+def _ends(token_ids: tuple[int, ...]) -> Ends:
     off: dict[int, int] = {}
     for token_id in token_ids:
         word = token_id >> 5
         off[word] = off.get(word, 0xFFFFFFFF) & ~(1 << (token_id & 31))
     words = np.fromiter(off, dtype=np.int64, count=len(off))
-    return words, np.fromiter(off.values(), dtype=np.uint32, count=len(off)).view(np.int32)
+    others = np.fromiter(off.values(), dtype=np.uint32, count=len(off)).view(np.int32)
+    return Ends(words, others)

@@ -7,22 +7,20 @@ launch of step N + 1: the device has work meanwhile. Rows without a grammar neve
 
 from __future__ import annotations
 
-import logging
 import os
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
 
+from ..structured import together
 from ..structured.constraint import Constraint
 from ..types import SlotStart
-
-logger = logging.getLogger("jackfield.worker")
 
 FILL_THREADS = max(0, min(8, (os.cpu_count() or 1) // 2) - 1)
 """Threads that help to fill masks. Backends fill outside the interpreter lock."""
@@ -108,9 +106,9 @@ class GrammarMasks:
     def _fill_rows(self, constraints: Sequence[Constraint], bits: np.ndarray) -> None:
         """bits: [len(constraints), words] int32"""
         began = time.perf_counter()
-        together = None if self._apart else self._filler(constraints)
-        if together is not None:
-            _fill_together(together, constraints, bits)
+        way = None if self._apart else together.shared(constraints, "fill_bitmasks")
+        if way is not None:
+            together.fill(way, constraints, bits)
             self._apart = time.perf_counter() - began > self._mask_timeout
             return
         self._apart = False
@@ -128,13 +126,6 @@ class GrammarMasks:
         else:
             _fill(todo)
         self._last_seconds = (time.perf_counter() - began) * (1 + helpers)
-
-    def _filler(self, constraints: Sequence[Constraint]) -> Any:
-        """The backend's own way to fill many rows, if it has one and they are all its."""
-        kinds = {constraint.kind for constraint in constraints}
-        if len(constraints) < 2 or len(kinds) != 1:
-            return None
-        return getattr(kinds.pop(), "fill_bitmasks", None)
 
     def _sent(self, host: torch.Tensor, index: torch.Tensor | None) -> TokenMask:
         """The masks on the device, while what was launched before still runs there."""
@@ -163,25 +154,12 @@ class GrammarMasks:
     def _catch_up(self) -> None:
         while self._unseen:
             step, rows = self._unseen.popleft()
-            tokens = np.asarray(step.chosen_tokens())
-            for row, constraint in rows:
-                constraint.advance(int(tokens[row]))
+            tokens = step.chosen_tokens()
+            together.advance(
+                [constraint for _, constraint in rows], [tokens[row] for row, _ in rows]
+            )
 
 
 def _fill(todo: Iterator[tuple[Constraint, np.ndarray]]) -> None:
     for constraint, row in todo:
         constraint.fill(row)
-
-
-def _fill_together(fill: Any, constraints: Sequence[Constraint], bits: np.ndarray) -> None:
-    opened = [(row, c.open(bits[row])) for row, c in enumerate(constraints)]
-    rows = [row for row, matcher in opened if matcher is not None]
-    try:
-        errors = fill([matcher for _, matcher in opened if matcher is not None], bits, rows)
-    except Exception:
-        logger.exception("masks could not be filled together; each is filled by itself")
-        for row in rows:
-            constraints[row].fill(bits[row])
-        return
-    for row, error in zip(rows, errors, strict=True):
-        constraints[row].close(bits[row], error)

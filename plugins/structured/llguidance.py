@@ -17,8 +17,16 @@ from .structural_tags import read
 
 MAX_ITEMS_IN_ROW = 10_000
 """Ways to go on from one place: as many as a schema with some thousand optional properties has."""
-THREADS = max(1, min(8, (os.cpu_count() or 1) // 2))
-"""That masks of many rows are shared among."""
+THREADS = max(1, min(16, (os.cpu_count() or 1) - 2))
+"""That masks of many rows are shared among; launching steps and the event loop have a core each."""
+
+SLICES = [
+    r"[\x20\x0A\x0D\x09]+",
+    *(rf'[^"\\\x00-\x1F\x7F]{{1,{most}}}' for most in (2, 4, 6, 8, 10, 30)),
+    r'[^"\\\x00-\x1F\x7F]+',
+]
+"""Tokens that a mask takes all together where a grammar allows them all, instead of one by one: the
+package's own, and shorter pieces of strings, for those whose greatest length is near."""
 
 
 class LLGuidance:
@@ -68,7 +76,10 @@ class LLGuidance:
         )
         wrapper = llguidance.TokenizerWrapper(_Vocabulary(vocabulary))
         self._tokenizer = llguidance.LLTokenizer(
-            wrapper, n_vocab=vocabulary.size, eos_token=list(vocabulary.eos_token_ids)
+            wrapper,
+            n_vocab=vocabulary.size,
+            eos_token=list(vocabulary.eos_token_ids),
+            slices=SLICES,
         )
 
     def compile(self, spec: GrammarSpec) -> LLGuidanceGrammar:
@@ -157,6 +168,22 @@ class LLGuidanceMatcher:
         if matcher.is_error():
             raise RuntimeError(_first_line(matcher.get_error()))
         return False
+
+    @classmethod
+    def accept_each(
+        cls, matchers: Sequence[LLGuidanceMatcher], token_ids: Sequence[int]
+    ) -> list[bool | Exception]:
+        """A token each: in a moment, so that handing this to other threads would not pay. What is
+        not accepted is an error."""
+        answers: list[bool | Exception] = []
+        for one, token_id in zip(matchers, token_ids, strict=True):
+            if one._terminated or token_id in one._eos:
+                answers.append(one._accept(token_id))
+            elif one._matcher.consume_token(token_id):
+                answers.append(True)
+            else:
+                answers.append(RuntimeError(_first_line(one._matcher.get_error())))
+        return answers
 
     def fill_bitmask(self, row: np.ndarray) -> None:
         """row: [ceil(size / 32)] int32. Raises RuntimeError when a limit was reached."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
+import os
+import threading
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -15,6 +18,10 @@ from .structural_tags import read
 
 MAX_WHITESPACE = 32
 """Between two parts of a JSON text: a model that likes newlines comes to an end."""
+LONGEST_EXPRESSION = 128
+"""Strings of at most so many characters are written as expressions: longer ones compile slowly."""
+THREADS = max(1, min(8, (os.cpu_count() or 1) - 2))
+"""That masks of many rows are shared among. The package starts them anew for every call."""
 
 _IGNORED = frozenset(
     (
@@ -27,6 +34,13 @@ _IGNORED = frozenset(
 _FORMATS = frozenset(("date", "date-time", "email", "hostname", "ipv4", "ipv6", "time", "uuid"))
 _TYPED = frozenset(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"))
 _LENGTHS = frozenset(("minLength", "maxLength"))
+_BESIDE_LENGTHS = frozenset(
+    ("enum", "const", "format", "pattern", "anyOf", "oneOf", "$ref", "$recursiveRef")
+)
+"""Keywords that say more of a string than its length does."""
+
+_NOT_IN_LENGTHS = r'"\\\r\n'
+"""What strings with a length have none of, as the package writes them: JSON's escapes."""
 
 _CLOSED = frozenset(
     ("const_string", "json_schema", "sequence", "or", "optional", "tag", "tags_with_separator")
@@ -102,8 +116,9 @@ class XGrammar:
                 return compiler.compile_structural_tag(self._tag(spec.text))
 
     def _schema(self, text: str) -> Any:
+        schema = json.loads(text)
         return self._compiler.compile_json_schema(
-            text,
+            json.dumps(schema) if _write_lengths(schema) else text,
             any_whitespace=not self._compact,
             max_whitespace_cnt=None if self._compact else MAX_WHITESPACE,
         )
@@ -113,6 +128,8 @@ class XGrammar:
         for part in tag_formats(tag):
             if part.get("type") == "json_schema" and not self._compact:
                 part["max_whitespace_cnt"] = MAX_WHITESPACE
+            if part.get("type") == "json_schema":
+                _write_lengths(part.get("json_schema"))
             texts = [part.get(key) for key in ("begin", "end", "value", "separator")]
             for token in self._vocabulary.special_tokens:
                 if token and any(isinstance(one, str) and token in one for one in texts):
@@ -143,13 +160,49 @@ class XGrammarMatcher:
 
     def accept(self, token_ids: Sequence[int]) -> bool:
         """False: the grammar does not allow them."""
-        return all(self._matcher.accept_token(token_id) for token_id in token_ids)
+        accept = self._matcher.accept_token
+        for token_id in token_ids:
+            if not accept(token_id):
+                return False
+        return True
+
+    @classmethod
+    def accept_each(
+        cls, matchers: Sequence[XGrammarMatcher], token_ids: Sequence[int]
+    ) -> list[bool]:
+        """A token each, and the interpreter lock let go of once."""
+        import xgrammar
+
+        raw = [one._matcher for one in matchers]
+        return list(xgrammar.BatchGrammarMatcher.batch_accept_token(raw, list(token_ids)))
 
     def fill_bitmask(self, row: np.ndarray) -> None:
         """row: [ceil(size / 32)] int32"""
         self._matcher.fill_next_token_bitmask(row.reshape(1, -1), 0)
         if self._clean is not None:
             np.bitwise_and(row, self._clean, out=row)
+
+    @classmethod
+    def fill_bitmasks(
+        cls, matchers: Sequence[XGrammarMatcher], bits: np.ndarray, rows: Sequence[int]
+    ) -> list[Exception | None]:
+        """Many at once, on threads of the package's own, without the interpreter lock. What it
+        raises is not said of one: then each is to be filled by itself.
+
+        bits: [count, ceil(size / 32)] int32
+        """
+        raw = [one._matcher for one in matchers]
+        together = _together(threading.get_ident(), min(THREADS, len(raw)))
+        together.batch_fill_next_token_bitmask(raw, bits, list(rows))
+        cleans = {id(one._clean) for one in matchers}
+        if len(rows) == len(bits) and len(cleans) == 1:
+            if (clean := matchers[0]._clean) is not None:
+                np.bitwise_and(bits, clean, out=bits)
+        else:
+            for one, row in zip(matchers, rows, strict=True):
+                if one._clean is not None:
+                    bits[row] &= one._clean
+        return [None] * len(raw)
 
     def is_terminated(self) -> bool:
         """Whether an end token was accepted."""
@@ -158,6 +211,33 @@ class XGrammarMatcher:
     def rollback(self, num_tokens: int) -> None:
         """Take back the last tokens."""
         self._matcher.rollback(num_tokens)
+
+
+@functools.lru_cache(maxsize=64)
+def _together(thread: int, threads: int) -> Any:
+    """For each thread its own."""
+    import xgrammar
+
+    return xgrammar.BatchGrammarMatcher(threads)
+
+
+def _write_lengths(schema: Any) -> bool:
+    """In place: strings of bounded length as expressions that allow the same. → whether any is.
+
+    Where a bound is near, the masks of lengths are worked out token by token at every step, in
+    tens of milliseconds; those of expressions are there once compiled.
+    """
+    written = False
+    for part in list(subschemas(schema)):
+        least, most = part.get("minLength", 0), part.get("maxLength", LONGEST_EXPRESSION + 1)
+        if part.get("type") != "string" or _BESIDE_LENGTHS & part.keys():
+            continue
+        if least <= most <= LONGEST_EXPRESSION:
+            del part["maxLength"]
+            part.pop("minLength", None)
+            part["pattern"] = f"^[^{_NOT_IN_LENGTHS}]{{{least},{most}}}$"
+            written = True
+    return written
 
 
 def _unheld(schema: Any) -> str | None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from jackfield import SamplingParams
+from jackfield.core.structured.constraint import _ends, hold_back
 from jackfield.core.types import GrammarStart, SlotStart
 from jackfield.core.worker import masks as masks_module
 from jackfield.core.worker.masks import GrammarMasks
@@ -152,6 +153,52 @@ def test_a_backend_may_fill_all_rows_in_one_call() -> None:
     assert [row for i, row in enumerate(step(masks, [0, 1, 2, 3], 1)) if i != 2] == [[1]] * 3
     assert Together.calls == 2 and set(masks.failures(masks.rows([0, 1, 2, 3]))) == {2}
     assert [row for i, row in enumerate(step(masks, [3, 2, 1, 0], 2)) if i != 1] == [[2]] * 3
+
+
+class Each(Together):
+    """A backend that goes on by a token in many rows in one call."""
+
+    fails = False
+
+    @classmethod
+    def accept_each(cls, matchers: Any, token_ids: Sequence[int]) -> list[Any]:
+        Together.calls += 1
+        if cls.fails:
+            raise OSError("nothing works")
+        answers = []
+        for matcher, token_id in zip(matchers, token_ids, strict=True):
+            answer = matcher.accept([token_id])
+            answers.append(RuntimeError("past its limits") if matcher.fails_at == -8 else answer)
+        return answers
+
+
+def test_a_backend_may_take_all_tokens_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    masks = started([Each(fails_at=-8 if slot == 2 else -1) for slot in range(4)], threads=2)
+    slots = [0, 1, 2, 3]
+    assert step(masks, slots, 0) == [[0]] * 4
+    Together.calls = 0
+    assert [row for i, row in enumerate(step(masks, slots, 1)) if i != 2] == [[1]] * 3
+    assert Together.calls == 2
+    assert masks.failures(masks.rows(slots)) == {2: "structured_outputs: past its limits"}
+    assert step(masks, [0, 1], -1)[0] == [2]
+    assert step(masks, [0, 3, 1], 2)[1] == [2], "the others have ended"
+    monkeypatch.setattr(Each, "fails", True)
+    masks = started([Each() for _ in range(3)], threads=0)
+    step(masks, [0, 1, 2], 0)
+    step(masks, [0, 1, 2], 1)
+    assert set(masks.failures(masks.rows([0, 1, 2]))) == {0, 1, 2}
+
+
+def test_ends_are_held_back_in_rows_that_allow_anything_else() -> None:
+    ends = _ends((2, 33, 2))
+    assert _ends((2, 33, 2)) is ends
+    bits = np.zeros((4, 3), dtype=np.int32)
+    bits[0, 0], bits[1], bits[2] = 0b110, (0b100, 0b11, 0), (0b100, 0, 0)
+    bits[3] = -1
+    hold_back(ends, bits, [0, 1, 2])
+    assert bits[0].tolist() == [0b010, 0, 0] and bits[1].tolist() == [0, 0b01, 0]
+    assert bits[2].tolist() == [0b100, 0, 0], "it can only end"
+    assert (bits[3] == -1).all(), "not asked for"
 
 
 def test_a_call_for_all_that_fails_costs_nobody_anything() -> None:

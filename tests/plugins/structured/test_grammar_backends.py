@@ -254,3 +254,76 @@ def test_a_missing_package_is_a_reason_and_no_error(monkeypatch: pytest.MonkeyPa
     for name in ("xgrammar", "llguidance"):
         reason = load_plugins()["structured_backend"].load(name).unavailable()
         assert reason is not None and "jackfield[structured]" in reason
+
+
+def test_bounded_strings_are_allowed_what_the_package_would_allow(
+    vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("xgrammar")
+    from jackfield.plugins.structured import xgrammar
+
+    properties = {
+        "short": {"type": "string", "maxLength": 9},
+        "exact": {"type": "string", "minLength": 3, "maxLength": 3},
+        "maxLength": {"type": ["string", "null"], "maxLength": 4},
+        "either": {"anyOf": [{"type": "string", "maxLength": 2}, {"$ref": "#/$defs/empty"}]},
+        "one": {"type": "string", "enum": ["ab", "c"], "maxLength": 2},
+    }
+    schema = {
+        "$defs": {"empty": {"type": "string", "maxLength": 0}},
+        "type": "object",
+        "properties": properties,
+        "required": [*properties],
+        "additionalProperties": False,
+    }
+    backend, spec = xgrammar.XGrammar(vocabulary), GrammarSpec("json", json.dumps(schema))
+    ours = backend.compile(spec)
+    monkeypatch.setattr(xgrammar, "LONGEST_EXPRESSION", -1)
+    packages = backend.compile(spec)
+    for seed in range(4):
+        draw, pair = random.Random(seed), [ours.matcher(), packages.matcher()]
+        for _ in range(100):
+            tokens, other = (allowed(matcher) for matcher in pair)
+            assert tokens == other
+            token = draw.choice(tokens)
+            assert all(matcher.accept([token]) for matcher in pair)
+            if token in vocabulary.eos_token_ids:
+                break
+
+
+def test_many_masks_at_once_are_those_of_each(backend: Any, vocabulary: Vocabulary) -> None:
+    grammars = [
+        backend.compile(GrammarSpec("json", json.dumps(PERSON))),
+        backend.compile(GrammarSpec("regex", "(ab|c)*")),
+    ]
+    matchers = [grammars[number % 2].matcher() for number in range(9)]
+    draw = random.Random(3)
+    for number, matcher in enumerate(matchers):
+        for _ in range(number):
+            left = [one for one in allowed(matcher) if one not in vocabulary.eos_token_ids]
+            assert matcher.accept([draw.choice(left)])
+    for chosen in (matchers, matchers[::2]):
+        for rows in (range(len(chosen)), range(len(chosen) + 2)[2:]):
+            bits = np.full((len(chosen) + rows[0], SIZE // 32), -1, dtype=np.int32)
+            assert type(chosen[0]).fill_bitmasks(chosen, bits, rows) == [None] * len(chosen)
+            assert (bits[: rows[0]] == -1).all(), "not asked for"
+            for matcher, row in zip(chosen, rows, strict=True):
+                ids = np.flatnonzero(np.unpackbits(bits[row].view(np.uint8), bitorder="little"))
+                assert ids.tolist() == allowed(matcher)
+
+
+def test_a_token_each_at_once_is_as_one_by_one(backend: Any, vocabulary: Vocabulary) -> None:
+    (end,) = vocabulary.eos_token_ids
+    grammar = backend.compile(GrammarSpec("regex", "(ab|c)*"))
+    matchers = [grammar.matcher() for _ in range(6)]
+    a, b, c = (vocabulary.encode(letter)[-1] for letter in "abc")
+    kind = type(matchers[0])
+    assert list(kind.accept_each(matchers, [a, c, end, c, a, c])) == [True] * 6
+    for matcher, place in zip(matchers, (a, c, end, c, a, c), strict=True):
+        assert matcher.is_terminated() == (place == end)
+        if place != end:
+            assert (b in allowed(matcher)) == (place == a)
+    rest = [matchers[0], matchers[1], matchers[3], matchers[4]]
+    answers = list(kind.accept_each(rest, [b, b, end, end]))
+    assert [answer is True for answer in answers] == [True, False, True, False]
+    assert c in allowed(matchers[0]) and c in allowed(matchers[5])
