@@ -66,7 +66,7 @@ class Completion:
             if is_stop_token and not request.params.include_stop_str_in_output:
                 continue
             match = self.text.push([token], len(self.token_ids))
-            if match is not None and not ended_by_token:
+            if match is not None and not is_stop_token:
                 return match.stop
         return None
 
