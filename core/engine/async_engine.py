@@ -463,18 +463,7 @@ class AsyncEngine:
         cache_salt: str | None,
         grammar: GrammarStart | None,
     ) -> RequestState:
-        request_id = self._check_open(request_id)
-        self._check_generates()
-        text, token_ids = self._admission.tokenize(prompt)
-        requests = self._admission.requests(
-            request_id,
-            token_ids,
-            params,
-            priority=priority,
-            cache_salt=cache_salt,
-            grammar=grammar,
-        )
-        state = RequestState(request_id, text, requests, requests[0].params, self.tokenizer)
+        state = self._new_state(prompt, params, request_id, priority, cache_salt, grammar)
         self._enter(state)
         return state
 
@@ -486,14 +475,48 @@ class AsyncEngine:
         priority: int,
         cache_salt: str | None,
     ) -> PoolingState:
+        state = self._new_pooling_state(prompt, params, request_id, priority, cache_salt)
+        self._enter(state)
+        return state
+
+    def _new_state(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        request_id: str | None,
+        priority: int,
+        cache_salt: str | None,
+        grammar: GrammarStart | None,
+    ) -> RequestState:
+        """Checked, and known to nobody yet."""
+        request_id = self._check_open(request_id)
+        self._check_generates()
+        text, token_ids = self._admission.tokenize(prompt)
+        requests = self._admission.requests(
+            request_id,
+            token_ids,
+            params,
+            priority=priority,
+            cache_salt=cache_salt,
+            grammar=grammar,
+        )
+        return RequestState(request_id, text, requests, requests[0].params, self.tokenizer)
+
+    def _new_pooling_state(
+        self,
+        prompt: PreparedPrompt,
+        params: PoolingParams,
+        request_id: str | None,
+        priority: int,
+        cache_salt: str | None,
+    ) -> PoolingState:
+        """The same, for a vector."""
         request_id = self._check_open(request_id)
         assert self._pooling_admission is not None
         request = self._pooling_admission.request(
             request_id, prompt, params, priority=priority, cache_salt=cache_salt
         )
-        state = PoolingState(prompt.text, request)
-        self._enter(state)
-        return state
+        return PoolingState(prompt.text, request)
 
     def _enter(self, state: RequestState | PoolingState) -> None:
         """Give its requests to the scheduler. Raises InvalidRequest when they never fit."""
@@ -513,15 +536,18 @@ class AsyncEngine:
             raise EngineStopped(f"the engine died: {self.dead_reason}")
         if not self._accepting:
             raise EngineStopped("the engine is not accepting requests: it is stopping or stopped")
-        limit = self.config.max_waiting_requests
-        if limit is not None and self._scheduler.num_waiting >= limit:
-            raise EngineOverloaded(f"{limit} requests are waiting already; try again later")
+        self._check_room()
         request_id = request_id or uuid.uuid4().hex
         if request_id in self._states:
             raise InvalidRequest(
                 f"request_id: {request_id!r} is in use by a running request", param="request_id"
             )
         return request_id
+
+    def _check_room(self) -> None:
+        limit = self.config.max_waiting_requests
+        if limit is not None and self._scheduler.num_waiting >= limit:
+            raise EngineOverloaded(f"{limit} requests are waiting already; try again later")
 
     def _check_generates(self) -> None:
         if self.model_config.pooling is not None:

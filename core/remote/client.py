@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from ..engine.async_engine import HEALTH_SECONDS, AsyncEngine
 from ..engine.output import Completion, RequestState
 from ..engine.pooling import PoolingAdmission, PoolingState, PreparedPrompt
 from ..engine.resolve import resolve_runner
-from ..errors import EngineStopped, InvalidRequest
+from ..errors import EngineStopped
 from ..loading.model_config import resolve_model_config
 from ..observe.merge import families
 from ..pooling import PoolingParams
@@ -183,23 +182,12 @@ class RemoteEngine(AsyncEngine):
         cache_salt: str | None,
         grammar: GrammarStart | None,
     ) -> RequestState:
-        request_id = self._check_open(request_id)
-        self._check_generates()
-        text, token_ids = self._admission.tokenize(prompt)
-        requests = self._admission.requests(
-            request_id,
-            token_ids,
-            params,
-            priority=priority,
-            cache_salt=cache_salt,
-            grammar=grammar,
-        )
-        state = RequestState(request_id, text, requests, requests[0].params, self.tokenizer)
+        state = self._new_state(prompt, params, request_id, priority, cache_salt, grammar)
         number = self._questions.numbers(params.n)
         asked = Generate(
             number=number,
-            request_id=request_id,
-            prompt_token_ids=token_ids,
+            request_id=state.request_id,
+            prompt_token_ids=state.requests[0].prompt_token_ids,
             params=params,
             priority=priority,
             cache_salt=cache_salt,
@@ -216,16 +204,11 @@ class RemoteEngine(AsyncEngine):
         priority: int,
         cache_salt: str | None,
     ) -> PoolingState:
-        request_id = self._check_open(request_id)
-        assert self._pooling_admission is not None
-        request = self._pooling_admission.request(
-            request_id, prompt, params, priority=priority, cache_salt=cache_salt
-        )
-        state = PoolingState(prompt.text, request)
+        state = self._new_pooling_state(prompt, params, request_id, priority, cache_salt)
         number = self._questions.numbers()
         asked = Encode(
             number=number,
-            request_id=request_id,
+            request_id=state.request_id,
             prompt_token_ids=prompt.token_ids,
             token_type_ids=prompt.token_type_ids,
             params=params,
@@ -253,18 +236,8 @@ class RemoteEngine(AsyncEngine):
             self._forget(state)
             raise
 
-    def _check_open(self, request_id: str | None) -> str:
-        """→ the id to use. The engine looks at its limits, and at the other front ends' ids."""
-        if self.dead_reason is not None:
-            raise EngineStopped(f"the engine died: {self.dead_reason}")
-        if not self._accepting:
-            raise EngineStopped("the engine is not accepting requests: it is stopping or stopped")
-        request_id = request_id or uuid.uuid4().hex
-        if request_id in self._states:
-            raise InvalidRequest(
-                f"request_id: {request_id!r} is in use by a running request", param="request_id"
-            )
-        return request_id
+    def _check_room(self) -> None:
+        """The engine looks at its limits, and at the other front ends' ids."""
 
     def _abort(self, state: RequestState | PoolingState) -> None:
         """End what is left of a request, at once; the engine hears of it."""
