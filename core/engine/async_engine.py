@@ -121,6 +121,7 @@ class AsyncEngine:
         try:
             self.model_config = await asyncio.to_thread(resolve_model_config, self.config)
         finally:
+            # What is wrong with the device is told by the executor's start, which asks it again.
             await asyncio.gather(ready, return_exceptions=True)
         self.config, self.model_config = await asyncio.to_thread(
             resolve_runner, asked, self.config, self.model_config, self.plugins

@@ -35,7 +35,7 @@ def _nothing() -> None:
 
 PATIENCE = 8
 """Steps that a larger recorded graph serves before one of their own is recorded in traffic:
-recording takes as long as some ten steps, in which no request gets a token."""
+recording takes as long as several steps, in which no request gets a token."""
 
 
 def row_counts(max_num_seqs: int) -> list[int]:
