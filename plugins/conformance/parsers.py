@@ -15,7 +15,6 @@ import functools
 import itertools
 import json
 import re
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -35,6 +34,7 @@ from ...core.protocols import (
 from ...core.registry import Plugins, load_plugins
 from ...core.text.parsing import OutputParser, ParsedMessage, fold
 from .call_forms import CallFormChecks
+from .clock import processor_seconds
 
 
 class Sample(msgspec.Struct, frozen=True):
@@ -93,7 +93,7 @@ class ParserKit:
     examples: ClassVar[int] = 60
     """Random texts a property is tried with."""
     seconds: ClassVar[float] = 1.0
-    """Processor time that a megabyte may take in one piece."""
+    """Processor time that a megabyte may take in one piece, on an idle core."""
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         """One test for each sample."""
@@ -153,13 +153,12 @@ class ParserKit:
         )
         limits(given(**strategies)(check))()
 
-    def timed(self, text: str, size: int) -> float:
-        """Processor seconds to parse a text in pieces of one size."""
-        parser = self.make(self.samples[0] if self.samples else None)
+    def check_time(self, text: str, size: int) -> None:
+        """Raises AssertionError where a text in pieces of one size takes more than `seconds`."""
+        sample = self.samples[0] if self.samples else None
         pieces = [text[at : at + size] for at in range(0, len(text), size)]
-        started = time.process_time()
-        run(parser, pieces)
-        return time.process_time() - started
+        taken = processor_seconds(lambda: run(self.make(sample), pieces), self.seconds)
+        assert taken < self.seconds, f"{len(text)} characters, … {text[-60:]!r}: {taken:.2f} s"
 
     # ------------------------------------------------------------ tests
 
@@ -225,14 +224,12 @@ class ParserKit:
     def test_a_megabyte_takes_linear_time(self) -> None:
         """Of brackets, of the dialect's own marks, and of calls left open."""
         for text, count in self.hostile():
-            taken = self.timed(text * count, 1 << 20)
-            assert taken < self.seconds, f"{count} × {text[-60:]!r}: {taken:.2f} s"
+            self.check_time(text * count, 1 << 20)
 
     def test_tiny_pieces_take_linear_time(self) -> None:
         """The same, a sixteenth of it, in pieces of three characters."""
         for text, count in self.hostile():
-            taken = self.timed(text * (count // 16), 3)
-            assert taken < self.seconds, f"{count // 16} × {text[-60:]!r}: {taken:.2f} s"
+            self.check_time(text * (count // 16), 3)
 
 
 _PIECES = [*'{}[]()<>|=:,"\'\\/;', "\n", " ", "é🙂", '"name"', '"arguments"', '"parameters"',

@@ -64,6 +64,10 @@ class Answer:
         """Pass content on, whitespace next to calls only once it stands between contents."""
         if not text:
             return
+        if not self._spaces and text[0] not in SPACE and text[-1] not in SPACE:
+            self._events.append(Content(text))  # What most text is: the rest would do the same.
+            self._said = True
+            return
         bare = text.strip(SPACE)
         if not bare:
             self._spaces.append(text)
@@ -74,7 +78,8 @@ class Answer:
         else:
             self._pass_on([bare])
         self._said = True
-        self._spaces = [text[begin + len(bare) :]]
+        after = text[begin + len(bare) :]
+        self._spaces = [after] if after else []
 
     def start(self, name: str, id: str = "") -> None:
         """A call begins."""
