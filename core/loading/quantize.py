@@ -13,6 +13,7 @@ from ..config import EngineConfig
 from ..errors import ConfigError, PluginError
 from ..nn.context import BuildContext
 from ..nn.embedding import Embedding
+from ..nn.experts import ExpertLinear
 from ..nn.linear import Linear
 from ..nn.quantized import LinearSpec, QuantizedEmbedding, QuantizedLinear, Role
 from ..protocols import QuantizationMethod
@@ -72,7 +73,9 @@ def place_layers(
         if not isinstance(module, Linear | Embedding):
             continue
         role: Role = "linear"
-        if isinstance(module, Embedding):
+        if isinstance(module, ExpertLinear):
+            role = "experts"
+        elif isinstance(module, Embedding):
             role = "head" if prefix in heads else "embedding"
         layer = method.layer(_spec(prefix, module, role, weight_map, build))
         if layer is None:

@@ -10,7 +10,9 @@
 
 A checkpoint name maps to the parameter of the same name, unless one of its dotted parts is in
 `stacked`: then it fills that shard of the merged parameter. Before that `prefixes` and `parts` give
-the name the shape that the model's own names have.
+the name the shape that the model's own names have. A number behind the part `experts` is an
+expert's: all experts' tensors are shards of one parameter ("experts.3.gate_proj" is the shard
+"3.gate" of "experts.gate_up_proj").
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from ..nn.quantized import QuantizedLinear
 from .staging import Staging
 
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
+EXPERTS = "experts"
 CACHE_SCALES = (".k_scale", ".v_scale", ".kv_scale", ".q_scale", ".prob_scale")
 """What checkpoints call the scales of an fp8 cache, somewhere below the attention's module."""
 
@@ -38,7 +41,7 @@ class Shard:
     parameter: str
     """The dotted part that replaces the checkpoint's."""
     name: str
-    """Which shard, as the layer's `shards` calls it."""
+    """Which shard, as the layer's `shards` calls it; "" for the whole of an expert's layer."""
 
 
 @dataclass(frozen=True)
@@ -68,23 +71,30 @@ class WeightMap:
 
     def target(self, name: str) -> tuple[str, str | None]:
         """Checkpoint name → (parameter name, shard name or None)."""
-        name = self.renamed(name)
-        parts = name.split(".")
+        parts = self.renamed(name).split(".")
+        shard: list[str] = []
+        if EXPERTS in parts and parts[(at := parts.index(EXPERTS) + 1) :][:1] != []:
+            if parts[at].isdecimal():
+                shard.append(parts.pop(at))
         for index, part in enumerate(parts):
             if part in self.stacked:
-                shard = self.stacked[part]
-                parts[index] = shard.parameter
-                return ".".join(parts), shard.name
-        return name, None
+                target = self.stacked[part]
+                parts[index] = target.parameter
+                shard += [target.name] * bool(target.name)
+                break
+        return ".".join(parts), ".".join(shard) or None
 
     def source(self, parameter: str, shard: str) -> str:
         """The other way: (parameter name, shard name) → checkpoint name."""
+        parts = parameter.split(".")
+        if EXPERTS in parts:
+            expert, _, shard = shard.partition(".")
+            parts.insert(parts.index(EXPERTS) + 1, expert)
         for part, target in self.stacked.items():
-            parts = parameter.split(".")
             if target.name == shard and target.parameter in parts:
                 parts[parts.index(target.parameter)] = part
                 return ".".join(parts)
-        return f"{parameter} (shard {shard})"
+        return ".".join(parts) if not shard else f"{parameter} (shard {shard})"
 
 
 class ParameterFiller:

@@ -7,7 +7,7 @@ Blocks call these through `BuildContext.operations`. A plugin that registers a s
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from typing import ClassVar, NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -30,6 +30,19 @@ class HeadLayout(NamedTuple):
     num_heads: int
     num_kv_heads: int
     head_dim: int
+
+
+class Routing(NamedTuple):
+    """Which experts each token goes to."""
+
+    weights: torch.Tensor
+    """[T, top_k] float32: what each one's answer counts."""
+    experts: torch.Tensor
+    """[T, top_k] int32, all different in a row, the weightiest first"""
+
+
+ExpertWeight: TypeAlias = torch.Tensor | PackedWeight
+"""One linear layer of E experts, stacked: a weight of [E * out_features, in_features]."""
 
 
 class Padded(NamedTuple):
@@ -231,6 +244,54 @@ class Operations:
             return self.gated_linear(x, dense, bias, norm=norm)
         return self.linear(x, dense, bias, norm=norm, residual=residual)
 
+    def route(self, logits: torch.Tensor, top_k: int, *, renormalize: bool) -> Routing:
+        """The `top_k` experts of largest probability, by a softmax over all of them.
+
+        logits: [T, num_experts]. Equal ones: that of the lower number. `renormalize`: the weights
+        of a token sum to 1.
+        """
+        probabilities = logits.float().softmax(dim=-1)
+        order = probabilities.sort(dim=-1, descending=True, stable=True)
+        weights, experts = order.values[:, :top_k], order.indices[:, :top_k]
+        if renormalize:
+            weights = weights / weights.sum(dim=-1, keepdim=True)
+        return Routing(weights.contiguous(), experts.to(torch.int32).contiguous())
+
+    def experts(
+        self,
+        x: torch.Tensor,
+        routing: Routing,
+        gate_up: ExpertWeight,
+        down: ExpertWeight,
+        *,
+        residual: torch.Tensor,
+    ) -> torch.Tensor:
+        """residual + Σ weight * down_e(silu(gate_e(x)) * up_e(x)) over each token's experts e.
+
+        x, residual: [T, hidden_size]; gate_up: E experts' [2 * inner, hidden_size], gate first;
+        down: E experts' [hidden_size, inner] → [T, hidden_size]. `residual` may be overwritten.
+
+        The reference computes an expert at a time. On a device that need not wait for the host it
+        gives each all tokens: then nothing depends on what was chosen, and a graph can hold it.
+        """
+        hidden_size = x.shape[1]
+        num_experts = _num_rows(down) // hidden_size
+        inner = _num_rows(gate_up) // num_experts
+        out = torch.zeros_like(x)
+        for expert in range(num_experts):
+            chosen = (routing.experts == expert).to(routing.weights.dtype)
+            weight = (routing.weights * chosen).sum(dim=1).to(x.dtype)
+            first = dense_rows(gate_up, expert * inner, inner, x.dtype)
+            second = dense_rows(down, expert * hidden_size, hidden_size, x.dtype)
+            if x.device.type == "cpu":
+                tokens = chosen.sum(dim=1).nonzero()[:, 0]
+                if len(tokens):
+                    made = self.linear(self.gated_linear(x[tokens], first), second)
+                    out.index_add_(0, tokens, made * weight[tokens, None])
+            else:
+                out += self.linear(self.gated_linear(x, first), second) * weight[:, None]
+        return residual + out
+
     def heads(
         self,
         qkv: torch.Tensor,
@@ -341,6 +402,18 @@ class Operations:
             logits.masked_fill_(off, float("-inf"))
         else:
             logits[rows] = logits[rows].masked_fill(off, float("-inf"))
+
+
+def _num_rows(weight: ExpertWeight) -> int:
+    return weight.out_features if isinstance(weight, PackedWeight) else int(weight.shape[0])
+
+
+def dense_rows(weight: ExpertWeight, start: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+    """Rows `start` .. `start + count` of a weight, as they are or dequantised."""
+    if not isinstance(weight, PackedWeight):
+        return weight[start : start + count]
+    rows = torch.arange(start, start + count, device=weight.values.device)
+    return dequantize(weight.rows(rows), dtype)
 
 
 def split_heads(

@@ -15,10 +15,10 @@ import torch
 from torch import nn
 
 from .norm import RMSNorm
-from .operations import Operations
+from .operations import ExpertWeight, Operations
 from .packed import PackedWeight, dequantize
 
-Role = Literal["linear", "head", "embedding"]
+Role = Literal["linear", "head", "embedding", "experts"]
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,8 @@ class LinearSpec:
     """The module's name, as in "model.layers.0.self_attn.qkv_proj"."""
     role: Role
     """"linear": a product. "head": the product that makes logits. "embedding": rows are looked up,
-    and with tied embeddings it makes the logits, too."""
+    and with tied embeddings it makes the logits, too. "experts": one linear layer of all experts of
+    a mixture, each of them shards; what takes its place is a `PackedLinear`."""
     in_features: int
     shards: Mapping[str, int]
     """Shard name → its rows; the layer's weight stacks them in this order. A plain layer has one,
@@ -180,6 +181,11 @@ class PackedLinear(QuantizedLinear):
             residual=residual,
             gated=self.spec.gated,
         )
+
+    @property
+    def bank(self) -> ExpertWeight:
+        """Of experts: what the operations multiply by."""
+        return self.weight
 
     def rows(self, indices: torch.Tensor) -> torch.Tensor:
         """[num_tokens] → [num_tokens, in_features]"""

@@ -1,0 +1,110 @@
+"""Mixture of experts: many gated MLPs, of which a router chooses a few for each token."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from ..errors import ConfigError
+from .context import BuildContext
+from .linear import MergedLinear
+from .norm import RMSNorm
+from .operations import ExpertWeight
+from .quantized import PackedLinear
+
+
+class Router(nn.Module):
+    """weight: [num_experts, hidden_size]. No quantization method takes it: it is small, and a
+    rounded one chooses other experts."""
+
+    def __init__(self, num_experts: int, hidden_size: int, build: BuildContext) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(build.empty(num_experts, hidden_size))
+
+
+class ExpertLinear(MergedLinear):
+    """One linear layer of every expert, as one weight: [num_experts * out_features, in_features].
+
+    Its shards are the experts' own, in order: "3" is the fourth expert's, and where several layers
+    are merged "3.gate" is a part of it. To a quantization method it is a merged layer like others,
+    of the role "experts".
+    """
+
+    weight: nn.Parameter
+
+    def __init__(
+        self, num_experts: int, in_features: int, sizes: dict[str, int], build: BuildContext
+    ) -> None:
+        shards = {
+            f"{expert}.{name}" if name else str(expert): size
+            for expert in range(num_experts)
+            for name, size in sizes.items()
+        }
+        super().__init__(in_features, shards, build)
+
+    @property
+    def bank(self) -> ExpertWeight:
+        """What the operations multiply by."""
+        return self.weight
+
+
+class GatedExperts(ExpertLinear):
+    """Gate and up of every expert."""
+
+    gated = True
+
+
+class Experts(nn.Module):
+    """The MLPs; `down(silu(gate(x)) * up(x))` each."""
+
+    gate_up_proj: ExpertLinear | PackedLinear
+    down_proj: ExpertLinear | PackedLinear
+
+    def __init__(
+        self, num_experts: int, hidden_size: int, intermediate_size: int, build: BuildContext
+    ) -> None:
+        super().__init__()
+        inner = {"gate": intermediate_size, "up": intermediate_size}
+        self.gate_up_proj = GatedExperts(num_experts, hidden_size, inner, build)
+        self.down_proj = ExpertLinear(num_experts, intermediate_size, {"": hidden_size}, build)
+
+
+class SparseMLP(nn.Module):
+    """hidden + the sum of the chosen experts' answers, each by its router's weight."""
+
+    def __init__(
+        self,
+        num_experts: int,
+        top_k: int,
+        hidden_size: int,
+        intermediate_size: int,
+        activation: str,
+        build: BuildContext,
+        *,
+        renormalize: bool,
+    ) -> None:
+        """`renormalize`: the weights of a token's experts sum to 1. Raises ConfigError."""
+        super().__init__()
+        if activation not in ("silu", "swish"):
+            raise ConfigError(f"hidden_act: {activation!r} is not supported", param="hidden_act")
+        if not 1 <= top_k <= num_experts:
+            raise ConfigError(
+                f"num_experts_per_tok: {top_k} of {num_experts} experts cannot be chosen",
+                param="num_experts_per_tok",
+            )
+        self.gate = Router(num_experts, hidden_size, build)
+        self.experts = Experts(num_experts, hidden_size, intermediate_size, build)
+        self.top_k = top_k
+        self.renormalize = renormalize
+        self.operations = build.operations
+
+    def forward(self, hidden: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
+        """hidden + mlp(norm(hidden)): [num_tokens, hidden_size] → the same shape; `hidden` may be
+        overwritten."""
+        x = norm(hidden)
+        logits = self.operations.linear(x, self.gate.weight)
+        routing = self.operations.route(logits, self.top_k, renormalize=self.renormalize)
+        experts = self.experts
+        return self.operations.experts(
+            x, routing, experts.gate_up_proj.bank, experts.down_proj.bank, residual=hidden
+        )
