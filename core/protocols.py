@@ -229,9 +229,9 @@ class QuantizationMethod(Protocol):
     One instance serves a model. It decides, layer by layer, what takes a layer's place:
     `core.nn.quantized` has what such layers subclass, `core.nn.packed` the layouts that the
     operations multiply by; a method that repacks into one of these needs no kernel of its own.
-    Layers of mixture-of-experts models are not among `core.nn`'s blocks yet: they will come with
-    a role of their own, so answer None to a role that you do not know. Scales of an fp8 cache need
-    no method: the checkpoint's `k_scale` and `v_scale` go to the attention layers.
+    One linear layer of all experts of a mixture (`core.nn.experts`) is a merged layer of the role
+    "experts"; answer None to a role that you do not know. Scales of an fp8 cache need no method:
+    the checkpoint's `k_scale` and `v_scale` go to the attention layers.
     """
 
     name: ClassVar[str]

@@ -57,6 +57,18 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral-window": ("Mistral", {"sliding_window": 24, "head_dim": 16}),
     "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
     "qwen3": ("Qwen3", {"head_dim": 32, "tie_word_embeddings": True}),
+    "qwen3-moe": (
+        "Qwen3Moe",
+        {
+            "head_dim": 16,
+            "num_experts": 7,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 48,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [1],
+        },
+    ),
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
 }
 
 

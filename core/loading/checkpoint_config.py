@@ -60,6 +60,15 @@ QWEN2 = DECODER | {
     "sliding_window": (int, NONE),
     "use_sliding_window": BOOL,
 }
+EXPERTS = DECODER | {
+    "head_dim": (int, NONE),
+    "num_experts": INT,
+    "num_experts_per_tok": INT,
+    "num_local_experts": INT,
+    "output_router_logits": BOOL,
+    "router_aux_loss_coef": FLOAT,
+    "sliding_window": (int, NONE),
+}
 ENCODER = COMMON | {
     "add_cross_attention": BOOL,
     "attention_probs_dropout_prob": NUMBER,
@@ -78,7 +87,8 @@ FREE = frozenset({
 IGNORED = frozenset({"_name_or_path", "gradient_checkpointing", "output_past"})
 """Like `FREE`, in many a config.json, and read by nothing here."""
 SOMETIMES = frozenset({
-    "attention_bias", "head_dim", "layer_types", "mlp_bias", "num_key_value_heads",
+    "attention_bias", "head_dim", "layer_types", "mlp_bias", "moe_intermediate_size",
+    "num_experts", "num_experts_per_tok", "num_key_value_heads", "num_local_experts",
     "rope_parameters", "rope_scaling", "sliding_window", "type_vocab_size",
 })  # fmt: skip
 """What models ask for although only some families have it."""
@@ -124,6 +134,30 @@ FAMILIES = {
     "qwen2": Family(QWEN2, UNTIED),
     "qwen3": Family(
         QWEN2 | {"attention_bias": BOOL, "head_dim": INT}, {"attention_bias": False, **UNTIED}
+    ),
+    "mixtral": Family(
+        EXPERTS | {"router_jitter_noise": FLOAT},
+        {"head_dim": None, "rope_theta": 1000000.0, "sliding_window": None, **UNTIED},
+    ),
+    "qwen3_moe": Family(
+        EXPERTS
+        | {
+            "attention_bias": BOOL,
+            "decoder_sparse_step": INT,
+            "head_dim": INT,
+            "max_window_layers": INT,
+            "mlp_only_layers": (list, NONE),
+            "moe_intermediate_size": INT,
+            "norm_topk_prob": BOOL,
+            "use_sliding_window": BOOL,
+        },
+        {
+            "attention_bias": False,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+            "norm_topk_prob": False,
+            **UNTIED,
+        },
     ),
     "bert": Family(ENCODER, {"is_decoder": False, "eos_token_id": None}),
     "roberta": ROBERTA,
@@ -276,13 +310,15 @@ def _answer_decoder(found: dict[str, Any], family: Family) -> bool:
     hidden, heads = found["hidden_size"], found["num_attention_heads"]
     if hidden % heads:
         return False
-    if family.fields.get("head_dim") == (int, NONE) and found.get("head_dim") is None:
+    if found["model_type"] in ("llama", "mistral") and found.get("head_dim") is None:
         found["head_dim"] = hidden // heads
-    if found.get("head_dim", 0) % 2:
+    if (found.get("head_dim") or hidden // heads) % 2:
+        return False
+    if "num_experts" in family.fields and not _answer_experts(found):
         return False
     if found["model_type"] == "llama":
         found.setdefault("num_key_value_heads", heads)
-    if "use_sliding_window" in family.fields and not _answer_windows(found):
+    if "use_sliding_window" in family.fields and not _answer_windows(found, family):
         return False
     rope = _rope(found)
     if rope is None:
@@ -292,14 +328,29 @@ def _answer_decoder(found: dict[str, Any], family: Family) -> bool:
     return True
 
 
-def _answer_windows(found: dict[str, Any]) -> bool:
+def _answer_experts(found: dict[str, Any]) -> bool:
+    """Their number has two names."""
+    names = {"num_experts", "num_local_experts"} & found.keys()
+    if len(names) != 1:
+        return False
+    found["num_experts"] = found["num_local_experts"] = found[names.pop()]
+    if found["model_type"] == "qwen3_moe":
+        found["mlp_only_layers"] = found["mlp_only_layers"] or []
+    return all(type(layer) is int for layer in found.get("mlp_only_layers", ()))
+
+
+def _answer_windows(found: dict[str, Any], family: Family) -> bool:
     """Qwen's: from `use_sliding_window` and `max_window_layers` to a type for each layer."""
     layers = found["num_hidden_layers"]
     if found.get("use_sliding_window", False):
-        if "sliding_window" not in found or "max_window_layers" not in found:
+        if "sliding_window" not in found:
+            return False
+        if "layer_types" in family.fields and "max_window_layers" not in found:
             return False
     else:
         found["sliding_window"] = None
+    if "layer_types" not in family.fields:
+        return True
     types = found.get("layer_types")
     if types is None:
         first = layers if found["sliding_window"] is None else found["max_window_layers"]

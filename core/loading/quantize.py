@@ -110,7 +110,7 @@ def _spec(
         role=role,
         in_features=size,
         shards=shards,
-        sources={name: weight_map.source(prefix, name) if name else prefix for name in shards},
+        sources={name: weight_map.source(prefix, name or None) for name in shards},
         gated=bool(getattr(module, "gated", False)),
         device=build.device,
         dtype=build.dtype,

@@ -18,6 +18,13 @@ class Staging:
         spec = module.spec
         self._wanted = {shard: module.tensors(rows) for shard, rows in spec.shards.items()}
         self._got: dict[str, dict[str, torch.Tensor]] = {shard: {} for shard in spec.shards}
+        self._needed = {
+            (shard, leaf)
+            for shard, wanted in self._wanted.items()
+            for leaf, tensor in wanted.items()
+            if not tensor.optional
+        }
+        """What must still come: until then nobody asks whether the layer is ready."""
 
     def add(self, name: str, leaf: str, shard: str | None, tensor: torch.Tensor) -> None:
         """Take one tensor; process the layer when it was the last. Raises LoadError."""
@@ -28,17 +35,16 @@ class Staging:
                 f"{', '.join(sorted(self._wanted[next(iter(self._wanted))]))}"
             )
         self._got[shard or ""][leaf] = _checked(name, tensor, spec)
-        if not self.module.processed and self.module.ready(self._got):
+        self._needed.discard((shard or "", leaf))
+        if not self._needed and not self.module.processed and self.module.ready(self._got):
             self._process()
 
     @property
     def missing(self) -> Iterable[str]:
         """What must still come, as the checkpoint would call it."""
-        if self.module.processed:
-            return
         for shard, wanted in self._wanted.items():
-            for leaf, spec in wanted.items():
-                if leaf not in self._got[shard] and not spec.optional:
+            for leaf in wanted:
+                if (shard, leaf) in self._needed:
                     yield f"{self.module.spec.sources[shard]}.{leaf}"
 
     def finish(self) -> None:

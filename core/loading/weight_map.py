@@ -9,14 +9,15 @@
     )
 
 A checkpoint name maps to the parameter of the same name, unless one of its dotted parts is in
-`stacked`: then it fills that shard of the merged parameter. Before that `prefixes` and `parts` give
-the name the shape that the model's own names have. A number behind the part `experts` is an
-expert's: all experts' tensors are shards of one parameter ("experts.3.gate_proj" is the shard
+`stacked`: then it fills that shard of the merged parameter. Before that `prefixes`, `parts` and
+`names` give the name the shape that the model's own names have. A number behind the part `experts`
+is an expert's: all experts' tensors are shards of one parameter ("experts.3.gate_proj" is the shard
 "3.gate" of "experts.gate_up_proj").
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -30,6 +31,7 @@ from .staging import Staging
 
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
 EXPERTS = "experts"
+"""The dotted part that experts' numbers follow."""
 CACHE_SCALES = (".k_scale", ".v_scale", ".kv_scale", ".q_scale", ".prob_scale")
 """What checkpoints call the scales of an fp8 cache, somewhere below the attention's module."""
 
@@ -55,6 +57,8 @@ class WeightMap:
     """Start of a checkpoint name → what stands there instead; the first that fits."""
     parts: Mapping[str, str] = field(default_factory=dict)
     """Dotted parts anywhere in a checkpoint name → theirs here; one after the other."""
+    names: Mapping[str, str] = field(default_factory=dict)
+    """One part of a name here → what checkpoints call it, where that is one to one."""
     ignored: tuple[str, ...] = ()
     """Starts of names (after `prefixes`) that may be left over where the model has no place."""
 
@@ -67,15 +71,18 @@ class WeightMap:
         name = f".{name}."
         for old, new in self.parts.items():
             name = name.replace(f".{old}.", f".{new}.")
+        for new, old in self.names.items():
+            name = name.replace(f".{old}.", f".{new}.")
         return name[1:-1]
 
     def target(self, name: str) -> tuple[str, str | None]:
         """Checkpoint name → (parameter name, shard name or None)."""
         parts = self.renamed(name).split(".")
         shard: list[str] = []
-        if EXPERTS in parts and parts[(at := parts.index(EXPERTS) + 1) :][:1] != []:
-            if parts[at].isdecimal():
-                shard.append(parts.pop(at))
+        for index, (part, after) in enumerate(itertools.pairwise(parts)):
+            if part == EXPERTS and after.isdecimal():
+                shard.append(parts.pop(index + 1))
+                break
         for index, part in enumerate(parts):
             if part in self.stacked:
                 target = self.stacked[part]
@@ -84,17 +91,20 @@ class WeightMap:
                 break
         return ".".join(parts), ".".join(shard) or None
 
-    def source(self, parameter: str, shard: str) -> str:
-        """The other way: (parameter name, shard name) → checkpoint name."""
+    def source(self, parameter: str, shard: str | None = None) -> str:
+        """The other way, but for `prefixes` and `parts`: (parameter, shard) → checkpoint name."""
         parts = parameter.split(".")
-        if EXPERTS in parts:
-            expert, _, shard = shard.partition(".")
+        expert, _, inner = (shard or "").partition(".") if EXPERTS in parts else ("", "", shard)
+        if expert:
             parts.insert(parts.index(EXPERTS) + 1, expert)
         for part, target in self.stacked.items():
-            if target.name == shard and target.parameter in parts:
+            if target.name == inner and target.parameter in parts:
                 parts[parts.index(target.parameter)] = part
-                return ".".join(parts)
-        return ".".join(parts) if not shard else f"{parameter} (shard {shard})"
+                inner = None
+                break
+        if inner:
+            return f"{parameter} (shard {shard})"
+        return ".".join(self.names.get(part, part) for part in parts)
 
 
 class ParameterFiller:
@@ -205,7 +215,7 @@ class ParameterFiller:
     def _names(self) -> Iterable[str]:
         """As the checkpoint would call them."""
         for parameter, shard in sorted(self.missing, key=str):
-            yield parameter if shard is None else self.weight_map.source(parameter, shard)
+            yield self.weight_map.source(parameter, shard)
 
 
 def _some(names: Iterable[str], limit: int = 8) -> str:

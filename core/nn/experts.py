@@ -12,6 +12,9 @@ from .norm import RMSNorm
 from .operations import ExpertWeight
 from .quantized import PackedLinear
 
+MOST_EXPERTS = 1 << 14
+"""No layer of a published model has a tenth of that."""
+
 
 class Router(nn.Module):
     """weight: [num_experts, hidden_size]. No quantization method takes it: it is small, and a
@@ -87,6 +90,10 @@ class SparseMLP(nn.Module):
         super().__init__()
         if activation not in ("silu", "swish"):
             raise ConfigError(f"hidden_act: {activation!r} is not supported", param="hidden_act")
+        if num_experts > MOST_EXPERTS:
+            raise ConfigError(
+                f"num_experts: {num_experts} is more than {MOST_EXPERTS}", param="num_experts"
+            )
         if not 1 <= top_k <= num_experts:
             raise ConfigError(
                 f"num_experts_per_tok: {top_k} of {num_experts} experts cannot be chosen",

@@ -274,15 +274,14 @@ class Operations:
         The reference computes an expert at a time. On a device that need not wait for the host it
         gives each all tokens: then nothing depends on what was chosen, and a graph can hold it.
         """
-        hidden_size = x.shape[1]
-        num_experts = _num_rows(down) // hidden_size
-        inner = _num_rows(gate_up) // num_experts
+        num_experts = _num_rows(down) // x.shape[1]
+        rows_up, rows_down = _num_rows(gate_up) // num_experts, x.shape[1]
         out = torch.zeros_like(x)
         for expert in range(num_experts):
             chosen = (routing.experts == expert).to(routing.weights.dtype)
             weight = (routing.weights * chosen).sum(dim=1).to(x.dtype)
-            first = dense_rows(gate_up, expert * inner, inner, x.dtype)
-            second = dense_rows(down, expert * hidden_size, hidden_size, x.dtype)
+            first = _dense_rows(gate_up, expert * rows_up, rows_up, x.dtype)
+            second = _dense_rows(down, expert * rows_down, rows_down, x.dtype)
             if x.device.type == "cpu":
                 tokens = chosen.sum(dim=1).nonzero()[:, 0]
                 if len(tokens):
@@ -408,7 +407,7 @@ def _num_rows(weight: ExpertWeight) -> int:
     return weight.out_features if isinstance(weight, PackedWeight) else int(weight.shape[0])
 
 
-def dense_rows(weight: ExpertWeight, start: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+def _dense_rows(weight: ExpertWeight, start: int, count: int, dtype: torch.dtype) -> torch.Tensor:
     """Rows `start` .. `start + count` of a weight, as they are or dequantised."""
     if not isinstance(weight, PackedWeight):
         return weight[start : start + count]

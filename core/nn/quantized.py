@@ -19,6 +19,8 @@ from .operations import ExpertWeight, Operations
 from .packed import PackedWeight, dequantize
 
 Role = Literal["linear", "head", "embedding", "experts"]
+PRODUCTS: tuple[Role, ...] = ("linear", "experts")
+"""What most formats store, whatever they do with embeddings and heads."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +96,7 @@ class QuantizedLinear(nn.Module):
         raise NotImplementedError
 
     def ready(self, shards: Mapping[str, Mapping[str, torch.Tensor]]) -> bool:
-        """Whether `process` can run with what has come so far.
+        """Whether `process` can run with what has come so far, all but optional tensors.
 
         By default when nothing is missing, optional tensors included; where some never come, it
         runs when the checkpoint ends.

@@ -11,8 +11,9 @@
 
 With `name` alone a method that rounds plain checkpoints is checked as far as that goes.
 
-The kit writes a tiny Llama and a tiny Qwen3 in the format, loads them as a user would, and compares
-each layer and the whole engine with the same model built from the dequantised weights.
+The kit writes a tiny Llama, a tiny Qwen3 and one with experts in the format, loads them as a user
+would, and compares each layer and the whole engine with the same model built from the dequantised
+weights.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
@@ -49,7 +51,11 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 256, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
     "initializer_range": 0.2, "tie_word_embeddings": False,
 }  # fmt: skip
-FAMILIES = ("Llama", "Qwen3")
+MIXTURE: dict[str, Any] = {
+    "num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 256,
+    "norm_topk_prob": True,
+}  # fmt: skip
+FAMILIES = {"Llama": SIZES, "Qwen3": SIZES, "Qwen3Moe": SIZES | MIXTURE}
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -72,6 +78,8 @@ class QuantizationKit:
     """The same of its products, for inputs of any kind: more where inputs are rounded, too."""
     logprob_error: ClassVar[float] = 1e-3
     """How far log-probabilities may be from the dequantised model's: float32, on a CPU."""
+    experts: ClassVar[bool] = True
+    """Whether the method takes the experts of a mixture."""
     prompt_lengths: ClassVar[tuple[int, ...]] = (1, 9, 37)
     max_tokens: ClassVar[int] = 6
     device: ClassVar[str] = "cpu"
@@ -115,6 +123,8 @@ class QuantizationKit:
     @classmethod
     def family(cls, request: pytest.FixtureRequest) -> str:
         """`transformers` model families; override it for others."""
+        if "Moe" in request.param and not cls.experts:
+            pytest.skip("the method takes no experts")
         return str(request.param)
 
     @pytest.fixture(scope="class")
@@ -126,16 +136,16 @@ class QuantizationKit:
 
     def write(self, family: str, folder: Path) -> Any:
         """Write a random model in the format; → the `transformers` model it stands for."""
-        config = getattr(transformers, f"{family}Config")(**SIZES)
+        config = getattr(transformers, f"{family}Config")(**FAMILIES[family])
         torch.manual_seed(11)
         model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
         tensors: dict[str, torch.Tensor] = {}
         taken = set()
-        for layer, module in model.named_modules():
-            if isinstance(module, nn.Linear) and self.is_quantized(layer):
-                stored, dequantised = self.quantize(module.weight.data.clone())
+        for layer, weight in linear_weights(model).items():
+            if self.is_quantized(layer):
+                stored, dequantised = self.quantize(weight.clone())
                 tensors |= {f"{layer}.{leaf}": part.contiguous() for leaf, part in stored.items()}
-                module.weight.data.copy_(dequantised)
+                weight.copy_(dequantised)
                 taken.add(f"{layer}.weight")
         model.save_pretrained(folder)
         plain = load_file(folder / "model.safetensors")
@@ -175,11 +185,11 @@ class QuantizationKit:
     def test_layers_multiply_by_the_dequantised_weights(self, checkpoint: Any) -> None:
         """Merged layers too: each shard with its own scales."""
         folder, reference = checkpoint
-        weights = dict(reference.named_parameters())
+        weights = linear_weights(reference)
         layers = quantized_layers(self.build(folder))
         assert layers, "no layer is quantized"
         for layer in layers.values():
-            wanted = torch.cat([weights[f"{s}.weight"] for s in layer.spec.sources.values()])
+            wanted = torch.cat([weights[s] for s in layer.spec.sources.values()])
             got = self.dense(layer).cpu()
             assert (got - wanted).abs().max() <= self.exact * wanted.abs().max(), layer.spec.prefix
 
@@ -286,8 +296,8 @@ class QuantizationKit:
         folder, _ = checkpoint
         tensors = load_file(folder / "model.safetensors")
         (tmp_path / "config.json").write_text((folder / "config.json").read_text())
-        victim = "model.layers.1.mlp.down_proj."
-        names = [name for name in tensors if name.startswith(victim)]
+        victim = r"model\.layers\.1\.mlp\.(experts\.1\.)?down_proj\."
+        names = [name for name in tensors if re.match(victim, name)]
         name = max(names, key=lambda n: tensors[n].numel())
         cut = {**tensors, name: tensors[name][:-1].contiguous()}
         save_file(cut, tmp_path / "model.safetensors", {"format": "pt"})
@@ -325,6 +335,24 @@ class QuantizationKit:
         for layer in quantized_layers(model).values():
             made = layer(torch.randn(2, layer.spec.in_features, device=layer.spec.device))
             assert torch.isfinite(made).all() and made.any(), layer.spec.prefix
+
+
+def linear_weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Every linear layer of a `transformers` model, as checkpoints call it → its weight.
+
+    Experts, which that keeps in one tensor, come one by one, and as views of it.
+    """
+    found = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            found[name] = module.weight.data
+        elif name.endswith(".experts"):
+            gate_up, down = module.gate_up_proj.data, module.down_proj.data
+            for expert, (both, one) in enumerate(zip(gate_up, down, strict=True)):
+                gate, up = both.chunk(2)
+                parts = {"gate_proj": gate, "up_proj": up, "down_proj": one}
+                found |= {f"{name}.{expert}.{part}": weight for part, weight in parts.items()}
+    return found
 
 
 async def _last(engine: AsyncEngine, prompt: list[int], params: SamplingParams) -> Any:

@@ -46,6 +46,8 @@ def register_models(registry: Any) -> None:
     registry.add("MistralForCausalLM", "jackfield.plugins.models.mistral:MistralForCausalLM")
     registry.add("Qwen2ForCausalLM", "jackfield.plugins.models.qwen2:Qwen2ForCausalLM")
     registry.add("Qwen3ForCausalLM", "jackfield.plugins.models.qwen3:Qwen3ForCausalLM")
+    registry.add("Qwen3MoeForCausalLM", "jackfield.plugins.models.qwen3_moe:Qwen3MoeForCausalLM")
+    registry.add("MixtralForCausalLM", "jackfield.plugins.models.mixtral:MixtralForCausalLM")
     for module, names in POOLED.items():
         for name, attribute in names.items():
             registry.add(name, f"jackfield.plugins.models.{module}:{attribute}")

@@ -1,13 +1,13 @@
 """What Llama-like decoders share: embedding, blocks of attention and MLP, final norm, head.
 
-A family is an attention class (how queries, keys and values come about) and a few words of
-configuration; this file knows no family by name.
+A family is an attention class (how queries, keys and values come about), what stands in the MLP's
+place, and a few words of configuration; this file knows no family by name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import ClassVar
+from collections.abc import Callable, Sequence
+from typing import ClassVar, TypeAlias
 
 import torch
 from torch import nn
@@ -76,6 +76,22 @@ class SelfAttention(nn.Module):
         return out
 
 
+def gated_mlp(config: ModelConfig, layer: int, build: BuildContext) -> nn.Module:
+    """The MLP of a layer, in most families."""
+    hf = config.hf_config
+    return GatedMLP(
+        hf.hidden_size,
+        hf.intermediate_size,
+        hf.hidden_act,
+        build,
+        bias=bool(getattr(hf, "mlp_bias", False)),
+    )
+
+
+MakeMLP: TypeAlias = Callable[[ModelConfig, int, BuildContext], nn.Module]
+"""(configuration, layer, build) → a module whose forward(hidden, norm) adds to the stream."""
+
+
 class Block(nn.Module):
     """Attention and MLP, each behind a norm and added to the stream."""
 
@@ -85,19 +101,14 @@ class Block(nn.Module):
         layer: int,
         build: BuildContext,
         attention: type[SelfAttention],
+        mlp: MakeMLP,
     ) -> None:
         super().__init__()
         hf = config.hf_config
         self.input_layernorm = RMSNorm(hf.hidden_size, hf.rms_norm_eps, build)
         self.self_attn = attention(config, layer, build)
         self.post_attention_layernorm = RMSNorm(hf.hidden_size, hf.rms_norm_eps, build)
-        self.mlp = GatedMLP(
-            hf.hidden_size,
-            hf.intermediate_size,
-            hf.hidden_act,
-            build,
-            bias=bool(getattr(hf, "mlp_bias", False)),
-        )
+        self.mlp = mlp(config, layer, build)
 
     def forward(
         self, hidden: torch.Tensor, rotary: Rotary, context: ForwardContext
@@ -112,14 +123,18 @@ class Decoder(nn.Module):
     """Everything between token ids and the last norm."""
 
     def __init__(
-        self, config: ModelConfig, build: BuildContext, attention: type[SelfAttention]
+        self,
+        config: ModelConfig,
+        build: BuildContext,
+        attention: type[SelfAttention],
+        mlp: MakeMLP,
     ) -> None:
         super().__init__()
         hf = config.hf_config
         self.embed_tokens = Embedding(config.vocab_size, hf.hidden_size, build)
         self.rotary = Rotary(config, build)
         self.layers = nn.ModuleList(
-            Block(config, layer, build, attention) for layer in range(hf.num_hidden_layers)
+            Block(config, layer, build, attention, mlp) for layer in range(hf.num_hidden_layers)
         )
         self.norm = RMSNorm(hf.hidden_size, hf.rms_norm_eps, build)
 
@@ -132,12 +147,13 @@ class Decoder(nn.Module):
 
 
 class HeadlessLM(nn.Module):
-    """A decoder whose states are pooled. A family sets `attention`.
+    """A decoder whose states are pooled. A family sets `attention`, and may set `mlp`.
 
     Checkpoints of embedding models often leave out the `model.` that others begin names with.
     """
 
     attention: ClassVar[type[SelfAttention]] = SelfAttention
+    mlp: ClassVar[MakeMLP] = staticmethod(gated_mlp)
     weight_map: ClassVar[WeightMap] = WeightMap(
         stacked={
             "q_proj": Shard("qkv_proj", "q"),
@@ -152,7 +168,7 @@ class HeadlessLM(nn.Module):
 
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
         super().__init__()
-        self.model = Decoder(config, build, self.attention)
+        self.model = Decoder(config, build, self.attention, self.mlp)
 
     def forward(self, input_ids: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         """[num_tokens] → [num_tokens, hidden_size]"""

@@ -14,7 +14,7 @@ import torch
 from ...core.errors import ConfigError
 from ...core.loading.quantization_config import ConfigReader, is_ignored
 from ...core.nn.packed import PackedWeight
-from ...core.nn.quantized import LinearSpec, PackedLinear, TensorSpec
+from ...core.nn.quantized import PRODUCTS, LinearSpec, PackedLinear, TensorSpec
 from .grouped import Grouped, join, unpack_along
 from .rtn import read_group_size
 
@@ -59,7 +59,7 @@ class Awq:
 
     def layer(self, spec: LinearSpec) -> AwqLinear | None:
         """Every product but those listed."""
-        if spec.role != "linear" or is_ignored(spec, self.ignored, "modules_to_not_convert"):
+        if spec.role not in PRODUCTS or is_ignored(spec, self.ignored, "modules_to_not_convert"):
             return None
         return AwqLinear(spec, self.group_size, self.zeros)
 

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 
-from ...core.errors import LoadError
+from ...core.errors import ConfigError, LoadError
 from ...core.loading.quantization_config import ConfigReader, is_ignored
 from ...core.nn.quantized import LinearSpec, QuantizedLinear, TensorSpec
 
@@ -60,7 +60,13 @@ class BitsAndBytes:
         return cls(kind, nested, read.names(SKIPPED))
 
     def layer(self, spec: LinearSpec) -> BitsAndBytesLinear | None:
-        """Every product but those listed."""
+        """Every product but those listed. Raises ConfigError for a mixture's experts."""
+        if spec.role == "experts":
+            raise ConfigError(
+                f"quantization: bitsandbytes does not store experts ({spec.prefix}); there are "
+                "fp8, int8, rtn, awq, gptq and compressed-tensors for that",
+                param="quantization",
+            )
         if spec.role != "linear" or is_ignored(spec, self.skipped, SKIPPED):
             return None
         return BitsAndBytesLinear(spec, self.kind, self.nested)

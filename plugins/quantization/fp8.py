@@ -15,7 +15,7 @@ import torch
 from ...core.errors import LoadError
 from ...core.loading.quantization_config import ConfigReader, is_ignored
 from ...core.nn.packed import PackedWeight, round_to_fp8
-from ...core.nn.quantized import LinearSpec, PackedLinear, TensorSpec
+from ...core.nn.quantized import PRODUCTS, LinearSpec, PackedLinear, TensorSpec
 
 FP8 = torch.float8_e4m3fn
 BLOCK = 128
@@ -67,7 +67,7 @@ class Fp8:
 
     def layer(self, spec: LinearSpec) -> Fp8Linear | None:
         """Every product; the head when asked for."""
-        wanted = spec.role == "linear" or (spec.role == "head" and self.head)
+        wanted = spec.role in PRODUCTS or (spec.role == "head" and self.head)
         if not wanted or is_ignored(spec, self.ignored, IGNORE_FIELDS[-1]):
             return None
         return Fp8Linear(spec, static=self.static, blocks=self.blocks)

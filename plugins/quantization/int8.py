@@ -10,7 +10,7 @@ import torch
 from ...core.errors import LoadError
 from ...core.loading.quantization_config import ConfigReader, is_ignored
 from ...core.nn.packed import PackedWeight, round_to_int8
-from ...core.nn.quantized import LinearSpec, PackedLinear, TensorSpec
+from ...core.nn.quantized import PRODUCTS, LinearSpec, PackedLinear, TensorSpec
 
 
 class Int8:
@@ -38,7 +38,7 @@ class Int8:
 
     def layer(self, spec: LinearSpec) -> Int8Linear | None:
         """Every product; the head when asked for."""
-        wanted = spec.role == "linear" or (spec.role == "head" and self.head)
+        wanted = spec.role in PRODUCTS or (spec.role == "head" and self.head)
         if not wanted or is_ignored(spec, self.ignored, "modules_to_not_convert"):
             return None
         return Int8Linear(spec)

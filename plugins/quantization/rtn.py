@@ -9,7 +9,7 @@ import torch
 
 from ...core.loading.quantization_config import ConfigReader, is_ignored
 from ...core.nn.packed import WORD_BITS, PackedWeight, round_to_words
-from ...core.nn.quantized import LinearSpec, PackedLinear, TensorSpec
+from ...core.nn.quantized import PRODUCTS, LinearSpec, PackedLinear, TensorSpec
 
 
 class Rtn:
@@ -26,7 +26,7 @@ class Rtn:
     ) -> None:  # fmt: skip
         self.bits = bits
         self.group_size = group_size
-        self.roles = {"linear", *["head"] * head, *["embedding"] * embeddings}
+        self.roles = {*PRODUCTS, *["head"] * head, *["embedding"] * embeddings}
         self.ignored = ignored
 
     @classmethod

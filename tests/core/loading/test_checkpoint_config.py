@@ -48,6 +48,14 @@ NOT_OF = {
     "decoder": {"bos_token_id", "is_decoder", "layer_norm_eps", "pad_token_id"},
     "encoder": {"bos_token_id", "rms_norm_eps", "tie_word_embeddings"},
 }
+EXPERTS = {
+    "decoder_sparse_step", "mlp_only_layers", "moe_intermediate_size", "norm_topk_prob",
+    "num_experts", "num_experts_per_tok", "num_local_experts",
+}  # fmt: skip
+NOT_OF_FAMILY = {
+    "qwen3_moe": set[str](),
+    "mixtral": EXPERTS - {"num_local_experts", "num_experts_per_tok"},
+}
 """What no code for decoders, or for encoders, asks."""
 LLAMA3 = {
     "factor": 8.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
@@ -82,6 +90,18 @@ QWEN3 = QWEN25 | {
     "head_dim": 128, "max_position_embeddings": 40960, "num_hidden_layers": 36,
     "max_window_layers": 36, "rms_norm_eps": 1e-6, "rope_scaling": None, "rope_theta": 1000000,
     "sliding_window": None, "vocab_size": 151936,
+}  # fmt: skip
+QWEN3_MOE = QWEN3 | {
+    "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "decoder_sparse_step": 1,
+    "hidden_size": 2048, "intermediate_size": 6144, "max_window_layers": 48, "mlp_only_layers": [],
+    "moe_intermediate_size": 768, "norm_topk_prob": True, "num_attention_heads": 32,
+    "num_experts": 128, "num_experts_per_tok": 8, "num_hidden_layers": 48,
+    "num_key_value_heads": 4, "output_router_logits": False, "router_aux_loss_coef": 0.001,
+}  # fmt: skip
+MIXTRAL = DECODER | {
+    "model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "num_experts_per_tok": 2,
+    "num_local_experts": 8, "output_router_logits": False, "rope_theta": 1000000.0,
+    "router_aux_loss_coef": 0.02, "sliding_window": None,
 }  # fmt: skip
 BERT: dict[str, Any] = {
     "_name_or_path": "nreimers/MiniLM-L6-H384-uncased", "architectures": ["BertModel"],
@@ -151,6 +171,14 @@ PLAIN: dict[str, dict[str, Any]] = {
     "llama quantized": LLAMA | {"quantization_config": {"quant_method": "fp8", "bits": [8]}},
     "mistral-7b": MISTRAL,
     "mistral-7b v0.3": MISTRAL | {"sliding_window": None, "head_dim": None},
+    "qwen3-30b-a3b": QWEN3_MOE,
+    "qwen3 experts, windows": QWEN3_MOE | {"use_sliding_window": True, "sliding_window": 4096},
+    "qwen3 experts, few": without(QWEN3_MOE, "mlp_only_layers", "num_experts", "norm_topk_prob")
+    | {"num_local_experts": 16},
+    "qwen3 experts, null": QWEN3_MOE | {"mlp_only_layers": None, "decoder_sparse_step": 2},
+    "mixtral-8x7b": MIXTRAL,
+    "mixtral, defaults": without(MIXTRAL, "rope_theta", "sliding_window"),
+    "mixtral head": MIXTRAL | {"head_dim": 96, "sliding_window": 4096},
     "mistral head": MISTRAL | {"head_dim": 160},
     "minilm": BERT,
     "bert two labels": without(BERT, "position_embedding_type")
@@ -165,6 +193,7 @@ PLAIN: dict[str, dict[str, Any]] = {
 """Read without an import, to the last attribute."""
 SAVED = {
     "Llama": {}, "Mistral": {"sliding_window": 24}, "Qwen2": {}, "Qwen3": {"head_dim": 32},
+    "Qwen3Moe": {"head_dim": 32, "num_experts": 4}, "Mixtral": {"num_local_experts": 4},
     "Bert": {}, "Roberta": {"pad_token_id": 1}, "XLMRoberta": {"id2label": {0: "x"}},
 }  # fmt: skip
 DOUBTFUL: dict[str, dict[str, Any]] = {
@@ -174,6 +203,10 @@ DOUBTFUL: dict[str, dict[str, Any]] = {
     "unstated types": without(XLMR, "pad_token_id", "type_vocab_size", "hidden_act"),
     "generation": LLAMA | {"temperature": 0.7, "max_length": 20},
     "num_labels": BERT | {"num_labels": 5},
+    "odd mixture": MIXTRAL | {"num_attention_heads": 4096, "num_key_value_heads": 4096},
+    "experts twice": QWEN3_MOE | {"num_local_experts": 64},
+    "unstated experts": without(QWEN3_MOE, "num_experts"),
+    "odd layers of experts": QWEN3_MOE | {"layer_types": ["full_attention"] * 48},
     "theta null": LLAMA | {"rope_theta": None},
     "longrope": LLAMA | {"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0] * 64,
                                           "long_factor": [1.0] * 64, "factor": 2.0}},
@@ -211,6 +244,7 @@ WRONG: dict[str, dict[str, Any]] = {
     "one label": XLMR | {"problem_type": "single_label_classification"},
     "tokens": LLAMA | {"eos_token_id": [None]},
     "null head": QWEN3 | {"head_dim": None},
+    "text of experts": QWEN3_MOE | {"mlp_only_layers": ["1"]},
     "odd head": MISTRAL | {"head_dim": 33},
 }
 
@@ -242,7 +276,7 @@ def assert_plain(raw: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.delattr(module, "_whole")
         config = checkpoint_config(FOLDER, given)
-        for name in set(NAMES) - NOT_OF[kind]:
+        for name in set(NAMES) - NOT_OF[kind] - NOT_OF_FAMILY.get(raw["model_type"], EXPERTS):
             found = getattr(config, name, NOTHING)
             assert (name, found, type(found)) == (name, wanted[name], type(wanted[name]))
     assert answers(config) == wanted
@@ -308,7 +342,7 @@ def test_of_any_mixture_the_outcome_stays_that_of_transformers(
 
 @settings(max_examples=300, deadline=None)
 @given(
-    st.sampled_from([LLAMA31, MISTRAL, QWEN25, QWEN3]),
+    st.sampled_from([LLAMA31, MISTRAL, QWEN25, QWEN3, QWEN3_MOE, MIXTRAL]),
     st.dictionaries(
         st.sampled_from([*LLAMA3, "type", "rope_theta", "beta_fast", "partial_rotary_factor"]),
         st.sampled_from(

@@ -23,3 +23,16 @@ class TestQwen2(ModelKit):
 class TestQwen3(ModelKit):
     name = "Qwen3ForCausalLM"
     config = {"head_dim": 32, "tie_word_embeddings": True}
+
+
+class TestQwen3Moe(ModelKit):
+    name = "Qwen3MoeForCausalLM"
+    config = {
+        "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48,
+        "norm_topk_prob": True, "decoder_sparse_step": 2,
+    }  # fmt: skip
+
+
+class TestMixtral(ModelKit):
+    name = "MixtralForCausalLM"
+    config = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 24}

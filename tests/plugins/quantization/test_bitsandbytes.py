@@ -15,6 +15,7 @@ functional = pytest.importorskip("bitsandbytes.functional")
 
 class TestNf4(QuantizationKit):
     name = "bitsandbytes"
+    experts = False
     config = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
     mismatched = {
         "load_in_8bit": True,

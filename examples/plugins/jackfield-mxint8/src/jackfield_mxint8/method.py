@@ -48,7 +48,7 @@ class MxInt8:
 
     def layer(self, spec: LinearSpec) -> MxInt8Linear | None:
         """Products; the embedding and the head stay as they are."""
-        if spec.role != "linear" or spec.in_features % BLOCK:
+        if spec.role not in ("linear", "experts") or spec.in_features % BLOCK:
             return None
         if is_ignored(spec, self.ignored, SKIPPED):
             return None

@@ -1,0 +1,44 @@
+"""Mixtral: Mistral with a mixture of experts in every layer."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+from torch import nn
+
+from ...core.loading.model_config import ModelConfig
+from ...core.loading.weight_map import Shard, WeightMap
+from ...core.nn.context import BuildContext
+from ...core.nn.experts import SparseMLP
+from .decoder import CausalLM
+from .mistral import MistralAttention
+
+
+def sparse_mlp(config: ModelConfig, layer: int, build: BuildContext) -> nn.Module:
+    """The weights of a token's experts sum to 1."""
+    hf = config.hf_config
+    return SparseMLP(
+        hf.num_local_experts,
+        hf.num_experts_per_tok,
+        hf.hidden_size,
+        hf.intermediate_size,
+        hf.hidden_act,
+        build,
+        renormalize=True,
+    )
+
+
+class MixtralForCausalLM(CausalLM):
+    attention = MistralAttention
+    mlp = staticmethod(sparse_mlp)
+    weight_map: ClassVar[WeightMap] = dataclasses.replace(
+        CausalLM.weight_map,
+        stacked={
+            **{part: CausalLM.weight_map.stacked[part] for part in ("q_proj", "k_proj", "v_proj")},
+            "w1": Shard("gate_up_proj", "gate"),
+            "w2": Shard("down_proj", ""),
+            "w3": Shard("gate_up_proj", "up"),
+        },
+        names={"mlp": "block_sparse_moe"},
+    )

@@ -1,0 +1,43 @@
+"""Qwen3 with a mixture of experts in most layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from ...core.loading.model_config import ModelConfig
+from ...core.nn.context import BuildContext
+from ...core.nn.experts import SparseMLP
+from .decoder import CausalLM, gated_mlp
+from .qwen3 import Qwen3Attention
+
+
+class Qwen3MoeAttention(Qwen3Attention):
+    """The window, where there is one, is every layer's."""
+
+    @staticmethod
+    def sliding_window(hf: Any, layer: int) -> int | None:
+        window: int | None = hf.sliding_window
+        return window
+
+
+def sparse_mlp(config: ModelConfig, layer: int, build: BuildContext) -> nn.Module:
+    """A mixture in every `decoder_sparse_step`th layer, but for those of `mlp_only_layers`."""
+    hf = config.hf_config
+    if layer in hf.mlp_only_layers or (layer + 1) % hf.decoder_sparse_step:
+        return gated_mlp(config, layer, build)
+    return SparseMLP(
+        hf.num_experts,
+        hf.num_experts_per_tok,
+        hf.hidden_size,
+        hf.moe_intermediate_size,
+        hf.hidden_act,
+        build,
+        renormalize=hf.norm_topk_prob,
+    )
+
+
+class Qwen3MoeForCausalLM(CausalLM):
+    attention = Qwen3MoeAttention
+    mlp = staticmethod(sparse_mlp)
