@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 
 class JackfieldError(Exception):
     """Base of every error that Jackfield raises on purpose.
@@ -96,3 +98,10 @@ class OutOfMemory(JackfieldError):
 
 class PluginError(JackfieldError):
     """A plugin failed to import, clashes with another one, or does not exist."""
+
+
+def listed(names: Iterable[str], limit: int = 8) -> str:
+    """For messages: "a, b, c", or the first of many and how many more there are."""
+    found = list(names)
+    more = f" and {len(found) - limit} more" if len(found) > limit else ""
+    return ", ".join(found[:limit]) + more

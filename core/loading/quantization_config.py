@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from ..errors import ConfigError
+from ..errors import ConfigError, listed
 from ..nn.quantized import LinearSpec
 
 
@@ -88,7 +88,7 @@ def is_ignored(spec: LinearSpec, patterns: Iterable[str], field: str) -> bool:
     if any(named.values()) and not all(named.values()):
         (some, others) = ([n for n, hit in named.items() if hit is want] for want in (True, False))
         raise ConfigError(
-            f"quantization_config.{field}: names {', '.join(some)} but not {', '.join(others)}, "
+            f"quantization_config.{field}: names {listed(some, 4)} but not {listed(others, 4)}, "
             "which are computed as one layer",
             param=f"quantization_config.{field}",
         )

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from ..errors import LoadError
+from ..errors import LoadError, listed
 from ..nn.attention import Attention
 from ..nn.quantized import QuantizedLinear
 from .staging import Staging
@@ -208,7 +208,7 @@ class ParameterFiller:
         """Raises LoadError naming what the checkpoint did not have."""
         missing = self.wanted()
         if missing:
-            raise LoadError(f"missing tensors: {_some(missing)}")
+            raise LoadError(f"missing tensors: {listed(missing)}")
         for layer in self.quantized.values():
             layer.finish()
 
@@ -216,9 +216,3 @@ class ParameterFiller:
         """As the checkpoint would call them."""
         for parameter, shard in sorted(self.missing, key=str):
             yield self.weight_map.source(parameter, shard)
-
-
-def _some(names: Iterable[str], limit: int = 8) -> str:
-    found = list(names)
-    more = f" and {len(found) - limit} more" if len(found) > limit else ""
-    return ", ".join(found[:limit]) + more

@@ -102,7 +102,9 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
             kv_bytes=kv_bytes,
             experts=int(config.get("num_experts") or config.get("num_local_experts") or 0),
             experts_per_token=int(config.get("num_experts_per_tok") or 0),
-            expert_intermediate=int(config.get("moe_intermediate_size") or 0),
+            expert_intermediate=int(
+                config.get("moe_intermediate_size") or config["intermediate_size"]
+            ),
         )
 
     @property

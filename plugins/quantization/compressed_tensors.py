@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
-from ...core.errors import ConfigError, LoadError
+from ...core.errors import ConfigError, LoadError, listed
 from ...core.loading.quantization_config import ConfigReader, is_ignored, name_matches
 from ...core.nn.packed import WORD_BITS, PackedWeight
 from ...core.nn.quantized import LinearSpec, PackedLinear, QuantizedLinear, TensorSpec
@@ -92,7 +92,7 @@ class CompressedTensors:
         found = {self._find(source) for source in spec.sources.values()}
         if len(found) > 1:
             raise ConfigError(
-                f"quantization_config.config_groups: {', '.join(spec.sources.values())} are in "
+                f"quantization_config.config_groups: {listed(spec.sources.values(), 4)} are in "
                 "different groups, and are computed as one layer",
                 param="quantization_config.config_groups",
             )

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from ...core.errors import ConfigError, LoadError
+from ...core.errors import ConfigError, LoadError, listed
 from ...core.loading.quantization_config import ConfigReader, is_ignored, name_matches
 from ...core.nn.packed import WORD_BITS, PackedWeight
 from ...core.nn.quantized import LinearSpec, PackedLinear, TensorSpec
@@ -70,7 +70,7 @@ class Gptq:
             if not all(hits):
                 raise ConfigError(
                     f"quantization_config.dynamic: {pattern!r} names some of "
-                    f"{', '.join(sources)}, which are computed as one layer",
+                    f"{listed(sources, 4)}, which are computed as one layer",
                     param="quantization_config.dynamic",
                 )
             if rule is None:
