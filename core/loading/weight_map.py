@@ -153,7 +153,10 @@ class ParameterFiller:
             raise LoadError(f"unexpected tensor {name!r}: the model has no such parameter")
         into = parameter.data
         if shard is not None:
-            into = into[self.shards[parameter_name][shard]]
+            part = self.shards.get(parameter_name, {}).get(shard)
+            if part is None:
+                raise LoadError(f"unexpected tensor {name!r}: {parameter_name} has no such part")
+            into = into[part]
         if into.shape != tensor.shape:
             raise LoadError(
                 f"tensor {name!r} has shape {tuple(tensor.shape)}, the model's is "

@@ -76,18 +76,6 @@ class SelfAttention(nn.Module):
         return out
 
 
-def gated_mlp(config: ModelConfig, layer: int, build: BuildContext) -> nn.Module:
-    """The MLP of a layer, in most families."""
-    hf = config.hf_config
-    return GatedMLP(
-        hf.hidden_size,
-        hf.intermediate_size,
-        hf.hidden_act,
-        build,
-        bias=bool(getattr(hf, "mlp_bias", False)),
-    )
-
-
 MakeMLP: TypeAlias = Callable[[ModelConfig, int, BuildContext], nn.Module]
 """(configuration, layer, build) → a module whose forward(hidden, norm) adds to the stream."""
 
@@ -147,13 +135,12 @@ class Decoder(nn.Module):
 
 
 class HeadlessLM(nn.Module):
-    """A decoder whose states are pooled. A family sets `attention`, and may set `mlp`.
+    """A decoder whose states are pooled. A family sets `attention`, and may override `mlp`.
 
     Checkpoints of embedding models often leave out the `model.` that others begin names with.
     """
 
     attention: ClassVar[type[SelfAttention]] = SelfAttention
-    mlp: ClassVar[MakeMLP] = staticmethod(gated_mlp)
     weight_map: ClassVar[WeightMap] = WeightMap(
         stacked={
             "q_proj": Shard("qkv_proj", "q"),
@@ -174,6 +161,18 @@ class HeadlessLM(nn.Module):
         """[num_tokens] → [num_tokens, hidden_size]"""
         hidden: torch.Tensor = self.model(input_ids, context)
         return hidden
+
+    @staticmethod
+    def mlp(config: ModelConfig, layer: int, build: BuildContext) -> nn.Module:
+        """Makes what comes after a layer's attention: a `MakeMLP`."""
+        hf = config.hf_config
+        return GatedMLP(
+            hf.hidden_size,
+            hf.intermediate_size,
+            hf.hidden_act,
+            build,
+            bias=bool(getattr(hf, "mlp_bias", False)),
+        )
 
     def pooling_states(self, hidden: torch.Tensor) -> torch.Tensor:
         """The last norm: [any, hidden_size] → the same shape."""

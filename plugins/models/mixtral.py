@@ -15,23 +15,8 @@ from .decoder import CausalLM
 from .mistral import MistralAttention
 
 
-def sparse_mlp(config: ModelConfig, layer: int, build: BuildContext) -> nn.Module:
-    """The weights of a token's experts sum to 1."""
-    hf = config.hf_config
-    return SparseMLP(
-        hf.num_local_experts,
-        hf.num_experts_per_tok,
-        hf.hidden_size,
-        hf.intermediate_size,
-        hf.hidden_act,
-        build,
-        renormalize=True,
-    )
-
-
 class MixtralForCausalLM(CausalLM):
     attention = MistralAttention
-    mlp = staticmethod(sparse_mlp)
     weight_map: ClassVar[WeightMap] = dataclasses.replace(
         CausalLM.weight_map,
         stacked={
@@ -42,3 +27,17 @@ class MixtralForCausalLM(CausalLM):
         },
         names={"mlp": "block_sparse_moe"},
     )
+
+    @staticmethod
+    def mlp(config: ModelConfig, layer: int, build: BuildContext) -> nn.Module:
+        """The weights of a token's experts sum to 1."""
+        hf = config.hf_config
+        return SparseMLP(
+            hf.num_local_experts,
+            hf.num_experts_per_tok,
+            hf.hidden_size,
+            hf.intermediate_size,
+            hf.hidden_act,
+            build,
+            renormalize=True,
+        )

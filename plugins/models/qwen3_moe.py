@@ -6,10 +6,11 @@ from typing import Any
 
 from torch import nn
 
+from ...core.errors import ConfigError
 from ...core.loading.model_config import ModelConfig
 from ...core.nn.context import BuildContext
 from ...core.nn.experts import SparseMLP
-from .decoder import CausalLM, gated_mlp
+from .decoder import CausalLM
 from .qwen3 import Qwen3Attention
 
 
@@ -22,22 +23,26 @@ class Qwen3MoeAttention(Qwen3Attention):
         return window
 
 
-def sparse_mlp(config: ModelConfig, layer: int, build: BuildContext) -> nn.Module:
-    """A mixture in every `decoder_sparse_step`th layer, but for those of `mlp_only_layers`."""
-    hf = config.hf_config
-    if layer in hf.mlp_only_layers or (layer + 1) % hf.decoder_sparse_step:
-        return gated_mlp(config, layer, build)
-    return SparseMLP(
-        hf.num_experts,
-        hf.num_experts_per_tok,
-        hf.hidden_size,
-        hf.moe_intermediate_size,
-        hf.hidden_act,
-        build,
-        renormalize=hf.norm_topk_prob,
-    )
-
-
 class Qwen3MoeForCausalLM(CausalLM):
     attention = Qwen3MoeAttention
-    mlp = staticmethod(sparse_mlp)
+
+    @staticmethod
+    def mlp(config: ModelConfig, layer: int, build: BuildContext) -> nn.Module:
+        """A mixture in every `decoder_sparse_step`th layer, but for those of `mlp_only_layers`."""
+        hf = config.hf_config
+        if hf.decoder_sparse_step < 1:
+            raise ConfigError(
+                f"decoder_sparse_step: {hf.decoder_sparse_step} is no number of layers",
+                param="decoder_sparse_step",
+            )
+        if layer in hf.mlp_only_layers or (layer + 1) % hf.decoder_sparse_step:
+            return CausalLM.mlp(config, layer, build)
+        return SparseMLP(
+            hf.num_experts,
+            hf.num_experts_per_tok,
+            hf.hidden_size,
+            hf.moe_intermediate_size,
+            hf.hidden_act,
+            build,
+            renormalize=hf.norm_topk_prob,
+        )

@@ -1,0 +1,168 @@
+"""Mixtures of experts: routing, the reference's sums, names of weights, and what is refused."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from jackfield.core.config import EngineConfig
+from jackfield.core.errors import ConfigError, LoadError
+from jackfield.core.loading.build import build_model
+from jackfield.core.loading.model_config import resolve_model_config
+from jackfield.core.nn.operations import Operations, Routing
+from jackfield.core.nn.packed import PackedWeight, dequantize, round_to_fp8
+from jackfield.core.registry import load_plugins
+from jackfield.plugins.models.mixtral import MixtralForCausalLM
+from jackfield.plugins.models.qwen3_moe import Qwen3MoeForCausalLM
+
+from helpers import edit_json, make_checkpoint
+
+OPERATIONS = Operations()
+NAMES = {
+    Qwen3MoeForCausalLM: {
+        "experts.{}.gate_proj.weight": ("experts.gate_up_proj.weight", "{}.gate"),
+        "experts.{}.up_proj.weight": ("experts.gate_up_proj.weight", "{}.up"),
+        "experts.{}.down_proj.weight": ("experts.down_proj.weight", "{}"),
+        "gate.weight": ("gate.weight", None),
+        "up_proj.weight": ("gate_up_proj.weight", "up"),
+    },
+    MixtralForCausalLM: {
+        "experts.{}.w1.weight": ("experts.gate_up_proj.weight", "{}.gate"),
+        "experts.{}.w3.weight": ("experts.gate_up_proj.weight", "{}.up"),
+        "experts.{}.w2.weight": ("experts.down_proj.weight", "{}"),
+        "gate.weight": ("gate.weight", None),
+    },
+}
+
+
+@pytest.mark.parametrize("model", NAMES, ids=lambda model: model.__name__)
+def test_names_of_weights_go_both_ways(model: Any) -> None:
+    block = {MixtralForCausalLM: "block_sparse_moe"}.get(model, "mlp")
+    for stored, (parameter, shard) in NAMES[model].items():
+        for expert in (0, 3, 127):
+            name = f"model.layers.5.{block}.{stored.format(expert)}"
+            target = f"model.layers.5.mlp.{parameter}", shard and shard.format(expert)
+            assert model.weight_map.target(name) == target
+            assert model.weight_map.source(*target) == name
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 9), st.integers(1, 12), st.data())
+def test_routing_is_a_softmax_and_the_largest_of_it(tokens: int, count: int, data: Any) -> None:
+    top_k = data.draw(st.integers(1, count))
+    renormalize = data.draw(st.booleans())
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
+    logits = torch.randint(-3, 4, (tokens, count), generator=generator).float()
+    weights, experts = OPERATIONS.route(logits, top_k, renormalize=renormalize)
+    assert weights.shape == experts.shape == (tokens, top_k)
+    assert weights.dtype == torch.float32 and experts.dtype == torch.int32
+    for row, chosen, found in zip(logits, experts.tolist(), weights, strict=True):
+        order = sorted(range(count), key=lambda e: (-float(row[e]), e))
+        assert chosen == order[:top_k], "of equal ones the lower number"
+        wanted = torch.softmax(row, -1)[chosen]
+        wanted = wanted / wanted.sum() if renormalize else wanted
+        torch.testing.assert_close(found, wanted)
+
+
+def by_hand(
+    x: torch.Tensor, routing: Routing, gate_up: torch.Tensor, down: torch.Tensor
+) -> torch.Tensor:
+    """gate_up: [experts, 2 * inner, hidden]; down: [experts, hidden, inner]."""
+    out = torch.zeros_like(x)
+    for token in range(len(x)):
+        for weight, expert in zip(routing.weights[token], routing.experts[token], strict=True):
+            gate, up = (gate_up[expert] @ x[token]).chunk(2)
+            out[token] += weight * (down[expert] @ (F.silu(gate) * up))
+    return out
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("tokens", [1, 11])
+def test_the_reference_sums_what_each_expert_says(packed: bool, tokens: int) -> None:
+    torch.manual_seed(2)
+    experts, hidden, inner, top_k = 5, 16, 24, 3
+    x, residual = torch.randn(tokens, hidden), torch.randn(tokens, hidden)
+    routing = OPERATIONS.route(torch.randn(tokens, experts), top_k, renormalize=False)
+    banks: list[Any] = [
+        torch.randn(experts * 2 * inner, hidden),
+        torch.randn(experts * hidden, inner),
+    ]
+    if packed:
+        rounded = [round_to_fp8(bank) for bank in banks]
+        banks = [PackedWeight(values, scale[None], values.shape[1]) for values, scale in rounded]
+    dense = [dequantize(bank, x.dtype) if packed else bank for bank in banks]
+    found = OPERATIONS.experts(x, routing, *banks, residual=residual.clone())
+    wanted = residual + by_hand(
+        x, routing, dense[0].view(experts, -1, hidden), dense[1].view(experts, hidden, inner)
+    )
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-3)
+
+
+def build(folder: Path, **options: Any) -> Any:
+    config = EngineConfig(
+        model=str(folder), device="cpu", dtype="float32", skip_tokenizer_init=True, **options
+    )
+    device = torch.device("cpu")
+    return build_model(load_plugins(), config, resolve_model_config(config), device, OPERATIONS)
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"num_experts_per_tok": 8}, "num_experts_per_tok"),
+        ({"num_experts_per_tok": 0}, "num_experts_per_tok"),
+        ({"num_local_experts": 10**6}, "num_experts"),
+        ({"num_local_experts": -1}, "num_experts"),
+        ({"moe_intermediate_size": 0}, "moe_intermediate_size"),
+        ({"decoder_sparse_step": 0}, "decoder_sparse_step"),
+        ({"hidden_act": "relu"}, "hidden_act"),
+    ],
+)
+def test_a_mixture_that_cannot_be_is_refused_by_the_fields_name(
+    changes: dict[str, Any], field: str, tmp_path: Path
+) -> None:
+    edit_json(make_checkpoint("qwen3-moe", tmp_path) / "config.json", **changes)
+    with pytest.raises(ConfigError, match=field):
+        build(tmp_path)
+
+
+@pytest.mark.parametrize("quantization", [None, "rtn"])
+def test_an_experts_missing_or_odd_tensor_is_named(
+    quantization: str | None, tmp_path: Path
+) -> None:
+    tensors = load_file(make_checkpoint("mixtral", tmp_path) / "model.safetensors")
+    name = "model.layers.1.block_sparse_moe.experts.2.w2.weight"
+    stranger = name.replace("experts.2", "experts.9")
+    for changed in (
+        {key: tensor for key, tensor in tensors.items() if key != name},
+        {**tensors, name: tensors[name][:-1].contiguous()},
+        {**tensors, stranger: tensors[name].clone()},
+    ):
+        save_file(changed, tmp_path / "model.safetensors", {"format": "pt"})
+        named = stranger if stranger in changed else name
+        with pytest.raises(LoadError, match=re.escape(named)):
+            build(tmp_path, quantization=quantization)
+
+
+def test_experts_of_a_list_of_layers_to_leave_alone(tmp_path: Path) -> None:
+    """All experts of a layer, or none of them."""
+    folder = make_checkpoint("qwen3-moe", tmp_path)
+    spared = "model.layers.0.mlp.experts"
+    rtn = {"quant_method": "rtn", "bits": 8, "modules_to_not_convert": [spared]}
+    edit_json(folder / "config.json", quantization_config=rtn)
+    layers = dict(build(folder).named_modules())
+    assert isinstance(layers[f"{spared}.gate_up_proj"].bank, torch.Tensor)
+    assert isinstance(layers["model.layers.2.mlp.experts.gate_up_proj"].bank, PackedWeight)
+    rtn["modules_to_not_convert"] = [f"{spared}.3.down_proj"]
+    edit_json(folder / "config.json", quantization_config=rtn)
+    with pytest.raises(ConfigError, match=r"experts\.3\.down_proj but not .* and 2 more") as caught:
+        build(folder)
+    assert caught.value.param == "quantization_config.modules_to_not_convert"
