@@ -10,7 +10,7 @@ from .context import BuildContext
 from .linear import MergedLinear
 from .norm import RMSNorm
 from .operations import ExpertWeight
-from .quantized import PackedLinear
+from .quantized import QuantizedLinear
 
 MOST_EXPERTS = 1 << 14
 """No layer of a published model has a tenth of that."""
@@ -60,8 +60,8 @@ class GatedExperts(ExpertLinear):
 class Experts(nn.Module):
     """The MLPs; `down(silu(gate(x)) * up(x))` each."""
 
-    gate_up_proj: ExpertLinear | PackedLinear
-    down_proj: ExpertLinear | PackedLinear
+    gate_up_proj: ExpertLinear | QuantizedLinear
+    down_proj: ExpertLinear | QuantizedLinear
 
     def __init__(
         self, num_experts: int, hidden_size: int, intermediate_size: int, build: BuildContext

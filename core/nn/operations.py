@@ -6,6 +6,7 @@ Blocks call these through `BuildContext.operations`. A plugin that registers a s
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import ClassVar, NamedTuple, Protocol, TypeAlias
 
@@ -41,7 +42,15 @@ class Routing(NamedTuple):
     """[T, top_k] int32, all different in a row, the weightiest first"""
 
 
-ExpertWeight: TypeAlias = torch.Tensor | PackedWeight
+class DenseRows(NamedTuple):
+    """A weight that its layer alone can read."""
+
+    out_features: int
+    rows: Callable[[torch.Tensor], torch.Tensor]
+    """Indices [num_rows] int64 → those rows, dequantised, [num_rows, in_features]"""
+
+
+ExpertWeight: TypeAlias = torch.Tensor | PackedWeight | DenseRows
 """One linear layer of E experts, stacked: a weight of [E * out_features, in_features]."""
 
 
@@ -278,17 +287,17 @@ class Operations:
         rows_up, rows_down = _num_rows(gate_up) // num_experts, x.shape[1]
         out = torch.zeros_like(x)
         for expert in range(num_experts):
-            chosen = (routing.experts == expert).to(routing.weights.dtype)
-            weight = (routing.weights * chosen).sum(dim=1).to(x.dtype)
-            first = _dense_rows(gate_up, expert * rows_up, rows_up, x.dtype)
-            second = _dense_rows(down, expert * rows_down, rows_down, x.dtype)
+            chosen = routing.experts == expert
+            tokens: slice | torch.Tensor = slice(None)
             if x.device.type == "cpu":
-                tokens = chosen.sum(dim=1).nonzero()[:, 0]
-                if len(tokens):
-                    made = self.linear(self.gated_linear(x[tokens], first), second)
-                    out.index_add_(0, tokens, made * weight[tokens, None])
-            else:
-                out += self.linear(self.gated_linear(x, first), second) * weight[:, None]
+                tokens = chosen.any(dim=1).nonzero()[:, 0]
+                if not len(tokens):
+                    continue
+            first = _dense_rows(gate_up, expert * rows_up, rows_up, x)
+            second = _dense_rows(down, expert * rows_down, rows_down, x)
+            made = self.linear(self.gated_linear(x[tokens], first), second)
+            weight = (routing.weights * chosen).sum(dim=1, keepdim=True).to(x.dtype)
+            out[tokens] += made * weight[tokens]
         return residual + out
 
     def heads(
@@ -404,15 +413,17 @@ class Operations:
 
 
 def _num_rows(weight: ExpertWeight) -> int:
-    return weight.out_features if isinstance(weight, PackedWeight) else int(weight.shape[0])
+    return int(weight.shape[0]) if isinstance(weight, torch.Tensor) else weight.out_features
 
 
-def _dense_rows(weight: ExpertWeight, start: int, count: int, dtype: torch.dtype) -> torch.Tensor:
-    """Rows `start` .. `start + count` of a weight, as they are or dequantised."""
-    if not isinstance(weight, PackedWeight):
+def _dense_rows(weight: ExpertWeight, start: int, count: int, x: torch.Tensor) -> torch.Tensor:
+    """Rows `start` .. `start + count` of a weight, as inputs `x` are multiplied by them."""
+    if isinstance(weight, torch.Tensor):
         return weight[start : start + count]
-    rows = torch.arange(start, start + count, device=weight.values.device)
-    return dequantize(weight.rows(rows), dtype)
+    indices = torch.arange(start, start + count, device=x.device)
+    if isinstance(weight, DenseRows):
+        return weight.rows(indices)
+    return dequantize(weight.rows(indices), x.dtype)
 
 
 def split_heads(

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from .norm import RMSNorm
-from .operations import ExpertWeight, Operations
+from .operations import DenseRows, ExpertWeight, Operations
 from .packed import PackedWeight, dequantize
 
 Role = Literal["linear", "head", "embedding", "experts"]
@@ -32,7 +32,7 @@ class LinearSpec:
     role: Role
     """"linear": a product. "head": the product that makes logits. "embedding": rows are looked up,
     and with tied embeddings it makes the logits, too. "experts": one linear layer of all experts of
-    a mixture, each of them shards; what takes its place is a `PackedLinear`."""
+    a mixture, each of them shards; what takes its place is a `PackedLinear`, or has `rows`."""
     in_features: int
     shards: Mapping[str, int]
     """Shard name → its rows; the layer's weight stacks them in this order. A plain layer has one,
@@ -146,8 +146,15 @@ class QuantizedLinear(nn.Module):
         return out
 
     def rows(self, indices: torch.Tensor) -> torch.Tensor:
-        """Of an embedding: [num_tokens] → those rows of the weight, [num_tokens, in_features]."""
+        """Of an embedding, or of experts: [num_rows] → those rows of the weight, in the type of
+        inputs, [num_rows, in_features]."""
         raise NotImplementedError
+
+    @property
+    def bank(self) -> ExpertWeight:
+        """Of experts: what the operations multiply by. Kernels read a `PackedWeight`; of others
+        they ask for `rows`, an expert's at a time, whether it was chosen or not."""
+        return DenseRows(self.spec.out_features, self.rows)
 
 
 class PackedLinear(QuantizedLinear):
@@ -186,7 +193,7 @@ class PackedLinear(QuantizedLinear):
 
     @property
     def bank(self) -> ExpertWeight:
-        """Of experts: what the operations multiply by."""
+        """Of experts: the weight."""
         return self.weight
 
     def rows(self, indices: torch.Tensor) -> torch.Tensor:

@@ -96,6 +96,12 @@ class MxInt8Linear(QuantizedLinear):
         """x: [num_tokens, in_features] → [num_tokens, out_features]"""
         return F.linear(x, whole(self.integers, self.scales).to(x.dtype))
 
+    def rows(self, indices: torch.Tensor) -> torch.Tensor:
+        """Of a mixture's experts: [num_rows] → [num_rows, in_features]"""
+        # Nor is indexing: a scale is a byte.
+        scales = self.scales.view(torch.uint8)[indices].view(torch.float8_e8m0fnu)
+        return whole(self.integers[indices], scales).to(self.spec.dtype)
+
 
 def round_to_blocks(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """[rows, columns] → (integers, scales), as the specification converts a vector."""
