@@ -69,16 +69,17 @@ def packed(kind: str, total: int, size: int, group: int, dtype: torch.dtype) -> 
     return weight._replace(**parts)
 
 
-def check(
-    x: torch.Tensor, chosen: Routing, gate_up: ExpertWeight, down: ExpertWeight, factor: float = 1
-) -> None:
+def check(x: torch.Tensor, chosen: Routing, gate_up: ExpertWeight, down: ExpertWeight) -> None:
+    """Against the twin in float32: rounding is the kernels' alone."""
     residual = draw(*x.shape, dtype=x.dtype, seed=9)
-    want = REFERENCE.experts(x, chosen, gate_up, down, residual=residual.clone())
+    wide = [bank.float() if isinstance(bank, torch.Tensor) else bank for bank in (gate_up, down)]
+    want = REFERENCE.experts(x.float(), chosen, *wide, residual=residual.float())
     assert experts_serve(gate_up, down)
     got = KERNELS.experts(x, chosen, gate_up, down, residual=residual)
     assert got.dtype == x.dtype and got.shape == x.shape
-    tolerance = TOLERANCE[x.dtype] * factor
-    torch.testing.assert_close(got, want, atol=tolerance, rtol=tolerance)
+    tolerance = TOLERANCE[x.dtype]
+    size = max(float(want.std()), 1.0)
+    torch.testing.assert_close(got.float(), want, atol=tolerance * size, rtol=tolerance)
 
 
 @pytest.mark.parametrize("renormalize", [True, False])
@@ -202,7 +203,7 @@ def test_tokens_do_not_depend_on_those_beside_them() -> None:
 BANKS = [  # kind, hidden, inner, group of gate and up, group of down
     ("fp8", 96, 48, 96, 48), ("fp8", 96, 64, 32, 32), ("int8", 72, 40, 72, 40),
     ("words4", 128, 128, 16, 32), ("zeros4", 128, 128, 32, 16), ("words8", 128, 64, 64, 64),
-    ("zeros8", 96, 64, 32, 16), ("zeros4", 64, 128, 64, 128),
+    ("zeros8", 128, 64, 32, 16), ("zeros4", 64, 128, 64, 128),
 ]  # fmt: skip
 
 
@@ -217,8 +218,7 @@ def test_experts_of_packed_banks_equal_their_twin(
     gate_up = packed(kind, num_experts * 2 * inner, hidden, group, dtype)
     down = packed(kind, num_experts * hidden, inner, inner_group, dtype)
     x, chosen = draw(num_tokens, hidden, dtype=dtype), routing(num_tokens, top_k, num_experts)
-    # The twin's weights are rounded to x's type with their scales.
-    check(x, chosen, gate_up, down, factor=2)
+    check(x, chosen, gate_up, down)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 7])
