@@ -208,17 +208,15 @@ class ExpertGemvShape(NamedTuple):
     num_warps: int
 
 
-def expert_gemv_shape(bank: Bank, gated: bool) -> ExpertGemvShape:
+def expert_gemv_shape(bank: Bank) -> ExpertGemvShape:
     """Not measured yet: as gemv.py's and packed_gemv.py's, in bytes that a thread asks for."""
     item = values_of(bank).element_size()
     wanted = {1: 1024, 2: 1024, 4: 128}.get(item, 512)
     if values_of(bank).dtype == torch.float32:
         wanted = 512
     block_k = tile_of(bank, wanted)
-    # Narrow tiles are made up for by more rows, so that each thread asks for 16 bytes or more.
-    block_n = min(max(4096 // (block_k * item), 4), 16)
-    if gated:
-        block_n = min(block_n, 8)
+    # Narrow tiles are made up for by more rows, so that each of 128 threads asks for 16 bytes.
+    block_n = min(max(2048 // (block_k * item), 4), 16)
     unroll = 4 if values_of(bank).dtype == torch.int32 else 12
     return ExpertGemvShape(block_n, block_k, unroll, 4)
 
@@ -251,7 +249,7 @@ def expert_gemv(
         out = torch.empty((targets, outputs), dtype=x.dtype, device=x.device)
     if num_tokens == 0:
         return out
-    shape = shape or expert_gemv_shape(bank, gated)
+    shape = shape or expert_gemv_shape(bank)
     arguments = bank_arguments(bank)
     tiles = triton.cdiv(arguments.constants["WIDTH"], shape.block_k) * count
     unroll = max(n for n in range(1, shape.unroll + 1) if tiles % n == 0)

@@ -1,6 +1,6 @@
 """Many tokens through a layer of experts: rows gathered by expert, multiplied, put where they go.
 
-    out[s] = silu(g) * u of x[s // DIVIDE] W_eᵀ        or        out[s] = c[s] * x[s] W_eᵀ
+    out[s] = x[s // DIVIDE] W_eᵀ        or, gated,        silu(g) * u of that product
 
 s are the slots of expert_slots.py's lists. Which tiles there are is found on the device: a program
 counts through the lists' lengths to the tile that is its own. So a hot expert gets as many programs
@@ -105,9 +105,8 @@ def _add_part(
 def _expert_matmul_kernel(
     out_ptr,
     x_ptr,
-    slots_ptr,
+    lists_ptr,
     counts_ptr,
-    factor_ptr,
     values_ptr,
     scale_ptr,
     zero_ptr,
@@ -130,7 +129,6 @@ def _expert_matmul_kernel(
     ZERO: tl.constexpr,
     DIVIDE: tl.constexpr,
     GATED: tl.constexpr,
-    FACTOR: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -156,7 +154,7 @@ def _expert_matmul_kernel(
     first = tile_number - tl.sum(tl.where(mine, ends - tiles, 0), axis=0)
     place = first * BLOCK_M + tl.arange(0, BLOCK_M)
     in_m = place < count
-    list_ptr = slots_ptr + expert.to(tl.int64) * num_tokens
+    list_ptr = lists_ptr + expert.to(tl.int64) * num_tokens
     slot = tl.load(list_ptr + place, mask=in_m, other=0)
 
     output = band * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -218,8 +216,9 @@ def _expert_matmul_kernel(
             up_acc *= scale.to(tl.float32)[:, None]
     if GATED:
         acc = acc / (1.0 + tl.exp(-acc)) * up_acc
-    if FACTOR:
-        acc *= tl.load(factor_ptr + slot, mask=in_m, other=0.0)[None, :]
+    # Read once more, by what the compiler takes for another load: kept from above, in the layout of
+    # results, they would fill the registers that sums need.
+    slot = tl.load(list_ptr + place, mask=in_m, other=0, cache_modifier=".ca")
     target = out_ptr + slot.to(tl.int64)[None, :] * N + output[:, None]
     tl.store(target, acc.to(out_ptr.dtype.element_ty), mask=in_n[:, None] & in_m[None, :])
 
@@ -283,22 +282,20 @@ def expert_matmul(
     slots: torch.Tensor,
     counts: torch.Tensor,
     bank: Bank,
-    top_k: int,
     *,
-    factor: torch.Tensor | None = None,
+    top_k: int,
+    gated: bool,
     shape: ExpertMatmulShape | None = None,
 ) -> torch.Tensor:
-    """Without `factor`, gate and up of each slot: x [num_tokens, size] → [num_tokens * top_k, rows
-    / 2] of x's type. With it, down: x [num_tokens * top_k, size] and factor [num_tokens, top_k]
-    float32 → [num_tokens * top_k, rows], each slot's times its factor.
+    """x: [num_tokens, size], or a row for each slot, [num_tokens * top_k, size] → [num_tokens *
+    top_k, rows], or gated [num_tokens * top_k, rows / 2], of x's type.
 
     slots: [num_experts, num_tokens] and counts: [num_experts], from `expert_slots`; rows: those of
-    an expert; last strides 1. Raises ValueError where the bank's groups are too narrow for the
-    matrix unit (`expert_matmul_serves`).
+    an expert; last strides 1. Sums in float32, rounded once. Raises ValueError where the bank's
+    groups are too narrow for the matrix unit (`expert_matmul_serves`).
     """
     num_experts, num_tokens = slots.shape
     num_slots = num_tokens * top_k
-    gated = factor is None
     rows = values_of(bank).shape[0] // num_experts
     outputs = rows // 2 if gated else rows
     out = torch.empty((num_slots, outputs), dtype=x.dtype, device=x.device)
@@ -319,7 +316,6 @@ def expert_matmul(
         x,
         slots,
         counts,
-        factor,
         *arguments.tensors,
         num_tokens,
         x.stride(0),
@@ -328,9 +324,8 @@ def expert_matmul(
         BLOCK_E=triton.next_power_of_2(num_experts),
         N=outputs,
         **arguments.constants,
-        DIVIDE=top_k if gated else 1,
+        DIVIDE=num_slots // x.shape[0],
         GATED=gated,
-        FACTOR=not gated,
         BLOCK_M=shape.block_m,
         BLOCK_N=shape.block_n,
         BLOCK_K=block_k,

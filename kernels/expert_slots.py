@@ -24,7 +24,7 @@ LARGEST_BLOCK = 1024
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _expert_slots_kernel(
-    slots_ptr,
+    lists_ptr,
     counts_ptr,
     experts_ptr,
     num_tokens,
@@ -39,7 +39,7 @@ def _expert_slots_kernel(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    list_ptr = slots_ptr + expert.to(tl.int64) * num_tokens
+    list_ptr = lists_ptr + expert.to(tl.int64) * num_tokens
     count = 0
     for start in range(0, num_tokens, BLOCK):
         token = start + tl.arange(0, BLOCK)

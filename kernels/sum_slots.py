@@ -1,4 +1,6 @@
-"""A token's answers from its experts, added up: out[t] = residual[t] + Σ_j parts[t * top_k + j].
+"""A token's answers from its experts, weighed and added up.
+
+    out[t] = residual[t] + Σ_j weights[t, j] * parts[t * top_k + j]
 
 Memory: reads top_k + 1 rows a token and writes one; bound by it. Always in the same order.
 """
@@ -22,6 +24,7 @@ LARGEST_BLOCK = 1024
 def _sum_slots_kernel(
     out_ptr,
     parts_ptr,
+    weights_ptr,
     residual_ptr,
     stride_out,
     stride_residual,
@@ -41,14 +44,17 @@ def _sum_slots_kernel(
     total = total.to(tl.float32)
     for place in tl.static_range(TOP_K):
         part = tl.load(parts_ptr + (token * TOP_K + place) * SIZE + column, mask=mask, other=0.0)
-        total += part.to(tl.float32)
+        total += part.to(tl.float32) * tl.load(weights_ptr + token * TOP_K + place)
     target = out_ptr + token * stride_out + column
     tl.store(target, total.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def sum_slots(parts: torch.Tensor, residual: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """parts: [num_tokens * top_k, size], contiguous; residual, out: [num_tokens, size], perhaps the
-    same, last strides 1 → out. Sums in float32, rounded once."""
+def sum_slots(
+    parts: torch.Tensor, weights: torch.Tensor, residual: torch.Tensor, out: torch.Tensor
+) -> torch.Tensor:
+    """parts: [num_tokens * top_k, size] and weights: [num_tokens, top_k] float32, contiguous;
+    residual, out: [num_tokens, size], perhaps the same, last strides 1 → out. Sums in float32,
+    rounded once."""
     num_tokens, size = residual.shape
     if num_tokens == 0:
         return out
@@ -57,11 +63,12 @@ def sum_slots(parts: torch.Tensor, residual: torch.Tensor, out: torch.Tensor) ->
     launch(_sum_slots_kernel, (num_tokens, triton.cdiv(size, block)))(
         out,
         parts,
+        weights,
         residual,
         out.stride(0),
         residual.stride(0),
         SIZE=size,
-        TOP_K=parts.shape[0] // num_tokens,
+        TOP_K=weights.shape[1],
         BLOCK=block,
         PDL=bool(options),
         num_warps=4,

@@ -50,11 +50,10 @@ def experts_product(
             factor=routing.weights, residual=residual, out=residual, known=True,
         )  # fmt: skip
     slots, counts = expert_slots(routing.experts, num_experts)
-    inner = expert_matmul(inputs, slots, counts, first, top_k)
-    parts = expert_matmul(
-        _ordered(inner, down), slots, counts, second, top_k, factor=routing.weights
-    )
-    return sum_slots(parts, residual, residual)
+    inner = expert_matmul(inputs, slots, counts, first, top_k=top_k, gated=True)
+    inner = _ordered(inner, down)
+    parts = expert_matmul(inner, slots, counts, second, top_k=top_k, gated=False)
+    return sum_slots(parts, routing.weights, residual, residual)
 
 
 def _bank(weight: ExpertWeight) -> Bank:

@@ -144,8 +144,9 @@ def test_lists_of_a_broken_routing_do_not_overflow() -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_sums_equal_torch(dtype: torch.dtype) -> None:
     parts, residual = draw(15, 1100, dtype=dtype), draw(5, 1100, dtype=dtype, seed=1)
-    want = residual.float() + parts.view(5, 3, 1100).float().sum(dim=1)
-    got = sum_slots(parts, residual, residual)
+    weights = draw(5, 3, seed=2)
+    want = residual.float() + (parts.view(5, 3, 1100).float() * weights[:, :, None]).sum(dim=1)
+    got = sum_slots(parts, weights, residual, residual)
     assert got is residual
     torch.testing.assert_close(got, want.to(dtype), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
