@@ -260,8 +260,9 @@ def expert_matmul_shape(
         few = block_m <= 32
         block_n, block_k, num_warps, num_stages = (128, 128, 4, 4) if few else (128, 128, 8, 3)
     elif block_m <= 32:
-        # Two programs a multiprocessor, each with two tiles of 32 KB on their way.
-        block_n, block_k, num_warps, num_stages = 128, 128, 4, 3
+        # Room for two programs a multiprocessor, each with more than 64 KB on their way.
+        block_n, num_warps = 128, 4
+        block_k, num_stages = (128, 3) if block_m == 16 else (64, 5)
     elif block_m == 64:
         block_n, block_k, num_warps, num_stages = 128, 64, 4, 4
     else:

@@ -245,3 +245,78 @@ def test_groups_too_narrow_for_the_kernels_go_to_the_reference() -> None:
 def test_few_slots_are_at_most_half_as_many_as_experts() -> None:
     assert few_slots(1, 8, 8) and few_slots(8, 8, 128) and few_slots(2, 2, 8)
     assert not few_slots(9, 8, 128) and not few_slots(3, 2, 8)
+
+
+GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+E, TOP_K, HIDDEN, INNER = 128, 8, 2048, 768
+"""Qwen3-30B-A3B's"""
+
+
+def big(*shape: int, seed: int) -> torch.Tensor:
+    made = torch.Generator(DEVICE).manual_seed(seed)
+    return torch.randn(*shape, generator=made, device=DEVICE, dtype=torch.bfloat16)
+
+
+def big_layer() -> tuple[torch.Tensor, torch.Tensor]:
+    gate_up = big(E * 2 * INNER, HIDDEN, seed=1).div_(HIDDEN**0.5)
+    return gate_up, big(E * HIDDEN, INNER, seed=2).div_(INNER**0.5)
+
+
+@GPU
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_tokens", [1, 3, 8, 64, 256, 700, 2000])
+def test_experts_of_a_real_size_equal_their_twin(num_tokens: int) -> None:
+    gate_up, down = big_layer()
+    logits, x = big(num_tokens, E, seed=3), big(num_tokens, HIDDEN, seed=4)
+    chosen = KERNELS.route(logits, TOP_K, renormalize=True)
+    wanted = REFERENCE.route(logits, TOP_K, renormalize=True)
+    torch.testing.assert_close(chosen.weights, wanted.weights)
+    # Logits of few digits are often equal: order decides, and must not differ.
+    assert torch.equal(chosen.experts, wanted.experts)
+    check(x, chosen, gate_up, down)
+
+
+@GPU
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["fp8", "fp8 blocks", "words4", "zeros4"])
+@pytest.mark.parametrize("num_tokens", [1, 64, 700])
+def test_packed_experts_of_a_real_size_equal_their_twin(num_tokens: int, kind: str) -> None:
+    def bank(total: int, size: int) -> PackedWeight:
+        return packed(kind.split()[0], total, size, size if kind == "fp8" else 128, torch.float32)
+
+    gate_up, down = bank(16 * 2 * INNER, HIDDEN), bank(16 * HIDDEN, INNER)
+    chosen = KERNELS.route(big(num_tokens, 16, seed=3), TOP_K, renormalize=True)
+    check(big(num_tokens, HIDDEN, seed=4), chosen, gate_up, down)
+
+
+@GPU
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_tokens", [1, 8, 64])
+def test_a_captured_layer_goes_where_other_inputs_send_it(num_tokens: int) -> None:
+    gate_up, down = big_layer()
+    logits, x = big(num_tokens, E, seed=3), big(num_tokens, HIDDEN, seed=4)
+
+    def layer() -> torch.Tensor:
+        chosen = KERNELS.route(logits, TOP_K, renormalize=True)
+        return KERNELS.experts(x, chosen, gate_up, down, residual=x.clone())
+
+    aside = torch.cuda.Stream()
+    aside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(aside):
+        first = layer().clone()
+    torch.cuda.current_stream().wait_stream(aside)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = layer()
+    graph.replay()
+    assert torch.equal(captured, first)
+    for seed in (5, 6, 7):
+        logits.copy_(big(num_tokens, E, seed=seed))
+        x.copy_(big(num_tokens, HIDDEN, seed=seed + 10))
+        if seed == 7:
+            # All to the same few.
+            logits[:, 40:48] += 100
+        for _ in range(3):
+            graph.replay()
+        assert torch.equal(captured, layer())
+        assert not torch.equal(captured, first)
