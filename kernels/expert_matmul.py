@@ -27,13 +27,16 @@ import triton.language as tl
 
 from .expert_bank import Bank, bank_arguments, tile_of, values_of
 from .launching import gdc_launch_dependents, gdc_wait, pdl_options
-from .nibble_skinny import MANY
-from .nibbles import base_of, minus, numbers
+from .nibble_skinny import of_groups
+from .nibbles import base_of, minus, numbers, times
 from .packed_weight import Packed, part_as_float, part_unit
 from .rehearsal import launch
 
 SMALLEST_TILE = 16
 """Columns that the matrix unit takes at least."""
+MANY = tl.constexpr(32)
+"""From so many slots a program, a group's scales are applied to numbers. Of sums, those of gates
+would need more registers than there are."""
 
 
 @triton.jit
@@ -46,10 +49,36 @@ def _taken_apart(tile, dtype: tl.constexpr, NIBBLES: tl.constexpr):
 
 
 @triton.jit
+def _scales(
+    ptrs,
+    column,
+    in_n,
+    stride,
+    WIDTH: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """→ for each part of a tile, the scales of its group, [BLOCK_N]; column: of part 0."""
+    if PARTS == 8:
+        return of_groups(ptrs, column, in_n, stride, WIDTH, GROUP_SIZE)
+    elif PARTS == 4:
+        return (
+            tl.load(ptrs + column // GROUP_SIZE * stride, mask=in_n, other=0.0),
+            tl.load(ptrs + (column + WIDTH) // GROUP_SIZE * stride, mask=in_n, other=0.0),
+            tl.load(ptrs + (column + 2 * WIDTH) // GROUP_SIZE * stride, mask=in_n, other=0.0),
+            tl.load(ptrs + (column + 3 * WIDTH) // GROUP_SIZE * stride, mask=in_n, other=0.0),
+        )
+    else:
+        tl.static_assert(PARTS == 1)
+        return (tl.load(ptrs + column // GROUP_SIZE * stride, mask=in_n, other=0.0),)
+
+
+@triton.jit
 def _add_part(
     acc,
     tile,
     x,
+    scales,
     scale_ptr,
     zero_ptr,
     row,
@@ -69,14 +98,11 @@ def _add_part(
     MANY_ROWS: tl.constexpr,
 ):
     """acc + part PART of a tile times xᵀ. tile: [BLOCK_N, BLOCK_K] as `_taken_apart` made it; x:
-    [BLOCK_M, BLOCK_K]; row: [BLOCK_N], of the whole bank."""
+    [BLOCK_M, BLOCK_K]; scales: from `_scales`, for few rows; row: [BLOCK_N], of the whole bank."""
     dtype: tl.constexpr = x.dtype
     if not PACKED:
         return tl.dot(tile, tl.trans(x), acc, input_precision="ieee")
     else:
-        if GROUPED:
-            scale_ptrs = scale_ptr + group * stride_scale + row // SCALE_ROWS
-            scale = tl.load(scale_ptrs, mask=in_n, other=0.0).to(tl.float32)[:, None]
         zero = tl.full([1, 1], OFFSET, tl.float32)
         if ZERO:
             zero_ptrs = zero_ptr + group * stride_zero + row
@@ -93,10 +119,16 @@ def _add_part(
         else:
             value = tile
         if GROUPED and MANY_ROWS:
-            value = (value.to(tl.float32) * scale).to(dtype)
+            scale_ptrs = scale_ptr + group * stride_scale + row // SCALE_ROWS
+            scale = tl.load(scale_ptrs, mask=in_n, other=0.0)[:, None]
+            if NIBBLES:
+                value = times(value, tl.broadcast_to(scale.to(dtype), value.shape))
+            else:
+                value = (value.to(tl.float32) * scale.to(tl.float32)).to(dtype)
             return tl.dot(value, tl.trans(x), acc, input_precision="ieee")
         elif GROUPED:
-            return acc + tl.dot(value.to(dtype), tl.trans(x), input_precision="ieee") * scale
+            product = tl.dot(value.to(dtype), tl.trans(x), input_precision="ieee")
+            return acc + product * scales[PART].to(tl.float32)[:, None]
         else:
             return tl.dot(value.to(dtype), tl.trans(x), acc, input_precision="ieee")
 
@@ -173,7 +205,26 @@ def _expert_matmul_kernel(
     row = above + output
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     up_acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32) if GATED else acc
+    SCALES: tl.constexpr = GROUPED and not MANY_ROWS
+    scales = (in_n,)
+    up_scales = scales
+    scale_ptrs = scale_ptr
+    up_scale_ptrs = scale_ptr
+    if SCALES:
+        # Asked for a turn ahead: they are too narrow for the compiler to do it.
+        scale_ptrs = scale_ptr + row // SCALE_ROWS
+        scales = _scales(scale_ptrs, 0, in_n, stride_scale, WIDTH, GROUP_SIZE, PARTS)
+        if GATED:
+            up_scale_ptrs = scale_ptr + (row + N) // SCALE_ROWS
+            up_scales = _scales(up_scale_ptrs, 0, in_n, stride_scale, WIDTH, GROUP_SIZE, PARTS)
     for start in tl.range(0, WIDTH, BLOCK_K, num_stages=STAGES):
+        if SCALES:
+            ahead = tl.minimum(start + BLOCK_K, WIDTH - BLOCK_K)
+            read = _scales(scale_ptrs, ahead, in_n, stride_scale, WIDTH, GROUP_SIZE, PARTS)
+            if GATED:
+                up_read = _scales(
+                    up_scale_ptrs, ahead, in_n, stride_scale, WIDTH, GROUP_SIZE, PARTS
+                )
         in_k = start + k < WIDTH
         if EVEN_N and EVEN_K:
             tile = tl.load(value_ptrs + start)
@@ -199,15 +250,20 @@ def _expert_matmul_kernel(
                 x = tl.load(x_ptrs + part * WIDTH + start, mask=mask, other=0.0)
             group = (part * WIDTH + start) // GROUP_SIZE
             acc = _add_part(
-                acc, tile, x, scale_ptr, zero_ptr, row, in_n, group, stride_scale, stride_zero,
-                part, PARTS, BITS, SCALE_ROWS, OFFSET, PACKED, GROUPED, ZERO, NIBBLES, MANY_ROWS,
+                acc, tile, x, scales, scale_ptr, zero_ptr, row, in_n, group, stride_scale,
+                stride_zero, part, PARTS, BITS, SCALE_ROWS, OFFSET, PACKED, GROUPED, ZERO, NIBBLES,
+                MANY_ROWS,
             )  # fmt: skip
             if GATED:
                 up_acc = _add_part(
-                    up_acc, up_tile, x, scale_ptr, zero_ptr, row + N, in_n, group, stride_scale,
-                    stride_zero, part, PARTS, BITS, SCALE_ROWS, OFFSET, PACKED, GROUPED, ZERO,
-                    NIBBLES, MANY_ROWS,
+                    up_acc, up_tile, x, up_scales, scale_ptr, zero_ptr, row + N, in_n, group,
+                    stride_scale, stride_zero, part, PARTS, BITS, SCALE_ROWS, OFFSET, PACKED,
+                    GROUPED, ZERO, NIBBLES, MANY_ROWS,
                 )  # fmt: skip
+        if SCALES:
+            scales = read
+            if GATED:
+                up_scales = up_read
     if PACKED and not GROUPED:
         scale = tl.load(scale_ptr + row // SCALE_ROWS, mask=in_n, other=0.0).to(tl.float32)
         acc *= scale[:, None]
@@ -248,10 +304,11 @@ def expert_matmul_shape(
         block_n, block_k, num_warps, num_stages = 64, 32, 4, 2
         block_m = min(block_m, 64)
     elif values.dtype == torch.int32:
-        # As measured for nibble_skinny.py, whose tiles are alike.
+        # As measured for nibble_skinny.py, whose tiles are alike; narrower where gates would not
+        # fit the registers.
         block_n, block_k, num_warps, num_stages = {
-            16: (64, 64, 4, 3),
-            32: (64, 32, 4, 4),
+            16: (64, 32, 4, 4) if gated else (64, 64, 4, 3),
+            32: (64, 32, 4, 3),
             64: (128, 32, 8, 3),
             128: (128, 32, 8, 2),
         }[block_m]

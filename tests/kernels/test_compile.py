@@ -74,7 +74,7 @@ KERNELS = [
     (expert_matmul._expert_matmul_kernel, {**DOWN, **BLOCKS, **FEW, "STAGES": 4}, 4, FP8_TYPES),
     (expert_matmul._expert_matmul_kernel,
      {**GATE_UP, **NIBBLES, "WIDTH": 256, "ZERO": True, "BLOCK_M": 16, "BLOCK_N": 64,
-      "BLOCK_K": 64, "STAGES": 3}, 4, INT4_TYPES),
+      "BLOCK_K": 32, "STAGES": 4}, 4, INT4_TYPES),
     (expert_matmul._expert_matmul_kernel,
      {**DOWN, **NIBBLES, "WIDTH": 96, "OFFSET": 8, "BLOCK_M": 64, "BLOCK_N": 128, "BLOCK_K": 32,
       "STAGES": 3}, 8, INT4_TYPES),
