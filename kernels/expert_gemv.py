@@ -28,6 +28,9 @@ from .packed_weight import part_as_float, part_unit
 from .rehearsal import launch
 from .skinny import ask_for
 
+AHEAD_BYTES = 32 << 20
+"""Weights that are asked for before their kernel's turn, at most: half of an H200's L2 cache."""
+
 
 @triton.jit
 def _factor_and_offset(
@@ -118,10 +121,11 @@ def _expert_gemv_kernel(
     EVEN_K: tl.constexpr = WIDTH % BLOCK_K == 0
     EVEN: tl.constexpr = EVEN_K and N % BLOCK_N == 0
     if PREFETCH is not None:
-        # A thread a piece. Were ids not there yet, it would ask for others, in vain; nothing else.
+        # A thread a piece. Were ids not there yet, it would ask for others, in vain; nothing else,
+        # as what is read here stays out of the cache that they are read from below.
         piece = tl.arange(0, BLOCK_COUNT * BLOCK_N * PIECES)
         place = tl.minimum(piece // (BLOCK_N * PIECES), COUNT - 1)
-        wanted = tl.load(experts_ptr + target * COUNT + place)
+        wanted = tl.load(experts_ptr + target * COUNT + place, cache_modifier=".cg")
         wanted = tl.minimum(tl.maximum(wanted, 0), E - 1).to(tl.int64) * ROWS
         wanted += tl.program_id(1) * BLOCK_N + piece // PIECES % BLOCK_N
         ask_for(values_ptr + wanted * stride_values + piece % PIECES * (WIDTH // PIECES), PREFETCH)
@@ -257,9 +261,12 @@ def expert_gemv(
     item, width = values_of(bank).element_size(), arguments.constants["WIDTH"]
     block_count = triton.next_power_of_2(count)
     pieces = max(32 * shape.num_warps // (block_count * shape.block_n), 1)
-    aligned = width * item % (16 * pieces) == 0 and arguments.strides[0] * item % 16 == 0
+    aligned = not (width * item % (16 * pieces) or arguments.strides[0] * item % 16)
+    aligned = aligned and values_of(bank).data_ptr() % 16 == 0
     even = outputs % shape.block_n == 0 and width % pieces == 0
-    ahead = known and not gated and aligned and even and bool(options)
+    # More would push out of the cache what is asked for first.
+    fits = targets * count * outputs * width * item <= AHEAD_BYTES
+    ahead = known and not gated and aligned and even and fits and bool(options)
     launch(_expert_gemv_kernel, (targets, triton.cdiv(outputs, shape.block_n)))(
         out,
         x,
