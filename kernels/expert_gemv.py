@@ -111,15 +111,18 @@ def _expert_gemv_kernel(
     BLOCK_COUNT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program BLOCK_N outputs (and as many gates), and COUNT slots that are summed."""
+    """One program BLOCK_N outputs (and as many gates), and COUNT slots that are summed: a row of
+    weights for each of both."""
     target = tl.program_id(0)
-    row = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    band = tl.program_id(1)
+    r = tl.arange(0, BLOCK_COUNT * BLOCK_N)
+    row = band * BLOCK_N + r % BLOCK_N
+    in_r = (row < N) & (r // BLOCK_N < COUNT)
+    slot = target * COUNT + tl.minimum(r // BLOCK_N, COUNT - 1)
     k = tl.arange(0, BLOCK_K)
-    in_n = row < N
     ROWS: tl.constexpr = N * 2 if GATED else N
-    TILES: tl.constexpr = (WIDTH + BLOCK_K - 1) // BLOCK_K
     EVEN_K: tl.constexpr = WIDTH % BLOCK_K == 0
-    EVEN: tl.constexpr = EVEN_K and N % BLOCK_N == 0
+    EVEN: tl.constexpr = EVEN_K and N % BLOCK_N == 0 and COUNT == BLOCK_COUNT
     if PREFETCH is not None:
         # A thread a piece. Were ids not there yet, it would ask for others, in vain; nothing else,
         # as what is read here stays out of the cache that they are read from below.
@@ -127,76 +130,73 @@ def _expert_gemv_kernel(
         place = tl.minimum(piece // (BLOCK_N * PIECES), COUNT - 1)
         wanted = tl.load(experts_ptr + target * COUNT + place, cache_modifier=".cg")
         wanted = tl.minimum(tl.maximum(wanted, 0), E - 1).to(tl.int64) * ROWS
-        wanted += tl.program_id(1) * BLOCK_N + piece // PIECES % BLOCK_N
+        wanted += band * BLOCK_N + piece // PIECES % BLOCK_N
         ask_for(values_ptr + wanted * stride_values + piece % PIECES * (WIDTH // PIECES), PREFETCH)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
-    up_acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32) if GATED else acc
-    for first in range(0, COUNT * TILES, UNROLL):
+    # Whatever the router wrote, what is read is the bank's.
+    expert = tl.minimum(tl.maximum(tl.load(experts_ptr + slot), 0), E - 1)
+    above = expert.to(tl.int64) * ROWS + row
+    ptrs = values_ptr + above[:, None] * stride_values + k[None, :]
+    if COUNT == 1:
+        x_ptrs = x_ptr + (target // DIVIDE).to(tl.int64) * stride_x + k[None, :]
+    else:
+        x_ptrs = x_ptr + (slot // DIVIDE).to(tl.int64)[:, None] * stride_x + k[None, :]
+    acc = tl.zeros([BLOCK_COUNT * BLOCK_N, BLOCK_K], tl.float32)
+    up_acc = tl.zeros([BLOCK_COUNT * BLOCK_N, BLOCK_K], tl.float32) if GATED else acc
+    for base in range(0, WIDTH, BLOCK_K * UNROLL):
         for more in tl.static_range(UNROLL):
-            slot = target * COUNT + (first + more) // TILES
-            start = (first + more) % TILES * BLOCK_K
-            expert = tl.load(experts_ptr + slot)
-            # Whatever the router wrote, what is read is the bank's.
-            expert = tl.minimum(tl.maximum(expert, 0), E - 1)
-            above = expert.to(tl.int64) * ROWS
-            ptrs = values_ptr + above * stride_values + start
-            ptrs += row[:, None] * stride_values + k[None, :]
-            in_k = start + k < WIDTH
-            mask = in_n[:, None] & in_k[None, :]
+            start = base + more * BLOCK_K
+            in_k = (start + k < WIDTH)[None, :]
+            mask = in_r[:, None] & in_k
             if EVEN:
-                tile = tl.load(ptrs, eviction_policy="evict_first")
+                tile = tl.load(ptrs + start, eviction_policy="evict_first")
             else:
-                tile = tl.load(ptrs, mask=mask, other=0.0, eviction_policy="evict_first")
+                tile = tl.load(ptrs + start, mask=mask, other=0.0, eviction_policy="evict_first")
             up_tile = tile
             if GATED:
+                up_ptrs = ptrs + N * stride_values + start
                 if EVEN:
-                    up_tile = tl.load(ptrs + N * stride_values, eviction_policy="evict_first")
+                    up_tile = tl.load(up_ptrs, eviction_policy="evict_first")
                 else:
-                    up_tile = tl.load(
-                        ptrs + N * stride_values,
-                        mask=mask,
-                        other=0.0,
-                        eviction_policy="evict_first",
-                    )
-            factor = 1.0
-            if FACTOR:
-                factor = tl.load(factor_ptr + slot)
-            x_ptrs = x_ptr + (slot // DIVIDE).to(tl.int64) * stride_x + start + k
+                    up_tile = tl.load(up_ptrs, mask=mask, other=0.0, eviction_policy="evict_first")
             for part in tl.static_range(PARTS):
                 if EVEN_K:
-                    x = tl.load(x_ptrs + part * WIDTH).to(tl.float32)
+                    x = tl.load(x_ptrs + part * WIDTH + start).to(tl.float32)
                 else:
-                    x = tl.load(x_ptrs + part * WIDTH, mask=in_k, other=0.0).to(tl.float32)
-                if FACTOR:
-                    x *= factor
+                    x = tl.load(x_ptrs + part * WIDTH + start, mask=in_k, other=0.0)
+                    x = x.to(tl.float32)
                 value = _raw(tile, part, PARTS, BITS)
                 if PACKED:
                     group = (part * WIDTH + start) // GROUP_SIZE
                     scale, offset = _factor_and_offset(
-                        scale_ptr, zero_ptr, above + row, in_n, group, stride_scale, stride_zero,
+                        scale_ptr, zero_ptr, above, in_r, group, stride_scale, stride_zero,
                         part, PARTS, BITS, SCALE_ROWS, OFFSET, ZERO,
                     )  # fmt: skip
                     value = value * scale[:, None] - offset[:, None]
-                acc += value * x[None, :]
+                acc += value * x
                 if GATED:
                     value = _raw(up_tile, part, PARTS, BITS)
                     if PACKED:
                         scale, offset = _factor_and_offset(
-                            scale_ptr, zero_ptr, above + N + row, in_n, group, stride_scale,
+                            scale_ptr, zero_ptr, above + N, in_r, group, stride_scale,
                             stride_zero, part, PARTS, BITS, SCALE_ROWS, OFFSET, ZERO,
                         )  # fmt: skip
                         value = value * scale[:, None] - offset[:, None]
-                    up_acc += value * x[None, :]
-    out = tl.sum(acc, axis=1)
+                    up_acc += value * x
+    sums = tl.sum(acc, axis=1)
     if GATED:
-        out = out / (1.0 + tl.exp(-out)) * tl.sum(up_acc, axis=1)
+        sums = sums / (1.0 + tl.exp(-sums)) * tl.sum(up_acc, axis=1)
+    if FACTOR:
+        sums *= tl.load(factor_ptr + slot, mask=in_r, other=0.0)
+    out = tl.sum(tl.reshape(sums, [BLOCK_COUNT, BLOCK_N]), axis=0)
+    output = band * BLOCK_N + tl.arange(0, BLOCK_N)
+    in_n = output < N
     if RESIDUAL:
-        residual = residual_ptr + target.to(tl.int64) * stride_residual + row
+        residual = residual_ptr + target.to(tl.int64) * stride_residual + output
         out += tl.load(residual, mask=in_n, other=0.0).to(tl.float32)
-    out_ptrs = out_ptr + target.to(tl.int64) * stride_out + row
+    out_ptrs = out_ptr + target.to(tl.int64) * stride_out + output
     tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=in_n)
 
 
@@ -212,17 +212,24 @@ class ExpertGemvShape(NamedTuple):
     num_warps: int
 
 
-def expert_gemv_shape(bank: Bank) -> ExpertGemvShape:
-    """Not measured yet: as gemv.py's and packed_gemv.py's, in bytes that a thread asks for."""
-    item = values_of(bank).element_size()
-    wanted = {1: 1024, 2: 1024, 4: 128}.get(item, 512)
-    if values_of(bank).dtype == torch.float32:
-        wanted = 512
-    block_k = tile_of(bank, wanted)
-    # Narrow tiles are made up for by more rows, so that each of 128 threads asks for 16 bytes.
-    block_n = min(max(2048 // (block_k * item), 4), 16)
-    unroll = 4 if values_of(bank).dtype == torch.int32 else 12
-    return ExpertGemvShape(block_n, block_k, unroll, 4)
+def expert_gemv_shape(bank: Bank, count: int) -> ExpertGemvShape:
+    """Not measured yet. `count`: slots that are summed.
+
+    One slot: as gemv.py, four warps along four rows; fewer where a row's tile is narrower, so that
+    x lies as they need it, without waiting for each other. Several: two warps for some eight rows,
+    so that one token's programs fill the device at once.
+    """
+    values = values_of(bank)
+    item = values.element_size()
+    words = values.dtype == torch.int32
+    if count == 1:
+        block_k = tile_of(bank, 128 if words else 512 if item == 4 else 1024)
+        num_warps = min(max(block_k * item // 512, 1), 4)
+        block_n = 4 if num_warps > 1 else min(max(1024 // (block_k * item), 2), 8)
+    else:
+        block_k, num_warps = tile_of(bank, 64 if words else 256), 2
+        block_n = max(8 // triton.next_power_of_2(count), 1)
+    return ExpertGemvShape(block_n, block_k, 2 if words else 4, num_warps)
 
 
 def expert_gemv(
@@ -253,9 +260,9 @@ def expert_gemv(
         out = torch.empty((targets, outputs), dtype=x.dtype, device=x.device)
     if num_tokens == 0:
         return out
-    shape = shape or expert_gemv_shape(bank)
+    shape = shape or expert_gemv_shape(bank, count)
     arguments = bank_arguments(bank)
-    tiles = triton.cdiv(arguments.constants["WIDTH"], shape.block_k) * count
+    tiles = triton.cdiv(arguments.constants["WIDTH"], shape.block_k)
     unroll = max(n for n in range(1, shape.unroll + 1) if tiles % n == 0)
     options = pdl_options(x.device)
     item, width = values_of(bank).element_size(), arguments.constants["WIDTH"]

@@ -47,10 +47,10 @@ GATE_UP = {**BANK, "N": 768, "WIDTH": 2048, "GROUP_SIZE": 2048, "GATED": True, "
 DOWN = {**BANK, "N": 2048, "WIDTH": 768, "GROUP_SIZE": 768, "GATED": False, "DIVIDE": 1}
 BLOCKS = {"PACKED": True, "GROUPED": True, "GROUP_SIZE": 128, "SCALE_ROWS": 128}
 NIBBLES = {"PACKED": True, "GROUPED": True, "GROUP_SIZE": 128, "PARTS": 8, "BITS": 4}
-EXPERT_GEMV = {"COUNT": 8, "FACTOR": True, "RESIDUAL": True, "PIECES": 4, "BLOCK_COUNT": 8,
-               "UNROLL": 12, "BLOCK_N": 4, "BLOCK_K": 256, "PREFETCH": "384"}
+EXPERT_GEMV = {"COUNT": 8, "FACTOR": True, "RESIDUAL": True, "PIECES": 8, "BLOCK_COUNT": 8,
+               "UNROLL": 3, "BLOCK_N": 1, "BLOCK_K": 256, "PREFETCH": "192"}
 SLOT_GEMV = {**EXPERT_GEMV, "COUNT": 1, "FACTOR": False, "RESIDUAL": False, "BLOCK_COUNT": 1,
-             "UNROLL": 2, "BLOCK_K": 1024, "PREFETCH": None}
+             "UNROLL": 2, "BLOCK_N": 4, "BLOCK_K": 1024, "PREFETCH": None}
 FEW = {"BLOCK_M": 16, "BLOCK_N": 128, "BLOCK_K": 128, "STAGES": 3}
 MANY = {"BLOCK_M": 128, "BLOCK_N": 256, "BLOCK_K": 64, "STAGES": 3}
 KERNELS = [
@@ -61,9 +61,9 @@ KERNELS = [
      {"TOP_K": 8, "BLOCK_TOP": 8, "BLOCK": 1024, "PDL": True}, 8),
     (sum_slots._sum_slots_kernel, {"SIZE": 2048, "TOP_K": 8, "BLOCK": 1024, "PDL": True}, 4),
     (expert_gemv._expert_gemv_kernel, {**GATE_UP, **SLOT_GEMV}, 4),
-    (expert_gemv._expert_gemv_kernel, {**DOWN, **EXPERT_GEMV}, 4),
+    (expert_gemv._expert_gemv_kernel, {**DOWN, **EXPERT_GEMV}, 2),
     (expert_gemv._expert_gemv_kernel,
-     {**DOWN, **EXPERT_GEMV, **BLOCKS, "BLOCK_N": 16, "BLOCK_K": 128, "PIECES": 1}, 4, FP8_TYPES),
+     {**DOWN, **EXPERT_GEMV, **BLOCKS, "BLOCK_K": 128, "PREFETCH": "96"}, 2, FP8_TYPES),
     (expert_gemv._expert_gemv_kernel,
      {**GATE_UP, **SLOT_GEMV, **NIBBLES, "WIDTH": 256, "ZERO": True, "BLOCK_K": 128}, 4,
      INT4_TYPES),
