@@ -59,7 +59,7 @@ def _cases(
     logits = torch.randn(num_tokens, num_experts, generator=made)
     chosen = logits.topk(top_k).indices.to(torch.int32)
     # What is chosen decides how much has to be read.
-    read = len(chosen.unique())
+    read = int(torch.bincount(chosen.flatten()).count_nonzero())
     few = few_slots(num_tokens, top_k, num_experts)
 
     def random(*shape: int) -> torch.Tensor:
@@ -70,10 +70,10 @@ def _cases(
         return Routing(weights, chosen.to(device))
 
     def gate_up() -> torch.Tensor:
-        return random(num_experts * 2 * inner, hidden) * hidden**-0.5
+        return random(num_experts * 2 * inner, hidden).div_(hidden**0.5)
 
     def down() -> torch.Tensor:
-        return random(num_experts * hidden, inner) * inner**-0.5
+        return random(num_experts * hidden, inner).div_(inner**0.5)
 
     def layer() -> Work:
         x, residual, both = random(num_tokens, hidden), random(num_tokens, hidden), routing()
