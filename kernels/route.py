@@ -1,7 +1,8 @@
 """The experts of each token: softmax over all, the largest few, perhaps renormalised.
 
 Memory: reads num_experts logits a token and writes 8 bytes a choice. Small: bound by the latency of
-top_k reductions one after the other, so a warp has a row for itself.
+top_k reductions one after the other. So a warp has a row for itself, and probabilities are compared
+as integers, whose order is the same: of these a warp finds the largest in one instruction.
 """
 
 # Triton kernels take no annotations that mypy could check.
@@ -18,6 +19,8 @@ from .rehearsal import launch
 
 ROWS = 4
 """Tokens a program, at most; one a warp."""
+LOWEST = tl.constexpr(-(1 << 31))
+"""Below every probability, and below what is no number."""
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -48,19 +51,19 @@ def _route_kernel(
     logits = tl.load(ptrs, mask=in_t[:, None] & in_e[None, :], other=0.0).to(tl.float32)
     logits = tl.where(in_e[None, :], logits, float("-inf"))
     grown = tl.exp(logits - tl.max(logits, axis=1)[:, None])
-    left = grown / tl.sum(grown, axis=1)[:, None]
-    left = tl.where(in_e[None, :], left, -1.0)
+    left = (grown / tl.sum(grown, axis=1)[:, None]).to(tl.int32, bitcast=True)
+    left = tl.where(in_e[None, :], left, LOWEST)
     weights = tl.zeros([ROWS, BLOCK_TOP], tl.float32)
     experts = tl.zeros([ROWS, BLOCK_TOP], tl.int32)
     total = tl.zeros([ROWS], tl.float32)
     for number in tl.static_range(TOP_K):
-        best, at = tl.max(left, axis=1, return_indices=True, return_indices_tie_break_left=True)
-        # Of logits that are no numbers any may win; those behind the last one must not.
-        at = tl.minimum(at, E - 1)
+        highest = tl.max(left, axis=1)
+        at = tl.min(tl.where(left == highest[:, None], expert[None, :], BLOCK_E), axis=1)
+        best = highest.to(tl.float32, bitcast=True)
         weights = tl.where((place == number)[None, :], best[:, None], weights)
         experts = tl.where((place == number)[None, :], at[:, None], experts)
         total += best
-        left = tl.where(expert[None, :] == at[:, None], -1.0, left)
+        left = tl.where(expert[None, :] == at[:, None], LOWEST, left)
     if RENORMALIZE:
         weights /= total[:, None]
     target = token[:, None] * TOP_K + place[None, :]
@@ -75,7 +78,7 @@ def route(
     """logits: [num_tokens, num_experts], last stride 1 → weights [num_tokens, top_k] float32 and
     experts [num_tokens, top_k] int32, the weightiest first; of equal ones the lower number.
 
-    All of a row's experts are different, unless its logits are no numbers; and all are experts.
+    All of a row's experts are different, and experts, whatever its logits are.
     """
     num_tokens, num_experts = logits.shape
     weights = torch.empty((num_tokens, top_k), dtype=torch.float32, device=logits.device)

@@ -105,6 +105,7 @@ def test_a_routing_of_no_numbers_stays_among_the_experts() -> None:
     logits[1] = float("-inf")
     chosen = KERNELS.route(logits, 4, renormalize=True).experts
     assert ((chosen >= 0) & (chosen < 37)).all()
+    assert all(len(set(row)) == 4 for row in chosen.tolist())
 
 
 @settings(max_examples=15, deadline=None)
