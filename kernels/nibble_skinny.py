@@ -32,7 +32,7 @@ MANY = tl.constexpr(64)
 
 
 @triton.jit
-def _of_groups(ptr, column, in_n, stride, WIDTH: tl.constexpr, GROUP_SIZE: tl.constexpr):
+def of_groups(ptr, column, in_n, stride, WIDTH: tl.constexpr, GROUP_SIZE: tl.constexpr):
     """→ what the groups of a word's 8 parts have at ptr, each [BLOCK_N]; column: of part 0."""
     return (
         tl.load(ptr + column // GROUP_SIZE * stride, mask=in_n, other=0.0),
@@ -122,9 +122,9 @@ def _nibble_skinny_kernel(
     end = tl.minimum(SHARE, WIDTH - begin)
     if not SCALED_NUMBERS:
         # Asked for a turn ahead: they are too narrow for the compiler to do it.
-        scales = _of_groups(scale_ptrs, begin, in_n, stride_scale, WIDTH, GROUP_SIZE)
+        scales = of_groups(scale_ptrs, begin, in_n, stride_scale, WIDTH, GROUP_SIZE)
         if GATED:
-            up_scales = _of_groups(scale_ptrs + N, begin, in_n, stride_scale, WIDTH, GROUP_SIZE)
+            up_scales = of_groups(scale_ptrs + N, begin, in_n, stride_scale, WIDTH, GROUP_SIZE)
     for start in tl.range(0, end, RUN, num_stages=STAGES):
         words = tl.load(value_ptrs + start, mask=in_n[:, None], other=0)
         values = numbers(words, x_ptr.dtype.element_ty)
@@ -133,11 +133,11 @@ def _nibble_skinny_kernel(
             up_values = numbers(up_words, x_ptr.dtype.element_ty)
         # Scales for numbers lie as those do, so they are read where they are needed.
         ahead = begin + (start if SCALED_NUMBERS else tl.minimum(start + RUN, end - RUN))
-        read = _of_groups(scale_ptrs, ahead, in_n, stride_scale, WIDTH, GROUP_SIZE)
+        read = of_groups(scale_ptrs, ahead, in_n, stride_scale, WIDTH, GROUP_SIZE)
         if SCALED_NUMBERS:
             scales = read
         if GATED:
-            up_read = _of_groups(scale_ptrs + N, ahead, in_n, stride_scale, WIDTH, GROUP_SIZE)
+            up_read = of_groups(scale_ptrs + N, ahead, in_n, stride_scale, WIDTH, GROUP_SIZE)
             if SCALED_NUMBERS:
                 up_scales = up_read
         for part in tl.static_range(8):

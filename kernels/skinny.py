@@ -28,7 +28,7 @@ from .rehearsal import launch
 
 
 @triton.jit
-def _ask_for(ptrs, BYTES: tl.constexpr):
+def ask_for(ptrs, BYTES: tl.constexpr):
     """Start BYTES from each of ptrs on their way to the L2 cache."""
     tl.inline_asm_elementwise(
         "cp.async.bulk.prefetch.L2.global [$1], " + BYTES + "; mov.u32 $0, 0;",
@@ -145,9 +145,9 @@ def _skinny_kernel(
     rows_of_weight = weight_ptr + output.to(tl.int64) * stride_weight + begin
     above = tl.full([], N, tl.int64) * stride_weight
     if PREFETCH is not None and EVEN_N and EVEN_K:
-        _ask_for(rows_of_weight, PREFETCH)
+        ask_for(rows_of_weight, PREFETCH)
         if GATED:
-            _ask_for(rows_of_weight + above, PREFETCH)
+            ask_for(rows_of_weight + above, PREFETCH)
     if PDL:
         gdc_wait()
         if EARLY:

@@ -62,7 +62,7 @@ FORBIDDEN = {
 
 MEASURES_KERNELS = tuple(
     f"entrypoints/bench/{name}.py"
-    for name in ("kernel_cases", "packed_cases", "tune", "tune_nibbles")
+    for name in ("expert_cases", "kernel_cases", "packed_cases", "tune", "tune_nibbles")
 )
 
 

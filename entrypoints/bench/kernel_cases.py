@@ -1,6 +1,6 @@
 """Each kernel at real shapes, with the bytes and operations that no implementation can avoid.
 
-Shapes are Qwen3-8B's; `TINY` ones run in Triton's interpreter.
+Shapes are Qwen3-8B's, of experts Qwen3-30B-A3B's; `TINY` ones run in Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from ...kernels.rms_norm import rms_norm
 from ...kernels.silu_mul import silu_mul
 from ...kernels.skinny import MAX_TILES, SkinnyWorkspace, elements, skinny
 from ...kernels.tuning import Product, skinny_rule, skinny_shape
+from .expert_cases import QWEN3_30B_A3B, TINY_MIXTURE, expert_cases
 from .packed_cases import packed_cases
 
 Work = Callable[[], object]
@@ -118,6 +119,9 @@ def cases(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Iterator[Ca
         sizes.hidden, sizes.intermediate, sizes.tokens, device, dtype
     ):
         yield Case(kernel=kernel, shape=shape, bytes=moved, make=make)
+    mixture = QWEN3_30B_A3B if sizes == QWEN3_8B else TINY_MIXTURE
+    for kernel, shape, moved, make, flops in expert_cases(mixture, device, dtype):
+        yield Case(kernel=kernel, shape=shape, bytes=moved, make=make, flops=flops)
 
 
 class _Maker:

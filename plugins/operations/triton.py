@@ -7,7 +7,15 @@ from typing import ClassVar
 
 import torch
 
-from ...core.nn.operations import DecodeTensors, HeadLayout, Norm, Operations, split_heads
+from ...core.nn.operations import (
+    DecodeTensors,
+    ExpertWeight,
+    HeadLayout,
+    Norm,
+    Operations,
+    Routing,
+    split_heads,
+)
 from ...core.nn.packed import PackedWeight
 from ...core.worker.sampling_state import Column
 
@@ -19,9 +27,11 @@ try:
     from ...kernels.mask_tokens import mask_tokens
     from ...kernels.rehearsal import Rehearsal, can_rehearse, load_compiler
     from ...kernels.rms_norm import rms_norm
+    from ...kernels.route import route
     from ...kernels.silu_mul import silu_mul
     from ...kernels.skinny import MAX_TILES, SkinnyShape, SkinnyWorkspace, elements, skinny
     from ...kernels.tuning import Product, skinny_shape
+    from .experts import experts_product, experts_serve
     from .packed import packed_product
 
     _MISSING = None
@@ -145,6 +155,24 @@ class TritonOperations(Operations):
             self, x, weight, bias, norm=norm, residual=residual, gated=gated,
             workspace=self._workspace,
         )  # fmt: skip
+
+    def route(self, logits: torch.Tensor, top_k: int, *, renormalize: bool) -> Routing:
+        """In one launch."""
+        return Routing(*route(logits, top_k, renormalize=renormalize))
+
+    def experts(
+        self,
+        x: torch.Tensor,
+        routing: Routing,
+        gate_up: ExpertWeight,
+        down: ExpertWeight,
+        *,
+        residual: torch.Tensor,
+    ) -> torch.Tensor:
+        """Only chosen experts are read; the residual is overwritten."""
+        if not experts_serve(gate_up, down):
+            return super().experts(x, routing, gate_up, down, residual=residual)
+        return experts_product(x, routing, gate_up, down, residual)
 
     def silu_mul(self, x: torch.Tensor) -> torch.Tensor:
         """[T, 2 * size] → [T, size]"""

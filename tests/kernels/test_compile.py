@@ -22,9 +22,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from jackfield.kernels import (
-    choose_tokens, decode_inputs, finish_product, fused_decode_attention, gemv, heads, mask_tokens,
-    nibble_gemv, nibble_skinny, packed_gemv, packed_matmul, paged_attention_decode,
-    paged_attention_prefill, quantize_rows, rms_norm, silu_mul, skinny, unpack_weight,
+    choose_tokens, decode_inputs, expert_gemv, expert_matmul, expert_slots, finish_product,
+    fused_decode_attention, gemv, heads, mask_tokens, nibble_gemv, nibble_skinny, packed_gemv,
+    packed_matmul, paged_attention_decode, paged_attention_prefill, quantize_rows, rms_norm, route,
+    silu_mul, skinny, sum_slots, unpack_weight,
 )
 
 COMMON = {"HEAD_DIM": 128, "BLOCK_SIZE": 16, "WINDOW": 0, "SOFT_CAP": 0.0, "NUM_HEADS": 32,
@@ -39,7 +40,44 @@ GEMV = {"UNROLL": 2, "NORM": True, "GATED": False, "PDL": True, "EARLY": True, "
 FP8_TYPES = {"values_ptr": "*fp8e4nv", "scale_ptr": "*fp32"}
 FP8_CACHE = {"key_cache_ptr": "*fp8e4nv", "value_cache_ptr": "*fp8e4nv"}
 INT4_TYPES = {"values_ptr": "*i32", "zero_ptr": "*u8"}
+# Qwen3-30B-A3B's experts: gate and up of [1536, 2048] each, down of [2048, 768].
+BANK = {"E": 128, "BLOCK_E": 128, "PARTS": 1, "BITS": 8, "SCALE_ROWS": 1, "OFFSET": 0,
+        "PACKED": False, "GROUPED": False, "ZERO": False, "PDL": True}
+GATE_UP = {**BANK, "N": 768, "WIDTH": 2048, "GROUP_SIZE": 2048, "GATED": True, "DIVIDE": 8}
+DOWN = {**BANK, "N": 2048, "WIDTH": 768, "GROUP_SIZE": 768, "GATED": False, "DIVIDE": 1}
+BLOCKS = {"PACKED": True, "GROUPED": True, "GROUP_SIZE": 128, "SCALE_ROWS": 128}
+NIBBLES = {"PACKED": True, "GROUPED": True, "GROUP_SIZE": 128, "PARTS": 8, "BITS": 4}
+EXPERT_GEMV = {"COUNT": 8, "FACTOR": True, "RESIDUAL": True, "PIECES": 8, "BLOCK_COUNT": 8,
+               "UNROLL": 3, "BLOCK_N": 1, "BLOCK_K": 256, "PREFETCH": "192"}
+SLOT_GEMV = {**EXPERT_GEMV, "COUNT": 1, "FACTOR": False, "RESIDUAL": False, "BLOCK_COUNT": 1,
+             "UNROLL": 2, "BLOCK_N": 4, "BLOCK_K": 1024, "PREFETCH": None}
+FEW = {"BLOCK_M": 16, "BLOCK_N": 128, "BLOCK_K": 128, "STAGES": 3}
+MANY = {"BLOCK_M": 128, "BLOCK_N": 256, "BLOCK_K": 64, "STAGES": 3}
 KERNELS = [
+    (route._route_kernel,
+     {"E": 128, "TOP_K": 8, "RENORMALIZE": True, "ROWS": 4, "BLOCK_E": 128, "BLOCK_TOP": 8,
+      "PDL": True}, 4),
+    (expert_slots._expert_slots_kernel,
+     {"TOP_K": 8, "BLOCK_TOP": 8, "BLOCK": 1024, "PDL": True}, 8),
+    (sum_slots._sum_slots_kernel, {"SIZE": 2048, "TOP_K": 8, "BLOCK": 1024, "PDL": True}, 4),
+    (expert_gemv._expert_gemv_kernel, {**GATE_UP, **SLOT_GEMV}, 4),
+    (expert_gemv._expert_gemv_kernel, {**DOWN, **EXPERT_GEMV}, 2),
+    (expert_gemv._expert_gemv_kernel,
+     {**DOWN, **EXPERT_GEMV, **BLOCKS, "BLOCK_K": 128, "PREFETCH": "96"}, 2, FP8_TYPES),
+    (expert_gemv._expert_gemv_kernel,
+     {**GATE_UP, **SLOT_GEMV, **NIBBLES, "WIDTH": 256, "ZERO": True, "BLOCK_K": 128}, 4,
+     INT4_TYPES),
+    (expert_matmul._expert_matmul_kernel, {**GATE_UP, **FEW, "BLOCK_N": 64}, 4),
+    (expert_matmul._expert_matmul_kernel, {**DOWN, **FEW}, 4),
+    (expert_matmul._expert_matmul_kernel, {**GATE_UP, **MANY, "BLOCK_N": 128}, 8),
+    (expert_matmul._expert_matmul_kernel, {**DOWN, **MANY}, 8),
+    (expert_matmul._expert_matmul_kernel, {**DOWN, **BLOCKS, **FEW, "STAGES": 4}, 4, FP8_TYPES),
+    (expert_matmul._expert_matmul_kernel,
+     {**GATE_UP, **NIBBLES, "WIDTH": 256, "ZERO": True, "BLOCK_M": 16, "BLOCK_N": 64,
+      "BLOCK_K": 32, "STAGES": 4}, 4, INT4_TYPES),
+    (expert_matmul._expert_matmul_kernel,
+     {**DOWN, **NIBBLES, "WIDTH": 96, "OFFSET": 8, "BLOCK_M": 64, "BLOCK_N": 128, "BLOCK_K": 32,
+      "STAGES": 3}, 8, INT4_TYPES),
     (finish_product._finish_product_kernel,
      {"N": 4096, "SPLITS": 4, "SCALED": False, "BIAS": True, "RESIDUAL": True, "BLOCK": 1024}, 4,
      {"part_ptr": "*fp32"}),
@@ -108,6 +146,8 @@ KERNELS = [
       "EARLY": False}, 4),
 ]
 TYPES = {
+    "experts_ptr": "*i32", "lists_ptr": "*i32", "counts_ptr": "*i32",
+    "weights_ptr": "*fp32", "factor_ptr": "*fp32",
     "partial_ptr": "*fp32", "lse_ptr": "*fp32", "best_ptr": "*fp32", "counter_ptr": "*i32",
     "cos_sin_ptr": "*fp32", "bits_ptr": "*i32",
     "token_ptr": "*i32", "settings_ptr": "*i32", "slots_ptr": "*i64", "lengths_ptr": "*i64",
@@ -142,4 +182,4 @@ def test_every_kernel_compiles_for_a_hopper_gpu() -> None:
         [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert len(done.stdout.split()) == 31
+    assert len(done.stdout.split()) == 45

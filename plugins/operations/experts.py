@@ -1,0 +1,71 @@
+"""A mixture's layer on kernels: slot by slot where tokens are few, sorted by expert where many."""
+
+from __future__ import annotations
+
+import torch
+
+from ...core.nn.operations import ExpertWeight, Routing
+from ...core.nn.packed import PackedWeight
+from ...kernels.expert_bank import Bank, values_of
+from ...kernels.expert_gemv import expert_gemv
+from ...kernels.expert_matmul import expert_matmul, expert_matmul_serves
+from ...kernels.expert_slots import expert_slots
+from ...kernels.packed_weight import Packed
+from ...kernels.sum_slots import sum_slots
+
+
+def few_slots(num_tokens: int, top_k: int, num_experts: int) -> bool:
+    """Whether each token is to read its experts' weights for itself.
+
+    Not measured yet. With half as many slots as experts, an expert in five is read twice, and that
+    largely from the cache; in return nothing is sorted.
+    """
+    return num_tokens == 1 or num_tokens * top_k <= num_experts // 2
+
+
+def experts_serve(gate_up: ExpertWeight, down: ExpertWeight) -> bool:
+    """Whether the kernels can take these weights, with any number of tokens."""
+    return all(expert_matmul_serves(_bank(weight)) for weight in (gate_up, down))
+
+
+def experts_product(
+    x: torch.Tensor,
+    routing: Routing,
+    gate_up: ExpertWeight,
+    down: ExpertWeight,
+    residual: torch.Tensor,
+) -> torch.Tensor:
+    """As `Operations.experts`, into `residual`.
+
+    What is launched depends on shapes and types alone, so it may be captured in a graph.
+    """
+    first, second = _bank(gate_up), _bank(down)
+    num_tokens, top_k = routing.experts.shape
+    num_experts = values_of(second).shape[0] // x.shape[1]
+    inputs = _ordered(x, gate_up)
+    if few_slots(num_tokens, top_k, num_experts):
+        inner = expert_gemv(inputs, routing.experts, first, num_experts)
+        return expert_gemv(
+            _ordered(inner, down), routing.experts, second, num_experts,
+            factor=routing.weights, residual=residual, out=residual, known=True,
+        )  # fmt: skip
+    slots, counts = expert_slots(routing.experts, num_experts)
+    inner = expert_matmul(inputs, slots, counts, first, top_k=top_k, gated=True)
+    inner = _ordered(inner, down)
+    parts = expert_matmul(inner, slots, counts, second, top_k=top_k, gated=False)
+    return sum_slots(parts, routing.weights, residual, residual)
+
+
+def _bank(weight: ExpertWeight) -> Bank:
+    if not isinstance(weight, PackedWeight):
+        return weight
+    return Packed(
+        weight.values, weight.scale, weight.zero, weight.group_size, weight.scale_rows, weight.bits
+    )
+
+
+def _ordered(x: torch.Tensor, weight: ExpertWeight) -> torch.Tensor:
+    """Inputs in the order of the weight's columns."""
+    if not isinstance(weight, PackedWeight) or weight.order is None:
+        return x
+    return x.index_select(1, weight.order)

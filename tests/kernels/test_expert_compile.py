@@ -1,0 +1,117 @@
+"""What a mixture's layer launches at a real model's sizes fits a Hopper GPU, and its registers.
+
+Triton compiles for such a GPU wherever it runs; launches go nowhere, and no memory is touched.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+if importlib.util.find_spec("triton.runtime._async_compile") is None:
+    pytest.skip("Triton cannot compile aside", allow_module_level=True)
+
+PROGRAM = r"""
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+from jackfield.core.nn.operations import Routing
+from jackfield.core.nn.packed import PackedWeight
+from jackfield.kernels.rehearsal import Rehearsal
+from jackfield.plugins.operations.triton import TritonOperations
+
+
+class Driver:
+    class utils:
+        def get_device_properties(device):
+            return {"max_shared_mem": 227 * 1024}
+
+        def load_binary(name, kernel, shared, device):
+            return object(), name, 32, 0, 1024
+
+    def launcher_cls(self, source, metadata):
+        return lambda *arguments: None
+
+    def get_current_target(self):
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device):
+        return 0
+
+
+driver.set_active(Driver())
+E, TOP_K, HIDDEN, INNER = 128, 8, 2048, 768
+
+
+def bank(kind, rows, size):
+    if kind == "bf16":
+        return torch.empty(rows, size, dtype=torch.bfloat16)
+    if kind == "fp8":
+        values, scale = torch.empty(rows, size, dtype=torch.float8_e4m3fn), torch.empty(1, rows)
+        return PackedWeight(values, scale, size)
+    words = torch.empty(rows, size // 8, dtype=torch.int32)
+    scale = torch.empty(size // 128, rows, dtype=torch.bfloat16)
+    return PackedWeight(words, scale, 128, bits=4)
+
+
+def usage(kernel):
+    path = Path(sys.argv[1]) / "kernel"
+    path.write_bytes(kernel.asm["cubin"])
+    objdump = triton.knobs.nvidia.cuobjdump.path
+    found = subprocess.check_output([objdump, "-res-usage", str(path)], text=True)
+    return dict(re.findall(r"(REG|STACK):(\d+)", found))
+
+
+operations = TritonOperations()
+for kind, tokens in (("bf16", (1, 64, 8192)), ("fp8", (64,)), ("words", (1, 64))):
+    gate_up, down = bank(kind, E * 2 * INNER, HIDDEN), bank(kind, E * HIDDEN, INNER)
+    for num_tokens in tokens:
+        x = torch.empty(num_tokens, HIDDEN, dtype=torch.bfloat16)
+        logits = torch.empty(num_tokens, E, dtype=torch.bfloat16)
+        with Rehearsal(torch.device("cpu"), threads=1) as rehearsal:
+            routing = operations.route(logits, TOP_K, renormalize=True)
+            made = operations.experts(x, routing, gate_up, down, residual=torch.empty_like(x))
+            assert made.shape == x.shape
+            futures = list(rehearsal._pool.futures)
+        for future in futures:
+            kernel = future.result()
+            used = usage(kernel)
+            name = f"{kind} {num_tokens} {kernel.metadata.name}"
+            print(kernel.metadata.name, kind, num_tokens, used, kernel.metadata.shared)
+            assert used["STACK"] == "0", f"{name} spills: {used}"
+            if "matmul" in name:
+                assert "wgmma" in kernel.asm["ptx"], f"{name} is not on the matrix unit"
+            if kernel.metadata.name == "_expert_gemv_kernel":
+                wide = re.findall(r"ld\.global\S*evict_first\S*\.v4", kernel.asm["ptx"])
+                assert wide, f"{name} does not read 16 bytes at once"
+"""
+
+
+def test_experts_of_a_real_model_fit_the_registers(tmp_path: Path) -> None:
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(tmp_path)],
+        env={**environment, "TRITON_CACHE_DIR": str(tmp_path / "cache")},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    # Choosing, and two products; where tokens are many, lists and sums, too.
+    names = {line.split()[0] for line in done.stdout.splitlines()}
+    assert len(names) == 5, names
+    print(done.stdout)

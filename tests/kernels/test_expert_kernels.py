@@ -1,0 +1,326 @@
+"""A mixture's kernels against the torch reference: who is chosen, who goes where, what is made."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+pytest.importorskip("triton")
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jackfield.core.nn.operations import ExpertWeight, Operations, Routing
+from jackfield.core.nn.packed import PackedWeight, pack_words
+from jackfield.kernels.expert_matmul import most_tiles
+from jackfield.kernels.expert_slots import expert_slots
+from jackfield.kernels.sum_slots import sum_slots
+from jackfield.plugins.operations.experts import experts_serve, few_slots
+from jackfield.plugins.operations.triton import TritonOperations
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+FP8 = torch.float8_e4m3fn
+# The interpreter's products of bfloat16 are wrong.
+DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * torch.cuda.is_available()
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3.2e-2}
+REFERENCE, KERNELS = Operations(), TritonOperations()
+
+
+def draw(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+
+
+def routing(num_tokens: int, top_k: int, num_experts: int, seed: int = 0) -> Routing:
+    return REFERENCE.route(draw(num_tokens, num_experts, seed=seed), top_k, renormalize=True)
+
+
+def dense(num_experts: int, rows: int, size: int, dtype: torch.dtype) -> torch.Tensor:
+    return (draw(num_experts * rows, size, seed=rows) / size**0.5).to(dtype)
+
+
+def packed(kind: str, total: int, size: int, group: int, dtype: torch.dtype) -> PackedWeight:
+    """A random bank of about unit rows."""
+    made = torch.Generator().manual_seed(total + size)
+    groups, bits, zero = -(-size // group), 8, None
+    scale_rows = 16 if kind == "fp8" and groups > 1 else 1
+    if kind == "fp8":
+        values, spread = (torch.randn(total, size, generator=made) * 64).to(FP8), 64.0
+    elif kind == "int8":
+        values = torch.randint(-127, 128, (total, size), generator=made, dtype=torch.int8)
+        spread = 74.0
+    else:
+        bits = int(kind[-1])
+        spread = 0.29 * (1 << bits)
+        values = pack_words(torch.randint(0, 1 << bits, (total, size), generator=made), bits)
+        if kind.startswith("zero"):
+            most = (1 << bits) - bits // 8
+            zero = torch.randint(0, most + 1, (groups, total), generator=made).to(torch.uint8)
+    scale = torch.rand(groups, -(-total // scale_rows), generator=made) + 0.5
+    weight = PackedWeight(
+        values, (scale / spread / size**0.5).to(dtype), group, zero, scale_rows, bits
+    )
+    parts = {name: part.to(DEVICE) for name, part in weight.tensors().items()}
+    return weight._replace(**parts)
+
+
+def check(x: torch.Tensor, chosen: Routing, gate_up: ExpertWeight, down: ExpertWeight) -> None:
+    """Against the twin in float32: rounding is the kernels' alone."""
+    residual = draw(*x.shape, dtype=x.dtype, seed=9)
+    wide = [bank.float() if isinstance(bank, torch.Tensor) else bank for bank in (gate_up, down)]
+    want = REFERENCE.experts(x.float(), chosen, *wide, residual=residual.float())
+    assert experts_serve(gate_up, down)
+    got = KERNELS.experts(x, chosen, gate_up, down, residual=residual)
+    assert got.dtype == x.dtype and got.shape == x.shape
+    tolerance = TOLERANCE[x.dtype]
+    size = max(float(want.std()), 1.0)
+    torch.testing.assert_close(got.float(), want, atol=tolerance * size, rtol=tolerance)
+
+
+@pytest.mark.parametrize("renormalize", [True, False])
+@pytest.mark.parametrize(
+    ("num_tokens", "num_experts", "top_k"), [(1, 128, 8), (9, 60, 4), (6, 5, 5), (3, 8, 2)]
+)
+def test_a_routing_equals_its_twin(
+    num_tokens: int, num_experts: int, top_k: int, renormalize: bool
+) -> None:
+    logits = draw(num_tokens, num_experts, dtype=torch.float16) * 4
+    # Equal ones, at the top and at the end, and some whose probability is nothing.
+    logits[0, 1::2] = logits[0].max()
+    logits[-1] = 1.0
+    logits[-1, 0] = 300.0
+    got = KERNELS.route(logits, top_k, renormalize=renormalize)
+    want = REFERENCE.route(logits, top_k, renormalize=renormalize)
+    assert torch.equal(got.experts, want.experts)
+    torch.testing.assert_close(got.weights, want.weights)
+
+
+def test_a_routing_of_no_numbers_stays_among_the_experts() -> None:
+    logits = torch.full((3, 37), float("nan"), device=DEVICE)
+    logits[1] = float("-inf")
+    chosen = KERNELS.route(logits, 4, renormalize=True).experts
+    assert ((chosen >= 0) & (chosen < 37)).all()
+    assert all(len(set(row)) == 4 for row in chosen.tolist())
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.data())
+def test_lists_hold_each_slot_at_its_expert(data: st.DataObject) -> None:
+    num_experts = data.draw(st.integers(1, 9))
+    top_k = data.draw(st.integers(1, min(num_experts, 5)))
+    num_tokens = data.draw(st.integers(1, 70))
+    permutation = st.permutations(range(num_experts))
+    rows = data.draw(st.lists(permutation, min_size=num_tokens, max_size=num_tokens))
+    experts = torch.tensor([row[:top_k] for row in rows], dtype=torch.int32, device=DEVICE)
+    slots, counts = expert_slots(experts, num_experts)
+    flat = experts.flatten()
+    for expert in range(num_experts):
+        wanted = (flat == expert).nonzero()[:, 0]
+        assert slots[expert, : counts[expert]].tolist() == wanted.tolist()
+    block_m = data.draw(st.sampled_from([1, 4, 16]))
+    needed = int((-(-counts // block_m)).sum())
+    assert needed <= most_tiles(flat.numel(), num_experts, block_m)
+
+
+def test_lists_of_more_tokens_than_a_program_takes_at_once() -> None:
+    chosen = routing(2500, 3, 7).experts
+    slots, counts = expert_slots(chosen, 7)
+    for expert in range(7):
+        wanted = (chosen.flatten() == expert).nonzero()[:, 0]
+        assert torch.equal(slots[expert, : counts[expert]].long(), wanted)
+
+
+def test_lists_of_a_broken_routing_do_not_overflow() -> None:
+    chosen = torch.tensor([[2, 2], [-7, 9], [2, 1 << 30]], dtype=torch.int32, device=DEVICE)
+    slots, counts = expert_slots(chosen, 3)
+    assert counts.tolist() == [0, 0, 2]
+    assert slots[2, :2].tolist() == [1, 4]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_sums_equal_torch(dtype: torch.dtype) -> None:
+    parts, residual = draw(15, 1100, dtype=dtype), draw(5, 1100, dtype=dtype, seed=1)
+    weights = draw(5, 3, seed=2)
+    want = residual.float() + (parts.view(5, 3, 1100).float() * weights[:, :, None]).sum(dim=1)
+    got = sum_slots(parts, weights, residual, residual)
+    assert got is residual
+    torch.testing.assert_close(got, want.to(dtype), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+SHAPES = [  # tokens, experts, top_k, hidden, inner
+    (1, 5, 2, 96, 48), (1, 16, 8, 64, 32), (2, 12, 3, 40, 72),
+    (3, 5, 2, 96, 48), (19, 6, 3, 40, 72), (150, 5, 2, 64, 80),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_experts_equal_their_twin(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    num_tokens, num_experts, top_k, hidden, inner = shape
+    gate_up = dense(num_experts, 2 * inner, hidden, dtype)
+    down = dense(num_experts, hidden, inner, dtype)
+    check(
+        draw(num_tokens, hidden, dtype=dtype),
+        routing(num_tokens, top_k, num_experts),
+        gate_up,
+        down,
+    )
+
+
+def test_one_expert_may_have_all_tokens_and_others_none() -> None:
+    num_tokens, num_experts = 40, 6
+    chosen = Routing(
+        torch.full((num_tokens, 1), 0.5, device=DEVICE),
+        torch.full((num_tokens, 1), 4, dtype=torch.int32, device=DEVICE),
+    )
+    gate_up = dense(num_experts, 64, 32, torch.float32)
+    check(draw(num_tokens, 32), chosen, gate_up, dense(num_experts, 32, 32, torch.float32))
+
+
+def test_ids_that_are_no_experts_read_no_others_memory() -> None:
+    """As a graph's warm-up may have them."""
+    ids = torch.tensor([[1 << 30, -5]], dtype=torch.int32, device=DEVICE)
+    x, weights = draw(1, 32), torch.ones(1, 2, device=DEVICE)
+    gate_up, down = dense(5, 64, 32, torch.float32), dense(5, 32, 32, torch.float32)
+    clamped = Routing(weights, ids.clamp(0, 4))
+    want = REFERENCE.experts(x, clamped, gate_up, down, residual=x.clone())
+    got = KERNELS.experts(x, Routing(weights, ids), gate_up, down, residual=x.clone())
+    torch.testing.assert_close(got, want, atol=2e-5, rtol=2e-5)
+
+
+def test_tokens_do_not_depend_on_those_beside_them() -> None:
+    gate_up, down = dense(6, 64, 32, torch.float16), dense(6, 32, 32, torch.float16)
+    x, chosen = draw(20, 32, dtype=torch.float16), routing(20, 2, 6)
+    whole = KERNELS.experts(x, chosen, gate_up, down, residual=x.clone())
+    half = Routing(chosen.weights[:9], chosen.experts[:9])
+    part = KERNELS.experts(x[:9], half, gate_up, down, residual=x[:9].clone())
+    assert torch.equal(whole[:9], part)
+
+
+BANKS = [  # kind, hidden, inner, group of gate and up, group of down
+    ("fp8", 96, 48, 96, 48), ("fp8", 96, 64, 32, 32), ("int8", 72, 40, 72, 40),
+    ("words4", 128, 128, 16, 32), ("zeros4", 128, 128, 32, 16), ("words8", 128, 64, 64, 64),
+    ("zeros8", 128, 64, 32, 16), ("zeros4", 64, 128, 64, 128),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "dtype"),
+    [(11, torch.float32), *((count, DTYPES[-1]) for count in (1, 11, 80))],
+    ids=str,
+)
+@pytest.mark.parametrize("bank", BANKS, ids=lambda b: f"{b[0]}-{b[3]}")
+def test_experts_of_packed_banks_equal_their_twin(
+    bank: Any, num_tokens: int, dtype: torch.dtype
+) -> None:
+    kind, hidden, inner, group, inner_group = bank
+    num_experts, top_k = 3, 2
+    gate_up = packed(kind, num_experts * 2 * inner, hidden, group, dtype)
+    down = packed(kind, num_experts * hidden, inner, inner_group, dtype)
+    x, chosen = draw(num_tokens, hidden, dtype=dtype), routing(num_tokens, top_k, num_experts)
+    check(x, chosen, gate_up, down)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 7])
+def test_inputs_are_taken_in_the_order_of_a_banks_columns(num_tokens: int) -> None:
+    made = torch.Generator().manual_seed(5)
+    gate_up = packed("words4", 3 * 128, 128, 32, torch.float32)
+    down = packed("words4", 3 * 128, 64, 64, torch.float32)
+    gate_up = gate_up._replace(order=torch.randperm(128, generator=made).to(DEVICE))
+    down = down._replace(order=torch.randperm(64, generator=made).to(DEVICE))
+    check(draw(num_tokens, 128), routing(num_tokens, 2, 3), gate_up, down)
+
+
+def test_groups_too_narrow_for_the_kernels_go_to_the_reference() -> None:
+    gate_up = packed("words4", 3 * 64, 64, 8, torch.float32)
+    down = packed("words4", 3 * 64, 32, 8, torch.float32)
+    assert not experts_serve(gate_up, down)
+    x, chosen = draw(5, 64), routing(5, 2, 3)
+    want = REFERENCE.experts(x, chosen, gate_up, down, residual=x)
+    got = KERNELS.experts(x, chosen, gate_up, down, residual=x.clone())
+    torch.testing.assert_close(got, want, atol=2e-5, rtol=2e-5)
+
+
+def test_few_slots_are_at_most_half_as_many_as_experts() -> None:
+    assert few_slots(1, 8, 8) and few_slots(8, 8, 128) and few_slots(2, 2, 8)
+    assert not few_slots(9, 8, 128) and not few_slots(3, 2, 8)
+
+
+GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+E, TOP_K, HIDDEN, INNER = 128, 8, 2048, 768
+"""Qwen3-30B-A3B's"""
+
+
+def big(*shape: int, seed: int) -> torch.Tensor:
+    made = torch.Generator(DEVICE).manual_seed(seed)
+    return torch.randn(*shape, generator=made, device=DEVICE, dtype=torch.bfloat16)
+
+
+def big_layer() -> tuple[torch.Tensor, torch.Tensor]:
+    gate_up = big(E * 2 * INNER, HIDDEN, seed=1).div_(HIDDEN**0.5)
+    return gate_up, big(E * HIDDEN, INNER, seed=2).div_(INNER**0.5)
+
+
+@GPU
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_tokens", [1, 3, 8, 64, 256, 700, 2000])
+def test_experts_of_a_real_size_equal_their_twin(num_tokens: int) -> None:
+    gate_up, down = big_layer()
+    logits, x = big(num_tokens, E, seed=3), big(num_tokens, HIDDEN, seed=4)
+    chosen = KERNELS.route(logits, TOP_K, renormalize=True)
+    wanted = REFERENCE.route(logits, TOP_K, renormalize=True)
+    torch.testing.assert_close(chosen.weights, wanted.weights)
+    # Logits of few digits are often equal: order decides, and must not differ.
+    assert torch.equal(chosen.experts, wanted.experts)
+    check(x, chosen, gate_up, down)
+
+
+@GPU
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["fp8", "fp8 blocks", "words4", "zeros4"])
+@pytest.mark.parametrize("num_tokens", [1, 64, 700])
+def test_packed_experts_of_a_real_size_equal_their_twin(num_tokens: int, kind: str) -> None:
+    def bank(total: int, size: int) -> PackedWeight:
+        return packed(kind.split()[0], total, size, size if kind == "fp8" else 128, torch.float32)
+
+    gate_up, down = bank(16 * 2 * INNER, HIDDEN), bank(16 * HIDDEN, INNER)
+    chosen = KERNELS.route(big(num_tokens, 16, seed=3), TOP_K, renormalize=True)
+    check(big(num_tokens, HIDDEN, seed=4), chosen, gate_up, down)
+
+
+@GPU
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_tokens", [1, 8, 64])
+def test_a_captured_layer_goes_where_other_inputs_send_it(num_tokens: int) -> None:
+    gate_up, down = big_layer()
+    logits, x = big(num_tokens, E, seed=3), big(num_tokens, HIDDEN, seed=4)
+
+    def layer() -> torch.Tensor:
+        chosen = KERNELS.route(logits, TOP_K, renormalize=True)
+        return KERNELS.experts(x, chosen, gate_up, down, residual=x.clone())
+
+    aside = torch.cuda.Stream()
+    aside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(aside):
+        first = layer().clone()
+    torch.cuda.current_stream().wait_stream(aside)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = layer()
+    graph.replay()
+    assert torch.equal(captured, first)
+    for seed in (5, 6, 7):
+        logits.copy_(big(num_tokens, E, seed=seed))
+        x.copy_(big(num_tokens, HIDDEN, seed=seed + 10))
+        if seed == 7:
+            # All to the same few.
+            logits[:, 40:48] += 100
+        for _ in range(3):
+            graph.replay()
+        assert torch.equal(captured, layer())
+        assert not torch.equal(captured, first)
