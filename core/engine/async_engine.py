@@ -27,16 +27,16 @@ from ..observe.metrics import EngineMetrics
 from ..pooling import PoolingParams
 from ..protocols import Executor, ExecutorInfo, KVConnectorScheduler
 from ..registry import Plugins, load_plugins
-from ..scheduling.request import Update
 from ..scheduling.scheduler import Scheduler
 from ..text.chat import ChatTemplate
 from ..text.tokenizer import Tokenizer
 from ..types import (
     ChatMessage,
     EngineStats,
-    FinishReason,
     GrammarStart,
+    PoolingRequestOutput,
     Prompt,
+    RequestOutput,
     SamplingParams,
     StepPlan,
     StepResult,
@@ -44,9 +44,8 @@ from ..types import (
 from .admission import Admission
 from .connecting import connect, watch_transfers
 from .grammars import Grammars
-from .output import Completion, OutputStream, RequestState
+from .output import OutputStream, RequestState
 from .pooling import (
-    Pooled,
     PoolingAdmission,
     PoolingPrompt,
     PoolingState,
@@ -55,6 +54,7 @@ from .pooling import (
 )
 from .resolve import check_names, resolve_config, resolve_runner
 from .step_loop import StepLoop
+from .underway import Publisher, State, Underway
 
 logger = logging.getLogger("jackfield.engine")
 HEALTH_SECONDS = 30.0
@@ -87,23 +87,14 @@ class AsyncEngine:
         self.chat_template_variables: frozenset[str] = frozenset()
         """What the model's chat template reads besides messages and tools: names that
         `chat_template_kwargs` may set."""
-        self._states: dict[str, RequestState | PoolingState] = {}
-        self._owners: dict[str, tuple[RequestState | PoolingState, int]] = {}
-        """Scheduler request id → its state and completion index."""
+        self._underway = Underway()
         self._started = False
         self._accepting = False
-        self._idle = asyncio.Event()
-        self._idle.set()
         self._background: set[asyncio.Task[Any]] = set()
-        self._finished_counts: dict[str, int] = {}
-        self._num_prompt_tokens = 0
-        self._num_generation_tokens = 0
         self._num_steps = 0
         self._connector: KVConnectorScheduler | None = None
         self._ping: asyncio.Future[None] | None = None
         """One for all who ask at the same time, so that they do not queue up behind a hung step."""
-        self._news: list[RequestState] = []
-        """Whose listeners are to be called."""
 
     # ------------------------------------------------------------ life
 
@@ -210,15 +201,19 @@ class AsyncEngine:
             transfer=config.kv_transfer_config,
             hash_key=None if self.info.kv_layout is None else self.info.kv_layout.fingerprint,
         )
+        listened = self.plugins.has_listeners("request_finished")
+        self._publisher = Publisher(
+            self._underway, self._scheduler, self.metrics,
+            self._request_finished if listened else None,
+        )  # fmt: skip
         self._steps = StepLoop(
             self._scheduler,
             self._executor,
-            publish=self._publish,
+            publish=self._publisher.publish,
             stepped=self._stepped,
             died=self._die,
         )
         self._watch_steps = self.plugins.has_listeners("step_finished")
-        self._watch_requests = self.plugins.has_listeners("request_finished")
         self._steps.start()
         self._accepting = True
 
@@ -229,7 +224,7 @@ class AsyncEngine:
         """
         self._accepting = False
         try:
-            await asyncio.wait_for(self._idle.wait(), timeout)
+            await asyncio.wait_for(self._underway.idle.wait(), timeout)
         except TimeoutError:
             return False
         return True
@@ -239,7 +234,7 @@ class AsyncEngine:
         self._accepting = False
         if not hasattr(self, "_steps"):
             return
-        for state in list(self._states.values()):
+        for state in list(self._underway.states.values()):
             self._abort(state)
         await self._listeners_done()
         await self.plugins.emit("engine_stopping", engine=self)
@@ -357,7 +352,7 @@ class AsyncEngine:
 
         → whether there was one.
         """
-        state = self._states.get(request_id)
+        state = self._underway.states.get(request_id)
         if state is None:
             return False
         self._abort(state)
@@ -442,10 +437,10 @@ class AsyncEngine:
         """A snapshot, cheap to take."""
         return msgspec.structs.replace(
             self._scheduler.stats,
-            prompt_tokens=self._num_prompt_tokens,
-            generation_tokens=self._num_generation_tokens,
+            prompt_tokens=self._publisher.num_prompt_tokens,
+            generation_tokens=self._publisher.num_generation_tokens,
             steps=self._num_steps,
-            requests_finished=dict(self._finished_counts),
+            requests_finished=dict(self._publisher.finished_counts),
         )
 
     async def render_metrics(self) -> bytes:
@@ -519,16 +514,13 @@ class AsyncEngine:
         )
         return PoolingState(prompt.text, request)
 
-    def _enter(self, state: RequestState | PoolingState) -> None:
-        """Give its requests to the scheduler. Raises InvalidRequest when they never fit."""
-        if (reason := self._scheduler.unfit_reason(state.requests[0])) is not None:
-            raise InvalidRequest(f"prompt: {reason}", param="prompt")
-        self._states[state.request_id] = state
-        self._idle.clear()
-        for index, request in enumerate(state.requests):
-            self._owners[request.request_id] = (state, index)
-            self._scheduler.add(request)
-        self._num_prompt_tokens += len(state.requests[0].prompt_token_ids)
+    def _enter(self, state: State) -> None:
+        self._publisher.enter(state)
+        self._steps.wake()
+
+    def _abort(self, state: State) -> None:
+        """End what is left of a request, at once: its blocks are free when this returns."""
+        self._publisher.abort(state)
         self._steps.wake()
 
     def _check_open(self, request_id: str | None) -> str:
@@ -539,7 +531,7 @@ class AsyncEngine:
             raise EngineStopped("the engine is not accepting requests: it is stopping or stopped")
         self._check_room()
         request_id = request_id or uuid.uuid4().hex
-        if request_id in self._states:
+        if request_id in self._underway.states:
             raise InvalidRequest(
                 f"request_id: {request_id!r} is in use by a running request", param="request_id"
             )
@@ -564,111 +556,6 @@ class AsyncEngine:
             )
         return f"{asked}: this model gives vectors ({does}) and no text"
 
-    def _publish(self, updates: list[Update]) -> None:
-        """Give a step's tokens to their streams."""
-        if not updates:
-            return
-        now = time.monotonic()
-        gaps: dict[float, int] = {}
-        """Seconds between tokens → how many came so: streams in step have one number."""
-        for update in updates:
-            request = update.request
-            owner = self._owners.get(request.request_id)
-            if owner is None:
-                continue
-            state, index = owner
-            if isinstance(state, PoolingState):
-                self._publish_pooled(state, update)
-                continue
-            completion = state.completions[index]
-            if update.prompt_logprobs and index == 0:
-                state.add_prompt_logprobs(update.prompt_logprobs)
-            if update.new_token_ids:
-                count = len(update.new_token_ids)
-                self._num_generation_tokens += count
-                before = state.mark_tokens(now)
-                if before is None:
-                    self.metrics.observe_first_token(now - state.timings.arrival)
-                else:
-                    gap = (now - before) / count
-                    gaps[gap] = gaps.get(gap, 0) + count
-                stop = completion.apply(update)
-                if stop is not None:
-                    self._scheduler.finish(request.request_id, "stop", stop)
-                    completion.finish("stop", stop)
-            if update.error is not None:
-                state.error = update.error
-            if update.finished:
-                assert request.finish_reason is not None
-                completion.finish(request.finish_reason, request.stop_reason)
-            self._tell(state)
-            if completion.finish_reason is not None:
-                self._ended(state, request.request_id)
-        for gap, count in gaps.items():
-            self.metrics.observe_inter_token(gap, count)
-
-    def _tell(self, state: RequestState) -> None:
-        """Its caller has news: wake who waits, or note whom to call."""
-        if state.listener is None:
-            state.changed.set()
-            return
-        if not self._news:
-            asyncio.get_running_loop().call_soon(self._deliver)
-        self._news.append(state)
-
-    def _deliver(self) -> None:
-        """Call all listeners that a step has news for, in one turn of the loop."""
-        news, self._news = self._news, []
-        for state in news:
-            if state.listener is not None:
-                try:
-                    state.listener()
-                except Exception:
-                    logger.exception("the listener of request %s failed", state.request_id)
-
-    def _publish_pooled(self, state: PoolingState, update: Update) -> None:
-        state.pooled.row, state.error = update.pooled, update.error
-        state.pooled.finish(update.request.finish_reason or "stop")
-        state.changed.set()
-        self._ended(state, update.request.request_id)
-
-    def _ended(self, state: RequestState | PoolingState, scheduler_id: str) -> None:
-        """One completion ended; perhaps the request did."""
-        owner = self._owners.pop(scheduler_id, None)
-        if owner is not None:
-            reason: FinishReason = state.completions[owner[1]].finish_reason or "abort"
-            self._finished_counts[reason] = self._finished_counts.get(reason, 0) + 1
-        if not state.finished or state.request_id not in self._states:
-            return
-        del self._states[state.request_id]
-        state.mark_finished()
-        if isinstance(state, PoolingState):
-            reason = state.pooled.finish_reason or "abort"
-            self.metrics.observe_pooled(state.requests[0].num_prompt_tokens, state.timings, reason)
-            if self._watch_requests and state.pooled.row is not None:
-                self._spawn(self.plugins.emit("request_finished", output=state.output()))
-        else:
-            output = state.peek()
-            self.metrics.observe_finished(output, state.params)
-            if self._watch_requests:
-                self._spawn(self.plugins.emit("request_finished", output=output))
-        if not self._states:
-            self._idle.set()
-
-    def _abort(self, state: RequestState | PoolingState) -> None:
-        """End what is left of a request, at once: its blocks are free when this returns."""
-        completions: Sequence[Completion | Pooled] = state.completions
-        for request, completion in zip(state.requests, completions, strict=True):
-            if completion.finish_reason is None:
-                self._scheduler.finish(request.request_id, "abort")
-                completion.finish("abort", None)
-                self._ended(state, request.request_id)
-        if isinstance(state, PoolingState):
-            state.changed.set()
-        else:
-            self._tell(state)
-        self._steps.wake()
-
     def _stepped(self, plan: StepPlan, result: StepResult) -> None:
         self._num_steps += 1
         self.metrics.observe_step(self.stats(), plan.total_tokens, result.device_seconds)
@@ -691,7 +578,10 @@ class AsyncEngine:
         self.dead_reason = f"{type(error).__name__}: {error}"
         self._accepting = False
         logger.error("the engine died", exc_info=error)
-        self._publish(self._scheduler.fail_all(f"the engine died: {self.dead_reason}"))
+        self._publisher.publish(self._scheduler.fail_all(f"the engine died: {self.dead_reason}"))
+
+    def _request_finished(self, output: RequestOutput | PoolingRequestOutput) -> None:
+        self._spawn(self.plugins.emit("request_finished", output=output))
 
     async def _listeners_done(self) -> None:
         await asyncio.gather(*self._background, return_exceptions=True)

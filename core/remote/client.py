@@ -137,7 +137,7 @@ class RemoteEngine(AsyncEngine):
     async def stop(self) -> None:
         """Abort what is running, and leave the engine. Safe to call twice."""
         self._accepting = False
-        for state in list(self._states.values()):
+        for state in list(self._underway.states.values()):
             self._abort(state)
         await self._listeners_done()
         self._channel.lost = None
@@ -222,9 +222,8 @@ class RemoteEngine(AsyncEngine):
         self, state: RequestState | PoolingState, number: int, asked: Generate | Encode
     ) -> None:
         """Have a request admitted. Its tokens may come with the answer, so it is known before."""
-        self._states[state.request_id] = state
+        self._underway.add(state)
         self._numbers[state.request_id] = number
-        self._idle.clear()
         for index, completion in enumerate(state.completions):
             self._open[number + index] = (state, completion)
         try:
@@ -257,9 +256,7 @@ class RemoteEngine(AsyncEngine):
         for number in range(first, first + len(state.completions)):
             self._open.pop(number, None)
             self._stops.pop(number, None)
-        del self._states[state.request_id]
-        if not self._states:
-            self._idle.set()
+        self._underway.remove(state)
 
     def _end(self, state: RequestState | PoolingState) -> None:
         """All of its completions have ended."""
@@ -267,16 +264,10 @@ class RemoteEngine(AsyncEngine):
         state.mark_finished()
         if self._watch_requests:
             if isinstance(state, RequestState):
-                self._spawn(self.plugins.emit("request_finished", output=state.peek()))
+                self._request_finished(state.peek())
             elif state.pooled.row is not None:
-                self._spawn(self.plugins.emit("request_finished", output=state.output()))
-        self._news_for(state)
-
-    def _news_for(self, state: RequestState | PoolingState) -> None:
-        if isinstance(state, PoolingState):
-            state.changed.set()
-        else:
-            self._tell(state)
+                self._request_finished(state.output())
+        self._underway.tell(state)
 
     # ------------------------------------------------------------ what comes
 
@@ -316,7 +307,7 @@ class RemoteEngine(AsyncEngine):
             stop = completion.apply_tokens((token_id,))
             if stop is not None:
                 self._stop(number, stop)
-            self._tell(state)  # type: ignore[arg-type]
+            self._underway.tell(state)
         for change in tokens.changes:
             found = known.get(change.number)
             if found is None:
@@ -366,7 +357,7 @@ class RemoteEngine(AsyncEngine):
         if state.finished:
             self._end(state)
         else:
-            self._tell(state)
+            self._underway.tell(state)
 
     def _take_pooled(self, state: PoolingState, change: Change) -> None:
         request = state.requests[0]
@@ -389,7 +380,7 @@ class RemoteEngine(AsyncEngine):
         if self._welcome is not None and not self._welcome.done():
             self._welcome.set_exception(EngineStopped(reason))
         self._questions.fail(reason)
-        for state in list(self._states.values()):
+        for state in list(self._underway.states.values()):
             state.error = state.error or f"the engine died: {reason}"
             for completion in state.completions:
                 completion.finish("error", None)

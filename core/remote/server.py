@@ -104,13 +104,13 @@ class ForwardingEngine(AsyncEngine):
             request_id = state.requests[index].request_id
             self._scheduler.finish(request_id, "stop", stop)
             completion.finish("stop", stop)
-            self._ended(state, request_id)
+            self._publisher.ended(state, request_id)
             self._steps.wake()
 
     def _serve(self) -> None:
         super()._serve()
         # The front ends call the listeners of requests: they have the texts.
-        self._watch_requests = False
+        self._publisher.finished = None
 
 
 def _as_asked(params: PoolingParams) -> PoolingParams:

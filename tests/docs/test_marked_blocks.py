@@ -56,17 +56,19 @@ def forks() -> None:
 
 
 @contextlib.contextmanager
-def program(code: str, folder: Path, **more: str) -> Iterator[tuple[BaseProcess, TextIO]]:
+def program(
+    code: str, folder: Path, seconds: float = 120, **more: str
+) -> Iterator[tuple[BaseProcess, TextIO]]:
     """A Python program in a process of its own that runs in `folder`; → it and what it prints.
 
-    Killed after two minutes. Its standard error is the file `stderr` there.
+    Killed after `seconds`. Its standard error is the file `stderr` there.
     """
     fork = multiprocessing.get_context("forkserver")
     reader, writer = fork.Pipe(duplex=False)
     process = fork.Process(target=execute, args=(code, folder, environment(**more), writer))
     process.start()
     writer.close()
-    late = threading.Timer(120, process.kill)
+    late = threading.Timer(seconds, process.kill)
     late.start()
     try:
         with os.fdopen(os.dup(reader.fileno()), encoding="utf-8") as printed:
@@ -99,7 +101,8 @@ def serving(*flags: str, folder: Path, **more: str) -> Iterator[str]:
     """`jackfield serve` on a free port; → its address."""
     argv = ["serve", *flags, "--port", "0"]
     code = f"from jackfield.entrypoints.cli.main import main\nraise SystemExit(main({argv!r}))"
-    with program(code, folder, **more) as (_, printed):
+    # As long as a busy machine takes for all blocks of a page.
+    with program(code, folder, seconds=1800, **more) as (_, printed):
         line = printed.readline()
         found = re.search(r"(https?)://[\d.]+(:\d+)", line)
         assert found is not None, f"{flags}: {line}{(folder / 'stderr').read_text()}"

@@ -304,11 +304,11 @@ def test_interactive_requests_go_before_batches(client: openai.OpenAI, server: S
     assert server.becomes(lambda engine: engine.stats().num_requests_running >= 1)
 
     def priorities(engine: AsyncEngine) -> set[int]:
-        return {r.priority for state in engine._states.values() for r in state.requests}
+        return {r.priority for state in engine._underway.states.values() for r in state.requests}
 
     assert server.call(lambda engine: min(priorities(engine))) >= 1 << 20
     # Half of max_num_seqs is the most that a batch has under way.
-    assert server.call(lambda engine: len(engine._states)) <= 4
+    assert server.call(lambda engine: len(engine._underway.states)) <= 4
     client.batches.cancel(batch.id)
     until(client, batch.id, "cancelled")
 

@@ -94,7 +94,7 @@ def close(got: Any, wanted: torch.Tensor, tolerance: float = 2e-5) -> None:
 def settled(engine: AsyncEngine) -> None:
     """Nothing is left of any request."""
     engine._scheduler.check_invariants()
-    assert not engine._states and not engine._owners
+    assert not engine._underway.states and not engine._publisher._owners
     assert engine.stats().num_requests_running == engine.stats().kv_blocks_used == 0
 
 

@@ -215,7 +215,7 @@ async def test_refusals_are_those_of_an_engine_in_process(tmp_path: Path) -> Non
             await final(there.generate([5], SamplingParams(kv_transfer_params={"a": 2**70})))
         with pytest.raises(InvalidRequest, match="pooled"):
             await there.encode("x")
-        assert not there._open and not there._states and not server.engine._states
+        assert not there._open and not there._underway.states and not server.engine._underway.states
     async with fronted(tmp_path, **config) as (_, (there,)):
         streams = [there.generate([5, number], LONG) for number in range(3)]
         await anext(streams[0])
@@ -253,8 +253,8 @@ async def test_leaving_a_stream_frees_its_blocks(tmp_path: Path) -> None:
         await asyncio.sleep(0)
         waiting.cancel()
         await asyncio.wait([waiting])
-        assert not there._open and not there._states
-        await becomes(lambda: idle(server.engine) and not server.engine._states)
+        assert not there._open and not there._underway.states
+        await becomes(lambda: idle(server.engine) and not server.engine._underway.states)
         output = there.generate([5], LONG, request_id="mine")
         await anext(output)
         assert await there.abort("mine")
