@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ...core.nn.operations import ExpertWeight, Routing
+from ...core.nn.operations import DenseRows, ExpertWeight, Routing
 from ...core.nn.packed import PackedWeight
 from ...kernels.expert_bank import Bank, values_of
 from ...kernels.expert_gemv import expert_gemv
@@ -25,7 +25,10 @@ def few_slots(num_tokens: int, top_k: int, num_experts: int) -> bool:
 
 def experts_serve(gate_up: ExpertWeight, down: ExpertWeight) -> bool:
     """Whether the kernels can take these weights, with any number of tokens."""
-    return all(expert_matmul_serves(_bank(weight)) for weight in (gate_up, down))
+    return not any(
+        isinstance(weight, DenseRows) or not expert_matmul_serves(_bank(weight))
+        for weight in (gate_up, down)
+    )
 
 
 def experts_product(
@@ -57,6 +60,7 @@ def experts_product(
 
 
 def _bank(weight: ExpertWeight) -> Bank:
+    assert not isinstance(weight, DenseRows), "only its layer can read it"
     if not isinstance(weight, PackedWeight):
         return weight
     return Packed(
