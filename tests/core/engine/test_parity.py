@@ -92,8 +92,9 @@ async def test_greedy_tokens_and_logprobs_equal_transformers(
         assert engine.stats().kv_blocks_used == 0
 
 
-async def test_triton_backend_equals_transformers(references: Any, device: str) -> None:
-    folder, expected = references("qwen3")
+@pytest.mark.parametrize("name", ["qwen3", "qwen3-moe"])
+async def test_triton_backend_equals_transformers(name: str, references: Any, device: str) -> None:
+    folder, expected = references(name)
     config = EngineConfig(
         model=str(folder),
         device=device,
