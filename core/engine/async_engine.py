@@ -30,6 +30,7 @@ from ..registry import Plugins, load_plugins
 from ..scheduling.request import Update
 from ..scheduling.scheduler import Scheduler
 from ..text.chat import ChatTemplate
+from ..text.encoding import LONG_TEXT
 from ..text.tokenizer import Tokenizer
 from ..types import (
     ChatMessage,
@@ -464,7 +465,7 @@ class AsyncEngine:
         cache_salt: str | None,
         grammar: GrammarStart | None,
     ) -> RequestState:
-        state = self._new_state(prompt, params, request_id, priority, cache_salt, grammar)
+        state = await self._new_state(prompt, params, request_id, priority, cache_salt, grammar)
         self._enter(state)
         return state
 
@@ -480,7 +481,7 @@ class AsyncEngine:
         self._enter(state)
         return state
 
-    def _new_state(
+    async def _new_state(
         self,
         prompt: Prompt,
         params: SamplingParams,
@@ -492,7 +493,11 @@ class AsyncEngine:
         """Checked, and known to nobody yet."""
         request_id = self._check_open(request_id)
         self._check_generates()
-        text, token_ids = self._admission.tokenize(prompt)
+        if isinstance(prompt, str) and len(prompt) >= LONG_TEXT:
+            text, token_ids = await asyncio.to_thread(self._admission.tokenize, prompt)
+            self._check_open(request_id)  # Others came meanwhile, or the end.
+        else:
+            text, token_ids = self._admission.tokenize(prompt)
         requests = self._admission.requests(
             request_id,
             token_ids,
