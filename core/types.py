@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeAlias, TypedDict
 
 import msgspec
 
-from .errors import InvalidRequest
+from .errors import InvalidRequest, shown
 from .pooling import PooledRow, PoolingOutput, PoolingParams
 
 FinishReason: TypeAlias = Literal["stop", "length", "abort", "error"]
@@ -181,9 +181,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     def _check(self) -> None:
         def refuse(param: str, wanted: str) -> None:
-            raise InvalidRequest(
-                f"{param} must be {wanted}, got {getattr(self, param)!r}", param=param
-            )
+            given = getattr(self, param)
+            if param == "max_tokens":
+                param = self.max_tokens_field or param
+            raise InvalidRequest(f"{param} must be {wanted}, got {shown(given)}", param=param)
 
         def number(param: str) -> float:
             value = getattr(self, param)
