@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 import pytest
@@ -45,3 +46,30 @@ def test_a_configuration_file_that_names_another_is_told_so(
     file.write_text("config: other.yaml\n")
     assert main(["serve", "--config", str(file)]) == 2
     assert "config: a file names no other file" in capsys.readouterr().err
+
+
+def test_a_taken_port_is_told_before_a_model_is_looked_for(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert main(["serve", "/no/such/checkpoint", "--port", str(port)]) == 2
+    told = capsys.readouterr().err
+    assert f"--port: cannot listen at 127.0.0.1:{port}: [Errno" in told
+    assert "Address already in use" in told
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--host", "no.such.invalid"], "--host: cannot listen at no.such.invalid:8000: "),
+        (["--uds", "/no/such/folder/socket"], "--uds: there is no folder for /no/such/folder"),
+    ],
+)
+def test_a_place_that_is_not_there_is_told_by_its_flag(
+    flags: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", "/no/such/checkpoint", *flags]) == 2
+    assert told in capsys.readouterr().err
