@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-from pathlib import Path
 
 import pytest
 
@@ -37,15 +36,6 @@ def test_a_wrong_value_is_refused_by_the_flag_s_name(
         status = int(str(stopped.code))
     assert status == 2
     assert told in capsys.readouterr().err
-
-
-def test_a_configuration_file_that_names_another_is_told_so(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "serve.yaml"
-    file.write_text("config: other.yaml\n")
-    assert main(["serve", "--config", str(file)]) == 2
-    assert "config: a file names no other file" in capsys.readouterr().err
 
 
 def test_a_taken_port_is_told_before_a_model_is_looked_for(
