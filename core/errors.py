@@ -2,6 +2,17 @@
 
 from __future__ import annotations
 
+SHOWN = 200
+"""Characters of a refused value that its refusal repeats."""
+
+
+def shown(value: object) -> str:
+    """A refused value for an error's message: as Python writes it, cut where it is long."""
+    if isinstance(value, str | bytes | list | tuple):
+        value = value[:SHOWN]  # Nobody waits for a million items to be written out.
+    text = repr(value)
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"
+
 
 class JackfieldError(Exception):
     """Base of every error that Jackfield raises on purpose.
