@@ -97,6 +97,12 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True):
 STRUCTURED_KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 
 
+_SWITCHES = (
+    "include_stop_str_in_output", "ignore_eos", "skip_special_tokens",
+    "spaces_between_special_tokens", "detokenize",
+)  # fmt: skip
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How to choose tokens for one request. Names and defaults are vLLM's.
 
@@ -240,6 +246,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             refuse("truncate_prompt_tokens", "-1 or positive")
         if self.truncation_side not in ("left", "right"):
             refuse("truncation_side", '"left" or "right"')
+        for name in _SWITCHES:
+            if not isinstance(getattr(self, name), bool):
+                refuse(name, "true or false")
+        if not isinstance(self.output_kind, OutputKind):
+            refuse("output_kind", "an OutputKind")
         if not isinstance(self.structured_outputs, StructuredOutputsParams | None):
             refuse("structured_outputs", "StructuredOutputsParams or a dict of its fields")
         self._check_lists(refuse)

@@ -390,7 +390,8 @@ class AsyncEngine:
         return PoolingStream(start, self._abort)
 
     async def reset_prefix_cache(self) -> bool:
-        """Forget cached blocks; → False when some are in use."""
+        """Forget cached blocks; → False when some are in use. Raises EngineStopped before start."""
+        self._check_started()
         return self._scheduler.reset_prefix_cache()
 
     # ------------------------------------------------------------ state
@@ -438,7 +439,8 @@ class AsyncEngine:
             raise EngineStopped(f"the worker does not answer: {error}") from None
 
     def stats(self) -> EngineStats:
-        """A snapshot, cheap to take."""
+        """A snapshot, cheap to take. Raises EngineStopped before start."""
+        self._check_started()
         return msgspec.structs.replace(
             self._scheduler.stats,
             prompt_tokens=self._publisher.num_prompt_tokens,
@@ -448,8 +450,9 @@ class AsyncEngine:
         )
 
     async def render_metrics(self) -> bytes:
-        """All that is counted and measured, in Prometheus' text format."""
-        self.metrics.observe_stats(self.stats())
+        """All that is counted and measured, in Prometheus' text format. Raises as `stats`."""
+        stats = self.stats()
+        self.metrics.observe_stats(stats)
         return self.metrics.render()
 
     # ------------------------------------------------------------ inside
@@ -546,11 +549,14 @@ class AsyncEngine:
         """Raises EngineStopped."""
         if self.dead_reason is not None:
             raise EngineStopped(f"the engine died: {self.dead_reason}")
+        self._check_started()
         if not self._accepting:
-            why = "it is stopping or stopped"
-            if not hasattr(self, "_grammars"):
-                why = "it has not started, which `async with` or start() does"
-            raise EngineStopped(f"the engine is not accepting requests: {why}")
+            raise EngineStopped("the engine is not accepting requests: it is stopping or stopped")
+
+    def _check_started(self) -> None:
+        """Raises EngineStopped."""
+        if not hasattr(self, "_grammars"):
+            raise EngineStopped("the engine has not started, which `async with` or start() does")
 
     def _check_room(self) -> None:
         limit = self.config.max_waiting_requests

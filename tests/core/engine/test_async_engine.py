@@ -328,10 +328,15 @@ async def test_wrong_options_are_refused_with_their_name(checkpoint: Path) -> No
 async def test_an_engine_that_was_not_started_says_so() -> None:
     engine = AsyncEngine(EngineConfig())
     for stream in (engine.generate("x"), engine.chat([{"role": "user", "content": "x"}])):
-        with pytest.raises(EngineStopped, match="it has not started, which `async with` or start"):
+        with pytest.raises(EngineStopped, match="has not started, which `async with` or start"):
             await anext(stream)
-    with pytest.raises(EngineStopped, match="it has not started"):
+    with pytest.raises(EngineStopped, match="has not started"):
         await engine.encode("x")
+    with pytest.raises(EngineStopped, match="has not started"):
+        engine.stats()
+    for asked in (engine.render_metrics, engine.reset_prefix_cache):
+        with pytest.raises(EngineStopped, match="has not started"):
+            await asked()
 
 
 async def test_parameters_of_another_type_are_refused_by_name(checkpoint: Path) -> None:
@@ -351,9 +356,12 @@ async def test_parameters_of_another_type_are_refused_by_name(checkpoint: Path) 
         ("logit_bias", [1]),
         ("logit_bias", {1: "x"}),
         ("logit_bias", {1: float("nan")}),
+        ("ignore_eos", "no"),
+        ("detokenize", 0),
+        ("output_kind", 9),
     ],
 )
 def test_sampling_parameters_of_the_wrong_type_are_refused_by_name(field: str, value: Any) -> None:
-    with pytest.raises(InvalidRequest, match=f"^{field} must be a ") as refused:
+    with pytest.raises(InvalidRequest, match=f"^{field} must be ") as refused:
         SamplingParams(**{field: value})
     assert refused.value.param == field
