@@ -4,6 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+SHOWN = 200
+"""Characters of a refused value that its refusal repeats."""
+
+
+def shown(value: object) -> str:
+    """A refused value for an error's message: as Python writes it, cut where it is long."""
+    if isinstance(value, str | bytes | list | tuple):
+        value = value[:SHOWN]  # Nobody waits for a million items to be written out.
+    text = repr(value)
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"
+
+
+def listed(names: Iterable[str], limit: int = 8) -> str:
+    """For messages: "a, b, c", or the first of many and how many more there are."""
+    found = list(names)
+    more = f" and {len(found) - limit} more" if len(found) > limit else ""
+    return ", ".join(found[:limit]) + more
+
 
 class JackfieldError(Exception):
     """Base of every error that Jackfield raises on purpose.
@@ -98,10 +116,3 @@ class OutOfMemory(JackfieldError):
 
 class PluginError(JackfieldError):
     """A plugin failed to import, clashes with another one, or does not exist."""
-
-
-def listed(names: Iterable[str], limit: int = 8) -> str:
-    """For messages: "a, b, c", or the first of many and how many more there are."""
-    found = list(names)
-    more = f" and {len(found) - limit} more" if len(found) > limit else ""
-    return ", ".join(found[:limit]) + more

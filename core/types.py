@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeAlias, TypedDict
 
 import msgspec
 
-from .errors import InvalidRequest
+from .errors import InvalidRequest, shown
 from .pooling import PooledRow, PoolingOutput, PoolingParams
 
 FinishReason: TypeAlias = Literal["stop", "length", "abort", "error"]
@@ -95,6 +95,12 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True):
 
 
 STRUCTURED_KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+
+
+_SWITCHES = (
+    "include_stop_str_in_output", "ignore_eos", "skip_special_tokens",
+    "spaces_between_special_tokens", "detokenize",
+)  # fmt: skip
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -181,9 +187,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     def _check(self) -> None:
         def refuse(param: str, wanted: str) -> None:
-            raise InvalidRequest(
-                f"{param} must be {wanted}, got {getattr(self, param)!r}", param=param
-            )
+            given = getattr(self, param)
+            if param == "max_tokens":
+                param = self.max_tokens_field or param
+            raise InvalidRequest(f"{param} must be {wanted}, got {shown(given)}", param=param)
 
         def number(param: str) -> float:
             value = getattr(self, param)
@@ -239,11 +246,19 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             refuse("truncate_prompt_tokens", "-1 or positive")
         if self.truncation_side not in ("left", "right"):
             refuse("truncation_side", '"left" or "right"')
+        for name in _SWITCHES:
+            if not isinstance(getattr(self, name), bool):
+                refuse(name, "true or false")
+        if not isinstance(self.output_kind, OutputKind):
+            refuse("output_kind", "an OutputKind")
         if not isinstance(self.structured_outputs, StructuredOutputsParams | None):
             refuse("structured_outputs", "StructuredOutputsParams or a dict of its fields")
         self._check_lists(refuse)
 
     def _check_lists(self, refuse: Any) -> None:
+        for name in ("stop", "stop_token_ids", "bad_words", "allowed_token_ids"):
+            if not isinstance(getattr(self, name), tuple | None):
+                refuse(name, "a list")
         if len(self.stop) > MAX_STOP_STRINGS:
             refuse("stop", f"at most {MAX_STOP_STRINGS} strings")
         if any(not isinstance(s, str) or not 0 < len(s) <= MAX_STOP_LENGTH for s in self.stop):
@@ -258,9 +273,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
                 refuse(name, "a list of integers")
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             refuse("allowed_token_ids", "non-empty")
-        if self.logit_bias is not None and any(
-            not isinstance(t, int) or not math.isfinite(b) or abs(b) > 100
-            for t, b in self.logit_bias.items()
+        if self.logit_bias is not None and not (
+            isinstance(self.logit_bias, dict)
+            and all(
+                isinstance(t, int) and isinstance(b, int | float) and -100 <= b <= 100
+                for t, b in self.logit_bias.items()
+            )
         ):
             refuse("logit_bias", "a map of token id to a number in [-100, 100]")
 

@@ -29,6 +29,7 @@ from ..protocols import Executor, ExecutorInfo, KVConnectorScheduler
 from ..registry import Plugins, load_plugins
 from ..scheduling.scheduler import Scheduler
 from ..text.chat import ChatTemplate
+from ..text.encoding import LONG_TEXT
 from ..text.tokenizer import Tokenizer
 from ..types import (
     ChatMessage,
@@ -270,7 +271,8 @@ class AsyncEngine:
         """
 
         async def start() -> RequestState:
-            asked = params or SamplingParams()
+            self._check_running()
+            asked = _sampling(params)
             grammar = await self._grammars.prepare(asked, chat=False)
             return await self._admit(prompt, asked, request_id, priority, cache_salt, grammar)
 
@@ -295,8 +297,9 @@ class AsyncEngine:
         """Answer OpenAI-style messages through the model's chat template, or the one given."""
 
         async def start() -> RequestState:
+            self._check_running()
             self._check_generates()
-            asked = params or SamplingParams()
+            asked = _sampling(params)
             grammar = await self._grammars.prepare(
                 asked, chat=True, template_arguments=chat_template_kwargs
             )
@@ -376,6 +379,7 @@ class AsyncEngine:
         """
 
         async def start() -> PoolingState:
+            self._check_running()
             admission = self._pooling_admission
             if admission is None:
                 raise InvalidRequest(self._wrong_kind("encode"), param="model")
@@ -386,7 +390,8 @@ class AsyncEngine:
         return PoolingStream(start, self._abort)
 
     async def reset_prefix_cache(self) -> bool:
-        """Forget cached blocks; → False when some are in use."""
+        """Forget cached blocks; → False when some are in use. Raises EngineStopped before start."""
+        self._check_started()
         return self._scheduler.reset_prefix_cache()
 
     # ------------------------------------------------------------ state
@@ -434,7 +439,8 @@ class AsyncEngine:
             raise EngineStopped(f"the worker does not answer: {error}") from None
 
     def stats(self) -> EngineStats:
-        """A snapshot, cheap to take."""
+        """A snapshot, cheap to take. Raises EngineStopped before start."""
+        self._check_started()
         return msgspec.structs.replace(
             self._scheduler.stats,
             prompt_tokens=self._publisher.num_prompt_tokens,
@@ -444,8 +450,9 @@ class AsyncEngine:
         )
 
     async def render_metrics(self) -> bytes:
-        """All that is counted and measured, in Prometheus' text format."""
-        self.metrics.observe_stats(self.stats())
+        """All that is counted and measured, in Prometheus' text format. Raises as `stats`."""
+        stats = self.stats()
+        self.metrics.observe_stats(stats)
         return self.metrics.render()
 
     # ------------------------------------------------------------ inside
@@ -459,7 +466,7 @@ class AsyncEngine:
         cache_salt: str | None,
         grammar: GrammarStart | None,
     ) -> RequestState:
-        state = self._new_state(prompt, params, request_id, priority, cache_salt, grammar)
+        state = await self._new_state(prompt, params, request_id, priority, cache_salt, grammar)
         self._enter(state)
         return state
 
@@ -475,7 +482,7 @@ class AsyncEngine:
         self._enter(state)
         return state
 
-    def _new_state(
+    async def _new_state(
         self,
         prompt: Prompt,
         params: SamplingParams,
@@ -487,7 +494,11 @@ class AsyncEngine:
         """Checked, and known to nobody yet."""
         request_id = self._check_open(request_id)
         self._check_generates()
-        text, token_ids = self._admission.tokenize(prompt)
+        if isinstance(prompt, str) and len(prompt) >= LONG_TEXT:
+            text, token_ids = await asyncio.to_thread(self._admission.tokenize, prompt)
+            self._check_open(request_id)  # Others came meanwhile, or the end.
+        else:
+            text, token_ids = self._admission.tokenize(prompt)
         requests = self._admission.requests(
             request_id,
             token_ids,
@@ -525,10 +536,7 @@ class AsyncEngine:
 
     def _check_open(self, request_id: str | None) -> str:
         """→ the id to use. Raises EngineStopped, EngineOverloaded, InvalidRequest."""
-        if self.dead_reason is not None:
-            raise EngineStopped(f"the engine died: {self.dead_reason}")
-        if not self._accepting:
-            raise EngineStopped("the engine is not accepting requests: it is stopping or stopped")
+        self._check_running()
         self._check_room()
         request_id = request_id or uuid.uuid4().hex
         if request_id in self._underway.states:
@@ -536,6 +544,19 @@ class AsyncEngine:
                 f"request_id: {request_id!r} is in use by a running request", param="request_id"
             )
         return request_id
+
+    def _check_running(self) -> None:
+        """Raises EngineStopped."""
+        if self.dead_reason is not None:
+            raise EngineStopped(f"the engine died: {self.dead_reason}")
+        self._check_started()
+        if not self._accepting:
+            raise EngineStopped("the engine is not accepting requests: it is stopping or stopped")
+
+    def _check_started(self) -> None:
+        """Raises EngineStopped."""
+        if not hasattr(self, "_grammars"):
+            raise EngineStopped("the engine has not started, which `async with` or start() does")
 
     def _check_room(self) -> None:
         limit = self.config.max_waiting_requests
@@ -590,3 +611,11 @@ class AsyncEngine:
         task = asyncio.ensure_future(awaitable)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
+
+
+def _sampling(params: SamplingParams | None) -> SamplingParams:
+    """As given, or the defaults. Raises InvalidRequest for what is neither."""
+    if not isinstance(params, SamplingParams | None):
+        kind = type(params).__name__
+        raise InvalidRequest(f"params: must be SamplingParams, got {kind}", param="params")
+    return params or SamplingParams()

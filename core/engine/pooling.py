@@ -16,13 +16,12 @@ from ..loading.model_config import ModelConfig
 from ..loading.pooling_config import PoolingConfig
 from ..pooling import PooledRow, PoolingOutput, PoolingParams, TextPair
 from ..scheduling.request import Request
+from ..text.encoding import LONG_TEXT
 from ..text.tokenizer import Tokenizer
 from ..types import FinishReason, PoolingRequestOutput, Prompt, RequestTimings, SamplingParams
 
 PoolingPrompt: TypeAlias = Prompt | TextPair
 _NO_SAMPLING = SamplingParams(max_tokens=1, temperature=0.0)
-LONG_TEXT = 8192
-"""Characters from which on a text is tokenized in a thread, so that the event loop goes on."""
 
 
 @dataclass(frozen=True)

@@ -182,7 +182,7 @@ class RemoteEngine(AsyncEngine):
         cache_salt: str | None,
         grammar: GrammarStart | None,
     ) -> RequestState:
-        state = self._new_state(prompt, params, request_id, priority, cache_salt, grammar)
+        state = await self._new_state(prompt, params, request_id, priority, cache_salt, grammar)
         number = self._questions.numbers(params.n)
         asked = Generate(
             number=number,

@@ -168,7 +168,11 @@ def _check_content(content: Any, path: str) -> str | None:
     texts = []
     for index, part in enumerate(content):
         kind = part.get("type") if isinstance(part, Mapping) else None
-        if kind not in ("text", "refusal") or not isinstance(part.get(kind), str):
+        if kind in ("text", "refusal") and not isinstance(part.get(kind), str):
+            raise InvalidRequest(
+                f"{path}[{index}].{kind}: must be a string", param=f"{path}[{index}].{kind}"
+            )
+        if kind not in ("text", "refusal"):
             raise InvalidRequest(
                 f'{path}[{index}]: must be {{"type": "text", "text": "…"}}; '
                 f"{kind!r} parts are not supported",

@@ -16,6 +16,8 @@ from typing import Any
 
 from tokenizers import Tokenizer as Backend
 
+from .encoding import encode
+
 MARK = "\ufdd0"
 """Stands after the first character of a control token that a user typed."""
 _TWIN = "\ufdd1"
@@ -65,13 +67,14 @@ class ControlTokens:
         """Token ids of a rendered text: unbroken control tokens are tokens, broken ones text."""
         twin, names = self._twin
         named = self._standing.sub(lambda found: _TWIN + found[0], text).replace(MARK, "")
-        ids = twin.encode(named, add_special_tokens=add_special_tokens).ids
+        ids = encode(twin, named, add_special_tokens=add_special_tokens).ids
         return [names.get(token, token) for token in ids]
 
     def encode_plain(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of `text`, in which nothing becomes a control token."""
         twin, names = self._twin
-        encoded = twin.encode(text.translate(_SHOWN), add_special_tokens=add_special_tokens)
+        shown = text.translate(_SHOWN)
+        encoded = encode(twin, shown, add_special_tokens=add_special_tokens)
         return [names.get(token, token) for token in encoded.ids]
 
     @functools.cached_property

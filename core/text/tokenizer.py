@@ -17,6 +17,7 @@ from tokenizers import Tokenizer as Backend
 
 from ..errors import InvalidRequest, LoadError
 from .control_tokens import ControlTokens
+from .encoding import encode
 from .token_bytes import BytePieces, byte_pieces
 
 _FILES = [
@@ -133,7 +134,8 @@ class Tokenizer:
         text = _without_surrogates(text)
         if not allow_special:
             return self._specials.encode_plain(text, add_special_tokens=add_special_tokens)
-        return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        token_ids: list[int] = encode(self.backend, text, add_special_tokens=add_special_tokens).ids
+        return token_ids
 
     def encode_texts(
         self,
@@ -151,7 +153,7 @@ class Tokenizer:
         text = _without_surrogates(text)
         pair = None if pair is None else _without_surrogates(pair)
         if limit is None:
-            whole = self.backend.encode(text, pair, add_special_tokens=add_special_tokens)
+            whole = encode(self.backend, text, pair, add_special_tokens=add_special_tokens)
             return whole.ids, whole.type_ids
         room = limit
         if add_special_tokens:
@@ -162,7 +164,7 @@ class Tokenizer:
                 param="truncate_prompt_tokens",
             )
         parts = [
-            self.backend.encode(one, add_special_tokens=False)
+            encode(self.backend, one, add_special_tokens=False)
             for one in (text, pair)
             if one is not None
         ]

@@ -44,7 +44,7 @@ def watch_steps(engine: AsyncEngine, executor: ScriptedExecutor) -> None:
     watch(engine._scheduler, "update", "update")
     watch(engine._steps, "publish", "publish")
     watch(engine._steps, "stepped", "metrics")
-    watch(engine, "_deliver", "deliver")
+    watch(engine._underway, "_deliver", "deliver")
 
 
 def time_alone(

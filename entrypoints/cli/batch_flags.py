@@ -42,6 +42,8 @@ def batch_options(args: argparse.Namespace) -> BatchOptions | None:
     """None: no batches. Raises ConfigError."""
     if args.batch_dir is None:
         return None
+    if not args.batch_dir:
+        raise ConfigError("batch_dir: must not be empty", param="batch_dir")
     for name in ("batch_max_file_bytes", "batch_max_store_bytes", "batch_max_concurrency"):
         value = getattr(args, name)
         if value is not None and value < 1:

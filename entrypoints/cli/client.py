@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Iterator
 from typing import Any
@@ -16,7 +17,9 @@ from .options import Parser
 
 def _parser(name: str, text: str) -> argparse.ArgumentParser:
     parser = Parser(prog=f"jackfield {name}", description=text)
-    parser.add_argument("--url", default="http://127.0.0.1:8000", help="where the server is")
+    parser.add_argument(
+        "--url", type=_url, default="http://127.0.0.1:8000", help="where the server is"
+    )
     parser.add_argument("--model", help="default: the first one served")
     parser.add_argument(
         "--api-key",
@@ -26,6 +29,18 @@ def _parser(name: str, text: str) -> argparse.ArgumentParser:
     parser.add_argument("--max-tokens", type=int, help="tokens to generate at most")
     parser.add_argument("--temperature", type=float, help="0 is greedy; default: 1")
     return parser
+
+
+def _url(text: str) -> str:
+    """A flag's type: OpenAI's clients and vLLM's write the server's address with /v1."""
+    try:
+        parts = urllib.parse.urlsplit(text)
+        usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:  # What stands for the port is no number.
+        usable = False
+    if not usable:
+        raise argparse.ArgumentTypeError(f"must be like http://127.0.0.1:8000, got {text!r}")
+    return text.rstrip("/").removesuffix("/v1")
 
 
 def chat(argv: list[str]) -> int:
@@ -91,7 +106,7 @@ def _events(args: argparse.Namespace, route: str, body: dict[str, Any]) -> Itera
         if getattr(args, name) is not None:
             body[name] = getattr(args, name)
     request = urllib.request.Request(
-        args.url.rstrip("/") + route,
+        args.url + route,
         data=json.dumps(body).encode(),
         headers={"Content-Type": "application/json", "Authorization": f"Bearer {args.api_key}"},
     )

@@ -79,6 +79,8 @@ def _action(parser: argparse.ArgumentParser, key: Any, path: str) -> tuple[str, 
     for flag in (f"--{name}", f"--{name.replace('_', '-')}"):
         if flag in flags and flags[flag].dest not in ("help", "config"):
             return flag, flags[flag]
+    if name == "config":
+        raise ConfigError(f"--config: {path}: config: a file names no other file", param=name)
     known = [flag.removeprefix("--") for flag in flags if flag.startswith("--")]
     near = difflib.get_close_matches(name.replace("_", "-"), known, n=1)
     hint = f"; did you mean {near[0]}?" if near else ""

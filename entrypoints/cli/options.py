@@ -87,7 +87,14 @@ def _add(group: argparse._ArgumentGroup, name: str, kind: Any, text: str, defaul
         metavar = name.rpartition(".")[2].upper()
         group.add_argument(*names, type=kind, metavar=metavar, **options)
     else:
-        group.add_argument(*names, type=json.loads, metavar="JSON", **options)
+        group.add_argument(*names, type=_json, metavar="JSON", **options)
+
+
+def _json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise argparse.ArgumentTypeError(f"no JSON: {error}: {text!r}") from None
 
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
@@ -98,7 +105,10 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     for name, value in flags.items():
         field, dot, part = name.partition(".")
         if dot and field in fields:
-            given[field] = {**given.get(field, {}), part: value}
+            whole = given.get(field, {})
+            if not isinstance(whole, dict):
+                raise ConfigError(f"{field}: must be a JSON object, got {whole!r}", param=field)
+            given[field] = {**whole, part: value}
     if args.no_plugin:
         given["disable_plugins"] = (*given.get("disable_plugins", ()), *args.no_plugin)
     return given

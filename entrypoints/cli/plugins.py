@@ -52,6 +52,7 @@ def run(argv: list[str]) -> int:
         if args.action == "new":
             if not args.kind or not args.name:
                 parser.error("new: give a KIND and a NAME")
+            _check_free(args.kind.replace("_", "-"), args.name, args.no_plugin)
             return _new(args.kind, args.name, Path(args.into))
         if args.kind:
             parser.error(f"unrecognized argument: {args.kind}")
@@ -74,6 +75,26 @@ def as_text(rows: list[Row]) -> str:
         "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
         for line in cells
     )
+
+
+def _check_free(kind: str, name: str, without: list[str]) -> None:
+    """Two plugins of one name stop every command. Raises ConfigError."""
+    from .main import COMMANDS
+
+    if kind not in KINDS:
+        return  # Refused by `write_skeleton`.
+    owners = {
+        entry.name: entry.provenance.distribution
+        for entry in load_plugins(disable=without)[kind.replace("-", "_")].entries()
+    }
+    if kind == "command":
+        owners |= dict.fromkeys(COMMANDS, "jackfield")
+    if name in owners:
+        raise ConfigError(
+            f"NAME: {name!r} is a {kind.replace('-', ' ')} of {owners[name]} already; take "
+            "another name",
+            param="name",
+        )
 
 
 def _new(kind: str, name: str, into: Path) -> int:

@@ -11,7 +11,16 @@ from ...core.registry import Plugins, load_plugins
 from .batch_flags import add_batch_flags, batch_options
 from .config_file import add_config, with_config, without_config
 from .options import Parser, add_engine_options, engine_config
-from .server_options import add_server_options, api_keys, at_least_one, server_options, tls
+from .server_options import (
+    add_server_options,
+    api_keys,
+    at_least_none,
+    at_least_one,
+    port_number,
+    seconds,
+    server_options,
+    tls,
+)
 
 if TYPE_CHECKING:
     from ..openai.context import ServerOptions
@@ -26,7 +35,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", dest="model_flag", help=argparse.SUPPRESS)
     server = parser.add_argument_group("server")
     server.add_argument("--host", default="127.0.0.1", help="address to bind (default: loopback)")
-    server.add_argument("--port", type=int, default=8000, help="port to bind; 0: any free one")
+    server.add_argument(
+        "--port", type=port_number, default=8000, help="port to bind; 0: any free one"
+    )
     server.add_argument("--uds", help="listen on a Unix socket instead")
     server.add_argument(
         "--api-server-count",
@@ -44,18 +55,18 @@ def make_parser() -> argparse.ArgumentParser:
     )
     server.add_argument(
         "--max-stored-responses",
-        type=int,
+        type=at_least_none,
         default=1000,
         help="keep so many of /v1/responses in memory, the newest ones; 0: none",
     )
     server.add_argument(
         "--max-stored-response-bytes",
-        type=int,
+        type=at_least_none,
         default=256 << 20,
         help="drop the oldest responses when all of them together are larger",
     )
     server.add_argument(
-        "--max-body-bytes", type=int, default=32 << 20, help="refuse larger requests"
+        "--max-body-bytes", type=at_least_one, default=32 << 20, help="refuse larger requests"
     )
     server.add_argument(
         "--enable-plugins-route",
@@ -74,7 +85,7 @@ def make_parser() -> argparse.ArgumentParser:
         help="let chats bring a template of their own (chat_template)",
     )
     server.add_argument(
-        "--shutdown-timeout", type=float, default=60.0, help="seconds to drain after SIGTERM"
+        "--shutdown-timeout", type=seconds, default=60.0, help="seconds to drain after SIGTERM"
     )
     server.add_argument(
         "--log-level",

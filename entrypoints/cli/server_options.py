@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -111,7 +112,7 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
     )
     http.add_argument(
         "--max-log-len",
-        type=_at_least_none,
+        type=at_least_none,
         metavar="N",
         help="log at most so many characters of a body (default: all)",
     )
@@ -223,7 +224,10 @@ class _Words(argparse.Action):
 
 
 def _number(text: str, least: int) -> int:
-    value = int(text)
+    try:
+        value = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a whole number, got {text!r}") from None
     if value < least:
         raise argparse.ArgumentTypeError(f"must be at least {least}, got {value}")
     return value
@@ -234,5 +238,25 @@ def at_least_one(text: str) -> int:
     return _number(text, 1)
 
 
-def _at_least_none(text: str) -> int:
+def at_least_none(text: str) -> int:
+    """A flag's type."""
     return _number(text, 0)
+
+
+def port_number(text: str) -> int:
+    """A flag's type: beyond 65535, resolvers take what is left of it, and bind another port."""
+    value = _number(text, 0)
+    if value > 65535:
+        raise argparse.ArgumentTypeError(f"must be at most 65535, got {value}")
+    return value
+
+
+def seconds(text: str) -> float:
+    """A flag's type."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a number of seconds, got {text!r}")
+    return value

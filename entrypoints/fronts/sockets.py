@@ -31,7 +31,7 @@ def bound(listen: Listen, count: int) -> Iterator[list[tuple[socket.socket, ...]
             return
         port = listen.port
         if port:
-            _check_free(listen.host, port)
+            check_free(listen.host, port)
         made: list[tuple[socket.socket, ...]] = []
         for _ in range(count):
             own = []
@@ -48,8 +48,11 @@ def bound(listen: Listen, count: int) -> Iterator[list[tuple[socket.socket, ...]
         yield made
 
 
-def _check_free(host: str, port: int) -> None:
-    """A server that also shares its port would not be noticed. Raises OSError."""
+def check_free(host: str, port: int) -> None:
+    """Whether a server may have this address. Raises OSError.
+
+    A server that shares its port would not be noticed otherwise.
+    """
     for family, address in _addresses(host, port):
         with socket.socket(family, socket.SOCK_STREAM) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

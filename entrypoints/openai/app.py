@@ -129,6 +129,8 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
         if "Allow" in refused.headers:
             response.headers["Allow"] = refused.headers["Allow"]
         return response
+    except web.RequestPayloadError as error:
+        return _refusal(400, f"the body cannot be read: {' '.join(str(error).split())}")
     except (ConnectionError, TimeoutError):
         raise
     except Exception:

@@ -10,11 +10,12 @@ from typing import Any
 
 from aiohttp import web
 
+from ...core.text.encoding import LONG_TEXT
 from ...core.types import RequestOutput
 from .answers import ChatAnswer, ChatChunk
 from .chat_job import ChatJob
 from .chat_pieces import ChatPieces
-from .context import ENGINE, LONG_TEXT, OPTIONS, reply
+from .context import ENGINE, OPTIONS, reply
 from .logprobs import prompt_logprobs
 from .openapi import documented
 from .protocol import ChatRequest, decode

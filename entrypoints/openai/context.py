@@ -14,6 +14,7 @@ from aiohttp import web
 
 from ...core.engine.async_engine import AsyncEngine
 from ...core.errors import InvalidRequest, JackfieldError, ModelNotFound
+from ...core.text.encoding import LONG_TEXT
 from ...core.text.tokenizer import Tokenizer
 from .cors import Cors
 
@@ -21,8 +22,6 @@ if TYPE_CHECKING:
     from ..batch.objects import BatchOptions
 
 encoder = msgspec.json.Encoder()
-LONG_TEXT = 8192
-"""Characters from which on a text is encoded in a thread, so that the event loop goes on."""
 
 
 @dataclass(frozen=True)

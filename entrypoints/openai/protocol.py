@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from ...core.errors import InvalidRequest
+from ...core.errors import InvalidRequest, shown
 from ...core.types import OutputKind, SamplingParams
 from .structured import requested
 
@@ -287,7 +287,7 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True):
 
 
 def _refuse(field: str, wanted: str, given: Any) -> None:
-    raise InvalidRequest(f"{field}: must be {wanted}, got {given!r}", param=field)
+    raise InvalidRequest(f"{field}: must be {wanted}, got {shown(given)}", param=field)
 
 
 def _is_token_ids(value: Any) -> bool:
@@ -298,6 +298,8 @@ def decode(body: bytes, kind: type[T]) -> T:
     """A request of this kind; null is as left out. Raises InvalidRequest with the field's path."""
     try:
         raw = msgspec.json.decode(body)
+    except msgspec.ValidationError as error:  # A number that nothing here could hold.
+        raise InvalidRequest(f"the body cannot be read: {error}") from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidRequest(f"the body is not JSON: {error}") from None
     if not isinstance(raw, dict):
@@ -309,8 +311,9 @@ def decode(body: bytes, kind: type[T]) -> T:
     try:
         return msgspec.convert(raw, kind, strict=True, str_keys=True)
     except msgspec.ValidationError as error:
-        message, _, path = str(error).partition(" - at `")
-        param = path.rstrip("`").removeprefix("$.").replace("[...]", "") or None
+        message, _, place = str(error).partition(" - at `")
+        path = place.rpartition("`$")[2] if "`$" in place else place  # "key` in `$.name`"
+        param = path.rstrip("`").removeprefix("$").removeprefix(".").replace("[...]", "") or None
         if param is None and "`" in message:
             param = message.split("`")[-2]
         raise InvalidRequest(f"{param or 'body'}: {message}", param=param) from None

@@ -12,9 +12,10 @@ from typing import Any
 from ...core.engine.async_engine import AsyncEngine
 from ...core.errors import JackfieldError, RequestFailed
 from ...core.protocols import ParserEvent, ToolCallEnd
+from ...core.text.encoding import LONG_TEXT
 from ...core.types import CompletionOutput, RequestOutput
 from .chat_job import ChatJob
-from .context import LONG_TEXT, tokenizer_of
+from .context import tokenizer_of
 from .responses_events import Event, OutputItems, call_id, no_logprobs
 from .responses_input import Item, to_messages, turns
 from .responses_logprobs import MessageLogprobs

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from ...core.config import EngineConfig
 from ...core.engine.async_engine import AsyncEngine
@@ -28,6 +29,7 @@ from .tls import Tls, refreshing
 logger = logging.getLogger("jackfield.server")
 SWITCH_INTERVAL = 0.00005
 """Seconds a thread may hold the interpreter while another one wants it: a launch must not wait."""
+http_logger = logging.getLogger("jackfield.http")
 DEAD = object()
 BACKLOG = 2048
 """Connections that wait to be accepted: beyond it, a client tries again after a second."""
@@ -48,6 +50,18 @@ class Listen:
     """Bound already, by whoever started this process: taken in place of the above."""
 
 
+def not_a_clients_fault(record: logging.LogRecord) -> bool:
+    """A filter: whoever scans a port sends no HTTP, which is worth a word, and no traceback."""
+    error = record.exc_info[1] if record.exc_info else None
+    if not isinstance(error, HttpProcessingError | web.RequestPayloadError):
+        return True
+    logger.info("refused what is not HTTP: %s", " ".join(str(error).split()))
+    return False
+
+
+http_logger.addFilter(not_a_clients_fault)
+
+
 @contextlib.asynccontextmanager
 async def listening(
     engine: AsyncEngine, listen: Listen, options: ServerOptions | None = None
@@ -64,6 +78,7 @@ async def listening(
     runner = web.AppRunner(
         make_app(engine, options),
         handler_cancellation=True,
+        logger=http_logger,
         shutdown_timeout=CLOSE_SECONDS,
         **logs,
     )

@@ -84,6 +84,8 @@ def test_no_plugin_joins_the_engine_option() -> None:
         (["new", "tool-parser", "1st"], "is no name"),
         (["new", "model", "my-model"], "NAME: 'my-model' is no architecture"),
         (["new", "model", "class"], "is no architecture"),
+        (["new", "tool-parser", "hermes"], "NAME: 'hermes' is a tool parser of jackfield already"),
+        (["new", "command", "serve"], "NAME: 'serve' is a command of jackfield already"),
         (["list", "tool-parser"], "unrecognized argument: tool-parser"),
     ],
 )

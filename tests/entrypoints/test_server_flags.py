@@ -67,7 +67,7 @@ def test_the_command_line_wins_over_the_file(tmp_path: Path) -> None:
     [
         ("max-modle-len: 3", "max-modle-len: no such flag; did you mean max-model-len?"),
         ("max_num_seq: 3", "max_num_seq: no such flag; did you mean max-num-seqs?"),
-        ("config: other.yaml", "config: no such flag"),
+        ("config: other.yaml", "config: a file names no other file"),
         ("- port", "must be a mapping"),
         ("a: [", "--config:"),
         ("disable-docs: maybe", "disable-docs: must be true or false, got 'maybe'"),

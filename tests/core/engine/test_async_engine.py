@@ -323,3 +323,45 @@ async def test_wrong_options_are_refused_with_their_name(checkpoint: Path) -> No
     with pytest.raises(ConfigError) as caught:
         await AsyncEngine(config(checkpoint, max_model_len=100_000)).start()
     assert caught.value.param == "max_model_len"
+
+
+async def test_an_engine_that_was_not_started_says_so() -> None:
+    engine = AsyncEngine(EngineConfig())
+    for stream in (engine.generate("x"), engine.chat([{"role": "user", "content": "x"}])):
+        with pytest.raises(EngineStopped, match="has not started, which `async with` or start"):
+            await anext(stream)
+    with pytest.raises(EngineStopped, match="has not started"):
+        await engine.encode("x")
+    with pytest.raises(EngineStopped, match="has not started"):
+        engine.stats()
+    for asked in (engine.render_metrics, engine.reset_prefix_cache):
+        with pytest.raises(EngineStopped, match="has not started"):
+            await asked()
+
+
+async def test_parameters_of_another_type_are_refused_by_name(checkpoint: Path) -> None:
+    async with AsyncEngine(config(checkpoint)) as engine:
+        given: Any = {"max_tokens": 3}
+        with pytest.raises(InvalidRequest, match="params: must be SamplingParams, got dict"):
+            await anext(engine.generate(PROMPT, given))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("stop", 5),
+        ("stop_token_ids", 5),
+        ("bad_words", {"a": 1}),
+        ("allowed_token_ids", 5),
+        ("logit_bias", [1]),
+        ("logit_bias", {1: "x"}),
+        ("logit_bias", {1: float("nan")}),
+        ("ignore_eos", "no"),
+        ("detokenize", 0),
+        ("output_kind", 9),
+    ],
+)
+def test_sampling_parameters_of_the_wrong_type_are_refused_by_name(field: str, value: Any) -> None:
+    with pytest.raises(InvalidRequest, match=f"^{field} must be ") as refused:
+        SamplingParams(**{field: value})
+    assert refused.value.param == field

@@ -1,0 +1,73 @@
+"""Long texts: the same tokens as short ones' way gives, and the event loop goes on meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable
+from typing import Any
+
+import pytest
+
+from jackfield import AsyncEngine, EngineConfig
+from jackfield.core.errors import ContextLengthExceeded
+from jackfield.core.loading.model_config import resolve_model_config
+from jackfield.core.text.encoding import LONG_TEXT, encode
+from jackfield.core.text.tokenizer import Tokenizer
+
+WORDS = "Hello world, naïve café 你好 <|im_end|> 🙂. "
+LONG = WORDS * 12_000
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.load(str(resolve_model_config(EngineConfig()).path))
+
+
+@pytest.mark.parametrize("special", [True, False])
+def test_a_long_text_has_the_tokens_that_the_library_gives_it(
+    tokenizer: Tokenizer, special: bool
+) -> None:
+    text = WORDS * (LONG_TEXT // len(WORDS) + 1)
+    assert len(text) >= LONG_TEXT
+    for pair in (None, text[::-1]):
+        made = encode(tokenizer.backend, text, pair, add_special_tokens=special)
+        known = tokenizer.backend.encode(text, pair, add_special_tokens=special)
+        assert (made.ids, made.type_ids) == (known.ids, known.type_ids)
+
+
+async def shares(work: Awaitable[Any]) -> tuple[float, float]:
+    """(seconds that `work` took, the longest of them without a turn of the loop)"""
+    task = asyncio.ensure_future(work)
+    began = last = time.perf_counter()
+    longest = 0.0
+    while not task.done():
+        await asyncio.sleep(0.001)
+        now = time.perf_counter()
+        longest, last = max(longest, now - last), now
+    await asyncio.gather(task, return_exceptions=True)
+    return last - began, longest
+
+
+@pytest.mark.parametrize("allow_special", [True, False])
+def test_the_loop_has_its_turns_while_a_thread_encodes_a_long_text(
+    tokenizer: Tokenizer, allow_special: bool
+) -> None:
+    tokenizer.encode("warm", allow_special=allow_special)
+    work = asyncio.to_thread
+    total, longest = asyncio.run(shares(work(tokenizer.encode, LONG, allow_special=allow_special)))
+    assert longest < total / 2, f"{longest:.3f} of {total:.3f} s without a turn"
+
+
+def test_the_loop_has_its_turns_while_the_engine_takes_a_long_prompt() -> None:
+    async def check() -> None:
+        async with AsyncEngine(EngineConfig()) as engine:
+
+            async def refused() -> None:
+                with pytest.raises(ContextLengthExceeded, match="prompt"):
+                    await anext(aiter(engine.generate(LONG)))
+
+            total, longest = await shares(refused())
+            assert longest < total / 2, f"{longest:.3f} of {total:.3f} s without a turn"
+
+    asyncio.run(check())

@@ -1,0 +1,101 @@
+"""What no honest client sends: refused by name and in few words, and no traceback in the log."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+from serving import Server, running, save_random
+from serving import engine_config as config
+
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with running(config(save_random(tmp_path_factory.mktemp("random")))) as made:
+        yield made
+
+
+def refused(server: Server, route: str, body: dict[str, Any]) -> dict[str, Any]:
+    answer = httpx.post(server.url + route, json=body)
+    assert answer.status_code == 400
+    error: dict[str, Any] = answer.json()["error"]
+    return error
+
+
+def raw(server: Server, sent: bytes) -> bytes:
+    """All that the server answers before it closes the connection."""
+    at = urlsplit(server.url)
+    with socket.create_connection((at.hostname, at.port), timeout=30) as connection:
+        connection.sendall(sent)
+        return b"".join(iter(lambda: connection.recv(65536), b""))
+
+
+def test_a_limit_of_tokens_is_refused_under_the_name_that_it_came_under(server: Server) -> None:
+    for name in ("max_tokens", "max_completion_tokens"):
+        error = refused(server, "/v1/chat/completions", {**CHAT, name: 2**63})
+        assert error["param"] == name
+        assert error["message"] == f"{name} must be a 64-bit integer, got {2**63}"
+
+
+def test_a_key_of_the_wrong_type_is_told_with_its_field(server: Server) -> None:
+    error = refused(server, "/v1/completions", {"prompt": "x", "logit_bias": {"x": 1}})
+    assert error["param"] == "logit_bias"
+    assert error["message"] == "logit_bias: Expected `int`, got `str`"
+
+
+def test_a_part_without_its_text_is_not_called_unsupported(server: Server) -> None:
+    content = [{"type": "text"}]
+    error = refused(
+        server, "/v1/chat/completions", {"messages": [{"role": "user", "content": content}]}
+    )
+    assert error["message"] == "messages[0].content[0].text: must be a string"
+
+
+def test_a_refusal_does_not_repeat_a_large_value(server: Server) -> None:
+    error = refused(server, "/v1/completions", {"prompt": "x", "stop": ["x"] * 100_000})
+    assert error["message"].startswith("stop must be at most 64 strings, got ('x', 'x'")
+    assert len(error["message"]) < 300
+
+
+def test_a_number_of_five_thousand_digits_is_not_called_bad_json(server: Server) -> None:
+    answer = httpx.post(server.url + "/v1/completions", content=b'{"seed":' + b"9" * 5000 + b"}")
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"].startswith("the body cannot be read: Integer value")
+
+
+def test_a_body_that_is_not_packed_as_it_says_is_the_client_s_fault(
+    server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    answer = raw(
+        server,
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Encoding: gzip\r\n"
+        b"Content-Length: 4\r\nConnection: close\r\n\r\njunk",
+    )
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert b"the body cannot be read: 400, message: Can not decode content-encoding: gzip" in answer
+    assert [r.message for r in caplog.records if r.levelno >= logging.WARNING] == []
+
+
+def test_what_is_not_http_leaves_no_traceback(
+    server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "jackfield")
+    for sent in (
+        b"GET /health HTTP/9.9\r\nHost: x\r\n\r\n",
+        b"GET /\xff HTTP/1.1\r\nHost: x\r\n\r\n",
+    ):
+        assert raw(server, sent).startswith(b"HTTP/1.0 400 ")
+    mine = ("jackfield.server", "jackfield.http", "aiohttp.server")
+    told = [record for record in caplog.records if record.name in mine]
+    assert len(told) == 2
+    for record in told:
+        assert record.message.startswith("refused what is not HTTP: 400")
+        assert record.exc_info is None and record.levelno == logging.INFO
+    assert httpx.get(server.url + "/health").status_code == 200

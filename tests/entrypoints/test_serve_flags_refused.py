@@ -1,0 +1,65 @@
+"""Wrong values of `jackfield serve`'s flags: refused by the flag's name, before anything starts."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from jackfield.entrypoints.cli.main import main
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--port", "99999"], "argument --port: must be at most 65535, got 99999"),
+        (["--port", "-1"], "argument --port: must be at least 0, got -1"),
+        (["--port", "http"], "argument --port: must be a whole number, got 'http'"),
+        (["--limit-concurrency", "x"], "--limit-concurrency: must be a whole number, got 'x'"),
+        (["--max-body-bytes", "0"], "argument --max-body-bytes: must be at least 1, got 0"),
+        (["--max-stored-responses", "-1"], "--max-stored-responses: must be at least 0, got -1"),
+        (["--shutdown-timeout", "nan"], "--shutdown-timeout: must be a number of seconds, got"),
+        (["--hf-overrides", "{bad"], "--hf_overrides: no JSON: Expecting property name"),
+        (["--batch-dir", ""], "batch_dir: must not be empty"),
+        (
+            ["--structured-outputs-config", "5", "--structured-outputs-config.backend", "xgrammar"],
+            "structured_outputs_config: must be a JSON object, got 5",
+        ),
+    ],
+)
+def test_a_wrong_value_is_refused_by_the_flag_s_name(
+    flags: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        status = main(["serve", "/no/such/checkpoint", *flags])
+    except SystemExit as stopped:
+        status = int(str(stopped.code))
+    assert status == 2
+    assert told in capsys.readouterr().err
+
+
+def test_a_taken_port_is_told_before_a_model_is_looked_for(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert main(["serve", "/no/such/checkpoint", "--port", str(port)]) == 2
+    told = capsys.readouterr().err
+    assert f"--port: cannot listen at 127.0.0.1:{port}: [Errno" in told
+    assert "Address already in use" in told
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--host", "no.such.invalid"], "--host: cannot listen at no.such.invalid:8000: "),
+        (["--uds", "/no/such/folder/socket"], "--uds: there is no folder for /no/such/folder"),
+    ],
+)
+def test_a_place_that_is_not_there_is_told_by_its_flag(
+    flags: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", "/no/such/checkpoint", *flags]) == 2
+    assert told in capsys.readouterr().err
