@@ -203,6 +203,17 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     disable_plugins: Annotated[
         tuple[str, ...], _doc("Entry points or distributions not to load.")
     ] = ()
+    generation_config: Annotated[
+        str,
+        _doc(
+            "Where requests get what they leave open (temperature, top_p, top_k, min_p, "
+            "repetition_penalty; max_new_tokens limits all): auto (the model's "
+            "generation_config.json), vllm (from nowhere), or a folder with such a file."
+        ),
+    ] = "auto"
+    override_generation_config: Annotated[
+        dict[str, Any] | None, _doc("Values that replace those of generation_config.json.")
+    ] = None
     hf_overrides: Annotated[
         dict[str, Any] | None, _doc("Values that replace those of the checkpoint's config.json.")
     ] = None

@@ -35,6 +35,7 @@ from jackfield.core.observe.metrics import EngineMetrics
 from jackfield.core.registry import KINDS, load_plugins
 from jackfield.entrypoints.cli import options
 from jackfield.entrypoints.cli.main import COMMANDS
+from jackfield.entrypoints.cli.vllm_flags import MISSING, NO_EFFECT
 from jackfield.entrypoints.fronts.counts import FrontCounts
 from jackfield.entrypoints.openai import pooling_protocol, protocol, responses_protocol
 
@@ -244,6 +245,13 @@ def cli() -> str:
                 continue
             parts.append(f"\n{(group.title or '').capitalize()}:\n\n")
             parts.append(table(["argument", "meaning"], [_flag_row(a) for a in actions]))
+    parts += [
+        "\n## vLLM's flags\n\n",
+        "`serve` knows most of them, by their names. These are taken and have no effect:\n\n",
+        table(["flag", "why"], [[f"`{flag}`", why] for flag, (_, why) in NO_EFFECT.items()]),
+        "\nThese are refused:\n\n",
+        table(["flag", "why, or what there is"], [[f"`{f}`", why] for f, why in MISSING.items()]),
+    ]
     parts.append(
         "\n## Environment\n\n"
         + table(

@@ -68,6 +68,10 @@ class LLM:
 
         return self._all(_listed(prompts), params, start, use_tqdm)
 
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What is used without `params`: as the model's makers say."""
+        return self.engine.model_config.sampling.params()
+
     def chat(
         self,
         messages: Sequence[ChatMessage] | Sequence[Sequence[ChatMessage]],
@@ -170,7 +174,7 @@ class LLM:
         use_tqdm: bool,
     ) -> list[RequestOutput]:
         if params is None or isinstance(params, SamplingParams):
-            each = [params or SamplingParams()] * len(items)
+            each = [params or self.get_default_sampling_params()] * len(items)
         else:
             each = list(params)
         _check_as_many(each, items)

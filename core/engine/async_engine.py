@@ -22,6 +22,7 @@ from ..errors import (
     EngineStopped,
     InvalidRequest,
 )
+from ..loading.generation_config import NO_DEFAULTS
 from ..loading.model_config import ModelConfig, resolve_model_config
 from ..observe.metrics import EngineMetrics
 from ..pooling import PoolingParams
@@ -142,6 +143,8 @@ class AsyncEngine:
             self.info.num_blocks,
             self.config.block_size,
         )
+        if self.model_config.sampling != NO_DEFAULTS:
+            logger.info("requests that leave it open get %s", self.model_config.sampling)
         await self.plugins.emit("engine_started", engine=self)
 
     def _load_text(self) -> None:
@@ -266,13 +269,15 @@ class AsyncEngine:
     ) -> OutputStream:
         """Complete `prompt` (text, token ids or `{"prompt_token_ids": [...]}`).
 
+        Without `params`, as the model's makers say (`model_config.sampling`).
+
         → async iterator of RequestOutput. Its first step raises InvalidRequest (with the field's
         name), EngineOverloaded or EngineStopped.
         """
 
         async def start() -> RequestState:
             self._check_running()
-            asked = _sampling(params)
+            asked = self._sampling(params)
             grammar = await self._grammars.prepare(asked, chat=False)
             return await self._admit(prompt, asked, request_id, priority, cache_salt, grammar)
 
@@ -299,7 +304,7 @@ class AsyncEngine:
         async def start() -> RequestState:
             self._check_running()
             self._check_generates()
-            asked = _sampling(params)
+            asked = self._sampling(params)
             grammar = await self._grammars.prepare(
                 asked, chat=True, template_arguments=chat_template_kwargs
             )
@@ -558,6 +563,13 @@ class AsyncEngine:
         if not hasattr(self, "_grammars"):
             raise EngineStopped("the engine has not started, which `async with` or start() does")
 
+    def _sampling(self, params: SamplingParams | None) -> SamplingParams:
+        """As given, or the model's defaults. Raises InvalidRequest for what is neither."""
+        if not isinstance(params, SamplingParams | None):
+            kind = type(params).__name__
+            raise InvalidRequest(f"params: must be SamplingParams, got {kind}", param="params")
+        return self.model_config.sampling.params() if params is None else params
+
     def _check_room(self) -> None:
         limit = self.config.max_waiting_requests
         if limit is not None and self._scheduler.num_waiting >= limit:
@@ -611,11 +623,3 @@ class AsyncEngine:
         task = asyncio.ensure_future(awaitable)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
-
-
-def _sampling(params: SamplingParams | None) -> SamplingParams:
-    """As given, or the defaults. Raises InvalidRequest for what is neither."""
-    if not isinstance(params, SamplingParams | None):
-        kind = type(params).__name__
-        raise InvalidRequest(f"params: must be SamplingParams, got {kind}", param="params")
-    return params or SamplingParams()

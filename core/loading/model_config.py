@@ -5,7 +5,7 @@ A checkpoint's code is never imported: `auto_map` is ignored.
 
 from __future__ import annotations
 
-import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +15,13 @@ import torch
 from ..config import EngineConfig
 from ..errors import ConfigError, LoadError
 from .checkpoint_config import checkpoint_config
+from .generation_config import (
+    NO_DEFAULTS,
+    SamplingDefaults,
+    read_generation_config,
+    sampling_defaults,
+)
+from .json_file import read_object
 
 if TYPE_CHECKING:
     from .pooling_config import PoolingConfig
@@ -46,6 +53,8 @@ class ModelConfig:
     eos_token_ids: frozenset[int]
     quantization_config: dict[str, Any] | None = None
     """As in config.json; None: the checkpoint is not quantized."""
+    sampling: SamplingDefaults = NO_DEFAULTS
+    """For what requests leave open."""
     pooling: PoolingConfig | None = None
     """How states become vectors; None: the model generates text (`resolve_pooling` decides)."""
 
@@ -81,6 +90,7 @@ def resolve_model_config(config: EngineConfig) -> ModelConfig:
     if not isinstance(getattr(hf_config, "vocab_size", None), int):
         raise ConfigError(f"model: {folder}/config.json gives no vocab_size", param="model")
     _check_sizes(folder, hf_config)
+    generation = read_generation_config(folder, config)
     quantization = getattr(hf_config, "quantization_config", None)
     if quantization is not None and not isinstance(quantization, dict):
         raise ConfigError(
@@ -95,7 +105,8 @@ def resolve_model_config(config: EngineConfig) -> ModelConfig:
         dtype=_resolve_dtype(config, hf_config),
         max_model_len=_resolve_length(config, hf_config),
         vocab_size=int(hf_config.vocab_size),
-        eos_token_ids=_eos_token_ids(folder, hf_config),
+        eos_token_ids=_eos_token_ids(hf_config, generation),
+        sampling=sampling_defaults(generation, config),
         quantization_config=quantization,
     )
 
@@ -128,17 +139,7 @@ def checkpoint_folder(model: str, revision: str | None = None) -> Path:
 
 
 def _read_config(folder: Path, overrides: dict[str, Any] | None) -> Any:
-    return checkpoint_config(folder, _read_object(folder / "config.json") | (overrides or {}))
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    try:
-        read = json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError) as error:
-        raise LoadError(f"model: {path} cannot be read: {error}", param="model") from error
-    if not isinstance(read, dict):
-        raise LoadError(f"model: {path} holds no JSON object", param="model")
-    return read
+    return checkpoint_config(folder, read_object(folder / "config.json") | (overrides or {}))
 
 
 def _check_sizes(folder: Path, hf_config: Any) -> None:
@@ -209,18 +210,9 @@ def rope_parameters(hf_config: Any) -> dict[str, Any]:
     return rope
 
 
-def _eos_token_ids(folder: Path, hf_config: Any) -> frozenset[int]:
+def _eos_token_ids(hf_config: Any, generation: Mapping[str, Any]) -> frozenset[int]:
     """Without the ids that the vocabulary does not have: they never come."""
     found: list[Any] = []
-
-    def collect(value: Any) -> None:
-        if isinstance(value, int):
-            found.append(value)
-        elif isinstance(value, list):
-            found.extend(value)
-
-    collect(getattr(hf_config, "eos_token_id", None))
-    generation = folder / "generation_config.json"
-    if generation.is_file():
-        collect(_read_object(generation).get("eos_token_id"))
+    for value in (getattr(hf_config, "eos_token_id", None), generation.get("eos_token_id")):
+        found += value if isinstance(value, list) else [value]
     return frozenset(t for t in found if isinstance(t, int) and 0 <= t < hf_config.vocab_size)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,9 @@ def _action(parser: argparse.ArgumentParser, key: Any, path: str) -> tuple[str, 
             return flag, flags[flag]
     if name == "config":
         raise ConfigError(f"--config: {path}: config: a file names no other file", param=name)
+    missing: Mapping[str, str] = getattr(parser, "missing", {})
+    if (why := missing.get(f"--{name.replace('_', '-')}")) is not None:
+        raise ConfigError(f"--config: {path}: {name}: {why}", param=name)
     known = [flag.removeprefix("--") for flag in flags if flag.startswith("--")]
     near = difflib.get_close_matches(name.replace("_", "-"), known, n=1)
     hint = f"; did you mean {near[0]}?" if near else ""

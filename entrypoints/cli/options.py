@@ -8,6 +8,7 @@ import json
 import sys
 import types
 import typing
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -18,6 +19,9 @@ from ...core.errors import ConfigError
 
 class Parser(argparse.ArgumentParser):
     """Answers a mistyped flag with the nearest valid one, and never takes half a flag."""
+
+    missing: Mapping[str, str] = {}
+    """Flags that people know from elsewhere → why there is none here, or what there is."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **{**options, "allow_abbrev": False})
@@ -31,13 +35,20 @@ class Parser(argparse.ArgumentParser):
 
     def _explain(self, unknown: list[str]) -> str:
         flag = unknown[0].split("=")[0]
+        if (why := self.missing.get(flag.replace("_", "-"))) is not None:
+            return f"{flag}: {why}"
         near = difflib.get_close_matches(flag, self._option_string_actions, n=1)
         hint = f"; did you mean {near[0]}?" if near and flag.startswith("-") else ""
         return f"unrecognized argument: {unknown[0]}{hint}"
 
 
-ALIASES = {"structured_outputs_config.backend": "--guided-decoding-backend"}
-"""Flags that vLLM has, or had, for a part of a structured option."""
+ALIASES = {
+    "pipeline_parallel_size": "-pp",
+    "quantization": "-q",
+    "structured_outputs_config.backend": "--guided-decoding-backend",
+    "tensor_parallel_size": "-tp",
+}
+"""Other flags that vLLM has, or had, for an option."""
 
 
 def add_no_plugin(group: Any) -> None:
@@ -78,7 +89,7 @@ def _add(group: argparse._ArgumentGroup, name: str, kind: Any, text: str, defaul
     if name in ALIASES:
         names.append(ALIASES[name])
     if kind is bool:
-        group.add_argument(names[0], action=argparse.BooleanOptionalAction, **options)
+        group.add_argument(*names, action=argparse.BooleanOptionalAction, **options)
     elif typing.get_origin(kind) is tuple:
         group.add_argument(*names, nargs="+", **options)
     elif typing.get_origin(kind) is typing.Literal:

@@ -21,13 +21,17 @@ from .server_options import (
     server_options,
     tls,
 )
+from .vllm_flags import MISSING, add_vllm_flags, without_effect
 
 if TYPE_CHECKING:
     from ..openai.context import ServerOptions
     from ..openai.server import Listen
 
 
-def make_parser() -> argparse.ArgumentParser:
+logger = logging.getLogger("jackfield.serve")
+
+
+def make_parser() -> Parser:
     parser = Parser(prog="jackfield serve", description="Serve a model over HTTP, as OpenAI does.")
     parser.add_argument(
         "model", nargs="?", default="", help="checkpoint folder or hub name; none: the embedded one"
@@ -103,6 +107,8 @@ def make_parser() -> argparse.ArgumentParser:
     add_config(server)
     add_server_options(parser)
     add_engine_options(parser)
+    add_vllm_flags(parser)
+    parser.missing = MISSING
     return parser
 
 
@@ -128,6 +134,8 @@ def settings(argv: list[str]) -> Settings:
     logging.basicConfig(
         level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
+    for sentence in without_effect(args):
+        logger.warning("%s", sentence)
     config = engine_config(args, args.model_flag or args.model)
     given = server_options(args, config)
     plugins = load_plugins(disable=config.disable_plugins)

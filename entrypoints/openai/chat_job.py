@@ -92,7 +92,7 @@ class ChatJob:
         )
         self.echoed = _last_words(asked)
         logprobs = asked.shown_logprobs(engine.config.max_logprobs)
-        self.params = asked.sampling(asked.token_limit, logprobs)
+        self.params = asked.sampling(asked.token_limit, logprobs, engine.model_config.sampling)
         self.uses_tools = bool(asked.tools) and asked.tool_choice != "none"
         config, plugins = engine.config, engine.plugins
         self.reasoning: type[ReasoningParser] | None = None

@@ -89,7 +89,8 @@ class _Job:
         self.shows_prompt_logprobs = asked.prompt_logprobs is not None
         if asked.echo and asked.logprobs is not None:
             asked.prompt_logprobs = max(asked.logprobs, asked.prompt_logprobs or 0)
-        return asked.sampling(1 if self.only_echo else limit, asked.logprobs)
+        defaults = self.engine.model_config.sampling
+        return asked.sampling(1 if self.only_echo else limit, asked.logprobs, defaults)
 
     def streams(self) -> list[OutputStream]:
         """What the engine makes of each prompt."""

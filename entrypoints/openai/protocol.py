@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from ...core.errors import InvalidRequest, shown
+from ...core.loading.generation_config import SamplingDefaults
 from ...core.types import OutputKind, SamplingParams
 from .structured import requested
 
@@ -116,7 +117,9 @@ class SamplingRequest(msgspec.Struct, kw_only=True):
         """Which field limits the answer's tokens, if one is given."""
         return None if self.max_tokens is None else "max_tokens"
 
-    def sampling(self, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
+    def sampling(
+        self, max_tokens: int | None, logprobs: int | None, defaults: SamplingDefaults
+    ) -> SamplingParams:
         """As the engine takes it. Raises InvalidRequest with the field's name."""
         stop = self.stop
         given: dict[str, Any] = {
@@ -131,8 +134,8 @@ class SamplingRequest(msgspec.Struct, kw_only=True):
             "min_tokens": self.min_tokens,
         }
         return SamplingParams(
-            **{name: value for name, value in given.items() if value is not None},
-            max_tokens=max_tokens,
+            **defaults.values | {name: v for name, v in given.items() if v is not None},
+            max_tokens=defaults.limited(max_tokens),
             max_tokens_field=self.token_limit_field,
             seed=self.seed,
             stop=(stop,) if isinstance(stop, str) else tuple(stop or ()),

@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any, ClassVar, Protocol
 
@@ -96,13 +96,14 @@ class _Health:
         self._until = time.monotonic() + PAUSE_SECONDS
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Lookup:
     first: int
     """Block from which on the store is asked."""
     answer: Future[int]
     """How many it has from there on."""
-    began: float = field(default_factory=time.monotonic)
+    overdue: bool = False
+    """Nobody waits for it any more."""
 
 
 class StoreScheduler:
@@ -130,17 +131,22 @@ class StoreScheduler:
             if self._health.paused:
                 return 0
             answer = self._threads.submit(self._look_up, request.block_hashes[wanted:])
+            lookup = self._lookups[request.request_id] = _Lookup(wanted, answer)
             answer.add_done_callback(lambda _: self._setup.notify())
-            asyncio.get_running_loop().call_later(ANSWER_SECONDS, self._setup.notify)
-            self._lookups[request.request_id] = _Lookup(wanted, answer)
+            asyncio.get_running_loop().call_later(ANSWER_SECONDS, self._give_up, lookup)
             return None
         if not lookup.answer.done():
-            if time.monotonic() - lookup.began < ANSWER_SECONDS:
+            if not lookup.overdue:
                 return None
             self._health.failed("look up keys", TimeoutError(f"{ANSWER_SECONDS} s"))
             return 0
         del self._lookups[request.request_id]
         return max(0, lookup.first + lookup.answer.result() - wanted) * block_size
+
+    def _give_up(self, lookup: _Lookup) -> None:
+        # The timer says so, and no clock: were that a little behind it, nobody would ask again.
+        lookup.overdue = True
+        self._setup.notify()
 
     def _look_up(self, keys: Sequence[bytes]) -> int:
         try:

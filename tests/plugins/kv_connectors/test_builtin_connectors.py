@@ -277,6 +277,24 @@ async def test_a_store_that_hangs_costs_a_recompute(
         shelf.go_on.set()
 
 
+async def test_a_timer_that_is_early_leaves_nobody_waiting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As timers are: loops round their times, and keep them a while."""
+    monkeypatch.setattr(store_module, "ANSWER_SECONDS", 0.3)
+    loop = asyncio.get_running_loop()
+    exact: Any = loop.call_later
+    early = lambda delay, *rest, **more: exact(max(0.0, delay - 0.05), *rest, **more)  # noqa: E731
+    shelf = Shelf()
+    shelf.hangs_in = {"count_present"}
+    config = EngineConfig(**SMALL, kv_transfer_config={"kv_connector": "shelf"})
+    async with AsyncEngine(config, plugins=load_plugins(extra=[shelf])) as engine:
+        monkeypatch.setattr(loop, "call_later", early)
+        await asyncio.wait_for(generate(engine, TOKENS), 20)
+        monkeypatch.undo()
+        shelf.go_on.set()
+
+
 async def test_a_store_that_raises_is_left_alone_for_a_while() -> None:
     shelf = Shelf()
     shelf.raises = True

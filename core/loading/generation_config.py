@@ -1,0 +1,89 @@
+"""generation_config.json: how a checkpoint's makers would sample from it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ..config import EngineConfig
+from ..errors import ConfigError, InvalidRequest
+from ..types import SamplingParams
+from .json_file import read_object
+
+FILE = "generation_config.json"
+NAMES = {
+    "temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty", "max_new_tokens": "max_tokens",
+}  # fmt: skip
+"""What it calls them → fields of SamplingParams. The rest of the file is not for sampling."""
+
+
+class SamplingDefaults(msgspec.Struct, frozen=True):
+    """What requests get that say nothing themselves."""
+
+    values: dict[str, Any] = {}
+    """Fields of SamplingParams, but for `max_tokens`."""
+    max_tokens: int | None = None
+    """Tokens of an answer at most, whatever its request says; None: no limit."""
+
+    def params(self) -> SamplingParams:
+        """For a request that brings none."""
+        return SamplingParams(**self.values, max_tokens=self.max_tokens)
+
+    def limited(self, max_tokens: int | None) -> int | None:
+        """What is left of a request's own limit."""
+        limits = [limit for limit in (max_tokens, self.max_tokens) if limit is not None]
+        return min(limits, default=None)
+
+
+NO_DEFAULTS = SamplingDefaults()
+
+
+def read_generation_config(folder: Path, config: EngineConfig) -> dict[str, Any]:
+    """The model's file, or the one in the folder that `generation_config` names; {}: there is none.
+
+    Raises ConfigError where a named folder has none, LoadError where it cannot be read.
+    """
+    if config.generation_config not in ("auto", "vllm"):
+        folder = Path(config.generation_config).expanduser()
+        if not (folder / FILE).is_file():
+            raise ConfigError(
+                f"generation_config: must be 'auto', 'vllm' or a folder with {FILE}, got "
+                f"{config.generation_config!r}",
+                param="generation_config",
+            )
+    return read_object(folder / FILE) if (folder / FILE).is_file() else {}
+
+
+def sampling_defaults(stored: Mapping[str, Any], config: EngineConfig) -> SamplingDefaults:
+    """From the file's content, unless `generation_config` is "vllm", and from
+    `override_generation_config`. Raises ConfigError with the field's name.
+    """
+    own = _named(stored if config.generation_config != "vllm" else {}, FILE, "generation_config")
+    override = config.override_generation_config or {}
+    for name in override:
+        if name not in NAMES:
+            raise ConfigError(
+                f"override_generation_config.{name}: is not supported (there are: "
+                f"{', '.join(NAMES)})",
+                param="override_generation_config",
+            )
+    field = "override_generation_config"
+    values = own | _named(override, field, field)
+    limit = values.pop("max_tokens", None)
+    return SamplingDefaults(values, limit)
+
+
+def _named(values: Mapping[str, Any], source: str, param: str) -> dict[str, Any]:
+    """As SamplingParams calls them, and as it takes them."""
+    found = {NAMES[name]: value for name, value in values.items() if name in NAMES}
+    found = {name: value for name, value in found.items() if value is not None}
+    try:
+        SamplingParams(**found)
+    except InvalidRequest as error:
+        hint = "; --generation-config vllm does without the file" if source == FILE else ""
+        raise ConfigError(f"{source}: {error.message}{hint}", param=param) from error
+    return found
