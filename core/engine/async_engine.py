@@ -471,32 +471,6 @@ class AsyncEngine:
         cache_salt: str | None,
         grammar: GrammarStart | None,
     ) -> RequestState:
-        state = await self._new_state(prompt, params, request_id, priority, cache_salt, grammar)
-        self._enter(state)
-        return state
-
-    async def _admit_pooling(
-        self,
-        prompt: PreparedPrompt,
-        params: PoolingParams,
-        request_id: str | None,
-        priority: int,
-        cache_salt: str | None,
-    ) -> PoolingState:
-        state = self._new_pooling_state(prompt, params, request_id, priority, cache_salt)
-        self._enter(state)
-        return state
-
-    async def _new_state(
-        self,
-        prompt: Prompt,
-        params: SamplingParams,
-        request_id: str | None,
-        priority: int,
-        cache_salt: str | None,
-        grammar: GrammarStart | None,
-    ) -> RequestState:
-        """Checked, and known to nobody yet."""
         request_id = self._check_open(request_id)
         self._check_generates()
         if isinstance(prompt, str) and len(prompt) >= LONG_TEXT:
@@ -512,9 +486,11 @@ class AsyncEngine:
             cache_salt=cache_salt,
             grammar=grammar,
         )
-        return RequestState(request_id, text, requests, requests[0].params, self.tokenizer)
+        state = RequestState(request_id, text, requests, requests[0].params, self.tokenizer)
+        await self._begin(state)
+        return state
 
-    def _new_pooling_state(
+    async def _admit_pooling(
         self,
         prompt: PreparedPrompt,
         params: PoolingParams,
@@ -522,13 +498,18 @@ class AsyncEngine:
         priority: int,
         cache_salt: str | None,
     ) -> PoolingState:
-        """The same, for a vector."""
         request_id = self._check_open(request_id)
         assert self._pooling_admission is not None
         request = self._pooling_admission.request(
             request_id, prompt, params, priority=priority, cache_salt=cache_salt
         )
-        return PoolingState(prompt.text, request)
+        state = PoolingState(prompt.text, request)
+        await self._begin(state)
+        return state
+
+    async def _begin(self, state: State) -> None:
+        """Checked, and known to nobody yet: now it is under way."""
+        self._enter(state)
 
     def _enter(self, state: State) -> None:
         self._publisher.enter(state)

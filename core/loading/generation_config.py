@@ -27,14 +27,14 @@ class SamplingDefaults(msgspec.Struct, frozen=True):
     values: dict[str, Any] = {}
     """Fields of SamplingParams, but for `max_tokens`."""
     max_tokens: int | None = None
-    """Tokens of an answer at most, whatever its request says; None: no limit."""
+    """Tokens of an answer at most, whatever a request to the server says; None: no limit."""
 
     def params(self) -> SamplingParams:
         """For a request that brings none."""
         return SamplingParams(**self.values, max_tokens=self.max_tokens)
 
     def limited(self, max_tokens: int | None) -> int | None:
-        """What is left of a request's own limit."""
+        """The smaller one of this limit and a request's own."""
         limits = [limit for limit in (max_tokens, self.max_tokens) if limit is not None]
         return min(limits, default=None)
 

@@ -17,15 +17,15 @@ from ..config import EngineConfig
 from ..engine.admission import Admission
 from ..engine.async_engine import HEALTH_SECONDS, AsyncEngine
 from ..engine.output import Completion, RequestState
-from ..engine.pooling import PoolingAdmission, PoolingState, PreparedPrompt
+from ..engine.pooling import PoolingAdmission, PoolingState
 from ..engine.resolve import resolve_runner
+from ..engine.underway import State
 from ..errors import EngineStopped
 from ..loading.model_config import resolve_model_config
 from ..observe.merge import families
-from ..pooling import PoolingParams
 from ..registry import Plugins
 from ..scheduling.request import Update
-from ..types import EngineStats, GrammarStart, Prompt, SamplingParams
+from ..types import EngineStats
 from .channel import Channel
 from .frames import (
     Abort,
@@ -77,7 +77,7 @@ class RemoteEngine(AsyncEngine):
         self._channel: Channel[ToFront] = Channel(ToFront, received=self._received, lost=self._lost)
         self._welcome: asyncio.Future[Welcome] | None = None
         self._questions = Questions(self._channel)
-        self._open: dict[int, tuple[RequestState | PoolingState, Any]] = {}
+        self._open: dict[int, tuple[State, Any]] = {}
         """By number: the completions that have not ended, and their requests."""
         self._numbers: dict[str, int] = {}
         """Request id → the number of its first completion."""
@@ -173,61 +173,15 @@ class RemoteEngine(AsyncEngine):
 
     # ------------------------------------------------------------ requests
 
-    async def _admit(
-        self,
-        prompt: Prompt,
-        params: SamplingParams,
-        request_id: str | None,
-        priority: int,
-        cache_salt: str | None,
-        grammar: GrammarStart | None,
-    ) -> RequestState:
-        state = await self._new_state(prompt, params, request_id, priority, cache_salt, grammar)
-        number = self._questions.numbers(params.n)
-        asked = Generate(
-            number=number,
-            request_id=state.request_id,
-            prompt_token_ids=state.requests[0].prompt_token_ids,
-            params=params,
-            priority=priority,
-            cache_salt=cache_salt,
-            grammar=None if grammar is None else grammar.grammar,
-        )
-        await self._begin(state, number, asked)
-        return state
-
-    async def _admit_pooling(
-        self,
-        prompt: PreparedPrompt,
-        params: PoolingParams,
-        request_id: str | None,
-        priority: int,
-        cache_salt: str | None,
-    ) -> PoolingState:
-        state = self._new_pooling_state(prompt, params, request_id, priority, cache_salt)
-        number = self._questions.numbers()
-        asked = Encode(
-            number=number,
-            request_id=state.request_id,
-            prompt_token_ids=prompt.token_ids,
-            token_type_ids=prompt.token_type_ids,
-            params=params,
-            priority=priority,
-            cache_salt=cache_salt,
-        )
-        await self._begin(state, number, asked)
-        return state
-
-    async def _begin(
-        self, state: RequestState | PoolingState, number: int, asked: Generate | Encode
-    ) -> None:
-        """Have a request admitted. Its tokens may come with the answer, so it is known before."""
+    async def _begin(self, state: State) -> None:
+        """Have it admitted. Its tokens may come with the answer, so it is known before."""
+        number = self._questions.numbers(len(state.requests))
         self._underway.add(state)
         self._numbers[state.request_id] = number
         for index, completion in enumerate(state.completions):
             self._open[number + index] = (state, completion)
         try:
-            await self._questions.answer(number, asked)
+            await self._questions.answer(number, _asked(state, number))
         except asyncio.CancelledError:
             self._abort(state)
             raise
@@ -238,7 +192,7 @@ class RemoteEngine(AsyncEngine):
     def _check_room(self) -> None:
         """The engine looks at its limits, and at the other front ends' ids."""
 
-    def _abort(self, state: RequestState | PoolingState) -> None:
+    def _abort(self, state: State) -> None:
         """End what is left of a request, at once; the engine hears of it."""
         first = self._numbers.get(state.request_id)
         if first is None or state.finished:
@@ -249,7 +203,7 @@ class RemoteEngine(AsyncEngine):
             completion.finish("abort", None)
         self._end(state)
 
-    def _forget(self, state: RequestState | PoolingState) -> None:
+    def _forget(self, state: State) -> None:
         first = self._numbers.pop(state.request_id, None)
         if first is None:
             return
@@ -258,7 +212,7 @@ class RemoteEngine(AsyncEngine):
             self._stops.pop(number, None)
         self._underway.remove(state)
 
-    def _end(self, state: RequestState | PoolingState) -> None:
+    def _end(self, state: State) -> None:
         """All of its completions have ended."""
         self._forget(state)
         state.mark_finished()
@@ -386,3 +340,19 @@ class RemoteEngine(AsyncEngine):
                 completion.finish("error", None)
             self._end(state)
         self.closed.set()
+
+
+def _asked(state: State, number: int) -> Generate | Encode:
+    """A request as the engine is asked for it; number: of its first completion."""
+    request = state.requests[0]
+    same: dict[str, Any] = {
+        "number": number,
+        "request_id": state.request_id,
+        "prompt_token_ids": request.prompt_token_ids,
+        "priority": request.priority,
+        "cache_salt": request.cache_salt,
+    }
+    if request.pooling is not None:
+        return Encode(**same, token_type_ids=request.token_type_ids, params=request.pooling)
+    wish = None if request.grammar is None else request.grammar.grammar
+    return Generate(**same, params=request.params, grammar=wish)

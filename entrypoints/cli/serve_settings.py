@@ -124,8 +124,11 @@ class Settings(NamedTuple):
     """The command line, with the flags of a configuration file written out."""
 
 
-def settings(argv: list[str]) -> Settings:
-    """Parse, check, load the plugins, set up logging. Raises ConfigError, PluginError."""
+def settings(argv: list[str], *, remarks: bool = True) -> Settings:
+    """Parse, check, load the plugins, set up logging. Raises ConfigError, PluginError.
+
+    `remarks`: say which flags have no effect.
+    """
     parser = make_parser()
     args = parser.parse_args(argv)
     if args.config is not None:
@@ -134,7 +137,7 @@ def settings(argv: list[str]) -> Settings:
     logging.basicConfig(
         level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
-    for sentence in without_effect(args):
+    for sentence in without_effect(args) if remarks else ():
         logger.warning("%s", sentence)
     config = engine_config(args, args.model_flag or args.model)
     given = server_options(args, config)

@@ -33,7 +33,7 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # The first process gets it, too, and tells us.
     order = msgspec.json.decode(sys.stdin.buffer.read(), type=Order)
     try:
-        return run_on_loop(front(order, settings(order.argv)))
+        return run_on_loop(front(order, settings(order.argv, remarks=False)))
     except (JackfieldError, OSError) as error:
         return fail(error)
 

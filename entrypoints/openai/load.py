@@ -48,13 +48,18 @@ def load_before(engine: AsyncEngine) -> Load:
 LOAD: web.AppKey[Load] = web.AppKey("load", Load)
 
 
+def is_for_work(request: web.Request) -> bool:
+    """Whether it asks for what the model does."""
+    resource = request.match_info.route.resource
+    return request.method == "POST" and resource is not None and resource.canonical in COUNTED
+
+
 @web.middleware
 async def count_load(
     request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
 ) -> web.StreamResponse:
     """A streamed answer counts until its last event."""
-    resource = request.match_info.route.resource
-    if request.method != "POST" or resource is None or resource.canonical not in COUNTED:
+    if not is_for_work(request):
         return await handler(request)
     load = request.app[LOAD]
     load.count += 1

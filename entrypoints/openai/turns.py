@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 
 from aiohttp import web
 
-from .load import COUNTED
+from .load import is_for_work
 
 PER_TURN = 4
 """Requests that begin in one turn: some two milliseconds of work."""
@@ -59,7 +59,6 @@ async def in_turns(
     request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
 ) -> web.StreamResponse:
     """Requests for work wait for their turn."""
-    resource = request.match_info.route.resource
-    if request.method == "POST" and resource is not None and resource.canonical in COUNTED:
+    if is_for_work(request):
         await request.app[TURNSTILE].enter()
     return await handler(request)

@@ -82,10 +82,10 @@ class Cursor:
         """Hand text to `say` up to the first mark; consume and return that, or "" at the end."""
         while True:
             found = marks.pattern.search(self._text, self._at)
-            if found is not None and found.start() <= len(self._text) - marks.longest:
-                held = len(self._text)  # No tail is as long as that.
-            else:
-                held = len(self._text) if self.over else marks.tail(self._text, self._at)
+            # No tail is as long as a mark, so none begins before one that stands far enough in.
+            far_in = found is not None and found.start() <= len(self._text) - marks.longest
+            end = self.over or far_in
+            held = len(self._text) if end else marks.tail(self._text, self._at)
             if found is not None and found.start() < held:
                 self._hand_on(found.start(), say)
                 self._at = found.end()
