@@ -17,8 +17,8 @@ from ...kernels.sum_slots import sum_slots
 def few_slots(num_tokens: int, top_k: int, num_experts: int) -> bool:
     """Whether each token is to read its experts' weights for itself.
 
-    Not measured yet. With half as many slots as experts, an expert in five is read twice, and that
-    largely from the cache; in return nothing is sorted.
+    Measured on an H200: with half as many slots as experts (64 of 128) the products take as long
+    either way and nothing is sorted; with as many, sorting reads a fifth less.
     """
     return num_tokens == 1 or num_tokens * top_k <= num_experts // 2
 

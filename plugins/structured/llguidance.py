@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import itertools
 import json
 import os
+import time
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -19,6 +21,8 @@ MAX_ITEMS_IN_ROW = 10_000
 """Ways to go on from one place: as many as a schema with some thousand optional properties has."""
 THREADS = max(1, min(16, (os.cpu_count() or 1) - 2))
 """That masks of many rows are shared among; launching steps and the event loop have a core each."""
+MORE_ROOTS_SECONDS = 0.03
+"""For compiling a grammar again, so that its masks can be made side by side."""
 
 SLICES = [
     r"[\x20\x0A\x0D\x09]+",
@@ -84,12 +88,20 @@ class LLGuidance:
 
     def compile(self, spec: GrammarSpec) -> LLGuidanceGrammar:
         """Raises ValueError with what is wrong with the grammar."""
+        text = self._grammar(spec)
+        roots = [self._root(text)]
+        until = time.monotonic() + MORE_ROOTS_SECONDS
+        while len(roots) < THREADS and time.monotonic() < until:
+            roots.append(self._root(text))
+        return LLGuidanceGrammar(roots, self._eos)
+
+    def _root(self, grammar: str) -> Any:
         matcher = self._llguidance.LLMatcher(
-            self._tokenizer, self._grammar(spec), log_level=0, limits=self._limits
+            self._tokenizer, grammar, log_level=0, limits=self._limits
         )
         if matcher.is_error():
             raise ValueError(_first_line(matcher.get_error()))
-        return LLGuidanceGrammar(matcher, self._eos)
+        return matcher
 
     def _grammar(self, spec: GrammarSpec) -> str:
         made = self._llguidance.LLMatcher
@@ -132,23 +144,29 @@ class _Vocabulary:
 
 
 class LLGuidanceGrammar:
-    """A matcher at the beginning, which every request copies."""
+    """Matchers at the beginning, of which every request copies one.
 
-    def __init__(self, matcher: Any, eos_token_ids: tuple[int, ...]) -> None:
-        self._matcher = matcher
+    One would do, but all its copies take turns: they share a lexer, and its lock.
+    """
+
+    def __init__(self, roots: Sequence[Any], eos_token_ids: tuple[int, ...]) -> None:
+        self._roots = roots
+        self._next = itertools.cycle(range(len(roots)))
         self._eos = frozenset(eos_token_ids)
 
     def matcher(self) -> LLGuidanceMatcher:
         """A new one, at the beginning."""
-        return LLGuidanceMatcher(self._matcher.deep_copy(), self._eos)
+        root = next(self._next)
+        return LLGuidanceMatcher(self._roots[root].deep_copy(), root, self._eos)
 
 
 class LLGuidanceMatcher:
     """One output on its way through a grammar. The end token stays out of its hands: whether it
     takes one depends on how it stopped."""
 
-    def __init__(self, matcher: Any, eos_token_ids: frozenset[int]) -> None:
+    def __init__(self, matcher: Any, root: int, eos_token_ids: frozenset[int]) -> None:
         self._matcher = matcher
+        self._root = root
         self._eos = eos_token_ids
         self._terminated = False
 
@@ -200,7 +218,11 @@ class LLGuidanceMatcher:
         bits: [count, ceil(size / 32)] int32
         """
         pairs = [(one._matcher, row) for one, row in zip(matchers, rows, strict=True)]
-        _executor().unsafe_compute_mask_ptr(pairs, bits.ctypes.data, bits.strides[0], bits.shape[0])
+        # Threads take neighbours: those that wait for each other go to one.
+        order = sorted(range(len(pairs)), key=lambda place: matchers[place]._root)
+        _executor().unsafe_compute_mask_ptr(
+            [pairs[place] for place in order], bits.ctypes.data, bits.strides[0], bits.shape[0]
+        )
         return [
             RuntimeError(_first_line(matcher.get_error())) if matcher.is_error() else None
             for matcher, _ in pairs
