@@ -7,7 +7,8 @@ counts through the lists' lengths to the tile that is its own. So a hot expert g
 as it needs, where programs striding over a list would be busy with it last; and the few programs
 beyond the last tile end at once. As in skinny.py the weight's rows take the matrix unit's long
 side. A quantized one is dequantised on its way there: a group's scale is applied to its sums where
-rows are few, and to the numbers where they are many, as in nibble_skinny.py.
+rows are few, and to the numbers where they are many, as in nibble_skinny.py. Where x is in 8 bits
+as well, both go there as they are, and the sums get a scale for each row of both.
 
 Memory: an expert's weight once for each BLOCK_M of its slots, x once a band of outputs; both from
 the L2 cache where bands and tiles of an expert run side by side. Operations: 2 a slot and element
@@ -32,7 +33,7 @@ from .nibbles import base_of, minus, numbers, times
 from .packed_weight import Packed, part_as_float, part_unit
 from .rehearsal import launch
 
-SMALLEST_TILE = 16
+SMALLEST_TILE, SMALLEST_TILE_IN_8_BITS = 16, 32
 """Columns that the matrix unit takes at least."""
 MANY = tl.constexpr(32)
 """From so many slots a program, a group's scales are applied to numbers. Of sums, those of gates
@@ -100,7 +101,9 @@ def _add_part(
     """acc + part PART of a tile times xᵀ. tile: [BLOCK_N, BLOCK_K] as `_taken_apart` made it; x:
     [BLOCK_M, BLOCK_K]; scales: from `_scales`, for few rows; row: [BLOCK_N], of the whole bank."""
     dtype: tl.constexpr = x.dtype
-    if not PACKED:
+    if dtype.primitive_bitwidth == 8:
+        return tl.dot(tile, tl.trans(x), acc, out_dtype=acc.dtype)
+    elif not PACKED:
         return tl.dot(tile, tl.trans(x), acc, input_precision="ieee")
     else:
         zero = tl.full([1, 1], OFFSET, tl.float32)
@@ -137,6 +140,7 @@ def _add_part(
 def _expert_matmul_kernel(
     out_ptr,
     x_ptr,
+    x_scale_ptr,
     lists_ptr,
     counts_ptr,
     values_ptr,
@@ -203,8 +207,9 @@ def _expert_matmul_kernel(
     value_ptrs = value_ptrs + output[:, None] * stride_values + k[None, :]
     x_ptrs = x_ptr + (slot // DIVIDE).to(tl.int64)[:, None] * stride_x + k[None, :]
     row = above + output
-    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    up_acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32) if GATED else acc
+    sums: tl.constexpr = tl.int32 if dtype == tl.int8 else tl.float32
+    acc = tl.zeros([BLOCK_N, BLOCK_M], sums)
+    up_acc = tl.zeros([BLOCK_N, BLOCK_M], sums) if GATED else acc
     SCALES: tl.constexpr = GROUPED and not MANY_ROWS
     scales = (in_n,)
     up_scales = scales
@@ -266,15 +271,20 @@ def _expert_matmul_kernel(
                 up_scales = up_read
     if PACKED and not GROUPED:
         scale = tl.load(scale_ptr + row // SCALE_ROWS, mask=in_n, other=0.0).to(tl.float32)
-        acc *= scale[:, None]
+        acc = acc.to(tl.float32) * scale[:, None]
         if GATED:
             scale = tl.load(scale_ptr + (row + N) // SCALE_ROWS, mask=in_n, other=0.0)
-            up_acc *= scale.to(tl.float32)[:, None]
-    if GATED:
-        acc = acc / (1.0 + tl.exp(-acc)) * up_acc
+            up_acc = up_acc.to(tl.float32) * scale.to(tl.float32)[:, None]
     # Read once more, by what the compiler takes for another load: kept from above, in the layout of
     # results, they would fill the registers that sums need.
     slot = tl.load(list_ptr + place, mask=in_m, other=0, cache_modifier=".ca")
+    if dtype.primitive_bitwidth == 8:
+        x_scale = tl.load(x_scale_ptr + slot // DIVIDE, mask=in_m, other=0.0)[None, :]
+        acc *= x_scale
+        if GATED:
+            up_acc *= x_scale
+    if GATED:
+        acc = acc / (1.0 + tl.exp(-acc)) * up_acc
     target = out_ptr + slot.to(tl.int64)[None, :] * N + output[:, None]
     tl.store(target, acc.to(out_ptr.dtype.element_ty), mask=in_n[:, None] & in_m[None, :])
 
@@ -293,7 +303,7 @@ class ExpertMatmulShape(NamedTuple):
 
 
 def expert_matmul_shape(
-    num_slots: int, num_experts: int, bank: Bank, gated: bool
+    num_slots: int, num_experts: int, bank: Bank, gated: bool, *, in_8_bits: bool = False
 ) -> ExpertMatmulShape:
     """From what was measured on an H200 at Qwen3-30B-A3B's sizes, dense, in fp8 and in 4 bits.
 
@@ -315,12 +325,20 @@ def expert_matmul_shape(
             64: (256, 32, 8, 3) if gated else (256, 32, 4, 2),
             128: (256, 32, 8, 2),
         }[block_m]
+    elif in_8_bits:
+        rows, block_k, num_warps, num_stages = {
+            16: (128, 256, 4, 3),
+            32: (128, 128, 4, 4),
+            64: (128, 128, 4, 4),
+            128: (256, 128, 8, 3),
+        }[block_m]
     elif values.element_size() == 1:
         rows, block_k, num_warps, num_stages = {
             16: (128 if gated else 64, 128, 4, 3),
             32: (128 if gated else 64, 64, 4, 3),
             64: (128, 64, 4, 3),
-            128: (128, 64, 4 if gated else 8, 3),
+            # Eight warps read wrong scales of groups, now and then (Triton 3.6).
+            128: (128, 64, 4, 3),
         }[block_m]
     else:
         rows, block_k, num_warps, num_stages = {
@@ -346,26 +364,31 @@ def expert_matmul(
     *,
     top_k: int,
     gated: bool,
+    x_scale: torch.Tensor | None = None,
+    dtype: torch.dtype | None = None,
     shape: ExpertMatmulShape | None = None,
 ) -> torch.Tensor:
     """x: [num_tokens, size], or a row for each slot, [num_tokens * top_k, size] → [num_tokens *
-    top_k, rows], or gated [num_tokens * top_k, rows / 2], of x's type.
+    top_k, rows], or gated [num_tokens * top_k, rows / 2], of `dtype` (None: x's).
 
     slots: [num_experts, num_tokens] and counts: [num_experts], from `expert_slots`; rows: those of
-    an expert; last strides 1. Sums in float32, rounded once. Raises ValueError where the bank's
-    groups are too narrow for the matrix unit (`expert_matmul_serves`).
+    an expert; last strides 1. x may be of the bank's 8-bit type, with a float32 `x_scale` for each
+    of its rows, where the bank has one for each of its own. Sums in float32 (of int8: int32),
+    rounded once. Raises ValueError where the bank's groups are too narrow for the matrix unit
+    (`expert_matmul_serves`).
     """
     num_experts, num_tokens = slots.shape
     num_slots = num_tokens * top_k
     rows = values_of(bank).shape[0] // num_experts
     outputs = rows // 2 if gated else rows
-    out = torch.empty((num_slots, outputs), dtype=x.dtype, device=x.device)
+    out = torch.empty((num_slots, outputs), dtype=dtype or x.dtype, device=x.device)
     if num_slots == 0:
         return out
-    shape = shape or expert_matmul_shape(num_slots, num_experts, bank, gated)
+    in_8_bits = x_scale is not None
+    shape = shape or expert_matmul_shape(num_slots, num_experts, bank, gated, in_8_bits=in_8_bits)
     block_k = tile_of(bank, shape.block_k)
     if not (isinstance(bank, Packed) and bank.grouped):
-        block_k = max(block_k, SMALLEST_TILE)
+        block_k = max(block_k, SMALLEST_TILE_IN_8_BITS if in_8_bits else SMALLEST_TILE)
     elif block_k < SMALLEST_TILE:
         raise ValueError(f"groups of {bank.group_size} leave tiles of {block_k} columns")
     arguments = bank_arguments(bank)
@@ -375,6 +398,7 @@ def expert_matmul(
     launch(_expert_matmul_kernel, (bands * tiles,))(
         out,
         x,
+        x_scale,
         slots,
         counts,
         *arguments.tensors,

@@ -11,7 +11,9 @@ from ...kernels.expert_gemv import expert_gemv
 from ...kernels.expert_matmul import expert_matmul, expert_matmul_serves
 from ...kernels.expert_slots import expert_slots
 from ...kernels.packed_weight import Packed
+from ...kernels.quantize_rows import quantize_rows
 from ...kernels.sum_slots import sum_slots
+from .packed import multiplies_8_bits
 
 
 def few_slots(num_tokens: int, top_k: int, num_experts: int) -> bool:
@@ -42,21 +44,36 @@ def experts_product(
 
     What is launched depends on shapes and types alone, so it may be captured in a graph.
     """
-    first, second = _bank(gate_up), _bank(down)
     num_tokens, top_k = routing.experts.shape
-    num_experts = values_of(second).shape[0] // x.shape[1]
-    inputs = _ordered(x, gate_up)
+    num_experts = values_of(_bank(down)).shape[0] // x.shape[1]
     if few_slots(num_tokens, top_k, num_experts):
-        inner = expert_gemv(inputs, routing.experts, first, num_experts)
+        inner = expert_gemv(_ordered(x, gate_up), routing.experts, _bank(gate_up), num_experts)
         return expert_gemv(
-            _ordered(inner, down), routing.experts, second, num_experts,
+            _ordered(inner, down), routing.experts, _bank(down), num_experts,
             factor=routing.weights, residual=residual, out=residual, known=True,
         )  # fmt: skip
-    slots, counts = expert_slots(routing.experts, num_experts)
-    inner = expert_matmul(inputs, slots, counts, first, top_k=top_k, gated=True)
-    inner = _ordered(inner, down)
-    parts = expert_matmul(inner, slots, counts, second, top_k=top_k, gated=False)
+    lists = expert_slots(routing.experts, num_experts)
+    inner = _product(x, gate_up, lists, top_k, gated=True)
+    parts = _product(inner, down, lists, top_k, gated=False)
     return sum_slots(parts, routing.weights, residual, residual)
+
+
+def _product(
+    x: torch.Tensor,
+    weight: ExpertWeight,
+    lists: tuple[torch.Tensor, torch.Tensor],
+    top_k: int,
+    *,
+    gated: bool,
+) -> torch.Tensor:
+    """By the experts that `expert_slots` listed, in 8 bits where that is wanted and possible."""
+    dtype, scale = x.dtype, None
+    x = _ordered(x, weight)
+    if isinstance(weight, PackedWeight) and multiplies_8_bits(weight):
+        x, scale = quantize_rows(x, weight.values.dtype, scale=weight.input_scale)
+    return expert_matmul(
+        x, *lists, _bank(weight), top_k=top_k, gated=gated, x_scale=scale, dtype=dtype
+    )
 
 
 def _bank(weight: ExpertWeight) -> Bank:

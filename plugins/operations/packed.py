@@ -62,9 +62,7 @@ def packed_product(
         )
     if num_tokens == 1:
         return packed_gemv(x, packed, bias, norm=norm, residual=residual, gated=gated)
-    in_8_bits = (
-        weight.inputs == "quantized" and num_tokens > FEW_TOKENS and _multiplies_8_bits(weight)
-    )
+    in_8_bits = num_tokens > FEW_TOKENS and multiplies_8_bits(weight)
     few = FEW_TOKENS if in_8_bits else FEW_TOKENS_WIDE
     if in_8_bits:
         out = _product_in_8_bits(x, weight, bias, norm, residual)
@@ -147,11 +145,13 @@ def _product_in_8_bits(
     return finish_product(out[None], into, bias, residual=residual)
 
 
-def _multiplies_8_bits(weight: PackedWeight) -> bool:
-    """Whether the device multiplies such a weight by inputs of its type, with a scale a row."""
+def multiplies_8_bits(weight: PackedWeight) -> bool:
+    """Whether inputs may be rounded to the weight's type, and the device multiplies the two, with a
+    scale for each row of both."""
     rows, size = weight.values.shape
     if (
-        weight.is_words
+        weight.inputs != "quantized"
+        or weight.is_words
         or weight.group_size < size
         or weight.scale_rows > 1
         or weight.zero is not None

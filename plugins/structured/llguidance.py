@@ -19,8 +19,8 @@ from .structural_tags import read
 
 MAX_ITEMS_IN_ROW = 10_000
 """Ways to go on from one place: as many as a schema with some thousand optional properties has."""
-THREADS = max(1, min(16, (os.cpu_count() or 1) - 2))
-"""That masks of many rows are shared among; launching steps and the event loop have a core each."""
+THREADS = max(1, min(8, (os.cpu_count() or 1) // 2))
+"""That masks of many rows are shared among: more only took processors from the event loop."""
 MORE_ROOTS_SECONDS = 0.03
 """For compiling a grammar again, so that its masks can be made side by side."""
 

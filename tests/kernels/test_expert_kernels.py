@@ -17,9 +17,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jackfield.core.nn.operations import ExpertWeight, Operations, Routing
-from jackfield.core.nn.packed import PackedWeight, pack_words
-from jackfield.kernels.expert_matmul import most_tiles
+from jackfield.core.nn.packed import PackedWeight, dequantize, pack_words
+from jackfield.kernels.expert_matmul import expert_matmul, most_tiles
 from jackfield.kernels.expert_slots import expert_slots
+from jackfield.kernels.packed_weight import Packed
+from jackfield.kernels.quantize_rows import quantize_rows
 from jackfield.kernels.sum_slots import sum_slots
 from jackfield.plugins.operations.experts import experts_serve, few_slots
 from jackfield.plugins.operations.triton import TritonOperations
@@ -226,6 +228,43 @@ def test_experts_of_packed_banks_equal_their_twin(
     check(x, chosen, gate_up, down)
 
 
+def check_in_8_bits(kind: str, num_tokens: int, top_k: int, rows: int, size: int) -> None:
+    """Gated and not, from a row a token and from a row a slot, against inputs rounded as well."""
+    num_experts = 8
+    bank = packed(kind, num_experts * rows, size, size, torch.float32)
+    chosen = routing(num_tokens, top_k, num_experts)
+    lists = expert_slots(chosen.experts, num_experts)
+    flat = chosen.experts.flatten().long()
+    for gated, each in ((True, top_k), (False, 1)):
+        x = draw(num_tokens * top_k // each, size, dtype=DTYPES[-1], seed=7)
+        values, scales = quantize_rows(x, bank.values.dtype)
+        got = expert_matmul(
+            values, *lists, Packed(bank.values, bank.scale, None, size, 1, 8),
+            top_k=top_k, gated=gated, x_scale=scales, dtype=x.dtype,
+        )  # fmt: skip
+        rounded = (values.float() * scales[:, None]).repeat_interleave(each, dim=0)
+        want = torch.empty(len(flat), rows // 2 if gated else rows, device=DEVICE)
+        dense = dequantize(bank, torch.float32).view(num_experts, rows, size)
+        for expert in range(num_experts):
+            made = rounded[flat == expert] @ dense[expert].t()
+            if gated:
+                gate, up = made.chunk(2, dim=1)
+                made = torch.nn.functional.silu(gate) * up
+            want[flat == expert] = made
+        assert got.dtype == x.dtype
+        tolerance = TOLERANCE[x.dtype]
+        torch.testing.assert_close(got.float(), want, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int8"])
+@pytest.mark.parametrize("num_tokens", [5, 70])
+@pytest.mark.parametrize("size", [64, 40])
+def test_a_product_in_8_bits_equals_that_of_rounded_inputs(
+    kind: str, num_tokens: int, size: int
+) -> None:
+    check_in_8_bits(kind, num_tokens, 2, 96, size)
+
+
 @pytest.mark.parametrize("num_tokens", [1, 7])
 def test_inputs_are_taken_in_the_order_of_a_banks_columns(num_tokens: int) -> None:
     made = torch.Generator().manual_seed(5)
@@ -291,6 +330,31 @@ def test_packed_experts_of_a_real_size_equal_their_twin(num_tokens: int, kind: s
     gate_up, down = bank(16 * 2 * INNER, HIDDEN), bank(16 * HIDDEN, INNER)
     chosen = KERNELS.route(big(num_tokens, 16, seed=3), TOP_K, renormalize=True)
     check(big(num_tokens, HIDDEN, seed=4), chosen, gate_up, down)
+
+
+@GPU
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["fp8", "int8"])
+@pytest.mark.parametrize("num_tokens", [2, 9, 20, 90, 700])
+def test_a_real_product_in_8_bits_equals_that_of_rounded_inputs(num_tokens: int, kind: str) -> None:
+    check_in_8_bits(kind, num_tokens, TOP_K, 2 * INNER, HIDDEN)
+
+
+@GPU
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["fp8", "int8"])
+@pytest.mark.parametrize("num_tokens", [9, 700])
+def test_whole_layers_in_8_bits_stay_near_their_twin(num_tokens: int, kind: str) -> None:
+    """As near as rounding inputs to 8 bits, twice, leaves them."""
+    gate_up = packed(kind, 16 * 2 * INNER, HIDDEN, HIDDEN, torch.float32)
+    down = packed(kind, 16 * HIDDEN, INNER, INNER, torch.float32)
+    chosen = KERNELS.route(big(num_tokens, 16, seed=3), TOP_K, renormalize=True)
+    x, residual = big(num_tokens, HIDDEN, seed=4), big(num_tokens, HIDDEN, seed=9)
+    want = REFERENCE.experts(x.float(), chosen, gate_up, down, residual=residual.float())
+    gate_up, down = (bank._replace(inputs="quantized") for bank in (gate_up, down))
+    got = KERNELS.experts(x, chosen, gate_up, down, residual=residual.clone())
+    off = (got.float() - want).norm() / (want - residual.float()).norm()
+    assert 1e-4 < off < 0.06
 
 
 @GPU
