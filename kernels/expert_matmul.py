@@ -326,12 +326,9 @@ def expert_matmul_shape(
             128: (256, 32, 8, 2),
         }[block_m]
     elif in_8_bits:
-        rows, block_k, num_warps, num_stages = {
-            16: (128, 256, 4, 3),
-            32: (128, 128, 4, 4),
-            64: (128, 128, 4, 4),
-            128: (256, 128, 8, 3),
-        }[block_m]
+        rows, block_k, num_warps, num_stages = 128, 128, 4, 3
+        if block_m <= 32 and not gated:
+            rows = 64
     elif values.element_size() == 1:
         rows, block_k, num_warps, num_stages = {
             16: (128 if gated else 64, 128, 4, 3),
