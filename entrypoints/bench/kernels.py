@@ -19,7 +19,7 @@ from ...core.errors import ConfigError
 from ..cli.options import Parser, fail
 from .measure import rounded
 from .report import Emitter, Record, add_output_options, environment, say, table
-from .roofline import Ceilings, measure_ceilings
+from .roofline import Ceilings, given_ceilings, measure_ceilings
 
 if TYPE_CHECKING:
     from .kernel_cases import Case
@@ -69,7 +69,7 @@ def _run(args: argparse.Namespace, device: str) -> int:
     if args.ceilings == "measure":
         ceilings = measure_ceilings(device, dtype)
     else:
-        ceilings = msgspec.json.decode(args.ceilings, type=Ceilings)
+        ceilings = given_ceilings(args.ceilings)
     facts = {
         **environment(device), "dtype": dtype, "sizes": "Qwen3-8B" if big else "tiny",
         "ceilings": msgspec.to_builtins(ceilings),

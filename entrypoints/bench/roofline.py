@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
+from ...core.errors import ConfigError
+
 
 class Ceilings(msgspec.Struct, frozen=True):
     """What one device was measured to do."""
@@ -26,6 +28,14 @@ class Ceilings(msgspec.Struct, frozen=True):
     """Operations a second of a large square product in `dtype`."""
     dtype: str
     device: str
+
+
+def given_ceilings(text: str) -> Ceilings:
+    """From JSON, as an earlier run wrote them. Raises ConfigError."""
+    try:
+        return msgspec.json.decode(text, type=Ceilings)
+    except msgspec.MsgspecError as error:
+        raise ConfigError(f"--ceilings: {error}", param="ceilings") from None
 
 
 def measure_ceilings(device_name: str = "cuda", dtype_name: str = "bfloat16") -> Ceilings:

@@ -26,7 +26,7 @@ from ..cli.options import Parser, add_engine_options, engine_options, fail
 from .backends import Backend, JackfieldBackend, TransformersBackend, VLLMBackend
 from .measure import Bench, Measurement, Record
 from .report import Emitter, add_output_options, environment, say, summary
-from .roofline import Ceilings, ModelShape, measure_ceilings
+from .roofline import Ceilings, ModelShape, given_ceilings, measure_ceilings
 from .workloads import (
     ARCHITECTURES,
     Ask,
@@ -228,7 +228,7 @@ class Session:
         if wanted == "none":
             return None
         if wanted != "measure":
-            return msgspec.json.decode(wanted, type=Ceilings)
+            return given_ceilings(wanted)
         say("measuring what this device can do")
         return measure_ceilings(self.device, self.dtype)
 
@@ -254,6 +254,13 @@ class Session:
     def _bench(self, backend: Backend, model: str, ceilings: Ceilings | None) -> Bench:
         config = model_config_dict(_folder(model))
         size = ITEM_BYTES[self.dtype]
+        given = self.options | self.args.peer_options
+        if (
+            given.get("quantization")
+            or given.get("kv_cache_dtype", "auto") != "auto"
+            or config.get("quantization_config")
+        ):
+            ceilings = None  # Floors count the bytes of the plain type.
         return Bench(
             backend=backend,
             vocab_size=int(config["vocab_size"]),

@@ -62,6 +62,23 @@ def test_made_up_weights_run_without_a_tokenizer(tmp_path: Path) -> None:
     assert json.loads(out.read_text().splitlines()[-1])["measured"]["ms_per_token"] > 0
 
 
+def test_quantized_engines_have_no_floor_of_the_plain_type(tmp_path: Path) -> None:
+    out = tmp_path / "results.jsonl"
+    ceilings = json.dumps({
+        "copy_bytes_per_second": 1e10, "read_bytes_per_second": 1e10, "matmul_flops": 1e11,
+        "dtype": "float32", "device": "cpu",
+    })  # fmt: skip
+    status = run(
+        ["latency", "W1", "--scale", "0.02", "--repeats", "1", "--device", "cpu",
+         "--attention-backend", "torch", "--quantization", "rtn", "--ceilings", ceilings,
+         "--output", str(out)]
+    )  # fmt: skip
+    assert status == 0
+    last = json.loads(out.read_text().splitlines()[-1])
+    assert "ms_per_token" in last["measured"] and last["options"]["quantization"] == "rtn"
+    assert "floor" not in last and "share_of_floor" not in last["measured"]
+
+
 def test_startup_is_timed_in_fresh_processes(tmp_path: Path) -> None:
     out = tmp_path / "results.jsonl"
     options = ["--device", "cpu", "--attention-backend", "torch", "--output", str(out)]
@@ -112,6 +129,8 @@ def test_mistakes_are_told(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         run(["latency", "W9"])
     assert "W9" in capsys.readouterr().err
+    assert run(["latency", "W1", "--device", "cpu", "--ceilings", "{}"]) == 2
+    assert "--ceilings: Object missing required field" in capsys.readouterr().err
 
 
 def test_w2_draws_the_lengths_that_others_publish() -> None:
