@@ -7,7 +7,7 @@ place, and a few words of configuration; this file knows no family by name.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import ClassVar, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import nn
@@ -41,16 +41,19 @@ class SelfAttention(nn.Module):
         }
         self.qkv_proj = MergedLinear(hf.hidden_size, sizes, build, bias=self.qkv_bias(hf))
         self.o_proj = Linear(sizes["q"], hf.hidden_size, build, bias=self.output_bias(hf))
-        spec = AttentionSpec(
+        self.attention = Attention(self.spec(hf, layer), build)
+        self.q_norm: RMSNorm | None = None
+        self.k_norm: RMSNorm | None = None
+
+    def spec(self, hf: Any, layer: int) -> AttentionSpec:
+        """What this layer asks of the backend."""
+        return AttentionSpec(
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
             scale=self.head_dim**-0.5,
             sliding_window=self.sliding_window(hf, layer),
         )
-        self.attention = Attention(spec, build)
-        self.q_norm: RMSNorm | None = None
-        self.k_norm: RMSNorm | None = None
 
     @staticmethod
     def qkv_bias(hf: object) -> bool:
@@ -83,6 +86,8 @@ MakeMLP: TypeAlias = Callable[[ModelConfig, int, BuildContext], nn.Module]
 class Block(nn.Module):
     """Attention and MLP, each behind a norm and added to the stream."""
 
+    norm: ClassVar[type[RMSNorm]] = RMSNorm
+
     def __init__(
         self,
         config: ModelConfig,
@@ -93,9 +98,9 @@ class Block(nn.Module):
     ) -> None:
         super().__init__()
         hf = config.hf_config
-        self.input_layernorm = RMSNorm(hf.hidden_size, hf.rms_norm_eps, build)
+        self.input_layernorm = self.norm(hf.hidden_size, hf.rms_norm_eps, build)
         self.self_attn = attention(config, layer, build)
-        self.post_attention_layernorm = RMSNorm(hf.hidden_size, hf.rms_norm_eps, build)
+        self.post_attention_layernorm = self.norm(hf.hidden_size, hf.rms_norm_eps, build)
         self.mlp = mlp(config, layer, build)
 
     def forward(
@@ -108,7 +113,9 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Everything between token ids and the last norm."""
+    """Everything between token ids and the last norm. A family may have blocks of its own."""
+
+    block: ClassVar[type[Block]] = Block
 
     def __init__(
         self,
@@ -122,25 +129,33 @@ class Decoder(nn.Module):
         self.embed_tokens = Embedding(config.vocab_size, hf.hidden_size, build)
         self.rotary = Rotary(config, build)
         self.layers = nn.ModuleList(
-            Block(config, layer, build, attention, mlp) for layer in range(hf.num_hidden_layers)
+            self.block(config, layer, build, attention, mlp)
+            for layer in range(hf.num_hidden_layers)
         )
-        self.norm = RMSNorm(hf.hidden_size, hf.rms_norm_eps, build)
+        self.norm = self.block.norm(hf.hidden_size, hf.rms_norm_eps, build)
 
     def forward(self, input_ids: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         """[num_tokens] → [num_tokens, hidden_size], not normed."""
-        hidden: torch.Tensor = self.embed_tokens(input_ids)
+        hidden = self.embed(input_ids)
         for layer in self.layers:
             hidden = layer(hidden, self.rotary, context)
         return hidden
 
+    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """[num_tokens] → what the first layer gets, [num_tokens, hidden_size]."""
+        hidden: torch.Tensor = self.embed_tokens(input_ids)
+        return hidden
+
 
 class HeadlessLM(nn.Module):
-    """A decoder whose states are pooled. A family sets `attention`, and may override `mlp`.
+    """A decoder whose states are pooled. A family sets `attention`, and may set `decoder` and
+    override `mlp`.
 
     Checkpoints of embedding models often leave out the `model.` that others begin names with.
     """
 
     attention: ClassVar[type[SelfAttention]] = SelfAttention
+    decoder: ClassVar[type[Decoder]] = Decoder
     weight_map: ClassVar[WeightMap] = WeightMap(
         stacked={
             "q_proj": Shard("qkv_proj", "q"),
@@ -155,7 +170,7 @@ class HeadlessLM(nn.Module):
 
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
         super().__init__()
-        self.model = Decoder(config, build, self.attention, self.mlp)
+        self.model = self.decoder(config, build, self.attention, self.mlp)
 
     def forward(self, input_ids: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         """[num_tokens] → [num_tokens, hidden_size]"""
