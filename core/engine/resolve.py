@@ -8,7 +8,7 @@ import torch
 from ..config import EngineConfig
 from ..errors import ConfigError, PluginError
 from ..loading.model_config import ModelConfig
-from ..loading.pooling_config import resolve_pooling
+from ..loading.resolve_pooling import resolve_pooling
 from ..registry import Plugins
 from ..structured.store import check_backend
 

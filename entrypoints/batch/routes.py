@@ -6,15 +6,13 @@ import asyncio
 import re
 import time
 import uuid
-from collections.abc import AsyncIterator
 from typing import Any
 
 from aiohttp import BodyPartReader, web
 
 from ...core.errors import InvalidRequest
-from ..openai.context import ENGINE, OPTIONS, reply
+from ..openai.context import reply
 from ..openai.protocol import decode
-from .local import LocalCaller
 from .objects import (
     Batch,
     BatchOptions,
@@ -34,50 +32,6 @@ SETTINGS: web.AppKey[BatchOptions] = web.AppKey("batch_options", BatchOptions)
 MAX_FIELD = 1024
 """Bytes of a form's field that is not the file."""
 CHUNK = 1 << 18
-
-
-def add_batch_routes(
-    app: web.Application, options: BatchOptions, *, work_here: bool = True
-) -> None:
-    """The routes, and what starts and ends with the application.
-
-    work_here: off where another process has the store, to which the requests are forwarded.
-    """
-    from .described import describe
-
-    describe()
-    app[SETTINGS] = options
-    app.add_routes(
-        [
-            web.post("/v1/files", upload),
-            web.get("/v1/files", list_files, allow_head=False),
-            web.get("/v1/files/{file_id}", get_file, allow_head=False),
-            web.delete("/v1/files/{file_id}", delete_file),
-            web.get("/v1/files/{file_id}/content", file_content, allow_head=False),
-            web.post("/v1/batches", create_batch),
-            web.get("/v1/batches", list_batches, allow_head=False),
-            web.get("/v1/batches/{batch_id}", get_batch, allow_head=False),
-            web.post("/v1/batches/{batch_id}/cancel", cancel_batch),
-        ]
-    )
-    if not work_here:
-        return
-    app[STORE] = Store(options.folder, options.max_store_bytes)
-    app.cleanup_ctx.append(_working)
-
-
-async def _working(app: web.Application) -> AsyncIterator[None]:
-    store, options = app[STORE], app[SETTINGS]
-    await store.start()
-    try:
-        async with LocalCaller(app) as caller:
-            work = BatchWork(app[ENGINE], store, caller, options, app[OPTIONS].max_body_bytes)
-            app[WORK] = work
-            await work.resume()
-            yield
-            await work.close()
-    finally:
-        await store.shut()
 
 
 # ---------------------------------------------------------------- files

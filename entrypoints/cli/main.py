@@ -37,7 +37,7 @@ def _run_batch(argv: list[str]) -> int:
 def _plugins(argv: list[str]) -> int:
     from .plugins import run
 
-    return run(argv)
+    return run(argv, COMMANDS)
 
 
 def _bench(argv: list[str]) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Collection
 from pathlib import Path
 
 import msgspec
@@ -44,15 +45,17 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def run(argv: list[str]) -> int:
-    """→ exit status: 0; 1 when plugins clash or nothing can be written; 2 for wrong usage."""
+def run(argv: list[str], commands: Collection[str] = ()) -> int:
+    """`commands`: those of `jackfield` itself, whose names a plugin's cannot have.
+
+    → exit status: 0; 1 when plugins clash or nothing can be written; 2 for wrong usage."""
     parser = make_parser()
     args = parser.parse_args(argv)
     try:
         if args.action == "new":
             if not args.kind or not args.name:
                 parser.error("new: give a KIND and a NAME")
-            _check_free(args.kind.replace("_", "-"), args.name, args.no_plugin)
+            _check_free(args.kind.replace("_", "-"), args.name, args.no_plugin, commands)
             return _new(args.kind, args.name, Path(args.into))
         if args.kind:
             parser.error(f"unrecognized argument: {args.kind}")
@@ -77,10 +80,8 @@ def as_text(rows: list[Row]) -> str:
     )
 
 
-def _check_free(kind: str, name: str, without: list[str]) -> None:
+def _check_free(kind: str, name: str, without: list[str], commands: Collection[str]) -> None:
     """Two plugins of one name stop every command. Raises ConfigError."""
-    from .main import COMMANDS
-
     if kind not in KINDS:
         return  # Refused by `write_skeleton`.
     owners = {
@@ -88,7 +89,7 @@ def _check_free(kind: str, name: str, without: list[str]) -> None:
         for entry in load_plugins(disable=without)[kind.replace("-", "_")].entries()
     }
     if kind == "command":
-        owners |= dict.fromkeys(COMMANDS, "jackfield")
+        owners |= dict.fromkeys(commands, "jackfield")
     if name in owners:
         raise ConfigError(
             f"NAME: {name!r} is a {kind.replace('-', ' ')} of {owners[name]} already; take "

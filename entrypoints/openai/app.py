@@ -17,7 +17,7 @@ from ...core.errors import (
     JackfieldError,
     RequestFailed,
 )
-from ..batch.routes import add_batch_routes
+from ..batch.application import add_batch_routes
 from ..fronts import keeper
 from ..web.page import add_page, page
 from . import cors, docs_page, limits, request_log

@@ -1,0 +1,240 @@
+"""Whether a checkpoint is run for text or for vectors, and how its states become vectors.
+
+Read from what sentence-transformers leaves beside the weights, from config.json, and from the
+engine's `runner`, `task` and `pooler_config`, which go first.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from ..config import EngineConfig
+from ..errors import ConfigError
+from ..pooling import PoolingType
+from .model_config import ModelConfig
+from .pooling_config import Activation, PoolingConfig, TokenClassifier
+from .sentence_transformer import (
+    SentenceTransformer,
+    read_object,
+    read_sentence_transformer,
+)
+
+ACTIVATIONS: dict[str, Activation | None] = {
+    "Identity": None, "Sigmoid": "sigmoid", "Softmax": "softmax",
+}  # fmt: skip
+"""By torch's class names, as configurations of cross-encoders give them."""
+NO_LIMIT = 10**9
+"""Tokenizers without a limit tell a number beyond this."""
+
+
+class PoolerOptions(msgspec.Struct, forbid_unknown_fields=True):
+    """`EngineConfig.pooler_config`."""
+
+    pooling_type: PoolingType | None = None
+    normalize: bool | None = None
+    activation: bool | None = None
+
+
+def resolve_pooling(
+    config: EngineConfig, model_config: ModelConfig, model: type | None
+) -> ModelConfig:
+    """With `pooling` set where the model is to be pooled, and the length that goes with it.
+
+    `model`: the architecture's class; None where no plugin has it. Raises ConfigError, LoadError.
+    """
+    can_generate = hasattr(model, "compute_logits")
+    can_pool = hasattr(model, "pooling_states")
+    found = SentenceTransformer()
+    asked = _asked_runner(config)
+    field = "runner" if config.task == "auto" else "task"
+    if asked == "generate" or (asked == "auto" and not can_pool):
+        if model is not None and not can_generate:
+            raise ConfigError(
+                f"{field}: {model_config.architecture} does not generate text; leave it on auto",
+                param=field,
+            )
+        return model_config
+    if asked == "auto":
+        if (model_config.path / "modules.json").is_file():
+            found = read_sentence_transformer(model_config.path)
+        if can_generate and found.pooling_type is None:
+            return model_config
+    elif model is not None and not can_pool:
+        raise ConfigError(
+            f"{field}: {model_config.architecture} cannot be pooled (its class has no "
+            "pooling_states)",
+            param=field,
+        )
+    else:
+        found = read_sentence_transformer(model_config.path)
+    pooling = _pooling_config(config, model_config, model, found)
+    length = _length(config, model_config, model, found)
+    return dataclasses.replace(model_config, pooling=pooling, max_model_len=length)
+
+
+def _asked_runner(config: EngineConfig) -> str:
+    if config.task == "auto":
+        return config.runner
+    wanted = "generate" if config.task == "generate" else "pooling"
+    if config.runner not in ("auto", wanted):
+        raise ConfigError(f"task: {config.task!r} needs runner {wanted!r}", param="task")
+    return wanted
+
+
+def _pooling_config(
+    config: EngineConfig, model_config: ModelConfig, model: Any, found: SentenceTransformer
+) -> PoolingConfig:
+    hf = model_config.hf_config
+    causal = bool(getattr(model, "causal", True))
+    if causal and getattr(hf, "is_causal", True) is False:
+        raise ConfigError(
+            f"model: {model_config.path}/config.json says is_causal false: a decoder that looks "
+            "both ways is not supported",
+            param="model",
+        )
+    try:
+        options = msgspec.convert(config.pooler_config or {}, PoolerOptions)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"pooler_config: {error}", param="pooler_config") from None
+    own: PoolingType = getattr(model, "pooling_type", "LAST")
+    classifies = hasattr(model, "classify")
+    tokens = _token_classifier(hf) if classifies and causal else None
+    labels = _labels(hf, tokens) if classifies else ()
+    _check_task(config.task, classifies, labels)
+    activation, activates = _activation(hf, len(labels))
+    normalize = found.pooling_type is None or found.normalize
+    projections = () if classifies else found.projections
+    size = model_config.hidden_size
+    for projection in projections:
+        if projection.in_features != size:
+            raise ConfigError(
+                f"model: {projection.folder}/config.json takes {projection.in_features} numbers, "
+                f"there are {size}",
+                param="model",
+            )
+        size = projection.out_features
+    return PoolingConfig(
+        task="classify" if classifies else "embed",
+        causal=causal,
+        pooling_type=options.pooling_type or (not classifies and found.pooling_type) or own,
+        size=size,
+        projections=projections,
+        normalize=normalize if options.normalize is None else options.normalize,
+        lower_case=found.lower_case,
+        num_token_types=0 if causal else _num_token_types(model_config),
+        matryoshka=_matryoshka(hf),
+        labels=labels,
+        activation=activation,
+        activates=activates if options.activation is None else options.activation,
+        tokens=tokens,
+        joins_pairs=not getattr(hf, "use_pad_token", tokens is None),
+    )
+
+
+def _check_task(task: str, classifies: bool, labels: tuple[str, ...]) -> None:
+    wrong = None
+    if task == "embed" and classifies:
+        wrong = "this model classifies"
+    elif task == "classify" and not classifies:
+        wrong = "this model has no classifier"
+    elif task == "score" and classifies and len(labels) != 1:
+        wrong = f"a classifier with {len(labels)} labels gives no score"
+    if wrong is not None:
+        raise ConfigError(f"task: {task!r} does not fit, {wrong}", param="task")
+
+
+def _token_classifier(hf: Any) -> TokenClassifier | None:
+    """From what vLLM's users put into hf_overrides."""
+    tokens = getattr(hf, "classifier_from_token", None)
+    if tokens is None:
+        return None
+    original = getattr(hf, "is_original_qwen3_reranker", False)
+    method = getattr(hf, "method", None) or ("from_2_way_softmax" if original else None)
+    if not isinstance(tokens, list) or not all(isinstance(token, str) for token in tokens):
+        problem = f"classifier_from_token {tokens!r}, which is no list of tokens"
+    elif method == "from_2_way_softmax":
+        if len(tokens) == 2:
+            return TokenClassifier(tuple(tokens), difference=True)
+        problem = f"{len(tokens)} tokens in classifier_from_token, from_2_way_softmax needs two"
+    elif method == "no_post_processing" and tokens:
+        return TokenClassifier(tuple(tokens), difference=False)
+    else:
+        problem = f"the method {method!r} (there are: from_2_way_softmax, no_post_processing)"
+    raise ConfigError(f"hf_overrides: config.json has {problem}", param="hf_overrides")
+
+
+def _labels(hf: Any, tokens: TokenClassifier | None) -> tuple[str, ...]:
+    if tokens is not None:
+        return tokens.tokens[-1:] if tokens.difference else tokens.tokens
+    named: Mapping[Any, Any] = getattr(hf, "id2label", None) or {}
+    return tuple(str(named.get(i, f"LABEL_{i}")) for i in range(int(hf.num_labels)))
+
+
+def _activation(hf: Any, num_labels: int) -> tuple[Activation, bool]:
+    """→ (function, whether it is on by default)"""
+    by_size: Activation = "sigmoid" if num_labels == 1 else "softmax"
+    settings = getattr(hf, "sentence_transformers", None)
+    named = (settings or {}).get("activation_fn") if isinstance(settings, dict | None) else None
+    named = named or getattr(hf, "sbert_ce_default_activation_function", None)
+    if named:
+        name = str(named).rpartition(".")[2]
+        if name not in ACTIVATIONS:
+            raise ConfigError(
+                f"model: config.json names the activation {named!r}, which is not supported "
+                f"(there are: {', '.join(ACTIVATIONS)})",
+                param="model",
+            )
+        return ACTIVATIONS[name] or by_size, ACTIVATIONS[name] is not None
+    if num_labels > 1 and getattr(hf, "problem_type", None) == "multi_label_classification":
+        return "sigmoid", True
+    if num_labels > 1 and getattr(hf, "problem_type", None) == "regression":
+        return by_size, False
+    return by_size, True
+
+
+def _num_token_types(model_config: ModelConfig) -> int:
+    """0 where the tokenizer says that its model takes none."""
+    names = read_object(model_config.path / "tokenizer_config.json").get("model_input_names")
+    if isinstance(names, list) and "token_type_ids" not in names:
+        return 0
+    return int(getattr(model_config.hf_config, "type_vocab_size", None) or 0)
+
+
+def _matryoshka(hf: Any) -> tuple[int, ...] | None:
+    sizes = getattr(hf, "matryoshka_dimensions", None)
+    if sizes:
+        if not isinstance(sizes, list) or not all(type(size) is int for size in sizes):
+            raise ConfigError(
+                f"model: config.json has matryoshka_dimensions {sizes!r}, which is no list of "
+                "integers",
+                param="model",
+            )
+        return tuple(sizes)
+    return () if getattr(hf, "is_matryoshka", False) else None
+
+
+def _length(
+    config: EngineConfig, model_config: ModelConfig, model: Any, found: SentenceTransformer
+) -> int:
+    """What was trained with is the default; `max_model_len` may go as far as positions reach."""
+    context_length = getattr(model, "context_length", None)
+    reach = model_config.max_model_len
+    if context_length is not None:
+        reach = int(context_length(model_config.hf_config))
+    if config.max_model_len is not None:
+        if config.max_model_len > reach:
+            raise ConfigError(
+                f"max_model_len: {config.max_model_len} is more than this model's {reach}",
+                param="max_model_len",
+            )
+        return config.max_model_len
+    tokenizer = read_object(model_config.path / "tokenizer_config.json").get("model_max_length")
+    limits = [reach]
+    for limit in (found.max_length, tokenizer):
+        if isinstance(limit, int | float) and 0 < limit < NO_LIMIT:
+            limits.append(int(limit))
+    return min(limits)
