@@ -7,6 +7,7 @@ from typing import Any
 from ...core.hooks import hookimpl
 
 POOLED = {
+    "granite": {"GraniteModel": "GraniteModel"},
     "llama": {
         "LlamaModel": "LlamaModel",
         "LlamaForSequenceClassification": "LlamaForSequenceClassification",
@@ -14,6 +15,10 @@ POOLED = {
     "mistral": {
         "MistralModel": "MistralModel",
         "MistralForSequenceClassification": "MistralForSequenceClassification",
+    },
+    "olmo2": {
+        "Olmo2Model": "Olmo2Model",
+        "Olmo2ForSequenceClassification": "Olmo2ForSequenceClassification",
     },
     "qwen2": {
         "Qwen2Model": "Qwen2Model",
@@ -42,8 +47,10 @@ POOLED = {
 
 @hookimpl
 def register_models(registry: Any) -> None:
+    registry.add("GraniteForCausalLM", "jackfield.plugins.models.granite:GraniteForCausalLM")
     registry.add("LlamaForCausalLM", "jackfield.plugins.models.llama:LlamaForCausalLM")
     registry.add("MistralForCausalLM", "jackfield.plugins.models.mistral:MistralForCausalLM")
+    registry.add("Olmo2ForCausalLM", "jackfield.plugins.models.olmo2:Olmo2ForCausalLM")
     registry.add("Qwen2ForCausalLM", "jackfield.plugins.models.qwen2:Qwen2ForCausalLM")
     registry.add("Qwen3ForCausalLM", "jackfield.plugins.models.qwen3:Qwen3ForCausalLM")
     registry.add("Qwen3MoeForCausalLM", "jackfield.plugins.models.qwen3_moe:Qwen3MoeForCausalLM")

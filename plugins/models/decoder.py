@@ -68,14 +68,26 @@ class SelfAttention(nn.Module):
         return None
 
     def forward(
-        self, hidden: torch.Tensor, norm: RMSNorm, rotary: Rotary, context: ForwardContext
+        self,
+        hidden: torch.Tensor,
+        norm: RMSNorm | None,
+        rotary: Rotary,
+        context: ForwardContext,
+        *,
+        add: bool = True,
     ) -> torch.Tensor:
-        """hidden + attention(norm(hidden)): [num_tokens, hidden_size] → the same shape."""
-        qkv = self.qkv_proj(hidden, norm=norm)
-        heads = self.attention(
+        """hidden + attention(norm(hidden)), or with `add` False the second term alone:
+        [num_tokens, hidden_size] → the same shape."""
+        heads = self.heads(self.qkv_proj(hidden, norm=norm), rotary, context)
+        out: torch.Tensor = self.o_proj(heads, residual=hidden if add else None)
+        return out
+
+    def heads(self, qkv: torch.Tensor, rotary: Rotary, context: ForwardContext) -> torch.Tensor:
+        """What all heads found: [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim], may be
+        overwritten → [num_tokens, num_heads * head_dim]"""
+        out: torch.Tensor = self.attention(
             qkv, context, rotary=rotary, query_norm=self.q_norm, key_norm=self.k_norm
         )
-        out: torch.Tensor = self.o_proj(heads, residual=hidden)
         return out
 
 
@@ -87,6 +99,10 @@ class Block(nn.Module):
     """Attention and MLP, each behind a norm and added to the stream."""
 
     norm: ClassVar[type[RMSNorm]] = RMSNorm
+    norms: ClassVar[tuple[str, ...]] = ("input_layernorm", "post_attention_layernorm")
+    """What checkpoints call a block's norms."""
+    input_layernorm: RMSNorm
+    post_attention_layernorm: RMSNorm
 
     def __init__(
         self,
@@ -98,9 +114,9 @@ class Block(nn.Module):
     ) -> None:
         super().__init__()
         hf = config.hf_config
-        self.input_layernorm = self.norm(hf.hidden_size, hf.rms_norm_eps, build)
+        for name in self.norms:
+            setattr(self, name, self.norm(hf.hidden_size, hf.rms_norm_eps, build))
         self.self_attn = attention(config, layer, build)
-        self.post_attention_layernorm = self.norm(hf.hidden_size, hf.rms_norm_eps, build)
         self.mlp = mlp(config, layer, build)
 
     def forward(

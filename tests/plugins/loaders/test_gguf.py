@@ -58,7 +58,8 @@ def write(family: str, folder: Path, kind: Any) -> dict[str, torch.Tensor]:
     for key, parameter in model.state_dict().items():
         stem, _, leaf = key.rpartition(".")
         stored = parameter.numpy()
-        heads = {"q_proj": 4, "k_proj": 2}.get(stem.rpartition(".")[2]) if name == "llama" else None
+        heads = {"q_proj": 4, "k_proj": 2}.get(stem.rpartition(".")[2])
+        heads = heads if name in ("llama", "granite") else None
         if heads:
             halves = stored.reshape(heads, 2, -1, stored.shape[1])
             stored = np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(stored.shape)
@@ -92,7 +93,7 @@ def load(folder: Path, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q8_0", "Q4_K", "Q6_K"])
-@pytest.mark.parametrize("family", ["Llama", "Qwen3"])
+@pytest.mark.parametrize("family", ["Llama", "Qwen3", "Granite"])
 def test_every_tensor_lands_in_its_place(
     family: str, kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -5,6 +5,14 @@ from __future__ import annotations
 from jackfield.plugins.conformance.models import ModelKit
 
 
+class TestGranite(ModelKit):
+    name = "GraniteForCausalLM"
+    config = {
+        "embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.6,
+        "logits_scaling": 2.5, "attention_bias": True, "mlp_bias": True,
+    }  # fmt: skip
+
+
 class TestLlama(ModelKit):
     name = "LlamaForCausalLM"
     config = {"tie_word_embeddings": False}
@@ -13,6 +21,11 @@ class TestLlama(ModelKit):
 class TestMistral(ModelKit):
     name = "MistralForCausalLM"
     config = {"sliding_window": 24}
+
+
+class TestOlmo2(ModelKit):
+    name = "Olmo2ForCausalLM"
+    config = {"attention_bias": True}
 
 
 class TestQwen2(ModelKit):
