@@ -29,11 +29,12 @@ class GatedMLP(nn.Module):
         self.gate_up_proj = GatedLinear(hidden_size, intermediate_size, build, bias=bias)
         self.down_proj = Linear(intermediate_size, hidden_size, build, bias=bias)
 
-    def forward(
-        self, hidden: torch.Tensor, norm: RMSNorm | None, *, add: bool = True
-    ) -> torch.Tensor:
-        """hidden + mlp(norm(hidden)), or with `add` False the second term alone:
-        [num_tokens, hidden_size] → the same shape."""
-        inner = self.gate_up_proj(hidden, norm=norm)
-        out: torch.Tensor = self.down_proj(inner, residual=hidden if add else None)
+    def forward(self, hidden: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
+        """hidden + mlp(norm(hidden)): [num_tokens, hidden_size] → the same shape."""
+        out: torch.Tensor = self.down_proj(self.inner(hidden, norm), residual=hidden)
         return out
+
+    def inner(self, hidden: torch.Tensor, norm: RMSNorm | None) -> torch.Tensor:
+        """activation(gate) * up of norm(hidden): → [num_tokens, intermediate_size]"""
+        inner: torch.Tensor = self.gate_up_proj(hidden, norm=norm)
+        return inner

@@ -20,6 +20,10 @@ POOLED = {
         "Olmo2Model": "Olmo2Model",
         "Olmo2ForSequenceClassification": "Olmo2ForSequenceClassification",
     },
+    "olmo3": {
+        "Olmo3Model": "Olmo3Model",
+        "Olmo3ForSequenceClassification": "Olmo3ForSequenceClassification",
+    },
     "qwen2": {
         "Qwen2Model": "Qwen2Model",
         "Qwen2ForSequenceClassification": "Qwen2ForSequenceClassification",
@@ -51,6 +55,7 @@ def register_models(registry: Any) -> None:
     registry.add("LlamaForCausalLM", "jackfield.plugins.models.llama:LlamaForCausalLM")
     registry.add("MistralForCausalLM", "jackfield.plugins.models.mistral:MistralForCausalLM")
     registry.add("Olmo2ForCausalLM", "jackfield.plugins.models.olmo2:Olmo2ForCausalLM")
+    registry.add("Olmo3ForCausalLM", "jackfield.plugins.models.olmo3:Olmo3ForCausalLM")
     registry.add("Qwen2ForCausalLM", "jackfield.plugins.models.qwen2:Qwen2ForCausalLM")
     registry.add("Qwen3ForCausalLM", "jackfield.plugins.models.qwen3:Qwen3ForCausalLM")
     registry.add("Qwen3MoeForCausalLM", "jackfield.plugins.models.qwen3_moe:Qwen3MoeForCausalLM")

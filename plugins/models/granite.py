@@ -9,6 +9,7 @@ import torch
 
 from ...core.loading.model_config import ModelConfig
 from ...core.nn.context import BuildContext, ForwardContext
+from ...core.nn.mlp import GatedMLP
 from ...core.nn.rotary import Rotary
 from ...core.protocols import AttentionSpec
 from .decoder import Block, CausalLM, Decoder, HeadlessLM, MakeMLP, SelfAttention
@@ -26,6 +27,8 @@ class GraniteAttention(SelfAttention):
 class GraniteBlock(Block):
     """hidden + multiplier * answer, of attention and of the MLP."""
 
+    mlp: GatedMLP
+
     def __init__(
         self,
         config: ModelConfig,
@@ -42,7 +45,7 @@ class GraniteBlock(Block):
     ) -> torch.Tensor:
         answer = self.self_attn(hidden, self.input_layernorm, rotary, context, add=False)
         hidden = torch.add(hidden, answer, alpha=self.multiplier)
-        answer = self.mlp(hidden, self.post_attention_layernorm, add=False)
+        answer = self.mlp.down_proj(self.mlp.inner(hidden, self.post_attention_layernorm))
         return torch.add(hidden, answer, alpha=self.multiplier)
 
 

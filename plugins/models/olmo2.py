@@ -8,6 +8,7 @@ import torch
 
 from ...core.loading.model_config import ModelConfig
 from ...core.nn.context import BuildContext, ForwardContext
+from ...core.nn.mlp import GatedMLP
 from ...core.nn.norm import RMSNorm
 from ...core.nn.rotary import Rotary
 from .decoder import Block, CausalLM, Decoder, DecoderClassifier, HeadlessLM, SelfAttention
@@ -39,13 +40,14 @@ class Olmo2Block(Block):
 
     norms: ClassVar[tuple[str, ...]] = ("post_attention_layernorm", "post_feedforward_layernorm")
     post_feedforward_layernorm: RMSNorm
+    mlp: GatedMLP
 
     def forward(
         self, hidden: torch.Tensor, rotary: Rotary, context: ForwardContext
     ) -> torch.Tensor:
         answer = self.self_attn(hidden, None, rotary, context, add=False)
         hidden = hidden + self.post_attention_layernorm(answer)
-        answer = self.mlp(hidden, None, add=False)
+        answer = self.mlp.down_proj(self.mlp.inner(hidden, None))
         out: torch.Tensor = hidden + self.post_feedforward_layernorm(answer)
         return out
 

@@ -28,6 +28,21 @@ class TestOlmo2(ModelKit):
     config = {"attention_bias": True}
 
 
+class TestOlmo3(ModelKit):
+    name = "Olmo3ForCausalLM"
+    config = {
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+        "sliding_window": 24,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            "full_attention": {
+                "rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0,
+                "original_max_position_embeddings": 32, "attention_factor": 1.5,
+            },
+        },
+    }  # fmt: skip
+
+
 class TestQwen2(ModelKit):
     name = "Qwen2ForCausalLM"
     config = {"tie_word_embeddings": True}
