@@ -22,11 +22,15 @@ class GatedMLP(nn.Module):
         build: BuildContext,
         *,
         bias: bool = False,
+        whole: bool = False,
     ) -> None:
+        """`whole`: the checkpoint has gate and up as one tensor."""
         super().__init__()
         if activation not in ("silu", "swish"):
             raise ConfigError(f"hidden_act: {activation!r} is not supported", param="hidden_act")
-        self.gate_up_proj = GatedLinear(hidden_size, intermediate_size, build, bias=bias)
+        self.gate_up_proj = GatedLinear(
+            hidden_size, intermediate_size, build, bias=bias, whole=whole
+        )
         self.down_proj = Linear(intermediate_size, hidden_size, build, bias=bias)
 
     def forward(self, hidden: torch.Tensor, norm: RMSNorm) -> torch.Tensor:

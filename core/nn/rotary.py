@@ -1,9 +1,12 @@
 """Rotary position embedding and its variants, from a table made once.
 
-Variants: default, linear, dynamic, llama3, yarn. "dynamic" changes its base with the sequence's
-length; a paged cache holds rotated keys, so the base here is fixed by `max_model_len`, as if every
-sequence had that length: for lengths within the original context that is the plain rope.
-Sources: RoFormer (arXiv 2104.09864); YaRN (arXiv 2309.00071); Llama 3.1's published scaling.
+Variants: default, linear, dynamic, llama3, yarn, longrope. Two of them change with the sequence's
+length; a paged cache holds rotated keys, so here `max_model_len` decides, as if every sequence had
+that length. "dynamic" has a base by it: for lengths within the original context that is the plain
+rope. "longrope" has the long factors where it is more than the original context, then for short
+texts, too, and else the short ones.
+Sources: RoFormer (arXiv 2104.09864); YaRN (arXiv 2309.00071); Llama 3.1's published scaling;
+LongRoPE (arXiv 2402.13753).
 """
 
 from __future__ import annotations
@@ -67,6 +70,8 @@ def inverse_frequencies(
         return _llama3(rope, plain, factor), 1.0
     if kind == "yarn":
         return _yarn(rope, plain, factor, base, dim, max_positions)
+    if kind == "longrope":
+        return _longrope(rope, plain, max_model_len, max_positions)
     raise ConfigError(f"rope_type: {kind!r} is not supported", param="rope_type")
 
 
@@ -114,3 +119,21 @@ def _yarn(
         high += 0.001
     ramp = ((torch.arange(dim // 2).float() - low) / (high - low)).clamp(0, 1)
     return plain / factor * ramp + plain * (1 - ramp), float(attention_factor)
+
+
+def _longrope(
+    rope: dict[str, Any], plain: torch.Tensor, max_model_len: int, max_positions: int
+) -> tuple[torch.Tensor, float]:
+    original = rope.get("original_max_position_embeddings") or max_positions
+    name = "long_factor" if max_model_len > original else "short_factor"
+    factors = rope.get(name)
+    if not isinstance(factors, list) or len(factors) != len(plain):
+        raise ConfigError(
+            f"{name}: must be a list of {len(plain)} numbers, one for each pair of channels",
+            param=name,
+        )
+    attention_factor = rope.get("attention_factor")
+    if attention_factor is None:
+        stretch = rope.get("factor") or max_positions / original
+        attention_factor = math.sqrt(1 + math.log(max(stretch, 1)) / math.log(original))
+    return plain / torch.tensor(factors, dtype=torch.float32), float(attention_factor)

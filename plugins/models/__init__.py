@@ -24,6 +24,10 @@ POOLED = {
         "Olmo3Model": "Olmo3Model",
         "Olmo3ForSequenceClassification": "Olmo3ForSequenceClassification",
     },
+    "phi3": {
+        "Phi3Model": "Phi3Model",
+        "Phi3ForSequenceClassification": "Phi3ForSequenceClassification",
+    },
     "qwen2": {
         "Qwen2Model": "Qwen2Model",
         "Qwen2ForSequenceClassification": "Qwen2ForSequenceClassification",
@@ -56,6 +60,7 @@ def register_models(registry: Any) -> None:
     registry.add("MistralForCausalLM", "jackfield.plugins.models.mistral:MistralForCausalLM")
     registry.add("Olmo2ForCausalLM", "jackfield.plugins.models.olmo2:Olmo2ForCausalLM")
     registry.add("Olmo3ForCausalLM", "jackfield.plugins.models.olmo3:Olmo3ForCausalLM")
+    registry.add("Phi3ForCausalLM", "jackfield.plugins.models.phi3:Phi3ForCausalLM")
     registry.add("Qwen2ForCausalLM", "jackfield.plugins.models.qwen2:Qwen2ForCausalLM")
     registry.add("Qwen3ForCausalLM", "jackfield.plugins.models.qwen3:Qwen3ForCausalLM")
     registry.add("Qwen3MoeForCausalLM", "jackfield.plugins.models.qwen3_moe:Qwen3MoeForCausalLM")

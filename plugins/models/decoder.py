@@ -39,7 +39,7 @@ class SelfAttention(nn.Module):
             "k": self.num_kv_heads * self.head_dim,
             "v": self.num_kv_heads * self.head_dim,
         }
-        self.qkv_proj = MergedLinear(hf.hidden_size, sizes, build, bias=self.qkv_bias(hf))
+        self.qkv_proj = self.projection(hf, sizes, build)
         self.o_proj = Linear(sizes["q"], hf.hidden_size, build, bias=self.output_bias(hf))
         self.attention = Attention(self.spec(hf, layer), build)
         self.q_norm: RMSNorm | None = None
@@ -54,6 +54,10 @@ class SelfAttention(nn.Module):
             scale=self.head_dim**-0.5,
             sliding_window=self.sliding_window(hf, layer),
         )
+
+    def projection(self, hf: Any, sizes: dict[str, int], build: BuildContext) -> Linear:
+        """Queries, keys and values, of `sizes`, as the checkpoint has them: three tensors."""
+        return MergedLinear(hf.hidden_size, sizes, build, bias=self.qkv_bias(hf))
 
     @staticmethod
     def qkv_bias(hf: object) -> bool:

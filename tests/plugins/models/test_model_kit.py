@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jackfield.plugins.conformance.models import ModelKit
+from jackfield.plugins.conformance.models import TINY, ModelKit
 
 
 class TestGranite(ModelKit):
@@ -41,6 +41,38 @@ class TestOlmo3(ModelKit):
             },
         },
     }  # fmt: skip
+
+
+class TestPhi3(ModelKit):
+    name = "Phi3ForCausalLM"
+    config = {"sliding_window": 24, "partial_rotary_factor": 0.5}
+
+
+LONGROPE = {
+    "rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": 0.75,
+    "short_factor": [1.0, 1.1, 1.3, 1.6, 2.0, 2.5], "long_factor": [1.5, 2.0, 3.0, 5.0, 9.0, 17.0],
+}  # fmt: skip
+
+
+class TestPhi3Short(ModelKit):
+    """No context is longer than the original one."""
+
+    name = "Phi3ForCausalLM"
+    config = {
+        "original_max_position_embeddings": TINY["max_position_embeddings"],
+        "rope_parameters": LONGROPE | {"attention_factor": 1.4},
+        "tie_word_embeddings": True,
+    }
+
+
+class TestPhi3Long(ModelKit):
+    """Every prompt but one is longer than the original context; that one is not turned at all."""
+
+    name = "Phi3ForCausalLM"
+    config = {
+        "original_max_position_embeddings": 2,
+        "rope_parameters": LONGROPE | {"factor": 2.0},
+    }
 
 
 class TestQwen2(ModelKit):
