@@ -96,6 +96,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "glm4": ("Glm4", {"head_dim": 16, "partial_rotary_factor": 0.5}),
     "phi3": ("Phi3", {"sliding_window": 24, "partial_rotary_factor": 0.5}),
     # Every sequence that is turned at all is longer than the original context.
     "phi3-long": (

@@ -7,6 +7,10 @@ from typing import Any
 from ...core.hooks import hookimpl
 
 POOLED = {
+    "glm4": {
+        "Glm4Model": "Glm4Model",
+        "Glm4ForSequenceClassification": "Glm4ForSequenceClassification",
+    },
     "granite": {"GraniteModel": "GraniteModel"},
     "llama": {
         "LlamaModel": "LlamaModel",
@@ -55,6 +59,7 @@ POOLED = {
 
 @hookimpl
 def register_models(registry: Any) -> None:
+    registry.add("Glm4ForCausalLM", "jackfield.plugins.models.glm4:Glm4ForCausalLM")
     registry.add("GraniteForCausalLM", "jackfield.plugins.models.granite:GraniteForCausalLM")
     registry.add("LlamaForCausalLM", "jackfield.plugins.models.llama:LlamaForCausalLM")
     registry.add("MistralForCausalLM", "jackfield.plugins.models.mistral:MistralForCausalLM")

@@ -5,6 +5,11 @@ from __future__ import annotations
 from jackfield.plugins.conformance.models import TINY, ModelKit
 
 
+class TestGlm4(ModelKit):
+    name = "Glm4ForCausalLM"
+    config = {"partial_rotary_factor": 0.5}
+
+
 class TestGranite(ModelKit):
     name = "GraniteForCausalLM"
     config = {
