@@ -166,6 +166,7 @@ FAMILIES = {
         DECODER | {"attention_bias": BOOL, "mlp_bias": BOOL} | dict.fromkeys(MULTIPLIERS, NUMBER),
         {"attention_bias": False, "mlp_bias": False, **dict.fromkeys(MULTIPLIERS, 1.0), **UNTIED},
     ),
+    "olmo2": Family(DECODER | {"attention_bias": BOOL}, {"attention_bias": False, **UNTIED}),
     "bert": Family(ENCODER, {"is_decoder": False, "eos_token_id": None}),
     "roberta": ROBERTA,
     "xlm-roberta": ROBERTA,
@@ -323,7 +324,7 @@ def _answer_decoder(found: dict[str, Any], family: Family) -> bool:
         return False
     if "num_experts" in family.fields and not _answer_experts(found):
         return False
-    if found["model_type"] in ("llama", "granite"):
+    if found["model_type"] in ("llama", "granite", "olmo2"):
         found.setdefault("num_key_value_heads", heads)
     if "use_sliding_window" in family.fields and not _answer_windows(found, family):
         return False

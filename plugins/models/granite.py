@@ -75,7 +75,7 @@ class GraniteForCausalLM(CausalLM):
         self.logits_scaling = float(config.hf_config.logits_scaling)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return super().compute_logits(hidden) / self.logits_scaling
+        return super().compute_logits(hidden).div_(self.logits_scaling)
 
 
 class GraniteModel(HeadlessLM):

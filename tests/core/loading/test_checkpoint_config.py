@@ -112,6 +112,11 @@ GRANITE = DECODER | {
     "attention_multiplier": 0.015625, "embedding_multiplier": 12.0, "logits_scaling": 8,
     "mlp_bias": False, "residual_multiplier": 0.22, "rope_scaling": None,
 }  # fmt: skip
+OLMO2 = DECODER | {
+    "model_type": "olmo2", "architectures": ["Olmo2ForCausalLM"], "attention_bias": False,
+    "max_position_embeddings": 4096, "rms_norm_eps": 1e-6, "rope_scaling": None,
+    "rope_theta": 500000, "eos_token_id": 100257, "pad_token_id": 100277, "vocab_size": 100352,
+}  # fmt: skip
 BERT: dict[str, Any] = {
     "_name_or_path": "nreimers/MiniLM-L6-H384-uncased", "architectures": ["BertModel"],
     "attention_probs_dropout_prob": 0.1, "gradient_checkpointing": False, "hidden_act": "gelu",
@@ -190,6 +195,8 @@ PLAIN: dict[str, dict[str, Any]] = {
     "mixtral head": MIXTRAL | {"head_dim": 96, "sliding_window": 4096},
     "granite": GRANITE,
     "granite, defaults": without(GRANITE, "num_key_value_heads", *MULTIPLIERS),
+    "olmo2": without(OLMO2, "bos_token_id"),
+    "olmo2, defaults": without(OLMO2, "num_key_value_heads", "attention_bias", "rope_theta"),
     "mistral head": MISTRAL | {"head_dim": 160},
     "minilm": BERT,
     "bert two labels": without(BERT, "position_embedding_type")
@@ -205,7 +212,7 @@ PLAIN: dict[str, dict[str, Any]] = {
 SAVED = {
     "Llama": {}, "Mistral": {"sliding_window": 24}, "Qwen2": {}, "Qwen3": {"head_dim": 32},
     "Qwen3Moe": {"head_dim": 32, "num_experts": 4}, "Mixtral": {"num_local_experts": 4},
-    "Granite": {"logits_scaling": 3.0}, "Bert": {},
+    "Granite": {"logits_scaling": 3.0}, "Olmo2": {}, "Bert": {},
     "Roberta": {"pad_token_id": 1}, "XLMRoberta": {"id2label": {0: "x"}},
 }  # fmt: skip
 DOUBTFUL: dict[str, dict[str, Any]] = {
