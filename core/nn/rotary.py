@@ -127,13 +127,21 @@ def _longrope(
     original = rope.get("original_max_position_embeddings") or max_positions
     name = "long_factor" if max_model_len > original else "short_factor"
     factors = rope.get(name)
-    if not isinstance(factors, list) or len(factors) != len(plain):
+    if (
+        not isinstance(factors, list)
+        or len(factors) != len(plain)
+        or not all(isinstance(factor, int | float) and factor for factor in factors)
+    ):
         raise ConfigError(
-            f"{name}: must be a list of {len(plain)} numbers, one for each pair of channels",
+            f"{name}: must be a list of {len(plain)} numbers but zero, one for each pair of "
+            "channels",
             param=name,
         )
     attention_factor = rope.get("attention_factor")
     if attention_factor is None:
+        if original < 2:
+            name = "original_max_position_embeddings"
+            raise ConfigError(f"{name}: {original} is no context to stretch", param=name)
         stretch = rope.get("factor") or max_positions / original
         attention_factor = math.sqrt(1 + math.log(max(stretch, 1)) / math.log(original))
     return plain / torch.tensor(factors, dtype=torch.float32), float(attention_factor)

@@ -136,13 +136,18 @@ def test_longrope_has_one_table_for_all_texts(tmp_path: Path) -> None:
     assert (within - theirs).abs().max() > 0.1
 
 
-def test_longrope_wants_a_factor_for_each_pair(tmp_path: Path) -> None:
+def test_a_longrope_that_makes_no_sense_is_refused_by_name(tmp_path: Path) -> None:
     hf = LlamaConfig(**COMMON, architectures=["LlamaForCausalLM"]).to_dict()
     rope = LONGROPE | {"factor": 2.0, "original_max_position_embeddings": ORIGINAL}
     build = BuildContext(device=torch.device("cpu"), dtype=torch.float32, operations=Operations())
-    for length, name in ((40, "short_factor"), (512, "long_factor")):
-        edited = rope | {name: [1.0] * 5}
-        (tmp_path / "config.json").write_text(json.dumps(hf | {"rope_parameters": edited}))
+    original = "original_max_position_embeddings"
+    for length, name, wrong, said in (
+        (40, "short_factor", [1.0] * 5, "must be a list of 6 numbers"),
+        (512, "long_factor", [1.0] * 5 + [0.0], "must be a list of 6 numbers"),
+        (512, original, 1, "1 is no context"),
+    ):
+        edited = hf | {"rope_parameters": rope | {name: wrong}}
+        (tmp_path / "config.json").write_text(json.dumps(edited))
         config = EngineConfig(model=str(tmp_path), device="cpu", max_model_len=length)
-        with pytest.raises(ConfigError, match=f"{name}: must be a list of 6 numbers"):
+        with pytest.raises(ConfigError, match=f"{name}: {said}"):
             Rotary(resolve_model_config(config), build)
