@@ -69,6 +69,50 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "granite": (
+        "Granite",
+        {
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.4,
+            "attention_multiplier": 0.6,
+            "logits_scaling": 2.5,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "olmo2": ("Olmo2", {}),
+    "olmo3": (
+        "Olmo3",
+        {
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "sliding_window": 24,
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+                "full_attention": {
+                    "rope_type": "yarn",
+                    "rope_theta": 10000.0,
+                    "factor": 8.0,
+                    "original_max_position_embeddings": 64,
+                },
+            },
+        },
+    ),
+    "glm4": ("Glm4", {"head_dim": 16, "partial_rotary_factor": 0.5}),
+    "phi3": ("Phi3", {"sliding_window": 24, "partial_rotary_factor": 0.5}),
+    # Every sequence that is turned at all is longer than the original context.
+    "phi3-long": (
+        "Phi3",
+        {
+            "original_max_position_embeddings": 1,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 10000.0,
+                "partial_rotary_factor": 0.5,
+                "attention_factor": 1.4,
+                "short_factor": [1.0, 1.1, 1.3, 1.6],
+                "long_factor": [1.5, 2.0, 3.0, 5.0],
+            },
+        },
+    ),
 }
 
 

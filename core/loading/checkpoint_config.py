@@ -117,6 +117,9 @@ class Family:
     """Those of `transformers` that checkpoints leave out and models ask for."""
 
 
+MULTIPLIERS = (
+    "attention_multiplier", "embedding_multiplier", "logits_scaling", "residual_multiplier",
+)  # fmt: skip
 UNTIED = {"tie_word_embeddings": False}
 ROBERTA = Family(ENCODER, {"is_decoder": False, "eos_token_id": 2})
 FAMILIES = {
@@ -159,6 +162,11 @@ FAMILIES = {
             **UNTIED,
         },
     ),
+    "granite": Family(
+        DECODER | {"attention_bias": BOOL, "mlp_bias": BOOL} | dict.fromkeys(MULTIPLIERS, NUMBER),
+        {"attention_bias": False, "mlp_bias": False, **dict.fromkeys(MULTIPLIERS, 1.0), **UNTIED},
+    ),
+    "olmo2": Family(DECODER | {"attention_bias": BOOL}, {"attention_bias": False, **UNTIED}),
     "bert": Family(ENCODER, {"is_decoder": False, "eos_token_id": None}),
     "roberta": ROBERTA,
     "xlm-roberta": ROBERTA,
@@ -316,7 +324,7 @@ def _answer_decoder(found: dict[str, Any], family: Family) -> bool:
         return False
     if "num_experts" in family.fields and not _answer_experts(found):
         return False
-    if found["model_type"] == "llama":
+    if found["model_type"] in ("llama", "granite", "olmo2"):
         found.setdefault("num_key_value_heads", heads)
     if "use_sliding_window" in family.fields and not _answer_windows(found, family):
         return False

@@ -103,7 +103,7 @@ def _spec(
     build: BuildContext,
 ) -> LinearSpec:
     rows, size = module.weight.shape
-    cuts: Mapping[str, slice] = getattr(module, "shards", {"": slice(0, rows)})
+    cuts: Mapping[str, slice] = getattr(module, "shards", None) or {"": slice(0, rows)}
     shards = {name: cut.stop - cut.start for name, cut in cuts.items()}
     return LinearSpec(
         prefix=prefix,

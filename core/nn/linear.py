@@ -67,14 +67,25 @@ class MergedLinear(Linear):
 
 
 class GatedLinear(MergedLinear):
-    """silu(gate) * up of one product."""
+    """silu(gate) * up of one product.
+
+    `whole`: the checkpoint has both as one tensor, gate's rows first.
+    """
 
     gated: ClassVar[bool] = True
 
     def __init__(
-        self, in_features: int, out_features: int, build: BuildContext, *, bias: bool = False
+        self,
+        in_features: int,
+        out_features: int,
+        build: BuildContext,
+        *,
+        bias: bool = False,
+        whole: bool = False,
     ) -> None:
         super().__init__(in_features, {"gate": out_features, "up": out_features}, build, bias=bias)
+        if whole:
+            self.shards = {}
 
     def forward(
         self,

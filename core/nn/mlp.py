@@ -22,15 +22,23 @@ class GatedMLP(nn.Module):
         build: BuildContext,
         *,
         bias: bool = False,
+        whole: bool = False,
     ) -> None:
+        """`whole`: the checkpoint has gate and up as one tensor."""
         super().__init__()
         if activation not in ("silu", "swish"):
             raise ConfigError(f"hidden_act: {activation!r} is not supported", param="hidden_act")
-        self.gate_up_proj = GatedLinear(hidden_size, intermediate_size, build, bias=bias)
+        self.gate_up_proj = GatedLinear(
+            hidden_size, intermediate_size, build, bias=bias, whole=whole
+        )
         self.down_proj = Linear(intermediate_size, hidden_size, build, bias=bias)
 
     def forward(self, hidden: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
         """hidden + mlp(norm(hidden)): [num_tokens, hidden_size] → the same shape."""
-        inner = self.gate_up_proj(hidden, norm=norm)
-        out: torch.Tensor = self.down_proj(inner, residual=hidden)
+        out: torch.Tensor = self.down_proj(self.inner(hidden, norm), residual=hidden)
         return out
+
+    def inner(self, hidden: torch.Tensor, norm: RMSNorm | None) -> torch.Tensor:
+        """activation(gate) * up of norm(hidden): → [num_tokens, intermediate_size]"""
+        inner: torch.Tensor = self.gate_up_proj(hidden, norm=norm)
+        return inner

@@ -1,9 +1,12 @@
 """Rotary position embedding and its variants, from a table made once.
 
-Variants: default, linear, dynamic, llama3, yarn. "dynamic" changes its base with the sequence's
-length; a paged cache holds rotated keys, so the base here is fixed by `max_model_len`, as if every
-sequence had that length: for lengths within the original context that is the plain rope.
-Sources: RoFormer (arXiv 2104.09864); YaRN (arXiv 2309.00071); Llama 3.1's published scaling.
+Variants: default, linear, dynamic, llama3, yarn, longrope. Two of them change with the sequence's
+length; a paged cache holds rotated keys, so here `max_model_len` decides, as if every sequence had
+that length. "dynamic" has a base by it: for lengths within the original context that is the plain
+rope. "longrope" has the long factors where it is more than the original context, then for short
+texts, too, and else the short ones.
+Sources: RoFormer (arXiv 2104.09864); YaRN (arXiv 2309.00071); Llama 3.1's published scaling;
+LongRoPE (arXiv 2402.13753).
 """
 
 from __future__ import annotations
@@ -20,11 +23,16 @@ from .context import BuildContext
 
 
 class Rotary(nn.Module):
-    """Angles for the first `rotary_dim` channels of each head, halves paired (NeoX style)."""
+    """Angles for the first `rotary_dim` channels of each head, halves paired (NeoX style).
 
-    def __init__(self, config: ModelConfig, build: BuildContext) -> None:
+    rope: as a checkpoint's `rope_parameters`; None: those of the configuration.
+    """
+
+    def __init__(
+        self, config: ModelConfig, build: BuildContext, rope: dict[str, Any] | None = None
+    ) -> None:
         super().__init__()
-        rope = rope_parameters(config.hf_config)
+        rope = rope_parameters(config.hf_config) if rope is None else rope
         partial = float(rope.get("partial_rotary_factor") or 1.0)
         self.rotary_dim = int(config.head_dim * partial)
         frequencies, attention_factor = inverse_frequencies(
@@ -62,6 +70,8 @@ def inverse_frequencies(
         return _llama3(rope, plain, factor), 1.0
     if kind == "yarn":
         return _yarn(rope, plain, factor, base, dim, max_positions)
+    if kind == "longrope":
+        return _longrope(rope, plain, max_model_len, max_positions)
     raise ConfigError(f"rope_type: {kind!r} is not supported", param="rope_type")
 
 
@@ -109,3 +119,29 @@ def _yarn(
         high += 0.001
     ramp = ((torch.arange(dim // 2).float() - low) / (high - low)).clamp(0, 1)
     return plain / factor * ramp + plain * (1 - ramp), float(attention_factor)
+
+
+def _longrope(
+    rope: dict[str, Any], plain: torch.Tensor, max_model_len: int, max_positions: int
+) -> tuple[torch.Tensor, float]:
+    original = rope.get("original_max_position_embeddings") or max_positions
+    name = "long_factor" if max_model_len > original else "short_factor"
+    factors = rope.get(name)
+    if (
+        not isinstance(factors, list)
+        or len(factors) != len(plain)
+        or not all(isinstance(factor, int | float) and factor for factor in factors)
+    ):
+        raise ConfigError(
+            f"{name}: must be a list of {len(plain)} numbers but zero, one for each pair of "
+            "channels",
+            param=name,
+        )
+    attention_factor = rope.get("attention_factor")
+    if attention_factor is None:
+        if original < 2:
+            name = "original_max_position_embeddings"
+            raise ConfigError(f"{name}: {original} is no context to stretch", param=name)
+        stretch = rope.get("factor") or max_positions / original
+        attention_factor = math.sqrt(1 + math.log(max(stretch, 1)) / math.log(original))
+    return plain / torch.tensor(factors, dtype=torch.float32), float(attention_factor)

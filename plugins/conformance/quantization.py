@@ -55,8 +55,12 @@ MIXTURE: dict[str, Any] = {
     "num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 256,
     "norm_topk_prob": True,
 }  # fmt: skip
-FAMILIES = {"Llama": SIZES, "Qwen3": SIZES, "Qwen3Moe": SIZES | MIXTURE}
-PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+FAMILIES = {"Llama": SIZES, "Phi3": SIZES, "Qwen3": SIZES, "Qwen3Moe": SIZES | MIXTURE}
+"""Phi3's checkpoints have what is one layer as one tensor, others' as two or three."""
+PROJECTIONS = (
+    "q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "gate_proj", "up_proj", "gate_up_proj",
+    "down_proj",
+)  # fmt: skip
 
 
 class QuantizationKit:

@@ -21,6 +21,8 @@ from ...core.loading.model_config import ModelConfig
 from ...core.loading.weight_map import ParameterFiller
 
 logger = logging.getLogger("jackfield.loading")
+NEIGHBOURS = ("llama", "granite")
+"""Families whose files pair neighbouring channels of queries and keys."""
 
 
 class GgufLoader:
@@ -71,7 +73,7 @@ class GgufLoader:
                 continue
             kinds[tensor.tensor_type.name] += 1
             dense = self._dense(tensor)
-            if family == "llama":
+            if family in NEIGHBOURS:
                 dense = self._unturned(stem, dense)
             filler.fill(name, dense.to(device))
         filler.finish()
@@ -103,7 +105,7 @@ class GgufLoader:
         return made.to(self.model_config.dtype)
 
     def _unturned(self, stem: str, dense: torch.Tensor) -> torch.Tensor:
-        """Llama's queries and keys have their channels paired as neighbours; ours are halves."""
+        """Queries and keys of `NEIGHBOURS` have their channels so paired; ours are halves."""
         heads = {
             "q_proj": self.model_config.num_heads, "k_proj": self.model_config.num_kv_heads
         }.get(stem.rpartition(".")[2])  # fmt: skip

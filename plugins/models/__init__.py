@@ -7,6 +7,11 @@ from typing import Any
 from ...core.hooks import hookimpl
 
 POOLED = {
+    "glm4": {
+        "Glm4Model": "Glm4Model",
+        "Glm4ForSequenceClassification": "Glm4ForSequenceClassification",
+    },
+    "granite": {"GraniteModel": "GraniteModel"},
     "llama": {
         "LlamaModel": "LlamaModel",
         "LlamaForSequenceClassification": "LlamaForSequenceClassification",
@@ -14,6 +19,18 @@ POOLED = {
     "mistral": {
         "MistralModel": "MistralModel",
         "MistralForSequenceClassification": "MistralForSequenceClassification",
+    },
+    "olmo2": {
+        "Olmo2Model": "Olmo2Model",
+        "Olmo2ForSequenceClassification": "Olmo2ForSequenceClassification",
+    },
+    "olmo3": {
+        "Olmo3Model": "Olmo3Model",
+        "Olmo3ForSequenceClassification": "Olmo3ForSequenceClassification",
+    },
+    "phi3": {
+        "Phi3Model": "Phi3Model",
+        "Phi3ForSequenceClassification": "Phi3ForSequenceClassification",
     },
     "qwen2": {
         "Qwen2Model": "Qwen2Model",
@@ -42,8 +59,13 @@ POOLED = {
 
 @hookimpl
 def register_models(registry: Any) -> None:
+    registry.add("Glm4ForCausalLM", "jackfield.plugins.models.glm4:Glm4ForCausalLM")
+    registry.add("GraniteForCausalLM", "jackfield.plugins.models.granite:GraniteForCausalLM")
     registry.add("LlamaForCausalLM", "jackfield.plugins.models.llama:LlamaForCausalLM")
     registry.add("MistralForCausalLM", "jackfield.plugins.models.mistral:MistralForCausalLM")
+    registry.add("Olmo2ForCausalLM", "jackfield.plugins.models.olmo2:Olmo2ForCausalLM")
+    registry.add("Olmo3ForCausalLM", "jackfield.plugins.models.olmo3:Olmo3ForCausalLM")
+    registry.add("Phi3ForCausalLM", "jackfield.plugins.models.phi3:Phi3ForCausalLM")
     registry.add("Qwen2ForCausalLM", "jackfield.plugins.models.qwen2:Qwen2ForCausalLM")
     registry.add("Qwen3ForCausalLM", "jackfield.plugins.models.qwen3:Qwen3ForCausalLM")
     registry.add("Qwen3MoeForCausalLM", "jackfield.plugins.models.qwen3_moe:Qwen3MoeForCausalLM")

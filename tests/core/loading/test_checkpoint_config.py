@@ -52,9 +52,13 @@ EXPERTS = {
     "decoder_sparse_step", "mlp_only_layers", "moe_intermediate_size", "norm_topk_prob",
     "num_experts", "num_experts_per_tok", "num_local_experts",
 }  # fmt: skip
+MULTIPLIERS = {
+    "attention_multiplier", "embedding_multiplier", "logits_scaling", "residual_multiplier",
+}  # fmt: skip
 NOT_OF_FAMILY = {
-    "qwen3_moe": set[str](),
-    "mixtral": EXPERTS - {"num_local_experts", "num_experts_per_tok"},
+    "qwen3_moe": MULTIPLIERS,
+    "mixtral": MULTIPLIERS | EXPERTS - {"num_local_experts", "num_experts_per_tok"},
+    "granite": EXPERTS,
 }
 """What no code for decoders, or for encoders, asks."""
 LLAMA3 = {
@@ -102,6 +106,16 @@ MIXTRAL = DECODER | {
     "model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "num_experts_per_tok": 2,
     "num_local_experts": 8, "output_router_logits": False, "rope_theta": 1000000.0,
     "router_aux_loss_coef": 0.02, "sliding_window": None,
+}  # fmt: skip
+GRANITE = DECODER | {
+    "model_type": "granite", "architectures": ["GraniteForCausalLM"], "attention_bias": False,
+    "attention_multiplier": 0.015625, "embedding_multiplier": 12.0, "logits_scaling": 8,
+    "mlp_bias": False, "residual_multiplier": 0.22, "rope_scaling": None,
+}  # fmt: skip
+OLMO2 = DECODER | {
+    "model_type": "olmo2", "architectures": ["Olmo2ForCausalLM"], "attention_bias": False,
+    "max_position_embeddings": 4096, "rms_norm_eps": 1e-6, "rope_scaling": None,
+    "rope_theta": 500000, "eos_token_id": 100257, "pad_token_id": 100277, "vocab_size": 100352,
 }  # fmt: skip
 BERT: dict[str, Any] = {
     "_name_or_path": "nreimers/MiniLM-L6-H384-uncased", "architectures": ["BertModel"],
@@ -179,6 +193,10 @@ PLAIN: dict[str, dict[str, Any]] = {
     "mixtral-8x7b": MIXTRAL,
     "mixtral, defaults": without(MIXTRAL, "rope_theta", "sliding_window"),
     "mixtral head": MIXTRAL | {"head_dim": 96, "sliding_window": 4096},
+    "granite": GRANITE,
+    "granite, defaults": without(GRANITE, "num_key_value_heads", *MULTIPLIERS),
+    "olmo2": without(OLMO2, "bos_token_id"),
+    "olmo2, defaults": without(OLMO2, "num_key_value_heads", "attention_bias", "rope_theta"),
     "mistral head": MISTRAL | {"head_dim": 160},
     "minilm": BERT,
     "bert two labels": without(BERT, "position_embedding_type")
@@ -194,7 +212,8 @@ PLAIN: dict[str, dict[str, Any]] = {
 SAVED = {
     "Llama": {}, "Mistral": {"sliding_window": 24}, "Qwen2": {}, "Qwen3": {"head_dim": 32},
     "Qwen3Moe": {"head_dim": 32, "num_experts": 4}, "Mixtral": {"num_local_experts": 4},
-    "Bert": {}, "Roberta": {"pad_token_id": 1}, "XLMRoberta": {"id2label": {0: "x"}},
+    "Granite": {"logits_scaling": 3.0}, "Olmo2": {}, "Bert": {},
+    "Roberta": {"pad_token_id": 1}, "XLMRoberta": {"id2label": {0: "x"}},
 }  # fmt: skip
 DOUBTFUL: dict[str, dict[str, Any]] = {
     "unstated sizes": {"model_type": "llama", "architectures": ["LlamaForCausalLM"]},
@@ -276,7 +295,9 @@ def assert_plain(raw: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.delattr(module, "_whole")
         config = checkpoint_config(FOLDER, given)
-        for name in set(NAMES) - NOT_OF[kind] - NOT_OF_FAMILY.get(raw["model_type"], EXPERTS):
+        for name in (
+            set(NAMES) - NOT_OF[kind] - NOT_OF_FAMILY.get(raw["model_type"], EXPERTS | MULTIPLIERS)
+        ):
             found = getattr(config, name, NOTHING)
             assert (name, found, type(found)) == (name, wanted[name], type(wanted[name]))
     assert answers(config) == wanted

@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig
+from transformers import LlamaConfig, Phi3Config
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
 from jackfield import EngineConfig
+from jackfield.core.errors import ConfigError
 from jackfield.core.loading.model_config import resolve_model_config
 from jackfield.core.nn.context import BuildContext
 from jackfield.core.nn.operations import Operations
@@ -85,3 +87,67 @@ def test_each_variant_differs_from_the_plain_rope(tmp_path: Path, name: str) -> 
     ours, _ = tables(tmp_path, name, 512)
     plain, _ = tables(tmp_path, "default", 512)
     assert (ours - plain).abs().max() > 0.1
+
+
+LONGROPE: dict[str, Any] = {
+    "rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": 0.75,
+    "short_factor": [1.0, 1.1, 1.3, 1.6, 2.0, 2.5], "long_factor": [1.5, 2.0, 3.0, 5.0, 9.0, 17.0],
+}  # fmt: skip
+ORIGINAL = 64
+
+
+def long_tables(
+    folder: Path, max_model_len: int, length: int, **rope: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """→ ours for an engine of `max_model_len` and theirs for a text of `length`, [length, 12]."""
+    hf = Phi3Config(
+        **COMMON,
+        original_max_position_embeddings=ORIGINAL,
+        rope_parameters=LONGROPE | rope,
+        architectures=["Phi3ForCausalLM"],
+    )
+    (folder / "config.json").write_text(json.dumps(hf.to_dict()))
+    config = EngineConfig(model=str(folder), device="cpu", max_model_len=max_model_len)
+    build = BuildContext(device=torch.device("cpu"), dtype=torch.float32, operations=Operations())
+    ours = Rotary(resolve_model_config(config), build).cos_sin[:length]
+    positions = torch.arange(length)[None]
+    cos, sin = Phi3RotaryEmbedding(hf)(torch.zeros(1, dtype=torch.float32), positions)
+    half = cos.shape[-1] // 2
+    return ours, torch.cat([cos[0, :, :half], sin[0, :, :half]], -1)
+
+
+@pytest.mark.parametrize(
+    "rope", [{}, {"factor": 3.0}, {"attention_factor": 0.7}], ids=["by length", "factor", "given"]
+)
+@pytest.mark.parametrize(("max_model_len", "length"), [(40, 30), (64, 64), (65, 65), (512, 300)])
+def test_longrope_angles_equal_those_of_transformers(
+    tmp_path: Path, max_model_len: int, length: int, rope: dict[str, Any]
+) -> None:
+    """For every text where `max_model_len` is within the original context, else for long ones."""
+    ours, theirs = long_tables(tmp_path, max_model_len, length, **rope)
+    torch.testing.assert_close(ours, theirs, atol=2e-4, rtol=0)
+
+
+def test_longrope_has_one_table_for_all_texts(tmp_path: Path) -> None:
+    """Where long ones may come, short ones get the long factors: their keys stay in the cache."""
+    within, theirs = long_tables(tmp_path, 512, ORIGINAL)
+    beyond, _ = long_tables(tmp_path, 512, 300)
+    assert torch.equal(within, beyond[:ORIGINAL])
+    assert (within - theirs).abs().max() > 0.1
+
+
+def test_a_longrope_that_makes_no_sense_is_refused_by_name(tmp_path: Path) -> None:
+    hf = LlamaConfig(**COMMON, architectures=["LlamaForCausalLM"]).to_dict()
+    rope = LONGROPE | {"factor": 2.0, "original_max_position_embeddings": ORIGINAL}
+    build = BuildContext(device=torch.device("cpu"), dtype=torch.float32, operations=Operations())
+    original = "original_max_position_embeddings"
+    for length, name, wrong, said in (
+        (40, "short_factor", [1.0] * 5, "must be a list of 6 numbers"),
+        (512, "long_factor", [1.0] * 5 + [0.0], "must be a list of 6 numbers"),
+        (512, original, 1, "1 is no context"),
+    ):
+        edited = hf | {"rope_parameters": rope | {name: wrong}}
+        (tmp_path / "config.json").write_text(json.dumps(edited))
+        config = EngineConfig(model=str(tmp_path), device="cpu", max_model_len=length)
+        with pytest.raises(ConfigError, match=f"{name}: {said}"):
+            Rotary(resolve_model_config(config), build)

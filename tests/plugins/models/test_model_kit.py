@@ -2,7 +2,20 @@
 
 from __future__ import annotations
 
-from jackfield.plugins.conformance.models import ModelKit
+from jackfield.plugins.conformance.models import TINY, ModelKit
+
+
+class TestGlm4(ModelKit):
+    name = "Glm4ForCausalLM"
+    config = {"partial_rotary_factor": 0.5}
+
+
+class TestGranite(ModelKit):
+    name = "GraniteForCausalLM"
+    config = {
+        "embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.6,
+        "logits_scaling": 2.5, "attention_bias": True, "mlp_bias": True,
+    }  # fmt: skip
 
 
 class TestLlama(ModelKit):
@@ -13,6 +26,58 @@ class TestLlama(ModelKit):
 class TestMistral(ModelKit):
     name = "MistralForCausalLM"
     config = {"sliding_window": 24}
+
+
+class TestOlmo2(ModelKit):
+    name = "Olmo2ForCausalLM"
+    config = {"attention_bias": True}
+
+
+class TestOlmo3(ModelKit):
+    name = "Olmo3ForCausalLM"
+    config = {
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+        "sliding_window": 24,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            "full_attention": {
+                "rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0,
+                "original_max_position_embeddings": 32, "attention_factor": 1.5,
+            },
+        },
+    }  # fmt: skip
+
+
+class TestPhi3(ModelKit):
+    name = "Phi3ForCausalLM"
+    config = {"sliding_window": 24, "partial_rotary_factor": 0.5}
+
+
+LONGROPE = {
+    "rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": 0.75,
+    "short_factor": [1.0, 1.1, 1.3, 1.6, 2.0, 2.5], "long_factor": [1.5, 2.0, 3.0, 5.0, 9.0, 17.0],
+}  # fmt: skip
+
+
+class TestPhi3Short(ModelKit):
+    """No context is longer than the original one."""
+
+    name = "Phi3ForCausalLM"
+    config = {
+        "original_max_position_embeddings": TINY["max_position_embeddings"],
+        "rope_parameters": LONGROPE | {"attention_factor": 1.4},
+        "tie_word_embeddings": True,
+    }
+
+
+class TestPhi3Long(ModelKit):
+    """Every prompt but one is longer than the original context; that one is not turned at all."""
+
+    name = "Phi3ForCausalLM"
+    config = {
+        "original_max_position_embeddings": 2,
+        "rope_parameters": LONGROPE | {"factor": 2.0},
+    }
 
 
 class TestQwen2(ModelKit):

@@ -169,13 +169,19 @@ class TestMixed(TestW4A16):
         },
     }  # fmt: skip
     ignore_field = None
+    of_attention: tuple[tuple[int, int], ...] = ((128, 128), (64, 128))
+
+    def write(self, family: str, folder: Path) -> Any:
+        if family == "Phi3":
+            self.of_attention = ((128, 128), (256, 128))
+        return super().write(family, folder)
 
     def is_quantized(self, layer: str) -> bool:
         return "layers.1.mlp" not in layer
 
     def quantize(self, weight: torch.Tensor) -> Any:
-        """The kit asks layer by layer: shapes tell attention (128 or 64 rows of 128) apart."""
-        attention = weight.shape in ((128, 128), (64, 128))
+        """The kit asks layer by layer: shapes tell attention apart."""
+        attention = weight.shape in self.of_attention
         chosen = "group_0" if attention else "group_1"
         inner = TestW4A16() if attention else TestFp8Dynamic()
         inner.config = {"config_groups": {"group_0": self.config["config_groups"][chosen]}}

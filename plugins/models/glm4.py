@@ -1,0 +1,80 @@
+"""GLM-4 (of 0414): four norms a block, gate and up as one tensor, neighbours turned as pairs."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from ...core.loading.model_config import ModelConfig
+from ...core.loading.weight_map import WeightMap
+from ...core.nn.context import BuildContext, ForwardContext
+from ...core.nn.mlp import GatedMLP
+from ...core.nn.norm import RMSNorm
+from ...core.nn.rotary import Rotary
+from .decoder import Block, CausalLM, Decoder, DecoderClassifier, HeadlessLM, SelfAttention
+
+
+class Glm4Attention(SelfAttention):
+    """It turns pairs of neighbours, everything here half against half: so the channels of queries
+    and keys are put in that order, which changes no product of the two."""
+
+    @staticmethod
+    def output_bias(hf: object) -> bool:
+        return False
+
+    def heads(self, qkv: torch.Tensor, rotary: Rotary, context: ForwardContext) -> torch.Tensor:
+        heads = qkv.view(qkv.shape[0], -1, self.head_dim)
+        turned = heads[:, : self.num_heads + self.num_kv_heads, : rotary.rotary_dim]
+        turned.copy_(torch.cat([turned[..., ::2], turned[..., 1::2]], dim=-1))
+        return super().heads(qkv, rotary, context)
+
+
+class Glm4Block(Block):
+    """hidden + norm(answer of norm(hidden)), of attention and of the MLP."""
+
+    norms: ClassVar[tuple[str, ...]] = (
+        *Block.norms, "post_self_attn_layernorm", "post_mlp_layernorm",
+    )  # fmt: skip
+    post_self_attn_layernorm: RMSNorm
+    post_mlp_layernorm: RMSNorm
+    mlp: GatedMLP
+
+    def forward(
+        self, hidden: torch.Tensor, rotary: Rotary, context: ForwardContext
+    ) -> torch.Tensor:
+        answer = self.self_attn(hidden, self.input_layernorm, rotary, context, add=False)
+        hidden = hidden + self.post_self_attn_layernorm(answer)
+        answer = self.mlp.down_proj(self.mlp.inner(hidden, self.post_attention_layernorm))
+        out: torch.Tensor = hidden + self.post_mlp_layernorm(answer)
+        return out
+
+
+class Glm4Decoder(Decoder):
+    block = Glm4Block
+
+
+class Glm4Model(HeadlessLM):
+    attention = Glm4Attention
+    decoder = Glm4Decoder
+    weight_map: ClassVar[WeightMap] = WeightMap(
+        stacked={
+            part: HeadlessLM.weight_map.stacked[part] for part in ("q_proj", "k_proj", "v_proj")
+        },
+        tied=HeadlessLM.weight_map.tied,
+        prefixes=HeadlessLM.weight_map.prefixes,
+    )
+
+    @staticmethod
+    def mlp(config: ModelConfig, layer: int, build: BuildContext) -> nn.Module:
+        hf: Any = config.hf_config
+        return GatedMLP(hf.hidden_size, hf.intermediate_size, hf.hidden_act, build, whole=True)
+
+
+class Glm4ForCausalLM(Glm4Model, CausalLM):
+    pass
+
+
+class Glm4ForSequenceClassification(Glm4Model, DecoderClassifier):
+    pass

@@ -1,0 +1,83 @@
+"""Granite: Llama with a multiplier on embeddings, scores, answers and logits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import torch
+
+from ...core.loading.model_config import ModelConfig
+from ...core.nn.context import BuildContext, ForwardContext
+from ...core.nn.mlp import GatedMLP
+from ...core.nn.rotary import Rotary
+from ...core.protocols import AttentionSpec
+from .decoder import Block, CausalLM, Decoder, HeadlessLM, MakeMLP, SelfAttention
+
+
+class GraniteAttention(SelfAttention):
+    """Scores are multiplied by a number of the configuration."""
+
+    def spec(self, hf: Any, layer: int) -> AttentionSpec:
+        return msgspec.structs.replace(
+            super().spec(hf, layer), scale=float(hf.attention_multiplier)
+        )
+
+
+class GraniteBlock(Block):
+    """hidden + multiplier * answer, of attention and of the MLP."""
+
+    mlp: GatedMLP
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer: int,
+        build: BuildContext,
+        attention: type[SelfAttention],
+        mlp: MakeMLP,
+    ) -> None:
+        super().__init__(config, layer, build, attention, mlp)
+        self.multiplier = float(config.hf_config.residual_multiplier)
+
+    def forward(
+        self, hidden: torch.Tensor, rotary: Rotary, context: ForwardContext
+    ) -> torch.Tensor:
+        answer = self.self_attn(hidden, self.input_layernorm, rotary, context, add=False)
+        hidden = torch.add(hidden, answer, alpha=self.multiplier)
+        answer = self.mlp.down_proj(self.mlp.inner(hidden, self.post_attention_layernorm))
+        return torch.add(hidden, answer, alpha=self.multiplier)
+
+
+class GraniteDecoder(Decoder):
+    block = GraniteBlock
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        build: BuildContext,
+        attention: type[SelfAttention],
+        mlp: MakeMLP,
+    ) -> None:
+        super().__init__(config, build, attention, mlp)
+        self.multiplier = float(config.hf_config.embedding_multiplier)
+
+    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return super().embed(input_ids) * self.multiplier
+
+
+class GraniteForCausalLM(CausalLM):
+    attention = GraniteAttention
+    decoder = GraniteDecoder
+
+    def __init__(self, config: ModelConfig, build: BuildContext) -> None:
+        super().__init__(config, build)
+        self.logits_scaling = float(config.hf_config.logits_scaling)
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return super().compute_logits(hidden).div_(self.logits_scaling)
+
+
+class GraniteModel(HeadlessLM):
+    attention = GraniteAttention
+    decoder = GraniteDecoder

@@ -1,0 +1,71 @@
+"""OLMo 2: norms behind attention and MLP, and one over all queries and one over all keys."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+
+from ...core.loading.model_config import ModelConfig
+from ...core.nn.context import BuildContext, ForwardContext
+from ...core.nn.mlp import GatedMLP
+from ...core.nn.norm import RMSNorm
+from ...core.nn.rotary import Rotary
+from .decoder import Block, CausalLM, Decoder, DecoderClassifier, HeadlessLM, SelfAttention
+
+
+class Olmo2Attention(SelfAttention):
+    """Queries are normed as one vector, whatever the number of heads; so are keys."""
+
+    q_norm: RMSNorm
+    k_norm: RMSNorm
+
+    def __init__(self, config: ModelConfig, layer: int, build: BuildContext) -> None:
+        super().__init__(config, layer, build)
+        eps = config.hf_config.rms_norm_eps
+        self.q_norm = RMSNorm(self.num_heads * self.head_dim, eps, build)
+        self.k_norm = RMSNorm(self.num_kv_heads * self.head_dim, eps, build)
+
+    def heads(self, qkv: torch.Tensor, rotary: Rotary, context: ForwardContext) -> torch.Tensor:
+        queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        query, key = qkv[:, :queries], qkv[:, queries : queries + keys]
+        query.copy_(self.q_norm(query))
+        key.copy_(self.k_norm(key))
+        out: torch.Tensor = self.attention(qkv, context, rotary=rotary)
+        return out
+
+
+class Olmo2Block(Block):
+    """hidden + norm(answer), of attention and of the MLP."""
+
+    norms: ClassVar[tuple[str, ...]] = ("post_attention_layernorm", "post_feedforward_layernorm")
+    post_feedforward_layernorm: RMSNorm
+    mlp: GatedMLP
+
+    def forward(
+        self, hidden: torch.Tensor, rotary: Rotary, context: ForwardContext
+    ) -> torch.Tensor:
+        answer = self.self_attn(hidden, None, rotary, context, add=False)
+        hidden = hidden + self.post_attention_layernorm(answer)
+        answer = self.mlp.down_proj(self.mlp.inner(hidden, None))
+        out: torch.Tensor = hidden + self.post_feedforward_layernorm(answer)
+        return out
+
+
+class Olmo2Decoder(Decoder):
+    block = Olmo2Block
+
+
+class Olmo2ForCausalLM(CausalLM):
+    attention = Olmo2Attention
+    decoder = Olmo2Decoder
+
+
+class Olmo2Model(HeadlessLM):
+    attention = Olmo2Attention
+    decoder = Olmo2Decoder
+
+
+class Olmo2ForSequenceClassification(DecoderClassifier):
+    attention = Olmo2Attention
+    decoder = Olmo2Decoder

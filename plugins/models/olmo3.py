@@ -1,0 +1,45 @@
+"""OLMo 3: OLMo 2 with a window in most layers, which have a rotation of their own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...core.loading.model_config import ModelConfig
+from ...core.nn.context import BuildContext
+from ...core.nn.rotary import Rotary
+from .decoder import CausalLM, DecoderClassifier, HeadlessLM
+from .olmo2 import Olmo2Attention, Olmo2Decoder
+from .qwen2 import window_of_layer
+
+
+class Olmo3Attention(Olmo2Attention):
+    @staticmethod
+    def sliding_window(hf: Any, layer: int) -> int | None:
+        return window_of_layer(hf, layer)
+
+
+class Olmo3Decoder(Olmo2Decoder):
+    @staticmethod
+    def rotaries_of(config: ModelConfig, build: BuildContext) -> list[Rotary]:
+        """Only layers without a window turn by what was stretched for long texts."""
+        hf = config.hf_config
+        made = {
+            kind: Rotary(config, build, hf.rope_parameters[kind])
+            for kind in sorted(set(hf.layer_types))
+        }
+        return [made[kind] for kind in hf.layer_types]
+
+
+class Olmo3ForCausalLM(CausalLM):
+    attention = Olmo3Attention
+    decoder = Olmo3Decoder
+
+
+class Olmo3Model(HeadlessLM):
+    attention = Olmo3Attention
+    decoder = Olmo3Decoder
+
+
+class Olmo3ForSequenceClassification(DecoderClassifier):
+    attention = Olmo3Attention
+    decoder = Olmo3Decoder

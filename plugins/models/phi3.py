@@ -1,0 +1,44 @@
+"""Phi-3, Phi-3.5 and Phi-4: Llama whose checkpoints have queries, keys and values as one tensor."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from torch import nn
+
+from ...core.loading.model_config import ModelConfig
+from ...core.loading.weight_map import WeightMap
+from ...core.nn.context import BuildContext
+from ...core.nn.linear import Linear
+from ...core.nn.mlp import GatedMLP
+from .decoder import CausalLM, DecoderClassifier, HeadlessLM
+from .mistral import MistralAttention
+
+
+class Phi3Attention(MistralAttention):
+    """The tensor's rows are in the order that ours are in."""
+
+    def projection(self, hf: Any, sizes: dict[str, int], build: BuildContext) -> Linear:
+        return Linear(hf.hidden_size, sum(sizes.values()), build)
+
+
+class Phi3Model(HeadlessLM):
+    """Nothing is merged on loading: a quantized layer has the scales of the whole tensor."""
+
+    attention = Phi3Attention
+    weight_map: ClassVar[WeightMap] = WeightMap(
+        tied=HeadlessLM.weight_map.tied, prefixes=HeadlessLM.weight_map.prefixes
+    )
+
+    @staticmethod
+    def mlp(config: ModelConfig, layer: int, build: BuildContext) -> nn.Module:
+        hf = config.hf_config
+        return GatedMLP(hf.hidden_size, hf.intermediate_size, hf.hidden_act, build, whole=True)
+
+
+class Phi3ForCausalLM(Phi3Model, CausalLM):
+    pass
+
+
+class Phi3ForSequenceClassification(Phi3Model, DecoderClassifier):
+    pass
