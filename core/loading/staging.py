@@ -40,12 +40,12 @@ class Staging:
             self._process()
 
     @property
-    def missing(self) -> Iterable[str]:
-        """What must still come, as the checkpoint would call it."""
+    def missing(self) -> Iterable[tuple[str, str]]:
+        """What must still come: shard name, name behind the prefix."""
         for shard, wanted in self._wanted.items():
             for leaf in wanted:
                 if (shard, leaf) in self._needed:
-                    yield f"{self.module.spec.sources[shard]}.{leaf}"
+                    yield shard, leaf
 
     def finish(self) -> None:
         """Process a layer whose optional tensors never came."""

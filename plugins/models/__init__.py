@@ -42,6 +42,7 @@ POOLED = {
 
 @hookimpl
 def register_models(registry: Any) -> None:
+    registry.add("GptOssForCausalLM", "jackfield.plugins.models.gpt_oss:GptOssForCausalLM")
     registry.add("LlamaForCausalLM", "jackfield.plugins.models.llama:LlamaForCausalLM")
     registry.add("MistralForCausalLM", "jackfield.plugins.models.mistral:MistralForCausalLM")
     registry.add("Qwen2ForCausalLM", "jackfield.plugins.models.qwen2:Qwen2ForCausalLM")

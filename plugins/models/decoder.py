@@ -44,6 +44,7 @@ class SelfAttention(nn.Module):
         self.attention = Attention(self.spec(hf, layer), build)
         self.q_norm: RMSNorm | None = None
         self.k_norm: RMSNorm | None = None
+        self.sinks: nn.Parameter | None = None
 
     def spec(self, hf: Any, layer: int) -> AttentionSpec:
         """What this layer asks of the backend."""
@@ -73,8 +74,9 @@ class SelfAttention(nn.Module):
         """hidden + attention(norm(hidden)): [num_tokens, hidden_size] → the same shape."""
         qkv = self.qkv_proj(hidden, norm=norm)
         heads = self.attention(
-            qkv, context, rotary=rotary, query_norm=self.q_norm, key_norm=self.k_norm
-        )
+            qkv, context, rotary=rotary, query_norm=self.q_norm, key_norm=self.k_norm,
+            sinks=self.sinks,
+        )  # fmt: skip
         out: torch.Tensor = self.o_proj(heads, residual=hidden)
         return out
 

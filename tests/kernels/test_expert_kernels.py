@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jackfield.core.nn.operations import ExpertWeight, Operations, Routing
+from jackfield.core.nn.operations import ClampedSwiGLU, ExpertWeight, Operations, Routing
 from jackfield.core.nn.packed import PackedWeight, dequantize, pack_words
 from jackfield.kernels.expert_matmul import expert_matmul, most_tiles
 from jackfield.kernels.expert_slots import expert_slots
@@ -71,13 +71,19 @@ def packed(kind: str, total: int, size: int, group: int, dtype: torch.dtype) -> 
     return weight._replace(**parts)
 
 
-def check(x: torch.Tensor, chosen: Routing, gate_up: ExpertWeight, down: ExpertWeight) -> None:
+def check(
+    x: torch.Tensor, chosen: Routing, gate_up: ExpertWeight, down: ExpertWeight, **more: Any
+) -> None:
     """Against the twin in float32: rounding is the kernels' alone."""
     residual = draw(*x.shape, dtype=x.dtype, seed=9)
     wide = [bank.float() if isinstance(bank, torch.Tensor) else bank for bank in (gate_up, down)]
-    want = REFERENCE.experts(x.float(), chosen, *wide, residual=residual.float())
+    exact = {
+        name: value.float() if isinstance(value, torch.Tensor) else value
+        for name, value in more.items()
+    }
+    want = REFERENCE.experts(x.float(), chosen, *wide, residual=residual.float(), **exact)
     assert experts_serve(gate_up, down)
-    got = KERNELS.experts(x, chosen, gate_up, down, residual=residual)
+    got = KERNELS.experts(x, chosen, gate_up, down, residual=residual, **more)
     assert got.dtype == x.dtype and got.shape == x.shape
     tolerance = TOLERANCE[x.dtype]
     size = max(float(want.std()), 1.0)
@@ -172,6 +178,71 @@ def test_experts_equal_their_twin(shape: tuple[int, ...], dtype: torch.dtype) ->
         gate_up,
         down,
     )
+
+
+CLAMPED = ClampedSwiGLU(alpha=1.702, limit=0.9)
+"""A limit that a third of unit gates are above."""
+
+
+def biases(num_experts: int, hidden: int, inner: int, dtype: torch.dtype) -> dict[str, Any]:
+    return {
+        "gate_up_bias": draw(num_experts * 2 * inner, dtype=dtype, seed=21),
+        "down_bias": draw(num_experts * hidden, dtype=dtype, seed=22),
+    }
+
+
+@pytest.mark.parametrize("activation", [None, CLAMPED], ids=["silu", "clamped"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_experts_with_biases_equal_their_twin(
+    shape: tuple[int, ...], dtype: torch.dtype, activation: ClampedSwiGLU | None
+) -> None:
+    num_tokens, num_experts, top_k, hidden, inner = shape
+    check(
+        draw(num_tokens, hidden, dtype=dtype),
+        routing(num_tokens, top_k, num_experts),
+        dense(num_experts, 2 * inner, hidden, dtype),
+        dense(num_experts, hidden, inner, dtype),
+        **biases(num_experts, hidden, inner, dtype),
+        activation=activation,
+    )
+
+
+@pytest.mark.parametrize("num_tokens", [1, 11])
+@pytest.mark.parametrize("kind", ["fp8", "words4"])
+def test_packed_experts_with_biases_equal_their_twin(kind: str, num_tokens: int) -> None:
+    dtype, hidden, inner = DTYPES[-1], 64, 128
+    check(
+        draw(num_tokens, hidden, dtype=dtype),
+        routing(num_tokens, 2, 3),
+        packed(kind, 3 * 2 * inner, hidden, 64, dtype),
+        packed(kind, 3 * hidden, inner, 32, dtype),
+        **biases(3, hidden, inner, dtype),
+        activation=CLAMPED,
+    )
+
+
+def test_experts_too_narrow_for_the_kernels_have_biases_too() -> None:
+    gate_up = packed("words4", 3 * 64, 64, 8, torch.float32)
+    down = packed("words4", 3 * 64, 32, 8, torch.float32)
+    x, chosen, more = draw(5, 64), routing(5, 2, 3), biases(3, 64, 32, torch.float32)
+    found = [
+        made.experts(x, chosen, gate_up, down, residual=x.clone(), **more, activation=CLAMPED)
+        for made in (REFERENCE, KERNELS)
+    ]
+    torch.testing.assert_close(found[1], found[0], atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 12])
+def test_a_clamp_keeps_what_is_no_number(num_tokens: int) -> None:
+    """Else a broken activation would look like a large one."""
+    x, chosen = draw(num_tokens, 64), routing(num_tokens, 2, 3)
+    x[0, 5] = float("nan")
+    gate_up = dense(3, 64, 64, torch.float32)
+    down = dense(3, 64, 32, torch.float32)
+    made = KERNELS.experts(x, chosen, gate_up, down, residual=draw(num_tokens, 64),
+                           activation=CLAMPED)  # fmt: skip
+    assert made[0].isnan().all() and made[1:].isfinite().all()
 
 
 def test_one_expert_may_have_all_tokens_and_others_none() -> None:

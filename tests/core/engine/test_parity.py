@@ -92,8 +92,12 @@ async def test_greedy_tokens_and_logprobs_equal_transformers(
         assert engine.stats().kv_blocks_used == 0
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen3-moe"])
-async def test_triton_backend_equals_transformers(name: str, references: Any, device: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "chosen"), [("qwen3", (0, 2, 5)), ("qwen3-moe", (0, 2, 5)), ("gpt-oss", (2,))]
+)
+async def test_triton_backend_equals_transformers(
+    name: str, chosen: tuple[int, ...], references: Any, device: str
+) -> None:
     folder, expected = references(name)
     config = EngineConfig(
         model=str(folder),
@@ -107,7 +111,6 @@ async def test_triton_backend_equals_transformers(name: str, references: Any, de
         max_num_batched_tokens=24,
     )
     async with AsyncEngine(config) as engine:
-        chosen = (0, 2, 5)
         results = await asyncio.gather(*(run(engine, prompts()[i], logprobs=2) for i in chosen))
         for output, index in zip(results, chosen, strict=True):
             check(output, *expected[index], 1e-3)
