@@ -228,11 +228,15 @@ def expert_gemv_shape(bank: Bank, count: int) -> ExpertGemvShape:
     """From what was measured on an H200 at Qwen3-30B-A3B's sizes, dense, in fp8 and in 4 bits.
 
     `count`: slots that are summed. One: rows as wide as they come, so that a token has a thousand
-    programs. Several: a program has a few rows of each.
+    programs. Several: a program has a few rows of each. Bytes in groups narrower than those that
+    were measured (mxfp4's): as many rows as give each thread 16 bytes of a tile.
     """
     values = values_of(bank)
     item = values.element_size()
     words = values.dtype == torch.int32
+    if item == 1 and (narrow := tile_of(bank, 64)) < 64:
+        block_n = max(512 // narrow // triton.next_power_of_2(count), 1)
+        return ExpertGemvShape(block_n, narrow, unroll=2, num_warps=1)
     if count == 1 and words:
         return ExpertGemvShape(block_n=4, block_k=tile_of(bank, 128), unroll=1, num_warps=1)
     if count == 1:

@@ -99,7 +99,7 @@ def _random(
     if shape is None:
         raise LoadError(f"{leaf} of {module.spec.prefix} has no shape of its own to make up")
     dtype = spec.dtypes[0] if spec.dtypes else module.spec.dtype
-    if not dtype.is_floating_point:
+    if spec.dummy is None and not dtype.is_floating_point:
         info = torch.iinfo(dtype)
         return torch.randint(
             info.min, info.max, shape, generator=generator, dtype=dtype, device=device

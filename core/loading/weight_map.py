@@ -142,8 +142,9 @@ class WeightMap:
         for last, together in self.together.items():
             prefix, _, inner = parameter.partition(f".{EXPERTS}.")
             if inner in (together.parameter, together.parameter.partition(".")[0]):
-                parameter, shard = f"{prefix}.{EXPERTS}.{last}", None
-                break
+                return ".".join(self.names.get(part, part) for part in prefix.split(".")) + (
+                    f".{EXPERTS}.{last}"
+                )
         parts = parameter.split(".")
         expert, _, inner = (shard or "").partition(".") if EXPERTS in parts else ("", "", shard)
         if expert:
