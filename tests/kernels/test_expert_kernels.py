@@ -392,11 +392,12 @@ def test_experts_of_a_real_size_equal_their_twin(num_tokens: int) -> None:
 
 @GPU
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", ["fp8", "fp8 blocks", "words4", "zeros4"])
+@pytest.mark.parametrize("kind", ["fp8", "fp8 blocks", "fp8 narrow", "words4", "zeros4"])
 @pytest.mark.parametrize("num_tokens", [1, 64, 700])
 def test_packed_experts_of_a_real_size_equal_their_twin(num_tokens: int, kind: str) -> None:
     def bank(total: int, size: int) -> PackedWeight:
-        return packed(kind.split()[0], total, size, size if kind == "fp8" else 128, torch.float32)
+        group = {"fp8": size, "fp8 narrow": 32}.get(kind, 128)
+        return packed(kind.split()[0], total, size, group, torch.float32)
 
     gate_up, down = bank(16 * 2 * INNER, HIDDEN), bank(16 * HIDDEN, INNER)
     chosen = KERNELS.route(big(num_tokens, 16, seed=3), TOP_K, renormalize=True)
@@ -405,11 +406,11 @@ def test_packed_experts_of_a_real_size_equal_their_twin(num_tokens: int, kind: s
 
 @GPU
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", ["fp8", "fp8 blocks", "words4", "zeros4"])
+@pytest.mark.parametrize("kind", ["fp8", "fp8 blocks", "fp8 narrow", "words4", "zeros4"])
 @pytest.mark.parametrize("num_tokens", [12, 24, 60, 700])
 def test_packed_experts_are_the_same_each_time(num_tokens: int, kind: str) -> None:
     """Some cuts of groups' scales are not, once in a few runs."""
-    group = INNER if kind == "fp8" else 128
+    group = {"fp8": INNER, "fp8 narrow": 32}.get(kind, 128)
     bank = packed(kind.split()[0], 16 * HIDDEN, INNER, group, torch.float32)
     lists = expert_slots(routing(num_tokens, TOP_K, 16).experts, 16)
     x = big(num_tokens * TOP_K, INNER, seed=4)
@@ -445,6 +446,32 @@ def test_whole_layers_in_8_bits_stay_near_their_twin(num_tokens: int, kind: str)
     got = KERNELS.experts(x, chosen, gate_up, down, residual=residual.clone())
     off = (got.float() - want).norm() / (want - residual.float()).norm()
     assert 1e-4 < off < 0.06
+
+
+@GPU
+@pytest.mark.gpu
+@pytest.mark.parametrize("mxfp4", [False, True])
+@pytest.mark.parametrize("num_tokens", [1, 4, 8, 64, 256, 2000])
+def test_experts_of_gpt_oss_equal_their_twin(num_tokens: int, mxfp4: bool) -> None:
+    """Rows that are no power of two, biases, and the clamped activation."""
+    experts, size = 32, 2880
+    gate_up = big(experts * 2 * size, size, seed=1).div_(size**0.5)
+    down = big(experts * size, size, seed=2).div_(size**0.5)
+    banks: list[ExpertWeight] = [gate_up, down]
+    if mxfp4:
+        banks = [
+            PackedWeight(
+                (bank * 54).to(FP8), torch.full((size // 32, len(bank)), 1 / 54, device=DEVICE), 32
+            )
+            for bank in (gate_up, down)
+        ]
+    chosen = KERNELS.route(big(num_tokens, experts, seed=3), 4, renormalize=True)
+    more = {
+        "gate_up_bias": big(experts * 2 * size, seed=5),
+        "down_bias": big(down.shape[0], seed=6),
+    }
+    x = big(num_tokens, size, seed=4)
+    check(x, chosen, banks[0], banks[1], **more, activation=ClampedSwiGLU(1.702, 7.0))
 
 
 @GPU
