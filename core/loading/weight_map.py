@@ -140,8 +140,8 @@ class WeightMap:
         A layer's name does for a parameter's: what its tensors' names begin with.
         """
         for last, together in self.together.items():
-            prefix, _, inner = parameter.partition(f".{EXPERTS}.")
-            if inner in (together.parameter, together.parameter.partition(".")[0]):
+            prefix, _, rest = parameter.partition(f".{EXPERTS}.")
+            if rest in (together.parameter, together.parameter.partition(".")[0]):
                 return ".".join(self.names.get(part, part) for part in prefix.split(".")) + (
                     f".{EXPERTS}.{last}"
                 )
