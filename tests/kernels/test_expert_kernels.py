@@ -300,7 +300,8 @@ def test_experts_of_packed_banks_equal_their_twin(
 
 
 def check_in_8_bits(kind: str, num_tokens: int, top_k: int, rows: int, size: int) -> None:
-    """Gated and not, from a row a token and from a row a slot, against inputs rounded as well."""
+    """Gated (with biases) and not, from a row a token and from a row a slot, against inputs rounded
+    as well."""
     num_experts = 8
     bank = packed(kind, num_experts * rows, size, size, torch.float32)
     chosen = routing(num_tokens, top_k, num_experts)
@@ -309,16 +310,18 @@ def check_in_8_bits(kind: str, num_tokens: int, top_k: int, rows: int, size: int
     for gated, each in ((True, top_k), (False, 1)):
         x = draw(num_tokens * top_k // each, size, dtype=DTYPES[-1], seed=7)
         values, scales = quantize_rows(x, bank.values.dtype)
+        bias = draw(num_experts * rows, dtype=x.dtype, seed=8) if gated else None
         got = expert_matmul(
             values, *lists, Packed(bank.values, bank.scale, None, size, 1, 8),
-            top_k=top_k, gated=gated, x_scale=scales, dtype=x.dtype,
+            top_k=top_k, gated=gated, x_scale=scales, bias=bias, dtype=x.dtype,
         )  # fmt: skip
         rounded = (values.float() * scales[:, None]).repeat_interleave(each, dim=0)
         want = torch.empty(len(flat), rows // 2 if gated else rows, device=DEVICE)
         dense = dequantize(bank, torch.float32).view(num_experts, rows, size)
         for expert in range(num_experts):
             made = rounded[flat == expert] @ dense[expert].t()
-            if gated:
+            if bias is not None:
+                made = made + bias.view(num_experts, rows)[expert].float()
                 gate, up = made.chunk(2, dim=1)
                 made = torch.nn.functional.silu(gate) * up
             want[flat == expert] = made
