@@ -2,6 +2,8 @@
 
     out[s] = silu(g) * u of x[s // top_k] W_eᵀ     or     out[t] = residual[t] + Σ_s c_s x[s] W_eᵀ
 
+with an expert's bias on either product, and another activation, where a model has them.
+
 A slot is a token's choice of an expert e = experts[s]; in the second form, s are a token's slots
 and c their weights: gemv.py's pass over rows of several weights, one after the other. So two
 launches make a layer and nothing needs sorting. Memory: an expert's weight once a slot (programs
@@ -23,6 +25,7 @@ import triton
 import triton.language as tl
 
 from .expert_bank import Bank, bank_arguments, tile_of, values_of
+from .gates import Clamp, gated_product
 from .launching import gdc_launch_dependents, gdc_wait, pdl_options
 from .packed_weight import part_as_float, part_unit
 from .rehearsal import launch
@@ -81,6 +84,7 @@ def _expert_gemv_kernel(
     values_ptr,
     scale_ptr,
     zero_ptr,
+    bias_ptr,
     stride_out,
     stride_x,
     stride_residual,
@@ -103,6 +107,9 @@ def _expert_gemv_kernel(
     GATED: tl.constexpr,
     FACTOR: tl.constexpr,
     RESIDUAL: tl.constexpr,
+    BIAS: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     UNROLL: tl.constexpr,
@@ -186,8 +193,13 @@ def _expert_gemv_kernel(
                         value = value * scale[:, None] - offset[:, None]
                     up_acc += value * x
     sums = tl.sum(acc, axis=1)
+    if BIAS:
+        sums += tl.load(bias_ptr + above, mask=in_r, other=0.0).to(tl.float32)
     if GATED:
-        sums = sums / (1.0 + tl.exp(-sums)) * tl.sum(up_acc, axis=1)
+        up_sums = tl.sum(up_acc, axis=1)
+        if BIAS:
+            up_sums += tl.load(bias_ptr + above + N, mask=in_r, other=0.0).to(tl.float32)
+        sums = gated_product(sums, up_sums, ALPHA, LIMIT)
     if FACTOR:
         sums *= tl.load(factor_ptr + slot, mask=in_r, other=0.0)
     out = tl.sum(tl.reshape(sums, [BLOCK_COUNT, BLOCK_N]), axis=0)
@@ -216,11 +228,15 @@ def expert_gemv_shape(bank: Bank, count: int) -> ExpertGemvShape:
     """From what was measured on an H200 at Qwen3-30B-A3B's sizes, dense, in fp8 and in 4 bits.
 
     `count`: slots that are summed. One: rows as wide as they come, so that a token has a thousand
-    programs. Several: a program has a few rows of each.
+    programs. Several: a program has a few rows of each. Bytes in groups narrower than those that
+    were measured (mxfp4's): as many rows as give each thread 16 bytes of a tile.
     """
     values = values_of(bank)
     item = values.element_size()
     words = values.dtype == torch.int32
+    if item == 1 and (narrow := tile_of(bank, 64)) < 64:
+        block_n = max(512 // narrow // triton.next_power_of_2(count), 1)
+        return ExpertGemvShape(block_n, narrow, unroll=2, num_warps=1)
     if count == 1 and words:
         return ExpertGemvShape(block_n=4, block_k=tile_of(bank, 128), unroll=1, num_warps=1)
     if count == 1:
@@ -246,6 +262,8 @@ def expert_gemv(
     factor: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    clamp: Clamp | None = None,
     shape: ExpertGemvShape | None = None,
     known: bool = False,
 ) -> torch.Tensor:
@@ -254,7 +272,8 @@ def expert_gemv(
     [num_tokens, top_k] float32 → residual + sum, [num_tokens, rows].
 
     experts: [num_tokens, top_k] int32, contiguous; rows: those of an expert; last strides 1; `out`
-    may be the residual. `known`: experts were written before the last kernel on the stream began.
+    may be the residual; bias: [num_experts * rows], contiguous; `clamp`: in place of silu(g) * u.
+    `known`: experts were written before the last kernel on the stream began.
     """
     num_tokens, top_k = experts.shape
     gated = factor is None
@@ -286,6 +305,7 @@ def expert_gemv(
         factor,
         residual,
         *arguments.tensors,
+        bias,
         out.stride(0),
         x.stride(0),
         0 if residual is None else residual.stride(0),
@@ -298,6 +318,9 @@ def expert_gemv(
         GATED=gated,
         FACTOR=not gated,
         RESIDUAL=residual is not None,
+        BIAS=bias is not None,
+        ALPHA=clamp.alpha if clamp else None,
+        LIMIT=clamp.limit if clamp else None,
         BLOCK_N=shape.block_n,
         BLOCK_K=shape.block_k,
         UNROLL=unroll,

@@ -2,6 +2,8 @@
 
     out[s] = x[s // DIVIDE] W_eᵀ        or, gated,        silu(g) * u of that product
 
+with an expert's bias on the product, and another activation, where a model has them.
+
 s are the slots of expert_slots.py's lists. Which tiles there are is found on the device: a program
 counts through the lists' lengths to the tile that is its own. So a hot expert gets as many programs
 as it needs, where programs striding over a list would be busy with it last; and the few programs
@@ -27,6 +29,7 @@ import triton
 import triton.language as tl
 
 from .expert_bank import Bank, bank_arguments, tile_of, values_of
+from .gates import Clamp, gated_product
 from .launching import gdc_launch_dependents, gdc_wait, pdl_options
 from .nibble_skinny import of_groups
 from .nibbles import base_of, minus, numbers, times
@@ -146,6 +149,7 @@ def _expert_matmul_kernel(
     values_ptr,
     scale_ptr,
     zero_ptr,
+    bias_ptr,
     num_tokens,
     stride_x,
     stride_values,
@@ -165,6 +169,9 @@ def _expert_matmul_kernel(
     ZERO: tl.constexpr,
     DIVIDE: tl.constexpr,
     GATED: tl.constexpr,
+    BIAS: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -283,8 +290,12 @@ def _expert_matmul_kernel(
         acc *= x_scale
         if GATED:
             up_acc *= x_scale
+    if BIAS:
+        acc += tl.load(bias_ptr + row, mask=in_n, other=0.0).to(tl.float32)[:, None]
+        if GATED:
+            up_acc += tl.load(bias_ptr + row + N, mask=in_n, other=0.0).to(tl.float32)[:, None]
     if GATED:
-        acc = acc / (1.0 + tl.exp(-acc)) * up_acc
+        acc = gated_product(acc, up_acc, ALPHA, LIMIT)
     target = out_ptr + slot.to(tl.int64)[None, :] * N + output[:, None]
     tl.store(target, acc.to(out_ptr.dtype.element_ty), mask=in_n[:, None] & in_m[None, :])
 
@@ -362,6 +373,8 @@ def expert_matmul(
     top_k: int,
     gated: bool,
     x_scale: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    clamp: Clamp | None = None,
     dtype: torch.dtype | None = None,
     shape: ExpertMatmulShape | None = None,
 ) -> torch.Tensor:
@@ -370,7 +383,8 @@ def expert_matmul(
 
     slots: [num_experts, num_tokens] and counts: [num_experts], from `expert_slots`; rows: those of
     an expert; last strides 1. x may be of the bank's 8-bit type, with a float32 `x_scale` for each
-    of its rows, where the bank has one for each of its own. Sums in float32 (of int8: int32),
+    of its rows, where the bank has one for each of its own. bias: [num_experts * rows], contiguous;
+    `clamp`: in place of silu(g) * u. Sums in float32 (of int8: int32),
     rounded once. Raises ValueError where the bank's groups are too narrow for the matrix unit
     (`expert_matmul_serves`).
     """
@@ -399,6 +413,7 @@ def expert_matmul(
         slots,
         counts,
         *arguments.tensors,
+        bias,
         num_tokens,
         x.stride(0),
         *arguments.strides,
@@ -408,6 +423,9 @@ def expert_matmul(
         **arguments.constants,
         DIVIDE=num_slots // x.shape[0],
         GATED=gated,
+        BIAS=bias is not None,
+        ALPHA=clamp.alpha if clamp else None,
+        LIMIT=clamp.limit if clamp else None,
         BLOCK_M=shape.block_m,
         BLOCK_N=shape.block_n,
         BLOCK_K=block_k,

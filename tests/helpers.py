@@ -113,6 +113,17 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "gpt-oss": (
+        "GptOss",
+        {
+            "head_dim": 16,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            "sliding_window": 12,
+            "swiglu_limit": 0.75,
+            "initializer_range": 0.1,
+        },
+    ),
 }
 
 
@@ -128,6 +139,8 @@ def make_checkpoint(name: str, folder: Path, *, dtype: torch.dtype = torch.float
                 parameter.add_(0.1 * torch.randn_like(parameter))
             if parameter_name.endswith("bias"):
                 parameter.add_(0.3 * torch.randn_like(parameter))
+            if parameter_name.endswith("sinks"):
+                parameter.copy_(torch.linspace(-1.0, 3.0, len(parameter)))
     model.save_pretrained(folder)
     return folder
 

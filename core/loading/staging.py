@@ -40,12 +40,12 @@ class Staging:
             self._process()
 
     @property
-    def missing(self) -> Iterable[str]:
-        """What must still come, as the checkpoint would call it."""
+    def missing(self) -> Iterable[tuple[str, str]]:
+        """What must still come: shard name, name behind the prefix."""
         for shard, wanted in self._wanted.items():
             for leaf in wanted:
                 if (shard, leaf) in self._needed:
-                    yield f"{self.module.spec.sources[shard]}.{leaf}"
+                    yield shard, leaf
 
     def finish(self) -> None:
         """Process a layer whose optional tensors never came."""
@@ -99,7 +99,7 @@ def _random(
     if shape is None:
         raise LoadError(f"{leaf} of {module.spec.prefix} has no shape of its own to make up")
     dtype = spec.dtypes[0] if spec.dtypes else module.spec.dtype
-    if not dtype.is_floating_point:
+    if spec.dummy is None and not dtype.is_floating_point:
         info = torch.iinfo(dtype)
         return torch.randint(
             info.min, info.max, shape, generator=generator, dtype=dtype, device=device

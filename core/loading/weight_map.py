@@ -12,13 +12,14 @@ A checkpoint name maps to the parameter of the same name, unless one of its dott
 `stacked`: then it fills that shard of the merged parameter. Before that `prefixes`, `parts` and
 `names` give the name the shape that the model's own names have. A number behind the part `experts`
 is an expert's: all experts' tensors are shards of one parameter ("experts.3.gate_proj" is the shard
-"3.gate" of "experts.gate_up_proj").
+"3.gate" of "experts.gate_up_proj"). Where a checkpoint has one tensor for all experts, `together`
+says how it comes apart into the same shards.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -47,6 +48,28 @@ class Shard:
 
 
 @dataclass(frozen=True)
+class Together:
+    """A checkpoint tensor that holds a tensor of every expert: [num_experts, ...]."""
+
+    parameter: str
+    """What stands for its name's last part: a layer of all experts, and a parameter of it."""
+    names: tuple[str, ...] = ("",)
+    """An expert's shards, whose rows take turns."""
+    transposed: bool = False
+    """Its rows are the columns here."""
+
+    def shards(self, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        """→ shard name, and a view of its part. Raises LoadError where there are no experts."""
+        if tensor.dim() < 2 + self.transposed:
+            raise LoadError(f"has shape {tuple(tensor.shape)}, which is not one of all experts")
+        for expert, part in enumerate(tensor):
+            rows = part.t() if self.transposed and part.dim() == 2 else part
+            for index, name in enumerate(self.names):
+                shard = f"{expert}.{name}" if name else str(expert)
+                yield shard, rows[index :: len(self.names)]
+
+
+@dataclass(frozen=True)
 class WeightMap:
     """How checkpoint names become parameters."""
 
@@ -59,6 +82,8 @@ class WeightMap:
     """Dotted parts anywhere in a checkpoint name → theirs here; one after the other."""
     names: Mapping[str, str] = field(default_factory=dict)
     """One part of a name here → what checkpoints call it, where that is one to one."""
+    together: Mapping[str, Together] = field(default_factory=dict)
+    """Last part of a checkpoint name below `experts` → how that tensor comes apart."""
     ignored: tuple[str, ...] = ()
     """Starts of names (after `prefixes`) that may be left over where the model has no place."""
 
@@ -74,6 +99,24 @@ class WeightMap:
         for new, old in self.names.items():
             name = name.replace(f".{old}.", f".{new}.")
         return name[1:-1]
+
+    def pieces(
+        self, name: str, tensor: torch.Tensor
+    ) -> Iterator[tuple[str, str | None, torch.Tensor]]:
+        """A checkpoint tensor → (parameter name, shard name or None, what goes there).
+
+        Raises LoadError where it should hold all experts and cannot.
+        """
+        prefix, _, last = self.renamed(name).rpartition(".")
+        together = self.together.get(last) if f".{prefix}".endswith(f".{EXPERTS}") else None
+        if together is None:
+            yield *self.target(name), tensor
+            return
+        try:
+            for shard, part in together.shards(tensor):
+                yield f"{prefix}.{together.parameter}", shard, part
+        except LoadError as error:
+            raise LoadError(f"tensor {name!r} {error.message}") from error
 
     def target(self, name: str) -> tuple[str, str | None]:
         """Checkpoint name → (parameter name, shard name or None)."""
@@ -92,7 +135,16 @@ class WeightMap:
         return ".".join(parts), ".".join(shard) or None
 
     def source(self, parameter: str, shard: str | None = None) -> str:
-        """The other way, but for `prefixes` and `parts`: (parameter, shard) → checkpoint name."""
+        """The other way, but for `prefixes` and `parts`: (parameter, shard) → checkpoint name.
+
+        A layer's name does for a parameter's: what its tensors' names begin with.
+        """
+        for last, together in self.together.items():
+            prefix, _, rest = parameter.partition(f".{EXPERTS}.")
+            if rest in (together.parameter, together.parameter.partition(".")[0]):
+                return ".".join(self.names.get(part, part) for part in prefix.split(".")) + (
+                    f".{EXPERTS}.{last}"
+                )
         parts = parameter.split(".")
         expert, _, inner = (shard or "").partition(".") if EXPERTS in parts else ("", "", shard)
         if expert:
@@ -140,7 +192,12 @@ class ParameterFiller:
         """Copy one checkpoint tensor. Raises LoadError when it has no place or another shape."""
         if name.endswith(IGNORED_SUFFIXES):
             return
-        parameter_name, shard = self.weight_map.target(name)
+        for parameter_name, shard, part in self.weight_map.pieces(name, tensor):
+            self._fill(name, parameter_name, shard, part)
+
+    def _fill(
+        self, name: str, parameter_name: str, shard: str | None, tensor: torch.Tensor
+    ) -> None:
         if name.endswith(CACHE_SCALES) and self._scale_cache(parameter_name, tensor):
             return
         if self._stage(name, parameter_name, shard, tensor):
@@ -205,7 +262,10 @@ class ParameterFiller:
 
     def wanted(self) -> list[str]:
         """What must still come, as the checkpoint would call it."""
-        return [*self._names(), *(n for layer in self.quantized.values() for n in layer.missing)]
+        missing = sorted(self.missing, key=str)
+        for prefix, layer in self.quantized.items():
+            missing += [(f"{prefix}.{leaf}", shard or None) for shard, leaf in layer.missing]
+        return list(dict.fromkeys(self.weight_map.source(*one) for one in missing))
 
     def finish(self) -> None:
         """Raises LoadError naming what the checkpoint did not have."""
@@ -214,8 +274,3 @@ class ParameterFiller:
             raise LoadError(f"missing tensors: {listed(missing)}")
         for layer in self.quantized.values():
             layer.finish()
-
-    def _names(self) -> Iterable[str]:
-        """As the checkpoint would call them."""
-        for parameter, shard in sorted(self.missing, key=str):
-            yield self.weight_map.source(parameter, shard)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -9,7 +12,7 @@ from ..errors import ConfigError
 from .context import BuildContext
 from .linear import MergedLinear
 from .norm import RMSNorm
-from .operations import ExpertWeight
+from .operations import ClampedSwiGLU, ExpertWeight, Operations
 from .quantized import QuantizedLinear
 
 MOST_EXPERTS = 1 << 14
@@ -17,12 +20,15 @@ MOST_EXPERTS = 1 << 14
 
 
 class Router(nn.Module):
-    """weight: [num_experts, hidden_size]. No quantization method takes it: it is small, and a
-    rounded one chooses other experts."""
+    """weight: [num_experts, hidden_size], bias: [num_experts]. No quantization method takes it: it
+    is small, and a rounded one chooses other experts."""
 
-    def __init__(self, num_experts: int, hidden_size: int, build: BuildContext) -> None:
+    def __init__(
+        self, num_experts: int, hidden_size: int, build: BuildContext, *, bias: bool = False
+    ) -> None:
         super().__init__()
         self.weight = nn.Parameter(build.empty(num_experts, hidden_size))
+        self.bias = nn.Parameter(build.empty(num_experts)) if bias else None
 
 
 class ExpertLinear(MergedLinear):
@@ -36,14 +42,20 @@ class ExpertLinear(MergedLinear):
     weight: nn.Parameter
 
     def __init__(
-        self, num_experts: int, in_features: int, sizes: dict[str, int], build: BuildContext
+        self,
+        num_experts: int,
+        in_features: int,
+        sizes: dict[str, int],
+        build: BuildContext,
+        *,
+        bias: bool = False,
     ) -> None:
         shards = {
             f"{expert}.{name}" if name else str(expert): size
             for expert in range(num_experts)
             for name, size in sizes.items()
         }
-        super().__init__(in_features, shards, build)
+        super().__init__(in_features, shards, build, bias=bias)
 
     @property
     def bank(self) -> ExpertWeight:
@@ -58,18 +70,26 @@ class GatedExperts(ExpertLinear):
 
 
 class Experts(nn.Module):
-    """The MLPs; `down(silu(gate(x)) * up(x))` each."""
+    """The MLPs; `down(silu(gate(x)) * up(x))` each, or with another activation."""
 
     gate_up_proj: ExpertLinear | QuantizedLinear
     down_proj: ExpertLinear | QuantizedLinear
 
     def __init__(
-        self, num_experts: int, hidden_size: int, intermediate_size: int, build: BuildContext
+        self,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size: int,
+        build: BuildContext,
+        *,
+        bias: bool = False,
     ) -> None:
         super().__init__()
         inner = {"gate": intermediate_size, "up": intermediate_size}
-        self.gate_up_proj = GatedExperts(num_experts, hidden_size, inner, build)
-        self.down_proj = ExpertLinear(num_experts, intermediate_size, {"": hidden_size}, build)
+        self.gate_up_proj = GatedExperts(num_experts, hidden_size, inner, build, bias=bias)
+        self.down_proj = ExpertLinear(
+            num_experts, intermediate_size, {"": hidden_size}, build, bias=bias
+        )
 
 
 class SparseMLP(nn.Module):
@@ -85,8 +105,11 @@ class SparseMLP(nn.Module):
         build: BuildContext,
         *,
         renormalize: bool,
+        bias: bool = False,
+        clamped: ClampedSwiGLU | None = None,
     ) -> None:
-        """`renormalize`: the weights of a token's experts sum to 1. Raises ConfigError."""
+        """`renormalize`: the weights of a token's experts sum to 1; `bias`: router and experts have
+        biases; `clamped`: in place of silu(gate) * up. Raises ConfigError."""
         super().__init__()
         if activation not in ("silu", "swish"):
             raise ConfigError(f"hidden_act: {activation!r} is not supported", param="hidden_act")
@@ -99,8 +122,11 @@ class SparseMLP(nn.Module):
                 f"num_experts_per_tok: {top_k} of {num_experts} experts cannot be chosen",
                 param="num_experts_per_tok",
             )
-        self.gate = Router(num_experts, hidden_size, build)
-        self.experts = Experts(num_experts, hidden_size, intermediate_size, build)
+        asked = {"gate_up_bias": bias, "down_bias": bias, "activation": clamped is not None}
+        _refuse_older(build.operations, [name for name, wanted in asked.items() if wanted])
+        self.gate = Router(num_experts, hidden_size, build, bias=bias)
+        self.experts = Experts(num_experts, hidden_size, intermediate_size, build, bias=bias)
+        self.clamped = clamped
         self.top_k = top_k
         self.renormalize = renormalize
         self.operations = build.operations
@@ -109,9 +135,24 @@ class SparseMLP(nn.Module):
         """hidden + mlp(norm(hidden)): [num_tokens, hidden_size] → the same shape; `hidden` may be
         overwritten."""
         x = norm(hidden)
-        logits = self.operations.linear(x, self.gate.weight)
+        logits = self.operations.linear(x, self.gate.weight, self.gate.bias)
         routing = self.operations.route(logits, self.top_k, renormalize=self.renormalize)
-        experts = self.experts
-        return self.operations.experts(
-            x, routing, experts.gate_up_proj.bank, experts.down_proj.bank, residual=hidden
+        gate_up, down = self.experts.gate_up_proj, self.experts.down_proj
+        more: dict[str, Any] = {
+            "gate_up_bias": gate_up.bias, "down_bias": down.bias, "activation": self.clamped
+        }  # fmt: skip
+        more = {name: value for name, value in more.items() if value is not None}
+        return self.operations.experts(x, routing, gate_up.bank, down.bank, residual=hidden, **more)
+
+
+def _refuse_older(operations: Operations, wanted: list[str]) -> None:
+    """Raises ConfigError where `experts` was overridden before it took what this layer needs."""
+    taken = inspect.signature(operations.experts).parameters
+    if any(one.kind is inspect.Parameter.VAR_KEYWORD for one in taken.values()):
+        return
+    if lacking := [name for name in wanted if name not in taken]:
+        raise ConfigError(
+            f"operations: {operations.name!r} cannot compute this model's experts: its method "
+            f"`experts` takes no {', '.join(lacking)}",
+            param="operations",
         )

@@ -42,6 +42,22 @@ class Routing(NamedTuple):
     """[T, top_k] int32, all different in a row, the weightiest first"""
 
 
+class ClampedSwiGLU(NamedTuple):
+    """(min(max(up, -limit), limit) + 1) * gate * sigmoid(alpha * gate), gate cut off above limit.
+
+    Source: GPT-OSS's model card (arXiv 2508.10925) and published code.
+    """
+
+    alpha: float
+    limit: float
+
+    def __call__(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        """[any] both → the same shape"""
+        gate = gate.clamp(max=self.limit)
+        up = up.clamp(-self.limit, self.limit)
+        return (up + 1) * gate * torch.sigmoid(self.alpha * gate)
+
+
 class DenseRows(NamedTuple):
     """A weight that its layer alone can read."""
 
@@ -274,11 +290,17 @@ class Operations:
         down: ExpertWeight,
         *,
         residual: torch.Tensor,
+        gate_up_bias: torch.Tensor | None = None,
+        down_bias: torch.Tensor | None = None,
+        activation: ClampedSwiGLU | None = None,
     ) -> torch.Tensor:
         """residual + Σ weight * down_e(silu(gate_e(x)) * up_e(x)) over each token's experts e.
 
         x, residual: [T, hidden_size]; gate_up: E experts' [2 * inner, hidden_size], gate first;
         down: E experts' [hidden_size, inner] → [T, hidden_size]. `residual` may be overwritten.
+        Biases: [E * 2 * inner] and [E * hidden_size], added to what each expert's layers make;
+        `activation`: in place of silu(gate) * up. These three are given only by models that have
+        them: an override without them serves all others, and is refused for those when it is built.
 
         The reference computes an expert at a time. On a device that need not wait for the host it
         gives each all tokens: then nothing depends on what was chosen, and a graph can hold it.
@@ -295,7 +317,15 @@ class Operations:
                     continue
             first = _dense_rows(gate_up, expert * rows_up, rows_up, x)
             second = _dense_rows(down, expert * rows_down, rows_down, x)
-            made = self.linear(self.gated_linear(x[tokens], first), second)
+            biases = [
+                None if bias is None else bias[expert * rows : (expert + 1) * rows]
+                for bias, rows in ((gate_up_bias, rows_up), (down_bias, rows_down))
+            ]
+            if activation is None:
+                inner = self.gated_linear(x[tokens], first, biases[0])
+            else:
+                inner = activation(*self.linear(x[tokens], first, biases[0]).chunk(2, dim=-1))
+            made = self.linear(inner, second, biases[1])
             weight = (routing.weights * chosen).sum(dim=1, keepdim=True).to(x.dtype)
             out[tokens] += made * weight[tokens]
         return residual + out

@@ -63,8 +63,8 @@ class TensorSpec:
     optional: bool = False
     """The checkpoint may do without."""
     dummy: float | None = None
-    """What `load_format=dummy` fills a floating-point tensor with; None: small random numbers, and
-    an optional tensor is left out. Integers get random bits."""
+    """What `load_format=dummy` fills it with; None: small random numbers, or of integers random
+    bits, and an optional tensor is left out."""
     alternative: TensorSpec | None = None
     """What it may be instead: rounded already, or not yet."""
 

@@ -60,6 +60,7 @@ POOLED = {
 @hookimpl
 def register_models(registry: Any) -> None:
     registry.add("Glm4ForCausalLM", "jackfield.plugins.models.glm4:Glm4ForCausalLM")
+    registry.add("GptOssForCausalLM", "jackfield.plugins.models.gpt_oss:GptOssForCausalLM")
     registry.add("GraniteForCausalLM", "jackfield.plugins.models.granite:GraniteForCausalLM")
     registry.add("LlamaForCausalLM", "jackfield.plugins.models.llama:LlamaForCausalLM")
     registry.add("MistralForCausalLM", "jackfield.plugins.models.mistral:MistralForCausalLM")

@@ -44,6 +44,7 @@ class SelfAttention(nn.Module):
         self.attention = Attention(self.spec(hf, layer), build)
         self.q_norm: RMSNorm | None = None
         self.k_norm: RMSNorm | None = None
+        self.sinks: nn.Parameter | None = None
 
     def spec(self, hf: Any, layer: int) -> AttentionSpec:
         """What this layer asks of the backend."""
@@ -90,8 +91,9 @@ class SelfAttention(nn.Module):
         """What all heads found: [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim], may be
         overwritten → [num_tokens, num_heads * head_dim]"""
         out: torch.Tensor = self.attention(
-            qkv, context, rotary=rotary, query_norm=self.q_norm, key_norm=self.k_norm
-        )
+            qkv, context, rotary=rotary, query_norm=self.q_norm, key_norm=self.k_norm,
+            sinks=self.sinks,
+        )  # fmt: skip
         return out
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from ...core.nn.operations import DenseRows, ExpertWeight, Routing
+from ...core.nn.operations import ClampedSwiGLU, DenseRows, ExpertWeight, Routing
 from ...core.nn.packed import PackedWeight
 from ...kernels.expert_bank import Bank, values_of
 from ...kernels.expert_gemv import expert_gemv
 from ...kernels.expert_matmul import expert_matmul, expert_matmul_serves
 from ...kernels.expert_slots import expert_slots
+from ...kernels.gates import Clamp
 from ...kernels.packed_weight import Packed
 from ...kernels.quantize_rows import quantize_rows
 from ...kernels.sum_slots import sum_slots
@@ -39,6 +40,10 @@ def experts_product(
     gate_up: ExpertWeight,
     down: ExpertWeight,
     residual: torch.Tensor,
+    *,
+    gate_up_bias: torch.Tensor | None = None,
+    down_bias: torch.Tensor | None = None,
+    activation: ClampedSwiGLU | None = None,
 ) -> torch.Tensor:
     """As `Operations.experts`, into `residual`.
 
@@ -46,15 +51,19 @@ def experts_product(
     """
     num_tokens, top_k = routing.experts.shape
     num_experts = values_of(_bank(down)).shape[0] // x.shape[1]
+    clamp = None if activation is None else Clamp(*activation)
     if few_slots(num_tokens, top_k, num_experts):
-        inner = expert_gemv(_ordered(x, gate_up), routing.experts, _bank(gate_up), num_experts)
+        inner = expert_gemv(
+            _ordered(x, gate_up), routing.experts, _bank(gate_up), num_experts,
+            bias=gate_up_bias, clamp=clamp,
+        )  # fmt: skip
         return expert_gemv(
             _ordered(inner, down), routing.experts, _bank(down), num_experts,
-            factor=routing.weights, residual=residual, out=residual, known=True,
+            factor=routing.weights, residual=residual, out=residual, bias=down_bias, known=True,
         )  # fmt: skip
     lists = expert_slots(routing.experts, num_experts)
-    inner = _product(x, gate_up, lists, top_k, gated=True)
-    parts = _product(inner, down, lists, top_k, gated=False)
+    inner = _product(x, gate_up, lists, top_k, gate_up_bias, gated=True, clamp=clamp)
+    parts = _product(inner, down, lists, top_k, down_bias, gated=False)
     return sum_slots(parts, routing.weights, residual, residual)
 
 
@@ -63,8 +72,10 @@ def _product(
     weight: ExpertWeight,
     lists: tuple[torch.Tensor, torch.Tensor],
     top_k: int,
+    bias: torch.Tensor | None,
     *,
     gated: bool,
+    clamp: Clamp | None = None,
 ) -> torch.Tensor:
     """By the experts that `expert_slots` listed, in 8 bits where that is wanted and possible."""
     dtype, scale = x.dtype, None
@@ -72,8 +83,9 @@ def _product(
     if isinstance(weight, PackedWeight) and multiplies_8_bits(weight):
         x, scale = quantize_rows(x, weight.values.dtype, scale=weight.input_scale)
     return expert_matmul(
-        x, *lists, _bank(weight), top_k=top_k, gated=gated, x_scale=scale, dtype=dtype
-    )
+        x, *lists, _bank(weight), top_k=top_k, gated=gated, x_scale=scale, bias=bias, clamp=clamp,
+        dtype=dtype,
+    )  # fmt: skip
 
 
 def _bank(weight: ExpertWeight) -> Bank:

@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 
 from ...core.nn.operations import (
+    ClampedSwiGLU,
     DecodeTensors,
     ExpertWeight,
     HeadLayout,
@@ -168,11 +169,16 @@ class TritonOperations(Operations):
         down: ExpertWeight,
         *,
         residual: torch.Tensor,
+        gate_up_bias: torch.Tensor | None = None,
+        down_bias: torch.Tensor | None = None,
+        activation: ClampedSwiGLU | None = None,
     ) -> torch.Tensor:
         """Only chosen experts are read; the residual is overwritten."""
-        if not experts_serve(gate_up, down):
-            return super().experts(x, routing, gate_up, down, residual=residual)
-        return experts_product(x, routing, gate_up, down, residual)
+        make = experts_product if experts_serve(gate_up, down) else super().experts
+        return make(
+            x, routing, gate_up, down, residual=residual, gate_up_bias=gate_up_bias,
+            down_bias=down_bias, activation=activation,
+        )  # fmt: skip
 
     def silu_mul(self, x: torch.Tensor) -> torch.Tensor:
         """[T, 2 * size] → [T, size]"""

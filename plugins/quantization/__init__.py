@@ -15,6 +15,7 @@ def register_quantization(registry: Any) -> None:
     registry.add("fbgemm_fp8", f"{HERE}.fp8:Fp8", help="The same layout, by another tool")
     registry.add("bitsandbytes", f"{HERE}.bitsandbytes:BitsAndBytes")
     registry.add("int8", f"{HERE}.int8:Int8")
+    registry.add("mxfp4", f"{HERE}.mxfp4:Mxfp4")
     registry.add("rtn", f"{HERE}.rtn:Rtn")
     registry.add("gptq", f"{HERE}.gptq:Gptq")
     registry.add("gptq_marlin", f"{HERE}.gptq:Gptq", help="As gptq")

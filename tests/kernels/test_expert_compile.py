@@ -27,7 +27,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from jackfield.core.nn.operations import Routing
+from jackfield.core.nn.operations import ClampedSwiGLU
 from jackfield.core.nn.packed import PackedWeight
 from jackfield.kernels.rehearsal import Rehearsal
 from jackfield.plugins.operations.triton import TritonOperations
@@ -55,12 +55,22 @@ class Driver:
 
 
 driver.set_active(Driver())
-E, TOP_K, HIDDEN, INNER = 128, 8, 2048, 768
+more, E, TOP_K, HIDDEN, INNER = {}, 128, 8, 2048, 768
+kinds = {"bf16": (1, 64, 8192), "fp8": (64,), "words": (1, 64)}
+if sys.argv[2] == "gpt-oss-20b":
+    E, TOP_K, HIDDEN, INNER = 32, 4, 2880, 2880
+    kinds = {"bf16": (1, 64, 8192), "fp8 groups": (1, 64, 256, 2048)}
+    more["gate_up_bias"] = torch.empty(E * 2 * INNER, dtype=torch.bfloat16)
+    more["down_bias"] = torch.empty(E * HIDDEN, dtype=torch.bfloat16)
+    more["activation"] = ClampedSwiGLU(1.702, 7.0)
 
 
 def bank(kind, rows, size):
     if kind == "bf16":
         return torch.empty(rows, size, dtype=torch.bfloat16)
+    if kind == "fp8 groups":
+        values = torch.empty(rows, size, dtype=torch.float8_e4m3fn)
+        return PackedWeight(values, torch.empty(size // 32, rows, dtype=torch.bfloat16), 32)
     if kind == "fp8":
         values, scale = torch.empty(rows, size, dtype=torch.float8_e4m3fn), torch.empty(1, rows)
         return PackedWeight(values, scale, size)
@@ -78,14 +88,15 @@ def usage(kernel):
 
 
 operations = TritonOperations()
-for kind, tokens in (("bf16", (1, 64, 8192)), ("fp8", (64,)), ("words", (1, 64))):
+for kind, tokens in kinds.items():
     gate_up, down = bank(kind, E * 2 * INNER, HIDDEN), bank(kind, E * HIDDEN, INNER)
     for num_tokens in tokens:
         x = torch.empty(num_tokens, HIDDEN, dtype=torch.bfloat16)
         logits = torch.empty(num_tokens, E, dtype=torch.bfloat16)
         with Rehearsal(torch.device("cpu"), threads=1) as rehearsal:
             routing = operations.route(logits, TOP_K, renormalize=True)
-            made = operations.experts(x, routing, gate_up, down, residual=torch.empty_like(x))
+            residual = torch.empty_like(x)
+            made = operations.experts(x, routing, gate_up, down, residual=residual, **more)
             assert made.shape == x.shape
             futures = list(rehearsal._pool.futures)
         for future in futures:
@@ -102,10 +113,11 @@ for kind, tokens in (("bf16", (1, 64, 8192)), ("fp8", (64,)), ("words", (1, 64))
 """
 
 
-def test_experts_of_a_real_model_fit_the_registers(tmp_path: Path) -> None:
+@pytest.mark.parametrize("model", ["qwen3-30b-a3b", "gpt-oss-20b"])
+def test_experts_of_a_real_model_fit_the_registers(model: str, tmp_path: Path) -> None:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(tmp_path)],
+        [sys.executable, "-c", PROGRAM, str(tmp_path), model],
         env={**environment, "TRITON_CACHE_DIR": str(tmp_path / "cache")},
         capture_output=True,
         text=True,

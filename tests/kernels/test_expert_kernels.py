@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jackfield.core.nn.operations import ExpertWeight, Operations, Routing
+from jackfield.core.nn.operations import ClampedSwiGLU, ExpertWeight, Operations, Routing
 from jackfield.core.nn.packed import PackedWeight, dequantize, pack_words
 from jackfield.kernels.expert_matmul import expert_matmul, most_tiles
 from jackfield.kernels.expert_slots import expert_slots
@@ -71,13 +71,19 @@ def packed(kind: str, total: int, size: int, group: int, dtype: torch.dtype) -> 
     return weight._replace(**parts)
 
 
-def check(x: torch.Tensor, chosen: Routing, gate_up: ExpertWeight, down: ExpertWeight) -> None:
+def check(
+    x: torch.Tensor, chosen: Routing, gate_up: ExpertWeight, down: ExpertWeight, **more: Any
+) -> None:
     """Against the twin in float32: rounding is the kernels' alone."""
     residual = draw(*x.shape, dtype=x.dtype, seed=9)
     wide = [bank.float() if isinstance(bank, torch.Tensor) else bank for bank in (gate_up, down)]
-    want = REFERENCE.experts(x.float(), chosen, *wide, residual=residual.float())
+    exact = {
+        name: value.float() if isinstance(value, torch.Tensor) else value
+        for name, value in more.items()
+    }
+    want = REFERENCE.experts(x.float(), chosen, *wide, residual=residual.float(), **exact)
     assert experts_serve(gate_up, down)
-    got = KERNELS.experts(x, chosen, gate_up, down, residual=residual)
+    got = KERNELS.experts(x, chosen, gate_up, down, residual=residual, **more)
     assert got.dtype == x.dtype and got.shape == x.shape
     tolerance = TOLERANCE[x.dtype]
     size = max(float(want.std()), 1.0)
@@ -174,6 +180,71 @@ def test_experts_equal_their_twin(shape: tuple[int, ...], dtype: torch.dtype) ->
     )
 
 
+CLAMPED = ClampedSwiGLU(alpha=1.702, limit=0.9)
+"""A limit that a third of unit gates are above."""
+
+
+def biases(num_experts: int, hidden: int, inner: int, dtype: torch.dtype) -> dict[str, Any]:
+    return {
+        "gate_up_bias": draw(num_experts * 2 * inner, dtype=dtype, seed=21),
+        "down_bias": draw(num_experts * hidden, dtype=dtype, seed=22),
+    }
+
+
+@pytest.mark.parametrize("activation", [None, CLAMPED], ids=["silu", "clamped"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_experts_with_biases_equal_their_twin(
+    shape: tuple[int, ...], dtype: torch.dtype, activation: ClampedSwiGLU | None
+) -> None:
+    num_tokens, num_experts, top_k, hidden, inner = shape
+    check(
+        draw(num_tokens, hidden, dtype=dtype),
+        routing(num_tokens, top_k, num_experts),
+        dense(num_experts, 2 * inner, hidden, dtype),
+        dense(num_experts, hidden, inner, dtype),
+        **biases(num_experts, hidden, inner, dtype),
+        activation=activation,
+    )
+
+
+@pytest.mark.parametrize("num_tokens", [1, 11])
+@pytest.mark.parametrize("kind", ["fp8", "words4"])
+def test_packed_experts_with_biases_equal_their_twin(kind: str, num_tokens: int) -> None:
+    dtype, hidden, inner = DTYPES[-1], 64, 128
+    check(
+        draw(num_tokens, hidden, dtype=dtype),
+        routing(num_tokens, 2, 3),
+        packed(kind, 3 * 2 * inner, hidden, 64, dtype),
+        packed(kind, 3 * hidden, inner, 32, dtype),
+        **biases(3, hidden, inner, dtype),
+        activation=CLAMPED,
+    )
+
+
+def test_experts_too_narrow_for_the_kernels_have_biases_too() -> None:
+    gate_up = packed("words4", 3 * 64, 64, 8, torch.float32)
+    down = packed("words4", 3 * 64, 32, 8, torch.float32)
+    x, chosen, more = draw(5, 64), routing(5, 2, 3), biases(3, 64, 32, torch.float32)
+    found = [
+        made.experts(x, chosen, gate_up, down, residual=x.clone(), **more, activation=CLAMPED)
+        for made in (REFERENCE, KERNELS)
+    ]
+    torch.testing.assert_close(found[1], found[0], atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 12])
+def test_a_clamp_keeps_what_is_no_number(num_tokens: int) -> None:
+    """Else a broken activation would look like a large one."""
+    x, chosen = draw(num_tokens, 64), routing(num_tokens, 2, 3)
+    x[0, 5] = float("nan")
+    gate_up = dense(3, 64, 64, torch.float32)
+    down = dense(3, 64, 32, torch.float32)
+    made = KERNELS.experts(x, chosen, gate_up, down, residual=draw(num_tokens, 64),
+                           activation=CLAMPED)  # fmt: skip
+    assert made[0].isnan().all() and made[1:].isfinite().all()
+
+
 def test_one_expert_may_have_all_tokens_and_others_none() -> None:
     num_tokens, num_experts = 40, 6
     chosen = Routing(
@@ -229,7 +300,8 @@ def test_experts_of_packed_banks_equal_their_twin(
 
 
 def check_in_8_bits(kind: str, num_tokens: int, top_k: int, rows: int, size: int) -> None:
-    """Gated and not, from a row a token and from a row a slot, against inputs rounded as well."""
+    """Gated (with biases) and not, from a row a token and from a row a slot, against inputs rounded
+    as well."""
     num_experts = 8
     bank = packed(kind, num_experts * rows, size, size, torch.float32)
     chosen = routing(num_tokens, top_k, num_experts)
@@ -238,16 +310,18 @@ def check_in_8_bits(kind: str, num_tokens: int, top_k: int, rows: int, size: int
     for gated, each in ((True, top_k), (False, 1)):
         x = draw(num_tokens * top_k // each, size, dtype=DTYPES[-1], seed=7)
         values, scales = quantize_rows(x, bank.values.dtype)
+        bias = draw(num_experts * rows, dtype=x.dtype, seed=8) if gated else None
         got = expert_matmul(
             values, *lists, Packed(bank.values, bank.scale, None, size, 1, 8),
-            top_k=top_k, gated=gated, x_scale=scales, dtype=x.dtype,
+            top_k=top_k, gated=gated, x_scale=scales, bias=bias, dtype=x.dtype,
         )  # fmt: skip
         rounded = (values.float() * scales[:, None]).repeat_interleave(each, dim=0)
         want = torch.empty(len(flat), rows // 2 if gated else rows, device=DEVICE)
         dense = dequantize(bank, torch.float32).view(num_experts, rows, size)
         for expert in range(num_experts):
             made = rounded[flat == expert] @ dense[expert].t()
-            if gated:
+            if bias is not None:
+                made = made + bias.view(num_experts, rows)[expert].float()
                 gate, up = made.chunk(2, dim=1)
                 made = torch.nn.functional.silu(gate) * up
             want[flat == expert] = made
@@ -321,11 +395,12 @@ def test_experts_of_a_real_size_equal_their_twin(num_tokens: int) -> None:
 
 @GPU
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", ["fp8", "fp8 blocks", "words4", "zeros4"])
+@pytest.mark.parametrize("kind", ["fp8", "fp8 blocks", "fp8 narrow", "words4", "zeros4"])
 @pytest.mark.parametrize("num_tokens", [1, 64, 700])
 def test_packed_experts_of_a_real_size_equal_their_twin(num_tokens: int, kind: str) -> None:
     def bank(total: int, size: int) -> PackedWeight:
-        return packed(kind.split()[0], total, size, size if kind == "fp8" else 128, torch.float32)
+        group = {"fp8": size, "fp8 narrow": 32}.get(kind, 128)
+        return packed(kind.split()[0], total, size, group, torch.float32)
 
     gate_up, down = bank(16 * 2 * INNER, HIDDEN), bank(16 * HIDDEN, INNER)
     chosen = KERNELS.route(big(num_tokens, 16, seed=3), TOP_K, renormalize=True)
@@ -334,11 +409,11 @@ def test_packed_experts_of_a_real_size_equal_their_twin(num_tokens: int, kind: s
 
 @GPU
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", ["fp8", "fp8 blocks", "words4", "zeros4"])
+@pytest.mark.parametrize("kind", ["fp8", "fp8 blocks", "fp8 narrow", "words4", "zeros4"])
 @pytest.mark.parametrize("num_tokens", [12, 24, 60, 700])
 def test_packed_experts_are_the_same_each_time(num_tokens: int, kind: str) -> None:
     """Some cuts of groups' scales are not, once in a few runs."""
-    group = INNER if kind == "fp8" else 128
+    group = {"fp8": INNER, "fp8 narrow": 32}.get(kind, 128)
     bank = packed(kind.split()[0], 16 * HIDDEN, INNER, group, torch.float32)
     lists = expert_slots(routing(num_tokens, TOP_K, 16).experts, 16)
     x = big(num_tokens * TOP_K, INNER, seed=4)
@@ -374,6 +449,32 @@ def test_whole_layers_in_8_bits_stay_near_their_twin(num_tokens: int, kind: str)
     got = KERNELS.experts(x, chosen, gate_up, down, residual=residual.clone())
     off = (got.float() - want).norm() / (want - residual.float()).norm()
     assert 1e-4 < off < 0.06
+
+
+@GPU
+@pytest.mark.gpu
+@pytest.mark.parametrize("mxfp4", [False, True])
+@pytest.mark.parametrize("num_tokens", [1, 4, 8, 64, 256, 2000])
+def test_experts_of_gpt_oss_equal_their_twin(num_tokens: int, mxfp4: bool) -> None:
+    """Rows that are no power of two, biases, and the clamped activation."""
+    experts, size = 32, 2880
+    gate_up = big(experts * 2 * size, size, seed=1).div_(size**0.5)
+    down = big(experts * size, size, seed=2).div_(size**0.5)
+    banks: list[ExpertWeight] = [gate_up, down]
+    if mxfp4:
+        banks = [
+            PackedWeight(
+                (bank * 54).to(FP8), torch.full((size // 32, len(bank)), 1 / 54, device=DEVICE), 32
+            )
+            for bank in (gate_up, down)
+        ]
+    chosen = KERNELS.route(big(num_tokens, experts, seed=3), 4, renormalize=True)
+    more = {
+        "gate_up_bias": big(experts * 2 * size, seed=5),
+        "down_bias": big(down.shape[0], seed=6),
+    }
+    x = big(num_tokens, size, seed=4)
+    check(x, chosen, banks[0], banks[1], **more, activation=ClampedSwiGLU(1.702, 7.0))
 
 
 @GPU

@@ -17,9 +17,11 @@ from jackfield.core.config import EngineConfig
 from jackfield.core.errors import ConfigError, LoadError
 from jackfield.core.loading.build import build_model
 from jackfield.core.loading.model_config import resolve_model_config
-from jackfield.core.nn.operations import Operations, Routing
-from jackfield.core.nn.packed import PackedWeight, dequantize, round_to_fp8
+from jackfield.core.loading.quantize import quantized_layers
+from jackfield.core.nn.operations import ClampedSwiGLU, ExpertWeight, Operations, Routing
+from jackfield.core.nn.packed import PackedWeight, dequantize, round_to_fp8, round_to_words
 from jackfield.core.registry import load_plugins
+from jackfield.plugins.models.gpt_oss import GptOssForCausalLM
 from jackfield.plugins.models.mixtral import MixtralForCausalLM
 from jackfield.plugins.models.qwen3_moe import Qwen3MoeForCausalLM
 
@@ -52,6 +54,33 @@ def test_names_of_weights_go_both_ways(model: Any) -> None:
             target = f"model.layers.5.mlp.{parameter}", shard and shard.format(expert)
             assert model.weight_map.target(name) == target
             assert model.weight_map.source(*target) == name
+
+
+def test_a_tensor_of_all_experts_comes_apart_into_their_shards() -> None:
+    """Gates and ups take turns, and weights (not what is packed) are stored the other way round."""
+    weights = GptOssForCausalLM.weight_map
+    block = "model.layers.5.mlp.experts"
+    made = torch.arange(2 * 3 * 8).view(2, 3, 8)
+    for stored, parameter, rows in (
+        ("gate_up_proj", "gate_up_proj.weight", made.transpose(1, 2)),
+        ("gate_up_proj_blocks", "gate_up_proj.blocks", made),
+        ("gate_up_proj_bias", "gate_up_proj.bias", made[:, 0]),
+    ):
+        tensor = made[:, 0] if stored.endswith("bias") else made
+        pieces = list(weights.pieces(f"{block}.{stored}", tensor))
+        names = {(name, shard) for name, shard, _ in pieces}
+        shards = ("0.gate", "0.up", "1.gate", "1.up")
+        assert names == {(f"{block}.{parameter}", shard) for shard in shards}
+        for (_, shard, piece), (expert, first) in zip(
+            pieces, ((0, 0), (0, 1), (1, 0), (1, 1)), strict=True
+        ):
+            assert shard == f"{expert}.{'up' if first else 'gate'}"
+            assert torch.equal(piece, rows[expert, first::2])
+        assert all(weights.source(*name) == f"{block}.{stored}" for name in names)
+    assert weights.source(f"{block}.down_proj", "1") == f"{block}.down_proj"
+    router = ("model.layers.5.mlp.gate.bias", None)
+    assert weights.target("model.layers.5.mlp.router.bias") == router
+    assert weights.source(*router) == "model.layers.5.mlp.router.bias"
 
 
 @settings(max_examples=60, deadline=None)
@@ -106,6 +135,61 @@ def test_the_reference_sums_what_each_expert_says(packed: bool, tokens: int) -> 
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.parametrize("tokens", [1, 11])
+def test_the_reference_adds_biases_and_clamps(tokens: int) -> None:
+    torch.manual_seed(3)
+    count, hidden, inner = 5, 16, 24
+    gate_up, down = torch.randn(count, 2 * inner, hidden), torch.randn(count, hidden, inner)
+    gate_up_bias, down_bias = torch.randn(count, 2 * inner), torch.randn(count, hidden)
+    x = torch.randn(tokens, hidden)
+    routing = OPERATIONS.route(torch.randn(tokens, count), 3, renormalize=True)
+    wanted = x.clone()
+    for token in range(tokens):
+        for weight, e in zip(routing.weights[token], routing.experts[token], strict=True):
+            both = gate_up[e] @ x[token] + gate_up_bias[e]
+            gate = torch.minimum(both[:inner], torch.tensor(2.0))
+            up = torch.maximum(torch.minimum(both[inner:], torch.tensor(2.0)), torch.tensor(-2.0))
+            made = (up + 1) * gate / (1 + torch.exp(-1.5 * gate))
+            wanted[token] += weight * (down[e] @ made + down_bias[e])
+    found = OPERATIONS.experts(
+        x, routing, gate_up.flatten(0, 1), down.flatten(0, 1), residual=x.clone(),
+        gate_up_bias=gate_up_bias.flatten(), down_bias=down_bias.flatten(),
+        activation=ClampedSwiGLU(alpha=1.5, limit=2.0),
+    )  # fmt: skip
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-3)
+
+
+class OlderOperations(Operations):
+    """From when experts had neither biases nor another activation."""
+
+    name = "older"
+
+    def experts(
+        self, x: torch.Tensor, routing: Routing, gate_up: ExpertWeight, down: ExpertWeight,
+        *, residual: torch.Tensor,
+    ) -> torch.Tensor:  # fmt: skip
+        return super().experts(x, routing, gate_up, down, residual=residual)
+
+
+def test_older_operations_serve_mixtures_that_need_no_more(tmp_path: Path) -> None:
+    config = EngineConfig(
+        model=str(tmp_path), device="cpu", dtype="float32", skip_tokenizer_init=True
+    )
+
+    def made() -> Any:
+        resolved = resolve_model_config(config)
+        return build_model(load_plugins(), config, resolved, torch.device("cpu"), OlderOperations())
+
+    make_checkpoint("mixtral", tmp_path)
+    layer = made().model.layers[0]
+    x = torch.randn(4, 64)
+    assert layer.mlp(x.clone(), layer.post_attention_layernorm).isfinite().all()
+    make_checkpoint("gpt-oss", tmp_path)
+    with pytest.raises(ConfigError, match=r"'older' .* gate_up_bias, down_bias, activation") as got:
+        made()
+    assert got.value.param == "operations"
+
+
 def build(folder: Path, **options: Any) -> Any:
     config = EngineConfig(
         model=str(folder), device="cpu", dtype="float32", skip_tokenizer_init=True, **options
@@ -150,6 +234,27 @@ def test_an_experts_missing_or_odd_tensor_is_named(
         named = stranger if stranger in changed else name
         with pytest.raises(LoadError, match=re.escape(named)):
             build(tmp_path, quantization=quantization)
+
+
+@pytest.mark.parametrize("value", [0, -1.0, True, "7", float("nan")])
+def test_an_odd_limit_of_activations_is_refused_by_name(value: Any, tmp_path: Path) -> None:
+    edit_json(make_checkpoint("gpt-oss", tmp_path) / "config.json", swiglu_limit=value)
+    with pytest.raises(ConfigError, match="swiglu_limit"):
+        build(tmp_path)
+
+
+def test_experts_in_one_tensor_can_be_rounded_at_load(tmp_path: Path) -> None:
+    tensors = load_file(make_checkpoint("gpt-oss", tmp_path) / "model.safetensors")
+    model = build(tmp_path, quantization="rtn")
+    name = "model.layers.1.mlp.experts.gate_up_proj"
+    layer = quantized_layers(model)[name]
+    plain = tensors[name].transpose(1, 2)
+    rows = torch.cat([plain[:, 0::2], plain[:, 1::2]], dim=1).flatten(0, 1)
+    words, scale = round_to_words(rows, 8, 64)
+    wanted = dequantize(PackedWeight(words, scale, 64), torch.float32)
+    assert torch.equal(dequantize(layer.bank, torch.float32), wanted)
+    bias = tensors[f"{name}_bias"]
+    assert torch.equal(layer.bias, torch.cat([bias[:, 0::2], bias[:, 1::2]], dim=1).flatten())
 
 
 def test_experts_of_a_list_of_layers_to_leave_alone(tmp_path: Path) -> None:

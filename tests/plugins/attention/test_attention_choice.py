@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from jackfield import AsyncEngine, EngineConfig
 from jackfield.core.errors import ConfigError
 from jackfield.core.hooks import hookimpl
 from jackfield.core.protocols import AttentionBackend, AttentionSpec
@@ -18,6 +19,8 @@ from jackfield.plugins.attention import flashinfer
 from jackfield.plugins.attention.flashinfer import FlashInferAttention, make_pages
 from jackfield.plugins.attention.torch import TorchAttention
 from jackfield.plugins.conformance.paged import make_batch
+
+from helpers import make_checkpoint
 
 SPEC = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=64, scale=0.125)
 CPU = torch.device("cpu")
@@ -100,6 +103,19 @@ def test_one_chosen_by_name_is_refused_with_the_reason(
 
 
 # ---------------------------------------------------------------- FlashInfer
+
+
+async def test_flashinfer_is_refused_for_a_model_with_sinks(tmp_path: Path) -> None:
+    config = EngineConfig(
+        model=str(make_checkpoint("gpt-oss", tmp_path)),
+        device="cpu",
+        dtype="float32",
+        skip_tokenizer_init=True,
+        attention_backend="flashinfer",
+    )
+    with pytest.raises(ConfigError, match=r"'flashinfer' cannot serve this model.* no sinks"):
+        async with AsyncEngine(config):
+            pass
 
 
 def test_flashinfer_says_why_it_cannot_serve(

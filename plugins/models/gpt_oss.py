@@ -1,0 +1,85 @@
+"""GPT-OSS: a mixture in every layer, attention sinks, and windows in turns with full attention."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar
+
+import msgspec
+from torch import nn
+
+from ...core.errors import ConfigError
+from ...core.loading.model_config import ModelConfig
+from ...core.loading.weight_map import Together, WeightMap
+from ...core.nn.context import BuildContext
+from ...core.nn.experts import SparseMLP
+from ...core.nn.operations import ClampedSwiGLU
+from ...core.protocols import AttentionSpec
+from .decoder import CausalLM, SelfAttention
+from .qwen2 import window_of_layer
+
+GATE_UP = ("gate", "up")
+
+
+class GptOssAttention(SelfAttention):
+    """A learned logit more in each head's softmax."""
+
+    def __init__(self, config: ModelConfig, layer: int, build: BuildContext) -> None:
+        super().__init__(config, layer, build)
+        self.sinks = nn.Parameter(build.empty(self.num_heads))
+
+    def spec(self, hf: Any, layer: int) -> AttentionSpec:
+        """With sinks."""
+        return msgspec.structs.replace(super().spec(hf, layer), sinks=True)
+
+    @staticmethod
+    def sliding_window(hf: Any, layer: int) -> int | None:
+        return window_of_layer(hf, layer)
+
+
+class GptOssForCausalLM(CausalLM):
+    attention = GptOssAttention
+    weight_map: ClassVar[WeightMap] = dataclasses.replace(
+        CausalLM.weight_map,
+        stacked={
+            part: CausalLM.weight_map.stacked[part] for part in ("q_proj", "k_proj", "v_proj")
+        },
+        names={"gate": "router"},
+        together={
+            "gate_up_proj": Together("gate_up_proj.weight", GATE_UP, transposed=True),
+            "down_proj": Together("down_proj.weight", transposed=True),
+            **{
+                f"{layer}_{stored}": Together(f"{layer}.{tensor}", names)
+                for layer, names in (("gate_up_proj", GATE_UP), ("down_proj", ("",)))
+                # The last two are those of published checkpoints, in mxfp4.
+                for stored, tensor in (("bias", "bias"), ("blocks", "blocks"), ("scales", "scales"))
+            },
+        },
+    )
+
+    @staticmethod
+    def mlp(config: ModelConfig, layer: int, build: BuildContext) -> nn.Module:
+        """The softmax is over a token's own experts: the same as one over all, renormalized."""
+        hf = config.hf_config
+        return SparseMLP(
+            hf.num_local_experts,
+            hf.num_experts_per_tok,
+            hf.hidden_size,
+            hf.intermediate_size,
+            hf.hidden_act,
+            build,
+            renormalize=True,
+            bias=True,
+            clamped=ClampedSwiGLU(
+                alpha=_positive(hf, "swiglu_alpha", 1.702),
+                limit=_positive(hf, "swiglu_limit", 7.0),
+            ),
+        )
+
+
+def _positive(hf: Any, field: str, default: float) -> float:
+    value = getattr(hf, field, None)
+    value = default if value is None else value
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        raise ConfigError(f"{field}: must be a positive number, got {value!r}", param=field)
+    return float(value)

@@ -1,0 +1,120 @@
+"""MXFP4: a mixture's experts in 4-bit floats, 32 of which share a power of two.
+
+A number is e2m1 (0, 0.5, 1, 1.5, 2, 3, 4, 6, and their negatives), two to a byte, the earlier one
+in the low half; a scale is e8m0, 2 ** (byte - 127). Source: OCP Microscaling Formats (MX)
+Specification 1.0; the tensors' names and order are those of GPT-OSS's published checkpoints.
+
+What multiplies by packed weights knows numbers at equal distances and 8-bit floats. Every e2m1
+number is an e4m3 one, so that is what they are held as: exactly, in 8 bits and a half each.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+
+from ...core.errors import ConfigError, LoadError
+from ...core.loading.quantization_config import ConfigReader, is_ignored
+from ...core.nn.packed import PackedWeight
+from ...core.nn.quantized import LinearSpec, PackedLinear, TensorSpec
+
+logger = logging.getLogger("jackfield.loading")
+
+GROUP = 32
+"""Columns that share a scale."""
+MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""Of e2m1, by its low three bits; the fourth is the sign."""
+SKIPPED = "modules_to_not_convert"
+
+
+class Mxfp4:
+    """`quantization_config` fields: modules_to_not_convert (names, or with * for a dotted part).
+
+    Only experts are taken; everything else is stored as it is.
+    """
+
+    name: ClassVar[str] = "mxfp4"
+
+    def __init__(self, ignored: tuple[str, ...]) -> None:
+        self.ignored = ignored
+
+    @classmethod
+    def supports(cls, device: torch.device, dtype: torch.dtype) -> str | None:
+        """Everywhere."""
+        return None
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> Mxfp4:
+        """Raises ConfigError with the field's name."""
+        read = ConfigReader(config)
+        read.choice("bits", (4,), 4)
+        read.choice("group_size", (GROUP,), GROUP)
+        names = read.names(SKIPPED)
+        logger.info("mxfp4: experts' 4-bit floats are held in 8 bits, which changes none of them")
+        return cls(tuple(_pattern(name) if "*" in name else name for name in names))
+
+    def layer(self, spec: LinearSpec) -> Mxfp4Linear | None:
+        """Experts, but for those listed. Raises ConfigError where rows are no whole groups."""
+        if spec.role != "experts" or is_ignored(spec, self.ignored, SKIPPED):
+            return None
+        if spec.in_features % GROUP:
+            raise ConfigError(
+                f"quantization_config.quant_method: mxfp4 has groups of {GROUP} columns, and "
+                f"{spec.prefix} has {spec.in_features}",
+                param="quantization_config.quant_method",
+            )
+        return Mxfp4Linear(spec)
+
+
+def _pattern(name: str) -> str:
+    """A name in which * stands for what is within a dotted part, as a regular expression."""
+    return "re:" + re.escape(name).replace(r"\*", r"[^.]*") + r"(\.|$)"
+
+
+class Mxfp4Linear(PackedLinear):
+    """blocks: [out_features, groups, 16] uint8; scales: [out_features, groups] uint8."""
+
+    def tensors(self, out_features: int) -> Mapping[str, TensorSpec]:
+        """Numbers and scales."""
+        groups = self.spec.in_features // GROUP
+        return {
+            "blocks": TensorSpec((out_features, groups, GROUP // 2), (torch.uint8,)),
+            "scales": TensorSpec((out_features, groups), (torch.uint8,), dummy=120),
+        }
+
+    def pack(self, shards: Mapping[str, Mapping[str, torch.Tensor]]) -> PackedWeight:
+        """Shard by shard into their place: together they are most of a model."""
+        spec = self.spec
+        size, total = spec.in_features, spec.out_features
+        values = torch.empty(total, size, dtype=torch.float8_e4m3fn, device=spec.device)
+        scale = torch.empty(size // GROUP, total, dtype=torch.bfloat16, device=spec.device)
+        table = _pairs().to(spec.device)
+        start = 0
+        for shard, rows in spec.shards.items():
+            place = slice(start, start + rows)
+            bytes_ = shards[shard]["blocks"].to(spec.device).int()
+            values.view(torch.uint8)[place] = table[bytes_].view(torch.uint8).view(rows, size)
+            scale[:, place] = _powers(shards[shard]["scales"].to(spec.device)).t()
+            start += rows
+        if not scale.isfinite().all():
+            raise LoadError("scales: 255 among them, which stands for no number")
+        return PackedWeight(values, scale, GROUP)
+
+
+def _pairs() -> torch.Tensor:
+    """[256] int16: the two e4m3 numbers of a byte, the earlier one first in memory."""
+    signed = torch.tensor([*MAGNITUDES, *(-one for one in MAGNITUDES)])
+    numbers = signed.to(torch.float8_e4m3fn).view(torch.uint8)
+    byte = torch.arange(256)
+    return torch.stack([numbers[byte & 15], numbers[byte >> 4]], dim=1).view(torch.int16)[:, 0]
+
+
+def _powers(scales: torch.Tensor) -> torch.Tensor:
+    """uint8 → 2 ** (scales - 127), bfloat16, of the same shape; 255 → infinity."""
+    wide = scales.int()
+    # A float's own exponent; the smallest one is no normal number.
+    return torch.where(wide == 0, 1 << 22, wide << 23).view(torch.float32).to(torch.bfloat16)
