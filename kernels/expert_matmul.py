@@ -384,9 +384,8 @@ def expert_matmul(
     slots: [num_experts, num_tokens] and counts: [num_experts], from `expert_slots`; rows: those of
     an expert; last strides 1. x may be of the bank's 8-bit type, with a float32 `x_scale` for each
     of its rows, where the bank has one for each of its own. bias: [num_experts * rows], contiguous;
-    `clamp`: in place of silu(g) * u. Sums in float32 (of int8: int32),
-    rounded once. Raises ValueError where the bank's groups are too narrow for the matrix unit
-    (`expert_matmul_serves`).
+    `clamp`: in place of silu(g) * u. Sums in float32 (of int8: int32), rounded once. Raises
+    ValueError where the bank's groups are too narrow for the matrix unit (`expert_matmul_serves`).
     """
     num_experts, num_tokens = slots.shape
     num_slots = num_tokens * top_k
