@@ -32,21 +32,22 @@ def _rms_norm_kernel(
     row = tl.program_id(0).to(tl.int64)
     offsets = tl.arange(0, BLOCK)
     mask = offsets < SIZE
-    weight = tl.load(weight_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + offsets, mask=mask, other=0.0)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     x = tl.load(x_ptr + row * stride_x + offsets, mask=mask, other=0.0)
     wide = x.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / SIZE + eps)
-    normed = (wide * scale).to(x.dtype).to(tl.float32) * weight
+    normed = (wide * scale).to(weight.dtype).to(tl.float32) * weight.to(tl.float32)
     tl.store(out_ptr + row * stride_out + offsets, normed.to(x.dtype), mask=mask)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x: [..., hidden_size], last stride 1 → the same shape, contiguous.
 
-    x / sqrt(mean(x²) + eps) in float32, rounded to x's type, times weight [hidden_size].
+    x / sqrt(mean(x²) + eps) in float32, rounded to the weight's type, times weight [hidden_size],
+    which is of x's type or float32.
     The leading dims must be viewable as one; a slice of the last dim qualifies.
     """
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)

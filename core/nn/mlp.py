@@ -1,4 +1,4 @@
-"""The gated MLP: down(silu(gate(x)) * up(x))."""
+"""The gated MLP: down(activation(gate(x)) * up(x))."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from torch import nn
 
 from ..errors import ConfigError
 from .context import BuildContext
-from .linear import GatedLinear, Linear
+from .linear import GatedLinear, Linear, MergedLinear
 from .norm import RMSNorm
 
 
 class GatedMLP(nn.Module):
-    """Gate and up in one product."""
+    """Gate and up in one product; silu is a part of that product, gelu comes after it."""
 
     def __init__(
         self,
@@ -24,13 +24,24 @@ class GatedMLP(nn.Module):
         bias: bool = False,
     ) -> None:
         super().__init__()
-        if activation not in ("silu", "swish"):
+        self.operations = build.operations
+        self.gelu = activation == "gelu_pytorch_tanh"
+        self.gate_up_proj: MergedLinear
+        if activation in ("silu", "swish"):
+            self.gate_up_proj = GatedLinear(hidden_size, intermediate_size, build, bias=bias)
+        elif self.gelu:
+            sizes = {"gate": intermediate_size, "up": intermediate_size}
+            self.gate_up_proj = MergedLinear(hidden_size, sizes, build, bias=bias)
+        else:
             raise ConfigError(f"hidden_act: {activation!r} is not supported", param="hidden_act")
-        self.gate_up_proj = GatedLinear(hidden_size, intermediate_size, build, bias=bias)
         self.down_proj = Linear(intermediate_size, hidden_size, build, bias=bias)
 
     def forward(self, hidden: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
         """hidden + mlp(norm(hidden)): [num_tokens, hidden_size] → the same shape."""
-        inner = self.gate_up_proj(hidden, norm=norm)
-        out: torch.Tensor = self.down_proj(inner, residual=hidden)
+        out: torch.Tensor = self.down_proj(self.inner(hidden, norm), residual=hidden)
         return out
+
+    def inner(self, hidden: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
+        """activation(gate) * up of norm(hidden): → [num_tokens, intermediate_size]"""
+        inner: torch.Tensor = self.gate_up_proj(hidden, norm=norm)
+        return self.operations.gelu_mul(inner) if self.gelu else inner

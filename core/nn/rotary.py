@@ -20,11 +20,16 @@ from .context import BuildContext
 
 
 class Rotary(nn.Module):
-    """Angles for the first `rotary_dim` channels of each head, halves paired (NeoX style)."""
+    """Angles for the first `rotary_dim` channels of each head, halves paired (NeoX style).
 
-    def __init__(self, config: ModelConfig, build: BuildContext) -> None:
+    rope: as a checkpoint's `rope_parameters`; None: those of the configuration.
+    """
+
+    def __init__(
+        self, config: ModelConfig, build: BuildContext, rope: dict[str, Any] | None = None
+    ) -> None:
         super().__init__()
-        rope = rope_parameters(config.hf_config)
+        rope = rope_parameters(config.hf_config) if rope is None else rope
         partial = float(rope.get("partial_rotary_factor") or 1.0)
         self.rotary_dim = int(config.head_dim * partial)
         frequencies, attention_factor = inverse_frequencies(

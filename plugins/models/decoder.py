@@ -127,7 +127,7 @@ class Decoder(nn.Module):
         super().__init__()
         hf = config.hf_config
         self.embed_tokens = Embedding(config.vocab_size, hf.hidden_size, build)
-        self.rotary = Rotary(config, build)
+        self.rotaries = nn.ModuleList(self.rotaries_of(config, build))
         self.layers = nn.ModuleList(
             self.block(config, layer, build, attention, mlp)
             for layer in range(hf.num_hidden_layers)
@@ -137,9 +137,14 @@ class Decoder(nn.Module):
     def forward(self, input_ids: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         """[num_tokens] → [num_tokens, hidden_size], not normed."""
         hidden = self.embed(input_ids)
-        for layer in self.layers:
-            hidden = layer(hidden, self.rotary, context)
+        for layer, rotary in zip(self.layers, self.rotaries, strict=True):
+            hidden = layer(hidden, rotary, context)
         return hidden
+
+    @staticmethod
+    def rotaries_of(config: ModelConfig, build: BuildContext) -> list[Rotary]:
+        """One for each layer: by default all layers' is the same."""
+        return [Rotary(config, build)] * config.num_layers
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
         """[num_tokens] → what the first layer gets, [num_tokens, hidden_size]."""
