@@ -22,6 +22,9 @@ from ...core.loading.weight_map import ParameterFiller
 
 logger = logging.getLogger("jackfield.loading")
 
+WHOLE_FACTORS = frozenset({"gemma", "gemma2", "gemma3"})
+"""Families whose norms are stored as one plus what the model's own weight is."""
+
 
 class GgufLoader:
     """Fills a model from a GGUF file."""
@@ -70,7 +73,8 @@ class GgufLoader:
             if tensor is None:
                 continue
             kinds[tensor.tensor_type.name] += 1
-            dense = self._dense(tensor)
+            whole = family in WHOLE_FACTORS and stem.endswith("norm")
+            dense = self._dense(tensor, less=1.0 if whole else 0.0)
             if family == "llama":
                 dense = self._unturned(stem, dense)
             filler.fill(name, dense.to(device))
@@ -88,8 +92,8 @@ class GgufLoader:
             raise LoadError(f"{self.file.name} has no {key}")
         return field.contents()
 
-    def _dense(self, tensor: Any) -> torch.Tensor:
-        """In the model's type."""
+    def _dense(self, tensor: Any, *, less: float) -> torch.Tensor:
+        """In the model's type, `less` taken off before it is rounded to that."""
         try:
             numbers = self.gguf.quants.dequantize(tensor.data, tensor.tensor_type)
         except NotImplementedError as error:
@@ -100,7 +104,7 @@ class GgufLoader:
         shape = tuple(int(size) for size in reversed(tensor.shape))
         # A copy: what is stored plain comes as a read-only view of the file.
         made = torch.from_numpy(numbers.copy()).reshape(shape)
-        return made.to(self.model_config.dtype)
+        return (made - less if less else made).to(self.model_config.dtype)
 
     def _unturned(self, stem: str, dense: torch.Tensor) -> torch.Tensor:
         """Llama's queries and keys have their channels paired as neighbours; ours are halves."""

@@ -23,9 +23,9 @@ from triton.compiler import ASTSource
 
 from jackfield.kernels import (
     choose_tokens, decode_inputs, expert_gemv, expert_matmul, expert_slots, finish_product,
-    fused_decode_attention, gemv, heads, mask_tokens, nibble_gemv, nibble_skinny, packed_gemv,
-    packed_matmul, paged_attention_decode, paged_attention_prefill, quantize_rows, rms_norm, route,
-    silu_mul, skinny, sum_slots, unpack_weight,
+    fused_decode_attention, gelu_mul, gemv, heads, mask_tokens, nibble_gemv, nibble_skinny,
+    packed_gemv, packed_matmul, paged_attention_decode, paged_attention_prefill, quantize_rows,
+    rms_norm, route, silu_mul, skinny, sum_slots, unpack_weight,
 )
 
 COMMON = {"HEAD_DIM": 128, "BLOCK_SIZE": 16, "WINDOW": 0, "SOFT_CAP": 0.0, "NUM_HEADS": 32,
@@ -135,6 +135,12 @@ KERNELS = [
     (paged_attention_prefill._prefill_kernel,
      {**COMMON, **MORE, "GROUP": 4, "BLOCK_M": 128, "BLOCK_N": 64, "BLOCK_D": 128}, 4),
     (rms_norm._rms_norm_kernel, {"SIZE": 4096, "BLOCK": 4096, "PDL": True}, 8),
+    (rms_norm._rms_norm_kernel, {"SIZE": 2304, "BLOCK": 4096, "PDL": True}, 8,
+     {"weight_ptr": "*fp32"}),
+    (gemv._gemv_kernel,
+     {"N": 4096, "K": 2304, "NORM": True, "GATED": False, "BIAS": False, "RESIDUAL": False,
+      "BLOCK_N": 4, "BLOCK_K": 1024, "PDL": True, "EARLY": False}, 4, {"norm_ptr": "*fp32"}),
+    (gelu_mul._gelu_mul_kernel, {"SIZE": 1000, "BLOCK": 1024}, 4),
     (silu_mul._silu_mul_kernel, {"SIZE": 1000, "BLOCK": 1024}, 4),
     (skinny._skinny_kernel,
      {"N": 4096, "K": 4096, "SPLIT": 2, "GATED": False, "BIAS": False, "RESIDUAL": True,
@@ -182,4 +188,4 @@ def test_every_kernel_compiles_for_a_hopper_gpu() -> None:
         [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert len(done.stdout.split()) == 45
+    assert len(done.stdout.split()) == 48

@@ -47,7 +47,7 @@ from jackfield.core.types import PoolingRequestOutput
 from helpers import edit_json
 
 LENGTHS = (1, 2, 3, 17, 40, 41, 5, 64, 1, 90)
-DECODERS = ("Llama", "Mistral", "Qwen2", "Qwen3")
+DECODERS = ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma", "Gemma2")
 
 
 def prompts(lengths: Sequence[int] = LENGTHS, vocab: int = 60) -> list[list[int]]:

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers
+from encoders import reference_logits, reference_states, save_decoder
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 
 from jackfield import AsyncEngine, EngineConfig, SamplingParams
@@ -182,3 +184,24 @@ async def test_an_engine_that_rounds_weights_says_what_the_rounded_model_says(
             assert found.logprob == pytest.approx(float(scores[position, token]), abs=1e-3)
     plain = score(reference_model(folders[name]), prompt)
     assert (scores - plain).abs().max() > 1e-2, "rounding is seen"
+
+
+@pytest.mark.parametrize("kind", ["Model", "ForSequenceClassification"])
+async def test_gemma3_is_pooled_without_a_head(kind: str, tmp_path: Path) -> None:
+    """Of the others, the tests of pooling see it."""
+    folder = save_decoder(
+        tmp_path, "Gemma3Text", kind, head_dim=32, sliding_window=24, num_labels=3,
+        layer_types=["sliding_attention", "full_attention"],
+    )  # fmt: skip
+    tokens = torch.randint(3, VOCAB, (60,), generator=torch.Generator().manual_seed(5)).tolist()
+    config = EngineConfig(
+        model=str(folder), device="cpu", dtype="float32", runner="pooling", max_model_len=80,
+        max_num_seqs=2, max_num_batched_tokens=16, attention_backend="torch",
+    )  # fmt: skip
+    async with AsyncEngine(config) as engine:
+        found = (await engine.encode(tokens)).outputs.data
+    if kind == "Model":
+        wanted = F.normalize(reference_states(folder, tokens)[-1], dim=0)
+    else:
+        wanted = reference_logits(folder, tokens).softmax(0)
+    torch.testing.assert_close(torch.tensor(found), wanted, atol=1e-4, rtol=0)
