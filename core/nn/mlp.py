@@ -22,7 +22,9 @@ class GatedMLP(nn.Module):
         build: BuildContext,
         *,
         bias: bool = False,
+        field: str = "hidden_act",
     ) -> None:
+        """field: what the configuration calls the activation."""
         super().__init__()
         self.operations = build.operations
         self.gelu = activation == "gelu_pytorch_tanh"
@@ -33,7 +35,7 @@ class GatedMLP(nn.Module):
             sizes = {"gate": intermediate_size, "up": intermediate_size}
             self.gate_up_proj = MergedLinear(hidden_size, sizes, build, bias=bias)
         else:
-            raise ConfigError(f"hidden_act: {activation!r} is not supported", param="hidden_act")
+            raise ConfigError(f"{field}: {activation!r} is not supported", param=field)
         self.down_proj = Linear(intermediate_size, hidden_size, build, bias=bias)
 
     def forward(self, hidden: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
@@ -41,7 +43,7 @@ class GatedMLP(nn.Module):
         out: torch.Tensor = self.down_proj(self.inner(hidden, norm), residual=hidden)
         return out
 
-    def inner(self, hidden: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
+    def inner(self, hidden: torch.Tensor, norm: RMSNorm | None) -> torch.Tensor:
         """activation(gate) * up of norm(hidden): → [num_tokens, intermediate_size]"""
         inner: torch.Tensor = self.gate_up_proj(hidden, norm=norm)
         return self.operations.gelu_mul(inner) if self.gelu else inner

@@ -39,7 +39,7 @@ class SelfAttention(nn.Module):
             "k": self.num_kv_heads * self.head_dim,
             "v": self.num_kv_heads * self.head_dim,
         }
-        self.qkv_proj = MergedLinear(hf.hidden_size, sizes, build, bias=self.qkv_bias(hf))
+        self.qkv_proj = self.projection(hf, sizes, build)
         self.o_proj = Linear(sizes["q"], hf.hidden_size, build, bias=self.output_bias(hf))
         self.attention = Attention(self.spec(hf, layer), build)
         self.q_norm: RMSNorm | None = None
@@ -55,6 +55,10 @@ class SelfAttention(nn.Module):
             sliding_window=self.sliding_window(hf, layer),
         )
 
+    def projection(self, hf: Any, sizes: dict[str, int], build: BuildContext) -> Linear:
+        """Queries, keys and values, of `sizes`, as the checkpoint has them: three tensors."""
+        return MergedLinear(hf.hidden_size, sizes, build, bias=self.qkv_bias(hf))
+
     @staticmethod
     def qkv_bias(hf: object) -> bool:
         return bool(getattr(hf, "attention_bias", False))
@@ -68,14 +72,26 @@ class SelfAttention(nn.Module):
         return None
 
     def forward(
-        self, hidden: torch.Tensor, norm: RMSNorm, rotary: Rotary, context: ForwardContext
+        self,
+        hidden: torch.Tensor,
+        norm: RMSNorm | None,
+        rotary: Rotary,
+        context: ForwardContext,
+        *,
+        add: bool = True,
     ) -> torch.Tensor:
-        """hidden + attention(norm(hidden)): [num_tokens, hidden_size] → the same shape."""
-        qkv = self.qkv_proj(hidden, norm=norm)
-        heads = self.attention(
+        """hidden + attention(norm(hidden)), or with `add` False the second term alone:
+        [num_tokens, hidden_size] → the same shape."""
+        heads = self.heads(self.qkv_proj(hidden, norm=norm), rotary, context)
+        out: torch.Tensor = self.o_proj(heads, residual=hidden if add else None)
+        return out
+
+    def heads(self, qkv: torch.Tensor, rotary: Rotary, context: ForwardContext) -> torch.Tensor:
+        """What all heads found: [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim], may be
+        overwritten → [num_tokens, num_heads * head_dim]"""
+        out: torch.Tensor = self.attention(
             qkv, context, rotary=rotary, query_norm=self.q_norm, key_norm=self.k_norm
         )
-        out: torch.Tensor = self.o_proj(heads, residual=hidden)
         return out
 
 
@@ -87,6 +103,10 @@ class Block(nn.Module):
     """Attention and MLP, each behind a norm and added to the stream."""
 
     norm: ClassVar[type[RMSNorm]] = RMSNorm
+    norms: ClassVar[tuple[str, ...]] = ("input_layernorm", "post_attention_layernorm")
+    """What checkpoints call a block's norms."""
+    input_layernorm: RMSNorm
+    post_attention_layernorm: RMSNorm
 
     def __init__(
         self,
@@ -98,9 +118,9 @@ class Block(nn.Module):
     ) -> None:
         super().__init__()
         hf = config.hf_config
-        self.input_layernorm = self.norm(hf.hidden_size, hf.rms_norm_eps, build)
+        for name in self.norms:
+            setattr(self, name, self.norm(hf.hidden_size, hf.rms_norm_eps, build))
         self.self_attn = attention(config, layer, build)
-        self.post_attention_layernorm = self.norm(hf.hidden_size, hf.rms_norm_eps, build)
         self.mlp = mlp(config, layer, build)
 
     def forward(

@@ -8,20 +8,19 @@ import msgspec
 import torch
 from torch import nn
 
+from ...core.errors import ConfigError
 from ...core.loading.model_config import ModelConfig
 from ...core.nn.context import BuildContext, ForwardContext
 from ...core.nn.mlp import GatedMLP
 from ...core.nn.norm import RMSNorm
 from ...core.nn.rotary import Rotary
 from ...core.protocols import AttentionSpec
-from .decoder import CausalLM, DecoderClassifier, HeadlessLM, MakeMLP, SelfAttention
+from .decoder import CausalLM, DecoderClassifier, HeadlessLM, SelfAttention
 from .gemma import GemmaBlock, GemmaDecoder
 from .qwen2 import window_of_layer
 
 
 class Gemma2Attention(SelfAttention):
-    """Its result is not yet added to the stream: a norm comes first."""
-
     def spec(self, hf: Any, layer: int) -> AttentionSpec:
         """With a scale of the configuration's, and a soft cap."""
         return msgspec.structs.replace(
@@ -39,41 +38,25 @@ class Gemma2Attention(SelfAttention):
     def sliding_window(hf: Any, layer: int) -> int | None:
         return window_of_layer(hf, layer)
 
-    def forward(
-        self, hidden: torch.Tensor, norm: RMSNorm, rotary: Rotary, context: ForwardContext
-    ) -> torch.Tensor:
-        """attention(norm(hidden)): [num_tokens, hidden_size] → the same shape."""
-        qkv = self.qkv_proj(hidden, norm=norm)
-        heads = self.attention(
-            qkv, context, rotary=rotary, query_norm=self.q_norm, key_norm=self.k_norm
-        )
-        out: torch.Tensor = self.o_proj(heads)
-        return out
-
 
 class Gemma2Block(GemmaBlock):
     """Four norms: before and behind attention, before and behind the MLP."""
 
+    norms = (
+        "input_layernorm",
+        "post_attention_layernorm",
+        "pre_feedforward_layernorm",
+        "post_feedforward_layernorm",
+    )
+    pre_feedforward_layernorm: RMSNorm
+    post_feedforward_layernorm: RMSNorm
     mlp: GatedMLP
-
-    def __init__(
-        self,
-        config: ModelConfig,
-        layer: int,
-        build: BuildContext,
-        attention: type[SelfAttention],
-        mlp: MakeMLP,
-    ) -> None:
-        super().__init__(config, layer, build, attention, mlp)
-        size, eps = config.hidden_size, config.hf_config.rms_norm_eps
-        self.pre_feedforward_layernorm = self.norm(size, eps, build)
-        self.post_feedforward_layernorm = self.norm(size, eps, build)
 
     def forward(
         self, hidden: torch.Tensor, rotary: Rotary, context: ForwardContext
     ) -> torch.Tensor:
         """[num_tokens, hidden_size] → the same shape."""
-        attended = self.self_attn(hidden, self.input_layernorm, rotary, context)
+        attended = self.self_attn(hidden, self.input_layernorm, rotary, context, add=False)
         hidden = hidden + self.post_attention_layernorm(attended)
         inner = self.mlp.inner(hidden, self.pre_feedforward_layernorm)
         out: torch.Tensor = self.post_feedforward_layernorm(self.mlp.down_proj(inner))
@@ -91,7 +74,13 @@ class Gemma2Model(HeadlessLM):
     @staticmethod
     def mlp(config: ModelConfig, layer: int, build: BuildContext) -> nn.Module:
         hf = config.hf_config
-        return GatedMLP(hf.hidden_size, hf.intermediate_size, hf.hidden_activation, build)
+        return GatedMLP(
+            hf.hidden_size,
+            hf.intermediate_size,
+            hf.hidden_activation,
+            build,
+            field="hidden_activation",
+        )
 
 
 class Gemma2ForCausalLM(Gemma2Model, CausalLM):
@@ -111,4 +100,11 @@ class Gemma2ForCausalLM(Gemma2Model, CausalLM):
 
 
 class Gemma2ForSequenceClassification(Gemma2Model, DecoderClassifier):
-    pass
+    def __init__(self, config: ModelConfig, build: BuildContext) -> None:
+        super().__init__(config, build)
+        if self.tokens is not None and config.hf_config.final_logit_softcapping is not None:
+            raise ConfigError(
+                "hf_overrides: classifier_from_token compares logits, which this model caps; with "
+                "final_logit_softcapping null they are compared without the cap",
+                param="hf_overrides",
+            )

@@ -8,8 +8,13 @@ from ...core.loading.model_config import ModelConfig
 from ...core.nn.context import BuildContext
 from ...core.nn.norm import OffsetRMSNorm
 from ...core.nn.rotary import Rotary
-from .decoder import DecoderClassifier
-from .gemma2 import Gemma2Attention, Gemma2Decoder, Gemma2ForCausalLM, Gemma2Model
+from .gemma2 import (
+    Gemma2Attention,
+    Gemma2Decoder,
+    Gemma2ForCausalLM,
+    Gemma2ForSequenceClassification,
+    Gemma2Model,
+)
 
 
 class Gemma3Attention(Gemma2Attention):
@@ -46,5 +51,5 @@ class Gemma3ForCausalLM(Gemma3TextModel, Gemma2ForCausalLM):
     """Published ones have no cap on their logits."""
 
 
-class Gemma3TextForSequenceClassification(Gemma3TextModel, DecoderClassifier):
+class Gemma3TextForSequenceClassification(Gemma3TextModel, Gemma2ForSequenceClassification):
     pass

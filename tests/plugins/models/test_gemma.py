@@ -136,6 +136,17 @@ def test_attention_in_both_directions_is_refused(
     assert caught.value.param == "use_bidirectional_attention"
 
 
+def test_an_activation_is_refused_by_its_fields_name(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    for name, field in (("gemma", "hidden_act"), ("gemma2", "hidden_activation")):
+        (tmp_path / "config.json").write_text((folders[name] / "config.json").read_text())
+        edit_json(tmp_path / "config.json", **{field: "relu2"})
+        with pytest.raises(ConfigError, match=f"^{field}: 'relu2'") as caught:
+            load(tmp_path, load_format="dummy")
+        assert caught.value.param == field
+
+
 @pytest.mark.parametrize("name", ["gemma2", "gemma3"])
 def test_kernels_equal_transformers(name: str, folders: dict[str, Path]) -> None:
     """A prompt longer than the window, a decode step of two rows, and one of a single row."""
@@ -205,3 +216,31 @@ async def test_gemma3_is_pooled_without_a_head(kind: str, tmp_path: Path) -> Non
     else:
         wanted = reference_logits(folder, tokens).softmax(0)
     torch.testing.assert_close(torch.tensor(found), wanted, atol=1e-4, rtol=0)
+
+
+async def test_capped_logits_are_no_classifier_unless_the_cap_is_taken_off(tmp_path: Path) -> None:
+    folder = save_decoder(tmp_path, "Gemma2", "ForCausalLM", head_dim=32)
+    edit_json(folder / "tokenizer_config.json", unk_token="[UNK]")
+    overrides = {
+        "architectures": ["Gemma2ForSequenceClassification"],
+        "classifier_from_token": ["cat", "dog"], "method": "from_2_way_softmax",
+    }  # fmt: skip
+    options = {"device": "cpu", "dtype": "float32", "runner": "pooling", "max_model_len": 80}
+    with pytest.raises(ConfigError, match="final_logit_softcapping null") as caught:
+        await AsyncEngine(
+            EngineConfig(model=str(folder), hf_overrides=overrides, **options)
+        ).start()
+    assert caught.value.param == "hf_overrides"
+    overrides["final_logit_softcapping"] = None
+    tokens = [5, 9, 12]
+    async with AsyncEngine(
+        EngineConfig(model=str(folder), hf_overrides=overrides, **options)
+    ) as engine:
+        found = (await engine.encode(tokens)).outputs.data
+    vocab = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]
+    model = reference_model(folder)
+    model.config.final_logit_softcapping = None
+    with torch.no_grad():
+        logits = model(torch.tensor([tokens])).logits[0, -1]
+    wanted = logits[[vocab["cat"], vocab["dog"]]].softmax(0)[1:]
+    torch.testing.assert_close(torch.tensor(found), wanted, atol=1e-5, rtol=0)
