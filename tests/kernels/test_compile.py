@@ -30,6 +30,9 @@ from jackfield.kernels import (
 
 COMMON = {"HEAD_DIM": 128, "BLOCK_SIZE": 16, "WINDOW": 0, "SOFT_CAP": 0.0, "NUM_HEADS": 32,
           "ALIBI": False, "SINKS": False}
+# Gemma 2's.
+WIDE = {**COMMON, "HEAD_DIM": 256, "BLOCK_D": 256, "NUM_HEADS": 16, "NUM_KV_HEADS": 8,
+        "WINDOW": 4096, "SOFT_CAP": 50.0, "GROUP": 2}
 MORE = {"ALIBI": True, "SINKS": True}
 DECODE = {"MIN_TILES": 2, "BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_D": 128, "BLOCK_S": 8, "GROUP": 4}
 FP8 = {"WIDTH": 4096, "PARTS": 1, "BITS": 8, "GROUP_SIZE": 4096, "OFFSET": 0, "GROUPED": False,
@@ -134,6 +137,17 @@ KERNELS = [
      {**COMMON, "GROUP": 4, "BLOCK_M": 128, "BLOCK_N": 64, "BLOCK_D": 128}, 4),
     (paged_attention_prefill._prefill_kernel,
      {**COMMON, **MORE, "GROUP": 4, "BLOCK_M": 128, "BLOCK_N": 64, "BLOCK_D": 128}, 4),
+    (paged_attention_prefill._prefill_kernel, {**WIDE, "BLOCK_M": 64, "BLOCK_N": 32}, 4),
+    (paged_attention_decode._decode_kernel,
+     {**DECODE, **WIDE, "BLOCK_N": 32, "SPLIT": True, "PDL": True}, 4),
+    (fused_decode_attention._fused_decode_kernel,
+     {**DECODE, **WIDE, "BLOCK_N": 32, "ROTATE": True, "NORM_QUERY": True, "NORM_KEY": True,
+      "BLOCK_G": 2, "FP8": False, "PDL": True, "EARLY": True}, 4,
+     {"query_weight_ptr": "*fp32", "key_weight_ptr": "*fp32"}),
+    (heads._heads_kernel,
+     {**WIDE, "HALF": 128, "ROTATE": True, "NORM_QUERY": True, "NORM_KEY": True, "CACHE": True,
+      "GROUP": 8, "BLOCK_HALF": 128, "BLOCK_REST": 1, "FP8": False, "PDL": True}, 2,
+     {"query_weight_ptr": "*fp32", "key_weight_ptr": "*fp32"}),
     (rms_norm._rms_norm_kernel, {"SIZE": 4096, "BLOCK": 4096, "PDL": True}, 8),
     (rms_norm._rms_norm_kernel, {"SIZE": 2304, "BLOCK": 4096, "PDL": True}, 8,
      {"weight_ptr": "*fp32"}),
@@ -188,4 +202,4 @@ def test_every_kernel_compiles_for_a_hopper_gpu() -> None:
         [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert len(done.stdout.split()) == 48
+    assert len(done.stdout.split()) == 52
