@@ -117,11 +117,15 @@ def paged_attention_decode(
     )
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x: [..., hidden_size] → x / sqrt(mean(x²) + eps), rounded to weight's type, times weight."""
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
+) -> torch.Tensor:
+    """x: [..., hidden_size] → x / sqrt(mean(x²) + eps), rounded to weight's type, times weight;
+    residual, of x's shape, is added to what that rounds to."""
     wide = x.float()
     normed = wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)
-    return (normed.to(weight.dtype).float() * weight.float()).to(x.dtype)
+    out = (normed.to(weight.dtype).float() * weight.float()).to(x.dtype)
+    return out if residual is None else residual + out
 
 
 def silu_mul(x: torch.Tensor) -> torch.Tensor:

@@ -27,6 +27,10 @@ class RMSNorm(nn.Module):
         """[..., size] → [..., size]"""
         return self.operations.rms_norm(x, self.norm)
 
+    def add(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """residual + norm(x): [num_tokens, size] → the same shape; `residual` may be overwritten"""
+        return self.operations.add_rms_norm(x, self.norm, residual)
+
 
 class OffsetRMSNorm(RMSNorm):
     """x / rms(x) * (1 + weight): checkpoints store how far from one the factors are.

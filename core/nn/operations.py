@@ -171,6 +171,10 @@ class Operations:
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.eps)
         return (norm.weight * wide.to(norm.weight.dtype)).to(x.dtype)
 
+    def add_rms_norm(self, x: torch.Tensor, norm: Norm, residual: torch.Tensor) -> torch.Tensor:
+        """residual + norm(x): [T, size] → the same shape. `residual` may be overwritten."""
+        return residual + self.rms_norm(x, norm)
+
     def layer_norm(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float
     ) -> torch.Tensor:

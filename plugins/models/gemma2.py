@@ -55,12 +55,11 @@ class Gemma2Block(GemmaBlock):
     def forward(
         self, hidden: torch.Tensor, rotary: Rotary, context: ForwardContext
     ) -> torch.Tensor:
-        """[num_tokens, hidden_size] → the same shape."""
+        """[num_tokens, hidden_size] → the same shape; `hidden` may be overwritten."""
         attended = self.self_attn(hidden, self.input_layernorm, rotary, context, add=False)
-        hidden = hidden + self.post_attention_layernorm(attended)
+        hidden = self.post_attention_layernorm.add(attended, hidden)
         inner = self.mlp.inner(hidden, self.pre_feedforward_layernorm)
-        out: torch.Tensor = self.post_feedforward_layernorm(self.mlp.down_proj(inner))
-        return hidden + out
+        return self.post_feedforward_layernorm.add(self.mlp.down_proj(inner), hidden)
 
 
 class Gemma2Decoder(GemmaDecoder):

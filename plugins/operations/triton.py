@@ -79,6 +79,10 @@ class TritonOperations(Operations):
         """[..., size] → the same shape."""
         return rms_norm(x, norm.weight, norm.eps)
 
+    def add_rms_norm(self, x: torch.Tensor, norm: Norm, residual: torch.Tensor) -> torch.Tensor:
+        """residual + norm(x), in one launch."""
+        return rms_norm(x, norm.weight, norm.eps, residual)
+
     def linear(
         self,
         x: torch.Tensor,

@@ -58,6 +58,16 @@ def test_rms_norm_with_a_float32_weight_is_rounded_once(dtype):
     torch.testing.assert_close(got, reference.rms_norm(x, weight, 1e-6), atol=0, rtol=2 * bound)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", [96, 1000])
+def test_rms_norm_with_a_residual_equals_its_twin(dtype, size):
+    x, residual = draw(5, size, dtype=dtype), draw(2, 7, size, dtype=dtype)[1, :5]
+    weight = draw(size, dtype=torch.float32) + 1
+    want = reference.rms_norm(x, weight, 1e-6, residual)
+    close(rms_norm(x, weight, 1e-6, residual), want)
+    close(rms_norm(x, weight, 1e-6) + residual, want)
+
+
 def test_rms_norm_of_heads_in_a_fused_projection():
     fused = draw(3, 200, dtype=torch.float32)
     heads, weight = fused[:, 8:72].unflatten(1, (4, 16)).contiguous(), draw(16, dtype=fused.dtype)
