@@ -102,9 +102,9 @@ def cases(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Iterator[Ca
         yield from maker.skinnies(rows)
     for tokens in sizes.tokens:
         yield maker.rms_norm(tokens)
-    for kernel in (silu_mul, gelu_mul):
+    for activation in (silu_mul, gelu_mul):
         for tokens in sizes.tokens:
-            yield maker.activation(kernel, tokens)
+            yield maker.activation(activation, tokens)
     for tokens in sizes.tokens:
         yield maker.heads(tokens)
     for rows, context in sizes.fused:
