@@ -57,7 +57,8 @@ class Model(Protocol):
         """hidden: [num_rows, hidden_size] → logits [num_rows, vocab_size], any float dtype."""
 
     def after_loading(self) -> None:
-        """Once, when every parameter is filled: weights made of others. Optional."""
+        """Once, when every parameter is filled: weights made of others. Optional; modules inside
+        the model may have one, too, and are called before what holds them."""
 
 
 class PoolingModel(Protocol):

@@ -47,8 +47,9 @@ def _quantize_rows_kernel(
     if NORM:
         wide *= tl.rsqrt(tl.sum(wide * wide, axis=0) / SIZE + eps)
         # Rounded where the plain norm rounds, so that both see the same numbers.
-        weight = tl.load(norm_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
-        wide = (wide.to(x.dtype).to(tl.float32) * weight).to(x.dtype).to(tl.float32)
+        weight = tl.load(norm_ptr + offsets, mask=mask, other=0.0)
+        wide = wide.to(weight.dtype).to(tl.float32) * weight.to(tl.float32)
+        wide = wide.to(x.dtype).to(tl.float32)
     if GIVEN:
         scale = tl.load(given_ptr).to(tl.float32)
     else:

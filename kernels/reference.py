@@ -117,17 +117,27 @@ def paged_attention_decode(
     )
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x: [..., hidden_size] → x / sqrt(mean(x²) + eps), rounded to x's type, times weight."""
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
+) -> torch.Tensor:
+    """x: [..., hidden_size] → x / sqrt(mean(x²) + eps), rounded to weight's type, times weight;
+    residual, of x's shape, is added to what that rounds to."""
     wide = x.float()
     normed = wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)
-    return (normed.to(x.dtype).float() * weight.float()).to(x.dtype)
+    out = (normed.to(weight.dtype).float() * weight.float()).to(x.dtype)
+    return out if residual is None else residual + out
 
 
 def silu_mul(x: torch.Tensor) -> torch.Tensor:
     """x: [..., 2 * size], gate then up → silu(gate) * up, [..., size], in float32 until the end."""
     gate, up = x.float().chunk(2, dim=-1)
     return (torch.nn.functional.silu(gate) * up).to(x.dtype)
+
+
+def gelu_mul(x: torch.Tensor) -> torch.Tensor:
+    """As `silu_mul`, with gelu by its tanh approximation."""
+    gate, up = x.float().chunk(2, dim=-1)
+    return (torch.nn.functional.gelu(gate, approximate="tanh") * up).to(x.dtype)
 
 
 def rotate(x: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,8 @@
-"""RMSNorm.
+"""RMSNorm, and what is added to it.
 
-Memory: reads and writes num_rows * hidden_size elements once. About 4 operations an element: bound
-by memory. One program a row, which it holds in registers, so a row is read once.
+Memory: reads and writes num_rows * hidden_size elements once, and reads a residual of that size
+where there is one. About 4 operations an element: bound by memory. One program a row, which it
+holds in registers, so a row is read once.
 """
 
 # Triton kernels take no annotations that mypy could check.
@@ -22,31 +23,42 @@ def _rms_norm_kernel(
     out_ptr,
     x_ptr,
     weight_ptr,
+    residual_ptr,
     stride_out,
     stride_x,
+    stride_residual,
     eps,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
+    RESIDUAL: tl.constexpr,
     PDL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     offsets = tl.arange(0, BLOCK)
     mask = offsets < SIZE
-    weight = tl.load(weight_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + offsets, mask=mask, other=0.0)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     x = tl.load(x_ptr + row * stride_x + offsets, mask=mask, other=0.0)
     wide = x.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / SIZE + eps)
-    normed = (wide * scale).to(x.dtype).to(tl.float32) * weight
-    tl.store(out_ptr + row * stride_out + offsets, normed.to(x.dtype), mask=mask)
+    normed = (wide * scale).to(weight.dtype).to(tl.float32) * weight.to(tl.float32)
+    out = normed.to(x.dtype)
+    if RESIDUAL:
+        residual = tl.load(residual_ptr + row * stride_residual + offsets, mask=mask, other=0.0)
+        out = (residual.to(tl.float32) + out.to(tl.float32)).to(x.dtype)
+    tl.store(out_ptr + row * stride_out + offsets, out, mask=mask)
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
+) -> torch.Tensor:
     """x: [..., hidden_size], last stride 1 → the same shape, contiguous.
 
-    x / sqrt(mean(x²) + eps) in float32, rounded to x's type, times weight [hidden_size].
+    x / sqrt(mean(x²) + eps) in float32, rounded to the weight's type, times weight [hidden_size],
+    which is of x's type or float32.
+    Rounded to x's type; residual [num_rows, hidden_size], last stride 1, is added after that.
     The leading dims must be viewable as one; a slice of the last dim qualifies.
     """
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -60,11 +72,14 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         out,
         rows,
         weight,
+        residual,
         size,
         rows.stride(0),
+        0 if residual is None else residual.stride(0),
         eps,
         SIZE=size,
         BLOCK=block,
+        RESIDUAL=residual is not None,
         PDL=bool(options),
         num_warps=min(max(block // 512, 1), 16),
         **options,

@@ -124,6 +124,30 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "initializer_range": 0.1,
         },
     ),
+    "gemma": ("Gemma", {"head_dim": 32}),
+    "gemma2": (
+        "Gemma2",
+        {
+            "head_dim": 32,
+            "query_pre_attn_scalar": 40,
+            "sliding_window": 24,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 3.0,
+        },
+    ),
+    "gemma3": (
+        "Gemma3Text",
+        {
+            "head_dim": 32,
+            "query_pre_attn_scalar": 40,
+            "sliding_window": 24,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10.0},
+                "full_attention": {"rope_type": "linear", "rope_theta": 1000.0, "factor": 4.0},
+            },
+        },
+    ),
 }
 
 
@@ -132,7 +156,7 @@ def make_checkpoint(name: str, folder: Path, *, dtype: torch.dtype = torch.float
     family, extra = CONFIGS[name]
     config = getattr(transformers, f"{family}Config")(**{**COMMON, **extra})
     torch.manual_seed(7)
-    model = getattr(transformers, f"{family}ForCausalLM")(config).to(dtype)
+    model = transformers.AutoModelForCausalLM.from_config(config).to(dtype)
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             if "norm" in parameter_name:

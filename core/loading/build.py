@@ -57,8 +57,9 @@ def build_model(
         place_layers(model, model.weight_map, method, build)  # type: ignore[arg-type]
         model.kv_cache_dtype = getattr(method, "kv_cache_dtype", None)  # type: ignore[assignment]
     loader_class(config, model_config).load(model, device)
-    if hasattr(model, "after_loading"):
-        model.after_loading()  # type: ignore[operator]
+    for module in reversed(list(model.modules())):
+        if hasattr(module, "after_loading"):
+            module.after_loading()  # type: ignore[operator]
     model.eval()
     model.requires_grad_(False)
     logger.info("weights: %s in %.2f s", load_format, time.monotonic() - began)

@@ -1,4 +1,4 @@
-"""The gated MLP: down(silu(gate(x)) * up(x))."""
+"""The gated MLP: down(activation(gate(x)) * up(x))."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from torch import nn
 
 from ..errors import ConfigError
 from .context import BuildContext
-from .linear import GatedLinear, Linear
+from .linear import GatedLinear, Linear, MergedLinear
 from .norm import RMSNorm
 
 
 class GatedMLP(nn.Module):
-    """Gate and up in one product."""
+    """Gate and up in one product; silu is a part of that product, gelu comes after it."""
 
     def __init__(
         self,
@@ -23,14 +23,23 @@ class GatedMLP(nn.Module):
         *,
         bias: bool = False,
         whole: bool = False,
+        field: str = "hidden_act",
     ) -> None:
-        """`whole`: the checkpoint has gate and up as one tensor."""
+        """`whole`: the checkpoint has gate and up as one tensor; `field`: what the configuration
+        calls the activation."""
         super().__init__()
-        if activation not in ("silu", "swish"):
-            raise ConfigError(f"hidden_act: {activation!r} is not supported", param="hidden_act")
-        self.gate_up_proj = GatedLinear(
-            hidden_size, intermediate_size, build, bias=bias, whole=whole
-        )
+        self.operations = build.operations
+        self.gelu = activation == "gelu_pytorch_tanh"
+        self.gate_up_proj: MergedLinear
+        if activation in ("silu", "swish"):
+            self.gate_up_proj = GatedLinear(
+                hidden_size, intermediate_size, build, bias=bias, whole=whole
+            )
+        elif self.gelu and not whole:
+            sizes = {"gate": intermediate_size, "up": intermediate_size}
+            self.gate_up_proj = MergedLinear(hidden_size, sizes, build, bias=bias)
+        else:
+            raise ConfigError(f"{field}: {activation!r} is not supported", param=field)
         self.down_proj = Linear(intermediate_size, hidden_size, build, bias=bias)
 
     def forward(self, hidden: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
@@ -41,4 +50,4 @@ class GatedMLP(nn.Module):
     def inner(self, hidden: torch.Tensor, norm: RMSNorm | None) -> torch.Tensor:
         """activation(gate) * up of norm(hidden): → [num_tokens, intermediate_size]"""
         inner: torch.Tensor = self.gate_up_proj(hidden, norm=norm)
-        return inner
+        return self.operations.gelu_mul(inner) if self.gelu else inner

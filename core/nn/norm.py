@@ -27,6 +27,32 @@ class RMSNorm(nn.Module):
         """[..., size] → [..., size]"""
         return self.operations.rms_norm(x, self.norm)
 
+    def add(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """residual + norm(x): [num_tokens, size] → the same shape; `residual` may be overwritten"""
+        return self.operations.add_rms_norm(x, self.norm, residual)
+
+
+class OffsetRMSNorm(RMSNorm):
+    """x / rms(x) * (1 + weight): checkpoints store how far from one the factors are.
+
+    All of it in float32, and rounded once: one plus a small number has no room in 16 bits.
+    """
+
+    def __init__(self, size: int, eps: float, build: BuildContext) -> None:
+        super().__init__(size, eps, build)
+        self.factor: torch.Tensor
+        factor = torch.empty(size, device=build.device, dtype=torch.float32)
+        self.register_buffer("factor", factor, persistent=False)
+
+    def after_loading(self) -> None:
+        """The weight is there."""
+        self.factor.copy_(self.weight.detach()).add_(1.0)
+
+    @property
+    def norm(self) -> Norm:
+        """With the factors as weight, float32 whatever the model's type."""
+        return Norm(self.factor, self.eps)
+
 
 class LayerNorm(nn.Module):
     """(x - mean) / deviation * weight + bias over the last dimension."""

@@ -21,7 +21,7 @@ class Norm(NamedTuple):
     """An RMSNorm's parameters, for operations that apply it on the way."""
 
     weight: torch.Tensor
-    """[size]"""
+    """[size], of x's type or float32"""
     eps: float
 
 
@@ -182,10 +182,14 @@ class Operations:
         return None
 
     def rms_norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
-        """[..., size] → x / rms(x), rounded to x's type, times the weight."""
+        """[..., size] → x / rms(x), rounded to the weight's type, times the weight; of x's type."""
         wide = x.float()
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.eps)
-        return norm.weight * wide.to(x.dtype)
+        return (norm.weight * wide.to(norm.weight.dtype)).to(x.dtype)
+
+    def add_rms_norm(self, x: torch.Tensor, norm: Norm, residual: torch.Tensor) -> torch.Tensor:
+        """residual + norm(x): [T, size] → the same shape. `residual` may be overwritten."""
+        return residual + self.rms_norm(x, norm)
 
     def layer_norm(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float
@@ -248,6 +252,11 @@ class Operations:
         """[T, 2 * size], gate then up → [T, size]"""
         gate, up = x.chunk(2, dim=-1)
         return F.silu(gate) * up
+
+    def gelu_mul(self, x: torch.Tensor) -> torch.Tensor:
+        """As `silu_mul`, with gelu by its tanh approximation (arXiv 1606.08415)."""
+        gate, up = x.chunk(2, dim=-1)
+        return F.gelu(gate, approximate="tanh") * up
 
     def packed_linear(
         self,

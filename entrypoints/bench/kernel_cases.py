@@ -16,6 +16,7 @@ from ...core.worker.sampling_state import NUM_COLUMNS, Column
 from ...kernels.choose_tokens import choose_tokens
 from ...kernels.decode_inputs import decode_inputs
 from ...kernels.fused_decode_attention import fused_decode_attention
+from ...kernels.gelu_mul import gelu_mul
 from ...kernels.gemv import gemv
 from ...kernels.heads import heads
 from ...kernels.paged_attention_decode import (
@@ -101,8 +102,9 @@ def cases(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Iterator[Ca
         yield from maker.skinnies(rows)
     for tokens in sizes.tokens:
         yield maker.rms_norm(tokens)
-    for tokens in sizes.tokens:
-        yield maker.silu_mul(tokens)
+    for activation in (silu_mul, gelu_mul):
+        for tokens in sizes.tokens:
+            yield maker.activation(activation, tokens)
     for tokens in sizes.tokens:
         yield maker.heads(tokens)
     for rows, context in sizes.fused:
@@ -206,15 +208,16 @@ class _Maker:
         moved = 2 * tokens * size * self.item
         return Case(kernel="rms_norm", shape=f"{tokens} x {size}", bytes=moved, make=make)
 
-    def silu_mul(self, tokens: int) -> Case:
+    def activation(self, kernel: Callable[[torch.Tensor], torch.Tensor], tokens: int) -> Case:
         size = self.sizes.intermediate
 
         def make() -> Work:
             x = self.random(tokens, 2 * size)
-            return lambda: silu_mul(x)
+            return lambda: kernel(x)
 
         moved = 3 * tokens * size * self.item
-        return Case(kernel="silu_mul", shape=f"{tokens} x {2 * size}", bytes=moved, make=make)
+        name = kernel.__name__
+        return Case(kernel=name, shape=f"{tokens} x {2 * size}", bytes=moved, make=make)
 
     def heads(self, tokens: int) -> Case:
         s = self.sizes

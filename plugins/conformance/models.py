@@ -62,16 +62,19 @@ def _prompts() -> list[list[int]]:
 
 
 class PagedModel:
-    """A built model over a small paged cache, run row by row as the worker would."""
+    """A built model over a small paged cache, run row by row as the worker would.
 
-    def __init__(self, folder: Path, dtype: str) -> None:
+    kernels: the name of both the attention backend and the operations.
+    """
+
+    def __init__(self, folder: Path, dtype: str, *, kernels: str = "auto") -> None:
         plugins = load_plugins()
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         config = EngineConfig(model=str(folder), device=device.type, dtype=dtype)  # type: ignore[arg-type]
         model_config = resolve_model_config(config)
         kind = model_config.dtype
         _, operations, _ = choose(
-            plugins["operations"], "operations", "auto", lambda o: o.supports(device, kind)
+            plugins["operations"], "operations", kernels, lambda o: o.supports(device, kind)
         )
         self.device = device
         self.model = build_model(plugins, config, model_config, device, operations())
@@ -81,7 +84,7 @@ class PagedModel:
             reasons = [attention_refusal(backend, layer.spec, device, kind) for layer in layers]
             return next((reason for reason in reasons if reason is not None), None)
 
-        _, backend, _ = choose(plugins["attention_backend"], "attention_backend", "auto", refusal)
+        _, backend, _ = choose(plugins["attention_backend"], "attention_backend", kernels, refusal)
         self.backend = backend(
             device=device, dtype=kind, block_size=BLOCK, max_num_seqs=8,
             max_num_batched_tokens=512, max_model_len=LONGEST,

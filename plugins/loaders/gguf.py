@@ -24,6 +24,9 @@ logger = logging.getLogger("jackfield.loading")
 NEIGHBOURS = ("llama", "granite")
 """Families whose files pair neighbouring channels of queries and keys."""
 
+WHOLE_FACTORS = frozenset({"gemma", "gemma2", "gemma3"})
+"""Families whose norms are stored as one plus what the model's own weight is."""
+
 
 class GgufLoader:
     """Fills a model from a GGUF file."""
@@ -72,7 +75,8 @@ class GgufLoader:
             if tensor is None:
                 continue
             kinds[tensor.tensor_type.name] += 1
-            dense = self._dense(tensor)
+            whole = family in WHOLE_FACTORS and stem.endswith("norm")
+            dense = self._dense(tensor, less=1.0 if whole else 0.0)
             if family in NEIGHBOURS:
                 dense = self._unturned(stem, dense)
             filler.fill(name, dense.to(device))
@@ -90,8 +94,8 @@ class GgufLoader:
             raise LoadError(f"{self.file.name} has no {key}")
         return field.contents()
 
-    def _dense(self, tensor: Any) -> torch.Tensor:
-        """In the model's type."""
+    def _dense(self, tensor: Any, *, less: float) -> torch.Tensor:
+        """In the model's type, `less` taken off before it is rounded to that."""
         try:
             numbers = self.gguf.quants.dequantize(tensor.data, tensor.tensor_type)
         except NotImplementedError as error:
@@ -102,7 +106,7 @@ class GgufLoader:
         shape = tuple(int(size) for size in reversed(tensor.shape))
         # A copy: what is stored plain comes as a read-only view of the file.
         made = torch.from_numpy(numbers.copy()).reshape(shape)
-        return made.to(self.model_config.dtype)
+        return (made - less if less else made).to(self.model_config.dtype)
 
     def _unturned(self, stem: str, dense: torch.Tensor) -> torch.Tensor:
         """Queries and keys of `NEIGHBOURS` have their channels so paired; ours are halves."""

@@ -40,6 +40,18 @@ POOLED = {
         "Qwen3Model": "Qwen3Model",
         "Qwen3ForSequenceClassification": "Qwen3ForSequenceClassification",
     },
+    "gemma": {
+        "GemmaModel": "GemmaModel",
+        "GemmaForSequenceClassification": "GemmaForSequenceClassification",
+    },
+    "gemma2": {
+        "Gemma2Model": "Gemma2Model",
+        "Gemma2ForSequenceClassification": "Gemma2ForSequenceClassification",
+    },
+    "gemma3": {
+        "Gemma3TextModel": "Gemma3TextModel",
+        "Gemma3TextForSequenceClassification": "Gemma3TextForSequenceClassification",
+    },
     "bert": {
         "BertModel": "BertModel",
         "BertForMaskedLM": "BertModel",
@@ -70,6 +82,9 @@ def register_models(registry: Any) -> None:
     registry.add("Qwen2ForCausalLM", "jackfield.plugins.models.qwen2:Qwen2ForCausalLM")
     registry.add("Qwen3ForCausalLM", "jackfield.plugins.models.qwen3:Qwen3ForCausalLM")
     registry.add("Qwen3MoeForCausalLM", "jackfield.plugins.models.qwen3_moe:Qwen3MoeForCausalLM")
+    registry.add("GemmaForCausalLM", "jackfield.plugins.models.gemma:GemmaForCausalLM")
+    registry.add("Gemma2ForCausalLM", "jackfield.plugins.models.gemma2:Gemma2ForCausalLM")
+    registry.add("Gemma3ForCausalLM", "jackfield.plugins.models.gemma3:Gemma3ForCausalLM")
     registry.add("MixtralForCausalLM", "jackfield.plugins.models.mixtral:MixtralForCausalLM")
     for module, names in POOLED.items():
         for name, attribute in names.items():

@@ -23,6 +23,7 @@ from ...core.worker.sampling_state import Column
 try:
     from ...kernels.choose_tokens import choose_tokens
     from ...kernels.decode_inputs import decode_inputs
+    from ...kernels.gelu_mul import gelu_mul
     from ...kernels.gemv import gemv
     from ...kernels.heads import heads
     from ...kernels.mask_tokens import mask_tokens
@@ -78,6 +79,10 @@ class TritonOperations(Operations):
     def rms_norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
         """[..., size] → the same shape."""
         return rms_norm(x, norm.weight, norm.eps)
+
+    def add_rms_norm(self, x: torch.Tensor, norm: Norm, residual: torch.Tensor) -> torch.Tensor:
+        """residual + norm(x), in one launch."""
+        return rms_norm(x, norm.weight, norm.eps, residual)
 
     def linear(
         self,
@@ -183,6 +188,10 @@ class TritonOperations(Operations):
     def silu_mul(self, x: torch.Tensor) -> torch.Tensor:
         """[T, 2 * size] → [T, size]"""
         return silu_mul(x)
+
+    def gelu_mul(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, 2 * size] → [T, size]"""
+        return gelu_mul(x)
 
     def heads(
         self,

@@ -23,13 +23,16 @@ from triton.compiler import ASTSource
 
 from jackfield.kernels import (
     choose_tokens, decode_inputs, expert_gemv, expert_matmul, expert_slots, finish_product,
-    fused_decode_attention, gemv, heads, mask_tokens, nibble_gemv, nibble_skinny, packed_gemv,
-    packed_matmul, paged_attention_decode, paged_attention_prefill, quantize_rows, rms_norm, route,
-    silu_mul, skinny, sum_slots, unpack_weight,
+    fused_decode_attention, gelu_mul, gemv, heads, mask_tokens, nibble_gemv, nibble_skinny,
+    packed_gemv, packed_matmul, paged_attention_decode, paged_attention_prefill, quantize_rows,
+    rms_norm, route, silu_mul, skinny, sum_slots, unpack_weight,
 )
 
 COMMON = {"HEAD_DIM": 128, "BLOCK_SIZE": 16, "WINDOW": 0, "SOFT_CAP": 0.0, "NUM_HEADS": 32,
           "ALIBI": False, "SINKS": False}
+# Gemma 2's.
+WIDE = {**COMMON, "HEAD_DIM": 256, "BLOCK_D": 256, "NUM_HEADS": 16, "NUM_KV_HEADS": 8,
+        "WINDOW": 4096, "SOFT_CAP": 50.0, "GROUP": 2}
 MORE = {"ALIBI": True, "SINKS": True}
 DECODE = {"MIN_TILES": 2, "BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_D": 128, "BLOCK_S": 8, "GROUP": 4}
 FP8 = {"WIDTH": 4096, "PARTS": 1, "BITS": 8, "GROUP_SIZE": 4096, "OFFSET": 0, "GROUPED": False,
@@ -134,7 +137,26 @@ KERNELS = [
      {**COMMON, "GROUP": 4, "BLOCK_M": 128, "BLOCK_N": 64, "BLOCK_D": 128}, 4),
     (paged_attention_prefill._prefill_kernel,
      {**COMMON, **MORE, "GROUP": 4, "BLOCK_M": 128, "BLOCK_N": 64, "BLOCK_D": 128}, 4),
-    (rms_norm._rms_norm_kernel, {"SIZE": 4096, "BLOCK": 4096, "PDL": True}, 8),
+    (paged_attention_prefill._prefill_kernel, {**WIDE, "BLOCK_M": 64, "BLOCK_N": 32}, 4),
+    (paged_attention_decode._decode_kernel,
+     {**DECODE, **WIDE, "BLOCK_N": 32, "SPLIT": True, "PDL": True}, 4),
+    (fused_decode_attention._fused_decode_kernel,
+     {**DECODE, **WIDE, "BLOCK_N": 32, "ROTATE": True, "NORM_QUERY": True, "NORM_KEY": True,
+      "BLOCK_G": 2, "FP8": False, "PDL": True, "EARLY": True}, 4,
+     {"query_weight_ptr": "*fp32", "key_weight_ptr": "*fp32"}),
+    (heads._heads_kernel,
+     {**WIDE, "HALF": 128, "ROTATE": True, "NORM_QUERY": True, "NORM_KEY": True, "CACHE": True,
+      "GROUP": 8, "BLOCK_HALF": 128, "BLOCK_REST": 1, "FP8": False, "PDL": True}, 2,
+     {"query_weight_ptr": "*fp32", "key_weight_ptr": "*fp32"}),
+    (rms_norm._rms_norm_kernel,
+     {"SIZE": 4096, "BLOCK": 4096, "RESIDUAL": False, "PDL": True}, 8),
+    (rms_norm._rms_norm_kernel,
+     {"SIZE": 2304, "BLOCK": 4096, "RESIDUAL": True, "PDL": True}, 8,
+     {"weight_ptr": "*fp32"}),
+    (gemv._gemv_kernel,
+     {"N": 4096, "K": 2304, "NORM": True, "GATED": False, "BIAS": False, "RESIDUAL": False,
+      "BLOCK_N": 4, "BLOCK_K": 1024, "PDL": True, "EARLY": False}, 4, {"norm_ptr": "*fp32"}),
+    (gelu_mul._gelu_mul_kernel, {"SIZE": 1000, "BLOCK": 1024}, 4),
     (silu_mul._silu_mul_kernel, {"SIZE": 1000, "BLOCK": 1024}, 4),
     (skinny._skinny_kernel,
      {"N": 4096, "K": 4096, "SPLIT": 2, "GATED": False, "BIAS": False, "RESIDUAL": True,
@@ -182,4 +204,4 @@ def test_every_kernel_compiles_for_a_hopper_gpu() -> None:
         [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert len(done.stdout.split()) == 45
+    assert len(done.stdout.split()) == 52

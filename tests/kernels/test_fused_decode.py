@@ -44,7 +44,7 @@ class Case:
         self.slots = blocks * block_size + newest % block_size
         turns = torch.rand(256, dim // 2, generator=made) * 6
         self.cos_sin = torch.cat((turns.cos(), turns.sin()), dim=1).to(DEVICE)
-        self.norms = [(draw(dim) * 0.1 + 1, eps) for eps in (1e-6, 1e-5)]
+        self.norms = [(draw(dim) * 0.1 + 1, 1e-6), (draw(dim).float() * 0.1 + 1, 1e-5)]
         # What lies beyond a sequence is never read.
         for row, length in enumerate(LENGTHS):
             for position in range(length - 1, per_row * block_size):

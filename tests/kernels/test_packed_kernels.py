@@ -96,9 +96,10 @@ def test_packed_gemv_equals_its_twin(dtype: torch.dtype, weight: Any, after: str
     if after == "gated" and rows % 2:
         pytest.skip("a gate needs two halves")
     x = draw(1, size, dtype=dtype)
+    of_norm = torch.float32 if after == "gated" else dtype
     options = {
         "bias": draw(rows, dtype=dtype) if after != "nothing" else None,
-        "norm": (draw(size, dtype=dtype, seed=1) + 1, 1e-6) if after != "nothing" else None,
+        "norm": (draw(size, dtype=of_norm, seed=1) + 1, 1e-6) if after != "nothing" else None,
         "residual": draw(1, rows, dtype=dtype, seed=2) if after == "residual" else None,
         "gated": after == "gated",
     }
@@ -151,9 +152,10 @@ def test_nibble_gemv_equals_its_twin(dtype: torch.dtype, weight: Any, after: str
     made = packed(*weight, torch.float32)
     rows, size = made.values.shape[0], made.size
     x = draw(1, size, dtype=dtype)
+    of_norm = torch.float32 if after == "gated" else dtype
     options = {
         "bias": draw(rows, dtype=dtype) if after != "nothing" else None,
-        "norm": (draw(size, dtype=dtype, seed=1) + 1, 1e-6) if after != "nothing" else None,
+        "norm": (draw(size, dtype=of_norm, seed=1) + 1, 1e-6) if after != "nothing" else None,
         "residual": draw(1, rows, dtype=dtype, seed=2) if after == "residual" else None,
         "gated": after == "gated",
     }
@@ -204,15 +206,16 @@ def test_runs_of_words_keep_to_a_group_and_divide_the_row() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("to", [FP8, torch.int8], ids=str)
-@pytest.mark.parametrize("norm", [True, False], ids=["norm", "no norm"])
+@pytest.mark.parametrize("norm", ["norm", "float32 norm", "no norm"])
 @pytest.mark.parametrize("given", [True, False], ids=["static", "dynamic"])
 def test_quantized_rows_equal_their_twin(
-    dtype: torch.dtype, to: torch.dtype, norm: bool, given: bool
+    dtype: torch.dtype, to: torch.dtype, norm: str, given: bool
 ) -> None:
     x = draw(5, 200, dtype=dtype) * 3
     x[3] = 0.0
+    of_norm = torch.float32 if norm == "float32 norm" else dtype
     options = {
-        "norm": (draw(200, dtype=dtype, seed=1) + 1, 1e-6) if norm else None,
+        "norm": (draw(200, dtype=of_norm, seed=1) + 1, 1e-6) if norm != "no norm" else None,
         "scale": torch.tensor([0.02], device=DEVICE) if given else None,
     }
     values, scales = quantize_rows(x, to, **options)

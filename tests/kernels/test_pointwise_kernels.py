@@ -15,6 +15,7 @@ pytest.importorskip("triton")
 from jackfield.core.nn.operations import Operations
 from jackfield.kernels import reference
 from jackfield.kernels.choose_tokens import choose_tokens
+from jackfield.kernels.gelu_mul import gelu_mul
 from jackfield.kernels.gemv import GemvShape, gemv
 from jackfield.kernels.heads import heads
 from jackfield.kernels.mask_tokens import mask_tokens
@@ -43,6 +44,30 @@ def test_rms_norm_equals_its_twin(dtype, size):
     close(rms_norm(x, weight, 1e-6), reference.rms_norm(x, weight, 1e-6))
 
 
+# The interpreter cuts off what bfloat16 has no room for.
+@pytest.mark.parametrize("dtype", DTYPES[1:] if DEVICE.type == "cuda" else DTYPES[1:2], ids=str)
+def test_rms_norm_with_a_float32_weight_is_rounded_once(dtype):
+    x, weight = draw(5, 96, dtype=dtype), draw(96, dtype=torch.float32) * 0.01 + 1
+    got = rms_norm(x, weight, 1e-6)
+    assert got.dtype == dtype
+    exact = x.double() * torch.rsqrt(x.double().square().mean(-1, keepdim=True) + 1e-6)
+    exact *= weight.double()
+    # Half a unit in the last place, and float32's own error where that falls on a border.
+    bound = torch.finfo(dtype).eps / 2 * 1.001
+    assert ((got.double() - exact).abs() <= bound * exact.abs()).all()
+    torch.testing.assert_close(got, reference.rms_norm(x, weight, 1e-6), atol=0, rtol=2 * bound)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", [96, 1000])
+def test_rms_norm_with_a_residual_equals_its_twin(dtype, size):
+    x, residual = draw(5, size, dtype=dtype), draw(2, 7, size, dtype=dtype)[1, :5]
+    weight = draw(size, dtype=torch.float32) + 1
+    want = reference.rms_norm(x, weight, 1e-6, residual)
+    close(rms_norm(x, weight, 1e-6, residual), want)
+    close(rms_norm(x, weight, 1e-6) + residual, want)
+
+
 def test_rms_norm_of_heads_in_a_fused_projection():
     fused = draw(3, 200, dtype=torch.float32)
     heads, weight = fused[:, 8:72].unflatten(1, (4, 16)).contiguous(), draw(16, dtype=fused.dtype)
@@ -60,13 +85,22 @@ def test_silu_mul_equals_its_twin(dtype, size):
     close(silu_mul(x), reference.silu_mul(x))
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", [48, 1500])
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp")
+def test_gelu_mul_equals_its_twin(dtype, size):
+    x = draw(3, 2 * size, dtype=dtype) * 3
+    x[0, :4] = torch.tensor([-30.0, 30.0, 0.0, -1e4])
+    close(gelu_mul(x), reference.gelu_mul(x))
+
+
 def angles(rotary_dim: int) -> torch.Tensor:
     turns = torch.rand(50, rotary_dim // 2, generator=torch.Generator().manual_seed(1)) * 6
     return torch.cat((turns.cos(), turns.sin()), dim=1).to(DEVICE)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("norms", [True, False], ids=["norms", "plain"])
+@pytest.mark.parametrize("norms", ["norms", "float32 norms", "plain"])
 @pytest.mark.parametrize("cached", [True, False], ids=["cached", "in place"])
 @pytest.mark.parametrize(
     ("num_heads", "num_kv_heads", "dim", "rotary_dim"),
@@ -75,11 +109,11 @@ def angles(rotary_dim: int) -> torch.Tensor:
 def test_heads_equal_their_twin(dtype, norms, cached, num_heads, num_kv_heads, dim, rotary_dim):
     qkv = draw(5, (num_heads + 2 * num_kv_heads) * dim, dtype=dtype)
     positions = torch.tensor([3, 0, 49, 3, 11], device=DEVICE)
-    weights = draw(2, dim, dtype=dtype) + 1
+    weights = draw(2, dim, dtype=torch.float32 if norms == "float32 norms" else dtype) + 1
     options = {
         "cos_sin": angles(rotary_dim) if rotary_dim else None,
-        "query_norm": (weights[0], 1e-6) if norms else None,
-        "key_norm": (weights[1], 1e-5) if norms else None,
+        "query_norm": (weights[0], 1e-6) if norms != "plain" else None,
+        "key_norm": (weights[1], 1e-5) if norms != "plain" else None,
     }
     slots = torch.tensor([7, 4, 0, 21, 23], device=DEVICE)
     made = []
@@ -96,15 +130,16 @@ def test_heads_equal_their_twin(dtype, norms, cached, num_heads, num_kv_heads, d
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("rows", "size"), [(8, 64), (37, 200)])
-@pytest.mark.parametrize("norm", [True, False], ids=["norm", "no norm"])
+@pytest.mark.parametrize("norm", ["norm", "float32 norm", "no norm"])
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
 @pytest.mark.parametrize("after", ["gated", "residual", "nothing"])
 def test_gemv_equals_its_twin(dtype, rows, size, norm, bias, after):
     x = draw(1, size, dtype=dtype)
     weight = draw(rows * (2 if after == "gated" else 1), size, dtype=dtype) / size**0.5
+    of_norm = torch.float32 if norm == "float32 norm" else dtype
     options = {
         "bias": draw(weight.shape[0], dtype=dtype) if bias else None,
-        "norm": (draw(size, dtype=dtype) + 1, 1e-6) if norm else None,
+        "norm": (draw(size, dtype=of_norm) + 1, 1e-6) if norm != "no norm" else None,
         "residual": draw(1, rows, dtype=dtype) if after == "residual" else None,
         "gated": after == "gated",
     }

@@ -47,7 +47,9 @@ from jackfield.core.types import PoolingRequestOutput
 from helpers import edit_json
 
 LENGTHS = (1, 2, 3, 17, 40, 41, 5, 64, 1, 90)
-DECODERS = ("Llama", "Mistral", "Qwen2", "Qwen3", "Glm4", "Olmo2", "Olmo3", "Phi3")
+DECODERS = (
+    "Llama", "Mistral", "Qwen2", "Qwen3", "Gemma", "Gemma2", "Glm4", "Olmo2", "Olmo3", "Phi3",
+)  # fmt: skip
 
 
 def prompts(lengths: Sequence[int] = LENGTHS, vocab: int = 60) -> list[list[int]]:

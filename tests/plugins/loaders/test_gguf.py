@@ -42,9 +42,10 @@ def random_blocks(kind: Any, rows: int, size: int) -> np.ndarray:
     return blocks.reshape(rows, -1)
 
 
-def write(family: str, folder: Path, kind: Any) -> dict[str, torch.Tensor]:
+def write(family: str, folder: Path, kind: Any, **changes: Any) -> dict[str, torch.Tensor]:
     """A folder as the loader wants it; → what the file stands for, by the model's names."""
-    config = getattr(transformers, f"{family}Config")(**SIZES)
+    kind_of_config = getattr(transformers, f"{family}ForCausalLM").config_class
+    config = kind_of_config(**{**SIZES, **changes})
     torch.manual_seed(3)
     model = getattr(transformers, f"{family}ForCausalLM")(config)
     config.architectures = [f"{family}ForCausalLM"]
@@ -56,6 +57,8 @@ def write(family: str, folder: Path, kind: Any) -> dict[str, torch.Tensor]:
     names = gguf.get_tensor_name_map(arch, SIZES["num_hidden_layers"])
     meant = {}
     for key, parameter in model.state_dict().items():
+        if key == "lm_head.weight" and config.tie_word_embeddings:
+            continue
         stem, _, leaf = key.rpartition(".")
         stored = parameter.numpy()
         heads = {"q_proj": 4, "k_proj": 2}.get(stem.rpartition(".")[2])
@@ -74,6 +77,10 @@ def write(family: str, folder: Path, kind: Any) -> dict[str, torch.Tensor]:
                 pairs = dense.reshape(heads, -1, 2, dense.shape[1])
                 dense = pairs.swapaxes(1, 2).reshape(dense.shape)
             meant[key] = torch.from_numpy(dense.copy())
+        elif name.startswith("gemma"):
+            parameter.normal_(std=0.3)
+            writer.add_tensor(f"{names.get_name(stem)}.{leaf}", stored + 1)
+            meant[key] = parameter
         else:
             writer.add_tensor(f"{names.get_name(stem)}.{leaf}", stored)
             meant[key] = parameter
@@ -112,6 +119,20 @@ def test_every_tensor_lands_in_its_place(
         wanted = torch.cat([meant[source] for source in sources])
         assert torch.isfinite(wanted).all()
         torch.testing.assert_close(parameter.data, wanted, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("family", ["Gemma", "Gemma2", "Gemma3"])
+def test_norms_that_are_stored_whole_lose_the_one(family: str, tmp_path: Path) -> None:
+    meant = write(family, tmp_path, KIND.Q8_0, tie_word_embeddings=True)
+    model = load(tmp_path)
+    norms = [name for name in meant if name.endswith("norm.weight")]
+    assert len(norms) == {"Gemma": 5, "Gemma2": 9, "Gemma3": 13}[family]
+    for name in norms:
+        torch.testing.assert_close(model.get_parameter(name).data, meant[name], rtol=0, atol=1e-6)
+        factor = model.get_submodule(name.removesuffix(".weight")).norm.weight
+        torch.testing.assert_close(factor, meant[name] + 1, rtol=0, atol=1e-6)
+    name = "model.layers.1.mlp.down_proj.weight"
+    torch.testing.assert_close(model.get_parameter(name).data, meant[name], rtol=0, atol=0)
 
 
 def test_gguf_may_be_rounded_again_by_a_method(tmp_path: Path) -> None:

@@ -94,6 +94,34 @@ class TestQwen3(ModelKit):
     config = {"head_dim": 32, "tie_word_embeddings": True}
 
 
+class TestGemma(ModelKit):
+    name = "GemmaForCausalLM"
+
+
+class TestGemma2(ModelKit):
+    """Windows in the first and last layer; caps where most logits feel them."""
+
+    name = "Gemma2ForCausalLM"
+    config = {
+        "sliding_window": 24, "query_pre_attn_scalar": 40, "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 3.0,
+    }  # fmt: skip
+
+
+class TestGemma3(ModelKit):
+    """A window in two layers of three, and rotations that differ within the prompts."""
+
+    name = "Gemma3ForCausalLM"
+    config = {
+        "sliding_window": 24, "query_pre_attn_scalar": 40, "final_logit_softcapping": 3.0,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10.0},
+            "full_attention": {"rope_type": "linear", "rope_theta": 1000.0, "factor": 4.0},
+        },
+    }  # fmt: skip
+
+
 class TestQwen3Moe(ModelKit):
     name = "Qwen3MoeForCausalLM"
     config = {

@@ -1,0 +1,109 @@
+"""Gemma 2: Gemma with norms behind attention and MLP, too, soft caps, and windows in between."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import torch
+from torch import nn
+
+from ...core.errors import ConfigError
+from ...core.loading.model_config import ModelConfig
+from ...core.nn.context import BuildContext, ForwardContext
+from ...core.nn.mlp import GatedMLP
+from ...core.nn.norm import RMSNorm
+from ...core.nn.rotary import Rotary
+from ...core.protocols import AttentionSpec
+from .decoder import CausalLM, DecoderClassifier, HeadlessLM, SelfAttention
+from .gemma import GemmaBlock, GemmaDecoder
+from .qwen2 import window_of_layer
+
+
+class Gemma2Attention(SelfAttention):
+    def spec(self, hf: Any, layer: int) -> AttentionSpec:
+        """With a scale of the configuration's, and a soft cap."""
+        return msgspec.structs.replace(
+            super().spec(hf, layer),
+            scale=hf.query_pre_attn_scalar**-0.5,
+            soft_cap=self.soft_cap(hf),
+        )
+
+    @staticmethod
+    def soft_cap(hf: Any) -> float | None:
+        cap: float | None = hf.attn_logit_softcapping
+        return cap
+
+    @staticmethod
+    def sliding_window(hf: Any, layer: int) -> int | None:
+        return window_of_layer(hf, layer)
+
+
+class Gemma2Block(GemmaBlock):
+    """Four norms: before and behind attention, before and behind the MLP."""
+
+    norms = (
+        "input_layernorm",
+        "post_attention_layernorm",
+        "pre_feedforward_layernorm",
+        "post_feedforward_layernorm",
+    )
+    pre_feedforward_layernorm: RMSNorm
+    post_feedforward_layernorm: RMSNorm
+    mlp: GatedMLP
+
+    def forward(
+        self, hidden: torch.Tensor, rotary: Rotary, context: ForwardContext
+    ) -> torch.Tensor:
+        """[num_tokens, hidden_size] → the same shape; `hidden` may be overwritten."""
+        attended = self.self_attn(hidden, self.input_layernorm, rotary, context, add=False)
+        hidden = self.post_attention_layernorm.add(attended, hidden)
+        inner = self.mlp.inner(hidden, self.pre_feedforward_layernorm)
+        return self.post_feedforward_layernorm.add(self.mlp.down_proj(inner), hidden)
+
+
+class Gemma2Decoder(GemmaDecoder):
+    block = Gemma2Block
+
+
+class Gemma2Model(HeadlessLM):
+    attention = Gemma2Attention
+    decoder = Gemma2Decoder
+
+    @staticmethod
+    def mlp(config: ModelConfig, layer: int, build: BuildContext) -> nn.Module:
+        hf = config.hf_config
+        return GatedMLP(
+            hf.hidden_size,
+            hf.intermediate_size,
+            hf.hidden_activation,
+            build,
+            field="hidden_activation",
+        )
+
+
+class Gemma2ForCausalLM(Gemma2Model, CausalLM):
+    """With a soft cap on its logits."""
+
+    def __init__(self, config: ModelConfig, build: BuildContext) -> None:
+        super().__init__(config, build)
+        self.soft_cap: float | None = config.hf_config.final_logit_softcapping
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[num_rows, hidden_size] → [num_rows, vocab_size]"""
+        logits = super().compute_logits(hidden)
+        if self.soft_cap is not None:
+            # In place: a vocabulary of 256,000 makes them large.
+            logits.div_(self.soft_cap).tanh_().mul_(self.soft_cap)
+        return logits
+
+
+class Gemma2ForSequenceClassification(Gemma2Model, DecoderClassifier):
+    def __init__(self, config: ModelConfig, build: BuildContext) -> None:
+        super().__init__(config, build)
+        if self.tokens is not None and config.hf_config.final_logit_softcapping is not None:
+            raise ConfigError(
+                "hf_overrides: classifier_from_token compares logits, which this model caps; with "
+                "final_logit_softcapping null they are compared without the cap",
+                param="hf_overrides",
+            )

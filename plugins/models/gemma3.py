@@ -1,0 +1,55 @@
+"""Gemma 3, text: Gemma 2 with normed queries and keys in place of caps, and two rotations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...core.loading.model_config import ModelConfig
+from ...core.nn.context import BuildContext
+from ...core.nn.norm import OffsetRMSNorm
+from ...core.nn.rotary import Rotary
+from .gemma2 import (
+    Gemma2Attention,
+    Gemma2Decoder,
+    Gemma2ForCausalLM,
+    Gemma2ForSequenceClassification,
+    Gemma2Model,
+)
+
+
+class Gemma3Attention(Gemma2Attention):
+    def __init__(self, config: ModelConfig, layer: int, build: BuildContext) -> None:
+        super().__init__(config, layer, build)
+        eps = config.hf_config.rms_norm_eps
+        self.q_norm = OffsetRMSNorm(self.head_dim, eps, build)
+        self.k_norm = OffsetRMSNorm(self.head_dim, eps, build)
+
+    @staticmethod
+    def soft_cap(hf: Any) -> float | None:
+        """None, whatever the configuration has: it is Gemma 2's."""
+        return None
+
+
+class Gemma3Decoder(Gemma2Decoder):
+    @staticmethod
+    def rotaries_of(config: ModelConfig, build: BuildContext) -> list[Rotary]:
+        """Layers with a window turn by another base than those without."""
+        hf = config.hf_config
+        made = {
+            kind: Rotary(config, build, hf.rope_parameters[kind])
+            for kind in sorted(set(hf.layer_types))
+        }
+        return [made[kind] for kind in hf.layer_types]
+
+
+class Gemma3TextModel(Gemma2Model):
+    attention = Gemma3Attention
+    decoder = Gemma3Decoder
+
+
+class Gemma3ForCausalLM(Gemma3TextModel, Gemma2ForCausalLM):
+    """Published ones have no cap on their logits."""
+
+
+class Gemma3TextForSequenceClassification(Gemma3TextModel, Gemma2ForSequenceClassification):
+    pass
