@@ -120,7 +120,7 @@ class Block(nn.Module):
     ) -> None:
         super().__init__()
         hf = config.hf_config
-        for name in self.norms:
+        for name in filter(None, self.norms):
             setattr(self, name, self.norm(hf.hidden_size, hf.rms_norm_eps, build))
         self.self_attn = attention(config, layer, build)
         self.mlp = mlp(config, layer, build)
@@ -131,6 +131,27 @@ class Block(nn.Module):
         """[num_tokens, hidden_size] → the same shape; `hidden` may be overwritten."""
         hidden = self.self_attn(hidden, self.input_layernorm, rotary, context)
         out: torch.Tensor = self.mlp(hidden, self.post_attention_layernorm)
+        return out
+
+
+class NormedBlock(Block):
+    """hidden + norm(answer of norm(hidden)), of attention and of the MLP.
+
+    `norms`: before and behind attention, before and behind the MLP; "" for none.
+    """
+
+    mlp: GatedMLP
+
+    def forward(
+        self, hidden: torch.Tensor, rotary: Rotary, context: ForwardContext
+    ) -> torch.Tensor:
+        """[num_tokens, hidden_size] → the same shape; `hidden` may be overwritten."""
+        norms: list[Any] = [getattr(self, name, None) for name in self.norms]
+        before, behind, before_mlp, behind_mlp = norms
+        answer = self.self_attn(hidden, before, rotary, context, add=False)
+        hidden = behind.add(answer, hidden)
+        answer = self.mlp.down_proj(self.mlp.inner(hidden, before_mlp))
+        out: torch.Tensor = behind_mlp.add(answer, hidden)
         return out
 
 

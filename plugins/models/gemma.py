@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 
 from ...core.errors import ConfigError
@@ -18,7 +20,7 @@ class GemmaBlock(Block):
 class GemmaDecoder(Decoder):
     """Embeddings are multiplied by sqrt(hidden_size), rounded to the model's type."""
 
-    block = GemmaBlock
+    block: ClassVar[type[Block]] = GemmaBlock
 
     def __init__(
         self,

@@ -10,13 +10,12 @@ from torch import nn
 
 from ...core.errors import ConfigError
 from ...core.loading.model_config import ModelConfig
-from ...core.nn.context import BuildContext, ForwardContext
+from ...core.nn.context import BuildContext
 from ...core.nn.mlp import GatedMLP
-from ...core.nn.norm import RMSNorm
-from ...core.nn.rotary import Rotary
+from ...core.nn.norm import OffsetRMSNorm
 from ...core.protocols import AttentionSpec
-from .decoder import CausalLM, DecoderClassifier, HeadlessLM, SelfAttention
-from .gemma import GemmaBlock, GemmaDecoder
+from .decoder import CausalLM, DecoderClassifier, HeadlessLM, NormedBlock, SelfAttention
+from .gemma import GemmaDecoder
 from .qwen2 import window_of_layer
 
 
@@ -39,27 +38,12 @@ class Gemma2Attention(SelfAttention):
         return window_of_layer(hf, layer)
 
 
-class Gemma2Block(GemmaBlock):
-    """Four norms: before and behind attention, before and behind the MLP."""
-
+class Gemma2Block(NormedBlock):
+    norm = OffsetRMSNorm
     norms = (
-        "input_layernorm",
-        "post_attention_layernorm",
-        "pre_feedforward_layernorm",
-        "post_feedforward_layernorm",
-    )
-    pre_feedforward_layernorm: RMSNorm
-    post_feedforward_layernorm: RMSNorm
-    mlp: GatedMLP
-
-    def forward(
-        self, hidden: torch.Tensor, rotary: Rotary, context: ForwardContext
-    ) -> torch.Tensor:
-        """[num_tokens, hidden_size] → the same shape; `hidden` may be overwritten."""
-        attended = self.self_attn(hidden, self.input_layernorm, rotary, context, add=False)
-        hidden = self.post_attention_layernorm.add(attended, hidden)
-        inner = self.mlp.inner(hidden, self.pre_feedforward_layernorm)
-        return self.post_feedforward_layernorm.add(self.mlp.down_proj(inner), hidden)
+        "input_layernorm", "post_attention_layernorm",
+        "pre_feedforward_layernorm", "post_feedforward_layernorm",
+    )  # fmt: skip
 
 
 class Gemma2Decoder(GemmaDecoder):

@@ -11,9 +11,15 @@ from ...core.loading.model_config import ModelConfig
 from ...core.loading.weight_map import WeightMap
 from ...core.nn.context import BuildContext, ForwardContext
 from ...core.nn.mlp import GatedMLP
-from ...core.nn.norm import RMSNorm
 from ...core.nn.rotary import Rotary
-from .decoder import Block, CausalLM, Decoder, DecoderClassifier, HeadlessLM, SelfAttention
+from .decoder import (
+    CausalLM,
+    Decoder,
+    DecoderClassifier,
+    HeadlessLM,
+    NormedBlock,
+    SelfAttention,
+)
 
 
 class Glm4Attention(SelfAttention):
@@ -31,24 +37,11 @@ class Glm4Attention(SelfAttention):
         return super().heads(qkv, rotary, context)
 
 
-class Glm4Block(Block):
-    """hidden + norm(answer of norm(hidden)), of attention and of the MLP."""
-
-    norms: ClassVar[tuple[str, ...]] = (
-        *Block.norms, "post_self_attn_layernorm", "post_mlp_layernorm",
+class Glm4Block(NormedBlock):
+    norms = (
+        "input_layernorm", "post_self_attn_layernorm",
+        "post_attention_layernorm", "post_mlp_layernorm",
     )  # fmt: skip
-    post_self_attn_layernorm: RMSNorm
-    post_mlp_layernorm: RMSNorm
-    mlp: GatedMLP
-
-    def forward(
-        self, hidden: torch.Tensor, rotary: Rotary, context: ForwardContext
-    ) -> torch.Tensor:
-        answer = self.self_attn(hidden, self.input_layernorm, rotary, context, add=False)
-        hidden = hidden + self.post_self_attn_layernorm(answer)
-        answer = self.mlp.down_proj(self.mlp.inner(hidden, self.post_attention_layernorm))
-        out: torch.Tensor = hidden + self.post_mlp_layernorm(answer)
-        return out
 
 
 class Glm4Decoder(Decoder):

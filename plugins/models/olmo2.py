@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch
 
 from ...core.loading.model_config import ModelConfig
 from ...core.nn.context import BuildContext, ForwardContext
-from ...core.nn.mlp import GatedMLP
 from ...core.nn.norm import RMSNorm
 from ...core.nn.rotary import Rotary
-from .decoder import Block, CausalLM, Decoder, DecoderClassifier, HeadlessLM, SelfAttention
+from .decoder import (
+    CausalLM,
+    Decoder,
+    DecoderClassifier,
+    HeadlessLM,
+    NormedBlock,
+    SelfAttention,
+)
 
 
 class Olmo2Attention(SelfAttention):
@@ -35,21 +39,8 @@ class Olmo2Attention(SelfAttention):
         return out
 
 
-class Olmo2Block(Block):
-    """hidden + norm(answer), of attention and of the MLP."""
-
-    norms: ClassVar[tuple[str, ...]] = ("post_attention_layernorm", "post_feedforward_layernorm")
-    post_feedforward_layernorm: RMSNorm
-    mlp: GatedMLP
-
-    def forward(
-        self, hidden: torch.Tensor, rotary: Rotary, context: ForwardContext
-    ) -> torch.Tensor:
-        answer = self.self_attn(hidden, None, rotary, context, add=False)
-        hidden = hidden + self.post_attention_layernorm(answer)
-        answer = self.mlp.down_proj(self.mlp.inner(hidden, None))
-        out: torch.Tensor = hidden + self.post_feedforward_layernorm(answer)
-        return out
+class Olmo2Block(NormedBlock):
+    norms = ("", "post_attention_layernorm", "", "post_feedforward_layernorm")
 
 
 class Olmo2Decoder(Decoder):
