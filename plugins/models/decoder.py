@@ -195,6 +195,14 @@ class Decoder(nn.Module):
         return hidden
 
 
+def rotaries_by_type(config: ModelConfig, build: BuildContext) -> list[Rotary]:
+    """`Decoder.rotaries_of` where the configuration has rope parameters for each layer type."""
+    hf = config.hf_config
+    kinds = sorted(set(hf.layer_types))
+    made = {kind: Rotary(config, build, hf.rope_parameters[kind]) for kind in kinds}
+    return [made[kind] for kind in hf.layer_types]
+
+
 class HeadlessLM(nn.Module):
     """A decoder whose states are pooled. A family sets `attention`, and may set `decoder` and
     override `mlp`.

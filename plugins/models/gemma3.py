@@ -7,7 +7,7 @@ from typing import Any
 from ...core.loading.model_config import ModelConfig
 from ...core.nn.context import BuildContext
 from ...core.nn.norm import OffsetRMSNorm
-from ...core.nn.rotary import Rotary
+from .decoder import rotaries_by_type
 from .gemma2 import (
     Gemma2Attention,
     Gemma2Decoder,
@@ -31,15 +31,9 @@ class Gemma3Attention(Gemma2Attention):
 
 
 class Gemma3Decoder(Gemma2Decoder):
-    @staticmethod
-    def rotaries_of(config: ModelConfig, build: BuildContext) -> list[Rotary]:
-        """Layers with a window turn by another base than those without."""
-        hf = config.hf_config
-        made = {
-            kind: Rotary(config, build, hf.rope_parameters[kind])
-            for kind in sorted(set(hf.layer_types))
-        }
-        return [made[kind] for kind in hf.layer_types]
+    """Layers with a window turn by another base than those without."""
+
+    rotaries_of = staticmethod(rotaries_by_type)
 
 
 class Gemma3TextModel(Gemma2Model):

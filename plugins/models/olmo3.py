@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...core.loading.model_config import ModelConfig
-from ...core.nn.context import BuildContext
-from ...core.nn.rotary import Rotary
-from .decoder import CausalLM, DecoderClassifier, HeadlessLM
+from .decoder import CausalLM, DecoderClassifier, HeadlessLM, rotaries_by_type
 from .olmo2 import Olmo2Attention, Olmo2Decoder
 from .qwen2 import window_of_layer
 
@@ -19,15 +16,9 @@ class Olmo3Attention(Olmo2Attention):
 
 
 class Olmo3Decoder(Olmo2Decoder):
-    @staticmethod
-    def rotaries_of(config: ModelConfig, build: BuildContext) -> list[Rotary]:
-        """Only layers without a window turn by what was stretched for long texts."""
-        hf = config.hf_config
-        made = {
-            kind: Rotary(config, build, hf.rope_parameters[kind])
-            for kind in sorted(set(hf.layer_types))
-        }
-        return [made[kind] for kind in hf.layer_types]
+    """Only layers without a window turn by what was stretched for long texts."""
+
+    rotaries_of = staticmethod(rotaries_by_type)
 
 
 class Olmo3ForCausalLM(CausalLM):
