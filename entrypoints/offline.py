@@ -10,7 +10,9 @@ with LLM("path/to/encoder") as llm:
 from __future__ import annotations
 
 import asyncio
+import atexit
 import threading
+import weakref
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -46,12 +48,14 @@ class LLM:
             target=self._loop.run_forever, name="jackfield-loop", daemon=True
         )
         self._thread.start()
-        self._open = True
         self.engine = AsyncEngine(config)
+        self._end = weakref.finalize(self, _shut, self.engine, self._loop, self._thread)
+        self._end.atexit = False  # That would be behind the end of threads that are needed for it.
+        getattr(threading, "_register_atexit", atexit.register)(self._end)
         try:
             self._run(self.engine.start())
         except BaseException:
-            self._end_loop()
+            self.close()
             raise
 
     def generate(
@@ -82,10 +86,9 @@ class LLM:
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Answer one conversation or a list of them; → outputs in the same order."""
-        if len(messages) > 0 and isinstance(messages[0], Mapping):
-            items: list[Any] = [messages]
-        else:
-            items = list(messages)
+        _check_many("messages", messages)
+        one = len(messages) > 0 and isinstance(messages[0], Mapping)
+        items: list[Any] = [messages] if one else list(messages)
 
         def start(conversation: Any, one: SamplingParams) -> OutputStream:
             return self.engine.chat(
@@ -155,10 +158,9 @@ class LLM:
         return self._run(score_all(self.engine, list(zip(first, second, strict=True)), params))
 
     def close(self) -> None:
-        """Stop the engine and free the device. Safe to call twice."""
-        if self._open:
-            self._run(self.engine.stop())
-            self._end_loop()
+        """Stop the engine and free the device. Safe to call twice. The program's end does it, too,
+        and the end of the last reference."""
+        self._end()
 
     def __enter__(self) -> LLM:
         return self
@@ -186,15 +188,20 @@ class LLM:
         return self._run(_collect(map(one, items, each), use_tqdm))
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
-        if not self._open:
+        if not self._end.alive:
+            work.close()
             raise RuntimeError("this LLM is closed")
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
-    def _end_loop(self) -> None:
-        self._open = False
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+
+def _shut(engine: AsyncEngine, loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
+    if threading.current_thread() is thread:  # A collection of garbage may come anywhere.
+        threading.Thread(target=_shut, args=(engine, loop, thread)).start()
+        return
+    asyncio.run_coroutine_threadsafe(engine.stop(), loop).result()
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()
 
 
 async def _collect(work: Iterable[Coroutine[Any, Any, T]], use_tqdm: bool) -> list[T]:
@@ -216,9 +223,19 @@ async def _collect(work: Iterable[Coroutine[Any, Any, T]], use_tqdm: bool) -> li
 
 def _listed(prompts: Any) -> list[Any]:
     """One prompt, or a list of them, as a list."""
-    if isinstance(prompts, str | Mapping) or (len(prompts) > 0 and isinstance(prompts[0], int)):
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    _check_many("prompts", prompts)
+    if len(prompts) > 0 and isinstance(prompts[0], int):
         return [prompts]
     return list(prompts)
+
+
+def _check_many(name: str, given: Any) -> None:
+    """Whatever has a length and places, such as an array: raises InvalidRequest for the rest."""
+    places = hasattr(given, "__len__") and hasattr(given, "__getitem__")
+    if not places or isinstance(given, str | bytes | Mapping):
+        raise InvalidRequest(f"{name}: must be a list, got {type(given).__name__}", param=name)
 
 
 def _check_as_many(params: list[Any], prompts: list[Any]) -> None:

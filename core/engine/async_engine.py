@@ -346,7 +346,7 @@ class AsyncEngine:
                 param="messages",
             )
         return template.render_tokens(
-            list(messages),
+            messages,
             tools=None if tools is None else list(tools),
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,

@@ -113,7 +113,7 @@ def check_documents(documents: Any, guard: Guard) -> list[Any] | None:
 
 def check_messages(messages: Any, guard: Guard) -> list[dict[str, Any]]:
     """Messages in the form templates expect. Raises InvalidRequest with the field's path."""
-    if not isinstance(messages, list | tuple) or not messages:
+    if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:
         raise InvalidRequest("messages: must be a non-empty list", param="messages")
     return [_check_message(m, f"messages[{i}]", guard) for i, m in enumerate(messages)]
 

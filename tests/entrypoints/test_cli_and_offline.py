@@ -92,6 +92,31 @@ def test_an_error_in_one_prompt_leaves_the_engine_usable(llm: LLM) -> None:
     assert llm.engine.stats().kv_blocks_used == 0
 
 
+@pytest.mark.parametrize("wrong", [None, 5, {"role": "user"}, b"hi"])
+def test_what_is_no_list_is_refused_by_name(llm: LLM, wrong: Any) -> None:
+    with pytest.raises(InvalidRequest, match="messages: must be a list, got"):
+        llm.chat(wrong, use_tqdm=False)
+    with pytest.raises(InvalidRequest, match="messages: must be a non-empty list"):
+        llm.chat([wrong] if not isinstance(wrong, dict) else [[]], use_tqdm=False)
+    if not isinstance(wrong, dict):
+        with pytest.raises(InvalidRequest, match="prompts: must be a list, got"):
+            llm.generate(wrong, use_tqdm=False)
+
+
+@pytest.mark.parametrize("end", ["", "raise SystemExit(3)", "del llm; import gc; gc.collect()"])
+def test_a_script_need_not_close_it(end: str) -> None:
+    script = (
+        "from jackfield import LLM, SamplingParams; llm = LLM(max_num_seqs=4); "
+        "print(len(llm.generate('Hello', SamplingParams(max_tokens=2), use_tqdm=False))); " + end
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == (3 if "3" in end else 0)
+    assert done.stdout == "1\n"
+    assert not any(word in done.stderr for word in ("Traceback", "Error", "pending", "died"))
+
+
 def test_a_part_of_a_structured_option_has_a_flag() -> None:
     parser = Parser()
     add_engine_options(parser)
