@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .rehearsal import launch
+from .silu_mul import gated_mul
 
 
 @triton.jit
@@ -34,13 +34,4 @@ def gelu_mul(x: torch.Tensor) -> torch.Tensor:
 
     Computed in float32, rounded once at the end.
     """
-    num_rows, double = x.shape
-    size = double // 2
-    out = torch.empty((num_rows, size), dtype=x.dtype, device=x.device)
-    if num_rows == 0:
-        return out
-    block = min(triton.next_power_of_2(size), 1024)
-    launch(_gelu_mul_kernel, (num_rows, triton.cdiv(size, block)))(
-        out, x, out.stride(0), x.stride(0), SIZE=size, BLOCK=block, num_warps=4
-    )
-    return out
+    return gated_mul(_gelu_mul_kernel, x)

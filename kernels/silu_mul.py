@@ -9,6 +9,8 @@ bound by memory.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -32,13 +34,18 @@ def silu_mul(x: torch.Tensor) -> torch.Tensor:
 
     Computed in float32, rounded once at the end.
     """
+    return gated_mul(_silu_mul_kernel, x)
+
+
+def gated_mul(kernel: Any, x: torch.Tensor) -> torch.Tensor:
+    """As `silu_mul`, by a kernel of its arguments."""
     num_rows, double = x.shape
     size = double // 2
     out = torch.empty((num_rows, size), dtype=x.dtype, device=x.device)
     if num_rows == 0:
         return out
     block = min(triton.next_power_of_2(size), 1024)
-    launch(_silu_mul_kernel, (num_rows, triton.cdiv(size, block)))(
+    launch(kernel, (num_rows, triton.cdiv(size, block)))(
         out, x, out.stride(0), x.stride(0), SIZE=size, BLOCK=block, num_warps=4
     )
     return out

@@ -15,13 +15,10 @@ import msgspec
 from ..config import EngineConfig
 from ..errors import ConfigError
 from ..pooling import PoolingType
+from .json_file import object_if_there
 from .model_config import ModelConfig
 from .pooling_config import Activation, PoolingConfig, TokenClassifier
-from .sentence_transformer import (
-    SentenceTransformer,
-    read_object,
-    read_sentence_transformer,
-)
+from .sentence_transformer import SentenceTransformer, read_sentence_transformer
 
 ACTIVATIONS: dict[str, Activation | None] = {
     "Identity": None, "Sigmoid": "sigmoid", "Softmax": "softmax",
@@ -198,7 +195,7 @@ def _activation(hf: Any, num_labels: int) -> tuple[Activation, bool]:
 
 def _num_token_types(model_config: ModelConfig) -> int:
     """0 where the tokenizer says that its model takes none."""
-    names = read_object(model_config.path / "tokenizer_config.json").get("model_input_names")
+    names = object_if_there(model_config.path / "tokenizer_config.json").get("model_input_names")
     if isinstance(names, list) and "token_type_ids" not in names:
         return 0
     return int(getattr(model_config.hf_config, "type_vocab_size", None) or 0)
@@ -232,7 +229,7 @@ def _length(
                 param="max_model_len",
             )
         return config.max_model_len
-    tokenizer = read_object(model_config.path / "tokenizer_config.json").get("model_max_length")
+    tokenizer = object_if_there(model_config.path / "tokenizer_config.json").get("model_max_length")
     limits = [reach]
     for limit in (found.max_length, tokenizer):
         if isinstance(limit, int | float) and 0 < limit < NO_LIMIT:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -12,6 +11,7 @@ import msgspec
 
 from ..errors import ConfigError, LoadError
 from ..pooling import PoolingType
+from .json_file import json_if_there, object_if_there
 
 POOLING_MODES: dict[str, PoolingType] = {
     "cls": "CLS", "cls_token": "CLS", "mean": "MEAN", "mean_tokens": "MEAN", "lasttoken": "LAST",
@@ -50,11 +50,11 @@ def read_sentence_transformer(folder: Path) -> SentenceTransformer:
     """
     found = SentenceTransformer()
     for path in sorted(folder.glob("sentence_*_config.json")):
-        settings = read_object(path)
+        settings = object_if_there(path)
         length = settings.get("max_seq_length")
         found.max_length = length if isinstance(length, int) and length > 0 else None
         found.lower_case = settings.get("do_lower_case") is True
-    modules = _json(folder / "modules.json") or []
+    modules = json_if_there(folder / "modules.json") or []
     if not isinstance(modules, list) or not all(isinstance(one, dict) for one in modules):
         raise LoadError(f"model: {folder}/modules.json is no list of modules", param="model")
     for module in modules:
@@ -83,7 +83,7 @@ def _inside(folder: Path, module: Mapping[str, Any]) -> Path:
 
 
 def _projection(folder: Path) -> Projection:
-    settings = read_object(folder / "config.json")
+    settings = object_if_there(folder / "config.json")
     size_in, size_out = settings.get("in_features"), settings.get("out_features")
     named = str(settings.get("activation_function", "Identity"))
     activation = named.rpartition(".")[2]
@@ -102,7 +102,7 @@ def _projection(folder: Path) -> Projection:
 
 
 def _pooling_mode(folder: Path) -> PoolingType:
-    settings = read_object(folder / "config.json")
+    settings = object_if_there(folder / "config.json")
     named = settings.get("pooling_mode")
     on = {str(named)} if named else set()
     on |= {
@@ -119,19 +119,3 @@ def _pooling_mode(folder: Path) -> PoolingType:
             param="model",
         )
     return kind
-
-
-def read_object(path: Path) -> dict[str, Any]:
-    """A JSON file's object; empty where there is no file, or something else in it."""
-    read = _json(path)
-    return read if isinstance(read, dict) else {}
-
-
-def _json(path: Path) -> Any:
-    """None where there is no such file."""
-    if not path.is_file():
-        return None
-    try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError) as error:
-        raise LoadError(f"model: {path} cannot be read: {error}", param="model") from error

@@ -11,7 +11,8 @@ from torch import nn
 from ..errors import ConfigError
 from .context import BuildContext
 from .linear import Linear
-from .operations import HeadLayout, RaggedRows, split_heads
+from .operations import HeadLayout, split_heads
+from .ragged import RaggedRows
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu": F.gelu,

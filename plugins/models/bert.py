@@ -15,7 +15,7 @@ from ...core.nn.embedding import Embedding
 from ...core.nn.encoder import BidirectionalAttention, PlainMLP
 from ...core.nn.linear import Linear, MergedLinear
 from ...core.nn.norm import LayerNorm
-from ...core.nn.operations import RaggedRows
+from ...core.nn.ragged import RaggedRows
 
 ENCODER_PARTS = {
     "gamma": "weight",

@@ -170,6 +170,7 @@ class Decoder(nn.Module):
         super().__init__()
         hf = config.hf_config
         self.embed_tokens = Embedding(config.vocab_size, hf.hidden_size, build)
+        self.scale = self.embedding_scale(config, build)
         self.rotaries = nn.ModuleList(self.rotaries_of(config, build))
         self.layers = nn.ModuleList(
             self.block(config, layer, build, attention, mlp)
@@ -192,7 +193,12 @@ class Decoder(nn.Module):
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
         """[num_tokens] → what the first layer gets, [num_tokens, hidden_size]."""
         hidden: torch.Tensor = self.embed_tokens(input_ids)
-        return hidden
+        return hidden if self.scale is None else hidden * self.scale
+
+    @staticmethod
+    def embedding_scale(config: ModelConfig, build: BuildContext) -> float | None:
+        """What embeddings are multiplied by; None: nothing."""
+        return None
 
 
 def rotaries_by_type(config: ModelConfig, build: BuildContext) -> list[Rotary]:

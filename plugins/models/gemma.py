@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -10,7 +10,20 @@ from ...core.errors import ConfigError
 from ...core.loading.model_config import ModelConfig
 from ...core.nn.context import BuildContext
 from ...core.nn.norm import OffsetRMSNorm
-from .decoder import Block, CausalLM, Decoder, DecoderClassifier, HeadlessLM, MakeMLP, SelfAttention
+from ...core.protocols import AttentionSpec
+from .decoder import Block, CausalLM, Decoder, DecoderClassifier, HeadlessLM, SelfAttention
+
+
+class GemmaAttention(SelfAttention):
+    def spec(self, hf: Any, layer: int) -> AttentionSpec:
+        """Raises ConfigError where a layer is to see what comes after."""
+        if getattr(hf, "use_bidirectional_attention", None):
+            raise ConfigError(
+                "use_bidirectional_attention: true is not supported, only attention to what came "
+                "before",
+                param="use_bidirectional_attention",
+            )
+        return super().spec(hf, layer)
 
 
 class GemmaBlock(Block):
@@ -18,32 +31,16 @@ class GemmaBlock(Block):
 
 
 class GemmaDecoder(Decoder):
-    """Embeddings are multiplied by sqrt(hidden_size), rounded to the model's type."""
-
     block: ClassVar[type[Block]] = GemmaBlock
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        build: BuildContext,
-        attention: type[SelfAttention],
-        mlp: MakeMLP,
-    ) -> None:
-        if getattr(config.hf_config, "use_bidirectional_attention", None):
-            raise ConfigError(
-                "use_bidirectional_attention: true is not supported, only attention to what came "
-                "before",
-                param="use_bidirectional_attention",
-            )
-        super().__init__(config, build, attention, mlp)
-        self.scale = float(torch.tensor(config.hidden_size**0.5).to(build.dtype))
-
-    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """[num_tokens] → [num_tokens, hidden_size]"""
-        return super().embed(input_ids) * self.scale
+    @staticmethod
+    def embedding_scale(config: ModelConfig, build: BuildContext) -> float:
+        """sqrt(hidden_size), rounded to the model's type."""
+        return float(torch.tensor(config.hidden_size**0.5).to(build.dtype))
 
 
 class GemmaModel(HeadlessLM):
+    attention = GemmaAttention
     decoder = GemmaDecoder
 
 

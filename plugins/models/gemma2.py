@@ -14,12 +14,12 @@ from ...core.nn.context import BuildContext
 from ...core.nn.mlp import GatedMLP
 from ...core.nn.norm import OffsetRMSNorm
 from ...core.protocols import AttentionSpec
-from .decoder import CausalLM, DecoderClassifier, HeadlessLM, NormedBlock, SelfAttention
-from .gemma import GemmaDecoder
+from .decoder import CausalLM, DecoderClassifier, HeadlessLM, NormedBlock
+from .gemma import GemmaAttention, GemmaDecoder
 from .qwen2 import window_of_layer
 
 
-class Gemma2Attention(SelfAttention):
+class Gemma2Attention(GemmaAttention):
     def spec(self, hf: Any, layer: int) -> AttentionSpec:
         """With a scale of the configuration's, and a soft cap."""
         return msgspec.structs.replace(

@@ -52,18 +52,9 @@ class GraniteBlock(Block):
 class GraniteDecoder(Decoder):
     block = GraniteBlock
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        build: BuildContext,
-        attention: type[SelfAttention],
-        mlp: MakeMLP,
-    ) -> None:
-        super().__init__(config, build, attention, mlp)
-        self.multiplier = float(config.hf_config.embedding_multiplier)
-
-    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
-        return super().embed(input_ids) * self.multiplier
+    @staticmethod
+    def embedding_scale(config: ModelConfig, build: BuildContext) -> float:
+        return float(config.hf_config.embedding_multiplier)
 
 
 class GraniteForCausalLM(CausalLM):

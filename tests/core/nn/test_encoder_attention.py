@@ -9,7 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jackfield.core.nn.operations import PADDING_ALLOWED, Operations, RaggedRows
+from jackfield.core.nn.operations import Operations
+from jackfield.core.nn.ragged import PADDING_ALLOWED, RaggedRows
 
 CPU = torch.device("cpu")
 
