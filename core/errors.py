@@ -47,9 +47,26 @@ class InvalidRequest(JackfieldError):
 
 
 class ContextLengthExceeded(InvalidRequest):
-    """The prompt does not fit in `max_model_len`."""
+    """The prompt, alone or with the tokens asked for, does not fit in `max_model_len`."""
 
     code = "context_length_exceeded"
+    limit: int | None = None
+    """Tokens that the context holds."""
+    num_prompt_tokens: int | None = None
+
+    @classmethod
+    def of(
+        cls, limit: int, num_prompt_tokens: int, reason: str, *, param: str
+    ) -> ContextLengthExceeded:
+        """With OpenAI's sentence, by which clients recognise this refusal and fall back to a model
+        with a longer context; `reason`: what comes after its "However, ".
+        """
+        error = cls(
+            f"This model's maximum context length is {limit} tokens. However, {reason}",
+            param=param,
+        )
+        error.limit, error.num_prompt_tokens = limit, num_prompt_tokens
+        return error
 
 
 class AuthenticationFailed(JackfieldError):

@@ -122,9 +122,12 @@ class Admission:
         field, asked = params.max_tokens_field, params.max_tokens
         limit = self.model_config.max_model_len
         if field is not None and asked is not None and num_prompt_tokens + asked > limit:
-            raise ContextLengthExceeded(
-                f"{field}: {asked} after a prompt of {num_prompt_tokens} tokens, but the context "
-                f"holds {limit} in all; ask for at most {limit - num_prompt_tokens}",
+            raise ContextLengthExceeded.of(
+                limit,
+                num_prompt_tokens,
+                f"you requested {num_prompt_tokens + asked} tokens ({num_prompt_tokens} in the "
+                f"prompt, {asked} in the completion). Ask for {field} of at most "
+                f"{limit - num_prompt_tokens}, or shorten the prompt.",
                 param=field,
             )
 
@@ -133,9 +136,11 @@ class Admission:
             raise InvalidRequest("prompt: must have at least one token", param="prompt")
         limit = self.model_config.max_model_len
         if len(token_ids) >= limit:
-            raise ContextLengthExceeded(
-                f"prompt: {len(token_ids)} tokens, but the context holds {limit} including at "
-                "least one token of output; shorten it or set truncate_prompt_tokens",
+            raise ContextLengthExceeded.of(
+                limit,
+                len(token_ids),
+                f"your prompt has {len(token_ids)} tokens, and at least one token of output must "
+                "fit as well. Shorten the prompt or set truncate_prompt_tokens.",
                 param="prompt",
             )
         vocab = self.model_config.vocab_size

@@ -138,9 +138,11 @@ class PoolingAdmission:
             raise InvalidRequest("prompt: must have at least one token", param="prompt")
         longest = self.model_config.max_model_len
         if len(token_ids) > longest:
-            raise ContextLengthExceeded(
-                f"prompt: {len(token_ids)} tokens, but this model takes {longest}; shorten it or "
-                "set truncate_prompt_tokens",
+            raise ContextLengthExceeded.of(
+                longest,
+                len(token_ids),
+                f"your prompt has {len(token_ids)} tokens. Shorten it or set "
+                "truncate_prompt_tokens.",
                 param="prompt",
             )
         vocab = self.model_config.vocab_size

@@ -138,7 +138,7 @@ def _check_message(message: Any, path: str, guard: Guard) -> dict[str, Any]:
     checked["role"] = role
     calls = message.get("tool_calls")
     content = _check_content(message.get("content"), f"{path}.content")
-    if content is None and not (role == "assistant" and (calls or message.get("function_call"))):
+    if content is None and role != "assistant":
         raise InvalidRequest(f"{path}.content: is missing", param=f"{path}.content")
     if calls:
         if role != "assistant":

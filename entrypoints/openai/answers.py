@@ -355,6 +355,13 @@ class TokenizeAnswer(Struct):
     token_strs: list[str] | None
 
 
+class InputTokensAnswer(Struct):
+    """How long a response's prompt is."""
+
+    object: Literal["response.input_tokens"]
+    input_tokens: int
+
+
 class DetokenizeAnswer(Struct):
     """Text."""
 

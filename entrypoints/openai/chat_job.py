@@ -6,6 +6,8 @@ too.
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import time
 import uuid
 from collections.abc import Callable
@@ -147,21 +149,36 @@ class ChatJob:
 
     def outputs(self) -> OutputStream:
         """What the engine makes of the request."""
-        asked = self.asked
         return self.engine.chat(
-            asked.messages,
+            self.asked.messages,
             self.params,
-            tools=asked.tools if self.uses_tools else None,
-            chat_template_kwargs=self.template_arguments,
-            add_generation_prompt=asked.add_generation_prompt and not asked.continue_final_message,
-            continue_final_message=asked.continue_final_message,
-            documents=asked.documents,
-            chat_template=asked.chat_template,
-            add_special_tokens=asked.add_special_tokens,
+            **self._rendering(),
             request_id=self.id,
-            priority=asked.priority,
-            cache_salt=asked.cache_salt,
+            priority=self.asked.priority,
+            cache_salt=self.asked.cache_salt,
         )
+
+    async def count_prompt(self) -> int:
+        """Tokens of the prompt that `outputs` would start from. Raises InvalidRequest."""
+        render = functools.partial(
+            self.engine.render_chat, self.asked.messages, **self._rendering()
+        )
+        return len(await asyncio.to_thread(render))
+
+    def _rendering(self) -> dict[str, Any]:
+        """How the messages become a prompt: arguments that `chat` and `render_chat` share."""
+        asked = self.asked
+        return {
+            "tools": asked.tools if self.uses_tools else None,
+            "chat_template_kwargs": self.template_arguments,
+            "add_generation_prompt": (
+                asked.add_generation_prompt and not asked.continue_final_message
+            ),
+            "continue_final_message": asked.continue_final_message,
+            "documents": asked.documents,
+            "chat_template": asked.chat_template,
+            "add_special_tokens": asked.add_special_tokens,
+        }
 
     def check(self, output: RequestOutput, completion: CompletionOutput) -> None:
         """Raises RequestFailed where the engine gave up on the completion."""

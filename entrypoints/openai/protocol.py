@@ -14,6 +14,7 @@ from ...core.errors import InvalidRequest, shown
 from ...core.loading.generation_config import SamplingDefaults
 from ...core.types import OutputKind, SamplingParams
 from .structured import requested
+from .whole_numbers import integers_of, with_integers
 
 T = TypeVar("T")
 MAX_PROMPTS = 256
@@ -46,6 +47,8 @@ UNSUPPORTED = {
 """Field → why it is refused, or what to do in its place."""
 EMPTY: tuple[Any, ...] = (None, False, "", [], {})
 """What asks for nothing."""
+NOTHING = {"function_call": ("auto", "none")}
+"""The same for one field: without functions, this is what happens anyway."""
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 VERBOSITIES = ("low", "medium", "high")
 SERVICE_TIERS = ("auto", "default", "flex", "scale", "priority", "fast")
@@ -308,9 +311,11 @@ def decode(body: bytes, kind: type[T]) -> T:
     if not isinstance(raw, dict):
         raise InvalidRequest("the body must be a JSON object")
     for name, why in UNSUPPORTED.items():
-        if name in raw and raw[name] not in EMPTY and name not in kind.__struct_fields__:  # type: ignore[attr-defined]
+        asks = name in raw and raw[name] not in (*EMPTY, *NOTHING.get(name, ()))
+        if asks and name not in kind.__struct_fields__:  # type: ignore[attr-defined]
             raise InvalidRequest(f"{name}: is not supported: {why}", param=name)
     raw = {name: value for name, value in raw.items() if value is not None}
+    raw = with_integers(raw, integers_of(kind))  # type: ignore[arg-type]
     try:
         return msgspec.convert(raw, kind, strict=True, str_keys=True)
     except msgspec.ValidationError as error:

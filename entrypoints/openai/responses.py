@@ -8,12 +8,13 @@ from typing import Any
 
 from aiohttp import web
 
-from ...core.errors import InvalidRequest
+from ...core.errors import InvalidRequest, JackfieldError
+from .answers import InputTokensAnswer
 from .context import ENGINE, OPTIONS, reply
 from .openapi import documented
 from .protocol import decode
 from .responses_background import Responses
-from .responses_protocol import ResponsesRequest
+from .responses_protocol import ResponsesRequest, renamed
 from .streaming import HEADERS
 
 RESPONSES: web.AppKey[Responses] = web.AppKey("responses", Responses)
@@ -28,6 +29,7 @@ def add_responses(app: web.Application) -> None:
     app.add_routes(
         [
             web.post("/v1/responses", create),
+            web.post("/v1/responses/input_tokens", input_tokens),
             web.get(one, retrieve),
             web.delete(one, delete),
             web.post(f"{one}/cancel", cancel),
@@ -52,6 +54,18 @@ async def create(request: web.Request) -> web.StreamResponse:
     body = await job.whole()
     responses.keep(job)
     return reply(body)
+
+
+@documented("Responses", request=ResponsesRequest, answer=InputTokensAnswer)
+async def input_tokens(request: web.Request) -> web.Response:
+    """POST /v1/responses/input_tokens: how many tokens such a response's prompt has."""
+    wanted = decode(await request.read(), ResponsesRequest)
+    job = await request.app[RESPONSES].job(request.app[ENGINE], wanted)
+    try:
+        count = await job.count_prompt()
+    except JackfieldError as error:
+        raise renamed(error) from None
+    return reply({"object": "response.input_tokens", "input_tokens": count})
 
 
 @documented("Responses", answer=dict[str, Any], event=dict[str, Any], refused=(400, 404))

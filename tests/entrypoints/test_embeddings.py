@@ -143,7 +143,7 @@ def test_bad_embedding_requests_name_the_field(embedder: Server) -> None:
         ({"input": [99999]}, "input", "token id 99999"),
         ({"input": 5}, "input", "Expected"),
         ({"input": ["x"] * 2049}, "input", "1 to 2048"),
-        ({"input": "word " * 300}, "input", "302 tokens, but this model takes 256"),
+        ({"input": "word " * 300}, "input", "256 tokens. However, your prompt has 302 tokens"),
         ({"input": "x", "dimensions": 64}, "dimensions", "cannot be cut"),
         ({"input": "x", "dimensions": 0}, "dimensions", "positive"),
         ({"input": "x", "encoding_format": "hex"}, "encoding_format", "hex"),

@@ -307,7 +307,7 @@ async def test_minilm_gives_the_vectors_of_transformers() -> None:
     async with AsyncEngine(config(folder)) as engine:
         assert engine.model_config.max_model_len == 256, "sentence_bert_config.json"
         outputs = await encode_all(engine, texts)
-        with pytest.raises(ContextLengthExceeded, match="402 tokens, but this model takes 256"):
+        with pytest.raises(ContextLengthExceeded, match="your prompt has 402 tokens"):
             await engine.encode("word " * 400)
         cut = await engine.encode("word " * 400, PoolingParams(truncate_prompt_tokens=-1))
         assert len(cut.prompt_token_ids) == 256
@@ -384,7 +384,7 @@ async def test_requests_are_checked_by_the_fields_name(bert: Path) -> None:
             ([], None, "at least one token", "prompt"),
             ({"text": "a"}, None, "text and text_pair", "prompt"),
             ([True], None, "list of token ids", "prompt"),
-            ("the " * 30, None, "32 tokens, but this model takes 20", "prompt"),
+            ("the " * 30, None, "20 tokens. However, your prompt has 32 tokens", "prompt"),
             ("the", {"truncate_prompt_tokens": 21}, "more than", "truncate_prompt_tokens"),
             ("the", {"truncate_prompt_tokens": 2}, "no room", "truncate_prompt_tokens"),
             ("the", {"task": "classify"}, "not what this model does", "task"),

@@ -178,7 +178,6 @@ REFUSED: list[tuple[Any, str]] = [
     ([*user("a"), {"role": "user", "content": None}], "messages[1].content"),
     (user(5), "messages[0].content"),
     (user([{"type": "image_url", "image_url": {}}]), "messages[0].content[0]"),
-    ([{"role": "assistant", "content": None}], "messages[0].content"),
     (
         [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}],
         "messages[0].tool_calls[0].function.arguments",
