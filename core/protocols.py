@@ -522,6 +522,15 @@ class Executor(Protocol):
     def submit(self, plan: StepPlan) -> asyncio.Future[StepResult]:
         """Queue one step; plans run in order. The future fails if the step as a whole does."""
 
+    async def recover(self) -> None:
+        """After a failed step, with no step queued: forget every slot, and check the device.
+
+        From a step's failure until this is called, steps must not run: what they are made of may
+        never have arrived. They fail, too. Raises when the device is lost. With an executor
+        without this method, a failed step ends the engine; so it does with a KV connector, and
+        when several steps fail in a row.
+        """
+
     async def stop(self) -> None:
         """Finish what is queued, free the device. Safe to call twice."""
 
@@ -564,7 +573,8 @@ class SchedulePolicy(Protocol):
         """Smallest first. The victim of a preemption is the running request with the largest.
 
         Asked once, when the request is added: the answer holds for its life. Equal keys: by
-        order of addition.
+        order of addition. A tuple of numbers, texts, bytes or such tuples, of one shape for all
+        requests: another key, or an exception, refuses this request alone.
         """
 
 

@@ -139,6 +139,15 @@ class Registry(Generic[T]):
         self._loaded[name] = loaded
         return loaded  # type: ignore[no-any-return]
 
+    def described(self, name: str) -> str:
+        """What errors call a registered name: its kind, and the distribution that it is from."""
+        kind = self.kind.replace("_", " ")
+        entry = self._entries.get(name)
+        if entry is None:
+            return f"{kind} {name!r}"
+        source = entry.provenance
+        return f"{kind} {name!r} of {source.distribution} {source.version}".rstrip()
+
     def entries(self) -> list[Entry]:
         """All entries, highest priority first, then by name."""
         return sorted(self._entries.values(), key=lambda e: (-e.priority, e.name))

@@ -198,10 +198,12 @@ def _shut(engine: AsyncEngine, loop: asyncio.AbstractEventLoop, thread: threadin
     if threading.current_thread() is thread:  # A collection of garbage may come anywhere.
         threading.Thread(target=_shut, args=(engine, loop, thread)).start()
         return
-    asyncio.run_coroutine_threadsafe(engine.stop(), loop).result()
-    loop.call_soon_threadsafe(loop.stop)
-    thread.join()
-    loop.close()
+    try:
+        asyncio.run_coroutine_threadsafe(engine.stop(), loop).result()
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
 
 
 async def _collect(work: Iterable[Coroutine[Any, Any, T]], use_tqdm: bool) -> list[T]:

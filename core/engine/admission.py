@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import uuid
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,6 +14,11 @@ from ..loading.model_config import ModelConfig
 from ..scheduling.request import Request
 from ..text.tokenizer import Tokenizer
 from ..types import GrammarStart, Prompt, SamplingParams
+
+
+def new_scheduler_id() -> str:
+    """A name for a request inside the engine."""
+    return uuid.uuid4().hex
 
 
 class Admission:
@@ -63,7 +69,11 @@ class Admission:
         cache_salt: str | None,
         grammar: GrammarStart | None = None,
     ) -> list[Request]:
-        """`params.n` scheduler requests for one prompt, the first one leading."""
+        """`params.n` scheduler requests for one prompt, the first one leading.
+
+        `request_id` is the caller's. The scheduler's ids are drawn here: none that a caller may
+        choose can be one of them.
+        """
         token_ids = self._truncated(token_ids, params)
         self._check_prompt(token_ids)
         self._check_params(params)
@@ -84,10 +94,12 @@ class Admission:
             bad_words = self.tokenizer.bad_words_ids(params.bad_words)
         seed = self._seeds.getrandbits(62) if params.seed is None else params.seed
         made: list[Request] = []
+        name = new_scheduler_id()
         for index in range(params.n):
             made.append(
                 Request(
-                    request_id=request_id if params.n == 1 else f"{request_id}#{index}",
+                    request_id=name if params.n == 1 else f"{name}-{index}",
+                    external_id=request_id,
                     prompt_token_ids=token_ids,
                     params=params,
                     max_tokens=max_tokens,

@@ -8,10 +8,11 @@ async with AsyncEngine(EngineConfig(model="path")) as engine:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -21,12 +22,13 @@ from ..errors import (
     EngineOverloaded,
     EngineStopped,
     InvalidRequest,
+    PluginError,
 )
 from ..loading.generation_config import NO_DEFAULTS
 from ..loading.model_config import ModelConfig, resolve_model_config
 from ..observe.metrics import EngineMetrics
 from ..pooling import PoolingParams
-from ..protocols import Executor, ExecutorInfo, KVConnectorScheduler
+from ..protocols import Executor, ExecutorInfo, KVConnectorScheduler, SchedulePolicy
 from ..registry import Plugins, load_plugins
 from ..scheduling.scheduler import Scheduler
 from ..text.chat import ChatTemplate
@@ -61,6 +63,15 @@ from .underway import Publisher, State, Underway
 logger = logging.getLogger("jackfield.engine")
 HEALTH_SECONDS = 30.0
 """A worker that neither answers nor ends a step for so long is at fault."""
+
+
+@contextlib.contextmanager
+def _logged(what: str) -> Iterator[None]:
+    """At the end of an engine: log what fails, and go on."""
+    try:
+        yield
+    except Exception:
+        logger.exception("%s failed", what)
 
 
 class AsyncEngine:
@@ -127,11 +138,11 @@ class AsyncEngine:
             await asyncio.to_thread(self._load_text)
             self.info = await starting
             self._connector = connect(self.config, self.info, self.plugins, self._wake)
+            self._serve()
         except BaseException:
             await asyncio.gather(starting, return_exceptions=True)
             await self._executor.stop()
             raise
-        self._serve()
         logger.info(
             "ready in %.1f s: %s on %s (%s), attention %s (%s), %d KV blocks of %d tokens",
             time.monotonic() - began,
@@ -200,7 +211,8 @@ class AsyncEngine:
             enable_chunked_prefill=config.enable_chunked_prefill
             and (pooling is None or pooling.causal),
             long_prefill_token_threshold=config.long_prefill_token_threshold,
-            policy=self.plugins["schedule_policy"].load(config.scheduling_policy)(),
+            policy=self._policy(),
+            policy_name=self.plugins["schedule_policy"].described(config.scheduling_policy),
             connector=self._connector,
             transfer=config.kv_transfer_config,
             hash_key=None if self.info.kv_layout is None else self.info.kv_layout.fingerprint,
@@ -214,12 +226,26 @@ class AsyncEngine:
             self._scheduler,
             self._executor,
             publish=self._publisher.publish,
+            recoverable=self._connector is None,
             stepped=self._stepped,
             died=self._die,
         )
         self._watch_steps = self.plugins.has_listeners("step_finished")
         self._steps.start()
         self._accepting = True
+
+    def _policy(self) -> SchedulePolicy:
+        """Raises PluginError where the policy cannot be made."""
+        registry, name = self.plugins["schedule_policy"], self.config.scheduling_policy
+        made = registry.load(name)
+        try:
+            policy: SchedulePolicy = made()
+            if not callable(policy.key):
+                raise TypeError("`key` cannot be called")
+        except Exception as error:
+            told = f"{type(error).__name__}: {error}"
+            raise PluginError(f"{registry.described(name)} cannot be made: {told}") from error
+        return policy
 
     async def drain(self, timeout: float | None = None) -> bool:
         """Take no new requests; wait for the running ones, at most `timeout` seconds.
@@ -234,19 +260,27 @@ class AsyncEngine:
         return True
 
     async def stop(self) -> None:
-        """Abort what is running and free the device. Safe to call twice."""
+        """Abort what is running and free the device. Safe to call twice.
+
+        What a part raises at its end is logged: the others end all the same.
+        """
         self._accepting = False
         if not hasattr(self, "_steps"):
             return
         for state in list(self._underway.states.values()):
-            self._abort(state)
+            with _logged(f"aborting request {state.request_id}"):
+                self._abort(state)
         await self._listeners_done()
         await self.plugins.emit("engine_stopping", engine=self)
-        await self._steps.stop()
-        await self._grammars.close()
+        with _logged("stopping the step loop"):
+            await self._steps.stop()
+        with _logged("closing the grammars"):
+            await self._grammars.close()
         if self._connector is not None:
-            self._connector.close()
-        await self._executor.stop()
+            with _logged("closing the KV connector"):
+                self._connector.close()
+        with _logged("stopping the executor"):
+            await self._executor.stop()
         await self._listeners_done()
 
     async def __aenter__(self) -> AsyncEngine:
@@ -525,10 +559,7 @@ class AsyncEngine:
         self._check_running()
         self._check_room()
         request_id = request_id or uuid.uuid4().hex
-        if request_id in self._underway.states:
-            raise InvalidRequest(
-                f"request_id: {request_id!r} is in use by a running request", param="request_id"
-            )
+        self._underway.check_free(request_id)
         return request_id
 
     def _check_running(self) -> None:

@@ -19,6 +19,7 @@ from ..scheduling.request import Request
 from ..text.encoding import LONG_TEXT
 from ..text.tokenizer import Tokenizer
 from ..types import FinishReason, PoolingRequestOutput, Prompt, RequestTimings, SamplingParams
+from .admission import new_scheduler_id
 
 PoolingPrompt: TypeAlias = Prompt | TextPair
 _NO_SAMPLING = SamplingParams(max_tokens=1, temperature=0.0)
@@ -81,9 +82,10 @@ class PoolingAdmission:
         priority: int,
         cache_salt: str | None,
     ) -> Request:
-        """`params` are completed."""
+        """`request_id` is the caller's; `params` are completed."""
         return Request(
-            request_id=request_id,
+            request_id=new_scheduler_id(),
+            external_id=request_id,
             prompt_token_ids=prompt.token_ids,
             params=_NO_SAMPLING,
             max_tokens=1,
@@ -178,7 +180,7 @@ class PoolingState:
     """A caller's pooling request. It has what the engine asks of a `RequestState`."""
 
     def __init__(self, text: str | None, request: Request) -> None:
-        self.request_id = request.request_id
+        self.request_id = request.external_id
         self.prompt = text
         self.requests = [request]
         self.pooled = Pooled()

@@ -32,10 +32,12 @@ async def encode_all(
 
     `options`: as of `AsyncEngine.encode`, `request_id` being the start of each one's.
     """
-    name = options.pop("request_id", None) or uuid.uuid4().hex
+    name = options.pop("request_id", None) or "pooled"
+    unique = uuid.uuid4().hex  # So that no caller's name for another request is one of these.
 
     async def one(prompt: PoolingPrompt, number: int) -> PoolingRequestOutput:
-        return await engine.encode(prompt, params, request_id=f"{name}-{number}", **options)
+        request_id = f"{name}-{number}-{unique}"
+        return await engine.encode(prompt, params, request_id=request_id, **options)
 
     tasks: list[asyncio.Task[PoolingRequestOutput]] = []
     try:

@@ -4,20 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import logging
 from collections.abc import Callable
+from typing import TypeAlias
 
 from ..protocols import Executor
 from ..scheduling.request import Update
 from ..scheduling.scheduler import Scheduler
 from ..types import StepPlan, StepResult
 
+logger = logging.getLogger("jackfield.engine")
 STEPS_IN_FLIGHT = 2
+MAX_FAILED_STEPS = 3
+"""Steps that fail one after another, with none between that ends well, before the loop gives up."""
+InFlight: TypeAlias = collections.deque[tuple[StepPlan, asyncio.Future[StepResult]]]
 
 
 class StepLoop:
     """Keeps the device fed. Everything here runs on the event loop.
 
-    `publish` gets each result's updates; `died` gets the error that ended the loop.
+    `publish` gets each result's updates; `died` gets the error that ended the loop. A step that
+    fails ends its own requests, and the loop goes on, where it is `recoverable` and the executor
+    can `recover`.
     """
 
     def __init__(
@@ -28,12 +36,16 @@ class StepLoop:
         publish: Callable[[list[Update]], None],
         stepped: Callable[[StepPlan, StepResult], None],
         died: Callable[[BaseException], None],
+        recoverable: bool = True,
     ) -> None:
         self.scheduler = scheduler
         self.executor = executor
         self.publish = publish
         self.stepped = stepped
         self.died = died
+        self.recoverable = recoverable
+        self._num_failed = 0
+        """Steps that have failed since the last one that ended well."""
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -58,8 +70,7 @@ class StepLoop:
             self._task = None
 
     async def _run(self) -> None:
-        in_flight: collections.deque[tuple[StepPlan, asyncio.Future[StepResult]]]
-        in_flight = collections.deque()
+        in_flight: InFlight = collections.deque()
         try:
             while True:
                 self._wake.clear()
@@ -69,8 +80,13 @@ class StepLoop:
                     await self._wake.wait()
                     continue
                 plan, future = in_flight.popleft()
-                # Shielded: cancelling this task must not lose the step's second half.
-                result = await asyncio.shield(future)
+                try:
+                    # Shielded: cancelling this task must not lose the step's second half.
+                    result = await asyncio.shield(future)
+                except Exception as error:
+                    await self._go_on(plan, error, in_flight)
+                    continue
+                self._num_failed = 0
                 self.publish(self.scheduler.update(plan, result))
                 self.stepped(plan, result)
         except asyncio.CancelledError:
@@ -80,11 +96,32 @@ class StepLoop:
             await asyncio.gather(*(future for _, future in in_flight), return_exceptions=True)
             self.died(error)
 
-    def _fill(
-        self, in_flight: collections.deque[tuple[StepPlan, asyncio.Future[StepResult]]]
-    ) -> None:
+    async def _go_on(self, plan: StepPlan, error: Exception, in_flight: InFlight) -> None:
+        """After a failed step: end its requests. Raises its error where that is not enough."""
+        self._num_failed += 1
+        recover = getattr(self.executor, "recover", None) if self.recoverable else None
+        if recover is None or self._num_failed >= MAX_FAILED_STEPS:
+            raise error
+        # What was planned on top of it is not run (`Executor.recover`).
+        await asyncio.gather(*(future for _, future in in_flight), return_exceptions=True)
+        in_flight.clear()
+        logger.error("a step failed; its requests end, others go on", exc_info=error)
+        try:
+            await recover()
+        except Exception as lost:
+            logger.error("the executor cannot go on after it", exc_info=lost)
+            raise error from lost
+        told = f"the step failed: {type(error).__name__}: {error}"
+        self.publish(self.scheduler.fail_step(plan, told))
+
+    def _fill(self, in_flight: InFlight) -> None:
         while len(in_flight) < STEPS_IN_FLIGHT:
             plan = self.scheduler.schedule()
             if plan is None:
                 return
-            in_flight.append((plan, self.executor.submit(plan)))
+            try:
+                future = self.executor.submit(plan)
+            except Exception as error:
+                future = asyncio.get_running_loop().create_future()
+                future.set_exception(error)
+            in_flight.append((plan, future))

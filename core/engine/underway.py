@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
-from ..errors import InvalidRequest
+from ..errors import InvalidRequest, shown
 from ..observe.metrics import EngineMetrics
 from ..scheduling.request import Update
 from ..scheduling.scheduler import Scheduler
@@ -34,9 +34,18 @@ class Underway:
         """Whose listeners are to be called."""
 
     def add(self, state: State) -> None:
-        """It begins."""
+        """It begins. Raises InvalidRequest while another one has its id."""
+        self.check_free(state.request_id)
         self.states[state.request_id] = state
         self.idle.clear()
+
+    def check_free(self, request_id: str) -> None:
+        """Raises InvalidRequest while a request has this id."""
+        if request_id in self.states:
+            raise InvalidRequest(
+                f"request_id: {shown(request_id)} is in use by a running request",
+                param="request_id",
+            )
 
     def remove(self, state: State) -> None:
         """It has ended."""
@@ -89,13 +98,18 @@ class Publisher:
         """Scheduler request id → its state and completion index."""
 
     def enter(self, state: State) -> None:
-        """Give its requests to the scheduler. Raises InvalidRequest when they never fit."""
+        """Give its requests to the scheduler. Whatever this raises, nothing is left of them.
+
+        Raises InvalidRequest when they never fit or their id is in use, and RequestFailed where
+        the schedule policy fails on them.
+        """
         if (reason := self.scheduler.unfit_reason(state.requests[0])) is not None:
             raise InvalidRequest(f"prompt: {reason}", param="prompt")
+        self.underway.check_free(state.request_id)
+        self.scheduler.add(*state.requests)
         self.underway.add(state)
         for index, request in enumerate(state.requests):
             self._owners[request.request_id] = (state, index)
-            self.scheduler.add(request)
         self.num_prompt_tokens += len(state.requests[0].prompt_token_ids)
 
     def publish(self, updates: list[Update]) -> None:

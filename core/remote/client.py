@@ -175,8 +175,8 @@ class RemoteEngine(AsyncEngine):
 
     async def _begin(self, state: State) -> None:
         """Have it admitted. Its tokens may come with the answer, so it is known before."""
-        number = self._questions.numbers(len(state.requests))
         self._underway.add(state)
+        number = self._questions.numbers(len(state.requests))
         self._numbers[state.request_id] = number
         for index, completion in enumerate(state.completions):
             self._open[number + index] = (state, completion)

@@ -21,7 +21,11 @@ class RequestQueue:
         insort(self.requests, request, key=_order)
 
     def remove(self, request: Request) -> None:
-        del self.requests[bisect_left(self.requests, request.order, key=_order)]
+        """Raises ValueError, and removes nothing, unless this very request is here."""
+        index = bisect_left(self.requests, request.order, key=_order)
+        if index == len(self.requests) or self.requests[index] is not request:
+            raise ValueError(f"request {request.request_id!r} is not in this queue")
+        del self.requests[index]
 
     def __len__(self) -> int:
         return len(self.requests)

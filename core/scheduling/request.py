@@ -29,6 +29,7 @@ class Request:
     """One sequence to generate. `n > 1` is n of these, the first one leading."""
 
     request_id: str
+    """The engine's own name, never a caller's: no two requests of a process share one."""
     prompt_token_ids: list[int]
     params: SamplingParams
     max_tokens: int
@@ -38,6 +39,8 @@ class Request:
     """Empty with ignore_eos."""
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
     grammar: GrammarStart | None = None
+    external_id: str = ""
+    """What the caller calls the request, for messages: siblings share it, and it keys nothing."""
     priority: int = 0
     cache_salt: str | None = None
     cache_extra: tuple[str | int, ...] = ()

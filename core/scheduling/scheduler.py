@@ -22,6 +22,7 @@ from ..types import (
     StepResult,
     TokenLogprobs,
 )
+from .policy_keys import PolicyKeys
 from .queue import RequestQueue
 from .request import Request, Status, Update
 from .transfers import Fetch, Transfers
@@ -76,18 +77,20 @@ class Scheduler:
         enable_prefix_caching: bool,
         enable_chunked_prefill: bool,
         policy: SchedulePolicy,
+        policy_name: str = "the schedule policy",
         long_prefill_token_threshold: int = 0,
         connector: KVConnectorScheduler | None = None,
         transfer: KVTransferConfig | None = None,
         hash_key: bytes | None = None,
     ) -> None:
-        """`connector`, if any, serves as `transfer` says; `hash_key`: see `BlockHasher`."""
+        """`policy_name`: for errors. `connector`, if any, serves as `transfer` says; `hash_key`:
+        see `BlockHasher`."""
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_model_len = max_model_len
         self.enable_chunked_prefill = enable_chunked_prefill
         self.long_prefill_token_threshold = long_prefill_token_threshold
-        self.policy = policy
+        self._keys = PolicyKeys(policy, policy_name)
         self.kv = (
             KVCacheManager(num_blocks, block_size, enable_prefix_caching, hash_key)
             if num_blocks
@@ -148,20 +151,28 @@ class Scheduler:
         """Whether this request can finish at all, alone in the engine."""
         return self.unfit_reason(request) is None
 
-    def add(self, request: Request) -> None:
-        """Queue a request. One that can never fit fails: see `take_failures`."""
-        if request.request_id in self.requests:
-            raise ValueError(f"request {request.request_id!r} is already scheduled")
-        self.requests[request.request_id] = request
-        reason = self.unfit_reason(request)
-        request.order = (*self.policy.key(request), next(self._arrivals))
-        self.waiting.add(request)
-        if reason is not None:
-            self._fail(request, reason, self._failures)
-            return
-        request.max_total_tokens = min(request.max_total_tokens, self.max_model_len)
-        if request.leader is not None and not self.kv.enable_prefix_caching:
-            request.leader.private_salt = request.private_salt = request.leader.request_id
+    def add(self, *requests: Request) -> None:
+        """Queue requests, all of them or none. One that can never fit fails: see `take_failures`.
+
+        Raises RequestFailed where the policy fails on one; nothing is left of any then.
+        """
+        ids = {request.request_id for request in requests}
+        if len(ids) < len(requests) or not ids.isdisjoint(self.requests):
+            raise ValueError(f"already scheduled, or twice here: one of {sorted(ids)}")
+        keys = [
+            self._keys.of(request, alone=not self.requests and index == 0)
+            for index, request in enumerate(requests)
+        ]
+        for request, key in zip(requests, keys, strict=True):
+            request.order = (*key, next(self._arrivals))
+            self.requests[request.request_id] = request
+            self.waiting.add(request)
+            if (reason := self.unfit_reason(request)) is not None:
+                self._fail(request, reason, self._failures)
+                continue
+            request.max_total_tokens = min(request.max_total_tokens, self.max_model_len)
+            if request.leader is not None and not self.kv.enable_prefix_caching:
+                request.leader.private_salt = request.private_salt = request.leader.request_id
 
     def finish(
         self, request_id: str, reason: FinishReason, stop_reason: int | str | None = None
@@ -180,6 +191,27 @@ class Scheduler:
             self._fail(request, error, updates)
         if self.transfers is not None:
             self.transfers.abandon()
+        self.kv.reset_prefix_cache()
+        return updates
+
+    def fail_step(self, plan: StepPlan, error: str) -> list[Update]:
+        """A step failed as a whole, and those planned after it were not run: end its requests.
+
+        The worker has forgotten all slots. Running requests that had no part in the step start
+        again as preempted ones do, and no prefix hit finds what was cached: steps that were
+        planned after the failed one may have registered blocks that were never filled. Not for
+        use with a KV connector, whose transfers a failed step leaves without an end.
+        """
+        assert self.transfers is None, "a failed step with a KV connector ends the engine"
+        step = self._in_flight[plan.step]
+        self._in_flight.clear()
+        updates = self.take_failures()
+        for request, epoch in zip(step.rows, step.epochs, strict=True):
+            if request.epoch == epoch:
+                self._fail(request, error, updates)
+        for request in reversed(self.running.requests[:]):
+            self._preempt(request)
+        self._released.clear()
         self.kv.reset_prefix_cache()
         return updates
 

@@ -41,6 +41,12 @@ class StepInputs:
     """[S] The plan's row of each sampling row."""
 
 
+def releasing_all(num_slots: int) -> StepPlan:
+    """A plan without rows that releases every slot, taken or not."""
+    released = tuple(range(num_slots))
+    return StepPlan(step=-1, slots=(), num_tokens=(), samples=(), released=released)
+
+
 class PersistentBatch:
     """Per-slot state on the device, with host twins of the counters."""
 

@@ -79,6 +79,10 @@ class GrammarMasks:
         """The slot's request ended or was preempted."""
         self._constraints.pop(slot, None)
 
+    def forget_steps(self) -> None:
+        """What was launched has ended, and no slot goes on from it."""
+        self._unseen.clear()
+
     def rows(self, slots: Sequence[int]) -> list[tuple[int, Constraint]]:
         """Those of a step's sampling rows that have a grammar: index and constraint."""
         constraints = self._constraints

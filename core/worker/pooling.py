@@ -21,7 +21,7 @@ from ..nn.projection import Projections
 from ..pooling import PooledRow, PoolingParams
 from ..protocols import AttentionBackend
 from ..types import SlotStart, StepPlan, StepResult
-from .batch import PersistentBatch, StepInputs
+from .batch import PersistentBatch, StepInputs, releasing_all
 
 
 @dataclass
@@ -120,6 +120,10 @@ class PoolingRunner:
         for start in plan.starts:
             self._forget(start.slot)
             self._starts[start.slot] = start
+
+    def forget_slots(self) -> None:
+        """As if no request had ever been here. For the time between steps."""
+        self.update_slots(releasing_all(self.batch.num_slots))
 
     def _forget(self, slot: int) -> None:
         for table in (self._starts, self._kept, self._chunks):

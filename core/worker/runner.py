@@ -13,7 +13,7 @@ from torch import nn
 from ..nn.context import ForwardContext
 from ..protocols import AttentionBackend
 from ..types import KVReport, StepPlan, StepResult, TokenLogprobs
-from .batch import PersistentBatch, StepInputs
+from .batch import PersistentBatch, StepInputs, releasing_all
 from .graphs import DecodeGraphs
 from .masks import GrammarMasks, TokenMask
 from .sampler import Logprobs, Sampler
@@ -258,6 +258,11 @@ class ModelRunner:
                     table[start.slot] = self.vocab_size if k == -1 else min(k, self.vocab_size)
                 else:
                     table.pop(start.slot, None)
+
+    def forget_slots(self) -> None:
+        """As if no request had ever been here. For the time between steps."""
+        self.update_slots(releasing_all(self.batch.num_slots))
+        self.masks.forget_steps()
 
     def _scores_prompts(self, plan: StepPlan) -> bool:
         return bool(self._prompt_logprobs) and not self._prompt_logprobs.keys().isdisjoint(

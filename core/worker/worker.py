@@ -86,6 +86,8 @@ class Worker:
         self._trials: TrialSteps | None = None
         self._unscaled: list[Attention] = []
         """Layers whose scales in the cache the first step will find."""
+        self._step_failed = False
+        """What the slots hold is not known: see `step`."""
         self._graphs_later: DecodeGraphs | None = None
         """To be used once they are found."""
 
@@ -268,15 +270,33 @@ class Worker:
         )
 
     def step(self, plan: StepPlan) -> PendingStep:
-        """Launch one step."""
+        """Launch one step. None is launched after one that failed, until `recover`."""
         assert self.runner is not None, "start() comes first"
+        if self._step_failed:
+            raise RuntimeError("not run: a step before it failed")
+        try:
+            return self._launched(plan, self.runner)
+        except BaseException:
+            self._step_failed = True
+            raise
+
+    @torch.inference_mode()
+    def recover(self) -> None:
+        """Forget every slot after a failed step. Raises what the device says when it is lost."""
+        assert self.runner is not None, "start() comes first"
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.runner.forget_slots()
+        self._step_failed = False
+
+    def _launched(self, plan: StepPlan, runner: ModelRunner | PoolingRunner) -> PendingStep:
         try:
             if self._unscaled and plan.slots:
-                return self._first_step(plan, self.runner)
+                return self._first_step(plan, runner)
             if self.connector is None:
-                return self.runner.launch(plan)
-            assert isinstance(self.runner, ModelRunner), "connectors are for models that generate"
-            return self._step_and_transfer(plan, self.runner, self.connector)
+                return runner.launch(plan)
+            assert isinstance(runner, ModelRunner), "connectors are for models that generate"
+            return self._step_and_transfer(plan, runner, self.connector)
         except torch.OutOfMemoryError as error:
             raise explain_oom(error, f"running a step of {plan.total_tokens} tokens") from error
 

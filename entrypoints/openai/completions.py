@@ -20,6 +20,7 @@ from .context import (
     check_priority,
     encode_text,
     new_id,
+    part_id,
     reply,
     tokenizer_of,
     usage,
@@ -98,7 +99,7 @@ class _Job:
             self.engine.generate(
                 token_ids,
                 self.params,
-                request_id=self.id if len(self.token_ids) == 1 else f"{self.id}-{index}",
+                request_id=self.id if len(self.token_ids) == 1 else part_id(self.id, index),
                 priority=self.asked.priority,
                 cache_salt=self.asked.cache_salt,
             )

@@ -134,6 +134,11 @@ def new_id(prefix: str, request_id: str | None = None) -> str:
     return f"{prefix}-{request_id or uuid.uuid4().hex}"
 
 
+def part_id(whole: str, index: int) -> str:
+    """A name for one of the prompts of a request, that no caller can have given to another."""
+    return f"{whole}-{index}-{uuid.uuid4().hex}"
+
+
 def usage(
     prompt: int, completion: int, cached: int, reasoning: int | None = None
 ) -> dict[str, Any]:

@@ -53,6 +53,11 @@ class InProcessExecutor:
         assert self._thread is not None, "start() comes first"
         return self._thread.step(lambda: self._worker.step(plan))
 
+    async def recover(self) -> None:
+        """Raises what the device says when it is lost."""
+        assert self._thread is not None, "start() comes first"
+        await self._thread.call(self._worker.recover)
+
     async def ping(self) -> None:
         """Through both threads, behind the steps that are queued."""
         assert self._thread is not None, "start() comes first"

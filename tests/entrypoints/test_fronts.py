@@ -502,7 +502,7 @@ from jackfield.entrypoints.fronts.supervisor import serve_fronts
 from jackfield.plugins.executors.inprocess import InProcessExecutor
 
 class Dying(InProcessExecutor):
-    steps = 0
+    steps, recover = 0, None
     def submit(self, plan):
         self.steps += 1
         if self.steps > 20:

@@ -30,7 +30,6 @@ from jackfield import AsyncEngine, EngineConfig, SamplingParams, hookimpl
 from jackfield.core.errors import (
     ConfigError,
     ContextLengthExceeded,
-    EngineStopped,
     InvalidRequest,
     LoadError,
     RequestFailed,
@@ -509,7 +508,7 @@ async def test_a_plugins_model_is_pooled(bert: Path) -> None:
         ).start()
 
 
-async def test_a_step_that_fails_ends_all_requests_with_an_error(bert: Path) -> None:
+async def test_a_step_that_fails_ends_its_requests_and_no_others(bert: Path) -> None:
     class Raises(WordVectors):
         def forward(self, input_ids: torch.Tensor, context: ForwardContext) -> torch.Tensor:
             if (input_ids == 13).any():
@@ -525,11 +524,15 @@ async def test_a_step_that_fails_ends_all_requests_with_an_error(bert: Path) -> 
     engine = AsyncEngine(config(bert, **options), plugins=load_plugins(extra=[Plugin()]))
     async with engine:
         await engine.encode([4])
+        right = (await engine.encode([4])).outputs.data
+        for _ in range(4):
+            with pytest.raises(RequestFailed, match="no luck"):
+                await engine.encode([13])
+            assert ((await engine.encode([4])).outputs.data == right).all()
+        assert engine.healthy
         with pytest.raises(RequestFailed, match="no luck"):
-            await engine.encode([13])
-        assert not engine.healthy
-        with pytest.raises(EngineStopped, match="no luck"):
-            await engine.encode([4])
+            await asyncio.gather(*(engine.encode([token]) for token in (4, 5, 13)))
+        assert ((await engine.encode([4])).outputs.data == right).all()
 
 
 # ---------------------------------------------------------------- what the checkpoint says

@@ -40,6 +40,11 @@ class ReplayingWorker:
         self.tables: dict[int, list[int]] = {}
         self.salts: dict[int, str | None] = {}
 
+    def forget(self) -> None:
+        """What the executor's `recover` does; blocks may hold anything by now."""
+        for state in (self.tokens, self.computed, self.tables, self.salts, self.kv):
+            state.clear()
+
     def run(
         self, plan: StepPlan, salts: dict[str, str | None], report: KVReport | None = None
     ) -> StepResult:
@@ -147,6 +152,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.ended: set[str] = set()
         self.aborted: set[str] = set()
         self.failed: set[str] = set()
+        self.slots: dict[int, str] = {}
+        self.owners: dict[int, dict[int, str]] = {}
+        """Step → slot → the request that has it."""
+        self.failed_later: set[str] = set()
+        """Ended by a step that failed, after what they had received until then."""
 
     @rule(
         start=st.integers(0, 2),
@@ -222,6 +232,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         if len(self.flying) < 2:
             plan = self.scheduler.schedule()
             if plan is not None:
+                for start in plan.starts:
+                    self.slots[start.slot] = start.request_id
+                self.owners[plan.step] = dict(self.slots)
                 report = self.transfer(plan)
                 self.flying.append((plan, self.worker.run(plan, self.salts, report)))
 
@@ -233,6 +246,24 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule()
     def update(self):
         self.take(self.scheduler.update(*self.flying.popleft()))
+
+    @precondition(lambda self: self.flying and self.connector is None)
+    @rule()
+    def fail_step(self):
+        """The oldest step in flight brings nothing, and those behind it are not run."""
+        plan, _ = self.flying.popleft()
+        self.flying.clear()
+        self.worker.forget()
+        had_part = {self.slot_owner(plan, slot) for slot in plan.slots}
+        updates = self.scheduler.fail_step(plan, "on purpose")
+        ended = {u.request.request_id for u in updates if u.error == "on purpose"}
+        assert ended <= had_part, "a request without a part in the step was ended"
+        self.failed_later |= ended
+        self.take(updates)
+        assert self.scheduler.num_running == 0
+
+    def slot_owner(self, plan: StepPlan, slot: int) -> str:
+        return self.owners[plan.step][slot]
 
     def take(self, updates):
         for update in updates:
@@ -297,7 +328,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             expected = expected_output(request, self.salts[request_id], self.max_model_len)
             received = self.received[request_id]
             assert received == request.output_token_ids
-            if request_id in self.failed:
+            if request_id in self.failed_later:
+                assert received == expected[: len(received)]
+            elif request_id in self.failed:
                 assert not received
             elif request_id in self.aborted:
                 assert received == expected[: len(received)]

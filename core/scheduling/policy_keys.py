@@ -1,0 +1,67 @@
+"""Asks a schedule policy for keys, and takes only such as any two of can be compared."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, TypeAlias
+
+from ..errors import RequestFailed, shown
+from ..protocols import SchedulePolicy
+from .request import Request
+
+_Shape: TypeAlias = tuple[Any, ...]
+
+
+class PolicyKeys:
+    """The keys of one policy.
+
+    A key is a tuple of numbers, texts, bytes or such tuples, of one shape for all requests that
+    are compared: queues sort by it, and a key that cannot be compared with another one would be
+    found out in the middle of somebody else's step.
+    """
+
+    def __init__(self, policy: SchedulePolicy, name: str) -> None:
+        """name: what errors call the policy, with where it comes from."""
+        self._policy = policy
+        self._name = name
+        self._shape: _Shape | None = None
+
+    def of(self, request: Request, *, alone: bool) -> tuple[Any, ...]:
+        """The request's key; alone: there is no other request to compare it with.
+
+        Raises RequestFailed, which names the policy, for a policy that fails or a wrong key.
+        """
+        try:
+            key = self._policy.key(request)
+        except Exception as error:
+            told = f"{type(error).__name__}: {error}"
+            raise RequestFailed(f"{self._name} failed on this request: {told}") from error
+        if not isinstance(key, tuple):
+            raise self._wrong(f"must be a tuple, got {type(key).__name__}")
+        shape = self._shape_of(key)
+        if alone:
+            self._shape = shape
+        elif shape != self._shape:
+            raise self._wrong(f"{shown(key)} cannot be compared with other requests' keys")
+        return key
+
+    def _shape_of(self, key: tuple[Any, ...]) -> _Shape:
+        shape: list[Any] = []
+        for part in key:
+            if isinstance(part, int | float):
+                if math.isnan(part):
+                    raise self._wrong("has a part that is not a number (NaN)")
+                shape.append("number")
+            elif isinstance(part, str | bytes):
+                shape.append(str if isinstance(part, str) else bytes)
+            elif isinstance(part, tuple):
+                shape.append(self._shape_of(part))
+            else:
+                raise self._wrong(
+                    f"has a part of type {type(part).__name__}; there may be numbers, texts, "
+                    "bytes and tuples of them"
+                )
+        return tuple(shape)
+
+    def _wrong(self, what: str) -> RequestFailed:
+        return RequestFailed(f"{self._name} failed on this request: its key {what}")

@@ -1,0 +1,200 @@
+"""A step that raises ends its own requests; the engine goes on while the device does."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jackfield import AsyncEngine, EngineConfig, SamplingParams
+from jackfield.core.engine.step_loop import MAX_FAILED_STEPS
+from jackfield.core.errors import EngineStopped
+from jackfield.core.types import StepPlan
+from jackfield.core.worker.runner import ModelRunner
+
+from helpers import make_checkpoint
+
+PROMPT = [5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22]
+POISON = 13 * [44]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint("qwen3", tmp_path_factory.mktemp("qwen3"))
+
+
+def engine_of(checkpoint: Path, **options: Any) -> AsyncEngine:
+    return AsyncEngine(
+        EngineConfig(
+            **{
+                "model": str(checkpoint),
+                "dtype": "float32",
+                "skip_tokenizer_init": True,
+                "max_model_len": 128,
+                "max_num_seqs": 4,
+                "max_num_batched_tokens": 128,
+                "num_gpu_blocks_override": 60,
+                "block_size": 4,
+                "attention_backend": "torch",
+                **options,
+            }
+        )
+    )
+
+
+def greedy(count: int) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
+
+
+async def final(stream: Any) -> Any:
+    outputs = [output async for output in stream]
+    return outputs[-1] if outputs else None
+
+
+class Failures:
+    """Makes a runner's steps raise, in their middle, where `chosen` says so."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.chosen: Any = lambda plan: False
+        self.count = 0
+        launch = ModelRunner.launch
+
+        def failing(runner: ModelRunner, plan: StepPlan) -> Any:
+            if plan.slots and self.chosen(plan):
+                self.count += 1
+                runner.update_slots(plan)  # Half of it has happened.
+                raise RuntimeError("no luck")
+            return launch(runner, plan)
+
+        monkeypatch.setattr(ModelRunner, "launch", failing)
+
+
+@pytest.fixture
+def failures(monkeypatch: pytest.MonkeyPatch) -> Failures:
+    return Failures(monkeypatch)
+
+
+def has_poison(plan: StepPlan) -> bool:
+    return any(44 in start.token_ids for start in plan.starts)
+
+
+async def test_a_failed_step_ends_its_requests_and_others_get_their_tokens(
+    checkpoint: Path, failures: Failures
+) -> None:
+    async with engine_of(checkpoint) as engine:
+        alone = (await final(engine.generate(PROMPT, greedy(20)))).outputs[0].token_ids
+        failures.chosen = has_poison
+        # Two slots each: those that wait have no part in the step.
+        outputs = await asyncio.gather(
+            final(engine.generate(PROMPT, greedy(20))),
+            final(engine.generate(POISON, greedy(20))),
+            *(final(engine.generate(PROMPT, greedy(20))) for _ in range(6)),
+        )
+        ended = [output for output in outputs if output.error is not None]
+        assert failures.count == 1 and 0 < len(ended) < len(outputs)
+        assert outputs[1] in ended
+        for output in ended:
+            assert output.outputs[0].finish_reason == "error"
+            assert "RuntimeError: no luck" in output.error
+        for output in outputs:
+            if output not in ended:
+                assert output.outputs[0].token_ids == alone
+        assert engine.healthy
+        await engine.check_health()
+        assert (await final(engine.generate(PROMPT, greedy(20)))).outputs[0].token_ids == alone
+        assert engine.stats().kv_blocks_used == 0
+        engine._scheduler.check_invariants()
+
+
+async def test_prefix_blocks_of_a_failed_step_are_not_hit(
+    checkpoint: Path, failures: Failures
+) -> None:
+    async with engine_of(checkpoint) as engine:
+        right = (await final(engine.generate(PROMPT, greedy(8)))).outputs[0].token_ids
+        assert await engine.reset_prefix_cache()
+        failures.chosen = lambda plan: failures.count == 0
+        assert (await final(engine.generate(PROMPT, greedy(8)))).error is not None
+        output = await final(engine.generate(PROMPT, greedy(8)))
+        assert output.num_cached_tokens == 0
+        assert output.outputs[0].token_ids == right
+
+
+async def test_streams_that_had_begun_end_with_an_error_and_keep_what_they_had(
+    checkpoint: Path, failures: Failures
+) -> None:
+    async with engine_of(checkpoint) as engine:
+        stream = engine.generate(PROMPT, greedy(60))
+        first = await anext(stream)
+        failures.chosen = lambda plan: failures.count == 0
+        last = await final(stream)
+        assert last.outputs[0].finish_reason == "error"
+        assert len(last.outputs[0].token_ids) >= len(first.outputs[0].token_ids)
+        assert engine.healthy
+
+
+async def test_steps_that_fail_one_after_another_end_the_engine(
+    checkpoint: Path, failures: Failures
+) -> None:
+    async with engine_of(checkpoint) as engine:
+        failures.chosen = lambda plan: True
+        for _ in range(MAX_FAILED_STEPS):
+            assert (await final(engine.generate(PROMPT, greedy(8)))).error is not None
+        assert failures.count == MAX_FAILED_STEPS
+        assert "no luck" in str(engine.dead_reason)
+        with pytest.raises(EngineStopped, match="no luck"):
+            await final(engine.generate(PROMPT, greedy(8)))
+        assert engine.stats().kv_blocks_used == 0
+
+
+async def test_steps_that_fail_now_and_then_do_not_end_the_engine(
+    checkpoint: Path, failures: Failures
+) -> None:
+    async with engine_of(checkpoint) as engine:
+        failures.chosen = has_poison
+        for _ in range(MAX_FAILED_STEPS + 2):
+            assert (await final(engine.generate(POISON, greedy(8)))).error is not None
+            assert (await final(engine.generate(PROMPT, greedy(8)))).error is None
+        assert failures.count == MAX_FAILED_STEPS + 2 and engine.healthy
+
+
+async def test_a_lost_device_ends_the_engine_at_once(checkpoint: Path, failures: Failures) -> None:
+    async with engine_of(checkpoint) as engine:
+
+        async def lost() -> None:
+            raise RuntimeError("an illegal memory access")
+
+        engine._executor.recover = lost  # type: ignore[method-assign]
+        failures.chosen = lambda plan: True
+        running = asyncio.gather(*(final(engine.generate(PROMPT, greedy(8))) for _ in range(6)))
+        outputs = await running
+        assert {output.outputs[0].finish_reason for output in outputs} == {"error"}
+        assert failures.count == 1 and not engine.healthy
+        assert "no luck" in str(engine.dead_reason)
+
+
+async def test_an_executor_that_cannot_recover_ends_with_its_first_failed_step(
+    checkpoint: Path, failures: Failures
+) -> None:
+    async with engine_of(checkpoint) as engine:
+        engine._executor.recover = None  # type: ignore[method-assign,assignment]
+        failures.chosen = lambda plan: True
+        assert (await final(engine.generate(PROMPT, greedy(8)))).error is not None
+        assert not engine.healthy
+
+
+async def test_a_plan_that_is_not_taken_counts_as_a_failed_step(checkpoint: Path) -> None:
+    async with engine_of(checkpoint) as engine:
+        submit, calls = engine._executor.submit, 0
+
+        def refuse(plan: StepPlan) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == 1:
+                raise TypeError("on purpose")
+            return submit(plan)
+
+        engine._executor.submit = refuse  # type: ignore[method-assign]
+        assert "on purpose" in (await final(engine.generate(PROMPT, greedy(8)))).error
+        assert (await final(engine.generate(PROMPT, greedy(8)))).error is None
