@@ -77,7 +77,8 @@ class Outside:
         return built
 
     def install(self, *wheels: Path) -> None:
-        self.run("pip", "install", "--quiet", *map(str, wheels))
+        """Also where the borrowed packages have the same version of it: those stay as they are."""
+        self.run("pip", "install", "--quiet", "--ignore-installed", *map(str, wheels))
 
     def uninstall(self, *distributions: str) -> None:
         self.run("pip", "uninstall", "--quiet", "--yes", *distributions)

@@ -4,43 +4,41 @@ from __future__ import annotations
 
 import contextlib
 import json
-import shutil
-import socket
 import subprocess
+import sys
 import tempfile
-import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import pytest
+IN_PYTHON = (sys.executable, str(Path(__file__).with_name("resp_server.py")))
+"""The server of these tests, which is there on every machine."""
 
 
 @contextlib.contextmanager
-def flags() -> Iterator[list[str]]:
-    """Flags of `jackfield serve`, while a server is running on a socket of its own."""
-    server = shutil.which("redis-server") or shutil.which("valkey-server")
-    if server is None:
-        pytest.skip("neither redis-server nor valkey-server is installed")
+def started(
+    command: Sequence[str] = IN_PYTHON, option: Sequence[str] = ()
+) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A server on a socket of its own. → (process, its URL)
+
+    `option`, if any, stands before the socket's path.
+    """
+    # The path of a socket is at most some 100 characters long, a test's own folder is longer.
     with tempfile.TemporaryDirectory(prefix="jf-redis-") as folder:
         path = Path(folder) / "socket"
-        options = ["--port", "0", "--unixsocket", str(path), "--save", "", "--dir", folder]
-        with subprocess.Popen([server, *options], stdout=subprocess.DEVNULL) as process:
+        argv = [*command, *option, str(path)]
+        with subprocess.Popen(argv, cwd=folder, text=True, stdout=subprocess.PIPE) as process:
             try:
-                _wait_for(path, process)
-                config = {
-                    "kv_connector": "redis",
-                    "kv_connector_extra_config": {"url": f"unix://{path}"},
-                }
-                yield ["--kv-transfer-config", json.dumps(config)]
+                assert process.stdout is not None
+                if not any("Ready to accept connections" in line for line in process.stdout):
+                    raise RuntimeError(f"{argv[0]} ended with status {process.wait()}")
+                yield process, f"unix://{path}"
             finally:
                 process.kill()
 
 
-def _wait_for(path: Path, process: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + 20
-    while process.poll() is None and time.monotonic() < deadline:
-        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as probe:
-            probe.connect(str(path))
-            return
-        time.sleep(0.01)
-    raise RuntimeError("the server did not come up")
+@contextlib.contextmanager
+def flags() -> Iterator[list[str]]:
+    """Flags of `jackfield serve`, while a server is running."""
+    with started() as (_, url):
+        config = {"kv_connector": "redis", "kv_connector_extra_config": {"url": url}}
+        yield ["--kv-transfer-config", json.dumps(config)]

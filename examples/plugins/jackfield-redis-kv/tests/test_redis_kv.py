@@ -1,69 +1,42 @@
-"""The connector passes Jackfield's kit, against a server of its own."""
+"""The connector passes Jackfield's kit, against a server that the tests bring along, and against
+Redis or Valkey where one is installed.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import shutil
-import subprocess
-import tempfile
-import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import redis
 import torch
+from serve_with import started
 
 from jackfield.core.errors import ConfigError
 from jackfield.core.registry import load_plugins
 from jackfield.plugins.conformance.kv_connectors import KVConnectorKit
 from jackfield.plugins.conformance.kv_halves import Halves, random_cache
 
-SERVER = shutil.which("redis-server") or shutil.which("valkey-server")
-pytestmark = pytest.mark.skipif(
-    SERVER is None, reason="neither redis-server nor valkey-server is installed"
-)
-
-
-@pytest.fixture
-def server() -> Iterator[tuple[subprocess.Popen[bytes], str]]:
-    """A server on a socket of its own, with nothing on disk. → (process, its URL)"""
-    # The path of a socket is at most some 100 characters long, a test's own folder is longer.
-    with tempfile.TemporaryDirectory(prefix="jf-redis-") as folder:
-        socket = Path(folder) / "socket"
-        options = ["--port", "0", "--unixsocket", str(socket), "--save", "", "--appendonly", "no"]
-        process = subprocess.Popen(
-            [str(SERVER), *options, "--dir", folder], stdout=subprocess.DEVNULL
-        )
-        try:
-            _wait_for(socket, process)
-            yield process, f"unix://{socket}"
-        finally:
-            process.kill()
-            process.wait()
-
-
-def _wait_for(socket: Path, process: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + 20
-    while process.poll() is None and time.monotonic() < deadline:
-        with contextlib.suppress(redis.ConnectionError):
-            redis.Redis(unix_socket_path=str(socket)).ping()
-            return
-        time.sleep(0.01)
-    raise RuntimeError("the server did not come up")
+REDIS = shutil.which("redis-server") or shutil.which("valkey-server")
 
 
 class TestRedis(KVConnectorKit):
     name = "redis"
 
+    def server(self) -> AbstractContextManager[Any]:
+        return started()
+
     @pytest.fixture(autouse=True)
-    def _started(self, server: tuple[subprocess.Popen[bytes], str]) -> None:
-        self.process, self.url = server
+    def _started(self) -> Iterator[None]:
         self.damages = False
+        with self.server() as (self.process, self.url):
+            yield
 
     def extra_config(self, folder: Path) -> dict[str, Any]:
-        return {"url": self.url}
+        return {"url": self.url, "timeout_seconds": 60}
 
     def break_far_side(self, folder: Path) -> None:
         if self.damages:
@@ -83,9 +56,17 @@ class TestRedis(KVConnectorKit):
 
     def test_blocks_expire_when_they_are_told_to(self, tmp_path: Path) -> None:
         client = redis.Redis.from_url(self.url)
-        self.extra_config = lambda folder: {"url": self.url, "ttl_seconds": 77}
+        config = {**self.extra_config(tmp_path), "ttl_seconds": 77}
+        self.extra_config = lambda folder: config
         self.test_an_engine_gets_back_what_it_has_lost(tmp_path)
         assert {0 < client.ttl(name) <= 77 for name in client.keys("*")} == {True}
+
+
+@pytest.mark.skipif(REDIS is None, reason="neither redis-server nor valkey-server is installed")
+class TestInstalledServer(TestRedis):
+    def server(self) -> AbstractContextManager[Any]:
+        options = ["--port", "0", "--save", "", "--appendonly", "no"]
+        return started([str(REDIS), *options], ["--unixsocket"])
 
 
 def test_wrong_options_are_refused_by_name() -> None:
