@@ -7,8 +7,13 @@ import os
 # More threads than idle cores make every small operation wait for the slowest; set before torch.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import httpx
 import pytest
 import torch
+
+# A client's default of 5 s is less than a busy machine may take; only what hangs is to fail.
+_timeout = httpx.post.__kwdefaults__["timeout"]  # One object, which all of httpx's defaults are.
+_timeout.connect = _timeout.read = _timeout.write = _timeout.pool = 300.0
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -8,29 +8,37 @@ from math import inf
 
 USUAL_SECONDS = 0.018
 """What `_little_work` took on an idle core of the machine that the bars were set on."""
+_MAX_SPAN = 1.0
+"""Processor seconds that the pace is measured over, at most."""
 
 
-def processor_seconds(work: Callable[[], object], bar: float, attempts: int = 4) -> float:
+def processor_seconds(work: Callable[[], object], bar: float, attempts: int = 6) -> float:
     """Seconds that `work` takes an idle core: the least of some attempts, none after `bar` is met.
 
-    Where plain Python runs slower than usual next to an attempt, because others share the core or
-    its caches, the attempt's seconds count as that much less.
+    An attempt that misses the bar is compared with plain Python that runs next to it, for about as
+    long: where that is slower than usual, because others share the core or its caches, the
+    attempt's seconds count as that much less.
     """
     best = inf
     for _ in range(attempts):
-        pace = _pace()
         began = time.process_time()
         work()
         took = time.process_time() - began
-        best = min(best, took / max(1.0, pace, _pace()))
+        best = min(best, took if took < bar else took / max(1.0, _pace(took)))
         if best < bar:
             break
     return best
 
 
-def _pace() -> float:
-    """How many times as long as usual a little work of generators and texts takes now."""
-    return min(_little_work(), _little_work()) / USUAL_SECONDS
+def _pace(span: float) -> float:
+    """How many times as long as usual a little work of generators and texts takes now, on average
+    over `span` processor seconds.
+    """
+    taken, count = 0.0, 0
+    while taken < min(span, _MAX_SPAN):
+        taken += _little_work()
+        count += 1
+    return taken / count / USUAL_SECONDS
 
 
 def _little_work() -> float:

@@ -15,7 +15,7 @@ from ...core.scheduling.request import Request
 from ...core.types import KVReport, SamplingParams
 
 BLOCK = 4
-SECONDS = 30.0
+SECONDS = 120.0
 """Longer than anything here takes; what is not through by then is stuck."""
 
 

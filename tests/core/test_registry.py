@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import textwrap
 from collections.abc import Callable
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +100,7 @@ def test_plugins_shows_the_failed_one(install: Install, tmp_path: Path) -> None:
     )
     done = subprocess.run(
         [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(tmp_path)!r}); {code}"],
-        capture_output=True, text=True, timeout=60,
+        capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     lines = done.stdout.splitlines()
     assert any("good" in line and "goods" in line and "4.2" in line for line in lines), done
@@ -197,36 +199,40 @@ def test_a_plugin_that_states_no_hook_api_counts_as_written_for_the_first(
 
 
 FIFTY = """
-import sys, time
+import importlib, sys, time
 import jackfield.core.registry as registry
-began = time.perf_counter()
+began = time.process_time()
+for number in range(50):
+    importlib.import_module(f"plain{number}")
+imported = time.process_time()
 plugins = registry.load_plugins()
-took = time.perf_counter() - began
+took = time.process_time() - imported
 found = [name for name in plugins["tool_parser"] if name.startswith("many")]
-print(took, len(found), "torch" in sys.modules)
+print(took / (imported - began), len(found), "torch" in sys.modules)
 """
 
 
-def test_fifty_plugins_are_found_in_fifty_milliseconds_without_torch(
+def test_fifty_plugins_are_found_in_little_more_time_than_their_imports_take(
     install: Install, tmp_path: Path
 ) -> None:
-    """The best of five fresh processes, so that a busy machine does not count as a slow search.
+    """Beside importing fifty modules like theirs, in the same process; without torch.
 
-    Compiled once, as installed plugins are.
+    The best of five fresh processes. Compiled once, as installed plugins are.
     """
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
     for number in range(50):
         install(f"many{number}", GOOD.replace('"good"', f'"many{number}"'))
-    best = 1.0
+        shutil.copy(tmp_path / f"many{number}_plugin.py", tmp_path / f"plain{number}.py")
+    best = inf
     for _ in range(5):
         done = subprocess.run(
             [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n{FIFTY}"],
-            capture_output=True, text=True, timeout=60, check=True, env=environment,
+            capture_output=True, text=True, timeout=300, check=True, env=environment,
         )  # fmt: skip
-        took, found, torch = done.stdout.split()
+        ratio, found, torch = done.stdout.split()
         assert (found, torch) == ("50", "False")
-        best = min(best, float(took))
-    assert best < 0.05, f"{best * 1000:.1f} ms"
+        best = min(best, float(ratio))
+    assert best < 6, f"{best:.1f} times the time of their imports"
 
 
 def test_two_installed_plugins_of_one_name_stop_the_start(install: Install) -> None:

@@ -23,7 +23,7 @@ CHROMIUM = next(
 )
 KEYS = {"Tab": 9, "Enter": 13, "Escape": 27, " ": 32, "ArrowDown": 40}
 SHIFT = 8
-PATIENCE = 10.0
+PATIENCE = 300.0
 """Seconds that anything may take."""
 
 

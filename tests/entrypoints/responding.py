@@ -154,7 +154,7 @@ async def both(client: openai.AsyncOpenAI, **options: Any) -> Any:
 
 
 async def polled(client: openai.AsyncOpenAI, id: str) -> Any:
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(300):
         while (made := await client.responses.retrieve(id)).status in ("queued", "in_progress"):
             await asyncio.sleep(0)
     return made

@@ -145,9 +145,9 @@ class Server:
             result = function(self.engine)
             return await result if asyncio.iscoroutine(result) else result
 
-        return asyncio.run_coroutine_threadsafe(run(), self._loop).result(60)
+        return asyncio.run_coroutine_threadsafe(run(), self._loop).result(300)
 
-    def becomes(self, condition: Callable[[AsyncEngine], bool], seconds: float = 30) -> bool:
+    def becomes(self, condition: Callable[[AsyncEngine], bool], seconds: float = 300) -> bool:
         """Whether `condition` comes true in time; looked at once each turn of the loop."""
 
         async def watch(engine: AsyncEngine) -> bool:
@@ -201,4 +201,4 @@ def running(config: EngineConfig, options: ServerOptions | None = None) -> Itera
         torch.set_num_threads(threads)
         assert ready is not None
         server._loop.call_soon_threadsafe(ready.set_result, None)
-        thread.join(60)
+        thread.join(300)

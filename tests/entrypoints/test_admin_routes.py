@@ -63,14 +63,14 @@ def test_the_prefix_cache_is_forgotten_unless_in_use(server: Server) -> None:
     body = {"prompt": "The quick brown fox jumps over the lazy dog. " * 4, "max_tokens": 1}
 
     def cached() -> int:
-        answer = httpx.post(server.url + "/v1/completions", json=body, timeout=60).json()
+        answer = httpx.post(server.url + "/v1/completions", json=body, timeout=300).json()
         return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
 
     cached()
     assert cached() > 0
     assert httpx.post(server.url + "/reset_prefix_cache").status_code == 200
     assert cached() == 0
-    with httpx.stream("POST", server.url + "/v1/completions", json=LONG, timeout=60) as answer:
+    with httpx.stream("POST", server.url + "/v1/completions", json=LONG, timeout=300) as answer:
         answer_lines = answer.iter_lines()
         next(answer_lines)
         refused = httpx.post(server.url + "/reset_prefix_cache")
@@ -89,16 +89,16 @@ def test_load_counts_requests_until_their_streams_end(server: Server) -> None:
         return int(httpx.get(server.url + "/load").json()["server_load"])
 
     assert load() == 0
-    with httpx.stream("POST", server.url + "/v1/completions", json=LONG, timeout=60) as one:
+    with httpx.stream("POST", server.url + "/v1/completions", json=LONG, timeout=300) as one:
         one_lines = one.iter_lines()
         next(one_lines)
         assert load() == 1
-        with httpx.stream("POST", server.url + "/v1/completions", json=LONG, timeout=60) as two:
+        with httpx.stream("POST", server.url + "/v1/completions", json=LONG, timeout=300) as two:
             two_lines = two.iter_lines()
             next(two_lines)
             assert load() == 2
     assert server.becomes(lambda engine: engine.stats().num_requests_running == 0)
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 300
     while load():
         assert time.monotonic() < deadline
     refused = httpx.post(server.url + "/v1/completions", json={"prompt": "x", "n": 0})
@@ -115,7 +115,7 @@ def test_each_served_name_has_a_card_and_is_answered_under(
         assert card["max_model_len"] == 1024
         assert httpx.get(f"{server.url}/v1/models/{card['id']}").json() == card
         body = {"model": card["id"], "prompt": "x", "max_tokens": 1}
-        answer = httpx.post(server.url + "/v1/completions", json=body, timeout=60)
+        answer = httpx.post(server.url + "/v1/completions", json=body, timeout=300)
         assert answer.json()["model"] == card["id"]
     missing = httpx.get(server.url + "/v1/models/gpt-6")
     assert missing.status_code == 404
@@ -143,19 +143,19 @@ def test_health_asks_the_worker(checkpoint: Path) -> None:
 
         def hang() -> None:
             held.set()
-            hold.wait(60)
+            hold.wait(300)
 
         def block(engine: AsyncEngine) -> None:
             engine._executor._thread.call(hang)  # type: ignore[attr-defined]
 
         server.call(block)
-        assert held.wait(20)
+        assert held.wait(300)
         with pytest.raises(EngineStopped, match=r"has not answered for 0\.2 seconds"):
             server.call(lambda engine: engine.check_health(0.2))
         with concurrent.futures.ThreadPoolExecutor() as pool:
-            asking = pool.submit(httpx.get, server.url + "/health", timeout=60)
+            asking = pool.submit(httpx.get, server.url + "/health", timeout=300)
             hold.set()
-            assert asking.result(60).status_code == 200
+            assert asking.result(300).status_code == 200
 
 
 def test_health_tells_that_the_step_loop_ended(checkpoint: Path) -> None:

@@ -87,7 +87,7 @@ def start(client: openai.OpenAI, lines: list[Any], url: str = COMPLETE, **option
 
 
 def until(
-    client: openai.OpenAI, batch_id: str, *statuses: str, completed: int = 0, seconds: float = 60
+    client: openai.OpenAI, batch_id: str, *statuses: str, completed: int = 0, seconds: float = 300
 ) -> Any:
     """The batch once its status is one of these and so many requests are done."""
     deadline = time.monotonic() + seconds

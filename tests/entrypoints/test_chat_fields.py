@@ -114,7 +114,7 @@ def asynchronous(server: Server) -> openai.AsyncOpenAI:
 
 
 def post(server: Server, body: dict[str, Any], status: int = 200, route: str = ROUTE) -> Any:
-    answer = httpx.post(server.url + route, json=body, timeout=60)
+    answer = httpx.post(server.url + route, json=body, timeout=300)
     assert answer.status_code == status, answer.text
     return answer.json()
 

@@ -17,7 +17,7 @@ from jackfield.entrypoints.cli.options import Parser, add_engine_options, engine
 def jackfield(*argv: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "jackfield.entrypoints.cli.main", *argv],
-        capture_output=True, text=True, timeout=120,
+        capture_output=True, text=True, timeout=300,
     )  # fmt: skip
 
 
@@ -110,7 +110,7 @@ def test_a_script_need_not_close_it(end: str) -> None:
         "print(len(llm.generate('Hello', SamplingParams(max_tokens=2), use_tqdm=False))); " + end
     )
     done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=300
     )
     assert done.returncode == (3 if "3" in end else 0)
     assert done.stdout == "1\n"

@@ -79,7 +79,7 @@ async def test_two_hundred_clients_that_vanish(server: Server) -> None:
         url = f"{server.url}/v1"
         whens = await asyncio.gather(*(vanish(session, url, n) for n in range(CLIENTS)))
         assert len(set(whens)) == 4
-        until = time.monotonic() + 20
+        until = time.monotonic() + 300
         while (stats := server.engine.stats()).num_requests_running + stats.num_requests_waiting:
             assert time.monotonic() < until, f"still at work: {stats}"
             await asyncio.sleep(0.05)

@@ -69,7 +69,7 @@ def client(server: Server) -> openai.OpenAI:
 
 
 def post(server: Server, path: str, status: int = 200, **body: Any) -> Any:
-    answer = httpx.post(f"{server.url}{path}", json={"model": MODEL, **body}, timeout=60)
+    answer = httpx.post(f"{server.url}{path}", json={"model": MODEL, **body}, timeout=300)
     assert answer.status_code == status, answer.text
     return answer.json()
 

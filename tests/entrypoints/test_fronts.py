@@ -67,7 +67,7 @@ class Fronted:
             verify=self.trusted,
             limits=httpx.Limits(max_connections=1, max_keepalive_connections=1),
         )
-        return httpx.Client(base_url=self.url, transport=transport, timeout=60)
+        return httpx.Client(base_url=self.url, transport=transport, timeout=300)
 
     def front_of(self, client: httpx.Client) -> str:
         """Which front end a client's connection is with: the one that counts its request."""
@@ -135,7 +135,7 @@ def requests_of(metrics: dict[tuple[Any, ...], float]) -> dict[str, float]:
     }
 
 
-def becomes(condition: Callable[[], bool], seconds: float = 30) -> bool:
+def becomes(condition: Callable[[], bool], seconds: float = 300) -> bool:
     until = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > until:
@@ -257,7 +257,7 @@ def merged_logprobs(pieces: list[Any]) -> Any:
 def test_streams_are_those_of_one_process_whichever_front_end_answers(
     server: Fronted, single: Server
 ) -> None:
-    with server.one_of_each() as clients, httpx.Client(base_url=single.url, timeout=60) as alone:
+    with server.one_of_each() as clients, httpx.Client(base_url=single.url, timeout=300) as alone:
         for name, (path, body) in ASKED.items():
             expected = folded(alone, path, body)
             for client in clients:
@@ -472,7 +472,7 @@ def test_sigterm_drains(server: Fronted) -> None:
             assert other.get("/health").status_code == 503
             rest = [line for line in lines if line]
         assert rest[-1] == "data: [DONE]" and '"length"' in "".join(rest)
-    assert server.process.wait(30) == 0
+    assert server.process.wait(300) == 0
     assert becomes(lambda: not any(map(alive, pids)))
 
 
@@ -536,7 +536,7 @@ def test_an_engine_that_dies_ends_the_streams_and_the_server_with_a_status(tmp_p
                 lines = [line for line in answer.iter_lines() if line]
         assert lines[-1] == "data: [DONE]"
         assert any("the device is gone" in line or '"error"' in line for line in lines)
-        assert server.process.wait(30) == 1
+        assert server.process.wait(300) == 1
         assert becomes(lambda: not any(map(alive, pids)))
 
 
@@ -550,7 +550,7 @@ def test_an_engine_that_dies_ends_the_streams_and_the_server_with_a_status(tmp_p
 def test_a_start_that_fails_says_why_and_leaves_nothing(flags: list[str], said: str) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "jackfield.entrypoints.cli.main", "serve", "--port", "0", *flags],
-        capture_output=True, text=True, timeout=60, check=False,
+        capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode != 0
     assert said in done.stderr and "Traceback" not in done.stderr
@@ -596,15 +596,15 @@ async def test_front_ends_that_keep_ending_are_not_started_forever(
         with bound(Listen(port=0), 2) as sockets:
             fronts = FrontEnds(engine, found, str(tmp_path), sockets)
             with pytest.raises(FrontEndsFailed, match="at its start"):
-                await asyncio.wait_for(fronts.run(), 20)
+                await asyncio.wait_for(fronts.run(), 300)
             fronts = FrontEnds(engine, found, str(tmp_path), sockets)
             fronts.complete = True
             with pytest.raises(FrontEndsFailed, match="ended 6 times within 60 seconds"):
-                await asyncio.wait_for(fronts.run(), 20)
+                await asyncio.wait_for(fronts.run(), 300)
             fronts = FrontEnds(engine, found, str(tmp_path), sockets)
             fronts.complete = True
             engine.refuse()
-            await asyncio.wait_for(fronts.run(), 20)
+            await asyncio.wait_for(fronts.run(), 300)
             assert len(fronts._restarts) == 0
 
 

@@ -32,7 +32,7 @@ def refused(server: Server, route: str, body: dict[str, Any]) -> dict[str, Any]:
 def raw(server: Server, sent: bytes) -> bytes:
     """All that the server answers before it closes the connection."""
     at = urlsplit(server.url)
-    with socket.create_connection((at.hostname, at.port), timeout=30) as connection:
+    with socket.create_connection((at.hostname, at.port), timeout=300) as connection:
         connection.sendall(sent)
         return b"".join(iter(lambda: connection.recv(65536), b""))
 

@@ -105,7 +105,7 @@ def scored(choice: dict[str, Any], num_context: int, generated: int) -> Scored:
 
 def ask(server: Server, prompts: Any, **options: Any) -> list[dict[str, Any]]:
     body = {"prompt": prompts, "max_tokens": 1, "logprobs": 1, "echo": True, "temperature": 0}
-    answer = httpx.post(server.url + "/v1/completions", json=body | options, timeout=60)
+    answer = httpx.post(server.url + "/v1/completions", json=body | options, timeout=300)
     assert answer.status_code == 200, answer.text
     return sorted(answer.json()["choices"], key=lambda choice: choice["index"])
 
@@ -177,7 +177,7 @@ async def test_many_at_once_are_as_one_by_one(server: Server, reference: Any) ->
     """Batches of several requests, which share steps and chunks."""
     cases = [split(server, *pair) for pair in PAIRS]
     body = {"max_tokens": 1, "logprobs": 1, "echo": True, "temperature": 0, "seed": 1234}
-    async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+    async with httpx.AsyncClient(base_url=server.url, timeout=300) as client:
         answers = await asyncio.gather(
             *(
                 client.post("/v1/completions", json={"prompt": [ids, ids], **body})

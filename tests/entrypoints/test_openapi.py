@@ -276,6 +276,7 @@ def command(server: Server, examples: int, folder: Path) -> None:
         [sys.executable, "-m", "schemathesis.cli", "run", server.url + "/openapi.json",
          "--phases", "coverage,fuzzing", "--generation-deterministic", "--no-color",
          "--max-examples", str(examples), "--suppress-health-check", "all",
+         "--request-timeout", "300",
          # A schema does not say which prompts fit a model, nor which fields go together.
          "--exclude-checks", "positive_data_acceptance"],
         capture_output=True, text=True, cwd=folder, env=environment,
@@ -440,7 +441,7 @@ def _ask(server: Server, operation: Any, raw: Any, schema: Any, made: Any, examp
         nonlocal count
         body = case.body if isinstance(case.body, dict) else {}
         case.body = shaped(data.draw, body, schema)
-        response = case.call(base_url=server.url)
+        response = case.call(base_url=server.url, timeout=300)
         case.validate_response(response, checks=CHECKS)
         if response.status_code == 200:
             count += 1

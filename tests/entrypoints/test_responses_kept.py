@@ -212,7 +212,7 @@ def test_a_stream_that_is_followed_ends_with_the_server() -> None:
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(running(engine_config(EMBEDDED_MODEL)))
         url = f"{server.url}/v1/responses"
-        with httpx.stream("POST", url, json=body, timeout=30) as answer:
+        with httpx.stream("POST", url, json=body, timeout=300) as answer:
             lines = answer.iter_lines()
             assert next(lines) == "event: response.created"
             stack.close()

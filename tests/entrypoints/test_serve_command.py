@@ -57,12 +57,12 @@ def test_the_ready_line_tells_what_is_served_and_where(checkpoint: Path) -> None
         )
         assert httpx.get(url + "/v1/models").json()["data"][0]["id"] == "tiny"
         process.send_signal(signal.SIGINT)
-        assert process.wait(30) == 0
+        assert process.wait(300) == 0
 
 
 def test_a_second_signal_cuts_off_what_still_runs(checkpoint: Path) -> None:
     with serving(checkpoint, "--shutdown-timeout", "300") as (process, _, url):
-        with httpx.stream("POST", url + "/v1/completions", json=LONG, timeout=60) as answer:
+        with httpx.stream("POST", url + "/v1/completions", json=LONG, timeout=300) as answer:
             lines = answer.iter_lines()
             next(lines)
             process.send_signal(signal.SIGTERM)
@@ -77,18 +77,18 @@ def test_a_second_signal_cuts_off_what_still_runs(checkpoint: Path) -> None:
             for choice in json.loads(line.removeprefix("data: "))["choices"]
         }
         assert "abort" in reasons
-        assert process.wait(30) == 0
+        assert process.wait(300) == 0
 
 
 def test_the_drain_ends_at_its_timeout(checkpoint: Path) -> None:
     with serving(checkpoint, "--shutdown-timeout", "0.05") as (process, _, url):
-        with httpx.stream("POST", url + "/v1/completions", json=LONG, timeout=60) as answer:
+        with httpx.stream("POST", url + "/v1/completions", json=LONG, timeout=300) as answer:
             lines = answer.iter_lines()
             next(lines)
             process.send_signal(signal.SIGTERM)
             rest = [line for line in lines if line]
         assert rest[-1] == "data: [DONE]" and any('"abort"' in line for line in rest)
-        assert process.wait(30) == 0
+        assert process.wait(300) == 0
 
 
 def test_chat_and_complete_talk_to_a_server(

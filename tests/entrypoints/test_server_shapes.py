@@ -53,7 +53,7 @@ def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 def post(server: Server, route: str, body: dict[str, Any], status: int = 200) -> Any:
-    answer = httpx.post(server.url + route, json={"model": MODEL, **body}, timeout=60)
+    answer = httpx.post(server.url + route, json={"model": MODEL, **body}, timeout=300)
     assert answer.status_code == status, answer.text
     return answer.json()
 
@@ -61,7 +61,7 @@ def post(server: Server, route: str, body: dict[str, Any], status: int = 200) ->
 def stream(server: Server, route: str, body: dict[str, Any]) -> list[Any]:
     """The frames of a streamed answer, which must end with [DONE]."""
     body = {"model": MODEL, "stream": True, **body}
-    with httpx.stream("POST", server.url + route, json=body, timeout=60) as answer:
+    with httpx.stream("POST", server.url + route, json=body, timeout=300) as answer:
         assert answer.status_code == 200
         assert answer.headers["content-type"].startswith("text/event-stream")
         lines = [line for line in answer.iter_lines() if line]
@@ -360,7 +360,7 @@ def test_request_id_comes_back_on_answers_errors_and_streams(server: Server) -> 
 def test_a_running_request_keeps_its_id_to_itself(server: Server) -> None:
     body = {**LONG, "request_id": "mine"}
     with httpx.stream(
-        "POST", server.url + "/v1/completions", json={**body, "stream": True}, timeout=60
+        "POST", server.url + "/v1/completions", json={**body, "stream": True}, timeout=300
     ) as answer:
         lines = answer.iter_lines()  # Kept: dropping it would hang up.
         next(lines)
@@ -388,7 +388,7 @@ def test_metrics_are_fresh_when_nobody_steps(server: Server) -> None:
         return float(line.split()[-1])
 
     body = {**LONG, "stream": True}
-    with httpx.stream("POST", server.url + "/v1/completions", json=body, timeout=60) as answer:
+    with httpx.stream("POST", server.url + "/v1/completions", json=body, timeout=300) as answer:
         lines = answer.iter_lines()  # Kept: dropping it would hang up.
         next(lines)
         assert gauge("num_requests_running") == 8
@@ -434,7 +434,7 @@ def test_a_busy_moment_turns_no_client_away(server: Server) -> None:
     """Hundreds may connect while the loop does something else; a full queue costs them a second."""
     address = urlsplit(server.url)
     free = threading.Event()
-    held = threading.Thread(target=server.call, args=(lambda _: free.wait(30),))
+    held = threading.Thread(target=server.call, args=(lambda _: free.wait(300),))
     with contextlib.ExitStack() as stack:
         stack.callback(held.join)
         stack.callback(free.set)

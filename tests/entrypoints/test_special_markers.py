@@ -29,7 +29,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 def post(server: Server, body: dict[str, Any]) -> Any:
-    answer = httpx.post(f"{server.url}/v1/chat/completions", json={**BODY, **body}, timeout=60)
+    answer = httpx.post(f"{server.url}/v1/chat/completions", json={**BODY, **body}, timeout=300)
     assert answer.status_code == 200, answer.text
     return answer.json()
 
@@ -37,7 +37,7 @@ def post(server: Server, body: dict[str, Any]) -> Any:
 def streamed(server: Server, body: dict[str, Any]) -> list[Any]:
     options = {"include_usage": True, "continuous_usage_stats": True}
     asked = {**BODY, **body, "stream": True, "stream_options": options}
-    with httpx.stream("POST", f"{server.url}/v1/chat/completions", json=asked, timeout=60) as got:
+    with httpx.stream("POST", f"{server.url}/v1/chat/completions", json=asked, timeout=300) as got:
         lines = [line[6:] for line in got.iter_lines() if line.startswith("data: ")]
     return [json.loads(line) for line in lines if line != "[DONE]"]
 

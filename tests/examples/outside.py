@@ -63,7 +63,7 @@ class Outside:
     def run(self, *argv: str, cwd: Path | None = None, check: bool = True) -> str:
         """→ what the command prints. Raises AssertionError with all of it where it fails."""
         done = subprocess.run(
-            argv, cwd=cwd or self.folder, env=self.environment, text=True, timeout=240,
+            argv, cwd=cwd or self.folder, env=self.environment, text=True, timeout=600,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )  # fmt: skip
         assert not check or done.returncode == 0, f"{' '.join(argv)}\n{done.stdout}"
@@ -98,7 +98,7 @@ class Outside:
             ["jackfield", "serve", *flags, "--port", "0", "--device", "cpu"],
             cwd=self.folder, env=self.environment, text=True, stdout=subprocess.PIPE, stderr=errors,
         ) as process:  # fmt: skip
-            late = threading.Timer(120, process.kill)
+            late = threading.Timer(600, process.kill)
             late.start()
             try:
                 assert process.stdout is not None
@@ -110,7 +110,7 @@ class Outside:
                 late.cancel()
                 process.terminate()
                 try:
-                    process.wait(30)
+                    process.wait(300)
                 finally:
                     process.kill()
 
@@ -119,7 +119,7 @@ def ask(url: str, body: dict[str, Any] | None = None) -> Any:
     """GET, or POST where there is a body; → the answer's JSON. Raises HTTPError."""
     data = None if body is None else json.dumps(body).encode()
     asked = urllib.request.Request(url, data, {"Content-Type": "application/json"})
-    with urllib.request.urlopen(asked, timeout=60) as answer:
+    with urllib.request.urlopen(asked, timeout=300) as answer:
         return json.load(answer)
 
 

@@ -19,7 +19,7 @@ def test_it_compares_a_batch_with_and_without_a_schema(tmp_path: Path) -> None:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, str(SCRIPT), *options, "--out", str(out)],
-        env=environment, capture_output=True, text=True, timeout=120,
+        env=environment, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     lines = [json.loads(text) for text in out.read_text().splitlines()]

@@ -118,7 +118,7 @@ async def generate(engine: AsyncEngine, **options: Any) -> Any:
 
 
 async def until(condition: Any) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(300):
         while not condition():
             await asyncio.sleep(0.001)
 

@@ -166,7 +166,7 @@ def test_a_backend_that_cannot_be_used_is_a_configuration_error() -> None:
 
 async def test_what_hangs_crashes_or_eats_memory_costs_one_grammar_alone() -> None:
     """In the child: the next grammar gets a new one, and the event loop goes on meanwhile."""
-    options = {"compile_timeout": 1.0, "compile_memory": 0.5}
+    options = {"compile_timeout": 3.0, "compile_memory": 0.5}
     grammars = store(hostile=Hostile, options=options)
     turns = 0
 

@@ -25,7 +25,7 @@ def url() -> Iterator[str]:
     command = server_command(
         "jackfield", "", dummy=False, port=port, max_model_len=512, flags=CPU
     )  # fmt: skip
-    server = serving(command, port, timeout=120)
+    server = serving(command, port, timeout=300)
     with asyncio.Runner() as runner:
         yield runner.run(server.__aenter__()).url
         runner.run(server.__aexit__(None, None, None))

@@ -26,7 +26,7 @@ def run_pytest(*arguments: str, folder: Path, **environment: str) -> tuple[int, 
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     return done.returncode, done.stdout + done.stderr
 
