@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import gc
 import logging
@@ -171,9 +172,14 @@ def address(listen: Listen, port: int) -> str:
 
 
 def freeze() -> None:
-    """What lives now lives on: keep the garbage collector off it."""
+    """What lives now lives on: keep the garbage collector off it until the process exits.
+
+    Its last collection has to find everything: native modules (Triton's) report as leaked what is
+    still there after it.
+    """
     gc.collect()
     gc.freeze()
+    atexit.register(gc.unfreeze)
 
 
 class _BoundSite(web.BaseSite):

@@ -18,6 +18,7 @@ from serving import engine_config as config
 
 from jackfield.entrypoints.cli.main import main
 
+MAIN = ("-m", "jackfield.entrypoints.cli.main")
 LONG = {"prompt": "x", "max_tokens": 400, "ignore_eos": True, "n": 64, "stream": True}
 
 
@@ -27,10 +28,12 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextlib.contextmanager
-def serving(checkpoint: Path, *flags: str) -> Iterator[tuple[subprocess.Popen[str], str, str]]:
+def serving(
+    checkpoint: Path, *flags: str, module: tuple[str, str] = MAIN
+) -> Iterator[tuple[subprocess.Popen[str], str, str]]:
     """A server process on a free port: (process, its first line, its URL)."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "jackfield.entrypoints.cli.main", "serve", str(checkpoint),
+        [sys.executable, *module, "serve", str(checkpoint),
          "--port", "0", "--served-model-name", "tiny", "--device", "cpu", "--dtype", "float32",
          "--attention-backend", "torch", "--max-model-len", "512",
          "--num-gpu-blocks-override", "200", "--max-num-seqs", "8",
@@ -78,6 +81,29 @@ def test_a_second_signal_cuts_off_what_still_runs(checkpoint: Path) -> None:
         }
         assert "abort" in reasons
         assert process.wait(300) == 0
+
+
+CYCLE = """
+import sys
+from jackfield.entrypoints.cli.main import main
+
+class Cycle:
+    def __init__(self):
+        self.itself = self
+    def __del__(self, write=sys.__stderr__.write):
+        write("collected\\n")
+
+held = Cycle()
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_what_was_there_before_the_first_request_is_collected_at_exit(checkpoint: Path) -> None:
+    """Otherwise native modules tell of leaks at each stop."""
+    with serving(checkpoint, module=("-c", CYCLE)) as (process, _, _):
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=300)
+        assert process.returncode == 0 and "collected" in errors.splitlines()
 
 
 def test_the_drain_ends_at_its_timeout(checkpoint: Path) -> None:
