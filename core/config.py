@@ -45,11 +45,14 @@ class StructuredOutputsConfig(
     max_grammar_depth: Annotated[
         int, _doc("Deepest nesting of a schema, expression or grammar.", ge=1, le=500)
     ] = 64
+    max_grammar_references: Annotated[
+        int, _doc("Longest chain of a schema's references or a grammar's rules.", ge=1, le=1000)
+    ] = 256
     compile_timeout: Annotated[
         float, _doc("Seconds that a grammar may take to compile.", gt=0.0, le=3600.0)
     ] = 10.0
     compile_memory: Annotated[
-        float, _doc("GiB that the process which tries costly grammars may add.", gt=0.0, le=1024.0)
+        float, _doc("GiB that a sandbox process, which tries grammars, may add.", gt=0.0, le=1024.0)
     ] = 2.0
     compile_threads: Annotated[int, _doc("Grammars compiled at once.", ge=1, le=64)] = 2
     cache_size: Annotated[int, _doc("Compiled grammars kept.", ge=1)] = 256

@@ -469,7 +469,9 @@ class GrammarBackend(Protocol):
 
     bounded: ClassVar[bool]
     """Whether `compile` and `fill_bitmask` end in little time and memory whatever they are given.
-    Otherwise a costly grammar is tried in a process of its own first."""
+    Such a backend is asked first for costly grammars, and gets short ones without a sandbox. All
+    others that are not provably small are compiled in a process of its own first: so the class has
+    to be one that its module and qualified name lead to."""
 
     @classmethod
     def unavailable(cls) -> str | None:

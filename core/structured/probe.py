@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import random
 import time
 
 import numpy as np
 
-from ..protocols import Grammar, Vocabulary
+from ..protocols import Grammar, GrammarMatcher, Vocabulary
 
 STEPS = 4
+WALK_STEPS = 24
+WALK_SECONDS = 1.0
+"""No further step of a walk is begun after so much processor time."""
 
 
 def probe(grammar: Grammar, vocabulary: Vocabulary) -> float:
@@ -40,6 +44,41 @@ def probe(grammar: Grammar, vocabulary: Vocabulary) -> float:
         if not accepted:
             raise ValueError("it does not accept what it allows")
     return slowest
+
+
+def walk(grammar: Grammar, vocabulary: Vocabulary, seed: int = 0) -> float:
+    """Take steps that are drawn at random, as an output's would be. → processor seconds of the
+    slowest mask.
+
+    For what a process does not survive; a walk that ends early is no reason to refuse.
+    """
+    draw = random.Random(seed)
+    row = np.empty((1, -(-vocabulary.size // 32)), dtype=np.int32)
+    began = time.thread_time()
+    slowest = 0.0
+    matcher = grammar.matcher()
+    for _ in range(WALK_STEPS):
+        before = time.thread_time()
+        if before - began > WALK_SECONDS:
+            break
+        try:
+            matcher.fill_bitmask(row[0])
+            slowest = max(slowest, time.thread_time() - before)
+            tokens = np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little"))
+            tokens = np.setdiff1d(tokens, vocabulary.eos_token_ids)
+            if not tokens.size or not matcher.accept([int(draw.choice(tokens))]):
+                break
+        except RuntimeError:
+            break
+    _fill_together(grammar.matcher(), row)
+    return slowest
+
+
+def _fill_together(matcher: GrammarMatcher, row: np.ndarray) -> None:
+    """On threads of the backend's own, whose stacks are what they are."""
+    fill = getattr(type(matcher), "fill_bitmasks", None)
+    if fill is not None:
+        fill([matcher], row, [0])
 
 
 def check_mask_time(seconds: float, limit: float) -> None:

@@ -13,29 +13,16 @@ from ..config import StructuredOutputsConfig
 from ..errors import InvalidRequest
 from ..protocols import GrammarSpec
 from ..types import STRUCTURED_KINDS, StructuredOutputsParams
+from .quoting import GBNF_QUOTES, JSON_QUOTES, LARK_QUOTES, REGEX_QUOTES, split_quoted
 
-MAX_PLAIN_NODES = 500
-"""Subschemas, names and enum values of a schema that compiles at once."""
-MAX_PLAIN_COUNT = 200
-"""Largest `maxItems` and the like of such a schema."""
-MAX_PLAIN_PROPERTIES = 40
-"""Properties of one object: backends lay out every way of leaving some away."""
-
-_COUNTS = frozenset(("minItems", "maxItems"))
-_COSTLY = frozenset(
-    (
-        "allOf", "format", "maxLength", "maxProperties", "minLength", "minProperties", "multipleOf",
-        "not", "pattern", "patternProperties", "propertyNames",
-    )
-)  # fmt: skip
-"""Keywords that can take a backend seconds, even in a small schema."""
 _JOINED = frozenset(("allOf", "not", "if", "dependentSchemas", "unevaluatedProperties"))
 _WHOLE = frozenset(("additionalProperties", "patternProperties"))
-_NAMED = frozenset(
+NAMED = frozenset(
     ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies")
 )
 """Keywords whose value maps names to schemas."""
-_DATA = frozenset(("enum", "const", "default", "examples", "required", "type"))
+DATA = frozenset(("enum", "const", "default", "examples", "required", "type"))
+"""Keywords whose value is no schema, whatever it looks like."""
 
 
 def grammar_spec(params: StructuredOutputsParams, config: StructuredOutputsConfig) -> GrammarSpec:
@@ -47,7 +34,7 @@ def grammar_spec(params: StructuredOutputsParams, config: StructuredOutputsConfi
         raise _too_deep(name, config) from None
     except ValueError as error:
         raise InvalidRequest(f"{name}: is not JSON as it should be: {error}", param=name) from None
-    check_bounds(spec.text, name, config)
+    check_bounds(spec.text, name, config, kind=spec.kind)
     match spec.kind:
         case "json":
             return GrammarSpec("json", _text(closed(json.loads(spec.text))))
@@ -56,8 +43,12 @@ def grammar_spec(params: StructuredOutputsParams, config: StructuredOutputsConfi
     return spec
 
 
-def check_bounds(text: str, name: str, config: StructuredOutputsConfig) -> None:
+def check_bounds(
+    text: str, name: str, config: StructuredOutputsConfig, *, kind: str = "json"
+) -> None:
     """Raises InvalidRequest about the field `name` when a text is too large or nested too deep.
+
+    kind: a `GrammarSpec`'s, which says what the text is written in.
 
     What takes a schema apart comes after this: the event loop must not be kept busy by one.
     """
@@ -67,7 +58,7 @@ def check_bounds(text: str, name: str, config: StructuredOutputsConfig) -> None:
             f"{name}: {size} bytes, at most {config.max_grammar_bytes} allowed (max_grammar_bytes)",
             param=name,
         )
-    if _depth(text) > config.max_grammar_depth:
+    if _depth(text, kind) > config.max_grammar_depth:
         raise _too_deep(name, config)
 
 
@@ -171,11 +162,22 @@ def _too_deep(name: str, config: StructuredOutputsConfig) -> InvalidRequest:
     )
 
 
-def _depth(text: str) -> int:
-    """How deep brackets nest, of any kind, quoted ones too: never less than a parser's recursion.
+def _depth(text: str, kind: str) -> int:
+    """How deep brackets nest. Those inside a quoted text nest by themselves: they neither add to
+    what is around them nor take away from it."""
+    match kind:
+        case "regex":
+            return _nesting(split_quoted(text, REGEX_QUOTES)[0])
+        case "grammar":
+            quotes = GBNF_QUOTES if "::=" in text else LARK_QUOTES
+            outside, inside = split_quoted(text, quotes, lines=True)
+        case _:
+            outside, inside = split_quoted(text, JSON_QUOTES)
+    return max(map(_nesting, (outside, *inside)))
 
-    Brackets that nothing closes do not count twice: a closing one takes one level back at most.
-    """
+
+def _nesting(text: str) -> int:
+    """A bracket that closes takes one level back at most; one that nothing closes stays."""
     depth = deepest = 0
     for bracket in re.findall(r"[\[({]|[\])}]", text):
         if bracket in "[({":
@@ -184,30 +186,6 @@ def _depth(text: str) -> int:
         elif depth:
             depth -= 1
     return deepest
-
-
-# ---------------------------------------------------------------- cost
-
-
-def is_plain(spec: GrammarSpec) -> bool:
-    """Whether any backend compiles this at once: a schema of ordinary size without expressions."""
-    if spec.kind in ("json_object", "choice"):
-        return len(spec.text) < 32 * MAX_PLAIN_NODES
-    if spec.kind != "json":
-        return False
-    schema = json.loads(spec.text)
-    if sum(1 for _ in _values(schema)) > MAX_PLAIN_NODES:
-        return False
-    for part in subschemas(schema):
-        if _COSTLY & part.keys():
-            return False
-        for name in _COUNTS & part.keys():
-            if not (isinstance(part[name], int) and 0 <= part[name] <= MAX_PLAIN_COUNT):
-                return False
-        properties = part.get("properties")
-        if isinstance(properties, dict) and len(properties) > MAX_PLAIN_PROPERTIES:
-            return False
-    return True
 
 
 def subschemas(schema: Any) -> Iterator[dict[str, Any]]:
@@ -219,19 +197,7 @@ def subschemas(schema: Any) -> Iterator[dict[str, Any]]:
             continue
         yield part
         for key, value in part.items():
-            if key in _NAMED and isinstance(value, dict):
+            if key in NAMED and isinstance(value, dict):
                 todo.extend(value.values())
-            elif key not in _DATA:
+            elif key not in DATA:
                 todo.extend(value if isinstance(value, list) else [value])
-
-
-def _values(value: Any) -> Iterator[Any]:
-    """A value and all inside it."""
-    todo = [value]
-    while todo:
-        value = todo.pop()
-        yield value
-        if isinstance(value, dict):
-            todo.extend(value.values())
-        elif isinstance(value, list):
-            todo.extend(value)

@@ -12,9 +12,11 @@ from ..config import StructuredOutputsConfig
 from ..errors import ConfigError, EngineStopped, PluginError
 from ..protocols import Grammar, GrammarBackend, GrammarSpec, Vocabulary
 from ..registry import Registry
+from .chains import check_chains
+from .compile_sandbox import CompileSandbox
+from .cost import is_plain, is_tiny
 from .probe import check_mask_time, probe
-from .spec import is_plain
-from .trial import Trial
+from .stacks import ENGINE_STACK, call_with_stack
 
 logger = logging.getLogger("jackfield.structured")
 
@@ -36,7 +38,7 @@ class GrammarStore:
         self._made: dict[str, GrammarBackend] = {}
         self._cache: OrderedDict[GrammarSpec, Grammar] = OrderedDict()
         self._compiling: dict[GrammarSpec, asyncio.Task[Grammar]] = {}
-        self._trials: dict[str, Trial] = {}
+        self._sandboxes: dict[str, CompileSandbox] = {}
         self._told: set[str] = set()
         self._pool = ThreadPoolExecutor(config.compile_threads, "jackfield-grammar")
 
@@ -67,8 +69,8 @@ class GrammarStore:
         for task in compiling:
             task.cancel()
         await asyncio.gather(*compiling, return_exceptions=True)
-        for trial in self._trials.values():
-            await trial.close()
+        for sandbox in self._sandboxes.values():
+            await sandbox.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _compiled(self, spec: GrammarSpec, task: asyncio.Task[Grammar]) -> None:
@@ -81,6 +83,8 @@ class GrammarStore:
 
     async def _compile(self, spec: GrammarSpec) -> Grammar:
         loop = asyncio.get_running_loop()
+        limit = self._config.max_grammar_references
+        await loop.run_in_executor(self._pool, check_chains, spec, limit)
         names, reasons = await loop.run_in_executor(self._pool, self.candidates, spec)
         for name in names:
             if reasons:
@@ -130,29 +134,30 @@ class GrammarStore:
         """Raises ValueError for a wrong grammar, TimeoutError for a slow one."""
         loop = asyncio.get_running_loop()
         backend = await loop.run_in_executor(self._pool, self._backend, name)
-        if not backend.bounded and not await loop.run_in_executor(self._pool, is_plain, spec):
-            await self._trial(name).check(spec)
+        if not await loop.run_in_executor(self._pool, _is_small, backend, spec):
+            await self._sandbox(name).check(spec)
         future = loop.run_in_executor(self._pool, self._run, backend, spec)
         return await asyncio.wait_for(future, self._config.compile_timeout)
 
     def _run(self, backend: GrammarBackend, spec: GrammarSpec) -> Grammar:
         """On a thread of the pool."""
         assert self._vocabulary is not None
-        grammar = backend.compile(spec)
+        grammar = call_with_stack(ENGINE_STACK, backend.compile, spec)
         check_mask_time(probe(grammar, self._vocabulary), self._config.mask_timeout)
         return grammar
 
-    def _trial(self, name: str) -> Trial:
-        if name not in self._trials:
+    def _sandbox(self, name: str) -> CompileSandbox:
+        if name not in self._sandboxes:
             assert self._vocabulary is not None
-            self._trials[name] = Trial(
+            self._sandboxes[name] = CompileSandbox(
                 type(self._made[name]),
                 self._vocabulary,
                 compile_timeout=self._config.compile_timeout,
                 mask_timeout=self._config.mask_timeout,
                 memory_bytes=int(self._config.compile_memory * (1 << 30)),
+                processes=self._config.compile_threads,
             )
-        return self._trials[name]
+        return self._sandboxes[name]
 
     def _backend(self, name: str) -> GrammarBackend:
         """On a thread of the pool. Two that race make it twice, and one is kept."""
@@ -170,6 +175,11 @@ class GrammarStore:
         if why not in self._told and len(self._told) < 100:
             self._told.add(why)
             logger.info("structured outputs: %s", why)
+
+
+def _is_small(backend: GrammarBackend, spec: GrammarSpec) -> bool:
+    """Whether it is compiled in this process at once, without a sandbox."""
+    return is_plain(spec) or (backend.bounded and is_tiny(spec))
 
 
 def check_backend(backends: Registry[type[GrammarBackend]], name: str) -> None:

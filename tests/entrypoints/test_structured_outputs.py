@@ -339,6 +339,15 @@ def test_wrong_wishes_are_refused_by_name(
         assert caught.value.body["param"] == param, caught.value.body  # type: ignore[index]
 
 
+def chain(count: int, last: str = "last") -> Any:
+    """References, each to the next; to the first one: a cycle."""
+    schemas: dict[str, Any] = {
+        f"a{i}": {"anyOf": [{"$ref": f"#/$defs/a{i + 1}"}, {"const": i}]} for i in range(count)
+    }
+    schemas[f"a{count}"] = {"$ref": f"#/$defs/{last}"}
+    return {"$ref": "#/$defs/a0", "$defs": {**schemas, "last": {"type": "string"}}}
+
+
 HOSTILE: list[dict[str, Any]] = [
     {"guided_json": deep(200)},
     {"guided_json": {"enum": ["x" * 10 + str(i) for i in range(50_000)]}},
@@ -351,6 +360,12 @@ HOSTILE: list[dict[str, Any]] = [
     {"guided_grammar": "start: start start | \n"},
     {"guided_grammar": 'start: "' + "(" * 500},
     {"guided_choice": ["a" * 60_000, "b" * 60_000]},
+    {"guided_json": chain(1000)},
+    {"guided_json": chain(1000, "a0")},
+    {"guided_grammar": "start: r0\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(3000))},
+    {"guided_grammar": "root ::= r0\n" + "".join(f"r{i} ::= r{i + 1}\n" for i in range(3000))},
+    {"structural_tag": {"structures": [{"begin": "x", "schema": chain(1000), "end": ""}],
+                        "triggers": ["x"]}},
     {"structural_tag": {"structures": [{"begin": "x", "schema": deep(150), "end": ""}],
                         "triggers": ["x"]}},
 ]  # fmt: skip
@@ -395,8 +410,35 @@ async def test_hostile_grammars_cost_their_request_alone(server: Server, asynchr
     holder["loop"].call_soon_threadsafe(holder["done"].set)
     await watching
     assert set(statuses) <= {200, 400}, list(zip(statuses, map(str, HOSTILE), strict=True))
-    assert statuses.count(400) >= 8
+    assert statuses.count(400) >= 13
     assert holder["longest"] < 0.25, "the event loop stood still"
     for answer in answers:
         if answer["finish"] == "stop":
             check_event(answer["content"])
+
+
+async def test_chains_of_references_are_refused_on_every_way_in(asynchronous: Any) -> None:
+    """The process lives: the last request is answered."""
+    long = chain(1000)
+    schema = {"type": "object", "properties": {"x": {"$ref": "#/$defs/a0"}}, "$defs": long["$defs"]}
+    function = {"name": "f", "parameters": schema}
+    tools = [{"type": "function", "function": function}]
+    format = {"type": "json_schema", "json_schema": {"name": "f", "schema": schema}}
+    asked: list[tuple[str, dict[str, Any], str]] = [
+        ("chat/completions", {"response_format": format}, "response_format"),
+        ("chat/completions", {"tools": tools, "tool_choice": "required"}, "tools"),
+        ("chat/completions", {"tools": [
+            {"type": "function", "function": {**function, "strict": True}}]}, "tools"),
+        ("chat/completions", {"structured_outputs": {"json": schema}}, "structured_outputs.json"),
+        ("responses", {"text": {"format": {"type": "json_schema", "name": "f", "schema": schema}}},
+         "text.format"),
+        ("responses", {"tools": [{"type": "function", **function}], "tool_choice": "required"},
+         "tools"),
+    ]  # fmt: skip
+    for route, fields, param in asked:
+        body = {"model": MODEL, "messages": MESSAGES, "input": "Hi", "max_tokens": 4, **fields}
+        body.pop("messages" if route == "responses" else "input")
+        with pytest.raises(openai.BadRequestError, match="max_grammar_references") as caught:
+            await asynchronous.post(f"/{route}", body=body, cast_to=object)
+        assert caught.value.body["param"] == param  # type: ignore[index]
+    assert (await whole(asynchronous, response_format=FORMAT, seed=1))["content"]

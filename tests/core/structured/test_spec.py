@@ -11,7 +11,8 @@ from jackfield import SamplingParams, StructuredOutputsParams
 from jackfield.core.config import EngineConfig, StructuredOutputsConfig
 from jackfield.core.errors import ConfigError, InvalidRequest
 from jackfield.core.protocols import GrammarSpec
-from jackfield.core.structured.spec import begins_free, closed, grammar_spec, is_plain, subschemas
+from jackfield.core.structured.cost import is_plain, is_tiny
+from jackfield.core.structured.spec import begins_free, closed, grammar_spec, subschemas
 
 CONFIG = StructuredOutputsConfig(max_grammar_bytes=2000, max_grammar_depth=10)
 PLAIN = {"type": "object", "properties": {"a": {"enum": ["x", {"pattern": "data"}]}}}
@@ -69,6 +70,11 @@ def test_wrong_wishes_are_named(given: Any, field: str) -> None:
         ({"json": nested(40)}, "max_grammar_depth"),
         ({"json": "[" * 900 + "]" * 900}, "JSON"),
         ({"regex": "(" * 40 + "a" + ")" * 40}, "max_grammar_depth"),
+        ({"json": {"]]": nested(40)}}, "max_grammar_depth"),
+        ({"json": {"properties": {"]}": {"properties": {"]}": nested(9)}}}}}, "max_grammar_depth"),
+        ({"json": {"pattern": "(" * 40}}, "max_grammar_depth"),
+        ({"regex": "([)]" * 40 + "a" + ")" * 40}, "max_grammar_depth"),
+        ({"grammar": "start: " + '(")" ' * 40 + ")" * 40}, "max_grammar_depth"),
         ({"regex": "a" * 2001}, "max_grammar_bytes"),
         ({"json": {"enum": ["é" * 999, "b"]}}, "max_grammar_bytes"),
         ({"choice": ["\ud800"]}, "JSON"),
@@ -113,6 +119,14 @@ def test_a_dict_becomes_params() -> None:
         ({"items": {"type": "string", "pattern": "a+"}}, False),
         ({"properties": {f"k{i}": {"type": "string"} for i in range(41)}}, False),
         ({"enum": list(range(600))}, False),
+        ({"const": "x" * 20_000}, False),
+        ({"type": "integer", "minimum": -4, "exclusiveMaximum": 1000}, True),
+        ({"type": "number", "minimum": 1e300}, False),
+        ({"anyOf": [{"type": "null"}, {"$ref": "#/$defs/a"}], "$defs": {"a": {}}}, True),
+        ({"type": "object", "anyOf": [{}, {}]}, False),
+        ({"$ref": "#/$defs/a", "minItems": 3, "$defs": {"a": {}}}, False),
+        ({"if": {}, "then": {}}, False),
+        ({"unheard-of": 1}, False),
     ],
 )
 def test_only_ordinary_schemas_are_plain(schema: Any, plain: bool) -> None:
@@ -144,6 +158,21 @@ def test_expressions_and_grammars_are_never_plain() -> None:
     assert not is_plain(GrammarSpec("regex", "a"))
     assert not is_plain(GrammarSpec("grammar", "start: A"))
     assert is_plain(GrammarSpec("choice", '["a"]')) and is_plain(GrammarSpec("json_object"))
+
+
+@pytest.mark.parametrize(
+    ("spec", "tiny"),
+    [
+        (GrammarSpec("regex", "[0-9]{3}-[0-9]{4}"), True),
+        (GrammarSpec("regex", "((a{1,99}){1,99}){1,99}"), False),
+        (GrammarSpec("regex", "a" * 300), False),
+        (GrammarSpec("grammar", 'start: "a" | start "b"'), True),
+        (GrammarSpec("json", '{"type":"string","maxLength":40}'), True),
+        (GrammarSpec("json", '{"type":"string","maxLength":40000}'), False),
+    ],
+)
+def test_only_short_texts_that_repeat_little_are_tiny(spec: GrammarSpec, tiny: bool) -> None:
+    assert is_tiny(spec) is tiny
 
 
 def test_subschemas_leave_data_alone() -> None:

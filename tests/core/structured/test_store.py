@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import threading
 import time
 from pathlib import Path
@@ -22,6 +23,7 @@ from jackfield.core.structured.vocabulary import make_vocabulary
 from jackfield.core.text.tokenizer import Tokenizer
 from jackfield.plugins.structured.llguidance import LLGuidance
 
+TESTS = os.getpid()
 MODEL = Path(jackfield.__file__).parent / "plugins/models/embedded"
 PLAIN = GrammarSpec("json", '{"type":"object","properties":{"a":{"type":"integer"}}}')
 REGEX = GrammarSpec("regex", "[a-c]{3}")
@@ -42,9 +44,15 @@ class Hostile(LLGuidance):
     """Does to its process what native code can."""
 
     bounded: ClassVar[bool] = False
+    compiled: ClassVar[int] = 0
 
     def compile(self, spec: GrammarSpec) -> Any:
+        Hostile.compiled += 1
         match spec.text:
+            case "segfault":
+                os.kill(os.getpid(), signal.SIGSEGV)
+            case "first alone" if Hostile.compiled > 1 and os.getpid() != TESTS:
+                os._exit(1)
             case "hang":
                 while True:
                     pass
@@ -177,7 +185,12 @@ async def test_what_hangs_crashes_or_eats_memory_costs_one_grammar_alone() -> No
             turns += 1
 
     ticking = asyncio.create_task(tick())
-    for text, word in (("hang", "compile_timeout"), ("crash", "crashes"), ("eat", "Memory")):
+    for text, word in (
+        ("hang", "compile_timeout"),
+        ("crash", "crashes.*exit status 11"),
+        ("segfault", "crashes.*SIGSEGV"),
+        ("eat", "Memory"),
+    ):
         turns, began = 0, time.monotonic()
         with pytest.raises(ValueError, match=word):
             await grammars.compile(GrammarSpec("regex", text))
@@ -188,11 +201,40 @@ async def test_what_hangs_crashes_or_eats_memory_costs_one_grammar_alone() -> No
     await grammars.close()
 
 
+async def test_a_grammar_is_not_blamed_for_what_others_left_in_the_sandbox() -> None:
+    """Its crash in a process that had another grammar before is no proof."""
+    grammars = store(hostile=Hostile)
+    await grammars.compile(GrammarSpec("regex", "ab"))
+    assert grammars._sandboxes
+    await grammars.compile(GrammarSpec("regex", "first alone"))
+    await grammars.close()
+
+
+async def test_a_sandbox_that_was_killed_while_idle_is_started_again() -> None:
+    grammars = store(hostile=Hostile)
+    await grammars.compile(GrammarSpec("regex", "ab"))
+    (process,) = grammars._sandboxes["hostile"]._idle
+    process.kill()
+    await process.wait()
+    await grammars.compile(GrammarSpec("regex", "abc"))
+    await grammars.close()
+
+
+async def test_a_backend_that_bounds_itself_is_not_trusted_with_more_than_short_grammars() -> None:
+    grammars = store(options={"backend": "llguidance"})
+    await grammars.compile(REGEX)
+    await grammars.compile(PLAIN)
+    assert not grammars._sandboxes
+    await grammars.compile(GrammarSpec("regex", "(ab|c)" * 100))
+    assert grammars._sandboxes
+    await grammars.close()
+
+
 async def test_plain_schemas_need_no_other_process() -> None:
     grammars = store(options={"backend": "xgrammar"})
     await grammars.compile(PLAIN)
-    assert not grammars._trials
+    assert not grammars._sandboxes
     hard = {"type": "string", "pattern": "^(a{1,40}){1,40}$"}
     await grammars.compile(GrammarSpec("json", json.dumps(hard)))
-    assert grammars._trials
+    assert grammars._sandboxes
     await grammars.close()
