@@ -32,6 +32,8 @@ class JackfieldError(Exception):
     status = 500
     error_type = "server_error"
     code: str | None = None
+    retry_after: int | None = None
+    """Seconds after which it may be worth to try again: the header Retry-After."""
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
         super().__init__(message)
@@ -91,6 +93,35 @@ class NotFound(InvalidRequest):
     status = 404
 
 
+class Forbidden(InvalidRequest):
+    """The request is understood and not allowed: from a page of another site, under a name that is
+    not the server's."""
+
+    status = 403
+    error_type = "permission_error"
+
+
+class BodyTooLarge(InvalidRequest):
+    """The body, or what is packed in it, is larger than the server takes."""
+
+    status = 413
+
+
+class UnsupportedMediaType(InvalidRequest):
+    """The body is of a type, or packed in a way, that the route does not take."""
+
+    status = 415
+
+
+class RateLimited(JackfieldError):
+    """The caller has used up what it may use for now; `retry_after` says when there is more."""
+
+    status = 429
+    error_type = "rate_limit_error"
+    code = "rate_limit_exceeded"
+    retry_after = 1
+
+
 class NotSupported(JackfieldError):
     """A feature that Jackfield does not have (yet); the message names it."""
 
@@ -103,6 +134,11 @@ class EngineOverloaded(JackfieldError):
 
     status = 503
     error_type = "overloaded_error"
+    retry_after = 1
+
+
+class TooManyConnections(EngineOverloaded):
+    """As many connections are open as may be, all of them with requests."""
 
 
 class EngineStopped(JackfieldError):
@@ -110,6 +146,7 @@ class EngineStopped(JackfieldError):
 
     status = 503
     error_type = "service_unavailable_error"
+    retry_after = 5
 
 
 class RequestFailed(JackfieldError):

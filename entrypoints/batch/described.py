@@ -38,7 +38,7 @@ FORM = {
 
 def describe() -> None:
     """Put the attributes onto the handlers."""
-    _put(routes.upload, FileObject, body=("multipart/form-data", FORM), refused=(400,))
+    _put(routes.upload, FileObject, body=("multipart/form-data", FORM), refused=(400, 408, 415))
     _put(
         routes.list_files, _page(FileObject), refused=(400, 404),
         query=[AFTER, _limit(10_000), _choice("order", "asc", "desc"), _choice("purpose")],
@@ -46,7 +46,12 @@ def describe() -> None:
     _put(routes.get_file, FileObject, refused=(404,))
     _put(routes.delete_file, DELETED, refused=(404, 409))
     _put(routes.file_content, TEXT, refused=(404,), kind="application/octet-stream")
-    _put(routes.create_batch, Batch, body=(JSON, CreateBatch), refused=(400, 404, 409, 503))
+    _put(
+        routes.create_batch,
+        Batch,
+        body=(JSON, CreateBatch),
+        refused=(400, 404, 408, 409, 413, 415, 503),
+    )
     _put(routes.list_batches, _page(Batch), query=[AFTER, _limit(100)], refused=(400, 404))
     _put(routes.get_batch, Batch, refused=(404,))
     _put(routes.cancel_batch, Batch, refused=(404, 409))

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from aiohttp import web
 
 from ...core.errors import JackfieldError, RequestFailed
-from ..openai.context import OPTIONS, error_body, reply
+from ..openai.context import OPTIONS, error_reply
 
 logger = logging.getLogger("jackfield.server")
 URLS = (
@@ -144,9 +144,9 @@ async def _errors(
     try:
         return await handler(request)
     except JackfieldError as error:
-        return reply(error_body(error), error.status)
+        return error_reply(error)
     except web.HTTPException:
         raise
     except Exception:
         logger.exception("%s failed in a batch", request.path)
-        return reply(error_body(RequestFailed("the server failed on this request")), 500)
+        return error_reply(RequestFailed("the server failed on this request"))

@@ -9,10 +9,11 @@ import uuid
 from typing import Any
 
 from aiohttp import BodyPartReader, web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from ...core.errors import InvalidRequest
+from ..openai.body import decoded
 from ..openai.context import reply
-from ..openai.protocol import decode
 from .objects import (
     Batch,
     BatchOptions,
@@ -72,10 +73,11 @@ async def _form(request: web.Request, path: Any) -> tuple[dict[str, str], str | 
                 raise InvalidRequest("file: give one", param="file")
             name = part.filename or "file"
             size = await _content(part, path, limit)
-    except (ValueError, AssertionError, RuntimeError) as error:
-        if isinstance(error, InvalidRequest):
-            raise
-        raise InvalidRequest(f"the body is no multipart/form-data: {error}") from None
+    except InvalidRequest:
+        raise
+    except (ValueError, AssertionError, RuntimeError, HttpProcessingError) as error:
+        text = " ".join(str(error).split())[:400]
+        raise InvalidRequest(f"the body is no multipart/form-data: {text}") from None
     return fields, name, size
 
 
@@ -180,7 +182,7 @@ async def file_content(request: web.Request) -> web.StreamResponse:
 
 async def create_batch(request: web.Request) -> web.Response:
     """POST /v1/batches: answer the requests in a file."""
-    asked = decode(await request.read(), CreateBatch)
+    asked = await decoded(request, CreateBatch)
     work = _work(request)
     asked.check(work.caller.urls)
     now = int(time.time())

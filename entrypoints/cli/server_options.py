@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...core.config import EngineConfig
 from ...core.errors import ConfigError
+from ..openai.connection_limits import MAX_JSON_VALUES, ConnectionLimits
 
 if TYPE_CHECKING:
     from ..openai.tls import Tls
@@ -38,6 +39,7 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
         "--enable-ssl-refresh", action="store_true", help="load the files again when they change"
     )
     http = parser.add_argument_group("HTTP")
+    limits = ConnectionLimits()
     http.add_argument(
         "--api-key-file",
         action="append",
@@ -58,6 +60,16 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
             metavar=name[:-1].upper(),
             help=f"{text}; words, or a JSON list",
         )
+    http.add_argument(
+        "--allowed-hosts",
+        nargs="+",
+        action=_Words,
+        default=None,
+        metavar="HOST",
+        help="names under which the server may be reached, *.NAME for all below, * for all; an "
+        "address always may be (default: localhost for a server on a loopback address without "
+        "keys, otherwise all)",
+    )
     http.add_argument(
         "--allow-credentials", action="store_true", help="those pages may send cookies"
     )
@@ -85,6 +97,34 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="answer at most so many requests at once, more get a 503 (default: no limit)",
     )
+    http.add_argument(
+        "--max-json-values",
+        type=at_least_one,
+        default=MAX_JSON_VALUES,
+        metavar="N",
+        help="refuse bodies with more values; an array or object counts as 8, a key as 24 "
+        "(default: %(default)s)",
+    )
+    http.add_argument(
+        "--max-connections",
+        type=at_least_one,
+        metavar="N",
+        help="open connections at once, of each front end; beyond, the oldest one without a "
+        "request is closed (default: what the limit of descriptors allows)",
+    )
+    for name, allowed, text in (
+        ("header", limits.header_seconds, "for a request's headers to come"),
+        ("body", limits.body_seconds, "for a body to come, or to bring 1 KiB for each of them"),
+        ("keep-alive", limits.idle_seconds, "without a request before a connection is closed"),
+        ("send", limits.send_seconds, "for a client to read nothing of its response"),
+    ):
+        http.add_argument(
+            f"--timeout-{name}",
+            type=seconds,
+            default=allowed,
+            metavar="SECONDS",
+            help=f"{text}; 0: no limit (default: %(default)g)",
+        )
     http.add_argument(
         "--access-log",
         choices=("off", "text", "json"),
@@ -151,7 +191,16 @@ def server_options(args: argparse.Namespace, config: EngineConfig) -> dict[str, 
             args.allow_credentials,
         ),
         "request_id_headers": args.enable_request_id_headers,
+        "allowed_hosts": args.allowed_hosts,
         "max_concurrency": args.limit_concurrency,
+        "max_json_values": args.max_json_values,
+        "connections": ConnectionLimits(
+            header_seconds=args.timeout_header,
+            body_seconds=args.timeout_body,
+            idle_seconds=args.timeout_keep_alive,
+            send_seconds=args.timeout_send,
+            max_connections=args.max_connections,
+        ),
         "response_role": args.response_role,
         "access_log": args.access_log,
         "log_requests": args.enable_log_requests,

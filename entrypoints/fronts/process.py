@@ -22,7 +22,7 @@ from ...core.remote.client import RemoteEngine
 from ..cli.options import fail
 from ..cli.serve import run_on_loop
 from ..cli.serve_settings import Settings, settings
-from ..openai.server import Listen, first_of, freeze, listening
+from ..openai.server import first_of, freeze, listening
 from .order import Order, engine_socket, keeper_socket
 
 logger = logging.getLogger("jackfield.fronts")
@@ -56,7 +56,7 @@ async def front(order: Order, found: Settings) -> int:
     )
     try:
         await engine.start()
-        async with listening(engine, Listen(tls=found.listen.tls, sockets=sockets), options):
+        async with listening(engine, dataclasses.replace(found.listen, sockets=sockets), options):
             freeze()
             engine.listening()
             await first_of(engine.closed.wait(), asked_to_end.wait())

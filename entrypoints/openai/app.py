@@ -20,11 +20,12 @@ from ...core.errors import (
 from ..batch.application import add_batch_routes
 from ..fronts import keeper
 from ..web.page import add_page, page
-from . import cors, docs_page, limits, request_log
+from . import cors, docs_page, limits, request_log, sites
 from .admin import add_admin_routes
 from .chat import chat_completions
 from .completions import completions
-from .context import DOCUMENT, ENGINE, OPEN, OPTIONS, ServerOptions, error_body, reply
+from .connections import BodyTooSlow
+from .context import DOCUMENT, ENGINE, OPEN, OPTIONS, ServerOptions, error_reply
 from .embeddings import embeddings
 from .load import LOAD, count_load, load_before, server_load
 from .pooling import classify, pooling
@@ -41,8 +42,13 @@ OPEN_ROUTES = frozenset({"/health", "/ping", "/metrics"}) | docs_page.OPEN_ROUTE
 the path as sent."""
 
 
-def make_app(engine: AsyncEngine, options: ServerOptions | None = None) -> web.Application:
-    """All routes over one started engine, plugins' routes last."""
+def make_app(
+    engine: AsyncEngine, options: ServerOptions | None = None, host: str | None = None
+) -> web.Application:
+    """All routes over one started engine, plugins' routes last.
+
+    host: where it will listen; None: at a Unix socket, or nobody knows.
+    """
     options = options or ServerOptions()
     app = web.Application(
         middlewares=[_errors, _authentication, count_load, in_turns],
@@ -90,6 +96,7 @@ def make_app(engine: AsyncEngine, options: ServerOptions | None = None) -> web.A
     if options.docs:
         app.router.add_get("/openapi.json", docs_page.openapi_json)
         app.router.add_get("/docs", docs_page.docs)
+    _check_sites(app, host)
     if options.request_id_headers:
         app.on_response_prepare.append(_tell_request_id)
     if options.max_concurrency is not None:
@@ -106,6 +113,20 @@ def make_app(engine: AsyncEngine, options: ServerOptions | None = None) -> web.A
     return app
 
 
+def _check_sites(app: web.Application, host: str | None) -> None:
+    """What keeps other sites' pages away where no key does."""
+    options = app[OPTIONS]
+    keyless = not options.api_keys
+    hosts = options.allowed_hosts
+    if hosts is None:
+        hosts = sites.default_hosts(host) if keyless and host is not None else ("*",)
+    after_errors = app.middlewares.index(_errors) + 1
+    if keyless and host is not None:
+        app.middlewares.insert(after_errors, sites.check_origin(options.cors))
+    if "*" not in hosts:
+        app.middlewares.insert(after_errors, sites.check_host(hosts))
+
+
 async def _tell_request_id(request: web.Request, response: web.StreamResponse) -> None:
     """The caller's id, or a new one: on every response, streams and errors included."""
     given = request.headers.get("X-Request-Id", "")[:128]
@@ -119,7 +140,7 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
         return await handler(request)
     except JackfieldError as error:
-        return reply(error_body(error), error.status)
+        return error_reply(error)
     except web.HTTPRequestEntityTooLarge as refused:
         return _refusal(413, f"the body is too large: {refused.text}")
     except web.HTTPException as refused:
@@ -129,21 +150,20 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
         if "Allow" in refused.headers:
             response.headers["Allow"] = refused.headers["Allow"]
         return response
+    except BodyTooSlow as error:
+        return _refusal(408, f"the body did not come in time: {error}")
     except web.RequestPayloadError as error:
         return _refusal(400, f"the body cannot be read: {' '.join(str(error).split())}")
     except (ConnectionError, TimeoutError):
         raise
     except Exception:
         logger.exception("%s %s failed", request.method, request.path)
-        return reply(error_body(RequestFailed("the server failed on this request")), 500)
+        return error_reply(RequestFailed("the server failed on this request"))
 
 
 def _refusal(status: int, message: str) -> web.Response:
     """What aiohttp refused, in OpenAI's shape."""
-    error = InvalidRequest(message)
-    body = error_body(error)
-    body["error"]["code"] = status
-    return reply(body, status)
+    return error_reply(InvalidRequest(message), status)
 
 
 @web.middleware

@@ -13,12 +13,13 @@ from aiohttp import web
 from ...core.text.encoding import LONG_TEXT
 from ...core.types import RequestOutput
 from .answers import ChatAnswer, ChatChunk
+from .body import decoded
 from .chat_job import ChatJob
 from .chat_pieces import ChatPieces
 from .context import ENGINE, OPTIONS, reply
 from .logprobs import prompt_logprobs
 from .openapi import documented
-from .protocol import ChatRequest, decode
+from .protocol import ChatRequest
 from .streaming import stream_outputs
 
 
@@ -26,7 +27,7 @@ from .streaming import stream_outputs
 async def chat_completions(request: web.Request) -> web.StreamResponse:
     """Answer a conversation."""
     engine = request.app[ENGINE]
-    asked = decode(await request.read(), ChatRequest)
+    asked = await decoded(request, ChatRequest)
     job = ChatJob(engine, asked, request.app[OPTIONS])
     if asked.stream:
         pieces = ChatPieces(job)

@@ -14,6 +14,7 @@ from ...core.engine.output import OutputStream
 from ...core.errors import InvalidRequest, RequestFailed
 from ...core.types import CompletionOutput, PositionLogprobs, RequestOutput, SamplingParams
 from .answers import CompletionAnswer, CompletionChunk
+from .body import decoded
 from .context import (
     ENGINE,
     check_model,
@@ -27,7 +28,7 @@ from .context import (
 )
 from .logprobs import completion_logprobs, prompt_logprobs
 from .openapi import documented
-from .protocol import CompletionRequest, decode
+from .protocol import CompletionRequest
 from .streaming import Template, frame, stream, stream_outputs
 
 
@@ -37,7 +38,7 @@ from .streaming import Template, frame, stream, stream_outputs
 async def completions(request: web.Request) -> web.StreamResponse:
     """Complete one prompt or several."""
     engine = request.app[ENGINE]
-    asked = decode(await request.read(), CompletionRequest)
+    asked = await decoded(request, CompletionRequest)
     asked.check()
     model = check_model(engine, asked.model)
     check_priority(engine, asked.priority)

@@ -16,6 +16,7 @@ from ...core.engine.async_engine import AsyncEngine
 from ...core.errors import InvalidRequest, JackfieldError, ModelNotFound
 from ...core.text.encoding import LONG_TEXT
 from ...core.text.tokenizer import Tokenizer
+from .connection_limits import MAX_JSON_VALUES, ConnectionLimits
 from .cors import Cors
 
 if TYPE_CHECKING:
@@ -30,6 +31,8 @@ class ServerOptions:
 
     api_keys: tuple[str, ...] = ()
     max_body_bytes: int = 32 << 20
+    max_json_values: int = MAX_JSON_VALUES
+    connections: ConnectionLimits = field(default_factory=ConnectionLimits)
     max_stored_responses: int = 1000
     """Of /v1/responses; 0 stores none."""
     max_stored_response_bytes: int = 256 << 20
@@ -49,6 +52,9 @@ class ServerOptions:
     root_path: str = ""
     """Where a proxy, which takes it off again, shows the server: for the OpenAPI document."""
     cors: Cors = field(default_factory=Cors)
+    allowed_hosts: tuple[str, ...] | None = None
+    """What a request's `Host` may be; `*` for all. None: as `sites.default_hosts` says where there
+    is no key, all where there is one."""
     request_id_headers: bool = True
     """Whether answers have `X-Request-Id`."""
     max_concurrency: int | None = None
@@ -81,16 +87,24 @@ def reply(data: Any, status: int = 200) -> web.Response:
     return web.Response(body=encoder.encode(data), status=status, content_type="application/json")
 
 
-def error_body(error: JackfieldError) -> dict[str, Any]:
-    """OpenAI's shape."""
+def error_body(error: JackfieldError, status: int | None = None) -> dict[str, Any]:
+    """OpenAI's shape. status: if it is another than the error's own."""
     return {
         "error": {
             "message": error.message,
             "type": error.error_type,
             "param": error.param,
-            "code": error.code if error.code is not None else error.status,
+            "code": error.code if error.code is not None else status or error.status,
         }
     }
+
+
+def error_reply(error: JackfieldError, status: int | None = None) -> web.Response:
+    """An error as a response, with Retry-After where it may be worth to try again."""
+    response = reply(error_body(error, status), status or error.status)
+    if error.retry_after is not None:
+        response.headers["Retry-After"] = str(error.retry_after)
+    return response
 
 
 def check_model(engine: AsyncEngine, name: str | None) -> str:

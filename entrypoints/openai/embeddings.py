@@ -5,18 +5,18 @@ from __future__ import annotations
 from aiohttp import web
 
 from .answers import EmbeddingAnswer
+from .body import decoded
 from .context import ENGINE, check_model, new_id, reply
 from .openapi import documented
 from .pooling import body, check_task, encoded, numbers, prompts_of
 from .pooling_protocol import EmbeddingRequest
-from .protocol import decode
 
 
 @documented("vectors and scores", request=EmbeddingRequest, answer=EmbeddingAnswer)
 async def embeddings(request: web.Request) -> web.Response:
     """A vector for each text."""
     engine = request.app[ENGINE]
-    asked = decode(await request.read(), EmbeddingRequest)
+    asked = await decoded(request, EmbeddingRequest)
     model = check_model(engine, asked.model)
     check_task(engine, "/v1/embeddings", "embed")
     name = new_id("embd", asked.request_id)

@@ -32,7 +32,10 @@ ERRORS = {
     400: "A field is wrong: `param` names it",
     401: "No API key, or a wrong one",
     404: "A model that is not served, or nothing by that name",
-    413: "The body is too large",
+    408: "The body did not come in time",
+    413: "The body is too large, or has too many values",
+    415: "The body is not JSON by its Content-Type, or is packed in an unknown way",
+    429: "The key has used up what it may use for now: Retry-After says when to try again",
     500: "This request failed",
     501: "Not supported (yet)",
     503: "Too many requests, or the engine is stopping or has failed",
@@ -74,7 +77,7 @@ def documented(
                 "required": True,
                 "content": {"application/json": {"schema": request}},
             }
-            statuses |= {400, 404, 413, 501, 503}
+            statuses |= {400, 404, 408, 413, 415, 501, 503}
         operation["responses"] = {"200": answers} | {str(s): _error(s) for s in sorted(statuses)}
         handler.openapi = operation  # type: ignore[attr-defined]
         return handler

@@ -16,10 +16,10 @@ from ...core.engine.scoring import encode_all
 from ...core.errors import InvalidRequest
 from ...core.types import PoolingRequestOutput
 from .answers import ClassifyAnswer, PoolingAnswer
+from .body import decoded
 from .context import ENGINE, check_model, new_id, reply
 from .openapi import documented
 from .pooling_protocol import ClassifyRequest, EmbeddingRequest, PoolingRequest, inputs
-from .protocol import decode
 
 T = TypeVar("T")
 
@@ -28,7 +28,7 @@ T = TypeVar("T")
 async def pooling(request: web.Request) -> web.Response:
     """POST /pooling: what the model gives, whatever that is."""
     engine = request.app[ENGINE]
-    asked = decode(await request.read(), PoolingRequest)
+    asked = await decoded(request, PoolingRequest)
     model = check_model(engine, asked.model)
     check_task(engine, "/pooling", *(t for t in engine.supported_tasks if t != "generate"))
     name = new_id("pool", asked.request_id)
@@ -44,7 +44,7 @@ async def pooling(request: web.Request) -> web.Response:
 async def classify(request: web.Request) -> web.Response:
     """POST /classify: a probability a label."""
     engine = request.app[ENGINE]
-    asked = decode(await request.read(), ClassifyRequest)
+    asked = await decoded(request, ClassifyRequest)
     model = check_model(engine, asked.model)
     check_task(engine, "/classify", "classify")
     name = new_id("classify", asked.request_id)

@@ -10,9 +10,9 @@ from aiohttp import web
 
 from ...core.errors import InvalidRequest, JackfieldError
 from .answers import InputTokensAnswer
+from .body import decoded
 from .context import ENGINE, OPTIONS, reply
 from .openapi import documented
-from .protocol import decode
 from .responses_background import Responses
 from .responses_protocol import ResponsesRequest, renamed
 from .streaming import HEADERS
@@ -42,7 +42,7 @@ def add_responses(app: web.Application) -> None:
 async def create(request: web.Request) -> web.StreamResponse:
     """POST /v1/responses"""
     responses = request.app[RESPONSES]
-    wanted = decode(await request.read(), ResponsesRequest)
+    wanted = await decoded(request, ResponsesRequest)
     job = await responses.job(request.app[ENGINE], wanted)
     if wanted.background:
         running = await responses.start(job)
@@ -59,7 +59,7 @@ async def create(request: web.Request) -> web.StreamResponse:
 @documented("Responses", request=ResponsesRequest, answer=InputTokensAnswer)
 async def input_tokens(request: web.Request) -> web.Response:
     """POST /v1/responses/input_tokens: how many tokens such a response's prompt has."""
-    wanted = decode(await request.read(), ResponsesRequest)
+    wanted = await decoded(request, ResponsesRequest)
     job = await request.app[RESPONSES].job(request.app[ENGINE], wanted)
     try:
         count = await job.count_prompt()

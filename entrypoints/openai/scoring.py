@@ -9,18 +9,18 @@ from aiohttp import web
 from ...core.engine.async_engine import AsyncEngine
 from ...core.engine.scoring import score_all
 from .answers import RerankAnswer, ScoreAnswer
+from .body import decoded
 from .context import ENGINE, check_model, new_id, reply
 from .openapi import documented
 from .pooling import body, check_task, naming, usage_of
 from .pooling_protocol import RerankRequest, ScoreRequest
-from .protocol import decode
 
 
 @documented("vectors and scores", request=ScoreRequest, answer=ScoreAnswer)
 async def score(request: web.Request) -> web.Response:
     """POST /score, /v1/score: a number a pair."""
     engine = request.app[ENGINE]
-    asked = decode(await request.read(), ScoreRequest)
+    asked = await decoded(request, ScoreRequest)
     model = check_model(engine, asked.model)
     _check_scores(engine, request.path)
     name = new_id("score", asked.request_id)
@@ -37,7 +37,7 @@ async def score(request: web.Request) -> web.Response:
 async def rerank(request: web.Request) -> web.Response:
     """POST /rerank, /v1/rerank, /v2/rerank: documents by how well they answer a query."""
     engine = request.app[ENGINE]
-    asked = decode(await request.read(), RerankRequest)
+    asked = await decoded(request, RerankRequest)
     model = check_model(engine, asked.model)
     _check_scores(engine, request.path)
     texts = asked.texts()

@@ -23,6 +23,7 @@ from ...core.config import EngineConfig
 from ...core.engine.async_engine import AsyncEngine
 from ...core.registry import Plugins
 from .app import make_app
+from .connections import Runner, raise_descriptors, watching_descriptors
 from .context import ServerOptions
 from .request_log import KINDS, access
 from .tls import Tls, refreshing
@@ -75,12 +76,13 @@ async def listening(
     logs: dict[str, Any] = {"access_log": None}
     if options.access_log != "off":
         logs = {"access_log": access, "access_log_class": KINDS[options.access_log]}
+    raise_descriptors()
     context = listen.tls.context() if listen.tls is not None else None
-    runner = web.AppRunner(
-        make_app(engine, options),
-        handler_cancellation=True,
-        logger=http_logger,
+    runner = Runner(
+        make_app(engine, options, None if listen.uds else listen.host),
+        options.connections,
         shutdown_timeout=CLOSE_SECONDS,
+        logger=http_logger,
         **logs,
     )
     try:
@@ -97,6 +99,7 @@ async def listening(
         for site in sites:
             await site.start()
         async with contextlib.AsyncExitStack() as stack:
+            await stack.enter_async_context(watching_descriptors())
             if listen.tls is not None and context is not None and listen.tls.refresh:
                 await stack.enter_async_context(refreshing(listen.tls, context))
             yield listen.uds or address(listen, runner.addresses[0][1])

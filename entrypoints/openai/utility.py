@@ -9,6 +9,7 @@ from aiohttp import web
 
 from ... import __version__
 from ...core.errors import InvalidRequest
+from ...core.text.encoding import LONG_TEXT
 from ..inventory import inventory
 from .answers import (
     DetokenizeAnswer,
@@ -18,10 +19,13 @@ from .answers import (
     TokenizeAnswer,
     VersionAnswer,
 )
+from .body import decoded
 from .context import ENGINE, OPTIONS, check_model, encode_text, reply, tokenizer_of
 from .openapi import documented
-from .protocol import DetokenizeRequest, TokenizeRequest, decode
+from .protocol import DetokenizeRequest, TokenizeRequest
 
+MAX_DETOKENIZED = 1 << 17
+"""Token ids in one /detokenize, where the model's context holds fewer."""
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -57,7 +61,7 @@ def _card(request: web.Request, name: str) -> dict[str, Any]:
 async def tokenize(request: web.Request) -> web.Response:
     """POST /tokenize: a prompt, or messages, to token ids."""
     engine = request.app[ENGINE]
-    asked = decode(await request.read(), TokenizeRequest)
+    asked = await decoded(request, TokenizeRequest)
     check_model(engine, asked.model)
     tokenizer = tokenizer_of(engine)
     if (asked.prompt is None) == (asked.messages is None):
@@ -73,14 +77,15 @@ async def tokenize(request: web.Request) -> web.Response:
         )
     else:
         tokens = await encode_text(engine, asked.prompt or "", asked.add_special_tokens)
+    strings: list[str] | None = None
+    if asked.return_token_strs:
+        strings = await asyncio.to_thread(lambda: [tokenizer.token_text(t) for t in tokens])
     return reply(
         {
             "count": len(tokens),
             "max_model_len": engine.model_config.max_model_len,
             "tokens": tokens,
-            "token_strs": (
-                [tokenizer.token_text(t) for t in tokens] if asked.return_token_strs else None
-            ),
+            "token_strs": strings,
         }
     )
 
@@ -89,11 +94,22 @@ async def tokenize(request: web.Request) -> web.Response:
 async def detokenize(request: web.Request) -> web.Response:
     """POST /detokenize: token ids to text."""
     engine = request.app[ENGINE]
-    asked = decode(await request.read(), DetokenizeRequest)
+    asked = await decoded(request, DetokenizeRequest)
     check_model(engine, asked.model)
     tokenizer = tokenizer_of(engine)
-    tokenizer.check_ids(asked.tokens, param="tokens")
-    return reply({"prompt": tokenizer.decode(asked.tokens, skip_special_tokens=False)})
+    most = max(engine.model_config.max_model_len, MAX_DETOKENIZED)
+    if len(asked.tokens) > most:
+        raise InvalidRequest(
+            f"tokens: at most {most} at once, got {len(asked.tokens)}", param="tokens"
+        )
+
+    def text() -> str:
+        tokenizer.check_ids(asked.tokens, param="tokens")
+        return tokenizer.decode(asked.tokens, skip_special_tokens=False)
+
+    if len(asked.tokens) < LONG_TEXT:
+        return reply({"prompt": text()})
+    return reply({"prompt": await asyncio.to_thread(text)})
 
 
 @documented("server", refused=(503,))

@@ -465,3 +465,20 @@ def test_a_restarted_server_goes_on_with_its_batches(
     finally:
         process.kill()
         process.wait()
+
+
+@pytest.mark.parametrize(
+    "header",
+    [b"X-Note: a\x01b", b"X-Long: " + b"a" * 20_000, b"no colon", b"X: 1\r\n" * 400],
+    ids=["control", "long", "malformed", "many"],
+)
+def test_a_part_with_wrong_headers_is_the_client_s_fault(server: Server, header: bytes) -> None:
+    body = (
+        b'--b\r\nContent-Disposition: form-data; name="file"; filename="f"\r\n'
+        + header.rstrip(b"\r\n")
+        + b"\r\n\r\n{}\r\n--b--\r\n"
+    )
+    headers = {"Content-Type": "multipart/form-data; boundary=b", "Authorization": f"Bearer {KEY}"}
+    answer = httpx.post(f"{server.url}/v1/files", content=body, headers=headers)
+    assert answer.status_code == 400, answer.text
+    assert "multipart/form-data" in answer.json()["error"]["message"]

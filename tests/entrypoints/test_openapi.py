@@ -117,7 +117,7 @@ def test_every_route_is_documented_or_internal() -> None:
 def test_what_a_handler_decodes_is_what_it_documents(served: dict[str, Any]) -> None:
     seen = 0
     for method, path, handler in routes(application()):
-        found = re.search(r"decode\(await request\.read\(\), (\w+)\)", inspect.getsource(handler))
+        found = re.search(r"await decoded\(request, (\w+)\)", inspect.getsource(handler))
         if found is None or handler.openapi is None:
             continue
         seen += 1

@@ -13,6 +13,8 @@ from serving import MODEL, Server, running
 
 from jackfield.entrypoints.openai.responses_protocol import ResponsesRequest
 
+JSON = {"Content-Type": "application/json"}
+
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
@@ -125,7 +127,11 @@ def test_odd_values_in_any_field_are_refused_or_answered(server: Server) -> None
                 body = {"model": MODEL, "input": "x", "max_output_tokens": 1, field: value}
                 if field == "max_output_tokens" and value not in (0, -1, 1):
                     body["stop"] = ["e", "a", " "]
-                answer = client.post("/v1/responses", content=json.dumps(body))
+                answer = client.post(
+                    "/v1/responses",
+                    content=json.dumps(body),
+                    headers={"Content-Type": "application/json"},
+                )
                 assert answer.status_code in (200, 400, 404), (body, answer.text[:300])
                 answered += answer.status_code == 200
                 refused += answer.status_code == 400

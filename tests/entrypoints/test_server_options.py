@@ -391,6 +391,7 @@ def test_one_request_more_than_the_limit_is_refused(guarded: Server) -> None:
         refused = httpx.post(url, json={"prompt": "x"}, headers=keyed)
         assert refused.status_code == 503
         assert refused.json()["error"]["type"] == "overloaded_error"
+        assert refused.headers["Retry-After"] == "1"
         assert httpx.get(guarded.url + "/health").status_code == 200
         assert httpx.post(url, json={"prompt": "x"}).status_code == 401
     assert guarded.becomes(lambda engine: engine.stats().num_requests_running == 0)

@@ -339,7 +339,7 @@ def test_refusals_by_method_path_and_size_have_their_own_code(server: Server) ->
     assert wrong_method.headers["allow"] == "POST"
     nowhere = httpx.get(server.url + "/v1/nothing/%ff%0d%0a")
     assert nowhere.status_code == nowhere.json()["error"]["code"] == 404
-    large = httpx.post(server.url + "/v1/completions", content=b" " * (1 << 19))
+    large = httpx.post(server.url + "/v1/completions", json={"prompt": "x" * (1 << 19)})
     assert large.status_code == large.json()["error"]["code"] == 413
 
 
