@@ -206,6 +206,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     disable_plugins: Annotated[
         tuple[str, ...], _doc("Entry points or distributions not to load.")
     ] = ()
+    plugin_options: Annotated[
+        dict[str, dict[str, Any]],
+        _doc(
+            "Options of plugins' own: name → its options. `jackfield plugins NAME` lists them; "
+            "--plugin-option NAME.KEY=VALUE gives one."
+        ),
+    ] = {}
     generation_config: Annotated[
         str,
         _doc(

@@ -19,7 +19,9 @@ group `jackfield`:
 Registration hooks run once, when the plugins are loaded (`core.registry.load_plugins`), and take a
 typed registry. References are lazy: `"module:attribute"` is imported when somebody uses the name,
 so finding plugins imports neither torch nor a plugin's heavy modules. Event hooks run on the event
-loop; they may be `async def`. A hook that nobody implements costs nothing in a step.
+loop; they may be `async def`, registration hooks may not. A hook that nobody implements costs
+nothing in a step. A plugin that raises is named, with its distribution, in the log and by
+`jackfield plugins`, and costs itself, or the request that it was called for, and nothing else.
 
 `jackfield_api` is the `API_VERSION` that the plugin was written for. It is raised when a hook or a
 protocol changes so that plugins must change, too; a new hook, or a new method that a plugin may
@@ -36,12 +38,15 @@ from typing import TYPE_CHECKING, Any
 import pluggy
 
 if TYPE_CHECKING:
+    import msgspec
+    from prometheus_client import CollectorRegistry
+
     from .nn.operations import Operations
     from .protocols import (
         AttentionBackend,
+        CheckpointConfig,
         Executor,
         GrammarBackend,
-        KVCompressor,
         KVConnector,
         LogitsProcessor,
         Model,
@@ -49,7 +54,6 @@ if TYPE_CHECKING:
         QuantizationMethod,
         ReasoningParser,
         SchedulePolicy,
-        Speculator,
         ToolParser,
         WeightLoader,
     )
@@ -75,6 +79,33 @@ def register_models(registry: Registry[type[Model] | type[PoolingModel]]) -> Non
 
     Used by the worker when it builds the model, and before that to see whether the class generates
     text, is pooled to vectors, or both. Contract: `protocols.Model`, `protocols.PoolingModel`.
+    """
+
+
+@hookspec
+def register_configs(registry: Registry[type[CheckpointConfig]]) -> None:
+    """Model type (as in config.json's `model_type`) → configuration class.
+
+        registry.add("my_model", "my_package.config:MyConfig")
+
+    Used by the engine and by each of its front ends, when they read a checkpoint's config.json: for
+    a type that `transformers` does not know, or reads otherwise. To take over a type that Jackfield
+    reads itself, register it with `override=True`. A subclass of `transformers`' PretrainedConfig
+    keeps the contract: `protocols.CheckpointConfig`.
+    """
+
+
+@hookspec
+def register_options(registry: Registry[type[msgspec.Struct]]) -> None:
+    """Options of the plugin's own: the name that users give them under → a `msgspec.Struct`.
+
+        registry.add("my_plugin", "my_package.options:Options")
+
+    Used by the engine when it is made: what `EngineConfig.plugin_options` has under that name
+    (`--plugin-option my_plugin.key=value`) must fit the Struct. Every field has a default. A
+    field's meaning is its `Meta` description; `jackfield plugins my_plugin` shows them. The plugin
+    gets the Struct through `options_ready`; whoever has the engine or the `Plugins` gets it by
+    `plugins.options(Options)`.
     """
 
 
@@ -147,16 +178,6 @@ def register_kv_connectors(registry: Registry[type[KVConnector]]) -> None:
 
 
 @hookspec
-def register_kv_compressors(registry: Registry[type[KVCompressor]]) -> None:
-    """Which cached KV may be dropped or merged.
-
-        registry.add("my_compressor", "my_package.compress:Compressor")
-
-    Called by nothing yet. Contract: `protocols.KVCompressor`.
-    """
-
-
-@hookspec
 def register_structured_backends(registry: Registry[type[GrammarBackend]]) -> None:
     """Grammar → token bitmask.
 
@@ -165,16 +186,6 @@ def register_structured_backends(registry: Registry[type[GrammarBackend]]) -> No
     Used by the engine for requests with `SamplingParams.structured_outputs`
     (`StructuredOutputsConfig.backend`); `auto` takes, for each grammar, the highest priority that
     has nothing against it. Contract: `protocols.GrammarBackend`.
-    """
-
-
-@hookspec
-def register_speculators(registry: Registry[type[Speculator]]) -> None:
-    """Draft tokens for speculative decoding.
-
-        registry.add("my_drafts", "my_package.drafts:Speculator")
-
-    Called by nothing yet. Contract: `protocols.Speculator`.
     """
 
 
@@ -221,15 +232,21 @@ def register_schedule_policies(registry: Registry[type[SchedulePolicy]]) -> None
 
 @hookspec
 def register_routes(app: Any, engine: Any) -> None:
-    """Add HTTP routes to the `aiohttp.web.Application`, before the server starts.
+    """Add HTTP routes and middlewares to the `aiohttp.web.Application`, before the server starts.
 
         app.router.add_get("/hello", hello)
+        app.middlewares.append(count_requests)
 
     Called by the server when it builds its application, after its own routes are in: in each of its
     front ends, if there are several. The engine has started. A new route asks for the API key like
     the others. The OpenAPI document lists it by its docstring; a handler's attribute `openapi`, an
     operation as OpenAPI 3.1 writes it in which a Struct may stand for a schema, says more, and None
     keeps it out.
+
+    A route that one of Jackfield's or of another plugin would hide is refused; with an attribute
+    `override = True` its handler takes that one's place. A hook that is refused or raises adds
+    nothing at all. A middleware sees requests that have a key, after Jackfield's own; see
+    [write a plugin](../how-to/write-a-plugin.md#middlewares).
     """
 
 
@@ -239,11 +256,35 @@ def register_commands(commands: Registry[Any]) -> None:
 
         commands.add("hello", "my_package.cli:hello", help="Say hello")
 
-    Used by the `jackfield` command for a name that is none of its own.
+    Used by the `jackfield` command, whose own commands cannot be replaced; `jackfield --help` shows
+    the help. An error of `core.errors` is printed without a traceback.
+    """
+
+
+@hookspec
+def register_metrics(registry: CollectorRegistry, engine: Any) -> None:
+    """Metrics of the plugin's own, for `GET /metrics`.
+
+        started = prometheus_client.Counter("my_things", "Things.", registry=registry)
+
+    Called by the engine before it is ready, and by each of its front ends, with a
+    `prometheus_client.CollectorRegistry` that is this plugin's alone. What several processes count
+    is added up, series by series: count each thing where it happens. A name that another one has
+    is left out, and a collector that raises leaves out its plugin's metrics alone.
     """
 
 
 # ---------------------------------------------------------------- events
+
+
+@hookspec
+def options_ready(options: Any) -> None:
+    """The plugin's own options, as its schema (`register_options`) has them: defaults filled in.
+
+    Called by the engine when it is made, before anything of the plugin is used but its
+    registration: of each plugin that registered options, with its own. A ConfigError raised here
+    stops the start.
+    """
 
 
 @hookspec

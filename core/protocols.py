@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeAlias, runtime_checkable
 
@@ -90,6 +90,17 @@ class PoolingModel(Protocol):
 
     def classify(self, pooled: torch.Tensor) -> torch.Tensor:
         """pooled: [num_rows, hidden_size] → logits [num_rows, num_labels]. Only classifiers."""
+
+
+class CheckpointConfig(Protocol):
+    """What config.json says, of one model type. Its attributes are read by the name that the file
+    has for them; `vocab_size`, `architectures`, `num_hidden_layers`, `hidden_size` and
+    `num_attention_heads` are needed by all models that generate, others by the model itself."""
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any]) -> CheckpointConfig:
+        """From config.json, with defaults for what it leaves out. Raises ValueError or TypeError
+        for what is wrong with it."""
 
 
 # ---------------------------------------------------------------- attention
@@ -728,25 +739,8 @@ class KVConnector(Protocol):
 # ---------------------------------------------------------------- specified, not called yet
 
 
-class KVCompressor(Protocol):
-    """Which cached KV may be dropped or merged."""
-
-    def compress(self, kv_cache: torch.Tensor, layout: BatchLayout) -> None: ...
-
-
-class Speculator(Protocol):
-    """Proposes draft tokens."""
-
-    def propose(self, layout: BatchLayout) -> torch.Tensor:
-        """→ [num_rows, num_draft_tokens]"""
-
-
 class LogitsProcessor(Protocol):
     """Changes logits in a batch, before sampling."""
 
     def apply(self, logits: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         """logits: [num_rows, vocab_size] float32; slots: [num_rows] → logits, may be in place."""
-
-
-WeightIterator: TypeAlias = Iterator[tuple[str, "torch.Tensor"]]
-Named: TypeAlias = Iterable[tuple[str, object]]

@@ -7,15 +7,16 @@ until a name is used (`Registry.load`).
 
 from __future__ import annotations
 
-import difflib
+import contextlib
 import importlib
 import inspect
 import logging
 import os
 import re
 import sys
+import time
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from importlib import metadata
 from typing import Any, Generic, TypeVar
 
@@ -23,22 +24,26 @@ import msgspec
 import pluggy
 
 from . import hooks
-from .errors import PluginError
+from .contracts import violation
+from .errors import ConfigError, JackfieldError, PluginError
+from .plugin_checks import API_ATTRIBUTE, api_refusal, check_hooks, near, remarks, stated_api
+from .plugin_options import FIELD, typed_options
 
 logger = logging.getLogger("jackfield.plugins")
 T = TypeVar("T")
+S = TypeVar("S", bound=msgspec.Struct)
 
 KINDS = {
     "model": "register_models",
+    "config": "register_configs",
+    "options": "register_options",
     "attention_backend": "register_attention_backends",
     "operations": "register_operations",
     "quantization": "register_quantization",
     "reasoning_parser": "register_reasoning_parsers",
     "tool_parser": "register_tool_parsers",
     "kv_connector": "register_kv_connectors",
-    "kv_compressor": "register_kv_compressors",
     "structured_backend": "register_structured_backends",
-    "speculator": "register_speculators",
     "logits_processor": "register_logits_processors",
     "weight_loader": "register_weight_loaders",
     "executor": "register_executors",
@@ -54,6 +59,14 @@ class Provenance(msgspec.Struct, frozen=True):
     version: str
     entry_point: str
 
+    @property
+    def plugin(self) -> str:
+        """What the plugin is called inside: one for each entry point."""
+        return f"{self.distribution}:{self.entry_point}"
+
+    def __str__(self) -> str:
+        return " ".join(filter(None, (self.entry_point, "of", self.distribution, self.version)))
+
 
 class Entry(msgspec.Struct, frozen=True):
     """One registered name."""
@@ -64,6 +77,10 @@ class Entry(msgspec.Struct, frozen=True):
     provenance: Provenance
     priority: int = 0
     help: str = ""
+    final: bool = False
+    """Nobody may override it."""
+    override: bool = False
+    """It was registered to take the place of whatever has its name."""
 
 
 class FailedPlugin(msgspec.Struct, frozen=True):
@@ -72,6 +89,22 @@ class FailedPlugin(msgspec.Struct, frozen=True):
     provenance: Provenance
     error: str
     traceback: str = ""
+
+
+class LoadedPlugin(msgspec.Struct, frozen=True):
+    """A plugin that is in use."""
+
+    provenance: Provenance
+    seconds: float = 0.0
+    """What importing and registering it took."""
+    heavy: tuple[str, ...] = ()
+    """Packages of HEAVY that its import was the first to bring in."""
+    remarks: tuple[str, ...] = ()
+    """What its author probably did not mean."""
+
+
+HEAVY = ("flashinfer", "scipy", "sklearn", "tensorflow", "torch", "transformers", "triton", "vllm")
+"""Packages that take long to import: a plugin's entry point is imported at every start."""
 
 
 class NameConflict(PluginError):
@@ -95,15 +128,22 @@ class Registry(Generic[T]):
         override: bool = False,
         priority: int = 0,
         help: str = "",
+        final: bool = False,
     ) -> None:
-        """Register `reference` ("module:attribute", or the object) under `name`.
+        """Register `reference` ("module:attribute", or the object) under `name`; `final`: for
+        good.
 
-        Raises NameConflict if the name is taken and `override` is not set, PluginError if
-        `reference` is text of another form.
+        Raises NameConflict if the name is taken and `override` is not set, PluginError if it is
+        final or `reference` is text of another form.
         """
         if isinstance(reference, str) and reference.count(":") != 1:
             raise PluginError(f"{self.kind} {name!r}: {reference!r} is not 'module:attribute'")
         present = self._entries.get(name)
+        if present is not None and present.final:
+            raise PluginError(
+                f"{self.kind} {name!r} is {present.provenance.distribution}'s own, and cannot be "
+                "replaced: give yours another name"
+            )
         if present is not None and not override:
             raise NameConflict(
                 f"{self.kind} {name!r} is registered twice: by {present.provenance.distribution} "
@@ -111,19 +151,22 @@ class Registry(Generic[T]):
                 f"({self._registering.entry_point}); uninstall one, disable one, or register with "
                 "override=True"
             )
-        self._entries[name] = Entry(name, reference, self._registering, priority, help)
+        self._entries[name] = Entry(
+            name, reference, self._registering, priority, help, final, override
+        )
         self._loaded.pop(name, None)
 
     def load(self, name: str) -> T:
-        """Import and return what is registered under `name`. Raises PluginError."""
+        """Import and return what is registered under `name`.
+
+        Raises PluginError, also for what cannot be of this kind (`contracts.py`).
+        """
         if name in self._loaded:
             return self._loaded[name]
         entry = self._entries.get(name)
         if entry is None:
-            near = difflib.get_close_matches(name, self._entries, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
             raise PluginError(
-                f"no {self.kind.replace('_', ' ')} named {name!r}{hint} "
+                f"no {self.kind.replace('_', ' ')} named {name!r}{near(name, self._entries)} "
                 f"(there are: {', '.join(sorted(self._entries)) or 'none'})"
             )
         loaded = entry.reference
@@ -136,6 +179,10 @@ class Registry(Generic[T]):
                     f"{self.kind} {name!r} of {entry.provenance.distribution} cannot be loaded "
                     f"from {entry.reference}: {type(error).__name__}: {error}"
                 ) from error
+        if (reason := violation(self.kind, loaded)) is not None:
+            raise PluginError(
+                f"{self.kind} {name!r} of {entry.provenance.distribution} is none: {reason}"
+            )
         self._loaded[name] = loaded
         return loaded  # type: ignore[no-any-return]
 
@@ -147,6 +194,24 @@ class Registry(Generic[T]):
             return f"{kind} {name!r}"
         source = entry.provenance
         return f"{kind} {name!r} of {source.distribution} {source.version}".rstrip()
+
+    @contextlib.contextmanager
+    def calling(self, name: str, what: str) -> Iterator[None]:
+        """Around a call of what is registered under `name`: its errors name its distribution.
+
+        `what`: the method, for the message. Jackfield's own errors, and a device's that is full,
+        pass as they are.
+        """
+        try:
+            yield
+        except JackfieldError:
+            raise
+        except Exception as error:
+            if name not in self._entries or type(error).__name__ == "OutOfMemoryError":
+                raise
+            raise PluginError(
+                f"{self.described(name)} failed in {what}: {type(error).__name__}: {error}"
+            ) from error
 
     def entries(self) -> list[Entry]:
         """All entries, highest priority first, then by name."""
@@ -170,41 +235,158 @@ class Plugins:
         self.manager.add_hookspecs(hooks)
         self.registries: dict[str, Registry[Any]] = {kind: Registry(kind) for kind in KINDS}
         self.failed: list[FailedPlugin] = []
-        """What could not be loaded."""
+        """What could not be loaded, or had to be left out later."""
         self.unwanted: list[FailedPlugin] = []
         """What the user chose not to load."""
-        self.provenance: dict[str, Provenance] = {}
+        self.loaded: dict[str, LoadedPlugin] = {}
+        """By `Provenance.plugin`: what is in use."""
+        self.required: set[str] = set()
+        """Those whose failure stops the start: Jackfield's own, and what somebody named."""
+        self._options: dict[str, msgspec.Struct] = {}
+        """By the names that users give them under."""
+        self._options_given: Mapping[str, Any] | None = None
 
     def __getitem__(self, kind: str) -> Registry[Any]:
         return self.registries[kind]
 
-    def add_plugin(self, plugin: object, provenance: Provenance) -> None:
+    @property
+    def provenance(self) -> dict[str, Provenance]:
+        """Where each plugin in use came from."""
+        return {name: plugin.provenance for name, plugin in self.loaded.items()}
+
+    def add_plugin(
+        self, plugin: object, provenance: Provenance, *, began: _Began | None = None
+    ) -> None:
         """Register one plugin object and run its registration hooks.
 
-        Raises PluginError on a name conflict or another hook API, and pluggy's own error on a
-        wrong signature; the plugin is then left out whole.
+        `began`: from before it was imported. Raises PluginError on a name conflict, another hook
+        API or a hook that cannot run, and pluggy's own error on a wrong signature; the plugin is
+        then left out whole.
         """
-        refusal = _api_refusal(getattr(plugin, API_ATTRIBUTE, None))
-        if refusal is not None and provenance.distribution != hooks.PROJECT:
+        began = began or _Began()
+        own = provenance.distribution == hooks.PROJECT
+        refusal = api_refusal(getattr(plugin, API_ATTRIBUTE, None))
+        if refusal is not None and not own:
             raise PluginError(refusal)
+        check_hooks(plugin)
         saved = {kind: dict(r._entries) for kind, r in self.registries.items()}
-        name = f"{provenance.distribution}:{provenance.entry_point}"
+        name = provenance.plugin
         try:
             self.manager.register(plugin, name=name)
             self.manager.check_pending()
             for kind, hook in KINDS.items():
                 registry = self.registries[kind]
                 registry._registering = provenance
-                for impl in getattr(self.manager.hook, hook).get_hookimpls():
-                    if impl.plugin_name == name:
-                        impl.function(registry)
+                for impl in self.implementations(hook, name):
+                    if inspect.iscoroutine(result := impl.function(registry)):
+                        result.close()
+                        raise PluginError(f"{hook}: it returns a coroutine, which nobody awaits")
         except BaseException:
             if self.manager.has_plugin(name):
                 self.manager.unregister(name=name)
             for kind, entries in saved.items():
                 self.registries[kind]._entries = entries
             raise
-        self.provenance[name] = provenance
+        told = list(remarks(plugin))
+        if not self.manager.get_hookcallers(self.manager.get_plugin(name)):
+            told.append("it has no hooks (functions marked @hookimpl), so it plugs in nothing")
+        elif not self._has_effect(name):
+            told.append("it registers no name and listens to no event, so it plugs in nothing")
+        self.loaded[name] = began.ended(provenance, () if own else tuple(told))
+        for remark in () if own else told:
+            logger.warning("plugin %s: %s", provenance, remark)
+
+    def configure(self, given: Mapping[str, Any]) -> None:
+        """Check `EngineConfig.plugin_options` and give every plugin its own (`options_ready`).
+
+        Done once for equal options. Raises ConfigError for what does not fit a plugin's schema, and
+        PluginError where one fails for which options were given.
+        """
+        if given == self._options_given:
+            return
+        registry = self.registries["options"]
+        for name in given:
+            if name not in registry:
+                raise ConfigError(
+                    f"{FIELD}.{name}: no plugin takes options under this name"
+                    f"{near(name, registry)} (there are: {', '.join(sorted(registry)) or 'none'})",
+                    param=f"{FIELD}.{name}",
+                )
+        for entry in registry.entries():
+            try:
+                made = typed_options(entry.name, registry.load(entry.name),
+                                     given.get(entry.name, {}))  # fmt: skip
+                self._options[entry.name] = made
+                for impl in self.implementations("options_ready", entry.provenance.plugin):
+                    impl.function(**{name: made for name in impl.argnames})
+            except ConfigError:
+                raise
+            except (Exception, SystemExit) as error:
+                if entry.name in given:
+                    self.required.add(entry.provenance.plugin)
+                self.remove(entry.provenance, "options_ready", error)
+        self._options_given = dict(given)
+
+    def options(self, schema: type[S]) -> S:
+        """What a plugin registered as its options, filled in. Raises PluginError if none is of that
+        class, or the engine has not been made yet."""
+        for made in self._options.values():
+            if isinstance(made, schema):
+                return made
+        raise PluginError(f"no plugin of this engine has options of the class {schema.__name__}")
+
+    def remove(self, provenance: Provenance, hook: str, error: BaseException) -> None:
+        """Leave out a plugin that was loaded: all its names and hooks.
+
+        Raises PluginError where it has to work (`required`).
+        """
+        self._note_failure(provenance, hook, error, "and is left out")
+        for registry in self.registries.values():
+            for entry in registry.entries():
+                if entry.provenance == provenance:
+                    del registry._entries[entry.name]
+                    registry._loaded.pop(entry.name, None)
+        self.manager.unregister(name=provenance.plugin)
+        del self.loaded[provenance.plugin]
+
+    def implementations(self, hook: str, plugin: str | None = None) -> list[pluggy.HookImpl]:
+        """Who implements a hook, first registered first; of one plugin alone, if it is given."""
+        found = getattr(self.manager.hook, hook).get_hookimpls()
+        return [impl for impl in found if plugin in (None, impl.plugin_name)]
+
+    def source(self, impl: pluggy.HookImpl) -> Provenance:
+        """Where the plugin of a hook came from; "unknown" for one put into `manager`."""
+        plugin = self.loaded.get(impl.plugin_name)
+        return Provenance("unknown", "", impl.plugin_name) if plugin is None else plugin.provenance
+
+    def _has_effect(self, plugin: str) -> bool:
+        """Whether it has registered a name, or has a hook that is called later."""
+        callers = self.manager.get_hookcallers(self.manager.get_plugin(plugin)) or ()
+        return any(caller.name not in KINDS.values() for caller in callers) or any(
+            entry.provenance.plugin == plugin
+            for registry in self.registries.values()
+            for entry in registry.entries()
+        )
+
+    def fail(self, impl: pluggy.HookImpl, hook: str, error: BaseException) -> None:
+        """A plugin's hook has raised, which costs what the hook would have added: log it by name,
+        and note it for `jackfield plugins`.
+
+        Raises PluginError where that plugin has to work (`required`).
+        """
+        provenance = self.source(impl)
+        self._note_failure(provenance, hook, error, "which is left out")
+
+    def _note_failure(
+        self, provenance: Provenance, hook: str, error: BaseException, cost: str
+    ) -> None:
+        told = str(error) if isinstance(error, PluginError) else f"{type(error).__name__}: {error}"
+        if provenance.plugin in self.required:
+            raise PluginError(f"plugin {provenance} failed in {hook}: {told}") from error
+        logger.error("plugin %s failed in %s, %s: %s", provenance, hook, cost, told,
+                     exc_info=error)  # fmt: skip
+        text = "".join(traceback.format_exception(error))
+        self.failed.append(FailedPlugin(provenance, f"{hook}: {told}", text))
 
     def has_listeners(self, event: str) -> bool:
         """Whether any plugin implements an event hook."""
@@ -217,8 +399,28 @@ class Plugins:
                 result = impl.function(**{k: kwargs[k] for k in impl.argnames})
                 if inspect.isawaitable(result):
                     await result
-            except Exception:
+            except (Exception, SystemExit):
                 logger.exception("plugin %s failed in %s", impl.plugin_name, event)
+
+
+class _Began:
+    """The moment before a plugin is imported."""
+
+    def __init__(self) -> None:
+        self._at = time.perf_counter()
+        self._present = {name for name in HEAVY if name in sys.modules}
+
+    def ended(self, provenance: Provenance, told: tuple[str, ...]) -> LoadedPlugin:
+        """It is imported and registered."""
+        seconds = time.perf_counter() - self._at
+        new = tuple(name for name in HEAVY if name in sys.modules and name not in self._present)
+        if new and provenance.distribution != hooks.PROJECT:
+            logger.warning(
+                "plugin %s imports %s at every start (%.2f s): register references as "
+                "'module:attribute' and import there",
+                provenance, ", ".join(new), seconds,
+            )  # fmt: skip
+        return LoadedPlugin(provenance, seconds, new, told)
 
 
 def load_plugins(
@@ -255,16 +457,18 @@ def load_plugins(
             needed = own or (named is not None and bool(names & named.keys()))
             _add_found(plugins, entry_point, provenance, needed)
     if missing := sorted((named or {}).keys() - found):
-        told = ", ".join(f"{(named or {})[name]}{_near(name, found)}" for name in missing)
+        told = ", ".join(f"{(named or {})[name]}{near(name, found)}" for name in missing)
         raise PluginError(f"no such plugin installed: {told}")
     for name in sorted(refused.keys() - found):
         logger.warning(
             "no plugin %s to leave out%s (give an entry point or a distribution)",
             refused[name],
-            _near(name, found),
+            near(name, found),
         )
     for number, plugin in enumerate(extra):
-        plugins.add_plugin(plugin, Provenance("(given by the caller)", "", f"extra-{number}"))
+        provenance = Provenance("(given by the caller)", "", f"extra-{number}")
+        plugins.add_plugin(plugin, provenance)
+        plugins.required.add(provenance.plugin)
     return plugins
 
 
@@ -272,55 +476,22 @@ def _add_found(
     plugins: Plugins, entry_point: metadata.EntryPoint, provenance: Provenance, needed: bool
 ) -> None:
     """Import and register one installed plugin, or note why not. Raises PluginError if `needed`."""
+    began = _Began()
     try:
-        plugins.add_plugin(entry_point.load(), provenance)
+        plugins.add_plugin(entry_point.load(), provenance, began=began)
+        if needed:
+            plugins.required.add(provenance.plugin)
     except NameConflict:
         raise
     except (Exception, SystemExit) as error:
         told = str(error) if isinstance(error, PluginError) else f"{type(error).__name__}: {error}"
         if provenance.distribution != hooks.PROJECT:
             # What another version of the API looks like from here is often a failed import.
-            told = _api_refusal(_stated_api(entry_point)) or told
-        who = f"{provenance.entry_point} of {provenance.distribution} {provenance.version}"
+            told = api_refusal(stated_api(entry_point)) or told
         if needed:
-            raise PluginError(f"plugin {who} failed: {told}") from error
+            raise PluginError(f"plugin {provenance} failed: {told}") from error
         plugins.failed.append(FailedPlugin(provenance, told, traceback.format_exc()))
-        logger.warning("plugin %s is left out: %s", who, told)
-
-
-API_ATTRIBUTE = "jackfield_api"
-
-
-def _api_refusal(stated: object) -> str | None:
-    """Why a plugin that states this hook API cannot be used; None when it can."""
-    wanted = 1 if stated is None else stated
-    if type(wanted) is not int:
-        return f"{API_ATTRIBUTE}: {stated!r} is no hook API version, which is a whole number"
-    if wanted == hooks.API_VERSION:
-        return None
-    has = f"this Jackfield has {hooks.API_VERSION}"
-    if wanted > hooks.API_VERSION:
-        return f"it is built for hook API {wanted}, {has}: update Jackfield"
-    silent = f" (it states no {API_ATTRIBUTE})" if stated is None else ""
-    return f"it is built for hook API {wanted}{silent}, {has}: update the plugin"
-
-
-def _stated_api(entry_point: metadata.EntryPoint) -> object:
-    """What the source of a plugin that cannot be imported states as its hook API, if anything."""
-    path: Any = None
-    spec = None
-    parts = entry_point.value.partition(":")[0].strip().split(".")
-    try:
-        for end in range(1, len(parts) + 1):
-            name = ".".join(parts[:end])
-            found = (f.find_spec(name, path) for f in sys.meta_path if hasattr(f, "find_spec"))
-            spec = next(s for s in found if s is not None)
-            path = spec.submodule_search_locations
-        with open(spec.origin, encoding="utf-8") as file:  # type: ignore[union-attr, arg-type]
-            match = re.search(rf"^{API_ATTRIBUTE}\b[^=\n]*=\s*(\d+)", file.read(), re.M)
-    except (StopIteration, OSError, ValueError, TypeError, ImportError):
-        return None
-    return int(match[1]) if match else None
+        logger.warning("plugin %s is left out: %s", provenance, told)
 
 
 _NO_HEADERS = {"Name": "", "Version": ""}
@@ -348,8 +519,3 @@ def _discover() -> Iterator[tuple[metadata.EntryPoint, Provenance]]:
 def _normal(name: str) -> str:
     """As package indexes compare names: `My_Plugin` is `my-plugin`."""
     return re.sub(r"[-_.]+", "-", name.strip()).lower()
-
-
-def _near(name: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, sorted(known), n=1)
-    return f"; did you mean {near[0]!r}?" if near else ""

@@ -18,9 +18,8 @@ import os
 import re
 import sys
 import textwrap
-import types
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -38,6 +37,7 @@ from jackfield.entrypoints.cli.main import COMMANDS
 from jackfield.entrypoints.cli.vllm_flags import MISSING, NO_EFFECT
 from jackfield.entrypoints.fronts.counts import FrontCounts
 from jackfield.entrypoints.openai import pooling_protocol, protocol, responses_protocol
+from jackfield.entrypoints.struct_fields import described, type_text
 
 DOCS = Path(__file__).resolve().parent
 NOTE = "<!-- Written by docs/generate.py from the code. Change the code, then run it. -->\n\n"
@@ -50,38 +50,6 @@ FOLDERS = {
 
 
 # ---------------------------------------------------------------- fields of structs
-
-
-def type_text(hint: Any) -> str:
-    """A type as a reader wants it: `int ≥ 1 or None`."""
-    if typing.get_origin(hint) is typing.Annotated:
-        base, *metas = typing.get_args(hint)
-        bounds = ", ".join(bound for meta in metas for bound in _bounds(meta))
-        return f"{type_text(base)} {bounds}".strip()
-    if typing.get_origin(hint) in (types.UnionType, typing.Union):
-        return " or ".join(type_text(part) for part in typing.get_args(hint))
-    if typing.get_origin(hint) is typing.Literal:
-        return " or ".join(f'"{value}"' for value in typing.get_args(hint))
-    if hint is type(None):
-        return "None"
-    if typing.get_origin(hint) is not None:
-        inner = ", ".join("…" if a is ... else type_text(a) for a in typing.get_args(hint))
-        return f"{typing.get_origin(hint).__name__}[{inner}]"
-    return getattr(hint, "__name__", str(hint))
-
-
-def _bounds(meta: Any) -> Iterator[str]:
-    if not isinstance(meta, msgspec.Meta):
-        return
-    for sign, value in (("≥", meta.ge), (">", meta.gt), ("≤", meta.le), ("<", meta.lt)):
-        if value is not None:
-            yield f"{sign} {value}"
-
-
-def described(hint: Any) -> str:
-    """The description of an annotated field."""
-    metas = typing.get_args(hint)[1:] if typing.get_origin(hint) is typing.Annotated else ()
-    return next((m.description for m in metas if getattr(m, "description", None)), "")
 
 
 def field_docs(cls: type) -> dict[str, str]:
@@ -226,7 +194,7 @@ def cli() -> str:
     parts = [
         "# Command line\n\n",
         "Every command and flag. `jackfield COMMAND [options]`; "
-        "`python -m jackfield.entrypoints.cli.main` is the same. "
+        "`python -m jackfield` is the same. "
         "Plugins may add commands (`register_commands`, see [hooks](hooks.md)). "
         "Exit status: 0 done, 1 failed, 2 wrong usage or configuration.\n\n",
         table(["command", "does"], [[f"`jackfield {n}`", t] for n, (_, t) in COMMANDS.items()]),

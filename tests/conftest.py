@@ -10,6 +10,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import httpx
 import pytest
 import torch
+from installing import install as install
 
 # A client's default of 5 s is less than a busy machine may take; only what hangs is to fail.
 _timeout = httpx.post.__kwdefaults__["timeout"]  # One object, which all of httpx's defaults are.

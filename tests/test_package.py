@@ -16,6 +16,7 @@ import pytest
 
 import jackfield
 from jackfield import hookimpl
+from jackfield.core import protocols
 from jackfield.core.errors import PluginError
 from jackfield.core.registry import Provenance, load_plugins
 
@@ -101,7 +102,7 @@ def test_wheel_holds_the_package_and_nothing_else(tmp_path: Path) -> None:
     assert tops == {"jackfield", next(t for t in tops if t.endswith(".dist-info"))}
     shipped = {name for name in names if name.endswith(".py")}
     assert shipped == {
-        f"jackfield/{path.relative_to(ROOT)}" for path in [*modules(), ROOT / "__init__.py"]
+        f"jackfield/{path.relative_to(ROOT)}" for path in [*modules(), *ROOT.glob("__*__.py")]
     }
     assert "jackfield/py.typed" in names
     assert "jackfield/plugins/models/embedded/model.safetensors" in names
@@ -113,26 +114,24 @@ def test_wheel_holds_the_package_and_nothing_else(tmp_path: Path) -> None:
 class Mine:
     @hookimpl
     def register_tool_parsers(self, registry: Any) -> None:
-        registry.add("mine", "collections:OrderedDict")
+        registry.add("mine", "jackfield.core.protocols:ToolParser")
 
 
 class Clash:
     @hookimpl
     def register_tool_parsers(self, registry: Any) -> None:
-        registry.add("hermes", "collections:OrderedDict")
+        registry.add("hermes", "jackfield.core.protocols:ToolParser")
 
 
 class Override:
     @hookimpl
     def register_tool_parsers(self, registry: Any) -> None:
-        registry.add("hermes", "collections:OrderedDict", override=True)
+        registry.add("hermes", "jackfield.core.protocols:ToolParser", override=True)
 
 
 def test_plugin_names_are_lazy_and_typed_by_kind() -> None:
     plugins = load_plugins(extra=[Mine()])
-    import collections
-
-    assert plugins["tool_parser"].load("mine") is collections.OrderedDict
+    assert plugins["tool_parser"].load("mine") is protocols.ToolParser
     with pytest.raises(PluginError, match=r"did you mean 'hermes'"):
         plugins["tool_parser"].load("herms")
 
@@ -144,9 +143,7 @@ def test_conflict_names_both_distributions() -> None:
 
 def test_override_is_possible_when_asked_for() -> None:
     plugins = load_plugins(extra=[Override()])
-    import collections
-
-    assert plugins["tool_parser"].load("hermes") is collections.OrderedDict
+    assert plugins["tool_parser"].load("hermes") is protocols.ToolParser
 
 
 def test_clashing_plugin_is_left_out_whole() -> None:

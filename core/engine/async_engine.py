@@ -27,6 +27,7 @@ from ..errors import (
 from ..loading.generation_config import NO_DEFAULTS
 from ..loading.model_config import ModelConfig, resolve_model_config
 from ..observe.metrics import EngineMetrics
+from ..observe.plugin_metrics import add_plugin_metrics
 from ..pooling import PoolingParams
 from ..protocols import Executor, ExecutorInfo, KVConnectorScheduler, SchedulePolicy
 from ..registry import Plugins, load_plugins
@@ -94,6 +95,7 @@ class AsyncEngine:
         self.plugins = (
             plugins if plugins is not None else load_plugins(disable=config.disable_plugins)
         )
+        self.plugins.configure(config.plugin_options)
         self.tokenizer = None
         self.dead_reason: str | None = None
         self._chat_template: ChatTemplate | None = None
@@ -123,7 +125,9 @@ class AsyncEngine:
         get_ready = getattr(executor_class, "get_ready", lambda config, plugins: None)
         ready = asyncio.ensure_future(asyncio.to_thread(get_ready, self.config, self.plugins))
         try:
-            self.model_config = await asyncio.to_thread(resolve_model_config, self.config)
+            self.model_config = await asyncio.to_thread(
+                resolve_model_config, self.config, self.plugins
+            )
         finally:
             # What is wrong with the device is told by the executor's start, which asks it again.
             await asyncio.gather(ready, return_exceptions=True)
@@ -182,6 +186,7 @@ class AsyncEngine:
             gpu_memory_utilization=config.gpu_memory_utilization,
             enable_prefix_caching=config.enable_prefix_caching,
         )
+        add_plugin_metrics(self.plugins, self.metrics.registry, self)
         self._admission = Admission(
             self.model_config,
             self.tokenizer,

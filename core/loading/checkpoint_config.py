@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from ..errors import ConfigError
+from ..errors import ConfigError, PluginError
+from ..registry import Registry
 
 INT, FLOAT, NUMBER, TEXT, BOOL = (int,), (float,), (int, float), (str,), (bool,)
 NONE = type(None)
@@ -181,6 +182,35 @@ def checkpoint_config(folder: Path, raw: dict[str, Any]) -> Any:
     raw = {name: value for name, value in raw.items() if name != "auto_map"}
     answers = _answers(raw)
     return _whole(folder, raw) if answers is None else Configuration(folder, raw, answers)
+
+
+def plugin_config(folder: Path, raw: dict[str, Any], configs: Registry[Any]) -> Any:
+    """As the class says that a plugin registered for the model type of config.json's content `raw`.
+
+    Raises ConfigError when it does not take `raw`, and for a type that Jackfield reads itself, if
+    the plugin did not say that it overrides that.
+    """
+    name = raw["model_type"]
+    entry = next(entry for entry in configs.entries() if entry.name == name)
+    if name in FAMILIES and not entry.override:
+        raise ConfigError(
+            f"model: the plugin {entry.provenance.distribution} registered a configuration for "
+            f"model_type {name!r}, which Jackfield reads itself: leave the plugin out "
+            f"(disable_plugins), or have it register with override=True",
+            param="model",
+        )
+    found = configs.load(name)
+    try:
+        with configs.calling(name, "from_dict"):
+            made = found.from_dict(copy.deepcopy(raw))
+    except PluginError as error:
+        raise ConfigError(f"model: {folder}/config.json: {error}", param="model") from error
+    if made is None:
+        who = entry.provenance.distribution
+        raise ConfigError(f"model: the configuration class of {who} gave None", param="model")
+    if getattr(made, "model_type", None) in (None, ""):
+        made.model_type = name
+    return made
 
 
 class Configuration:

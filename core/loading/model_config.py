@@ -14,7 +14,8 @@ import torch
 
 from ..config import EngineConfig
 from ..errors import ConfigError, LoadError
-from .checkpoint_config import checkpoint_config
+from ..registry import Plugins
+from .checkpoint_config import checkpoint_config, plugin_config
 from .generation_config import (
     NO_DEFAULTS,
     SamplingDefaults,
@@ -80,10 +81,11 @@ class ModelConfig:
         return int(explicit or self.hidden_size // self.num_heads)
 
 
-def resolve_model_config(config: EngineConfig) -> ModelConfig:
-    """Read the checkpoint's config.json. Raises LoadError (no checkpoint) and ConfigError."""
+def resolve_model_config(config: EngineConfig, plugins: Plugins | None = None) -> ModelConfig:
+    """Read the checkpoint's config.json, with a configuration class of `plugins` where one has its
+    model type. Raises LoadError (no checkpoint) and ConfigError."""
     folder = checkpoint_folder(config.model, config.revision)
-    hf_config = _read_config(folder, config.hf_overrides)
+    hf_config = _read_config(folder, config.hf_overrides, plugins)
     architectures = getattr(hf_config, "architectures", None) or []
     if not architectures:
         raise ConfigError(f"model: {folder}/config.json names no architecture", param="model")
@@ -138,8 +140,12 @@ def checkpoint_folder(model: str, revision: str | None = None) -> Path:
         ) from error
 
 
-def _read_config(folder: Path, overrides: dict[str, Any] | None) -> Any:
-    return checkpoint_config(folder, read_object(folder / "config.json") | (overrides or {}))
+def _read_config(folder: Path, overrides: dict[str, Any] | None, plugins: Plugins | None) -> Any:
+    raw = read_object(folder / "config.json") | (overrides or {})
+    model_type = raw.get("model_type")
+    if plugins is not None and isinstance(model_type, str) and model_type in plugins["config"]:
+        return plugin_config(folder, raw, plugins["config"])
+    return checkpoint_config(folder, raw)
 
 
 def _check_sizes(folder: Path, hf_config: Any) -> None:

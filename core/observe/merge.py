@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 
 import msgspec
 import prometheus_client as prometheus
@@ -40,17 +40,12 @@ def families(registry: prometheus.CollectorRegistry) -> list[Family]:
     ]
 
 
-def merged(told: Iterable[list[Family]], *, without: Collection[str] = ()) -> list[Family]:
-    """Equal series are added up; of their times of creation, the first counts.
-
-    without: names of families to leave out.
-    """
+def merged(told: Iterable[list[Family]]) -> list[Family]:
+    """Equal series are added up; of their times of creation, the first counts."""
     found: dict[str, Family] = {}
     values: dict[str, dict[tuple[str, tuple[tuple[str, str], ...]], float]] = {}
     for some in told:
         for family in some:
-            if family.name in without:
-                continue
             found.setdefault(family.name, family)
             series = values.setdefault(family.name, {})
             for one in family.samples:

@@ -23,6 +23,7 @@ from ..engine.underway import State
 from ..errors import EngineStopped
 from ..loading.model_config import resolve_model_config
 from ..observe.merge import families
+from ..observe.plugin_metrics import add_plugin_metrics
 from ..registry import Plugins
 from ..scheduling.request import Update
 from ..types import EngineStats
@@ -103,19 +104,20 @@ class RemoteEngine(AsyncEngine):
         welcome = await self._welcome
         loading.result()
         self.config, self.info = welcome.config, welcome.info
-        model_config = await asyncio.to_thread(resolve_model_config, self.config)
+        model_config = await asyncio.to_thread(resolve_model_config, self.config, self.plugins)
         _, self.model_config = await asyncio.to_thread(
             resolve_runner, self.config, self.config, model_config, self.plugins
         )
         self._serve()
 
     def _load(self) -> None:
-        self.model_config = resolve_model_config(self.config)
+        self.model_config = resolve_model_config(self.config, self.plugins)
         self._load_text()
 
     def _serve(self) -> None:
         config, pooling = self.config, self.model_config.pooling
         self.metrics = FrontMetrics()  # type: ignore[assignment]
+        add_plugin_metrics(self.plugins, self.metrics.registry, self)
         self._admission = Admission(
             self.model_config,
             self.tokenizer,

@@ -14,7 +14,7 @@ import msgspec
 from ..engine.async_engine import AsyncEngine
 from ..engine.pooling import PreparedPrompt
 from ..errors import EngineStopped, InvalidRequest, JackfieldError, RequestFailed
-from ..observe.merge import merged, render
+from ..observe.merge import families, merged, render
 from ..pooling import PoolingParams
 from .channel import Channel
 from .frames import (
@@ -209,10 +209,9 @@ class EngineServer:
                 await self.engine.check_health()
                 return None
             case "metrics":
-                text = await self.engine.render_metrics()
-                own = {family.name for family in self.engine.metrics.registry.collect()}
-                told = merged([report.families for report in await self.reports()], without=own)
-                return text + render(told)
+                reports = [report.families for report in await self.reports()]
+                await self.engine.render_metrics()  # Counts as they stand.
+                return render(merged([families(self.engine.metrics.registry), *reports]))
             case "load":
                 return sum(report.load for report in await self.reports())
             case "reset_prefix_cache":

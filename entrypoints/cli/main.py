@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from typing import Any
 
 from ... import __version__
+from ...core.hooks import hookimpl
 
 Command = Callable[[list[str]], int]
 
@@ -37,7 +39,7 @@ def _run_batch(argv: list[str]) -> int:
 def _plugins(argv: list[str]) -> int:
     from .plugins import run
 
-    return run(argv, COMMANDS)
+    return run(argv)
 
 
 def _bench(argv: list[str]) -> int:
@@ -56,6 +58,13 @@ COMMANDS: dict[str, tuple[Command, str]] = {
 }
 
 
+@hookimpl
+def register_commands(commands: Any) -> None:
+    """By the same door as those of plugins, which cannot take their names."""
+    for name, (function, text) in COMMANDS.items():
+        commands.add(name, function, help=text, final=True)
+
+
 def main(argv: list[str] | None = None) -> int:
     """→ exit status"""
     argv = sys.argv[1:] if argv is None else argv
@@ -72,30 +81,70 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _from_plugin(name: str, argv: list[str]) -> int:
-    """A command that a plugin registered."""
-    import difflib
+    """A command that a plugin registered. What it raises is printed with its distribution."""
+    import traceback
 
-    from ...core.errors import PluginError
+    from ...core.errors import JackfieldError, PluginError
+    from ...core.plugin_checks import near
     from ...core.registry import load_plugins
+    from .options import fail
 
     try:
         registry = load_plugins()["command"]
-        if name in registry:
-            return int(registry.load(name)(argv) or 0)
+        if name not in registry:
+            hint = near(name, registry)
+            print(f"jackfield: no such command: {name}{hint}", file=sys.stderr)
+            return 2
+        command = registry.load(name)
     except PluginError as error:
         print(f"jackfield: {error}", file=sys.stderr)
         return 1
-    near = difflib.get_close_matches(name, [*COMMANDS, *registry], n=1)
-    hint = f"; did you mean {near[0]}?" if near else ""
-    print(f"jackfield: no such command: {name}{hint}", file=sys.stderr)
-    return 2
+    try:
+        with registry.calling(name, "its function"):
+            return _status(command(argv))
+    except PluginError as error:
+        if error.__cause__ is not None:
+            traceback.print_exception(error.__cause__)
+        print(f"jackfield: {error}", file=sys.stderr)
+        return 1
+    except JackfieldError as error:
+        return fail(error)
+
+
+def _status(returned: object) -> int:
+    """Raises TypeError for what is no exit status."""
+    if returned is None or isinstance(returned, int):
+        return int(returned or 0)
+    kind = type(returned).__name__
+    raise TypeError(f"it returned {kind}, and an exit status is a whole number or None")
 
 
 def _usage() -> str:
     lines = ["usage: jackfield COMMAND [options]", "", "commands:"]
     lines += [f"  {name:10} {text}" for name, (_, text) in COMMANDS.items()]
+    lines += _usage_of_plugins()
     lines += ["", "`jackfield COMMAND --help` lists a command's options."]
     return "\n".join(lines)
+
+
+def _usage_of_plugins() -> list[str]:
+    """Lines about the commands of plugins, or about what keeps them from being found."""
+    from ...core.errors import PluginError
+    from ...core.registry import load_plugins
+
+    try:
+        entries = load_plugins()["command"].entries()
+    except PluginError as error:
+        return ["", f"commands of plugins: {error}"]
+    found = [entry for entry in entries if entry.name not in COMMANDS]
+    if not found:
+        return []
+    width = max(10, *(len(entry.name) for entry in found))
+    lines = [
+        f"  {e.name:{width}} {e.help} ({e.provenance.distribution})".replace("  (", " (")
+        for e in found
+    ]
+    return ["", "commands of plugins:", *lines]
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ import msgspec
 
 from ...core.config import EngineConfig
 from ...core.errors import ConfigError
+from ...core.plugin_options import with_option
 
 
 class Parser(argparse.ArgumentParser):
@@ -63,9 +64,17 @@ def add_no_plugin(group: Any) -> None:
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
-    """A flag for each field of EngineConfig but `model`; and `--no-plugin`."""
+    """A flag for each field of EngineConfig but `model`; `--no-plugin` and `--plugin-option`."""
     group = parser.add_argument_group("engine")
     add_no_plugin(group)
+    group.add_argument(
+        "--plugin-option",
+        action="append",
+        default=[],
+        metavar="NAME.KEY=VALUE",
+        help="an option of a plugin's own (`jackfield plugins NAME` lists them): VALUE is JSON, or "
+        "text where it is none; repeatable",
+    )
     hints = typing.get_type_hints(EngineConfig, include_extras=True)
     for name in EngineConfig.__struct_fields__:
         if name == "model":
@@ -120,6 +129,8 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
             if not isinstance(whole, dict):
                 raise ConfigError(f"{field}: must be a JSON object, got {whole!r}", param=field)
             given[field] = {**whole, part: value}
+    for text in args.plugin_option:
+        given["plugin_options"] = with_option(given.get("plugin_options", {}), text)
     if args.no_plugin:
         given["disable_plugins"] = (*given.get("disable_plugins", ()), *args.no_plugin)
     return given

@@ -1,29 +1,51 @@
-"""`jackfield plugins`: what is plugged in, and `jackfield plugins new`: a plugin of one's own."""
+"""`jackfield plugins`: what is plugged in, or one plugin whole; and `jackfield plugins new`."""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from ...core.errors import ConfigError, PluginError
-from ...core.registry import load_plugins
-from ..inventory import Row, inventory
+from ...core.plugin_checks import near
+from ...core.registry import Plugins, load_plugins
+from ..inventory import Row, inventory, output_aside
+from ..struct_fields import FieldText, fields_of
 from .options import Parser, add_no_plugin, fail
 from .skeleton import KINDS, write_skeleton
+
+COLUMNS = ("kind", "name", "distribution", "version", "status")
+"""Of a listing as text."""
+
+
+class Detail(msgspec.Struct, frozen=True):
+    """One plugin."""
+
+    plugin: str
+    """Its entry point."""
+    distribution: str
+    version: str
+    rows: list[Row]
+    options: dict[str, list[FieldText]]
+    """By the name that they are given under."""
 
 
 def make_parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="jackfield plugins",
-        description="List what is plugged in, and whether it works here; or, with "
-        "`jackfield plugins new KIND NAME`, write the package of a new plugin.",
+        description="List what is plugged in, and whether it works here; with `jackfield plugins "
+        "NAME`, all of one plugin with its options; with `jackfield plugins new KIND NAME`, write "
+        "the package of a new one.",
     )
     parser.add_argument(
-        "action", nargs="?", choices=("list", "new"), default="list", help="what to do"
+        "action",
+        nargs="?",
+        default="list",
+        help="`list`; `new`; or a plugin by its entry point, distribution or the name of its "
+        "options",
     )
     parser.add_argument("kind", nargs="?", help=f"new: what to plug in: {', '.join(KINDS)}")
     parser.add_argument(
@@ -45,33 +67,74 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def run(argv: list[str], commands: Collection[str] = ()) -> int:
-    """`commands`: those of `jackfield` itself, whose names a plugin's cannot have.
-
-    → exit status: 0; 1 when plugins clash or nothing can be written; 2 for wrong usage."""
+def run(argv: list[str]) -> int:
+    """→ exit status: 0; 1 when plugins clash or nothing can be written; 2 for wrong usage."""
     parser = make_parser()
     args = parser.parse_args(argv)
     try:
         if args.action == "new":
             if not args.kind or not args.name:
                 parser.error("new: give a KIND and a NAME")
-            _check_free(args.kind.replace("_", "-"), args.name, args.no_plugin, commands)
+            _check_free(args.kind.replace("_", "-"), args.name, args.no_plugin)
             return _new(args.kind, args.name, Path(args.into))
         if args.kind:
             parser.error(f"unrecognized argument: {args.kind}")
-        rows = inventory(load_plugins(disable=args.no_plugin), check=args.check)
+        with output_aside():
+            plugins = load_plugins(disable=args.no_plugin)
+            rows = inventory(plugins, check=args.check)
+            found = None if args.action == "list" else _details(plugins, rows, args.action)
     except (ConfigError, OSError) as error:
         return fail(error)
     except PluginError as error:
         print(f"jackfield: {error}", file=sys.stderr)
         return 1
-    print(msgspec.json.format(msgspec.json.encode(rows)).decode() if args.json else as_text(rows))
+    if args.json:
+        print(msgspec.json.format(msgspec.json.encode(rows if found is None else found)).decode())
+    else:
+        print(as_text(rows) if found is None else "\n\n".join(map(_described, found)))
     return 0
+
+
+def _details(plugins: Plugins, rows: list[Row], name: str) -> list[Detail]:
+    """The plugins of this name. Raises ConfigError when there is none."""
+    found, known = [], set()
+    for plugin in plugins.loaded.values():
+        where = plugin.provenance
+        schemas = [e.name for e in plugins["options"].entries() if e.provenance == where]
+        names = {where.entry_point, where.distribution, *schemas}
+        known |= names
+        if _normal(name) not in map(_normal, names):
+            continue
+        mine = [
+            row
+            for row in rows
+            if (row.distribution, row.plugin) == (where.distribution, where.entry_point)
+        ]
+        options = {one: fields_of(plugins["options"].load(one)) for one in schemas}
+        found.append(Detail(where.entry_point, where.distribution, where.version, mine, options))
+    if not found:
+        raise ConfigError(f"NAME: no plugin {name!r} here{near(name, known)}", param="name")
+    return found
+
+
+def _normal(name: str) -> str:
+    return name.replace("_", "-").lower()
+
+
+def _described(one: Detail) -> str:
+    lines = [f"{one.plugin} of {one.distribution} {one.version}", "", as_text(one.rows)]
+    for name, fields in one.options.items():
+        head = [f"options, as --plugin-option {name}.KEY=VALUE", ""]
+        lines += ["", *head, _columns(fields, FieldText.__struct_fields__)]
+    return "\n".join(lines)
 
 
 def as_text(rows: list[Row]) -> str:
     """In columns."""
-    columns = Row.__struct_fields__
+    return _columns(rows, COLUMNS)
+
+
+def _columns(rows: Any, columns: tuple[str, ...]) -> str:
     cells = [columns, *([getattr(row, column) for column in columns] for row in rows)]
     widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
     return "\n".join(
@@ -80,16 +143,13 @@ def as_text(rows: list[Row]) -> str:
     )
 
 
-def _check_free(kind: str, name: str, without: list[str], commands: Collection[str]) -> None:
+def _check_free(kind: str, name: str, without: list[str]) -> None:
     """Two plugins of one name stop every command. Raises ConfigError."""
     if kind not in KINDS:
         return  # Refused by `write_skeleton`.
-    owners = {
-        entry.name: entry.provenance.distribution
-        for entry in load_plugins(disable=without)[kind.replace("-", "_")].entries()
-    }
-    if kind == "command":
-        owners |= dict.fromkeys(commands, "jackfield")
+    with output_aside():
+        entries = load_plugins(disable=without)[kind.replace("-", "_")].entries()
+    owners = {entry.name: entry.provenance.distribution for entry in entries}
     if name in owners:
         raise ConfigError(
             f"NAME: {name!r} is a {kind.replace('-', ' ')} of {owners[name]} already; take "

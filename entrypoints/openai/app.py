@@ -28,6 +28,7 @@ from .connections import BodyTooSlow
 from .context import DOCUMENT, ENGINE, OPEN, OPTIONS, ServerOptions, error_reply
 from .embeddings import embeddings
 from .load import LOAD, count_load, load_before, server_load
+from .plugin_routes import add_plugin_routes, owner
 from .pooling import classify, pooling
 from .responses import add_responses
 from .scoring import rerank, score
@@ -109,7 +110,7 @@ def make_app(
         app.cleanup_ctx.append(keeper.keeping(options.keeps_at, _errors))
     if options.cors.origins:
         cors.install(app, options.cors)
-    engine.plugins.manager.hook.register_routes(app=app, engine=engine)
+    add_plugin_routes(app, engine)
     return app
 
 
@@ -157,7 +158,9 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     except (ConnectionError, TimeoutError):
         raise
     except Exception:
-        logger.exception("%s %s failed", request.method, request.path)
+        who = owner(request)
+        of = "" if who is None else f" in a route of plugin {who}"
+        logger.exception("%s %s failed%s", request.method, request.path, of)
         return error_reply(RequestFailed("the server failed on this request"))
 
 

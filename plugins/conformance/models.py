@@ -71,7 +71,7 @@ class PagedModel:
         plugins = load_plugins()
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         config = EngineConfig(model=str(folder), device=device.type, dtype=dtype)  # type: ignore[arg-type]
-        model_config = resolve_model_config(config)
+        model_config = resolve_model_config(config, plugins)
         kind = model_config.dtype
         _, operations, _ = choose(
             plugins["operations"], "operations", kernels, lambda o: o.supports(device, kind)

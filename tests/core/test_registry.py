@@ -8,40 +8,20 @@ import shutil
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable
 from math import inf
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+from installing import Install
 
 from jackfield import hookimpl
-from jackfield.core import hooks
+from jackfield.core import hooks, protocols
+from jackfield.core.contracts import CONTRACTS
 from jackfield.core.errors import PluginError
 from jackfield.core.hooks import API_VERSION
 from jackfield.core.registry import KINDS, Plugins, Provenance, load_plugins
-
-Install = Callable[..., str]
-
-
-@pytest.fixture
-def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
-    """install(name, code): an installed distribution `name`, whose plugin module has this code."""
-    monkeypatch.syspath_prepend(tmp_path)
-
-    def made(name: str, code: str, version: str = "1.0") -> str:
-        (tmp_path / f"{name}_plugin.py").write_text(
-            "from jackfield import hookimpl\n" + textwrap.dedent(code)
-        )
-        info = tmp_path / f"{name}-{version}.dist-info"
-        info.mkdir()
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
-        (info / "entry_points.txt").write_text(f"[jackfield]\n{name}-point = {name}_plugin\n")
-        monkeypatch.delitem(sys.modules, f"{name}_plugin", raising=False)
-        return name
-
-    return made
-
 
 GOOD = """
     @hookimpl
@@ -249,26 +229,190 @@ def test_a_reference_is_module_and_attribute(reference: str) -> None:
         Plugins()["model"].add("mine", reference)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_can_be_registered_and_found(kind: str) -> None:
+def plugin_of(kind: str, reference: object) -> object:
+    """A plugin that registers `reference` as "mine"."""
+
     def register(registry: Any) -> None:
-        registry.add("mine", "collections:deque")
+        registry.add("mine", reference)
 
     def register_command(commands: Any) -> None:
         register(commands)
 
     implementation = register_command if kind == "command" else register
-    plugin = type("Plugin", (), {KINDS[kind]: staticmethod(hookimpl(implementation))})()
-    assert load_plugins(extra=[plugin])[kind].load("mine").__name__ == "deque"
+    return type("Plugin", (), {KINDS[kind]: staticmethod(hookimpl(implementation))})()
+
+
+class Options(msgspec.Struct):
+    depth: int = 3
+
+
+def example(kind: str) -> object:
+    """Something that a name of this kind may stand for: what is in the box, or what is simplest."""
+    box = load_plugins()[kind].entries()
+    if box:
+        return box[0].reference
+    return {"options": Options, "config": "transformers:PretrainedConfig"}.get(kind, "builtins:len")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_can_be_registered_and_found(kind: str) -> None:
+    plugins = load_plugins(extra=[plugin_of(kind, example(kind))])
+    assert callable(plugins[kind].load("mine"))
     with pytest.raises(PluginError, match=f"no {kind.replace('_', ' ')} named"):
         Plugins()[kind].load("mine")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_name_that_stands_for_none_is_refused_in_every_kind(kind: str) -> None:
+    plugins = load_plugins(extra=[plugin_of(kind, None)])
+    with pytest.raises(PluginError, match=r"'mine' of .* is none: it is None"):
+        plugins[kind].load("mine")
+
+
+@pytest.mark.parametrize("kind", CONTRACTS)
+def test_a_class_without_a_kinds_methods_is_refused_and_they_are_named(kind: str) -> None:
+    class Empty:
+        pass
+
+    if kind == "command":
+        plugins = load_plugins(extra=[plugin_of(kind, Empty())])
+    else:
+        plugins = load_plugins(extra=[plugin_of(kind, Empty)])
+    contract = CONTRACTS[kind]
+    with pytest.raises(PluginError) as caught:
+        plugins[kind].load("mine")
+    assert "'mine' of (given by the caller) is none: it " in str(caught.value)
+    for name in (*contract.required, *contract.one_of, contract.base.replace(":", ".")):
+        assert name in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", CONTRACTS)
+def test_what_a_kind_must_have_is_in_its_protocol(kind: str) -> None:
+    contract = CONTRACTS[kind]
+    place, _, name = contract.of.rpartition(".")
+    if not contract.required or place != "protocols":
+        return
+    declared = set(dir(getattr(protocols, name))) | set(getattr(protocols, name).__annotations__)
+    one_of = set(contract.one_of) - set(dir(protocols.PoolingModel))
+    assert set(contract.required) | one_of <= declared
+
+
+def test_everything_in_the_box_keeps_its_contract() -> None:
+    plugins = load_plugins()
+    for kind in CONTRACTS:
+        for name in plugins[kind]:
+            assert plugins[kind].load(name) is not None
+
+
+def test_options_without_a_default_are_refused() -> None:
+    class Undecided(msgspec.Struct):
+        path: str
+
+    plugins = load_plugins(extra=[plugin_of("options", Undecided)])
+    with pytest.raises(PluginError, match="its field path has no default"):
+        plugins["options"].load("mine")
 
 
 def test_an_override_replaces_what_was_loaded_already() -> None:
     plugins = load_plugins()
     plugins["tool_parser"].load("hermes")
-    plugins["tool_parser"].add("hermes", "collections:deque", override=True)
-    assert plugins["tool_parser"].load("hermes").__name__ == "deque"
+    plugins["tool_parser"].add("hermes", plugins["tool_parser"].load("jamba"), override=True)
+    assert plugins["tool_parser"].load("hermes") is plugins["tool_parser"].load("jamba")
+
+
+# ---------------------------------------------------------------- hooks that would do nothing
+
+NO_EFFECT = [
+    (
+        "@hookimpl\nasync def register_tool_parsers(registry): registry.add('half', 'a:b')",
+        "register_tool_parsers: it is `async def`",
+    ),
+    (
+        "@hookimpl\nasync def register_routes(app, engine): pass",
+        "register_routes: it is `async def`",
+    ),
+    (
+        "@hookimpl\ndef request_finished(output): yield",
+        "request_finished: it yields",
+    ),
+    (
+        "@hookimpl\ndef register_tool_parser(registry): pass",
+        "register_tool_parser: there is no such hook; did you mean 'register_tool_parsers'?",
+    ),
+    (
+        "@hookimpl\ndef register_speculators(registry): pass",
+        "register_speculators: there is no such hook",
+    ),
+    (
+        "async def add(registry): registry.add('half', 'a:b')\n"
+        "@hookimpl\ndef register_tool_parsers(registry): return add(registry)",
+        "register_tool_parsers: it returns a coroutine, which nobody awaits",
+    ),
+]
+
+
+@pytest.mark.parametrize(("code", "told"), NO_EFFECT)
+def test_a_hook_that_could_not_run_leaves_out_its_plugin(
+    install: Install, caplog: pytest.LogCaptureFixture, code: str, told: str
+) -> None:
+    install("bad", code)
+    plugins = load_plugins()
+    (failed,) = plugins.failed
+    assert told in failed.error
+    assert f"plugin bad-point of bad 1.0 is left out: {told}" in caplog.text
+    assert "half" not in plugins["tool_parser"]
+    with pytest.raises(PluginError, match=r"bad-point of bad 1\.0 failed"):
+        load_plugins(only=["bad"])
+
+
+REMARKS = [
+    (
+        "def register_models(registry): registry.add('half', 'a:b')",
+        "register_models has no @hookimpl, so it is not called",
+    ),
+    (
+        "def register_tool_parser(registry): pass",
+        "register_tool_parser is no hook and has no @hookimpl, so it is not called; did you mean "
+        "'register_tool_parsers'?",
+    ),
+    ("x = 1", "it has no hooks (functions marked @hookimpl), so it plugs in nothing"),
+    (
+        "@hookimpl\ndef register_models(registry): pass",
+        "it registers no name and listens to no event, so it plugs in nothing",
+    ),
+]
+
+
+@pytest.mark.parametrize(("code", "told"), REMARKS)
+def test_what_a_plugin_probably_did_not_mean_is_told(
+    install: Install, caplog: pytest.LogCaptureFixture, code: str, told: str
+) -> None:
+    install("odd", code)
+    install("goods", GOOD)
+    plugins = load_plugins()
+    assert told in plugins.loaded["odd:odd-point"].remarks
+    assert f"plugin odd-point of odd 1.0: {told}" in caplog.text
+    assert plugins.loaded["goods:goods-point"].remarks == ()
+
+
+def test_helpers_of_a_plugin_are_no_hooks(install: Install) -> None:
+    install("goods", "def register_all(x): pass\ndef helper(): pass\n" + textwrap.dedent(GOOD))
+    assert load_plugins().loaded["goods:goods-point"].remarks == ()
+
+
+def test_a_heavy_import_is_attributed_to_its_plugin(install: Install, tmp_path: Path) -> None:
+    install("heavy", "import torch\n" + textwrap.dedent(GOOD))
+    code = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
+        "from jackfield.core.registry import load_plugins\n"
+        "loaded = load_plugins().loaded.values()\n"
+        "print([p.provenance.distribution for p in loaded if p.heavy])\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
+    )
+    assert done.stdout.strip() == "['heavy']"
+    assert "plugin heavy-point of heavy 1.0 imports torch at every start" in done.stderr
 
 
 async def test_a_listener_that_fails_is_logged_and_the_next_one_is_called(

@@ -98,4 +98,4 @@ def execute(code: str, folder: Path, environment: dict[str, str], printed: Conne
     with open("stderr", "wb") as errors:
         os.dup2(errors.fileno(), 2)
     printed.close()
-    exec(compile(code, "program", "exec"), {"__name__": "__main__"})
+    exec(compile(code, "program", "exec", dont_inherit=True), {"__name__": "__main__"})

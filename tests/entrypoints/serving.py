@@ -16,6 +16,7 @@ import torch
 import transformers
 
 from jackfield import AsyncEngine, EngineConfig
+from jackfield.core.registry import Plugins
 from jackfield.entrypoints.openai.context import ServerOptions
 from jackfield.entrypoints.openai.server import Listen, listening
 
@@ -162,7 +163,9 @@ class Server:
 
 
 @contextlib.contextmanager
-def running(config: EngineConfig, options: ServerOptions | None = None) -> Iterator[Server]:
+def running(
+    config: EngineConfig, options: ServerOptions | None = None, *, plugins: Plugins | None = None
+) -> Iterator[Server]:
     """A server on a free port of 127.0.0.1.
 
     Its worker computes with one thread: two that spin at barriers while the client and the event
@@ -177,7 +180,7 @@ def running(config: EngineConfig, options: ServerOptions | None = None) -> Itera
     async def main() -> None:
         nonlocal ready
         try:
-            async with AsyncEngine(config) as engine:
+            async with AsyncEngine(config, plugins=plugins) as engine:
                 async with listening(engine, Listen(port=0), options) as url:
                     ready = asyncio.get_running_loop().create_future()
                     made.append(Server(url, engine, asyncio.get_running_loop()))

@@ -33,7 +33,7 @@ from schemathesis.specs.openapi.checks import (
 from serving import Server, running
 
 from jackfield import EngineConfig, hookimpl
-from jackfield.core.registry import load_plugins
+from jackfield.core.registry import Plugins, load_plugins
 from jackfield.entrypoints.openai.app import make_app
 from jackfield.entrypoints.openai.context import ServerOptions
 from jackfield.entrypoints.openai.docs_page import page
@@ -92,10 +92,7 @@ def served(server: Server) -> dict[str, Any]:
 class Nobody:
     """An engine's plugins, of which none adds a route."""
 
-    class plugins:
-        class manager:
-            class hook:
-                register_routes = staticmethod(lambda **_: [])
+    plugins = Plugins()
 
 
 def application(options: ServerOptions = ALL) -> web.Application:

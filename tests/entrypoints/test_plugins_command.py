@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import httpx
 import pytest
+from installing import Install
 from serving import engine_config, running, save_random
 
 from jackfield import hookimpl
@@ -25,6 +29,8 @@ class Broken:
     @hookimpl
     def register_tool_parsers(self, registry: object) -> None:
         registry.add("absent", "no_such_module:Parser")  # type: ignore[attr-defined]
+        registry.add("nothing", None)  # type: ignore[attr-defined]
+        registry.add("empty", "collections:deque")  # type: ignore[attr-defined]
 
     @hookimpl
     def register_attention_backends(self, registry: object) -> None:
@@ -42,11 +48,15 @@ def test_each_name_says_whether_it_works_here_or_why_not() -> None:
     assert rows["tool_parser", "hermes"].status == "works here"
     assert "No module named 'no_such_module'" in rows["tool_parser", "absent"].status
     assert "does not subclass" in rows["attention_backend", "no_backend"].status
+    assert "it is None" in rows["tool_parser", "nothing"].status
+    assert "it has no feed, finish" in rows["tool_parser", "empty"].status
+    assert "imported in " in rows["plugin", "point"].status
     listener = rows["hook", "engine_started"]
     assert (listener.distribution, listener.version) == ("broken", "2.0")
     unchecked = {(row.kind, row.name): row for row in inventory(plugins, check=False)}
     assert unchecked.keys() == rows.keys()
-    assert {row.status for row in unchecked.values()} == {"registered"}
+    named = [row for row in unchecked.values() if row.kind != "plugin"]
+    assert {row.status for row in named} == {"registered"}
 
 
 def test_the_list_is_text_or_json(capsys: pytest.CaptureFixture[str]) -> None:
@@ -63,8 +73,9 @@ def test_no_plugin_leaves_one_out_and_shows_it(capsys: pytest.CaptureFixture[str
     assert main(["plugins", "--json", "--no-check", "--no-plugin", "tools"]) == 0
     rows = json.loads(capsys.readouterr().out)
     assert not any(row.items() >= EXPECTED.items() for row in rows)
-    (left_out,) = (row for row in rows if row["kind"] == "plugin")
-    assert (left_out["name"], left_out["status"]) == ("tools", "left out: disabled")
+    plugins = {row["name"]: row["status"] for row in rows if row["kind"] == "plugin"}
+    assert plugins["tools"] == "left out: disabled"
+    assert plugins["models"].startswith("imported in ")
 
 
 def test_no_plugin_joins_the_engine_option() -> None:
@@ -139,4 +150,125 @@ def test_the_route_is_there_only_when_asked_for(tmp_path: Path) -> None:
     assert answer["object"] == "list"
     assert any(
         row.items() >= {**EXPECTED, "status": "works here"}.items() for row in answer["data"]
+    )
+
+
+# ---------------------------------------------------------------- installed plugins
+
+NOISY = """
+print("noise of the entry point")
+@hookimpl
+def register_tool_parsers(registry):
+    registry.add("noisy", "noisy_plugin:Parser")
+@hookimpl
+def register_options(registry):
+    registry.add("noisy", "noisy_plugin:Options")
+def register_models(registry):
+    pass
+
+import os
+from typing import Annotated
+import msgspec
+
+class Options(msgspec.Struct):
+    depth: Annotated[int, msgspec.Meta(ge=1, description="How deep it looks.")] = 3
+
+class Parser:
+    os.write(1, b"noise of a class\\n")
+    def feed(self, text, token_ids=()): return []
+    def finish(self): return []
+"""
+
+
+def jackfield(folder: Path, *argv: str) -> subprocess.CompletedProcess[str]:
+    """The command in a process of its own, with the distributions of `folder` installed."""
+    return subprocess.run(
+        [sys.executable, "-m", "jackfield", *argv],
+        capture_output=True, text=True, timeout=120, env=os.environ | {"PYTHONPATH": str(folder)},
+    )  # fmt: skip
+
+
+def test_what_a_plugin_prints_does_not_break_json(install: Install, tmp_path: Path) -> None:
+    install("noisy", NOISY)
+    done = jackfield(tmp_path, "plugins", "--json")
+    rows = {(row["kind"], row["name"]): row for row in json.loads(done.stdout)}
+    assert rows["tool_parser", "noisy"]["status"] == "works here"
+    assert "warning: register_models has no @hookimpl" in rows["plugin", "noisy-point"]["status"]
+    assert "noise of the entry point" in done.stderr
+    assert "noise of a class" in done.stderr
+
+
+def test_one_plugin_is_shown_with_its_options(install: Install, tmp_path: Path) -> None:
+    install("noisy", NOISY)
+    done = jackfield(tmp_path, "plugins", "noisy")
+    assert done.returncode == 0, done.stderr
+    lines = [line.split() for line in done.stdout.splitlines()]
+    assert lines[0] == ["noisy-point", "of", "noisy", "1.0"]
+    assert ["depth", "int", "≥", "1", "3", "How", "deep", "it", "looks."] in lines
+    assert not any("hermes" in line for line in lines)
+    wrong = jackfield(tmp_path, "plugins", "nosy")
+    assert wrong.returncode == 2
+    assert "no plugin 'nosy' here; did you mean 'noisy'?" in wrong.stderr
+
+
+COMMANDS = """
+from jackfield.core.errors import ConfigError
+@hookimpl
+def register_commands(commands):
+    commands.add("greet", "polite_plugin:greet", help="Say hello to somebody")
+    commands.add("refuse", "polite_plugin:refuse")
+    commands.add("crash", "polite_plugin:crash")
+    commands.add("odd", "polite_plugin:odd")
+def greet(argv):
+    print("hello", *argv)
+def refuse(argv):
+    raise ConfigError("--name: must be given", param="name")
+def crash(argv):
+    raise RuntimeError("bang")
+def odd(argv):
+    return "done"
+"""
+
+
+def test_commands_of_plugins_are_shown_with_their_help(install: Install, tmp_path: Path) -> None:
+    install("polite", COMMANDS)
+    done = jackfield(tmp_path, "--help")
+    assert "  greet      Say hello to somebody (polite)" in done.stdout.splitlines()
+    assert jackfield(tmp_path, "greet", "you").stdout == "hello you\n"
+    assert "did you mean 'greet'?" in jackfield(tmp_path, "gret").stderr
+
+
+def test_a_plugins_configuration_error_is_printed_as_ours(install: Install, tmp_path: Path) -> None:
+    install("polite", COMMANDS)
+    done = jackfield(tmp_path, "refuse")
+    assert done.returncode == 2
+    assert done.stderr == "jackfield: configuration error: --name: must be given\n"
+
+
+@pytest.mark.parametrize(
+    ("command", "told"), [("crash", "RuntimeError: bang"), ("odd", "TypeError: it returned str")]
+)
+def test_a_command_that_fails_is_named(
+    install: Install, tmp_path: Path, command: str, told: str
+) -> None:
+    install("polite", COMMANDS)
+    done = jackfield(tmp_path, command)
+    assert done.returncode == 1
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith(f"jackfield: command '{command}' of polite 1.0 failed in its function: ")
+    assert told in last
+
+
+@pytest.mark.parametrize("override", ["", ", override=True"])
+def test_a_command_cannot_take_the_name_of_ours(
+    install: Install, tmp_path: Path, override: str
+) -> None:
+    code = f"commands.add('serve', 'greedy_plugin:x'{override})"
+    install("greedy", f"@hookimpl\ndef register_commands(commands): {code}\n")
+    done = jackfield(tmp_path, "plugins", "--json", "--no-check")
+    rows = {(row["kind"], row["name"]): row for row in json.loads(done.stdout)}
+    assert rows["command", "serve"]["distribution"] == "jackfield"
+    assert rows["plugin", "greedy-point"]["status"] == (
+        "left out: command 'serve' is jackfield's own, and cannot be replaced: give yours another "
+        "name"
     )
