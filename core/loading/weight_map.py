@@ -13,7 +13,8 @@ A checkpoint name maps to the parameter of the same name, unless one of its dott
 `names` give the name the shape that the model's own names have. A number behind the part `experts`
 is an expert's: all experts' tensors are shards of one parameter ("experts.3.gate_proj" is the shard
 "3.gate" of "experts.gate_up_proj"). Where a checkpoint has one tensor for all experts, `together`
-says how it comes apart into the same shards.
+says how it comes apart into the same shards. Where its rows stand in another order than here,
+`rows` says in which.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import nn
@@ -70,6 +72,76 @@ class Together:
 
 
 @dataclass(frozen=True)
+class RowOrder:
+    """How rows of a checkpoint's tensor are put in the order that they have here.
+
+    What depends on sizes is made with the model: `self.weight_map = replace(type(self).weight_map,
+    rows={"q_proj": RowOrder.halves(head_dim)})` (`dataclasses.replace`) in its constructor.
+    """
+
+    order: tuple[int, ...]
+    """Of every so many rows, each block of them alike: the checkpoint's row that comes first here,
+    second, …"""
+
+    def __post_init__(self) -> None:
+        if sorted(self.order) != list(range(len(self.order))) or not self.order:
+            raise ValueError(f"no order of rows, each of which comes once: {self.order[:8]}…")
+
+    @classmethod
+    def halves(cls, head_dim: int, rotary_dim: int | None = None) -> RowOrder:
+        """Of heads that turn pairs of neighbours among their first `rotary_dim` rows: half against
+        half, which is what `Rotary` turns. For queries and keys alike."""
+        turned = head_dim if rotary_dim is None else rotary_dim
+        return cls((*range(0, turned, 2), *range(1, turned, 2), *range(turned, head_dim)))
+
+    @classmethod
+    def by_part(cls, num_heads: int, num_parts: int, head_dim: int) -> RowOrder:
+        """Of a tensor [num_heads, num_parts (query, key, value), head_dim] to [num_parts,
+        num_heads, head_dim]."""
+        return cls(tuple(
+            (head * num_parts + part) * head_dim + row
+            for part in range(num_parts) for head in range(num_heads) for row in range(head_dim)
+        ))  # fmt: skip
+
+    def then(self, other: RowOrder) -> RowOrder:
+        """This one, and `other` of what it made. Raises ValueError unless one length divides the
+        other."""
+        size = max(len(self.order), len(other.order))
+        first, second = self._over(size), other._over(size)
+        return RowOrder(tuple(first[row] for row in second))
+
+    def _over(self, size: int) -> list[int]:
+        step = len(self.order)
+        if size % step:
+            raise ValueError(f"orders of {step} and {size} rows do not fit together")
+        return [start + row for start in range(0, size, step) for row in self.order]
+
+    @cached_property
+    def _index(self) -> torch.Tensor:
+        return torch.tensor(self.order)
+
+    def apply(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """[num_rows, ...] → the same shape. Raises LoadError where the rows are not whole blocks,
+        and for what is stored in another form than a row for each output."""
+        if tensor.numel() == 1:  # A scale of the whole tensor.
+            return tensor
+        if name.rpartition(".")[2] not in PER_ROW:
+            raise LoadError(
+                f"tensor {name!r} is of a layer whose rows are put in another order, which is not "
+                "done to a quantized one"
+            )
+        size = len(self.order)
+        if tensor.shape[0] % size:
+            raise LoadError(f"tensor {name!r} has {tensor.shape[0]} rows, no multiple of {size}")
+        blocks = tensor.reshape(-1, size, *tensor.shape[1:])
+        return blocks[:, self._index.to(tensor.device)].reshape(tensor.shape)
+
+
+PER_ROW = ("weight", "bias", "weight_scale")
+"""Last parts of names of tensors with an entry for each row, if they have more than one."""
+
+
+@dataclass(frozen=True)
 class WeightMap:
     """How checkpoint names become parameters."""
 
@@ -84,6 +156,9 @@ class WeightMap:
     """One part of a name here → what checkpoints call it, where that is one to one."""
     together: Mapping[str, Together] = field(default_factory=dict)
     """Last part of a checkpoint name below `experts` → how that tensor comes apart."""
+    rows: Mapping[str, RowOrder] = field(default_factory=dict)
+    """Dotted part of a checkpoint name, as `renamed` gives it → how the rows of its tensors are put
+    in order."""
     ignored: tuple[str, ...] = ()
     """Starts of names (after `prefixes`) that may be left over where the model has no place."""
 
@@ -107,7 +182,11 @@ class WeightMap:
 
         Raises LoadError where it should hold all experts and cannot.
         """
-        prefix, _, last = self.renamed(name).rpartition(".")
+        renamed = self.renamed(name)
+        for dotted in renamed.split(".") if self.rows else ():
+            if dotted in self.rows:
+                tensor = self.rows[dotted].apply(name, tensor)
+        prefix, _, last = renamed.rpartition(".")
         together = self.together.get(last) if f".{prefix}".endswith(f".{EXPERTS}") else None
         if together is None:
             yield *self.target(name), tensor

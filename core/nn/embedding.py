@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from .context import BuildContext
-from .norm import RMSNorm
+from .norm import before_product
 
 
 class Embedding(nn.Module):
@@ -22,6 +22,7 @@ class Embedding(nn.Module):
         """[num_tokens] → [num_tokens, hidden_size]"""
         return F.embedding(token_ids, self.weight)
 
-    def logits(self, hidden: torch.Tensor, *, norm: RMSNorm | None = None) -> torch.Tensor:
+    def logits(self, hidden: torch.Tensor, *, norm: nn.Module | None = None) -> torch.Tensor:
         """As a head, tied or not: [num_rows, hidden_size] → [num_rows, vocab_size]"""
-        return self.operations.linear(hidden, self.weight, norm=norm.norm if norm else None)
+        hidden, fused = before_product(hidden, norm)
+        return self.operations.linear(hidden, self.weight, norm=fused)

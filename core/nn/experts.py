@@ -11,7 +11,6 @@ from torch import nn
 from ..errors import ConfigError
 from .context import BuildContext
 from .linear import MergedLinear
-from .norm import RMSNorm
 from .operations import ClampedSwiGLU, ExpertWeight, Operations
 from .quantized import QuantizedLinear
 
@@ -131,7 +130,7 @@ class SparseMLP(nn.Module):
         self.renormalize = renormalize
         self.operations = build.operations
 
-    def forward(self, hidden: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
+    def forward(self, hidden: torch.Tensor, norm: nn.Module) -> torch.Tensor:
         """hidden + mlp(norm(hidden)): [num_tokens, hidden_size] → the same shape; `hidden` may be
         overwritten."""
         x = norm(hidden)

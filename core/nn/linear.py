@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from .context import BuildContext
-from .norm import RMSNorm
+from .norm import before_product
 
 
 class Linear(nn.Module):
@@ -35,13 +35,12 @@ class Linear(nn.Module):
         self,
         x: torch.Tensor,
         *,
-        norm: RMSNorm | None = None,
+        norm: nn.Module | None = None,
         residual: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """[num_tokens, in_features] → [num_tokens, out_features]; `residual` may be overwritten."""
-        return self.operations.linear(
-            x, self.weight, self.bias, norm=norm.norm if norm else None, residual=residual
-        )
+        x, fused = before_product(x, norm)
+        return self.operations.linear(x, self.weight, self.bias, norm=fused, residual=residual)
 
 
 class MergedLinear(Linear):
@@ -91,11 +90,10 @@ class GatedLinear(MergedLinear):
         self,
         x: torch.Tensor,
         *,
-        norm: RMSNorm | None = None,
+        norm: nn.Module | None = None,
         residual: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """[num_tokens, in_features] → [num_tokens, out_features]"""
         assert residual is None, "a gate has no residual"
-        return self.operations.gated_linear(
-            x, self.weight, self.bias, norm=norm.norm if norm else None
-        )
+        x, fused = before_product(x, norm)
+        return self.operations.gated_linear(x, self.weight, self.bias, norm=fused)

@@ -1,4 +1,4 @@
-"""The gated MLP: down(activation(gate(x)) * up(x))."""
+"""MLPs: gated, down(activation(gate(x)) * up(x)), and plain, down(activation(up(x)))."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import torch
 from torch import nn
 
 from ..errors import ConfigError
+from .activations import activation_named
 from .context import BuildContext
 from .linear import GatedLinear, Linear, MergedLinear
-from .norm import RMSNorm
 
 
 class GatedMLP(nn.Module):
@@ -42,12 +42,41 @@ class GatedMLP(nn.Module):
             raise ConfigError(f"{field}: {activation!r} is not supported", param=field)
         self.down_proj = Linear(intermediate_size, hidden_size, build, bias=bias)
 
-    def forward(self, hidden: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
+    def forward(self, hidden: torch.Tensor, norm: nn.Module | None = None) -> torch.Tensor:
         """hidden + mlp(norm(hidden)): [num_tokens, hidden_size] → the same shape."""
         out: torch.Tensor = self.down_proj(self.inner(hidden, norm), residual=hidden)
         return out
 
-    def inner(self, hidden: torch.Tensor, norm: RMSNorm | None) -> torch.Tensor:
+    def inner(self, hidden: torch.Tensor, norm: nn.Module | None = None) -> torch.Tensor:
         """activation(gate) * up of norm(hidden): → [num_tokens, intermediate_size]"""
         inner: torch.Tensor = self.gate_up_proj(hidden, norm=norm)
         return self.operations.gelu_mul(inner) if self.gelu else inner
+
+
+class PlainMLP(nn.Module):
+    """down(activation(up(x))): no gate. Of encoders, and of decoders as GPT-NeoX and Phi."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        activation: str,
+        build: BuildContext,
+        *,
+        bias: bool = True,
+        field: str = "hidden_act",
+    ) -> None:
+        """`field`: what the configuration calls the activation."""
+        super().__init__()
+        self.activation = activation_named(activation, field=field)
+        self.up_proj = Linear(hidden_size, intermediate_size, build, bias=bias)
+        self.down_proj = Linear(intermediate_size, hidden_size, build, bias=bias)
+
+    def forward(self, hidden: torch.Tensor, norm: nn.Module | None = None) -> torch.Tensor:
+        """hidden + mlp(norm(hidden)): [num_tokens, hidden_size] → the same shape."""
+        out: torch.Tensor = self.down_proj(self.inner(hidden, norm), residual=hidden)
+        return out
+
+    def inner(self, hidden: torch.Tensor, norm: nn.Module | None = None) -> torch.Tensor:
+        """activation(up(norm(hidden))): → [num_tokens, intermediate_size]"""
+        return self.activation(self.up_proj(hidden, norm=norm))

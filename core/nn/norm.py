@@ -1,10 +1,15 @@
-"""Norms as layers of their own; RMSNorm also on the way into a product."""
+"""Norms as layers of their own, and on the way into a product.
+
+Products take any norm as `norm=`: an RMSNorm goes to the operation, which may apply it in the same
+pass; every other one is applied before (`before_product`).
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import nn
 
+from ..errors import ConfigError
 from .context import BuildContext
 from .operations import Norm
 
@@ -55,15 +60,56 @@ class OffsetRMSNorm(RMSNorm):
 
 
 class LayerNorm(nn.Module):
-    """(x - mean) / deviation * weight + bias over the last dimension."""
+    """(x - mean) / deviation * weight, and + bias where there is one, over the last dimension."""
 
-    def __init__(self, size: int, eps: float, build: BuildContext) -> None:
+    def __init__(self, size: int, eps: float, build: BuildContext, *, bias: bool = True) -> None:
         super().__init__()
         self.eps = eps
         self.weight = nn.Parameter(build.empty(size))
-        self.bias = nn.Parameter(build.empty(size))
+        self.bias = nn.Parameter(build.empty(size)) if bias else None
         self.operations = build.operations
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., size] → [..., size]"""
         return self.operations.layer_norm(x, self.weight, self.bias, self.eps)
+
+    def add(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """residual + norm(x): [num_tokens, size] → the same shape"""
+        return residual + self.operations.layer_norm(x, self.weight, self.bias, self.eps)
+
+
+class BiaslessLayerNorm(LayerNorm):
+    """(x - mean) / deviation * weight: for families whose checkpoints have no biases of norms."""
+
+    def __init__(self, size: int, eps: float, build: BuildContext) -> None:
+        super().__init__(size, eps, build, bias=False)
+
+
+def before_product(x: torch.Tensor, norm: nn.Module | None) -> tuple[torch.Tensor, Norm | None]:
+    """What a product is given: its input, and the norm that the operation is to apply to it.
+
+    x: [num_tokens, size] → the same shape
+    """
+    if norm is None:
+        return x, None
+    if isinstance(norm, RMSNorm):
+        return x, norm.norm
+    return norm(x), None
+
+
+RMS_EPS = ("rms_norm_eps", "norm_eps", "rms_norm_epsilon", "norm_epsilon")
+LAYER_EPS = ("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps")
+
+
+def norm_eps(hf_config: object, norm: type[nn.Module]) -> float:
+    """The configuration's eps for norms of this class, by the names that families use.
+
+    Raises ConfigError where it has none.
+    """
+    names = LAYER_EPS if issubclass(norm, LayerNorm) else RMS_EPS
+    for name in names:
+        if (eps := getattr(hf_config, name, None)) is not None:
+            return float(eps)
+    raise ConfigError(
+        f"model: config.json has no eps for {norm.__name__} ({' or '.join(names)})", param="model"
+    )

@@ -12,7 +12,7 @@ from torch import nn
 
 from ..errors import LoadError
 from ..loading.sentence_transformer import Projection
-from .encoder import ACTIVATIONS
+from .activations import ACTIVATIONS
 
 
 class Projections(nn.Module):

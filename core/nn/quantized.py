@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from .norm import RMSNorm
+from .norm import before_product
 from .operations import DenseRows, ExpertWeight, Operations
 from .packed import PackedWeight, dequantize
 
@@ -129,7 +129,7 @@ class QuantizedLinear(nn.Module):
         self,
         x: torch.Tensor,
         *,
-        norm: RMSNorm | None = None,
+        norm: nn.Module | None = None,
         residual: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """[num_tokens, in_features] → [num_tokens, out_features]; `residual` may be overwritten."""
@@ -140,7 +140,7 @@ class QuantizedLinear(nn.Module):
             out = self.spec.operations.silu_mul(out)
         return out if residual is None else residual + out
 
-    def logits(self, hidden: torch.Tensor, *, norm: RMSNorm | None = None) -> torch.Tensor:
+    def logits(self, hidden: torch.Tensor, *, norm: nn.Module | None = None) -> torch.Tensor:
         """As a head: [num_rows, hidden_size] → [num_rows, vocab_size]"""
         out: torch.Tensor = self(hidden, norm=norm)
         return out
@@ -178,15 +178,16 @@ class PackedLinear(QuantizedLinear):
         self,
         x: torch.Tensor,
         *,
-        norm: RMSNorm | None = None,
+        norm: nn.Module | None = None,
         residual: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """[num_tokens, in_features] → [num_tokens, out_features]; `residual` may be overwritten."""
+        x, fused = before_product(x, norm)
         return self.spec.operations.packed_linear(
             x,
             self.weight,
             self.bias,
-            norm=norm.norm if norm else None,
+            norm=fused,
             residual=residual,
             gated=self.spec.gated,
         )
@@ -212,6 +213,6 @@ class QuantizedEmbedding(nn.Module):
         """[num_tokens] → [num_tokens, hidden_size]"""
         return self.layer.rows(token_ids)
 
-    def logits(self, hidden: torch.Tensor, *, norm: RMSNorm | None = None) -> torch.Tensor:
+    def logits(self, hidden: torch.Tensor, *, norm: nn.Module | None = None) -> torch.Tensor:
         """[num_rows, hidden_size] → [num_rows, vocab_size]"""
         return self.layer.logits(hidden, norm=norm)

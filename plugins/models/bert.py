@@ -12,8 +12,9 @@ from ...core.loading.model_config import ModelConfig
 from ...core.loading.weight_map import Shard, WeightMap
 from ...core.nn.context import BuildContext, ForwardContext
 from ...core.nn.embedding import Embedding
-from ...core.nn.encoder import BidirectionalAttention, PlainMLP
+from ...core.nn.encoder import BidirectionalAttention
 from ...core.nn.linear import Linear, MergedLinear
+from ...core.nn.mlp import PlainMLP
 from ...core.nn.norm import LayerNorm
 from ...core.nn.ragged import RaggedRows
 
@@ -90,7 +91,7 @@ class Layer(nn.Module):
     def forward(self, hidden: torch.Tensor, rows: RaggedRows) -> torch.Tensor:
         """[num_tokens, hidden_size] → the same shape"""
         hidden = self.attention(hidden, rows)
-        out: torch.Tensor = self.norm(self.mlp(hidden, residual=hidden))
+        out: torch.Tensor = self.norm(self.mlp(hidden))
         return out
 
 

@@ -19,8 +19,8 @@ from ...core.nn.attention import Attention
 from ...core.nn.context import BuildContext, ForwardContext
 from ...core.nn.embedding import Embedding
 from ...core.nn.linear import Linear, MergedLinear
-from ...core.nn.mlp import GatedMLP
-from ...core.nn.norm import RMSNorm
+from ...core.nn.mlp import GatedMLP, PlainMLP
+from ...core.nn.norm import LayerNorm, RMSNorm, norm_eps
 from ...core.nn.rotary import Rotary
 from ...core.protocols import AttentionSpec
 from ...core.text.tokenizer import Tokenizer
@@ -75,7 +75,7 @@ class SelfAttention(nn.Module):
     def forward(
         self,
         hidden: torch.Tensor,
-        norm: RMSNorm | None,
+        norm: nn.Module | None,
         rotary: Rotary,
         context: ForwardContext,
         *,
@@ -83,9 +83,20 @@ class SelfAttention(nn.Module):
     ) -> torch.Tensor:
         """hidden + attention(norm(hidden)), or with `add` False the second term alone:
         [num_tokens, hidden_size] → the same shape."""
-        heads = self.heads(self.qkv_proj(hidden, norm=norm), rotary, context)
+        heads = self.inner(hidden, norm, rotary, context)
         out: torch.Tensor = self.o_proj(heads, residual=hidden if add else None)
         return out
+
+    def inner(
+        self,
+        hidden: torch.Tensor,
+        norm: nn.Module | None,
+        rotary: Rotary,
+        context: ForwardContext,
+    ) -> torch.Tensor:
+        """What all heads found in norm(hidden): [num_tokens, hidden_size] → [num_tokens,
+        num_heads * head_dim]"""
+        return self.heads(self.qkv_proj(hidden, norm=norm), rotary, context)
 
     def heads(self, qkv: torch.Tensor, rotary: Rotary, context: ForwardContext) -> torch.Tensor:
         """What all heads found: [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim], may be
@@ -104,11 +115,12 @@ MakeMLP: TypeAlias = Callable[[ModelConfig, int, BuildContext], nn.Module]
 class Block(nn.Module):
     """Attention and MLP, each behind a norm and added to the stream."""
 
-    norm: ClassVar[type[RMSNorm]] = RMSNorm
+    norm: ClassVar[type[RMSNorm | LayerNorm]] = RMSNorm
+    """Of the block's norms, and of the decoder's last one. Made with the configuration's eps."""
     norms: ClassVar[tuple[str, ...]] = ("input_layernorm", "post_attention_layernorm")
     """What checkpoints call a block's norms."""
-    input_layernorm: RMSNorm
-    post_attention_layernorm: RMSNorm
+    input_layernorm: nn.Module
+    post_attention_layernorm: nn.Module
 
     def __init__(
         self,
@@ -121,7 +133,7 @@ class Block(nn.Module):
         super().__init__()
         hf = config.hf_config
         for name in filter(None, self.norms):
-            setattr(self, name, self.norm(hf.hidden_size, hf.rms_norm_eps, build))
+            setattr(self, name, self.norm(hf.hidden_size, norm_eps(hf, self.norm), build))
         self.self_attn = attention(config, layer, build)
         self.mlp = mlp(config, layer, build)
 
@@ -155,6 +167,27 @@ class NormedBlock(Block):
         return out
 
 
+class ParallelBlock(Block):
+    """hidden + attention(norm(hidden)) + mlp(norm(hidden)), of the same stream.
+
+    `norms`: one for both, or one for attention and one for the MLP.
+    """
+
+    norms = ("input_layernorm",)
+    mlp: GatedMLP | PlainMLP
+
+    def forward(
+        self, hidden: torch.Tensor, rotary: Rotary, context: ForwardContext
+    ) -> torch.Tensor:
+        """[num_tokens, hidden_size] → the same shape; `hidden` may be overwritten."""
+        normed = [getattr(self, name)(hidden) for name in self.norms]
+        heads = self.self_attn.inner(normed[0], None, rotary, context)
+        inner = self.mlp.inner(normed[-1])
+        hidden = self.self_attn.o_proj(heads, residual=hidden)
+        out: torch.Tensor = self.mlp.down_proj(inner, residual=hidden)
+        return out
+
+
 class Decoder(nn.Module):
     """Everything between token ids and the last norm. A family may have blocks of its own."""
 
@@ -172,11 +205,12 @@ class Decoder(nn.Module):
         self.embed_tokens = Embedding(config.vocab_size, hf.hidden_size, build)
         self.scale = self.embedding_scale(config, build)
         self.rotaries = nn.ModuleList(self.rotaries_of(config, build))
+        block = self.block_of(config)
         self.layers = nn.ModuleList(
-            self.block(config, layer, build, attention, mlp)
-            for layer in range(hf.num_hidden_layers)
+            block(config, layer, build, attention, mlp) for layer in range(hf.num_hidden_layers)
         )
-        self.norm = self.block.norm(hf.hidden_size, hf.rms_norm_eps, build)
+        norm = block.norm
+        self.norm = norm(hf.hidden_size, norm_eps(hf, norm), build)
 
     def forward(self, input_ids: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         """[num_tokens] → [num_tokens, hidden_size], not normed."""
@@ -184,6 +218,11 @@ class Decoder(nn.Module):
         for layer, rotary in zip(self.layers, self.rotaries, strict=True):
             hidden = layer(hidden, rotary, context)
         return hidden
+
+    @classmethod
+    def block_of(cls, config: ModelConfig) -> type[Block]:
+        """For families whose configuration says which blocks there are."""
+        return cls.block
 
     @staticmethod
     def rotaries_of(config: ModelConfig, build: BuildContext) -> list[Rotary]:
@@ -209,6 +248,14 @@ def rotaries_by_type(config: ModelConfig, build: BuildContext) -> list[Rotary]:
     return [made[kind] for kind in hf.layer_types]
 
 
+QKV_SHARDS = {
+    "q_proj": Shard("qkv_proj", "q"),
+    "k_proj": Shard("qkv_proj", "k"),
+    "v_proj": Shard("qkv_proj", "v"),
+}
+"""Where checkpoints have queries, keys and values as three tensors."""
+
+
 class HeadlessLM(nn.Module):
     """A decoder whose states are pooled. A family sets `attention`, and may set `decoder` and
     override `mlp`.
@@ -220,9 +267,7 @@ class HeadlessLM(nn.Module):
     decoder: ClassVar[type[Decoder]] = Decoder
     weight_map: ClassVar[WeightMap] = WeightMap(
         stacked={
-            "q_proj": Shard("qkv_proj", "q"),
-            "k_proj": Shard("qkv_proj", "k"),
-            "v_proj": Shard("qkv_proj", "v"),
+            **QKV_SHARDS,
             "gate_proj": Shard("gate_up_proj", "gate"),
             "up_proj": Shard("gate_up_proj", "up"),
         },

@@ -13,6 +13,7 @@ from ...core.nn.context import BuildContext, ForwardContext
 from ...core.nn.mlp import GatedMLP
 from ...core.nn.rotary import Rotary
 from .decoder import (
+    QKV_SHARDS,
     CausalLM,
     Decoder,
     DecoderClassifier,
@@ -52,9 +53,7 @@ class Glm4Model(HeadlessLM):
     attention = Glm4Attention
     decoder = Glm4Decoder
     weight_map: ClassVar[WeightMap] = WeightMap(
-        stacked={
-            part: HeadlessLM.weight_map.stacked[part] for part in ("q_proj", "k_proj", "v_proj")
-        },
+        stacked=QKV_SHARDS,
         tied=HeadlessLM.weight_map.tied,
         prefixes=HeadlessLM.weight_map.prefixes,
     )
