@@ -274,6 +274,11 @@ class Content(msgspec.Struct, frozen=True, tag="content"):
     text: str
 
 
+class CallText(Content, frozen=True, tag="call_text"):
+    """A call's text, as a reasoning parser hands it on to the tool parser of its family. Where
+    there is none, it is not shown."""
+
+
 class Reasoning(msgspec.Struct, frozen=True, tag="reasoning"):
     """Text of the thought."""
 

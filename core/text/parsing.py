@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from ..protocols import (
+    CallText,
     Content,
     ParserEvent,
     Reasoning,
@@ -100,7 +101,7 @@ class OutputParser:
 
     def _through_tools(self, events: list[ParserEvent]) -> list[ParserEvent]:
         if self._tools is None:
-            return events
+            return [event for event in events if not isinstance(event, CallText)]
         if len(events) == 1:
             event = events[0]
             return self._tools.feed(event.text) if isinstance(event, Content) else events

@@ -6,7 +6,6 @@ import itertools
 import json
 import re
 from collections.abc import Callable, Generator, Sequence
-from math import inf
 from typing import ClassVar, TypeAlias, TypeVar
 
 from ...core.protocols import Content, ParserEvent, Reasoning, ToolCallArguments
@@ -19,7 +18,13 @@ Say: TypeAlias = Callable[[str], object]
 
 SPACE = " \t\r\n"
 SPACES = re.compile(f"[{SPACE}]+")
+MAX_JUNK = 64
+"""Characters between a call and its closing mark that are taken for a slip and dropped."""
 _CONTROLS = re.compile("[\x00-\x1f]+")
+_MAX_STRING = 512
+"""Characters after a mark inside a string that are looked through for the string's end."""
+_STRING = re.compile(rf'(?:[^"\\]|\\.){{0,{_MAX_STRING}}}', re.S)
+_LITTLE_SPACE = re.compile(f"[{SPACE}]{{0,{MAX_JUNK}}}")
 
 
 class Marks:
@@ -60,8 +65,8 @@ class Cursor:
     def __init__(self) -> None:
         self._text = ""
         self._at = 0
-        self._controls: tuple[float, re.Match[str] | None] = inf, None
-        """Where in the text control characters were looked for from, and what was found."""
+        self._found: dict[re.Pattern[str], tuple[int, re.Match[str] | None]] = {}
+        """Pattern → where in the text it was looked for from, and what was found."""
         self.over = False
         """Whether the text has ended: nothing follows what is here."""
         self.passing: tuple[re.Pattern[str], Say] | None = None
@@ -72,7 +77,7 @@ class Cursor:
         """The next piece."""
         self._text = self._text[self._at :] + text
         self._at = 0
-        self._controls = inf, None
+        self._found.clear()
 
     def end(self) -> None:
         """There are no more pieces."""
@@ -162,50 +167,92 @@ class Cursor:
                 return "".join(parts)
             yield
 
-    def json(self, say: Say, say_mended: Say | None = None) -> Read[Status]:
+    def json(
+        self, say: Say, say_mended: Say | None = None, ends: Marks | None = None
+    ) -> Read[Status]:
         """Consume the JSON value here, up to its end ("done"), to where it goes wrong ("bad"), or
-        to the end of the text ("more").
+        to the end of the text ("more"). A mark of `ends` is wrong too, also inside a string, unless
+        that goes on to its end after it.
 
         Its source goes to `say`. `say_mended` gets it with raw control characters inside strings,
         which models write, escaped.
         """
         scanner = JsonScanner()
         while True:
-            status = self._json(scanner, say, say_mended)
-            if status != "more" or self.over:
+            mark = self._next(ends.pattern, self._at) if ends else None
+            stop = len(self._text) if mark is None else mark.start()
+            if ends and mark is None and not self.over:
+                stop = ends.tail(self._text, self._at)
+            status = self._json(scanner, say, say_mended, stop)
+            if status != "more":
                 return status
+            if ends and mark:
+                if not scanner.in_string or not (yield from self._string_goes_on(len(mark[0]))):
+                    return "bad"
+                self._json(scanner, say, say_mended, self._at + len(mark[0]))
+            elif self.over:
+                return status
+            else:
+                yield
+
+    def _string_goes_on(self, size: int) -> Read[bool]:
+        """Whether a string that the next `size` characters stand in goes on after them: to its
+        closing quote, and JSON after that.
+        """
+        while True:
+            at = _STRING.match(self._text, self._at + size).end()  # type: ignore[union-attr]
+            if at - self._at - size >= _MAX_STRING:
+                return True
+            if self._text[at : at + 1] == '"':
+                at = _LITTLE_SPACE.match(self._text, at + 1).end()  # type: ignore[union-attr]
+                if at < len(self._text):
+                    return self._text[at] in ",:]}"
+            if self.over:
+                return False
             yield
 
-    def _json(self, scanner: JsonScanner, say: Say, say_mended: Say | None) -> Status:
+    def _json(self, scanner: JsonScanner, say: Say, say_mended: Say | None, limit: int) -> Status:
         status: Status = "more"
-        while status == "more" and self._at < len(self._text):
+        while status == "more" and self._at < limit:
             begin = self._at
-            controls = self._next_controls(begin) if say_mended else None
-            stop = len(self._text) if controls is None else controls.start()
+            controls = self._next(_CONTROLS, begin) if say_mended else None
+            if controls is not None and controls.start() >= limit:
+                controls = None
+            stop = limit if controls is None else controls.start()
             status, self._at = scanner.scan(self._text, begin, stop)
             escape = False
             if status == "more" and controls is not None:
                 escape = scanner.in_string
-                status, self._at = scanner.scan(self._text, stop, controls.end())
+                status, self._at = scanner.scan(self._text, stop, min(controls.end(), limit))
             say(self._text[begin : self._at])
             if say_mended:
                 say_mended(self._text[begin : stop if escape else self._at])
                 if escape and controls is not None:
-                    say_mended(json.dumps(controls[0])[1:-1])
+                    say_mended(json.dumps(self._text[stop : self._at])[1:-1])
         return status
 
-    def _next_controls(self, position: int) -> re.Match[str] | None:
-        """The first control characters from `position`, looked for once, not once a value."""
-        begin, found = self._controls
+    def _next(self, pattern: re.Pattern[str], position: int) -> re.Match[str] | None:
+        """What the pattern finds first from `position`, looked for once, not once a value."""
+        begin, found = self._found.get(pattern, (len(self._text) + 1, None))
         if begin > position or (found is not None and found.start() < position):
-            found = _CONTROLS.search(self._text, position)
-            self._controls = position, found
+            found = pattern.search(self._text, position)
+            self._found[pattern] = position, found
         return found
 
     def _hand_on(self, end: int, say: Say) -> None:
         if end > self._at:
             say(self._text[self._at : end])
             self._at = end
+
+
+def run_through(reading: Read[T]) -> T:
+    """What is read of a text that is over."""
+    while True:
+        try:
+            next(reading)
+        except StopIteration as stop:
+            result: T = stop.value
+            return result
 
 
 class StreamingParser:
@@ -255,7 +302,7 @@ def merged(events: list[ParserEvent]) -> list[ParserEvent]:
     for (kind, index), group in itertools.groupby(events, _piece_of):
         if kind is ToolCallArguments:
             made.append(ToolCallArguments(index, "".join(e.fragment for e in group)))  # type: ignore[union-attr]
-        elif kind is Content or kind is Reasoning:
+        elif issubclass(kind, Content | Reasoning):
             made.append(kind("".join(e.text for e in group)))  # type: ignore[union-attr]
         else:
             made += group

@@ -10,7 +10,7 @@ import re
 
 import msgspec
 
-from .cursor import Cursor, Marks, Read
+from .cursor import Cursor, Marks, Read, Say
 
 MARKERS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|return|>",
            "<|call|>")  # fmt: skip
@@ -18,6 +18,8 @@ BEGIN = Marks("<|start|>", "<|channel|>")
 """What begins a header. The first of an answer is missing its `<|start|>`: the prompt has it."""
 END = Marks("<|end|>", "<|return|>", "<|call|>", "<|start|>")
 """What ends a message; `<|start|>` begins the next one too."""
+ENDS = Marks(*END.texts, *BEGIN.texts)
+"""What ends a call, even where its JSON is not over."""
 _MESSAGE = Marks("<|message|>")
 _MAX_HEADER = 256
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
@@ -31,6 +33,24 @@ class Header(msgspec.Struct):
     channel: str
     recipient: str
     """Who is called, as `functions.f`; "" for messages to the user."""
+
+
+class Messages:
+    """The messages of one kind as one text: a newline between two."""
+
+    def __init__(self, say: Say) -> None:
+        self._say = say
+        self._said = self._between = False
+
+    def begin(self) -> None:
+        """Another message begins."""
+        self._between = self._said
+
+    def say(self, text: str) -> None:
+        """Pass text of a message on."""
+        if text:
+            self._say("\n" + text if self._between else text)
+            self._said, self._between = True, False
 
 
 def header(text: Cursor, mark: str) -> Read[Header | None]:

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections import deque
 from collections.abc import Callable, Mapping, MutableSequence, Sequence
 from typing import Any, ClassVar
 
-from .cursor import SPACES, Cursor, Marks, Read
-from .tool_machine import ToolMachine, closing
+from .cursor import SPACE, SPACES, Cursor, Marks, Read, run_through
+from .tool_machine import ToolMachine, closing, rest_of_call
 
 
 class JsonCallsParser(ToolMachine):
     """A section of calls is `{call}`, `[{call}, {call}]`, or `{call}; {call}`, between marks.
 
-    Keys come in any order; other keys are dropped. Arguments are the source text of the object.
-    A section needs no closing mark.
+    Keys come in any order; other keys are dropped. Arguments are the source text of the object, or
+    of the one that a string holds. A section needs no closing mark.
     """
 
     open: ClassVar[tuple[str, ...]] = ()
@@ -33,8 +34,9 @@ class JsonCallsParser(ToolMachine):
     """Beginnings of such a section that are looked for in the whole text."""
     bare_after: ClassVar[tuple[str, ...]] = ()
     """Marks that are content, and after which a section may begin as at the start of the text."""
-    opaque: ClassVar[tuple[str, str] | None] = None
-    """Marks between which all is content."""
+    ends_turn: ClassVar[bool] = False
+    """Whether nothing but calls follows a call: what is left of one that breaks off is dropped,
+    though no mark closes it."""
     language: ClassVar[str] = ""
     """A word that may follow an opening mark."""
     recovers: ClassVar[bool] = False
@@ -45,9 +47,9 @@ class JsonCallsParser(ToolMachine):
     def __init__(self, *, tools: Sequence[Mapping[str, Any]] = ()) -> None:
         opaque = self.opaque or ("", "")
         self._open = Marks(*self.open, *self.weak, *self.inline, *self.bare_after, opaque[0])
-        self._opaque_end = Marks(opaque[1])
         self._language = Marks(self.language)
-        self._close_or_open = Marks(*self.close, *self.open)
+        self.close_or_open = Marks(*self.close, *self.open)
+        """What ends a call, even where its JSON is not over."""
         self._close_or_call = Marks(*self.close, "{")
         super().__init__(tools=tools)
 
@@ -55,11 +57,8 @@ class JsonCallsParser(ToolMachine):
         """Content and sections in turn."""
         text, say = self.text, self.answer.say
         yield from self._bare_section()
-        while mark := (yield from text.until(self._open, say)):
-            if self.opaque and mark == self.opaque[0]:
-                say(mark)
-                say((yield from text.until(self._opaque_end, say)))
-            elif mark in self.bare_after:
+        while mark := (yield from self.until_call(self._open)):
+            if mark in self.bare_after:
                 say(mark)
                 yield from self._bare_section()
             elif mark in self.inline:
@@ -83,6 +82,7 @@ class JsonCallsParser(ToolMachine):
     def section(self, source: list[str], *, weak: bool) -> Read[None]:
         """Calls. `source`: what was consumed, and is content if none follows."""
         text, answer = self.text, self.answer
+        marked = any(source) and source[0] in (*self.open, *self.weak)
         source.append((yield from text.accept(self._language)))
         listed = yield from sign(text, source, "[")
         calls = answer.calls
@@ -91,6 +91,8 @@ class JsonCallsParser(ToolMachine):
             done = yield from call.read()
             if not done:
                 answer.say("".join(source))
+                if call.started and (self.ends_turn or (marked and self.close)):
+                    yield from rest_of_call(text, self.close, self.close_or_open)
                 if call.started or not self.recovers:
                     return
             source, gap = [], ""
@@ -111,7 +113,7 @@ class JsonCallsParser(ToolMachine):
                 if (yield from glance(text, source)) != "{":
                     gap = "".join(source)
                     break
-        yield from closing(text, answer, self.close, self._close_or_open, gap)
+        yield from closing(text, answer, self.close, self.close_or_open, gap)
 
 
 class JsonCall:
@@ -120,6 +122,7 @@ class JsonCall:
     def __init__(self, parser: JsonCallsParser, source: list[str], *, weak: bool) -> None:
         self._text, self._answer = parser.text, parser.answer
         self._name_keys, self._argument_keys = parser.name_keys, parser.argument_keys
+        self._ends = parser.close_or_open
         self._known: Callable[[str], bool] = parser.known if weak else bool
         self._weak = weak
         self._source: MutableSequence[str] = source
@@ -148,14 +151,27 @@ class JsonCall:
                     self._start(name)
                     answer.arguments("".join(arguments))
             elif key in self._argument_keys and not self.started and arguments is None:
-                if (yield from glance(text, self._source)) != "{":
+                begin = yield from glance(text, self._source)
+                if begin == '"':
+                    held, done = yield from _quoted_object(text, self._source)
+                    if not held:
+                        return False
+                    if name:
+                        self._start(name)
+                        answer.arguments(held)
+                    if not done:
+                        return False
+                    arguments = [held]
+                    continue
+                if begin != "{":
                     return False
                 arguments = []
                 mended = arguments.append
                 if name:
                     self._start(name)
                     mended = answer.arguments
-                if (yield from text.json(self._source.append, mended)) != "done":
+                status = yield from text.json(self._source.append, mended, self._ends)
+                if status != "done":
                     return False
             else:
                 yield from glance(text, self._source)
@@ -201,3 +217,34 @@ def string(text: Cursor, source: MutableSequence[str]) -> Read[str]:
     value = json.loads("".join(parts))
     assert isinstance(value, str)
     return value
+
+
+_INCOMPLETE_ESCAPE = 11
+"""The most characters that an escape may be short of its end by: a pair of surrogates."""
+
+
+def _quoted_object(text: Cursor, source: MutableSequence[str]) -> Read[tuple[str, bool]]:
+    """→ (the JSON object that the string here holds, as far as it goes; whether it is whole); what
+    is no object is "".
+    """
+    parts: list[str] = []
+    whole = (yield from text.json(source.append, parts.append)) == "done"
+    quoted = "".join(parts)
+    value = ""
+    for short in range(1 if whole else _INCOMPLETE_ESCAPE + 1):
+        with contextlib.suppress(ValueError):
+            value = json.loads(quoted if whole else quoted[: len(quoted) - short] + '"')
+            break
+    value = value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    inner = Cursor()
+    inner.add(value.strip(SPACE))
+    inner.end()
+    if inner.here != "{":
+        return "", False
+    held: list[str] = []
+    status = run_through(inner.json(_nowhere, held.append))
+    return "".join(held), whole and status == "done" and not inner.rest()
+
+
+def _nowhere(text: str) -> None:
+    """Drop it."""

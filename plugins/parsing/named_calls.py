@@ -6,14 +6,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from .cursor import SPACES, Marks, Read
-from .tool_machine import ToolMachine, closing
+from .tool_machine import ToolMachine, closing, rest_of_call
 
 _MAX_HEADER = 256
 """Characters of what stands before the arguments; what is longer is no call."""
 
 
 class NamedForm:
-    """How one call is written: open, before_name, name, name_end, fence, {arguments}, close."""
+    """How one call is written: open, before_name, name, name_end, fence, {arguments}, close.
+
+    What stands in place of the arguments and is no object breaks the call off.
+    """
 
     def __init__(
         self,
@@ -23,12 +26,23 @@ class NamedForm:
         close: Sequence[str] = (),
         before_name: str = "",
         fence: str = "",
+        fence_end: str = "",
+        around: Sequence[str] = (),
+        name_alone: bool = False,
     ) -> None:
-        """`before_name` and `fence` may be missing. A `name_end` of `{` begins the arguments."""
+        """`before_name` and the fences may be missing. A `name_end` of `{` begins the arguments.
+        `around`: marks around all calls. `name_alone`: a name up to another call, or to the end of
+        the text, is a call without arguments.
+        """
         self.open, self.close = tuple(open), tuple(close)
         self.before_name, self.name_end = Marks(before_name), Marks(*name_end)
         self.fence, self.end = Marks(fence), Marks(*close)
         self.close_or_open = Marks(*close, *open)
+        self.any = Marks(*close, *open, *around)
+        self.ends = Marks(*close, *(fence_end + mark for mark in close), *open, *around)
+        """What ends a call, even where its JSON is not over."""
+        self.name_alone = name_alone
+        self.header_end = Marks(*name_end, *(open if name_alone else ()))
 
     def name_of(self, header: str) -> tuple[str, str]:
         """→ (name, the call's id or "") of what stands for the name."""
@@ -58,30 +72,41 @@ def named_call(parser: ToolMachine, form: NamedForm, source: list[str]) -> Read[
     text, answer = parser.text, parser.answer
     source.append((yield from text.run(SPACES)))
     source.append((yield from text.accept(form.before_name)))
-    header = yield from text.until_within(form.name_end, _MAX_HEADER)
+    header = yield from text.until_within(form.header_end, _MAX_HEADER)
+    if header is None and form.name_alone and text.over and len(text.rest()) <= _MAX_HEADER:
+        header = text.rest(), ""
+        text.skip(len(header[0]))
     name = ""
     if header is not None:
         name, id = form.name_of(header[0])
         source += header
-    if not name or any(char.isspace() for char in name):
+    alone = header is not None and header[1] in ("", *form.open)
+    if not name or any(char.isspace() for char in name) or (alone and not parser.known(name)):
+        if alone:
+            text.back(source.pop())
         answer.say("".join(source))
+        return
+    if alone:
+        text.back(source.pop())
+        answer.start(name, id)
+        answer.arguments("{}")
+        answer.end()
         return
     if source[-1] == "{":
         text.back(source.pop())
     source.append((yield from text.run(SPACES)))
     source.append((yield from text.accept(form.fence)))
     source.append((yield from text.run(SPACES)))
-    if (yield from text.peek()) == "{":
-        answer.start(name, id)
-        if (yield from text.json(_nowhere, answer.arguments)) != "done":
-            return
-    elif (yield from text.accept(form.end)):
-        answer.start(name, id)
+    answer.start(name, id)
+    if (yield from text.accept(form.end)):
         answer.arguments("{}")
         answer.end()
         return
-    else:
-        answer.say("".join(source))
+    status = "bad"
+    if (yield from text.peek()) == "{":
+        status = yield from text.json(_nowhere, answer.arguments, form.ends)
+    if status != "done":
+        yield from rest_of_call(text, form.close, form.any)
         return
     answer.end()
     yield from closing(text, answer, form.close, form.close_or_open)

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from .cursor import SPACES, Marks, Read
 from .json_calls import glance, sign
 from .python_values import read_value
-from .tool_machine import ToolMachine, closing
+from .tool_machine import ToolMachine, closing, rest_of_call
 
 _NAME = re.compile(r"[\w.\-]+")
 _MAX_NAME = 128
@@ -50,7 +50,11 @@ class PythonCallsParser(ToolMachine):
             answer.say("".join(source))
             return
         while True:
+            calls = answer.calls
             done = yield from self._call(source, bare=bare)
+            if not done and answer.calls > calls and self.close and not bare:
+                yield from rest_of_call(text, self.close, self._close_or_open)
+                return
             if not done:
                 answer.say("".join(source))
                 return
@@ -81,9 +85,6 @@ class PythonCallsParser(ToolMachine):
             key = yield from text.run(_NAME)
             source.append(key)
             if not key or not (yield from sign(text, source, "=")):
-                if started:
-                    answer.say("".join(source))
-                    source.clear()
                 return False
             if not started:
                 answer.start(name)

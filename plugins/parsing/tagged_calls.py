@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from .cursor import SPACES, Marks, Read
 from .schema_values import json_of, parameter_types
-from .tool_machine import MAX_JUNK, ToolMachine
+from .tool_machine import ToolMachine
 
 _MAX_HEADER = 256
 """Characters of a call's name or an argument's; what is longer is none."""
@@ -39,18 +39,20 @@ class TaggedCallsParser(ToolMachine):
     """Types of an argument that no schema describes; empty: what it looks like."""
 
     def __init__(self, *, tools: Sequence[Mapping[str, Any]] = ()) -> None:
-        self._marks = Marks(*self.around, self.lead, self.open)
+        opaque = (self.opaque or ("",))[0]
+        self._marks = Marks(*self.around, self.lead, self.open, opaque)
         self._open = Marks(self.open)
         self._name_end = Marks(*self.name_end)
-        self._key_end = Marks(self.key_end)
+        self._key_end = Marks(self.key_end, self.value_open, self.parameter, self.close)
         self._value_open = Marks(self.value_open)
         self._value_end = Marks(*self.value_end)
         self._next = Marks(self.parameter, self.close)
+        self._next_or_over = Marks(self.parameter, self.close, self.open, self.lead, *self.around)
         super().__init__(tools=tools)
 
     def read(self) -> Read[None]:
         """Content and calls in turn."""
-        while mark := (yield from self.text.until(self._marks, self.answer.say)):
+        while mark := (yield from self.until_call(self._marks)):
             if mark == self.lead and (yield from self.text.until_within(self._open, _MAX_HEADER)):
                 mark = self.open
             if mark == self.open:
@@ -76,24 +78,28 @@ class TaggedCallsParser(ToolMachine):
         while mark == self.parameter:
             key = yield from text.until_within(self._key_end, _MAX_HEADER)
             if key is None:
-                answer.say(mark)
-                return
+                mark = yield from text.until(self._next_or_over, _drop)
+                continue
+            if key[1] in self._next.texts:  # The key has no end, or it has no value.
+                mark = key[1]
+                continue
             answer.arguments(f"{'' if first else ', '}{json.dumps(_unquoted(key[0]))}: ")
             first = False
-            ended = yield from self._value(name, _unquoted(key[0]))
+            ended = yield from self._value(name, _unquoted(key[0]), opened=key[1] != self.key_end)
             if not ended:
                 return
-            before = yield from text.until_within(self._next, MAX_JUNK)
-            if before is None:
-                return
-            mark = before[1]
+            mark = yield from text.until(self._next_or_over, _drop)
+        if not mark:
+            return
         answer.arguments("}")
         answer.end()
+        if mark != self.close:  # It is missing: all arguments are there.
+            text.back(mark)
 
-    def _value(self, name: str, key: str) -> Read[bool]:
-        """Whether the value came to its end."""
+    def _value(self, name: str, key: str, *, opened: bool) -> Read[bool]:
+        """Whether the value came to its end. `opened`: after its opening mark."""
         text, answer = self.text, self.answer
-        if self.value_open:
+        if self.value_open and not opened:
             yield from text.run(SPACES)
             yield from text.accept(self._value_open)
         if self.newlines:
@@ -117,6 +123,10 @@ class TaggedCallsParser(ToolMachine):
 
 _NEWLINE = Marks("\n")
 _STRING = frozenset({"string"})
+
+
+def _drop(text: str) -> None:
+    """Not to be shown."""
 
 
 class Held:

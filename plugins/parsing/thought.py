@@ -15,7 +15,8 @@ class ThoughtParser(StreamingParser):
 
     - Newlines (`space`) right inside the marks, and right after the closing one, belong to the
       markup and are dropped. Everything else is passed on as it is.
-    - After the thought all is answer; further marks in it are text.
+    - After the thought all is answer; further marks in it are text, unless thought may stand
+      `anywhere`.
     """
 
     open: ClassVar[tuple[str, ...]] = ("<think>",)
@@ -27,6 +28,9 @@ class ThoughtParser(StreamingParser):
     the mark. Off: it is the answer."""
     always: ClassVar[bool] = False
     """Whether the model thinks, or may, whatever the request says."""
+    anywhere: ClassVar[bool] = False
+    """Whether thought may also stand in the answer and after it. Several are one, a line each;
+    closing marks that close nothing are dropped."""
     space: ClassVar[str] = "\n"
     """Characters that are markup next to a mark."""
     answer_open: ClassVar[str] = ""
@@ -40,6 +44,8 @@ class ThoughtParser(StreamingParser):
         self.reasoning_ended = not thinks
         """Whether thought is over, or none is to come. Once true, it stays true."""
         self._inside = thinks and self.begins_inside
+        self._thought = self._another = self._answered = False
+        """Whether there was thought; another begins after it; there was answer."""
         self._space = re.compile(f"[{self.space}]+")
         super().__init__()
 
@@ -63,7 +69,14 @@ class ThoughtParser(StreamingParser):
         self.say(gap)
         if self.answer_close and (yield from self.until(Marks(self.answer_close), self.say)):
             yield from text.run(space)
-        yield from text.until(Marks(), self.say)
+        marks = Marks(*self.open, *self.close) if self.anywhere else Marks()
+        while mark := (yield from text.until(marks, self.say)):
+            if mark in self.open:
+                yield from text.run(space)
+                self._another = self._thought
+                yield from self.until(Marks(*self.close), self.think)
+                if not self._answered:
+                    yield from text.run(space)
 
     def until(self, close: Marks, say: Callable[[str], None]) -> Read[str]:
         """Hand text to `say` up to a closing mark, less the space right before that."""
@@ -84,9 +97,11 @@ class ThoughtParser(StreamingParser):
     def think(self, text: str) -> None:
         """Pass thought on."""
         if text:
-            self.events.append(Reasoning(text))
+            self.events.append(Reasoning("\n" + text if self._another else text))
+            self._another, self._thought = False, True
 
     def say(self, text: str) -> None:
         """Pass the answer on."""
         if text:
             self.events.append(Content(text))
+            self._answered = True

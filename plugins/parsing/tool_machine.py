@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from ...core.protocols import (
     Content,
@@ -12,23 +12,25 @@ from ...core.protocols import (
     ToolCallEnd,
     ToolCallStart,
 )
-from .cursor import SPACE, SPACES, Cursor, Marks, Read, StreamingParser
-
-MAX_JUNK = 64
-"""Characters between a call and its closing mark that are taken for a slip and dropped."""
+from .cursor import MAX_JUNK, SPACE, SPACES, Cursor, Marks, Read, StreamingParser
 
 
 class ToolMachine(StreamingParser):
     """A subclass reads its format in `read`; all of them keep these rules:
 
-    - A call starts when its name is known and its arguments have begun. Arguments are handed on as
-      they arrive.
+    - A call starts when its name is known and its arguments have begun, or where they are due and
+      something else stands. Arguments are handed on as they arrive.
     - A call that goes wrong before it starts is content, marks included. One that goes wrong after
-      has no end, and what follows the slip is content. One that the end of the text cuts off has
-      no end either. So a call that ends has valid JSON for arguments, and one that does not, the
-      beginning of it.
+      has no end: its arguments are what came before the slip. What is left of it, up to its closing
+      mark or one that opens another call, is dropped with the marks; in a dialect without closing
+      marks it is content. One that the end of the text cuts off has no end either. So a call that
+      ends has valid JSON for arguments, and one that does not, the beginning of it.
     - Whitespace next to calls is content only where it stands between two other contents.
+    - What stands between the marks `opaque` is content, and has no calls in it.
     """
+
+    opaque: ClassVar[tuple[str, str] | None] = None
+    """Marks between which all is content: thought, where no reasoning parser has taken it out."""
 
     def __init__(self, *, tools: Sequence[Mapping[str, Any]] = ()) -> None:
         super().__init__()
@@ -46,6 +48,17 @@ class ToolMachine(StreamingParser):
     def known(self, name: str) -> bool:
         """Whether the request has this tool, or does not say which it has."""
         return not self.schemas or name in self.schemas
+
+    def until_call(self, marks: Marks) -> Read[str]:
+        """Hand content on up to the first mark outside of opaque text; consume and return that, or
+        "" at the end. `marks` has the one that opens opaque text in it.
+        """
+        while mark := (yield from self.text.until(marks, self.answer.say)):
+            if self.opaque is None or mark != self.opaque[0]:
+                return mark
+            self.answer.say(mark)
+            self.answer.say((yield from self.text.until(Marks(self.opaque[1]), self.answer.say)))
+        return ""
 
 
 class Answer:
@@ -125,6 +138,19 @@ def closing(
                 return
             text.back("".join(found))
     answer.say(gap)
+
+
+def rest_of_call(text: Cursor, close: Collection[str], close_or_open: Marks) -> Read[None]:
+    """Drop what is left of a call that has broken off: up to its closing mark, and that; up to a
+    mark that opens another; or all.
+    """
+    found = yield from text.until(close_or_open, _drop)
+    if found and found not in close:
+        text.back(found)
+
+
+def _drop(text: str) -> None:
+    """Not to be shown."""
 
 
 def schemas(tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -21,6 +21,7 @@ _PARSERS = {
     "olmo3": ("think_tags:Olmo3Reasoning", "OLMo 3 Think"),
     "openai_gptoss": ("harmony:HarmonyReasoning", "gpt-oss"),
     "qwen3": ("think_tags:Qwen3Reasoning", "Qwen3"),
+    "seed_oss": ("think_tags:SeedOssReasoning", "Seed-OSS"),
     "step3": ("think_tags:Step3Reasoning", "Step-3"),
     "think_tags": ("think_tags:ThinkTagsReasoning", "any that thinks when it likes"),
 }

@@ -88,13 +88,22 @@ class Olmo3Reasoning(ThoughtParser):
     always = True
 
 
+class SeedOssReasoning(ThoughtParser):
+    """`<seed:think>…</seed:think>`, which the model opens. Calls written in it are thought."""
+
+    open, close = ("<seed:think>",), ("</seed:think>",)
+    markers = ("<seed:think>", "</seed:think>")
+    begins_inside = False
+
+
 class MistralReasoning(ThoughtParser):
-    """`[THINK]…[/THINK]`, where the system prompt has the model think."""
+    """`[THINK]…[/THINK]`, where the system prompt has the model think; wherever it stands."""
 
     open, close = ("[THINK]",), ("[/THINK]",)
     markers = ("[THINK]", "[/THINK]")
     begins_inside = False
     always = True
+    anywhere = True
 
 
 class GraniteReasoning(ThoughtParser):

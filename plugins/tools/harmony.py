@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from ..parsing.cursor import SPACES, Read
-from ..parsing.harmony import BEGIN, END, MARKERS, Header, header
-from ..parsing.tool_machine import MAX_JUNK, ToolMachine
+from ..parsing.harmony import BEGIN, END, ENDS, MARKERS, Header, Messages, header
+from ..parsing.tool_machine import ToolMachine
 
 
 class HarmonyToolParser(ToolMachine):
     """`<|channel|>commentary to=functions.f <|constrain|>json<|message|>{…}<|call|>`.
 
-    Messages without a recipient are content.
+    Messages without a recipient are content, a line each. Those to a recipient that is no tool of
+    the request are not shown.
 
     Use it with the reasoning parser `gptoss`, which takes the thought out.
     """
@@ -19,36 +20,38 @@ class HarmonyToolParser(ToolMachine):
 
     def read(self) -> Read[None]:
         """Messages in turn."""
-        text, say = self.text, self.answer.say
-        while mark := (yield from text.until(BEGIN, say)):
+        text, messages = self.text, Messages(self.answer.say)
+        while mark := (yield from text.until(BEGIN, messages.say)):
             message = yield from header(text, mark)
             if message is None:
-                say(mark)
+                messages.say(mark)
                 continue
             if message.recipient:
                 yield from self._call(message)
+                end = yield from text.until(END, _drop)
             else:
-                end = yield from text.until(END, say)
-                if end == "<|start|>":
-                    text.back(end)
+                messages.begin()
+                end = yield from text.until(END, messages.say)
+            if end == "<|start|>":
+                text.back(end)
 
     def _call(self, message: Header) -> Read[None]:
+        """Read a call, but for what comes after it."""
         text, answer = self.text, self.answer
-        gap = yield from text.run(SPACES)
         name = message.recipient.removeprefix("functions.")
-        end = (yield from text.accept(END)) if name else ""
-        if end:
-            answer.start(name)
+        if not name or not (name != message.recipient or name in self.schemas):
+            return
+        yield from text.run(SPACES)
+        answer.start(name)
+        if end := (yield from text.accept(END)):
+            text.back(end)
             answer.arguments("{}")
             answer.end()
-        elif name and (yield from text.peek()) == "{":
-            answer.start(name)
-            if (yield from text.json(lambda _: None, answer.arguments)) != "done":
-                return
-            answer.end()
-            found = yield from text.until_within(END, MAX_JUNK)
-            end = found[1] if found is not None else ""
-        else:
-            answer.say(message.source + gap)
-        if end == "<|start|>":
-            text.back(end)
+        elif (yield from text.peek()) == "{":
+            status = yield from text.json(_drop, answer.arguments, ENDS)
+            if status == "done":
+                answer.end()
+
+
+def _drop(text: str) -> None:
+    """Not to be shown."""

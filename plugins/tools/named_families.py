@@ -11,6 +11,8 @@ from ..parsing.json_calls import JsonCallsParser
 from ..parsing.named_calls import NamedCallsParser, NamedForm, named_call
 
 _LETTERS = string.ascii_letters + string.digits
+_DEEPSEEK = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
+_KIMI = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
 
 
 class DeepSeekV3ToolParser(NamedCallsParser):
@@ -23,9 +25,11 @@ class DeepSeekV3ToolParser(NamedCallsParser):
         before_name="function<｜tool▁sep｜>",
         name_end=("\n", "```", "{"),
         fence="```json",
+        fence_end="\n```",
         close=("<｜tool▁call▁end｜>",),
+        around=_DEEPSEEK,
     )
-    around = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
+    around = _DEEPSEEK
     markers = (*around, *form.open, *form.close, "<｜tool▁sep｜>")
     call_form = CallForm(
         trigger=around[0],
@@ -46,8 +50,9 @@ class DeepSeekV31ToolParser(NamedCallsParser):
         open=("<｜tool▁call▁begin｜>",),
         name_end=("<｜tool▁sep｜>",),
         close=("<｜tool▁call▁end｜>",),
+        around=_DEEPSEEK,
     )
-    around = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
+    around = _DEEPSEEK
     markers = (*around, *form.open, *form.close, "<｜tool▁sep｜>")
     call_form = CallForm(
         trigger=around[0],
@@ -76,8 +81,9 @@ class KimiK2ToolParser(NamedCallsParser):
         open=("<|tool_call_begin|>",),
         name_end=("<|tool_call_argument_begin|>",),
         close=("<|tool_call_end|>",),
+        around=_KIMI,
     )
-    around = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
+    around = _KIMI
     markers = (*around, *form.open, *form.name_end.texts, *form.close)
     call_form = CallForm(
         trigger=around[0],
@@ -103,7 +109,8 @@ class MistralToolParser(JsonCallsParser):
 
     open = ("[TOOL_CALLS]",)
     markers = (*open, "[ARGS]", "[CALL_ID]")
-    form = _MistralForm(open=open, name_end=("[ARGS]", "{"))
+    ends_turn = True
+    form = _MistralForm(open=open, name_end=("[ARGS]", "{"), name_alone=True)
     call_form = (
         CallForm(
             trigger="[TOOL_CALLS]",
@@ -129,8 +136,12 @@ class MistralToolParser(JsonCallsParser):
         return "".join(secrets.choice(_LETTERS) for _ in range(9))
 
     def section(self, source: list[str], *, weak: bool) -> Read[None]:
-        """Calls after the mark, of either kind."""
-        source.append((yield from self.text.run(SPACES)))
+        """Calls after the mark, which may be there twice, of either kind."""
+        while True:
+            source.append((yield from self.text.run(SPACES)))
+            if not (again := (yield from self.text.accept(self.form.close_or_open))):
+                break
+            source.append(again)
         if (yield from self.text.peek()) in ("[", "{"):
             yield from super().section(source, weak=weak)
         else:

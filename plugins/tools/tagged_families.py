@@ -34,10 +34,13 @@ class Qwen3CoderToolParser(TaggedCallsParser):
 
 
 class SeedOssToolParser(Qwen3CoderToolParser):
-    """`<seed:tool_call><function=f><parameter=a>…</parameter></function></seed:tool_call>`."""
+    """`<seed:tool_call><function=f><parameter=a>…</parameter></function></seed:tool_call>`, not
+    inside `<seed:think>`.
+    """
 
     around = ("<seed:tool_call>", "</seed:tool_call>")
-    markers = around
+    opaque = ("<seed:think>", "</seed:think>")
+    markers = (*around, *opaque)
     call_form = _functions(around, Qwen3CoderToolParser.value_end)
 
 
@@ -104,10 +107,11 @@ class Glm45ToolParser(TaggedCallsParser):
     open, close = "<tool_call>", "</tool_call>"
     name_end = ("\n", "<arg_key>", "</tool_call>")
     parameter, key_end = "<arg_key>", "</arg_key>"
-    value_open, value_end = "<arg_value>", ("</arg_value>",)
+    value_open = "<arg_value>"
+    value_end = ("</arg_value>", "\n<arg_key>", "\n</tool_call>")
     newlines = False
     untyped = frozenset()
-    markers = (open, close, parameter, key_end, value_open, *value_end)
+    markers = (open, close, parameter, key_end, value_open, value_end[0])
     call_form = CallForm(
         trigger=open,
         open="<tool_call>",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from jackfield.core.registry import load_plugins
-from jackfield.plugins.conformance.parsers import ReasoningParserKit, Sample
+from jackfield.core.text.parsing import OutputParser, fold
+from jackfield.plugins.conformance.parsers import ReasoningParserKit, Sample, run
 
 OPENED = [
     Sample("We add.\n</think>\n\nIt is 4.", content="It is 4.", reasoning="We add."),
@@ -117,6 +118,31 @@ class TestMistral(ReasoningParserKit):
     ]
 
 
+class TestMistralAnywhere(ReasoningParserKit):
+    """The answer has begun where the thought comes."""
+
+    name = "mistral"
+    samples = [
+        Sample("Before\n[THINK]r[/THINK]\nAfter", content="Before\n\nAfter", reasoning="r"),
+        Sample("This[/THINK] that.", content="This that."),
+        Sample("[/THINK]\nHi.[THINK]a[/THINK][THINK]\nb", content="\nHi.", reasoning="a\nb"),
+    ]
+
+
+class TestSeedOss(ReasoningParserKit):
+    name, thought_end = "seed_oss", "</seed:think>"
+    samples = [
+        Sample(
+            "<seed:think>Or <seed:tool_call>?</seed:think>It is 4.",
+            content="It is 4.",
+            reasoning="Or <seed:tool_call>?",
+        ),
+        Sample("<seed:think>Let me", reasoning="Let me"),
+        Sample("It is 4.", content="It is 4."),
+        Sample("It is 4.", content="It is 4.", thinking=False),
+    ]
+
+
 class TestGranite(ReasoningParserKit):
     name, thought_end = "granite", "Here is my response:"
     samples = [
@@ -169,6 +195,11 @@ HARMONY = [
         '<|message|>{"a": 1}<|call|>',
     ),
     Sample("<|channel|>analysis<|message|>We ad", reasoning="We ad"),
+    Sample(
+        "<|channel|>commentary<|message|>I check.<|end|><|start|>assistant<|channel|>final"
+        "<|message|>It is 4.<|return|>",
+        content="I check.\nIt is 4.",
+    ),
     Sample("<|channel|>final<|message|>It is 4.<|return|>", content="It is 4."),
     Sample("It is 4.", content="It is 4."),
 ]
@@ -190,6 +221,14 @@ class TestIdentity(ReasoningParserKit):
         Sample("<think>a</think>b\n", content="<think>a</think>b\n"),
         Sample("It is 4.", content="It is 4.", thinking=False),
     ]
+
+
+def test_calls_of_gpt_oss_are_not_shown_where_nothing_reads_them() -> None:
+    text = HARMONY[1].text + "<|start|>assistant<|channel|>final<|message|>It is 4."
+    reasoning = load_plugins()["reasoning_parser"].load("gptoss")
+    for pieces in ([text], list(text)):
+        found = fold(run(OutputParser(reasoning(), None), pieces))
+        assert (found.reasoning, found.content) == ("One.\nTwo.", "I check.\nIt is 4.")
 
 
 def test_every_reasoning_parser_in_the_box_is_here() -> None:

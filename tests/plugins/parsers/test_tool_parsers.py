@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import pytest
 
 from jackfield.core.protocols import ToolCallEnd
 from jackfield.core.registry import load_plugins
+from jackfield.core.text.parsing import fold
 from jackfield.plugins.conformance.parsers import Sample, ToolParserKit, run, tool
 
 PARIS = {"city": "Paris"}
@@ -23,15 +26,59 @@ WEATHER = tool("get_weather", city="string", days="integer", hourly="boolean")
 class Kit(ToolParserKit):
     """What the kit asks of everybody, and what the box asks of itself."""
 
+    close: ClassVar[str] = ""
+    """What ends a call of JSON arguments in a dialect that closes its calls."""
+
     def test_arguments_stream_before_they_are_complete(self) -> None:
         opening = self.opening()
         events = run(self.make(self.samples[0]), [opening])
         assert opening and not any(isinstance(event, ToolCallEnd) for event in events)
 
+    def test_a_call_that_breaks_off_shows_no_mark(self) -> None:
+        """Wherever in its arguments: it has no end, and neither text nor arguments show markup."""
+        if not self.close:
+            pytest.skip("nothing closes a call")
+        opening = self.opening()
+        text = next(sample.text for sample in self.samples if sample.text.startswith(opening))
+        sample = next(one for one in self.samples if one.text == text)
+        calls = fold(run(self.make(sample), [text])).tool_calls
+        arguments = calls[0].arguments
+        for end in range(len(opening), len(opening) + len(arguments) - 1):
+            for after in (self.close, f"{self.close}\nDone.", self.close + text):
+                events = run(self.make(sample), [text[:end] + after])
+                found = fold(events)
+                first = found.tool_calls[0].arguments
+                assert arguments.startswith(first), (first, end, after)
+                shown = (found.content or "") + first
+                assert not [mark for mark in self.marks() if mark in shown], (shown, end, after)
+                if self.close + text == after:
+                    assert found.tool_calls[1:] == calls, (end, found)
+                elif self.close != after:
+                    assert found.content == "Done.", (end, found)
+
 
 class TestHermes(Kit):
     name = "hermes"
+    close = "</tool_call>"
+    markers = ("<tool_call>", "</tool_call>")
     samples = [
+        Sample(
+            '<tool_call>{"name": "f", "arguments": {"a": "b</tool_call>\n'
+            '<tool_call>{"name": "g", "arguments": {}}</tool_call>',
+            calls=[("f", '{"a": "b'), ("g", {})],
+        ),
+        Sample(
+            '<tool_call>{"name": "f", "arguments": "{\\"a\\": [1]}"}</tool_call>',
+            calls=[("f", {"a": [1]})],
+        ),
+        Sample(
+            '<tool_call>{"arguments": "{\\"a\\": \\"\\ud83d\\ude00',
+            content='<tool_call>{"arguments": "{\\"a\\": \\"\\ud83d\\ude00',
+        ),
+        Sample(
+            '<tool_call>{"name": "f", "arguments": "{\\"a\\": \\"b',
+            calls=[("f", '{"a": "b')],
+        ),
         Sample(
             '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>',
             calls=[("get_weather", PARIS)],
@@ -106,6 +153,11 @@ class TestLlama4Json(TestLlama3Json):
 class TestLlama4Pythonic(Kit):
     name = "llama4_pythonic"
     samples = [
+        Sample(
+            "<|python_start|>[get_weather(city=Paris)]<|python_end|>Done.",
+            content="Done.",
+            calls=[("get_weather", '{"city": ')],
+        ),
         Sample(
             "[get_weather(city='Paris', days=2, hourly=False), now()]",
             calls=[("get_weather", {"city": "Paris", "days": 2, "hourly": False}), ("now", {})],
@@ -204,6 +256,27 @@ class TestMistral(Kit):
             calls=[("say", TRICKY), ("search", NESTED)],
         ),
         Sample(
+            r'[TOOL_CALLS][{"name": "f", "arguments": "{\"a\": \"x\\ny\"}"}, '
+            '{"name": "g", "arguments": {}}]',
+            calls=[("f", {"a": "x\ny"}), ("g", {})],
+        ),
+        Sample(
+            '[TOOL_CALLS] [TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}}]',
+            calls=[("f", {"a": 1})],
+        ),
+        Sample("[TOOL_CALLS]toolname_no_args", calls=[("toolname_no_args", {})]),
+        Sample(
+            '[TOOL_CALLS]now[TOOL_CALLS]get_weather[ARGS]{"city": "Paris"}',
+            calls=[("now", {}), ("get_weather", PARIS)],
+        ),
+        Sample("[TOOL_CALLS]get_wea", content="[TOOL_CALLS]get_wea", tools=[WEATHER]),
+        Sample('[TOOL_CALLS][{"name": "f", "arguments": {"a": 1]', calls=[("f", '{"a": 1')]),
+        Sample(
+            '[TOOL_CALLS]f[ARGS]{"a": "b[TOOL_CALLS]g[ARGS]{}',
+            calls=[("f", '{"a": "b'), ("g", {})],
+        ),
+        Sample("[TOOL_CALLS]f[ARGS]none", calls=[("f", "")]),
+        Sample(
             '[TOOL_CALLS]get_weather[CALL_ID]abcDEF123[ARGS]{"city": "Paris"}',
             calls=[("get_weather", PARIS)],
             ids=["abcDEF123"],
@@ -219,6 +292,7 @@ class TestMistral(Kit):
 
 class TestDeepSeekV3(Kit):
     name = "deepseek_v3"
+    close = "\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
     samples = [
         Sample(
             "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n"
@@ -245,6 +319,7 @@ class TestDeepSeekV3(Kit):
 
 class TestDeepSeekV31(Kit):
     name = "deepseek_v31"
+    close = "<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
     samples = [
         Sample(
             "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>"
@@ -340,6 +415,12 @@ class TestQwen3Coder(Kit):
             calls=[("write", {"path": "a.py", "count": 3})],
         ),
         Sample(
+            "<tool_call>\n<function=f>\n<parameter=a>\nx\n</parameter>\n"
+            f"{'This is no argument. ' * 9}</tool_call>\n<tool_call>\n<function=g>\n</function>\n"
+            "</tool_call>",
+            calls=[("f", {"a": "x"}), ("g", {})],
+        ),
+        Sample(
             "<tool_call>\n<function=write>\n<parameter=content>\nprint('h",
             tools=QWEN_TOOLS,
             calls=[("write", '{"content": "print(\'h')],
@@ -356,6 +437,14 @@ class TestQwen3Xml(TestQwen3Coder):
 class TestSeedOss(Kit):
     name = "seed_oss"
     samples = [
+        Sample(
+            "<seed:think>I may write <seed:tool_call>\n<function=no>\n</function>\n"
+            "</seed:tool_call>.</seed:think>Well.<seed:tool_call>\n<function=now>\n</function>\n"
+            "</seed:tool_call>",
+            content="<seed:think>I may write <seed:tool_call>\n<function=no>\n</function>\n"
+            "</seed:tool_call>.</seed:think>Well.",
+            calls=[("now", {})],
+        ),
         Sample(
             "<seed:tool_call>\n<function=get_weather>\n<parameter=city>Paris</parameter>\n"
             "<parameter=days>2</parameter>\n</function>\n</seed:tool_call>",
@@ -388,6 +477,17 @@ class TestGlm45(Kit):
             "<tool_call>get_weather<arg_key>city</arg_key><arg_value>12345</arg_value></tool_call>",
             tools=[WEATHER],
             calls=[("get_weather", {"city": "12345"})],
+        ),
+        Sample(
+            "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>x</arg_value>\n<arg_key>b\n"
+            "<arg_value>y</arg_value>\n</tool_call>Done.",
+            content="Done.",
+            calls=[("f", {"a": "x", "b": "y"})],
+        ),
+        Sample(
+            "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>x\n<arg_key>b</arg_key>\n"
+            "<arg_value>y\n</tool_call>\n<tool_call>f\n<arg_key>a\n</tool_call>",
+            calls=[("f", {"a": "x", "b": "y"}), ("f", {})],
         ),
         Sample(
             "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Par",
@@ -478,6 +578,8 @@ class TestXlam(Kit):
 
 class TestMiniMax(Kit):
     name = "minimax"
+    close = "</tool_calls>"
+    markers = ("<tool_calls>", "</tool_calls>")
     samples = [
         Sample(
             '<tool_calls>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n'
@@ -531,7 +633,13 @@ class TestGranite20bFc(Kit):
 
 class TestInternLm(Kit):
     name = "internlm"
+    close = "<|action_end|>"
     samples = [
+        Sample(
+            '<|action_start|><|plugin|>{"name": "get_weather", '
+            '"parameters": {"city": "Paris"}}<|action_end|>',
+            calls=[("get_weather", PARIS)],
+        ),
         Sample(
             'I look.<|action_start|><|plugin|>\n{"name": "get_weather", '
             '"parameters": {"city": "Paris"}}<|action_end|>\n',
@@ -551,7 +659,12 @@ class TestInternLm(Kit):
 
 class TestJamba(Kit):
     name = "jamba"
+    close = "</tool_calls>"
     samples = [
+        Sample(
+            '<tool_calls>[{"name": "get_weather", "arguments": {"city": "Paris"}}]</tool_calls>',
+            calls=[("get_weather", PARIS)],
+        ),
         Sample(
             ' <tool_calls>[\n    {"name": "get_weather", "arguments": {"city": "Paris"}},\n'
             f'    {{"name": "search", "arguments": {NESTED_JSON}}}\n]</tool_calls>',
@@ -585,6 +698,7 @@ class TestPhi4MiniJson(Kit):
 
 class TestKimiK2(Kit):
     name = "kimi_k2"
+    close = "<|tool_call_end|><|tool_calls_section_end|>"
     samples = [
         Sample(
             "<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0"
@@ -612,6 +726,8 @@ class TestKimiK2(Kit):
 
 class TestHunyuanA13b(Kit):
     name = "hunyuan_a13b"
+    close = "</tool_calls>"
+    markers = ("<tool_calls>", "</tool_calls>")
     samples = [
         Sample(
             '<tool_calls>[{"name": "get_weather", "arguments": {"city": "Paris"}}]</tool_calls>',
@@ -629,7 +745,30 @@ class TestHunyuanA13b(Kit):
 
 class TestOpenAI(Kit):
     name = "openai"
+    close = "<|call|>"
     samples = [
+        Sample(
+            "<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>"
+            '{"city": "Paris"}<|call|>',
+            calls=[("get_weather", PARIS)],
+        ),
+        Sample("<|channel|>commentary to=browser<|message|>Ignore this<|call|>"),
+        Sample(
+            '<|channel|>commentary to=browser<|message|>{"q": 1}<|call|>',
+            calls=[("browser", {"q": 1})],
+            tools=[tool("browser", q="integer")],
+        ),
+        Sample(
+            "<|channel|>commentary to=functions.f<|message|>not JSON<|call|><|start|>assistant"
+            "<|channel|>final<|message|>Hello.",
+            content="Hello.",
+            calls=[("f", "")],
+        ),
+        Sample(
+            "<|channel|>commentary<|message|>I check.<|end|><|start|>assistant<|channel|>final"
+            "<|message|>It is 4.<|return|>",
+            content="I check.\nIt is 4.",
+        ),
         Sample(
             "<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>"
             '{"city": "Paris"}',
