@@ -198,8 +198,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_logprobs: Annotated[
         int, _doc("Largest logprobs a request may ask for; -1: no limit.", ge=-1)
     ] = 20
-    reasoning_parser: Annotated[str | None, _doc("Reasoning parser by name; default: none.")] = None
-    tool_call_parser: Annotated[str | None, _doc("Tool-call parser by name; default: none.")] = None
+    reasoning_parser: Annotated[
+        str | None,
+        _doc("Reasoning parser by name, or none; default: by the checkpoint's jackfield.json."),
+    ] = None
+    tool_call_parser: Annotated[
+        str | None,
+        _doc("Tool-call parser by name, or none; default: by the checkpoint's jackfield.json."),
+    ] = None
     structured_outputs_config: Annotated[
         StructuredOutputsConfig, _doc("How outputs are held to grammars: JSON, or a flag a field.")
     ] = StructuredOutputsConfig()

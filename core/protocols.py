@@ -319,6 +319,9 @@ class ReasoningParser(Protocol):
     special tokens, which are shown to it then. `thinking_switch: tuple[str, bool]`: the chat
     template's argument that turns thinking on or off, and what the template does without it;
     default ("enable_thinking", True).
+
+    It may have a method `see_prompt_end(text: str) -> None`, called before `feed` with what the
+    chat template writes last before an answer: some templates open the thought, or close it.
     """
 
     reasoning_ended: bool

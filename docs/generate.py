@@ -309,7 +309,8 @@ def parsers() -> str:
         "# Parsers of model output\n\n",
         "Which tool-call and reasoning parsers are in the box, and for which models. Where vLLM "
         "has the format too, the name is vLLM's. `jackfield plugins` lists these and what plugins "
-        "add; how to write one: [write a plugin](../how-to/write-a-plugin.md).\n",
+        "add; how to write one: [write a plugin](../how-to/write-a-plugin.md).\n\n",
+        _CHOICE,
     ]
     for kind, flag, about in (
         ("tool_parser", "--tool-call-parser", _TOOL_PARSERS),
@@ -326,12 +327,41 @@ def parsers() -> str:
     return "".join(parts)
 
 
+_CHOICE = """\
+A checkpoint may say which ones its model needs, in a file `jackfield.json` beside its config.json:
+
+```json
+{"tool_call_parser": "hermes", "reasoning_parser": "think_tags"}
+```
+
+A flag counts more than that, and `none` switches a parser off. With `"calls_without_tools": true`,
+calls that the model makes where a request offers no tools are calls in the answer, too, instead of
+text: the embedded model does so.
+"""
+
 _TOOL_PARSERS = """\
-Calls stream as they are written: first the name, then the arguments, piece by piece. The arguments
-of a call that is complete are valid JSON; those of a call that `max_tokens` cut off are its
-beginning. What looks like a call and is none is content, as it stands. Where a format writes
-arguments as plain text, the request's schema says what type each one has."""
+Calls stream as they are written: first the name, then the arguments, piece by piece. Where a format
+writes arguments as plain text, the request's schema says what type each one has.
+
+What a client gets of output that keeps to no format is the same for all of them, whole or streamed:
+
+- The arguments of a call that is complete are valid JSON.
+- A call that breaks off, or that `max_tokens` cuts off, is in the answer with its name and the
+  arguments up to there: the beginning of a JSON object, which may be empty. `json.loads` refuses
+  it; tell the model so, as with any wrong call.
+- What is left of a call that broke off is dropped: up to its closing mark, the mark that opens the
+  next call, or the end. In a format without closing marks it is content.
+- Once a call has begun, none of its format's marks is shown, neither in the content nor in
+  arguments. A string may still quote a mark: it ends the call unless the string goes on to its
+  closing quote, and JSON after that (looked for within 512 characters).
+- What stands where a call begins and has no name is no call: it is content as it stands.
+- Where arguments stand in tags of their own, a forgotten tag costs at most its own argument.
+- Text in a thought that no reasoning parser takes out is read like any other, but for
+  `hunyuan_a13b`, `minimax` and `seed_oss`: calls in there are content."""
 _REASONING_PARSERS = """\
+Where the chat template writes the mark that opens the thought, or closes it, at the end of the
+prompt, the parsers whose thought stands between marks go by that.
+
 Whether a request thinks is the chat template's matter: `chat_template_kwargs` with
 `enable_thinking`, or `thinking` for `deepseek_v3` and `granite`, where it is off by default."""
 

@@ -57,7 +57,7 @@ from .pooling import (
     PoolingStream,
     PreparedPrompt,
 )
-from .resolve import check_names, resolve_config, resolve_runner
+from .resolve import check_names, resolve_config, resolve_parsers, resolve_runner
 from .step_loop import StepLoop
 from .underway import Publisher, State, Underway
 
@@ -99,6 +99,8 @@ class AsyncEngine:
         self.tokenizer = None
         self.dead_reason: str | None = None
         self._chat_template: ChatTemplate | None = None
+        self._prompt_ends: dict[Any, str] = {}
+        """Switches of the chat template → what it writes last then."""
         self.chat_template_variables: frozenset[str] = frozenset()
         """What the model's chat template reads besides messages and tools: names that
         `chat_template_kwargs` may set."""
@@ -134,6 +136,7 @@ class AsyncEngine:
         self.config, self.model_config = await asyncio.to_thread(
             resolve_runner, asked, self.config, self.model_config, self.plugins
         )
+        self.config = resolve_parsers(self.config, self.model_config, self.plugins)
         self._executor: Executor = executor_class(self.config, self.model_config, self.plugins)
         if self.config.kv_transfer_config is not None:
             watch_transfers(self._executor, self._on_transfers)
@@ -200,6 +203,7 @@ class AsyncEngine:
             self.tokenizer,
             self.model_config.vocab_size,
             self.model_config.eos_token_ids,
+            self.prompt_end,
         )
         pooling = self.model_config.pooling
         self._pooling_admission = (
@@ -393,6 +397,30 @@ class AsyncEngine:
             documents=documents,
             add_special_tokens=add_special_tokens,
         )
+
+    def prompt_end(self, chat_template_kwargs: Mapping[str, Any] | None = None) -> str:
+        """What the model's chat template writes last before a response, as far as switches tell:
+        arguments that are booleans or words. "" where that is not known.
+        """
+        if self._chat_template is None:
+            return ""
+        switches = {
+            name: value
+            for name, value in (chat_template_kwargs or {}).items()
+            if isinstance(value, bool | str | None) and len(str(value)) < 17
+        }
+        key = tuple(sorted(switches.items(), key=repr))
+        if key not in self._prompt_ends:
+            try:
+                text = self._chat_template.render(
+                    [{"role": "user", "content": "."}], template_kwargs=switches
+                )
+            except InvalidRequest:
+                text = ""
+            if len(self._prompt_ends) > 99:
+                self._prompt_ends.clear()
+            self._prompt_ends[key] = text[-256:]
+        return self._prompt_ends[key]
 
     async def abort(self, request_id: str) -> bool:
         """End a request; its stream gets a last output with finish_reason "abort".

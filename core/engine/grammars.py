@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from ..config import EngineConfig
@@ -28,7 +28,10 @@ class Grammars:
         tokenizer: Tokenizer | None,
         vocab_size: int,
         eos_token_ids: Iterable[int],
+        prompt_end: Callable[[Mapping[str, Any] | None], str] = lambda _: "",
     ) -> None:
+        """prompt_end: of the chat template's arguments, what it writes last."""
+        self._prompt_end = prompt_end
         self._config = config.structured_outputs_config
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
@@ -76,7 +79,11 @@ class Grammars:
         waits = chat if asked.after_reasoning is None else asked.after_reasoning
         if waits and self._parser is not None:
             thought = thought_before(
-                self._parser, template_arguments or {}, self._tokenizer, free=begins_free(spec)
+                self._parser,
+                template_arguments or {},
+                self._tokenizer,
+                prompt_end=self._prompt_end(template_arguments),
+                free=begins_free(spec),
             )
         return GrammarStart(
             grammar=grammar,

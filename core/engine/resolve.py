@@ -19,6 +19,9 @@ NAMED = {
     "tool_call_parser": "tool_parser",
 }
 """Options that name a plugin → its kind. The worker looks after the others, which need a device."""
+NONE = "none"
+"""A parser's name that stands for no parser, whatever the checkpoint says."""
+PARSERS = ("reasoning_parser", "tool_call_parser")
 TOKEN_BUDGET = {"cuda": 8192, "cpu": 2048}
 
 
@@ -72,13 +75,39 @@ def resolve_runner(
     return config, model_config
 
 
+def resolve_parsers(
+    config: EngineConfig, model_config: ModelConfig, plugins: Plugins
+) -> EngineConfig:
+    """With the parsers that the checkpoint names, where the options name none; "none" becomes None.
+
+    Raises ConfigError where a checkpoint names one that is not there.
+    """
+    found: dict[str, str | None] = {}
+    for option, declared in (
+        ("tool_call_parser", model_config.dialects.tool_call_parser),
+        ("reasoning_parser", model_config.dialects.reasoning_parser),
+    ):
+        asked = getattr(config, option)
+        found[option] = declared if asked is None else asked if asked != NONE else None
+        if asked is None and declared is not None:
+            try:
+                plugins[NAMED[option]].load(declared)
+            except PluginError as error:
+                raise ConfigError(
+                    f"{option}: the checkpoint names one that is not here: {error}; "
+                    f"name another, or {NONE!r}",
+                    param=option,
+                ) from error
+    return msgspec.structs.replace(config, **found)
+
+
 def check_names(config: EngineConfig, plugins: Plugins) -> None:
     """Import what the options name. Raises ConfigError with the option's name."""
     named = [(option, kind, getattr(config, option)) for option, kind in NAMED.items()]
     if config.kv_transfer_config is not None:
         named.append(("kv_transfer_config", "kv_connector", config.kv_transfer_config.kv_connector))
     for option, kind, name in named:
-        if name is None:
+        if name is None or (name == NONE and option in PARSERS):
             continue
         try:
             plugins[kind].load(name)

@@ -16,6 +16,7 @@ from ..config import EngineConfig
 from ..errors import ConfigError, LoadError
 from ..registry import Plugins
 from .checkpoint_config import checkpoint_config, plugin_config
+from .dialects import NO_DIALECTS, Dialects, read_dialects
 from .generation_config import (
     NO_DEFAULTS,
     SamplingDefaults,
@@ -56,6 +57,8 @@ class ModelConfig:
     """As in config.json; None: the checkpoint is not quantized."""
     sampling: SamplingDefaults = NO_DEFAULTS
     """For what requests leave open."""
+    dialects: Dialects = NO_DIALECTS
+    """What the checkpoint says of its model's tool calls and reasoning."""
     pooling: PoolingConfig | None = None
     """How states become vectors; None: the model generates text (`resolve_pooling` decides)."""
 
@@ -109,6 +112,7 @@ def resolve_model_config(config: EngineConfig, plugins: Plugins | None = None) -
         vocab_size=int(hf_config.vocab_size),
         eos_token_ids=_eos_token_ids(hf_config, generation),
         sampling=sampling_defaults(generation, config),
+        dialects=read_dialects(folder),
         quantization_config=quantization,
     )
 

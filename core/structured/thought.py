@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from ..text.reasoning import make_parser
 from ..text.tokenizer import Tokenizer
 
 
@@ -26,6 +27,7 @@ def thought_before(
     template_arguments: Mapping[str, Any],
     tokenizer: Tokenizer,
     *,
+    prompt_end: str = "",
     free: bool = False,
 ) -> Thought | None:
     """By a reasoning parser's class; None when there is no thought to wait for.
@@ -38,7 +40,8 @@ def thought_before(
     switch, default = getattr(parser, "thinking_switch", ("enable_thinking", True))
     if not template_arguments.get(switch, default):
         return None
-    probe = parser(thinking=True)
+    make = functools.partial(make_parser, parser, thinking=True, prompt_end=prompt_end)
+    probe = make()
     if getattr(probe, "reasoning_ended", True):
         return None
     probe.feed("A")
@@ -48,4 +51,4 @@ def thought_before(
             return None
         ids = (tokenizer.backend.token_to_id(marker) for marker in parser.markers[:1])
         opening = tuple(found for found in ids if found is not None)
-    return Thought(functools.partial(parser, thinking=True), opening)
+    return Thought(make, opening)

@@ -69,6 +69,17 @@ class ReasoningTracker:
             self._undecided += 1
 
 
+def make_parser(
+    parser: type[ReasoningParser], *, thinking: bool, prompt_end: str = ""
+) -> ReasoningParser:
+    """A parser for one output, which follows a prompt that ends like this ("": it is not known)."""
+    made = parser(thinking=thinking)
+    see_prompt_end = getattr(made, "see_prompt_end", None)
+    if prompt_end and see_prompt_end is not None:
+        see_prompt_end(prompt_end)
+    return made
+
+
 def lets_think(parser: type[ReasoningParser], chat_template_kwargs: Mapping[str, Any]) -> bool:
     """Whether a request with these template arguments thinks: `thinking` for the parser."""
     switch, default = getattr(parser, "thinking_switch", ("enable_thinking", True))

@@ -140,8 +140,6 @@ def engine_config(args: argparse.Namespace, model: str) -> EngineConfig:
     """From parsed flags. Raises ConfigError."""
     given = engine_options(args)
     if not model:
-        given.setdefault("reasoning_parser", "think_tags")
-        given.setdefault("tool_call_parser", "hermes")
         given.setdefault("served_model_name", ("jackfield-tiny",))
     return EngineConfig.from_options({"model": model, **given})
 

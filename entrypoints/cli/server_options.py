@@ -168,11 +168,23 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _names_a_tool_parser(config: EngineConfig) -> bool:
+    """Whether the options do, or the checkpoint does."""
+    from ...core.engine.resolve import NONE
+    from ...core.loading.dialects import read_dialects
+    from ...core.loading.model_config import checkpoint_folder
+
+    if config.tool_call_parser is not None:
+        return config.tool_call_parser != NONE
+    folder = checkpoint_folder(config.model, config.revision)
+    return read_dialects(folder).tool_call_parser is not None
+
+
 def server_options(args: argparse.Namespace, config: EngineConfig) -> dict[str, Any]:
     """For ServerOptions, but what `serve` itself has flags for. Raises ConfigError."""
     from ..openai.cors import Cors
 
-    if args.enable_auto_tool_choice and config.tool_call_parser is None:
+    if args.enable_auto_tool_choice and not _names_a_tool_parser(config):
         raise ConfigError(
             "--enable-auto-tool-choice: needs --tool-call-parser", param="enable_auto_tool_choice"
         )

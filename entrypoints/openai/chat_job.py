@@ -20,7 +20,7 @@ from ...core.engine.output import OutputStream
 from ...core.errors import InvalidRequest, RequestFailed
 from ...core.protocols import ParserEvent, ReasoningParser, ToolCallStart, ToolParser
 from ...core.text.parsing import OutputParser, ParsedMessage, fold, hides_markers
-from ...core.text.reasoning import ReasoningTracker, lets_think
+from ...core.text.reasoning import ReasoningTracker, lets_think, make_parser
 from ...core.types import CompletionOutput, PositionLogprobs, RequestOutput
 from .context import ServerOptions, check_model, check_priority, new_id, tokenizer_of, usage
 from .held_calls import HeldCalls, forced_calls, free_calls
@@ -97,11 +97,22 @@ class ChatJob:
         self.params = asked.sampling(asked.token_limit, logprobs, engine.model_config.sampling)
         self.uses_tools = bool(asked.tools) and asked.tool_choice != "none"
         config, plugins = engine.config, engine.plugins
+        self.prompt_end = ""
         self.reasoning: type[ReasoningParser] | None = None
         self.tools: Callable[..., ToolParser] | None = None
         if config.reasoning_parser is not None:
             self.reasoning = plugins["reasoning_parser"].load(config.reasoning_parser)
-        if self.uses_tools and config.tool_call_parser is not None:
+        if self.reasoning is not None and asked.chat_template is None:
+            if asked.add_generation_prompt and not asked.continue_final_message:
+                self.prompt_end = engine.prompt_end(self.template_arguments)
+        dialects = engine.model_config.dialects
+        unasked = (
+            dialects.calls_without_tools
+            and dialects.tool_call_parser == config.tool_call_parser
+            and asked.tool_choice != "none"
+            and self.params.structured_outputs is None
+        )
+        if (self.uses_tools or unasked) and config.tool_call_parser is not None:
             self.tools = plugins["tool_parser"].load(config.tool_call_parser)
         self.held = self._held_calls()
         if self.held is not None:
@@ -139,8 +150,10 @@ class ChatJob:
         reasoning = tools = tracker = None
         if self.reasoning is not None:
             thinking = lets_think(self.reasoning, self.template_arguments)
-            reasoning = self.reasoning(thinking=thinking)
-            tracker = ReasoningTracker(self.reasoning(thinking=thinking), tokenizer_of(self.engine))
+            make = functools.partial(
+                make_parser, self.reasoning, thinking=thinking, prompt_end=self.prompt_end
+            )
+            reasoning, tracker = make(), ReasoningTracker(make(), tokenizer_of(self.engine))
         if self.tools is not None:
             tools = self.tools(tools=self.asked.tools or ())
         new_call_id = getattr(self.tools, "new_id", _call_id)

@@ -25,7 +25,7 @@ class ThoughtParser(StreamingParser):
     """Beginnings of a tool call that end the thought too, where the model forgets to close it."""
     begins_inside: ClassVar[bool] = True
     """Whether a text that does not begin with an opening mark is thought already, as the prompt has
-    the mark. Off: it is the answer."""
+    the mark. Off: it is the answer. Where the prompt ends with a mark, that counts instead."""
     always: ClassVar[bool] = False
     """Whether the model thinks, or may, whatever the request says."""
     anywhere: ClassVar[bool] = False
@@ -48,6 +48,14 @@ class ThoughtParser(StreamingParser):
         """Whether there was thought; another begins after it; there was answer."""
         self._space = re.compile(f"[{self.space}]+")
         super().__init__()
+
+    def see_prompt_end(self, text: str) -> None:
+        """A mark that the prompt ends with says whether the thought is open."""
+        text = text.rstrip()
+        if text.endswith(self.open):
+            self._inside, self.reasoning_ended = True, False
+        elif text.endswith(self.close):
+            self._inside, self.reasoning_ended = False, True
 
     def read(self) -> Read[None]:
         """Thought, then the answer."""

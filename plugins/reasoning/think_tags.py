@@ -43,7 +43,7 @@ class DeepSeekV3Reasoning(ThoughtParser):
 
 
 class Glm45Reasoning(ThoughtParser):
-    """`<think>…</think>`: the model opens the thought itself, or does without."""
+    """`<think>…</think>`: the template or the model opens the thought, or it does without."""
 
     markers = ("<think>", "</think>")
     begins_inside = False
@@ -128,6 +128,9 @@ class IdentityReasoning(ThoughtParser):
 
     def __init__(self, *, thinking: bool = True) -> None:
         super().__init__(thinking=False)
+
+    def see_prompt_end(self, text: str) -> None:
+        """It changes nothing."""
 
     def read(self) -> Read[None]:
         """Pass it on."""

@@ -92,16 +92,20 @@ def save_random(folder: Path) -> Path:
 
 
 def save_scripted(
-    folder: Path, script: Sequence[str] = SCRIPT, special: Sequence[str] = ()
+    folder: Path,
+    script: Sequence[str] = SCRIPT,
+    special: Sequence[str] = (),
+    last: str = "<|im_start|>assistant\n",
 ) -> Path:
     """A model whose weights are a table of what follows what: it says the script, then ends.
+    `last`: what a prompt ends with.
 
     Attention and MLP add nothing; the embedding is the identity and the head a permutation.
     """
     tokenizer = save_tokenizer(folder, script, special)
     size = tokenizer.get_vocab_size()
     model = transformers.Qwen3ForCausalLM(_config(tokenizer, hidden_size=size, num_hidden_layers=1))
-    last_of_prompt = tokenizer.encode("<|im_start|>assistant\n", add_special_tokens=False).ids[-1]
+    last_of_prompt = tokenizer.encode(last, add_special_tokens=False).ids[-1]
     said = [tokenizer.token_to_id(text) for text in script]
     chain = [last_of_prompt, *said, tokenizer.token_to_id("<|im_end|>")]
     with torch.no_grad():

@@ -108,7 +108,6 @@ def test_wrong_flags_are_explained(
 @pytest.mark.parametrize(
     ("argv", "told"),
     [
-        (["--enable-auto-tool-choice"], "--enable-auto-tool-choice: needs --tool-call-parser"),
         (["--root-path", "llm"], "--root-path: must begin with /"),
         (["--response-role", ""], "--response-role: must not be empty"),
     ],
@@ -116,6 +115,16 @@ def test_wrong_flags_are_explained(
 def test_options_at_odds_are_refused(argv: list[str], told: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(told)):
         options(*argv)
+
+
+def test_calls_by_themselves_need_a_parser_by_option_or_checkpoint(tmp_path: Path) -> None:
+    asked = flags("--enable-auto-tool-choice")
+    (tmp_path / "config.json").write_text("{}")
+    for config in (EngineConfig(tool_call_parser="none"), EngineConfig(model=str(tmp_path))):
+        with pytest.raises(ConfigError, match="--enable-auto-tool-choice: needs"):
+            server_options(asked, config)
+    (tmp_path / "jackfield.json").write_text('{"tool_call_parser": "hermes"}')
+    server_options(asked, EngineConfig(model=str(tmp_path)))
 
 
 def test_vllms_names_mean_the_same() -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from jackfield.core.registry import load_plugins
 from jackfield.core.text.parsing import OutputParser, fold
+from jackfield.core.text.reasoning import make_parser
 from jackfield.plugins.conformance.parsers import ReasoningParserKit, Sample, run
 
 OPENED = [
@@ -221,6 +224,22 @@ class TestIdentity(ReasoningParserKit):
         Sample("<think>a</think>b\n", content="<think>a</think>b\n"),
         Sample("It is 4.", content="It is 4.", thinking=False),
     ]
+
+
+@pytest.mark.parametrize("name", ["glm45", "qwen3", "deepseek_r1", "think_tags", "seed_oss"])
+def test_the_prompt_s_end_says_whether_the_thought_is_open(name: str) -> None:
+    reasoning = load_plugins()["reasoning_parser"].load(name)
+    (begin,), (end,) = reasoning.open, reasoning.close
+    text = f"This is a reasoning section{end}This is the rest"
+    for pieces in ([text], list(text)):
+        parser = make_parser(reasoning, thinking=True, prompt_end=f"<|assistant|>{begin}\n")
+        assert not parser.reasoning_ended
+        found = fold(run(parser, pieces))
+        assert found.reasoning == "This is a reasoning section"
+        assert found.content == "This is the rest"
+        closed = make_parser(reasoning, thinking=True, prompt_end=f"{begin}\n\n{end}\n\n")
+        assert closed.reasoning_ended
+        assert fold(run(closed, ["It is 4."])).content == "It is 4."
 
 
 def test_calls_of_gpt_oss_are_not_shown_where_nothing_reads_them() -> None:

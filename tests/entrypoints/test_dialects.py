@@ -1,0 +1,138 @@
+"""Which parsers a server uses: by its options, by what the checkpoint says, and by its template."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from serving import TEMPLATE, Server, running, save_scripted
+from serving import engine_config as config
+
+from jackfield import EngineConfig
+from jackfield.core.engine.resolve import resolve_parsers
+from jackfield.core.errors import ConfigError
+from jackfield.core.loading.model_config import EMBEDDED_MODEL, resolve_model_config
+from jackfield.core.registry import load_plugins
+from jackfield.core.structured.thought import thought_before
+from jackfield.core.text.tokenizer import Tokenizer
+
+QUESTION = {
+    "messages": [{"role": "user", "content": "What is the weather in Lisbon?"}],
+    "temperature": 0,
+    "max_tokens": 60,
+}
+CALL = ["<tool_call>", '{"name": "f", "arguments": {}}', "</tool_call>"]
+
+
+def message(server: Server, body: dict[str, Any] | None = None) -> dict[str, Any]:
+    answer = httpx.post(f"{server.url}/v1/chat/completions", json=body or QUESTION)
+    assert answer.status_code == 200, answer.text
+    found: dict[str, Any] = answer.json()["choices"][0]["message"]
+    return found
+
+
+def streamed(server: Server) -> list[dict[str, Any]]:
+    """The deltas."""
+    url, body = f"{server.url}/v1/chat/completions", {**QUESTION, "stream": True}
+    with httpx.stream("POST", url, json=body) as answer:
+        lines = [line[6:] for line in answer.iter_lines() if line.startswith("data: {")]
+    return [choice["delta"] for line in lines for choice in json.loads(line)["choices"]]
+
+
+def test_the_embedded_model_as_it_comes_makes_calls_and_shows_no_markup() -> None:
+    with running(EngineConfig(device="cpu")) as server:
+        found = message(server)
+        (call,) = found["tool_calls"]
+        assert "weather" in call["function"]["name"]
+        assert json.loads(call["function"]["arguments"])["city"] == "Lisbon"
+        assert "<" not in (found["content"] or "")
+        deltas = streamed(server)
+        assert any("tool_calls" in delta for delta in deltas)
+        assert not any("<" in (delta.get("content") or "") for delta in deltas)
+        text = message(server, {**QUESTION, "tool_choice": "none"})
+        assert "<tool_call>" in text["content"] and not text.get("tool_calls")
+
+
+def test_none_switches_the_checkpoint_s_parsers_off() -> None:
+    options = {"tool_call_parser": "none", "reasoning_parser": "none"}
+    with running(EngineConfig(device="cpu", **options)) as server:
+        assert "<tool_call>" in message(server)["content"]
+
+
+@pytest.fixture
+def speaker(tmp_path: Path) -> Path:
+    """A model that makes a call whatever it is asked."""
+    return save_scripted(tmp_path, CALL)
+
+
+def test_a_checkpoint_names_its_parsers(speaker: Path) -> None:
+    (speaker / "jackfield.json").write_text('{"tool_call_parser": "hermes"}')
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    with running(config(speaker)) as server:
+        (call,) = message(server, {**QUESTION, "tools": tools})["tool_calls"]
+        assert call["function"] == {"name": "f", "arguments": "{}"}
+        assert message(server)["content"] == "".join(CALL), "no tools, and nothing said of that"
+
+
+def test_options_count_more_than_the_checkpoint(speaker: Path) -> None:
+    (speaker / "jackfield.json").write_text(
+        '{"tool_call_parser": "hermes", "reasoning_parser": "qwen3"}'
+    )
+    asked: dict[str, Any]
+    for asked, tools, reasoning in (
+        ({}, "hermes", "qwen3"),
+        ({"tool_call_parser": "none"}, None, "qwen3"),
+        ({"tool_call_parser": "jamba", "reasoning_parser": "none"}, "jamba", None),
+    ):
+        made = config(speaker, **asked)
+        found = resolve_parsers(made, resolve_model_config(made), load_plugins())
+        assert (found.tool_call_parser, found.reasoning_parser) == (tools, reasoning)
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        ('{"tool_call_parser": 3}', r"jackfield\.json: .*tool_call_parser"),
+        ('{"tools": "hermes"}', r"jackfield\.json: .*`tools`"),
+        ('{"reasoning_parser": "telepathy"}', "reasoning_parser: the checkpoint names one .*none"),
+    ],
+)
+def test_what_a_checkpoint_says_wrongly_is_refused(speaker: Path, said: str, told: str) -> None:
+    (speaker / "jackfield.json").write_text(said)
+    made = config(speaker)
+    with pytest.raises(ConfigError, match=told):
+        resolve_parsers(made, resolve_model_config(made), load_plugins())
+
+
+OPENING = """{% if enable_thinking is defined and not enable_thinking %}<think></think>
+{% else %}<think>{% endif %}"""
+
+
+def test_thought_that_the_template_opens_is_thought(tmp_path: Path) -> None:
+    script = ["A section", "</think>", "The rest"]
+    folder = save_scripted(tmp_path, script, last="<think>")
+    facts = json.loads((folder / "tokenizer_config.json").read_text())
+    facts["chat_template"] = TEMPLATE + OPENING
+    (folder / "tokenizer_config.json").write_text(json.dumps(facts))
+    with running(config(folder, reasoning_parser="glm45")) as server:
+        found = message(server)
+        assert (found["reasoning_content"], found["content"]) == ("A section", "The rest")
+        server.call(check_prompt_ends)
+
+
+def check_prompt_ends(engine: Any) -> None:
+    assert engine.prompt_end().endswith("<think>")
+    assert engine.prompt_end({"enable_thinking": False}).rstrip().endswith("</think>")
+    assert engine.prompt_end({"enable_thinking": [1] * 9}) == engine.prompt_end()
+
+
+def test_a_grammar_waits_for_the_end_of_a_thought_that_the_prompt_opened() -> None:
+    parser = load_plugins()["reasoning_parser"].load("glm45")
+    tokenizer = Tokenizer.load(str(EMBEDDED_MODEL))
+    thought = thought_before(parser, {}, tokenizer, prompt_end="<|assistant|><think>")
+    assert thought is not None and thought.opening_ids is None
+    assert not thought.parser().reasoning_ended
+    assert thought_before(parser, {}, tokenizer, prompt_end="<|assistant|></think>") is None
