@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from ...core.protocols import ArgumentForm, CallForm
 from ..parsing.tagged_calls import TaggedCallsParser
 
@@ -29,7 +31,7 @@ class Qwen3CoderToolParser(TaggedCallsParser):
     around = ("<tool_call>", "</tool_call>")
     open, close = "<function=", "</function>"
     parameter, value_end = "<parameter=", ("</parameter>", "\n<parameter=", "\n</function>")
-    markers = around
+    markers: ClassVar[tuple[str, ...]] = around
     call_form = _functions(around, value_end)
 
 
