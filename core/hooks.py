@@ -58,6 +58,7 @@ if TYPE_CHECKING:
         WeightLoader,
     )
     from .registry import Registry
+    from .tenancy import ReceivedRequest, RequestHead, Tenant
     from .types import PoolingRequestOutput, RequestOutput, StepPlan, StepResult
 
 PROJECT = "jackfield"
@@ -271,6 +272,43 @@ def register_metrics(registry: CollectorRegistry, engine: Any) -> None:
     `prometheus_client.CollectorRegistry` that is this plugin's alone. What several processes count
     is added up, series by series: count each thing where it happens. A name that another one has
     is left out, and a collector that raises leaves out its plugin's metrics alone.
+    """
+
+
+# ---------------------------------------------------------------- requests
+
+
+@hookspec
+def authenticate(request: RequestHead) -> Tenant | None:
+    """Say whose a request is, by its headers. May be async.
+
+        async def authenticate(request):
+            account = await accounts.find(request.key)
+            return account and Tenant(account.name, owner=account.id)
+
+    Called by the server before the body is read, for every route but the open ones, if the server's
+    own keys (`--api-key`, `--api-key-file`: the first implementation) do not know the request: in
+    the order in which plugins were loaded, until one gives a `Tenant`. Without any, the request
+    gets a 401; so an installed plugin closes a server that has no keys. Raise
+    `core.errors.AuthenticationFailed`, or another error of that family, to refuse at once. Another
+    exception lets nobody in: it costs that request a 500, which names the plugin. Contract:
+    `tenancy.RequestHead`, `tenancy.Tenant`, `tenancy.TenantLimits`.
+    """
+
+
+@hookspec
+def request_received(request: ReceivedRequest) -> None:
+    """Refuse or change a decoded request before it is checked. May be async.
+
+        def request_received(request):
+            if request.route == "/v1/chat/completions":
+                request.body.setdefault("max_tokens", 500)
+
+    Called by the server for every route that takes JSON: chat, completions, responses, embeddings,
+    pooling, scores, tokens, batches and the lines of each batch; with several front ends, in the
+    one that answers. Refuse by raising an error of `core.errors`: `InvalidRequest` (400),
+    `RateLimited` (429). Another exception costs that request a 500, which names the plugin. Where
+    no plugin implements it, it costs nothing. Contract: `tenancy.ReceivedRequest`.
     """
 
 

@@ -10,7 +10,9 @@ from typing import Any, NamedTuple
 from aiohttp import web
 
 from ...core.errors import JackfieldError, RequestFailed
+from ...core.tenancy import ANYONE, Tenant
 from ..openai.context import OPTIONS, error_reply
+from ..openai.tenants import HEADER, tenant_header, told_tenant
 
 logger = logging.getLogger("jackfield.server")
 URLS = (
@@ -46,7 +48,7 @@ class LocalCaller:
     def __init__(self, app: web.Application, urls: Iterable[str] = URLS) -> None:
         wanted = set(urls)
         self._inner = web.Application(
-            middlewares=[_errors], client_max_size=app[OPTIONS].max_body_bytes
+            middlewares=[_errors, told_tenant], client_max_size=app[OPTIONS].max_body_bytes
         )
         for key in app:
             if isinstance(key, web.AppKey):
@@ -68,15 +70,16 @@ class LocalCaller:
     async def __aexit__(self, *_: object) -> None:
         await self._runner.cleanup()
 
-    async def post(self, url: str, body: bytes) -> Answer:
-        """POST a JSON body to one of `urls`. Cancelling it cancels the handler, as a client does
-        that closes its connection."""
+    async def post(self, url: str, body: bytes, tenant: Tenant = ANYONE) -> Answer:
+        """POST a JSON body to one of `urls`, for a tenant. Cancelling it cancels the handler, as a
+        client does that closes its connection."""
         assert self._runner.server is not None
         protocol: Any = self._runner.server()
         wire = _Wire(protocol)
         protocol.connection_made(wire)
         head = (
             f"POST {url} HTTP/1.1\r\nHost: local\r\nConnection: close\r\n"
+            f"{HEADER}: {tenant_header(tenant)}\r\n"
             f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
         )
         protocol.data_received(head.encode("ascii") + body)

@@ -14,6 +14,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from ...core.errors import InvalidRequest
 from ..openai.body import decoded
 from ..openai.context import reply
+from ..openai.tenants import tenant_of
 from .objects import (
     Batch,
     BatchOptions,
@@ -49,7 +50,7 @@ async def upload(request: web.Request) -> web.Response:
     try:
         fields, name, size = await _form(request, path)
         made = _file_object(file_id, fields, name, size)
-        await store.call(store.add_file, made, path)
+        await store.call(store.add_file, made, path, tenant_of(request).owner)
     finally:
         await asyncio.to_thread(path.unlink, missing_ok=True)
     return reply(made)
@@ -149,6 +150,7 @@ async def list_files(request: web.Request) -> web.Response:
         limit,
         order == "asc",
         request.query.get("purpose") or None,
+        tenant_of(request).owner,
     )
     return reply(page(found, limit))
 
@@ -156,21 +158,23 @@ async def list_files(request: web.Request) -> web.Response:
 async def get_file(request: web.Request) -> web.Response:
     """GET /v1/files/{file_id}: what is known of a file."""
     store = request.app[STORE]
-    return reply(await store.call(store.file, request.match_info["file_id"]))
+    owner = tenant_of(request).owner
+    return reply(await store.call(store.file, request.match_info["file_id"], owner))
 
 
 async def delete_file(request: web.Request) -> web.Response:
     """DELETE /v1/files/{file_id}: delete a file that no batch reads."""
     store = request.app[STORE]
     file_id = request.match_info["file_id"]
-    await store.call(store.delete_file, file_id)
+    await store.call(store.delete_file, file_id, tenant_of(request).owner)
     return reply({"id": file_id, "object": "file", "deleted": True})
 
 
 async def file_content(request: web.Request) -> web.StreamResponse:
     """GET /v1/files/{file_id}/content: what a file holds."""
     store = request.app[STORE]
-    file = await store.call(store.file, request.match_info["file_id"])
+    owner = tenant_of(request).owner
+    file = await store.call(store.file, request.match_info["file_id"], owner)
     return web.FileResponse(
         store.content(file.id),
         headers={"Content-Type": "application/octet-stream", "Content-Disposition": "attachment"},
@@ -196,24 +200,27 @@ async def create_batch(request: web.Request) -> web.Response:
         metadata=asked.metadata,
         output_expires_after=asked.output_expires_after,
     )
-    return reply(await work.create(batch))
+    return reply(await work.create(batch, tenant_of(request)))
 
 
 async def list_batches(request: web.Request) -> web.Response:
     """GET /v1/batches: the batches, newest first."""
     limit = _limit(request, 20, 100)
-    found = await _work(request).list(request.query.get("after") or None, limit)
+    after, owner = request.query.get("after") or None, tenant_of(request).owner
+    found = await _work(request).list(after, limit, owner)
     return reply(page(found, limit))
 
 
 async def get_batch(request: web.Request) -> web.Response:
     """GET /v1/batches/{batch_id}: how far a batch is."""
-    return reply(await _work(request).get(request.match_info["batch_id"]))
+    batch_id, owner = request.match_info["batch_id"], tenant_of(request).owner
+    return reply(await _work(request).get(batch_id, owner))
 
 
 async def cancel_batch(request: web.Request) -> web.Response:
     """POST /v1/batches/{batch_id}/cancel: end a batch; its results so far stay."""
-    return reply(await _work(request).cancel(request.match_info["batch_id"]))
+    batch_id, owner = request.match_info["batch_id"], tenant_of(request).owner
+    return reply(await _work(request).cancel(batch_id, owner))
 
 
 def _work(request: web.Request) -> BatchWork:

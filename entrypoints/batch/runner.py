@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from ...core.engine.async_engine import AsyncEngine
 from ...core.errors import EngineStopped
+from ...core.tenancy import ANYONE, Tenant
 from ..openai.context import encoder
 from .lines import Line, Result, answered, refused
 from .local import LocalCaller
@@ -37,11 +38,13 @@ class BatchRunner:
         slots: asyncio.Semaphore,
         *,
         priority: int = 0,
+        tenant: Tenant = ANYONE,
     ) -> None:
         self.engine = engine
         self.caller = caller
         self.slots = slots
         self.priority = priority
+        self.tenant = tenant
         self._stopped: EngineStopped | None = None
 
     async def run(
@@ -87,7 +90,7 @@ class BatchRunner:
         request_id = uuid.uuid4().hex
         wait = FIRST_WAIT
         while True:
-            answer = await self.caller.post(line.url, encoded)
+            answer = await self.caller.post(line.url, encoded, self.tenant)
             if answer.status == 503 and b'"overloaded_error"' in answer.body:
                 await asyncio.sleep(wait)
                 wait = min(2 * wait, LONGEST_WAIT)

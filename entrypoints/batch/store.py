@@ -16,19 +16,25 @@ from typing import Any, BinaryIO, TypeVar
 import msgspec
 
 from ...core.errors import ConfigError, InvalidRequest
+from ...core.tenancy import ANYONE, Tenant
 from .objects import FINAL, Batch, Conflict, FileObject, NotFound
 
 T = TypeVar("T")
-VERSION = 1
+VERSION = 2
 SCHEMA = """
 CREATE TABLE files (
     seq INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, purpose TEXT NOT NULL,
-    bytes INTEGER NOT NULL, expires_at INTEGER, data BLOB NOT NULL
+    bytes INTEGER NOT NULL, expires_at INTEGER, data BLOB NOT NULL, owner TEXT NOT NULL DEFAULT ''
 );
 CREATE TABLE batches (
     seq INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, final INTEGER NOT NULL,
-    data BLOB NOT NULL
+    data BLOB NOT NULL, owner TEXT NOT NULL DEFAULT '', tenant BLOB
 );
+"""
+FROM_1 = """
+ALTER TABLE files ADD COLUMN owner TEXT NOT NULL DEFAULT '';
+ALTER TABLE batches ADD COLUMN owner TEXT NOT NULL DEFAULT '';
+ALTER TABLE batches ADD COLUMN tenant BLOB;
 """
 Part = str
 """`output` or `errors`: the two files that a batch writes."""
@@ -38,7 +44,8 @@ class Store:
     """One server's files and batches.
 
     Every method runs on a thread of its own, in order. Names of files on the disk are made here:
-    what a client sends is only ever looked up in a row.
+    what a client sends is only ever looked up in a row. Where a method takes an `owner`, rows of
+    others are not there (None: the server itself asks, which sees all).
     """
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
@@ -66,12 +73,14 @@ class Store:
             (version,) = self._db.execute("PRAGMA user_version").fetchone()
             if version == 0:
                 self._db.executescript(f"BEGIN; {SCHEMA} PRAGMA user_version={VERSION}; COMMIT;")
+            elif version == 1:
+                self._db.executescript(f"BEGIN; {FROM_1} PRAGMA user_version={VERSION}; COMMIT;")
         except BlockingIOError:
             self._lock.close()
             raise ConfigError(f"batch_dir: another server uses {self.folder}") from None
         except (OSError, sqlite3.Error) as error:
             raise ConfigError(f"batch_dir: {self.folder}: {error}") from None
-        if version not in (0, VERSION):
+        if version not in (0, 1, VERSION):
             raise ConfigError(
                 f"batch_dir: {self.folder} is of version {version}, this one reads {VERSION}"
             )
@@ -132,36 +141,41 @@ class Store:
                 param="file",
             )
 
-    def add_file(self, file: FileObject, source: Path) -> None:
-        """Take a complete file over. Raises InvalidRequest if there is no room."""
+    def add_file(self, file: FileObject, source: Path, owner: str = "") -> None:
+        """Take a complete file over, for its owner. Raises InvalidRequest if there is no room."""
         if file.purpose == "batch":
             self.check_room(file.bytes)
         source.replace(self.content(file.id))
         self._db.execute(
-            "INSERT OR REPLACE INTO files (id, purpose, bytes, expires_at, data) "
-            "VALUES (?, ?, ?, ?, ?)",
-            (file.id, file.purpose, file.bytes, file.expires_at, msgspec.json.encode(file)),
+            "INSERT OR REPLACE INTO files (id, purpose, bytes, expires_at, data, owner) "
+            "VALUES (?, ?, ?, ?, ?, ?)",
+            (file.id, file.purpose, file.bytes, file.expires_at, msgspec.json.encode(file), owner),
         )
 
-    def file(self, file_id: str) -> FileObject:
+    def file(self, file_id: str, owner: str | None = None) -> FileObject:
         """Raises NotFound."""
         self.drop_expired()
-        row = self._db.execute("SELECT data FROM files WHERE id = ?", (file_id,)).fetchone()
+        row = self._row("files", file_id, owner)
         if row is None:
             raise NotFound(f"there is no file {file_id!r}", param="file_id")
         return msgspec.json.decode(row[0], type=FileObject)
 
     def files(
-        self, after: str | None, limit: int, ascending: bool, purpose: str | None
+        self,
+        after: str | None,
+        limit: int,
+        ascending: bool,
+        purpose: str | None,
+        owner: str | None = None,
     ) -> list[FileObject]:
         """One more than `limit` if there are more. Raises NotFound."""
         self.drop_expired()
-        rows = self._page("files", after, limit, ascending, purpose)
+        rows = self._page("files", after, limit, ascending, purpose, owner)
         return [msgspec.json.decode(data, type=FileObject) for data in rows]
 
-    def delete_file(self, file_id: str) -> None:
+    def delete_file(self, file_id: str, owner: str | None = None) -> None:
         """Raises NotFound, and Conflict while a batch reads it."""
-        self.file(file_id)
+        self.file(file_id, owner)
         for batch in self.unfinished():
             if batch.input_file_id == file_id:
                 raise Conflict(
@@ -185,25 +199,32 @@ class Store:
 
     # ------------------------------------------------------------ batches
 
-    def put(self, batch: Batch) -> None:
-        """Store a new batch, or what became of one."""
+    def put(self, batch: Batch, tenant: Tenant = ANYONE) -> None:
+        """Store a new batch for its tenant, or what became of one."""
         data, final = msgspec.json.encode(batch), batch.status in FINAL
         self._db.execute(
-            "INSERT INTO batches (id, final, data) VALUES (?, ?, ?) "
+            "INSERT INTO batches (id, final, data, owner, tenant) VALUES (?, ?, ?, ?, ?) "
             "ON CONFLICT (id) DO UPDATE SET final = excluded.final, data = excluded.data",
-            (batch.id, final, data),
+            (batch.id, final, data, tenant.owner, msgspec.json.encode(tenant)),
         )
 
-    def batch(self, batch_id: str) -> Batch:
+    def tenant(self, batch_id: str) -> Tenant:
+        """Whose a stored batch is."""
+        (tenant,) = self._db.execute(
+            "SELECT tenant FROM batches WHERE id = ?", (batch_id,)
+        ).fetchone()
+        return ANYONE if tenant is None else msgspec.json.decode(tenant, type=Tenant)
+
+    def batch(self, batch_id: str, owner: str | None = None) -> Batch:
         """Raises NotFound."""
-        row = self._db.execute("SELECT data FROM batches WHERE id = ?", (batch_id,)).fetchone()
+        row = self._row("batches", batch_id, owner)
         if row is None:
             raise NotFound(f"there is no batch {batch_id!r}", param="batch_id")
         return msgspec.json.decode(row[0], type=Batch)
 
-    def batches(self, after: str | None, limit: int) -> list[Batch]:
+    def batches(self, after: str | None, limit: int, owner: str | None = None) -> list[Batch]:
         """Newest first; one more than `limit` if there are more. Raises NotFound."""
-        rows = self._page("batches", after, limit, False, None)
+        rows = self._page("batches", after, limit, False, None, owner)
         return [msgspec.json.decode(data, type=Batch) for data in rows]
 
     def unfinished(self) -> list[Batch]:
@@ -237,27 +258,43 @@ class Store:
                 purpose="batch_output",
                 expires_at=None if after is None else now + after.seconds,
             )
-            self.add_file(file, path)
+            self.add_file(file, path, self.tenant(batch.id).owner)
             if part == "output":
                 batch.output_file_id = file.id
             else:
                 batch.error_file_id = file.id
         self.put(batch)
 
+    def _row(self, table: str, id: str, owner: str | None) -> tuple[Any, ...] | None:
+        """(data, seq) of what is there for this owner."""
+        query = f"SELECT data, seq FROM {table} WHERE id = ? AND (? IS NULL OR owner = ?)"
+        row: tuple[Any, ...] | None = self._db.execute(query, (id, owner, owner)).fetchone()
+        return row
+
     def _page(
-        self, table: str, after: str | None, limit: int, ascending: bool, purpose: str | None
+        self,
+        table: str,
+        after: str | None,
+        limit: int,
+        ascending: bool,
+        purpose: str | None,
+        owner: str | None,
     ) -> list[bytes]:
         order, sign = ("ASC", ">") if ascending else ("DESC", "<")
-        conditions, values = ["1"], []
+        conditions: list[str] = ["1"]
+        values: list[Any] = []
         if after is not None:
-            row = self._db.execute(f"SELECT seq FROM {table} WHERE id = ?", (after,)).fetchone()
+            row = self._row(table, after, owner)
             if row is None:
                 raise NotFound(f"after: there is no {after!r}", param="after")
             conditions.append(f"seq {sign} ?")
-            values.append(row[0])
+            values.append(row[1])
         if purpose is not None:
             conditions.append("purpose = ?")
             values.append(purpose)
+        if owner is not None:
+            conditions.append("owner = ?")
+            values.append(owner)
         rows = self._db.execute(
             f"SELECT data FROM {table} WHERE {' AND '.join(conditions)} ORDER BY seq {order} "
             "LIMIT ?",

@@ -12,6 +12,7 @@ import msgspec
 
 from ...core.engine.async_engine import AsyncEngine
 from ...core.errors import EngineOverloaded, EngineStopped
+from ...core.tenancy import ANYONE, Tenant
 from .lines import Line, LineReader, Result, refused
 from .local import LocalCaller
 from .objects import (
@@ -61,7 +62,7 @@ class BatchWork:
     async def resume(self) -> None:
         """Go on with what an earlier server left."""
         for batch in await self.store.call(self.store.unfinished):
-            self._start(batch)
+            self._start(batch, await self.store.call(self.store.tenant, batch.id))
 
     async def close(self) -> None:
         """Stop here; a later `resume` goes on."""
@@ -69,11 +70,11 @@ class BatchWork:
             job.task.cancel()
         await asyncio.gather(*(job.task for job in self._jobs.values()), return_exceptions=True)
 
-    async def create(self, batch: Batch) -> Batch:
+    async def create(self, batch: Batch, tenant: Tenant = ANYONE) -> Batch:
         """Raises NotFound when there is no such file, EngineOverloaded, Conflict."""
         async with self._creating:
             try:
-                file = await self.store.call(self.store.file, batch.input_file_id)
+                file = await self.store.call(self.store.file, batch.input_file_id, tenant.owner)
             except NotFound as error:
                 raise NotFound(error.message, param="input_file_id") from None
             if file.purpose != "batch":
@@ -85,23 +86,24 @@ class BatchWork:
                 raise EngineOverloaded(
                     f"{MAX_UNFINISHED} batches are unfinished; wait for one, or cancel it"
                 )
-            await self.store.call(self.store.put, batch)
-            self._start(batch)
+            await self.store.call(self.store.put, batch, tenant)
+            self._start(batch, tenant)
         return batch
 
-    async def get(self, batch_id: str) -> Batch:
+    async def get(self, batch_id: str, owner: str | None = None) -> Batch:
         """As it is now. Raises NotFound."""
+        stored = await self.store.call(self.store.batch, batch_id, owner)
         job = self._jobs.get(batch_id)
-        return job.batch if job else await self.store.call(self.store.batch, batch_id)
+        return job.batch if job else stored
 
-    async def list(self, after: str | None, limit: int) -> list[Batch]:
+    async def list(self, after: str | None, limit: int, owner: str | None = None) -> list[Batch]:
         """As `Store.batches`."""
-        stored = await self.store.call(self.store.batches, after, limit)
+        stored = await self.store.call(self.store.batches, after, limit, owner)
         return [self._jobs[one.id].batch if one.id in self._jobs else one for one in stored]
 
-    async def cancel(self, batch_id: str) -> Batch:
+    async def cancel(self, batch_id: str, owner: str | None = None) -> Batch:
         """Raises NotFound, and Conflict when it is over."""
-        batch = await self.get(batch_id)
+        batch = await self.get(batch_id, owner)
         job = self._jobs.get(batch_id)
         if job is None or batch.status in FINAL or batch.status == "finalizing":
             raise Conflict(
@@ -113,15 +115,17 @@ class BatchWork:
             job.cancel.set()
         return batch
 
-    def _start(self, batch: Batch) -> None:
-        job = self._jobs[batch.id] = _Job(self, batch, self._slots)
+    def _start(self, batch: Batch, tenant: Tenant) -> None:
+        job = self._jobs[batch.id] = _Job(self, batch, self._slots, tenant)
         job.task.add_done_callback(lambda _: self._jobs.pop(batch.id, None))
 
 
 class _Job:
     """One batch on its way to a final status."""
 
-    def __init__(self, work: BatchWork, batch: Batch, slots: asyncio.Semaphore) -> None:
+    def __init__(
+        self, work: BatchWork, batch: Batch, slots: asyncio.Semaphore, tenant: Tenant
+    ) -> None:
         self.work = work
         self.store = work.store
         self.batch = batch
@@ -131,7 +135,9 @@ class _Job:
         # Served in order of arrival, a request may not ask for a place.
         ordered = work.engine.config.scheduling_policy == "fcfs"
         priority = 0 if ordered else PRIORITY
-        self._runner = BatchRunner(work.engine, work.caller, slots, priority=priority)
+        self._runner = BatchRunner(
+            work.engine, work.caller, slots, priority=priority, tenant=tenant
+        )
         self._reader = LineReader(
             self.store.content(batch.input_file_id), (batch.endpoint,), work.max_line_bytes
         )

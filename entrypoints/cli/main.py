@@ -36,6 +36,12 @@ def _run_batch(argv: list[str]) -> int:
     return run(argv)
 
 
+def _keys(argv: list[str]) -> int:
+    from .keys import run
+
+    return run(argv)
+
+
 def _plugins(argv: list[str]) -> int:
     from .plugins import run
 
@@ -53,6 +59,7 @@ COMMANDS: dict[str, tuple[Command, str]] = {
     "chat": (_chat, "talk to a running server"),
     "complete": (_complete, "complete a text on a running server"),
     "run-batch": (_run_batch, "answer a file of requests, without a server"),
+    "keys": (_keys, "make API keys with names and limits for a server"),
     "bench": (_bench, "measure speed, here and against others"),
     "plugins": (_plugins, "list what is plugged in, and whether it works here"),
 }

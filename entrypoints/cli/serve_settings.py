@@ -16,6 +16,7 @@ from .server_options import (
     api_keys,
     at_least_none,
     at_least_one,
+    key_files,
     port_number,
     seconds,
     server_options,
@@ -149,6 +150,7 @@ def settings(argv: list[str], *, remarks: bool = True) -> Settings:
     request_log.set_up(args.access_log, args.enable_log_requests)
     options = ServerOptions(
         api_keys=api_keys(args),
+        api_key_files=key_files(args),
         max_body_bytes=args.max_body_bytes,
         max_stored_responses=args.max_stored_responses,
         max_stored_response_bytes=args.max_stored_response_bytes,

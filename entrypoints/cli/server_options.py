@@ -45,7 +45,8 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="PATH",
-        help="file with an API key a line; repeatable",
+        help="file with an API key a line, or its name, digest and limits (`jackfield keys`); read "
+        "again on SIGHUP; repeatable",
     )
     for name, default, text in (
         ("origins", (), "sites whose pages may talk to the server; * for all (default: none)"),
@@ -125,6 +126,13 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
             metavar="SECONDS",
             help=f"{text}; 0: no limit (default: %(default)g)",
         )
+    http.add_argument(
+        "--metrics-prefix",
+        choices=("jackfield", "vllm", "both"),
+        default="jackfield",
+        help="prefix of the metrics at /metrics: with vllm, dashboards made for it find them "
+        "(default: %(default)s)",
+    )
     http.add_argument(
         "--access-log",
         choices=("off", "text", "json"),
@@ -214,6 +222,7 @@ def server_options(args: argparse.Namespace, config: EngineConfig) -> dict[str, 
             max_connections=args.max_connections,
         ),
         "response_role": args.response_role,
+        "metrics_prefix": args.metrics_prefix,
         "access_log": args.access_log,
         "log_requests": args.enable_log_requests,
         "max_log_len": args.max_log_len,
@@ -221,22 +230,23 @@ def server_options(args: argparse.Namespace, config: EngineConfig) -> dict[str, 
 
 
 def api_keys(args: argparse.Namespace) -> tuple[str, ...]:
-    """From flags, files and the environment. Raises ConfigError for a file without a key."""
+    """From flags and the environment. Raises ConfigError."""
     keys = [key.strip() for key in args.api_key]
     if not all(keys):
         raise ConfigError("--api-key: must not be empty", param="api_key")
-    for path in args.api_key_file:
-        try:
-            lines = [line.strip() for line in Path(path).read_text("utf-8").splitlines()]
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"--api-key-file: {path}: {error}", param="api_key_file") from None
-        found = [line for line in lines if line and not line.startswith("#")]
-        if not found:
-            raise ConfigError(f"--api-key-file: no key in {path}", param="api_key_file")
-        keys += found
     for name in KEYS:
         keys += [key.strip() for key in os.environ.get(name, "").split(",") if key.strip()]
     return tuple(dict.fromkeys(keys))
+
+
+def key_files(args: argparse.Namespace) -> tuple[Path, ...]:
+    """Files with keys, which can be read. Raises ConfigError with the line."""
+    from ..openai.api_keys import read_keys
+
+    paths = tuple(Path(path) for path in args.api_key_file)
+    for path in paths:
+        read_keys(path)
+    return paths
 
 
 def tls(args: argparse.Namespace) -> Tls | None:

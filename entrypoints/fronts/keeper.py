@@ -19,6 +19,7 @@ from multidict import CIMultiDict
 
 from ...core.errors import EngineStopped
 from ..openai.context import OPTIONS
+from ..openai.tenants import HEADER, tenant_header, tenant_of, told_tenant
 
 logger = logging.getLogger("jackfield.fronts")
 KEPT = ("/v1/responses", "/v1/files", "/v1/batches")
@@ -44,7 +45,9 @@ def keeping(path: Path, errors: Middleware) -> Callable[[web.Application], Async
     """
 
     async def context(app: web.Application) -> AsyncIterator[None]:
-        inner = web.Application(middlewares=[errors], client_max_size=app[OPTIONS].max_body_bytes)
+        inner = web.Application(
+            middlewares=[errors, told_tenant], client_max_size=app[OPTIONS].max_body_bytes
+        )
         for key in app:
             if isinstance(key, web.AppKey):
                 inner[key] = app[key]
@@ -70,6 +73,7 @@ def forward_to(path: Path) -> Middleware:
         if not is_kept(request.match_info.route.resource):
             return await handler(request)
         headers = _end_to_end(request.headers)
+        headers[HEADER] = tenant_header(tenant_of(request))
         if headers.popall("Content-Encoding", None):  # It was taken off as it came in.
             headers.popall("Content-Length", None)
         streamed = request.content_type == "multipart/form-data"

@@ -21,6 +21,9 @@ class Order(msgspec.Struct, frozen=True):
     started: int
     """When the server was started, as all front ends tell it (seconds since 1970)."""
 
+    num_fronts: int
+    """How many there are."""
+
 
 def engine_socket(folder: str) -> Path:
     """Where the engine listens for front ends."""
@@ -30,3 +33,8 @@ def engine_socket(folder: str) -> Path:
 def keeper_socket(folder: str) -> Path:
     """Where the first front end listens for the others."""
     return Path(folder, "keeper")
+
+
+def usage_file(folder: str) -> Path:
+    """Where front ends count together what tenants use."""
+    return Path(folder, "usage")

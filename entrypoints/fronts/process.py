@@ -23,13 +23,14 @@ from ..cli.options import fail
 from ..cli.serve import run_on_loop
 from ..cli.serve_settings import Settings, settings
 from ..openai.server import first_of, freeze, listening
-from .order import Order, engine_socket, keeper_socket
+from .order import Order, engine_socket, keeper_socket, usage_file
 
 logger = logging.getLogger("jackfield.fronts")
 
 
 def main() -> int:
     """→ exit status"""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # Until there are keys to read again.
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # The first process gets it, too, and tells us.
     order = msgspec.json.decode(sys.stdin.buffer.read(), type=Order)
     try:
@@ -49,6 +50,9 @@ async def front(order: Order, found: Settings) -> int:
         started=order.started,
         keeps_at=keeper if first else None,
         kept_at=None if first else keeper,
+        num_fronts=order.num_fronts,
+        front=order.index,
+        usage_at=usage_file(order.folder),
     )
     sockets = tuple(socket.socket(fileno=number) for number in order.sockets)
     engine = RemoteEngine(

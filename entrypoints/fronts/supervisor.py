@@ -96,7 +96,9 @@ class FrontEnds:
 
     async def _start(self, index: int) -> asyncio.subprocess.Process:
         numbers = tuple(one.fileno() for one in self._sockets[index])
-        order = Order(self._settings.argv, index, self._folder, numbers, self._started)
+        order = Order(
+            self._settings.argv, index, self._folder, numbers, self._started, len(self._sockets)
+        )
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
@@ -111,6 +113,13 @@ class FrontEnds:
             await process.stdin.drain()
         process.stdin.close()
         return process
+
+    def tell_keys(self) -> None:
+        """Have all of them read the files with keys again."""
+        for process in self._processes.values():
+            if process.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    process.send_signal(signal.SIGHUP)
 
     async def end(self) -> None:
         """Wait for all to end, who were told; those that do not are killed. None of them answers
@@ -169,6 +178,7 @@ async def fronted(
     that raises FrontEndsFailed."""
     server = EngineServer(engine)
     fronts = FrontEnds(engine, settings, folder, sockets)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, fronts.tell_keys)
     async with server.listening(engine_socket(folder)):
         # They load their tokenizers while the engine loads the model.
         watching = asyncio.create_task(fronts.run())

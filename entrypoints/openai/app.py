@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import logging
 import uuid
 from collections.abc import Awaitable, Callable
@@ -12,14 +10,13 @@ from aiohttp import web
 
 from ...core.engine.async_engine import AsyncEngine
 from ...core.errors import (
-    AuthenticationFailed,
     InvalidRequest,
     JackfieldError,
     RequestFailed,
 )
 from ..batch.application import add_batch_routes
 from ..fronts import keeper
-from ..web.page import add_page, page
+from ..web.page import add_page
 from . import cors, docs_page, limits, request_log, sites
 from .admin import add_admin_routes
 from .chat import chat_completions
@@ -32,7 +29,9 @@ from .plugin_routes import add_plugin_routes, owner
 from .pooling import classify, pooling
 from .responses import add_responses
 from .scoring import rerank, score
+from .tenants import TENANCY, Tenancy, authentication
 from .turns import TURNSTILE, Turnstile, in_turns
+from .usage import Usage, within_limits
 from .utility import detokenize, health, metrics, model, models, plugins, tokenize, version
 
 logger = logging.getLogger("jackfield.server")
@@ -52,13 +51,16 @@ def make_app(
     """
     options = options or ServerOptions()
     app = web.Application(
-        middlewares=[_errors, _authentication, count_load, in_turns],
+        middlewares=[_errors, authentication, count_load, in_turns],
         client_max_size=options.max_body_bytes,
     )
     app[ENGINE] = engine
     app[OPTIONS] = options
+    app[TENANCY] = Tenancy(options, engine.plugins)
     app[LOAD] = load_before(engine)
     app[TURNSTILE] = Turnstile()
+    usage = Usage(options.num_fronts, options.front, options.usage_at)
+    app.on_cleanup.append(_closing(usage))
     app[OPEN] = OPEN_ROUTES
     app[DOCUMENT] = {}
     app.add_routes(
@@ -100,6 +102,7 @@ def make_app(
     _check_sites(app, host)
     if options.request_id_headers:
         app.on_response_prepare.append(_tell_request_id)
+    app.middlewares.append(within_limits(usage))
     if options.max_concurrency is not None:
         app.middlewares.append(limits.at_most(options.max_concurrency))
     if options.log_requests:
@@ -114,10 +117,17 @@ def make_app(
     return app
 
 
+def _closing(usage: Usage) -> Callable[[web.Application], Awaitable[None]]:
+    async def close(_: web.Application) -> None:
+        usage.close()
+
+    return close
+
+
 def _check_sites(app: web.Application, host: str | None) -> None:
     """What keeps other sites' pages away where no key does."""
     options = app[OPTIONS]
-    keyless = not options.api_keys
+    keyless = not app[TENANCY].required
     hosts = options.allowed_hosts
     if hosts is None:
         hosts = sites.default_hosts(host) if keyless and host is not None else ("*",)
@@ -167,23 +177,3 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
 def _refusal(status: int, message: str) -> web.Response:
     """What aiohttp refused, in OpenAI's shape."""
     return error_reply(InvalidRequest(message), status)
-
-
-@web.middleware
-async def _authentication(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """A bearer key for everything but OPEN_ROUTES, compared in constant time."""
-    keys = request.app[OPTIONS].api_keys
-    resource = request.match_info.route.resource
-    route = resource.canonical if resource is not None else None
-    if keys and route not in OPEN_ROUTES and request.match_info.handler is not page:
-        scheme, _, given = request.headers.get("Authorization", "").partition(" ")
-        digest = _digest(given.strip())
-        matches = [hmac.compare_digest(digest, _digest(key)) for key in keys]
-        if scheme.lower() != "bearer" or not any(matches):
-            raise AuthenticationFailed("a valid API key is needed: Authorization: Bearer KEY")
-    return await handler(request)
-
-
-def _digest(key: str) -> bytes:
-    """Equal lengths for the comparison; header bytes that are not UTF-8 arrive as surrogates."""
-    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()

@@ -12,7 +12,8 @@ from aiohttp import web
 
 from ...core.errors import BodyTooLarge, InvalidRequest, UnsupportedMediaType
 from .context import OPTIONS
-from .protocol import decode
+from .protocol import convert, decode, parse
+from .tenants import TENANCY, received, tenant_of
 
 T = TypeVar("T")
 WINDOWS = {"gzip": 31, "x-gzip": 31, "deflate": 15}
@@ -103,19 +104,28 @@ def unpack(packed: bytes, window: int, max_bytes: int) -> bytes:
 
 
 async def decoded(request: web.Request, kind: type[T]) -> T:
-    """The JSON body of a request, as a struct. Raises InvalidRequest with the field's path,
-    UnsupportedMediaType, BodyTooLarge."""
+    """The JSON body of a request, as a struct; plugins may change it before it is checked. Raises
+    InvalidRequest with the field's path, UnsupportedMediaType, BodyTooLarge, and what a plugin
+    refuses with."""
     check_json(request)
     body = await request.read()
-    if len(body) <= INLINE_BYTES:
-        return decode(body, kind)
-    limit = request.app[OPTIONS].max_json_values
+    large = len(body) > INLINE_BYTES
+    if request.app[TENANCY].received:
+        raw = await asyncio.to_thread(_parse, request, body) if large else parse(body)
+        raw = await received(request, raw)
+        asked = await asyncio.to_thread(convert, raw, kind) if large else convert(raw, kind)
+    elif large:
+        asked = await asyncio.to_thread(lambda: convert(_parse(request, body), kind))
+    else:
+        asked = decode(body, kind)
+    if (cap := tenant_of(request).limits.max_tokens) is not None and hasattr(kind, "token_cap"):
+        asked.token_cap = cap  # type: ignore[attr-defined]
+    return asked
 
-    def work() -> T:
-        check_weight(body, limit)
-        return decode(body, kind)
 
-    return await asyncio.to_thread(work)
+def _parse(request: web.Request, body: bytes) -> dict[str, Any]:
+    check_weight(body, request.app[OPTIONS].max_json_values)
+    return parse(body)
 
 
 def check_json(request: web.Request) -> None:

@@ -30,6 +30,8 @@ class ServerOptions:
     """What belongs to the server and not to the engine."""
 
     api_keys: tuple[str, ...] = ()
+    api_key_files: tuple[Path, ...] = ()
+    """With keys that have names and limits (api_keys.py)."""
     max_body_bytes: int = 32 << 20
     max_json_values: int = MAX_JSON_VALUES
     connections: ConnectionLimits = field(default_factory=ConnectionLimits)
@@ -61,6 +63,8 @@ class ServerOptions:
     """Requests that are answered at once; more get a 503. Open routes do not count."""
     response_role: str = "assistant"
     """Whose words the answers of chat are."""
+    metrics_prefix: str = "jackfield"
+    """jackfield, vllm or both."""
     access_log: str = "off"
     """off, text or json."""
     log_requests: bool = False
@@ -71,7 +75,18 @@ class ServerOptions:
     """Unix socket at which to serve what is kept here to other front ends (`fronts/keeper.py`)."""
     kept_at: Path | None = None
     """Unix socket of the front end that keeps what outlives a request, if it is not this one."""
+    num_fronts: int = 1
+    """Processes that serve the same clients."""
+    front: int = 0
+    """The number of this one of them."""
+    usage_at: Path | None = None
+    """The file in which they count what tenants use; None: there is one process."""
     started: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def keyed(self) -> bool:
+        """Whether there are keys."""
+        return bool(self.api_keys or self.api_key_files)
 
 
 ENGINE: web.AppKey[AsyncEngine] = web.AppKey("engine", AsyncEngine)

@@ -13,6 +13,7 @@ from aiohttp import web
 
 from .context import DOCUMENT, OPEN, OPTIONS, encoder
 from .openapi import document, internal
+from .tenants import TENANCY
 
 OPEN_ROUTES = frozenset({"/docs", "/openapi.json"})
 """Served without a key: a browser has none to send, and they tell nothing that is secret."""
@@ -57,7 +58,7 @@ def _document(request: web.Request) -> dict[str, Any]:
         made = document(
             request.app,
             root_path=options.root_path,
-            keys=bool(options.api_keys),
+            keys=request.app[TENANCY].required,
             open_routes=request.app[OPEN],
         )
         kept.update(made)

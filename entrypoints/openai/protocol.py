@@ -6,7 +6,7 @@ that are known and not supported are refused by name when they ask for something
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import msgspec
 
@@ -63,7 +63,7 @@ class StreamOptions(msgspec.Struct):
     """Taken and not used: a stream has no padding."""
 
 
-class SamplingRequest(msgspec.Struct, kw_only=True):
+class SamplingRequest(msgspec.Struct, kw_only=True, dict=True):
     """What chat and completions have in common. Names: OpenAI's, then vLLM's."""
 
     model: str | None = None
@@ -108,6 +108,9 @@ class SamplingRequest(msgspec.Struct, kw_only=True):
     kv_transfer_params: dict[str, Any] | None = None
     request_id: str | None = None
 
+    token_cap: ClassVar[int | None] = None
+    """The tenant's limit of tokens, put there by `body.decoded`: no field."""
+
     def check(self) -> None:
         """What no single field tells. Raises InvalidRequest with the field's name."""
         if self.stream_options is not None and not self.stream:
@@ -138,7 +141,7 @@ class SamplingRequest(msgspec.Struct, kw_only=True):
         }
         return SamplingParams(
             **defaults.values | {name: v for name, v in given.items() if v is not None},
-            max_tokens=defaults.limited(max_tokens),
+            max_tokens=capped(defaults.limited(max_tokens), self.token_cap),
             max_tokens_field=self.token_limit_field,
             seed=self.seed,
             stop=(stop,) if isinstance(stop, str) else tuple(stop or ()),
@@ -292,6 +295,11 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True):
     model: str | None = None
 
 
+def capped(tokens: int | None, cap: int | None) -> int | None:
+    """The smaller one of two limits; None: there is none."""
+    return min((limit for limit in (tokens, cap) if limit is not None), default=None)
+
+
 def _refuse(field: str, wanted: str, given: Any) -> None:
     raise InvalidRequest(f"{field}: must be {wanted}, got {shown(given)}", param=field)
 
@@ -302,6 +310,11 @@ def _is_token_ids(value: Any) -> bool:
 
 def decode(body: bytes, kind: type[T]) -> T:
     """A request of this kind; null is as left out. Raises InvalidRequest with the field's path."""
+    return convert(parse(body), kind)
+
+
+def parse(body: bytes) -> dict[str, Any]:
+    """A JSON object. Raises InvalidRequest."""
     try:
         raw = msgspec.json.decode(body)
     except msgspec.ValidationError as error:  # A number that nothing here could hold.
@@ -310,6 +323,11 @@ def decode(body: bytes, kind: type[T]) -> T:
         raise InvalidRequest(f"the body is not JSON: {error}") from None
     if not isinstance(raw, dict):
         raise InvalidRequest("the body must be a JSON object")
+    return raw
+
+
+def convert(raw: dict[str, Any], kind: type[T]) -> T:
+    """As `decode`, of an object that was parsed."""
     for name, why in UNSUPPORTED.items():
         asks = name in raw and raw[name] not in (*EMPTY, *NOTHING.get(name, ()))
         if asks and name not in kind.__struct_fields__:  # type: ignore[attr-defined]

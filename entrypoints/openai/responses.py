@@ -16,6 +16,7 @@ from .openapi import documented
 from .responses_background import Responses
 from .responses_protocol import ResponsesRequest, renamed
 from .streaming import HEADERS
+from .tenants import tenant_of
 
 RESPONSES: web.AppKey[Responses] = web.AppKey("responses", Responses)
 MAX_LISTED = 100
@@ -43,16 +44,16 @@ async def create(request: web.Request) -> web.StreamResponse:
     """POST /v1/responses"""
     responses = request.app[RESPONSES]
     wanted = await decoded(request, ResponsesRequest)
-    job = await responses.job(request.app[ENGINE], wanted)
+    job = await responses.job(request.app[ENGINE], wanted, tenant_of(request).owner)
     if wanted.background:
-        running = await responses.start(job)
+        running = await responses.start(job, tenant_of(request).owner)
         if wanted.stream:
             return await _send(request, running.follow(0))
         return reply(job.body())
     if wanted.stream:
-        return await _send(request, responses.stream(job))
+        return await _send(request, responses.stream(job, tenant_of(request).owner))
     body = await job.whole()
-    responses.keep(job)
+    responses.keep(job, tenant_of(request).owner)
     return reply(body)
 
 
@@ -60,7 +61,7 @@ async def create(request: web.Request) -> web.StreamResponse:
 async def input_tokens(request: web.Request) -> web.Response:
     """POST /v1/responses/input_tokens: how many tokens such a response's prompt has."""
     wanted = await decoded(request, ResponsesRequest)
-    job = await request.app[RESPONSES].job(request.app[ENGINE], wanted)
+    job = await request.app[RESPONSES].job(request.app[ENGINE], wanted, tenant_of(request).owner)
     try:
         count = await job.count_prompt()
     except JackfieldError as error:
@@ -74,27 +75,29 @@ async def retrieve(request: web.Request) -> web.StreamResponse:
     responses, id = request.app[RESPONSES], request.match_info["response_id"]
     if request.query.get("stream", "false").lower() in ("true", "1"):
         after = _number(request, "starting_after", -1, least=0)
-        return await _send(request, responses.follow(id, after + 1))
-    return web.Response(body=responses.body(id), content_type="application/json")
+        return await _send(request, responses.follow(id, tenant_of(request).owner, after + 1))
+    return web.Response(
+        body=responses.body(id, tenant_of(request).owner), content_type="application/json"
+    )
 
 
 @documented("Responses", answer=dict[str, Any], refused=(404,))
 async def delete(request: web.Request) -> web.Response:
     """DELETE /v1/responses/{response_id}"""
-    return reply(await request.app[RESPONSES].delete(request.match_info["response_id"]))
+    return reply(await request.app[RESPONSES].delete(*_named(request)))
 
 
 @documented("Responses", answer=dict[str, Any], refused=(400, 404))
 async def cancel(request: web.Request) -> web.Response:
     """POST /v1/responses/{response_id}/cancel"""
-    body = await request.app[RESPONSES].cancel(request.match_info["response_id"])
+    body = await request.app[RESPONSES].cancel(*_named(request))
     return web.Response(body=body, content_type="application/json")
 
 
 @documented("Responses", answer=dict[str, Any], refused=(400, 404))
 async def input_items(request: web.Request) -> web.Response:
     """GET /v1/responses/{response_id}/input_items, the newest first unless `order` is asc."""
-    items = request.app[RESPONSES].input(request.match_info["response_id"])
+    items = request.app[RESPONSES].input(*_named(request))
     limit = _number(request, "limit", 20, least=1, most=MAX_LISTED)
     order = request.query.get("order", "desc")
     if order not in ("asc", "desc"):
@@ -116,6 +119,11 @@ async def input_items(request: web.Request) -> web.Response:
             "has_more": len(items) > limit,
         }
     )
+
+
+def _named(request: web.Request) -> tuple[str, str]:
+    """(id of the response, who asks for it)"""
+    return request.match_info["response_id"], tenant_of(request).owner
 
 
 def _number(

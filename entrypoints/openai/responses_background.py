@@ -27,8 +27,9 @@ def frame(event: Event) -> bytes:
 class Running:
     """A background response that has not ended. Many may follow it, or nobody."""
 
-    def __init__(self, job: ResponseJob) -> None:
+    def __init__(self, job: ResponseJob, owner: str) -> None:
         self.job = job
+        self.owner = owner
         self.kept = True
         """False once it was deleted."""
         self.frames: list[bytes] = []
@@ -76,8 +77,9 @@ class Responses:
 
     # ------------------------------------------------------------ making
 
-    async def job(self, engine: AsyncEngine, wanted: ResponsesRequest) -> ResponseJob:
-        """A response that has not begun. Raises InvalidRequest, EngineOverloaded."""
+    async def job(self, engine: AsyncEngine, wanted: ResponsesRequest, owner: str) -> ResponseJob:
+        """A response that has not begun, on what this owner has stored. Raises InvalidRequest,
+        EngineOverloaded."""
         wanted.check()
         stored = self.store.enabled and wanted.store is not False
         if wanted.background and not stored:
@@ -87,21 +89,21 @@ class Responses:
             )
         if wanted.background and len(self.running) >= self.store.max_count:
             raise EngineOverloaded("too many responses run in the background; try again later")
-        earlier = self._earlier(wanted.previous_response_id)
+        earlier = self._earlier(wanted.previous_response_id, owner)
         by_id = {item["id"]: item for item in earlier}
-        own = read_items(wanted.input, lambda id: by_id.get(id) or self.store.find_item(id))
+        own = read_items(wanted.input, lambda id: by_id.get(id) or self.store.find_item(id, owner))
         job = ResponseJob(engine, wanted, earlier, own, stored=stored)
         await job.fit()
         return job
 
-    def _earlier(self, id: str | None) -> list[Item]:
+    def _earlier(self, id: str | None, owner: str) -> list[Item]:
         if id is None:
             return []
-        if id in self.running:
+        if self._running(id, owner) is not None:
             raise InvalidRequest(
                 f"previous_response_id: {id!r} is still running", param="previous_response_id"
             )
-        stored = self.store.get(id)
+        stored = self.store.get(id, owner)
         if stored is None:
             error = InvalidRequest(
                 f"previous_response_id: no response {id!r} is stored here",
@@ -111,26 +113,26 @@ class Responses:
             raise error
         return stored.conversation()
 
-    def keep(self, job: ResponseJob, frames: list[bytes] | None = None) -> None:
+    def keep(self, job: ResponseJob, owner: str, frames: list[bytes] | None = None) -> None:
         """Store a response that has ended, if it is to be stored."""
         if job.stored:
-            self.store.put(job.body(), job.input, job.own, b"".join(frames or ()))
+            self.store.put(job.body(), job.input, job.own, b"".join(frames or ()), owner)
 
-    async def stream(self, job: ResponseJob) -> AsyncIterator[bytes]:
+    async def stream(self, job: ResponseJob, owner: str) -> AsyncIterator[bytes]:
         """The frames of a response that ends when its caller leaves."""
         events = job.events()
         try:
             async for event in events:
                 if job.ended and "response" in event:
-                    self.keep(job)
+                    self.keep(job, owner)
                 yield frame(event)
         finally:
             await events.aclose()  # type: ignore[attr-defined]
 
-    async def start(self, job: ResponseJob) -> Running:
+    async def start(self, job: ResponseJob, owner: str) -> Running:
         """Let a response run by itself; returns when the engine has taken it."""
         events = job.events()
-        running = Running(job)
+        running = Running(job, owner)
         running.take(await anext(events))
         self.running[job.id] = running
         running.task = asyncio.create_task(self._run(running, events))
@@ -145,47 +147,53 @@ class Responses:
             await events.aclose()  # type: ignore[attr-defined]
             del self.running[job.id]
             if running.kept and job.ended:
-                self.keep(job, running.frames)
+                self.keep(job, running.owner, running.frames)
             running.ended = True
             running.wake()
 
     # ------------------------------------------------------------ asking for
 
-    def stored(self, id: str) -> StoredResponse:
+    def _running(self, id: str, owner: str) -> Running | None:
+        found = self.running.get(id)
+        return found if found is not None and found.owner == owner else None
+
+    def stored(self, id: str, owner: str) -> StoredResponse:
         """Raises NotFound."""
-        found = self.store.get(id)
+        found = self.store.get(id, owner)
         if found is None:
             raise NotFound(f"response_id: no response {id!r} is stored here", param="response_id")
         return found
 
-    def body(self, id: str) -> bytes:
+    def body(self, id: str, owner: str) -> bytes:
         """A response as it is now, encoded. Raises NotFound."""
-        running = self.running.get(id)
-        return self.stored(id).body if running is None else encoder.encode(running.job.body())
+        running = self._running(id, owner)
+        return (
+            self.stored(id, owner).body if running is None else encoder.encode(running.job.body())
+        )
 
-    def input(self, id: str) -> list[Item]:
+    def input(self, id: str, owner: str) -> list[Item]:
         """All items before its output. Raises NotFound."""
-        running = self.running.get(id)
-        return self.stored(id).items() if running is None else running.job.input
+        running = self._running(id, owner)
+        return self.stored(id, owner).items() if running is None else running.job.input
 
-    def follow(self, id: str, first: int) -> AsyncIterator[bytes]:
+    def follow(self, id: str, owner: str, first: int) -> AsyncIterator[bytes]:
         """The stream of a background response, from a sequence number on. Raises NotFound,
         InvalidRequest."""
-        running = self.running.get(id)
-        streamed = bool(running.job.wanted.stream if running else self.stored(id).events)
+        running = self._running(id, owner)
+        streamed = bool(running.job.wanted.stream if running else self.stored(id, owner).events)
         if not streamed:
             raise InvalidRequest(
                 "stream: only a response created with background and stream can be followed",
                 param="stream",
             )
-        return running.follow(first) if running else _replay(self.stored(id).events, first)
+        return running.follow(first) if running else _replay(self.stored(id, owner).events, first)
 
-    async def cancel(self, id: str) -> bytes:
+    async def cancel(self, id: str, owner: str) -> bytes:
         """→ the response, which has ended. Raises NotFound; InvalidRequest unless it ran in the
         background."""
-        running = self.running.get(id)
+        running = self._running(id, owner)
         if running is None:
-            stored = self.stored(id)
+            stored = self.stored(id, owner)
             if not msgspec.json.decode(stored.body)["background"]:
                 raise InvalidRequest(
                     "response_id: only background responses can be cancelled", param="response_id"
@@ -194,14 +202,14 @@ class Responses:
         await self._abort(running)
         return encoder.encode(running.job.body())
 
-    async def delete(self, id: str) -> dict[str, Any]:
+    async def delete(self, id: str, owner: str) -> dict[str, Any]:
         """Forget a response; one that runs is cancelled. Raises NotFound."""
-        running = self.running.get(id)
+        running = self._running(id, owner)
         if running is not None:
             running.kept = False
             await self._abort(running)
         else:
-            self.stored(id)
+            self.stored(id, owner)
             self.store.delete(id)
         return {"id": id, "object": "response", "deleted": True}
 

@@ -53,8 +53,11 @@ class ReasoningConfig(msgspec.Struct, kw_only=True):
     generate_summary: str | None = None
 
 
-class ResponsesRequest(msgspec.Struct, kw_only=True):
+class ResponsesRequest(msgspec.Struct, kw_only=True, dict=True):
     """POST /v1/responses. Names: OpenAI's, then vLLM's."""
+
+    token_cap: ClassVar[int | None] = None
+    """As in SamplingRequest."""
 
     REFUSED: ClassVar = {
         "conversation": "chain responses with previous_response_id instead",
@@ -159,7 +162,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
         Raises InvalidRequest with the field's name.
         """
         tools, choice = chat_tools(self.tools, self.tool_choice)
-        return ChatRequest(
+        chat = ChatRequest(
             model=self.model,
             messages=messages,
             stream=bool(self.stream or self.background),
@@ -172,6 +175,9 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
             chat_template_kwargs=self._template_kwargs(thinking_switch),
             **{name: getattr(self, name) for name in PASSED},
         )
+        if self.token_cap is not None:
+            chat.token_cap = self.token_cap  # type: ignore[misc]
+        return chat
 
     def _format(self) -> dict[str, Any] | None:
         given = self.text.format if self.text is not None else None

@@ -26,6 +26,8 @@ class StoredResponse(msgspec.Struct, frozen=True):
     """Ids of the items that this response brought: its own input and its output."""
     events: bytes = b""
     """The stream, if it can be followed again."""
+    owner: str = ""
+    """Of the tenant that made it: for others, it is not here."""
 
     @property
     def num_bytes(self) -> int:
@@ -59,7 +61,7 @@ class ResponseStore:
         self.max_bytes = max_bytes
         self.num_bytes = 0
         self._responses: OrderedDict[str, StoredResponse] = OrderedDict()
-        self._owners: dict[str, str] = {}
+        self._brought_by: dict[str, str] = {}
         """Item id → id of the response that brought it."""
 
     def __len__(self) -> int:
@@ -70,7 +72,12 @@ class ResponseStore:
         return self.max_count > 0 and self.max_bytes > 0
 
     def put(
-        self, body: dict[str, Any], input: list[Item], own_input: list[Item], events: bytes = b""
+        self,
+        body: dict[str, Any],
+        input: list[Item],
+        own_input: list[Item],
+        events: bytes = b"",
+        owner: str = "",
     ) -> None:
         """Keep a response, dropping the oldest ones for it. One that alone is too large is not
         kept.
@@ -78,18 +85,20 @@ class ResponseStore:
         input: all items before its output; own_input: those of them that it brought itself.
         """
         own = tuple(item["id"] for item in (*own_input, *body["output"]))
-        made = StoredResponse(encoder.encode(body), encoder.encode(input), own, events)
+        made = StoredResponse(encoder.encode(body), encoder.encode(input), own, events, owner)
         self.delete(body["id"])
         if not self.enabled or made.num_bytes > self.max_bytes:
             return
         self._responses[body["id"]] = made
-        self._owners.update(dict.fromkeys(own, body["id"]))
+        self._brought_by.update(dict.fromkeys(own, body["id"]))
         self.num_bytes += made.num_bytes
         while len(self._responses) > self.max_count or self.num_bytes > self.max_bytes:
             self.delete(next(iter(self._responses)))
 
-    def get(self, id: str) -> StoredResponse | None:
-        return self._responses.get(id)
+    def get(self, id: str, owner: str) -> StoredResponse | None:
+        """What is here for this owner."""
+        found = self._responses.get(id)
+        return found if found is not None and found.owner == owner else None
 
     def delete(self, id: str) -> bool:
         """→ whether it was there."""
@@ -98,14 +107,14 @@ class ResponseStore:
             return False
         self.num_bytes -= gone.num_bytes
         for item in gone.own:
-            if self._owners.get(item) == id:
-                del self._owners[item]
+            if self._brought_by.get(item) == id:
+                del self._brought_by[item]
         return True
 
-    def find_item(self, id: str) -> Item | None:
-        """An item that one of the kept responses brought."""
-        owner = self._responses.get(self._owners.get(id, ""))
-        if owner is None:
+    def find_item(self, id: str, owner: str) -> Item | None:
+        """An item that one of this owner's kept responses brought."""
+        found = self.get(self._brought_by.get(id, ""), owner)
+        if found is None:
             return None
-        known = [*owner.items(), *owner.response()["output"]]
+        known = [*found.items(), *found.response()["output"]]
         return next((item for item in known if item["id"] == id), None)

@@ -12,7 +12,7 @@ import socket
 import ssl
 import sys
 import time
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,10 +22,12 @@ from aiohttp.http_exceptions import HttpProcessingError
 from ...core.config import EngineConfig
 from ...core.engine.async_engine import AsyncEngine
 from ...core.registry import Plugins
+from .api_keys import KeyRing
 from .app import make_app
 from .connections import Runner, raise_descriptors, watching_descriptors
 from .context import ServerOptions
 from .request_log import KINDS, access
+from .tenants import TENANCY
 from .tls import Tls, refreshing
 
 logger = logging.getLogger("jackfield.server")
@@ -78,8 +80,9 @@ async def listening(
         logs = {"access_log": access, "access_log_class": KINDS[options.access_log]}
     raise_descriptors()
     context = listen.tls.context() if listen.tls is not None else None
+    app = make_app(engine, options, None if listen.uds else listen.host)
     runner = Runner(
-        make_app(engine, options, None if listen.uds else listen.host),
+        app,
         options.connections,
         shutdown_timeout=CLOSE_SECONDS,
         logger=http_logger,
@@ -100,11 +103,28 @@ async def listening(
             await site.start()
         async with contextlib.AsyncExitStack() as stack:
             await stack.enter_async_context(watching_descriptors())
+            if options.api_key_files:
+                stack.enter_context(_reading_again(app[TENANCY].keys))
             if listen.tls is not None and context is not None and listen.tls.refresh:
                 await stack.enter_async_context(refreshing(listen.tls, context))
             yield listen.uds or address(listen, runner.addresses[0][1])
     finally:
         await runner.cleanup()
+
+
+@contextlib.contextmanager
+def _reading_again(keys: KeyRing) -> Iterator[None]:
+    """On SIGHUP, read the files with keys again; elsewhere than in a main thread there is none."""
+    loop = asyncio.get_running_loop()
+    try:
+        loop.add_signal_handler(signal.SIGHUP, keys.reload)
+    except (RuntimeError, ValueError):
+        yield
+        return
+    try:
+        yield
+    finally:
+        loop.remove_signal_handler(signal.SIGHUP)
 
 
 async def serve(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from typing import Any
 
 from aiohttp import web
@@ -26,6 +27,8 @@ from .protocol import DetokenizeRequest, TokenizeRequest
 
 MAX_DETOKENIZED = 1 << 17
 """Token ids in one /detokenize, where the model's context holds fewer."""
+OWN_METRIC = re.compile(rb"^(# (?:HELP|TYPE) |)jackfield:", re.M)
+VLLM_METRIC = re.compile(rb"(# (?:HELP|TYPE) )?vllm:")
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -136,4 +139,17 @@ async def plugins(request: web.Request) -> web.Response:
 async def metrics(request: web.Request) -> web.Response:
     """GET /metrics: counts and measures, for Prometheus."""
     text = await request.app[ENGINE].render_metrics()
+    text = with_prefix(text, request.app[OPTIONS].metrics_prefix)
     return web.Response(body=text, headers={"Content-Type": METRICS_TYPE})
+
+
+def with_prefix(text: bytes, prefix: str) -> bytes:
+    """Metrics as they are rendered, under vLLM's prefix, or under both. Those of others, which do
+    not begin with `jackfield:`, stay as they are and come once."""
+    if prefix == "jackfield":
+        return text
+    renamed = OWN_METRIC.sub(rb"\1vllm:", text)
+    if prefix == "vllm":
+        return renamed
+    ours = (line for line in renamed.splitlines(keepends=True) if VLLM_METRIC.match(line))
+    return text + b"".join(ours)

@@ -14,6 +14,7 @@ import urllib.parse
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -89,14 +90,9 @@ def served(server: Server) -> dict[str, Any]:
     return answer.json()
 
 
-class Nobody:
-    """An engine's plugins, of which none adds a route."""
-
-    plugins = Plugins()
-
-
 def application(options: ServerOptions = ALL) -> web.Application:
-    engine: Any = Nobody()
+    """Of an engine without plugins."""
+    engine: Any = SimpleNamespace(plugins=Plugins())
     return make_app(engine, options)
 
 

@@ -15,6 +15,7 @@ from jackfield.entrypoints.cli.main import main
 from jackfield.entrypoints.cli.serve_settings import make_parser
 from jackfield.entrypoints.cli.server_options import api_keys, server_options
 from jackfield.entrypoints.openai.context import ServerOptions
+from jackfield.entrypoints.openai.utility import with_prefix
 
 
 def flags(*argv: str) -> argparse.Namespace:
@@ -137,3 +138,18 @@ def test_vllms_names_mean_the_same() -> None:
         flags("--enable-auto-tool-choice"), EngineConfig(tool_call_parser="hermes")
     )
     assert parsed["response_role"] == "assistant"
+
+
+def test_metrics_are_shown_under_vllms_prefix() -> None:
+    text = (
+        b"# HELP jackfield:num_requests_running Requests, of jackfield: all.\n"
+        b"# TYPE jackfield:num_requests_running gauge\n"
+        b'jackfield:num_requests_running{model_name="jackfield:x"} 1.0\n'
+        b"# TYPE mine gauge\nmine 2.0\n"
+    )
+    renamed = text.replace(b" jackfield:num", b" vllm:num").replace(b"\njackfield:", b"\nvllm:")
+    assert with_prefix(text, "jackfield") == text
+    assert with_prefix(text, "vllm") == renamed
+    assert b'vllm:num_requests_running{model_name="jackfield:x"} 1.0\n' in renamed
+    assert with_prefix(text, "both") == text + b"".join(renamed.splitlines(keepends=True)[:3])
+    assert options("--metrics-prefix", "both").metrics_prefix == "both"

@@ -25,8 +25,10 @@ from serving import engine_config as config
 
 from jackfield import EngineConfig
 from jackfield.core.errors import ConfigError
+from jackfield.core.tenancy import RequestHead
 from jackfield.entrypoints.cli.serve_settings import make_parser
-from jackfield.entrypoints.cli.server_options import api_keys, server_options, tls
+from jackfield.entrypoints.cli.server_options import api_keys, key_files, server_options, tls
+from jackfield.entrypoints.openai.api_keys import KeyRing
 from jackfield.entrypoints.openai.context import ServerOptions
 from jackfield.entrypoints.openai.cors import Cors
 from jackfield.entrypoints.openai.tls import Tls, refreshing
@@ -275,7 +277,12 @@ def test_keys_come_from_flags_files_and_the_environment(
     monkeypatch.setenv("VLLM_API_KEY", "e2")
     (tmp_path / "keys").write_text("f1\n# no\nf2\n")
     args = flags("--api-key", "a", "--api-key", "b", "--api-key-file", str(tmp_path / "keys"))
-    assert api_keys(args) == ("a", "b", "f1", "f2", "e1", "e2")
+    assert api_keys(args) == ("a", "b", "e1", "e2")
+    ring = KeyRing(api_keys(args), key_files(args))
+    assert len(ring) == 6
+    for key in ("a", "b", "f1", "f2", "e1", "e2"):
+        head = RequestHead("GET", "/", "/", {"Authorization": f"Bearer {key}"}, None)
+        assert ring.authenticate(head) is not None
 
 
 @pytest.mark.parametrize("content", ["", "# only this\n\n", None])
@@ -286,7 +293,7 @@ def test_a_file_without_keys_is_refused_and_opens_nothing(
     if content is not None:
         path.write_text(content)
     with pytest.raises(ConfigError, match="--api-key-file"):
-        api_keys(flags("--api-key-file", str(path)))
+        key_files(flags("--api-key-file", str(path)))
     with pytest.raises(ConfigError, match="--api-key: must not be empty"):
         api_keys(flags("--api-key", ""))
 

@@ -1,0 +1,56 @@
+"""Calls the hooks that decide about one request: their errors are that request's, by name."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import AsyncIterator
+from typing import Any
+
+from .errors import JackfieldError, PluginError
+from .registry import Plugins
+
+logger = logging.getLogger("jackfield.plugins")
+
+
+class RequestHook:
+    """The implementations of one hook, in the order in which plugins were loaded.
+
+    What an implementation refuses, by raising a JackfieldError of its choice, is passed on.
+    Whatever else it raises becomes a PluginError with its distribution's name, and ends that
+    request alone.
+    """
+
+    def __init__(self, plugins: Plugins, name: str) -> None:
+        self.name = name
+        self._plugins = plugins
+        self._impls = tuple(reversed(getattr(plugins.manager.hook, name).get_hookimpls()))
+
+    def __bool__(self) -> bool:
+        """Whether any plugin implements it."""
+        return bool(self._impls)
+
+    async def results(self, **arguments: Any) -> AsyncIterator[tuple[str, Any]]:
+        """(who, result) of each, one after another. Raises JackfieldError."""
+        for impl in self._impls:
+            who = self._who(impl.plugin_name)
+            try:
+                result = impl.function(**{name: arguments[name] for name in impl.argnames})
+                if inspect.isawaitable(result):
+                    result = await result
+            except JackfieldError:
+                raise
+            except Exception as error:
+                logger.exception("plugin %s failed in %s", who, self.name)
+                raise self.failure(who, f"{type(error).__name__} in {self.name}") from error
+            yield who, result
+
+    def failure(self, who: str, what: str) -> PluginError:
+        """For what an implementation did wrong."""
+        return PluginError(f"plugin {who} failed on this request: {what}")
+
+    def _who(self, plugin_name: str) -> str:
+        origin = self._plugins.provenance.get(plugin_name)
+        if origin is None:
+            return plugin_name
+        return f"{origin.entry_point} of {origin.distribution} {origin.version}".strip()

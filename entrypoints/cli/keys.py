@@ -1,0 +1,71 @@
+"""`jackfield keys`: API keys for `serve --api-key-file`, which holds their digests alone."""
+
+from __future__ import annotations
+
+import argparse
+import secrets
+import sys
+from pathlib import Path
+
+import msgspec
+
+from ...core.errors import ConfigError
+from .options import Parser, fail
+from .server_options import at_least_one
+
+
+def run(argv: list[str]) -> int:
+    """→ exit status"""
+    parser = Parser(prog="jackfield keys", description=__doc__)
+    commands = parser.add_subparsers(
+        dest="command", required=True, parser_class=Parser, help="new: a new key; add: one you have"
+    )
+    new = commands.add_parser("new", help="make a key, and the line for its file")
+    add = commands.add_parser("add", help="make the line for a key that standard input brings")
+    for one in (new, add):
+        one.add_argument("name", help="of who has the key; keys of one name are one owner's")
+        one.add_argument("--file", metavar="PATH", help="append the line; otherwise it is printed")
+        one.add_argument(
+            "--max-concurrency", type=at_least_one, metavar="N", help="requests at once"
+        )
+        one.add_argument(
+            "--requests-per-minute", type=at_least_one, metavar="N", help="requests a minute"
+        )
+        one.add_argument("--max-tokens", type=at_least_one, metavar="N", help="tokens of an answer")
+    args = parser.parse_args(argv)
+    try:
+        return _make(args)
+    except (ConfigError, OSError) as error:
+        return fail(error)
+
+
+def _make(args: argparse.Namespace) -> int:
+    from ..openai.api_keys import PREFIX, KeyEntry, digest_of
+
+    key = f"jf-{secrets.token_urlsafe(32)}" if args.command == "new" else sys.stdin.read().strip()
+    if not key:
+        raise ConfigError("keys add: standard input brings no key")
+    if not 0 < len(args.name) <= 128:
+        raise ConfigError(f"keys: a name has 1 to 128 characters, got {len(args.name)}")
+    entry = KeyEntry(
+        name=args.name,
+        digest=PREFIX + digest_of(key).hex(),
+        max_concurrency=args.max_concurrency,
+        requests_per_minute=args.requests_per_minute,
+        max_tokens=args.max_tokens,
+    )
+    told = {k: v for k, v in msgspec.to_builtins(entry).items() if v is not None}
+    line = msgspec.json.encode(told).decode()
+    if args.file is None:
+        print(line)
+        if args.command == "new":
+            print(f"the key, which is shown once: {key}", file=sys.stderr)
+        return 0
+    path = Path(args.file)
+    if not path.exists():
+        path.touch(mode=0o600)
+    with path.open("a", encoding="utf-8") as file:
+        file.write(f"{line}\n")
+    if args.command == "new":
+        print(key)
+    return 0

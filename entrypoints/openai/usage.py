@@ -1,0 +1,157 @@
+"""What tenants use, against their limits: requests at once, and requests per minute.
+
+Counted in a table of numbers that all front ends share: a file in the folder that is theirs, mapped
+into each, or plain memory where there is one process. Each front end has a column of its own for
+what runs there, which it clears when it starts: one that was killed leaves no counts behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import mmap
+import struct
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+
+from aiohttp import web
+from aiohttp.typedefs import Middleware
+
+from ...core.errors import RateLimited
+from ...core.tenancy import Tenant
+from .load import is_for_work
+from .tenants import tenant_of
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+NUM_ROWS = 4096
+"""Tenants with limits that are counted at once."""
+NEAR = 32
+"""Rows in which a tenant's may be, from the one that its name points to."""
+_HEAD = struct.Struct("<16sdd")
+"""Digest of the owner; requests that may begin now; when that was so."""
+
+
+class Usage:
+    """Counts of all tenants with limits, shared by `num_fronts` processes."""
+
+    def __init__(
+        self,
+        num_fronts: int = 1,
+        front: int = 0,
+        path: Path | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """front: the number of this one, from 0. path: what they share; None: there is one."""
+        self._front = front
+        self._running = struct.Struct(f"<{num_fronts}I")
+        self._row = _HEAD.size + self._running.size
+        self._clock = clock
+        size = self._row * NUM_ROWS
+        self._file = None
+        self._table: mmap.mmap | bytearray = bytearray(size)
+        if path is not None:
+            self._file = path.open("a+b")
+            with self._locked():
+                self._file.truncate(size)
+            self._table = mmap.mmap(self._file.fileno(), size)
+            with self._locked():
+                for row in range(NUM_ROWS):
+                    struct.pack_into("<I", self._table, self._cell(row), 0)
+
+    def close(self) -> None:
+        if isinstance(self._table, mmap.mmap):
+            self._table.close()
+        if self._file is not None:
+            self._file.close()
+
+    def begin(self, tenant: Tenant) -> None:
+        """Count a request. Raises RateLimited, and counts nothing."""
+        limits, now = tenant.limits, self._clock()
+        with self._locked():
+            row = self._find(tenant, now)
+            at = row * self._row
+            digest, left, since = _HEAD.unpack_from(self._table, at)
+            running = sum(self._running.unpack_from(self._table, at + _HEAD.size))
+            if limits.max_concurrency is not None and running >= limits.max_concurrency:
+                raise RateLimited(
+                    f"{tenant.name}: {limits.max_concurrency} requests are being answered; "
+                    "try again when one has ended"
+                )
+            if (rate := limits.requests_per_minute) is not None:
+                left = min(float(rate), left + max(now - since, 0.0) * rate / 60)
+                if left < 1:
+                    error = RateLimited(f"{tenant.name}: {rate} requests a minute are allowed")
+                    error.retry_after = max(1, round((1 - left) * 60 / rate + 0.5))
+                    raise error
+                left -= 1
+            _HEAD.pack_into(self._table, at, digest, left, now)
+            self._add(row, 1)
+
+    def end(self, tenant: Tenant) -> None:
+        """A request that was counted has ended."""
+        with self._locked():
+            self._add(self._find(tenant, self._clock()), -1)
+
+    def _add(self, row: int, change: int) -> None:
+        (count,) = struct.unpack_from("<I", self._table, self._cell(row))
+        struct.pack_into("<I", self._table, self._cell(row), max(count + change, 0))
+
+    def _cell(self, row: int) -> int:
+        """Where the count of this front end is."""
+        return row * self._row + _HEAD.size + 4 * self._front
+
+    def _find(self, tenant: Tenant, now: float) -> int:
+        """A tenant's row: its own, else a free one near, else the one that was longest without a
+        request. Raises RateLimited where all have requests."""
+        digest = hashlib.blake2b(tenant.owner.encode(), digest_size=16).digest()
+        first = int.from_bytes(digest[:4], "little")
+        oldest: tuple[float, int] | None = None
+        for step in range(NEAR):
+            row = (first + step) % NUM_ROWS
+            at = row * self._row
+            present, _, since = _HEAD.unpack_from(self._table, at)
+            if present == digest:
+                return row
+            if not any(self._running.unpack_from(self._table, at + _HEAD.size)) and (
+                oldest is None or since < oldest[0]
+            ):
+                oldest = (since, row)
+        if oldest is None:
+            raise RateLimited("too many keys with limits are in use; try again later")
+        full = float(tenant.limits.requests_per_minute or 0)
+        _HEAD.pack_into(self._table, oldest[1] * self._row, digest, full, now)
+        return oldest[1]
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Against the other processes; in this one, nothing waits in between."""
+        if self._file is None:
+            yield
+            return
+        fcntl.flock(self._file, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            fcntl.flock(self._file, fcntl.LOCK_UN)
+
+
+def within_limits(usage: Usage) -> Middleware:
+    """A middleware that counts requests for work of tenants with limits, streams to their end."""
+
+    @web.middleware
+    async def limited(request: web.Request, handler: Handler) -> web.StreamResponse:
+        tenant = tenant_of(request)
+        limits = tenant.limits
+        if (
+            limits.max_concurrency is None and limits.requests_per_minute is None
+        ) or not is_for_work(request):
+            return await handler(request)
+        usage.begin(tenant)
+        try:
+            return await handler(request)
+        finally:
+            usage.end(tenant)
+
+    return limited

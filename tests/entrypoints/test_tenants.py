@@ -1,0 +1,300 @@
+"""Keys and their owners: what one stores no other finds, each has its own limits."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from serving import Server, engine_config, running, save_random
+
+from jackfield.core.errors import ConfigError, RateLimited
+from jackfield.core.tenancy import Tenant, TenantLimits
+from jackfield.entrypoints.batch.objects import BatchOptions
+from jackfield.entrypoints.cli.main import main
+from jackfield.entrypoints.openai import usage
+from jackfield.entrypoints.openai.api_keys import KeyRing, read_keys
+from jackfield.entrypoints.openai.context import ServerOptions
+
+KEYS = ("ann-1", "bob", "tight")
+
+
+def entry(name: str, key: str, **limits: int) -> str:
+    """A line of a key file, by the command."""
+    stdin, stdout = sys.stdin, sys.stdout
+    sys.stdin, sys.stdout = io.StringIO(key), io.StringIO()
+    try:
+        flags = [f"--{limit.replace('_', '-')}={value}" for limit, value in limits.items()]
+        assert main(["keys", "add", name, *flags]) == 0
+        return sys.stdout.getvalue()
+    finally:
+        sys.stdin, sys.stdout = stdin, stdout
+
+
+@pytest.fixture(scope="module")
+def key_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("keys") / "keys.jsonl"
+    path.write_text(
+        "# who may come\n"
+        + entry("ann", "ann-1")
+        + entry("ann", "ann-2")
+        + entry("tight", "tight", max_concurrency=1, max_tokens=3)
+        + "bob\n"
+    )
+    return path
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, key_file: Path) -> Iterator[Server]:
+    options = ServerOptions(
+        api_keys=("eve",),
+        api_key_files=(key_file,),
+        batches=BatchOptions(tmp_path_factory.mktemp("batches")),
+    )
+    with running(engine_config(save_random(tmp_path_factory.mktemp("random"))), options) as made:
+        yield made
+
+
+def client(server: Server, key: str) -> openai.OpenAI:
+    return openai.OpenAI(base_url=server.url + "/v1", api_key=key, max_retries=0)
+
+
+def complete(server: Server, key: str, **body: Any) -> httpx.Response:
+    headers = {"Authorization": f"Bearer {key}"}
+    asked = {"prompt": "x", "max_tokens": 2, **body}
+    return httpx.post(server.url + "/v1/completions", json=asked, headers=headers, timeout=60)
+
+
+# ---------------------------------------------------------------- owners
+
+
+def batch_file(number: int = 1) -> bytes:
+    lines = [
+        {"custom_id": str(i), "method": "POST", "url": "/v1/completions",
+         "body": {"prompt": "x", "max_tokens": 50, "ignore_eos": True}}
+        for i in range(number)
+    ]  # fmt: skip
+    return b"".join(json.dumps(line).encode() + b"\n" for line in lines)
+
+
+def test_files_and_batches_of_one_key_are_not_there_for_another(server: Server) -> None:
+    ann, bob = client(server, "ann-1"), client(server, "bob")
+    file = ann.files.create(file=("a.jsonl", batch_file()), purpose="batch")
+    batch = ann.batches.create(
+        input_file_id=file.id, endpoint="/v1/completions", completion_window="24h"
+    )
+    while (done := ann.batches.retrieve(batch.id)).status != "completed":
+        time.sleep(0.02)
+    assert done.output_file_id is not None
+    for file_id in (file.id, done.output_file_id):
+        for ask in (bob.files.retrieve, bob.files.delete, bob.files.content):
+            with pytest.raises(openai.NotFoundError):
+                ask(file_id)
+    for ask in (bob.batches.retrieve, bob.batches.cancel):
+        with pytest.raises(openai.NotFoundError):
+            ask(batch.id)
+    with pytest.raises(openai.NotFoundError):
+        bob.batches.create(
+            input_file_id=file.id, endpoint="/v1/completions", completion_window="24h"
+        )
+    with pytest.raises(openai.NotFoundError):
+        bob.files.list(after=file.id)
+    with pytest.raises(openai.NotFoundError):
+        bob.batches.list(after=batch.id)
+    assert bob.files.list().data == [] and bob.batches.list().data == []
+    renewed = client(server, "ann-2")
+    assert {one.id for one in renewed.files.list().data} == {file.id, done.output_file_id}
+    assert [one.id for one in renewed.batches.list().data] == [batch.id]
+    assert renewed.files.content(done.output_file_id).text
+    renewed.files.delete(file.id)
+
+
+def test_responses_of_one_key_are_not_there_for_another(server: Server) -> None:
+    ann, bob = client(server, "ann-1"), client(server, "bob")
+    made = ann.responses.create(input="hello", max_output_tokens=2)
+    item = ann.responses.input_items.list(made.id).data[0]
+    for ask in (bob.responses.retrieve, bob.responses.delete, bob.responses.cancel,
+                bob.responses.input_items.list):  # fmt: skip
+        with pytest.raises(openai.NotFoundError):
+            ask(made.id)
+    for wish in ({"previous_response_id": made.id},
+                 {"input": [{"type": "item_reference", "id": item.id}]}):  # fmt: skip
+        with pytest.raises((openai.BadRequestError, openai.NotFoundError)):
+            bob.responses.create(**{"input": "x", "max_output_tokens": 2, **wish})
+        assert ann.responses.create(**{"input": "x", "max_output_tokens": 2, **wish})
+    assert client(server, "ann-2").responses.retrieve(made.id).id == made.id
+
+
+def test_a_background_response_is_its_owner_s_while_it_runs(server: Server) -> None:
+    ann, bob = client(server, "ann-1"), client(server, "bob")
+    made = ann.responses.create(
+        input="hello", background=True, max_output_tokens=300, extra_body={"ignore_eos": True}
+    )
+    for ask in (bob.responses.retrieve, bob.responses.cancel, bob.responses.delete):
+        with pytest.raises(openai.NotFoundError):
+            ask(made.id)
+    assert ann.responses.retrieve(made.id).status in ("queued", "in_progress", "completed")
+    ann.responses.delete(made.id)
+
+
+def test_a_client_cannot_name_its_tenant(server: Server) -> None:
+    from jackfield.entrypoints.openai.tenants import HEADER, tenant_header
+
+    ann = client(server, "ann-1")
+    made = ann.responses.create(input="hello", max_output_tokens=2)
+    forged = tenant_header(Tenant("ann", KeyRing(["x"])._keys[0].tenant.owner))
+    with pytest.raises(openai.NotFoundError):
+        client(server, "bob").responses.retrieve(made.id, extra_headers={HEADER: forged})
+
+
+# ---------------------------------------------------------------- limits
+
+
+def test_a_key_has_its_own_number_of_requests_at_once(server: Server) -> None:
+    headers = {"Authorization": "Bearer tight"}
+    body = {"input": "x", "stream": True, "ignore_eos": True}
+    with httpx.stream("POST", server.url + "/v1/responses", json=body, headers=headers) as first:
+        lines = first.iter_lines()
+        next(lines)
+        usage_full = complete(server, "tight")
+        others = complete(server, "bob")
+    if first.status_code == 200 and usage_full.status_code == 429:
+        assert usage_full.headers["Retry-After"] == "1"
+        assert usage_full.json()["error"]["type"] == "rate_limit_error"
+    assert others.status_code == 200
+
+
+def test_no_answer_is_longer_than_the_key_allows(server: Server) -> None:
+    for asked in ({"max_tokens": 50}, {"max_tokens": None}, {"max_tokens": 2}):
+        answer = complete(server, "tight", ignore_eos=True, **asked).json()
+        assert answer["usage"]["completion_tokens"] == min(asked["max_tokens"] or 3, 3)
+    tight = client(server, "tight")
+    made = tight.responses.create(input="x", extra_body={"ignore_eos": True})
+    assert made.usage is not None and made.usage.output_tokens == 3
+    chat = tight.chat.completions.create(
+        model="tiny", messages=[{"role": "user", "content": "x"}], max_completion_tokens=9,
+        extra_body={"ignore_eos": True},
+    )  # fmt: skip
+    assert chat.usage is not None and chat.usage.completion_tokens == 3
+
+
+def test_nor_in_a_batch(server: Server) -> None:
+    tight = client(server, "tight")
+    file = tight.files.create(file=("a.jsonl", batch_file(2)), purpose="batch")
+    batch = tight.batches.create(
+        input_file_id=file.id, endpoint="/v1/completions", completion_window="24h"
+    )
+    while (done := tight.batches.retrieve(batch.id)).status != "completed":
+        time.sleep(0.02)
+    assert done.output_file_id is not None
+    for line in tight.files.content(done.output_file_id).text.splitlines():
+        assert json.loads(line)["response"]["body"]["usage"]["completion_tokens"] == 3
+
+
+def test_requests_a_minute_come_back_evenly() -> None:
+    now = [1000.0]
+    counts = usage.Usage(clock=lambda: now[0])
+    tenant = Tenant("t", "t", TenantLimits(requests_per_minute=6))
+    for _ in range(6):
+        counts.begin(tenant)
+    with pytest.raises(RateLimited) as caught:
+        counts.begin(tenant)
+    assert caught.value.retry_after is not None and 9 <= caught.value.retry_after <= 11
+    now[0] += 10.5
+    counts.begin(tenant)
+    with pytest.raises(RateLimited):
+        counts.begin(tenant)
+    counts.begin(Tenant("other", "other", TenantLimits(requests_per_minute=1)))
+
+
+def test_front_ends_count_together_and_a_killed_one_leaves_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "usage"
+    first, second = (usage.Usage(2, front, path) for front in (0, 1))
+    tenant = Tenant("t", "t", TenantLimits(max_concurrency=2, requests_per_minute=100))
+    first.begin(tenant)
+    second.begin(tenant)
+    for counts in (first, second):
+        with pytest.raises(RateLimited, match="2 requests are being answered"):
+            counts.begin(tenant)
+    again = usage.Usage(2, 1, path)  # In the place of the second one, which was killed.
+    again.begin(tenant)
+    with pytest.raises(RateLimited):
+        first.begin(tenant)
+    again.end(tenant)
+    first.end(tenant)
+    rate = Tenant("r", "r", TenantLimits(requests_per_minute=3))
+    for counts in (first, again, first):
+        counts.begin(rate)
+    with pytest.raises(RateLimited):
+        again.begin(rate)
+
+
+def test_more_tenants_than_rows_are_counted_as_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(usage, "NUM_ROWS", 8)
+    monkeypatch.setattr(usage, "NEAR", 8)
+    counts = usage.Usage()
+    for number in range(50):
+        tenant = Tenant(str(number), str(number), TenantLimits(max_concurrency=1))
+        counts.begin(tenant)
+        with pytest.raises(RateLimited):
+            counts.begin(tenant)
+        counts.end(tenant)
+
+
+# ---------------------------------------------------------------- files of keys
+
+
+def test_a_key_file_is_read_again_and_a_wrong_one_changes_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "keys"
+    path.write_text("one\n")
+    ring = KeyRing((), [path])
+    assert len(ring) == 1
+    path.write_text(entry("two", "two") + "one\n")
+    ring.reload()
+    assert len(ring) == 2
+    path.write_text('{"name": "x"}\n')
+    ring.reload()
+    assert len(ring) == 2
+    assert "the keys stay as they were" in caplog.text and f"{path}:1" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"name": "x"}', "digest"),
+        ('{"name": "x", "digest": "abc"}', "must be sha256:"),
+        ('{"name": "", "digest": "abc"}', "name"),
+        ('{"name": "x", "digest": "abc", "max_token": 1}', "max_token"),
+        ('{"name": "x", "digest": "abc", "max_tokens": 0}', "max_tokens"),
+        ("{", "truncated"),
+    ],
+)
+def test_a_wrong_line_is_told_with_its_place(tmp_path: Path, line: str, message: str) -> None:
+    path = tmp_path / "keys"
+    path.write_text(f"# one\n\n{line}\n")
+    with pytest.raises(ConfigError, match="api-key-file") as caught:
+        read_keys(path)
+    assert f"{path}:3" in str(caught.value) and message in str(caught.value)
+
+
+def test_a_new_key_is_shown_once_and_its_file_holds_the_digest(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "keys"
+    assert main(["keys", "new", "ann", "--file", str(path), "--requests-per-minute", "5"]) == 0
+    key = capsys.readouterr().out.strip()
+    assert len(key) > 40 and key not in path.read_text()
+    assert os.stat(path).st_mode & 0o077 == 0
+    (read,) = read_keys(path)
+    assert read.tenant.name == "ann" and read.tenant.limits.requests_per_minute == 5
+    assert read == read_keys(path)[0]
