@@ -163,6 +163,9 @@ class AttentionBackend(ABC):
     first version, and stays so; `supports` may still refuse one of them."""
     graph_safe: ClassVar[bool] = False
     """Whether a decode-only `forward` may be captured in a CUDA graph."""
+    mixed_graph_safe: ClassVar[bool] = False
+    """Whether any `forward` may be, with a layout whose `mixed` says what the device alone knows:
+    launches then depend on nothing but the layout's sizes and upper bounds."""
     standard_cache: ClassVar[bool] = True
     """The cache has the layout above, and the step's keys and values are in it when `forward` is
     called; otherwise writing them is up to `forward`."""
@@ -192,6 +195,11 @@ class AttentionBackend(ABC):
     @abstractmethod
     def build_metadata(self, layout: BatchLayout) -> Any:
         """Once a step, before the first layer; what `forward` gets as `metadata`."""
+
+    def prefers_launch(self, query_lens: np.ndarray, seq_lens: np.ndarray) -> bool:
+        """Whether a step of these rows, [num_rows] each, is faster launched than recorded: with
+        lengths that the host knows there may be a better kernel. Asked where `mixed_graph_safe`."""
+        return False
 
     @abstractmethod
     def forward(

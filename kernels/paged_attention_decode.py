@@ -60,6 +60,7 @@ def _decode_kernel(
     value_cache_ptr,
     block_table_ptr,
     seq_lens_ptr,
+    query_start_ptr,
     slopes_ptr,
     sinks_ptr,
     scale,
@@ -82,18 +83,23 @@ def _decode_kernel(
     ALIBI: tl.constexpr,
     SINKS: tl.constexpr,
     SPLIT: tl.constexpr,
+    MIXED: tl.constexpr,
     MIN_TILES: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program a (row, kv head, split). Scores are kept in units of log2."""
+    """One program per (row, kv head, split). Scores are kept in units of log2."""
     row = tl.program_id(0)
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
     if PDL:
         gdc_wait()
+    if MIXED:
+        # Behind the leading rows of one token each there is nothing to do.
+        if tl.load(query_start_ptr + row + 1) != row + 1:
+            return
     seq_len = tl.load(seq_lens_ptr + row)
     lower, first, end, per_split = _split_tiles(seq_len, num_splits, BLOCK_N, MIN_TILES, WINDOW)
     begin_tile = first + split * per_split
@@ -170,6 +176,7 @@ def _join_kernel(
     partial_ptr,
     lse_ptr,
     seq_lens_ptr,
+    query_start_ptr,
     sinks_ptr,
     num_splits,
     stride_out_row,
@@ -178,6 +185,7 @@ def _join_kernel(
     HEAD_DIM: tl.constexpr,
     WINDOW: tl.constexpr,
     SINKS: tl.constexpr,
+    MIXED: tl.constexpr,
     MIN_TILES: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_S: tl.constexpr,
@@ -191,6 +199,9 @@ def _join_kernel(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
+    if MIXED:
+        if tl.load(query_start_ptr + row + 1) != row + 1:
+            return
     seq_len = tl.load(seq_lens_ptr + row)
     _, first, end, per_split = _split_tiles(seq_len, num_splits, BLOCK_N, MIN_TILES, WINDOW)
     offs_s = tl.arange(0, BLOCK_S)
@@ -279,8 +290,9 @@ def paged_attention_decode(
     out: torch.Tensor | None = None,
     shape: DecodeShape | None = None,
     cache_scales: tuple[float, float] = (1.0, 1.0),
+    query_start: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """query: [num_rows, num_heads, head_dim], one token a row → the same shape.
+    """query: [num_rows, num_heads, head_dim], one token per row → the same shape.
 
     kv_cache: [2, num_blocks, block_size, num_kv_heads, head_dim], of query's type (float16,
     bfloat16 or float32), or fp8 and to be multiplied by `cache_scales` (keys, values);
@@ -289,7 +301,8 @@ def paged_attention_decode(
     position - query's) added to the logits; sinks: [num_heads], one more logit a head in the
     softmax's sum. `workspace`: float32, at least `workspace_elements(...)`, contents free; made
     here when not given. Cache positions beyond a row's length, or before its window, are never
-    read. No host synchronisation; safe to capture.
+    read. query_start: [at least num_rows + 1] int32, where only the leading rows with
+    query_start[row + 1] = row + 1 are to be computed. No host synchronisation; safe to capture.
     """
     num_rows, num_heads, head_dim = query.shape
     _, _, block_size, num_kv_heads, _ = kv_cache.shape
@@ -323,6 +336,7 @@ def paged_attention_decode(
         kv_cache[1],
         block_table,
         seq_lens,
+        seq_lens if query_start is None else query_start,
         seq_lens if alibi_slopes is None else alibi_slopes,
         seq_lens if sinks is None else sinks,
         scale * cache_scales[0],
@@ -345,6 +359,7 @@ def paged_attention_decode(
         ALIBI=alibi_slopes is not None,
         SINKS=sinks is not None,
         SPLIT=num_splits > 1,
+        MIXED=query_start is not None,
         MIN_TILES=MIN_SPLIT_TILES,
         BLOCK_M=max(16, triton.next_power_of_2(group)),
         BLOCK_N=block_n,
@@ -360,6 +375,7 @@ def paged_attention_decode(
             partial,
             lse,
             seq_lens,
+            seq_lens if query_start is None else query_start,
             seq_lens if sinks is None else sinks,
             num_splits,
             out.stride(0),
@@ -368,6 +384,7 @@ def paged_attention_decode(
             HEAD_DIM=head_dim,
             WINDOW=sliding_window or 0,
             SINKS=sinks is not None,
+            MIXED=query_start is not None,
             MIN_TILES=MIN_SPLIT_TILES,
             BLOCK_N=block_n,
             BLOCK_S=triton.next_power_of_2(num_splits),

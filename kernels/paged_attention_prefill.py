@@ -106,7 +106,10 @@ def _attend(
     return acc, m, total
 
 
-@triton.jit(do_not_specialize=["first_row", "num_rows", "stride_table"])
+@triton.jit(
+    do_not_specialize=["first_row", "num_rows", "stride_table"],
+    do_not_specialize_on_alignment=["bounds_ptr"],
+)
 def _prefill_kernel(
     out_ptr,
     query_ptr,
@@ -115,6 +118,7 @@ def _prefill_kernel(
     block_table_ptr,
     query_start_ptr,
     seq_lens_ptr,
+    bounds_ptr,
     slopes_ptr,
     sinks_ptr,
     scale,
@@ -136,15 +140,22 @@ def _prefill_kernel(
     SOFT_CAP: tl.constexpr,
     ALIBI: tl.constexpr,
     SINKS: tl.constexpr,
+    MIXED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """One program a (tile of BLOCK_M // GROUP queries, kv head). Scores are in units of log2."""
+    """One program per (tile of BLOCK_M // GROUP queries, kv head). Scores are in units of log2."""
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
     # Later tiles see more keys: start them first.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = tl.program_id(1)
+
+    if MIXED:
+        first_row = tl.load(bounds_ptr)
+        num_rows = tl.load(bounds_ptr + 1)
+        if num_rows == 0:
+            return
 
     # Row r's tiles begin at (its first token) // BLOCK_Q + r, which leaves each row enough of
     # them and needs no table: find the last row that begins at or before this tile.
@@ -266,6 +277,8 @@ def paged_attention_prefill(
     num_tokens: int | None = None,
     out: torch.Tensor | None = None,
     cache_scales: tuple[float, float] = (1.0, 1.0),
+    bounds: torch.Tensor | None = None,
+    max_rows: int = 0,
 ) -> torch.Tensor:
     """query: [all_tokens, num_heads, head_dim] → the same shape; rows from first_row on.
 
@@ -277,12 +290,14 @@ def paged_attention_prefill(
     computed (all of query's by default); with max_query_len it sizes the launch. alibi_slopes:
     [num_heads] float32, times (key's position - query's) added to the logits; sinks: [num_heads],
     one more logit a head in the softmax's sum. Cache positions beyond a row's length are never
-    read. No host synchronisation.
+    read. bounds: [2] int32, first_row and the number of rows, where the device alone knows them;
+    then `max_rows` is the most rows there may be, and tokens of other rows are left alone. No host
+    synchronisation.
     """
     all_tokens, num_heads, head_dim = query.shape
     _, _, block_size, num_kv_heads, _ = kv_cache.shape
     out = torch.empty_like(query) if out is None else out
-    num_rows = seq_lens.shape[0] - first_row
+    num_rows = max_rows if bounds is not None else seq_lens.shape[0] - first_row
     num_tokens = all_tokens if num_tokens is None else num_tokens
     if num_rows == 0 or num_tokens == 0:
         return out
@@ -299,6 +314,7 @@ def paged_attention_prefill(
         block_table,
         query_start,
         seq_lens,
+        seq_lens if bounds is None else bounds,
         seq_lens if alibi_slopes is None else alibi_slopes,
         seq_lens if sinks is None else sinks,
         scale * cache_scales[0],
@@ -320,6 +336,7 @@ def paged_attention_prefill(
         SOFT_CAP=soft_cap or 0.0,
         ALIBI=alibi_slopes is not None,
         SINKS=sinks is not None,
+        MIXED=bounds is not None,
         BLOCK_M=block_m,
         BLOCK_N=block_n,
         BLOCK_D=max(16, triton.next_power_of_2(head_dim)),

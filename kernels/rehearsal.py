@@ -14,6 +14,7 @@ import contextvars
 import functools
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -27,6 +28,11 @@ try:
     from triton.runtime._async_compile import AsyncCompileMode
 except ImportError:  # A Triton that cannot: kernels compile when they are launched.
     AsyncCompileMode = None
+
+try:
+    from triton.runtime import build as triton_build
+except ImportError:  # Another Triton, which may load in another way.
+    triton_build = None
 
 logger = logging.getLogger("jackfield.kernels")
 
@@ -62,6 +68,34 @@ def load_compiler() -> None:
 def can_rehearse() -> bool:
     """Not in the interpreter, which compiles nothing."""
     return AsyncCompileMode is not None and os.environ.get("TRITON_INTERPRET") != "1"
+
+
+_loading = threading.RLock()
+
+
+def load_one_at_a_time(build: Any) -> None:
+    """Let Triton load launchers one after the other, whichever thread asks.
+
+    `build`: the module `triton.runtime.build`. All launchers are extension modules of one name, and
+    CPython keeps the functions of a loaded one under that name in `sys.modules`: of two threads
+    that load at the same time one can end with the other's launcher ("function takes exactly 21
+    arguments (29 given)", Triton 3.6, CPython 3.12).
+    """
+    load = getattr(build, "_load_module_from_path", None)
+    if load is None or getattr(load, "one_at_a_time", False):
+        return
+
+    @functools.wraps(load)
+    def locked(*args: Any, **options: Any) -> Any:
+        with _loading:
+            return load(*args, **options)
+
+    locked.one_at_a_time = True  # type: ignore[attr-defined]
+    build._load_module_from_path = locked
+
+
+if triton_build is not None:
+    load_one_at_a_time(triton_build)
 
 
 class Rehearsal:

@@ -33,6 +33,21 @@ class BuildContext:
 
 
 @dataclass(frozen=True)
+class MixedRows:
+    """Where a recorded step's rows begin to be more than decode rows: known on the device alone.
+
+    Decode rows (one token each) come first, so row r is one if query_start[r + 1] is r + 1.
+    """
+
+    bounds: torch.Tensor
+    """[2] int32: the first row that is no decode row, and the number of rows from it on."""
+    max_decode_rows: int
+    """At most so many rows are decode rows; 0: none is."""
+    max_prompt_rows: int
+    """At most so many rows are not, padding included."""
+
+
+@dataclass(frozen=True)
 class BatchLayout:
     """One step's rows and tokens. Tensors live on the device; `*_cpu` twins are numpy.
 
@@ -52,7 +67,12 @@ class BatchLayout:
     slot_mapping: torch.Tensor
     """[T] int64: block * block_size + offset, where each token's KV goes."""
     query_start_cpu: np.ndarray
+    """With `mixed`: of rows of no tokens."""
     seq_lens_cpu: np.ndarray
+    """With `mixed`, and in recorded decode steps: upper bounds."""
+    mixed: MixedRows | None = None
+    """Of a recorded step that may hold prompts: lengths and starts are in device memory alone. Only
+    backends that are `mixed_graph_safe` get it. Rows of no tokens come last."""
 
     @property
     def decode_only(self) -> bool:

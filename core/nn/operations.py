@@ -89,6 +89,27 @@ class DecodeTensors(NamedTuple):
     """[R, columns] int32"""
 
 
+class StepTensors(NamedTuple):
+    """Inputs of a step of ragged rows: R rows, T tokens. All on the device."""
+
+    input_ids: torch.Tensor
+    """[T] int64"""
+    positions: torch.Tensor
+    """[T] int64"""
+    slot_mapping: torch.Tensor
+    """[T] int64"""
+    sample_slots: torch.Tensor
+    """[R] int64"""
+    lengths: torch.Tensor
+    """[R] int64: tokens in the cache once the step has written its own"""
+    last_tokens: torch.Tensor
+    """[R] int64: index into T; 0 for a row of no tokens at the front"""
+    seq_lens: torch.Tensor
+    """[R] int32: the same as lengths"""
+    block_table: torch.Tensor
+    """[R, columns] int32"""
+
+
 class Rehearsal(Protocol):
     """A time in which kernels are compiled and not launched."""
 
@@ -355,6 +376,51 @@ class Operations:
             seq_lens=packed[1] + 1,
             block_table=block_table[slots],
         )
+
+    def step_inputs(
+        self,
+        query_start: torch.Tensor,
+        slots: torch.Tensor,
+        first_positions: torch.Tensor,
+        sample_slots: torch.Tensor,
+        num_tokens: int,
+        token_history: torch.Tensor,
+        block_table: torch.Tensor,
+        block_size: int,
+    ) -> StepTensors:
+        """What a step of R ragged rows needs.
+
+        query_start: [R + 1] int32, row r's tokens are query_start[r] .. query_start[r + 1], and
+        rows without tokens come last; slots, first_positions: [R] int32, each row's slot and the
+        position of its first token; sample_slots: [R] int32, handed on; num_tokens: T, the last of
+        query_start; token_history: [slots, positions] int32; block_table: [slots, columns] int32.
+        """
+        tokens = torch.arange(num_tokens, dtype=torch.int32, device=slots.device)
+        rows = torch.searchsorted(query_start[1:].contiguous(), tokens, right=True)
+        slot_of_token = slots[rows].long()
+        positions = (first_positions[rows] + tokens - query_start[rows]).long()
+        blocks = block_table[slot_of_token, positions // block_size].long()
+        ends = query_start[1:]
+        seq_lens = first_positions + ends - query_start[:-1]
+        return StepTensors(
+            input_ids=token_history[slot_of_token, positions].long(),
+            positions=positions,
+            slot_mapping=blocks * block_size + positions % block_size,
+            sample_slots=sample_slots.long(),
+            lengths=seq_lens.long(),
+            last_tokens=(ends - 1).clamp(min=0).long(),
+            seq_lens=seq_lens,
+            block_table=block_table[slots.long()],
+        )
+
+    def scatter(self, storage: torch.Tensor, writes: torch.Tensor, count: torch.Tensor) -> None:
+        """storage[writes[i, 0]] = writes[i, 1] for i < count; the last of `storage` may change.
+
+        All int32: storage [any], writes [most, 2], contiguous, count [1]. Places differ.
+        """
+        index = torch.arange(writes.shape[0], device=writes.device)
+        places = torch.where(index < count, writes[:, 0].long(), storage.shape[0] - 1)
+        storage.index_copy_(0, places, writes[:, 1])
 
     def sample_plain(
         self,

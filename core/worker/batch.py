@@ -7,16 +7,20 @@ a decode step reads the token that the step before it sampled without the host e
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from ..nn.context import BatchLayout
+from ..nn.operations import Operations
 from ..types import StepPlan
 
 STAGING_BUFFERS = 4
 """More than the steps in flight, so that no buffer is rewritten while a copy still reads it."""
+ALIGNMENT = 4
+"""int32 numbers in 16 bytes."""
 
 
 @dataclass(frozen=True)
@@ -47,25 +51,73 @@ def releasing_all(num_slots: int) -> StepPlan:
     return StepPlan(step=-1, slots=(), num_tokens=(), samples=(), released=released)
 
 
+@dataclass(frozen=True)
+class StepRows:
+    """A step's R rows on the host, all int32."""
+
+    slots: np.ndarray
+    """[R]"""
+    first_positions: np.ndarray
+    """[R] of each row's first token"""
+    query_start: np.ndarray
+    """[R + 1] Row r has tokens query_start[r] .. query_start[r + 1]."""
+    sample_slots: np.ndarray
+    """[R] The slot again, or the scratch slot where nothing is sampled."""
+
+    @classmethod
+    def of(
+        cls,
+        slots: np.ndarray,
+        first_positions: np.ndarray,
+        counts: np.ndarray,
+        sample_slots: np.ndarray,
+    ) -> StepRows:
+        """From the number of tokens of each row."""
+        query_start = np.zeros(len(slots) + 1, dtype=np.int32)
+        np.cumsum(counts, out=query_start[1:])
+        return cls(slots, first_positions, query_start, sample_slots)
+
+    @property
+    def query_lens(self) -> np.ndarray:
+        """[R] Tokens of each row."""
+        return np.diff(self.query_start)
+
+    @property
+    def seq_lens(self) -> np.ndarray:
+        """[R] Tokens in the cache once the step has written its own."""
+        return self.first_positions + self.query_lens
+
+
+NO_WRITES = np.zeros((0, 2), dtype=np.int32)
+
+
 class PersistentBatch:
     """Per-slot state on the device, with host twins of the counters."""
 
     def __init__(
-        self, *, max_num_seqs: int, max_model_len: int, block_size: int, device: torch.device
+        self,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        block_size: int,
+        device: torch.device,
+        operations: Operations | None = None,
     ) -> None:
         self.device = device
+        self.operations = operations or Operations()
         self.num_slots = max_num_seqs
         self.block_size = block_size
         self.max_model_len = max_model_len
         self.max_blocks = -(-max_model_len // block_size)
         # One row more than slots, and one column more than a sequence has: scratch, for padding.
-        self.token_history = torch.zeros(
-            max_num_seqs + 1, max_model_len + 1, dtype=torch.int32, device=device
-        )
+        rows, positions, columns = max_num_seqs + 1, max_model_len + 1, self.max_blocks + 1
+        self._table_start = -(-rows * positions // ALIGNMENT) * ALIGNMENT
+        table_end = self._table_start + rows * columns
+        self.storage = torch.zeros(table_end + 1, dtype=torch.int32, device=device)
+        """History and block table in one; its last number is nobody's."""
+        self.token_history = self.storage[: rows * positions].view(rows, positions)
         """[max_num_seqs + 1, max_model_len + 1]"""
-        self.block_table = torch.zeros(
-            max_num_seqs + 1, self.max_blocks + 1, dtype=torch.int32, device=device
-        )
+        self.block_table = self.storage[self._table_start : table_end].view(rows, columns)
         """[max_num_seqs + 1, max_blocks + 1]"""
         self.num_computed = np.zeros(max_num_seqs, dtype=np.int32)
         self.num_blocks = np.zeros(max_num_seqs, dtype=np.int32)
@@ -74,76 +126,107 @@ class PersistentBatch:
         self._next_buffer = 0
 
     @property
+    def scratch_slot(self) -> int:
+        """The slot that padding uses."""
+        return self.num_slots
+
+    @property
     def nbytes(self) -> int:
         """Bytes of device memory held."""
-        return self.token_history.nbytes + self.block_table.nbytes
+        return self.storage.nbytes
+
+    # ------------------------------------------------------------ from a plan to rows
+
+    def writes(self, plan: StepPlan) -> np.ndarray:
+        """What `plan` puts into slots, [N, 2] int32: a place in `storage` and the number there.
+
+        The slots' counters are brought up to date.
+        """
+        if not plan.starts and not plan.appended_blocks:
+            return NO_WRITES
+        pieces: list[tuple[int, Sequence[int]]] = []
+        positions, columns = self.token_history.shape[1], self.block_table.shape[1]
+        for start in plan.starts:
+            slot = start.slot
+            self.num_computed[slot] = start.num_computed_tokens
+            self.num_blocks[slot] = len(start.block_ids)
+            self.num_prompt[slot] = start.num_prompt_tokens
+            pieces.append((slot * positions, start.token_ids))
+            pieces.append((self._table_start + slot * columns, start.block_ids))
+        for slot, blocks in plan.appended_blocks:
+            first = self._table_start + slot * columns + int(self.num_blocks[slot])
+            pieces.append((first, blocks))
+            self.num_blocks[slot] += len(blocks)
+        writes = np.empty((sum(len(numbers) for _, numbers in pieces), 2), dtype=np.int32)
+        end = 0
+        for first, numbers in pieces:
+            begin, end = end, end + len(numbers)
+            writes[begin:end, 0] = np.arange(first, first + len(numbers))
+            writes[begin:end, 1] = numbers
+        return writes
+
+    def rows(self, plan: StepPlan) -> StepRows:
+        """The plan's rows, whose tokens count as computed from here on. Call `writes` before."""
+        slots = np.asarray(plan.slots, dtype=np.int32)
+        counts = np.asarray(plan.num_tokens, dtype=np.int32)
+        first_positions = self.num_computed[slots]
+        self.num_computed[slots] = first_positions + counts
+        samples = np.asarray(plan.samples, dtype=bool)
+        sample_slots = np.where(samples, slots, np.int32(self.scratch_slot)).astype(np.int32)
+        return StepRows.of(slots, first_positions, counts, sample_slots)
+
+    # ------------------------------------------------------------ from rows to tensors
 
     def apply(self, plan: StepPlan) -> StepInputs:
         """Bring the slots up to date with `plan` and lay out its rows. No synchronisation."""
-        slots = np.asarray(plan.slots, dtype=np.int32)
-        counts = np.asarray(plan.num_tokens, dtype=np.int32)
-        for start in plan.starts:
-            self.num_computed[start.slot] = start.num_computed_tokens
-            self.num_blocks[start.slot] = len(start.block_ids)
-            self.num_prompt[start.slot] = start.num_prompt_tokens
-        computed = self.num_computed[slots]
-        num_rows, num_tokens = len(slots), int(counts.sum())
-        query_start = np.zeros(num_rows + 1, dtype=np.int32)
-        np.cumsum(counts, out=query_start[1:])
-        seq_lens = computed + counts
+        writes = self.writes(plan)
+        rows = self.rows(plan)
         sample_rows = np.flatnonzero(np.asarray(plan.samples, dtype=bool)).astype(np.int32)
+        return self.lay_out(rows, sample_rows, writes)
 
-        appended = self._appended(plan)
-        # What kernels read comes first, where the buffer is aligned: Triton compiles a kernel again
-        # for a pointer that is not.
-        parts = [query_start, slots, computed, sample_rows, *appended]
-        for start in plan.starts:
-            parts.append(np.asarray(start.token_ids, dtype=np.int32))
-            parts.append(np.asarray(start.block_ids, dtype=np.int32))
-        on_device = self.upload(parts)
-
-        d_query_start, d_slots, d_computed, d_sample_rows = on_device[:4]
-        if appended:
-            rows, columns, blocks = on_device[4:7]
-            self.block_table[rows.long(), columns.long()] = blocks
-        rest = on_device[4 + len(appended) :]
-        for number, start in enumerate(plan.starts):
-            tokens, blocks = rest[2 * number], rest[2 * number + 1]
-            self.token_history[start.slot, : len(tokens)] = tokens
-            self.block_table[start.slot, : len(blocks)] = blocks
-        self.num_computed[slots] = seq_lens
-
-        d_seq_lens = d_computed + torch.diff(d_query_start)
-        row_of_token = torch.repeat_interleave(
-            torch.arange(num_rows, device=self.device),
-            torch.diff(d_query_start).long(),
-            output_size=num_tokens,
-        )
-        token_slots = d_slots.long()[row_of_token]
-        offsets = torch.arange(num_tokens, device=self.device) - d_query_start[row_of_token]
-        positions = d_computed[row_of_token] + offsets
-        blocks = self.block_table[token_slots, positions // self.block_size].long()
+    def lay_out(
+        self, rows: StepRows, sample_rows: np.ndarray, writes: np.ndarray = NO_WRITES
+    ) -> StepInputs:
+        """Send the rows of a step, and what is to be written before they are computed."""
+        count = np.asarray([len(writes)], dtype=np.int32)
+        sent = self.upload([
+            rows.query_start, rows.slots, rows.first_positions, rows.sample_slots, sample_rows,
+            count, writes.reshape(-1),
+        ])  # fmt: skip
+        if len(writes):
+            self.operations.scatter(self.storage, sent[6].view(-1, 2), sent[5])
+        num_rows, num_tokens = len(rows.slots), int(rows.query_start[-1])
+        query_start, slots, first_positions, passed_on = sent[:4]
+        made = self.operations.step_inputs(
+            query_start, slots, first_positions, passed_on, num_tokens,
+            self.token_history, self.block_table, self.block_size,
+        )  # fmt: skip
+        seq_lens = rows.seq_lens
         max_seq_len = int(seq_lens.max())
-        table_width = -(-max_seq_len // self.block_size)
-        sample_index = d_sample_rows.long()
+        sample_slots, lengths, last_tokens = made.sample_slots, made.lengths, made.last_tokens
+        if len(sample_rows) < num_rows:
+            index = sent[4].long()
+            sample_slots, lengths, last_tokens = (
+                part[index] for part in (sample_slots, lengths, last_tokens)
+            )
         return StepInputs(
-            input_ids=self.token_history[token_slots, positions].long(),
-            positions=positions.long(),
+            input_ids=made.input_ids,
+            positions=made.positions,
             layout=BatchLayout(
                 num_rows=num_rows,
                 num_tokens=num_tokens,
-                max_query_len=int(counts.max()),
+                max_query_len=int(rows.query_lens.max()),
                 max_seq_len=max_seq_len,
-                query_start=d_query_start,
-                seq_lens=d_seq_lens,
-                block_table=self.block_table[d_slots.long()][:, :table_width],
-                slot_mapping=blocks * self.block_size + positions % self.block_size,
-                query_start_cpu=query_start,
+                query_start=query_start,
+                seq_lens=made.seq_lens,
+                block_table=made.block_table[:, : -(-max_seq_len // self.block_size)],
+                slot_mapping=made.slot_mapping,
+                query_start_cpu=rows.query_start,
                 seq_lens_cpu=seq_lens,
             ),
-            last_tokens=d_query_start[1:].long()[sample_index] - 1,
-            sample_slots=d_slots.long()[sample_index],
-            sample_lengths=d_seq_lens.long()[sample_index],
+            last_tokens=last_tokens,
+            sample_slots=sample_slots,
+            sample_lengths=lengths,
             sample_rows=sample_rows.tolist(),
         )
 
@@ -153,35 +236,22 @@ class PersistentBatch:
         """Put sampled ids where the next step will read them. All [S] int64."""
         self.token_history[slots, positions] = token_ids.int()
 
-    def _appended(self, plan: StepPlan) -> list[np.ndarray]:
-        """Growth of block tables as [slots, columns, block ids]; empty when nothing grew."""
-        if not plan.appended_blocks:
-            return []
-        rows: list[int] = []
-        columns: list[int] = []
-        blocks: list[int] = []
-        for slot, new in plan.appended_blocks:
-            first = int(self.num_blocks[slot])
-            rows.extend([slot] * len(new))
-            columns.extend(range(first, first + len(new)))
-            blocks.extend(new)
-            self.num_blocks[slot] = first + len(new)
-        return [np.asarray(part, dtype=np.int32) for part in (rows, columns, blocks)]
+    # ------------------------------------------------------------ to the device
 
     def upload(self, parts: list[np.ndarray]) -> list[torch.Tensor]:
-        """One copy for all parts; views of it come back."""
+        """One copy for all parts, all int32; views of it come back."""
         sizes = [len(part) for part in parts]
         total = sum(sizes)
         if self.device.type == "cpu":
             packed = torch.from_numpy(np.concatenate(parts))
         else:
-            staging = self._staging_buffer(total)
+            staging = self.staging(total)
             np.concatenate(parts, out=staging.numpy()[:total])
             packed = staging[:total].to(self.device, non_blocking=True)
         return list(torch.split(packed, sizes))
 
-    def _staging_buffer(self, size: int) -> torch.Tensor:
-        """The next pinned buffer of the ring, with room for `size` integers."""
+    def staging(self, size: int) -> torch.Tensor:
+        """The next pinned buffer of the ring, with room for `size` int32 numbers."""
         if not self._staging:
             self._staging = [
                 torch.empty(0, dtype=torch.int32, pin_memory=True) for _ in range(STAGING_BUFFERS)

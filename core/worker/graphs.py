@@ -92,14 +92,23 @@ class DecodeGraphs:
         wanted = [(n, sample) for sample in kinds for n in order]
         return [kind for kind in wanted if kind not in self._replays]
 
-    def launch(self, plan: StepPlan, sample: bool) -> bool:
-        """Replay a step, with its sampling (to `chosen`) or up to `logits`.
+    @staticmethod
+    def is_decode_step(plan: StepPlan) -> bool:
+        """Whether every row computes one token and samples, and no request begins."""
+        num_rows = len(plan.slots)
+        return (
+            not plan.starts
+            and num_rows > 0
+            and sum(plan.num_tokens) == num_rows
+            and all(plan.samples)
+        )
 
-        False, with nothing done: it is no plain decode step.
+    def launch(self, plan: StepPlan, sample: bool) -> bool:
+        """Replay a decode step, with its sampling (to `chosen`) or up to `logits`.
+
+        False, with nothing done: it is no ordinary one.
         """
         num_rows = len(plan.slots)
-        if plan.starts or not num_rows or sum(plan.num_tokens) != num_rows or not all(plan.samples):
-            return False
         rows = self._recorded_rows(num_rows, sample)
         if not self._inputs.fill(plan, rows):
             return False

@@ -7,15 +7,17 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from ..nn.context import ForwardContext
 from ..protocols import AttentionBackend
 from ..types import KVReport, StepPlan, StepResult, TokenLogprobs
-from .batch import PersistentBatch, StepInputs, releasing_all
+from .batch import PersistentBatch, StepInputs, StepRows, releasing_all
 from .graphs import DecodeGraphs
 from .masks import GrammarMasks, TokenMask
+from .mixed_graphs import MixedGraphs
 from .sampler import Logprobs, Sampler
 from .sampling_state import SamplingState
 
@@ -43,7 +45,13 @@ class LaunchedStep:
         """Blocks until they are there; [num sampling rows], -1 where none could be sampled."""
         if self.event is not None:
             self.event.synchronize()
+        return self._sampled()
+
+    def _sampled(self) -> list[int]:
         tokens: list[int] = self.output["chosen"].tolist()
+        if len(tokens) != len(self.sample_rows):
+            # A recorded step samples for all of its rows.
+            tokens = [tokens[row] for row in self.sample_rows]
         return tokens
 
     kv_report: KVReport | None = None
@@ -55,7 +63,7 @@ class LaunchedStep:
         self.keep.clear()
         token_ids = [-1] * len(self.plan.slots)
         failed = dict(self.failed)
-        chosen = self.output["chosen"].tolist() if self.sample_rows else []
+        chosen = self._sampled() if self.sample_rows else []
         for row, token in zip(self.sample_rows, chosen, strict=True):
             token_ids[row] = max(token, 0)
             if token < 0 and row not in failed:
@@ -125,24 +133,32 @@ class ModelRunner:
         """Slot → k, for requests that want log-probabilities."""
         self._prompt_logprobs: dict[int, int] = {}
         self.graphs: DecodeGraphs | None = None
+        self.mixed_graphs: MixedGraphs | None = None
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """Queue one step on the device and return at once."""
         launched = time.monotonic()
         self.update_slots(plan)
-        if self.graphs is not None and not self._scores_prompts(plan):
+        if self.graphs is not None and self.graphs.is_decode_step(plan):
             step = self._replay(plan, self.graphs, launched)
             if step is not None:
                 return step
-        inputs = self.batch.apply(plan)
+        writes = self.batch.writes(plan)
+        rows = self.batch.rows(plan)
+        if self.mixed_graphs is not None:
+            step = self._replay_mixed(plan, rows, writes, self.mixed_graphs, launched)
+            if step is not None:
+                return step
+        sample_rows = np.flatnonzero(np.asarray(plan.samples, dtype=bool)).astype(np.int32)
+        inputs = self.batch.lay_out(rows, sample_rows, writes)
         self.sampling.upload()
         hidden = self.forward(inputs)
         if not inputs.sample_rows:
-            scores = self._score_prompts(plan, inputs, hidden)
+            scores = self._score_prompts(plan, rows, hidden)
             return self._copy_back(plan, [], {}, {}, scores, launched)
         logits = self.logits(hidden[inputs.last_tokens])
-        scores = self._score_prompts(plan, inputs, hidden)
+        scores = self._score_prompts(plan, rows, hidden)
         rows_host = [plan.slots[row] for row in inputs.sample_rows]
         return self._sample(
             plan,
@@ -154,6 +170,43 @@ class ModelRunner:
             scores,
             launched,
         )
+
+    def _replay_mixed(
+        self,
+        plan: StepPlan,
+        rows: StepRows,
+        writes: np.ndarray,
+        graphs: MixedGraphs,
+        launched: float,
+    ) -> LaunchedStep | None:
+        """A step with prompts from recorded graphs; None, with nothing done, where none serves."""
+        try:
+            if not graphs.launch(rows, writes):
+                return None
+        except RuntimeError:
+            logger.exception("a step with prompts cannot be recorded; such steps are launched")
+            self.mixed_graphs = None
+            return None
+        # While the device computes.
+        self.sampling.upload()
+        scores = self._score_prompts(plan, rows, graphs.states)
+        sample_rows = [row for row, samples in enumerate(plan.samples) if samples]
+        if not sample_rows:
+            return self._copy_back(plan, [], {}, {}, scores, launched)
+        rows_host = [plan.slots[row] for row in sample_rows]
+        plain = self.sampler.is_plain(rows_host) and not self.masks.rows(rows_host)
+        # Rows that sample nothing are padding there.
+        num_rows = sample_rows[-1] + 1
+        graphs.finish(num_rows, plain)
+        if plain:
+            output = {"chosen": graphs.chosen[:num_rows]}
+            return self._copy_back(plan, sample_rows, {}, output, scores, launched)
+        slots, lengths = graphs.sampling_inputs(num_rows)
+        logits = graphs.logits[:num_rows]
+        if len(sample_rows) < num_rows:
+            index = torch.tensor(sample_rows, pin_memory=True).to(self.device, non_blocking=True)
+            slots, lengths, logits = slots[index], lengths[index], logits[index]
+        return self._sample(plan, logits, sample_rows, rows_host, slots, lengths, scores, launched)
 
     def _replay(self, plan: StepPlan, graphs: DecodeGraphs, launched: float) -> LaunchedStep | None:
         """The step from a recorded graph; None if it is no plain decode step."""
@@ -264,19 +317,14 @@ class ModelRunner:
         self.update_slots(releasing_all(self.batch.num_slots))
         self.masks.forget_steps()
 
-    def _scores_prompts(self, plan: StepPlan) -> bool:
-        return bool(self._prompt_logprobs) and not self._prompt_logprobs.keys().isdisjoint(
-            plan.slots
-        )
-
     def _score_prompts(
-        self, plan: StepPlan, inputs: StepInputs, hidden: torch.Tensor
+        self, plan: StepPlan, rows: StepRows, hidden: torch.Tensor
     ) -> list[dict[str, Any]]:
         """Score the prompt tokens that follow this step's positions, where asked for."""
         scored: list[dict[str, Any]] = []
         if not self._prompt_logprobs:
             return scored
-        starts, ends = inputs.layout.query_start_cpu, inputs.layout.seq_lens_cpu
+        starts, ends = rows.query_start, rows.seq_lens
         for row, slot in enumerate(plan.slots):
             if (k := self._prompt_logprobs.get(slot)) is None:
                 continue

@@ -4,20 +4,31 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from ..config import EngineConfig
-from ..nn.context import BatchLayout
 from ..nn.operations import Operations
 from ..types import SamplingParams, SlotStart
-from .batch import StepInputs
+from .batch import StepRows
 from .graphs import DecodeGraphs, row_counts
 from .masks import TokenMask
+from .mixed_graphs import MixedGraphs
 from .pooling import PoolingRunner
 from .runner import ModelRunner
 
 logger = logging.getLogger("jackfield.worker")
+
+
+class StepGraphs(NamedTuple):
+    """What records steps."""
+
+    decode: DecodeGraphs
+    mixed: MixedGraphs | None
+    """None: the attention backend cannot be recorded with prompts."""
+
 
 MIXED_ROWS = 64
 """Up to so many decode rows are rehearsed with a prompt behind them."""
@@ -43,7 +54,7 @@ class TrialSteps:
         self._short_prompts = [4, 16, 32]
         """Numbers of tokens whose kernels are compiled when there is time."""
 
-    def rehearse(self, operations: Operations, graphs: DecodeGraphs | None = None) -> None:
+    def rehearse(self, operations: Operations, graphs: StepGraphs | None = None) -> None:
         """Have what steps launch compiled side by side, before the first of them is launched.
 
         Nothing depends on it: what is not compiled here is when it is launched.
@@ -57,7 +68,9 @@ class TrialSteps:
                 for num_tokens in (1, min(32, self._budget)):
                     self._alone(num_tokens)
                 if graphs is not None:
-                    graphs.rehearse(1)
+                    graphs.decode.rehearse(1)
+                    if graphs.mixed is not None:
+                        graphs.mixed.rehearse(graphs.mixed.rehearsed_keys()[0])
                 if kernels.compiles():
                     self._rehearse_more(graphs)
         except Exception:
@@ -66,7 +79,7 @@ class TrialSteps:
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
 
-    def _rehearse_more(self, graphs: DecodeGraphs | None) -> None:
+    def _rehearse_more(self, graphs: StepGraphs | None) -> None:
         """Every kind of step: short prompts, decode steps, decode steps with a prompt behind."""
         self.warm_up()
         if isinstance(self._runner, ModelRunner):
@@ -74,11 +87,14 @@ class TrialSteps:
                 self._alone(num_tokens)
             for rows in row_counts(self._config.max_num_seqs):
                 if graphs is not None:
-                    graphs.rehearse(rows)
+                    graphs.decode.rehearse(rows)
                 else:
                     self.run([1] * rows, range(rows))
-                if rows <= MIXED_ROWS:
+                if rows <= MIXED_ROWS and (graphs is None or graphs.mixed is None):
                     self.run([1] * rows + [self._long_prompt()], range(rows + 1))
+        if graphs is not None and graphs.mixed is not None:
+            for key in graphs.mixed.rehearsed_keys():
+                graphs.mixed.rehearse(key)
         # What libraries load for many tokens is loaded while compilers work.
         self.run_largest()
 
@@ -116,36 +132,22 @@ class TrialSteps:
         runner = self._runner
         slots = list(use_slots)
         num_rows = len(slots)
-        device, block = self._device, self._config.block_size
-        counts = torch.tensor(row_lengths, dtype=torch.int32)
-        counts.clamp_(max=self._max_model_len)
-        num_tokens = int(counts.sum())
-        query_start = torch.zeros(num_rows + 1, dtype=torch.int32)
-        query_start[1:] = counts.cumsum(0)
-        longest = int(counts.max())
-        positions = torch.cat([torch.arange(int(c)) for c in counts])
-        layout = BatchLayout(
-            num_rows=num_rows,
-            num_tokens=num_tokens,
-            max_query_len=longest,
-            max_seq_len=longest,
-            query_start=query_start.to(device),
-            seq_lens=counts.to(device),
-            block_table=torch.zeros(num_rows, -(-longest // block), dtype=torch.int32).to(device),
-            slot_mapping=torch.zeros(num_tokens, dtype=torch.int64, device=device),
-            query_start_cpu=query_start.numpy(),
-            seq_lens_cpu=counts.numpy(),
-        )
+        counts = np.minimum(np.asarray(row_lengths, dtype=np.int32), self._max_model_len)
+        host_slots = np.asarray(slots, dtype=np.int32)
+        rows = StepRows.of(host_slots, np.zeros_like(host_slots), counts, host_slots)
+        inputs = runner.batch.lay_out(rows, np.arange(num_rows, dtype=np.int32))
+        layout = inputs.layout
+        # In a rehearsal nothing has filled them, and torch looks where they say.
+        for places in (inputs.input_ids, layout.slot_mapping, layout.block_table):
+            places.zero_()
+        device = self._device
+        starts = rows.query_start[:-1].repeat(counts)
+        positions = np.arange(layout.num_tokens, dtype=np.int64) - starts
+        inputs.positions.copy_(torch.from_numpy(positions))
+        layout.seq_lens.copy_(torch.from_numpy(rows.seq_lens))
+        inputs.sample_slots.copy_(torch.from_numpy(host_slots))
+        inputs.sample_lengths.fill_(1)
         index = torch.arange(num_rows, device=device)
-        inputs = StepInputs(
-            input_ids=torch.zeros(num_tokens, dtype=torch.int64, device=device),
-            positions=positions.to(device),
-            layout=layout,
-            last_tokens=index,
-            sample_slots=torch.tensor(slots, device=device),
-            sample_lengths=index * 0 + 1,
-            sample_rows=list(range(num_rows)),
-        )
         if isinstance(runner, PoolingRunner):
             runner.pool_all(runner.forward(inputs))
             return

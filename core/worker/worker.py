@@ -37,13 +37,14 @@ from .kv_scales import finding_scales, to_be_scaled, unscaled
 from .kv_transfer import EmptyStep, kv_layout
 from .masks import GrammarMasks
 from .memory import bytes_per_block, explain_oom, num_kv_blocks
+from .mixed_graphs import MixedGraphs
 from .pooling import PoolingRunner
 from .runner import ModelRunner
 from .sampler import Sampler
 from .sampling_state import SamplingState
 from .selection import attention_refusal, choose
 from .thread import PendingStep
-from .trial_steps import TrialSteps
+from .trial_steps import StepGraphs, TrialSteps
 
 logger = logging.getLogger("jackfield.worker")
 
@@ -55,6 +56,12 @@ KV_DTYPES = {
     "fp8_e4m3": torch.float8_e4m3fn,
     "fp8_e5m2": torch.float8_e5m2,
 }
+
+
+FIRST_PROMPT = 128
+"""Tokens of the prompt whose step is recorded before all others."""
+RECORDING_SECONDS = 0.8
+"""Spent on recording more before the engine is ready; the rest is recorded in spare time."""
 
 
 class Worker:
@@ -88,7 +95,7 @@ class Worker:
         """Layers whose scales in the cache the first step will find."""
         self._step_failed = False
         """What the slots hold is not known: see `step`."""
-        self._graphs_later: DecodeGraphs | None = None
+        self._graphs_later: StepGraphs | None = None
         """To be used once they are found."""
 
     def start(self) -> ExecutorInfo:
@@ -167,6 +174,7 @@ class Worker:
             max_model_len=max_model_len,
             block_size=config.block_size,
             device=device,
+            operations=operations,
         )
         if model_config.pooling is not None:
             self.runner = PoolingRunner(
@@ -194,7 +202,7 @@ class Worker:
                     mask_timeout=config.structured_outputs_config.mask_timeout,
                 ),
             )
-        graphs = self._decode_graphs(operations)
+        graphs = self._step_graphs(operations)
         trials = self._trials = self._trial_steps(self.runner)
         self._bind_cache(layers, 2, kv_dtype)
         trials.rehearse(operations, graphs)
@@ -226,12 +234,28 @@ class Worker:
             kv_layout=self._connect(model, layers),
         )
 
-    def _use(self, graphs: DecodeGraphs, runner: ModelRunner) -> None:
+    def _use(self, graphs: StepGraphs, runner: ModelRunner) -> None:
+        """Record what the first requests need, and some more while `RECORDING_SECONDS` last."""
         try:
-            graphs.record(1, sample=True)
-            runner.graphs = graphs
+            graphs.decode.record(1, sample=True)
+            runner.graphs = graphs.decode
+            if graphs.mixed is None:
+                return
+            graphs.mixed.record_for(FIRST_PROMPT)
+            runner.mixed_graphs = graphs.mixed
+            end = time.monotonic() + RECORDING_SECONDS
+            while time.monotonic() < end and self._record_next(graphs):
+                pass
         except RuntimeError:
-            logger.exception("decode steps cannot be recorded here; going on without graphs")
+            logger.exception("steps cannot be recorded here; going on without graphs")
+
+    def _record_next(self, graphs: StepGraphs) -> bool:
+        """Record one more of each kind of step; False: nothing was missing."""
+        missing = graphs.decode.missing()
+        if missing:
+            graphs.decode.record(*missing[0])
+        more = graphs.mixed is not None and graphs.mixed.record_next()
+        return more or len(missing) > 1
 
     def _start_encoder(
         self, model: nn.Module, operations: Operations, weight_bytes: int, began: float
@@ -249,6 +273,7 @@ class Worker:
                 max_model_len=self.model_config.max_model_len,
                 block_size=config.block_size,
                 device=self.device,
+                operations=operations,
             ),
             device=self.device,
         )
@@ -346,33 +371,41 @@ class Worker:
     @torch.inference_mode()
     def prepare_ahead(self) -> bool:
         """Do one more thing that some step will need, when there is nothing else to do: compile
-        for short prompts, record decode graphs. False: nothing is left."""
-        graphs = self.runner.graphs if self.runner is not None else None
-        if graphs is None:
+        for short prompts, record graphs. False: nothing is left."""
+        runner = self.runner
+        if not isinstance(runner, ModelRunner) or runner.graphs is None:
             return False
-        if self._trials is not None and self._trials.run_short_prompt():
+        if self._record_next(StepGraphs(runner.graphs, runner.mixed_graphs)):
             return True
-        missing = graphs.missing()
-        if missing:
-            graphs.record(*missing[0])
-        return len(missing) > 1
+        return self._trials is not None and self._trials.run_short_prompt()
 
-    def _decode_graphs(self, operations: Operations) -> DecodeGraphs | None:
-        """What records decode steps, with nothing recorded yet; None: they are launched anew."""
+    def _step_graphs(self, operations: Operations) -> StepGraphs | None:
+        """What records steps, with nothing recorded yet; None: they are launched anew."""
         runner = self.runner
         if not isinstance(runner, ModelRunner) or not runner.backend.graph_safe:
             return None
         if (recorder := self._recorder()) is None:
             return None
-        graphs = DecodeGraphs(
+        decode = DecodeGraphs(
             compute=lambda inputs: runner.logits(runner.forward(inputs)),
             batch=runner.batch,
             sampler=runner.sampler,
             operations=operations,
             record=recorder,
         )
-        graphs.more_to_record = lambda: self.more_ahead()
-        return graphs
+        decode.more_to_record = lambda: self.more_ahead()
+        mixed = None
+        if runner.backend.mixed_graph_safe:
+            mixed = MixedGraphs(
+                forward=runner.forward,
+                logits=runner.logits,
+                batch=runner.batch,
+                backend=runner.backend,
+                sampler=runner.sampler,
+                record=recorder,
+                max_tokens=self.max_num_batched_tokens,
+            )
+        return StepGraphs(decode, mixed)
 
     def _recorder(self) -> Recorder | None:
         """How decode steps are recorded here; None: they are launched anew each time."""
@@ -414,17 +447,14 @@ class Worker:
         if self.config.num_gpu_blocks_override is not None:
             return 0
         self._bind_cache(layers, 2, dtype)
+        resting = torch.cuda.memory_allocated(self.device)
         trials.run_largest()
         torch.cuda.synchronize(self.device)
-        peak = torch.cuda.max_memory_allocated(self.device) - held_before
+        largest = torch.cuda.max_memory_allocated(self.device)
+        peak = largest - held_before
         if not self.config.enforce_eager:
-            # Graphs have memory of their own: what the largest decode step needs.
-            torch.cuda.reset_peak_memory_stats(self.device)
-            resting = torch.cuda.memory_allocated(self.device)
-            rows = self.config.max_num_seqs
-            trials.run([1] * rows, range(rows))
-            torch.cuda.synchronize(self.device)
-            peak += torch.cuda.max_memory_allocated(self.device) - resting
+            # Graphs have memory of their own: what the largest step needs.
+            peak += largest - resting
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self.device)
         held = torch.cuda.memory_allocated(self.device) - held_before

@@ -9,7 +9,10 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator
 
+import msgspec
+
 from .measure import Bench, Record, rounded
+from .report import percentile
 from .roofline import decode_step_floor
 from .workloads import Ask, Workload, draw
 
@@ -89,6 +92,21 @@ def measure_decode(bench: Bench, workload: Workload) -> Iterator[Record]:
         yield {**record, "at": {"batch": rows, "prompt": prompt, "output": output}}
 
 
+def measure_first_token(bench: Bench, workload: Workload) -> Iterator[Record]:
+    """One request alone, to its first token, at each length of the prompt."""
+    for length in workload.lengths:
+        trials = Trials(bench, msgspec.structs.replace(workload, prompt=(length, length)))
+        for _ in range(bench.times(workload)[0]):
+            trials.seconds(1, 1)
+        seconds = [trials.seconds(1, 1) for _ in range(workload.requests)]
+        measured = {
+            "first_token_ms": 1e3 * statistics.median(seconds),
+            "first_token_p90_ms": 1e3 * percentile(seconds, 90),
+        }
+        record: Record = {"measured": rounded(measured)}
+        yield {**record, "at": {"prompt": length, "requests": workload.requests}}
+
+
 def rounded_list(values: list[float]) -> list[float]:
     """Microseconds are enough."""
     return [round(value, 6) for value in values]
@@ -98,4 +116,6 @@ def run(argv: list[str]) -> int:
     """→ exit status"""
     from .session import run_workloads
 
-    return run_workloads("latency", argv, kinds=("latency", "decode"), default=("W1", "decode"))
+    return run_workloads(
+        "latency", argv, kinds=("latency", "decode", "first"), default=("W1", "decode")
+    )

@@ -69,7 +69,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
             made["messages"] = [{"role": "user", "content": words}]
         else:
             made["prompt"] = ask.prompt
-        made |= self.extra_body
+        made |= ask.options | self.extra_body
         kept = {name: value for name, value in made.items() if value is not None}
         return msgspec.json.encode(kept)
 
@@ -83,6 +83,8 @@ class Answer(msgspec.Struct, kw_only=True):
     prompt_tokens: int = 0
     output_tokens: int = 0
     error: str | None = None
+    left: bool = False
+    """The client closed the connection in mid-stream, as it was to."""
     token_ids: list[int] = []
     """Only where they were asked for."""
 
@@ -237,13 +239,16 @@ async def send(
                 text = (await response.text())[:300]
                 answer.error = f"status {response.status}: {text}"
             elif target.stream:
-                await _read_stream(response, answer, token_ids)
+                await _read_stream(response, answer, token_ids, ask.leave_after)
             else:
                 _count(msgspec.json.decode(await response.read()), answer)
                 answer.times.append(time.perf_counter())
     except (aiohttp.ClientError, TimeoutError, OSError, msgspec.DecodeError) as error:
         answer.error = f"{type(error).__name__}: {error}"
-    if answer.error is None:
+    if answer.left:
+        answer.output_tokens = len(answer.times)
+        answer.prompt_tokens = len(ask.prompt)
+    elif answer.error is None:
         answer.error = _missing(target, ask, answer, token_ids)
     return answer
 
@@ -251,14 +256,17 @@ async def send(
 def _missing(target: Target, ask: Ask, answer: Answer, token_ids: bool) -> str | None:
     if not answer.times or not answer.output_tokens:
         return "no tokens came, or no usage that counts them"
-    if target.ignore_eos and answer.output_tokens != ask.output:
+    may_stop = "stop_token_ids" in ask.options
+    if target.ignore_eos and answer.output_tokens != ask.output and not may_stop:
         return f"{answer.output_tokens} tokens came instead of {ask.output}"
     if token_ids and len(answer.token_ids) != answer.output_tokens:
         return f"{len(answer.token_ids)} token ids came for {answer.output_tokens} tokens"
     return None
 
 
-async def _read_stream(response: aiohttp.ClientResponse, answer: Answer, token_ids: bool) -> None:
+async def _read_stream(
+    response: aiohttp.ClientResponse, answer: Answer, token_ids: bool, leave_after: int | None
+) -> None:
     """Note when each piece came. What arrives in one read came at one time."""
     rest, finished = b"", False
     async for data in response.content.iter_any():
@@ -274,6 +282,10 @@ async def _read_stream(response: aiohttp.ClientResponse, answer: Answer, token_i
                     _count(msgspec.json.decode(line[len(DATA) :]), answer)
                 if b'"delta":' not in line or not any(mark in line for mark in EMPTY_DELTAS):
                     answer.times.append(now)
+                    if leave_after is not None and len(answer.times) >= leave_after:
+                        answer.left = True
+                        response.close()
+                        return
             else:
                 frame = msgspec.json.decode(line[len(DATA) :])
                 if "error" in frame:

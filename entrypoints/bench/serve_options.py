@@ -20,9 +20,7 @@ from .servers import SERVERS
 from .session import add_model_options
 from .workloads import Ask, Kind, Workload, choose, draw
 
-KINDS: tuple[Kind, ...] = ("http", "chats")
-CAPACITY_SHARE = 0.7
-"""Of the largest rate that a closed loop reached: the rate of W5's open loop."""
+KINDS: tuple[Kind, ...] = ("http", "chats", "first")
 RANDOM = Workload(
     id="random", title="random token ids", kind="http", models=(), prompt=(1024, 1024),
     output=(128, 128), requests=1000, repeats=1, headline="output_tokens_per_second",
@@ -117,7 +115,8 @@ def make_parser() -> Parser:
         prog="jackfield bench serve",
         usage="%(prog)s [WORKLOAD ...] [options]",
         description="Load an OpenAI-style server, and time its answers: one that runs, or one that "
-        "is started here with --engine. Workloads: W5, streams, W7; none: random requests, as the "
+        "is started here with --engine. Workloads: W5, streams, traffic, "
+        "first-token, W7; none: random requests, as the "
         "options say.",
         epilog="With --engine, other options go to the command `serve` of that engine as they are.",
     )
@@ -260,8 +259,8 @@ def ways(workload: Workload, args: argparse.Namespace) -> Iterator[Way]:
         yield Way(requests=_count(workload, places, args), max_concurrency=places)
     if not workload.concurrency:
         yield Way(requests=workload.requests)
-    if workload.id == "W5":
-        yield Way(requests=workload.requests, burstiness=args.burstiness, share=CAPACITY_SHARE)
+    for share in workload.shares:
+        yield Way(requests=workload.requests, burstiness=args.burstiness, share=share)
 
 
 def _count(workload: Workload, places: int, args: argparse.Namespace) -> int:

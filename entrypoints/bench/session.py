@@ -39,11 +39,15 @@ from .workloads import (
 
 BEGAN = time.time()
 ENGINES = ("jackfield", "vllm", "transformers")
-IN_PROCESS: tuple[Kind, ...] = ("latency", "decode", "batch", "prefill", "context", "chats")
+IN_PROCESS: tuple[Kind, ...] = (
+    "latency", "decode", "batch", "prefill", "context", "chats", "first", "minute",
+)  # fmt: skip
 MEASUREMENTS: dict[Kind, tuple[str, str]] = {
     "latency": ("latency", "measure_latency"),
     "decode": ("latency", "measure_decode"),
+    "first": ("latency", "measure_first_token"),
     "batch": ("throughput", "measure_batch"),
+    "minute": ("throughput", "measure_first_minute"),
     "prefill": ("throughput", "measure_prefill"),
     "context": ("throughput", "measure_context"),
     "chats": ("throughput", "measure_chats"),

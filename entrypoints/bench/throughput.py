@@ -38,6 +38,19 @@ def measure_batch(bench: Bench, workload: Workload) -> Iterator[Record]:
         yield {**record, "partial": True} if done < repeats else record
 
 
+def measure_first_minute(bench: Bench, workload: Workload) -> Iterator[Record]:
+    """W2's requests as the first that an engine gets, and the same lengths again."""
+    rounds = [
+        bench.backend.run(draw(workload, bench.vocab_size, trial)).seconds for trial in (1, 2)
+    ]
+    measured = {
+        "first_seconds": rounds[0],
+        "second_seconds": rounds[1],
+        "first_over_second": rounds[0] / rounds[1],
+    }
+    yield {"measured": rounded(measured), "at": {"requests": workload.requests}}
+
+
 def measure_prefill(bench: Bench, workload: Workload) -> Iterator[Record]:
     """W3: long prompts, one token each."""
     warmup, repeats = bench.times(workload)

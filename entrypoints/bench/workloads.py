@@ -1,16 +1,19 @@
-"""The workloads W1 to W7 as data: real architectures with dummy weights, token ids in, seeded."""
+"""The workloads as data: real architectures with dummy weights, token ids in, seeded."""
 
 from __future__ import annotations
 
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
-Kind = Literal["latency", "decode", "batch", "prefill", "context", "chats", "http", "start"]
+Kind = Literal[
+    "latency", "decode", "batch", "prefill", "context", "chats", "http", "start", "first",
+    "minute",
+]  # fmt: skip
 
 QWEN3: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "attention_bias": False,
@@ -37,6 +40,27 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 768, "norm_topk_prob": True, "num_experts": 128,
         "num_experts_per_tok": 8, "output_router_logits": False, "router_aux_loss_coef": 0.001,
     },
+    "Qwen2.5-7B": {
+        "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "attention_dropout": 0.0,
+        "bos_token_id": 151643, "eos_token_id": 151645, "hidden_act": "silu", "hidden_size": 3584,
+        "initializer_range": 0.02, "intermediate_size": 18944, "max_position_embeddings": 32768,
+        "max_window_layers": 28, "num_attention_heads": 28, "num_hidden_layers": 28,
+        "num_key_value_heads": 4, "rms_norm_eps": 1e-6, "rope_theta": 1000000.0,
+        "sliding_window": None, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+        "use_cache": True, "use_sliding_window": False, "vocab_size": 152064,
+    },
+    "Gemma-2-9B": {
+        "architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "attention_bias": False,
+        "attention_dropout": 0.0, "attn_logit_softcapping": 50.0, "bos_token_id": 2,
+        "eos_token_id": 1, "final_logit_softcapping": 30.0, "head_dim": 256,
+        "hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_size": 3584, "initializer_range": 0.02, "intermediate_size": 14336,
+        "max_position_embeddings": 8192, "num_attention_heads": 16, "num_hidden_layers": 42,
+        "num_key_value_heads": 8, "pad_token_id": 0, "query_pre_attn_scalar": 256,
+        "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "sliding_window": 4096,
+        "tie_word_embeddings": True, "torch_dtype": "bfloat16", "use_cache": True,
+        "vocab_size": 256000,
+    },
 }  # fmt: skip
 """The configurations of the published checkpoints; their weights are made up on the device."""
 
@@ -59,6 +83,12 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
     """Numbers of requests that decode together."""
     concurrency: tuple[int, ...] = ()
     """Clients that each keep one request open."""
+    shares: tuple[float, ...] = ()
+    """Open loops after these: Poisson arrivals at such shares of the rate that they reached."""
+    mixed: bool = False
+    """Requests also differ in sampling options, and a quarter of them leave in mid-stream."""
+    lengths: tuple[int, ...] = ()
+    """Lengths of prompts that are measured one after the other."""
     system: int = 0
     """Tokens that all chats begin with."""
     turns: int = 1
@@ -78,6 +108,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
             self,
             prompt=(less(self.prompt[0], 2), less(self.prompt[1], 2)),
             output=tuple(n if n == 1 else less(n, 2) for n in self.output),
+            lengths=tuple(dict.fromkeys(less(n, 2) for n in self.lengths)),
             requests=less(self.requests, min(2, self.requests)),
             batches=tuple(dict.fromkeys(less(n) for n in self.batches)),
             concurrency=tuple(dict.fromkeys(less(n) for n in self.concurrency)),
@@ -88,7 +119,8 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def max_model_len(self) -> int:
         """The longest sequence, with some air."""
-        longest = self.system + self.turns * (self.prompt[1] + self.output[1])
+        prompt = max(self.prompt[1], *self.lengths, 0)
+        longest = self.system + self.turns * (prompt + self.output[1])
         return longest + 16
 
 
@@ -124,7 +156,7 @@ WORKLOADS: dict[str, Workload] = {
         Workload(
             id="W5", title="HTTP streams, prompt 512, output 128, by concurrency; then Poisson",
             kind="http", models=("Qwen3-8B",), prompt=(512, 512), output=(128, 128), requests=256,
-            concurrency=(1, 64, 256), headline="output_tokens_per_second",
+            concurrency=(1, 64, 256), shares=(0.7,), headline="output_tokens_per_second",
             higher_is_better=True,
         ),
         Workload(
@@ -132,6 +164,24 @@ WORKLOADS: dict[str, Workload] = {
             models=("Qwen3-8B", "Qwen3-0.6B"), prompt=(100, 1024), output=(100, 1024),
             requests=256, concurrency=(256,), temperature=0.6,
             headline="output_tokens_per_second", higher_is_better=True,
+        ),
+        Workload(
+            id="traffic", title="300 clients, mixed lengths, options and departures; then Poisson",
+            kind="http", models=("Qwen3-0.6B", "Qwen3-8B", "Qwen3-30B-A3B"), prompt=(1, 3000),
+            output=(1, 200), requests=2400, concurrency=(300,), shares=(0.5, 0.8), mixed=True,
+            repeats=1, headline="requests_per_second", higher_is_better=True,
+        ),
+        Workload(
+            id="first-token", title="one prompt alone to its first token", kind="first",
+            models=("Qwen3-8B", "Qwen3-0.6B", "Qwen2.5-7B", "Gemma-2-9B"), prompt=(128, 128),
+            output=(1, 1), requests=30, concurrency=(1,), lengths=(16, 128, 512, 1024),
+            headline="first_token_ms",
+        ),
+        Workload(
+            id="first-minute", title="W2's 256 requests right after a start, and again",
+            kind="minute", models=("Qwen3-0.6B", "Qwen3-8B", "Qwen2.5-7B"), prompt=(100, 1024),
+            output=(100, 1024), requests=256, temperature=0.6, warmup=0, repeats=2,
+            headline="first_over_second",
         ),
         Workload(
             id="W6", title="process start to ready to first token, cold and warm", kind="start",
@@ -153,6 +203,10 @@ class Ask(msgspec.Struct, frozen=True):
     prompt: list[int]
     output: int
     temperature: float = 0.0
+    options: dict[str, Any] = {}
+    """More fields of the request, over HTTP."""
+    leave_after: int | None = None
+    """Pieces after which the client closes the connection."""
 
 
 def draw(workload: Workload, vocab_size: int, trial: int, *, requests: int = 0) -> list[Ask]:
@@ -163,6 +217,8 @@ def draw(workload: Workload, vocab_size: int, trial: int, *, requests: int = 0) 
     """
     usable = vocab_size - vocab_size // 150
     count = requests or workload.requests
+    if workload.mixed:
+        return _draw_mixed(workload, usable, trial, count)
     (low, high), (least, most) = workload.prompt, workload.output
     if low == high and least == most:
         source = random.Random(f"{workload.id} {trial} {count}")
@@ -180,6 +236,49 @@ def draw(workload: Workload, vocab_size: int, trial: int, *, requests: int = 0) 
         Ask([(token + shift) % usable for token in prompt], output, workload.temperature)
         for prompt, output in zip(prompts, outputs, strict=True)
     ]
+
+
+LEAVING = 0.25
+"""Share of mixed requests whose client leaves in mid-stream."""
+OPTIONS: tuple[tuple[float, Callable[[random.Random, int], dict[str, Any]]], ...] = (
+    (0.2, lambda source, usable: {"top_p": 0.9}),
+    (0.1, lambda source, usable: {"top_k": 40}),
+    (0.05, lambda source, usable: {"min_p": 0.05}),
+    (0.1, lambda source, usable: {"presence_penalty": 0.5}),
+    (0.05, lambda source, usable: {"frequency_penalty": 0.3}),
+    (0.1, lambda source, usable: {"repetition_penalty": 1.1}),
+    (0.05, lambda source, usable: {"logprobs": 3}),
+    (0.2, lambda source, usable: {"seed": source.randrange(1 << 31)}),
+    (0.05, lambda source, usable: {"logit_bias": {str(source.randrange(usable)): 2.0}}),
+    (0.05, lambda source, usable: {"min_tokens": 2, "stop_token_ids": [source.randrange(usable)]}),
+    (0.1, lambda source, usable: {"stop": ["no such word"]}),
+    (
+        0.05,
+        lambda source, usable: {"allowed_token_ids": source.sample(range(usable), 200)},
+    ),
+)
+"""Options of mixed requests, each drawn alone with its share; no output ends by them."""
+
+
+def _draw_mixed(workload: Workload, usable: int, trial: int, count: int) -> list[Ask]:
+    """Uniform lengths; seven in ten have a temperature. `stop_token_ids` may end an output."""
+    source = random.Random(f"{workload.id} {trial}")
+    asks = []
+    for _ in range(count):
+        prompt = source.choices(range(usable), k=source.randint(*workload.prompt))
+        output = source.randint(*workload.output)
+        options: dict[str, Any] = {}
+        for share, make in OPTIONS:
+            if source.random() < share:
+                options |= make(source, usable)
+        if output < 2:
+            options.pop("min_tokens", None)
+        leave_after = None
+        if output > 4 and source.random() < LEAVING:
+            leave_after = source.randint(1, output // 2)
+        temperature = source.choice((0.0, 0.7, 1.0)) if source.random() < 0.9 else 0.3
+        asks.append(Ask(prompt, output, temperature, options, leave_after))
+    return asks
 
 
 def write_model(name: str, folder: Path, *, tokenizer: bool = False) -> Path:

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ...core.nn.context import BatchLayout
+from ...core.nn.context import BatchLayout, MixedRows
 from ...core.nn.operations import Norm
 from ...core.protocols import AttentionBackend, AttentionSpec
 
@@ -38,6 +38,9 @@ MAX_GROUP = 128
 DENSE_TOKENS = 2048
 """From so many tokens on, a row with nothing cached takes torch's dense attention (cuDNN). Measured
 on an H200: 532 against 371 TFLOP/s at 4,096 tokens, equal at 1,024."""
+DENSE_STEP = 6144
+"""Tokens of such rows from which on a step is launched, not replayed: a recorded one does not know
+lengths, and takes our kernel for all."""
 FUSED_PROGRAMS = 128
 """Rows times kv heads up to which a decode step goes from the projection to the output in one
 launch. Beyond, the plain kernel's loop is faster by more than the launches it costs."""
@@ -92,6 +95,7 @@ class TritonAttention(AttentionBackend):
         {"sliding_window", "soft_cap", "alibi_slopes", "sinks", "key_scale", "value_scale"}
     )
     graph_safe: ClassVar[bool] = True
+    mixed_graph_safe: ClassVar[bool] = True
     fp8_cache: ClassVar[bool] = True
 
     @classmethod
@@ -138,6 +142,8 @@ class TritonAttention(AttentionBackend):
     def build_metadata(self, layout: BatchLayout) -> TritonMetadata:
         """Count the leading one-token rows and sort the others, from the layout's numpy twins."""
         rows = layout.num_rows
+        if layout.mixed is not None:
+            return TritonMetadata(layout, 0, ())
         if layout.decode_only and layout.num_tokens == rows:
             return TritonMetadata(layout, rows, ())
         starts = layout.query_start_cpu[: rows + 1]
@@ -161,6 +167,13 @@ class TritonAttention(AttentionBackend):
             first = row + 1
         return TritonMetadata(layout, decode_rows, tuple(runs))
 
+    def prefers_launch(self, query_lens: np.ndarray, seq_lens: np.ndarray) -> bool:
+        """Where most of a large step goes to torch's dense attention."""
+        if not self._dense:
+            return False
+        fresh = (query_lens >= DENSE_TOKENS) & (seq_lens == query_lens)
+        return int(query_lens[fresh].sum()) >= DENSE_STEP
+
     def forward(
         self,
         spec: AttentionSpec,
@@ -174,6 +187,8 @@ class TritonAttention(AttentionBackend):
     ) -> torch.Tensor:
         """query: [num_tokens, num_heads, head_dim] → the same shape; see the protocol."""
         layout, rows = metadata.layout, metadata.num_decode_rows
+        if layout.mixed is not None:
+            return self._forward_mixed(spec, query, kv_cache, layout, layout.mixed, sinks)
         if len(metadata.runs) == 1 and not rows and _takes_dense(spec, metadata.runs[0]):
             return _dense(spec, query, key, value, metadata.runs[0])
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
@@ -218,6 +233,55 @@ class TritonAttention(AttentionBackend):
             )
         return out
 
+    def _forward_mixed(
+        self,
+        spec: AttentionSpec,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        layout: BatchLayout,
+        mixed: MixedRows,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Both kernels over as many rows as there may be; which take part is found there."""
+        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        slopes = None if spec.alibi_slopes is None else self._slopes(spec.alibi_slopes)
+        if rows := mixed.max_decode_rows:
+            paged_attention_decode(
+                query[:rows],
+                kv_cache,
+                layout.block_table,
+                layout.seq_lens,
+                scale=spec.scale,
+                sliding_window=spec.sliding_window,
+                soft_cap=spec.soft_cap,
+                alibi_slopes=slopes,
+                sinks=sinks,
+                num_splits=self._num_splits(spec, rows, query.dtype),
+                workspace=self._workspace(spec, query.dtype).floats,
+                out=out[:rows],
+                cache_scales=(spec.key_scale, spec.value_scale),
+                query_start=layout.query_start,
+            )
+        paged_attention_prefill(
+            query,
+            kv_cache,
+            layout.block_table,
+            layout.query_start,
+            layout.seq_lens,
+            scale=spec.scale,
+            max_query_len=layout.max_query_len,
+            sliding_window=spec.sliding_window,
+            soft_cap=spec.soft_cap,
+            alibi_slopes=slopes,
+            sinks=sinks,
+            num_tokens=layout.num_tokens,
+            out=out,
+            cache_scales=(spec.key_scale, spec.value_scale),
+            bounds=mixed.bounds,
+            max_rows=mixed.max_prompt_rows,
+        )
+        return out
+
     def forward_projection(
         self,
         spec: AttentionSpec,
@@ -232,6 +296,8 @@ class TritonAttention(AttentionBackend):
         ALiBi."""
         layout = metadata.layout
         rows = layout.num_rows
+        if layout.mixed is not None:
+            return None
         turns_all = cos_sin is None or cos_sin.shape[1] == spec.head_dim
         if metadata.num_decode_rows != layout.num_tokens or not turns_all or spec.head_dim % 2:
             return None

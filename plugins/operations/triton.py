@@ -15,6 +15,7 @@ from ...core.nn.operations import (
     Norm,
     Operations,
     Routing,
+    StepTensors,
     split_heads,
 )
 from ...core.nn.packed import PackedWeight
@@ -32,6 +33,7 @@ try:
     from ...kernels.route import route
     from ...kernels.silu_mul import silu_mul
     from ...kernels.skinny import MAX_TILES, SkinnyShape, SkinnyWorkspace, elements, skinny
+    from ...kernels.step_inputs import scatter, step_inputs
     from ...kernels.tuning import Product, skinny_shape
     from .experts import experts_product, experts_serve
     from .packed import packed_product
@@ -242,6 +244,29 @@ class TritonOperations(Operations):
     ) -> DecodeTensors:
         """All of them in one launch."""
         return DecodeTensors(*decode_inputs(packed, token_history, block_table, block_size))
+
+    def step_inputs(
+        self,
+        query_start: torch.Tensor,
+        slots: torch.Tensor,
+        first_positions: torch.Tensor,
+        sample_slots: torch.Tensor,
+        num_tokens: int,
+        token_history: torch.Tensor,
+        block_table: torch.Tensor,
+        block_size: int,
+    ) -> StepTensors:
+        """All of them in one launch."""
+        tokens, rows, seq_lens, tables = step_inputs(
+            query_start, slots, first_positions, sample_slots, num_tokens, token_history,
+            block_table, block_size,
+        )  # fmt: skip
+        (ids, positions, places), (sampled, lengths, last) = tokens, rows
+        return StepTensors(ids, positions, places, sampled, lengths, last, seq_lens, tables)
+
+    def scatter(self, storage: torch.Tensor, writes: torch.Tensor, count: torch.Tensor) -> None:
+        """In one launch."""
+        scatter(storage, writes, count)
 
     def sample_plain(
         self,

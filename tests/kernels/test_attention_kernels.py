@@ -227,3 +227,52 @@ def test_prefill_from_a_row_on_leaves_the_rows_before_it_alone():
     want = reference.paged_attention(query, cache, table, start, seq_lens, scale=0.25)
     assert torch.equal(out[:2], torch.full_like(out[:2], 7.0))
     torch.testing.assert_close(out[2:], want[2:], atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("decode_lens", "prompts", "padding", "window", "splits"),
+    [
+        ([40, 1, 133], [(70, 70), (90, 17)], 9, None, 3),
+        ([], [(5, 5), (33, 1), (64, 30)], 0, 37, 1),
+        ([12, 300], [], 1, None, 2),
+        ([9, 70], [(61, 61)], 0, 25, 1),
+    ],
+)
+def test_rows_that_the_device_alone_knows_equal_the_twin(
+    dtype, decode_lens, prompts, padding, window, splits
+):
+    """A recorded step: leading rows of one token, then others, bounds and lengths on the device."""
+    lengths = [*decode_lens, *(length for length, _ in prompts), *([padding] if padding else [])]
+    query_lens = [1] * len(decode_lens) + [n for _, n in prompts] + ([padding] if padding else [])
+    query, cache, table, start, seq_lens = make_rows(
+        lengths, query_lens, num_heads=4, num_kv_heads=2, head_dim=32, block_size=8, dtype=dtype
+    )
+    want = reference.paged_attention(
+        query, cache, table, start, seq_lens, scale=0.2, sliding_window=window
+    )
+    num_rows, max_decode_rows = len(decode_lens) + 6, len(decode_lens) + 2
+    tokens = int(start[-1])
+    start = torch.cat([start, start.new_full((num_rows + 1 - len(start),), tokens)])
+    missing = num_rows - len(lengths)
+    seq_lens = torch.cat([seq_lens, seq_lens.new_zeros(missing)])
+    table = torch.cat([table, table.new_zeros(missing, table.shape[1])])
+    bounds = torch.tensor(
+        [len(decode_lens), len(lengths) - len(decode_lens)], dtype=torch.int32, device=DEVICE
+    )
+    more = query.new_zeros(max(0, max_decode_rows - tokens), *query.shape[1:])
+    query = torch.cat([query, more])
+    got = torch.full_like(query, float("nan"))
+    options = {"scale": 0.2, "sliding_window": window}
+    paged_attention_decode(
+        query[:max_decode_rows], cache, table, seq_lens, num_splits=splits,
+        out=got[:max_decode_rows], query_start=start, **options,
+    )  # fmt: skip
+    paged_attention_prefill(
+        query, cache, table, start, seq_lens, max_query_len=tokens, num_tokens=tokens, out=got,
+        bounds=bounds, max_rows=5, **options,
+    )  # fmt: skip
+    torch.testing.assert_close(
+        got[:tokens].float(), want.float(), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype]
+    )
+    assert got[tokens:].isnan().all(), "rows beyond the step were written"

@@ -25,11 +25,11 @@ from jackfield.kernels import (
     choose_tokens, decode_inputs, expert_gemv, expert_matmul, expert_slots, finish_product,
     fused_decode_attention, gelu_mul, gemv, heads, mask_tokens, nibble_gemv, nibble_skinny,
     packed_gemv, packed_matmul, paged_attention_decode, paged_attention_prefill, quantize_rows,
-    rms_norm, route, silu_mul, skinny, sum_slots, unpack_weight,
+    rms_norm, route, silu_mul, skinny, step_inputs, sum_slots, unpack_weight,
 )
 
 COMMON = {"HEAD_DIM": 128, "BLOCK_SIZE": 16, "WINDOW": 0, "SOFT_CAP": 0.0, "NUM_HEADS": 32,
-          "ALIBI": False, "SINKS": False}
+          "ALIBI": False, "SINKS": False, "MIXED": False}
 # Gemma 2's.
 WIDE = {**COMMON, "HEAD_DIM": 256, "BLOCK_D": 256, "NUM_HEADS": 16, "NUM_KV_HEADS": 8,
         "WINDOW": 4096, "SOFT_CAP": 50.0, "GROUP": 2}
@@ -137,6 +137,14 @@ KERNELS = [
      {**COMMON, "GROUP": 4, "BLOCK_M": 128, "BLOCK_N": 64, "BLOCK_D": 128}, 4),
     (paged_attention_prefill._prefill_kernel,
      {**COMMON, **MORE, "GROUP": 4, "BLOCK_M": 128, "BLOCK_N": 64, "BLOCK_D": 128}, 4),
+    (paged_attention_decode._decode_kernel,
+     {**COMMON, **DECODE, "SPLIT": True, "MIXED": True, "PDL": True}, 4),
+    (paged_attention_decode._join_kernel, {**COMMON, **DECODE, "MIXED": True, "PDL": True}, 4),
+    (paged_attention_prefill._prefill_kernel,
+     {**COMMON, "GROUP": 4, "MIXED": True, "BLOCK_M": 256, "BLOCK_N": 64, "BLOCK_D": 128}, 8),
+    (step_inputs._step_inputs_kernel, {"BLOCK_SIZE": 16, "TOKENS": 128, "COLUMNS": 1024}, 4,
+     {"slots_ptr": "*i32"}),
+    (step_inputs._scatter_kernel, {"WRITES": 1024}, 4),
     (paged_attention_prefill._prefill_kernel, {**WIDE, "BLOCK_M": 64, "BLOCK_N": 32}, 4),
     (paged_attention_decode._decode_kernel,
      {**DECODE, **WIDE, "BLOCK_N": 32, "SPLIT": True, "PDL": True}, 4),
@@ -175,7 +183,9 @@ TYPES = {
     "token_ptr": "*i32", "settings_ptr": "*i32", "slots_ptr": "*i64", "lengths_ptr": "*i64",
     "history_ptr": "*i32", "chosen_ptr": "*i32", "longs_ptr": "*i64", "rows_table_ptr": "*i32",
     "packed_ptr": "*i32", "table_ptr": "*i32", "block_table_ptr": "*i32", "seq_lens_ptr": "*i32",
-    "query_start_ptr": "*i32", "slot_ptr": "*i64", "positions_ptr": "*i64",
+    "query_start_ptr": "*i32", "bounds_ptr": "*i32", "first_ptr": "*i32", "storage_ptr": "*i32",
+    "sample_slots_ptr": "*i32", "writes_ptr": "*i32", "count_ptr": "*i32",
+    "token_longs_ptr": "*i64", "row_longs_ptr": "*i64", "slot_ptr": "*i64", "positions_ptr": "*i64",
     "slopes_ptr": "*fp32", "sinks_ptr": "*bf16",
     "eps": "fp32", "query_eps": "fp32", "key_eps": "fp32", "scale": "fp32",
     "value_scale": "fp32", "key_factor": "fp32", "value_factor": "fp32",
@@ -204,4 +214,4 @@ def test_every_kernel_compiles_for_a_hopper_gpu() -> None:
         [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert len(done.stdout.split()) == 52
+    assert len(done.stdout.split()) == 57

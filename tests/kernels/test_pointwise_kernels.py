@@ -219,6 +219,46 @@ def test_noise_of_the_kernel_is_the_samplers_noise():
     assert choose(logits, rows, lengths)[0].tolist() == expected(logits, rows, lengths).tolist()
 
 
+@pytest.mark.parametrize("counts", [[1], [1, 1, 7, 300, 1, 0, 0], [130, 1], [1, 1, 1, 1, 0]])
+def test_step_inputs_equal_those_of_torch(counts):
+    from jackfield.core.nn.operations import Operations, StepTensors
+    from jackfield.kernels.step_inputs import step_inputs
+
+    random = torch.Generator().manual_seed(len(counts))
+    rows = len(counts)
+    history = torch.randint(0, 999, (9, 401), generator=random, dtype=torch.int32).to(DEVICE)
+    table = torch.randint(0, 99, (9, 27), generator=random, dtype=torch.int32).to(DEVICE)
+    start = torch.tensor([0, *counts]).cumsum(0).to(torch.int32).to(DEVICE)
+    slots = torch.randperm(9, generator=random)[:rows].to(torch.int32).to(DEVICE)
+    first = torch.randint(0, 90, (rows,), generator=random, dtype=torch.int32).to(DEVICE)
+    sampled = torch.randint(0, 9, (rows,), generator=random, dtype=torch.int32).to(DEVICE)
+    given = (start, slots, first, sampled, int(start[-1]), history, table, 16)
+    want = Operations().step_inputs(*given)
+    tokens, per_row, seq_lens, tables = step_inputs(*given)
+    (ids, positions, places), (passed_on, lengths, last) = tokens, per_row
+    got = StepTensors(ids, positions, places, passed_on, lengths, last, seq_lens, tables)
+    for name, a, b in zip(StepTensors._fields, got, want, strict=True):
+        assert torch.equal(a, b), name
+        assert a.dtype == b.dtype and a.data_ptr() % 16 == 0, name
+
+
+@pytest.mark.parametrize("count", [0, 1, 1500, 3000])
+def test_scattered_writes_equal_those_of_torch(count):
+    from jackfield.core.nn.operations import Operations
+    from jackfield.kernels.step_inputs import scatter
+
+    random = torch.Generator().manual_seed(count)
+    places = torch.randperm(5000, generator=random)[:3000]
+    values = torch.randint(0, 99, (3000,), generator=random)
+    writes = torch.stack([places, values], dim=1).to(torch.int32).to(DEVICE)
+    many = torch.tensor([count], dtype=torch.int32, device=DEVICE)
+    want, got = (torch.zeros(5001, dtype=torch.int32, device=DEVICE) for _ in range(2))
+    Operations().scatter(want, writes, many)
+    scatter(got, writes, many)
+    assert torch.equal(got[:-1], want[:-1])
+    assert (got[writes[:count, 0].long()] == writes[:count, 1]).all()
+
+
 def test_decode_inputs_equal_those_of_torch():
     from jackfield.core.nn.operations import DecodeTensors, Operations
     from jackfield.kernels.decode_inputs import decode_inputs

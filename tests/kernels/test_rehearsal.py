@@ -337,3 +337,43 @@ def test_after_a_rehearsed_start_no_step_compiles_anything(tmp_path: Path) -> No
 def test_after_a_start_on_a_device_no_step_compiles_anything(tmp_path: Path) -> None:
     done = run(DEVICE + REQUESTS, tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_launchers_are_loaded_one_at_a_time() -> None:
+    """Triton's launchers share one module name: two loads at a time swap their functions."""
+    import threading
+    import types
+
+    from triton.runtime import build as triton_build
+
+    from jackfield.kernels.rehearsal import load_one_at_a_time
+
+    assert getattr(triton_build._load_module_from_path, "one_at_a_time", False)
+    inside, most, entered = 0, 0, threading.Barrier(4)
+    counting = threading.Lock()
+
+    def load(name: str) -> str:
+        nonlocal inside, most
+        with counting:
+            inside += 1
+            most = max(most, inside)
+        threading.Event().wait(0.01)
+        with counting:
+            inside -= 1
+        return name
+
+    build = types.SimpleNamespace(_load_module_from_path=load)
+    load_one_at_a_time(build)
+    load_one_at_a_time(build)
+    loaded: list[str] = []
+
+    def run(name: str) -> None:
+        entered.wait()
+        loaded.append(build._load_module_from_path(name))
+
+    threads = [threading.Thread(target=run, args=(str(n),)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(loaded) == ["0", "1", "2", "3"] and most == 1

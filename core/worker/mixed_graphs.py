@@ -1,0 +1,457 @@
+"""Steps that hold prompts as recorded graphs: one replay where there were hundreds of launches.
+
+A step is some decode rows, then rows of prompts, of any lengths. What differs between steps sits in
+one static int32 array: the device reads from there which rows there are. A graph is recorded for a
+number of tokens and a most of decode rows; smaller steps are padded with rows of the scratch slot.
+The last hidden state of each row goes to a static place, where a second graph, recorded by number
+of rows alone, makes logits and tokens of them.
+"""
+
+from __future__ import annotations
+
+import bisect
+import collections
+import logging
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from ..nn.context import BatchLayout, MixedRows
+from ..protocols import AttentionBackend
+from .batch import PersistentBatch, StepInputs, StepRows
+from .graphs import PATIENCE, Recorder, Replay, row_counts
+from .sampler import Sampler
+
+logger = logging.getLogger("jackfield.worker")
+
+FAR_APART = frozenset({128, 512, 1024, 2048, 4096})
+"""Numbers of tokens that are recorded before all others."""
+CHEAP_TOKENS = 192
+"""So many more cost less than launching a step anew."""
+MAX_TOKENS = 8192
+"""Tokens of the largest step that is recorded: with more, launches are hidden by the device."""
+MAX_WASTE = 0.25
+"""Padding of a step by a graph that is not the one made for its number of tokens, as a share."""
+RUN_FIRST = 512
+"""Steps of up to so many tokens run once before they are recorded."""
+MIN_PROMPT_ROWS = 4
+TOKENS_PER_PROMPT_ROW = 32
+MAX_WRITES = 1 << 16
+"""Numbers that one step may write into slots; more are written before it."""
+
+
+def token_counts(most: int) -> list[int]:
+    """Numbers of tokens to record: within a quarter up to 1,024, then every 256."""
+    counts = [16, 32, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 896, 1024]
+    counts += range(1280, MAX_TOKENS + 1, 256)
+    return [n for n in counts if n < most] + [most]
+
+
+def decode_row_counts(max_num_seqs: int) -> list[int]:
+    """Most decode rows to record for: none, and a few that are far apart."""
+    return [0, *(n for n in (16, 64) if n < max_num_seqs), max_num_seqs]
+
+
+class MixedKey(NamedTuple):
+    """What a graph is recorded for."""
+
+    decode_rows: int
+    """At most"""
+    tokens: int
+
+    @property
+    def prompt_rows(self) -> int:
+        """At most, padding included."""
+        return max(MIN_PROMPT_ROWS, self.tokens // TOKENS_PER_PROMPT_ROW)
+
+
+class MixedGraphs:
+    """Records steps of prompts and decode rows, and replays them."""
+
+    def __init__(
+        self,
+        *,
+        forward: Callable[[StepInputs], torch.Tensor],
+        logits: Callable[[torch.Tensor], torch.Tensor],
+        batch: PersistentBatch,
+        backend: AttentionBackend,
+        sampler: Sampler,
+        record: Recorder,
+        max_tokens: int,
+    ) -> None:
+        """`forward`: from a step's inputs to hidden states [T, hidden_size]; `logits`: from those
+        of R rows to [R, vocab_size]; `max_tokens`: of any step."""
+        self._forward = forward
+        self._logits = logits
+        self._batch = batch
+        self._backend = backend
+        self._sampler = sampler
+        self._record = record
+        self._token_counts = token_counts(min(max_tokens, MAX_TOKENS))
+        self._decode_counts = decode_row_counts(batch.num_slots)
+        self._row_counts = row_counts(batch.num_slots)
+        self._steps: dict[MixedKey, Replay] = {}
+        self._endings: dict[tuple[int, bool], Replay] = {}
+        self._missed: collections.Counter[MixedKey | tuple[int, bool]] = collections.Counter()
+        self.num_recorded = 0
+        """Graphs recorded so far."""
+        most = self._most_rows(MixedKey(self._decode_counts[-1], self._token_counts[-1]))
+        self._inputs = MixedInputs(batch, most)
+        device = batch.device
+        self._slots = torch.full((most,), batch.scratch_slot, dtype=torch.int64, device=device)
+        self._lengths = torch.zeros(most, dtype=torch.int64, device=device)
+        self._last_states = torch.empty(0, device=device)
+        """[most, hidden_size] The last hidden state of each row; made by the first step."""
+        self.states = torch.empty(0, device=device)
+        """[most tokens, hidden_size] Hidden states of the step launched last."""
+        self.chosen = torch.empty(batch.num_slots, dtype=torch.int32, device=device)
+        """[max_num_seqs] Tokens of the step launched last, -1 where none could be sampled."""
+        self.logits = torch.empty(0, device=device)
+        """[max_num_seqs, vocab_size] Logits of the step finished last without sampling."""
+
+    # ------------------------------------------------------------ serving a step
+
+    def launch(self, rows: StepRows, writes: np.ndarray) -> bool:
+        """Replay a step up to the last hidden state of each row. False, with nothing done: no graph
+        serves it."""
+        shape = _shape(rows)
+        key = self._serving(shape)
+        if key is None or self._backend.prefers_launch(rows.query_lens, rows.seq_lens):
+            return False
+        self._inputs.fill(rows, writes, shape, key)
+        self._steps[key]()
+        return True
+
+    def finish(self, num_rows: int, sample: bool) -> None:
+        """Replay logits and sampling (to `chosen`), or logits alone (to `logits`), of the step
+        launched last."""
+        rows = next(count for count in self._row_counts if count >= num_rows)
+        if (rows, sample) not in self._endings:
+            self._missed[rows, sample] += 1
+            larger = (
+                n for n in self._row_counts if n > rows and (n, sample) in self._endings
+                and n <= self._filled_rows
+            )  # fmt: skip
+            found = next(larger, None)
+            if self._missed[rows, sample] > PATIENCE or found is None:
+                self.record_ending(rows, sample)
+            else:
+                rows = found
+        self._endings[rows, sample]()
+
+    def sampling_inputs(self, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """→ slots and lengths of the step launched last, [num_rows] int64."""
+        return self._slots[:num_rows], self._lengths[:num_rows]
+
+    @property
+    def _filled_rows(self) -> int:
+        """Rows that the step launched last has set: those of requests, and padding."""
+        return self._most_rows(self._inputs.key)
+
+    def _serving(self, shape: _Shape) -> MixedKey | None:
+        """The recorded graph for a step; records the fitting one where it was often missed."""
+        best = self._fitting(shape)
+        if best is None or best in self._steps:
+            return best
+        self._missed[best] += 1
+        if self._missed[best] > PATIENCE:
+            self.record(best)
+            return best
+        most = shape.tokens + max(CHEAP_TOKENS, int(MAX_WASTE * shape.tokens))
+        able = (
+            key for key in self._steps
+            if shape.tokens <= key.tokens <= most and self._holds(key, shape)
+        )  # fmt: skip
+        return min(able, key=lambda key: (key.tokens, key.decode_rows), default=None)
+
+    def _fitting(self, shape: _Shape) -> MixedKey | None:
+        """The smallest graph there could be for a step."""
+        decode_rows = next(n for n in self._decode_counts if n >= shape.decode_rows)
+        first = bisect.bisect_left(self._token_counts, shape.tokens)
+        for tokens in self._token_counts[first:]:
+            key = MixedKey(decode_rows, tokens)
+            if self._holds(key, shape):
+                return key
+            if tokens > 2 * shape.tokens + 16:
+                break
+        return None
+
+    def _holds(self, key: MixedKey, shape: _Shape) -> bool:
+        padding = -(-(key.tokens - shape.tokens) // self._batch.max_model_len)
+        return (
+            shape.decode_rows <= key.decode_rows
+            and key.decode_rows < key.tokens
+            and shape.prompt_rows + padding <= key.prompt_rows
+        )
+
+    def _most_rows(self, key: MixedKey) -> int:
+        """Rows of a graph: at least as many as the ending reads that serves them."""
+        rows = key.decode_rows + key.prompt_rows
+        return max(rows, next((n for n in self._row_counts if n >= rows), self._row_counts[-1]))
+
+    # ------------------------------------------------------------ recording
+
+    def missing(self) -> list[MixedKey | tuple[int, bool]]:
+        """What is not recorded yet, the most useful first: a few numbers of tokens that are far
+        apart, endings, then the numbers between them by halves."""
+        keys = [
+            MixedKey(rows, tokens)
+            for tokens in self._token_counts
+            for rows in self._decode_counts
+            if self._holds(MixedKey(rows, tokens), _Shape(0, 0, 0))
+        ]
+        stride = 1 << (len(self._token_counts).bit_length() - 1)
+        place = {n: at for at, n in enumerate(reversed(self._token_counts))}
+
+        def rank(key: MixedKey) -> int:
+            at, step = place[key.tokens], stride
+            while at % step:
+                step //= 2
+            return stride // step
+
+        apart = {n for n in self._token_counts if n in FAR_APART or n == self._token_counts[-1]}
+        first = [key for key in keys if key.tokens in apart]
+        rest = sorted((key for key in keys if key.tokens not in apart), key=rank)
+        kinds = (True, False) if self.logits.numel() else (True,)
+        halves = [n for n in self._row_counts if n.bit_count() == 1 or n == self._row_counts[-1]]
+        order = halves[::-1] + [n for n in reversed(self._row_counts) if n not in halves]
+        endings = [(rows, sample) for sample in kinds for rows in order]
+        return [
+            *(key for key in first if key not in self._steps),
+            *(ending for ending in endings if ending not in self._endings),
+            *(key for key in rest if key not in self._steps),
+        ]
+
+    def record_next(self) -> bool:
+        """Record one more of what is missing; False: nothing was."""
+        missing = self.missing()
+        if not missing:
+            return False
+        first = missing[0]
+        if isinstance(first, MixedKey):
+            self.record(first)
+        else:
+            self.record_ending(*first)
+        return True
+
+    def record_for(self, tokens: int) -> None:
+        """Record what serves a prompt of so many tokens alone, with its endings."""
+        if (key := self._fitting(_Shape(0, 1, tokens))) is not None:
+            self.record(key)
+            self.record_ending(1, True)
+
+    def rehearsed_keys(self) -> list[MixedKey]:
+        """Steps that together launch every kernel there is."""
+        short = [n for n in self._token_counts if n in (16, 64, 128, 256, 512, 1024)]
+        keys = [MixedKey(0, tokens) for tokens in short or self._token_counts[:1]]
+        for rows in self._decode_counts[1:]:
+            more = next((n for n in self._token_counts if n >= rows + 128), None)
+            if more is not None:
+                keys.append(MixedKey(rows, more))
+        return [key for key in keys if self._holds(key, _Shape(0, 0, 0))]
+
+    def _smallest(self) -> MixedKey:
+        return MixedKey(0, self._token_counts[0])
+
+    def record(self, key: MixedKey) -> None:
+        """Record a step of `key.tokens` tokens."""
+        began = time.monotonic()
+        if not self._is_ready(key):
+            self._run_once(key)
+        try:
+            replay = self._record(lambda: self._step(key))
+        except RuntimeError:
+            logger.debug("%s has to run before it is recorded", key, exc_info=True)
+            self._run_once(key)
+            replay = self._record(lambda: self._step(key))
+        self._steps[key] = replay
+        self.num_recorded += 1
+        logger.debug("recorded %s in %.3f s", key, time.monotonic() - began)
+
+    def _is_ready(self, key: MixedKey) -> bool:
+        """Whether all that a step launches has been launched before: steps of more tokens take the
+        same kernels, and the device's time."""
+        return key.tokens > RUN_FIRST and any(
+            done.decode_rows == key.decode_rows for done in self._steps
+        )
+
+    def _run_once(self, key: MixedKey) -> None:
+        """A step as it is, so that everything is compiled and every workspace made."""
+        self._inputs.fill_scratch(key)
+        self._step(key)
+
+    def record_ending(self, rows: int, sample: bool) -> None:
+        """Record logits, and with `sample` tokens, of `rows` rows."""
+        if not self._last_states.numel():
+            self.record(self._smallest())
+        slots, lengths = self._slots.clone(), self._lengths.clone()
+        self._slots.fill_(self._batch.scratch_slot)
+        self._lengths.zero_()
+        self._end(rows, sample)
+        self._endings[rows, sample] = self._record(lambda: self._end(rows, sample))
+        self._slots.copy_(slots)
+        self._lengths.copy_(lengths)
+        self.num_recorded += 1
+
+    def rehearse(self, key: MixedKey) -> None:
+        """Go through a step while kernels are only compiled."""
+        self._inputs.fill_scratch(key)
+        inputs = self._expand(key)
+        layout = inputs.layout
+        # Made by kernels that did not run, and places in memory: torch would look there.
+        for places in (
+            inputs.input_ids, inputs.positions, inputs.sample_slots, inputs.sample_lengths,
+            inputs.last_tokens, layout.seq_lens, layout.block_table, layout.slot_mapping,
+        ):  # fmt: skip
+            places.zero_()
+        self._compute(key, inputs)
+
+    def _step(self, key: MixedKey) -> None:
+        self._inputs.write(key)
+        self._compute(key, self._expand(key))
+
+    def _compute(self, key: MixedKey, inputs: StepInputs) -> None:
+        states = self._forward(inputs)
+        if not self._last_states.numel():
+            self._last_states = states.new_empty(len(self._slots), states.shape[1])
+            self.states = states.new_empty(self._token_counts[-1], states.shape[1])
+        rows = len(inputs.last_tokens)
+        self.states[: key.tokens].copy_(states)
+        torch.index_select(states, 0, inputs.last_tokens, out=self._last_states[:rows])
+        self._slots[:rows].copy_(inputs.sample_slots)
+        self._lengths[:rows].copy_(inputs.sample_lengths)
+
+    def _end(self, rows: int, sample: bool) -> None:
+        logits = self._logits(self._last_states[:rows])
+        slots, lengths = self._slots[:rows], self._lengths[:rows]
+        if sample:
+            self._sampler.sample_plain(logits, slots, lengths, self.chosen[:rows])
+            return
+        if not self.logits.numel():
+            self.logits = logits.new_empty(self._row_counts[-1], logits.shape[1])
+        self.logits[:rows].copy_(logits)
+
+    def _expand(self, key: MixedKey) -> StepInputs:
+        return self._inputs.expand(key, self._most_rows(key))
+
+
+class _Shape(NamedTuple):
+    """What decides which graph serves a step."""
+
+    decode_rows: int
+    prompt_rows: int
+    tokens: int
+
+
+def _shape(rows: StepRows) -> _Shape:
+    longer = np.flatnonzero(rows.query_lens != 1)
+    decode_rows = int(longer[0]) if longer.size else len(rows.slots)
+    return _Shape(decode_rows, len(rows.slots) - decode_rows, int(rows.query_start[-1]))
+
+
+class MixedInputs:
+    """The static input of mixed graphs."""
+
+    def __init__(self, batch: PersistentBatch, max_rows: int) -> None:
+        self._batch = batch
+        self._most = max_rows
+        stride = -(-(max_rows + 1) // 4) * 4  # Each array begins at a multiple of 16 bytes.
+        self._stride = stride
+        header = 4 * stride + 4
+        self._device_array = torch.zeros(
+            header + 2 * MAX_WRITES, dtype=torch.int32, device=batch.device
+        )
+        array = self._device_array
+        self._query_start = array[:stride]
+        self._slots = array[stride : 2 * stride]
+        self._first_positions = array[2 * stride : 3 * stride]
+        self._sample_slots = array[3 * stride : 4 * stride]
+        self._bounds = array[4 * stride : 4 * stride + 2]
+        self._num_writes = array[4 * stride + 2 : 4 * stride + 3]
+        self._writes = array[header:].view(-1, 2)
+        self._header = header
+        self.key = MixedKey(0, 0)
+        """Of what was sent last."""
+
+    def fill(self, rows: StepRows, writes: np.ndarray, shape: _Shape, key: MixedKey) -> None:
+        """Send a step's rows, padded to the graph's tokens, and what it writes."""
+        batch = self._batch
+        if len(writes) > MAX_WRITES:
+            count = np.asarray([len(writes)], dtype=np.int32)
+            sent, many = batch.upload([writes.reshape(-1), count])
+            batch.operations.scatter(batch.storage, sent.view(-1, 2), many)
+            writes = writes[:0]
+        num_rows, stride = len(rows.slots), self._stride
+        size = self._header + 2 * len(writes)
+        on_cpu = batch.device.type == "cpu"
+        staging = torch.empty(size, dtype=torch.int32) if on_cpu else batch.staging(size)
+        host = staging.numpy()[:size]
+        starts, slots, first, sample_slots = (
+            host[at * stride : (at + 1) * stride] for at in range(4)
+        )
+        starts[: num_rows + 1] = rows.query_start
+        slots[:num_rows], slots[num_rows:] = rows.slots, batch.scratch_slot
+        first[:num_rows], first[num_rows:] = rows.first_positions, 0
+        sample_slots[:num_rows], sample_slots[num_rows:] = rows.sample_slots, batch.scratch_slot
+        end, padding = num_rows, key.tokens - shape.tokens
+        while padding > 0:
+            end += 1
+            starts[end] = starts[end - 1] + min(padding, batch.max_model_len)
+            padding -= batch.max_model_len
+        starts[end + 1 :] = key.tokens
+        bounds = host[4 * stride : 4 * stride + 3]
+        bounds[:] = shape.decode_rows, end - shape.decode_rows, len(writes)
+        if len(writes):
+            host[self._header :] = writes.reshape(-1)
+        self._device_array[:size].copy_(staging[:size], non_blocking=True)
+        self.key = key
+
+    def fill_scratch(self, key: MixedKey) -> None:
+        """Padding alone."""
+        none = np.zeros(0, dtype=np.int32)
+        rows = StepRows.of(none, none, none, none)
+        self.fill(rows, np.zeros((0, 2), dtype=np.int32), _Shape(0, 0, 0), key)
+
+    def write(self, key: MixedKey) -> None:
+        """Put what was sent with the rows into slots."""
+        batch = self._batch
+        batch.operations.scatter(batch.storage, self._writes, self._num_writes)
+
+    def expand(self, key: MixedKey, num_rows: int) -> StepInputs:
+        """What the forward pass and the ending need, made on the device."""
+        batch = self._batch
+        query_start = self._query_start[: num_rows + 1]
+        made = batch.operations.step_inputs(
+            query_start,
+            self._slots[:num_rows],
+            self._first_positions[:num_rows],
+            self._sample_slots[:num_rows],
+            key.tokens,
+            batch.token_history,
+            batch.block_table,
+            batch.block_size,
+        )
+        return StepInputs(
+            input_ids=made.input_ids,
+            positions=made.positions,
+            layout=BatchLayout(
+                num_rows=num_rows,
+                num_tokens=key.tokens,
+                max_query_len=key.tokens,
+                max_seq_len=batch.max_model_len,
+                query_start=query_start,
+                seq_lens=made.seq_lens,
+                block_table=made.block_table,
+                slot_mapping=made.slot_mapping,
+                query_start_cpu=np.zeros(num_rows + 1, dtype=np.int32),
+                seq_lens_cpu=np.full(num_rows, batch.max_model_len, dtype=np.int32),
+                mixed=MixedRows(self._bounds, key.decode_rows, key.prompt_rows),
+            ),
+            last_tokens=made.last_tokens,
+            sample_slots=made.sample_slots,
+            sample_lengths=made.lengths,
+            sample_rows=[],
+        )

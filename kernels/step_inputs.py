@@ -1,0 +1,179 @@
+"""What a step of ragged rows needs, from four numbers a row, in one launch; and scattered writes.
+
+Memory: a row of the block table is read and written for each row of the step; everything else is a
+few numbers per token. They stand for some twenty indexing operations that would cost a launch each,
+and depend on nothing but their grids: a recorded step may hold them.
+"""
+
+# Triton kernels take no annotations that mypy could check.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from .rehearsal import launch
+
+TOKENS = 128
+"""Tokens per program."""
+COLUMNS = 1024
+"""Columns of the block table that are copied at a time."""
+WRITES = 1024
+"""Writes per program."""
+
+_PLACES = ["query_start_ptr", "slots_ptr", "first_ptr", "sample_slots_ptr"]
+
+
+@triton.jit(
+    do_not_specialize=[
+        "num_rows",
+        "num_tokens",
+        "token_programs",
+        "stride_tokens",
+        "stride_rows",
+        "width",
+        "stride_table",
+    ],
+    do_not_specialize_on_alignment=_PLACES,
+)
+def _step_inputs_kernel(
+    token_longs_ptr,
+    row_longs_ptr,
+    seq_lens_ptr,
+    rows_table_ptr,
+    query_start_ptr,
+    slots_ptr,
+    first_ptr,
+    sample_slots_ptr,
+    history_ptr,
+    table_ptr,
+    num_rows,
+    num_tokens,
+    token_programs,
+    stride_tokens,
+    stride_rows,
+    stride_history,
+    stride_table,
+    width,
+    BLOCK_SIZE: tl.constexpr,
+    TOKENS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """The first programs take tokens, the others a row each."""
+    program = tl.program_id(0)
+    if program < token_programs:
+        token = program * TOKENS + tl.arange(0, TOKENS)
+        inside = token < num_tokens
+        # The last row that begins at or before each token: rows of no tokens begin behind all.
+        low = tl.zeros([TOKENS], tl.int32)
+        high = tl.zeros([TOKENS], tl.int32) + num_rows
+        left = num_rows
+        while left > 1:
+            middle = (low + high) // 2
+            before = tl.load(query_start_ptr + middle) <= token
+            narrow = high - low > 1
+            low = tl.where(before & narrow, middle, low)
+            high = tl.where(narrow & (before == 0), middle, high)
+            left = (left + 1) // 2
+        slot = tl.load(slots_ptr + low).to(tl.int64)
+        position = tl.load(first_ptr + low) + token - tl.load(query_start_ptr + low)
+        ids = tl.load(history_ptr + slot * stride_history + position, mask=inside, other=0)
+        block = tl.load(
+            table_ptr + slot * stride_table + position // BLOCK_SIZE, mask=inside, other=0
+        )
+        tl.store(token_longs_ptr + token, ids.to(tl.int64), mask=inside)
+        tl.store(token_longs_ptr + stride_tokens + token, position.to(tl.int64), mask=inside)
+        place = block.to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE
+        tl.store(token_longs_ptr + 2 * stride_tokens + token, place, mask=inside)
+    else:
+        row = program - token_programs
+        row_slot = tl.load(slots_ptr + row).to(tl.int64)
+        end = tl.load(query_start_ptr + row + 1)
+        length = tl.load(first_ptr + row) + end - tl.load(query_start_ptr + row)
+        source = table_ptr + row_slot * stride_table
+        target = rows_table_ptr + row.to(tl.int64) * width
+        for start in range(0, width, COLUMNS):
+            column = start + tl.arange(0, COLUMNS)
+            in_table = column < width
+            blocks = tl.load(source + column, mask=in_table, other=0)
+            tl.store(target + column, blocks, mask=in_table)
+        tl.store(seq_lens_ptr + row, length)
+        tl.store(row_longs_ptr + row, tl.load(sample_slots_ptr + row).to(tl.int64))
+        tl.store(row_longs_ptr + stride_rows + row, length.to(tl.int64))
+        tl.store(row_longs_ptr + 2 * stride_rows + row, tl.maximum(end - 1, 0).to(tl.int64))
+
+
+def step_inputs(
+    query_start: torch.Tensor,
+    slots: torch.Tensor,
+    first_positions: torch.Tensor,
+    sample_slots: torch.Tensor,
+    num_tokens: int,
+    token_history: torch.Tensor,
+    block_table: torch.Tensor,
+    block_size: int,
+) -> tuple[torch.Tensor, ...]:
+    """See `core.nn.operations.Operations.step_inputs`, whose arguments these are.
+
+    → [3, T] int64: input ids, positions, slot mapping; [3, R] int64: slots to sample for, lengths,
+    last tokens; lengths again as int32; the rows' block tables [R, columns] int32.
+    """
+    num_rows, width = slots.shape[0], block_table.shape[1]
+    device = slots.device
+    # Two numbers are 16 bytes: Triton compiles a kernel again for a pointer that is not so aligned.
+    token_longs = torch.empty((3, even(num_tokens)), dtype=torch.int64, device=device)
+    row_longs = torch.empty((3, even(num_rows)), dtype=torch.int64, device=device)
+    seq_lens = torch.empty(num_rows, dtype=torch.int32, device=device)
+    rows_table = torch.empty((num_rows, width), dtype=torch.int32, device=device)
+    token_programs = triton.cdiv(num_tokens, TOKENS)
+    launch(_step_inputs_kernel, (token_programs + num_rows,))(
+        token_longs,
+        row_longs,
+        seq_lens,
+        rows_table,
+        query_start,
+        slots,
+        first_positions,
+        sample_slots,
+        token_history,
+        block_table,
+        num_rows,
+        num_tokens,
+        token_programs,
+        token_longs.stride(0),
+        row_longs.stride(0),
+        token_history.stride(0),
+        block_table.stride(0),
+        width,
+        BLOCK_SIZE=block_size,
+        TOKENS=TOKENS,
+        COLUMNS=COLUMNS,
+        num_warps=4,
+    )
+    return token_longs[:, :num_tokens], row_longs[:, :num_rows], seq_lens, rows_table
+
+
+def even(number: int) -> int:
+    """The next even number."""
+    return number + number % 2
+
+
+@triton.jit(do_not_specialize_on_alignment=["writes_ptr", "count_ptr"])
+def _scatter_kernel(storage_ptr, writes_ptr, count_ptr, WRITES: tl.constexpr):
+    offset = tl.program_id(0) * WRITES + tl.arange(0, WRITES)
+    inside = offset < tl.load(count_ptr)
+    place = tl.load(writes_ptr + 2 * offset, mask=inside, other=0)
+    value = tl.load(writes_ptr + 2 * offset + 1, mask=inside, other=0)
+    tl.store(storage_ptr + place, value, mask=inside)
+
+
+def scatter(storage: torch.Tensor, writes: torch.Tensor, count: torch.Tensor) -> None:
+    """storage[writes[i, 0]] = writes[i, 1] for i < count.
+
+    All int32: storage [any], writes [most, 2], contiguous, count [1].
+    """
+    launch(_scatter_kernel, (triton.cdiv(writes.shape[0], WRITES),))(
+        storage, writes, count, WRITES=WRITES, num_warps=4
+    )
