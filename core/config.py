@@ -104,6 +104,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     chat_template: Annotated[
         str | None, _doc("Chat template (Jinja text or a file's path) instead of the tokenizer's.")
     ] = None
+    assistant_control_tokens: Annotated[
+        bool,
+        _doc(
+            "Let control tokens in the text of assistant messages be tokens, for clients that send "
+            "back tool-call markup or thoughts as the model wrote them; off, no message's text "
+            "becomes a control token."
+        ),
+    ] = False
     device: Annotated[Device, _doc("Where the model runs; auto: cuda if there is one.")] = "auto"
     dtype: Annotated[
         DType, _doc("Type of weights and activations; auto: the checkpoint's, float32 on a CPU.")

@@ -33,6 +33,21 @@ MAX_LOGPROBS = 20
 MAX_N = 128
 MAX_STOP_STRINGS = 64
 MAX_STOP_LENGTH = 1024
+"""Characters of one."""
+MAX_STOP_TOKEN_IDS = 1024
+MAX_BAD_WORDS = 1024
+MAX_BAD_WORD_LENGTH = 128
+"""Characters of one."""
+MAX_LOGIT_BIAS = 8192
+MAX_ALLOWED_TOKEN_IDS = 1 << 19
+"""More than any vocabulary has."""
+MAX_NAME_LENGTH = 1024
+"""Characters of `request_id` and `cache_salt`."""
+
+
+def all_ints(values: Any) -> bool:
+    """Whether these are integers and no booleans."""
+    return set(map(type, values)) <= {int}
 
 
 class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -261,15 +276,27 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
                 refuse(name, "a list")
         if len(self.stop) > MAX_STOP_STRINGS:
             refuse("stop", f"at most {MAX_STOP_STRINGS} strings")
+        for name, most in (
+            ("stop_token_ids", MAX_STOP_TOKEN_IDS),
+            ("bad_words", MAX_BAD_WORDS),
+            ("allowed_token_ids", MAX_ALLOWED_TOKEN_IDS),
+            ("logit_bias", MAX_LOGIT_BIAS),
+        ):
+            given = getattr(self, name)
+            if given is not None and hasattr(given, "__len__") and len(given) > most:
+                raise InvalidRequest(
+                    f"{name}: must be at most {most} entries, got {len(given)}", param=name
+                )
         if any(not isinstance(s, str) or not 0 < len(s) <= MAX_STOP_LENGTH for s in self.stop):
             refuse("stop", f"non-empty strings of at most {MAX_STOP_LENGTH} characters")
         if self.stop and not self.detokenize:
             refuse("stop", "empty when detokenize is off")
-        if any(not isinstance(w, str) or not w for w in self.bad_words):
-            refuse("bad_words", "non-empty strings")
+        if any(
+            not isinstance(w, str) or not 0 < len(w) <= MAX_BAD_WORD_LENGTH for w in self.bad_words
+        ):
+            refuse("bad_words", f"non-empty strings of at most {MAX_BAD_WORD_LENGTH} characters")
         for name in ("stop_token_ids", "allowed_token_ids"):
-            tokens = getattr(self, name) or ()
-            if any(isinstance(t, bool) or not isinstance(t, int) for t in tokens):
+            if not all_ints(getattr(self, name) or ()):
                 refuse(name, "a list of integers")
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             refuse("allowed_token_ids", "non-empty")

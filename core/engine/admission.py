@@ -5,20 +5,43 @@ from __future__ import annotations
 import random
 import uuid
 from collections.abc import Mapping
-from typing import Any
+from typing import TypeAlias
 
 import msgspec
 
 from ..errors import ContextLengthExceeded, InvalidRequest
 from ..loading.model_config import ModelConfig
 from ..scheduling.request import Request
+from ..text.token_limit import TokenLimit
 from ..text.tokenizer import Tokenizer
-from ..types import GrammarStart, Prompt, SamplingParams
+from ..types import GrammarStart, Prompt, SamplingParams, all_ints
+
+BadWords: TypeAlias = tuple[tuple[int, ...], ...]
+"""Token sequences whose last token may not follow the others."""
 
 
 def new_scheduler_id() -> str:
     """A name for a request inside the engine."""
     return uuid.uuid4().hex
+
+
+def _check_choice(params: SamplingParams, eos: frozenset[int], bad_words: BadWords) -> None:
+    """Refuse parameters that leave no token to begin with. Raises InvalidRequest."""
+    left = set(params.allowed_token_ids or ())
+    barred: list[str] = []
+    for field, tokens in (
+        ("min_tokens", eos.union(params.stop_token_ids) if params.min_tokens else ()),
+        ("bad_words", {word[0] for word in bad_words if len(word) == 1}),
+    ):
+        if not left.isdisjoint(tokens):
+            barred.append(field)
+            left.difference_update(tokens)
+    if not left:
+        raise InvalidRequest(
+            f"allowed_token_ids: {' and '.join(barred)} leave none of these tokens: with "
+            "min_tokens, tokens that end the output are not allowed before",
+            param="allowed_token_ids",
+        )
 
 
 class Admission:
@@ -40,24 +63,29 @@ class Admission:
         self.max_logprobs = max_logprobs
         self._seeds = random.Random(seed)
 
-    def tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
-        """→ (text or None, token ids). Raises InvalidRequest."""
+    def token_limit(self, params: SamplingParams, param: str) -> TokenLimit:
+        """Of a prompt's text."""
+        context = self.model_config.max_model_len
+        keep = params.truncate_prompt_tokens
+        if keep is None:
+            return TokenLimit(tokens=context - 1, context=context, param=param)
+        keep = context if keep == -1 else min(keep, context)
+        return TokenLimit(tokens=keep, context=context, cut=params.truncation_side, param=param)
+
+    def token_ids(self, prompt: Prompt, params: SamplingParams) -> list[int]:
+        """Of a prompt that is given as such. Raises InvalidRequest."""
         if isinstance(prompt, Mapping):
             if "prompt_token_ids" not in prompt:
                 raise InvalidRequest("prompt: a dict needs prompt_token_ids", param="prompt")
             prompt = prompt["prompt_token_ids"]
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise InvalidRequest(
-                    "prompt: this engine has no tokenizer (skip_tokenizer_init), send token ids",
-                    param="prompt",
-                )
-            return prompt, self.tokenizer.encode(prompt)
-        if not isinstance(prompt, list | tuple) or any(
-            isinstance(t, bool) or not isinstance(t, int) for t in prompt
-        ):
+        if not isinstance(prompt, list | tuple):
             raise InvalidRequest("prompt: must be text or a list of token ids", param="prompt")
-        return None, list(prompt)
+        # Cut or refused before all of it is looked at.
+        prompt = self._truncated(list(prompt), params)
+        self._check_num_tokens(prompt)
+        if not all_ints(prompt):
+            raise InvalidRequest("prompt: must be text or a list of token ids", param="prompt")
+        return prompt
 
     def requests(
         self,
@@ -68,6 +96,7 @@ class Admission:
         priority: int,
         cache_salt: str | None,
         grammar: GrammarStart | None = None,
+        bad_words: BadWords = (),
     ) -> list[Request]:
         """`params.n` scheduler requests for one prompt, the first one leading.
 
@@ -87,11 +116,8 @@ class Admission:
         eos = frozenset() if params.ignore_eos else self.model_config.eos_token_ids
         if grammar is not None:
             eos = frozenset(grammar.eos_token_ids)
-        bad_words: Any = ()
-        if params.bad_words:
-            if self.tokenizer is None:
-                raise InvalidRequest("bad_words: needs a tokenizer", param="bad_words")
-            bad_words = self.tokenizer.bad_words_ids(params.bad_words)
+        if params.allowed_token_ids is not None and grammar is None:
+            _check_choice(params, eos, bad_words)
         seed = self._seeds.getrandbits(62) if params.seed is None else params.seed
         made: list[Request] = []
         name = new_scheduler_id()
@@ -143,7 +169,7 @@ class Admission:
                 param=field,
             )
 
-    def _check_prompt(self, token_ids: list[int]) -> None:
+    def _check_num_tokens(self, token_ids: list[int]) -> None:
         if not token_ids:
             raise InvalidRequest("prompt: must have at least one token", param="prompt")
         limit = self.model_config.max_model_len
@@ -155,6 +181,9 @@ class Admission:
                 "fit as well. Shorten the prompt or set truncate_prompt_tokens.",
                 param="prompt",
             )
+
+    def _check_prompt(self, token_ids: list[int]) -> None:
+        self._check_num_tokens(token_ids)
         vocab = self.model_config.vocab_size
         if min(token_ids) < 0 or max(token_ids) >= vocab:
             wrong = next(t for t in token_ids if not 0 <= t < vocab)
@@ -175,12 +204,13 @@ class Admission:
                     param=name,
                 )
         for name in ("logit_bias", "allowed_token_ids", "stop_token_ids"):
-            for token in getattr(params, name) or ():
-                if not 0 <= token < vocab:
-                    raise InvalidRequest(
-                        f"{name}: token id {token} is not in the vocabulary (0 to {vocab - 1})",
-                        param=name,
-                    )
+            tokens = getattr(params, name)
+            if tokens and (min(tokens) < 0 or max(tokens) >= vocab):
+                token = next(t for t in tokens if not 0 <= t < vocab)
+                raise InvalidRequest(
+                    f"{name}: token id {token} is not in the vocabulary (0 to {vocab - 1})",
+                    param=name,
+                )
         if self.tokenizer is None:
             for name in ("stop", "bad_words"):
                 if getattr(params, name):

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -23,6 +24,7 @@ from ..errors import (
     EngineStopped,
     InvalidRequest,
     PluginError,
+    shown,
 )
 from ..loading.generation_config import NO_DEFAULTS
 from ..loading.model_config import ModelConfig, resolve_model_config
@@ -34,8 +36,11 @@ from ..registry import Plugins, load_plugins
 from ..scheduling.scheduler import Scheduler
 from ..text.chat import ChatTemplate
 from ..text.encoding import LONG_TEXT
+from ..text.text_threads import TextThreads, rough_size
+from ..text.token_limit import TokenLimit
 from ..text.tokenizer import Tokenizer
 from ..types import (
+    MAX_NAME_LENGTH,
     ChatMessage,
     EngineStats,
     GrammarStart,
@@ -46,7 +51,7 @@ from ..types import (
     StepPlan,
     StepResult,
 )
-from .admission import Admission
+from .admission import Admission, BadWords
 from .connecting import connect, watch_transfers
 from .grammars import Grammars
 from .output import OutputStream, RequestState
@@ -62,6 +67,12 @@ from .step_loop import StepLoop
 from .underway import Publisher, State, Underway
 
 logger = logging.getLogger("jackfield.engine")
+T = TypeVar("T")
+MAX_TOKENIZED = 1 << 17
+"""Tokens of a text that is tokenized for its own sake; or four times the context, where that is
+more."""
+FEW_WORDS = 16
+"""Bad words that are tokenized on the event loop."""
 HEALTH_SECONDS = 30.0
 """A worker that neither answers nor ends a step for so long is at fault."""
 
@@ -73,6 +84,15 @@ def _logged(what: str) -> Iterator[None]:
         yield
     except Exception:
         logger.exception("%s failed", what)
+
+
+def _check_name(param: str, name: str) -> None:
+    """Raises InvalidRequest for what is no text, or too long to be kept."""
+    if not isinstance(name, str) or len(name) > MAX_NAME_LENGTH:
+        raise InvalidRequest(
+            f"{param}: must be a text of at most {MAX_NAME_LENGTH} characters, got {shown(name)}",
+            param=param,
+        )
 
 
 class AsyncEngine:
@@ -105,6 +125,7 @@ class AsyncEngine:
         """What the model's chat template reads besides messages and tools: names that
         `chat_template_kwargs` may set."""
         self._underway = Underway()
+        self._text_threads = TextThreads()
         self._started = False
         self._accepting = False
         self._background: set[asyncio.Task[Any]] = set()
@@ -175,8 +196,12 @@ class AsyncEngine:
             chat_template=self.config.chat_template,
         )
         if self.tokenizer.chat_templates:
-            self._chat_template = ChatTemplate(self.tokenizer.chat_templates, self.tokenizer)
+            self._chat_template = self._template(self.tokenizer.chat_templates)
             self.chat_template_variables = self._chat_template.variables
+
+    def _template(self, source: str | Mapping[str, str]) -> ChatTemplate:
+        trusted = self.config.assistant_control_tokens
+        return ChatTemplate(source, self.tokenizer, assistant_control_tokens=trusted)
 
     def _serve(self) -> None:
         config = self.config
@@ -285,6 +310,7 @@ class AsyncEngine:
             await self._steps.stop()
         with _logged("closing the grammars"):
             await self._grammars.close()
+        self._text_threads.close()
         if self._connector is not None:
             with _logged("closing the KV connector"):
                 self._connector.close()
@@ -351,8 +377,7 @@ class AsyncEngine:
             grammar = await self._grammars.prepare(
                 asked, chat=True, template_arguments=chat_template_kwargs
             )
-            token_ids = await asyncio.to_thread(
-                self.render_chat,
+            token_ids = await self.tokenize_chat(
                 messages,
                 tools=tools,
                 chat_template_kwargs=chat_template_kwargs,
@@ -361,6 +386,7 @@ class AsyncEngine:
                 documents=documents,
                 chat_template=chat_template,
                 add_special_tokens=add_special_tokens,
+                limit=self._admission.token_limit(asked, "messages"),
             )
             return await self._admit(token_ids, asked, request_id, priority, cache_salt, grammar)
 
@@ -377,11 +403,15 @@ class AsyncEngine:
         documents: Sequence[Mapping[str, Any]] | None = None,
         chat_template: str | None = None,
         add_special_tokens: bool = False,
+        limit: TokenLimit | None = None,
     ) -> list[int]:
-        """The prompt's token ids, as `chat` would send them."""
+        """The prompt's token ids, as `chat` would send them; blocks (see `tokenize_chat`).
+
+        limit: how many tokens, and what happens to more; None: as `tokenize_limit`.
+        """
         template = self._chat_template
         if chat_template is not None:
-            template = ChatTemplate(chat_template, self.tokenizer)
+            template = self._template(chat_template)
         if template is None:
             raise InvalidRequest(
                 "messages: this model has no chat template; give one with chat_template, or use "
@@ -396,6 +426,7 @@ class AsyncEngine:
             template_kwargs=chat_template_kwargs,
             documents=documents,
             add_special_tokens=add_special_tokens,
+            limit=limit or self.tokenize_limit("messages"),
         )
 
     def prompt_end(self, chat_template_kwargs: Mapping[str, Any] | None = None) -> str:
@@ -421,6 +452,56 @@ class AsyncEngine:
                 self._prompt_ends.clear()
             self._prompt_ends[key] = text[-256:]
         return self._prompt_ends[key]
+
+    async def tokenize_chat(self, messages: Sequence[ChatMessage], **options: Any) -> list[int]:
+        """`render_chat`, with its options, on a thread for texts. Raises as it does, and
+        EngineOverloaded where too many texts wait."""
+        render = functools.partial(self.render_chat, messages, **options)
+        size = rough_size(
+            messages, options.get("tools"), options.get("documents"), options.get("chat_template")
+        )
+        return await self._text_threads.run(size, render)
+
+    async def tokenize_texts(
+        self,
+        texts: Sequence[str],
+        *,
+        add_special_tokens: bool = True,
+        limit: TokenLimit | None = None,
+    ) -> list[list[int]]:
+        """Token ids of each text; long ones are encoded on a thread for texts.
+
+        limit: of each one; None: as `tokenize_limit`. Raises what the limit says, and
+        EngineOverloaded where too many texts wait.
+        """
+        tokenizer, limit = self.tokenizer, limit or self.tokenize_limit("prompt")
+        if tokenizer is None:
+            raise InvalidRequest(
+                "prompt: this engine has no tokenizer (skip_tokenizer_init), send token ids",
+                param="prompt",
+            )
+        size = sum(map(len, texts))
+
+        def encoded() -> list[list[int]]:
+            return [
+                tokenizer.encode(text, add_special_tokens=add_special_tokens, limit=limit)
+                for text in texts
+            ]
+
+        return encoded() if size < LONG_TEXT else await self._text_threads.run(size, encoded)
+
+    def prompt_limit(self, params: SamplingParams, param: str = "prompt") -> TokenLimit:
+        """What is tokenized of the text of a prompt with these parameters."""
+        return self._admission.token_limit(params, param)
+
+    def tokenize_limit(self, param: str) -> TokenLimit:
+        """What is tokenized for its own sake: more than the context holds, to count it."""
+        context = self.model_config.max_model_len
+        return TokenLimit(tokens=max(MAX_TOKENIZED, 4 * context), context=context, param=param)
+
+    async def in_text_threads(self, size: int, work: Callable[[], T]) -> T:
+        """Other work on a text of `size` characters. Raises EngineOverloaded, as above."""
+        return await self._text_threads.run(size, work)
 
     async def abort(self, request_id: str) -> bool:
         """End a request; its stream gets a last output with finish_reason "abort".
@@ -456,7 +537,9 @@ class AsyncEngine:
             if admission is None:
                 raise InvalidRequest(self._wrong_kind("encode"), param="model")
             wanted = admission.pooling.completed(params or PoolingParams())
-            prepared = await admission.prepare(prompt, wanted, add_special_tokens)
+            prepared = await admission.prepare(
+                prompt, wanted, add_special_tokens, self._text_threads
+            )
             return await self._admit_pooling(prepared, wanted, request_id, priority, cache_salt)
 
         return PoolingStream(start, self._abort)
@@ -539,12 +622,18 @@ class AsyncEngine:
         grammar: GrammarStart | None,
     ) -> RequestState:
         request_id = self._check_open(request_id)
+        _check_name("cache_salt", cache_salt or "")
         self._check_generates()
-        if isinstance(prompt, str) and len(prompt) >= LONG_TEXT:
-            text, token_ids = await asyncio.to_thread(self._admission.tokenize, prompt)
-            self._check_open(request_id)  # Others came meanwhile, or the end.
+        text: str | None = None
+        if isinstance(prompt, str):
+            limit = self._admission.token_limit(params, "prompt")
+            text, [token_ids] = prompt, await self.tokenize_texts([prompt], limit=limit)
         else:
-            text, token_ids = self._admission.tokenize(prompt)
+            token_ids = self._admission.token_ids(prompt, params)
+        bad_words: BadWords = ()
+        if params.bad_words:
+            bad_words = await self._bad_words(params)
+        self._check_open(request_id)  # Others may have come meanwhile, or the end.
         requests = self._admission.requests(
             request_id,
             token_ids,
@@ -552,10 +641,21 @@ class AsyncEngine:
             priority=priority,
             cache_salt=cache_salt,
             grammar=grammar,
+            bad_words=bad_words,
         )
         state = RequestState(request_id, text, requests, requests[0].params, self.tokenizer)
         await self._begin(state)
         return state
+
+    async def _bad_words(self, params: SamplingParams) -> BadWords:
+        """Their token ids. Raises InvalidRequest without a tokenizer."""
+        tokenizer = self.tokenizer
+        if tokenizer is None:
+            raise InvalidRequest("bad_words: needs a tokenizer", param="bad_words")
+        if len(params.bad_words) <= FEW_WORDS:
+            return tokenizer.bad_words_ids(params.bad_words)
+        size = sum(map(len, params.bad_words))
+        return await self._text_threads.run(size, lambda: tokenizer.bad_words_ids(params.bad_words))
 
     async def _admit_pooling(
         self,
@@ -566,6 +666,7 @@ class AsyncEngine:
         cache_salt: str | None,
     ) -> PoolingState:
         request_id = self._check_open(request_id)
+        _check_name("cache_salt", cache_salt or "")
         assert self._pooling_admission is not None
         request = self._pooling_admission.request(
             request_id, prompt, params, priority=priority, cache_salt=cache_salt
@@ -592,6 +693,7 @@ class AsyncEngine:
         self._check_running()
         self._check_room()
         request_id = request_id or uuid.uuid4().hex
+        _check_name("request_id", request_id)
         self._underway.check_free(request_id)
         return request_id
 

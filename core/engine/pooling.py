@@ -17,8 +17,17 @@ from ..loading.pooling_config import PoolingConfig
 from ..pooling import PooledRow, PoolingOutput, PoolingParams, TextPair
 from ..scheduling.request import Request
 from ..text.encoding import LONG_TEXT
+from ..text.text_threads import TextThreads
+from ..text.token_limit import TokenLimit
 from ..text.tokenizer import Tokenizer
-from ..types import FinishReason, PoolingRequestOutput, Prompt, RequestTimings, SamplingParams
+from ..types import (
+    FinishReason,
+    PoolingRequestOutput,
+    Prompt,
+    RequestTimings,
+    SamplingParams,
+    all_ints,
+)
 from .admission import new_scheduler_id
 
 PoolingPrompt: TypeAlias = Prompt | TextPair
@@ -46,9 +55,13 @@ class PoolingAdmission:
         self.tokenizer = tokenizer
 
     async def prepare(
-        self, prompt: PoolingPrompt, params: PoolingParams, add_special_tokens: bool
+        self,
+        prompt: PoolingPrompt,
+        params: PoolingParams,
+        add_special_tokens: bool,
+        threads: TextThreads,
     ) -> PreparedPrompt:
-        """Tokenize and cut. Raises InvalidRequest, ContextLengthExceeded."""
+        """Tokenize and cut. Raises InvalidRequest, ContextLengthExceeded, EngineOverloaded."""
         limit = self._limit(params)
         if isinstance(prompt, Mapping) and "prompt_token_ids" in prompt:
             prompt = prompt["prompt_token_ids"]  # type: ignore[typeddict-item]
@@ -65,11 +78,10 @@ class PoolingAdmission:
             if self.pooling.joins_pairs:
                 text, pair = text + pair, None  # As decoders are trained to compare texts.
         if text is None:
-            token_ids = _checked_ids(prompt)
+            token_ids = self._checked_ids(prompt, limit)
             types: tuple[int, ...] = ()
-            token_ids = token_ids if limit is None else token_ids[:limit]
         else:
-            token_ids, types = await self._tokenize(text, pair, limit, add_special_tokens)
+            token_ids, types = await self._tokenize(text, pair, limit, add_special_tokens, threads)
         self.check(token_ids)
         return PreparedPrompt(text if pair is None else None, token_ids, types)
 
@@ -109,7 +121,12 @@ class PoolingAdmission:
         return longest if keep == -1 else keep
 
     async def _tokenize(
-        self, text: str, pair: str | None, limit: int | None, add_special_tokens: bool
+        self,
+        text: str,
+        pair: str | None,
+        limit: int | None,
+        add_special_tokens: bool,
+        threads: TextThreads,
     ) -> tuple[list[int], tuple[int, ...]]:
         tokenizer = self.tokenizer
         if tokenizer is None:
@@ -123,19 +140,38 @@ class PoolingAdmission:
             if self.pooling.lower_case:
                 texts = [one.lower() for one in texts]
             return tokenizer.encode_texts(
-                *texts, limit=limit, add_special_tokens=add_special_tokens
+                *texts, limit=limit, most=most, add_special_tokens=add_special_tokens
             )
 
-        if len(text) + len(pair or "") < LONG_TEXT:
-            token_ids, types = encode()
-        else:
-            token_ids, types = await asyncio.to_thread(encode)
+        context = self.model_config.max_model_len
+        most = TokenLimit(tokens=context, context=context)
+        size = len(text) + len(pair or "")
+        token_ids, types = encode() if size < LONG_TEXT else await threads.run(size, encode)
         # Tokenizers number two texts for models, too, that have no table for it.
         known = 0 < max(types, default=0) < self.pooling.num_token_types
         return token_ids, tuple(types) if known else ()
 
+    def _checked_ids(self, prompt: Any, limit: int | None) -> list[int]:
+        """Cut or refused before all of it is looked at."""
+        if isinstance(prompt, list | tuple):
+            token_ids = list(prompt[:limit])
+            self._check_count(token_ids)
+            if all_ints(token_ids):
+                return token_ids
+        raise InvalidRequest("prompt: must be text or a list of token ids", param="prompt")
+
     def check(self, token_ids: list[int]) -> None:
         """Raises InvalidRequest, ContextLengthExceeded."""
+        self._check_count(token_ids)
+        vocab = self.model_config.vocab_size
+        if min(token_ids) < 0 or max(token_ids) >= vocab:
+            wrong = next(t for t in token_ids if not 0 <= t < vocab)
+            raise InvalidRequest(
+                f"prompt: token id {wrong} is not in the vocabulary (0 to {vocab - 1})",
+                param="prompt",
+            )
+
+    def _check_count(self, token_ids: list[int]) -> None:
         if not token_ids:
             raise InvalidRequest("prompt: must have at least one token", param="prompt")
         longest = self.model_config.max_model_len
@@ -147,21 +183,6 @@ class PoolingAdmission:
                 "truncate_prompt_tokens.",
                 param="prompt",
             )
-        vocab = self.model_config.vocab_size
-        if min(token_ids) < 0 or max(token_ids) >= vocab:
-            wrong = next(t for t in token_ids if not 0 <= t < vocab)
-            raise InvalidRequest(
-                f"prompt: token id {wrong} is not in the vocabulary (0 to {vocab - 1})",
-                param="prompt",
-            )
-
-
-def _checked_ids(prompt: Any) -> list[int]:
-    if not isinstance(prompt, list | tuple) or any(
-        isinstance(t, bool) or not isinstance(t, int) for t in prompt
-    ):
-        raise InvalidRequest("prompt: must be text or a list of token ids", param="prompt")
-    return list(prompt)
 
 
 class Pooled:

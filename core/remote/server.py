@@ -55,6 +55,7 @@ class ForwardingEngine(AsyncEngine):
         grammar = await self._grammars.prepare(
             asked.params, chat=wish.chat, template_arguments=wish.template_arguments
         )
+        bad_words = await self._bad_words(asked.params) if asked.params.bad_words else ()
         request_id = self._check_open(asked.request_id)
         self._check_generates()
         requests = self._admission.requests(
@@ -64,6 +65,7 @@ class ForwardingEngine(AsyncEngine):
             priority=asked.priority,
             cache_salt=asked.cache_salt,
             grammar=grammar,
+            bad_words=bad_words,
         )
         state = ForwardedState(request_id, requests, requests[0].params, asked.number, outbox)
         self._enter(state)

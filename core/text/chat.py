@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from jinja2.exceptions import SecurityError, TemplateError, TemplateSyntaxError
 from ..errors import InvalidRequest
 from .chat_input import (
     RESERVED,
+    THOUGHT_END,
     Guard,
     check_documents,
     check_kwargs,
@@ -22,8 +24,10 @@ from .chat_input import (
 )
 from .control_tokens import ControlTokens
 from .template_sandbox import TemplateEnvironment
+from .token_limit import TokenLimit, encode_within
 from .tokenizer import Tokenizer
 
+_SPLITS_THOUGHTS = re.compile(rf"(split|in)\b[^%}}]*{THOUGHT_END}|{THOUGHT_END}['\"] in\b")
 _END = "\ufdd2"
 """Marks the end of the final message's content while it is rendered to be continued."""
 
@@ -37,15 +41,21 @@ class ChatTemplate:
     """A model's chat template. Rendering is sandboxed, and bounded in time and size."""
 
     def __init__(
-        self, source: str | Mapping[str, str] | None, tokenizer: Tokenizer | None = None
+        self,
+        source: str | Mapping[str, str] | None,
+        tokenizer: Tokenizer | None = None,
+        *,
+        assistant_control_tokens: bool = False,
     ) -> None:
         """source: Jinja text; or name → text, where "tool_use" serves requests with tools.
 
-        None: a model without a template, which refuses every chat. Raises InvalidRequest with
-        param "chat_template" where the text is no Jinja.
+        None: a model without a template, which refuses every chat. assistant_control_tokens: let
+        those in assistant messages be tokens. Raises InvalidRequest with param "chat_template"
+        where the text is no Jinja.
         """
         sources = {"default": source} if isinstance(source, str) else dict(source or {})
         self._tokenizer = tokenizer
+        self._guards_assistants = not assistant_control_tokens
         self._sources = sources
         self._templates = {}
         for name, text in sources.items():
@@ -81,6 +91,14 @@ class ChatTemplate:
     @functools.cached_property
     def _knows_developers(self) -> bool:
         return any("developer" in text for text in self._sources.values())
+
+    @functools.cached_property
+    def _reads_thoughts(self) -> bool:
+        """Whether the template takes thoughts in `<think>` marks out of messages."""
+        return any(
+            THOUGHT_END in text and ("reasoning" in text or _SPLITS_THOUGHTS.search(text))
+            for text in self._sources.values()
+        )
 
     @functools.cached_property
     def _control(self) -> ControlTokens:
@@ -125,24 +143,33 @@ class ChatTemplate:
         template_kwargs: Mapping[str, Any] | None = None,
         documents: Sequence[Mapping[str, Any]] | None = None,
         add_special_tokens: bool = False,
+        limit: TokenLimit | None = None,
     ) -> list[int]:
         """The prompt as token ids; arguments and errors as for `render`.
 
-        add_special_tokens: let the tokenizer add its own, beside the template's.
+        add_special_tokens: let the tokenizer add its own, beside the template's. limit: see
+        `encode_within`; what is far too long is refused before it is rendered.
 
-        Text of users, system prompts, tool results, tools, documents and template_kwargs never
-        becomes a control token: `<|im_end|>` typed there is encoded as plain text. Assistant
-        messages are not guarded, for they hold markup that the model itself wrote (`<think>`,
-        `<tool_call>`) and must read as tokens again. Where nothing of the kind was typed, the
-        tokens are exactly those of the rendered text. (Where it was, the noncharacters U+FDD0 and
-        U+FDD1 in guarded texts read as U+FFFD.) A template that takes typed text apart and puts
-        it together differently is beyond this guard.
+        Text of messages, tools, documents and template_kwargs never becomes a control token:
+        `<|im_end|>` typed there is encoded as plain text. That holds for assistant messages, too:
+        what the model thought and called has fields of its own (`reasoning_content`, `tool_calls`),
+        and a thought that the content begins with is put there. With `assistant_control_tokens`,
+        assistant messages are not guarded, so that markup in them reads as tokens again. Where
+        nothing of the kind was typed, the tokens are exactly those of the rendered text. (Where it
+        was, the noncharacters U+FDD0 and U+FDD1 in guarded texts read as U+FFFD.) A template that
+        takes typed text apart and puts it together differently is beyond this guard.
         """
         control = self._control
+        tokenizer = self._tokenizer
+        assert tokenizer is not None
         broken = False
+        given = 0
 
         def guard(text: str) -> str:
-            nonlocal broken
+            nonlocal broken, given
+            given += len(text)
+            if limit is not None:
+                limit.check_characters(given, lambda: tokenizer.characters_per_token)
             marked = control.mark(text)
             broken = broken or marked is not text
             return marked
@@ -156,10 +183,14 @@ class ChatTemplate:
             documents,
             guard,
         )
-        if broken:
-            return control.encode_marked(text, add_special_tokens=add_special_tokens)
-        assert self._tokenizer is not None
-        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        if not broken:
+            return tokenizer.encode(text, add_special_tokens=add_special_tokens, limit=limit)
+        return encode_within(
+            text,
+            limit,
+            lambda text: control.encode_marked(text, add_special_tokens=add_special_tokens),
+            lambda: tokenizer.characters_per_token,
+        )
 
     def _render(
         self,
@@ -183,7 +214,13 @@ class ChatTemplate:
                 "documents: this model's chat template takes none; put them into a message",
                 param="documents",
             )
-        chat = check_messages(messages, guard)
+        chat = check_messages(
+            messages,
+            guard,
+            guard_assistants=self._guards_assistants,
+            # What is to be continued stays as it is.
+            split_thoughts=len(messages) - continue_final_message if self._reads_thoughts else 0,
+        )
         if not self._knows_developers:
             for message in chat:
                 if message["role"] == "developer":

@@ -10,6 +10,7 @@ from ..errors import InvalidRequest
 
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _MAX_DEPTH = 64
+THOUGHT_START, THOUGHT_END = "<think>", "</think>"
 RESERVED = frozenset(
     {
         "messages",
@@ -111,11 +112,49 @@ def check_documents(documents: Any, guard: Guard) -> list[Any] | None:
     return [guarded(document, guard, f"documents[{i}]") for i, document in enumerate(documents)]
 
 
-def check_messages(messages: Any, guard: Guard) -> list[dict[str, Any]]:
-    """Messages in the form templates expect. Raises InvalidRequest with the field's path."""
+def check_messages(
+    messages: Any, guard: Guard, *, guard_assistants: bool = True, split_thoughts: int = 0
+) -> list[dict[str, Any]]:
+    """Messages in the form templates expect. Raises InvalidRequest with the field's path.
+
+    split_thoughts: in so many of the first messages, a thought that an assistant's content begins
+    with becomes its reasoning.
+    """
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:
         raise InvalidRequest("messages: must be a non-empty list", param="messages")
-    return [_check_message(m, f"messages[{i}]", guard) for i, m in enumerate(messages)]
+    checked = []
+    for index, message in enumerate(messages):
+        path = f"messages[{index}]"
+        mine = guard
+        if isinstance(message, Mapping) and message.get("role") == "assistant":
+            if guard_assistants and index < split_thoughts:
+                message = _without_thought(message)
+            mine = guard if guard_assistants else _counting(guard)
+        checked.append(_check_message(message, path, mine))
+    return checked
+
+
+def _counting(guard: Guard) -> Guard:
+    """A guard that lets everything pass, and has it counted all the same."""
+
+    def passed(text: str) -> str:
+        guard(text)
+        return text
+
+    return passed
+
+
+def _without_thought(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Content in which a thought comes first, as some clients send it back: the two apart, as the
+    template would take them. Guarded, its marks would be none to the template."""
+    content = message.get("content")
+    if not isinstance(content, str) or THOUGHT_END not in content:
+        return message
+    if message.get("reasoning_content") or message.get("reasoning"):
+        return message
+    thought, _, rest = content.partition(THOUGHT_END)
+    thought = thought.rpartition(THOUGHT_START)[2].strip("\n")
+    return {**message, "reasoning_content": thought, "content": rest.lstrip("\n")}
 
 
 def _check_message(message: Any, path: str, guard: Guard) -> dict[str, Any]:
@@ -128,7 +167,6 @@ def _check_message(message: Any, path: str, guard: Guard) -> dict[str, Any]:
             f"{path}.role: must be one of {', '.join(_ROLES)}, got {role!r}", param=f"{path}.role"
         )
     if role == "assistant":
-        guard = same
         message = _with_thought(message)
     checked = {
         key: guarded(value, guard, f"{path}.{key}")
@@ -145,7 +183,7 @@ def _check_message(message: Any, path: str, guard: Guard) -> dict[str, Any]:
             raise InvalidRequest(
                 f"{path}.tool_calls: only assistant messages have them", param=f"{path}.tool_calls"
             )
-        checked["tool_calls"] = _check_calls(calls, f"{path}.tool_calls")
+        checked["tool_calls"] = _check_calls(calls, f"{path}.tool_calls", guard)
     checked["content"] = guard(content) if content is not None else ""
     return checked
 
@@ -182,7 +220,7 @@ def _check_content(content: Any, path: str) -> str | None:
     return "\n".join(texts)
 
 
-def _check_calls(calls: Any, path: str) -> list[dict[str, Any]]:
+def _check_calls(calls: Any, path: str, guard: Guard) -> list[dict[str, Any]]:
     """Tool calls with their arguments as objects, the way templates write them out."""
     if not isinstance(calls, list | tuple):
         raise InvalidRequest(f"{path}: must be a list", param=path)
@@ -206,7 +244,7 @@ def _check_calls(calls: Any, path: str) -> list[dict[str, Any]]:
             raise InvalidRequest(
                 f"{where}.arguments: must be a JSON object", param=f"{where}.arguments"
             )
-        plain = guarded({**call, "function": None}, same, path)
-        plain["function"] = guarded({**function, "arguments": arguments}, same, where)
+        plain = guarded({**call, "function": None}, guard, path)
+        plain["function"] = guarded({**function, "arguments": arguments}, guard, where)
         checked.append(plain)
     return checked

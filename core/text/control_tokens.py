@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from tokenizers import Tokenizer as Backend
@@ -22,7 +22,13 @@ MARK = "\ufdd0"
 """Stands after the first character of a control token that a user typed."""
 _TWIN = "\ufdd1"
 """Begins a control token's name in the twin tokenizer."""
-_SHOWN = str.maketrans({MARK: "\ufffd", _TWIN: "\ufffd"})
+SLICE = 1 << 16
+"""Characters of a text that are searched at once."""
+
+
+def _shown(text: str) -> str:
+    """Without the noncharacters that mean something here."""
+    return text.replace(MARK, "\ufffd").replace(_TWIN, "\ufffd")
 
 
 class ControlTokens:
@@ -42,14 +48,36 @@ class ControlTokens:
         if not self.contents:
             return text
         cut = self._tail_start(text)
-        if cut is None and self._typed.search(text) is None:
+        if cut is None and next(self._found(self._typed, text), None) is None:
             return text
         if cut is not None:
-            head, tail = text[:cut].translate(_SHOWN), text[cut:].translate(_SHOWN)
+            head, tail = _shown(text[:cut]), _shown(text[cut:])
             text = f"{head}{tail[0]}{MARK}{tail[1:]}"
         else:
-            text = text.translate(_SHOWN)
-        return self._typed.sub(rf"\1{MARK}", text)
+            text = _shown(text)
+        return self._replaced(self._typed, text, lambda found: f"{found[1]}{MARK}")
+
+    def _found(self, pattern: re.Pattern[str], text: str) -> Iterator[re.Match[str]]:
+        """As `pattern.finditer`, slice by slice: a search holds the interpreter's lock to its end,
+        and in between other threads run."""
+        begin, overlap = 0, self._longest + 1
+        for slice_end in range(SLICE, len(text) + SLICE, SLICE):
+            while begin < slice_end:
+                match = pattern.search(text, begin, slice_end + overlap)
+                if match is None or match.start() >= slice_end:
+                    begin = slice_end
+                    break
+                yield match
+                begin = match.end()
+
+    def _replaced(
+        self, pattern: re.Pattern[str], text: str, replace: Callable[[re.Match[str]], str]
+    ) -> str:
+        parts, end = [], 0
+        for match in self._found(pattern, text):
+            parts += [text[end : match.start()], replace(match)]
+            end = match.end()
+        return "".join([*parts, text[end:]]) if parts else text
 
     def _tail_start(self, text: str) -> int | None:
         """Where a control token begins that the end of `text` cuts off."""
@@ -66,15 +94,15 @@ class ControlTokens:
     def encode_marked(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         """Token ids of a rendered text: unbroken control tokens are tokens, broken ones text."""
         twin, names = self._twin
-        named = self._standing.sub(lambda found: _TWIN + found[0], text).replace(MARK, "")
+        named = self._replaced(self._standing, text, lambda found: _TWIN + found[0])
+        named = named.replace(MARK, "")
         ids = encode(twin, named, add_special_tokens=add_special_tokens).ids
         return [names.get(token, token) for token in ids]
 
     def encode_plain(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of `text`, in which nothing becomes a control token."""
         twin, names = self._twin
-        shown = text.translate(_SHOWN)
-        encoded = encode(twin, shown, add_special_tokens=add_special_tokens)
+        encoded = encode(twin, _shown(text), add_special_tokens=add_special_tokens)
         return [names.get(token, token) for token in encoded.ids]
 
     @functools.cached_property

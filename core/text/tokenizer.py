@@ -19,6 +19,7 @@ from ..errors import InvalidRequest, LoadError
 from .control_tokens import ControlTokens
 from .encoding import encode
 from .token_bytes import BytePieces, byte_pieces
+from .token_limit import PIECE, TokenLimit, encode_within
 
 _FILES = [
     "tokenizer*.json",
@@ -33,6 +34,7 @@ _FILES = [
     "config.json",
 ]
 _MARKUP = frozenset("<>[]|｜{}")
+_LOSSY_CHARACTERS = 256
 
 
 class Tokenizer:
@@ -120,22 +122,49 @@ class Tokenizer:
     # ------------------------------------------------------------ text → ids
 
     def encode(
-        self, text: str, *, add_special_tokens: bool = True, allow_special: bool = True
+        self,
+        text: str,
+        *,
+        add_special_tokens: bool = True,
+        allow_special: bool = True,
+        limit: TokenLimit | None = None,
     ) -> list[int]:
         """Token ids of `text`.
 
         add_special_tokens: put BOS and the like where the tokenizer's own rules say.
         allow_special: special tokens typed in `text` become those tokens; off, they stay text.
+        limit: see `encode_within`, which says what it raises.
         """
         if not isinstance(text, str):
             raise InvalidRequest(
                 f"prompt must be a string, got {type(text).__name__}", param="prompt"
             )
         text = _without_surrogates(text)
-        if not allow_special:
-            return self._specials.encode_plain(text, add_special_tokens=add_special_tokens)
-        token_ids: list[int] = encode(self.backend, text, add_special_tokens=add_special_tokens).ids
-        return token_ids
+
+        def encoded(text: str) -> list[int]:
+            if not allow_special:
+                return self._specials.encode_plain(text, add_special_tokens=add_special_tokens)
+            token_ids: list[int] = encode(
+                self.backend, text, add_special_tokens=add_special_tokens
+            ).ids
+            return token_ids
+
+        return encode_within(text, limit, encoded, lambda: self.characters_per_token)
+
+    @functools.cached_property
+    def characters_per_token(self) -> int:
+        """The most characters that one token stands for; where the tokenizer may drop or join some
+        (white space, accents, unknown words), more than any real text comes to."""
+        longest = max(map(len, self.backend.get_vocab(with_added_tokens=True)), default=1)
+        return longest if self._keeps_characters else max(longest, _LOSSY_CHARACTERS)
+
+    @property
+    def _keeps_characters(self) -> bool:
+        model, normalizer = self.backend.model, self.backend.normalizer
+        if type(model).__name__ != "BPE" or getattr(model, "fuse_unk", False):
+            return False
+        spec = None if normalizer is None else json.loads(normalizer.__getstate__())
+        return _keeps_length(spec)
 
     def encode_texts(
         self,
@@ -143,16 +172,21 @@ class Tokenizer:
         pair: str | None = None,
         *,
         limit: int | None = None,
+        most: TokenLimit | None = None,
         add_special_tokens: bool = True,
     ) -> tuple[list[int], list[int]]:
         """Token ids of one text or of two, and which of the two each token belongs to (0 or 1).
 
         limit: at most so many tokens; the texts' ends are cut, the longer one's first, and special
-        tokens stay. Raises InvalidRequest when these alone are as many.
+        tokens stay. Raises InvalidRequest when these alone are as many. most: without a limit, what
+        raises for a text that alone is too long.
         """
         text = _without_surrogates(text)
         pair = None if pair is None else _without_surrogates(pair)
         if limit is None:
+            if most is not None:
+                for one in (text, pair or ""):
+                    self._check_fits(one, most)
             whole = encode(self.backend, text, pair, add_special_tokens=add_special_tokens)
             return whole.ids, whole.type_ids
         room = limit
@@ -163,16 +197,26 @@ class Tokenizer:
                 f"truncate_prompt_tokens: {limit} leaves no room beside the special tokens",
                 param="truncate_prompt_tokens",
             )
-        parts = [
-            encode(self.backend, one, add_special_tokens=False)
-            for one in (text, pair)
-            if one is not None
-        ]
+        parts = [self._encode_start(one, room) for one in (text, pair) if one is not None]
         for part, length in zip(parts, _kept([len(part) for part in parts], room), strict=True):
             part.truncate(length)
         second = parts[1] if len(parts) > 1 else None
         joined = self.backend.post_process(parts[0], second, add_special_tokens)
         return joined.ids, joined.type_ids
+
+    def _check_fits(self, text: str, most: TokenLimit) -> None:
+        """Raises, without encoding all of it, for a text that is too long."""
+        if len(text) > max(PIECE, 4 * most.tokens):
+            self.encode(text, add_special_tokens=False, limit=most)
+
+    def _encode_start(self, text: str, num_tokens: int) -> Any:
+        """The Encoding of as much of a text as is needed for so many tokens."""
+        size = max(PIECE, 4 * num_tokens)
+        while True:
+            part = encode(self.backend, text[:size], add_special_tokens=False)
+            if len(part) > num_tokens + PIECE // 1024 or size >= len(text):
+                return part
+            size *= 4
 
     @functools.cached_property
     def _specials(self) -> ControlTokens:
@@ -282,6 +326,21 @@ class Tokenizer:
 
     def _id_of(self, token: str | None) -> int | None:
         return None if token is None else self.backend.token_to_id(token)
+
+
+def _keeps_length(normalizer: dict[str, Any] | None) -> bool:
+    """Whether a normalizer makes no text much shorter."""
+    if normalizer is None:
+        return True
+    match normalizer.get("type"):
+        case "NFC" | "NFD" | "Prepend":
+            return True
+        case "Replace":
+            pattern = normalizer["pattern"].get("String")
+            return pattern is not None and len(normalizer["content"]) >= len(pattern)
+        case "Sequence":
+            return all(map(_keeps_length, normalizer["normalizers"]))
+    return False
 
 
 def strip_spaces(text: str, count: int) -> str:

@@ -59,6 +59,13 @@ def make_parser() -> Parser:
         help="key that clients must send; repeatable; also from JACKFIELD_API_KEY, VLLM_API_KEY",
     )
     server.add_argument(
+        "--max-completions-per-request",
+        type=at_least_one,
+        default=1024,
+        metavar="N",
+        help="completions that one request may start: prompts times n",
+    )
+    server.add_argument(
         "--max-stored-responses",
         type=at_least_none,
         default=1000,
@@ -152,6 +159,7 @@ def settings(argv: list[str], *, remarks: bool = True) -> Settings:
         api_keys=api_keys(args),
         api_key_files=key_files(args),
         max_body_bytes=args.max_body_bytes,
+        max_completions_per_request=args.max_completions_per_request,
         max_stored_responses=args.max_stored_responses,
         max_stored_response_bytes=args.max_stored_response_bytes,
         shutdown_timeout=args.shutdown_timeout,

@@ -16,7 +16,7 @@ from .answers import ChatAnswer, ChatChunk
 from .body import decoded
 from .chat_job import ChatJob
 from .chat_pieces import ChatPieces
-from .context import ENGINE, OPTIONS, reply
+from .context import ENGINE, OPTIONS, check_completions, reply
 from .logprobs import prompt_logprobs
 from .openapi import documented
 from .protocol import ChatRequest
@@ -29,6 +29,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     engine = request.app[ENGINE]
     asked = await decoded(request, ChatRequest)
     job = ChatJob(engine, asked, request.app[OPTIONS])
+    check_completions(1, job.params.n, request.app[OPTIONS])
     if asked.stream:
         pieces = ChatPieces(job)
         return await stream_outputs(request, job.outputs(), pieces.encode, pieces.last)

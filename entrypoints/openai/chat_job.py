@@ -6,7 +6,6 @@ too.
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import time
 import uuid
@@ -173,10 +172,7 @@ class ChatJob:
 
     async def count_prompt(self) -> int:
         """Tokens of the prompt that `outputs` would start from. Raises InvalidRequest."""
-        render = functools.partial(
-            self.engine.render_chat, self.asked.messages, **self._rendering()
-        )
-        return len(await asyncio.to_thread(render))
+        return len(await self.engine.tokenize_chat(self.asked.messages, **self._rendering()))
 
     def _rendering(self) -> dict[str, Any]:
         """How the messages become a prompt: arguments that `chat` and `render_chat` share."""

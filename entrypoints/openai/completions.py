@@ -17,9 +17,10 @@ from .answers import CompletionAnswer, CompletionChunk
 from .body import decoded
 from .context import (
     ENGINE,
+    OPTIONS,
+    check_completions,
     check_model,
     check_priority,
-    encode_text,
     new_id,
     part_id,
     reply,
@@ -30,6 +31,9 @@ from .logprobs import completion_logprobs, prompt_logprobs
 from .openapi import documented
 from .protocol import CompletionRequest
 from .streaming import Template, frame, stream, stream_outputs
+
+STARTED_AT_ONCE = 4
+"""Prompts whose completions are entered in one turn of the event loop."""
 
 
 @documented(
@@ -42,16 +46,11 @@ async def completions(request: web.Request) -> web.StreamResponse:
     asked.check()
     model = check_model(engine, asked.model)
     check_priority(engine, asked.priority)
-    given = asked.prompts()
-    token_ids = [
-        prompt
-        if isinstance(prompt, list)
-        else await encode_text(engine, prompt, asked.add_special_tokens)
-        for prompt in given
-    ]
-    job = _Job(engine, asked, model, given, token_ids)
+    job = _Job(engine, asked, model)
+    check_completions(len(job.given), job.params.n, request.app[OPTIONS])
+    await job.tokenize()
     if asked.stream:
-        if len(token_ids) > 1:
+        if len(job.given) > 1:
             frames = job.frames()
             return await stream(request, frames, frames.__anext__)
         (outputs,) = job.streams()
@@ -68,14 +67,13 @@ class _Job:
         engine: AsyncEngine,
         asked: CompletionRequest,
         model: str,
-        given: list[str | list[int]],
-        token_ids: list[list[int]],
     ) -> None:
         self.engine = engine
         self.asked = asked
         self.model = model
-        self.given = given
-        self.token_ids = token_ids
+        self.given = asked.prompts()
+        self.token_ids: list[list[int]] = []
+        """Of each prompt, once `tokenize` was called."""
         self.id = new_id("cmpl", asked.request_id)
         self.created = int(time.time())
         if asked.best_of is not None and asked.best_of != (asked.n or 1):
@@ -93,6 +91,19 @@ class _Job:
             asked.prompt_logprobs = max(asked.logprobs, asked.prompt_logprobs or 0)
         defaults = self.engine.model_config.sampling
         return asked.sampling(1 if self.only_echo else limit, asked.logprobs, defaults)
+
+    async def tokenize(self) -> None:
+        """Raises as `AsyncEngine.tokenize_texts`."""
+        texts = [prompt for prompt in self.given if isinstance(prompt, str)]
+        found: list[list[int]] = []
+        if texts:
+            found = await self.engine.tokenize_texts(
+                texts,
+                add_special_tokens=self.asked.add_special_tokens,
+                limit=self.engine.prompt_limit(self.params),
+            )
+        encoded = iter(found)
+        self.token_ids = [next(encoded) if isinstance(p, str) else p for p in self.given]
 
     def streams(self) -> list[OutputStream]:
         """What the engine makes of each prompt."""
@@ -260,10 +271,18 @@ async def _all(streams: list[Any]) -> list[RequestOutput]:
     """The last output of each; the first error ends the others."""
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(_last(one)) for one in streams]
+            tasks = [group.create_task(_last(one)) async for one in spread(streams)]
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None
     return [task.result() for task in tasks]
+
+
+async def spread(streams: list[Any]) -> AsyncIterator[Any]:
+    """Streams to be started, a few in a turn of the event loop: each takes time for its n."""
+    for number, one in enumerate(streams, 1):
+        yield one
+        if number % STARTED_AT_ONCE == 0:
+            await asyncio.sleep(0)
 
 
 async def _last(outputs: Any) -> RequestOutput:
@@ -280,8 +299,10 @@ async def merge(streams: list[Any]) -> AsyncIterator[tuple[int, RequestOutput]]:
         async for output in streams[0]:
             yield 0, output
         return
-    waiting = {asyncio.ensure_future(anext(one)): number for number, one in enumerate(streams)}
+    waiting: dict[asyncio.Future[Any], int] = {}
     try:
+        async for one in spread(streams):
+            waiting[asyncio.ensure_future(anext(one))] = len(waiting)
         while waiting:
             done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             for task in sorted(done, key=lambda task: task.exception() is None):

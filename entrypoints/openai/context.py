@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 from aiohttp import web
 
 from ...core.engine.async_engine import AsyncEngine
 from ...core.errors import InvalidRequest, JackfieldError, ModelNotFound
-from ...core.text.encoding import LONG_TEXT
 from ...core.text.tokenizer import Tokenizer
 from .connection_limits import MAX_JSON_VALUES, ConnectionLimits
 from .cors import Cors
@@ -23,6 +22,9 @@ if TYPE_CHECKING:
     from ..batch.objects import BatchOptions
 
 encoder = msgspec.json.Encoder()
+T = TypeVar("T")
+FEW_TOKENS = 2048
+"""Tokens that are shown as text on the event loop."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,8 @@ class ServerOptions:
     max_stored_responses: int = 1000
     """Of /v1/responses; 0 stores none."""
     max_stored_response_bytes: int = 256 << 20
+    max_completions_per_request: int = 1024
+    """Of `/v1/completions` and chat: prompts times `n`."""
     shutdown_timeout: float = 60.0
     enable_plugins_route: bool = False
     """Whether `GET /v1/plugins` tells what is installed."""
@@ -134,6 +138,17 @@ def check_model(engine: AsyncEngine, name: str | None) -> str:
     return name
 
 
+def check_completions(num_prompts: int, n: int, options: ServerOptions) -> None:
+    """Refuse more completions than one request may start. Raises InvalidRequest."""
+    most = options.max_completions_per_request
+    if num_prompts * n > most:
+        raise InvalidRequest(
+            f"n: {n} for each of {num_prompts} prompts are {num_prompts * n} completions; one "
+            f"request may ask for {most} (--max-completions-per-request)",
+            param="n",
+        )
+
+
 def check_priority(engine: AsyncEngine, priority: int) -> None:
     """Refuse a wish that the schedule policy would not look at. Raises InvalidRequest."""
     if priority and engine.config.scheduling_policy == "fcfs":
@@ -151,12 +166,9 @@ def tokenizer_of(engine: AsyncEngine) -> Tokenizer:
     return engine.tokenizer
 
 
-async def encode_text(engine: AsyncEngine, text: str, add_special_tokens: bool) -> list[int]:
-    """→ token ids. Raises InvalidRequest when the engine has no tokenizer."""
-    tokenizer = tokenizer_of(engine)
-    if len(text) < LONG_TEXT:
-        return tokenizer.encode(text, add_special_tokens=add_special_tokens)
-    return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=add_special_tokens)
+async def in_text_threads(engine: AsyncEngine, num_tokens: int, work: Callable[[], T]) -> T:
+    """What `work` makes of so many tokens: on a thread, if they are many."""
+    return work() if num_tokens < FEW_TOKENS else await engine.in_text_threads(num_tokens, work)
 
 
 def new_id(prefix: str, request_id: str | None = None) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import time
 from collections.abc import Awaitable, Sequence
@@ -82,8 +81,7 @@ async def prompts_of(engine: AsyncEngine, asked: EmbeddingRequest) -> list[Any]:
         return list(inputs(asked.input))
     if asked.input is not None:
         raise InvalidRequest("messages: give either input or messages", param="messages")
-    token_ids = await asyncio.to_thread(
-        engine.render_chat,
+    token_ids = await engine.tokenize_chat(
         asked.messages,
         chat_template_kwargs=asked.chat_template_kwargs,
         add_generation_prompt=asked.add_generation_prompt,

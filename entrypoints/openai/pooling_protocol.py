@@ -8,6 +8,7 @@ import msgspec
 
 from ...core.errors import InvalidRequest
 from ...core.pooling import PoolingParams, PoolingTask
+from ...core.types import all_ints
 
 MAX_INPUTS = 2048
 """Texts in one request, as OpenAI allows."""
@@ -187,7 +188,7 @@ def inputs(given: str | list[Any] | None) -> list[str | list[int]]:
 
 
 def _is_token_ids(value: Any) -> bool:
-    return isinstance(value, list) and all(type(token) is int for token in value)
+    return isinstance(value, list) and all_ints(value)
 
 
 def _check_count(name: str, count: int) -> None:

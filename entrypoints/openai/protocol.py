@@ -12,7 +12,7 @@ import msgspec
 
 from ...core.errors import InvalidRequest, shown
 from ...core.loading.generation_config import SamplingDefaults
-from ...core.types import OutputKind, SamplingParams
+from ...core.types import OutputKind, SamplingParams, all_ints
 from .structured import requested
 from .whole_numbers import integers_of, with_integers
 
@@ -305,7 +305,7 @@ def _refuse(field: str, wanted: str, given: Any) -> None:
 
 
 def _is_token_ids(value: Any) -> bool:
-    return isinstance(value, list) and all(type(token) is int for token in value)
+    return isinstance(value, list) and all_ints(value)
 
 
 def decode(body: bytes, kind: type[T]) -> T:

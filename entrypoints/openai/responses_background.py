@@ -11,12 +11,16 @@ from aiohttp import web
 
 from ...core.engine.async_engine import AsyncEngine
 from ...core.errors import EngineOverloaded, InvalidRequest, NotFound
+from ...core.text.text_threads import rough_size
 from .context import ServerOptions, encoder
 from .responses_events import Event
-from .responses_input import Item, read_items
+from .responses_input import Item, check_count, read_items
 from .responses_job import ResponseJob
 from .responses_protocol import ResponsesRequest
 from .responses_store import ResponseStore, StoredResponse
+
+FEW_ITEMS = 256
+"""Items of an input that are read on the event loop."""
 
 
 def frame(event: Event) -> bytes:
@@ -91,7 +95,17 @@ class Responses:
             raise EngineOverloaded("too many responses run in the background; try again later")
         earlier = self._earlier(wanted.previous_response_id, owner)
         by_id = {item["id"]: item for item in earlier}
-        own = read_items(wanted.input, lambda id: by_id.get(id) or self.store.find_item(id, owner))
+        num_given = len(wanted.input) if isinstance(wanted.input, list) else 1
+        check_count(len(earlier) + num_given)
+
+        def read() -> list[Item]:
+            find_item = self.store.finder(owner)
+            return read_items(wanted.input, lambda id: by_id.get(id) or find_item(id))
+
+        if num_given < FEW_ITEMS:
+            own = read()
+        else:
+            own = await engine.in_text_threads(rough_size(wanted.input), read)
         job = ResponseJob(engine, wanted, earlier, own, stored=stored)
         await job.fit()
         return job

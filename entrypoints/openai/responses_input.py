@@ -10,6 +10,8 @@ from typing import Any
 from ...core.errors import InvalidRequest
 
 Item = dict[str, Any]
+MAX_ITEMS = 16384
+"""Of one response's input, with those of the responses before it."""
 ROLES = ("user", "assistant", "system", "developer")
 TEXT_PARTS = ("input_text", "output_text", "text", "refusal")
 PREFIXES = {
@@ -32,7 +34,17 @@ def read_items(given: str | list[Any] | None, find: Callable[[str], Item | None]
         raise InvalidRequest("input: must not be empty", param="input")
     if isinstance(given, str):
         return [_message({"role": "user", "content": given}, "input")]
+    check_count(len(given))
     return [_read_item(item, f"input[{index}]", find) for index, item in enumerate(given)]
+
+
+def check_count(count: int) -> None:
+    """Raises InvalidRequest for more items than are taken."""
+    if count > MAX_ITEMS:
+        raise InvalidRequest(
+            f"input: at most {MAX_ITEMS} items, with those of previous_response_id; got {count}",
+            param="input",
+        )
 
 
 def _read_item(item: Any, path: str, find: Callable[[str], Item | None]) -> Item:
@@ -164,8 +176,10 @@ def to_messages(items: list[Item], instructions: str | None) -> list[dict[str, A
     because many templates take no more. Raises InvalidRequest for a result without its call.
     """
     messages: list[dict[str, Any]] = []
+    """`content` is a list of texts for now: added to one by one, a long text would be copied for
+    each."""
     if instructions is not None:
-        messages.append({"role": "system", "content": instructions})
+        messages.append({"role": "system", "content": [instructions]})
     names: dict[str, str] = {}
     for item in items:
         match item["type"]:
@@ -192,12 +206,13 @@ def to_messages(items: list[Item], instructions: str | None) -> list[dict[str, A
                         "role": "tool",
                         "tool_call_id": item["call_id"],
                         "name": names[item["call_id"]],
-                        "content": _joined(item["output"]),
+                        "content": [_joined(item["output"])],
                     }
                 )
     for message in messages:
-        if message["role"] == "assistant" and not message.get("tool_calls"):
-            message.setdefault("content", "")
+        separator = "\n\n" if message["role"] == "system" else ""
+        if "content" in message or not message.get("tool_calls"):
+            message["content"] = separator.join(message.get("content", ()))
     return messages
 
 
@@ -211,19 +226,19 @@ def _add_told(messages: list[dict[str, Any]], item: Item) -> None:
     text = _joined(item["content"])
     role = "system" if item["role"] == "developer" else item["role"]
     if role == "system" and messages and messages[-1]["role"] == "system":
-        messages[-1]["content"] += "\n\n" + text
+        messages[-1]["content"].append(text)
     else:
-        messages.append({"role": role, "content": text})
+        messages.append({"role": role, "content": [text]})
 
 
 def _add_text(messages: list[dict[str, Any]], text: str) -> None:
     last = messages[-1] if messages else {}
     if last.get("role") == "assistant" and "content" not in last:
-        last["content"] = text
+        last["content"] = [text]
     elif last.get("role") == "assistant" and last.get("tool_calls"):
-        last["content"] += text
+        last["content"].append(text)
     else:
-        messages.append({"role": "assistant", "content": text})
+        messages.append({"role": "assistant", "content": [text]})
 
 
 def _add_call(messages: list[dict[str, Any]], item: Item) -> None:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import time
 import uuid
+from bisect import bisect_left
 from collections.abc import AsyncIterator
 from typing import Any
 
 from ...core.engine.async_engine import AsyncEngine
-from ...core.errors import JackfieldError, RequestFailed
+from ...core.errors import ContextLengthExceeded, JackfieldError, RequestFailed
 from ...core.protocols import ParserEvent, ToolCallEnd
 from ...core.text.encoding import LONG_TEXT
+from ...core.text.text_threads import rough_size
+from ...core.text.token_limit import TokenLimit
 from ...core.types import CompletionOutput, RequestOutput
 from .chat_job import ChatJob
 from .context import tokenizer_of
@@ -92,27 +96,42 @@ class ResponseJob(ChatJob):
         context = self.engine.model_config.max_model_len
         room = context - min(self.wanted.max_output_tokens or 1, context // 2)
         told, starts = turns(self.input)
-        kept = [self.input, *(self.input[:told] + self.input[start:] for start in starts[1:])]
-        first, last = 0, len(kept) - 1
+        # No prompt fits that has more items than tokens.
+        least = bisect_left(starts, len(self.input) + told - room)
+        begins = [told, *starts[1:]][min(least, max(len(starts) - 1, 0)) :]
+        first, last = 0, len(begins) - 1
         while first < last:
             middle = (first + last) // 2
-            if await self._num_tokens(kept[middle]) <= room:
+            if await self._fits(told, begins[middle], room):
                 last = middle
             else:
                 first = middle + 1
-        self.asked.messages = to_messages(kept[first], self.wanted.instructions)
+        self.asked.messages = self._messages(told, begins[first])
 
-    async def _num_tokens(self, items: list[Item]) -> int:
+    def _messages(self, told: int, begin: int) -> list[dict[str, Any]]:
+        """What is told first, and the conversation from an item on."""
+        items = self.input[:told] + self.input[begin:]
+        return to_messages(items, self.wanted.instructions)
+
+    async def _fits(self, told: int, begin: int, room: int) -> bool:
+        context = self.engine.model_config.max_model_len
+        limit = TokenLimit(tokens=room, context=context, param="messages")
+
+        def fits() -> bool:
+            messages = self._messages(told, begin)
+            return len(self.engine.render_chat(messages, **self._rendering(), limit=limit)) <= room
+
         try:
-            token_ids = await asyncio.to_thread(
-                self.engine.render_chat,
-                to_messages(items, self.wanted.instructions),
-                tools=self.asked.tools if self.uses_tools else None,
-                chat_template_kwargs=self.asked.chat_template_kwargs,
-            )
+            return await self.engine.in_text_threads(self._size, fits)
+        except ContextLengthExceeded:
+            return False
         except JackfieldError as error:
             raise renamed(error) from None
-        return len(token_ids)
+
+    @functools.cached_property
+    def _size(self) -> int:
+        """About how many characters the input has."""
+        return rough_size(self.input)
 
     @property
     def ended(self) -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -111,10 +112,17 @@ class ResponseStore:
                 del self._brought_by[item]
         return True
 
-    def find_item(self, id: str, owner: str) -> Item | None:
-        """An item that one of this owner's kept responses brought."""
-        found = self.get(self._brought_by.get(id, ""), owner)
-        if found is None:
-            return None
-        known = [*found.items(), *found.response()["output"]]
-        return next((item for item in known if item["id"] == id), None)
+    def finder(self, owner: str) -> Callable[[str], Item | None]:
+        """A function from an item's id to the item that one of this owner's kept responses brought.
+        It reads each response once, however many of its items it is asked for."""
+        read: dict[str, dict[str, Item]] = {}
+
+        def find(id: str) -> Item | None:
+            brought_by = self._brought_by.get(id, "")
+            if brought_by not in read:
+                kept = self.get(brought_by, owner)
+                known = [] if kept is None else [*kept.items(), *kept.response()["output"]]
+                read[brought_by] = {item["id"]: item for item in reversed(known)}
+            return read[brought_by].get(id)
+
+        return find

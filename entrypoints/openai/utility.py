@@ -10,7 +10,6 @@ from aiohttp import web
 
 from ... import __version__
 from ...core.errors import InvalidRequest
-from ...core.text.encoding import LONG_TEXT
 from ..inventory import inventory
 from .answers import (
     DetokenizeAnswer,
@@ -21,12 +20,10 @@ from .answers import (
     VersionAnswer,
 )
 from .body import decoded
-from .context import ENGINE, OPTIONS, check_model, encode_text, reply, tokenizer_of
+from .context import ENGINE, OPTIONS, check_model, in_text_threads, reply, tokenizer_of
 from .openapi import documented
 from .protocol import DetokenizeRequest, TokenizeRequest
 
-MAX_DETOKENIZED = 1 << 17
-"""Token ids in one /detokenize, where the model's context holds fewer."""
 OWN_METRIC = re.compile(rb"^(# (?:HELP|TYPE) |)jackfield:", re.M)
 VLLM_METRIC = re.compile(rb"(# (?:HELP|TYPE) )?vllm:")
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -70,8 +67,7 @@ async def tokenize(request: web.Request) -> web.Response:
     if (asked.prompt is None) == (asked.messages is None):
         raise InvalidRequest("prompt: give either prompt or messages", param="prompt")
     if asked.messages is not None:
-        tokens = await asyncio.to_thread(
-            engine.render_chat,
+        tokens = await engine.tokenize_chat(
             asked.messages,
             tools=asked.tools,
             chat_template_kwargs=asked.chat_template_kwargs,
@@ -79,18 +75,16 @@ async def tokenize(request: web.Request) -> web.Response:
             continue_final_message=asked.continue_final_message,
         )
     else:
-        tokens = await encode_text(engine, asked.prompt or "", asked.add_special_tokens)
-    strings: list[str] | None = None
-    if asked.return_token_strs:
-        strings = await asyncio.to_thread(lambda: [tokenizer.token_text(t) for t in tokens])
-    return reply(
-        {
-            "count": len(tokens),
-            "max_model_len": engine.model_config.max_model_len,
-            "tokens": tokens,
-            "token_strs": strings,
-        }
-    )
+        [tokens] = await engine.tokenize_texts(
+            [asked.prompt or ""], add_special_tokens=asked.add_special_tokens
+        )
+
+    def answer() -> web.Response:
+        names = [tokenizer.token_text(t) for t in tokens] if asked.return_token_strs else None
+        told = {"count": len(tokens), "max_model_len": engine.model_config.max_model_len}
+        return reply({**told, "tokens": tokens, "token_strs": names})
+
+    return await in_text_threads(engine, len(tokens), answer)
 
 
 @documented("tokens", request=DetokenizeRequest, answer=DetokenizeAnswer)
@@ -100,19 +94,17 @@ async def detokenize(request: web.Request) -> web.Response:
     asked = await decoded(request, DetokenizeRequest)
     check_model(engine, asked.model)
     tokenizer = tokenizer_of(engine)
-    most = max(engine.model_config.max_model_len, MAX_DETOKENIZED)
+    most = engine.tokenize_limit("tokens").tokens
     if len(asked.tokens) > most:
         raise InvalidRequest(
             f"tokens: at most {most} at once, got {len(asked.tokens)}", param="tokens"
         )
 
-    def text() -> str:
+    def answer() -> web.Response:
         tokenizer.check_ids(asked.tokens, param="tokens")
-        return tokenizer.decode(asked.tokens, skip_special_tokens=False)
+        return reply({"prompt": tokenizer.decode(asked.tokens, skip_special_tokens=False)})
 
-    if len(asked.tokens) < LONG_TEXT:
-        return reply({"prompt": text()})
-    return reply({"prompt": await asyncio.to_thread(text)})
+    return await in_text_threads(engine, len(asked.tokens), answer)
 
 
 @documented("server", refused=(503,))

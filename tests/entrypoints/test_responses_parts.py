@@ -145,13 +145,13 @@ def test_the_store_keeps_within_its_limits_and_its_books(steps: Any) -> None:
         store.put({"id": id, "output": [item], "background": False}, [], [])
         order = [one for one in order if one != id] + [id]
         assert len(store) <= 4 and store.num_bytes <= 1500
-        kept = [one for one in order if store.get(one)]
-        assert order[len(order) - len(kept) :] == kept or store.get(id) is None
+        kept = [one for one in order if store.get(one, "")]
+        assert order[len(order) - len(kept) :] == kept or store.get(id, "") is None
         order = kept
-        entries = [store.get(one) for one in kept]
+        entries = [store.get(one, "") for one in kept]
         assert store.num_bytes == sum(entry.num_bytes for entry in entries if entry is not None)
         for other in range(10):
-            found = store.find_item(f"msg_{other}")
+            found = store.finder("")(f"msg_{other}")
             assert (found is not None) == (f"resp_{other}" in kept)
     for one in list(order):
         store.delete(one)

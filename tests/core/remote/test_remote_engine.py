@@ -503,8 +503,9 @@ async def test_the_connectors_parameters_go_in_and_out(tmp_path: Path) -> None:
 
 
 TEXT_ALONE = {
-    "abort", "chat", "drain", "encode", "generate", "healthy", "render_chat",
-    "served_model_names", "supported_tasks",
+    "abort", "chat", "drain", "encode", "generate", "healthy", "in_text_threads", "prompt_end",
+    "prompt_limit", "render_chat", "served_model_names", "supported_tasks", "tokenize_chat",
+    "tokenize_limit", "tokenize_texts",
 }  # fmt: skip
 """What a `RemoteEngine` does as an engine in process does: with texts, or what it was told."""
 

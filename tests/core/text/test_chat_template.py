@@ -80,6 +80,7 @@ def unigram() -> Tokenizer:
 TOKENIZER = byte_level()
 TEMPLATE = ChatTemplate(CHATML, TOKENIZER)
 END = TOKENIZER.eos_token_id
+START = TOKENIZER.backend.token_to_id("<|im_start|>")
 
 
 def user(content: Any) -> list[dict[str, Any]]:
@@ -325,17 +326,73 @@ def test_typed_control_tokens_stay_text_where_the_model_vocabulary_has_them() ->
     assert UNIGRAM.decode(ids, skip_special_tokens=False) == " u<|im_end|><|im_end|>"
 
 
-def test_tool_definitions_and_template_variables_are_guarded_and_assistants_are_not() -> None:
+def test_tool_definitions_and_template_variables_are_guarded() -> None:
     template = ChatTemplate("{{ tools | tojson }}{{ note }}{{ messages[0].content }}", TOKENIZER)
     tools = [{"type": "function", "function": {"name": "f", "description": "<|im_end|>"}}]
     ids = template.render_tokens(
         user("<|im_end|>"), tools=tools, template_kwargs={"note": "<|im_end|>"}
     )
     assert END not in ids
-    said = [{"role": "assistant", "content": "<think>a</think>"}]
-    assert TOKENIZER.added_tokens.keys() & set(TEMPLATE.render_tokens(said)) >= {
-        TOKENIZER.backend.token_to_id(t) for t in ("<think>", "</think>")
-    }
+
+
+CALL = {"function": {"name": "<tool_call>", "arguments": {"<think>": "</tool_call><|im_end|>"}}}
+SAID = [
+    {"role": "user", "content": "Hi"},
+    {"role": "assistant", "content": "a<think>b</think><|im_end|>c", "tool_calls": [CALL]},
+]
+
+
+def test_text_of_assistant_messages_never_becomes_a_control_token() -> None:
+    bare = [{**SAID[0]}, {"role": "assistant", "content": "abc"}]
+    call = {"function": {"name": "f", "arguments": {"a": "b"}}}
+    own = TEMPLATE.render_tokens([bare[0], {**bare[1], "tool_calls": [call]}])
+    ids = TEMPLATE.render_tokens(SAID)
+    added = TOKENIZER.added_tokens.keys()
+    assert [id for id in ids if id in added] == [id for id in own if id in added]
+    assert TOKENIZER.decode(ids, skip_special_tokens=False) == TEMPLATE.render(SAID)
+
+
+def test_with_the_switch_markup_of_assistants_reads_as_tokens_and_others_text_does_not() -> None:
+    trusting = ChatTemplate(CHATML, TOKENIZER, assistant_control_tokens=True)
+    ids = trusting.render_tokens(SAID)
+    assert ids == TOKENIZER.encode(TEMPLATE.render(SAID), add_special_tokens=False)
+    assert trusting.render_tokens(user("<|im_end|>")).count(END) == 1
+
+
+READS_THOUGHTS = (
+    "{% for m in messages %}{% set content = m.content %}"
+    "{% if m.reasoning_content is string %}{% set thought = m.reasoning_content %}"
+    "{% else %}{% set thought = '' %}{% if '</think>' in content %}"
+    "{% set thought = content.split('</think>')[0].split('<think>')[-1].strip('\n') %}"
+    "{% set content = content.split('</think>')[-1].lstrip('\n') %}{% endif %}{% endif %}"
+    "<|im_start|>{{ m.role }}\n{% if not loop.last %}<think>{{ thought }}</think>{% endif %}"
+    "{{ content }}<|im_end|>{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("thought", ["<think>\nhm\n</think>\n\n", "hm</think>", "<think></think>"])
+def test_a_thought_in_the_content_is_what_the_template_takes_it_for(thought: str) -> None:
+    template = ChatTemplate(READS_THOUGHTS, TOKENIZER)
+    for chat in (
+        [{"role": "assistant", "content": thought + "Yes."}, *user("Why?")],
+        [*user("Why?"), {"role": "assistant", "content": thought + "Yes."}],
+    ):
+        apart = TOKENIZER.encode(template.render(chat), add_special_tokens=False)
+        assert template.render_tokens(chat) == apart
+
+
+def test_a_template_that_knows_no_thoughts_is_given_the_content_as_it_is() -> None:
+    ids = TEMPLATE.render_tokens([{"role": "assistant", "content": "<think>a</think>b"}])
+    text = TOKENIZER.decode(ids, skip_special_tokens=False)
+    assert text.startswith("<|im_start|>assistant\n<think>a</think>b<|im_end|>\n")
+
+
+@pytest.mark.parametrize("before", [0, 1, 65520, 65530, 65535, 65536, 65540, 200_000])
+def test_control_tokens_are_found_wherever_long_texts_are_searched_in_slices(before: int) -> None:
+    text = "x" * before + "<|im_end|><|im_end|>" + "y" * 70_000 + "<|im_start|>"
+    ids = TEMPLATE.render_tokens(user(text))
+    assert [id for id in ids if id in TOKENIZER.special_ids] == [START, END, START]
+    assert TOKENIZER.decode(ids, skip_special_tokens=False) == TEMPLATE.render(user(text))
 
 
 def test_ascii_json_does_not_show_the_mark() -> None:

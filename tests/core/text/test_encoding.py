@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Awaitable
 from typing import Any
 
 import pytest
 
-from jackfield import AsyncEngine, EngineConfig
+from jackfield import AsyncEngine, EngineConfig, SamplingParams
 from jackfield.core.errors import ContextLengthExceeded
 from jackfield.core.loading.model_config import resolve_model_config
 from jackfield.core.text.encoding import LONG_TEXT, encode
@@ -59,15 +60,33 @@ def test_the_loop_has_its_turns_while_a_thread_encodes_a_long_text(
     assert longest < total / 2, f"{longest:.3f} of {total:.3f} s without a turn"
 
 
-def test_the_loop_has_its_turns_while_the_engine_takes_a_long_prompt() -> None:
+def test_the_engine_takes_long_prompts_on_other_threads_and_refuses_them_early(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[tuple[int, bool]] = []
+    """Characters of each text that was encoded, and whether the event loop's thread did it."""
+
+    def noted(backend: Any, text: str, *rest: Any, **options: Any) -> Any:
+        seen.append((len(text), threading.current_thread() is threading.main_thread()))
+        return encode(backend, text, *rest, **options)
+
+    monkeypatch.setattr("jackfield.core.text.tokenizer.encode", noted)
+    fits = WORDS * 300
+    chat = [{"role": "user", "content": LONG}]
+    cut = SamplingParams(truncate_prompt_tokens=20, max_tokens=1)
+
     async def check() -> None:
         async with AsyncEngine(EngineConfig()) as engine:
-
-            async def refused() -> None:
-                with pytest.raises(ContextLengthExceeded, match="prompt"):
-                    await anext(aiter(engine.generate(LONG)))
-
-            total, longest = await shares(refused())
-            assert longest < total / 2, f"{longest:.3f} of {total:.3f} s without a turn"
+            for stream in (engine.generate(LONG), engine.chat(chat)):
+                with pytest.raises(ContextLengthExceeded):
+                    await anext(aiter(stream))
+            assert sum(size for size, _ in seen) < len(LONG) / 2
+            output = await anext(aiter(engine.generate(LONG, cut)))
+            whole = engine.tokenizer.encode(LONG)  # type: ignore[union-attr]
+            assert output.prompt_token_ids == whole[-20:]
+            seen.pop()
+            assert await engine.tokenize_texts([fits]) == [engine.tokenizer.encode(fits)]  # type: ignore[union-attr]
+            seen.pop()
+            assert not any(on_loop for _, on_loop in seen)
 
     asyncio.run(check())

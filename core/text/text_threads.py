@@ -1,0 +1,109 @@
+"""Threads for rendering and tokenizing texts, apart from the event loop and from each other.
+
+asyncio's shared threads serve files, grammars and start-up, too: a few long texts there would hold
+up all of them. Here long texts have one thread to themselves, so that whatever is of an ordinary
+length never waits behind one, and so that only one at a time takes memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from ..errors import EngineOverloaded
+
+T = TypeVar("T")
+LONG_JOB = 1 << 18
+"""Characters from which on a text goes to the thread of long ones."""
+THREADS = 2
+"""For all others."""
+MAX_WAITING_CHARACTERS = 64 << 20
+"""Of all texts that wait or are worked on: with one more, a request is refused (503)."""
+_TRIM = 1 << 20
+"""Characters from which on memory goes back to the system afterwards."""
+_NODES = 2000
+"""Values of a JSON object that `rough_size` looks at."""
+
+
+class TextThreads:
+    """Runs work on texts by their size. One for an engine."""
+
+    def __init__(self, max_waiting_characters: int = MAX_WAITING_CHARACTERS) -> None:
+        self._max = max_waiting_characters
+        self._pools = {
+            False: ThreadPoolExecutor(THREADS, "jackfield-text"),
+            True: ThreadPoolExecutor(1, "jackfield-long-text"),
+        }
+        """Whether a text is long → the threads for it; they start when they are needed."""
+        self._lock = threading.Lock()
+        self._characters = 0
+        """Waiting, or being worked on."""
+
+    @property
+    def waiting_characters(self) -> int:
+        """Of the texts that wait or are worked on."""
+        return self._characters
+
+    async def run(self, size: int, work: Callable[[], T]) -> T:
+        """What `work`, which deals with `size` characters, returns.
+
+        Raises EngineOverloaded when too much waits. Cancelled before it begins, it never does.
+        """
+        with self._lock:
+            if self._characters and self._characters + size > self._max:
+                raise EngineOverloaded(
+                    f"texts of {self._characters} characters wait to be tokenized; try again later"
+                )
+            self._characters += size
+
+        def done(_: Future[T]) -> None:
+            with self._lock:
+                self._characters -= size
+
+        def trimmed() -> T:
+            try:
+                return work()
+            finally:
+                if size >= _TRIM:
+                    _give_memory_back()
+
+        try:
+            future = self._pools[size >= LONG_JOB].submit(trimmed)
+        except BaseException:
+            done(Future())
+            raise
+        future.add_done_callback(done)
+        return await asyncio.wrap_future(future)
+
+    def close(self) -> None:
+        """Begin nothing more."""
+        for pool in self._pools.values():
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def rough_size(*values: Any) -> int:
+    """Characters in JSON values; at least LONG_JOB where there are too many to look at."""
+    size = seen = 0
+    left = list(values)
+    while left:
+        value = left.pop()
+        seen += 1
+        if isinstance(value, str):
+            size += len(value)
+        elif isinstance(value, Mapping | Sequence):
+            if seen + len(left) + len(value) > _NODES:
+                return max(size, LONG_JOB)
+            left.extend(value.values() if isinstance(value, Mapping) else value)
+    return size
+
+
+def _give_memory_back() -> None:
+    """What the C library keeps of freed memory, to the system; where there is no such call, its own
+    rules decide."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
