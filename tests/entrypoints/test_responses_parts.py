@@ -163,4 +163,4 @@ def test_a_store_without_room_keeps_nothing(limits: tuple[int, int]) -> None:
     store = ResponseStore(*limits)
     assert not store.enabled
     store.put({"id": "resp_1", "output": []}, [], [])
-    assert len(store) == 0 and store.get("resp_1") is None
+    assert len(store) == 0 and store.get("resp_1", "") is None
