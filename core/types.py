@@ -72,6 +72,9 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True):
     after_reasoning: bool | None = None
     """Whether the grammar begins where the thought ends. None: in a chat with a reasoning parser,
     yes; in a completion, no."""
+    strict: bool | None = None
+    """Of schemas: refuse formats and keywords that no output can be held to, by name, instead of
+    leaving them unchecked."""
     field: str = ""
     """What the caller calls it, for errors; default: `structured_outputs` and the kind."""
 

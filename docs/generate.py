@@ -407,6 +407,8 @@ def _field_rows(route: dict[str, Any], whose: list[str]) -> list[list[str]]:
         note = route["notes"].get(name, "")
         if name in refused:
             here, note = "refused", re.sub(r"(--[\w.-]+)", r"`\1`", refused[name])
+        elif name in protocol.IGNORED and here == "ignored":
+            note = "with a log line: " + re.sub(r"(--[\w.-]+)", r"`\1`", protocol.IGNORED[name])
         elif name in route["no_effect"]:
             here = "no effect"
         had = ["yes" if name in theirs[who] else "" for who in whose]

@@ -10,7 +10,8 @@ from typing import Any
 
 from ..protocols import GrammarSpec
 from .quoting import GBNF_QUOTES, LARK_QUOTES, split_quoted
-from .spec import DATA, NAMED, tag_formats
+from .spec import tag_schemas
+from .words import DATA, NAMED
 
 MAX_VISITED = 500_000
 """Values of a schema that are looked at: those inside several targets count for each."""
@@ -27,7 +28,7 @@ def check_chains(spec: GrammarSpec, limit: int) -> None:
         case "json":
             longest = _schema_chain(json.loads(spec.text))
         case "structural_tag":
-            longest = max(map(_schema_chain, _tag_schemas(json.loads(spec.text))), default=0)
+            longest = max(map(_schema_chain, tag_schemas(json.loads(spec.text))), default=0)
         case "grammar":
             longest = _rule_chain(spec.text)
         case _:
@@ -38,16 +39,6 @@ def check_chains(spec: GrammarSpec, limit: int) -> None:
             f"its {what} lead from one to the next {longest} times, at most {limit} are allowed "
             "(max_grammar_references)"
         )
-
-
-def _tag_schemas(tag: dict[str, Any]) -> Iterator[Any]:
-    structures = tag.get("structures")
-    for structure in structures if isinstance(structures, list) else ():
-        if isinstance(structure, dict):
-            yield structure.get("schema")
-    for part in tag_formats(tag):
-        if part.get("type") == "json_schema":
-            yield part.get("json_schema")
 
 
 def _chain(start: str, next_names: Callable[[str], Iterable[str]]) -> int:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ..protocols import GrammarSpec
-from .spec import subschemas
+from .words import NOTES, subschemas
 
 MAX_PLAIN_NODES = 500
 """Values of a plain schema: subschemas, names and enum values."""
@@ -32,10 +32,6 @@ MAX_TINY_PRODUCT = 10_000
 
 _COUNTS = frozenset(("minItems", "maxItems"))
 _BOUNDS = frozenset(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"))
-_NOTES = frozenset(
-    ("$schema", "$id", "$comment", "title", "description", "default", "examples", "deprecated",
-     "readOnly", "writeOnly", "$defs", "definitions")
-)  # fmt: skip
 _CHOICES = frozenset(("$ref", "anyOf", "oneOf"))
 _PLAIN = _COUNTS | _BOUNDS | frozenset(
     ("type", "properties", "required", "additionalProperties", "items", "prefixItems", "enum",
@@ -66,7 +62,7 @@ def is_tiny(spec: GrammarSpec) -> bool:
 
 
 def _is_plain_part(part: dict[str, Any]) -> bool:
-    keywords = part.keys() - _NOTES
+    keywords = part.keys() - NOTES
     if keywords & _CHOICES:
         if len(keywords) > 1:
             return False

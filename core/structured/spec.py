@@ -14,19 +14,18 @@ from ..errors import InvalidRequest
 from ..protocols import GrammarSpec
 from ..types import STRUCTURED_KINDS, StructuredOutputsParams
 from .quoting import GBNF_QUOTES, JSON_QUOTES, LARK_QUOTES, REGEX_QUOTES, split_quoted
+from .schemas import adapted, log_unchecked
+from .words import subschemas
 
 _JOINED = frozenset(("allOf", "not", "if", "dependentSchemas", "unevaluatedProperties"))
 _WHOLE = frozenset(("additionalProperties", "patternProperties"))
-NAMED = frozenset(
-    ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies")
-)
-"""Keywords whose value maps names to schemas."""
-DATA = frozenset(("enum", "const", "default", "examples", "required", "type"))
-"""Keywords whose value is no schema, whatever it looks like."""
 
 
 def grammar_spec(params: StructuredOutputsParams, config: StructuredOutputsConfig) -> GrammarSpec:
-    """Checks size and depth. Raises InvalidRequest with the field's name."""
+    """Checks size and depth, and says schemas in words that backends know (`adapted`).
+
+    Raises InvalidRequest with the field's name.
+    """
     name = field_of(params)
     try:
         spec = _canonical(params)
@@ -35,11 +34,16 @@ def grammar_spec(params: StructuredOutputsParams, config: StructuredOutputsConfi
     except ValueError as error:
         raise InvalidRequest(f"{name}: is not JSON as it should be: {error}", param=name) from None
     check_bounds(spec.text, name, config, kind=spec.kind)
-    match spec.kind:
-        case "json":
-            return GrammarSpec("json", _text(closed(json.loads(spec.text))))
-        case "structural_tag":
-            return GrammarSpec("structural_tag", _text(_closed_tag(json.loads(spec.text))))
+    try:
+        match spec.kind:
+            case "json":
+                schema = _adapted(json.loads(spec.text), strict=params.strict is True)
+                return GrammarSpec("json", _text(closed(schema)))
+            case "structural_tag":
+                tag = _adapted_tag(json.loads(spec.text), strict=params.strict is True)
+                return GrammarSpec("structural_tag", _text(tag))
+    except ValueError as error:
+        raise InvalidRequest(f"{name}: {error}", param=name) from None
     return spec
 
 
@@ -106,15 +110,27 @@ def closed(schema: Any) -> Any:
     return schema
 
 
-def _closed_tag(tag: dict[str, Any]) -> dict[str, Any]:
+def _adapted(schema: Any, *, strict: bool) -> Any:
+    schema, unchecked = adapted(schema, strict=strict)
+    log_unchecked(unchecked)
+    return schema
+
+
+def _adapted_tag(tag: dict[str, Any], *, strict: bool) -> dict[str, Any]:
+    for schema in tag_schemas(tag):
+        closed(_adapted(schema, strict=strict))
+    return tag
+
+
+def tag_schemas(tag: dict[str, Any]) -> Iterator[Any]:
+    """The JSON schemas inside a structural tag of either form."""
     structures = tag.get("structures")
     for structure in structures if isinstance(structures, list) else ():
         if isinstance(structure, dict):
-            closed(structure.get("schema"))
+            yield structure.get("schema")
     for part in tag_formats(tag):
         if part.get("type") == "json_schema":
-            closed(part.get("json_schema"))
-    return tag
+            yield part.get("json_schema")
 
 
 def tag_formats(tag: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -186,18 +202,3 @@ def _nesting(text: str) -> int:
         elif depth:
             depth -= 1
     return deepest
-
-
-def subschemas(schema: Any) -> Iterator[dict[str, Any]]:
-    """A schema and every schema inside it; what is data (`enum`, `const`) is not looked into."""
-    todo = [schema]
-    while todo:
-        part = todo.pop()
-        if not isinstance(part, dict):
-            continue
-        yield part
-        for key, value in part.items():
-            if key in NAMED and isinstance(value, dict):
-                todo.extend(value.values())
-            elif key not in DATA:
-                todo.extend(value if isinstance(value, list) else [value])

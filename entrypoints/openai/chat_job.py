@@ -124,16 +124,12 @@ class ChatJob:
             self.params = msgspec.structs.replace(self.params, skip_special_tokens=False)
 
     def _held_calls(self) -> HeldCalls | None:
-        """The grammar that holds tool calls to their schemas, where one is asked for."""
+        """The grammar that holds tool calls to their schemas, where one is asked for. A call that
+        is forced wins over any other grammar."""
         format = self.params.structured_outputs
         config = self.engine.config.structured_outputs_config
         held = forced_calls(self.asked, self.tools, config)
         if held is not None:
-            if format is not None:
-                raise InvalidRequest(
-                    "tool_choice: forces tool calls, so the output can follow no other grammar",
-                    param="tool_choice",
-                )
             return held
         if not self.uses_tools:
             return None

@@ -12,6 +12,7 @@ from ...core.config import StructuredOutputsConfig
 from ...core.errors import InvalidRequest
 from ...core.structured.call_arguments import moved
 from ...core.structured.call_format import HeldTool, calls_or_schema, forced, forms_of, free
+from ...core.structured.schemas import adapted, log_unchecked
 from ...core.structured.spec import check_bounds
 from ...core.text.forced_calls import CallList, CallsOrText, NamedCall
 from ...core.types import StructuredOutputsParams
@@ -52,8 +53,9 @@ def forced_calls(asked: Any, parser: Any, config: StructuredOutputsConfig) -> He
     elif not functions:
         raise InvalidRequest("tool_choice: required needs tools", param="tool_choice")
     parallel = not named and asked.parallel_tool_calls is not False
+    schemas = _schemas(functions)
     if config.backend == "auto" and (forms := forms_of(parser)):
-        tools = [HeldTool(name, _parameters(function)) for name, function in functions.items()]
+        tools = [HeldTool(name, schema) for name, schema in schemas.items()]
         try:
             tag = forced(forms, tools, parallel=parallel)
         except ValueError:
@@ -61,11 +63,10 @@ def forced_calls(asked: Any, parser: Any, config: StructuredOutputsConfig) -> He
         else:
             return HeldCalls(made("tools", "structural_tag", tag), parser, named)
     if named:
-        schema = _parameters(functions[name])
         return HeldCalls(
-            made("tools", "json", schema), functools.partial(NamedCall, name), named=True
+            made("tools", "json", schemas[name]), functools.partial(NamedCall, name), named=True
         )
-    return HeldCalls(made("tools", "json", _list_schema(functions, parallel=parallel)), CallList)
+    return HeldCalls(made("tools", "json", _list_schema(schemas, parallel=parallel)), CallList)
 
 
 def free_calls(
@@ -84,11 +85,12 @@ def free_calls(
     if (schema is None and not strict) or (schema is not None and config.backend != "auto"):
         return None  # A backend that was named may not know the form.
     _check(asked.tools, config)
+    if format is not None:
+        check_bounds(msgspec.json.encode(schema).decode(), "response_format", config)
+        schema = _adapted(schema, "response_format", strict=bool(format.strict))
     forms = forms_of(parser)
-    tools = [
-        HeldTool(name, _parameters(function), name in strict)
-        for name, function in functions.items()
-    ]
+    schemas = _schemas({name: functions[name] for name in strict})
+    tools = [HeldTool(name, schemas.get(name, {}), name in strict) for name in functions]
     parallel = asked.parallel_tool_calls is not False
     try:
         if not forms:
@@ -147,17 +149,36 @@ def _chosen_name(choice: Any) -> str:
     return str(function["name"])
 
 
-def _parameters(function: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "object", **(function.get("parameters") or {})}
+def _schemas(functions: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Name → the schema of its parameters, in words that grammars know (`adapted`)."""
+    return {
+        name: _adapted(
+            {"type": "object", **(function.get("parameters") or {})},
+            "tools",
+            strict=bool(function.get("strict")),
+        )
+        for name, function in functions.items()
+    }
 
 
-def _list_schema(functions: dict[str, dict[str, Any]], *, parallel: bool) -> dict[str, Any]:
+def _adapted(schema: Any, field: str, *, strict: bool) -> Any:
+    """A copy. Raises InvalidRequest about `field`."""
+    copy = msgspec.json.decode(msgspec.json.encode(schema))
+    try:
+        schema, unchecked = adapted(copy, strict=strict)
+    except ValueError as error:
+        raise InvalidRequest(f"{field}: {error}", param=field) from None
+    log_unchecked(unchecked)
+    return schema
+
+
+def _list_schema(schemas: dict[str, dict[str, Any]], *, parallel: bool) -> dict[str, Any]:
     """`[{"name": …, "parameters": …}, …]`, one call at least. Each tool's schema moves, whole, to
     the top's `$defs`, and its references with it."""
     calls, definitions = [], {}
-    for index, (name, function) in enumerate(functions.items()):
+    for index, (name, parameters) in enumerate(schemas.items()):
         place = f"#/$defs/parameters_{index}"
-        definitions[f"parameters_{index}"] = moved(_parameters(function), place)
+        definitions[f"parameters_{index}"] = moved(parameters, place)
         calls.append(
             {
                 "type": "object",

@@ -1,11 +1,14 @@
 """What clients may send: typed requests, decoded by msgspec, turned into sampling parameters.
 
 Fields that nobody knows are ignored, as OpenAI's own clients send new ones all the time. Fields
-that are known and not supported are refused by name when they ask for something.
+that are known and not supported are refused by name when they ask for something. Older fields that
+clients send whatever they want are ignored with a log line.
 """
 
 from __future__ import annotations
 
+import functools
+import logging
 from typing import Any, ClassVar, Literal, TypeVar
 
 import msgspec
@@ -15,6 +18,8 @@ from ...core.loading.generation_config import SamplingDefaults
 from ...core.types import OutputKind, SamplingParams, all_ints
 from .structured import requested
 from .whole_numbers import integers_of, with_integers
+
+logger = logging.getLogger("jackfield.server")
 
 T = TypeVar("T")
 MAX_PROMPTS = 256
@@ -41,10 +46,13 @@ UNSUPPORTED = {
     "return_assistant_tokens_mask": "there is no route that renders a chat for training",
     "vllm_xargs": "there is nothing that would read them",
     "thinking_token_budget": "a thought cannot be cut off; see max_tokens and reasoning_effort",
+}
+"""Field → why it is refused, or what to do in its place."""
+IGNORED = {
     "guided_decoding_backend": "the server chooses: --structured-outputs-config.backend",
     "guided_whitespace_pattern": "see --structured-outputs-config.disable-any-whitespace",
 }
-"""Field → why it is refused, or what to do in its place."""
+"""Older field without a meaning here, which clients send all the same → what there is instead."""
 EMPTY: tuple[Any, ...] = (None, False, "", [], {})
 """What asks for nothing."""
 NOTHING = {"function_call": ("auto", "none")}
@@ -308,6 +316,12 @@ def _is_token_ids(value: Any) -> bool:
     return isinstance(value, list) and all_ints(value)
 
 
+@functools.cache
+def _log_ignored(name: str) -> None:
+    """Once."""
+    logger.info("%s: is ignored: %s", name, IGNORED[name])
+
+
 def decode(body: bytes, kind: type[T]) -> T:
     """A request of this kind; null is as left out. Raises InvalidRequest with the field's path."""
     return convert(parse(body), kind)
@@ -332,6 +346,9 @@ def convert(raw: dict[str, Any], kind: type[T]) -> T:
         asks = name in raw and raw[name] not in (*EMPTY, *NOTHING.get(name, ()))
         if asks and name not in kind.__struct_fields__:  # type: ignore[attr-defined]
             raise InvalidRequest(f"{name}: is not supported: {why}", param=name)
+    for name in IGNORED.keys() & raw.keys():
+        if raw[name] not in EMPTY:
+            _log_ignored(name)
     raw = {name: value for name, value in raw.items() if value is not None}
     raw = with_integers(raw, integers_of(kind))  # type: ignore[arg-type]
     try:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
+import msgspec
+
 from ...core.errors import InvalidRequest
-from ...core.types import StructuredOutputsParams, structured_outputs_from
+from ...core.types import STRUCTURED_KINDS, StructuredOutputsParams, structured_outputs_from
 
 GUIDED = {
     "guided_json": "json",
@@ -18,7 +21,8 @@ GUIDED = {
 
 
 def requested(asked: Any) -> StructuredOutputsParams | None:
-    """From `response_format`, `structured_outputs` or a `guided_*` field; at most one of them.
+    """From `response_format`, `structured_outputs` or a `guided_*` field. Several have to say the
+    same: some clients write a field under its older name, too.
 
     Raises InvalidRequest with the field's name.
     """
@@ -30,11 +34,25 @@ def requested(asked: Any) -> StructuredOutputsParams | None:
     for name, kind in GUIDED.items():
         if (value := getattr(asked, name)) is not None:
             found[name] = made(name, kind, value)
-    if len(found) > 1:
-        raise InvalidRequest(
-            f"{' and '.join(found)}: only one of them may be given", param=list(found)[1]
-        )
-    return next(iter(found.values()), None)
+    first = next(iter(found.values()), None)
+    for name, params in found.items():
+        if first is not None and _meaning(params) != _meaning(first):
+            raise InvalidRequest(
+                f"{next(iter(found))} and {name}: only one of them may be given, unless they say "
+                "the same",
+                param=name,
+            )
+    return first
+
+
+def _meaning(params: StructuredOutputsParams) -> tuple[str, Any]:
+    """The kind, and the value in one form."""
+    kind = next(k for k in STRUCTURED_KINDS if getattr(params, k) is not None)
+    value = getattr(params, kind)
+    if kind in ("json", "structural_tag") and isinstance(value, str):
+        with contextlib.suppress(msgspec.DecodeError, RecursionError):
+            value = msgspec.json.decode(value)
+    return kind, value
 
 
 def _from_format(given: dict[str, Any] | None) -> StructuredOutputsParams | None:
@@ -54,7 +72,7 @@ def _from_format(given: dict[str, Any] | None) -> StructuredOutputsParams | None
                     "response_format.json_schema: needs an object with schema",
                     param="response_format.json_schema",
                 )
-            return made(field, "json", schema)
+            return made(field, "json", schema, strict=_strict(wrapped))
         case "structural_tag":
             return made(field, "structural_tag", given)
         case other:
@@ -65,9 +83,19 @@ def _from_format(given: dict[str, Any] | None) -> StructuredOutputsParams | None
             )
 
 
-def made(field: str, kind: str, value: Any) -> StructuredOutputsParams:
+def _strict(wrapped: dict[str, Any]) -> bool | None:
+    strict = wrapped.get("strict")
+    if not isinstance(strict, bool | None):
+        param = "response_format.json_schema.strict"
+        raise InvalidRequest(f"{param}: must be true or false", param=param)
+    return strict
+
+
+def made(
+    field: str, kind: str, value: Any, *, strict: bool | None = None
+) -> StructuredOutputsParams:
     """Raises InvalidRequest with the field's name."""
     try:
-        return StructuredOutputsParams(**{kind: value}, field=field)
+        return StructuredOutputsParams(**{kind: value}, strict=strict, field=field)
     except InvalidRequest as error:
         raise InvalidRequest(f"{field}: {error.message}", param=field) from None

@@ -13,7 +13,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ...core.protocols import GrammarSpec, Vocabulary
-from ...core.structured.spec import subschemas, tag_formats
+from ...core.structured.spec import tag_formats
+from ...core.structured.words import subschemas
 from .structural_tags import read
 
 MAX_WHITESPACE = 32

@@ -73,6 +73,31 @@ FORMAT = {
     "type": "json_schema",
     "json_schema": {"name": "event", "strict": True, "schema": EVENT},
 }
+PATHS = {
+    "type": "object",
+    "properties": {
+        "path": {"type": "string", "format": "path", "maxLength": 5},
+        "tags": {
+            "type": "array",
+            "items": {"enum": ["a", "b"]},
+            "uniqueItems": True,
+            "maxItems": 2,
+        },
+        "sizes": {
+            "type": "object",
+            "propertyNames": {"type": "string"},
+            "additionalProperties": {"type": "integer", "minimum": 0, "maximum": 9},
+            "maxProperties": 0,
+        },
+    },
+    "required": ["path", "tags", "sizes"],
+    "additionalProperties": False,
+}
+"""As pydantic writes a Path and a set, and zod a record."""
+UNHELD = {
+    "type": "json_schema",
+    "json_schema": {"name": "paths", "strict": True, "schema": PATHS},
+}
 MESSAGES: Any = [
     {"role": "user", "content": "What is the weather in Lisbon on friday? Add 3 and 4."}
 ]
@@ -320,7 +345,13 @@ def test_the_client_parses_a_response_format(client: openai.OpenAI) -> None:
         ({"tools": [ADD], "tool_choice": "sometimes"}, "tool_choice"),
         ({"tools": [ADD], "tool_choice": {"type": "function", "function": {"name": "sub"}}},
          "tool_choice"),
-        ({"tools": [ADD], "tool_choice": "required", "response_format": FORMAT}, "tool_choice"),
+        ({"response_format": UNHELD}, "response_format"),
+        ({"tools": [{"type": "function", "function": {
+            "name": "f", "strict": True, "parameters": PATHS}}], "tool_choice": "required"},
+         "tools"),
+        ({"tools": [{"type": "function", "function": {
+            "name": "f", "strict": True, "parameters": PATHS}}]}, "tools"),
+        ({"response_format": FORMAT, "extra_body": {"guided_regex": "a"}}, "guided_regex"),
         ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "?"}}}],
           "tool_choice": "required"}, "tools"),
         ({"tools": [{"type": "function", "function": {"name": "f", "parameters": DEEP}}],
@@ -346,6 +377,93 @@ def chain(count: int, last: str = "last") -> Any:
     }
     schemas[f"a{count}"] = {"$ref": f"#/$defs/{last}"}
     return {"$ref": "#/$defs/a0", "$defs": {**schemas, "last": {"type": "string"}}}
+
+
+async def test_a_forced_call_wins_over_any_other_grammar(asynchronous: Any) -> None:
+    """As agents ask that want a call now and a format at last."""
+    for choice in ("required", {"type": "function", "function": {"name": "add"}}):
+        for extra in ({"response_format": FORMAT}, {"extra_body": {"guided_regex": "x"}}):
+            answer = await both(
+                asynchronous, tools=[ADD], tool_choice=choice, seed=3, parallel_tool_calls=False,
+                **extra,
+            )  # fmt: skip
+            assert answer["content"] is None
+            ((name, arguments),) = answer["calls"]
+            check_call(name, arguments)
+    response = await asynchronous.responses.create(
+        model=MODEL,
+        input="Add 3 and 4.",
+        tools=[{"type": "function", **ADD["function"], "strict": False}],  # type: ignore[dict-item]
+        tool_choice="required",
+        text={"format": {"type": "json_schema", "name": "event", "schema": EVENT}},
+        max_output_tokens=300,
+    )
+    assert {item.type for item in response.output} == {"function_call"}
+
+
+async def test_with_auto_the_answer_is_a_call_or_follows_the_format(asynchronous: Any) -> None:
+    asked = [
+        both(asynchronous, tools=[{**ADD, "function": {**ADD["function"], "strict": True}}],  # type: ignore[dict-item]
+             response_format=FORMAT, seed=seed, parallel_tool_calls=False, logit_bias=bias)
+        for seed in range(3)
+        for bias in ({"1532": -100.0}, {"1532": 100.0})
+    ]  # fmt: skip
+    made = await asyncio.gather(*asked)
+    for answer in made:
+        if answer["calls"]:
+            assert answer["content"] is None
+            check_call(*answer["calls"][0])
+        elif answer["finish"] == "stop":
+            check_event(answer["content"])
+    assert {bool(answer["calls"]) for answer in made} == {True, False}
+
+
+def test_older_fields_that_say_the_same_are_accepted(client: openai.OpenAI) -> None:
+    for extra in (
+        {"guided_regex": "ab?c", "structured_outputs": {"regex": "ab?c"}},
+        {"guided_choice": ["abc", "ac"], "structured_outputs": {"choice": ["abc", "ac"]}},
+        {"guided_json": '{"enum": [1]}', "structured_outputs": {"json": {"enum": [1]}}},
+        {"guided_json": {"enum": [1]}, "structured_outputs": {"json": '{"enum": [1]}'}},
+    ):
+        made = client.completions.create(
+            model=MODEL, prompt="Once", max_tokens=20, extra_body=extra
+        )
+        assert made.choices[0].text in ("abc", "ac", "1")
+
+
+def test_older_fields_without_a_meaning_here_are_ignored_and_logged(
+    client: openai.OpenAI, caplog: pytest.LogCaptureFixture
+) -> None:
+    from jackfield.entrypoints.openai import protocol
+
+    protocol._log_ignored.cache_clear()
+    older = {"guided_decoding_backend": "outlines", "guided_whitespace_pattern": "[ ]?"}
+    protocol.logger.addHandler(caplog.handler)  # A server's log goes nowhere else.
+    with caplog.at_level("INFO", logger="jackfield.server"):
+        for _ in range(2):
+            made = client.completions.create(
+                model=MODEL, prompt="Once", max_tokens=9, extra_body={"guided_regex": "ab", **older}
+            )
+            assert made.choices[0].text == "ab"
+    for name in older:
+        assert len({m for m in caplog.messages if name in m}) == 1
+    assert len(caplog.messages) <= 2 * len(older)
+    protocol.logger.removeHandler(caplog.handler)
+
+
+async def test_what_grammars_cannot_hold_is_left_unchecked_where_nothing_is_strict(
+    asynchronous: Any,
+) -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": PATHS}}
+    format = {"type": "json_schema", "json_schema": {"name": "paths", "schema": PATHS}}
+    for seed in range(2):
+        answer = await whole(asynchronous, response_format=format, seed=seed)
+        called = await whole(asynchronous, tools=[tool], tool_choice="required", seed=seed,
+                             parallel_tool_calls=False)  # fmt: skip
+        for text in (answer["content"], called["calls"][0][1]):
+            made = json.loads(text)
+            assert list(made) == ["path", "tags", "sizes"] and made["sizes"] == {}
+            assert len(made["path"]) <= 5 and len(made["tags"]) <= 2
 
 
 HOSTILE: list[dict[str, Any]] = [

@@ -12,7 +12,8 @@ from jackfield.core.config import EngineConfig, StructuredOutputsConfig
 from jackfield.core.errors import ConfigError, InvalidRequest
 from jackfield.core.protocols import GrammarSpec
 from jackfield.core.structured.cost import is_plain, is_tiny
-from jackfield.core.structured.spec import begins_free, closed, grammar_spec, subschemas
+from jackfield.core.structured.spec import begins_free, closed, grammar_spec
+from jackfield.core.structured.words import subschemas
 
 CONFIG = StructuredOutputsConfig(max_grammar_bytes=2000, max_grammar_depth=10)
 PLAIN = {"type": "object", "properties": {"a": {"enum": ["x", {"pattern": "data"}]}}}

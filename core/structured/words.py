@@ -1,0 +1,33 @@
+"""The words of JSON Schema: which lead to other schemas, and which only tell of one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+NAMED = frozenset(
+    ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies")
+)
+"""Keywords whose value maps names to schemas."""
+DATA = frozenset(("enum", "const", "default", "examples", "required", "type"))
+"""Keywords whose value is no schema, whatever it looks like."""
+NOTES = frozenset(
+    ("$schema", "$id", "$comment", "title", "description", "default", "examples", "deprecated",
+     "readOnly", "writeOnly", "$defs", "definitions")
+)  # fmt: skip
+"""Keywords that constrain nothing by themselves."""
+
+
+def subschemas(schema: Any) -> Iterator[dict[str, Any]]:
+    """A schema and every schema inside it; what is data (`enum`, `const`) is not looked into."""
+    todo = [schema]
+    while todo:
+        part = todo.pop()
+        if not isinstance(part, dict):
+            continue
+        yield part
+        for key, value in part.items():
+            if key in NAMED and isinstance(value, dict):
+                todo.extend(value.values())
+            elif key not in DATA:
+                todo.extend(value if isinstance(value, list) else [value])
