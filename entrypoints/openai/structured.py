@@ -67,7 +67,7 @@ def _from_format(given: dict[str, Any] | None) -> StructuredOutputsParams | None
         case "json_schema":
             wrapped = given.get("json_schema")
             schema = wrapped.get("schema") if isinstance(wrapped, dict) else None
-            if not isinstance(schema, dict | bool):
+            if wrapped is None or not isinstance(schema, dict | bool):
                 raise InvalidRequest(
                     "response_format.json_schema: needs an object with schema",
                     param="response_format.json_schema",

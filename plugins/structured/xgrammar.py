@@ -43,6 +43,9 @@ _BESIDE_LENGTHS = frozenset(
 _NOT_IN_LENGTHS = r'"\\\r\n'
 """What strings with a length have none of, as the package writes them: JSON's escapes."""
 
+_ANY_TEXT = r'[^"\\\x01-\x1F]*'
+"""Characters of a JSON string that need no escape."""
+
 _CLOSED = frozenset(
     ("const_string", "json_schema", "sequence", "or", "optional", "tag", "tags_with_separator")
 )
@@ -119,7 +122,7 @@ class XGrammar:
     def _schema(self, text: str) -> Any:
         schema = json.loads(text)
         return self._compiler.compile_json_schema(
-            json.dumps(schema) if _write_lengths(schema) else text,
+            json.dumps(schema) if _write_expressions(schema) else text,
             any_whitespace=not self._compact,
             max_whitespace_cnt=None if self._compact else MAX_WHITESPACE,
         )
@@ -130,7 +133,7 @@ class XGrammar:
             if part.get("type") == "json_schema" and not self._compact:
                 part["max_whitespace_cnt"] = MAX_WHITESPACE
             if part.get("type") == "json_schema":
-                _write_lengths(part.get("json_schema"))
+                _write_expressions(part.get("json_schema"))
             texts = [part.get(key) for key in ("begin", "end", "value", "separator")]
             for token in self._vocabulary.special_tokens:
                 if token and any(isinstance(one, str) and token in one for one in texts):
@@ -222,15 +225,20 @@ def _together(thread: int, threads: int) -> Any:
     return xgrammar.BatchGrammarMatcher(threads)
 
 
-def _write_lengths(schema: Any) -> bool:
-    """In place: strings of bounded length as expressions that allow the same. → whether any is.
+def _write_expressions(schema: Any) -> bool:
+    """In place: strings of bounded length as expressions that allow the same, and patterns that may
+    be found anywhere in a string as those of the whole. → whether there is any.
 
-    Where a bound is near, the masks of lengths are worked out token by token at every step, in
+    The package reads every pattern as the whole string's. Where a bound is near, the masks of lengths are worked out token by token at every step, in
     tens of milliseconds; those of expressions are there once compiled.
     """
     written = False
     for part in list(subschemas(schema)):
         least, most = part.get("minLength", 0), part.get("maxLength", LONGEST_EXPRESSION + 1)
+        pattern = part.get("pattern")
+        if isinstance(pattern, str) and (whole := _whole(pattern)) != pattern:
+            part["pattern"] = whole
+            written = True
         if part.get("type") != "string" or _BESIDE_LENGTHS & part.keys():
             continue
         if least <= most <= LONGEST_EXPRESSION:
@@ -241,15 +249,26 @@ def _write_lengths(schema: Any) -> bool:
     return written
 
 
+def _whole(pattern: str) -> str:
+    """An expression for every string in which `pattern` is found; itself where it has both ends."""
+    begin, end = pattern.startswith("^"), pattern.endswith("$") and not pattern.endswith("\\$")
+    if begin and end:
+        return pattern
+    body = pattern.removeprefix("^").removesuffix("$") if begin or end else pattern
+    return f"^{'' if begin else _ANY_TEXT}({body}){'' if end else _ANY_TEXT}$"
+
+
 def _unheld(schema: Any) -> str | None:
     for part in subschemas(schema):
         keywords = part.keys()
         if found := sorted(_IGNORED & keywords):
             return f"JSON schema keyword {found[0]} is not supported"
-        if "format" in part and part["format"] not in _FORMATS:
+        if "format" in part and str(part["format"]) not in _FORMATS:
             return f"format {part['format']!r} is not supported"
         if "pattern" in part and _LENGTHS & keywords:
             return "pattern together with minLength or maxLength is not supported"
+        if _half_anchored(part.get("pattern")):
+            return "pattern with ^ or $ on one side and | is not supported"
         if "type" not in part and (found := sorted(_TYPED & keywords)):
             return f"{found[0]} without a type is not supported"
         if "multipleOf" in part and part.get("type") != "integer":
@@ -261,6 +280,12 @@ def _unheld(schema: Any) -> str | None:
             if name in part and not (type(part[name]) is int and part[name] >= 0):
                 return f"{name} must be an integer of at least 0"
     return None
+
+
+def _half_anchored(pattern: Any) -> bool:
+    """^ or $ may be one alternative's alone."""
+    ends = isinstance(pattern, str) and (pattern.startswith("^"), pattern.endswith("$"))
+    return bool(ends) and any(ends) and not all(ends) and "|" in pattern
 
 
 def _unheld_tag(text: str) -> str | None:
