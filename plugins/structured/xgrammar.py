@@ -226,10 +226,11 @@ def _together(thread: int, threads: int) -> Any:
 
 
 def _write_expressions(schema: Any) -> bool:
-    """In place: strings of bounded length as expressions that allow the same, and patterns that may
-    be found anywhere in a string as those of the whole. → whether there is any.
+    """In place: strings of bounded length as expressions that allow the same, and patterns, which
+    the package reads as the whole string's, as those of all strings that they are found in.
+    → whether there is any.
 
-    The package reads every pattern as the whole string's. Where a bound is near, the masks of lengths are worked out token by token at every step, in
+    Where a bound is near, the masks of lengths are worked out token by token at every step, in
     tens of milliseconds; those of expressions are there once compiled.
     """
     written = False
@@ -238,6 +239,10 @@ def _write_expressions(schema: Any) -> bool:
         pattern = part.get("pattern")
         if isinstance(pattern, str) and (whole := _whole(pattern)) != pattern:
             part["pattern"] = whole
+            written = True
+        named = part.get("patternProperties")
+        if isinstance(named, dict) and any(_whole(key) != key for key in named):
+            part["patternProperties"] = {_whole(key): value for key, value in named.items()}
             written = True
         if part.get("type") != "string" or _BESIDE_LENGTHS & part.keys():
             continue
@@ -267,7 +272,7 @@ def _unheld(schema: Any) -> str | None:
             return f"format {part['format']!r} is not supported"
         if "pattern" in part and _LENGTHS & keywords:
             return "pattern together with minLength or maxLength is not supported"
-        if _half_anchored(part.get("pattern")):
+        if any(map(_half_anchored, (part.get("pattern"), *_names_in(part)))):
             return "pattern with ^ or $ on one side and | is not supported"
         if "type" not in part and (found := sorted(_TYPED & keywords)):
             return f"{found[0]} without a type is not supported"
@@ -280,6 +285,11 @@ def _unheld(schema: Any) -> str | None:
             if name in part and not (type(part[name]) is int and part[name] >= 0):
                 return f"{name} must be an integer of at least 0"
     return None
+
+
+def _names_in(part: dict[str, Any]) -> list[str]:
+    named = part.get("patternProperties")
+    return list(named) if isinstance(named, dict) else []
 
 
 def _half_anchored(pattern: Any) -> bool:

@@ -242,6 +242,46 @@ def test_xgrammar_refuses_what_it_would_pass_over(schema: Any, word: str) -> Non
     assert kind.refusal(GrammarSpec("json", json.dumps(named))) is None
 
 
+@pytest.mark.parametrize(
+    ("pattern", "right", "wrong"),
+    [
+        ("b", ["b", "abc"], ["ac"]),
+        ("^b", ["bc"], ["ab"]),
+        ("b$", ["ab"], ["bc"]),
+        ("^b$", ["b"], ["ab", "bc"]),
+        ("b|c", ["xby", "xcy"], ["a"]),
+    ],
+)
+def test_patterns_are_found_anywhere_in_a_string(
+    backend: Any, vocabulary: Vocabulary, pattern: str, right: list[str], wrong: list[str]
+) -> None:
+    string = backend.compile(
+        GrammarSpec("json", json.dumps({"type": "string", "pattern": pattern}))
+    )
+    named = backend.compile(
+        GrammarSpec(
+            "json",
+            json.dumps({"type": "object", "patternProperties": {pattern: {"const": 1}},
+                        "additionalProperties": False}),
+        )
+    )  # fmt: skip
+    (end,) = vocabulary.eos_token_ids
+    for text in (*right, *wrong):
+        for grammar, written in ((string, f'"{text}"'), (named, f'{{"{text}":1}}')):
+            fits = grammar.matcher().accept([*vocabulary.encode(written), end])
+            assert fits is (text in right), written
+
+
+def test_an_anchor_of_one_alternative_is_refused_where_it_would_be_misread() -> None:
+    kind = load_plugins()["structured_backend"].load("xgrammar")
+    for pattern in ("^a|b", "a|b$"):
+        for schema in (
+            {"type": "string", "pattern": pattern},
+            {"patternProperties": {pattern: {}}},
+        ):
+            assert "pattern" in (kind.refusal(GrammarSpec("json", json.dumps(schema))) or "")
+
+
 def test_only_the_backend_that_reads_gbnf_takes_it() -> None:
     registry = load_plugins()["structured_backend"]
     spec = GrammarSpec("grammar", 'root ::= "a" | "b"')
