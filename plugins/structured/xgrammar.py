@@ -294,8 +294,9 @@ def _names_in(part: dict[str, Any]) -> list[str]:
 
 def _half_anchored(pattern: Any) -> bool:
     """^ or $ may be one alternative's alone."""
-    ends = isinstance(pattern, str) and (pattern.startswith("^"), pattern.endswith("$"))
-    return bool(ends) and any(ends) and not all(ends) and "|" in pattern
+    if not isinstance(pattern, str) or "|" not in pattern:
+        return False
+    return pattern.startswith("^") is not pattern.endswith("$")
 
 
 def _unheld_tag(text: str) -> str | None:
