@@ -53,9 +53,12 @@ class RequestHead(msgspec.Struct, frozen=True):
 
     @property
     def key(self) -> str | None:
-        """The bearer key that was sent, if any."""
+        """The key that was sent, if any: as a bearer, or as Anthropic's clients send it."""
         scheme, _, key = self.headers.get("Authorization", "").partition(" ")
-        return key.strip() if scheme.lower() == "bearer" else None
+        if scheme.lower() == "bearer":
+            return key.strip()
+        key = self.headers.get("X-Api-Key", "").strip()
+        return key or None
 
 
 class ReceivedRequest(msgspec.Struct):

@@ -26,7 +26,8 @@ KEPT = ("/v1/responses", "/v1/files", "/v1/batches")
 """Routes under these."""
 HOP = frozenset(
     ("connection", "keep-alive", "transfer-encoding", "upgrade", "te", "trailer",
-     "proxy-authenticate", "proxy-authorization", "authorization", "date", "server", "expect")
+     "proxy-authenticate", "proxy-authorization", "authorization", "x-api-key", "date", "server",
+     "expect")
 )  # fmt: skip
 """Headers of one connection, and those that each server writes itself."""
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]

@@ -127,4 +127,6 @@ class KeyRing:
 
     @staticmethod
     def refusal() -> AuthenticationFailed:
-        return AuthenticationFailed("a valid API key is needed: Authorization: Bearer KEY")
+        return AuthenticationFailed(
+            "a valid API key is needed: Authorization: Bearer KEY, or x-api-key: KEY"
+        )

@@ -14,6 +14,7 @@ from ...core.errors import (
     JackfieldError,
     RequestFailed,
 )
+from ..anthropic.routes import add_messages
 from ..batch.application import add_batch_routes
 from ..fronts import keeper
 from ..web.page import add_page
@@ -102,6 +103,7 @@ def make_app(
     _check_sites(app, host)
     if options.request_id_headers:
         app.on_response_prepare.append(_tell_request_id)
+    add_messages(app)
     app.middlewares.append(within_limits(usage))
     if options.max_concurrency is not None:
         app.middlewares.append(limits.at_most(options.max_concurrency))

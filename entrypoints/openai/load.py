@@ -12,7 +12,7 @@ from ..batch.local import URLS
 from ..fronts.counts import FrontCounts
 from .context import reply
 
-COUNTED = frozenset(URLS)
+COUNTED = frozenset(URLS) | {"/v1/messages"}
 
 
 class Load:

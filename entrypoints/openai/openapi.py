@@ -40,10 +40,7 @@ ERRORS = {
     501: "Not supported (yet)",
     503: "Too many requests, or the engine is stopping or has failed",
 }
-EVENTS = (
-    "With `stream`: server-sent events; an error after the first one comes as an event, and the "
-    "last is `data: [DONE]`"
-)
+EVENTS = "With `stream`: server-sent events; an error after the first one comes as an event"
 JSON = (dict, list, tuple, str, int, float, bool, type(None))
 """What else is in a description stands for a schema."""
 
@@ -56,11 +53,14 @@ def documented(
     event: Any = None,
     refused: tuple[int, ...] = (),
     content_type: str = "application/json",
+    error: Any = ErrorAnswer,
+    ends_with_done: bool = True,
 ) -> Callable[[F], F]:
     """For a handler: its docstring becomes the summary.
 
-    request, answer, event: types of the body, of the answer, and of a stream's events, if any;
-    refused: statuses of ERRORS, besides those that come with a body or a key.
+    request, answer, event, error: types of the body, of the answer, of a stream's events, if any,
+    and of an error's body; refused: statuses of ERRORS, besides those that come with a body or a
+    key; ends_with_done: whether a stream's last event is `data: [DONE]`.
     """
 
     def put(handler: F) -> F:
@@ -69,8 +69,11 @@ def documented(
         if answer is not None:
             answers["content"] = {content_type: {"schema": answer}}
         if event is not None:
-            answers["description"] = f"Done. {EVENTS}"
-            answers["content"]["text/event-stream"] = {"schema": _event(event)}
+            done = ", and the last is `data: [DONE]`" if ends_with_done else ""
+            answers["description"] = f"Done. {EVENTS}{done}"
+            answers["content"]["text/event-stream"] = {
+                "schema": _event(event, error, ends_with_done)
+            }
         statuses = set(refused) | {500}
         if request is not None:
             operation["requestBody"] = {
@@ -78,7 +81,8 @@ def documented(
                 "content": {"application/json": {"schema": request}},
             }
             statuses |= {400, 404, 408, 413, 415, 501, 503}
-        operation["responses"] = {"200": answers} | {str(s): _error(s) for s in sorted(statuses)}
+        refusals = {str(status): _error(status, error) for status in sorted(statuses)}
+        operation["responses"] = {"200": answers} | refusals
         handler.openapi = operation  # type: ignore[attr-defined]
         return handler
 
@@ -110,7 +114,7 @@ def document(
             operation["parameters"] = [*_missing(names, operation), *told.get("parameters", ())]
         if keys and path not in open_routes:
             operation["security"] = [{"key": []}]
-            operation["responses"] = operation["responses"] | {"401": _error(401)}
+            operation["responses"] = operation["responses"] | {"401": _keyless(operation)}
         paths.setdefault(path, {})[method.lower()] = operation
     types = list(_types(paths))
     schemas, components = msgspec.json.schema_components(types, ref_template=REFERENCE)
@@ -137,19 +141,26 @@ def routes(app: web.Application) -> Iterator[tuple[str, str, Any]]:
             yield route.method, route.resource.canonical, route.handler
 
 
-def _error(status: int) -> dict[str, Any]:
+def _error(status: int, body: Any = ErrorAnswer) -> dict[str, Any]:
     text = ERRORS.get(status) or HTTPStatus(status).phrase
-    return {"description": text, "content": {"application/json": {"schema": ErrorAnswer}}}
+    return {"description": text, "content": {"application/json": {"schema": body}}}
 
 
-def _event(kind: Any) -> dict[str, Any]:
+def _keyless(operation: dict[str, Any]) -> dict[str, Any]:
+    """What a request without a key gets: shaped as the route's other errors are."""
+    content = operation["responses"].get("500", {}).get("content", {})
+    return _error(401, content.get("application/json", {}).get("schema", ErrorAnswer))
+
+
+def _event(kind: Any, error: Any, ends_with_done: bool) -> dict[str, Any]:
     """Of one server-sent event, once it is taken apart."""
-    data = {
+    data: dict[str, Any] = {
         "type": "string",
         "contentMediaType": "application/json",
-        "contentSchema": {"anyOf": [kind, ErrorAnswer]},
+        "contentSchema": {"anyOf": [kind, error]},
     }
-    events = [{"properties": {"data": one}} for one in (data, {"const": "[DONE]"})]
+    datas = (data, {"const": "[DONE]"}) if ends_with_done else (data,)
+    events = [{"properties": {"data": one}} for one in datas]
     return {"type": "object", "required": ["data"], "anyOf": events}
 
 

@@ -26,7 +26,7 @@ def add_responses(app: web.Application) -> None:
     """The routes, and the application's kept and running responses."""
     app[RESPONSES] = Responses(app[OPTIONS])
     app.on_shutdown.append(app[RESPONSES].close)
-    one = "/v1/responses/{response_id}"
+    one = "/v1/responses/{response_id:(?!input_tokens$)[^{}/]+}"
     app.add_routes(
         [
             web.post("/v1/responses", create),

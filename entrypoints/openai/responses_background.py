@@ -18,14 +18,10 @@ from .responses_input import Item, check_count, read_items
 from .responses_job import ResponseJob
 from .responses_protocol import ResponsesRequest
 from .responses_store import ResponseStore, StoredResponse
+from .streaming import named_frame
 
 FEW_ITEMS = 256
 """Items of an input that are read on the event loop."""
-
-
-def frame(event: Event) -> bytes:
-    """One server-sent event, under its name."""
-    return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), encoder.encode(event))
 
 
 class Running:
@@ -46,7 +42,7 @@ class Running:
     def take(self, event: Event) -> None:
         """Tell the followers."""
         if self.job.wanted.stream:
-            self.frames.append(frame(event))
+            self.frames.append(named_frame(event))
         self.wake()
 
     def wake(self) -> None:
@@ -139,7 +135,7 @@ class Responses:
             async for event in events:
                 if job.ended and "response" in event:
                     self.keep(job, owner)
-                yield frame(event)
+                yield named_frame(event)
         finally:
             await events.aclose()  # type: ignore[attr-defined]
 

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from aiohttp import web
 from aiohttp.abc import AbstractStreamWriter
@@ -33,6 +33,23 @@ def frame(data: Any) -> bytes:
     return b"data: " + encoder.encode(data) + b"\n\n"
 
 
+def named_frame(event: dict[str, Any]) -> bytes:
+    """One event, under its type as its name."""
+    return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), encoder.encode(event))
+
+
+class Protocol(NamedTuple):
+    """How a stream tells of its end."""
+
+    failure: Callable[[JackfieldError], bytes]
+    """The frame of an error."""
+    end: bytes
+    """What comes last, after an error too."""
+
+
+OPENAI = Protocol(failure=lambda error: frame(error_body(error)), end=DONE)
+
+
 class Template:
     """The frames of a stream that differ in one text: the rest of them is encoded once."""
 
@@ -50,6 +67,8 @@ async def stream_outputs(
     outputs: OutputStream,
     encode: Callable[[RequestOutput], bytes],
     last: Callable[[], bytes],
+    *,
+    protocol: Protocol = OPENAI,
 ) -> web.StreamResponse:
     """Send what `encode` makes of each output, and `last` at the end.
 
@@ -72,15 +91,15 @@ async def stream_outputs(
         try:
             if not output.finished:
                 await _Delivery(request, writer, outputs, encode).done()
-            await response.write(last() + DONE)
+            await response.write(last() + protocol.end)
         except JackfieldError as error:
-            await response.write(frame(error_body(error)) + DONE)
+            await response.write(protocol.failure(error) + protocol.end)
         except (ConnectionError, TimeoutError):
             raise
         except Exception:
             logger.exception("a stream failed")
             failure = RequestFailed("the request failed")
-            await response.write(frame(error_body(failure)) + DONE)
+            await response.write(protocol.failure(failure) + protocol.end)
         await response.write_eof()
     except ConnectionError:
         pass  # The client is gone; leaving aborts its request.

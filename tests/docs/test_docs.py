@@ -20,6 +20,7 @@ import pytest
 from pages import BLOCKS, FENCE, PAGES, ROOT, name_of
 
 from jackfield.core.registry import Plugins
+from jackfield.entrypoints.anthropic import protocol as messages_protocol
 from jackfield.entrypoints.bench import frontend
 from jackfield.entrypoints.bench.session import IN_PROCESS, make_parser
 from jackfield.entrypoints.cli.main import COMMANDS
@@ -246,7 +247,8 @@ def test_http_reference_has_every_route_and_field() -> None:
                  protocol.DetokenizeRequest, protocol.StreamOptions,
                  pooling_protocol.PoolingRequest, pooling_protocol.ClassifyRequest,
                  pooling_protocol.ScoreRequest, pooling_protocol.RerankRequest,
-                 responses_protocol.ResponsesRequest, responses_protocol.TextConfig):  # fmt: skip
+                 responses_protocol.ResponsesRequest, responses_protocol.TextConfig,
+                 messages_protocol.MessagesRequest):  # fmt: skip
         for field in msgspec.structs.fields(kind):
             assert f"`{field.name}`" in text, f"{kind.__name__}.{field.name}"
     for name in protocol.UNSUPPORTED:

@@ -1,0 +1,1 @@
+"""Anthropic's Messages API over the same engine calls as OpenAI's."""

@@ -1,0 +1,197 @@
+"""From parser events to a message's content blocks, as the events of a stream; and back into one
+message, which is what a request without a stream gets."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+import uuid
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import msgspec
+
+from ...core.protocols import (
+    Content,
+    ParserEvent,
+    Reasoning,
+    ToolCallArguments,
+    ToolCallEnd,
+    ToolCallStart,
+)
+
+Event = dict[str, Any]
+TEXTS = {"text": "text", "thinking": "thinking", "tool_use": "partial_json"}
+"""Type of a block → where its deltas have their text."""
+DELTAS = {"text": "text_delta", "thinking": "thinking_delta", "tool_use": "input_json_delta"}
+
+
+def tool_use_id() -> str:
+    """An id for a call whose text has none."""
+    return f"toolu_{uuid.uuid4().hex}"
+
+
+class ContentBlocks:
+    """Content blocks as they grow, one open at a time. Feeding costs time linear in the text."""
+
+    def __init__(
+        self, new_id: Callable[[], str] = tool_use_id, *, show_thinking: bool = True
+    ) -> None:
+        self._new_id = new_id
+        self._show_thinking = show_thinking
+        self._count = 0
+        self._kind: str | None = None
+        """Of the open block."""
+        self._digest = hashlib.sha256()
+        """Of the open thought."""
+        self._space = ""
+        """White space between blocks; part of a text only if more follows."""
+        self._has_content = False
+        """Whether there was a text or a call."""
+
+    def feed(self, parsed: list[ParserEvent]) -> list[Event]:
+        events: list[Event] = []
+        for event in parsed:
+            match event:
+                case Reasoning(text):
+                    if self._kind != "thinking":
+                        self._begin(events, "thinking", thinking="", signature="")
+                        self._digest = hashlib.sha256()
+                    self._digest.update(text.encode("utf-8", "surrogatepass"))
+                    if self._show_thinking:
+                        self._piece(events, text)
+                case Content(text):
+                    self._text(events, text)
+                case ToolCallStart(_, name, id):
+                    self._begin(events, "tool_use", id=id or self._new_id(), name=name, input={})
+                case ToolCallArguments(_, fragment):
+                    self._piece(events, fragment)
+                case ToolCallEnd():
+                    self._end(events)
+        return events
+
+    def close(self) -> list[Event]:
+        """Nothing more comes."""
+        events: list[Event] = []
+        if self._space and not self._has_content:  # All there is to say.
+            space, self._space = self._space, ""
+            self._begin(events, "text", text="")
+            self._piece(events, space)
+        self._end(events)
+        return events
+
+    def _text(self, events: list[Event], text: str) -> None:
+        if self._kind != "text":
+            self._space += text
+            if not self._space or self._space.isspace():
+                return
+            text, self._space = self._space, ""
+            self._begin(events, "text", text="")
+        self._piece(events, text)
+
+    def _begin(self, events: list[Event], kind: str, **fields: Any) -> None:
+        self._end(events)
+        self._space = ""
+        self._kind = kind
+        self._has_content |= kind != "thinking"
+        events.append(
+            {
+                "type": "content_block_start",
+                "index": self._count,
+                "content_block": {"type": kind, **fields},
+            }
+        )
+
+    def _piece(self, events: list[Event], text: str) -> None:
+        if self._kind is not None and text:
+            self._delta(events, {"type": DELTAS[self._kind], TEXTS[self._kind]: text})
+
+    def _delta(self, events: list[Event], delta: dict[str, Any]) -> None:
+        events.append({"type": "content_block_delta", "index": self._count, "delta": delta})
+
+    def _end(self, events: list[Event]) -> None:
+        if self._kind is None:
+            return
+        if self._kind == "thinking":
+            signature = base64.b64encode(self._digest.digest()).decode("ascii")
+            self._delta(events, {"type": "signature_delta", "signature": signature})
+        events.append({"type": "content_block_stop", "index": self._count})
+        self._count += 1
+        self._kind = None
+
+
+# ---------------------------------------------------------------- as one message
+
+
+def folded(events: Iterable[Event]) -> dict[str, Any]:
+    """The message that a stream's events build up."""
+    message: dict[str, Any] = {}
+    pieces: list[str] = []
+    for event in events:
+        match event["type"]:
+            case "message_start":
+                message = {**event["message"], "content": []}
+            case "content_block_start":
+                message["content"].append(dict(event["content_block"]))
+                pieces = []
+            case "content_block_delta":
+                delta = event["delta"]
+                if delta["type"] == "signature_delta":
+                    message["content"][-1]["signature"] = delta["signature"]
+                else:
+                    pieces.append(delta[TEXTS[message["content"][-1]["type"]]])
+            case "content_block_stop":
+                block = message["content"][-1]
+                text = "".join(pieces)
+                if block["type"] == "tool_use":
+                    block["input"] = as_object(text)
+                else:
+                    block[block["type"]] = text
+            case "message_delta":
+                message.update(event["delta"])
+                message["usage"] = {**message["usage"], **event["usage"]}
+    return message
+
+
+TOKEN = re.compile(
+    r'\s*(?:(?P<string>"(?:[^"\\]|\\.)*")|(?P<word>true|false|null)'
+    r"|(?P<number>-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?)(?![\d.eE+-])|(?P<mark>[{}\[\],:]))",
+    re.S,
+)
+CLOSERS = {"{": "}", "[": "]"}
+
+
+def as_object(arguments: str) -> msgspec.Raw:
+    """A call's arguments as JSON of an object: as the model wrote them, or, where the output broke
+    off, as much as was whole by then. A client that puts the stream together gets the same."""
+    for text in (arguments, _whole_part(arguments)):
+        data = text.encode("utf-8", "replace")
+        try:
+            msgspec.json.decode(data, type=dict[str, msgspec.Raw])
+            json.loads(data)  # The other one looks at the outermost object alone.
+        except (ValueError, RecursionError):
+            continue
+        return msgspec.Raw(data)
+    return msgspec.Raw(b"{}")
+
+
+def _whole_part(text: str) -> str:
+    """The beginning of a JSON text up to its last whole value, with its brackets closed."""
+    closers: list[str] = []
+    end = position = 0
+    before = ""
+    while (token := TOKEN.match(text, position)) is not None:
+        position = token.end()
+        mark = token["mark"]
+        if mark in CLOSERS:
+            closers.append(CLOSERS[mark])
+        elif mark in ("}", "]"):
+            if not closers or closers.pop() != mark:
+                break
+        elif mark is not None or (closers[-1:] == ["}"] and before in ("{", ",")):
+            before = mark or ""
+            continue  # A comma, a colon, or a key: no value ends here.
+        end, before = position, mark or ""
+    return text[:end] + "".join(reversed(closers))

@@ -1,0 +1,180 @@
+"""Anthropic's messages of content blocks, as the messages of a chat."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...core.errors import InvalidRequest, shown
+
+Message = dict[str, Any]
+ROLES = ("user", "assistant", "system")
+BILLING = "x-anthropic-billing-header:"
+"""Begins a system block in which one coding agent sends its bookkeeping: not meant for the model,
+and different in each request, so that no prefix of two prompts would be equal."""
+
+
+def is_prefilled(messages: list[Any]) -> bool:
+    """Whether the last message is the assistant's, so that the answer goes on from it."""
+    last = messages[-1] if messages else None
+    return isinstance(last, dict) and last.get("role") == "assistant"
+
+
+def to_messages(system: str | list[Any] | None, messages: list[Any]) -> list[Message]:
+    """Messages of a chat; turns of one role in a row are one message.
+
+    Raises InvalidRequest with the block's path.
+    """
+    if not messages:
+        raise InvalidRequest("messages: must not be empty", param="messages")
+    chat: list[Message] = []
+    if system:
+        texts = [t for t in _texts(_blocks(system, "system"), "system") if not _is_billing(t)]
+        if texts:
+            chat.append({"role": "system", "content": "\n".join(texts)})
+    names: dict[str, str] = {}
+    for index, message in enumerate(messages):
+        path = f"messages[{index}]"
+        role = message.get("role") if isinstance(message, dict) else None
+        if role not in ROLES:
+            raise InvalidRequest(
+                f"{path}.role: must be one of {', '.join(ROLES)}, got {shown(role)}",
+                param=f"{path}.role",
+            )
+        blocks = _blocks(message.get("content"), f"{path}.content")
+        if role == "user":
+            _add_user(chat, blocks, f"{path}.content", names)
+        elif role == "assistant":
+            _add_assistant(chat, blocks, f"{path}.content", names)
+        else:
+            _add_text(chat, "system", _texts(blocks, f"{path}.content"))
+    last = chat[-1]
+    if last["role"] == "assistant" and last.get("tool_calls"):
+        path = f"messages[{len(messages) - 1}]"
+        raise InvalidRequest(
+            f"{path}: its tool_use blocks need tool_result blocks in a message after it",
+            param=path,
+        )
+    return chat
+
+
+def _is_billing(text: str) -> bool:
+    return text.startswith(BILLING)
+
+
+def _blocks(content: Any, path: str) -> list[Any]:
+    """Content as a list of blocks, which are objects with a type."""
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}]
+    if not isinstance(content, list):
+        raise InvalidRequest(f"{path}: must be a text or a list of blocks", param=path)
+    for index, block in enumerate(content):
+        if not isinstance(block, dict) or not isinstance(block.get("type"), str):
+            raise InvalidRequest(
+                f"{path}[{index}]: must be an object with a type", param=f"{path}[{index}]"
+            )
+    return content
+
+
+def _texts(blocks: list[Any], path: str) -> list[str]:
+    return [_text(block, "text", f"{path}[{index}]") for index, block in enumerate(blocks)]
+
+
+def _text(block: Any, kind: str, path: str) -> str:
+    """The text of a block that must be of this kind: "text" or "thinking"."""
+    if block["type"] != kind:
+        raise _unsupported(block, path)
+    if not isinstance(block.get(kind), str):
+        raise InvalidRequest(f"{path}.{kind}: must be a text", param=f"{path}.{kind}")
+    return str(block[kind])
+
+
+def _unsupported(block: Any, path: str) -> InvalidRequest:
+    return InvalidRequest(
+        f"{path}: {shown(block['type'])} blocks are not supported here; this server's models read "
+        "text",
+        param=path,
+    )
+
+
+def _add_user(chat: list[Message], blocks: list[Any], path: str, names: dict[str, str]) -> None:
+    """Texts and tool results, in their order."""
+    texts: list[str] = []
+    results = 0
+    for index, block in enumerate(blocks):
+        where = f"{path}[{index}]"
+        if block["type"] != "tool_result":
+            texts.append(_text(block, "text", where))
+            continue
+        if texts:
+            _add_text(chat, "user", texts)
+            texts = []
+        chat.append(_result(block, where, names))
+        results += 1
+    if texts or not results:
+        _add_text(chat, "user", texts)
+
+
+def _result(block: Any, path: str, names: dict[str, str]) -> Message:
+    id = block.get("tool_use_id")
+    if not isinstance(id, str) or id not in names:
+        raise InvalidRequest(
+            f"{path}.tool_use_id: no tool_use block with id {shown(id)} comes before",
+            param=f"{path}.tool_use_id",
+        )
+    content = block.get("content")
+    inner = f"{path}.content"
+    text = "" if content is None else "\n".join(_texts(_blocks(content, inner), inner))
+    if block.get("is_error"):
+        text = f"Error: {text}" if text else "Error"
+    return {"role": "tool", "tool_call_id": id, "name": names[id], "content": text}
+
+
+def _add_text(chat: list[Message], role: str, texts: list[str]) -> None:
+    text = "\n".join(texts)
+    if chat and chat[-1]["role"] == role:
+        chat[-1]["content"] += "\n\n" + text
+    else:
+        chat.append({"role": role, "content": text})
+
+
+def _add_assistant(
+    chat: list[Message], blocks: list[Any], path: str, names: dict[str, str]
+) -> None:
+    """Thought, text and calls of one turn are one message. Redacted thought is left out: only the
+    server that made it could read it."""
+    texts: list[str] = []
+    thoughts: list[str] = []
+    calls: list[dict[str, Any]] = []
+    for index, block in enumerate(blocks):
+        where = f"{path}[{index}]"
+        match block["type"]:
+            case "tool_use":
+                calls.append(_call(block, where, names))
+            case "thinking":
+                thoughts.append(_text(block, "thinking", where))
+            case "redacted_thinking":
+                continue
+            case _:
+                texts.append(_text(block, "text", where))
+    if not chat or chat[-1]["role"] != "assistant":
+        chat.append({"role": "assistant", "content": ""})
+    message = chat[-1]
+    for name, parts in (("content", texts), ("reasoning_content", thoughts)):
+        joined = "\n".join(part for part in (message.get(name), *parts) if part)
+        if joined:
+            message[name] = joined
+    if calls:
+        message.setdefault("tool_calls", []).extend(calls)
+
+
+def _call(block: Any, path: str, names: dict[str, str]) -> dict[str, Any]:
+    for field, right, what in (
+        ("id", isinstance(block.get("id"), str) and block["id"], "a non-empty text"),
+        ("name", isinstance(block.get("name"), str) and block["name"], "a non-empty text"),
+        ("input", isinstance(block.get("input"), dict), "an object"),
+    ):
+        if not right:
+            raise InvalidRequest(f"{path}.{field}: must be {what}", param=f"{path}.{field}")
+    names[block["id"]] = block["name"]
+    function = {"name": block["name"], "arguments": block["input"]}
+    return {"id": block["id"], "type": "function", "function": function}

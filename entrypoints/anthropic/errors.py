@@ -1,0 +1,61 @@
+"""Errors in Anthropic's shape."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from ...core.errors import JackfieldError
+from ..openai.context import encoder
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+ROOT = "/v1/messages"
+TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+"""Status → type; of others, the client's fault is invalid_request_error, the server's api_error."""
+
+
+def error_body(error: JackfieldError) -> dict[str, Any]:
+    """As a response has it, and a stream's event."""
+    return _body(error.status, error.message)
+
+
+def _body(status: int, message: str) -> dict[str, Any]:
+    kind = TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": message}}
+
+
+def of_messages(request: web.Request) -> bool:
+    """Whether a request speaks this protocol, also to a path or by a method that does not exist."""
+    return request.path == ROOT or request.path.startswith(f"{ROOT}/")
+
+
+@web.middleware
+async def errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """What the server refused in OpenAI's shape, in Anthropic's: the outermost middleware, for
+    keys, limits and bodies are refused before a handler is reached."""
+    response = await handler(request)
+    if response.status < 400 or not of_messages(request) or not isinstance(response, web.Response):
+        return response
+    if isinstance(response.body, bytes) and response.content_type == "application/json":
+        body = msgspec.json.decode(response.body)
+        if isinstance(body.get("error"), dict):
+            response.body = encoder.encode(_body(response.status, body["error"]["message"]))
+    return response
+
+
+async def repeat_request_id(request: web.Request, response: web.StreamResponse) -> None:
+    """The request's id under the name that Anthropic's clients read."""
+    if of_messages(request) and "X-Request-Id" in response.headers:
+        response.headers["request-id"] = response.headers["X-Request-Id"]

@@ -1,0 +1,200 @@
+"""What clients may send to /v1/messages, and the chat request that means the same."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, NoReturn, TypeVar
+
+import msgspec
+
+from ...core.errors import ContextLengthExceeded, InvalidRequest, JackfieldError, shown
+from ..openai.protocol import ChatRequest
+from ..openai.responses_protocol import EFFORTS
+from .conversation import is_prefilled, to_messages
+from .tools import chat_choice, chat_tools
+
+E = TypeVar("E", bound=JackfieldError)
+
+THINKING = {"enabled": True, "adaptive": True, "disabled": False}
+"""`thinking.type` → the template's switch."""
+DISPLAYS = ("summarized", "omitted")
+PASSED = (
+    "temperature", "top_p", "top_k", "seed", "min_p", "presence_penalty", "frequency_penalty",
+    "repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids", "priority", "cache_salt",
+)  # fmt: skip
+"""Fields that mean in a message what they mean in a chat."""
+RENAMED = {
+    "max_completion_tokens": "max_tokens",
+    "stop": "stop_sequences",
+    "response_format.json_schema": "output_config.format.schema",
+    "response_format": "output_config.format",
+    "prompt": "messages",
+}
+"""A chat's field → the message's field that it came from; the longer ones first."""
+
+
+class CountTokensRequest(msgspec.Struct, kw_only=True):
+    """POST /v1/messages/count_tokens: what decides about the prompt."""
+
+    REFUSED: ClassVar = {
+        "container": "there are no containers here",
+        "mcp_servers": "this server calls no tools; give them as tools",
+    }
+    """Fields of Anthropic's that ask for what is not here → what to say."""
+
+    messages: list[Any]
+    model: str | None = None
+    system: str | list[Any] | None = None
+    tools: list[Any] | None = None
+    tool_choice: dict[str, Any] | None = None
+    thinking: dict[str, Any] | None = None
+    output_config: dict[str, Any] | None = None
+    output_format: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    container: Any = None
+    mcp_servers: Any = None
+
+    def check(self) -> None:
+        """Refuse, by name, what is not here and what is out of range. Raises InvalidRequest."""
+        for name, why in self.REFUSED.items():
+            if getattr(self, name) not in (None, [], {}):
+                raise InvalidRequest(f"{name}: is not supported; {why}", param=name)
+        if self.thinking is not None:
+            self._check_thinking(self.thinking)
+
+    def _check_thinking(self, thinking: dict[str, Any]) -> None:
+        kind = thinking.get("type")
+        if not isinstance(kind, str) or kind not in THINKING:
+            _refuse("thinking.type", f"one of {', '.join(THINKING)}", kind)
+        budget = thinking.get("budget_tokens")
+        if budget is not None and not (
+            isinstance(budget, int | float) and not isinstance(budget, bool) and budget >= 1
+        ):
+            _refuse("thinking.budget_tokens", "a number of at least 1", budget)
+        if (display := thinking.get("display")) is not None and display not in DISPLAYS:
+            _refuse("thinking.display", f"one of {', '.join(DISPLAYS)}", display)
+        if THINKING[kind] and is_prefilled(self.messages):
+            raise InvalidRequest(
+                "thinking: the last message is the assistant's, so the answer has begun; leave "
+                "one of them out",
+                param="thinking",
+            )
+
+    @property
+    def shows_thinking(self) -> bool:
+        return (self.thinking or {}).get("display") != "omitted"
+
+    def chat(self, switch: str | None) -> ChatRequest:
+        """The same request as a chat's.
+
+        switch: the template's argument that turns thinking on or off, if the model has one. Raises
+        InvalidRequest with the field's name.
+        """
+        tools = chat_tools(self.tools)
+        choice, parallel = chat_choice(self.tool_choice, tools)
+        prefilled = is_prefilled(self.messages)
+        return ChatRequest(
+            model=self.model,
+            messages=to_messages(self.system, self.messages),
+            continue_final_message=prefilled,
+            tools=tools,
+            tool_choice=choice,
+            parallel_tool_calls=parallel,
+            response_format=self._format(),
+            chat_template_kwargs=self._template_arguments(switch, prefilled),
+            **self._sampling(),
+        )
+
+    def _sampling(self) -> dict[str, Any]:
+        """Fields of a chat request that say how to generate."""
+        return {}
+
+    def _template_arguments(self, switch: str | None, prefilled: bool) -> dict[str, Any] | None:
+        """The request's own arguments win over those that its other fields mean."""
+        arguments: dict[str, Any] = {}
+        if switch is not None and prefilled:
+            arguments[switch] = False  # The answer has begun, so the thought is over.
+        elif switch is not None and self.thinking is not None:
+            arguments[switch] = THINKING[self.thinking["type"]]
+        effort = (self.output_config or {}).get("effort")
+        if effort is not None:
+            if not isinstance(effort, str) or effort not in EFFORTS:
+                _refuse("output_config.effort", f"one of {', '.join(EFFORTS)}", effort)
+            arguments["reasoning_effort"] = EFFORTS[effort]
+        arguments.update(self.chat_template_kwargs or {})
+        return arguments or None
+
+    def _format(self) -> dict[str, Any] | None:
+        field, given = "output_config.format", (self.output_config or {}).get("format")
+        if given is None:
+            field, given = "output_format", self.output_format
+        if given is None:
+            return None
+        if not isinstance(given, dict) or given.get("type") != "json_schema":
+            raise InvalidRequest(
+                f'{field}: must be {{"type": "json_schema", "schema": …}}', param=field
+            )
+        return {"type": "json_schema", "json_schema": given}
+
+
+class MessagesRequest(CountTokensRequest, kw_only=True, dict=True):
+    """POST /v1/messages. Names: Anthropic's, then this server's as in a chat."""
+
+    token_cap: ClassVar[int | None] = None
+    """As in SamplingRequest."""
+
+    max_tokens: int
+    stream: bool = False
+    stop_sequences: list[str] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    metadata: dict[str, Any] | None = None
+    service_tier: str | None = None
+
+    seed: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool = False
+    stop_token_ids: list[int] | None = None
+    priority: int = 0
+    cache_salt: str | None = None
+
+    def chat(self, switch: str | None) -> ChatRequest:
+        chat = super().chat(switch)
+        if self.token_cap is not None:
+            chat.token_cap = self.token_cap  # type: ignore[misc]
+        return chat
+
+    def _sampling(self) -> dict[str, Any]:
+        return {
+            "stream": self.stream,
+            "max_tokens": self.max_tokens,
+            "stop": self.stop_sequences,
+            **{name: getattr(self, name) for name in PASSED},
+        }
+
+
+def in_own_terms(error: E) -> E:
+    """The same error in the names of a message's fields, and in the words that Anthropic's clients
+    look for."""
+    if isinstance(error, ContextLengthExceeded):
+        told = error.message
+        if error.num_prompt_tokens is not None:
+            told = f"{error.num_prompt_tokens} tokens > {error.limit} maximum"
+        error.message, error.param = f"prompt is too long: {told}", "messages"
+    for chat, own in RENAMED.items():
+        param = error.param
+        if param is not None and (param == chat or param.startswith((f"{chat}.", f"{chat}["))):
+            error.param = own + param[len(chat) :]
+            error.message = error.message.replace(param, error.param, 1)
+            break
+    error.args = (error.message,)
+    return error
+
+
+def _refuse(field: str, wanted: str, given: Any) -> NoReturn:
+    raise InvalidRequest(f"{field}: must be {wanted}, got {shown(given)}", param=field)
