@@ -196,21 +196,25 @@ class Registry(Generic[T]):
         return f"{kind} {name!r} of {source.distribution} {source.version}".rstrip()
 
     @contextlib.contextmanager
-    def calling(self, name: str, what: str) -> Iterator[None]:
+    def calling(self, name: str | None, what: str) -> Iterator[None]:
         """Around a call of what is registered under `name`: its errors name its distribution.
 
-        `what`: the method, for the message. Jackfield's own errors, and a device's that is full,
-        pass as they are.
+        `what`: the method, for the message. Errors of Jackfield's own classes and plugins, and of a
+        device that is full, pass as they are.
         """
         try:
             yield
         except JackfieldError:
             raise
         except Exception as error:
-            if name not in self._entries or type(error).__name__ == "OutOfMemoryError":
+            if (
+                name is None
+                or name not in self._entries
+                or type(error).__name__ == "OutOfMemoryError"
+            ):
                 raise
             raise PluginError(
-                f"{self.described(name)} failed in {what}: {type(error).__name__}: {error}"
+                f"{self.described(str(name))} failed in {what}: {type(error).__name__}: {error}"
             ) from error
 
     def entries(self) -> list[Entry]:

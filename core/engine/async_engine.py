@@ -158,13 +158,17 @@ class AsyncEngine:
             resolve_runner, asked, self.config, self.model_config, self.plugins
         )
         self.config = resolve_parsers(self.config, self.model_config, self.plugins)
-        self._executor: Executor = executor_class(self.config, self.model_config, self.plugins)
+        executors, name = self.plugins["executor"], self.config.executor
+        with executors.calling(name, "its constructor"):
+            self._executor: Executor = executor_class(self.config, self.model_config, self.plugins)
         if self.config.kv_transfer_config is not None:
             watch_transfers(self._executor, self._on_transfers)
-        starting = asyncio.ensure_future(self._executor.start())
+        with executors.calling(name, "start"):
+            starting = asyncio.ensure_future(self._executor.start())
         try:
             await asyncio.to_thread(self._load_text)
-            self.info = await starting
+            with executors.calling(name, "start"):
+                self.info = await starting
             self._connector = connect(self.config, self.info, self.plugins, self._wake)
             self._serve()
         except BaseException:

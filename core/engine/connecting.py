@@ -43,6 +43,8 @@ def connect(
     setup = KVConnectorSetup(
         transfer=config.kv_transfer_config, layout=info.kv_layout, plugins=plugins, notify=notify
     )
-    connector = plugins["kv_connector"].load(config.kv_transfer_config.kv_connector)
-    half: KVConnectorScheduler = connector.make_scheduler(setup)
+    name = config.kv_transfer_config.kv_connector
+    connector = plugins["kv_connector"].load(name)
+    with plugins["kv_connector"].calling(name, "make_scheduler"):
+        half: KVConnectorScheduler = connector.make_scheduler(setup)
     return half

@@ -52,14 +52,18 @@ def build_model(
         operations=operations,
         defer_weights=method is not None,
     )
-    model: nn.Module = registry.load(model_config.architecture)(model_config, build)
+    architecture = registry.load(model_config.architecture)
+    with registry.calling(model_config.architecture, "its constructor"):
+        model: nn.Module = architecture(model_config, build)
     if method is not None:
         place_layers(model, model.weight_map, method, build)  # type: ignore[arg-type]
         model.kv_cache_dtype = getattr(method, "kv_cache_dtype", None)  # type: ignore[assignment]
-    loader_class(config, model_config).load(model, device)
-    for module in reversed(list(model.modules())):
-        if hasattr(module, "after_loading"):
-            module.after_loading()  # type: ignore[operator]
+    with plugins["weight_loader"].calling(load_format, "load"):
+        loader_class(config, model_config).load(model, device)
+    with registry.calling(model_config.architecture, "after_loading"):
+        for module in reversed(list(model.modules())):
+            if hasattr(module, "after_loading"):
+                module.after_loading()  # type: ignore[operator]
     model.eval()
     model.requires_grad_(False)
     logger.info("weights: %s in %.2f s", load_format, time.monotonic() - began)

@@ -49,10 +49,13 @@ def choose_method(
             "option out",
             param="quantization",
         )
-    reason = method_class.supports(device, model_config.dtype)
+    registry = plugins["quantization"]
+    with registry.calling(name, "supports"):
+        reason = method_class.supports(device, model_config.dtype)
     if reason is not None:
         raise ConfigError(f"quantization: {name!r} cannot run here: {reason}", param="quantization")
-    return method_class.from_config(stored)
+    with registry.calling(name, "from_config"):
+        return method_class.from_config(stored)
 
 
 def _load(plugins: Plugins, name: str, field: str) -> type[QuantizationMethod]:

@@ -99,7 +99,7 @@ class GrammarStore:
                     "(compile_timeout)"
                 )
             except Exception as error:
-                logger.exception("the grammar backend %s failed", name)
+                logger.exception("%s failed", self._backends.described(name))
                 reasons.append(f"{name}: {type(error).__name__}: {error}")
         raise ValueError("; ".join(reasons))
 

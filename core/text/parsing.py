@@ -5,10 +5,12 @@ The whole answer is the fold of the same events that a stream sends, so the two 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 
 import msgspec
 
+from ..errors import RequestFailed
 from ..protocols import (
     CallText,
     Content,
@@ -20,6 +22,8 @@ from ..protocols import (
     ToolParser,
 )
 from .tokenizer import Tokenizer
+
+logger = logging.getLogger("jackfield.plugins")
 
 
 class ParsedToolCall(msgspec.Struct):
@@ -65,12 +69,29 @@ def fold(events: Iterable[ParserEvent]) -> ParsedMessage:
     )
 
 
-class OutputParser:
-    """Thought first; what is left of the text goes through the tool parser. Either may be None."""
+def parser_failed(name: str) -> RequestFailed:
+    """What a request ends with whose parser raised; called while that error is handled."""
+    logger.exception("%s failed on an output", name)
+    return RequestFailed(f"{name} failed on this output")
 
-    def __init__(self, reasoning: ReasoningParser | None, tools: ToolParser | None) -> None:
+
+class OutputParser:
+    """Thought first; what is left of the text goes through the tool parser. Either may be None.
+
+    A parser that raises fails its request alone: RequestFailed, with the parser's name.
+    """
+
+    def __init__(
+        self,
+        reasoning: ReasoningParser | None,
+        tools: ToolParser | None,
+        *,
+        names: tuple[str, str] = ("the reasoning parser", "the tool parser"),
+    ) -> None:
+        """names: what errors call the two (`Registry.described`)."""
         self._reasoning = reasoning
         self._tools = tools
+        self._names = names
 
     @property
     def plain(self) -> bool:
@@ -86,28 +107,49 @@ class OutputParser:
         """Events of the next piece of text, and the tokens it came from."""
         if self._reasoning is None:
             if self._tools is not None:
-                return self._tools.feed(text, token_ids)
+                return self._feed_tools(text, token_ids)
             return [Content(text)] if text else []
-        return self._through_tools(self._reasoning.feed(text, token_ids))
+        try:
+            events = self._reasoning.feed(text, token_ids)
+        except Exception as error:
+            raise self._failed(0) from error
+        return self._through_tools(events)
 
     def finish(self) -> list[ParserEvent]:
         """Events of what was held back; the text is over."""
         events: list[ParserEvent] = []
         if self._reasoning is not None:
-            events += self._through_tools(self._reasoning.finish())
+            try:
+                last = self._reasoning.finish()
+            except Exception as error:
+                raise self._failed(0) from error
+            events += self._through_tools(last)
         if self._tools is not None:
-            events += self._tools.finish()
+            try:
+                events += self._tools.finish()
+            except Exception as error:
+                raise self._failed(1) from error
         return events
+
+    def _feed_tools(self, text: str, token_ids: Sequence[int] = ()) -> list[ParserEvent]:
+        assert self._tools is not None
+        try:
+            return self._tools.feed(text, token_ids)
+        except Exception as error:
+            raise self._failed(1) from error
+
+    def _failed(self, which: int) -> RequestFailed:
+        return parser_failed(self._names[which])
 
     def _through_tools(self, events: list[ParserEvent]) -> list[ParserEvent]:
         if self._tools is None:
             return [event for event in events if not isinstance(event, CallText)]
         if len(events) == 1:
             event = events[0]
-            return self._tools.feed(event.text) if isinstance(event, Content) else events
+            return self._feed_tools(event.text) if isinstance(event, Content) else events
         passed: list[ParserEvent] = []
         for event in events:
-            passed += self._tools.feed(event.text) if isinstance(event, Content) else [event]
+            passed += self._feed_tools(event.text) if isinstance(event, Content) else [event]
         return passed
 
 

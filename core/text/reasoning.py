@@ -7,6 +7,7 @@ from typing import Any
 
 from ..protocols import Content, Reasoning, ReasoningParser
 from .detokenizer import IncrementalDetokenizer
+from .parsing import parser_failed
 from .tokenizer import Tokenizer
 
 
@@ -16,9 +17,14 @@ class ReasoningTracker:
     """
 
     def __init__(
-        self, parser: ReasoningParser, tokenizer: Tokenizer, prompt_token_ids: Sequence[int] = ()
+        self,
+        parser: ReasoningParser,
+        tokenizer: Tokenizer,
+        prompt_token_ids: Sequence[int] = (),
+        *,
+        name: str = "the reasoning parser",
     ) -> None:
-        """parser: a fresh one, this tracker's own."""
+        """parser: a fresh one, this tracker's own; name: what errors call it."""
         self.num_tokens = 0
         """Tokens pushed."""
         self.num_reasoning_tokens = 0
@@ -27,6 +33,7 @@ class ReasoningTracker:
         """How many tokens of the completion come before the answer; None while it thinks, or has
         not shown yet whether it will. A grammar holds for the tokens from here on."""
         self._parser = parser
+        self._name = name
         self._detokenizer = IncrementalDetokenizer(
             tokenizer, prompt_token_ids, skip_special_tokens=False
         )
@@ -41,7 +48,7 @@ class ReasoningTracker:
         return self.answer_start is not None
 
     def push(self, token_ids: Sequence[int]) -> None:
-        """The next tokens of the completion."""
+        """The next tokens of the completion. Raises RequestFailed where the parser does."""
         for index, token in enumerate(token_ids):
             if self.answer_start is not None:
                 self.num_tokens += len(token_ids) - index
@@ -52,7 +59,10 @@ class ReasoningTracker:
     def _one(self, token: int) -> None:
         text = self._detokenizer.push((token,))
         self._shown += len(text)
-        events = self._parser.feed(text)
+        try:
+            events = self._parser.feed(text)
+        except Exception as error:
+            raise parser_failed(self._name) from error
         for event in events:
             self._thinking = isinstance(event, Reasoning)
             if isinstance(event, Content):

@@ -28,9 +28,11 @@ def choose(
     if name != "auto":
         try:
             chosen = registry.load(name)
+            with registry.calling(name, "supports"):
+                reason = refusal(chosen)
         except PluginError as error:
             raise ConfigError(f"{field}: {error}", param=field) from error
-        if (reason := refusal(chosen)) is not None:
+        if reason is not None:
             raise ConfigError(
                 f"{field}: {name!r} cannot serve this model here: {reason}", param=field
             )
@@ -39,7 +41,8 @@ def choose(
     for entry in registry.entries():
         try:
             chosen = registry.load(entry.name)
-            reason = refusal(chosen)
+            with registry.calling(entry.name, "supports"):
+                reason = refusal(chosen)
         except PluginError as error:
             reason = str(error)
         if reason is None:

@@ -119,13 +119,14 @@ class Worker:
         if device.type == "cuda":
             torch.cuda.set_device(device)
             torch.cuda.reset_peak_memory_stats(device)
-        _, operations_class, _ = choose(
+        name, operations_class, _ = choose(
             self.plugins["operations"],
             "operations",
             config.operations,
             lambda candidate: candidate.supports(device, model_config.dtype),
         )
-        operations = operations_class()
+        with self.plugins["operations"].calling(name, "its constructor"):
+            operations = operations_class()
         model = build_model(self.plugins, config, model_config, device, operations)
         if device.type == "cuda":
             # What loading needed for a moment (rounding, repacking) is no part of a step.
@@ -161,14 +162,15 @@ class Worker:
             lambda candidate: _refusal(candidate, specs, device, model_config.dtype, fp8_cache),
         )
         max_model_len = model_config.max_model_len
-        backend = backend_class(
-            device=device,
-            dtype=model_config.dtype,
-            block_size=config.block_size,
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=self.max_num_batched_tokens,
-            max_model_len=max_model_len,
-        )
+        with self.plugins["attention_backend"].calling(name, "its constructor"):
+            backend = backend_class(
+                device=device,
+                dtype=model_config.dtype,
+                block_size=config.block_size,
+                max_num_seqs=config.max_num_seqs,
+                max_num_batched_tokens=self.max_num_batched_tokens,
+                max_model_len=max_model_len,
+            )
         batch = PersistentBatch(
             max_num_seqs=config.max_num_seqs,
             max_model_len=max_model_len,
@@ -363,9 +365,12 @@ class Worker:
             plugins=self.plugins,
             notify=lambda: self.transfer_news(),
         )
-        connector = self.plugins["kv_connector"].load(transfer.kv_connector)
-        self.connector = connector.make_worker(setup)
-        self.connector.bind(caches)
+        connectors = self.plugins["kv_connector"]
+        connector = connectors.load(transfer.kv_connector)
+        with connectors.calling(transfer.kv_connector, "make_worker"):
+            self.connector = connector.make_worker(setup)
+        with connectors.calling(transfer.kv_connector, "bind"):
+            self.connector.bind(caches)
         return layout
 
     @torch.inference_mode()

@@ -142,18 +142,31 @@ class ChatJob:
 
     def new_choice(self) -> Choice:
         """Parsers for one of the n answers."""
+        config, plugins, names = self.engine.config, self.engine.plugins, self._parser_names()
         reasoning = tools = tracker = None
         if self.reasoning is not None:
             thinking = lets_think(self.reasoning, self.template_arguments)
             make = functools.partial(
                 make_parser, self.reasoning, thinking=thinking, prompt_end=self.prompt_end
             )
-            reasoning, tracker = make(), ReasoningTracker(make(), tokenizer_of(self.engine))
+            with plugins["reasoning_parser"].calling(config.reasoning_parser, "its constructor"):
+                reasoning, tracked = make(), make()
+            tracker = ReasoningTracker(tracked, tokenizer_of(self.engine), name=names[0])
         if self.tools is not None:
-            tools = self.tools(tools=self.asked.tools or ())
+            with plugins["tool_parser"].calling(config.tool_call_parser, "its constructor"):
+                tools = self.tools(tools=self.asked.tools or ())
         new_call_id = getattr(self.tools, "new_id", _call_id)
         one_call = self.asked.parallel_tool_calls is False
-        return Choice(OutputParser(reasoning, tools), tracker, new_call_id, one_call)
+        parser = OutputParser(reasoning, tools, names=names)
+        return Choice(parser, tracker, new_call_id, one_call)
+
+    def _parser_names(self) -> tuple[str, str]:
+        """What errors call the parsers."""
+        config, plugins = self.engine.config, self.engine.plugins
+        named = (("reasoning_parser", config.reasoning_parser),
+                 ("tool_parser", config.tool_call_parser))  # fmt: skip
+        reasoning, tools = (plugins[kind].described(name or "none") for kind, name in named)
+        return reasoning, tools
 
     def outputs(self) -> OutputStream:
         """What the engine makes of the request."""
