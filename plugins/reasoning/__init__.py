@@ -10,11 +10,18 @@ _HERE = "jackfield.plugins.reasoning"
 _PARSERS = {
     "deepseek_r1": ("think_tags:DeepSeekR1Reasoning", "DeepSeek-R1, QwQ"),
     "deepseek_v3": ("think_tags:DeepSeekV3Reasoning", "DeepSeek-V3.1"),
+    "ernie45": ("think_tags:Ernie45Reasoning", "ERNIE 4.5 Thinking"),
     "glm45": ("think_tags:Glm45Reasoning", "GLM-4.5, GLM-4.6"),
+    "glm47": ("think_tags:Glm47Reasoning", "GLM-4.7, GLM-5"),
     "gptoss": ("harmony:HarmonyReasoning", "gpt-oss"),
     "granite": ("think_tags:GraniteReasoning", "Granite 3.2"),
+    "holo2": ("think_tags:Holo2Reasoning", "Holo2"),
     "hunyuan_a13b": ("think_tags:HunyuanA13bReasoning", "Hunyuan-A13B"),
     "identity": ("think_tags:IdentityReasoning", "any"),
+    "interns1": ("think_tags:Qwen3Reasoning", "Intern-S1"),
+    "kimi": ("think_tags:KimiReasoning", "Kimi-VL, Kimi k1.5"),
+    "ling3": ("think_tags:Glm47Reasoning", "Ling 3"),
+    "mimo": ("think_tags:Qwen3Reasoning", "MiMo-V2"),
     "minimax_m2": ("think_tags:MiniMaxM2Reasoning", "MiniMax-M2"),
     "minimax_m2_append_think": ("think_tags:MiniMaxM2AppendThinkReasoning", "MiniMax-M2"),
     "mistral": ("think_tags:MistralReasoning", "Magistral"),
@@ -23,6 +30,7 @@ _PARSERS = {
     "qwen3": ("think_tags:Qwen3Reasoning", "Qwen3"),
     "seed_oss": ("think_tags:SeedOssReasoning", "Seed-OSS"),
     "step3": ("think_tags:Step3Reasoning", "Step-3"),
+    "step5": ("think_tags:DeepSeekR1Reasoning", "Step-5"),
     "think_tags": ("think_tags:ThinkTagsReasoning", "any that thinks when it likes"),
 }
 """name → (where it is, whose dialect it is)"""

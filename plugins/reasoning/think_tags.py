@@ -49,6 +49,36 @@ class Glm45Reasoning(ThoughtParser):
     begins_inside = False
 
 
+class Glm47Reasoning(ThoughtParser):
+    """`…</think>`: the template opens the thought, or the model. A call ends it, too."""
+
+    markers = ("<think>", "</think>")
+    call = ("<tool_call>",)
+
+
+class Holo2Reasoning(ThoughtParser):
+    """`…</think>`: the template opens or closes the thought."""
+
+    markers = ("<think>", "</think>")
+    thinking_switch = ("thinking", True)
+
+
+class KimiReasoning(ThoughtParser):
+    """`◁think▷…◁/think▷`, in plain text."""
+
+    open, close = ("◁think▷",), ("◁/think▷",)
+    begins_inside = False
+    always = True
+
+
+class Ernie45Reasoning(ThoughtParser):
+    """`…</think>`, then `<response>…</response>` or the bare answer."""
+
+    markers = ("<think>", "</think>", "<response>", "</response>")
+    always = True
+    answer_open, answer_close = "<response>", "</response>"
+
+
 class MiniMaxM2Reasoning(ThoughtParser):
     """`…</think>`: the template has opened the thought."""
 

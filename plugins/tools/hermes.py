@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from ...core.protocols import CallForm
 from ..parsing.json_calls import JsonCallsParser
 
@@ -18,4 +20,19 @@ class HermesToolParser(JsonCallsParser):
         end="}",
         between='\n</tool_call>\n<tool_call>\n{"name": "',
         close="\n</tool_call>",
+    )
+
+
+class LongCatToolParser(HermesToolParser):
+    """`<longcat_tool_call>{"name": "f", "arguments": {…}}</longcat_tool_call>`."""
+
+    open = ("<longcat_tool_call>",)
+    close = ("</longcat_tool_call>",)
+    markers = (*open, *close)
+    call_form = msgspec.structs.replace(
+        HermesToolParser.call_form,
+        trigger="<longcat_tool_call>",
+        open='<longcat_tool_call>\n{"name": "',
+        between='\n</longcat_tool_call>\n<longcat_tool_call>\n{"name": "',
+        close="\n</longcat_tool_call>",
     )

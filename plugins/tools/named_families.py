@@ -97,6 +97,35 @@ class KimiK2ToolParser(NamedCallsParser):
     )
 
 
+def _plamo(*names: str) -> str:
+    return "".join(f"<|plamo:{name}:plamo|>" for name in names)
+
+
+class Plamo3ToolParser(NamedCallsParser):
+    """A request in marks of its own, with the name and the arguments in marks inside."""
+
+    around = (_plamo("begin_tool_requests"), _plamo("end_tool_requests"))
+    form = NamedForm(
+        open=(_plamo("begin_tool_request"),),
+        before_name=_plamo("begin_tool_name"),
+        name_end=(_plamo("end_tool_name", "begin_tool_arguments"),),
+        fence="<|plamo:constrain|>json<|plamo:msg|>",
+        close=(_plamo("end_tool_arguments", "end_tool_request"),),
+        around=around,
+    )
+    markers = ("<|plamo:begin_", "<|plamo:end_", ":plamo|>", "<|plamo:msg|>")
+    call_form = CallForm(
+        trigger=around[0],
+        open=around[0] + form.open[0] + _plamo("begin_tool_name"),
+        begin="{name}" + form.name_end.texts[0] + form.fence.texts[0],
+        end=form.close[0],
+        between=form.open[0] + _plamo("begin_tool_name"),
+        close=around[1],
+        quoted=False,
+        never=form.open,
+    )
+
+
 class _MistralForm(NamedForm):
     def name_of(self, header: str) -> tuple[str, str]:
         """`NAME`, or `NAME[CALL_ID]ID`."""

@@ -30,7 +30,8 @@ class Qwen3CoderToolParser(TaggedCallsParser):
 
     around = ("<tool_call>", "</tool_call>")
     open, close = "<function=", "</function>"
-    parameter, value_end = "<parameter=", ("</parameter>", "\n<parameter=", "\n</function>")
+    parameter = "<parameter="
+    value_end: ClassVar[tuple[str, ...]] = ("</parameter>", "\n<parameter=", "\n</function>")
     markers: ClassVar[tuple[str, ...]] = around
     call_form = _functions(around, value_end)
 
@@ -127,4 +128,47 @@ class Glm45ToolParser(TaggedCallsParser):
             plain=True,
             never=value_end,
         ),
+    )
+
+
+class Glm47ToolParser(Glm45ToolParser):
+    """`<tool_call>f<arg_key>a</arg_key><arg_value>…</arg_value></tool_call>`, also on lines.
+    Strings are plain, other values JSON.
+    """
+
+    call_form = CallForm(
+        trigger="<tool_call>",
+        open="<tool_call>",
+        begin="{name}",
+        end="</tool_call>",
+        between="<tool_call>",
+        quoted=False,
+        arguments=ArgumentForm(
+            begin="<arg_key>{key}</arg_key><arg_value>",
+            end="</arg_value>",
+            plain=True,
+            never=Glm45ToolParser.value_end,
+        ),
+    )
+
+
+class MiMoToolParser(Qwen3CoderToolParser):
+    """`<tool_call><function=f><parameter=a>…</parameter></function></tool_call>`; newlines belong
+    to values.
+    """
+
+    value_end = ("</parameter>",)
+    newlines = False
+    call_form = CallForm(
+        trigger="<tool_call>",
+        open="<tool_call>",
+        begin="<function={name}>",
+        end="</function>",
+        between="</tool_call><tool_call>",
+        close="</tool_call>",
+        quoted=False,
+        arguments=ArgumentForm(
+            begin="<parameter={key}>", end="</parameter>", plain=True, never=value_end
+        ),
+        never=("<function=",),
     )

@@ -19,7 +19,7 @@ import msgspec
 import pytest
 from pages import BLOCKS, FENCE, PAGES, ROOT, name_of
 
-from jackfield.core.registry import Plugins
+from jackfield.core.registry import Plugins, load_plugins
 from jackfield.entrypoints.anthropic import protocol as messages_protocol
 from jackfield.entrypoints.bench import frontend
 from jackfield.entrypoints.bench.session import IN_PROCESS, make_parser
@@ -287,3 +287,14 @@ def numbers_in(value: Any) -> Iterator[float]:
     elif isinstance(value, dict | list):
         for part in value.values() if isinstance(value, dict) else value:
             yield from numbers_in(part)
+
+
+def test_the_readme_counts_the_parsers_that_are_there() -> None:
+    found = re.search(
+        r"\[(\d+) tool-call and (\d+) reasoning dialects\]", (ROOT / "README.md").read_text()
+    )
+    assert found is not None
+    plugins = load_plugins()
+    for count, kind in zip(found.groups(), ("tool_parser", "reasoning_parser"), strict=True):
+        box = [e for e in plugins[kind].entries() if e.provenance.distribution == "jackfield"]
+        assert int(count) == len(box), kind

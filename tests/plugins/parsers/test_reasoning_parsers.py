@@ -79,6 +79,62 @@ class TestGlm45(ReasoningParserKit):
     ]
 
 
+class TestGlm47(ReasoningParserKit):
+    name, thought_end = "glm47", "</think>"
+    samples = [
+        *OPENED,
+        Sample(
+            "I call it.<tool_call>now</tool_call>",
+            reasoning="I call it.",
+            content="<tool_call>now</tool_call>",
+        ),
+    ]
+
+
+class TestLing3(TestGlm47):
+    name = "ling3"
+    examples = 5
+
+
+class TestMiMo(TestQwen3):
+    name = "mimo"
+    examples = 5
+
+
+class TestInternS1(TestQwen3):
+    name = "interns1"
+    examples = 5
+
+
+class TestHolo2(ReasoningParserKit):
+    name, thought_end = "holo2", "</think>"
+    samples = [*OPENED, Sample("It is 4.", content="It is 4.", thinking=False)]
+
+
+class TestStep5(TestDeepSeekR1):
+    name = "step5"
+    examples = 5
+
+
+class TestKimi(ReasoningParserKit):
+    name, thought_end = "kimi", "◁/think▷"
+    samples = [
+        Sample("◁think▷We add.◁/think▷It is 4.", content="It is 4.", reasoning="We add."),
+        Sample("It is 4. ◁", content="It is 4. ◁"),
+        Sample("◁think▷Let", reasoning="Let"),
+    ]
+
+
+class TestErnie45(ReasoningParserKit):
+    name, thought_end = "ernie45", "</think>"
+    samples = [
+        *OPENED[:3],
+        Sample(
+            "Plan\n</think>\n\n<response>\nYes.\n</response>\n", content="Yes.", reasoning="Plan"
+        ),
+    ]
+
+
 class TestMiniMaxM2(ReasoningParserKit):
     name, thought_end = "minimax_m2", "</think>"
     samples = OPENED

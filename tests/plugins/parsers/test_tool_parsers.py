@@ -108,6 +108,23 @@ class TestHermes(Kit):
     ]
 
 
+class TestQwen3Json(TestHermes):
+    name = "qwen3_json"
+    examples = 5
+
+
+class TestLongCat(Kit):
+    name = "longcat"
+    close = "</longcat_tool_call>"
+    samples = [
+        Sample(
+            '<longcat_tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n'
+            "</longcat_tool_call>",
+            calls=[("get_weather", PARIS)],
+        ),
+    ]
+
+
 class TestLlama3Json(Kit):
     name = "llama3_json"
     samples = [
@@ -497,6 +514,43 @@ class TestGlm45(Kit):
     ]
 
 
+class TestGlm47(TestGlm45):
+    name = "glm47"
+    samples = [
+        *TestGlm45.samples,
+        Sample(
+            "Well.<tool_call>get_weather<arg_key>city</arg_key><arg_value>Rome</arg_value>"
+            "</tool_call><tool_call>now</tool_call>",
+            tools=[WEATHER],
+            content="Well.",
+            calls=[("get_weather", {"city": "Rome"}), ("now", {})],
+        ),
+    ]
+
+
+class TestLing3(TestGlm47):
+    name = "ling3"
+    examples = 5
+
+
+class TestMiMo(Kit):
+    name = "mimo"
+    samples = [
+        Sample(
+            "<tool_call><function=log><parameter=text>  two\nlines\n</parameter>"
+            "<parameter=n>3</parameter></function></tool_call>Done.",
+            tools=[tool("log", text="string", n="integer")],
+            content="Done.",
+            calls=[("log", {"text": "  two\nlines\n", "n": 3})],
+        ),
+    ]
+
+
+class TestStep3p5(TestQwen3Coder):
+    name = "step3p5"
+    examples = 5
+
+
 class TestMiniMaxM2(Kit):
     name = "minimax_m2"
     samples = [
@@ -720,6 +774,44 @@ class TestKimiK2(Kit):
             "<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0"
             '<|tool_call_argument_begin|>{"a": 1',
             calls=[("f", '{"a": 1')],
+        ),
+    ]
+
+
+PLAMO = "<|plamo:{}:plamo|>".format
+
+
+def plamo_call(name: str, arguments: str) -> str:
+    return (
+        f"{PLAMO('begin_tool_request')}{PLAMO('begin_tool_name')}{name}{PLAMO('end_tool_name')}"
+        f"{PLAMO('begin_tool_arguments')}<|plamo:constrain|>json<|plamo:msg|>{arguments}"
+        f"{PLAMO('end_tool_arguments')}{PLAMO('end_tool_request')}"
+    )
+
+
+class TestPlamo3(Kit):
+    name = "plamo3"
+    close = PLAMO("end_tool_arguments") + PLAMO("end_tool_request") + PLAMO("end_tool_requests")
+    samples = [
+        Sample(
+            PLAMO("begin_tool_requests")
+            + plamo_call("get_weather", PARIS_JSON)
+            + PLAMO("end_tool_requests"),
+            calls=[("get_weather", PARIS)],
+        ),
+        Sample(
+            PLAMO("begin_tool_requests")
+            + plamo_call("now", "").replace("<|plamo:constrain|>json<|plamo:msg|>", ""),
+            calls=[("now", {})],
+        ),
+        Sample(
+            "Both."
+            + PLAMO("begin_tool_requests")
+            + plamo_call("say", TRICKY_JSON)
+            + plamo_call("search", NESTED_JSON)
+            + PLAMO("end_tool_requests"),
+            content="Both.",
+            calls=[("say", TRICKY), ("search", NESTED)],
         ),
     ]
 
