@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import threading
@@ -64,14 +65,23 @@ class ResultsFile:
         return end
 
     def append(self, result: Result) -> None:
-        """One line more."""
+        """One line more. Raises OSError where there is no room, and leaves nothing of the line."""
         with self._lock:
-            self._file.seek(self._size)
-            self._file.write(result.encoded)
-            self._file.flush()
+            try:
+                self._write(result.encoded)
+            except OSError:
+                with contextlib.suppress(OSError):
+                    os.ftruncate(self._file.fileno(), self._size)
+                raise
             self.done[result.line.id] = result.line.number
             self._places.append((result.line.number, self._size, len(result.encoded)))
             self._size += len(result.encoded)
+
+    def _write(self, data: bytes) -> None:
+        """Past any buffer, which would keep what did not fit and write it later."""
+        written = 0
+        while written < len(data):
+            written += os.pwrite(self._file.fileno(), data[written:], self._size + written)
 
     def put_in_order(self) -> None:
         """Lines in the input's order; the file is replaced in one step."""
@@ -80,8 +90,7 @@ class ResultsFile:
         other = self.path.with_name(self.path.name + ".sorting")
         with other.open("wb") as file:
             for _, offset, length in sorted(self._places):
-                self._file.seek(offset)
-                file.write(self._file.read(length))
+                file.write(os.pread(self._file.fileno(), length, offset))
             file.flush()
             os.fsync(file.fileno())
         other.replace(self.path)
@@ -89,7 +98,6 @@ class ResultsFile:
     def close(self) -> None:
         """Everything is on the disk when this returns."""
         if not self._file.closed:
-            self._file.flush()
             os.fsync(self._file.fileno())
             self._file.close()
 

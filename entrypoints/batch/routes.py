@@ -25,6 +25,7 @@ from .objects import (
     page,
     window_seconds,
 )
+from .storage import storage
 from .store import Store, sync
 from .work import BatchWork
 
@@ -52,7 +53,8 @@ async def upload(request: web.Request) -> web.Response:
         made = _file_object(file_id, fields, name, size)
         await store.call(store.add_file, made, path, tenant_of(request).owner)
     finally:
-        await asyncio.to_thread(path.unlink, missing_ok=True)
+        with storage("file"):
+            await asyncio.to_thread(path.unlink, missing_ok=True)
     return reply(made)
 
 
@@ -93,17 +95,27 @@ async def _field(part: BodyPartReader) -> str:
 
 async def _content(part: BodyPartReader, path: Any, limit: int) -> int:
     size = 0
-    file = await asyncio.to_thread(path.open, "xb")
+    with storage("file"):
+        # Without a buffer, which would write what did not fit once more when the file is closed.
+        file = await asyncio.to_thread(path.open, "xb", 0)
     try:
         while chunk := await part.read_chunk(CHUNK):
             size += len(chunk)
             if size > limit:
                 raise InvalidRequest(f"file: is larger than {limit} bytes", param="file")
-            await asyncio.to_thread(file.write, chunk)
-        await asyncio.to_thread(sync, file)
+            with storage("file"):
+                await asyncio.to_thread(_write, file, chunk)
+        with storage("file"):
+            await asyncio.to_thread(sync, file)
     finally:
         await asyncio.to_thread(file.close)
     return size
+
+
+def _write(file: Any, data: bytes | bytearray) -> None:
+    left = memoryview(data)
+    while left:
+        left = left[file.write(left) :]
 
 
 def _file_object(file_id: str, fields: dict[str, str], name: str | None, size: int) -> FileObject:

@@ -70,12 +70,12 @@ class BatchRunner:
     async def _one(self, line: Line, deliver: Callable[[Result], Awaitable[None]]) -> None:
         try:
             result = await self._result(line)
+            # Within its slot: results that cannot be written yet are as many as there are slots.
+            await deliver(result)
         except EngineStopped as error:
             self._stopped = error
-            return
         finally:
             self.slots.release()
-        await deliver(result)
 
     async def _result(self, line: Line) -> Result:
         if line.error is not None:

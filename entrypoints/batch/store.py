@@ -18,6 +18,7 @@ import msgspec
 from ...core.errors import ConfigError, InvalidRequest
 from ...core.tenancy import ANYONE, Tenant
 from .objects import FINAL, Batch, Conflict, FileObject, NotFound
+from .storage import storage
 
 T = TypeVar("T")
 VERSION = 2
@@ -56,9 +57,13 @@ class Store:
         self._lock: BinaryIO
 
     async def call(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Run a method of this store on its thread."""
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._thread, function, *arguments)
+        """Run a method of this store on its thread. Raises StorageFailed where the disk does."""
+
+        def work() -> T:
+            with storage("files and batches"):
+                return function(*arguments)
+
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     def open(self) -> None:
         """Raises ConfigError if the folder cannot be used."""
@@ -145,12 +150,18 @@ class Store:
         """Take a complete file over, for its owner. Raises InvalidRequest if there is no room."""
         if file.purpose == "batch":
             self.check_room(file.bytes)
+        data = msgspec.json.encode(file)
         source.replace(self.content(file.id))
-        self._db.execute(
-            "INSERT OR REPLACE INTO files (id, purpose, bytes, expires_at, data, owner) "
-            "VALUES (?, ?, ?, ?, ?, ?)",
-            (file.id, file.purpose, file.bytes, file.expires_at, msgspec.json.encode(file), owner),
-        )
+        try:
+            self._db.execute(
+                "INSERT OR REPLACE INTO files (id, purpose, bytes, expires_at, data, owner) "
+                "VALUES (?, ?, ?, ?, ?, ?)",
+                (file.id, file.purpose, file.bytes, file.expires_at, data, owner),
+            )
+        except sqlite3.Error:
+            if file.purpose == "batch":  # Results are kept, for `finish` to be called again.
+                self.content(file.id).unlink(missing_ok=True)
+            raise
 
     def file(self, file_id: str, owner: str | None = None) -> FileObject:
         """Raises NotFound."""
@@ -181,7 +192,13 @@ class Store:
                 raise Conflict(
                     f"{batch.id} still reads {file_id}; cancel it first", param="file_id"
                 )
-        self._db.execute("DELETE FROM files WHERE id = ?", (file_id,))
+        forget = "DELETE FROM files WHERE id = ?"
+        try:
+            self._db.execute(forget, (file_id,))
+        except sqlite3.Error:
+            # A full disk has no room for a deletion either, until the content is gone.
+            self.content(file_id).unlink(missing_ok=True)
+            self._db.execute(forget, (file_id,))
         self.content(file_id).unlink(missing_ok=True)
 
     def drop_expired(self) -> None:
@@ -242,9 +259,14 @@ class Store:
         return f"file-{digest.hexdigest()}"
 
     def finish(self, batch: Batch) -> None:
-        """Turn the results into files, and store the batch, which has its final status."""
+        """Turn the results into files, and store the batch, which has its final status.
+
+        Where this fails, it can be called again.
+        """
         for part in ("output", "errors"):
             path = self.results(batch, part)
+            if not path.exists():  # An earlier call took it over.
+                path = self.content(self.result_id(batch, part))
             size = path.stat().st_size if path.exists() else 0
             if not size:
                 path.unlink(missing_ok=True)

@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
+from typing import TypeVar
 
 import msgspec
 
@@ -27,11 +28,15 @@ from .objects import (
 )
 from .results import ResultsFile
 from .runner import BatchRunner, in_threads
+from .storage import StorageFailed, storage
 from .store import Store
 
 logger = logging.getLogger("jackfield.server")
+T = TypeVar("T")
 PRIORITY = 1 << 20
 """Added to the requests' own: with `--scheduling-policy priority` they go last."""
+RETRY_SECONDS = 5.0
+"""Between two tries to write while the disk is full."""
 MAX_UNFINISHED = 64
 MAX_REQUESTS = 50_000
 """In one batch, as OpenAI allows."""
@@ -111,13 +116,21 @@ class BatchWork:
             )
         if batch.status != "cancelling":
             batch.turn("cancelling")
-            await self.store.call(self.store.put, batch)
             job.cancel.set()
+            try:
+                await self.store.call(self.store.put, batch)
+            except StorageFailed as error:
+                # Its end is written when there is room again.
+                logger.warning("%s is being cancelled: %s", batch_id, error.message)
         return batch
 
     def _start(self, batch: Batch, tenant: Tenant) -> None:
         job = self._jobs[batch.id] = _Job(self, batch, self._slots, tenant)
         job.task.add_done_callback(lambda _: self._jobs.pop(batch.id, None))
+
+
+class _Cancelled(Exception):
+    """The batch was cancelled while it waited for the disk."""
 
 
 class _Job:
@@ -150,6 +163,8 @@ class _Job:
             await self._whole()
         except EngineStopped:
             logger.info("%s waits for the next start", self.batch.id)
+        except _Cancelled:
+            await self._end("cancelled")
         except Exception:
             logger.exception("%s failed", self.batch.id)
             told = BatchError("server_error", "the server failed on this batch")
@@ -166,12 +181,12 @@ class _Job:
             batch.request_counts.total = total
         if batch.status == "validating":
             batch.turn("in_progress")
-            await self.store.call(self.store.put, batch)
-        await asyncio.to_thread(self._open_files)
+            await self._stored(lambda: self.store.call(self.store.put, batch))
+        await self._stored(lambda: asyncio.to_thread(self._open_files))
         self._count()
         if await self._requests():
             batch.turn("finalizing")
-            await self.store.call(self.store.put, batch)
+            await self._stored(lambda: self.store.call(self.store.put, batch), until_done=True)
             return await self._end("completed")
         if self.cancel.is_set():
             return await self._end("cancelled")
@@ -222,13 +237,43 @@ class _Job:
                 yield line
 
     async def _deliver(self, result: Result) -> None:
+        await self._stored(lambda: self._append(result))
+        self._count()
+
+    async def _append(self, result: Result) -> None:
         # Cancelled in its middle, a write still ends before the file is closed.
         writing = asyncio.ensure_future(asyncio.to_thread(self._files[result.ok].append, result))
         try:
             await asyncio.shield(writing)
         finally:
             await writing
-            self._count()
+
+    async def _stored(self, write: Callable[[], Awaitable[T]], *, until_done: bool = False) -> T:
+        """Write, and while the disk does not take it, wait and write again.
+
+        The batch says meanwhile, in `errors`, what it waits for. Raises _Cancelled when the batch
+        is cancelled while it waits, unless it is to go on `until_done`.
+        """
+        waiting: BatchErrors | None = None
+        while True:
+            try:
+                with storage("the batch waits to be written"):
+                    result = await write()
+            except StorageFailed as error:
+                if waiting is None:
+                    logger.warning("%s: %s", self.batch.id, error.message)
+                    waiting = BatchErrors([BatchError(error.code or "storage", error.message)])
+                    self.batch.errors = waiting
+            else:
+                if waiting is not None and self.batch.errors is waiting:
+                    self.batch.errors = None
+                return result
+            if until_done:
+                await asyncio.sleep(RETRY_SECONDS)
+                continue
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.cancel.wait(), RETRY_SECONDS)
+                raise _Cancelled
 
     def _count(self) -> None:
         counts = self.batch.request_counts
@@ -244,12 +289,18 @@ class _Job:
                 file.close()
 
     async def _end(self, status: BatchStatus, errors: list[BatchError] | None = None) -> None:
-        for file in self._files.values():
-            await asyncio.to_thread(file.close)
-        # A copy, so that nobody sees the status before the files that come with it.
-        batch = msgspec.structs.replace(self.batch)
-        if errors:
-            batch.errors = BatchErrors(errors)
-        batch.turn(status)
-        await self.store.call(self.store.finish, batch)
-        self.batch = batch
+        def close() -> None:
+            for file in self._files.values():
+                file.close()
+
+        async def finish() -> Batch:
+            await asyncio.to_thread(close)
+            # A copy, so that nobody sees the status before the files that come with it.
+            batch = msgspec.structs.replace(self.batch, errors=None)
+            if errors:
+                batch.errors = BatchErrors(errors)
+            batch.turn(status)
+            await self.store.call(self.store.finish, batch)
+            return batch
+
+        self.batch = await self._stored(finish, until_done=True)
