@@ -1,11 +1,10 @@
 """One token a row: the largest logit / temperature + Gumbel noise, in one pass over the logits.
 
-The noise is a function of (seed, position, token) alone, the same as in `core.worker.noise`:
-E(u) = -log(1 - u) with u from a hash, and -log E is Gumbel. Memory: num_rows * vocab_size logits,
-read once; the parts' winners are a few kilobytes. Some 30 instructions a logit where a row draws,
-and they are what bounds it; so logarithms are the processor's own, to base 2 (their errors move a
-score by some 1e-6), and the hash of a token, which no row changes, is made once for several rows.
-A greedy row takes 5.
+For rows that ask for nothing else; `sample_tokens` serves the others. Memory: num_rows * vocab_size
+logits, read once; the parts' winners are a few kilobytes. Some 30 instructions a logit where a row
+draws, and they are what bounds it; so logarithms are the processor's own, to base 2 (their errors
+move a score by some 1e-6), and the hash of a token, which no row changes, is made once for several
+rows. A greedy row takes 5.
 """
 
 # Triton kernels take no annotations that mypy could check.
@@ -13,76 +12,18 @@ A greedy row takes 5.
 
 from __future__ import annotations
 
-import os
-
 import torch
 import triton
 import triton.language as tl
 
 from .rehearsal import launch
+from .sampling_layout import INVERSE_TEMPERATURE, NOISE, float_of
+from .sampling_noise import LOG2E, drawn_scores, largest, row_keys, token_hashes
 
 PART = 2048
 """Logits of a row that one program takes."""
 SHARING = 4
 """Rows that one program takes where they are many."""
-
-# As in core/worker/noise.py: signed 32-bit constants of the mixing steps.
-_GOLDEN = tl.constexpr(-1640531527)
-_MIX_1 = tl.constexpr(-2048144789)
-_MIX_2 = tl.constexpr(-1028477387)
-_STEP_0 = tl.constexpr(-1640531535)
-_STEP_1 = tl.constexpr(-2048144777)
-_STEP_2 = tl.constexpr(-1028477379)
-_SCALE = tl.constexpr(2.0**-31 * (1.0 - 2.0**-23))
-_LOG2E = tl.constexpr(1.4426950408889634)
-
-
-if os.environ.get("TRITON_INTERPRET") == "1":
-
-    @triton.jit
-    def _log2(x):
-        """The interpreter has numpy's."""
-        return tl.log2(x)
-
-else:
-
-    @triton.jit
-    def _log2(x):
-        """One instruction. Error: 2^-22 absolute for x in (0.5, 2), else relative."""
-        return tl.inline_asm_elementwise(
-            "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-        )
-
-
-@triton.jit
-def _fold(x):
-    """x ^= the unsigned high half, moved down."""
-    return x ^ ((x >> 16) & 0xFFFF)
-
-
-@triton.jit
-def _mixed(x):
-    """The mixing of `core.worker.noise`: fold, multiply, fold, multiply, fold."""
-    x = _fold(x)
-    x = _fold(x * _MIX_1)
-    return _fold(x * _MIX_2)
-
-
-@triton.jit
-def _log2_exponential(hashes, key_0, key_1, key_2):
-    """log2(E / ln 2) of tokens, given their hashes, under a row's keys."""
-    x = _fold(key_0 + hashes * key_1)
-    x = _fold(x * key_2)
-    u = tl.abs(x.to(tl.float32) * _SCALE + 0.5 * _SCALE)
-    # -log2(1 - u): by its series where that is more precise, and small values decide who wins.
-    series = u * _LOG2E * (1.0 + u * (0.5 + u * (1.0 / 3.0 + u * (0.25 + u * 0.2))))
-    return _log2(tl.where(u < 0.0625, series, -_log2(1.0 - u)))
-
-
-@triton.jit
-def _larger(a, b):
-    """NaN where either is."""
-    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit(
@@ -100,9 +41,6 @@ def _part_kernel(
     num_rows,
     vocab_size,
     num_parts,
-    TEMPERATURE: tl.constexpr,
-    NOISE: tl.constexpr,
-    LANES: tl.constexpr,
     PART_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
 ):
@@ -111,26 +49,22 @@ def _part_kernel(
     first = tl.program_id(1) * ROWS
     token = part * PART_SIZE + tl.arange(0, PART_SIZE)
     inside = token < vocab_size
-    hashes = _mixed(token + _GOLDEN)
+    hashes = token_hashes(token)
     for row in range(first, tl.minimum(first + ROWS, num_rows)):
         row64 = first.to(tl.int64) + (row - first)
         settings = settings_ptr + tl.load(slots_ptr + row64) * stride_settings
         place = logits_ptr + row64 * stride_logits + token
         logits = tl.load(place, mask=inside, other=-float("inf")).to(tl.float32)
-        inverse_temperature = tl.load(settings + TEMPERATURE).to(tl.float32, bitcast=True)
+        inverse_temperature = float_of(settings, INVERSE_TEMPERATURE)
         if tl.load(settings + NOISE) != 0:
             position = tl.load(lengths_ptr + row64).to(tl.int32)
-            key_0 = _mixed(tl.load(settings + LANES) + position * _STEP_0)
-            key_1 = _mixed(tl.load(settings + LANES + 1) + position * _STEP_1) | 1
-            key_2 = _mixed(tl.load(settings + LANES + 2) + position * _STEP_2) | 1
-            noise = _log2_exponential(hashes, key_0, key_1, key_2)
-            # Scores to base 2; what all of them lack is the same.
-            logits = logits * (inverse_temperature * _LOG2E) - noise
+            key_0, key_1, key_2 = row_keys(settings, position)
+            factor = inverse_temperature * LOG2E
+            logits = drawn_scores(logits, factor, hashes, key_0, key_1, key_2)
         else:
             logits = logits * inverse_temperature
-        best = tl.reduce(logits, 0, _larger)
+        best = largest(logits)
         winner = tl.min(tl.where(logits == best, token, vocab_size), axis=0)
-        best = tl.where(best != best, float("inf"), best)
         tl.store(best_ptr + row64 * num_parts + part, best)
         tl.store(token_ptr + row64 * num_parts + part, winner)
 
@@ -169,18 +103,13 @@ def choose_tokens(
     lengths: torch.Tensor,
     token_history: torch.Tensor,
     chosen: torch.Tensor,
-    *,
-    temperature: int,
-    noise: int,
-    lanes: int,
 ) -> None:
     """Choose, write each row's token to `chosen` and to its place in `token_history`.
 
     logits: [num_rows, vocab_size], any float type, last stride 1; settings: [slots, columns] int32,
-    one row a slot: column `temperature` holds its inverse and `noise` 0.0 for greedy rows, both
-    float32 bit-cast, and from `lanes` on are three words of the seed; slots: [num_rows] int64;
-    lengths: [num_rows] int64, tokens before the new one; token_history: [slots, positions] int32;
-    chosen: [num_rows] int32: -1 where NaN or an infinity won (the history then gets 0).
+    one row a slot (`sampling_layout`): temperature and seed are all that is read; slots: [num_rows]
+    int64; lengths: [num_rows] int64, tokens before the new one; token_history: [slots, positions]
+    int32; chosen: [num_rows] int32: -1 where NaN or an infinity won (the history then gets 0).
     """
     num_rows, vocab_size = logits.shape
     if num_rows == 0:
@@ -201,12 +130,10 @@ def choose_tokens(
         num_rows,
         vocab_size,
         num_parts,
-        TEMPERATURE=temperature,
-        NOISE=noise,
-        LANES=lanes,
         PART_SIZE=PART,
         ROWS=sharing,
         num_warps=4,
+        enable_fp_fusion=False,
     )
     launch(_row_kernel, (num_rows,))(
         chosen,

@@ -110,6 +110,49 @@ class StepTensors(NamedTuple):
     """[R, columns] int32"""
 
 
+class SlotTables(NamedTuple):
+    """What sampling reads of each slot, on the device, at addresses that stay."""
+
+    settings: torch.Tensor
+    """[slots, columns] int32 (`core.worker.sampling_columns`)"""
+    counts: torch.Tensor
+    """[slots, vocab_size] int16: times a token was generated; the sign bit: the prompt has it.
+    Kept for slots with `Flag.PENALTIES`."""
+    allowed: torch.Tensor
+    """[slots, ceil(vocab_size / 32)] int32: token i may come next if bit i % 32 of word i // 32 is
+    on. Read for slots with `Flag.ALLOWED`, kept for those with `Flag.BANS`."""
+    history: torch.Tensor
+    """[slots, positions] int32: tokens; the chosen one is written at its position."""
+
+
+class SampleOutputs(NamedTuple):
+    """Where a step's tokens go. As many rows or more."""
+
+    chosen: torch.Tensor
+    """[rows] int32; -1: no token can be chosen"""
+    top_ids: torch.Tensor
+    """[rows, 20] int32, most likely first, lower ids first among equals"""
+    top_logprobs: torch.Tensor
+    """[rows, 20] float32"""
+    logprob: torch.Tensor
+    """[rows] float32, of the chosen token"""
+    rank: torch.Tensor
+    """[rows] int32, of the chosen token: 1 + the number of more likely ones"""
+
+    def first(self, num_rows: int) -> SampleOutputs:
+        """Views of so many rows."""
+        return SampleOutputs(*(part[:num_rows] for part in self))
+
+
+class GrammarBits(NamedTuple):
+    """What some rows of a step may get."""
+
+    bits: torch.Tensor
+    """[count, ceil(vocab_size / 32)] int32, as `SlotTables.allowed`"""
+    places: torch.Tensor
+    """[R] int64: each row's among them, -1: none"""
+
+
 class Rehearsal(Protocol):
     """A time in which kernels are compiled and not launched."""
 
@@ -422,22 +465,47 @@ class Operations:
         places = torch.where(index < count, writes[:, 0].long(), storage.shape[0] - 1)
         storage.index_copy_(0, places, writes[:, 1])
 
-    def sample_plain(
+    samples: ClassVar[bool] = False
+    """Whether `sample` and `edit_logits` do anything; otherwise sampling is left to torch."""
+
+    def sample(
         self,
         logits: torch.Tensor,
-        settings: torch.Tensor,
         slots: torch.Tensor,
         lengths: torch.Tensor,
-        token_history: torch.Tensor,
-        chosen: torch.Tensor,
-    ) -> bool:
-        """The token of the largest logit / temperature + noise of each row, in one pass.
+        tables: SlotTables,
+        out: SampleOutputs,
+        *,
+        plain: bool,
+        grammar: GrammarBits | None = None,
+        skip: int = 0,
+    ) -> None:
+        """Choose a token for each row, as `core.worker.sampler.Sampler` says, with its history and
+        the slot's books. The same launches whatever the rows are, so that a graph can hold them.
 
-        logits: [R, vocab_size]; settings: [slots, columns] int32 (`SamplingState.packed`); slots,
-        lengths: [R] int64. Tokens go to `token_history` [slots, positions] and `chosen` [R] int32
-        (-1: no finite winner). False, with nothing done: the sampler does it in torch.
+        logits: [R, vocab_size], left as they are; slots, lengths: [R] int64; plain: no row asks for
+        more than a temperature; skip: flags (`core.worker.sampling_columns.Flag`) that no row has
+        this time. Rows with `Flag.FORCED`: the token `lengths` is scored.
         """
-        return False
+        raise NotImplementedError
+
+    def edit_logits(
+        self,
+        logits: torch.Tensor,
+        slots: torch.Tensor,
+        tables: SlotTables,
+        out: torch.Tensor,
+        *,
+        edits: int,
+        scale: bool,
+        grammar: GrammarBits | None = None,
+    ) -> None:
+        """The part of `sample` in front of a plugged-in processor.
+
+        logits, out: [R, vocab_size], out float32, may be the same; edits: flags of what is done;
+        scale: divide by the temperature, behind them.
+        """
+        raise NotImplementedError
 
     def mask_tokens(
         self, logits: torch.Tensor, bits: torch.Tensor, rows: torch.Tensor | None

@@ -9,6 +9,7 @@ while the device has nothing else to do. Padding rows live in a scratch slot and
 from __future__ import annotations
 
 import collections
+import enum
 import logging
 import time
 from collections.abc import Callable
@@ -38,6 +39,17 @@ PATIENCE = 8
 recording takes as long as several steps, in which no request gets a token."""
 
 
+class Ending(enum.StrEnum):
+    """What a recorded step does behind the forward pass."""
+
+    PLAIN = "plain"
+    """Sample rows that ask for a temperature at most."""
+    FULL = "full"
+    """Sample rows that ask for anything that the kernels do (`Sampler.recordable`)."""
+    LOGITS = "logits"
+    """Leave the logits to launched kernels: a grammar has to be waited for, say."""
+
+
 def row_counts(max_num_seqs: int) -> list[int]:
     """Numbers of rows to record: fine where steps are short, within 1/8 elsewhere."""
     counts = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, max_num_seqs, 64)]
@@ -62,13 +74,13 @@ class DecodeGraphs:
         self._sampler = sampler
         self._record = record
         self._counts = row_counts(max_num_seqs)
-        self._replays: dict[tuple[int, bool], Replay] = {}
-        self._missed: collections.Counter[tuple[int, bool]] = collections.Counter()
+        self._replays: dict[tuple[int, Ending], Replay] = {}
+        self._missed: collections.Counter[tuple[int, Ending]] = collections.Counter()
         """Steps that a larger graph served."""
         self._inputs = DecodeInputs(batch, operations, max_num_seqs)
         device = batch.device
-        self.chosen = torch.empty(max_num_seqs, dtype=torch.int32, device=device)
-        """[max_num_seqs] Tokens of the step launched last, -1 where none could be sampled."""
+        self.outputs = sampler.outputs
+        """Tokens of the step launched last, unless it ended with logits."""
         self.logits = torch.empty(0, device=device)
         """[max_num_seqs, vocab_size] Logits of the step launched last without sampling; made when
         such a step is first recorded."""
@@ -79,17 +91,19 @@ class DecodeGraphs:
         """The recorded number of rows that serves `num_rows`."""
         return next(count for count in self._counts if count >= num_rows)
 
-    def missing(self) -> list[tuple[int, bool]]:
-        """What is not recorded yet: row counts with sampling, and up to the logits once some step
-        has asked for that.
+    def missing(self) -> list[tuple[int, Ending]]:
+        """What is not recorded yet: row counts with each sampling that there is, and up to the
+        logits once some step has asked for that.
 
         The largest first: they share their memory, and what it needs serves the others. Then by
         halves, so that there soon is one not much larger than needed, then the rest.
         """
-        kinds = (True, False) if self.logits.numel() else (True,)
+        endings = sampling_endings(self._sampler)
+        if self.logits.numel():
+            endings.append(Ending.LOGITS)
         halves = [n for n in self._counts if n.bit_count() == 1 or n == self._counts[-1]]
         order = halves[::-1] + [n for n in reversed(self._counts) if n not in halves]
-        wanted = [(n, sample) for sample in kinds for n in order]
+        wanted = [(n, ending) for ending in endings for n in order]
         return [kind for kind in wanted if kind not in self._replays]
 
     @staticmethod
@@ -103,42 +117,42 @@ class DecodeGraphs:
             and all(plan.samples)
         )
 
-    def launch(self, plan: StepPlan, sample: bool) -> bool:
-        """Replay a decode step, with its sampling (to `chosen`) or up to `logits`.
+    def launch(self, plan: StepPlan, ending: Ending) -> bool:
+        """Replay a decode step, with its sampling (to `outputs`) or up to `logits`.
 
         False, with nothing done: it is no ordinary one.
         """
         num_rows = len(plan.slots)
-        rows = self._recorded_rows(num_rows, sample)
+        rows = self._recorded_rows(num_rows, ending)
         if not self._inputs.fill(plan, rows):
             return False
-        self._replays[rows, sample]()
+        self._replays[rows, ending]()
         return True
 
     def sampling_inputs(self, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """→ slots and lengths of the step launched last, [num_rows] int64."""
         return self._inputs.sampling_inputs(num_rows)
 
-    def _recorded_rows(self, num_rows: int, sample: bool) -> int:
+    def _recorded_rows(self, num_rows: int, ending: Ending) -> int:
         """A recorded number of rows for a step; records the fitting one if need be."""
         rows = self.rows_for(num_rows)
-        if (rows, sample) in self._replays:
+        if (rows, ending) in self._replays:
             return rows
-        larger = (n for n in self._counts if n > rows and (n, sample) in self._replays)
-        self._missed[rows, sample] += 1
-        if self._missed[rows, sample] <= PATIENCE and (found := next(larger, None)):
+        larger = (n for n in self._counts if n > rows and (n, ending) in self._replays)
+        self._missed[rows, ending] += 1
+        if self._missed[rows, ending] <= PATIENCE and (found := next(larger, None)):
             return found
-        self.record(rows, sample)
+        self.record(rows, ending)
         return rows
 
-    def record(self, rows: int, sample: bool) -> None:
+    def record(self, rows: int, ending: Ending) -> None:
         """Record a step of `rows` rows."""
         began = time.monotonic()
-        first_logits = not sample and not self.logits.numel()
+        first_logits = ending is Ending.LOGITS and not self.logits.numel()
         self._inputs.fill_scratch(rows)
         # Once as it is, so that everything is compiled and every workspace made.
-        self._step(rows, sample)
-        self._replays[rows, sample] = self._record(lambda: self._step(rows, sample))
+        self._step(rows, ending)
+        self._replays[rows, ending] = self._record(lambda: self._step(rows, ending))
         logger.debug("recorded a step of %d rows in %.3f s", rows, time.monotonic() - began)
         if first_logits:
             self.more_to_record()
@@ -154,20 +168,41 @@ class DecodeGraphs:
             layout.seq_lens, layout.block_table, layout.slot_mapping,
         ):  # fmt: skip
             places.zero_()
-        self._finish(inputs, rows, sample=True)
-
-    def _step(self, rows: int, sample: bool) -> None:
-        self._finish(self._inputs.expand(rows), rows, sample)
-
-    def _finish(self, inputs: StepInputs, rows: int, sample: bool) -> None:
-        slots, lengths = inputs.sample_slots, inputs.sample_lengths
         logits = self._compute(inputs)
-        if sample:
-            self._sampler.sample_plain(logits, slots, lengths, self.chosen[:rows])
+        for ending in sampling_endings(self._sampler):
+            sample_rows(self._sampler, ending, logits, inputs.sample_slots, inputs.sample_lengths)
+
+    def _step(self, rows: int, ending: Ending) -> None:
+        self._finish(self._inputs.expand(rows), rows, ending)
+
+    def _finish(self, inputs: StepInputs, rows: int, ending: Ending) -> None:
+        logits = self._compute(inputs)
+        if ending is not Ending.LOGITS:
+            sample_rows(self._sampler, ending, logits, inputs.sample_slots, inputs.sample_lengths)
             return
         if not self.logits.numel():
             self.logits = logits.new_empty(self._counts[-1], logits.shape[1])
         self.logits[:rows].copy_(logits)
+
+
+def sample_rows(
+    sampler: Sampler,
+    ending: Ending,
+    logits: torch.Tensor,
+    slots: torch.Tensor,
+    lengths: torch.Tensor,
+) -> None:
+    """What a recorded step with this ending does with its rows' logits; to `sampler.outputs`."""
+    out = sampler.outputs.first(logits.shape[0])
+    if ending is Ending.PLAIN:
+        sampler.sample_plain(logits, slots, lengths, out)
+    else:
+        sampler.sample_step(logits, slots, lengths, out)
+
+
+def sampling_endings(sampler: Sampler) -> list[Ending]:
+    """The endings that sample, where this sampler runs."""
+    return [Ending.PLAIN, Ending.FULL] if sampler.recordable([]) else [Ending.PLAIN]
 
 
 class DecodeInputs:

@@ -43,6 +43,8 @@ class TokenMask:
     """[count, ceil(vocab_size / 32)] int32; bit i % 32 of word i // 32 is token i"""
     rows: torch.Tensor | None
     """[count] int64, indices into the logits' rows; None: all of them, in order"""
+    places: torch.Tensor
+    """[num_rows] int64: where each row's bits are, -1 for a row without"""
 
 
 class GrammarMasks:
@@ -101,11 +103,13 @@ class GrammarMasks:
             (len(rows), self._words), dtype=torch.int32, pin_memory=self._copies is not None
         )
         self._fill_rows([constraint for _, constraint in rows], host.numpy())
-        index = None
-        if len(rows) < num_rows:
-            index = torch.tensor([row for row, _ in rows], dtype=torch.int64)
-            index = index.pin_memory() if self._copies is not None else index
-        return self._sent(host, index)
+        # Rows with a mask, then each row's mask: one copy.
+        index = np.full(len(rows) + num_rows, -1, dtype=np.int64)
+        masked = index[: len(rows)]
+        masked[:] = [row for row, _ in rows]
+        index[len(rows) :][masked] = np.arange(len(rows))
+        sent = torch.from_numpy(index)
+        return self._sent(host, sent.pin_memory() if self._copies is not None else sent)
 
     def _fill_rows(self, constraints: Sequence[Constraint], bits: np.ndarray) -> None:
         """bits: [len(constraints), words] int32"""
@@ -131,21 +135,21 @@ class GrammarMasks:
             _fill(todo)
         self._last_seconds = (time.perf_counter() - began) * (1 + helpers)
 
-    def _sent(self, host: torch.Tensor, index: torch.Tensor | None) -> TokenMask:
+    def _sent(self, host: torch.Tensor, index: torch.Tensor) -> TokenMask:
         """The masks on the device, while what was launched before still runs there."""
+        count = host.shape[0]
         if self._copies is None:
-            return TokenMask(
-                host.to(self._device), None if index is None else index.to(self._device)
-            )
-        main = torch.cuda.current_stream(self._device)
-        with torch.cuda.stream(self._copies):
-            bits = host.to(self._device, non_blocking=True)
-            rows = None if index is None else index.to(self._device, non_blocking=True)
-        main.wait_stream(self._copies)
-        for sent in (bits, rows):
-            if sent is not None:
+            bits, places = host.to(self._device), index.to(self._device)
+        else:
+            main = torch.cuda.current_stream(self._device)
+            with torch.cuda.stream(self._copies):
+                bits = host.to(self._device, non_blocking=True)
+                places = index.to(self._device, non_blocking=True)
+            main.wait_stream(self._copies)
+            for sent in (bits, places):
                 sent.record_stream(main)
-        return TokenMask(bits, rows)
+        all_of_them = 2 * count == index.shape[0]
+        return TokenMask(bits, None if all_of_them else places[:count], places[count:])
 
     def failures(self, rows: list[tuple[int, Constraint]]) -> dict[int, str]:
         """Row → why its request cannot go on."""

@@ -22,7 +22,15 @@ import torch
 from ..nn.context import BatchLayout, MixedRows
 from ..protocols import AttentionBackend
 from .batch import PersistentBatch, StepInputs, StepRows
-from .graphs import PATIENCE, Recorder, Replay, row_counts
+from .graphs import (
+    PATIENCE,
+    Ending,
+    Recorder,
+    Replay,
+    row_counts,
+    sample_rows,
+    sampling_endings,
+)
 from .sampler import Sampler
 
 logger = logging.getLogger("jackfield.worker")
@@ -94,8 +102,8 @@ class MixedGraphs:
         self._decode_counts = decode_row_counts(batch.num_slots)
         self._row_counts = row_counts(batch.num_slots)
         self._steps: dict[MixedKey, Replay] = {}
-        self._endings: dict[tuple[int, bool], Replay] = {}
-        self._missed: collections.Counter[MixedKey | tuple[int, bool]] = collections.Counter()
+        self._endings: dict[tuple[int, Ending], Replay] = {}
+        self._missed: collections.Counter[MixedKey | tuple[int, Ending]] = collections.Counter()
         self.num_recorded = 0
         """Graphs recorded so far."""
         most = self._most_rows(MixedKey(self._decode_counts[-1], self._token_counts[-1]))
@@ -107,8 +115,8 @@ class MixedGraphs:
         """[most, hidden_size] The last hidden state of each row; made by the first step."""
         self.states = torch.empty(0, device=device)
         """[most tokens, hidden_size] Hidden states of the step launched last."""
-        self.chosen = torch.empty(batch.num_slots, dtype=torch.int32, device=device)
-        """[max_num_seqs] Tokens of the step launched last, -1 where none could be sampled."""
+        self.outputs = sampler.outputs
+        """Tokens of the step finished last, unless it ended with logits."""
         self.logits = torch.empty(0, device=device)
         """[max_num_seqs, vocab_size] Logits of the step finished last without sampling."""
 
@@ -125,22 +133,22 @@ class MixedGraphs:
         self._steps[key]()
         return True
 
-    def finish(self, num_rows: int, sample: bool) -> None:
-        """Replay logits and sampling (to `chosen`), or logits alone (to `logits`), of the step
+    def finish(self, num_rows: int, ending: Ending) -> None:
+        """Replay logits and sampling (to `outputs`), or logits alone (to `logits`), of the step
         launched last."""
         rows = next(count for count in self._row_counts if count >= num_rows)
-        if (rows, sample) not in self._endings:
-            self._missed[rows, sample] += 1
+        if (rows, ending) not in self._endings:
+            self._missed[rows, ending] += 1
             larger = (
-                n for n in self._row_counts if n > rows and (n, sample) in self._endings
+                n for n in self._row_counts if n > rows and (n, ending) in self._endings
                 and n <= self._filled_rows
             )  # fmt: skip
             found = next(larger, None)
-            if self._missed[rows, sample] > PATIENCE or found is None:
-                self.record_ending(rows, sample)
+            if self._missed[rows, ending] > PATIENCE or found is None:
+                self.record_ending(rows, ending)
             else:
                 rows = found
-        self._endings[rows, sample]()
+        self._endings[rows, ending]()
 
     def sampling_inputs(self, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """→ slots and lengths of the step launched last, [num_rows] int64."""
@@ -194,7 +202,7 @@ class MixedGraphs:
 
     # ------------------------------------------------------------ recording
 
-    def missing(self) -> list[MixedKey | tuple[int, bool]]:
+    def missing(self) -> list[MixedKey | tuple[int, Ending]]:
         """What is not recorded yet, the most useful first: a few numbers of tokens that are far
         apart, endings, then the numbers between them by halves."""
         keys = [
@@ -215,13 +223,15 @@ class MixedGraphs:
         apart = {n for n in self._token_counts if n in FAR_APART or n == self._token_counts[-1]}
         first = [key for key in keys if key.tokens in apart]
         rest = sorted((key for key in keys if key.tokens not in apart), key=rank)
-        kinds = (True, False) if self.logits.numel() else (True,)
+        kinds = sampling_endings(self._sampler)
+        if self.logits.numel():
+            kinds.append(Ending.LOGITS)
         halves = [n for n in self._row_counts if n.bit_count() == 1 or n == self._row_counts[-1]]
         order = halves[::-1] + [n for n in reversed(self._row_counts) if n not in halves]
-        endings = [(rows, sample) for sample in kinds for rows in order]
+        endings = [(rows, ending) for ending in kinds for rows in order]
         return [
             *(key for key in first if key not in self._steps),
-            *(ending for ending in endings if ending not in self._endings),
+            *(each for each in endings if each not in self._endings),
             *(key for key in rest if key not in self._steps),
         ]
 
@@ -241,7 +251,7 @@ class MixedGraphs:
         """Record what serves a prompt of so many tokens alone, with its endings."""
         if (key := self._fitting(_Shape(0, 1, tokens))) is not None:
             self.record(key)
-            self.record_ending(1, True)
+            self.record_ending(1, Ending.PLAIN)
 
     def rehearsed_keys(self) -> list[MixedKey]:
         """Steps that together launch every kernel there is."""
@@ -283,15 +293,15 @@ class MixedGraphs:
         self._inputs.fill_scratch(key)
         self._step(key)
 
-    def record_ending(self, rows: int, sample: bool) -> None:
-        """Record logits, and with `sample` tokens, of `rows` rows."""
+    def record_ending(self, rows: int, ending: Ending) -> None:
+        """Record logits, and most often tokens, of `rows` rows."""
         if not self._last_states.numel():
             self.record(self._smallest())
         slots, lengths = self._slots.clone(), self._lengths.clone()
         self._slots.fill_(self._batch.scratch_slot)
         self._lengths.zero_()
-        self._end(rows, sample)
-        self._endings[rows, sample] = self._record(lambda: self._end(rows, sample))
+        self._end(rows, ending)
+        self._endings[rows, ending] = self._record(lambda: self._end(rows, ending))
         self._slots.copy_(slots)
         self._lengths.copy_(lengths)
         self.num_recorded += 1
@@ -324,11 +334,11 @@ class MixedGraphs:
         self._slots[:rows].copy_(inputs.sample_slots)
         self._lengths[:rows].copy_(inputs.sample_lengths)
 
-    def _end(self, rows: int, sample: bool) -> None:
+    def _end(self, rows: int, ending: Ending) -> None:
         logits = self._logits(self._last_states[:rows])
         slots, lengths = self._slots[:rows], self._lengths[:rows]
-        if sample:
-            self._sampler.sample_plain(logits, slots, lengths, self.chosen[:rows])
+        if ending is not Ending.LOGITS:
+            sample_rows(self._sampler, ending, logits, slots, lengths)
             return
         if not self.logits.numel():
             self.logits = logits.new_empty(self._row_counts[-1], logits.shape[1])

@@ -12,13 +12,14 @@ import torch
 from torch import nn
 
 from ..nn.context import ForwardContext
+from ..nn.operations import SampleOutputs
 from ..protocols import AttentionBackend
 from ..types import KVReport, StepPlan, StepResult, TokenLogprobs
 from .batch import PersistentBatch, StepInputs, StepRows, releasing_all
-from .graphs import DecodeGraphs
+from .graphs import DecodeGraphs, Ending
 from .masks import GrammarMasks, TokenMask
 from .mixed_graphs import MixedGraphs
-from .sampler import Logprobs, Sampler
+from .sampler import SCORED_ROWS, Logprobs, Sampler
 from .sampling_state import SamplingState
 
 logger = logging.getLogger("jackfield.worker")
@@ -71,9 +72,12 @@ class LaunchedStep:
         logprobs = {}
         if self.wanted_logprobs:
             tables = {name: self.output[name].tolist() for name in _LOGPROB_FIELDS}
+            # A recorded step has results for all of its rows.
+            whole = len(tables["rank"]) != len(self.sample_rows)
             for index, row in enumerate(self.sample_rows):
                 if (k := self.wanted_logprobs.get(row)) is not None:
-                    logprobs[row] = _position(tables, index, token_ids[row], k)
+                    at = row if whole else index
+                    logprobs[row] = _position(tables, at, token_ids[row], k)
         prompts = {}
         for scores in self.prompt_scores:
             tables = {name: scores[name].tolist() for name in _LOGPROB_FIELDS}
@@ -194,13 +198,13 @@ class ModelRunner:
         if not sample_rows:
             return self._copy_back(plan, [], {}, {}, scores, launched)
         rows_host = [plan.slots[row] for row in sample_rows]
-        plain = self.sampler.is_plain(rows_host) and not self.masks.rows(rows_host)
+        ending = self._ending(rows_host)
         # Rows that sample nothing are padding there.
         num_rows = sample_rows[-1] + 1
-        graphs.finish(num_rows, plain)
-        if plain:
-            output = {"chosen": graphs.chosen[:num_rows]}
-            return self._copy_back(plan, sample_rows, {}, output, scores, launched)
+        graphs.finish(num_rows, ending)
+        if ending is not Ending.LOGITS:
+            made, wanted = self._recorded(graphs.outputs, num_rows, sample_rows, rows_host)
+            return self._copy_back(plan, sample_rows, wanted, made, scores, launched)
         slots, lengths = graphs.sampling_inputs(num_rows)
         logits = graphs.logits[:num_rows]
         if len(sample_rows) < num_rows:
@@ -211,21 +215,37 @@ class ModelRunner:
     def _replay(self, plan: StepPlan, graphs: DecodeGraphs, launched: float) -> LaunchedStep | None:
         """The step from a recorded graph; None if it is no plain decode step."""
         rows, rows_host = list(range(len(plan.slots))), list(plan.slots)
-        plain = self.sampler.is_plain(rows_host) and not self.masks.rows(rows_host)
+        ending = self._ending(rows_host)
         self.sampling.upload()
         try:
-            if not graphs.launch(plan, plain):
+            if not graphs.launch(plan, ending):
                 return None
         except RuntimeError:
             logger.exception("a decode graph cannot be recorded; going on without graphs")
             self.graphs = None
             return None
-        if plain:
-            output = {"chosen": graphs.chosen[: len(rows)]}
-            return self._copy_back(plan, rows, {}, output, [], launched)
+        if ending is not Ending.LOGITS:
+            made, wanted = self._recorded(graphs.outputs, len(rows), rows, rows_host)
+            return self._copy_back(plan, rows, wanted, made, [], launched)
         slots, lengths = graphs.sampling_inputs(len(rows))
         logits = graphs.logits[: len(rows)]
         return self._sample(plan, logits, rows, rows_host, slots, lengths, [], launched)
+
+    def _ending(self, rows_host: list[int]) -> Ending:
+        """The recorded ending that gives these slots all they ask for."""
+        if self.masks.rows(rows_host):
+            return Ending.LOGITS
+        if self.sampler.is_plain(rows_host):
+            return Ending.PLAIN
+        return Ending.FULL if self.sampler.recordable(rows_host) else Ending.LOGITS
+
+    def _recorded(
+        self, outputs: SampleOutputs, num_rows: int, rows: list[int], rows_host: list[int]
+    ) -> tuple[dict[str, torch.Tensor], dict[int, int]]:
+        """What a recorded step of `num_rows` rows made → tensors for the host; row → logprobs."""
+        out, wanted = outputs.first(num_rows), self._wanted(rows, rows_host)
+        scored = _tensors(Logprobs(*out[1:])) if wanted else {}
+        return {"chosen": out.chosen, **scored}, wanted
 
     def _sample(
         self,
@@ -262,20 +282,23 @@ class ModelRunner:
         mask: TokenMask | None,
     ) -> tuple[dict[str, torch.Tensor], dict[int, int]]:
         """Sample, keep the tokens for the next step → tensors for the host; row → logprobs."""
-        if self.sampler.is_plain(rows_host):
-            if mask is not None:
-                self.sampler.mask(logits, mask)
-            chosen = torch.empty(len(rows), dtype=torch.int32, device=self.device)
-            self.sampler.sample_plain(logits, slots, lengths, chosen)
-            return {"chosen": chosen}, {}
-        sampled = self.sampler.sample(logits, slots, rows_host, lengths, mask)
-        self.batch.record_sampled(slots, lengths, sampled.token_ids)
-        wanted = {
+        if mask is not None and self.sampler.is_plain_in_torch(rows_host):
+            # In place: less than what the other stages of the sampler in torch take.
+            self.sampler.mask(logits, mask)
+            mask = None
+        chosen, logprobs = self.sampler.sample_eagerly(logits, slots, rows_host, lengths, mask)
+        wanted = self._wanted(rows, rows_host)
+        return {"chosen": chosen, **_tensors(logprobs if wanted else None)}, wanted
+
+    def _wanted(self, rows: list[int], rows_host: list[int]) -> dict[int, int]:
+        """Row of the plan → k, of those that want log-probabilities."""
+        if not self._logprobs:
+            return {}
+        return {
             row: self._logprobs[slot]
             for row, slot in zip(rows, rows_host, strict=True)
             if slot in self._logprobs
         }
-        return {"chosen": sampled.chosen, **_tensors(sampled.logprobs)}, wanted
 
     def forward(self, inputs: StepInputs) -> torch.Tensor:
         """→ hidden states [num_tokens, hidden_size]"""
@@ -334,10 +357,18 @@ class ModelRunner:
                 continue
             begin = int(starts[row])
             targets = self.batch.token_history[slot, first + 1 : first + 1 + count].long()
-            result = self.sampler.prompt_logprobs(
-                self.logits(hidden[begin : begin + count]), targets, k
-            )
-            scored.append({**_tensors(result), "targets": targets, "row": row, "k": k})
+            parts = [
+                self.sampler.prompt_logprobs(
+                    self.logits(hidden[begin + at : begin + min(at + SCORED_ROWS, count)]),
+                    targets[at : at + SCORED_ROWS],
+                    k,
+                )
+                for at in range(0, count, SCORED_ROWS)
+            ]
+            result = {
+                name: torch.cat([getattr(part, name) for part in parts]) for name in _LOGPROB_FIELDS
+            }
+            scored.append({**result, "targets": targets, "row": row, "k": k})
         return scored
 
     def _copy_back(

@@ -1,6 +1,11 @@
 """The sampler: logits to tokens on the device, without waiting for it once.
 
-Passes over [R, V] numbers (R rows, V = vocab_size), each a read or a read and a write of float32:
+Where the operations have kernels for it (`Operations.sample`), those do all of it in a few launches
+that a graph can hold, and this only says which. The rest of this file is the same in torch: what
+runs elsewhere, and what the kernels are compared with.
+
+In torch, passes over [R, V] numbers (R rows, V = vocab_size), each a read or a read and a write of
+float32:
 
 | rows                            | passes |
 |---------------------------------|--------|
@@ -23,15 +28,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
-from ..nn.operations import Operations
+from ..nn.operations import GrammarBits, Operations, SampleOutputs, SlotTables
 from ..protocols import LogitsProcessor
 from .masks import TokenMask
 from .noise import TokenNoise
+from .sampling_columns import MOST_TOP_TOKENS, NUM_COLUMNS, Column, Flag
 from .sampling_state import (
+    MOST_COUNTED,
     BadWordRows,
-    Column,
     Rows,
     SamplingState,
     StepStages,
@@ -42,6 +49,9 @@ from .sampling_state import (
 CHUNK_ELEMENTS = 1 << 24
 """Numbers that one wide temporary may hold."""
 
+SCORED_ROWS = 256
+"""Prompt positions that the kernels score at a time."""
+
 _INF = float("inf")
 
 
@@ -50,13 +60,13 @@ class Logprobs:
     """Log-probabilities of N positions from raw logits, on the device."""
 
     top_ids: torch.Tensor
-    """[N, k] int64, most likely first, lower ids first among equals"""
+    """[N, k or more] int32 or int64, most likely first, lower ids first among equals"""
     top_logprobs: torch.Tensor
-    """[N, k] float32"""
+    """[N, k or more] float32"""
     logprob: torch.Tensor
     """[N] float32, of the position's own token"""
     rank: torch.Tensor
-    """[N] int64, of the position's own token: 1 + the number of more likely ones"""
+    """[N] int32 or int64, of the position's own token: 1 + the number of more likely ones"""
 
 
 @dataclass(frozen=True)
@@ -99,6 +109,10 @@ class Sampler:
     ) -> None:
         self._state = state
         self._operations = operations or Operations()
+        if self._operations.samples != state.kernels:
+            raise ValueError("the state keeps its books in torch, or for kernels: as it was made")
+        self._outputs: SampleOutputs | None = None
+        self._scoring: torch.Tensor | None = None
         self._processors = tuple(processors)
         self._noise = TokenNoise(state.vocab_size, state.device)
 
@@ -123,28 +137,133 @@ class Sampler:
         """-inf, in place, where some rows may not go. logits: [R, vocab_size]"""
         self._operations.mask_tokens(logits, mask.bits, mask.rows)
 
+    # ------------------------------------------------------------ by kernels
+
+    @property
+    def outputs(self) -> SampleOutputs:
+        """Where the kernels put tokens, at addresses that stay: a row each that a step may have."""
+        if self._outputs is None:
+            self._outputs = sample_outputs(self._state.num_slots, self._state.device)
+        return self._outputs
+
     def is_plain(self, rows_host: list[int]) -> bool:
-        """Whether `sample_plain` does for these slots."""
+        """Whether these slots ask for a temperature at most, so that `sample_plain` serves them."""
+        if self._operations.samples:
+            return not self._state.asked(rows_host)
+        return self.is_plain_in_torch(rows_host)
+
+    def is_plain_in_torch(self, rows_host: list[int]) -> bool:
+        """The same, where there are no kernels; a grammar counts for nothing. False where there
+        are."""
+        if self._operations.samples:
+            return False
         stages = self._state.plan(rows_host)
         return stages.graph_safe and not stages.any_min_p and not self._processors
+
+    def recordable(self, rows_host: list[int]) -> bool:
+        """Whether `sample_step` gives these slots all they ask for, with launches that a graph may
+        hold: no grammar, no plugged-in processor, no more than 20 top tokens."""
+        if not self._operations.samples:
+            return False
+        return not self._state.asked(rows_host) & (Flag.GRAMMAR | Flag.PROCESSED | Flag.WIDE)
 
     def sample_plain(
         self,
         logits: torch.Tensor,
         slots: torch.Tensor,
         lengths: torch.Tensor,
-        chosen: torch.Tensor,
+        out: SampleOutputs,
     ) -> None:
         """For rows that are greedy or have a temperature, and nothing else: the same kernels
         whatever the rows are, so it may be recorded in a graph. Arguments as for `sample`; tokens
-        go to the history, and to chosen [R] int32: -1 in bad rows."""
+        go to the history, and to `out.chosen`, [R] or more: -1 in bad rows."""
         state = self._state
-        history = state.token_history
-        if self._operations.sample_plain(logits, state.packed, slots, lengths, history, chosen):
+        if self._operations.samples:
+            self._operations.sample(logits, slots, lengths, self._tables, out, plain=True)
             return
-        sampled = self._run(logits, plain_stages(logits.shape[0]), slots, lengths)
-        history[slots, lengths] = sampled.token_ids.int()
-        chosen.copy_(sampled.chosen)
+        num_rows = logits.shape[0]
+        sampled = self._run(logits, plain_stages(num_rows), slots, lengths)
+        state.token_history[slots, lengths] = sampled.token_ids.int()
+        out.chosen[:num_rows].copy_(sampled.chosen)
+
+    def sample_step(
+        self,
+        logits: torch.Tensor,
+        slots: torch.Tensor,
+        lengths: torch.Tensor,
+        out: SampleOutputs,
+        mask: TokenMask | None = None,
+    ) -> bool:
+        """For any rows that are `recordable`, and with `mask` those with a grammar: the same
+        launches whatever the rows are, so it may be recorded in a graph.
+
+        Tokens go to the history and to `out`, as `Operations.sample` says; rows in the scratch slot
+        (the state's last) are padding. False, with nothing done: there are no kernels for it here,
+        `sample` does it in torch.
+        """
+        if not self._operations.samples:
+            return False
+        self._launch(logits, slots, lengths, out, mask)
+        return True
+
+    def _launch(
+        self,
+        logits: torch.Tensor,
+        slots: torch.Tensor,
+        lengths: torch.Tensor,
+        out: SampleOutputs,
+        mask: TokenMask | None = None,
+        skip: Flag | None = None,
+    ) -> None:
+        self._operations.sample(
+            logits, slots, lengths, self._tables, out, plain=False, grammar=_bits(mask),
+            skip=int(skip or 0),
+        )  # fmt: skip
+
+    @property
+    def _tables(self) -> SlotTables:
+        state = self._state
+        return SlotTables(state.packed, state.counts, state.allowed, state.token_history)
+
+    def sample_eagerly(
+        self,
+        logits: torch.Tensor,
+        slots: torch.Tensor,
+        rows_host: list[int],
+        lengths: torch.Tensor,
+        mask: TokenMask | None = None,
+    ) -> tuple[torch.Tensor, Logprobs | None]:
+        """For any rows, by kernels where there are some, else in torch; not for graphs. Tokens go
+        to the history. → chosen [R] int32, -1 in bad rows; log-probabilities, if any row asked.
+
+        What comes back may be overwritten by the next step.
+        """
+        state = self._state
+        if self.is_plain_in_torch(rows_host) and mask is None:
+            out = self.outputs.first(len(rows_host))
+            self.sample_plain(logits, slots, lengths, out)
+            return out.chosen, None
+        if not self._operations.samples:
+            sampled = self.sample(logits, slots, rows_host, lengths, mask)
+            state.token_history[slots, lengths] = sampled.token_ids.int()
+            return sampled.chosen, sampled.logprobs
+        asked = state.asked(rows_host)
+        out = self.outputs.first(len(rows_host))
+        if mask is None and not asked:
+            self.sample_plain(logits, slots, lengths, out)
+            return out.chosen, None
+        late = bool(asked & Flag.WIDE)
+        self._launch(logits, slots, lengths, out, mask, Flag.LOGPROBS if late else None)
+        if late:
+            return out.chosen, self._late_logprobs(logits, rows_host, out.chosen)
+        return out.chosen, Logprobs(*out[1:]) if asked & Flag.LOGPROBS else None
+
+    def _late_logprobs(
+        self, logits: torch.Tensor, rows_host: list[int], chosen: torch.Tensor
+    ) -> Logprobs:
+        """Those of the rows that ask, for any number of top tokens, once tokens are chosen."""
+        token_ids = chosen.clamp(min=0).to(torch.int64)
+        return self._spread_logprobs(logits, token_ids, *self._state.scored_rows(rows_host))
 
     def _run(
         self,
@@ -166,8 +285,11 @@ class Sampler:
         if stages.penalties is not None:
             rows = stages.penalties
             places = rows.table * state.vocab_size + _select(token_ids, rows)
-            ones = torch.ones_like(places, dtype=torch.int32)
-            state.output_counts.view(-1).scatter_add_(0, places, ones)
+            flat = state.counts.view(-1)
+            known = flat.take(places).int()
+            more = known.bitwise_and(MOST_COUNTED).add_(1).clamp_(max=MOST_COUNTED)
+            more.bitwise_or_(known.bitwise_and(~MOST_COUNTED))
+            flat.index_copy_(0, places, more.to(torch.int16))
         return SamplerOutput(token_ids, bad_rows, self._logprobs(logits, token_ids, stages))
 
     # ------------------------------------------------------------ before the choice
@@ -230,14 +352,16 @@ class Sampler:
         floats = packed.view(torch.float32)
         for rows, table in _table_chunks(batch, stages.penalties.table, work):
             part, settings = _take(work, rows), _take(floats, rows)
-            repetition = settings[:, Column.REPETITION, None]
-            counts = state.output_counts.index_select(0, table)
-            generated = counts > 0
-            seen = state.in_prompt.index_select(0, table).logical_or_(generated)
-            factor = torch.where(part > 0, repetition.reciprocal(), repetition)
-            part.mul_(factor.masked_fill_(seen.logical_not_(), 1.0))
-            part.sub_(counts * settings[:, Column.FREQUENCY, None])
-            part.sub_(generated * settings[:, Column.PRESENCE, None])
+            known = state.counts.index_select(0, table)
+            times = known.bitwise_and(MOST_COUNTED)
+            factor = torch.where(
+                part > 0,
+                settings[:, Column.INVERSE_REPETITION, None],
+                settings[:, Column.REPETITION, None],
+            )
+            part.mul_(factor.masked_fill_(known == 0, 1.0))
+            part.sub_(times * settings[:, Column.FREQUENCY, None])
+            part.sub_((times > 0) * settings[:, Column.PRESENCE, None])
             _put(work, rows, part)
 
     # ------------------------------------------------------------ the choice
@@ -315,16 +439,20 @@ class Sampler:
     def _logprobs(
         self, logits: torch.Tensor, token_ids: torch.Tensor, stages: StepStages
     ) -> Logprobs | None:
-        rows, k = stages.logprobs, stages.max_logprobs
-        if rows is None:
+        if stages.logprobs is None:
             return None
+        return self._spread_logprobs(logits, token_ids, stages.logprobs, stages.max_logprobs)
+
+    def _spread_logprobs(
+        self, logits: torch.Tensor, token_ids: torch.Tensor, rows: Rows, k: int
+    ) -> Logprobs:
         if rows.batch is None:
             return token_logprobs(logits, token_ids, k)
         some = token_logprobs(
             logits.index_select(0, rows.batch), token_ids.index_select(0, rows.batch), k
         )
         spread = [
-            part.new_zeros((stages.num_rows, *part.shape[1:])).index_copy_(0, rows.batch, part)
+            part.new_zeros((len(token_ids), *part.shape[1:])).index_copy_(0, rows.batch, part)
             for part in (some.top_ids, some.top_logprobs, some.logprob, some.rank)
         ]
         return Logprobs(*spread)
@@ -332,7 +460,41 @@ class Sampler:
     def prompt_logprobs(self, logits: torch.Tensor, targets: torch.Tensor, k: int) -> Logprobs:
         """logits: [T, vocab_size]; targets: [T] int64, the token after each position;
         k: top tokens wanted, -1 for the whole vocabulary."""
-        return token_logprobs(logits, targets, logits.shape[1] if k < 0 else k)
+        k = logits.shape[1] if k < 0 else min(k, logits.shape[1])
+        if not self._operations.samples or k > MOST_TOP_TOKENS:
+            return token_logprobs(logits, targets, k)
+        state = self._state
+        if self._scoring is None:
+            settings = np.zeros((MOST_TOP_TOKENS + 1, NUM_COLUMNS), dtype=np.int32)
+            settings[:, Column.FLAGS] = int(Flag.FORCED | Flag.LOGPROBS)
+            settings[:, Column.NUM_LOGPROBS] = np.arange(MOST_TOP_TOKENS + 1)
+            self._scoring = torch.from_numpy(settings).to(state.device)
+        tables = self._tables._replace(settings=self._scoring)
+        out = sample_outputs(len(targets), state.device)
+        slots = torch.full((len(targets),), k, dtype=torch.int64, device=state.device)
+        for start in range(0, len(targets), SCORED_ROWS):
+            rows = slice(start, start + SCORED_ROWS)
+            self._operations.sample(
+                logits[rows], slots[rows], targets[rows], tables,
+                SampleOutputs(*(part[rows] for part in out)), plain=False, skip=int(Flag.FILTER),
+            )  # fmt: skip
+        return Logprobs(out.top_ids[:, :k], out.top_logprobs[:, :k], out.logprob, out.rank)
+
+
+def sample_outputs(num_rows: int, device: torch.device) -> SampleOutputs:
+    """Room for the results of so many rows."""
+    ids, floats = torch.int32, torch.float32
+    return SampleOutputs(
+        chosen=torch.zeros(num_rows, dtype=ids, device=device),
+        top_ids=torch.zeros((num_rows, MOST_TOP_TOKENS), dtype=ids, device=device),
+        top_logprobs=torch.zeros((num_rows, MOST_TOP_TOKENS), dtype=floats, device=device),
+        logprob=torch.zeros(num_rows, dtype=floats, device=device),
+        rank=torch.zeros(num_rows, dtype=ids, device=device),
+    )
+
+
+def _bits(mask: TokenMask | None) -> GrammarBits | None:
+    return None if mask is None else GrammarBits(mask.bits, mask.places)
 
 
 def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, k: int) -> Logprobs:

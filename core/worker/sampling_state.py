@@ -7,44 +7,27 @@ The host writes numpy twins (`start`, `release`), `upload` sends what changed in
 from __future__ import annotations
 
 import enum
+import struct
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from ..types import SlotStart
-from .noise import NUM_LANES, seed_lanes
+from .noise import seed_lanes
 from .packing import PackedUpload
+from .sampling_columns import MOST_TOP_TOKENS, NUM_COLUMNS, Column, Flag
+from .slot_lists import SlotLists, within
 
 SMALL_TOP_K = 1024
 """Rows with a top_k up to this are filtered by `topk`, others by a full sort."""
 
 _NO_TOP_P = 2.0
-
-
-class Column(enum.IntEnum):
-    """Columns of the packed per-slot parameters, 32 bits each."""
-
-    INVERSE_TEMPERATURE = 0
-    """float; 1 for greedy rows"""
-    NOISE = 1
-    """float; weight of the Gumbel noise: 0 for greedy rows, else 1"""
-    LOG_MIN_P = 2
-    """float; -inf: off"""
-    TOP_P = 3
-    """float; 2: off"""
-    PRESENCE = 4
-    FREQUENCY = 5
-    REPETITION = 6
-    TOP_K = 7
-    """int; vocab_size: off"""
-    MIN_TOKENS = 8
-    PROMPT_LEN = 9
-    LANES = 10
-    """int; NUM_LANES of them, the seed"""
-
-
-NUM_COLUMNS = Column.LANES + NUM_LANES
+_IN_PROMPT = -32768
+"""The sign bit of a count."""
+MOST_COUNTED = 32767
+_SETTINGS = struct.Struct("=8f5i")
+"""The columns in front of RECORD."""
 
 
 class Stage(enum.IntFlag):
@@ -188,6 +171,14 @@ class SamplingState:
 
     token_history: [max_num_seqs, max_model_len] int32 on `device`, contiguous, written by the
     model runner: row s holds the tokens of slot s, each before the token after it is sampled.
+
+    The last slot is nobody's: padding rows of recorded steps have it, and its settings say so.
+
+    With `kernels`, all that a slot asks for is on the device where the sampling kernels read it,
+    at addresses that stay; `plan` is for the sampler in torch. Memory: `counts`, 2 bytes a slot
+    and token (78 MB for 257 slots of 151,936 tokens); with kernels `allowed`, a bit each (4.9 MB),
+    and a record of some kilobytes for each slot with lists. In torch biases have rows of floats,
+    made when they are needed.
     """
 
     def __init__(
@@ -196,64 +187,62 @@ class SamplingState:
         vocab_size: int,
         device: torch.device,
         token_history: torch.Tensor,
+        *,
+        kernels: bool = False,
     ) -> None:
         self.vocab_size = vocab_size
         self.device = device
         self.token_history = token_history
-        self.packed = torch.zeros((max_num_seqs, NUM_COLUMNS), dtype=torch.int32, device=device)
-        """[max_num_seqs, NUM_COLUMNS] int32, float columns bit-cast"""
+        self.kernels = kernels
         self._host = np.zeros((max_num_seqs, NUM_COLUMNS), dtype=np.int32)
-        self._host_floats = self._host.view(np.float32)
+        for slot in range(max_num_seqs):
+            self._make_idle(slot)
+        self.packed = torch.from_numpy(self._host.copy()).to(device)
+        """[max_num_seqs, NUM_COLUMNS] int32, float columns bit-cast (`Column`)"""
+        self.counts = torch.zeros((max_num_seqs, vocab_size), dtype=torch.int16, device=device)
+        """[max_num_seqs, vocab_size] int16: how often each token was generated, up to
+        MOST_COUNTED; the sign bit: the prompt has it. Of slots with penalties alone."""
+        words = -(-vocab_size // 32) if kernels else 0
+        self.allowed = torch.zeros((max_num_seqs, words), dtype=torch.int32, device=device)
+        """[max_num_seqs, ceil(vocab_size / 32)] int32: token i may come next if bit i % 32 of word
+        i // 32 is on. Of slots with `Flag.ALLOWED` alone, and with kernels alone."""
+        self._records: dict[int, torch.Tensor] = {}
+        """Held while kernels may read them: their addresses are in `packed`."""
+        self._flags = np.zeros(max_num_seqs, dtype=np.int32)
         self._stages = np.zeros(max_num_seqs, dtype=np.int32)
         self._num_logprobs = np.zeros(max_num_seqs, dtype=np.int64)
         self._bias_row = np.full(max_num_seqs, -1, dtype=np.int64)
-        self._penalty_row = np.full(max_num_seqs, -1, dtype=np.int64)
-        self._stop_ids: dict[int, np.ndarray] = {}
-        self._bad_words: dict[int, list[tuple[int, ...]]] = {}
-        self._dirty: dict[int, SlotStart] = {}
+        self._lists: dict[int, SlotLists] = {}
+        self._dirty: dict[int, SlotStart | None] = {}
         self._bias = _RowTable(vocab_size, (torch.float32,), device, max_num_seqs)
-        self._counts = _RowTable(vocab_size, (torch.int32, torch.bool), device, max_num_seqs)
         self._version = 0
         self._planned: tuple[int, list[int], StepStages] | None = None
+        self._asked: tuple[int, list[int], Flag] | None = None
+
+    @property
+    def num_slots(self) -> int:
+        """The one for padding included."""
+        return len(self._host)
 
     @property
     def bias(self) -> torch.Tensor:
-        """[rows, vocab_size] float32, added to logits; -inf where a token is not allowed."""
+        """[rows, vocab_size] float32, added to logits; -inf where a token is not allowed. In torch
+        alone."""
         return self._bias.tensors[0]
-
-    @property
-    def output_counts(self) -> torch.Tensor:
-        """[rows, vocab_size] int32: how often each token was generated."""
-        return self._counts.tensors[0]
-
-    @property
-    def in_prompt(self) -> torch.Tensor:
-        """[rows, vocab_size] bool: tokens of the prompt."""
-        return self._counts.tensors[1]
 
     # ------------------------------------------------------------ slots
 
-    def start(self, slot_start: SlotStart) -> None:
-        """A request takes a slot. Token ids outside the vocabulary cannot be sampled: ignored."""
+    def start(self, slot_start: SlotStart, *, processed: bool = False) -> None:
+        """A request takes a slot. Token ids outside the vocabulary cannot be sampled: ignored.
+
+        processed: a plugged-in processor serves it.
+        """
         slot, params = slot_start.slot, slot_start.params
         self.release(slot)
-        stages = Stage(0)
-        floats, ints = self._host_floats[slot], self._host[slot]
         random = not params.greedy
         top_k = params.top_k if 0 < params.top_k < self.vocab_size else self.vocab_size
-        floats[Column.INVERSE_TEMPERATURE] = 1.0 / params.temperature if random else 1.0
-        floats[Column.NOISE] = float(random)
-        with np.errstate(divide="ignore"):
-            floats[Column.LOG_MIN_P] = np.log(np.float32(params.min_p))
-        floats[Column.TOP_P] = params.top_p if params.top_p < 1.0 else _NO_TOP_P
-        floats[Column.PRESENCE] = params.presence_penalty
-        floats[Column.FREQUENCY] = params.frequency_penalty
-        floats[Column.REPETITION] = params.repetition_penalty
-        ints[Column.TOP_K] = top_k
-        ints[Column.MIN_TOKENS] = params.min_tokens
-        ints[Column.PROMPT_LEN] = slot_start.num_prompt_tokens
-        ints[Column.LANES :] = seed_lanes(slot_start.seed)
-
+        top_p = params.top_p if params.top_p < 1.0 else _NO_TOP_P
+        stages, flags = Stage(0), Flag(0)
         if random:
             stages |= Stage.RANDOM
             if top_k <= SMALL_TOP_K and top_k < self.vocab_size:
@@ -262,110 +251,188 @@ class SamplingState:
                 stages |= Stage.SORT
             elif params.min_p > 0.0:
                 stages |= Stage.MIN_P
-        if params.logit_bias or params.allowed_token_ids is not None:
-            stages |= Stage.BIAS
-            self._bias_row[slot] = self._bias.take()
+            if top_k < self.vocab_size or params.top_p < 1.0 or params.min_p > 0.0:
+                flags |= Flag.FILTER
         if params.has_penalties:
             stages |= Stage.PENALTIES
-            self._penalty_row[slot] = self._counts.take()
-        stop_ids = self._in_vocabulary(slot_start.stop_token_ids)
-        # A grammar holds ends back by itself: only it knows when nothing else is possible.
-        if params.min_tokens > 0 and stop_ids.size and slot_start.grammar is None:
-            stages |= Stage.MIN_TOKENS
-            self._stop_ids[slot] = stop_ids
-        words = [w for w in slot_start.bad_words_token_ids if w and 0 <= w[-1] < self.vocab_size]
-        if words:
-            stages |= Stage.BAD_WORDS
-            self._bad_words[slot] = words
+            flags |= Flag.PENALTIES
+        if slot_start.grammar is not None:
+            flags |= Flag.GRAMMAR
+        if processed:
+            flags |= Flag.PROCESSED
+        num_logprobs = 0
         if params.logprobs is not None:
             stages |= Stage.LOGPROBS
             whole = params.logprobs < 0 or params.logprobs > self.vocab_size
-            self._num_logprobs[slot] = self.vocab_size if whole else params.logprobs
+            num_logprobs = self.vocab_size if whole else params.logprobs
+            flags |= Flag.LOGPROBS if num_logprobs <= MOST_TOP_TOKENS else Flag.WIDE
+        if _lists_anything(slot_start):
+            lists = SlotLists(slot_start, self.vocab_size)
+            self._lists[slot] = lists
+            if lists.words:
+                stages |= Stage.BAD_WORDS
+            if lists.stops.size:
+                stages |= Stage.MIN_TOKENS
+            if lists.bias or lists.allowed is not None:
+                stages |= Stage.BIAS
+                if not self.kernels:
+                    self._bias_row[slot] = self._bias.take()
+            if lists.bias:
+                flags |= Flag.BIAS
+            if lists.bars:
+                flags |= Flag.BANS | Flag.ALLOWED
+            if lists.allowed is not None:
+                flags |= Flag.ALLOWED
+        row = self._host[slot]
+        _SETTINGS.pack_into(
+            row.data, 0,
+            1.0 / params.temperature if random else 1.0, float(random),
+            _log(params.min_p), top_p, params.presence_penalty, params.frequency_penalty,
+            params.repetition_penalty, _reciprocal(params.repetition_penalty), top_k,
+            params.min_tokens, slot_start.num_prompt_tokens, int(flags), num_logprobs,
+        )  # fmt: skip
+        row[Column.LANES :] = seed_lanes(slot_start.seed)
+        self._flags[slot] = int(flags)
         self._stages[slot] = int(stages)
+        self._num_logprobs[slot] = num_logprobs
         self._dirty[slot] = slot_start
 
     def release(self, slot: int) -> None:
         """The slot's request ended or was preempted. Safe to call twice.
 
-        Steps in flight still read the slot's table rows; what reuses them is enqueued later.
+        Steps in flight still read what the slot had; what reuses it is enqueued later.
         """
         self._version += 1
         self._dirty.pop(slot, None)
+        if slot == self.num_slots - 1:
+            self._make_idle(slot)
+            self._dirty[slot] = None
+        self._flags[slot] = 0
         self._stages[slot] = 0
         self._num_logprobs[slot] = 0
-        self._stop_ids.pop(slot, None)
-        self._bad_words.pop(slot, None)
-        for rows, table in ((self._bias_row, self._bias), (self._penalty_row, self._counts)):
-            if rows[slot] >= 0:
-                table.give_back(int(rows[slot]))
-                rows[slot] = -1
+        self._lists.pop(slot, None)
+        self._records.pop(slot, None)
+        if self._bias_row[slot] >= 0:
+            self._bias.give_back(int(self._bias_row[slot]))
+            self._bias_row[slot] = -1
+
+    def _make_idle(self, slot: int) -> None:
+        row = self._host[slot]
+        row[:] = 0
+        row[Column.FLAGS] = int(Flag.IDLE)
+        row.view(np.float32)[Column.INVERSE_TEMPERATURE] = 1.0
+
+    def asked(self, rows_host: list[int]) -> Flag:
+        """All that these slots ask for, together."""
+        if self._asked is not None:
+            version, rows, flags = self._asked
+            if version == self._version and rows == rows_host:
+                return flags
+        flags = Flag(int(np.bitwise_or.reduce(self._flags[rows_host]))) if rows_host else Flag(0)
+        self._asked = (self._version, list(rows_host), flags)
+        return flags
+
+    def scored_rows(self, rows_host: list[int]) -> tuple[Rows, int]:
+        """Those that want log-probabilities, and the most top tokens among them."""
+        slots = np.asarray(rows_host, dtype=np.int64)
+        found = np.flatnonzero(self._stages[slots] & int(Stage.LOGPROBS))
+        batch = None
+        if found.size < slots.size:
+            pack = PackedUpload(self.device)
+            pack.add(found.astype(np.int64))
+            batch = pack.send()[0]
+        return Rows(int(found.size), batch), int(self._num_logprobs[slots].max())
 
     def upload(self) -> None:
-        """Enqueue what changed since the last call, in one copy; nothing if nothing did."""
+        """Enqueue what changed since the last call, in one copy, two with lists; nothing if nothing
+        did."""
         if not self._dirty:
             return
+        starts = [start for start in self._dirty.values() if start is not None]
+        biased = [s for s in starts if self._bias_row[s.slot] >= 0]
+        penalized = [s for s in starts if self._flags[s.slot] & Flag.PENALTIES]
+        barred = [s.slot for s in starts if self.kernels and self._flags[s.slot] & Flag.ALLOWED]
+        if self.kernels:
+            self._send_records([s.slot for s in starts])
         slots = np.fromiter(self._dirty, dtype=np.int64)
-        biased = [s for s in self._dirty.values() if self._bias_row[s.slot] >= 0]
-        penalized = [s for s in self._dirty.values() if self._penalty_row[s.slot] >= 0]
-        pack = PackedUpload(self.device)
-        pack.add(slots)
-        pack.add(self._host[slots])
+        arrays: list[np.ndarray] = [slots, self._host[slots]]
         if biased:
-            for array in self._bias_entries(biased):
-                pack.add(array)
+            arrays.extend(self._bias_entries(biased))
         if penalized:
-            for array in self._count_entries(penalized):
-                pack.add(array)
-        sent = pack.send()
-        self.packed.index_copy_(0, sent[0], sent[1])
-        rest = sent[2:]
+            arrays.extend(self._count_entries(penalized))
+        if barred:
+            arrays.append(np.array(barred, dtype=np.int64))
+            arrays.append(np.stack([self._lists[slot].bits() for slot in barred]))
+        pack = PackedUpload(self.device)
+        for array in arrays:
+            pack.add(array)
+        sent = iter(pack.send())
+        self.packed.index_copy_(0, next(sent), next(sent))
         if biased:
             for start in biased:
                 row = int(self._bias_row[start.slot])
                 self._bias.reserve(row)
-                barred = start.params.allowed_token_ids is not None
-                self.bias[row].fill_(float("-inf") if barred else 0.0)
-            self.bias.view(-1).index_copy_(0, rest[0], rest[1])
-            rest = rest[2:]
+                allowed = self._lists[start.slot].allowed
+                self.bias[row].fill_(0.0 if allowed is None else float("-inf"))
+            self.bias.view(-1).index_copy_(0, next(sent), next(sent))
         if penalized:
-            for start in penalized:
-                row = int(self._penalty_row[start.slot])
-                self._counts.reserve(row)
-                self.output_counts[row].zero_()
-                self.in_prompt[row].zero_()
-            self.in_prompt.view(-1).index_fill_(0, rest[0], True)
-            self.output_counts.view(-1).index_copy_(0, rest[1], rest[2])
+            flat = self.counts.view(-1)
+            self.counts.index_fill_(0, next(sent), 0)
+            flat.index_fill_(0, next(sent), _IN_PROMPT)
+            flat.index_copy_(0, next(sent), next(sent).to(torch.int16))
+        if barred:
+            self.allowed.index_copy_(0, next(sent), next(sent))
         self._dirty.clear()
 
-    def _in_vocabulary(self, token_ids: tuple[int, ...]) -> np.ndarray:
-        ids = np.asarray(token_ids, dtype=np.int64)
-        return ids[(ids >= 0) & (ids < self.vocab_size)]
+    def _send_records(self, slots: list[int]) -> None:
+        listed = int(Flag.BANS | Flag.BIAS)
+        slots = [slot for slot in slots if self._flags[slot] & listed]
+        pack = PackedUpload(self.device)
+        for slot in slots:
+            pack.add(self._lists[slot].record())
+        for slot, record in zip(slots, pack.send(), strict=True):
+            self._records[slot] = record
+            address = np.array([record.data_ptr()], dtype=np.int64).view(np.int32)
+            self._host[slot, Column.RECORD : Column.RECORD + 2] = address
 
     def _bias_entries(self, starts: list[SlotStart]) -> tuple[np.ndarray, np.ndarray]:
         """Flat positions in the bias table, each once, and the values there."""
         places: list[np.ndarray] = []
         values: list[np.ndarray] = []
         for start in starts:
-            bias = start.params.logit_bias or {}
-            allowed = start.params.allowed_token_ids
-            ids = np.unique(self._in_vocabulary(tuple(bias) if allowed is None else allowed))
+            lists = self._lists[start.slot]
+            ids = np.array(sorted(lists.bias), dtype=np.int64)
+            if lists.allowed is not None:
+                ids = lists.allowed
             places.append(ids + self._bias_row[start.slot] * self.vocab_size)
-            values.append(np.array([bias.get(int(t), 0.0) for t in ids], dtype=np.float32))
+            values.append(np.array([lists.bias.get(int(t), 0.0) for t in ids], dtype=np.float32))
         return np.concatenate(places), np.concatenate(values)
 
-    def _count_entries(self, starts: list[SlotStart]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Flat positions of prompt tokens; of generated tokens, each once; counts of the latter."""
+    def _count_entries(self, starts: list[SlotStart]) -> tuple[np.ndarray, ...]:
+        """Slots; flat positions of prompt tokens; of generated tokens, each once; what the latter
+        get."""
         prompt: list[np.ndarray] = []
         output: list[np.ndarray] = []
         counts: list[np.ndarray] = []
         for start in starts:
-            base = self._penalty_row[start.slot] * self.vocab_size
-            known = start.num_prompt_tokens
-            prompt.append(np.unique(self._in_vocabulary(start.token_ids[:known])) + base)
-            ids, count = np.unique(self._in_vocabulary(start.token_ids[known:]), return_counts=True)
-            output.append(ids + base)
-            counts.append(count.astype(np.int32))
-        return np.concatenate(prompt), np.concatenate(output), np.concatenate(counts)
+            base = start.slot * self.vocab_size
+            tokens = np.asarray(start.token_ids, dtype=np.int64)
+            before = within(tokens[: start.num_prompt_tokens], self.vocab_size)
+            after = within(tokens[start.num_prompt_tokens :], self.vocab_size)
+            prompt.append(before + base)
+            if after.size:
+                ids, count = np.unique(after, return_counts=True)
+                known = np.minimum(count, MOST_COUNTED)
+                output.append(ids + base)
+                counts.append(np.where(np.isin(ids, before), known | _IN_PROMPT, known))
+        slots = np.array([start.slot for start in starts], dtype=np.int64)
+        nothing = np.zeros(0, dtype=np.int64)
+        return (
+            slots,
+            np.concatenate(prompt),
+            np.concatenate([nothing, *output]),
+            np.concatenate([nothing, *counts]).astype(np.int32),
+        )
 
     # ------------------------------------------------------------ steps
 
@@ -403,7 +470,7 @@ class SamplingState:
         bad_words, min_tokens = having(Stage.BAD_WORDS), having(Stage.MIN_TOKENS)
         logprobs = having(Stage.LOGPROBS)
         bias_place = pack.add(self._bias_row[slots[bias[0]]]) if bias else -1
-        penalty_place = pack.add(self._penalty_row[slots[penalties[0]]]) if penalties else -1
+        penalty_place = pack.add(slots[penalties[0]]) if penalties else -1
         words_place = pack.add(self._padded_words(slots[bad_words[0]])) if bad_words else -1
         stop_place = pack.add(self._padded_stops(slots[min_tokens[0]])) if min_tokens else -1
         sent = pack.send()
@@ -443,14 +510,14 @@ class SamplingState:
         )
 
     def _padded_stops(self, slots: np.ndarray) -> np.ndarray:
-        lists = [self._stop_ids[slot] for slot in slots.tolist()]
+        lists = [self._lists[slot].stops for slot in slots.tolist()]
         padded = np.full((len(lists), max(map(len, lists))), -1, dtype=np.int64)
         for row, ids in zip(padded, lists, strict=True):
             row[: len(ids)] = ids
         return padded
 
     def _padded_words(self, slots: np.ndarray) -> np.ndarray:
-        lists = [self._bad_words[slot] for slot in slots.tolist()]
+        lists = [self._lists[slot].words for slot in slots.tolist()]
         most = max(map(len, lists))
         longest = max(len(word) for words in lists for word in words)
         padded = np.full((len(lists), most, longest), -1, dtype=np.int64)
@@ -458,3 +525,23 @@ class SamplingState:
             for target, word in zip(row, words, strict=False):
                 target[longest - len(word) :] = word
         return padded
+
+
+def _lists_anything(start: SlotStart) -> bool:
+    params = start.params
+    return bool(
+        params.logit_bias
+        or params.allowed_token_ids is not None
+        or start.bad_words_token_ids
+        or (params.min_tokens > 0 and start.stop_token_ids)
+    )
+
+
+def _log(value: float) -> float:
+    """Of a float32, as float32; -inf of 0."""
+    return float(np.log(np.float32(value))) if value > 0.0 else float("-inf")
+
+
+def _reciprocal(value: float) -> float:
+    """Of a float32, as float32."""
+    return float(np.float32(1.0) / np.float32(value))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -18,6 +19,7 @@ from .masks import TokenMask
 from .mixed_graphs import MixedGraphs
 from .pooling import PoolingRunner
 from .runner import ModelRunner
+from .sampler import sample_outputs
 
 logger = logging.getLogger("jackfield.worker")
 
@@ -167,13 +169,18 @@ class TrialSteps:
             )
         runner.sampling.upload()
         logits = runner.logits(runner.forward(inputs)[index])
-        runner.sampler.sample(logits, inputs.sample_slots, slots, inputs.sample_lengths)
-        chosen = torch.empty(num_rows, dtype=torch.int32, device=device)
-        runner.sampler.sample_plain(logits, inputs.sample_slots, inputs.sample_lengths, chosen)
         words = -(-runner.vocab_size // 32)
-        everything = torch.full((num_rows, words), -1, dtype=torch.int32, device=device)
-        for table in (logits, logits.float()):
-            runner.sampler.mask(table, TokenMask(everything, None))
-            runner.sampler.mask(table, TokenMask(everything, index))
+        mask = TokenMask(
+            torch.full((num_rows, words), -1, dtype=torch.int32, device=device), index, index
+        )
+        sampler = runner.sampler
+        out = sample_outputs(num_rows, device)
+        if not sampler.sample_step(logits, inputs.sample_slots, inputs.sample_lengths, out, mask):
+            sampler.sample(logits, inputs.sample_slots, slots, inputs.sample_lengths)
+            for table in (logits, logits.float()):
+                sampler.mask(table, mask)
+                sampler.mask(table, replace(mask, rows=None))
+        sampler.sample_plain(logits, inputs.sample_slots, inputs.sample_lengths, out)
         for slot in slots:
             runner.sampling.release(slot)
+        runner.sampling.upload()

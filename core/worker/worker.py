@@ -32,7 +32,7 @@ from ..protocols import (
 from ..registry import Plugins
 from ..types import StepPlan
 from .batch import PersistentBatch
-from .graphs import CudaRecorder, DecodeGraphs, Recorder
+from .graphs import CudaRecorder, DecodeGraphs, Ending, Recorder
 from .kv_scales import finding_scales, to_be_scaled, unscaled
 from .kv_transfer import EmptyStep, kv_layout
 from .masks import GrammarMasks
@@ -188,8 +188,9 @@ class Worker:
             )
         else:
             sampling = SamplingState(
-                config.max_num_seqs + 1, model_config.vocab_size, device, batch.token_history
-            )
+                config.max_num_seqs + 1, model_config.vocab_size, device, batch.token_history,
+                kernels=operations.samples,
+            )  # fmt: skip
             self.runner = ModelRunner(
                 model=model,
                 backend=backend,
@@ -239,7 +240,7 @@ class Worker:
     def _use(self, graphs: StepGraphs, runner: ModelRunner) -> None:
         """Record what the first requests need, and some more while `RECORDING_SECONDS` last."""
         try:
-            graphs.decode.record(1, sample=True)
+            graphs.decode.record(1, Ending.PLAIN)
             runner.graphs = graphs.decode
             if graphs.mixed is None:
                 return

@@ -12,7 +12,7 @@ import msgspec
 import torch
 
 from ...core.worker.noise import seed_lanes
-from ...core.worker.sampling_state import NUM_COLUMNS, Column
+from ...core.worker.sampling_columns import NUM_COLUMNS, Column
 from ...kernels.choose_tokens import choose_tokens
 from ...kernels.decode_inputs import decode_inputs
 from ...kernels.fused_decode_attention import fused_decode_attention
@@ -345,11 +345,7 @@ class _Maker:
             lengths = torch.full_like(slots, 3)
             history = torch.zeros(rows, 8, dtype=torch.int32, device=self.device)
             chosen = torch.zeros(rows, dtype=torch.int32, device=self.device)
-            return lambda: choose_tokens(
-                logits, ready, slots, lengths, history, chosen,
-                temperature=int(Column.INVERSE_TEMPERATURE), noise=int(Column.NOISE),
-                lanes=int(Column.LANES),
-            )  # fmt: skip
+            return lambda: choose_tokens(logits, ready, slots, lengths, history, chosen)
 
         return Case(
             kernel="choose_tokens", shape=f"{rows} x {vocab}", bytes=rows * vocab * self.item,

@@ -11,19 +11,22 @@ from ...core.nn.operations import (
     ClampedSwiGLU,
     DecodeTensors,
     ExpertWeight,
+    GrammarBits,
     HeadLayout,
     Norm,
     Operations,
     Routing,
+    SampleOutputs,
+    SlotTables,
     StepTensors,
     split_heads,
 )
 from ...core.nn.packed import PackedWeight
-from ...core.worker.sampling_state import Column
 
 try:
     from ...kernels.choose_tokens import choose_tokens
     from ...kernels.decode_inputs import decode_inputs
+    from ...kernels.edit_logits import edit_logits
     from ...kernels.gelu_mul import gelu_mul
     from ...kernels.gemv import gemv
     from ...kernels.heads import heads
@@ -31,6 +34,7 @@ try:
     from ...kernels.rehearsal import Rehearsal, can_rehearse, load_compiler
     from ...kernels.rms_norm import rms_norm
     from ...kernels.route import route
+    from ...kernels.sample_tokens import sample_tokens
     from ...kernels.silu_mul import silu_mul
     from ...kernels.skinny import MAX_TILES, SkinnyShape, SkinnyWorkspace, elements, skinny
     from ...kernels.step_inputs import scatter, step_inputs
@@ -268,28 +272,39 @@ class TritonOperations(Operations):
         """In one launch."""
         scatter(storage, writes, count)
 
-    def sample_plain(
+    samples: ClassVar[bool] = True
+
+    def sample(
         self,
         logits: torch.Tensor,
-        settings: torch.Tensor,
         slots: torch.Tensor,
         lengths: torch.Tensor,
-        token_history: torch.Tensor,
-        chosen: torch.Tensor,
-    ) -> bool:
-        """The winner of logits and noise, in one pass."""
-        choose_tokens(
-            logits,
-            settings,
-            slots,
-            lengths,
-            token_history,
-            chosen,
-            temperature=int(Column.INVERSE_TEMPERATURE),
-            noise=int(Column.NOISE),
-            lanes=int(Column.LANES),
-        )
-        return True
+        tables: SlotTables,
+        out: SampleOutputs,
+        *,
+        plain: bool,
+        grammar: GrammarBits | None = None,
+        skip: int = 0,
+    ) -> None:
+        """Plain rows in two launches, any others in five."""
+        if plain:
+            choose_tokens(logits, tables.settings, slots, lengths, tables.history, out.chosen)
+        else:
+            sample_tokens(logits, slots, lengths, tables, out, grammar=grammar, skip=skip)
+
+    def edit_logits(
+        self,
+        logits: torch.Tensor,
+        slots: torch.Tensor,
+        tables: SlotTables,
+        out: torch.Tensor,
+        *,
+        edits: int,
+        scale: bool,
+        grammar: GrammarBits | None = None,
+    ) -> None:
+        """In one launch."""
+        edit_logits(logits, slots, tables, out, edits=edits, scale=scale, grammar=grammar)
 
     def mask_tokens(
         self, logits: torch.Tensor, bits: torch.Tensor, rows: torch.Tensor | None

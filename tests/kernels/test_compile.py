@@ -22,10 +22,11 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from jackfield.kernels import (
-    choose_tokens, decode_inputs, expert_gemv, expert_matmul, expert_slots, finish_product,
+    choose_row, choose_tokens, decode_inputs, edit_logits, expert_gemv, expert_matmul,
+    expert_slots, finish_product,
     fused_decode_attention, gelu_mul, gemv, heads, mask_tokens, nibble_gemv, nibble_skinny,
     packed_gemv, packed_matmul, paged_attention_decode, paged_attention_prefill, quantize_rows,
-    rms_norm, route, silu_mul, skinny, step_inputs, sum_slots, unpack_weight,
+    rms_norm, route, sample_tokens, silu_mul, skinny, step_inputs, sum_slots, unpack_weight,
 )
 
 COMMON = {"HEAD_DIM": 128, "BLOCK_SIZE": 16, "WINDOW": 0, "SOFT_CAP": 0.0, "NUM_HEADS": 32,
@@ -56,6 +57,14 @@ SLOT_GEMV = {**EXPERT_GEMV, "COUNT": 1, "FACTOR": False, "RESIDUAL": False, "BLO
              "UNROLL": 2, "BLOCK_N": 4, "BLOCK_K": 1024, "PREFETCH": None}
 FEW = {"BLOCK_M": 16, "BLOCK_N": 128, "BLOCK_K": 128, "STAGES": 3}
 MANY = {"BLOCK_M": 128, "BLOCK_N": 256, "BLOCK_K": 64, "STAGES": 3}
+PIVOTS = {"PART_SIZE": 2048, "ROWS": 4, "COUNT": 16, "CAPACITY": 8192, "BLOCK": 128}
+TABLES = {
+    "counts_ptr": "*i16", "allowed_ptr": "*i32", "grammar_ptr": "*i32", "grammar_rows_ptr": "*i64",
+    "best_ptr": "*fp32", "won_ptr": "*fp32", "raw_ptr": "*fp32", "found_ptr": "*i32",
+    "coarse_ptr": "*i64", "fine_ptr": "*i64", "sums_ptr": "*i64", "values_ptr": "*fp32",
+    "ids_ptr": "*i32", "likely_values_ptr": "*fp32", "likely_ids_ptr": "*i32",
+    "top_ids_ptr": "*i32", "top_logprobs_ptr": "*fp32", "logprob_ptr": "*fp32", "rank_ptr": "*i32",
+}
 KERNELS = [
     (route._route_kernel,
      {"E": 128, "TOP_K": 8, "RENORMALIZE": True, "ROWS": 4, "BLOCK_E": 128, "BLOCK_TOP": 8,
@@ -103,8 +112,13 @@ KERNELS = [
      {"SIZE": 4096, "BLOCK": 4096, "LARGEST": 448.0, "NORM": True, "GIVEN": False, "PDL": True}, 8,
      {"out_ptr": "*fp8e4nv", "scale_ptr": "*fp32"}),
     (unpack_weight._unpack_weight_kernel, {**INT4, "BLOCK_N": 8, "BLOCK_K": 128}, 4, INT4_TYPES),
-    (choose_tokens._part_kernel,
-     {"PART_SIZE": 2048, "ROWS": 4, "TEMPERATURE": 0, "NOISE": 1, "LANES": 10}, 4),
+    (choose_tokens._part_kernel, {"PART_SIZE": 2048, "ROWS": 4}, 4),
+    (sample_tokens._begin_kernel, {"PART_SIZE": 2048, "ROWS": 4}, 4, TABLES),
+    (sample_tokens._pivots_kernel, {**PIVOTS, "FINE": False}, 8, TABLES),
+    (sample_tokens._pivots_kernel, {**PIVOTS, "FINE": True}, 8, TABLES),
+    (sample_tokens._gather_kernel, {**PIVOTS, "LIKELY": 1024}, 8, TABLES),
+    (choose_row.choose_row_kernel, {"CAPACITY": 8192, "LIKELY": 1024, "BLOCK": 128}, 16, TABLES),
+    (edit_logits._edit_kernel, {"PART_SIZE": 2048}, 4, {**TABLES, "out_ptr": "*fp32"}),
     (choose_tokens._row_kernel, {"BLOCK": 128}, 1),
     (decode_inputs._decode_inputs_kernel, {"BLOCK_SIZE": 16, "BLOCK": 1024}, 4),
     (fused_decode_attention._fused_decode_kernel,
@@ -201,7 +215,8 @@ for kernel, constants, warps, *own in KERNELS:
     }
     places = {(names.index(name),): value for name, value in constants.items()}
     source = ASTSource(fn=kernel, signature=signature, constexprs=places)
-    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
+    options = {"num_warps": warps, "enable_fp_fusion": "slots_ptr" not in names}
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     assert made.metadata.shared < 227 * 1024, kernel
     assert "ld.local" not in made.asm["ptx"], kernel
     print(kernel.fn.__name__)
@@ -214,4 +229,4 @@ def test_every_kernel_compiles_for_a_hopper_gpu() -> None:
         [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert len(done.stdout.split()) == 57
+    assert len(done.stdout.split()) == 63

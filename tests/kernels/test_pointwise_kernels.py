@@ -157,18 +157,19 @@ def test_gemv_refuses_a_gate_with_a_residual():
 def choose(logits: torch.Tensor, rows: list[tuple[float, float, int]], lengths: list[int]):
     """Through the kernel; rows: (inverse temperature, noise, seed). → chosen, history"""
     from jackfield.core.worker.noise import seed_lanes
+    from jackfield.core.worker.sampling_columns import NUM_COLUMNS, Column
 
     count = len(rows)
-    settings = torch.zeros(count + 2, 6, dtype=torch.int32)
+    settings = torch.zeros(count + 2, NUM_COLUMNS, dtype=torch.int32)
     for row, (temperature, noise, seed) in enumerate(rows):
-        settings[row + 1, :2] = torch.tensor([temperature, noise]).view(torch.int32)
-        settings[row + 1, 3:] = torch.from_numpy(seed_lanes(seed))
+        drawn = torch.tensor([temperature, noise]).view(torch.int32)
+        settings[row + 1, [Column.INVERSE_TEMPERATURE, Column.NOISE]] = drawn
+        settings[row + 1, Column.LANES :] = torch.from_numpy(seed_lanes(seed))
     history = torch.full((count + 2, 500), -7, dtype=torch.int32, device=DEVICE)
     chosen = torch.full((count,), -9, dtype=torch.int32, device=DEVICE)
     slots = torch.arange(1, count + 1, device=DEVICE)
     choose_tokens(
-        logits, settings.to(DEVICE), slots, torch.tensor(lengths, device=DEVICE), history, chosen,
-        temperature=0, noise=1, lanes=3,
+        logits, settings.to(DEVICE), slots, torch.tensor(lengths, device=DEVICE), history, chosen
     )  # fmt: skip
     return chosen, history
 

@@ -15,7 +15,7 @@ import torch
 from jackfield import AsyncEngine, EngineConfig, SamplingParams
 from jackfield.core.hooks import hookimpl
 from jackfield.core.registry import Provenance, load_plugins
-from jackfield.core.worker.graphs import PATIENCE, row_counts
+from jackfield.core.worker.graphs import PATIENCE, Ending, row_counts
 from jackfield.core.worker.worker import Worker
 from jackfield.plugins.attention.torch import TorchAttention
 from jackfield.plugins.executors.inprocess import InProcessExecutor
@@ -216,15 +216,16 @@ async def test_larger_graphs_serve_until_recording_pays(checkpoint: Path) -> Non
         graphs = executor._worker.runner.graphs
         executor._thread.when_idle(lambda: False)
 
-        def record(rows: int, sample: bool) -> None:
+        def record(rows: int, ending: Ending) -> None:
             recorded.append(rows)
-            graphs._replays[rows, sample] = lambda: None
+            graphs._replays[rows, ending] = lambda: None
 
         recorded: list[int] = []
-        graphs.record, graphs._replays = record, {(1, True): lambda: None}
-        assert [graphs._recorded_rows(10, True) for _ in range(2)] == [16, 16]
+        plain = Ending.PLAIN
+        graphs.record, graphs._replays = record, {(1, plain): lambda: None}
+        assert [graphs._recorded_rows(10, plain) for _ in range(2)] == [16, 16]
         assert recorded == [16], "nothing larger was there"
-        assert [graphs._recorded_rows(3, True) for _ in range(PATIENCE)] == [16] * PATIENCE
-        assert graphs._recorded_rows(3, True) == 4 and recorded == [16, 4]
-        assert graphs._recorded_rows(1, True) == 1 and graphs._recorded_rows(4, True) == 4
+        assert [graphs._recorded_rows(3, plain) for _ in range(PATIENCE)] == [16] * PATIENCE
+        assert graphs._recorded_rows(3, plain) == 4 and recorded == [16, 4]
+        assert graphs._recorded_rows(1, plain) == 1 and graphs._recorded_rows(4, plain) == 4
         assert [rows for rows, _ in graphs.missing()] == [24, 8, 2]

@@ -12,6 +12,7 @@ from jackfield.core.types import SamplingParams, SlotStart
 from jackfield.core.worker import sampling_state as state_module
 from jackfield.core.worker.packing import PackedUpload
 from jackfield.core.worker.sampler import Sampler
+from jackfield.core.worker.sampling_columns import NUM_COLUMNS
 from jackfield.core.worker.sampling_state import SamplingState
 
 CPU = torch.device("cpu")
@@ -65,66 +66,61 @@ def test_two_uploads_in_flight_share_no_memory() -> None:
     assert [t.tolist() for t in sent] == [[1] * 4, [2] * 4]
 
 
-def test_wide_tables_exist_only_once_somebody_needs_them() -> None:
+def test_bias_rows_exist_only_once_somebody_needs_them() -> None:
     state = make_state()
     state.start(slot_start(0))
     state.upload()
-    assert state.bias.shape[0] == state.output_counts.shape[0] == 0
+    assert state.bias.shape[0] == 0
     state.start(slot_start(1, logit_bias={3: 1.0}))
     state.upload()
     assert state.bias.shape[0] > 0
-    assert state.output_counts.shape[0] == 0
-    state.start(slot_start(2, presence_penalty=1.0))
-    state.upload()
-    assert state.output_counts.shape[0] > 0
 
 
 def test_tables_grow_without_losing_rows_and_reuse_them_clean() -> None:
-    state = make_state(slots=8)
+    state = make_state(slots=9)
     for slot in range(8):
         state.start(
             slot_start(slot, (slot, 9, 9), 1, frequency_penalty=1.0, logit_bias={slot: float(slot)})
         )
         state.upload()
-    penalties, bias = state.plan(list(range(8))).penalties, state.plan(list(range(8))).bias
-    assert penalties is not None and bias is not None
+    bias = state.plan(list(range(8))).bias
+    assert bias is not None
     for slot in range(8):
-        counts = torch.zeros(20, dtype=torch.int32)
+        counts = torch.zeros(20, dtype=torch.int16)
         counts[9] = 2
-        assert torch.equal(state.output_counts[penalties.table[slot]], counts)
-        assert state.in_prompt[penalties.table[slot]].nonzero().flatten().tolist() == [slot]
+        counts[slot] |= -32768
+        assert torch.equal(state.counts[slot], counts)
         expected = torch.zeros(20)
         expected[slot] = slot
         assert torch.equal(state.bias[bias.table[slot]], expected)
     state.release(5)
-    state.start(slot_start(5, (3,), 1, presence_penalty=1.0, allowed_token_ids=(4,)))
+    state.start(slot_start(5, (3, 3, 3), 1, presence_penalty=1.0, allowed_token_ids=(4,)))
     state.upload()
     stages = state.plan([5])
     assert stages.penalties is not None and stages.bias is not None
-    row, bias_row = int(stages.penalties.table[0]), int(stages.bias.table[0])
-    assert state.output_counts[row].sum() == 0
-    assert state.in_prompt[row].nonzero().flatten().tolist() == [3]
+    bias_row = int(stages.bias.table[0])
+    assert state.counts[5].nonzero().flatten().tolist() == [3]
+    assert int(state.counts[5, 3]) == 2 - 32768
     assert state.bias[bias_row].isfinite().nonzero().flatten().tolist() == [4]
-    assert state.output_counts.shape[0] == state.bias.shape[0] == 8
+    assert state.bias.shape[0] == 8
 
 
 def test_sampled_tokens_are_counted_for_penalised_slots_alone() -> None:
     state = make_state()
-    state.start(slot_start(0, frequency_penalty=0.5, temperature=0.0))
+    state.start(slot_start(0, presence_penalty=0.5, temperature=0.0))
     state.start(slot_start(1, temperature=0.0))
     state.start(slot_start(2, repetition_penalty=1.5, temperature=0.0))
     state.upload()
     sampler = Sampler(state)
     logits = torch.zeros(3, 20)
-    logits[0, 11] = logits[1, 12] = logits[2, 13] = 9.0
+    logits[0, 2] = logits[1, 12] = logits[2, 13] = 9.0
+    state.counts[0, 13] = 32766
     for length in (2, 3):
         lengths = torch.full((3,), length)
         sampler.sample(logits, torch.tensor([2, 1, 0]), [2, 1, 0], lengths)
-    stages = state.plan([0, 2])
-    assert stages.penalties is not None
-    first, second = state.output_counts[stages.penalties.table]
-    assert first.nonzero().flatten().tolist() == [13] and first[13] == 2
-    assert second.nonzero().flatten().tolist() == [11] and second[11] == 2
+    assert {i: int(n) for i, n in enumerate(state.counts[2]) if n} == {1: -32768, 2: 2 - 32768}
+    assert int(state.counts[0, 13]) == 32767, "it stays there"
+    assert not state.counts[1].any()
 
 
 def test_only_dirty_rows_travel(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,7 +141,7 @@ def test_only_dirty_rows_travel(monkeypatch: pytest.MonkeyPatch) -> None:
     state.start(slot_start(4))
     state.release(4)
     state.upload()
-    assert sent == [[(2,), (2, state_module.NUM_COLUMNS)]]
+    assert sent == [[(2,), (2, NUM_COLUMNS)]]
     state.plan([0, 3])
     state.plan([0, 3])
     assert sent[1:] == [[]]
