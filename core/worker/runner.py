@@ -394,6 +394,9 @@ class ModelRunner:
             ]
             event = torch.cuda.Event()
             event.record()
+        else:
+            # The next step writes where these are.
+            output = {name: tensor.clone() for name, tensor in output.items()}
         return LaunchedStep(plan, sample_rows, wanted, output, scores, event, launched, keep)
 
 

@@ -229,3 +229,24 @@ async def test_larger_graphs_serve_until_recording_pays(checkpoint: Path) -> Non
         assert graphs._recorded_rows(3, plain) == 4 and recorded == [16, 4]
         assert graphs._recorded_rows(1, plain) == 1 and graphs._recorded_rows(4, plain) == 4
         assert [rows for rows, _ in graphs.missing()] == [24, 8, 2]
+
+
+async def test_what_a_step_chose_is_not_changed_by_the_next(checkpoint: Path) -> None:
+    """Results are where each step writes them: two steps in flight must not share them."""
+    plugins = load_plugins()
+    plugins.add_plugin(Plugin(), Provenance("tests", "0", "graphs"))
+    config = EngineConfig(
+        model=str(checkpoint), device="cpu", dtype="float32", skip_tokenizer_init=True,
+        max_model_len=96, max_num_seqs=2, max_num_batched_tokens=48, operations="torch",
+        attention_backend="static", executor="static",
+    )  # fmt: skip
+    async with AsyncEngine(config, plugins=plugins) as engine:
+        executor: Any = engine._executor
+        runner = executor._worker.runner
+        with torch.inference_mode():
+            chosen = runner.sampler.outputs.chosen[:1]
+            steps = []
+            for token in (7, 9):
+                chosen[:] = token
+                steps.append(runner._copy_back(None, [0], {}, {"chosen": chosen}, [], 0.0))
+        assert [step.chosen_tokens() for step in steps] == [[7], [9]]

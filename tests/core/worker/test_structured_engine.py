@@ -13,6 +13,7 @@ from test_graphs import Plugin, StaticExecutor  # type: ignore[import-not-found]
 from jackfield import AsyncEngine, EngineConfig, SamplingParams, StructuredOutputsParams
 from jackfield.core.errors import InvalidRequest
 from jackfield.core.registry import Provenance, load_plugins
+from jackfield.core.worker.graphs import Ending
 
 NUMBERS = {
     "type": "object",
@@ -111,7 +112,7 @@ async def test_recorded_steps_give_what_launched_ones_give() -> None:
         assert executor._thread._spare is not None or not graphs.missing(), "nobody told it"
         while await executor._thread.call(executor._worker.prepare_ahead):
             pass
-        assert not graphs.missing() and (8, False) in graphs._replays
+        assert not graphs.missing() and (8, Ending.LOGITS) in graphs._replays
     async with AsyncEngine(config()) as engine:
         launched = await asyncio.gather(*(ask(engine, params) for params in MIXED))
     assert [tokens(output) for output in replayed] == [tokens(output) for output in launched]
