@@ -67,6 +67,7 @@ API_VERSION = 1
 
 hookspec = pluggy.HookspecMarker(PROJECT)
 hookimpl = pluggy.HookimplMarker(PROJECT)
+"""Marks a function as a plugin's implementation of the hook that has its name."""
 
 
 # ---------------------------------------------------------------- registration

@@ -316,6 +316,7 @@ class ToolCallEnd(msgspec.Struct, frozen=True, tag="tool_call_end"):
 
 
 ParserEvent: TypeAlias = Content | Reasoning | ToolCallStart | ToolCallArguments | ToolCallEnd
+"""What parsers of model output say, in the order of the text."""
 
 
 class ReasoningParser(Protocol):

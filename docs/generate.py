@@ -11,8 +11,10 @@ from __future__ import annotations
 import argparse
 import ast
 import contextlib
+import importlib
 import inspect
 import io
+import itertools
 import json
 import os
 import re
@@ -483,6 +485,98 @@ def index(pages: dict[str, str]) -> str:
     return head + begin + "\n" + "".join(parts) + end + rest.partition(end)[2]
 
 
+def public_api() -> str:
+    """What code outside may import."""
+    from jackfield.core.public import PUBLIC
+
+    parts = [
+        "# Public modules\n\n",
+        "What of Jackfield code outside may import. These names stay and keep their meaning; what "
+        "changes so that a plugin must change raises the hook API version "
+        f"(now {hooks.API_VERSION}, see [hooks](hooks.md)), and what is added to them does not. "
+        "Everything else may move or go with any version, whatever its name. "
+        "Source: [core/public.py](../../core/public.py); a test holds the packages in "
+        "[examples](../../examples/plugins), what `jackfield plugins new` writes and the programs "
+        "of this documentation to it.\n",
+    ]
+    for title, modules in PUBLIC.items():
+        parts.append(f"\n## {title}\n")
+        for module, names in modules.items():
+            found = importlib.import_module(module)
+            rows = [[f"`{name}`", _about(found, name)] for name in names]
+            parts.append(f"\n### {module}\n\n" + table(["name", "what it is"], rows))
+    return "".join(parts)
+
+
+def _about(module: Any, name: str) -> str:
+    """The first sentence of a docstring. Raises SystemExit where there is none."""
+    value = getattr(module, name)
+    text = inspect.getdoc(value) if inspect.isclass(value) or inspect.isfunction(value) else None
+    text = text or _constant_docs(module).get(name) or _constant_docs(hooks).get(name)
+    if not text:
+        raise SystemExit(f"{module.__name__}.{name} is public and has no docstring")
+    paragraph = " ".join(text.split("\n\n")[0].split())
+    found = re.match(r".*?[.:](?=\s|$)", paragraph)
+    return (found[0] if found else paragraph).rstrip(":")
+
+
+def _constant_docs(module: Any) -> dict[str, str]:
+    """Name of a module's constant → the docstring under it."""
+    found = {}
+    for node, after in itertools.pairwise(ast.parse(inspect.getsource(module)).body):
+        if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(after, ast.Expr):
+            if isinstance(after.value, ast.Constant) and isinstance(after.value.value, str):
+                target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+                if isinstance(target, ast.Name):
+                    found[target.id] = after.value.value
+    return found
+
+
+# ---------------------------------------------------------------- the README
+
+
+def families() -> tuple[list[str], list[str]]:
+    """Families of language models, and of encoders: what architectures begin with."""
+    registry = load_plugins()["model"]
+    own = [e.name for e in registry.entries() if e.provenance.distribution == hooks.PROJECT]
+    encoders = {_family(name) for name in own if not getattr(registry.load(name), "causal", True)}
+    language = {_family(name) for name in own if name.endswith("ForCausalLM")} - encoders
+    return sorted(language), sorted(encoders)
+
+
+def _family(architecture: str) -> str:
+    return re.sub(r"(Text)?(For[A-Z]\w+|Model)$", "", architecture)
+
+
+def readme() -> str:
+    """README.md with its counts renewed."""
+    plugins = load_plugins()
+
+    def count(kind: str) -> int:
+        entries = plugins[kind].entries()
+        return sum(e.provenance.distribution == hooks.PROJECT for e in entries)
+
+    language, encoders = families()
+    outside = len(list((DOCS.parent / "examples" / "plugins").glob("*/pyproject.toml")))
+    text = (DOCS.parent / "README.md").read_text()
+    for pattern, sentence in (
+        (
+            r"\w+ families of language models, \w+ of\s+encoders",
+            f"{len(language)} families of language models, {len(encoders)} of encoders",
+        ),
+        (
+            r"\w+ tool-call and \w+ reasoning dialects",
+            f"{count('tool_parser')} tool-call and {count('reasoning_parser')} reasoning dialects",
+        ),
+        (r"\w+ more\]\(examples/plugins\)", f"{outside} more](examples/plugins)"),
+        (r"\w+ packages outside the tree\]", f"{outside} packages outside the tree]"),
+    ):
+        text, changes = re.subn(pattern, sentence, text)
+        if changes != 1:
+            raise SystemExit(f"README.md does not say once: {pattern}")
+    return text
+
+
 PAGES: dict[str, Callable[[], str]] = {
     "reference/engine-config.md": engine_config,
     "reference/sampling-params.md": sampling_params,
@@ -491,6 +585,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "reference/fields.md": fields,
     "reference/metrics.md": metrics,
     "reference/parsers.md": parsers,
+    "reference/public-api.md": public_api,
 }
 
 
@@ -512,6 +607,11 @@ def main() -> int:
             stale.append(name)
             if not check:
                 path.write_text(text)
+    counted = readme()
+    if counted != (DOCS.parent / "README.md").read_text():
+        stale.append("../README.md")
+        if not check:
+            (DOCS.parent / "README.md").write_text(counted)
     listed = index(pages)
     if listed != (DOCS / "index.md").read_text():
         stale.append("index.md")

@@ -18,6 +18,7 @@ Say: TypeAlias = Callable[[str], object]
 
 SPACE = " \t\r\n"
 SPACES = re.compile(f"[{SPACE}]+")
+"""A run of what JSON takes for space."""
 MAX_JUNK = 64
 """Characters between a call and its closing mark that are taken for a slip and dropped."""
 _CONTROLS = re.compile("[\x00-\x1f]+")

@@ -1,0 +1,93 @@
+"""What of Jackfield is public: the modules and names that code outside may import.
+
+They keep their names and meaning. What changes so that a plugin must change raises
+`hooks.API_VERSION`; what is added to them (an argument with a default, a method with one) does not.
+Everything else may move or go with any version: it is not for use outside, whatever its name.
+docs/reference/public-api.md is written from here, and a test holds the packages outside the tree,
+the skeletons and the documentation to it.
+"""
+
+from __future__ import annotations
+
+PUBLIC: dict[str, dict[str, tuple[str, ...]]] = {
+    "Use an engine": {
+        "jackfield": (
+            "AsyncEngine", "EngineConfig", "LLM", "OutputKind", "PoolingParams",
+            "PoolingRequestOutput", "RequestOutput", "SamplingParams", "StructuredOutputsParams",
+            "hookimpl",
+        ),
+        "jackfield.core.config": ("KVTransferConfig", "StructuredOutputsConfig"),
+        "jackfield.core.errors": (
+            "ConfigError", "ContextLengthExceeded", "EngineOverloaded", "EngineStopped",
+            "InvalidRequest", "JackfieldError", "LoadError", "OutOfMemory", "PluginError",
+            "RequestFailed",
+        ),
+        "jackfield.entrypoints.openai.server": ("Listen", "listening"),
+        "jackfield.entrypoints.cli.main": ("main",),
+    },
+    "Write a plugin": {
+        "jackfield.core.registry": ("Plugins", "Registry", "load_plugins"),
+        "jackfield.core.protocols": (
+            "ArgumentForm", "AttentionBackend", "AttentionSpec", "CallForm", "CheckpointConfig",
+            "Content", "Executor", "ExecutorInfo", "Grammar", "GrammarBackend", "GrammarMatcher",
+            "GrammarSpec", "KVConnector", "KVConnectorScheduler", "KVConnectorSetup",
+            "KVConnectorWorker", "KVLayout", "Model", "ParserEvent", "PoolingModel",
+            "QuantizationMethod", "Reasoning", "ReasoningParser", "SchedulePolicy",
+            "ToolCallArguments", "ToolCallEnd", "ToolCallStart", "ToolParser", "Vocabulary",
+            "WeightLoader",
+        ),
+        "jackfield.core.types": ("KVReport", "StepPlan", "StepResult"),
+        "jackfield.core.text.parsing": ("OutputParser", "ParsedMessage", "ParsedToolCall", "fold"),
+    },
+    "Build a model": {
+        "jackfield.core.loading.model_config": ("ModelConfig",),
+        "jackfield.core.loading.weight_map": (
+            "ParameterFiller", "RowOrder", "Shard", "Together", "WeightMap",
+        ),
+        "jackfield.core.nn.attention": ("Attention",),
+        "jackfield.core.nn.context": ("BatchLayout", "BuildContext", "ForwardContext"),
+        "jackfield.core.nn.embedding": ("Embedding",),
+        "jackfield.core.nn.encoder": ("BidirectionalAttention",),
+        "jackfield.core.nn.experts": ("SparseMLP",),
+        "jackfield.core.nn.linear": ("GatedLinear", "Linear", "MergedLinear"),
+        "jackfield.core.nn.mlp": ("GatedMLP", "PlainMLP"),
+        "jackfield.core.nn.norm": (
+            "BiaslessLayerNorm", "LayerNorm", "OffsetRMSNorm", "RMSNorm", "norm_eps",
+        ),
+        "jackfield.core.nn.operations": ("Norm", "Operations"),
+        "jackfield.core.nn.rotary": ("Rotary",),
+        "jackfield.plugins.models.decoder": (
+            "QKV_SHARDS", "Block", "CausalLM", "Decoder", "DecoderClassifier", "HeadlessLM",
+            "NormedBlock", "ParallelBlock", "SelfAttention",
+        ),
+        "jackfield.plugins.attention.torch": ("TorchAttention",),
+    },
+    "Store weights in another form": {
+        "jackfield.core.loading.quantization_config": ("ConfigReader", "is_ignored"),
+        "jackfield.core.nn.packed": ("PackedWeight",),
+        "jackfield.core.nn.quantized": (
+            "PRODUCTS", "LinearSpec", "PackedLinear", "QuantizedLinear", "TensorSpec",
+        ),
+    },
+    "Move KV blocks": {
+        "jackfield.plugins.kv_connectors.options": ("read_options",),
+        "jackfield.plugins.kv_connectors.store": ("StoreConnector",),
+    },
+    "Parse outputs": {
+        "jackfield.plugins.parsing.cursor": ("SPACES", "Marks", "Read"),
+        "jackfield.plugins.parsing.json_calls": ("JsonCallsParser", "glance"),
+        "jackfield.plugins.parsing.thought": ("ThoughtParser",),
+        "jackfield.plugins.parsing.tool_machine": ("ToolMachine",),
+    },
+    "Test a plugin": {
+        "jackfield.plugins.conformance.attention": ("AttentionBackendKit",),
+        "jackfield.plugins.conformance.kv_connectors": ("KVConnectorKit",),
+        "jackfield.plugins.conformance.kv_halves": ("Halves", "random_cache"),
+        "jackfield.plugins.conformance.models": ("ModelKit",),
+        "jackfield.plugins.conformance.parsers": (
+            "ReasoningParserKit", "Sample", "ToolParserKit", "tool",
+        ),
+        "jackfield.plugins.conformance.quantization": ("QuantizationKit",),
+    },
+}  # fmt: skip
+"""By what it is for: module → names."""

@@ -1,0 +1,125 @@
+"""What is public (core/public.py): it exists, and outside packages import nothing else.
+
+Also the README's counts and lists, against what is registered.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from pages import BLOCKS, ROOT
+from test_docs import generator
+
+from jackfield.core.public import PUBLIC
+from jackfield.core.registry import load_plugins
+from jackfield.entrypoints.cli.skeleton import KINDS, write_skeleton
+
+NAMES = {
+    (module, name) for modules in PUBLIC.values() for module, names in modules.items()
+    for name in names
+}  # fmt: skip
+PLUGIN_FOLDERS = ("examples/plugins", "examples/plugin_template")
+INTERNAL_PAGES = ("docs/architecture.md", "CHANGELOG.md")
+
+
+def imported(source: str) -> Iterator[tuple[str, str]]:
+    """(module, name) of each import from Jackfield; the name is "" for a module as a whole."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.split(".")[0] == "jackfield":
+                    yield alias.name, ""
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            if node.module.split(".")[0] == "jackfield":
+                yield from ((node.module, alias.name) for alias in node.names)
+
+
+def private(source: str) -> list[tuple[str, str]]:
+    return [one for one in imported(source) if one not in NAMES]
+
+
+def test_every_public_name_exists_and_is_listed_once() -> None:
+    for module, name in NAMES:
+        assert hasattr(importlib.import_module(module), name), f"{module} has no {name}"
+    modules = [module for section in PUBLIC.values() for module in section]
+    assert len(modules) == len(set(modules))
+
+
+def test_what_is_private_is_noticed() -> None:
+    assert private("from jackfield.core.scheduling.queue import RequestQueue")
+    assert private("import jackfield.core.registry")
+    assert private("def f():\n    from jackfield.core.registry import KINDS")
+    assert private("from jackfield import hookimpl\nimport jackfield_mine") == []
+
+
+@pytest.mark.parametrize("folder", PLUGIN_FOLDERS)
+def test_packages_outside_the_tree_import_public_names_alone(folder: str) -> None:
+    files = [path for path in (ROOT / folder).rglob("*.py") if "build" not in path.parts]
+    assert len(files) > 2
+    for path in files:
+        assert private(path.read_text()) == [], path.relative_to(ROOT)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_new_plugin_imports_public_names_alone(kind: str, tmp_path: Path) -> None:
+    folder = write_skeleton(kind, "Mine", tmp_path)
+    for path in folder.rglob("*.py"):
+        assert private(path.read_text()) == [], path.name
+
+
+def test_programs_of_the_documentation_import_public_names_alone() -> None:
+    for block in BLOCKS:
+        if block.language == "python" and block.page not in INTERNAL_PAGES:
+            text = block.text if block.text[0] != " " else f"if True:\n{block.text}"
+            assert private(text) == [], f"{block.page}:{block.line}"
+
+
+# ---------------------------------------------------------------- the README
+
+
+def test_the_readmes_counts_are_those_of_the_registries() -> None:
+    assert generator().readme() == (ROOT / "README.md").read_text(), "run: python docs/generate.py"
+
+
+def row_of(title: str) -> str:
+    """A row of the README's table of what there is, as letters and digits alone."""
+    text = (ROOT / "README.md").read_text()
+    (row,) = re.findall(rf"^\| {title} \|(.*)\|$", text, re.M)
+    return plain(row)
+
+
+def plain(text: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", text.lower())
+
+
+def test_the_readme_names_every_family() -> None:
+    row = row_of("models")
+    for families in generator().families():
+        for family in families:
+            assert plain(family) in row, family
+
+
+SAID = {"rtn": "roundtonearest"}
+"""What the README calls a module."""
+
+
+@pytest.mark.parametrize(
+    ("title", "kind"),
+    [
+        ("attention", "attention_backend"),
+        ("quantization", "quantization"),
+        ("structured output", "structured_backend"),
+    ],
+)
+def test_the_readme_names_what_is_in_the_box(title: str, kind: str) -> None:
+    """Each module: several names may stand for one."""
+    row = row_of(title)
+    for entry in load_plugins()[kind].entries():
+        if entry.provenance.distribution == "jackfield":
+            module = entry.reference.partition(":")[0].rpartition(".")[2]
+            assert SAID.get(module, plain(module)) in row, module
