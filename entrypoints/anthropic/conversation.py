@@ -7,6 +7,9 @@ from typing import Any
 from ...core.errors import InvalidRequest, shown
 
 Message = dict[str, Any]
+BETWEEN = {"user": "\n\n", "system": "\n\n", "assistant": "\n"}
+"""What joins the texts of turns that become one message. They are joined once, at the end: adding
+to a text each time would cost time quadratic in a conversation."""
 ROLES = ("user", "assistant", "system")
 BILLING = "x-anthropic-billing-header:"
 """Begins a system block in which one coding agent sends its bookkeeping: not meant for the model,
@@ -30,7 +33,7 @@ def to_messages(system: str | list[Any] | None, messages: list[Any]) -> list[Mes
     if system:
         texts = [t for t in _texts(_blocks(system, "system"), "system") if not _is_billing(t)]
         if texts:
-            chat.append({"role": "system", "content": "\n".join(texts)})
+            _add_text(chat, "system", texts)
     names: dict[str, str] = {}
     for index, message in enumerate(messages):
         path = f"messages[{index}]"
@@ -54,7 +57,16 @@ def to_messages(system: str | list[Any] | None, messages: list[Any]) -> list[Mes
             f"{path}: its tool_use blocks need tool_result blocks in a message after it",
             param=path,
         )
-    return chat
+    return [_joined(message) for message in chat]
+
+
+def _joined(message: Message) -> Message:
+    """A message whose texts are whole."""
+    between = BETWEEN.get(message["role"], "")
+    return {
+        name: between.join(value) if name in ("content", "reasoning_content") else value
+        for name, value in message.items()
+    }
 
 
 def _is_billing(text: str) -> bool:
@@ -126,15 +138,13 @@ def _result(block: Any, path: str, names: dict[str, str]) -> Message:
     text = "" if content is None else "\n".join(_texts(_blocks(content, inner), inner))
     if block.get("is_error"):
         text = f"Error: {text}" if text else "Error"
-    return {"role": "tool", "tool_call_id": id, "name": names[id], "content": text}
+    return {"role": "tool", "tool_call_id": id, "name": names[id], "content": [text]}
 
 
 def _add_text(chat: list[Message], role: str, texts: list[str]) -> None:
-    text = "\n".join(texts)
-    if chat and chat[-1]["role"] == role:
-        chat[-1]["content"] += "\n\n" + text
-    else:
-        chat.append({"role": role, "content": text})
+    if not chat or chat[-1]["role"] != role:
+        chat.append({"role": role, "content": []})
+    chat[-1]["content"].append("\n".join(texts))
 
 
 def _add_assistant(
@@ -157,12 +167,11 @@ def _add_assistant(
             case _:
                 texts.append(_text(block, "text", where))
     if not chat or chat[-1]["role"] != "assistant":
-        chat.append({"role": "assistant", "content": ""})
+        chat.append({"role": "assistant", "content": []})
     message = chat[-1]
-    for name, parts in (("content", texts), ("reasoning_content", thoughts)):
-        joined = "\n".join(part for part in (message.get(name), *parts) if part)
-        if joined:
-            message[name] = joined
+    message["content"] += filter(None, texts)
+    if any(thoughts):
+        message.setdefault("reasoning_content", []).extend(filter(None, thoughts))
     if calls:
         message.setdefault("tool_calls", []).extend(calls)
 

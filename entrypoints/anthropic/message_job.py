@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import uuid
 from typing import Any
 
@@ -11,9 +12,11 @@ import msgspec
 from ...core.engine.async_engine import AsyncEngine
 from ...core.errors import RequestFailed
 from ...core.text.encoding import LONG_TEXT
+from ...core.text.text_threads import rough_size
 from ...core.types import CompletionOutput, RequestOutput
 from ..openai.chat_job import ChatJob
 from ..openai.context import ServerOptions
+from ..openai.protocol import ChatRequest
 from ..openai.streaming import Protocol, named_frame
 from ..openai.template_fields import thought_switch
 from .blocks import ContentBlocks, Event, folded, tool_use_id
@@ -31,13 +34,30 @@ PROTOCOL = Protocol(
 class MessageJob(ChatJob):
     """A message from its request to its end."""
 
-    def __init__(
-        self, engine: AsyncEngine, wanted: CountTokensRequest, options: ServerOptions
-    ) -> None:
-        """Raises InvalidRequest with the field's name."""
+    @classmethod
+    async def of(
+        cls, engine: AsyncEngine, wanted: CountTokensRequest, options: ServerOptions
+    ) -> MessageJob:
+        """A message that has not begun. Raises InvalidRequest with the field's name, and
+        EngineOverloaded where too many texts wait."""
         wanted.check()
-        self.wanted = wanted
-        super().__init__(engine, wanted.chat(thought_switch(engine)), options)
+        read = functools.partial(wanted.chat, thought_switch(engine))
+        size = rough_size(wanted.messages, wanted.system)
+        if size < LONG_TEXT:
+            chat = read()
+        else:
+            chat = await engine.in_text_threads(size, read)
+        return cls(engine, wanted, chat, options)
+
+    def __init__(
+        self,
+        engine: AsyncEngine,
+        wanted: CountTokensRequest,
+        chat: ChatRequest,
+        options: ServerOptions,
+    ) -> None:
+        """chat: the same request as a chat's. Raises InvalidRequest with the field's name."""
+        super().__init__(engine, chat, options)
         self.id = f"msg_{uuid.uuid4().hex}"
         # A prompt that leaves less room than max_tokens is answered as far as the context goes.
         self.params = msgspec.structs.replace(self.params, max_tokens_field=None)

@@ -34,7 +34,7 @@ async def messages(request: web.Request) -> web.StreamResponse:
     """POST /v1/messages: answer a conversation, in Anthropic's protocol."""
     try:
         wanted = await decoded(request, MessagesRequest)
-        job = MessageJob(request.app[ENGINE], wanted, request.app[OPTIONS])
+        job = await MessageJob.of(request.app[ENGINE], wanted, request.app[OPTIONS])
         if wanted.stream:
             return await stream_outputs(
                 request, job.outputs(), job.encode, lambda: b"", protocol=PROTOCOL
@@ -49,7 +49,7 @@ async def count_tokens(request: web.Request) -> web.Response:
     """POST /v1/messages/count_tokens: how many tokens the prompt of such a message has."""
     try:
         wanted = await decoded(request, CountTokensRequest)
-        job = MessageJob(request.app[ENGINE], wanted, request.app[OPTIONS])
+        job = await MessageJob.of(request.app[ENGINE], wanted, request.app[OPTIONS])
         return reply({"input_tokens": await job.count_prompt()})
     except JackfieldError as error:
         raise in_own_terms(error) from None

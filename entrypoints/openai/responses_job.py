@@ -269,7 +269,7 @@ class ResponseJob(ChatJob):
             "temperature": self.params.temperature,
             "text": {
                 "format": (text.format if text is not None else None) or {"type": "text"},
-                "verbosity": "medium",
+                "verbosity": (text.verbosity if text is not None else None) or "medium",
             },
             "tool_choice": wanted.tool_choice or "auto",
             "tools": [

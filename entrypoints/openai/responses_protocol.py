@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from ...core.errors import InvalidRequest, JackfieldError
-from .protocol import ChatRequest
+from .protocol import VERBOSITIES, ChatRequest
 
 LOGPROBS = "message.output_text.logprobs"
 INCLUDABLE = (LOGPROBS, "reasoning.encrypted_content")
@@ -135,7 +135,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True, dict=True):
                 )
         _one_of("truncation", self.truncation, ("auto", "disabled"))
         if self.text is not None:
-            _one_of("text.verbosity", self.text.verbosity, ("medium",))
+            _one_of("text.verbosity", self.text.verbosity, VERBOSITIES)
         if self.reasoning is not None:
             _one_of("reasoning.effort", self.reasoning.effort, ("none", *EFFORTS))
             for name in ("summary", "generate_summary"):
@@ -172,6 +172,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True, dict=True):
             tools=tools,
             tool_choice=choice,
             response_format=self._format(),
+            verbosity=self.text.verbosity if self.text is not None else None,
             chat_template_kwargs=self._template_kwargs(thinking_switch),
             **{name: getattr(self, name) for name in PASSED},
         )

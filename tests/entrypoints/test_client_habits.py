@@ -144,6 +144,12 @@ def test_functions_are_still_refused_by_name(server: Server) -> None:
         assert error["param"] == field
 
 
+@pytest.mark.parametrize("verbosity", ["low", "medium", "high"])
+def test_a_responses_verbosity_is_taken_as_a_chats(server: Server, verbosity: str) -> None:
+    body = {"input": "Hello", "max_output_tokens": 1, "text": {"verbosity": verbosity}}
+    assert post(server, "/v1/responses", body)["text"]["verbosity"] == verbosity
+
+
 # ---------------------------------------------------------------- too long
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import jiter
@@ -88,6 +89,20 @@ CONVERSATIONS: list[tuple[Any, Any, Any]] = [
 @pytest.mark.parametrize(("system", "messages", "chat"), CONVERSATIONS)
 def test_a_conversation_is_a_chats(system: Any, messages: Any, chat: Any) -> None:
     assert to_messages(system, messages) == chat
+
+
+def test_turns_of_one_role_cost_time_linear_in_them() -> None:
+    """Against a yardstick in the same run: writing and reading the same conversation as JSON."""
+    messages = [user(text("x" * 4096)) for _ in range(3000)]
+    messages += [assistant(text("y" * 4096)) for _ in range(3000)] + [user(text("z"))]
+    start = time.thread_time()
+    for _ in range(3):
+        json.loads(json.dumps(messages))
+    yardstick = time.thread_time() - start
+    start = time.thread_time()
+    chat = to_messages(None, messages)
+    assert time.thread_time() - start < 3 * yardstick
+    assert [len(message["content"]) for message in chat] == [4098 * 3000 - 2, 4097 * 3000 - 1, 1]
 
 
 IMAGE: Any = {"type": "image", "source": {"type": "url", "url": "http://x/y.png"}}

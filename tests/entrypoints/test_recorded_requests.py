@@ -1,0 +1,78 @@
+"""What client libraries send, as they sent it (tests/entrypoints/recorded), is answered.
+
+Each file has one library's requests at one version: instructor in each of its modes, openai-agents,
+the AI SDK, guidance, litellm, langchain, pydantic-ai, on the routes that each of them uses. They
+were recorded by running the library against a server that wrote down what came.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from serving import MODEL, Server, running
+
+from jackfield import EngineConfig
+from jackfield.core.config import StructuredOutputsConfig
+
+FILES = sorted((Path(__file__).parent / "recorded").glob("*.json"))
+RECORDED = [
+    pytest.param(request, id=f"{path.stem}: {request['name']}")
+    for path in FILES
+    for request in json.loads(path.read_text())["requests"]
+]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    """Answers are short, whatever a request allows, and masks may take their time."""
+    config = EngineConfig(
+        device="cpu",
+        served_model_name=(MODEL,),
+        reasoning_parser="think_tags",
+        tool_call_parser="hermes",
+        max_num_seqs=8,
+        override_generation_config={"max_new_tokens": 16},
+        structured_outputs_config=StructuredOutputsConfig(mask_timeout=60, compile_timeout=60),
+    )
+    with running(config) as one:
+        yield one
+
+
+def test_every_library_has_its_requests() -> None:
+    names = {path.stem for path in FILES}
+    assert names == {
+        "ai-sdk", "guidance", "instructor", "langchain", "langchain-anthropic", "litellm",
+        "openai-agents", "pydantic-ai",
+    }  # fmt: skip
+    routes = {param.values[0]["route"] for param in RECORDED}  # type: ignore[index, call-overload]
+    assert routes == {
+        "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages",
+        "/v1/messages/count_tokens",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("recorded", RECORDED)
+def test_a_recorded_request_is_answered(server: Server, recorded: dict[str, Any]) -> None:
+    body = recorded["body"]
+    response = httpx.post(server.url + recorded["route"], json=body, timeout=120)
+    assert response.status_code == 200, response.text
+    if not body.get("stream"):
+        made = response.json()
+        assert made.get("error") is None and made.get("status") != "failed"
+        if body.get("tool_choice") == "required" and "choices" in made:
+            assert made["choices"][0]["message"]["tool_calls"]
+        return
+    assert response.headers["content-type"].startswith("text/event-stream")
+    events = [
+        json.loads(line.removeprefix("data: "))
+        for line in response.text.splitlines()
+        if line.startswith("data: ") and line != "data: [DONE]"
+    ]
+    kinds = {event.get("type") for event in events}
+    assert events and not any(event.get("error") for event in events)
+    assert not kinds & {"error", "response.failed"}
