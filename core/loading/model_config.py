@@ -16,6 +16,7 @@ from ..config import EngineConfig
 from ..errors import ConfigError, LoadError
 from ..registry import Plugins
 from .checkpoint_config import checkpoint_config, plugin_config
+from .config_fields import check_fields
 from .dialects import NO_DIALECTS, Dialects, read_dialects
 from .generation_config import (
     NO_DEFAULTS,
@@ -146,6 +147,7 @@ def checkpoint_folder(model: str, revision: str | None = None) -> Path:
 
 def _read_config(folder: Path, overrides: dict[str, Any] | None, plugins: Plugins | None) -> Any:
     raw = read_object(folder / "config.json") | (overrides or {})
+    check_fields(folder / "config.json", raw)
     model_type = raw.get("model_type")
     if plugins is not None and isinstance(model_type, str) and model_type in plugins["config"]:
         return plugin_config(folder, raw, plugins["config"])

@@ -240,7 +240,8 @@ def _limit_pages(store: Store, pages: int | None) -> int:
 def test_a_line_that_does_not_fit_leaves_nothing_behind(tmp_path: Path, disk: Disk) -> None:
     path = tmp_path / "results"
     file = ResultsFile(path)
-    lines = [Line(i, f"batch_req_{i:032x}", f"r{i}", "/v1/completions", {}, None) for i in range(3)]
+    ids = [f"batch_req_{i}_{i:016x}" for i in range(3)]
+    lines = [Line(i, id, f"r{i}", "/v1/completions", {}, None) for i, id in enumerate(ids)]
     made = [refused(line, "code", "x" * (200 - 90 * line.number)) for line in lines]
     file.append(made[0])
     disk.room = 0

@@ -1,0 +1,136 @@
+"""What kinds of values the fields of a config.json have, whatever the family.
+
+Checked on the file's own content, before anything is made of it: so that a wrong value is refused
+with the file's and the field's name, and not by whatever stumbles over it first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from ..errors import ConfigError, shown
+
+
+def _is_int(value: Any) -> bool:
+    return type(value) is int
+
+
+def _is_number(value: Any) -> bool:
+    # NaN is none, and infinity no size of anything.
+    return type(value) in (int, float) and abs(value) < 1e300
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_bool(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+def _is_object(value: Any) -> bool:
+    return isinstance(value, dict)
+
+
+def _list_of(kind: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, list) and all(map(kind, value))
+
+
+def _int_or_ints(value: Any) -> bool:
+    return _is_int(value) or _list_of(_is_int)(value)
+
+
+KINDS: dict[str, tuple[Callable[[Any], bool], Iterable[str]]] = {
+    "an integer": (
+        _is_int,
+        (
+            "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+            "num_key_value_heads", "head_dim", "vocab_size", "max_position_embeddings",
+            "moe_intermediate_size", "num_experts", "num_experts_per_tok", "num_local_experts",
+            "decoder_sparse_step", "max_window_layers", "pad_token_id", "sliding_window",
+            "type_vocab_size",
+        ),
+    ),
+    "an integer or a list of integers": (_int_or_ints, ("bos_token_id", "eos_token_id")),
+    "a number": (
+        _is_number,
+        (
+            "attention_multiplier", "attn_logit_softcapping", "embedding_multiplier",
+            "final_logit_softcapping", "layer_norm_eps", "logits_scaling", "partial_rotary_factor",
+            "query_pre_attn_scalar", "residual_multiplier", "rms_norm_eps", "rope_local_base_freq",
+            "rope_theta", "swiglu_limit",
+        ),
+    ),
+    "true or false": (
+        _is_bool,
+        (
+            "attention_bias", "is_decoder", "mlp_bias", "norm_topk_prob", "tie_word_embeddings",
+            "use_sliding_window",
+        ),
+    ),
+    "a text": (
+        _is_text,
+        ("dtype", "hidden_act", "hidden_activation", "model_type", "problem_type", "torch_dtype"),
+    ),
+    "a list of texts": (_list_of(_is_text), ("architectures", "layer_types")),
+    "a list of integers": (_list_of(_is_int), ("mlp_only_layers",)),
+    "an object": (
+        _is_object,
+        ("id2label", "label2id", "quantization_config", "rope_parameters", "rope_scaling"),
+    ),
+}  # fmt: skip
+ROPE_KINDS: dict[str, tuple[Callable[[Any], bool], Iterable[str]]] = {
+    "a number": (
+        _is_number,
+        (
+            "attention_factor", "beta_fast", "beta_slow", "factor", "high_freq_factor",
+            "low_freq_factor", "mscale", "mscale_all_dim", "original_max_position_embeddings",
+            "partial_rotary_factor", "rope_theta",
+        ),
+    ),
+    "a text": (_is_text, ("rope_type", "type")),
+    "true or false": (_is_bool, ("truncate",)),
+    "a list of numbers": (_list_of(_is_number), ("long_factor", "short_factor")),
+}  # fmt: skip
+"""Of `rope_parameters` and `rope_scaling`, and of each layer type's in them."""
+POSITIVE = (
+    "factor",
+    "original_max_position_embeddings",
+    "query_pre_attn_scalar",
+    "rope_theta",
+)
+
+
+def check_fields(file: Path, raw: dict[str, Any]) -> None:
+    """Raises ConfigError with the file's and the field's name; null is as left out."""
+    _check(file, raw, KINDS, "")
+    for name in ("rope_parameters", "rope_scaling"):
+        rope = raw.get(name) or {}
+        _check(file, rope, ROPE_KINDS, f"{name}.")
+        for key, value in rope.items():
+            if isinstance(value, dict):
+                _check(file, value, ROPE_KINDS, f"{name}.{key}.")
+
+
+def wrong(file: Path, field: str, value: Any, wanted: str) -> ConfigError:
+    """The refusal of a field's value."""
+    return ConfigError(
+        f"model: {file}: {field} must be {wanted}, got {shown(value)}", param="model"
+    )
+
+
+def _check(
+    file: Path,
+    fields: dict[str, Any],
+    kinds: dict[str, tuple[Callable[[Any], bool], Iterable[str]]],
+    prefix: str,
+) -> None:
+    for wanted, (fits, names) in kinds.items():
+        for name in names:
+            value = fields.get(name)
+            if value is not None and not fits(value):
+                raise wrong(file, prefix + name, value, wanted)
+            if name in POSITIVE and value is not None and value <= 0:
+                raise wrong(file, prefix + name, value, "positive")
