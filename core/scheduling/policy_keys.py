@@ -49,7 +49,7 @@ class PolicyKeys:
         shape: list[Any] = []
         for part in key:
             if isinstance(part, int | float):
-                if math.isnan(part):
+                if isinstance(part, float) and math.isnan(part):  # Of a huge int, math raises.
                     raise self._wrong("has a part that is not a number (NaN)")
                 shape.append("number")
             elif isinstance(part, str | bytes):

@@ -403,7 +403,7 @@ async def test_a_folder_that_cannot_be_used_stops_the_start(
     for unusable, message in (
         (folder, "another server uses"),
         (tmp_path / "file", "file"),
-        (tmp_path / "later", "is of version 99, this one reads 1"),
+        (tmp_path / "later", "is of version 99, this one reads 2"),
     ):
         runner = web.AppRunner(
             make_app(AsyncEngine(EngineConfig()), ServerOptions(batches=BatchOptions(unusable)))

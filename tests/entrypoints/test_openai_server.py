@@ -359,7 +359,7 @@ def test_keys_are_needed_where_they_should_be(server: Server) -> None:
 def test_garbage_gets_an_error_body(
     server: Server, method: str, path: str, body: bytes, status: int
 ) -> None:
-    headers = {"Authorization": "Bearer secret"}
+    headers = {"Authorization": "Bearer secret", "Content-Type": "application/json"}
     answer = httpx.request(method, server.url + path, content=body, headers=headers)
     assert answer.status_code == status
     assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
