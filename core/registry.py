@@ -1,4 +1,4 @@
-"""Finds plugins, keeps their named references, and knows where each came from.
+"""Finds plugins, and knows where each came from.
 
 `load_plugins()` discovers the entry-point group `jackfield`, calls the registration hooks and
 returns a `Plugins`: one `Registry` for each kind, and the event hooks. Nothing heavy is imported
@@ -7,8 +7,6 @@ until a name is used (`Registry.load`).
 
 from __future__ import annotations
 
-import contextlib
-import importlib
 import inspect
 import logging
 import os
@@ -18,19 +16,22 @@ import time
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from importlib import metadata
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import pluggy
 
 from . import hooks
-from .contracts import violation
-from .errors import ConfigError, JackfieldError, PluginError
+from .errors import ConfigError, PluginError
 from .plugin_checks import API_ATTRIBUTE, api_refusal, check_hooks, near, remarks, stated_api
 from .plugin_options import FIELD, typed_options
+from .registered import Entry, NameConflict, Provenance, Registry
 
+__all__ = [
+    "KINDS", "Entry", "FailedPlugin", "LoadedPlugin", "NameConflict", "Plugins", "Provenance",
+    "Registry", "load_plugins",
+]  # fmt: skip
 logger = logging.getLogger("jackfield.plugins")
-T = TypeVar("T")
 S = TypeVar("S", bound=msgspec.Struct)
 
 KINDS = {
@@ -50,37 +51,6 @@ KINDS = {
     "schedule_policy": "register_schedule_policies",
     "command": "register_commands",
 }
-
-
-class Provenance(msgspec.Struct, frozen=True):
-    """Where a plugin came from."""
-
-    distribution: str
-    version: str
-    entry_point: str
-
-    @property
-    def plugin(self) -> str:
-        """What the plugin is called inside: one for each entry point."""
-        return f"{self.distribution}:{self.entry_point}"
-
-    def __str__(self) -> str:
-        return " ".join(filter(None, (self.entry_point, "of", self.distribution, self.version)))
-
-
-class Entry(msgspec.Struct, frozen=True):
-    """One registered name."""
-
-    name: str
-    reference: Any
-    """`"module:attribute"`, or the object itself."""
-    provenance: Provenance
-    priority: int = 0
-    help: str = ""
-    final: bool = False
-    """Nobody may override it."""
-    override: bool = False
-    """It was registered to take the place of whatever has its name."""
 
 
 class FailedPlugin(msgspec.Struct, frozen=True):
@@ -105,130 +75,6 @@ class LoadedPlugin(msgspec.Struct, frozen=True):
 
 HEAVY = ("flashinfer", "scipy", "sklearn", "tensorflow", "torch", "transformers", "triton", "vllm")
 """Packages that take long to import: a plugin's entry point is imported at every start."""
-
-
-class NameConflict(PluginError):
-    """Two plugins under one name: nobody can tell which one is meant, so the start stops."""
-
-
-class Registry(Generic[T]):
-    """Names of one kind, with lazy references."""
-
-    def __init__(self, kind: str) -> None:
-        self.kind = kind
-        self._entries: dict[str, Entry] = {}
-        self._loaded: dict[str, T] = {}
-        self._registering = Provenance("unknown", "", "")
-
-    def add(
-        self,
-        name: str,
-        reference: str | T,
-        *,
-        override: bool = False,
-        priority: int = 0,
-        help: str = "",
-        final: bool = False,
-    ) -> None:
-        """Register `reference` ("module:attribute", or the object) under `name`; `final`: for
-        good.
-
-        Raises NameConflict if the name is taken and `override` is not set, PluginError if it is
-        final or `reference` is text of another form.
-        """
-        if isinstance(reference, str) and reference.count(":") != 1:
-            raise PluginError(f"{self.kind} {name!r}: {reference!r} is not 'module:attribute'")
-        present = self._entries.get(name)
-        if present is not None and present.final:
-            raise PluginError(
-                f"{self.kind} {name!r} is {present.provenance.distribution}'s own, and cannot be "
-                "replaced: give yours another name"
-            )
-        if present is not None and not override:
-            raise NameConflict(
-                f"{self.kind} {name!r} is registered twice: by {present.provenance.distribution} "
-                f"({present.provenance.entry_point}) and by {self._registering.distribution} "
-                f"({self._registering.entry_point}); uninstall one, disable one, or register with "
-                "override=True"
-            )
-        self._entries[name] = Entry(
-            name, reference, self._registering, priority, help, final, override
-        )
-        self._loaded.pop(name, None)
-
-    def load(self, name: str) -> T:
-        """Import and return what is registered under `name`.
-
-        Raises PluginError, also for what cannot be of this kind (`contracts.py`).
-        """
-        if name in self._loaded:
-            return self._loaded[name]
-        entry = self._entries.get(name)
-        if entry is None:
-            raise PluginError(
-                f"no {self.kind.replace('_', ' ')} named {name!r}{near(name, self._entries)} "
-                f"(there are: {', '.join(sorted(self._entries)) or 'none'})"
-            )
-        loaded = entry.reference
-        if isinstance(loaded, str):
-            module, _, attribute = loaded.partition(":")
-            try:
-                loaded = getattr(importlib.import_module(module), attribute)
-            except (Exception, SystemExit) as error:
-                raise PluginError(
-                    f"{self.kind} {name!r} of {entry.provenance.distribution} cannot be loaded "
-                    f"from {entry.reference}: {type(error).__name__}: {error}"
-                ) from error
-        if (reason := violation(self.kind, loaded)) is not None:
-            raise PluginError(
-                f"{self.kind} {name!r} of {entry.provenance.distribution} is none: {reason}"
-            )
-        self._loaded[name] = loaded
-        return loaded  # type: ignore[no-any-return]
-
-    def described(self, name: str) -> str:
-        """What errors call a registered name: its kind, and the distribution that it is from."""
-        kind = self.kind.replace("_", " ")
-        entry = self._entries.get(name)
-        if entry is None:
-            return f"{kind} {name!r}"
-        source = entry.provenance
-        return f"{kind} {name!r} of {source.distribution} {source.version}".rstrip()
-
-    @contextlib.contextmanager
-    def calling(self, name: str | None, what: str) -> Iterator[None]:
-        """Around a call of what is registered under `name`: its errors name its distribution.
-
-        `what`: the method, for the message. Errors of Jackfield's own classes and plugins, and of a
-        device that is full, pass as they are.
-        """
-        try:
-            yield
-        except JackfieldError:
-            raise
-        except Exception as error:
-            if (
-                name is None
-                or name not in self._entries
-                or type(error).__name__ == "OutOfMemoryError"
-            ):
-                raise
-            raise PluginError(
-                f"{self.described(str(name))} failed in {what}: {type(error).__name__}: {error}"
-            ) from error
-
-    def entries(self) -> list[Entry]:
-        """All entries, highest priority first, then by name."""
-        return sorted(self._entries.values(), key=lambda e: (-e.priority, e.name))
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._entries
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._entries)
-
-    def __len__(self) -> int:
-        return len(self._entries)
 
 
 class Plugins:
@@ -313,7 +159,8 @@ class Plugins:
             if name not in registry:
                 raise ConfigError(
                     f"{FIELD}.{name}: no plugin takes options under this name"
-                    f"{near(name, registry)} (there are: {', '.join(sorted(registry)) or 'none'})",
+                    f"{near(name, registry)} (there are: {', '.join(sorted(registry)) or 'none'})"
+                    f"{self._left_out(name)}",
                     param=f"{FIELD}.{name}",
                 )
         for entry in registry.entries():
@@ -330,6 +177,14 @@ class Plugins:
                     self.required.add(entry.provenance.plugin)
                 self.remove(entry.provenance, "options_ready", error)
         self._options_given = dict(given)
+
+    def _left_out(self, name: str) -> str:
+        """For messages: why a plugin of this name is not here, if that is known."""
+        for plugin in (*self.failed, *self.unwanted):
+            where = plugin.provenance
+            if _normal(name) in (_normal(where.entry_point), _normal(where.distribution)):
+                return f"; plugin {where} is left out: {plugin.error}"
+        return ""
 
     def options(self, schema: type[S]) -> S:
         """What a plugin registered as its options, filled in. Raises PluginError if none is of that
