@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import re
@@ -16,7 +17,7 @@ CHECKED_FORMATS = frozenset(
 )
 """Formats of strings that outputs are held to. Any other says what a string is for, and no more."""
 MAX_NAMED = 1 << 17
-"""Characters of schemas that are written out because property names are listed."""
+"""Characters of schemas, in one schema, that are copied because property names are listed."""
 
 _LEAST = frozenset(("minLength", "minItems", "minProperties", "minContains"))
 _NAME_LENGTHS = frozenset(("minLength", "maxLength"))
@@ -32,10 +33,11 @@ def adapted(schema: Any, *, strict: bool) -> tuple[Any, list[str]]:
     strict: nothing may be left unchecked. Raises ValueError with the keyword.
     """
     unchecked: dict[str, None] = {}
+    copied = 0
     for part in subschemas(schema):
         _drop_idle(part)
         if "propertyNames" in part:
-            _name_properties(part)
+            copied += _name_properties(part, MAX_NAMED - copied)
         for keyword, words in _unheld(part):
             if strict:
                 raise ValueError(
@@ -91,9 +93,11 @@ def _unheld(part: dict[str, Any]) -> list[tuple[str, str]]:
 # ---------------------------------------------------------------- names of properties
 
 
-def _name_properties(part: dict[str, Any]) -> None:
-    """`propertyNames` → `properties`, or `patternProperties`. Raises ValueError with what of it
-    there is no way to say."""
+def _name_properties(part: dict[str, Any], room: int) -> int:
+    """`propertyNames` → `properties`, or `patternProperties`. → characters that were copied.
+
+    room: for those. Raises ValueError with what of it there is no way to say.
+    """
     names = part.pop("propertyNames")
     if names is False:
         names = {"enum": []}
@@ -105,8 +109,8 @@ def _name_properties(part: dict[str, Any]) -> None:
     if "patternProperties" in part:
         raise ValueError("propertyNames beside patternProperties is not supported")
     if keywords in ({"enum"}, {"const"}):
-        _list_properties(part, names["enum"] if "enum" in names else [names["const"]])
-        return
+        allowed = names["enum"] if "enum" in names else [names["const"]]
+        return _list_properties(part, allowed, room)
     if part.get("properties"):
         raise ValueError("propertyNames beside properties is not supported, but with enum")
     if keywords == {"pattern"} and isinstance(names["pattern"], str):
@@ -122,19 +126,22 @@ def _name_properties(part: dict[str, Any]) -> None:
     part["additionalProperties"] = False
     if extra is not False:
         part["patternProperties"] = {pattern: extra}
+    return 0
 
 
-def _list_properties(part: dict[str, Any], allowed: Any) -> None:
+def _list_properties(part: dict[str, Any], allowed: Any, room: int) -> int:
+    """Every property gets a copy: in it may be names that are listed in turn."""
     if not isinstance(allowed, list):
         raise ValueError("propertyNames: enum must be a list")
     given = part.get("properties")
     properties = given if isinstance(given, dict) else {}
     extra = part.get("additionalProperties", True)
     listed = dict.fromkeys(name for name in allowed if isinstance(name, str))
-    if len(json.dumps(extra)) * len(listed) > MAX_NAMED:
-        raise ValueError("propertyNames: too many names for so large a schema")
     named = {name: schema for name, schema in properties.items() if name in listed}
-    if extra is not False:
-        named |= {name: extra for name in listed if name not in named}
-    part["properties"] = named
+    new = [name for name in listed if name not in named] if extra is not False else []
+    copied = len(json.dumps(extra)) * len(new)
+    if copied > room:
+        raise ValueError("propertyNames: too many names for so large a schema")
+    part["properties"] = named | {name: copy.deepcopy(extra) for name in new}
     part["additionalProperties"] = False
+    return copied

@@ -107,6 +107,19 @@ def test_names_of_properties_that_cannot_be_held_are_refused_by_name(
     assert caught.value.param == "structured_outputs.json"
 
 
+def test_names_that_are_listed_inside_each_other_are_bounded() -> None:
+    def listed(levels: int) -> Any:
+        schema: Any = INTEGER
+        for _ in range(levels):
+            schema = {"propertyNames": {"enum": ["a", "b", "c"]}, "additionalProperties": schema}
+        return schema
+
+    made, _ = adapted(listed(3), strict=True)
+    assert made["properties"]["b"]["properties"]["c"]["properties"]["a"] == INTEGER
+    with pytest.raises(ValueError, match="too many names"):
+        adapted(listed(40), strict=True)
+
+
 FORMATS = ("path", "binary", "password", "base64", "byte", "uri-reference", "regex", "cidrv4")
 UNHELD: list[tuple[Any, Any, str]] = [
     *(({"type": "string", "format": one}, {"type": "string"}, f"'{one}'") for one in FORMATS),
