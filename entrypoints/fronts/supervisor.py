@@ -178,7 +178,8 @@ async def fronted(
     that raises FrontEndsFailed."""
     server = EngineServer(engine)
     fronts = FrontEnds(engine, settings, folder, sockets)
-    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, fronts.tell_keys)
+    if settings.options.api_key_files:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, fronts.tell_keys)
     async with server.listening(engine_socket(folder)):
         # They load their tokenizers while the engine loads the model.
         watching = asyncio.create_task(fronts.run())

@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 import os
+import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -298,3 +300,46 @@ def test_a_new_key_is_shown_once_and_its_file_holds_the_digest(
     (read,) = read_keys(path)
     assert read.tenant.name == "ann" and read.tenant.limits.requests_per_minute == 5
     assert read == read_keys(path)[0]
+
+
+def test_front_ends_know_owners_limits_and_new_keys(tmp_path: Path) -> None:
+    """As processes: whichever answers, one key's limits are counted together, and SIGHUP reaches
+    all."""
+    path = tmp_path / "keys"
+    path.write_text(entry("ann", "ann") + entry("bob", "bob", requests_per_minute=2))
+    command = [
+        sys.executable, "-m", "jackfield.entrypoints.cli.main", "serve", "--port", "0",
+        "--api-server-count", "2", "--api-key-file", str(path), "--device", "cpu",
+        "--attention-backend", "torch", "--max-model-len", "256",
+        "--num-gpu-blocks-override", "100",
+    ]  # fmt: skip
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as process:
+        try:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            url = next(word for word in line.split() if word.startswith("http"))
+
+            def status(key: str, route: str, body: Any = None) -> tuple[int, Any]:
+                headers = {"Authorization": f"Bearer {key}", "Connection": "close"}
+                method = "GET" if body is None else "POST"
+                answer = httpx.request(method, url + route, json=body, headers=headers, timeout=60)
+                return answer.status_code, answer.json()
+
+            asked = {"input": "x", "max_output_tokens": 2}
+            for _ in range(4):  # Connections reach one front end or the other.
+                _, made = status("ann", "/v1/responses", asked)
+                assert status("ann", f"/v1/responses/{made['id']}")[0] == 200
+                assert status("bob", f"/v1/responses/{made['id']}")[0] == 404
+            statuses = [status("bob", "/v1/responses", asked)[0] for _ in range(6)]
+            assert statuses == [200, 200, 429, 429, 429, 429]
+            assert status("new", "/v1/models")[0] == 401
+            with path.open("a") as file:
+                file.write("new\n")
+            process.send_signal(signal.SIGHUP)
+            known = 0
+            while known < 8:  # In a row, so by both.
+                known = known + 1 if status("new", "/v1/models")[0] == 200 else 0
+        finally:
+            process.terminate()
