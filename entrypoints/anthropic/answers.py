@@ -7,11 +7,18 @@ from typing import Any, Literal
 from msgspec import Struct
 
 
-class ErrorFacts(Struct):
+class ErrorDetails(Struct):
+    """By what a client tells one refusal from the others."""
+
+    error_code: str
+
+
+class ErrorFacts(Struct, omit_defaults=True):
     """What went wrong."""
 
     type: str
     message: str
+    details: ErrorDetails | None = None
 
 
 class MessageError(Struct):

@@ -17,9 +17,24 @@ and different in each request, so that no prefix of two prompts would be equal."
 
 
 def is_prefilled(messages: list[Any]) -> bool:
-    """Whether the last message is the assistant's, so that the answer goes on from it."""
-    last = messages[-1] if messages else None
-    return isinstance(last, dict) and last.get("role") == "assistant"
+    """Whether the last message is the assistant's, so that the answer goes on from it. An empty one
+    is as none."""
+    return bool(messages) and _is_assistants(messages[-1]) and not _is_empty(messages[-1])
+
+
+def _is_assistants(message: Any) -> bool:
+    return isinstance(message, dict) and message.get("role") == "assistant"
+
+
+def _is_empty(message: Message) -> bool:
+    content = message.get("content")
+    return not content or (
+        isinstance(content, list)
+        and all(
+            isinstance(block, dict) and block.get("type") == "text" and block.get("text") == ""
+            for block in content
+        )
+    )
 
 
 def to_messages(system: str | list[Any] | None, messages: list[Any]) -> list[Message]:
@@ -27,6 +42,8 @@ def to_messages(system: str | list[Any] | None, messages: list[Any]) -> list[Mes
 
     Raises InvalidRequest with the block's path.
     """
+    if messages and _is_assistants(messages[-1]) and not is_prefilled(messages):
+        messages = messages[:-1]
     if not messages:
         raise InvalidRequest("messages: must not be empty", param="messages")
     chat: list[Message] = []

@@ -24,16 +24,21 @@ TYPES = {
     504: "timeout_error",
 }
 """Status → type; of others, the client's fault is invalid_request_error, the server's api_error."""
+CODES = ("thread_unsupported_request",)
+"""Codes of ours that Anthropic's clients know as well."""
 
 
 def error_body(error: JackfieldError) -> dict[str, Any]:
     """As a response has it, and a stream's event."""
-    return _body(error.status, error.message)
+    return _body(error.status, error.message, error.code)
 
 
-def _body(status: int, message: str) -> dict[str, Any]:
+def _body(status: int, message: str, code: Any) -> dict[str, Any]:
     kind = TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": message}}
+    told: dict[str, Any] = {"type": kind, "message": message}
+    if code in CODES:
+        told["details"] = {"error_code": code}
+    return {"type": "error", "error": told}
 
 
 def of_messages(request: web.Request) -> bool:
@@ -51,7 +56,10 @@ async def errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     if isinstance(response.body, bytes) and response.content_type == "application/json":
         body = msgspec.json.decode(response.body)
         if isinstance(body.get("error"), dict):
-            response.body = encoder.encode(_body(response.status, body["error"]["message"]))
+            told = body["error"]
+            response.body = encoder.encode(
+                _body(response.status, told["message"], told.get("code"))
+            )
     return response
 
 

@@ -14,6 +14,8 @@ from .tools import chat_choice, chat_tools
 
 E = TypeVar("E", bound=JackfieldError)
 
+UNTHREADED = "thread_unsupported_request"
+"""The code on which Anthropic's SDK goes on without a thread."""
 THINKING = {"enabled": True, "adaptive": True, "disabled": False}
 """`thinking.type` → the template's switch."""
 DISPLAYS = ("summarized", "omitted")
@@ -28,6 +30,7 @@ RENAMED = {
     "response_format.json_schema": "output_config.format.schema",
     "response_format": "output_config.format",
     "prompt": "messages",
+    "continue_final_message": "messages",
 }
 """A chat's field → the message's field that it came from; the longer ones first."""
 
@@ -38,6 +41,7 @@ class CountTokensRequest(msgspec.Struct, kw_only=True):
     REFUSED: ClassVar = {
         "container": "there are no containers here",
         "mcp_servers": "this server calls no tools; give them as tools",
+        "thread": "this server keeps no conversations; send the whole one",
     }
     """Fields of Anthropic's that ask for what is not here → what to say."""
 
@@ -53,12 +57,15 @@ class CountTokensRequest(msgspec.Struct, kw_only=True):
 
     container: Any = None
     mcp_servers: Any = None
+    thread: Any = None
 
     def check(self) -> None:
         """Refuse, by name, what is not here and what is out of range. Raises InvalidRequest."""
         for name, why in self.REFUSED.items():
             if getattr(self, name) not in (None, [], {}):
-                raise InvalidRequest(f"{name}: is not supported; {why}", param=name)
+                error = InvalidRequest(f"{name}: is not supported; {why}", param=name)
+                error.code = UNTHREADED if name == "thread" else None
+                raise error
         if self.thinking is not None:
             self._check_thinking(self.thinking)
 

@@ -259,6 +259,29 @@ def test_a_tool_is_called_and_its_result_comes_back(client: anthropic.Anthropic)
     assert block.type == "text" and told.stop_reason == "end_turn"
 
 
+def test_the_sdks_tool_runner_goes_through(client: anthropic.Anthropic) -> None:
+    """It begins with a thread that the server would keep, and goes on without on its refusal."""
+    asked = []
+
+    @anthropic.beta_tool
+    def get_weather(city: str) -> str:
+        """Get the current weather in a city."""
+        asked.append(city)
+        return "Sunny, 24 degrees"
+
+    runner = client.beta.messages.tool_runner(
+        model=MODEL, max_tokens=100, tools=[get_weather], messages=ASKS, extra_body=GREEDY
+    )
+    reasons = [message.stop_reason for message in runner]
+    assert asked == ["Lisbon"] and reasons == ["tool_use", "end_turn"]
+    with pytest.raises(anthropic.BadRequestError) as refused:
+        client.messages.create(
+            model=MODEL, max_tokens=1, messages=HELLO, extra_body={"thread": {"type": "create"}}
+        )
+    body: Any = refused.value.body
+    assert body["error"]["details"] == {"error_code": "thread_unsupported_request"}
+
+
 @pytest.mark.parametrize("parallel", [{}, {"disable_parallel_tool_use": True}])
 def test_tool_choice_forces_calls_and_forbids_them(
     client: anthropic.Anthropic, parallel: dict[str, Any]
