@@ -468,6 +468,8 @@ class StepResult(msgspec.Struct, frozen=True):
     """Launch to result, as the worker saw it."""
     kv_report: KVReport | None = None
     """KV transfers that have ended since the last one."""
+    late_preparations: int = 0
+    """Kernels compiled or loaded, and graphs recorded, while this step was launched."""
 
 
 # ---------------------------------------------------------------- engine → caller
@@ -589,6 +591,9 @@ class EngineStats(msgspec.Struct, kw_only=True):
     num_kv_load_failures: int = 0
     """Loads of the KV connector that brought less than it had promised, since the start."""
     num_preemptions: int = 0
+    late_preparations: int = 0
+    """Kernels compiled or loaded, and graphs recorded, in steps that waited for it, since the
+    start."""
     prompt_tokens: int = 0
     generation_tokens: int = 0
     steps: int = 0

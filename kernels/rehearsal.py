@@ -10,6 +10,7 @@ would have written is whatever the memory held.
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import functools
 import logging
@@ -92,6 +93,26 @@ def load_one_at_a_time(build: Any) -> None:
 
     locked.one_at_a_time = True  # type: ignore[attr-defined]
     build._load_module_from_path = locked
+
+
+class _Loads:
+    """Counts kernels that Triton has loaded onto a device, compiled just before or not."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        with contextlib.suppress(AttributeError):
+            triton.knobs.runtime.kernel_load_end_hook.add(self._loaded)
+
+    def _loaded(self, *args: Any, **options: Any) -> None:
+        self.count += 1
+
+
+_loads = _Loads()
+
+
+def num_loaded() -> int:
+    """Kernels loaded in this process so far; 0 where Triton does not tell."""
+    return _loads.count
 
 
 if triton_build is not None:
@@ -184,4 +205,11 @@ def _cores() -> int:
     return os.cpu_count() or 1
 
 
-__all__ = ["Rehearsal", "can_rehearse", "launch", "load_compiler"]
+__all__ = [
+    "Rehearsal",
+    "can_rehearse",
+    "launch",
+    "load_compiler",
+    "load_one_at_a_time",
+    "num_loaded",
+]

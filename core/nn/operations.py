@@ -184,6 +184,10 @@ class Operations:
         """
         return None
 
+    def num_loaded(self) -> int:
+        """Kernels compiled or loaded in this process so far: a step that raises it was held up."""
+        return 0
+
     def rms_norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
         """[..., size] → x / rms(x), rounded to the weight's type, times the weight; of x's type."""
         wide = x.float()

@@ -54,6 +54,10 @@ class EngineMetrics:
                 "kv_load_failures", "Loads that brought less than a KV connector had promised."
             ),
             "num_preemptions": counter("num_preemptions", "Preemptions."),
+            "late_preparations": counter(
+                "late_preparations",
+                "Kernels compiled or loaded, and graphs recorded, in steps that waited for it.",
+            ),
             "prompt_tokens": counter("prompt_tokens", "Prompt tokens of admitted requests."),
             "generation_tokens": counter("generation_tokens", "Tokens generated."),
         }

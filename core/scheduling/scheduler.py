@@ -424,6 +424,7 @@ class Scheduler:
                 continue
             updates.append(update)
         self._stats.generation_tokens += num_new
+        self._stats.late_preparations += result.late_preparations
         return updates
 
     def _take_report(self, report: KVReport, updates: list[Update]) -> None:

@@ -84,6 +84,8 @@ class DecodeGraphs:
         self.logits = torch.empty(0, device=device)
         """[max_num_seqs, vocab_size] Logits of the step launched last without sampling; made when
         such a step is first recorded."""
+        self.num_recorded = 0
+        """Graphs recorded so far."""
         self.more_to_record: Callable[[], None] = _nothing
         """Called when `missing` has grown."""
 
@@ -153,6 +155,7 @@ class DecodeGraphs:
         # Once as it is, so that everything is compiled and every workspace made.
         self._step(rows, ending)
         self._replays[rows, ending] = self._record(lambda: self._step(rows, ending))
+        self.num_recorded += 1
         logger.debug("recorded a step of %d rows in %.3f s", rows, time.monotonic() - began)
         if first_logits:
             self.more_to_record()

@@ -56,6 +56,7 @@ class LaunchedStep:
         return tokens
 
     kv_report: KVReport | None = None
+    late_preparations: int = 0
 
     def wait(self) -> StepResult:
         """Blocks until the copies to the host are done."""
@@ -94,6 +95,7 @@ class LaunchedStep:
             failed=failed,
             device_seconds=time.monotonic() - self.launched,
             kv_report=self.kv_report,
+            late_preparations=self.late_preparations,
         )
 
 

@@ -39,7 +39,7 @@ from .masks import GrammarMasks
 from .memory import bytes_per_block, explain_oom, num_kv_blocks
 from .mixed_graphs import MixedGraphs
 from .pooling import PoolingRunner
-from .runner import ModelRunner
+from .runner import LaunchedStep, ModelRunner
 from .sampler import Sampler
 from .sampling_state import SamplingState
 from .selection import attention_refusal, choose
@@ -91,6 +91,8 @@ class Worker:
         self.more_ahead: Callable[[], None] = _nobody_listens
         """Called, on the launch thread, when `prepare_ahead` has more to do than it had."""
         self._trials: TrialSteps | None = None
+        self._operations = Operations()
+        self._graphs: StepGraphs | None = None
         self._unscaled: list[Attention] = []
         """Layers whose scales in the cache the first step will find."""
         self._step_failed = False
@@ -126,7 +128,7 @@ class Worker:
             lambda candidate: candidate.supports(device, model_config.dtype),
         )
         with self.plugins["operations"].calling(name, "its constructor"):
-            operations = operations_class()
+            operations = self._operations = operations_class()
         model = build_model(self.plugins, config, model_config, device, operations)
         if device.type == "cuda":
             # What loading needed for a moment (rounding, repacking) is no part of a step.
@@ -205,7 +207,7 @@ class Worker:
                     mask_timeout=config.structured_outputs_config.mask_timeout,
                 ),
             )
-        graphs = self._step_graphs(operations)
+        graphs = self._graphs = self._step_graphs(operations)
         trials = self._trials = self._trial_steps(self.runner)
         self._bind_cache(layers, 2, kv_dtype)
         trials.rehearse(operations, graphs)
@@ -302,11 +304,25 @@ class Worker:
         assert self.runner is not None, "start() comes first"
         if self._step_failed:
             raise RuntimeError("not run: a step before it failed")
+        before = self._num_prepared()
         try:
-            return self._launched(plan, self.runner)
+            step = self._launched(plan, self.runner)
+            if isinstance(step, LaunchedStep):
+                step.late_preparations = self._num_prepared() - before
+            return step
         except BaseException:
             self._step_failed = True
             raise
+
+    def _num_prepared(self) -> int:
+        """Kernels loaded and graphs recorded since the start."""
+        graphs = self._graphs
+        recorded = 0
+        if graphs is not None:
+            recorded = graphs.decode.num_recorded
+            if graphs.mixed is not None:
+                recorded += graphs.mixed.num_recorded
+        return self._operations.num_loaded() + recorded
 
     @torch.inference_mode()
     def recover(self) -> None:
@@ -424,7 +440,7 @@ class Worker:
         if self.connector is not None:
             self.connector.close()
             self.connector = None
-        self.runner = self._trials = None
+        self.runner = self._trials = self._graphs = self._graphs_later = None
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()

@@ -37,7 +37,7 @@ from .report import (
     version_of,
 )
 from .serve_options import Way, chosen_workloads, draw_chats, parse, ways
-from .servers import SERVED, free_port, server_command, serving
+from .servers import SERVED, Server, free_port, server_command, serving
 from .session import checkpoint
 from .workloads import Ask, Workload, model_config_dict
 
@@ -71,6 +71,8 @@ class ServeBench:
         self.vocab_size: int = args.vocab_size
         self.trial = 1000 * args.seed
         self.status = 0
+        self.server: Server | None = None
+        """If it was started here."""
 
     async def run(self) -> int:
         """→ exit status"""
@@ -119,6 +121,7 @@ class ServeBench:
             say(f"starting {args.engine}'s server with {args.model or 'the embedded model'}")
             timeout = args.ready_check_timeout_sec
             async with serving(command, port, timeout=timeout) as server:
+                self.server = server
                 target = self._target(server.url, SERVED)
                 async with connect(target) as session:
                     answer = await send(session, target, Ask([1, 2, 3], 2))
@@ -159,6 +162,8 @@ class ServeBench:
         args = self.args
         await self._warm_up(target, workload, way)
         before = await prefix_cache(target)
+        loop_before = self.server.loop_seconds() if self.server else None
+        began = time.perf_counter()
         runs: list[Sent] = []
         for _ in range(workload.repeats):
             self.trial += 1
@@ -166,6 +171,10 @@ class ServeBench:
             load = way.load(chats, args.seed + len(runs))
             runs.append(await self._send(target, load, way))
         record = summarize(runs, args.percentile_metrics, args.metric_percentiles)
+        if self.server and loop_before is not None:
+            spent = (self.server.loop_seconds() or loop_before) - loop_before
+            share = spent / (time.perf_counter() - began)
+            record["measured"]["server_loop_cpu_share"] = float(f"{share:.4g}")
         after = await prefix_cache(target)
         looked_up = after.get("queries", 0.0) - before.get("queries", 0.0)
         if looked_up > 0:

@@ -44,12 +44,22 @@ def server_command(
 class Server:
     """A running server."""
 
-    def __init__(self, url: str, began: float, log: Path) -> None:
+    def __init__(self, url: str, began: float, log: Path, pid: int) -> None:
         self.url = url
+        self.pid = pid
         self.began = began
         """When its process was started, `time.perf_counter`."""
         self.log = log
         self.ready_seconds = 0.0
+
+    def loop_seconds(self) -> float | None:
+        """Processor time of its first thread, which is its event loop; None: not told here."""
+        try:
+            fields = Path(f"/proc/{self.pid}/task/{self.pid}/stat").read_text().rpartition(")")[2]
+            user, system = fields.split()[11:13]
+        except (OSError, ValueError):
+            return None
+        return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
 
 @contextlib.asynccontextmanager
@@ -68,7 +78,7 @@ async def serving(
                 command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT,
                 start_new_session=True,
             )  # fmt: skip
-        server = Server(f"http://127.0.0.1:{port}", began, log)
+        server = Server(f"http://127.0.0.1:{port}", began, log, process.pid)
         try:
             try:
                 await asyncio.wait_for(_healthy(server, process), timeout)

@@ -31,7 +31,7 @@ try:
     from ...kernels.gemv import gemv
     from ...kernels.heads import heads
     from ...kernels.mask_tokens import mask_tokens
-    from ...kernels.rehearsal import Rehearsal, can_rehearse, load_compiler
+    from ...kernels.rehearsal import Rehearsal, can_rehearse, load_compiler, num_loaded
     from ...kernels.rms_norm import rms_norm
     from ...kernels.route import route
     from ...kernels.sample_tokens import sample_tokens
@@ -81,6 +81,10 @@ class TritonOperations(Operations):
     def rehearse(self, device: torch.device) -> Rehearsal | None:
         """Compiles on threads, side by side."""
         return Rehearsal(device) if device.type == "cuda" and can_rehearse() else None
+
+    def num_loaded(self) -> int:
+        """Counted by Triton's own hook."""
+        return num_loaded()
 
     def rms_norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
         """[..., size] → the same shape."""
