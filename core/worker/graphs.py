@@ -8,7 +8,6 @@ while the device has nothing else to do. Padding rows live in a scratch slot and
 
 from __future__ import annotations
 
-import collections
 import enum
 import logging
 import time
@@ -32,11 +31,6 @@ Recorder = Callable[[Callable[[], None]], Replay]
 
 def _nothing() -> None:
     """Nobody wants to know."""
-
-
-PATIENCE = 8
-"""Steps that a larger recorded graph serves before one of their own is recorded in traffic:
-recording takes as long as several steps, in which no request gets a token."""
 
 
 class Ending(enum.StrEnum):
@@ -75,8 +69,6 @@ class DecodeGraphs:
         self._record = record
         self._counts = row_counts(max_num_seqs)
         self._replays: dict[tuple[int, Ending], Replay] = {}
-        self._missed: collections.Counter[tuple[int, Ending]] = collections.Counter()
-        """Steps that a larger graph served."""
         self._inputs = DecodeInputs(batch, operations, max_num_seqs)
         device = batch.device
         self.outputs = sampler.outputs
@@ -86,12 +78,10 @@ class DecodeGraphs:
         such a step is first recorded."""
         self.num_recorded = 0
         """Graphs recorded so far."""
+        self._wants_logits = False
+        """Some step has asked for logits alone."""
         self.more_to_record: Callable[[], None] = _nothing
         """Called when `missing` has grown."""
-
-    def rows_for(self, num_rows: int) -> int:
-        """The recorded number of rows that serves `num_rows`."""
-        return next(count for count in self._counts if count >= num_rows)
 
     def missing(self) -> list[tuple[int, Ending]]:
         """What is not recorded yet: row counts with each sampling that there is, and up to the
@@ -101,7 +91,7 @@ class DecodeGraphs:
         halves, so that there soon is one not much larger than needed, then the rest.
         """
         endings = sampling_endings(self._sampler)
-        if self.logits.numel():
+        if self._wants_logits:
             endings.append(Ending.LOGITS)
         halves = [n for n in self._counts if n.bit_count() == 1 or n == self._counts[-1]]
         order = halves[::-1] + [n for n in reversed(self._counts) if n not in halves]
@@ -122,11 +112,11 @@ class DecodeGraphs:
     def launch(self, plan: StepPlan, ending: Ending) -> bool:
         """Replay a decode step, with its sampling (to `outputs`) or up to `logits`.
 
-        False, with nothing done: it is no ordinary one.
+        False, with nothing done: it is no ordinary one, or nothing recorded serves it. Nothing is
+        recorded here: that takes as long as several steps, in which no request gets a token.
         """
-        num_rows = len(plan.slots)
-        rows = self._recorded_rows(num_rows, ending)
-        if not self._inputs.fill(plan, rows):
+        rows = self._recorded_rows(len(plan.slots), ending)
+        if rows is None or not self._inputs.fill(plan, rows):
             return False
         self._replays[rows, ending]()
         return True
@@ -135,30 +125,24 @@ class DecodeGraphs:
         """→ slots and lengths of the step launched last, [num_rows] int64."""
         return self._inputs.sampling_inputs(num_rows)
 
-    def _recorded_rows(self, num_rows: int, ending: Ending) -> int:
-        """A recorded number of rows for a step; records the fitting one if need be."""
-        rows = self.rows_for(num_rows)
-        if (rows, ending) in self._replays:
-            return rows
-        larger = (n for n in self._counts if n > rows and (n, ending) in self._replays)
-        self._missed[rows, ending] += 1
-        if self._missed[rows, ending] <= PATIENCE and (found := next(larger, None)):
-            return found
-        self.record(rows, ending)
+    def _recorded_rows(self, num_rows: int, ending: Ending) -> int | None:
+        """The smallest recorded number of rows that serves a step."""
+        able = (n for n in self._counts if n >= num_rows and (n, ending) in self._replays)
+        rows = next(able, None)
+        if rows is None and ending is Ending.LOGITS and not self._wants_logits:
+            self._wants_logits = True
+            self.more_to_record()
         return rows
 
     def record(self, rows: int, ending: Ending) -> None:
         """Record a step of `rows` rows."""
         began = time.monotonic()
-        first_logits = ending is Ending.LOGITS and not self.logits.numel()
         self._inputs.fill_scratch(rows)
         # Once as it is, so that everything is compiled and every workspace made.
         self._step(rows, ending)
         self._replays[rows, ending] = self._record(lambda: self._step(rows, ending))
         self.num_recorded += 1
         logger.debug("recorded a step of %d rows in %.3f s", rows, time.monotonic() - began)
-        if first_logits:
-            self.more_to_record()
 
     def rehearse(self, rows: int) -> None:
         """Go through a step of `rows` rows while kernels are only compiled."""

@@ -10,7 +10,6 @@ of rows alone, makes logits and tokens of them.
 from __future__ import annotations
 
 import bisect
-import collections
 import logging
 import time
 from collections.abc import Callable
@@ -23,7 +22,6 @@ from ..nn.context import BatchLayout, MixedRows
 from ..protocols import AttentionBackend
 from .batch import PersistentBatch, StepInputs, StepRows
 from .graphs import (
-    PATIENCE,
     Ending,
     Recorder,
     Replay,
@@ -35,14 +33,10 @@ from .sampler import Sampler
 
 logger = logging.getLogger("jackfield.worker")
 
-FAR_APART = frozenset({128, 512, 1024, 2048, 4096})
+FIRST_TOKENS = frozenset({128, 256, 512, 768, 1024, 1536, 2048, 2560, 3072, 4096, 5120, 6144, 7168})
 """Numbers of tokens that are recorded before all others."""
-CHEAP_TOKENS = 192
-"""So many more cost less than launching a step anew."""
 MAX_TOKENS = 8192
 """Tokens of the largest step that is recorded: with more, launches are hidden by the device."""
-MAX_WASTE = 0.25
-"""Padding of a step by a graph that is not the one made for its number of tokens, as a share."""
 RUN_FIRST = 512
 """Steps of up to so many tokens run once before they are recorded."""
 MIN_PROMPT_ROWS = 4
@@ -103,7 +97,6 @@ class MixedGraphs:
         self._row_counts = row_counts(batch.num_slots)
         self._steps: dict[MixedKey, Replay] = {}
         self._endings: dict[tuple[int, Ending], Replay] = {}
-        self._missed: collections.Counter[MixedKey | tuple[int, Ending]] = collections.Counter()
         self.num_recorded = 0
         """Graphs recorded so far."""
         most = self._most_rows(MixedKey(self._decode_counts[-1], self._token_counts[-1]))
@@ -136,18 +129,14 @@ class MixedGraphs:
     def finish(self, num_rows: int, ending: Ending) -> None:
         """Replay logits and sampling (to `outputs`), or logits alone (to `logits`), of the step
         launched last."""
-        rows = next(count for count in self._row_counts if count >= num_rows)
-        if (rows, ending) not in self._endings:
-            self._missed[rows, ending] += 1
-            larger = (
-                n for n in self._row_counts if n > rows and (n, ending) in self._endings
-                and n <= self._filled_rows
-            )  # fmt: skip
-            found = next(larger, None)
-            if self._missed[rows, ending] > PATIENCE or found is None:
-                self.record_ending(rows, ending)
-            else:
-                rows = found
+        able = (
+            rows for rows in self._row_counts
+            if num_rows <= rows <= self._filled_rows and (rows, ending) in self._endings
+        )  # fmt: skip
+        rows = next(able, None)
+        if rows is None:
+            rows = next(count for count in self._row_counts if count >= num_rows)
+            self.record_ending(rows, ending)
         self._endings[rows, ending]()
 
     def sampling_inputs(self, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -160,18 +149,13 @@ class MixedGraphs:
         return self._most_rows(self._inputs.key)
 
     def _serving(self, shape: _Shape) -> MixedKey | None:
-        """The recorded graph for a step; records the fitting one where it was often missed."""
+        """The recorded graph that serves a step with the least padding. Nothing is recorded here:
+        that takes as long as several steps, in which no request gets a token."""
         best = self._fitting(shape)
         if best is None or best in self._steps:
             return best
-        self._missed[best] += 1
-        if self._missed[best] > PATIENCE:
-            self.record(best)
-            return best
-        most = shape.tokens + max(CHEAP_TOKENS, int(MAX_WASTE * shape.tokens))
         able = (
-            key for key in self._steps
-            if shape.tokens <= key.tokens <= most and self._holds(key, shape)
+            key for key in self._steps if key.tokens >= shape.tokens and self._holds(key, shape)
         )  # fmt: skip
         return min(able, key=lambda key: (key.tokens, key.decode_rows), default=None)
 
@@ -220,20 +204,22 @@ class MixedGraphs:
                 step //= 2
             return stride // step
 
-        apart = {n for n in self._token_counts if n in FAR_APART or n == self._token_counts[-1]}
-        first = [key for key in keys if key.tokens in apart]
-        rest = sorted((key for key in keys if key.tokens not in apart), key=rank)
+        early = {n for n in self._token_counts if n in FIRST_TOKENS or n == self._token_counts[-1]}
+        ends = (self._decode_counts[0], self._decode_counts[-1])
+        first = [key for key in keys if key.tokens in early and key.decode_rows in ends]
+        rest = sorted((key for key in keys if key not in first), key=rank)
         kinds = sampling_endings(self._sampler)
         if self.logits.numel():
             kinds.append(Ending.LOGITS)
         halves = [n for n in self._row_counts if n.bit_count() == 1 or n == self._row_counts[-1]]
         order = halves[::-1] + [n for n in reversed(self._row_counts) if n not in halves]
         endings = [(rows, ending) for ending in kinds for rows in order]
+        few = [each for each in endings if each[0] in halves]
+        wanted: list[MixedKey | tuple[int, Ending]] = [*few, *first, *endings, *rest]
         return [
-            *(key for key in first if key not in self._steps),
-            *(each for each in endings if each not in self._endings),
-            *(key for key in rest if key not in self._steps),
-        ]
+            each for each in dict.fromkeys(wanted)
+            if each not in self._steps and each not in self._endings
+        ]  # fmt: skip
 
     def record_next(self) -> bool:
         """Record one more of what is missing; False: nothing was."""

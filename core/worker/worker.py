@@ -60,7 +60,7 @@ KV_DTYPES = {
 
 FIRST_PROMPT = 128
 """Tokens of the prompt whose step is recorded before all others."""
-RECORDING_SECONDS = 0.8
+RECORDING_SECONDS = 1.5
 """Spent on recording more before the engine is ready; the rest is recorded in spare time."""
 
 
@@ -244,10 +244,9 @@ class Worker:
         try:
             graphs.decode.record(1, Ending.PLAIN)
             runner.graphs = graphs.decode
-            if graphs.mixed is None:
-                return
-            graphs.mixed.record_for(FIRST_PROMPT)
-            runner.mixed_graphs = graphs.mixed
+            if graphs.mixed is not None:
+                graphs.mixed.record_for(FIRST_PROMPT)
+                runner.mixed_graphs = graphs.mixed
             end = time.monotonic() + RECORDING_SECONDS
             while time.monotonic() < end and self._record_next(graphs):
                 pass

@@ -38,8 +38,8 @@ MAX_GROUP = 128
 DENSE_TOKENS = 2048
 """From so many tokens on, a row with nothing cached takes torch's dense attention (cuDNN). Measured
 on an H200: 532 against 371 TFLOP/s at 4,096 tokens, equal at 1,024."""
-DENSE_STEP = 6144
-"""Tokens of such rows from which on a step is launched, not replayed: a recorded one does not know
+DENSE_STEP, DENSE_ROWS = 6144, 4
+"""Tokens of such rows from which on a step of few rows is launched: a recorded one does not know
 lengths, and takes our kernel for all."""
 FUSED_PROGRAMS = 128
 """Rows times kv heads up to which a decode step goes from the projection to the output in one
@@ -168,8 +168,8 @@ class TritonAttention(AttentionBackend):
         return TritonMetadata(layout, decode_rows, tuple(runs))
 
     def prefers_launch(self, query_lens: np.ndarray, seq_lens: np.ndarray) -> bool:
-        """Where most of a large step goes to torch's dense attention."""
-        if not self._dense:
+        """Where a large step is long prompts alone, which torch's dense attention takes."""
+        if not self._dense or len(query_lens) > DENSE_ROWS:
             return False
         fresh = (query_lens >= DENSE_TOKENS) & (seq_lens == query_lens)
         return int(query_lens[fresh].sum()) >= DENSE_STEP

@@ -15,7 +15,7 @@ import torch
 from jackfield import AsyncEngine, EngineConfig, SamplingParams
 from jackfield.core.hooks import hookimpl
 from jackfield.core.registry import Provenance, load_plugins
-from jackfield.core.worker.graphs import PATIENCE, Ending, row_counts
+from jackfield.core.worker.graphs import Ending, row_counts
 from jackfield.core.worker.worker import Worker
 from jackfield.plugins.attention.torch import TorchAttention
 from jackfield.plugins.executors.inprocess import InProcessExecutor
@@ -203,7 +203,7 @@ async def test_work_in_spare_time_leaves_requests_alone(checkpoint: Path) -> Non
     assert await tokens(True) == await tokens(False)
 
 
-async def test_larger_graphs_serve_until_recording_pays(checkpoint: Path) -> None:
+async def test_larger_graphs_serve_and_nothing_is_recorded_in_a_step(checkpoint: Path) -> None:
     plugins = load_plugins()
     plugins.add_plugin(Plugin(), Provenance("tests", "0", "graphs"))
     config = EngineConfig(
@@ -215,20 +215,16 @@ async def test_larger_graphs_serve_until_recording_pays(checkpoint: Path) -> Non
         executor: Any = engine._executor
         graphs = executor._worker.runner.graphs
         executor._thread.when_idle(lambda: False)
-
-        def record(rows: int, ending: Ending) -> None:
-            recorded.append(rows)
-            graphs._replays[rows, ending] = lambda: None
-
-        recorded: list[int] = []
-        plain = Ending.PLAIN
-        graphs.record, graphs._replays = record, {(1, plain): lambda: None}
-        assert [graphs._recorded_rows(10, plain) for _ in range(2)] == [16, 16]
-        assert recorded == [16], "nothing larger was there"
-        assert [graphs._recorded_rows(3, plain) for _ in range(PATIENCE)] == [16] * PATIENCE
-        assert graphs._recorded_rows(3, plain) == 4 and recorded == [16, 4]
-        assert graphs._recorded_rows(1, plain) == 1 and graphs._recorded_rows(4, plain) == 4
-        assert [rows for rows, _ in graphs.missing()] == [24, 8, 2]
+        plain, replay = Ending.PLAIN, lambda: None
+        graphs._replays = {(1, plain): replay, (16, plain): replay}
+        before = graphs.num_recorded
+        assert [graphs._recorded_rows(n, plain) for n in (1, 3, 16, 17)] == [1, 16, 16, None]
+        told: list[bool] = []
+        graphs.more_to_record = lambda: told.append(True)
+        assert [graphs._recorded_rows(1, Ending.LOGITS) for _ in range(2)] == [None, None]
+        assert told == [True] and graphs.num_recorded == before
+        assert [rows for rows, ending in graphs.missing() if ending is plain] == [24, 8, 4, 2]
+        assert (1, Ending.LOGITS) in graphs.missing()
 
 
 async def test_what_a_step_chose_is_not_changed_by_the_next(checkpoint: Path) -> None:
