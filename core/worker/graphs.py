@@ -29,10 +29,6 @@ Recorder = Callable[[Callable[[], None]], Replay]
 """Records what a function enqueues; what it returns enqueues the same again."""
 
 
-def _nothing() -> None:
-    """Nobody wants to know."""
-
-
 class Ending(enum.StrEnum):
     """What a recorded step does behind the forward pass."""
 
@@ -78,24 +74,19 @@ class DecodeGraphs:
         such a step is first recorded."""
         self.num_recorded = 0
         """Graphs recorded so far."""
-        self._wants_logits = False
-        """Some step has asked for logits alone."""
-        self.more_to_record: Callable[[], None] = _nothing
-        """Called when `missing` has grown."""
 
     def missing(self) -> list[tuple[int, Ending]]:
-        """What is not recorded yet: row counts with each sampling that there is, and up to the
-        logits once some step has asked for that.
+        """What is not recorded yet: numbers of rows with each ending.
 
         The largest first: they share their memory, and what it needs serves the others. Then by
-        halves, so that there soon is one not much larger than needed, then the rest.
+        halves, so that there soon is one not much larger than needed, then the rest; logits, which
+        few steps end with, last.
         """
         endings = sampling_endings(self._sampler)
-        if self._wants_logits:
-            endings.append(Ending.LOGITS)
-        halves = [n for n in self._counts if n.bit_count() == 1 or n == self._counts[-1]]
-        order = halves[::-1] + [n for n in reversed(self._counts) if n not in halves]
-        wanted = [(n, ending) for ending in endings for n in order]
+        halves = [n for n in self._counts if n.bit_count() == 1 or n == self._counts[-1]][::-1]
+        rest = [n for n in reversed(self._counts) if n not in halves]
+        wanted = [(n, ending) for part in (halves, rest) for ending in endings for n in part]
+        wanted += [(n, Ending.LOGITS) for n in halves + rest]
         return [kind for kind in wanted if kind not in self._replays]
 
     @staticmethod
@@ -112,8 +103,9 @@ class DecodeGraphs:
     def launch(self, plan: StepPlan, ending: Ending) -> bool:
         """Replay a decode step, with its sampling (to `outputs`) or up to `logits`.
 
-        False, with nothing done: it is no ordinary one, or nothing recorded serves it. Nothing is
-        recorded here: that takes as long as several steps, in which no request gets a token.
+        False, with nothing done: it is no ordinary one, or nothing recorded serves it. Only where a
+        step asks for logits before spare time has recorded any is one recorded here: that takes as
+        long as several steps, in which no request gets a token.
         """
         rows = self._recorded_rows(len(plan.slots), ending)
         if rows is None or not self._inputs.fill(plan, rows):
@@ -129,9 +121,9 @@ class DecodeGraphs:
         """The smallest recorded number of rows that serves a step."""
         able = (n for n in self._counts if n >= num_rows and (n, ending) in self._replays)
         rows = next(able, None)
-        if rows is None and ending is Ending.LOGITS and not self._wants_logits:
-            self._wants_logits = True
-            self.more_to_record()
+        if rows is None and ending is Ending.LOGITS:
+            rows = next(n for n in self._counts if n >= num_rows)
+            self.record(rows, ending)
         return rows
 
     def record(self, rows: int, ending: Ending) -> None:

@@ -208,9 +208,7 @@ class MixedGraphs:
         ends = (self._decode_counts[0], self._decode_counts[-1])
         first = [key for key in keys if key.tokens in early and key.decode_rows in ends]
         rest = sorted((key for key in keys if key not in first), key=rank)
-        kinds = sampling_endings(self._sampler)
-        if self.logits.numel():
-            kinds.append(Ending.LOGITS)
+        kinds = [*sampling_endings(self._sampler), Ending.LOGITS]
         halves = [n for n in self._row_counts if n.bit_count() == 1 or n == self._row_counts[-1]]
         order = halves[::-1] + [n for n in reversed(self._row_counts) if n not in halves]
         endings = [(rows, ending) for ending in kinds for rows in order]

@@ -414,7 +414,6 @@ class Worker:
             operations=operations,
             record=recorder,
         )
-        decode.more_to_record = lambda: self.more_ahead()
         mixed = None
         if runner.backend.mixed_graph_safe:
             mixed = MixedGraphs(
