@@ -326,7 +326,8 @@ def paged_attention_decode(
             )
         partial = workspace
         lse = workspace[num_rows * num_heads * num_splits * head_dim :]
-    options = pdl_options(query.device)
+    # Beside a kernel of another stream there is none to start early behind.
+    options = {} if query_start is not None else pdl_options(query.device)
     launch(_decode_kernel, (num_rows, num_kv_heads, num_splits))(
         out,
         partial,

@@ -33,8 +33,10 @@ from .sampler import Sampler
 
 logger = logging.getLogger("jackfield.worker")
 
-FIRST_TOKENS = frozenset({128, 256, 512, 768, 1024, 1536, 2048, 2560, 3072, 4096, 5120, 6144, 7168})
-"""Numbers of tokens that are recorded before all others."""
+FIRST_TOKENS = frozenset({128, 256, 512, 1024, 2048, 4096})
+"""Numbers of tokens of steps without decode rows that are recorded before all others."""
+STRIDE = 512
+"""Between numbers of tokens of steps of decode rows and prompts that are recorded next."""
 MAX_TOKENS = 8192
 """Tokens of the largest step that is recorded: with more, launches are hidden by the device."""
 RUN_FIRST = 512
@@ -204,10 +206,12 @@ class MixedGraphs:
                 step //= 2
             return stride // step
 
-        early = {n for n in self._token_counts if n in FIRST_TOKENS or n == self._token_counts[-1]}
-        ends = (self._decode_counts[0], self._decode_counts[-1])
-        first = [key for key in keys if key.tokens in early and key.decode_rows in ends]
-        rest = sorted((key for key in keys if key not in first), key=rank)
+        most = self._decode_counts[-1]
+        alone = [key for key in keys if not key.decode_rows and key.tokens in FIRST_TOKENS]
+        mixed = [key for key in keys if key.decode_rows == most]
+        far_apart = [key for key in mixed if not key.tokens % STRIDE or key is mixed[-1]]
+        first = [*far_apart, *alone, *mixed]
+        rest = sorted(keys, key=rank)
         kinds = [*sampling_endings(self._sampler), Ending.LOGITS]
         halves = [n for n in self._row_counts if n.bit_count() == 1 or n == self._row_counts[-1]]
         order = halves[::-1] + [n for n in reversed(self._row_counts) if n not in halves]

@@ -60,7 +60,7 @@ KV_DTYPES = {
 
 FIRST_PROMPT = 128
 """Tokens of the prompt whose step is recorded before all others."""
-RECORDING_SECONDS = 1.5
+RECORDING_SECONDS = 1.7
 """Spent on recording more before the engine is ready; the rest is recorded in spare time."""
 
 

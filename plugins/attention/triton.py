@@ -8,7 +8,9 @@ the projection to the output in one launch.
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
@@ -137,6 +139,9 @@ class TritonAttention(AttentionBackend):
             self.num_sms = torch.cuda.get_device_properties(device).multi_processor_count
         self._workspaces: dict[tuple[int, int, int], Workspace] = {}
         self._slope_tensors: dict[tuple[float, ...], torch.Tensor] = {}
+        self._side_stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._side_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._dense = device.type == "cuda" and dtype != torch.float32
 
     def build_metadata(self, layout: BatchLayout) -> TritonMetadata:
@@ -242,10 +247,38 @@ class TritonAttention(AttentionBackend):
         mixed: MixedRows,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Both kernels over as many rows as there may be; which take part is found there."""
+        """Both kernels over as many rows as there may be; which take part is found there.
+
+        They run side by side: one waits for memory most of the time, the other for products.
+        """
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         slopes = None if spec.alibi_slopes is None else self._slopes(spec.alibi_slopes)
-        if rows := mixed.max_decode_rows:
+
+        def prompts() -> None:
+            paged_attention_prefill(
+                query,
+                kv_cache,
+                layout.block_table,
+                layout.query_start,
+                layout.seq_lens,
+                scale=spec.scale,
+                max_query_len=layout.max_query_len,
+                sliding_window=spec.sliding_window,
+                soft_cap=spec.soft_cap,
+                alibi_slopes=slopes,
+                sinks=sinks,
+                num_tokens=layout.num_tokens,
+                out=out,
+                cache_scales=(spec.key_scale, spec.value_scale),
+                bounds=mixed.bounds,
+                max_rows=mixed.max_prompt_rows,
+            )
+
+        rows = mixed.max_decode_rows
+        if not rows:
+            prompts()
+            return out
+        with self._beside(prompts):
             paged_attention_decode(
                 query[:rows],
                 kv_cache,
@@ -262,25 +295,21 @@ class TritonAttention(AttentionBackend):
                 cache_scales=(spec.key_scale, spec.value_scale),
                 query_start=layout.query_start,
             )
-        paged_attention_prefill(
-            query,
-            kv_cache,
-            layout.block_table,
-            layout.query_start,
-            layout.seq_lens,
-            scale=spec.scale,
-            max_query_len=layout.max_query_len,
-            sliding_window=spec.sliding_window,
-            soft_cap=spec.soft_cap,
-            alibi_slopes=slopes,
-            sinks=sinks,
-            num_tokens=layout.num_tokens,
-            out=out,
-            cache_scales=(spec.key_scale, spec.value_scale),
-            bounds=mixed.bounds,
-            max_rows=mixed.max_prompt_rows,
-        )
         return out
+
+    @contextlib.contextmanager
+    def _beside(self, work: Callable[[], None]) -> Iterator[None]:
+        """Enqueue `work`, and beside it, on a stream of its own, what is enqueued within."""
+        if self._side_stream is None:
+            work()
+            yield
+            return
+        stream = torch.cuda.current_stream(self.device)
+        self._side_stream.wait_stream(stream)
+        work()
+        with torch.cuda.stream(self._side_stream):
+            yield
+        stream.wait_stream(self._side_stream)
 
     def forward_projection(
         self,
