@@ -138,6 +138,8 @@ def make_parser() -> Parser:
     load.add_argument("--num-prompts", type=count, help="requests, or chats (default: 1000)")
     load.add_argument("--request-rate", type=checked(float, 0, above=True), nargs="+",
                       help="a second, however long they take; inf: all at once")  # fmt: skip
+    load.add_argument("--open-loop", action=argparse.BooleanOptionalAction, default=True,
+                      help="also loads at a share of the rate that closed loops reached")  # fmt: skip
     load.add_argument("--burstiness", type=checked(float, 0, above=True), default=1.0,
                       help="1: Poisson arrivals; less: in bunches; inf: evenly spaced")  # fmt: skip
     load.add_argument("--max-concurrency", type=count, nargs="+", help="requests open at most")
@@ -259,7 +261,7 @@ def ways(workload: Workload, args: argparse.Namespace) -> Iterator[Way]:
         yield Way(requests=_count(workload, places, args), max_concurrency=places)
     if not workload.concurrency:
         yield Way(requests=workload.requests)
-    for share in workload.shares:
+    for share in workload.shares if args.open_loop else ():
         yield Way(requests=workload.requests, burstiness=args.burstiness, share=share)
 
 
