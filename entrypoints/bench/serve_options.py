@@ -139,7 +139,7 @@ def make_parser() -> Parser:
     load.add_argument("--request-rate", type=checked(float, 0, above=True), nargs="+",
                       help="a second, however long they take; inf: all at once")  # fmt: skip
     load.add_argument("--open-loop", action=argparse.BooleanOptionalAction, default=True,
-                      help="also loads at a share of the rate that closed loops reached")  # fmt: skip
+                      help="also at shares of the rate that closed loops reached")  # fmt: skip
     load.add_argument("--burstiness", type=checked(float, 0, above=True), default=1.0,
                       help="1: Poisson arrivals; less: in bunches; inf: evenly spaced")  # fmt: skip
     load.add_argument("--max-concurrency", type=count, nargs="+", help="requests open at most")
