@@ -220,6 +220,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     disable_plugins: Annotated[
         tuple[str, ...], _doc("Entry points or distributions not to load.")
     ] = ()
+    logits_processors: Annotated[
+        tuple[Name, ...] | None,
+        _doc(
+            "Plugged-in logits processors that requests may ask for, by name, in the order they "
+            "are applied; default: all that are registered."
+        ),
+    ] = None
     plugin_options: Annotated[
         dict[str, dict[str, Any]],
         _doc(

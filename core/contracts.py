@@ -46,6 +46,9 @@ CONTRACTS = {
     "structured_backend": Contract(
         "protocols.GrammarBackend", ("bounded", "unavailable", "refusal", "compile")
     ),
+    "logits_processor": Contract(
+        "protocols.LogitsProcessor", base="jackfield.core.protocols:LogitsProcessor"
+    ),
     "weight_loader": Contract("protocols.WeightLoader", ("load",)),
     "executor": Contract("protocols.Executor", ("start", "submit", "stop")),
     "schedule_policy": Contract("protocols.SchedulePolicy", ("key",)),

@@ -197,7 +197,9 @@ def register_logits_processors(registry: Registry[type[LogitsProcessor]]) -> Non
 
         registry.add("my_processor", "my_package.processor:Processor")
 
-    Called by nothing yet. Contract: `protocols.LogitsProcessor`.
+    Used by the worker (`EngineConfig.logits_processors`; all of them by default), for requests that
+    ask by `SamplingParams.extra_args`. Contract: `protocols.LogitsProcessor`, made from a
+    `protocols.LogitsProcessorSetup`, given `protocols.ProcessedRows`.
     """
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeAlias, r
 
 import msgspec
 
-from .types import KVReport, StepPlan, StepResult
+from .types import KVReport, SamplingParams, SlotStart, StepPlan, StepResult
 
 if TYPE_CHECKING:
     import asyncio
@@ -753,11 +753,80 @@ class KVConnector(Protocol):
         """Raises ConfigError with the name of a wrong option."""
 
 
+# ---------------------------------------------------------------- logits processors
+
+
+@dataclass(frozen=True)
+class LogitsProcessorSetup:
+    """What a logits processor is made for."""
+
+    vocab_size: int
+    num_slots: int
+    """Slots are 0 to num_slots - 1."""
+    max_model_len: int
+    device: torch.device
+    history: torch.Tensor
+    """[num_slots or more, positions] int32 on `device`: the tokens of each slot. Only to be read,
+    and only in `apply`."""
+
+
+@dataclass(frozen=True)
+class ProcessedRows:
+    """Which rows of a step a processor is given."""
+
+    slots: tuple[int, ...]
+    """[num_rows]"""
+    device_slots: torch.Tensor
+    """[num_rows] int64, the same on the device"""
+    lengths: torch.Tensor
+    """[num_rows] int64 on the device: tokens known, so that row r's are
+    `history[device_slots[r], :lengths[r]]`."""
+
+
+class LogitsProcessor(ABC):
+    """Changes the logits of requests that ask for it, before sampling. Subclass it.
+
+    One instance serves an engine; all but `check` runs on the launch thread. Requests ask by
+    `SamplingParams.extra_args` (over HTTP: `vllm_xargs`). An error costs the requests that were
+    being served, names the distribution, and ends nothing else. Rows of requests that do not ask
+    are never shown, and cost nothing. Whether yours is right:
+    `jackfield.plugins.conformance.logits_processors`.
+    """
+
+    parameters: ClassVar[frozenset[str]] = frozenset()
+    """Keys of `extra_args` that it reads. A key that no active processor reads is refused."""
+    examples: ClassVar[tuple[dict[str, Any], ...]] = ()
+    """Some `extra_args` that ask for it, different ones: what the kit tries it with."""
+    argmax_invariant: ClassVar[bool] = False
+    """It never changes which logit is the largest. Then it is applied behind the temperature, in
+    front of min_p, top_k and top_p, and greedy rows are left out. Others are applied behind
+    logit_bias, allowed tokens, bad words and min_tokens, in front of the penalties."""
+
+    @classmethod  # noqa: B027
+    def check(cls, params: SamplingParams) -> None:
+        """Refuse a request, on the event loop. Raises InvalidRequest with the field's name."""
+
+    @abstractmethod
+    def __init__(self, setup: LogitsProcessorSetup) -> None: ...
+
+    @abstractmethod
+    def start(self, slot: int, request: SlotStart) -> bool:
+        """A request takes a slot: → whether it asks for anything. After a preemption it starts
+        again, maybe in another slot, with the tokens there are."""
+
+    def end(self, slot: int) -> None:  # noqa: B027
+        """The request that started in the slot has ended, or lost it."""
+
+    def batch_changed(self, slots: tuple[int, ...]) -> None:  # noqa: B027
+        """The rows of the next `apply` are others than of the last one, or in another order."""
+
+    @abstractmethod
+    def apply(self, logits: torch.Tensor, rows: ProcessedRows) -> torch.Tensor:
+        """logits: [num_rows, vocab_size] float32, may be changed in place → the same shape.
+
+        Of the rows in `rows`, on the device, and without waiting for it: what is launched here runs
+        behind the forward pass.
+        """
+
+
 # ---------------------------------------------------------------- specified, not called yet
-
-
-class LogitsProcessor(Protocol):
-    """Changes logits in a batch, before sampling."""
-
-    def apply(self, logits: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        """logits: [num_rows, vocab_size] float32; slots: [num_rows] → logits, may be in place."""

@@ -187,6 +187,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """What each output of the stream holds: see `OutputKind`."""
     kv_transfer_params: dict[str, Any] | None = None
     """For the KV connector: what it makes of them is its own matter."""
+    extra_args: dict[str, Any] | None = None
+    """Parameters of plugged-in logits processors, by name. Over HTTP: `vllm_xargs`."""
 
     def __post_init__(self) -> None:
         for name in ("stop", "stop_token_ids", "bad_words", "allowed_token_ids"):
@@ -258,6 +260,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
                 refuse(name, "-1 (whole vocabulary), 0 or positive")
         if self.kv_transfer_params is not None and not isinstance(self.kv_transfer_params, dict):
             refuse("kv_transfer_params", "an object")
+        if self.extra_args is not None and (
+            not isinstance(self.extra_args, dict)
+            or not all(isinstance(key, str) for key in self.extra_args)
+        ):
+            refuse("extra_args", "an object with names for keys")
         if self.truncate_prompt_tokens is not None and (
             integer("truncate_prompt_tokens") < -1 or self.truncate_prompt_tokens == 0
         ):

@@ -10,6 +10,7 @@ from typing import TypeAlias
 import msgspec
 
 from ..errors import ContextLengthExceeded, InvalidRequest
+from ..extra_args import ExtraArgs
 from ..loading.model_config import ModelConfig
 from ..scheduling.request import Request
 from ..text.token_limit import TokenLimit
@@ -55,12 +56,14 @@ class Admission:
         seed: int,
         max_logprobs: int,
         cache_tokens: int,
+        extra_args: ExtraArgs,
     ) -> None:
         """`cache_tokens`: what the whole KV cache holds, which may be less than the context."""
         self.room = min(model_config.max_model_len, cache_tokens + 1)
         self.model_config = model_config
         self.tokenizer = tokenizer
         self.max_logprobs = max_logprobs
+        self._extra_args = extra_args
         self._seeds = random.Random(seed)
 
     def token_limit(self, params: SamplingParams, param: str) -> TokenLimit:
@@ -193,6 +196,7 @@ class Admission:
             )
 
     def _check_params(self, params: SamplingParams) -> None:
+        self._extra_args.check(params)
         vocab = self.model_config.vocab_size
         for name in ("logprobs", "prompt_logprobs"):
             asked = getattr(params, name)

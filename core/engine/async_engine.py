@@ -26,6 +26,7 @@ from ..errors import (
     PluginError,
     shown,
 )
+from ..extra_args import ExtraArgs
 from ..loading.generation_config import NO_DEFAULTS
 from ..loading.model_config import ModelConfig, resolve_model_config
 from ..observe.metrics import EngineMetrics
@@ -225,6 +226,7 @@ class AsyncEngine:
             seed=config.seed,
             max_logprobs=config.max_logprobs,
             cache_tokens=(self.info.num_blocks - 1) * config.block_size,
+            extra_args=ExtraArgs(self.plugins, config),
         )
         self._grammars = Grammars(
             self.plugins,

@@ -21,6 +21,7 @@ from ..engine.pooling import PoolingAdmission, PoolingState
 from ..engine.resolve import resolve_runner
 from ..engine.underway import State
 from ..errors import EngineStopped
+from ..extra_args import ExtraArgs
 from ..loading.model_config import resolve_model_config
 from ..observe.merge import families
 from ..observe.plugin_metrics import add_plugin_metrics
@@ -124,6 +125,7 @@ class RemoteEngine(AsyncEngine):
             seed=config.seed,
             max_logprobs=config.max_logprobs,
             cache_tokens=(self.info.num_blocks - 1) * config.block_size,
+            extra_args=ExtraArgs(self.plugins, config),
         )
         self._grammars = GrammarWishes(config.structured_outputs_config)  # type: ignore[assignment]
         self._pooling_admission = (

@@ -270,8 +270,8 @@ class ModelRunner:
         step = self._copy_back(plan, rows, wanted, output, scores, launched)
         if structured:
             self.masks.sampled(step, structured)
-            failures = self.masks.failures(structured)
-            step.failed = {rows[index]: reason for index, reason in failures.items()}
+        failures = self.sampler.processors.failures(rows_host) | self.masks.failures(structured)
+        step.failed = {rows[index]: reason for index, reason in failures.items()}
         return step
 
     def _choose(
@@ -320,13 +320,15 @@ class ModelRunner:
 
     def update_slots(self, plan: StepPlan) -> None:
         """Sampling state of the slots that the plan releases and starts."""
+        processors = self.sampler.processors
         for slot in plan.released:
+            processors.release(slot)
             self.sampling.release(slot)
             self.masks.release(slot)
             self._logprobs.pop(slot, None)
             self._prompt_logprobs.pop(slot, None)
         for start in plan.starts:
-            self.sampling.start(start)
+            self.sampling.start(start, processed=bool(processors) and processors.start(start))
             self.masks.start(start)
             for table, k in (
                 (self._logprobs, start.params.logprobs),

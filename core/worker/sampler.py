@@ -32,10 +32,10 @@ import numpy as np
 import torch
 
 from ..nn.operations import GrammarBits, Operations, SampleOutputs, SlotTables
-from ..protocols import LogitsProcessor
 from .masks import TokenMask
 from .noise import TokenNoise
-from .sampling_columns import MOST_TOP_TOKENS, NUM_COLUMNS, Column, Flag
+from .processors import Processors
+from .sampling_columns import EDITS, MOST_TOP_TOKENS, NUM_COLUMNS, Column, Flag
 from .sampling_state import (
     MOST_COUNTED,
     BadWordRows,
@@ -104,7 +104,7 @@ class Sampler:
     def __init__(
         self,
         state: SamplingState,
-        processors: Sequence[LogitsProcessor] = (),
+        processors: Processors | None = None,
         operations: Operations | None = None,
     ) -> None:
         self._state = state
@@ -113,7 +113,7 @@ class Sampler:
             raise ValueError("the state keeps its books in torch, or for kernels: as it was made")
         self._outputs: SampleOutputs | None = None
         self._scoring: torch.Tensor | None = None
-        self._processors = tuple(processors)
+        self.processors = processors or Processors((), state.device)
         self._noise = TokenNoise(state.vocab_size, state.device)
 
     def sample(
@@ -131,7 +131,7 @@ class Sampler:
         the sampled one, which is also its position in the sequence; mask: the only tokens that
         some rows may get.
         """
-        return self._run(logits, self._state.plan(rows_host), slots, lengths, mask)
+        return self._run(logits, self._state.plan(rows_host), slots, lengths, mask, rows_host)
 
     def mask(self, logits: torch.Tensor, mask: TokenMask) -> None:
         """-inf, in place, where some rows may not go. logits: [R, vocab_size]"""
@@ -158,7 +158,8 @@ class Sampler:
         if self._operations.samples:
             return False
         stages = self._state.plan(rows_host)
-        return stages.graph_safe and not stages.any_min_p and not self._processors
+        processed = self._state.asked(rows_host) & Flag.PROCESSED
+        return stages.graph_safe and not stages.any_min_p and not processed
 
     def recordable(self, rows_host: list[int]) -> bool:
         """Whether `sample_step` gives these slots all they ask for, with launches that a graph may
@@ -252,11 +253,46 @@ class Sampler:
         if mask is None and not asked:
             self.sample_plain(logits, slots, lengths, out)
             return out.chosen, None
-        late = bool(asked & Flag.WIDE)
-        self._launch(logits, slots, lengths, out, mask, Flag.LOGPROBS if late else None)
+        late = bool(asked & (Flag.WIDE | Flag.PROCESSED))
+        if asked & Flag.PROCESSED:
+            self._launch_processed(logits, slots, rows_host, lengths, out, mask)
+        else:
+            self._launch(logits, slots, lengths, out, mask, Flag.LOGPROBS if late else None)
+        if not asked & (Flag.WIDE | Flag.LOGPROBS):
+            return out.chosen, None
         if late:
             return out.chosen, self._late_logprobs(logits, rows_host, out.chosen)
         return out.chosen, Logprobs(*out[1:]) if asked & Flag.LOGPROBS else None
+
+    def _launch_processed(
+        self,
+        logits: torch.Tensor,
+        slots: torch.Tensor,
+        rows_host: list[int],
+        lengths: torch.Tensor,
+        out: SampleOutputs,
+        mask: TokenMask | None,
+    ) -> None:
+        """Edits, processors, and the rest on what they made."""
+        work = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
+        first, skip = EDITS & ~Flag.PENALTIES, Flag.LOGPROBS
+        edit = self._operations.edit_logits
+        edit(logits, slots, self._tables, work, edits=int(first), scale=False, grammar=_bits(mask))
+        self.processors.apply(work, rows_host, slots, lengths, invariant=False)
+        if self.processors.serves(rows_host, invariant=True):
+            edit(work, slots, self._tables, work, edits=int(Flag.PENALTIES), scale=True)
+            self.processors.apply(work, rows_host, slots, lengths, invariant=True)
+            skip |= EDITS | Flag.SCALED
+        else:
+            skip |= first
+        self._launch(work, slots, lengths, out, None, skip)
+
+    def rehearse_processed(
+        self, logits: torch.Tensor, slots: torch.Tensor, lengths: torch.Tensor, out: SampleOutputs
+    ) -> None:
+        """Launch what a step with processors does, without them."""
+        if self._operations.samples and self.processors:
+            self._launch_processed(logits, slots, [], lengths, out, None)
 
     def _late_logprobs(
         self, logits: torch.Tensor, rows_host: list[int], chosen: torch.Tensor
@@ -272,10 +308,17 @@ class Sampler:
         slots: torch.Tensor,
         lengths: torch.Tensor,
         mask: TokenMask | None = None,
+        rows_host: Sequence[int] = (),
     ) -> SamplerOutput:
         state = self._state
         packed = state.packed.index_select(0, slots)
-        processed = self._process(logits, stages, packed, slots, lengths, mask)
+        served = rows_host if state.asked(list(rows_host)) & Flag.PROCESSED else ()
+        processed = self._process(logits, stages, packed, slots, lengths, mask, served)
+        if self.processors.serves(served, invariant=True):
+            factors = packed.view(torch.float32)[:, Column.INVERSE_TEMPERATURE]
+            processed = processed * factors.unsqueeze(1)
+            factors.fill_(1.0)
+            self.processors.apply(processed, served, slots, lengths, invariant=True)
         if stages.all_greedy:
             best, token_ids = processed.max(dim=-1)
             bad_rows = best.isfinite().logical_not_()
@@ -302,9 +345,10 @@ class Sampler:
         slots: torch.Tensor,
         lengths: torch.Tensor,
         mask: TokenMask | None,
+        served: Sequence[int],
     ) -> torch.Tensor:
         """[R, vocab_size]: `logits` itself if nothing changes it, else a float32 copy, changed."""
-        if not stages.processes_logits and not self._processors and mask is None:
+        if not stages.processes_logits and not served and mask is None:
             return logits
         work = logits.to(torch.float32, copy=True).contiguous()
         if mask is not None:
@@ -318,8 +362,8 @@ class Sampler:
             self._ban_words(work, stages.bad_words, packed, slots, lengths)
         if stages.min_tokens is not None:
             _ban_stops(work, stages.min_tokens, packed, lengths)
-        for processor in self._processors:
-            work = processor.apply(work, slots)
+        if served:
+            self.processors.apply(work, served, slots, lengths, invariant=False)
         if stages.penalties is not None:
             self._penalize(work, stages, packed)
         return work

@@ -181,6 +181,7 @@ class TrialSteps:
                 sampler.mask(table, mask)
                 sampler.mask(table, replace(mask, rows=None))
         sampler.sample_plain(logits, inputs.sample_slots, inputs.sample_lengths, out)
+        sampler.rehearse_processed(logits, inputs.sample_slots, inputs.sample_lengths, out)
         for slot in slots:
             runner.sampling.release(slot)
         runner.sampling.upload()

@@ -28,6 +28,7 @@ from ..protocols import (
     KVConnectorSetup,
     KVConnectorWorker,
     KVLayout,
+    LogitsProcessorSetup,
 )
 from ..registry import Plugins
 from ..types import StepPlan
@@ -39,6 +40,7 @@ from .masks import GrammarMasks
 from .memory import bytes_per_block, explain_oom, num_kv_blocks
 from .mixed_graphs import MixedGraphs
 from .pooling import PoolingRunner
+from .processors import Processors
 from .runner import LaunchedStep, ModelRunner
 from .sampler import Sampler
 from .sampling_state import SamplingState
@@ -198,7 +200,7 @@ class Worker:
                 backend=backend,
                 batch=batch,
                 sampling=sampling,
-                sampler=Sampler(sampling, operations=operations),
+                sampler=Sampler(sampling, self._processors(batch), operations),
                 vocab_size=model_config.vocab_size,
                 device=device,
                 masks=GrammarMasks(
@@ -238,6 +240,16 @@ class Worker:
             load_seconds=time.monotonic() - began,
             kv_layout=self._connect(model, layers),
         )
+
+    def _processors(self, batch: PersistentBatch) -> Processors:
+        setup = LogitsProcessorSetup(
+            vocab_size=self.model_config.vocab_size,
+            num_slots=self.config.max_num_seqs,
+            max_model_len=self.model_config.max_model_len,
+            device=self.device,
+            history=batch.token_history,
+        )
+        return Processors.load(self.plugins, self.config, setup)
 
     def _use(self, graphs: StepGraphs, runner: ModelRunner) -> None:
         """Record what the first requests need, and some more while `RECORDING_SECONDS` last."""

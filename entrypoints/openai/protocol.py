@@ -44,7 +44,6 @@ UNSUPPORTED = {
     "return_prompt_text": "POST /tokenize renders a chat, POST /detokenize shows it",
     "return_token_offsets": "POST /tokenize gives each token's text: return_token_strs",
     "return_assistant_tokens_mask": "there is no route that renders a chat for training",
-    "vllm_xargs": "there is nothing that would read them",
     "thinking_token_budget": "a thought cannot be cut off; see max_tokens and reasoning_effort",
 }
 """Field → why it is refused, or what to do in its place."""
@@ -114,6 +113,8 @@ class SamplingRequest(msgspec.Struct, kw_only=True, dict=True):
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
     kv_transfer_params: dict[str, Any] | None = None
+    vllm_xargs: dict[str, Any] | None = None
+    """Parameters of plugged-in logits processors."""
     request_id: str | None = None
 
     token_cap: ClassVar[int | None] = None
@@ -170,6 +171,7 @@ class SamplingRequest(msgspec.Struct, kw_only=True, dict=True):
             truncation_side=self.truncation_side or "left",
             output_kind=OutputKind.DELTA if self.stream else OutputKind.FINAL_ONLY,
             kv_transfer_params=self.kv_transfer_params,
+            extra_args=self.vllm_xargs,
         )
 
     @property

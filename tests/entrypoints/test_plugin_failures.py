@@ -34,9 +34,9 @@ ELSEWHERE = {
     "register_commands": "tests/entrypoints/test_plugins_command.py",
     "authenticate": "tests/entrypoints/test_request_hooks.py",
     "request_received": "tests/entrypoints/test_request_hooks.py",
-    "register_logits_processors": "tests/entrypoints/test_plugin_failures.py",
+    "register_logits_processors": "tests/core/worker/test_processors.py",
 }
-"""Where what is called later is tested; nothing calls logits processors yet."""
+"""Where what is called later is tested."""
 
 
 @pytest.fixture(scope="module")

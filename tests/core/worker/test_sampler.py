@@ -12,7 +12,6 @@ import torch
 from jackfield.core.types import SamplingParams
 from jackfield.core.worker import sampler as sampler_module
 from jackfield.core.worker import sampling_state as state_module
-from jackfield.core.worker.sampler import Sampler
 
 from sampling_bench import (
     Bench,
@@ -440,22 +439,3 @@ def test_prompt_logprobs_match_the_log_softmax(
         check_logprobs(
             logits[row].double().numpy(), int(targets[row]), width, tuple(p[row] for p in parts)
         )
-
-
-# ---------------------------------------------------------------- processors
-
-
-class OnlyToken:
-    """A processor that leaves one token a slot."""
-
-    def apply(self, logits: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        kept = torch.arange(logits.shape[1], device=logits.device) == slots.unsqueeze(1)
-        return logits.masked_fill(~kept, -math.inf)
-
-
-def test_plugged_in_processors_run_before_the_choice() -> None:
-    bench = Bench(12)
-    bench.sampler = Sampler(bench.state, [OnlyToken()])
-    bench.start(3, SamplingParams(temperature=0.0), [1])
-    bench.start(5, SamplingParams(top_p=0.9), [1])
-    assert bench.step([5, 3], torch.zeros(2, 12)).token_ids.tolist() == [5, 3]
