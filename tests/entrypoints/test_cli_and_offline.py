@@ -26,7 +26,7 @@ def jackfield(*argv: str) -> subprocess.CompletedProcess[str]:
     [
         (["--version"], 0, "jackfield 0."),
         (["--help"], 0, "serve a model"),
-        (["serv"], 2, "did you mean serve?"),
+        (["serv"], 2, "did you mean 'serve'?"),
         (["serve", "--max-num-seq", "4"], 2, "did you mean --max-num-seqs?"),
         (["serve", "--max-num-seqs", "0"], 2, "max_num_seqs"),
         (["serve", "--max-num-seqs", "many"], 2, "--max-num-seqs"),
