@@ -2,7 +2,8 @@
 log-probabilities. The same launches for any rows, so that a graph can hold them; what a row asks
 for is read on the device, and a row that does not ask skips the work.
 
-Four kernels go over [rows, vocab_size] in parts, one over rows. No row is sorted, and no processed
+Four kernels go over [rows, vocab_size] in parts, the last three of them over listed rows alone;
+one goes over rows. No row is sorted, and no processed
 logit is stored: what is needed again is made again from the logits.
 
 - `_begin_kernel`, every row: edits, temperature, and the winner of each part with its noise; of
@@ -68,6 +69,8 @@ PART = 2048
 """Logits of a row that one program takes."""
 SHARING = 4
 """Rows that one program takes where they are many."""
+LISTED_PROGRAMS = 16
+"""Programs of a part that share the rows which need a kernel: those that do not cost nothing."""
 PIVOTS = 16
 _COUNT_SHIFT = tl.constexpr(44)
 """A number of tokens and their mass, to 32 bits, in one sum of 64."""
@@ -93,6 +96,7 @@ def _begin_kernel(
     token_ptr,
     raw_ptr,
     found_ptr,
+    listed_ptr,
     stride_logits,
     stride_settings,
     stride_counts,
@@ -105,7 +109,7 @@ def _begin_kernel(
     PART_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """One program a part of ROWS rows."""
+    """One program a part of ROWS rows. Rows that the next kernels have to look at are listed."""
     part = tl.program_id(0)
     first = tl.program_id(1) * ROWS
     token = part * PART_SIZE + tl.arange(0, PART_SIZE)
@@ -120,6 +124,12 @@ def _begin_kernel(
             if part == 0:
                 tl.store(found_ptr + row64 * 2, 0)
                 tl.store(found_ptr + row64 * 2 + 1, 0)
+                if (flags & FILTER) != 0:
+                    to = tl.atomic_add(listed_ptr, 1)
+                    tl.store(listed_ptr + 2 + to, row)
+                if (flags & (FILTER | LOGPROBS)) != 0:
+                    to = tl.atomic_add(listed_ptr + 1, 1)
+                    tl.store(listed_ptr + 2 + num_rows + to, row)
             place = logits_ptr + row64 * stride_logits + token
             raw = tl.load(place, mask=inside, other=-float("inf")).to(tl.float32)
             at = row64 * num_parts + part
@@ -231,6 +241,7 @@ def _pivots_kernel(
     grammar_ptr,
     grammar_rows_ptr,
     slots_ptr,
+    listed_ptr,
     best_ptr,
     coarse_ptr,
     fine_ptr,
@@ -244,55 +255,52 @@ def _pivots_kernel(
     num_parts,
     skip,
     PART_SIZE: tl.constexpr,
-    ROWS: tl.constexpr,
     COUNT: tl.constexpr,
     CAPACITY: tl.constexpr,
     FINE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program a part of ROWS rows: sums above each of COUNT pivots; the last of them has all
-    that may still be kept at or above it."""
+    """One program a part of some filtered rows: sums above each of COUNT pivots; the last of them
+    has all that may still be kept at or above it."""
     part = tl.program_id(0)
-    first = tl.program_id(1) * ROWS
-    for row in range(first, tl.minimum(first + ROWS, num_rows)):
-        row64 = first.to(tl.int64) + (row - first)
+    for listed in range(tl.program_id(1), tl.load(listed_ptr), tl.num_programs(1)):
+        row64 = tl.load(listed_ptr + 2 + listed).to(tl.int64)
         slot = tl.load(slots_ptr + row64)
         settings = settings_ptr + slot * stride_settings
         flags = tl.load(settings + FLAGS) & ~skip
-        if (flags & (FILTER | IDLE)) == FILTER:
-            highest, step = row_bounds(best_ptr, row64, num_parts, BLOCK)
-            wanted = (highest < float("inf")) & (highest > -float("inf"))
-            origin = highest
-            last = tl.full((), -float("inf"), tl.float32)
-            if FINE:
-                if wanted:
-                    lower, upper, wanted, _, _, _, _ = _interval(
-                        settings, highest, step, coarse_ptr, row64, num_parts, COUNT, CAPACITY,
-                        BLOCK,
-                    )  # fmt: skip
-                    origin, step = _finer(lower, upper, highest, step, COUNT)
-                    last = lower
+        highest, step = row_bounds(best_ptr, row64, num_parts, BLOCK)
+        wanted = (highest < float("inf")) & (highest > -float("inf"))
+        origin = highest
+        last = tl.full((), -float("inf"), tl.float32)
+        if FINE:
             if wanted:
-                token = part * PART_SIZE + tl.arange(0, PART_SIZE)
-                inside = token < vocab_size
-                place = logits_ptr + row64 * stride_logits + token
-                raw = tl.load(place, mask=inside, other=-float("inf")).to(tl.float32)
-                x = edited(
-                    raw, token, part * PART_SIZE, inside, row64, slot, flags, settings,
-                    counts_ptr, allowed_ptr, grammar_ptr, grammar_rows_ptr,
-                    stride_counts, stride_allowed, stride_grammar, vocab_size, PART_SIZE,
+                lower, upper, wanted, _, _, _, _ = _interval(
+                    settings, highest, step, coarse_ptr, row64, num_parts, COUNT, CAPACITY,
+                    BLOCK,
                 )  # fmt: skip
-                x = x * temperature_factor(settings, skip)
-                alive = (x >= highest + float_of(settings, LOG_MIN_P)) & (x > -float("inf"))
-                mass = (tl.exp2((x - highest) * LOG2E) * _COARSE).to(tl.int64)
-                one = tl.full((PART_SIZE,), _COUNT_UNIT, tl.int64)
-                amount = tl.where(alive, one + mass, 0)
-                out = fine_ptr if FINE else coarse_ptr
-                out += (row64 * num_parts + part) * COUNT
-                for pivot in range(0, COUNT - 1):
-                    least = origin - step * (pivot + 1)
-                    tl.store(out + pivot, tl.sum(tl.where(x >= least, amount, 0), axis=0))
-                tl.store(out + COUNT - 1, tl.sum(tl.where(x >= last, amount, 0), axis=0))
+                origin, step = _finer(lower, upper, highest, step, COUNT)
+                last = lower
+        if wanted:
+            token = part * PART_SIZE + tl.arange(0, PART_SIZE)
+            inside = token < vocab_size
+            place = logits_ptr + row64 * stride_logits + token
+            raw = tl.load(place, mask=inside, other=-float("inf")).to(tl.float32)
+            x = edited(
+                raw, token, part * PART_SIZE, inside, row64, slot, flags, settings,
+                counts_ptr, allowed_ptr, grammar_ptr, grammar_rows_ptr,
+                stride_counts, stride_allowed, stride_grammar, vocab_size, PART_SIZE,
+            )  # fmt: skip
+            x = x * temperature_factor(settings, skip)
+            alive = (x >= highest + float_of(settings, LOG_MIN_P)) & (x > -float("inf"))
+            mass = (tl.exp2((x - highest) * LOG2E) * _COARSE).to(tl.int64)
+            one = tl.full((PART_SIZE,), _COUNT_UNIT, tl.int64)
+            amount = tl.where(alive, one + mass, 0)
+            out = fine_ptr if FINE else coarse_ptr
+            out += (row64 * num_parts + part) * COUNT
+            for pivot in range(0, COUNT - 1):
+                least = origin - step * (pivot + 1)
+                tl.store(out + pivot, tl.sum(tl.where(x >= least, amount, 0), axis=0))
+            tl.store(out + COUNT - 1, tl.sum(tl.where(x >= last, amount, 0), axis=0))
 
 
 @triton.jit(
@@ -307,6 +315,7 @@ def _gather_kernel(
     grammar_ptr,
     grammar_rows_ptr,
     slots_ptr,
+    listed_ptr,
     lengths_ptr,
     best_ptr,
     token_ptr,
@@ -330,87 +339,84 @@ def _gather_kernel(
     num_parts,
     skip,
     PART_SIZE: tl.constexpr,
-    ROWS: tl.constexpr,
     COUNT: tl.constexpr,
     CAPACITY: tl.constexpr,
     LIKELY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program a part of ROWS rows: what is in for sure, and the candidates."""
+    """One program a part of some listed rows: what is in for sure, and the candidates."""
     part = tl.program_id(0)
-    first = tl.program_id(1) * ROWS
     token = part * PART_SIZE + tl.arange(0, PART_SIZE)
     inside = token < vocab_size
-    for row in range(first, tl.minimum(first + ROWS, num_rows)):
-        row64 = first.to(tl.int64) + (row - first)
+    for listed in range(tl.program_id(1), tl.load(listed_ptr + 1), tl.num_programs(1)):
+        row64 = tl.load(listed_ptr + 2 + num_rows + listed).to(tl.int64)
         slot = tl.load(slots_ptr + row64)
         settings = settings_ptr + slot * stride_settings
         flags = tl.load(settings + FLAGS) & ~skip
-        if ((flags & IDLE) == 0) & ((flags & (FILTER | LOGPROBS)) != 0):
-            place = logits_ptr + row64 * stride_logits + token
-            raw = tl.load(place, mask=inside, other=-float("inf")).to(tl.float32)
-            at = row64 * num_parts + part
-            if (flags & LOGPROBS) != 0:
-                num = tl.load(settings + NUM_LOGPROBS)
-                least = enough_likely(raw_ptr, row64, num_parts, num, BLOCK)
-                likely = inside & (raw >= least)
-                count = tl.sum(likely.to(tl.int32), axis=0)
+        place = logits_ptr + row64 * stride_logits + token
+        raw = tl.load(place, mask=inside, other=-float("inf")).to(tl.float32)
+        at = row64 * num_parts + part
+        if (flags & LOGPROBS) != 0:
+            num = tl.load(settings + NUM_LOGPROBS)
+            least = enough_likely(raw_ptr, row64, num_parts, num, BLOCK)
+            likely = inside & (raw >= least)
+            count = tl.sum(likely.to(tl.int32), axis=0)
+            if count > 0:
+                base = tl.atomic_add(found_ptr + row64 * 2 + 1, count)
+                to = base + tl.cumsum(likely.to(tl.int32), axis=0) - 1
+                likely = likely & (to < LIKELY)
+                tl.store(likely_values_ptr + row64 * LIKELY + to, raw, mask=likely)
+                tl.store(likely_ids_ptr + row64 * LIKELY + to, token, mask=likely)
+        if (flags & FILTER) != 0:
+            highest, step = row_bounds(best_ptr, row64, num_parts, BLOCK)
+            if (highest < float("inf")) & (highest > -float("inf")):
+                lower, upper, closer, by_count, target, limited, from_top = _interval(
+                    settings, highest, step, coarse_ptr, row64, num_parts, COUNT, CAPACITY,
+                    BLOCK,
+                )  # fmt: skip
+                if closer:
+                    origin, step = _finer(lower, upper, highest, step, COUNT)
+                    counts, masses = _packed_sums(fine_ptr, row64, num_parts, BLOCK, COUNT)
+                    nearer, _, _ = _first_reached(counts, masses, by_count, target, COUNT)
+                    above = origin - step * nearer.to(tl.float32)
+                    upper = tl.where(nearer > 0, above, upper)
+                    below = origin - step * (nearer + 1).to(tl.float32)
+                    lower = tl.where(nearer < COUNT - 1, below, lower)
+                upper = tl.where(from_top, float("inf"), upper)
+                upper = tl.where(limited, upper, -float("inf"))
+                x = edited(
+                    raw, token, part * PART_SIZE, inside, row64, slot, flags, settings,
+                    counts_ptr, allowed_ptr, grammar_ptr, grammar_rows_ptr,
+                    stride_counts, stride_allowed, stride_grammar, vocab_size, PART_SIZE,
+                )  # fmt: skip
+                x = x * temperature_factor(settings, skip)
+                alive = (x >= highest + float_of(settings, LOG_MIN_P)) & (x > -float("inf"))
+                mass = tl.where(alive, token_mass(x, highest), 0)
+                sure = alive & (x >= upper)
+                tl.store(sums_ptr + at * 4, tl.sum(alive.to(tl.int64), axis=0))
+                tl.store(sums_ptr + at * 4 + 1, tl.sum(mass, axis=0))
+                num_sure = tl.sum(sure.to(tl.int64), axis=0)
+                tl.store(sums_ptr + at * 4 + 2, num_sure)
+                tl.store(sums_ptr + at * 4 + 3, tl.sum(tl.where(sure, mass, 0), axis=0))
+                best = tl.full((), -float("inf"), tl.float32)
+                winner = vocab_size + tl.full((), 0, tl.int32)
+                if num_sure > 0:
+                    position = tl.load(lengths_ptr + row64).to(tl.int32)
+                    key_0, key_1, key_2 = row_keys(settings, position)
+                    scores = drawn_scores(x, LOG2E, token_hashes(token), key_0, key_1, key_2)
+                    scores = tl.where(sure, scores, -float("inf"))
+                    best = tl.max(scores, axis=0)
+                    winner = tl.min(tl.where(scores == best, token, vocab_size), axis=0)
+                tl.store(won_ptr + at, best)
+                tl.store(token_ptr + at, winner)
+                near = alive & (x >= lower) & (x < upper)
+                count = tl.sum(near.to(tl.int32), axis=0)
                 if count > 0:
-                    base = tl.atomic_add(found_ptr + row64 * 2 + 1, count)
-                    to = base + tl.cumsum(likely.to(tl.int32), axis=0) - 1
-                    likely = likely & (to < LIKELY)
-                    tl.store(likely_values_ptr + row64 * LIKELY + to, raw, mask=likely)
-                    tl.store(likely_ids_ptr + row64 * LIKELY + to, token, mask=likely)
-            if (flags & FILTER) != 0:
-                highest, step = row_bounds(best_ptr, row64, num_parts, BLOCK)
-                if (highest < float("inf")) & (highest > -float("inf")):
-                    lower, upper, closer, by_count, target, limited, from_top = _interval(
-                        settings, highest, step, coarse_ptr, row64, num_parts, COUNT, CAPACITY,
-                        BLOCK,
-                    )  # fmt: skip
-                    if closer:
-                        origin, step = _finer(lower, upper, highest, step, COUNT)
-                        counts, masses = _packed_sums(fine_ptr, row64, num_parts, BLOCK, COUNT)
-                        nearer, _, _ = _first_reached(counts, masses, by_count, target, COUNT)
-                        above = origin - step * nearer.to(tl.float32)
-                        upper = tl.where(nearer > 0, above, upper)
-                        below = origin - step * (nearer + 1).to(tl.float32)
-                        lower = tl.where(nearer < COUNT - 1, below, lower)
-                    upper = tl.where(from_top, float("inf"), upper)
-                    upper = tl.where(limited, upper, -float("inf"))
-                    x = edited(
-                        raw, token, part * PART_SIZE, inside, row64, slot, flags, settings,
-                        counts_ptr, allowed_ptr, grammar_ptr, grammar_rows_ptr,
-                        stride_counts, stride_allowed, stride_grammar, vocab_size, PART_SIZE,
-                    )  # fmt: skip
-                    x = x * temperature_factor(settings, skip)
-                    alive = (x >= highest + float_of(settings, LOG_MIN_P)) & (x > -float("inf"))
-                    mass = tl.where(alive, token_mass(x, highest), 0)
-                    sure = alive & (x >= upper)
-                    tl.store(sums_ptr + at * 4, tl.sum(alive.to(tl.int64), axis=0))
-                    tl.store(sums_ptr + at * 4 + 1, tl.sum(mass, axis=0))
-                    num_sure = tl.sum(sure.to(tl.int64), axis=0)
-                    tl.store(sums_ptr + at * 4 + 2, num_sure)
-                    tl.store(sums_ptr + at * 4 + 3, tl.sum(tl.where(sure, mass, 0), axis=0))
-                    best = tl.full((), -float("inf"), tl.float32)
-                    winner = vocab_size + tl.full((), 0, tl.int32)
-                    if num_sure > 0:
-                        position = tl.load(lengths_ptr + row64).to(tl.int32)
-                        key_0, key_1, key_2 = row_keys(settings, position)
-                        scores = drawn_scores(x, LOG2E, token_hashes(token), key_0, key_1, key_2)
-                        scores = tl.where(sure, scores, -float("inf"))
-                        best = tl.max(scores, axis=0)
-                        winner = tl.min(tl.where(scores == best, token, vocab_size), axis=0)
-                    tl.store(won_ptr + at, best)
-                    tl.store(token_ptr + at, winner)
-                    near = alive & (x >= lower) & (x < upper)
-                    count = tl.sum(near.to(tl.int32), axis=0)
-                    if count > 0:
-                        base = tl.atomic_add(found_ptr + row64 * 2, count)
-                        to = base + tl.cumsum(near.to(tl.int32), axis=0) - 1
-                        near = near & (to < CAPACITY)
-                        tl.store(values_ptr + row64 * CAPACITY + to, x, mask=near)
-                        tl.store(ids_ptr + row64 * CAPACITY + to, token, mask=near)
+                    base = tl.atomic_add(found_ptr + row64 * 2, count)
+                    to = base + tl.cumsum(near.to(tl.int32), axis=0) - 1
+                    near = near & (to < CAPACITY)
+                    tl.store(values_ptr + row64 * CAPACITY + to, x, mask=near)
+                    tl.store(ids_ptr + row64 * CAPACITY + to, token, mask=near)
 
 
 class Tables(Protocol):
@@ -485,18 +491,21 @@ def sample_tokens(
         logits.stride(0), tables.settings.stride(0), tables.counts.stride(0),
         tables.allowed.stride(0), bits.stride(0), num_rows, vocab_size, num_parts, skip,
     )  # fmt: skip
+    listed = torch.zeros(2 + 2 * num_rows, dtype=torch.int32, device=device)
     sharing = SHARING if num_rows >= 2 * SHARING else 1
-    grid = (num_parts, triton.cdiv(num_rows, sharing))
-    common = {"PART_SIZE": PART, "ROWS": sharing, "enable_fp_fusion": False}
+    common = {"PART_SIZE": PART, "enable_fp_fusion": False}
     narrow = {"COUNT": PIVOTS, "CAPACITY": CANDIDATES, "BLOCK": block, "num_warps": 8, **common}
-    launch(_begin_kernel, grid)(
-        *read, lengths, best, token, raw, found, *sizes, num_warps=4, **common
+    launch(_begin_kernel, (num_parts, triton.cdiv(num_rows, sharing)))(
+        *read, lengths, best, token, raw, found, listed, *sizes, ROWS=sharing, num_warps=4, **common
     )
+    grid = (num_parts, min(num_rows, LISTED_PROGRAMS))
     for closer in (False, True) if not skip & FILTER.value else ():
-        launch(_pivots_kernel, grid)(*read, best, coarse, fine, *sizes, FINE=closer, **narrow)
+        launch(_pivots_kernel, grid)(
+            *read, listed, best, coarse, fine, *sizes, FINE=closer, **narrow
+        )
     launch(_gather_kernel, grid)(
-        *read, lengths, best, token, won, raw, found, coarse, fine, sums, values, ids, *likely,
-        *sizes, LIKELY=LIKELIEST, **narrow,
+        *read, listed, lengths, best, token, won, raw, found, coarse, fine, sums, values, ids,
+        *likely, *sizes, LIKELY=LIKELIEST, **narrow,
     )  # fmt: skip
     launch(choose_row_kernel, (num_rows,))(
         *read, lengths, tables.history, best, token, won, raw, found, sums, values, ids, *likely,

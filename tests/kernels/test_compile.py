@@ -57,10 +57,11 @@ SLOT_GEMV = {**EXPERT_GEMV, "COUNT": 1, "FACTOR": False, "RESIDUAL": False, "BLO
              "UNROLL": 2, "BLOCK_N": 4, "BLOCK_K": 1024, "PREFETCH": None}
 FEW = {"BLOCK_M": 16, "BLOCK_N": 128, "BLOCK_K": 128, "STAGES": 3}
 MANY = {"BLOCK_M": 128, "BLOCK_N": 256, "BLOCK_K": 64, "STAGES": 3}
-PIVOTS = {"PART_SIZE": 2048, "ROWS": 4, "COUNT": 16, "CAPACITY": 8192, "BLOCK": 128}
+PIVOTS = {"PART_SIZE": 2048, "COUNT": 16, "CAPACITY": 8192, "BLOCK": 128}
 TABLES = {
     "counts_ptr": "*i16", "allowed_ptr": "*i32", "grammar_ptr": "*i32", "grammar_rows_ptr": "*i64",
     "best_ptr": "*fp32", "won_ptr": "*fp32", "raw_ptr": "*fp32", "found_ptr": "*i32",
+    "listed_ptr": "*i32",
     "coarse_ptr": "*i64", "fine_ptr": "*i64", "sums_ptr": "*i64", "values_ptr": "*fp32",
     "ids_ptr": "*i32", "likely_values_ptr": "*fp32", "likely_ids_ptr": "*i32",
     "top_ids_ptr": "*i32", "top_logprobs_ptr": "*fp32", "logprob_ptr": "*fp32", "rank_ptr": "*i32",
