@@ -177,7 +177,9 @@ class AttentionBackend(ABC):
     def supports(cls, spec: AttentionSpec, device: torch.device, dtype: torch.dtype) -> str | None:
         """None when it can serve this layer here, else the reason why not, in one clause.
 
-        Asked only about layers whose features it lists.
+        Asked only about layers whose features it lists, whatever else they are: also about
+        `num_heads` that is no multiple of `num_kv_heads`, and a dtype that is no floating-point
+        type. Both are to be refused.
         """
 
     @abstractmethod
@@ -266,11 +268,13 @@ class QuantizationMethod(Protocol):
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> QuantizationMethod:
         """From the checkpoint's `quantization_config`; empty where it has none (the method was
-        named in `EngineConfig.quantization`). Raises ConfigError with the field's name.
+        named in `EngineConfig.quantization`). Raises ConfigError with the field's name. A field
+        that says how weights are stored (bits, group size, …) is followed or refused.
         """
 
     def layer(self, spec: LinearSpec) -> QuantizedLinear | None:
-        """What takes the place of the layer `spec`; None: it stays as it is."""
+        """What takes the place of the layer `spec`; None: it stays as it is. It adds the layer's
+        bias, and gives results in the type of its inputs."""
 
 
 # ---------------------------------------------------------------- parsers
@@ -322,7 +326,8 @@ ParserEvent: TypeAlias = Content | Reasoning | ToolCallStart | ToolCallArguments
 class ReasoningParser(Protocol):
     """Splits thought from answer, for one request. Any cutting of the text gives the same fold.
 
-    Never raises on text; linear time; events are `Content` and `Reasoning`.
+    Never raises on text; linear time, whatever pieces the text comes in, so a piece costs the same
+    however much came before it; events are `Content` and `Reasoning`.
 
     A class may have two more attributes. `markers: tuple[str, ...]`: texts it looks for that may be
     special tokens, which are shown to it then. `thinking_switch: tuple[str, bool]`: the chat
@@ -394,7 +399,8 @@ class ToolParser(Protocol):
     """Finds tool calls in the answer, for one request. Rules as for `ReasoningParser`.
 
     Events are `Content`, `ToolCallStart`, `ToolCallArguments`, `ToolCallEnd`. Calls are numbered
-    from 0 and do not overlap; only a call with valid JSON for arguments has an end.
+    from 0 and do not overlap; only a call with valid JSON for arguments has an end: an object by
+    RFC 8259, without NaN, Infinity or control characters within strings.
 
     A class may have `markers`, as reasoning parsers have, and a function `new_id() -> str`: an id
     for a call whose text has none, where the family's template wants a certain form.
@@ -519,7 +525,7 @@ class GrammarBackend(Protocol):
 
 
 class WeightLoader(Protocol):
-    """Yields a checkpoint's tensors by name."""
+    """Fills a model with a checkpoint, which it only reads."""
 
     def __init__(self, config: EngineConfig, model_config: ModelConfig) -> None: ...
 
@@ -527,7 +533,9 @@ class WeightLoader(Protocol):
         """Fill every parameter of `model`, and process each of its quantized layers
         (`core.loading.weight_map.ParameterFiller` does both, from named tensors).
 
-        Raises LoadError naming what is missing or unknown.
+        In place, in each parameter's type; the same checkpoint gives the same numbers each time.
+        Raises LoadError naming the tensor that is missing, unknown or of another shape, and for
+        files that are damaged or not there.
         """
 
 
@@ -597,14 +605,16 @@ class ExecutorInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SchedulePolicy(Protocol):
-    """Who goes first, and who is preempted."""
+    """Who goes first, and who is preempted. Made once an engine, without arguments."""
 
     def key(self, request: Request) -> tuple[Any, ...]:
         """Smallest first. The victim of a preemption is the running request with the largest.
 
         Asked once, when the request is added: the answer holds for its life. Equal keys: by
         order of addition. A tuple of numbers, texts, bytes or such tuples, of one shape for all
-        requests: another key, or an exception, refuses this request alone.
+        requests, those for a vector too, and without NaN, so that any two compare: another key, or
+        an exception, refuses this request alone. The request is read and not changed. Called on
+        the event loop: it must not cost more, the more requests came before.
         """
 
 
@@ -741,16 +751,17 @@ class KVConnector(Protocol):
     """KV blocks from and to elsewhere: disaggregated prefill, offloading, shared stores.
 
     What is registered is a class (or any object) that makes both halves. They share no state but
-    what travels: metadata with the step plan, reports with the step result.
+    what travels: metadata with the step plan, reports with the step result. What the far side has
+    kept damaged is never used, and is replaced when its blocks are computed again.
     """
 
     @classmethod
     def make_scheduler(cls, setup: KVConnectorSetup) -> KVConnectorScheduler:
-        """Raises ConfigError with the name of a wrong option."""
+        """Raises ConfigError with the name of a wrong option, or of one that it does not know."""
 
     @classmethod
     def make_worker(cls, setup: KVConnectorSetup) -> KVConnectorWorker:
-        """Raises ConfigError with the name of a wrong option."""
+        """As `make_scheduler`."""
 
 
 # ---------------------------------------------------------------- logits processors

@@ -161,7 +161,12 @@ class Rehearsal(Protocol):
 
 
 class Operations:
-    """T = num_tokens. Weights are [out_features, in_features]."""
+    """T = num_tokens. Weights are [out_features, in_features].
+
+    Results are of the input's type. An argument is overwritten only where that is said, and a row
+    of a result does not depend on the rows beside it. Whether yours are right:
+    `jackfield.plugins.conformance.operations`.
+    """
 
     name: ClassVar[str] = "torch"
 

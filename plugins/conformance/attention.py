@@ -10,7 +10,6 @@ unless it is promised; what it serves must be right.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from dataclasses import replace
 from types import SimpleNamespace
@@ -25,8 +24,8 @@ from ...core.nn.attention import Attention
 from ...core.nn.context import BatchLayout, BuildContext, ForwardContext
 from ...core.nn.operations import HeadLayout, Norm, Operations
 from ...core.protocols import AttentionBackend, AttentionSpec
-from ...core.registry import load_plugins
 from ...core.worker.selection import attention_refusal
+from .kit import Kit
 from .paged import Batch, Row, Sizes, dense_attention, make_batch, make_layout
 
 BATCHES: dict[str, Sizes] = {
@@ -52,12 +51,6 @@ class FutureSpec(AttentionSpec, frozen=True, kw_only=True):
     invented_later: int | None = None
 
 
-@functools.cache
-def _registered(name: str) -> type[AttentionBackend]:
-    backend: type[AttentionBackend] = load_plugins()["attention_backend"].load(name)
-    return backend
-
-
 def make_spec(shape: tuple[int, int, int, int] = (4, 2, 128, 16), **features: Any) -> AttentionSpec:
     """The layer of a shape (query heads, key heads, head size, block size)."""
     heads, kv_heads, dim, _ = shape
@@ -66,11 +59,10 @@ def make_spec(shape: tuple[int, int, int, int] = (4, 2, 128, 16), **features: An
     )
 
 
-class AttentionBackendKit:
+class AttentionBackendKit(Kit):
     """Subclass it in your tests, and set what is yours."""
 
-    name: ClassVar[str]
-    """As registered."""
+    kind = "attention_backend"
     promised: ClassVar[frozenset[str]] = frozenset()
     """Features of `AttentionSpec`, and dtypes such as "bfloat16", that it serves here: then a
     refusal fails. Plain attention in a promised dtype is promised too."""
@@ -87,7 +79,8 @@ class AttentionBackendKit:
     @property
     def backend_class(self) -> type[AttentionBackend]:
         """What is registered under `name`."""
-        return _registered(self.name)
+        backend: type[AttentionBackend] = self.registered()
+        return backend
 
     @property
     def device(self) -> torch.device:
@@ -374,7 +367,8 @@ class AttentionBackendKit:
     # -------------------------------------------------------------- refusals
 
     def test_refusals_are_stated(self) -> None:
-        """Whatever it is asked about, wherever: None, or one line that says why not."""
+        """Whatever it is asked about, wherever: None, or one line that says why not. Query heads
+        that key heads cannot share evenly, and types that are no floats, are always refused."""
         odd = [
             make_spec((3, 2, 64, 16)),
             make_spec((2, 2, 512, 16)),

@@ -1,4 +1,4 @@
-"""Bars in seconds of processor time that hold on a slow or busy machine, too."""
+"""Bars on processor time that hold on a slow or busy machine, too: ratios within one run."""
 
 from __future__ import annotations
 
@@ -12,6 +12,29 @@ _MAX_SPAN = 1.0
 """Processor seconds that the pace is measured over, at most."""
 
 
+def growth(
+    small: Callable[[], object], large: Callable[[], object], bar: float, attempts: int = 4
+) -> float:
+    """How many times as much processor time `large` takes as `small`, at its best: the least of
+    some attempts, none after `bar` is met.
+
+    An attempt measures the two next to each other, so that what else goes on meets both.
+    """
+    best = inf
+    for _ in range(attempts):
+        least = max(min(_seconds(small), _seconds(small)), 1e-6)
+        best = min(best, _seconds(large) / least)
+        if best < bar:
+            break
+    return best
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    began = time.process_time()
+    work()
+    return time.process_time() - began
+
+
 def processor_seconds(work: Callable[[], object], bar: float, attempts: int = 6) -> float:
     """Seconds that `work` takes an idle core: the least of some attempts, none after `bar` is met.
 
@@ -21,9 +44,7 @@ def processor_seconds(work: Callable[[], object], bar: float, attempts: int = 6)
     """
     best = inf
     for _ in range(attempts):
-        began = time.process_time()
-        work()
-        took = time.process_time() - began
+        took = _seconds(work)
         best = min(best, took if took < bar else took / max(1.0, _pace(took)))
         if best < bar:
             break

@@ -6,6 +6,11 @@
         def extra_config(self, folder):                 # kv_connector_extra_config
             return {"url": self.server_for(folder)}
 
+        wrong_options = {"url": 3}                      # each refused by its name
+
+        def damage(self, folder):                       # other bytes than were stored
+            self.scramble(folder)
+
         def break_far_side(self, folder):               # it fails from now on
             self.stop_server()
 
@@ -18,7 +23,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -31,7 +36,8 @@ from ...core.errors import ConfigError
 from ...core.registry import load_plugins
 from ...core.types import OutputKind, RequestOutput, SamplingParams
 from . import kv_watch
-from .kv_halves import BLOCK, SECONDS, Halves, bits, random_cache, until
+from .kit import Kit
+from .kv_halves import BLOCK, SECONDS, Halves, bits, make_setup, random_cache, until
 from .kv_watch import Watch
 
 MAX_TOKENS = 6
@@ -52,11 +58,12 @@ def prompt(seed: int, length: int = 40) -> list[int]:
     return [rng.randrange(10, 1000) for _ in range(length)]
 
 
-class KVConnectorKit:
+class KVConnectorKit(Kit):
     """Subclass it, and say what only the author knows."""
 
-    name: ClassVar[str]
-    """As registered."""
+    kind = "kv_connector"
+    wrong_options: ClassVar[Mapping[str, Any]] = {}
+    """Option → a value that is refused, naming the option."""
     shared: ClassVar[bool | None] = None
     """Whether another engine, in another process too, finds what one has saved. None: as the
     attribute `shared` of what is registered says, else yes."""
@@ -72,9 +79,13 @@ class KVConnectorKit:
         """Whatever can go wrong there goes wrong now, while engines use it."""
         pytest.skip("the kit was not told how to break this far side: give it break_far_side")
 
+    def damage(self, folder: Path) -> None:
+        """Change what is stored, so that none of it is what it was; the far side works on."""
+        pytest.skip("the kit was not told how to damage what is stored: give it damage")
+
     @pytest.fixture(autouse=True)
     def _can_start(self, tmp_path: Path) -> None:
-        connector = load_plugins()["kv_connector"].load(self.name)
+        connector = self.registered()
         self._shared = getattr(connector, "shared", True) if self.shared is None else self.shared
         if type(self).extra_config is not KVConnectorKit.extra_config:
             return
@@ -243,6 +254,40 @@ class KVConnectorKit:
 
         self._run(scenario())
 
+    def test_what_is_damaged_is_replaced(self, tmp_path: Path) -> None:
+        """It is found out once, and stored anew: then it is of use again."""
+
+        async def scenario() -> None:
+            async with self._engine(tmp_path) as (engine, _):
+                await self._check(engine, prompt(1))
+                await self._settled(engine)
+                self.damage(tmp_path)
+                # A load ends at the first damaged block, so that they may go one by one.
+                for _ in range(12):
+                    await self._forget(engine)
+                    output = await self._check(engine, prompt(1))
+                    if output.num_cached_tokens == 36:
+                        return
+                assert output.num_cached_tokens == 36, "damaged blocks stay, and stand in the way"
+
+        self._run(scenario())
+
+    # ------------------------------------------------------------ options
+
+    def test_wrong_options_are_refused_by_name(self, tmp_path: Path) -> None:
+        """By both halves; an option that nobody knows is a wrong one."""
+        good = self.extra_config(tmp_path)
+        cache = [random_cache(2, BLOCK, 1, 8, torch.float32).to(self.device)]
+        for option, value in {"no_such_option": 1, **self.wrong_options}.items():
+            setup = make_setup(self.name, {**good, option: value}, self.plugins(), cache)
+            for half in ("make_scheduler", "make_worker"):
+                made: Any = None
+                with pytest.raises(ConfigError) as caught:
+                    made = getattr(self.registered(), half)(setup)
+                if made is not None:
+                    made.close()
+                assert option in str(caught.value), f"{half}: {option} is not named"
+
     # ------------------------------------------------------------ aborts
 
     def test_an_abort_during_a_load_leaves_its_blocks_alone_until_it_ends(
@@ -371,7 +416,8 @@ class KVConnectorKit:
             device=self.device,
             kv_transfer_config=KVTransferConfig(kv_connector=kv_watch.NAME),
         )
-        async with AsyncEngine(config, plugins=load_plugins(extra=[watch])) as engine:
+        extra = [plugin for plugin in (self.plugin, watch) if plugin is not None]
+        async with AsyncEngine(config, plugins=load_plugins(extra=extra)) as engine:
             try:
                 yield engine, watch
             finally:
@@ -385,7 +431,7 @@ class KVConnectorKit:
             return
         options = {**ENGINE, "device": self.device, "num_gpu_blocks_override": 1000}
         config = EngineConfig(**options)
-        async with AsyncEngine(config, plugins=load_plugins()) as engine:
+        async with AsyncEngine(config, plugins=self.plugins()) as engine:
             for tokens in unknown:
                 output = await finish(engine, tokens)
                 _expected[self.device, tuple(tokens)] = output.outputs[0].token_ids
@@ -407,7 +453,7 @@ class KVConnectorKit:
         assert await engine.reset_prefix_cache()
 
     def _halves(self, folder: Path, caches: list[torch.Tensor]) -> Halves:
-        return Halves(self.name, self.extra_config(folder), load_plugins(), caches)
+        return Halves(self.name, self.extra_config(folder), self.plugins(), caches)
 
 
 PARAMS = SamplingParams(

@@ -39,27 +39,34 @@ def random_cache(blocks: int, size: int, heads: int, dim: int, dtype: torch.dtyp
         return torch.randint(0, 256, shape, dtype=torch.uint8).view(dtype)
 
 
+def make_setup(
+    name: str, extra: dict[str, Any], plugins: Plugins, caches: list[torch.Tensor]
+) -> KVConnectorSetup:
+    """What an engine with these caches would make both halves from."""
+    dtype = str(caches[0].dtype).removeprefix("torch.")
+    layout = KVLayout(
+        num_blocks=caches[0].shape[1],
+        block_size=BLOCK,
+        dtype=dtype,
+        layers=tuple((cache.shape[3], cache.shape[4]) for cache in caches),
+        block_bytes=sum(cache[:, 0].nbytes for cache in caches),
+        fingerprint=f"the kit's own {dtype}".encode().ljust(32, b"."),
+    )
+    return KVConnectorSetup(
+        transfer=KVTransferConfig(kv_connector=name, kv_connector_extra_config=extra),
+        layout=layout,
+        plugins=plugins,
+        notify=lambda: None,
+    )
+
+
 class Halves:
     """Both halves of a connector without an engine between them."""
 
     def __init__(
         self, name: str, extra: dict[str, Any], plugins: Plugins, caches: list[torch.Tensor]
     ) -> None:
-        dtype = str(caches[0].dtype).removeprefix("torch.")
-        layout = KVLayout(
-            num_blocks=caches[0].shape[1],
-            block_size=BLOCK,
-            dtype=dtype,
-            layers=tuple((cache.shape[3], cache.shape[4]) for cache in caches),
-            block_bytes=sum(cache[:, 0].nbytes for cache in caches),
-            fingerprint=f"the kit's own {dtype}".encode().ljust(32, b"."),
-        )
-        setup = KVConnectorSetup(
-            transfer=KVTransferConfig(kv_connector=name, kv_connector_extra_config=extra),
-            layout=layout,
-            plugins=plugins,
-            notify=lambda: None,
-        )
+        setup = make_setup(name, extra, plugins, caches)
         connector = plugins["kv_connector"].load(name)
         self.scheduler = connector.make_scheduler(setup)
         self.worker = connector.make_worker(setup)

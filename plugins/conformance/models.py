@@ -34,9 +34,10 @@ from ...core.loading.build import build_model
 from ...core.loading.model_config import resolve_model_config
 from ...core.nn.attention import Attention
 from ...core.nn.context import ForwardContext
-from ...core.registry import load_plugins
+from ...core.registry import Plugins, load_plugins
 from ...core.types import SamplingParams
 from ...core.worker.selection import attention_refusal, choose
+from .kit import Kit
 from .paged import make_layout
 
 VOCAB = 151
@@ -46,6 +47,11 @@ TINY: dict[str, Any] = {
     "max_position_embeddings": 256, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
     "initializer_range": 0.2,
 }  # fmt: skip
+"""Of these a family gets the fields that its configuration has."""
+EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layernorm_epsilon", "layer_norm_epsilon",
+            "norm_eps", "norm_epsilon")  # fmt: skip
+EPSILON = 0.1
+"""So much that a norm with another one shows."""
 BLOCK = 4
 LONGEST = 80
 OUTPUT = 8
@@ -67,8 +73,10 @@ class PagedModel:
     kernels: the name of both the attention backend and the operations.
     """
 
-    def __init__(self, folder: Path, dtype: str, *, kernels: str = "auto") -> None:
-        plugins = load_plugins()
+    def __init__(
+        self, folder: Path, dtype: str, *, kernels: str = "auto", plugins: Plugins | None = None
+    ) -> None:
+        plugins = load_plugins() if plugins is None else plugins
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         config = EngineConfig(model=str(folder), device=device.type, dtype=dtype)  # type: ignore[arg-type]
         model_config = resolve_model_config(config, plugins)
@@ -138,15 +146,15 @@ class PagedModel:
         return hidden
 
 
-class ModelKit:
-    """Subclass it in your tests, and set what is yours."""
+class ModelKit(Kit):
+    """Subclass it in your tests, and set what is yours. `name` is the architecture as registered,
+    and as config.json's `architectures` says."""
 
-    name: ClassVar[str]
-    """The architecture as registered, and as config.json's `architectures` says."""
+    kind = "model"
     reference: ClassVar[Any] = None
     """A `transformers` causal model's class; None: the one that transformers has under `name`."""
     config: ClassVar[Mapping[str, Any]] = {}
-    """Where the tiny configuration should differ from `TINY`."""
+    """Where the tiny configuration should differ from `TINY`, and from an epsilon of `EPSILON`."""
     tolerance: ClassVar[float] = 1e-3
     """How far float32 log-probabilities may be from the reference's."""
     invariance: ClassVar[float] = 2e-4
@@ -162,7 +170,7 @@ class ModelKit:
         kind = cls.reference or getattr(transformers, cls.name, None)
         if kind is None:
             pytest.skip(f"transformers has no {cls.name}: subclass ModelKit and set reference")
-        config = kind.config_class(**{**TINY, **cls.config})
+        config = kind.config_class(**{**tiny(kind.config_class), **cls.config})
         config._attn_implementation = "eager"
         torch.manual_seed(7)
         model = kind(config).float().eval()
@@ -205,12 +213,21 @@ class ModelKit:
             "num_gpu_blocks_override": 256,
             **options,
         }
-        return AsyncEngine(EngineConfig(model=str(folder), **settings))
+        return AsyncEngine(EngineConfig(model=str(folder), **settings), plugins=self.plugins())
+
+    def paged(self, folder: Path, dtype: str = "float32") -> PagedModel:
+        """The checkpoint's model without an engine around it."""
+        return PagedModel(folder, dtype, plugins=self.plugins())
+
+    def parameters(self, folder: Path) -> dict[str, torch.Tensor]:
+        """A built model's parameters by name; raises LoadError."""
+        model: nn.Module = self.paged(folder).model
+        return {name: parameter.detach().cpu() for name, parameter in model.named_parameters()}
 
     # -------------------------------------------------------------- logits
 
     def test_logits_equal_the_reference(self, folder: Path, expected: Any) -> None:
-        model = PagedModel(folder, "float32")
+        model = self.paged(folder)
         for slot, prompt in enumerate(_prompts()):
             self.near(model.run({slot: prompt})[slot], expected(prompt), self.tolerance)
 
@@ -224,7 +241,7 @@ class ModelKit:
     ) -> None:
         prompt = _prompts()[3]
         assert sum(sizes) == len(prompt)
-        model = PagedModel(folder, "float32")
+        model = self.paged(folder)
         whole = model.run({0: prompt})[0]
         parts, first = [], 0
         for size in sizes:
@@ -235,9 +252,9 @@ class ModelKit:
     def test_what_else_is_in_the_batch_changes_nothing(self, folder: Path) -> None:
         """Rows that begin beside others, and beside rows that go on by one token."""
         prompts = _prompts()
-        model = PagedModel(folder, "float32")
+        model = self.paged(folder)
         alone = [(model.run({s: p})[s], model.run({s: [5]})[s]) for s, p in enumerate(prompts)]
-        model = PagedModel(folder, "float32")
+        model = self.paged(folder)
         begun = model.run(dict(enumerate(prompts[:4])))
         mixed = model.run({0: [5], 1: [5], 2: [5], 3: [5], 4: prompts[4], 5: prompts[5]})
         ended = model.run({4: [5], 5: [5]})
@@ -248,7 +265,7 @@ class ModelKit:
 
     def test_logits_of_some_rows_need_no_others(self, folder: Path) -> None:
         """`compute_logits` sees the rows that sample, in any number."""
-        model = PagedModel(folder, "float32")
+        model = self.paged(folder)
         hidden = model.hidden({0: _prompts()[2]})
         with torch.inference_mode():
             every = model.logits(hidden)
@@ -263,7 +280,7 @@ class ModelKit:
     ) -> None:
         """As near to float32 as the reference itself is in that type."""
         try:
-            model = PagedModel(folder, dtype)
+            model = self.paged(folder, dtype)
         except ConfigError as error:
             pytest.skip(f"{dtype} cannot be served here: {error}")
         kinds = {p.dtype for p in model.model.parameters()}
@@ -329,10 +346,10 @@ class ModelKit:
         self, folder: Path, tmp_path: Path
     ) -> None:
         tensors = load_file(folder / WEIGHTS)
-        before = _parameters(_changed(folder, tmp_path, tensors))
+        before = self.parameters(_changed(folder, tmp_path, tensors))
         for name in _one_of_each_layer(tensors):
             changed = {**tensors, name: tensors[name] + 1.0}
-            after = _parameters(_changed(folder, tmp_path, changed))
+            after = self.parameters(_changed(folder, tmp_path, changed))
             moved = [key for key, value in after.items() if not torch.equal(value, before[key])]
             assert moved, f"{name} is read, and changes nothing"
 
@@ -341,7 +358,7 @@ class ModelKit:
         for name in _one_of_each_layer(tensors):
             left = {key: value for key, value in tensors.items() if key != name}
             with pytest.raises(LoadError) as caught:
-                _parameters(_changed(folder, tmp_path, left))
+                self.parameters(_changed(folder, tmp_path, left))
             assert name in str(caught.value)
 
     def test_a_tensor_that_nothing_uses_is_refused_by_name(
@@ -351,8 +368,16 @@ class ModelKit:
         layered = next(name for name in sorted(tensors) if re.search(r"\.0\.", name))
         for name in ("nobody.weight", re.sub(r"\.0\.", ".77.", layered, count=1)):
             with pytest.raises(LoadError) as caught:
-                _parameters(_changed(folder, tmp_path, {**tensors, name: torch.ones(3)}))
+                self.parameters(_changed(folder, tmp_path, {**tensors, name: torch.ones(3)}))
             assert name in str(caught.value)
+
+
+def tiny(config_class: Any) -> dict[str, Any]:
+    """What a family's tiny configuration is made from: the fields of `TINY` that it has, and
+    epsilons that show. A field that it lacks would be written down, and believed."""
+    known = config_class()
+    fields = {name: value for name, value in TINY.items() if hasattr(known, name)}
+    return fields | {name: EPSILON for name in EPSILONS if hasattr(known, name)}
 
 
 @functools.cache
@@ -398,9 +423,3 @@ def _changed(folder: Path, into: Path, tensors: dict[str, torch.Tensor]) -> Path
     (into / "config.json").write_bytes((folder / "config.json").read_bytes())
     save_file(tensors, into / WEIGHTS, metadata={"format": "pt"})
     return into
-
-
-def _parameters(folder: Path) -> dict[str, torch.Tensor]:
-    """A built model's parameters by name; raises LoadError."""
-    model: nn.Module = PagedModel(folder, "float32").model
-    return {name: parameter.detach().cpu() for name, parameter in model.named_parameters()}

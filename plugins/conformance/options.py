@@ -37,6 +37,10 @@ KITS = {
     "kv_connector": Kit("--kv-connector", "kv_connectors", "KVConnectorKit"),
     "logits_processor": Kit("--logits-processor", "logits_processors", "LogitsProcessorKit"),
     "structured_backend": Kit("--grammar-backend", "grammars", "GrammarBackendKit"),
+    "executor": Kit("--executor", "executors", "ExecutorKit"),
+    "operations": Kit("--operations", "operations", "OperationsKit"),
+    "schedule_policy": Kit("--schedule-policy", "policies", "SchedulePolicyKit"),
+    "weight_loader": Kit("--weight-loader", "loaders", "WeightLoaderKit"),
 }
 """By the registry's name of the kind."""
 

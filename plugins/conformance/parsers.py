@@ -31,10 +31,10 @@ from ...core.protocols import (
     ToolCallEnd,
     ToolCallStart,
 )
-from ...core.registry import Plugins, load_plugins
 from ...core.text.parsing import OutputParser, ParsedMessage, fold
 from .call_forms import CallFormChecks
-from .clock import processor_seconds
+from .clock import growth, processor_seconds
+from .kit import Kit
 
 
 class Sample(msgspec.Struct, frozen=True):
@@ -64,11 +64,6 @@ def tool(name: str, **properties: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "parameters": parameters}}
 
 
-@functools.cache
-def _plugins() -> Plugins:
-    return load_plugins()
-
-
 def run(parser: Any, pieces: Sequence[str]) -> list[ParserEvent]:
     """All events of a text that comes in these pieces."""
     events = [event for piece in pieces for event in parser.feed(piece)]
@@ -81,12 +76,9 @@ def cut(text: str, places: Sequence[int]) -> list[str]:
     return [text[a:b] for a, b in itertools.pairwise(at)]
 
 
-class ParserKit:
+class ParserKit(Kit):
     """What the two kits share."""
 
-    kind: ClassVar[str]
-    name: ClassVar[str]
-    """The registered name of the parser."""
     samples: ClassVar[Sequence[Sample]] = ()
     markers: ClassVar[Sequence[str]] = ()
     """Texts that mean something to the parser, besides its class's `markers`."""
@@ -104,7 +96,7 @@ class ParserKit:
     @property
     def parser_class(self) -> Any:
         """What is registered under the name."""
-        return _plugins()[self.kind].load(self.name)
+        return self.registered()
 
     def make(self, sample: Sample | None = None) -> Any:
         """A parser for the request that a sample belongs to."""
@@ -153,6 +145,12 @@ class ParserKit:
         )
         limits(given(**strategies)(check))()
 
+    def leads(self) -> Iterator[str]:
+        """Beginnings of an output, each of which leaves the parser in another state."""
+        yield ""
+        for sample in self.samples[:3]:
+            yield sample.text[: len(sample.text) // 2]
+
     def check_time(self, text: str, size: int) -> None:
         """Raises AssertionError where a text in pieces of one size takes more than `seconds`."""
         sample = self.samples[0] if self.samples else None
@@ -181,7 +179,7 @@ class ParserKit:
                     assert call.arguments == wanted, call
                 else:
                     assert index in ended, f"call {index} has no end: {call.arguments}"
-                    assert json.loads(call.arguments) == wanted, call
+                    assert strictly(call.arguments) == wanted, call
             if sample.ids is not None:
                 assert [call.id for call in found.tool_calls] == list(sample.ids), found
 
@@ -231,6 +229,55 @@ class ParserKit:
         for text, count in self.hostile():
             self.check_time(text * (count // 16), 3)
 
+    def test_a_piece_costs_the_same_however_much_came_before(self) -> None:
+        """Looking through all of the text for each piece is quadratic, however cheap the look."""
+        sample = self.samples[0] if self.samples else None
+        for lead in self.leads():
+            parsers = [self.make(sample), self.make(sample)]
+            for parser, count in zip(parsers, (500, EARLIER), strict=True):
+                parser.feed(lead)
+                parser.feed("ab\n" * (count // 3))
+            small, large = (functools.partial(_feed, parser) for parser in parsers)
+            ratio = growth(small, large, BAR)
+            told = f"after {lead[-60:]!r} and a megabyte of words a piece takes {ratio:.0f} times"
+            assert ratio < BAR, f"{told} as long as after 500 letters"
+
+
+EARLIER = 1_000_000
+"""Letters that came before: searching them takes ten times as long as a piece does."""
+BAR = 5.0
+"""How many times as long a piece may take after them."""
+
+
+def _feed(parser: Any) -> None:
+    """Many small pieces."""
+    for _ in range(100):
+        parser.feed("abc")
+
+
+def strictly(text: str) -> Any:
+    """Decode JSON as RFC 8259 has it. Raises ValueError."""
+
+    def refuse(constant: str) -> None:
+        raise ValueError(f"{constant} is no JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+_SCALAR = re.compile(r'(?<=[:\[,>=\n])( ?)(-?\d[\w.+-]*|true|false|null|"[^"\n]*")')
+_WRONG_VALUES = ("NaN", "-Infinity", "Infinity", "01", ".5", "0x1F", "+1", "1_0", "'a'")
+
+
+def spoiled(text: str) -> Iterator[str]:
+    """An output with what JSON does not have: control characters in strings, odd numbers."""
+    quotes = [place + 1 for place, char in enumerate(text) if char == '"'][:40]
+    for place in quotes:
+        for raw in ("\n", "\x01", "\t"):
+            yield text[:place] + raw + text[place:]
+    for found in itertools.islice(_SCALAR.finditer(text), 12):
+        for value in _WRONG_VALUES:
+            yield text[: found.start(2)] + value + text[found.end(2) :]
+
 
 _PIECES = [*'{}[]()<>|=:,"\'\\/;', "\n", " ", "é🙂", '"name"', '"arguments"', '"parameters"',
            "true", "None", "-0.5e3", '"\\u00', "\\ud83d", "x" * 70, '{"name": "f", "arguments": {',
@@ -264,7 +311,7 @@ class ToolParserKit(ParserKit, CallFormChecks):
                 case ToolCallEnd(index):
                     assert inside and index == count - 1, "the end of no open call"
                     inside = False
-                    assert isinstance(json.loads(arguments), dict), arguments
+                    assert isinstance(strictly(arguments), dict), arguments
                 case Reasoning():
                     raise AssertionError("a tool parser knows no thought")
 
@@ -295,6 +342,25 @@ class ToolParserKit(ParserKit, CallFormChecks):
                     yield opening + lead + text * (size // len(text)), 1
         for sample in self.samples[:1]:
             yield sample.text, size // len(sample.text)
+
+    def leads(self) -> Iterator[str]:
+        """Also in the middle of a call's arguments, and of a string in them."""
+        yield from super().leads()
+        if opening := self.opening():
+            yield from (opening, opening + '"a": "')
+
+    def test_arguments_are_strict_json(self, sample: Sample) -> None:
+        """A call that ends has JSON, whatever the model wrote in its place: raw control
+        characters, NaN, numbers as other languages have them."""
+        if not sample.calls:
+            pytest.skip("a sample without calls")
+        for text in spoiled(sample.text):
+            events = run(self.make(sample), [text])
+            try:
+                self.check_events(events)
+            except ValueError as error:
+                pytest.fail(f"{text!r} ends a call whose arguments are no JSON: {error}")
+            assert fold(run(self.make(sample), list(text))) == fold(events), repr(text)
 
     def test_text_without_marks_is_passed_on_as_it_is(self) -> None:
         """Letters, spaces and newlines mean nothing to a tool parser."""
@@ -389,7 +455,7 @@ class ReasoningParserKit(ParserKit):
 
     def test_a_tool_parser_sees_the_answer_alone(self, sample: Sample) -> None:
         """The chain hands thought past the tool parser."""
-        tools = _plugins()["tool_parser"].load("hermes")()
+        tools = self.plugins()["tool_parser"].load("hermes")()
         chain = OutputParser(self.make(sample), tools)
         found: ParsedMessage = fold(run(chain, list(sample.text)))
         assert found.reasoning == sample.reasoning

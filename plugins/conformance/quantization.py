@@ -22,7 +22,7 @@ import asyncio
 import dataclasses
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -41,8 +41,8 @@ from ...core.loading.quantize import quantized_layers
 from ...core.nn.norm import RMSNorm
 from ...core.nn.operations import Operations
 from ...core.nn.quantized import LinearSpec, QuantizedLinear
-from ...core.registry import load_plugins
 from ...core.types import SamplingParams
+from .kit import Kit
 
 VOCAB = 160
 SIZES: dict[str, Any] = {
@@ -55,23 +55,30 @@ MIXTURE: dict[str, Any] = {
     "num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 256,
     "norm_topk_prob": True,
 }  # fmt: skip
-FAMILIES = {"Llama": SIZES, "Phi3": SIZES, "Qwen3": SIZES, "Qwen3Moe": SIZES | MIXTURE}
-"""Phi3's checkpoints have what is one layer as one tensor, others' as two or three."""
+BIASED = {"attention_bias": True, "mlp_bias": True}
+FAMILIES = {
+    "Llama": SIZES | BIASED, "Phi3": SIZES, "Qwen3": SIZES, "Qwen3Moe": SIZES | MIXTURE,
+}  # fmt: skip
+"""Llama's layers have biases. Phi3's checkpoints have what is one layer as one tensor, others' as
+two or three."""
 PROJECTIONS = (
     "q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "gate_proj", "up_proj", "gate_up_proj",
     "down_proj",
 )  # fmt: skip
 
 
-class QuantizationKit:
+class QuantizationKit(Kit):
     """Subclass it in your tests, and set what is yours."""
 
-    name: ClassVar[str]
+    kind = "quantization"
     config: ClassVar[Mapping[str, Any]] = {}
     """`quantization_config` without its quant_method; empty for a method that rounds plain
     checkpoints as they load."""
     mismatched: ClassVar[Mapping[str, Any]] = {}
     """Field → a value that `from_config` must refuse, naming the field."""
+    inert: ClassVar[frozenset[str]] = frozenset()
+    """Numbers in `config` (by name or dotted path) that say nothing about how weights are stored:
+    another value of them may change nothing."""
     ignore_field: ClassVar[str | None] = None
     """The field that lists layers to leave alone, where the format has one."""
     rounding: ClassVar[float] = 0.15
@@ -82,6 +89,9 @@ class QuantizationKit:
     """The same of its products, for inputs of any kind: more where inputs are rounded, too."""
     logprob_error: ClassVar[float] = 1e-3
     """How far log-probabilities may be from the dequantised model's: float32, on a CPU."""
+    half_error: ClassVar[float] = 0.12
+    """How far products in bfloat16 may be off, relative to the largest: scales may be of that type,
+    too."""
     experts: ClassVar[bool] = True
     """Whether the method takes the experts of a mixture."""
     prompt_lengths: ClassVar[tuple[int, ...]] = (1, 9, 37)
@@ -97,7 +107,7 @@ class QuantizationKit:
         method that rounds plain weights is compared with its own rounding of one layer by itself:
         what then is tested is how layers are joined, applied and served.
         """
-        method_class = load_plugins()["quantization"].load(self.name)
+        method_class = self.registered()
         if (reason := method_class.supports(torch.device("cpu"), weight.dtype)) is not None:
             pytest.skip(reason)
         try:
@@ -143,6 +153,10 @@ class QuantizationKit:
         config = getattr(transformers, f"{family}Config")(**FAMILIES[family])
         torch.manual_seed(11)
         model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if name.endswith(".bias"):
+                    parameter.normal_(std=0.3)
         tensors: dict[str, torch.Tensor] = {}
         taken = set()
         for layer, weight in linear_weights(model).items():
@@ -181,7 +195,7 @@ class QuantizationKit:
         model_config = resolve_model_config(config)
         with torch.inference_mode():
             return build_model(
-                load_plugins(), config, model_config, torch.device(self.device), self.operations()
+                self.plugins(), config, model_config, torch.device(self.device), self.operations()
             )
 
     # ------------------------------------------------------------ the tests
@@ -199,20 +213,85 @@ class QuantizationKit:
 
     def dense(self, layer: QuantizedLinear) -> torch.Tensor:
         """[out_features, in_features]: what the layer multiplies by, found by multiplying."""
-        size = layer.spec.in_features
-        eye = torch.eye(size, device=layer.spec.device)
-        product: torch.Tensor
-        if not layer.spec.gated:
-            product = layer(eye)
-            return product.t()
-        # Without the activation: the same layer as if it were a plain merged one.
-        spec = layer.spec
+        size, spec = layer.spec.in_features, layer.spec
+        inputs = torch.eye(size + 1, size, device=spec.device, dtype=spec.dtype)
         try:
+            # Without the activation: the same layer as if it were a plain merged one.
             layer.spec = dataclasses.replace(spec, gated=False)
-            product = layer(eye)
+            product: torch.Tensor = layer(inputs)
         finally:
             layer.spec = spec
-        return product.t()
+        # The last input is all zeros, and its product is the bias.
+        return (product[:-1] - product[-1]).t()
+
+    def test_biases_are_added(self, checkpoint: Any) -> None:
+        """Of merged and gated layers, too."""
+        folder, reference = checkpoint
+        layers = quantized_layers(self.build(folder))
+        biased = 0
+        for layer in layers.values():
+            parts = [getattr(reference.get_submodule(source), "bias", None)
+                     for source in layer.spec.sources.values()
+                     if not EXPERT.search(source)]  # fmt: skip
+            if not parts or any(part is None for part in parts):
+                continue
+            biased += 1
+            bias = torch.cat([part.data for part in parts if part is not None])
+            if layer.spec.gated:
+                gate, up = bias.chunk(2)
+                bias = nn.functional.silu(gate) * up
+            for rows in (1, 3):
+                zeros = torch.zeros(rows, layer.spec.in_features, device=layer.spec.device)
+                got = layer(zeros).cpu()
+                worst = (got - bias).abs().max()
+                assert worst <= 1e-5, f"{layer.spec.prefix}: a bias is left out or wrong"
+        if not biased:
+            pytest.skip("layers of this family have no biases")
+
+    def test_results_are_in_the_models_type(self, checkpoint: Any) -> None:
+        """In a bfloat16 model: products near those of the weights in float32, rounded to it."""
+        if (
+            reason := self.registered().supports(torch.device(self.device), torch.bfloat16)
+        ) is not None:
+            pytest.skip(reason)
+        folder, _ = checkpoint
+        wide = quantized_layers(self.build(folder))
+        try:
+            narrow = quantized_layers(self.build(folder, dtype="bfloat16"))
+        except ConfigError as error:
+            pytest.skip(f"not in bfloat16: {error}")
+        for name, layer in narrow.items():
+            if layer.spec.role == "embedding":
+                continue
+            x = torch.randn(3, layer.spec.in_features, device=layer.spec.device).bfloat16()
+            for rows in (1, 3):
+                got, want = layer(x[:rows]), wide[name](x[:rows].float())
+                assert got.dtype == torch.bfloat16, f"{name} gives {got.dtype} for bfloat16"
+                worst = (got.float() - want).abs().max()
+                assert worst <= (self.half_error + self.product_error) * want.abs().max(), name
+
+    def test_every_number_of_the_config_counts(self, checkpoint: Any) -> None:
+        """The same tensors under another `group_size`, say, are another weight, or refused."""
+        folder, _ = checkpoint
+        if not self.config:
+            pytest.skip("there is no quantization_config")
+        before = [self.dense(layer) for layer in quantized_layers(self.build(folder)).values()]
+        for path, value in numbers(self.config):
+            called = ".".join(path)
+            if self.inert & {called, path[-1]}:
+                continue
+            self.set_config(folder, **replaced(self.config, path, 2 * value if value > 0 else 32))
+            try:
+                layers = quantized_layers(self.build(folder)).values()
+                after = [self.dense(layer) for layer in layers]
+            except (ConfigError, LoadError):
+                continue
+            finally:
+                self.set_config(folder)
+            same = len(before) == len(after) and all(map(torch.equal, before, after))
+            assert not same, (
+                f"another {called} changes nothing (if it should not, name it in inert)"
+            )
 
     def test_norm_before_and_residual_after(self, checkpoint: Any) -> None:
         """For one row and for several, as for a layer that does each step by itself."""
@@ -229,6 +308,8 @@ class QuantizationKit:
                 x = torch.randn(rows, size, device=device)
                 wide = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5) * norm.weight
                 wanted = wide @ dense.t()
+                if layer.bias is not None:
+                    wanted = wanted + layer.bias
                 if layer.spec.gated:
                     gate, up = wanted.chunk(2, dim=-1)
                     wanted = nn.functional.silu(gate) * up
@@ -262,7 +343,8 @@ class QuantizationKit:
                 logprobs=2,
                 prompt_logprobs=2,
             )
-            async with AsyncEngine(self.engine_config(folder)) as engine:
+            config = self.engine_config(folder)
+            async with AsyncEngine(config, plugins=self.plugins()) as engine:
                 return list(await asyncio.gather(*(_last(engine, p, params) for p in prompts)))
 
         for prompt, output in zip(prompts, asyncio.run(serve()), strict=True):
@@ -279,7 +361,7 @@ class QuantizationKit:
     def test_mismatched_config_is_refused_by_the_fields_name(self, checkpoint: Any) -> None:
         """Each wrong value by itself."""
         folder, _ = checkpoint
-        method = load_plugins()["quantization"].load(self.name)
+        method = self.registered()
         for field, value in self.mismatched.items():
             wrong = {"quant_method": self.name, **self.config, field: value}
             with pytest.raises(ConfigError, match=field.rpartition(".")[2]) as caught:
@@ -296,7 +378,8 @@ class QuantizationKit:
                 self.set_config(folder)
 
     def test_missing_and_misshapen_tensors_are_named(self, checkpoint: Any, tmp_path: Path) -> None:
-        """The error calls them as the checkpoint does."""
+        """The error calls them as the checkpoint does, or names the layer and what it lacks. A
+        tensor may be missing without an error where nothing hangs on it."""
         folder, _ = checkpoint
         tensors = load_file(folder / "model.safetensors")
         (tmp_path / "config.json").write_text((folder / "config.json").read_text())
@@ -307,10 +390,24 @@ class QuantizationKit:
         save_file(cut, tmp_path / "model.safetensors", {"format": "pt"})
         with pytest.raises(LoadError, match=name.replace(".", r"\.")):
             self.build(tmp_path)
-        del cut[name]
-        save_file(cut, tmp_path / "model.safetensors", {"format": "pt"})
-        with pytest.raises(LoadError, match=name.replace(".", r"\.")):
-            self.build(tmp_path)
+        weights = {
+            key: self.dense(one) for key, one in quantized_layers(self.build(folder)).items()
+        }
+        for missing in names:
+            cut = {key: tensor for key, tensor in tensors.items() if key != missing}
+            save_file(cut, tmp_path / "model.safetensors", {"format": "pt"})
+            try:
+                layers = quantized_layers(self.build(tmp_path))
+            except LoadError as error:
+                layer, leaf = missing.split("down_proj.")
+                named = f"{layer}down_proj" in str(error) and leaf in str(error)
+                assert named, f"{missing} is not named: {error}"
+                continue
+            assert missing != name, f"{missing} may be missing, and nobody minds"
+            for key, one in layers.items():
+                worst = (self.dense(one) - weights[key]).abs().max()
+                bound = self.exact * weights[key].abs().max()
+                assert worst <= bound, f"without {missing} there is another weight, and no error"
 
     def test_ignored_layers_stay_as_they_are(self, tmp_path: Path) -> None:
         """A layer named in the format's ignore list is neither looked for nor rounded."""
@@ -339,6 +436,24 @@ class QuantizationKit:
         for layer in quantized_layers(model).values():
             made = layer(torch.randn(2, layer.spec.in_features, device=layer.spec.device))
             assert torch.isfinite(made).all() and made.any(), layer.spec.prefix
+
+
+EXPERT = re.compile(r"\.experts(\.|$)")
+
+
+def numbers(config: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], int]]:
+    """Path and value of each whole number in a configuration, lists left aside."""
+    for name, value in config.items():
+        if isinstance(value, Mapping):
+            yield from (((name, *path), number) for path, number in numbers(value))
+        elif isinstance(value, int) and not isinstance(value, bool):
+            yield (name,), value
+
+
+def replaced(config: Mapping[str, Any], path: tuple[str, ...], value: Any) -> dict[str, Any]:
+    """The configuration with another value at a path."""
+    name, *rest = path
+    return {**config, name: replaced(config[name], tuple(rest), value) if rest else value}
 
 
 def linear_weights(model: nn.Module) -> dict[str, torch.Tensor]:

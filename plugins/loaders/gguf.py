@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ...core.config import EngineConfig
-from ...core.errors import ConfigError, LoadError
+from ...core.errors import ConfigError, LoadError, listed
 from ...core.loading.model_config import ModelConfig
 from ...core.loading.weight_map import ParameterFiller
 
@@ -26,6 +26,9 @@ NEIGHBOURS = ("llama", "granite")
 
 WHOLE_FACTORS = frozenset({"gemma", "gemma2", "gemma3"})
 """Families whose norms are stored as one plus what the model's own weight is."""
+
+ROTATIONS = "rope_"
+"""What begins the names of tensors that repeat what config.json says of rotations."""
 
 
 class GgufLoader:
@@ -50,7 +53,7 @@ class GgufLoader:
         self.file: Path = files[0]
 
     def load(self, model: nn.Module, device: torch.device) -> None:
-        """Raises LoadError naming what is missing or of another shape."""
+        """Raises LoadError naming what is missing, unexpected, or of another shape."""
         try:
             reader = self.gguf.GGUFReader(self.file)
         except Exception as error:  # The package raises what parsing stumbles over.
@@ -69,11 +72,15 @@ class GgufLoader:
         stored = {tensor.name: tensor for tensor in reader.tensors}
         filler = ParameterFiller(model, model.weight_map)  # type: ignore[arg-type]
         kinds: Counter[str] = Counter()
+        tied = model.weight_map.tied  # type: ignore[union-attr]
+        unused = {name for name in stored if not name.startswith(ROTATIONS)}
+        unused -= {_stored_name(names, name) for name in tied}  # type: ignore[union-attr]
         for name in sorted(set(filler.wanted())):
-            stem, _, leaf = name.rpartition(".")
-            tensor = stored.get(f"{names.get_name(stem)}.{leaf}")
+            stem = name.rpartition(".")[0]
+            tensor = stored.get(_stored_name(names, name))
             if tensor is None:
                 continue
+            unused.discard(tensor.name)
             kinds[tensor.tensor_type.name] += 1
             whole = family in WHOLE_FACTORS and stem.endswith("norm")
             dense = self._dense(tensor, less=1.0 if whole else 0.0)
@@ -81,6 +88,11 @@ class GgufLoader:
                 dense = self._unturned(stem, dense)
             filler.fill(name, dense.to(device))
         filler.finish()
+        if unused:
+            raise LoadError(
+                f"{self.file.name} has tensors that the model has no place for: "
+                f"{listed(sorted(unused))}"
+            )
         found = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
         logger.info(
             "gguf: tensors are dequantised at load, and run as %s: %s",
@@ -117,3 +129,9 @@ class GgufLoader:
             return dense
         paired = dense.reshape(heads, dense.shape[0] // heads // 2, 2, *dense.shape[1:])
         return paired.swapaxes(1, 2).reshape(dense.shape)
+
+
+def _stored_name(names: Any, name: str) -> str:
+    """What a file calls the tensor that checkpoints call `name`."""
+    stem, _, leaf = name.rpartition(".")
+    return f"{names.get_name(stem)}.{leaf}"

@@ -124,7 +124,8 @@ class Fp8Linear(PackedLinear):
             if weight.dtype == FP8:
                 scale = _first(got, SCALE_NAMES)
                 if scale is None:
-                    raise LoadError(f"{self.spec.sources[shard]} is float8 and has no weight_scale")
+                    wanted = " or ".join(SCALE_NAMES)
+                    raise LoadError(f"{self.spec.sources[shard]} is float8 and has no {wanted}")
                 if self.static:
                     input_scale = _first(got, INPUT_SCALE_NAMES)
                     if input_scale is None:

@@ -20,6 +20,9 @@ from ...core.nn.quantized import LinearSpec, PackedLinear, TensorSpec
 from .grouped import Grouped, join, unpack_along
 from .rtn import read_group_size
 
+IN_ORDER = -1
+"""What `load_format=dummy` has in place of every group: no checkpoint has a negative one."""
+
 
 class Gptq:
     """`quantization_config` fields: bits (4, 8), group_size, sym, desc_act, checkpoint_format
@@ -35,7 +38,7 @@ class Gptq:
             raise read.refuse("bits", "4 or 8")
         self.group_size = read_group_size(read, 128)
         read.flag("sym", True)
-        read.flag("desc_act", False)
+        self.sorted = read.flag("desc_act", False)
         layout = read.choice("checkpoint_format", ("gptq", "gptq_v2"), "gptq")
         self.zero_offset = 1 if layout == "gptq" else 0
         self.head = read.flag("lm_head", False)
@@ -78,7 +81,7 @@ class Gptq:
             bits = rule.choice("bits", (4, 8), bits)
             group_size = read_group_size(rule, group_size)
             break
-        return GptqLinear(spec, bits, group_size, self.zero_offset)
+        return GptqLinear(spec, bits, group_size, self.zero_offset, sorted=self.sorted)
 
 
 def _flat(read: ConfigReader, field: str) -> tuple[str, ...]:
@@ -107,10 +110,14 @@ def _rules(read: ConfigReader) -> list[tuple[str, ConfigReader | None]]:
 class GptqLinear(PackedLinear):
     """A product by a GPTQ weight."""
 
-    def __init__(self, spec: LinearSpec, bits: int, group_size: int, zero_offset: int) -> None:
+    def __init__(
+        self, spec: LinearSpec, bits: int, group_size: int, zero_offset: int, *, sorted: bool
+    ) -> None:
         super().__init__(spec)
         self.bits = bits
         self.group_size = spec.in_features if group_size == -1 else group_size
+        self.sorted = sorted and self.group_size < spec.in_features
+        """Columns were rounded in an order that g_idx alone tells."""
         self.zero_offset = zero_offset
         """What `qzeros` must be raised by."""
         parts = WORD_BITS // bits
@@ -130,7 +137,12 @@ class GptqLinear(PackedLinear):
             "qweight": TensorSpec((size // parts, out_features), (torch.int32,)),
             "qzeros": TensorSpec((groups, out_features // parts), (torch.int32,)),
             "scales": TensorSpec((groups, out_features), dummy=step),
-            "g_idx": TensorSpec((size,), (torch.int32, torch.int64), optional=True),
+            "g_idx": TensorSpec(
+                (size,),
+                (torch.int32, torch.int64),
+                optional=not self.sorted,
+                dummy=IN_ORDER if self.sorted else None,
+            ),
         }
 
     def pack(self, shards: Mapping[str, Mapping[str, torch.Tensor]]) -> PackedWeight:
@@ -141,6 +153,8 @@ class GptqLinear(PackedLinear):
             got = shards[shard]
             zeros = (unpack_along(got["qzeros"], self.bits, 1) + self.zero_offset) & mask
             groups = got.get("g_idx")
+            if groups is not None and int(groups.max()) == IN_ORDER:
+                groups = None
             if groups is not None and int(groups.max()) >= len(zeros):
                 raise LoadError(f"g_idx names group {int(groups.max())} of {len(zeros)}")
             values = unpack_along(got["qweight"], self.bits, 0).t()

@@ -1,4 +1,4 @@
-"""The parser kits fail where a parser breaks its contract; one parser for each way to break it."""
+"""The parser kits notice planted bugs: around a tool parser and a reasoning parser in the box."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from mutants import Mutant, mutant_tests, plugin_of, subclass
 
 from jackfield.core.protocols import (
     Content,
@@ -16,168 +17,347 @@ from jackfield.core.protocols import (
     ToolCallEnd,
     ToolCallStart,
 )
-from jackfield.plugins.conformance.parsers import ReasoningParserKit, Sample, ToolParserKit
+from jackfield.plugins.conformance.parsers import (
+    ReasoningParserKit,
+    Sample,
+    ToolParserKit,
+    spoiled,
+    strictly,
+)
+from jackfield.plugins.reasoning.think_tags import ThinkTagsReasoning
+from jackfield.plugins.tools.hermes import HermesToolParser
 
-CALL = '<c>{"a": 1}</c>'
+CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1, "b": "x"}}\n</tool_call>'
 
 
-class Right:
-    """Reads `<c>{…}</c>` as a call of `f`, once the text is over."""
+class Short:
+    """Takes less time than the kits do by default."""
 
-    markers = ("<c>", "</c>")
+    examples = 25
+    seconds = 0.2
+
+    def hostile(self) -> Any:
+        yield "{", 250_000
+        yield "<tool_call>", 4_000
+        yield "<think>", 4_000
+
+
+class ToolKit(Short, ToolParserKit):
+    name = "subject"
+    plugin = plugin_of("tool_parser", "subject", HermesToolParser)
+    markers = ("<tool_call>", "</tool_call>")
+    samples = [
+        Sample(f"Well. {CALL}", content="Well.", calls=[("f", {"a": 1, "b": "x"})]),
+        Sample(
+            f"{CALL}\n{CALL}",
+            calls=[("f", {"a": 1, "b": "x"}), ("f", {"a": 1, "b": "x"})],
+        ),
+        Sample(CALL[:40], calls=[("f", "{")]),
+        Sample("No call <tool_", content="No call <tool_"),
+    ]
+
+
+Events = list[ParserEvent]
+
+
+def changed(change: Callable[[ParserEvent], Any]) -> type:
+    """The parser with each event replaced: by one, by several, or by none."""
+
+    def of(events: Events) -> Events:
+        made: Events = []
+        for event in events:
+            new = change(event)
+            made += new if isinstance(new, list) else [] if new is None else [new]
+        return made
+
+    return subclass(
+        HermesToolParser,
+        feed=lambda self, text, token_ids=(): of(HermesToolParser.feed(self, text, token_ids)),
+        finish=lambda self: of(HermesToolParser.finish(self)),
+    )
+
+
+def fed(parser: type, feed: Callable[[Any, str], str]) -> type:
+    """The parser behind a function that changes each piece of the text."""
+    return subclass(
+        parser,
+        feed=lambda self, text, token_ids=(): parser.feed(self, feed(self, text), token_ids),  # type: ignore[attr-defined]
+    )
+
+
+def nothing(self: Any, text: str) -> str:
+    return "" if text == "<" else text
+
+
+def raises_on_garbage(self: Any, text: str) -> str:
+    if any(char in text for char in "=()|;"):
+        raise ValueError("no such character")
+    return text
+
+
+def unspaced(self: Any, text: str) -> str:
+    return text.strip(" ")
+
+
+def without_dots(self: Any, text: str) -> str:
+    return text.strip(".")
+
+
+def looks_through_all(self: Any, text: str) -> str:
+    self.all_of_it = getattr(self, "all_of_it", "") + text
+    self.seen = "</never>" in self.all_of_it
+    return text
+
+
+def counts_each_letter(self: Any, text: str) -> str:
+    self.all_of_it = getattr(self, "all_of_it", "") + text
+    sum(1 for char in self.all_of_it if char == "{")
+    return text
+
+
+def from_one(event: ParserEvent) -> Any:
+    if isinstance(event, ToolCallStart):
+        return ToolCallStart(event.index + 1, event.name, event.id)
+    return event
+
+
+class EndsAnything(HermesToolParser):
+    """Ends each call that it has begun, however far it came."""
+
+    def __init__(self, *, tools: Any = ()) -> None:
+        super().__init__(tools=tools)
+        self.open_calls: set[int] = set()
+
+    def feed(self, text: str, token_ids: Any = ()) -> Events:
+        return self.seen(super().feed(text, token_ids))
+
+    def seen(self, events: Events) -> Events:
+        for event in events:
+            if isinstance(event, ToolCallStart):
+                self.open_calls.add(event.index)
+            if isinstance(event, ToolCallEnd):
+                self.open_calls.discard(event.index)
+        return events
+
+    def finish(self) -> Events:
+        events = self.seen(super().finish())
+        return [*events, *(ToolCallEnd(index) for index in sorted(self.open_calls))]
+
+
+class Lax(HermesToolParser):
+    """Reads whole calls with a lax decoder, and hands their text on as it stands."""
+
+    call_form = None
+    new = False
 
     def __init__(self, *, tools: Any = ()) -> None:
         self.parts: list[str] = []
 
-    def feed(self, text: str, token_ids: Any = ()) -> list[ParserEvent]:
+    def feed(self, text: str, token_ids: Any = ()) -> Events:
         self.parts.append(text)
         return []
 
-    def finish(self) -> list[ParserEvent]:
+    def finish(self) -> Events:
         text = "".join(self.parts)
-        head, _, rest = text.partition("<c>")
-        source, closed, tail = rest.partition("</c>")
+        head, mark, rest = text.partition("<tool_call>")
+        source, end, tail = rest.partition("</tool_call>")
         try:
-            value = json.loads(source) if closed else None
-        except (ValueError, RecursionError):
-            value = None
-        if not isinstance(value, dict):
+            made = self.decode(source)
+            name, arguments = made["name"], made["arguments"]
+        except (ValueError, KeyError, TypeError, RecursionError):
             return [Content(text)] if text else []
-        events: list[ParserEvent] = [Content(head)] if head else []
-        events += [ToolCallStart(0, "f"), ToolCallArguments(0, source), ToolCallEnd(0)]
+        if not (mark and end and name and isinstance(name, str) and isinstance(arguments, dict)):
+            return [Content(text)] if text else []
+        events: Events = [Content(head)] if head else []
+        events += [ToolCallStart(0, name), ToolCallArguments(0, self.encode(source, arguments)),
+                   ToolCallEnd(0)]  # fmt: skip
         return [*events, Content(tail)] if tail else events
 
+    def decode(self, source: str) -> Any:
+        return json.loads(source)
 
-class LosesPieces(Right):
-    def feed(self, text: str, token_ids: Any = ()) -> list[ParserEvent]:
-        return super().feed(text if text not in ("<", "") else "")
-
-
-class Raises(Right):
-    def finish(self) -> list[ParserEvent]:
-        if "<c>" in "".join(self.parts):
-            json.loads("".join(self.parts).partition("<c>")[2].partition("</c>")[0])
-        return super().finish()
+    def encode(self, source: str, arguments: Any) -> str:
+        return json.dumps(arguments)
 
 
-class EndsWhatIsCutOff(Right):
-    def finish(self) -> list[ParserEvent]:
-        text = "".join(self.parts)
-        if text.startswith("<c>{") and "</c>" not in text:
-            return [ToolCallStart(0, "f"), ToolCallArguments(0, text[3:]), ToolCallEnd(0)]
-        return super().finish()
+class LaxStrings(Lax):
+    def decode(self, source: str) -> Any:
+        return json.loads(source, strict=False, parse_constant=lambda name: None)
+
+    def encode(self, source: str, arguments: Any) -> str:
+        return source[source.index("{", 1) : source.rindex("}")]
 
 
-class Quadratic(Right):
-    def feed(self, text: str, token_ids: Any = ()) -> list[ParserEvent]:
-        super().feed(text)
-        self.parts = ["".join(self.parts)]
-        sum(char == "{" for char in self.parts[0])
-        return []
+class LaxKit(ToolKit):
+    """For parsers that read one call, once the text is over."""
+
+    samples = [Sample(f"Well. {CALL}", content="Well. ", calls=[("f", {"a": 1, "b": "x"})])]
 
 
-class NumbersFromOne(Right):
-    def finish(self) -> list[ParserEvent]:
-        return [
-            ToolCallStart(1, event.name) if isinstance(event, ToolCallStart) else event
-            for event in super().finish()
-        ]
+MEANS, CUT = "test_a_sample_means_what_it_says", "test_a_sample_cut_anywhere_means_the_same"
+ENDS, ANY = "test_a_sample_may_end_anywhere", "test_any_cutting_gives_the_same_fold"
+RAISES, LINEAR = "test_no_text_makes_it_raise", "test_a_megabyte_takes_linear_time"
+TINY, SAME = (
+    "test_tiny_pieces_take_linear_time",
+    "test_a_piece_costs_the_same_however_much_came_before",
+)
+STRICT, PLAIN = (
+    "test_arguments_are_strict_json", "test_text_without_marks_is_passed_on_as_it_is",
+)  # fmt: skip
+FORCED, ESCAPES = "test_forced_calls_are_read_back", "test_no_call_escapes_a_strict_grammar"
 
-
-class TestRight(ToolParserKit):
-    name, parser_class = "right", Right
-    samples = [Sample(f"x {CALL}", content="x ", calls=[("f", {"a": 1})])]
-
-
-def kit_of(parser: type) -> ToolParserKit:
-    short = {"hostile": lambda self: iter([("{", 160_000)]), "seconds": 0.2}
-    return type("Kit", (TestRight,), {"parser_class": parser, **short})()
-
-
-BROKEN: dict[str, tuple[type, Callable[[ToolParserKit], object]]] = {
-    "a piece is lost": (LosesPieces, lambda kit: kit.test_any_cutting_gives_the_same_fold()),
-    "a sample is lost when cut": (
-        LosesPieces,
-        lambda kit: kit.test_a_sample_cut_anywhere_means_the_same(Sample("<c>")),
+TOOL_MUTANTS = {
+    "calls are numbered from one": Mutant(changed(from_one), (MEANS,)),
+    "content is lost": Mutant(
+        changed(lambda event: None if isinstance(event, Content) else event), (MEANS,)
     ),
-    "garbage raises": (Raises, lambda kit: kit.test_any_cutting_gives_the_same_fold()),
-    "a cut call ends": (
-        EndsWhatIsCutOff,
-        lambda kit: kit.test_a_sample_may_end_anywhere(Sample(CALL)),
+    "calls have no end": Mutant(
+        changed(lambda event: None if isinstance(event, ToolCallEnd) else event), (MEANS,)
     ),
-    "pieces take quadratic time": (
-        Quadratic,
-        lambda kit: kit.test_tiny_pieces_take_linear_time(),
+    "a call that is cut off ends": Mutant(EndsAnything, (ENDS,)),
+    "a call without a name": Mutant(
+        changed(
+            lambda event: ToolCallStart(event.index, "") if isinstance(event, ToolCallStart)
+            else event
+        ),
+        (MEANS,),
     ),
-    "calls are numbered from one": (
-        NumbersFromOne,
-        lambda kit: kit.test_a_sample_means_what_it_says(kit.samples[0]),
+    "events without text": Mutant(
+        changed(lambda event: [event, Content("")] if isinstance(event, Content) else event),
+        (MEANS,),
     ),
-    "a sample means something else": (
-        Right,
-        lambda kit: kit.test_a_sample_means_what_it_says(Sample(CALL, calls=[("f", {"a": 2})])),
+    "thought from a tool parser": Mutant(
+        changed(lambda event: Reasoning(event.text) if isinstance(event, Content) else event),
+        (MEANS,),
     ),
-    "a complete call was expected to be cut": (
-        Right,
-        lambda kit: kit.test_a_sample_means_what_it_says(Sample(CALL, calls=[("f", '{"a": 1}')])),
+    "arguments after the end": Mutant(
+        changed(
+            lambda event: [event, ToolCallArguments(event.index, " ")]
+            if isinstance(event, ToolCallEnd) else event
+        ),
+        (MEANS,),
     ),
-}
+    "a piece is lost": Mutant(fed(HermesToolParser, nothing), (CUT,)),
+    "garbage raises": Mutant(fed(HermesToolParser, raises_on_garbage), (ANY,)),
+    "looks through all text for each piece": Mutant(
+        fed(HermesToolParser, looks_through_all), (SAME,)
+    ),
+    "counts every letter for each piece": Mutant(
+        fed(HermesToolParser, counts_each_letter), (TINY,)
+    ),
+    "spaces are dropped": Mutant(fed(HermesToolParser, unspaced), (PLAIN,)),
+    "NaN passes": Mutant(Lax, (STRICT,), {"samples": LaxKit.samples}),
+    "raw control characters pass": Mutant(LaxStrings, (STRICT,), {"samples": LaxKit.samples}),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(("parser", "check"), BROKEN.values(), ids=BROKEN)
-def test_the_tool_kit_finds(parser: type, check: Callable[[ToolParserKit], object]) -> None:
-    with pytest.raises((AssertionError, ValueError)):
-        check(kit_of(parser))
+class ThinkKit(Short, ReasoningParserKit):
+    name = "subject"
+    plugin = plugin_of("reasoning_parser", "subject", ThinkTagsReasoning)
+    thought_end = "</think>"
+    samples = [
+        Sample("<think>\nWe add.\n</think>\n\nIt is 4.", content="It is 4.", reasoning="We add."),
+        Sample("<think>\nLet me", reasoning="Let me"),
+        Sample("It is 4. <think>", content="It is 4. <think>"),
+    ]
 
 
-class Thinks:
-    """Thought up to `|`."""
-
-    def __init__(self, *, thinking: bool = True) -> None:
-        self.reasoning_ended = not thinking
-
-    def feed(self, text: str, token_ids: Any = ()) -> list[ParserEvent]:
-        events: list[ParserEvent] = []
-        if not self.reasoning_ended:
-            thought, mark, text = text.partition("|")
-            self.reasoning_ended = bool(mark)
-            events += [Reasoning(thought)] if thought else []
-        return [*events, Content(text)] if text else events
-
-    def finish(self) -> list[ParserEvent]:
-        return []
+def thinking(**changes: Any) -> type:
+    return subclass(ThinkTagsReasoning, **changes)
 
 
-class EndsLate(Thinks):
-    def feed(self, text: str, token_ids: Any = ()) -> list[ParserEvent]:
-        events = super().feed(text)
-        self.ended = getattr(self, "ended", self.reasoning_ended)
-        self.ended, self.late = any(isinstance(e, Content) for e in events) or self.ended, True
+def shown(change: Callable[[ParserEvent], Any]) -> type:
+    """The parser with each event replaced."""
+
+    def of(events: Events) -> Events:
+        made = [change(event) for event in events]
+        return [one for new in made for one in (new if isinstance(new, list) else [new])]
+
+    return thinking(
+        feed=lambda self, text, token_ids=(): of(ThinkTagsReasoning.feed(self, text, token_ids)),
+        finish=lambda self: of(ThinkTagsReasoning.finish(self)),
+    )
+
+
+class EndsWithTheAnswer(ThinkTagsReasoning):
+    """Says that thought is over when the first of the answer has come."""
+
+    over = False
+
+    def feed(self, text: str, token_ids: Any = ()) -> Events:
+        events = super().feed(text, token_ids)
+        self.over = self.over or any(isinstance(event, Content) for event in events)
         return events
 
-    @property
-    def reasoning_ended(self) -> bool:
-        return getattr(self, "ended" if hasattr(self, "late") else "now", False)
-
-    @reasoning_ended.setter
-    def reasoning_ended(self, value: bool) -> None:
-        self.now = value
+    def __getattribute__(self, name: str) -> Any:
+        if name == "reasoning_ended":
+            return object.__getattribute__(self, "over")
+        return object.__getattribute__(self, name)
 
 
-class ForgetsTheRest(Thinks):
-    def feed(self, text: str, token_ids: Any = ()) -> list[ParserEvent]:
-        return super().feed(text)[:1]
+class EndsAtOnce(ThinkTagsReasoning):
+    def __getattribute__(self, name: str) -> Any:
+        return True if name == "reasoning_ended" else object.__getattribute__(self, name)
 
 
-class TestThinks(ReasoningParserKit):
-    name, parser_class, thought_end = "thinks", Thinks, "|"
-    samples = [Sample("a|b", content="b", reasoning="a")]
+class NeverEnds(ThinkTagsReasoning):
+    def __getattribute__(self, name: str) -> Any:
+        return False if name == "reasoning_ended" else object.__getattribute__(self, name)
 
 
-def test_the_reasoning_kit_finds_what_breaks() -> None:
-    late = type("Kit", (TestThinks,), {"parser_class": EndsLate})()
-    with pytest.raises(AssertionError):
-        late.test_thought_ends_where_its_mark_does(late.samples[0])
-    forgets = type("Kit", (TestThinks,), {"parser_class": ForgetsTheRest})()
-    with pytest.raises(AssertionError):
-        forgets.test_any_cutting_gives_the_same_fold()
+class EndsAndBegins(ThinkTagsReasoning):
+    """Thought that was over begins again."""
+
+    pieces = 0
+
+    def feed(self, text: str, token_ids: Any = ()) -> Events:
+        self.pieces += 1
+        return super().feed(text, token_ids)
+
+    def __getattribute__(self, name: str) -> Any:
+        value = object.__getattribute__(self, name)
+        return value and self.pieces % 7 != 6 if name == "reasoning_ended" else value
+
+
+THOUGHT = "test_thought_ends_where_its_mark_does"
+STAYS, WORDS = "test_it_stays_ended_whatever_comes", "test_words_are_lost_in_neither"
+CHAIN = "test_a_tool_parser_sees_the_answer_alone"
+
+REASONING_MUTANTS = {
+    "thought ends with the answer": Mutant(EndsWithTheAnswer, (THOUGHT,)),
+    "thought is over at once": Mutant(EndsAtOnce, (THOUGHT,)),
+    "thought never ends": Mutant(NeverEnds, (THOUGHT,)),
+    "thought that was over begins again": Mutant(EndsAndBegins, (STAYS,)),
+    "other marks": Mutant(thinking(close=("</thinking>",)), (MEANS,)),
+    "the newlines are kept": Mutant(thinking(space="\r"), (MEANS,)),
+    "the answer is lost": Mutant(
+        shown(lambda event: [] if isinstance(event, Content) else event), (MEANS,)
+    ),
+    "events without text": Mutant(shown(lambda event: [event, Content("")]), (MEANS,)),
+    "calls from a reasoning parser": Mutant(
+        shown(lambda event: [event, ToolCallEnd(0)]), (MEANS,)
+    ),
+    "a piece is lost": Mutant(fed(ThinkTagsReasoning, nothing), (MEANS,)),
+    "dots are dropped": Mutant(fed(ThinkTagsReasoning, without_dots), (WORDS,)),
+    "garbage raises": Mutant(fed(ThinkTagsReasoning, raises_on_garbage), (ANY,)),
+    "a cheap quadratic": Mutant(fed(ThinkTagsReasoning, looks_through_all), (SAME,)),
+    "a dear quadratic": Mutant(fed(ThinkTagsReasoning, counts_each_letter), (TINY,)),
+}  # fmt: skip
+
+TestToolMutants = mutant_tests(ToolKit, TOOL_MUTANTS)
+TestReasoningMutants = mutant_tests(ThinkKit, REASONING_MUTANTS)
+
+
+def test_a_sample_that_says_something_else_fails() -> None:
+    kit: Any = ToolKit()
+    for calls in ([("f", {"a": 2})], [("f", '{"a": 1, "b": "x"}')], []):
+        with pytest.raises((AssertionError, ValueError)):
+            kit.test_a_sample_means_what_it_says(Sample(CALL, calls=calls))
+
+
+def test_spoiled_outputs_have_what_json_has_not() -> None:
+    made = list(spoiled(CALL))
+    assert any("\x01" in text for text in made) and any('"a": NaN' in text for text in made)
+    for wrong in ("NaN", "[Infinity]", '"a\nb"', "01", "{'a': 1}"):
+        with pytest.raises(ValueError):
+            strictly(wrong)

@@ -28,9 +28,13 @@ def damage(folder: Path) -> None:
 
 class TestFileStore(KVConnectorKit):
     name = "file_store"
+    wrong_options = {"path": 3, "max_gib": 0}
 
     def extra_config(self, folder: Path) -> dict[str, Any]:
         return {"path": str(folder / "store"), "max_gib": 0.05}
+
+    def damage(self, folder: Path) -> None:
+        damage(folder)
 
     def break_far_side(self, folder: Path) -> None:
         damage(folder)
@@ -38,6 +42,7 @@ class TestFileStore(KVConnectorKit):
 
 class TestCpuOffload(KVConnectorKit):
     name = "cpu_offload"
+    wrong_options = {"kv_offloading_size": "all"}
 
     def extra_config(self, folder: Path) -> dict[str, Any]:
         return {"kv_offloading_size": 0.004}
@@ -45,6 +50,7 @@ class TestCpuOffload(KVConnectorKit):
 
 class TestMulti(KVConnectorKit):
     name = "multi"
+    wrong_options = {"connectors": [], "kv_offloading_size": 1}
 
     def extra_config(self, folder: Path) -> dict[str, Any]:
         small = {"kv_offloading_size": 0.004}
@@ -55,6 +61,9 @@ class TestMulti(KVConnectorKit):
                 {"kv_connector": "file_store", "kv_connector_extra_config": stored},
             ]
         }
+
+    def damage(self, folder: Path) -> None:
+        damage(folder)
 
     def break_far_side(self, folder: Path) -> None:
         damage(folder)

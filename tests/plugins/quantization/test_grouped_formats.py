@@ -91,6 +91,8 @@ class TestRtnThroughTriton(TestRtn4):
     # A GPU divides a little differently, so a number near a tie may go to the next step, of 1/7.
     exact = 0.15 if torch.cuda.is_available() else 1e-4
     test_engine_gives_the_dequantised_models_log_probabilities = None
+    if not torch.cuda.is_available():  # The interpreter's products of bfloat16 are wrong.
+        test_results_are_in_the_models_type = None
 
     @pytest.fixture(scope="class", params=["Llama"])
     @classmethod
@@ -215,6 +217,8 @@ class TestGptqRules(TestGptq):
         "lm_head": False,
     }  # fmt: skip
     ignore_field = None
+    inert = frozenset({r"dynamic.+:.*lm_head.bits"})
+    """The head is not quantized."""
 
     def is_quantized(self, layer: str) -> bool:
         return "layers.0.self_attn.o_proj" not in layer and super().is_quantized(layer)

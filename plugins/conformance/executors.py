@@ -1,0 +1,298 @@
+"""`ExecutorKit`: whether an executor runs plans in order, tells of failures, and cleans up.
+
+    class TestMine(ExecutorKit):
+        name = "mine"                                # as registered: `--executor mine`
+
+On the embedded model, on the CPU or what `device` says. Plans are made by the real scheduler.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from ...core.config import Device, EngineConfig
+from ...core.engine.async_engine import AsyncEngine
+from ...core.engine.resolve import resolve_config, resolve_runner
+from ...core.loading.model_config import resolve_model_config
+from ...core.protocols import Executor, ExecutorInfo
+from ...core.scheduling.request import Request
+from ...core.scheduling.scheduler import Scheduler
+from ...core.types import OutputKind, SamplingParams, StepPlan, StepResult
+from ..policies.builtin import FirstComeFirstServed
+from .kit import Kit
+
+STUCK_SECONDS = 60.0
+"""Longer than anything here takes; what is not through by then waits for ever."""
+MAX_TOKENS = 6
+OPTIONS: dict[str, Any] = {
+    "dtype": "float32", "block_size": 4, "max_model_len": 96, "num_gpu_blocks_override": 40,
+    "max_num_seqs": 4, "max_num_batched_tokens": 32,
+}  # fmt: skip
+
+
+def prompts() -> list[list[int]]:
+    """Of assorted lengths."""
+    draw = random.Random(3)
+    return [[draw.randrange(10, 1000) for _ in range(length)] for length in (1, 9, 40, 17)]
+
+
+class ExecutorKit(Kit):
+    """Subclass it, and set what is yours."""
+
+    kind = "executor"
+    device: ClassVar[Device] = "cpu"
+
+    # -------------------------------------------------------------- what tests are made of
+
+    def config(self, **options: Any) -> EngineConfig:
+        settings = {**OPTIONS, "device": self.device, "executor": self.name, **options}
+        return EngineConfig(**settings)
+
+    def make(self, **options: Any) -> tuple[Executor, EngineConfig]:
+        """As an engine makes it; and the configuration, resolved."""
+        asked = self.config(**options)
+        config, plugins = resolve_config(asked), self.plugins()
+        model_config = resolve_model_config(config)
+        config, model_config = resolve_runner(asked, config, model_config, plugins)
+        executor: Executor = self.registered()(config, model_config, plugins)
+        return executor, config
+
+    def run(self, scenario: Coroutine[Any, Any, Any]) -> Any:
+        """To its end, and not for ever; no thread of it is left."""
+        before = set(threading.enumerate())
+        result = asyncio.run(asyncio.wait_for(scenario, STUCK_SECONDS))
+        left = [thread.name for thread in threading.enumerate() if thread not in before]
+        left = [name for name in left if not name.startswith("asyncio_")]
+        assert not left, f"threads are left: {', '.join(left)}"
+        return result
+
+    def scheduler(self, config: EngineConfig, info: ExecutorInfo) -> Scheduler:
+        assert config.max_num_batched_tokens is not None
+        return Scheduler(
+            max_num_seqs=config.max_num_seqs, max_model_len=96,
+            max_num_batched_tokens=config.max_num_batched_tokens, num_blocks=info.num_blocks,
+            block_size=config.block_size, enable_prefix_caching=True, enable_chunked_prefill=True,
+            policy=FirstComeFirstServed(),
+        )  # fmt: skip
+
+    def request(self, number: int) -> Request:
+        params = SamplingParams(temperature=0.0, ignore_eos=True)
+        return Request(
+            request_id=f"request-{number}", prompt_token_ids=prompts()[number], params=params,
+            max_tokens=MAX_TOKENS, seed=0, arrival=float(number),
+        )  # fmt: skip
+
+    async def drive(self, executor: Executor, scheduler: Scheduler, ahead: int = 2) -> None:
+        """Run what is scheduled, with so many plans in flight; results come in order."""
+        flying: list[tuple[StepPlan, asyncio.Future[StepResult]]] = []
+        while True:
+            while len(flying) < ahead and (plan := scheduler.schedule()) is not None:
+                flying.append((plan, executor.submit(plan)))
+            if not flying:
+                return
+            plan, future = flying.pop(0)
+            result = await asyncio.shield(future)
+            assert result.step == plan.step, "the result of another step"
+            assert not result.failed
+            assert len(result.token_ids) == len(plan.slots)
+            for token, sampled in zip(result.token_ids, plan.samples, strict=True):
+                assert (token >= 0) == sampled, "-1 where a row does not sample, and only there"
+            scheduler.update(plan, result)
+
+    def broken(self, plan: StepPlan) -> StepPlan:
+        """A plan with a row in a slot that does not exist."""
+        return StepPlan(step=plan.step, slots=(10_000,), num_tokens=(1,), samples=(True,))
+
+    # -------------------------------------------------------------- what it does
+
+    def test_what_it_tells_of_itself(self) -> None:
+        async def scenario() -> None:
+            executor, _ = self.make()
+            info = await executor.start()
+            await executor.stop()
+            assert isinstance(info, ExecutorInfo)
+            assert info.num_blocks == OPTIONS["num_gpu_blocks_override"], "the null block included"
+            assert info.dtype == "float32"
+            assert info.device.startswith(self.device)
+            assert info.attention_backend in self.plugins()["attention_backend"]
+            assert info.attention_reason.strip()
+            assert info.weight_bytes > 1000
+            assert info.kv_cache_bytes % info.num_blocks == 0 and info.kv_cache_bytes
+            assert info.load_seconds >= 0
+
+        self.run(scenario())
+
+    def test_tokens_are_those_of_the_executor_in_the_box(self) -> None:
+        """Four requests at once, as an engine runs them, and one after the other."""
+
+        async def serve(executor: str) -> list[list[int]]:
+            params = SamplingParams(
+                temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True,
+                output_kind=OutputKind.FINAL_ONLY,
+            )  # fmt: skip
+
+            async def ask(prompt: list[int]) -> list[int]:
+                stream = engine.generate(prompt, params)
+                return [output.outputs[0].token_ids async for output in stream][-1]
+
+            config = self.config(executor=executor)
+            async with AsyncEngine(config, plugins=self.plugins()) as engine:
+                together = list(await asyncio.gather(*map(ask, prompts())))
+                await engine.check_health()
+                return together + [await ask(prompt) for prompt in prompts()]
+
+        assert self.run(serve(self.name)) == self.run(serve("inprocess"))
+
+    @pytest.mark.parametrize("ahead", [1, 2, 4])
+    def test_plans_run_in_order(self, ahead: int) -> None:
+        """However many are in flight: the same tokens."""
+
+        async def scenario(ahead: int) -> list[list[int]]:
+            executor, config = self.make()
+            scheduler = self.scheduler(config, await executor.start())
+            requests = [self.request(number) for number in range(4)]
+            for request in requests:
+                scheduler.add(request)
+            await self.drive(executor, scheduler, ahead)
+            await executor.stop()
+            assert all(len(request.output_token_ids) == MAX_TOKENS for request in requests)
+            return [request.output_token_ids for request in requests]
+
+        assert self.run(scenario(ahead)) == self.run(scenario(1))
+
+    def test_submitting_does_not_wait(self) -> None:
+        """The loop goes on: `submit` comes back before the step is done, and `start` lets others
+        run meanwhile."""
+
+        async def scenario() -> None:
+            executor, config = self.make()
+            turns, over = 0, False
+
+            async def count() -> None:
+                nonlocal turns
+                while not over:
+                    turns += 1
+                    await asyncio.sleep(0)
+
+            counting = asyncio.create_task(count())
+            info = await executor.start()
+            over = True
+            await counting
+            assert turns > 10, "the event loop stood still while it started"
+            scheduler = self.scheduler(config, info)
+            scheduler.add(self.request(2))
+            plan = scheduler.schedule()
+            assert plan is not None
+            future = executor.submit(plan)
+            assert asyncio.isfuture(future)
+            assert not future.done(), "submit ran the step itself"
+            scheduler.update(plan, await future)
+            await executor.stop()
+
+        self.run(scenario())
+
+    def test_a_step_that_fails_says_so_and_is_recovered_from(self) -> None:
+        """Its future raises, and so does what was queued after it; after `recover` there are new
+        slots, and steps run."""
+
+        async def scenario() -> None:
+            executor, config = self.make()
+            info = await executor.start()
+            scheduler = self.scheduler(config, info)
+            scheduler.add(self.request(2))
+            plans = [scheduler.schedule(), scheduler.schedule()]
+            assert plans[0] is not None and plans[1] is not None
+            first = executor.submit(plans[0])
+            failed = [executor.submit(self.broken(plans[1])), executor.submit(plans[1])]
+            assert (await first).step == plans[0].step, "a step before the one that fails is done"
+            for future in failed:
+                with pytest.raises(Exception):  # noqa: B017 - whatever the worker raises
+                    await future
+            recover = getattr(executor, "recover", None)
+            if recover is not None:
+                await recover()
+                fresh, request = self.scheduler(config, info), self.request(1)
+                fresh.add(request)
+                await self.drive(executor, fresh)
+                assert len(request.output_token_ids) == MAX_TOKENS
+            await executor.stop()
+
+        self.run(scenario())
+
+    def test_a_start_that_fails_says_why(self, tmp_path: Path) -> None:
+        """The loader's own error, and `stop` afterwards is harmless."""
+
+        async def scenario() -> None:
+            executor, _ = self.make(attention_backend="no-such-backend")
+            with pytest.raises(Exception, match="no-such-backend"):
+                await executor.start()
+            await executor.stop()
+
+        self.run(scenario())
+
+    def test_a_ping_comes_after_what_was_queued(self) -> None:
+        async def scenario() -> None:
+            executor, config = self.make()
+            ping = getattr(executor, "ping", None)
+            if ping is None:
+                pytest.skip("it has no ping")
+            scheduler = self.scheduler(config, await executor.start())
+            await ping()
+            scheduler.add(self.request(2))
+            plan = scheduler.schedule()
+            assert plan is not None
+            future = executor.submit(plan)
+            await ping()
+            assert future.done(), "it answered before the step was done"
+            await executor.stop()
+
+        self.run(scenario())
+
+    def test_stopping_finishes_what_is_queued(self) -> None:
+        async def scenario() -> None:
+            executor, config = self.make()
+            scheduler = self.scheduler(config, await executor.start())
+            scheduler.add(self.request(2))
+            plans = [scheduler.schedule(), scheduler.schedule()]
+            futures = [executor.submit(plan) for plan in plans if plan is not None]
+            assert futures
+            await executor.stop()
+            for future in futures:
+                await asyncio.wait_for(future, STUCK_SECONDS)
+
+        self.run(scenario())
+
+    def test_stopping_twice_or_before_the_start_is_harmless(self) -> None:
+        async def scenario() -> None:
+            executor, _ = self.make()
+            await executor.stop()
+            executor, _ = self.make()
+            await executor.start()
+            await executor.stop()
+            await executor.stop()
+
+        self.run(scenario())
+
+    def test_two_live_side_by_side(self) -> None:
+        """In one process, one stopped while the other runs."""
+
+        async def scenario() -> None:
+            (one, config), (two, _) = self.make(), self.make()
+            schedulers = [self.scheduler(config, await each.start()) for each in (one, two)]
+            requests = [self.request(1), self.request(1)]
+            for scheduler, request in zip(schedulers, requests, strict=True):
+                scheduler.add(request)
+            await self.drive(one, schedulers[0])
+            await one.stop()
+            await self.drive(two, schedulers[1])
+            await two.stop()
+            assert requests[0].output_token_ids == requests[1].output_token_ids
+
+        self.run(scenario())

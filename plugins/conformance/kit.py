@@ -1,0 +1,35 @@
+"""`Kit`: what every conformance kit starts from: a name, and the plugins it is found among."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, ClassVar
+
+from ...core.registry import Plugins, load_plugins
+
+
+class Kit:
+    """Subclass one of the kits, not this."""
+
+    kind: ClassVar[str]
+    """The registry's name of the kind of plugin."""
+    name: ClassVar[str]
+    """As registered."""
+    plugin: ClassVar[object | None] = None
+    """A module or object with hookimpls that is registered besides the installed plugins, for a
+    plugin that is not installed."""
+
+    @classmethod
+    def plugins(cls) -> Plugins:
+        """The installed plugins, and `plugin`."""
+        return _load(cls.plugin)
+
+    @classmethod
+    def registered(cls) -> Any:
+        """What is registered under `name`. Raises PluginError."""
+        return cls.plugins()[cls.kind].load(cls.name)
+
+
+@functools.cache
+def _load(plugin: object | None) -> Plugins:
+    return load_plugins(extra=() if plugin is None else (plugin,))

@@ -1,0 +1,598 @@
+"""`OperationsKit`: each operation against `core.nn.operations.Operations`, the torch reference.
+
+    class TestMine(OperationsKit):
+        name = "mine"                                 # as registered
+        dtypes = ("float32", "bfloat16")              # what it must serve here
+
+On a GPU where there is one, else on the CPU. The reference computes in float32, from the same
+numbers: what then differs is the rounding of the plugin's own sums and results. What an operation
+may not overwrite must stay bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+
+from ...core.nn.operations import (
+    ClampedSwiGLU,
+    DecodeTensors,
+    DenseRows,
+    HeadLayout,
+    Norm,
+    Operations,
+    Routing,
+)
+from ...core.nn.packed import (
+    PackedWeight,
+    pack_words,
+    round_to_fp8,
+    round_to_int8,
+    round_to_words,
+)
+from ...core.nn.ragged import RaggedRows
+from ...core.types import SamplingParams, SlotStart
+from ...core.worker.sampler import Sampler
+from ...core.worker.sampling_state import SamplingState
+from .kit import Kit
+
+REFERENCE = Operations()
+SAMPLING: tuple[dict[str, Any], ...] = (
+    {}, {"top_k": 5}, {"top_p": 0.7}, {"min_p": 0.2}, {"logprobs": 3},
+    {"repetition_penalty": 1.7, "presence_penalty": 0.5, "frequency_penalty": 1.0},
+    {"logit_bias": {3: 50.0, 8: -100.0}}, {"allowed_token_ids": (4, 5, 6, 250)},
+)  # fmt: skip
+"""What requests ask of the sampler, besides a temperature."""
+TOKENS = (1, 2, 5, 33)
+"""One token, and few, often have ways of their own."""
+SIZE, OUTPUTS = 256, 96
+GREATEST = 3.0
+"""No result of a case is far beyond it, so tolerances are absolute."""
+
+
+def wide(value: Any) -> Any:
+    """The same numbers in float32; everything that holds none as it is."""
+    if isinstance(value, PackedWeight):
+        return value._replace(scale=value.scale.float())
+    if isinstance(value, torch.Tensor):
+        return value.float() if value.is_floating_point() and value.dtype.itemsize > 1 else value
+    if isinstance(value, Norm):
+        return Norm(value.weight.float(), value.eps)
+    return value
+
+
+def copied(value: Any) -> Any:
+    """With tensors of its own."""
+    if isinstance(value, torch.Tensor):
+        return value.clone()
+    if isinstance(value, Norm):
+        return Norm(value.weight.clone(), value.eps)
+    if isinstance(value, PackedWeight):
+        parts: dict[str, Any] = {name: part.clone() for name, part in value.tensors().items()}
+        return value._replace(**parts)
+    return value
+
+
+def tensors(value: Any) -> list[torch.Tensor]:
+    """The tensors in an argument."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, PackedWeight):
+        return list(value.tensors().values())
+    return [value.weight] if isinstance(value, Norm) else []
+
+
+class OperationsKit(Kit):
+    """Subclass it in your tests, and set what is yours."""
+
+    kind = "operations"
+    dtypes: ClassVar[Sequence[str]] = ("float32", "float16", "bfloat16")
+    """Types to be checked here; one that the class refuses is skipped, with its reason."""
+    promised: ClassVar[frozenset[str]] = frozenset()
+    """Types that it must not refuse here."""
+    tolerance: ClassVar[Mapping[torch.dtype, float]] = {
+        torch.float32: 1e-4,
+        torch.float16: 1e-2,
+        torch.bfloat16: 6e-2,
+    }
+    """Absolute and relative, of results whose size is about 1."""
+    quantized_inputs: ClassVar[float] = 0.06
+    """How far a product may be off where a weight lets its inputs be rounded to 8 bits."""
+
+    # -------------------------------------------------------------- what tests are made of
+
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        """Each test in each of `dtypes`."""
+        if "dtype" in metafunc.fixturenames:
+            kinds = [getattr(torch, name) for name in self.dtypes]
+            metafunc.parametrize("dtype", kinds, ids=self.dtypes)
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+    def make(self, dtype: torch.dtype) -> Operations:
+        """An instance; the test is skipped where it is refused."""
+        kind = self.registered()
+        reason = kind.supports(self.device, dtype)
+        if reason is not None:
+            name = str(dtype).removeprefix("torch.")
+            assert name not in self.promised, f"{self.name} promises {name}, and says: {reason}"
+            pytest.skip(f"{self.name}: {reason}")
+        made: Operations = kind()
+        return made
+
+    def draw(self, *shape: int, dtype: torch.dtype, seed: int = 0, scale: float = 1.0) -> Any:
+        made = torch.Generator().manual_seed(seed + 17 * len(shape))
+        return (torch.randn(*shape, generator=made) * scale).to(self.device, dtype)
+
+    def norm(self, size: int, dtype: torch.dtype, seed: int = 3) -> Norm:
+        """With an eps that shows."""
+        return Norm(self.draw(size, dtype=dtype, seed=seed, scale=0.2) + 1.0, 0.3)
+
+    def near(
+        self, got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype, times: float = 1.0
+    ) -> None:
+        bound = self.tolerance[dtype] * times
+        torch.testing.assert_close(got.float(), want.float(), atol=bound, rtol=bound)
+
+    def compare(
+        self,
+        name: str,
+        dtype: torch.dtype,
+        *args: Any,
+        times: float = 1.0,
+        overwrites: Sequence[str] = ("residual",),
+        **more: Any,
+    ) -> None:
+        """An operation's one result, in x's type; its other arguments are as before."""
+        operations = self.make(dtype)
+        given = [copied(value) for value in args]
+        named = {key: copied(value) for key, value in more.items()}
+        got = getattr(operations, name)(*given, **named)
+        exact = {key: wide(value) for key, value in more.items()}
+        want = getattr(REFERENCE, name)(*map(wide, args), **copied_all(exact))
+        assert got.dtype == dtype, f"{name} gives {got.dtype} for {dtype}"
+        self.near(got, want, dtype, times)
+        kept = [*zip(args, given, strict=True)]
+        kept += [(more[key], named[key]) for key in more if key not in overwrites]
+        for before, after in kept:
+            for was, now in zip(tensors(before), tensors(after), strict=True):
+                assert torch.equal(was.view(torch.uint8), now.view(torch.uint8)), (
+                    f"{name} overwrites what it was given"
+                )
+
+    # -------------------------------------------------------------- norms and activations
+
+    def test_rms_norm(self, dtype: torch.dtype) -> None:
+        """Of rows, of heads in a projection, and with a weight in float32."""
+        for shape in ((1, SIZE), (5, 80), (7, 1000), (2, 3, 64)):
+            norm = self.norm(shape[-1], dtype)
+            self.compare("rms_norm", dtype, self.draw(*shape, dtype=dtype), norm)
+        self.compare(
+            "rms_norm", dtype, self.draw(4, SIZE, dtype=dtype), self.norm(SIZE, torch.float32)
+        )
+        small = self.draw(3, SIZE, dtype=dtype, scale=1e-3)
+        self.compare("rms_norm", dtype, small, self.norm(SIZE, dtype)._replace(eps=1e-6))
+
+    def test_rms_norm_of_part_of_a_tensor(self, dtype: torch.dtype) -> None:
+        """Rows that are not next to each other."""
+        operations = self.make(dtype)
+        whole = self.draw(6, 3 * SIZE, dtype=dtype)
+        part, norm = whole[:, SIZE : 2 * SIZE], self.norm(SIZE, dtype)
+        got = operations.rms_norm(part, norm)
+        self.near(got, REFERENCE.rms_norm(part.float(), wide(norm)), dtype)
+
+    def test_large_numbers_before_a_norm_stay_finite(self, dtype: torch.dtype) -> None:
+        """Their squares are beyond float16."""
+        x = self.draw(3, SIZE, dtype=dtype, scale=3000.0)
+        self.compare("rms_norm", dtype, x, self.norm(SIZE, dtype))
+
+    def test_add_rms_norm(self, dtype: torch.dtype) -> None:
+        for tokens in TOKENS:
+            x, residual = (self.draw(tokens, SIZE, dtype=dtype, seed=n) for n in (1, 2))
+            operations, norm = self.make(dtype), self.norm(SIZE, dtype)
+            want = REFERENCE.add_rms_norm(x.float(), wide(norm), residual.float())
+            got = operations.add_rms_norm(x.clone(), norm, residual.clone())
+            assert got.dtype == dtype
+            self.near(got, want, dtype)
+
+    def test_layer_norm(self, dtype: torch.dtype) -> None:
+        weight, bias = (self.draw(SIZE, dtype=dtype, seed=n) for n in (4, 5))
+        for tokens in TOKENS:
+            x = self.draw(tokens, SIZE, dtype=dtype) + 2.0
+            for one in (bias, None):
+                self.compare("layer_norm", dtype, x, weight, one, 0.3, times=2)
+
+    @pytest.mark.parametrize("name", ["silu_mul", "gelu_mul"])
+    def test_gated_activations(self, name: str, dtype: torch.dtype) -> None:
+        for tokens, size in ((1, 96), (5, 1000), (33, 64)):
+            x = self.draw(tokens, 2 * size, dtype=dtype, scale=2.0)
+            self.compare(name, dtype, x, times=2)
+
+    # -------------------------------------------------------------- products
+
+    def product_cases(self, dtype: torch.dtype, rows: int) -> list[dict[str, Any]]:
+        """Arguments beside x and the weight."""
+        bias = self.draw(rows, dtype=dtype, seed=7)
+        return [{}, {"bias": bias}, {"norm": self.norm(SIZE, dtype)}]
+
+    @pytest.mark.parametrize("tokens", TOKENS)
+    def test_linear(self, tokens: int, dtype: torch.dtype) -> None:
+        """With a bias, a norm before, a residual after, and all of them."""
+        weight = self.draw(OUTPUTS, SIZE, dtype=dtype, seed=6, scale=SIZE**-0.5)
+        x = self.draw(tokens, SIZE, dtype=dtype)
+        residual = self.draw(tokens, OUTPUTS, dtype=dtype, seed=8)
+        cases = self.product_cases(dtype, OUTPUTS)
+        every = {**cases[1], **cases[2], "residual": residual}
+        for case in (*cases, {"residual": residual}, every):
+            self.compare("linear", dtype, x, weight, times=2, **case)
+
+    @pytest.mark.parametrize("tokens", TOKENS)
+    def test_gated_linear(self, tokens: int, dtype: torch.dtype) -> None:
+        weight = self.draw(2 * OUTPUTS, SIZE, dtype=dtype, seed=6, scale=SIZE**-0.5)
+        x = self.draw(tokens, SIZE, dtype=dtype)
+        cases = self.product_cases(dtype, 2 * OUTPUTS)
+        for case in (*cases, {**cases[1], **cases[2]}):
+            self.compare("gated_linear", dtype, x, weight, times=2, **case)
+
+    @pytest.mark.parametrize("tokens", TOKENS)
+    def test_rows_do_not_depend_on_those_beside_them(self, tokens: int, dtype: torch.dtype) -> None:
+        """A token's result is its own, whatever shares its step."""
+        operations = self.make(dtype)
+        weight = self.draw(OUTPUTS, SIZE, dtype=dtype, seed=6, scale=SIZE**-0.5)
+        x = self.draw(tokens, SIZE, dtype=dtype)
+        other = x.clone()
+        other[1:] = float("nan")
+        norm = self.norm(SIZE, dtype)
+        for name in ("linear", "gated_linear"):
+            got, want = (getattr(operations, name)(one, weight, norm=norm) for one in (other, x))
+            assert torch.equal(got[0], want[0])
+
+    def packed(self, kind: str, rows: int, dtype: torch.dtype) -> PackedWeight:
+        """A weight of `rows` rows in one of the layouts."""
+        dense = self.draw(rows, SIZE, dtype=torch.float32, seed=6, scale=SIZE**-0.5)
+        draw = torch.Generator().manual_seed(9)
+        if kind in ("fp8", "int8", "quantized inputs"):
+            values, scale = (round_to_int8 if kind == "int8" else round_to_fp8)(dense)
+            inputs = "quantized" if kind == "quantized inputs" else "wide"
+            return PackedWeight(values, scale[None], SIZE, inputs=inputs)  # type: ignore[arg-type]
+        if kind == "fp8 blocks":
+            values, _ = round_to_fp8(dense * SIZE**0.5 * 100, dim=None)
+            scale = torch.rand(SIZE // 128, -(-rows // 32), generator=draw) + 0.5
+            scale = (scale * SIZE**-0.5 / 300).to(self.device)
+            return PackedWeight(values, scale, 128, scale_rows=32)
+        bits = 8 if kind == "8 bits" else 4
+        group = {"narrow groups": 8, "whole rows": SIZE}.get(kind, 32)
+        if kind == "zeros":
+            numbers = torch.randint(0, 1 << bits, (rows, SIZE), generator=draw)
+            zero = torch.randint(0, 1 << bits, (SIZE // group, rows), generator=draw)
+            scale = (torch.rand(SIZE // group, rows, generator=draw) + 0.5) / 6 / SIZE**0.5
+            return PackedWeight(
+                pack_words(numbers, bits).to(self.device), scale.to(self.device, dtype), group,
+                zero.to(torch.uint8).to(self.device), bits=bits,
+            )  # fmt: skip
+        words, scale = round_to_words(dense.to(dtype), bits, group)
+        order = torch.randperm(SIZE, generator=draw).to(self.device) if kind == "order" else None
+        return PackedWeight(words, scale, group, bits=bits, order=order)
+
+    @pytest.mark.parametrize("tokens", TOKENS)
+    @pytest.mark.parametrize(
+        "kind",
+        [
+            "fp8", "int8", "fp8 blocks", "quantized inputs", "8 bits", "4 bits", "whole rows",
+            "narrow groups", "zeros", "order",
+        ],
+    )  # fmt: skip
+    def test_packed_linear(self, kind: str, tokens: int, dtype: torch.dtype) -> None:
+        """Every layout of a quantized weight; plain, gated, between a norm and a residual."""
+        x = self.draw(tokens, SIZE, dtype=dtype)
+        weight, both = (self.packed(kind, rows, dtype) for rows in (OUTPUTS, 2 * OUTPUTS))
+        cases, gated = (self.product_cases(dtype, n) for n in (OUTPUTS, 2 * OUTPUTS))
+        residual = self.draw(tokens, OUTPUTS, dtype=dtype, seed=8)
+        times = 3.0
+        if kind == "quantized inputs":
+            times = max(times, self.quantized_inputs / self.tolerance[dtype])
+        every = {**cases[1], **cases[2], "residual": residual}
+        for case in (*cases, {"residual": residual}, every):
+            self.compare("packed_linear", dtype, x, weight, times=times, **case)
+        for case in (gated[0], {**gated[1], **gated[2]}):
+            self.compare("packed_linear", dtype, x, both, times=times, gated=True, **case)
+
+    # -------------------------------------------------------------- experts
+
+    @pytest.mark.parametrize("renormalize", [True, False])
+    @pytest.mark.parametrize("shape", [(1, 8, 2), (9, 60, 4), (6, 5, 5), (40, 128, 8)])
+    def test_route(
+        self, shape: tuple[int, int, int], renormalize: bool, dtype: torch.dtype
+    ) -> None:
+        """With equal logits: the lower number goes first."""
+        tokens, experts, top_k = shape
+        logits = self.draw(tokens, experts, dtype=dtype) * 4
+        logits[0, 1::2] = logits[0].max()
+        operations = self.make(dtype)
+        want = REFERENCE.route(logits.float(), top_k, renormalize=renormalize)
+        got = operations.route(logits.clone(), top_k, renormalize=renormalize)
+        assert got.experts.dtype == torch.int32 and got.weights.dtype == torch.float32
+        assert torch.equal(got.experts, want.experts)
+        self.near(got.weights, want.weights, torch.float32)
+
+    @pytest.mark.parametrize("tokens", TOKENS)
+    @pytest.mark.parametrize("kind", ["plain", "biases", "4 bits", "fp8", "rows"])
+    def test_experts(self, kind: str, tokens: int, dtype: torch.dtype) -> None:
+        """Some experts with many tokens, some with none."""
+        number, inner, top_k = 6, 64, 3
+        x = self.draw(tokens, SIZE, dtype=dtype)
+        logits = self.draw(tokens, number, dtype=torch.float32, seed=2)
+        logits[:, 4] = -100.0
+        routing = REFERENCE.route(logits, top_k, renormalize=True)
+        more: dict[str, Any] = {}
+        if kind in ("4 bits", "fp8"):
+            gate_up: Any = self.packed(kind, number * 2 * inner, dtype)
+            words, scale = round_to_words(
+                self.draw(number * SIZE, inner, dtype=dtype, seed=5, scale=inner**-0.5), 4, 32
+            )
+            down: Any = PackedWeight(words, scale, 32, bits=4)
+        else:
+            gate_up = self.draw(number * 2 * inner, SIZE, dtype=dtype, seed=6, scale=SIZE**-0.5)
+            down = self.draw(number * SIZE, inner, dtype=dtype, seed=5, scale=inner**-0.5)
+        exact = [wide(gate_up), wide(down)]
+        if kind == "rows":
+            table, lower = gate_up, down
+            gate_up = DenseRows(len(table), lambda rows: table[rows])
+            down = DenseRows(len(lower), lambda rows: lower[rows])
+        if kind == "biases":
+            more = {
+                "gate_up_bias": self.draw(number * 2 * inner, dtype=dtype, seed=11),
+                "down_bias": self.draw(number * SIZE, dtype=dtype, seed=12),
+                "activation": ClampedSwiGLU(1.7, 0.8),
+            }
+        residual = self.draw(tokens, SIZE, dtype=dtype, seed=8)
+        want = REFERENCE.experts(
+            x.float(), routing, *exact, residual=residual.float(),
+            **{key: wide(value) for key, value in more.items()},
+        )  # fmt: skip
+        operations = self.make(dtype)
+        kept = x.clone()
+        chosen = Routing(*(part.clone() for part in routing))
+        got = operations.experts(x, chosen, gate_up, down, residual=residual.clone(), **more)
+        assert got.dtype == dtype
+        assert torch.equal(x, kept), "experts overwrites what it was given"
+        self.near(got, want, dtype, times=3)
+
+    # -------------------------------------------------------------- attention's neighbours
+
+    @pytest.mark.parametrize("heads", [(4, 2, 64), (3, 3, 80), (8, 1, 128)])
+    @pytest.mark.parametrize("case", ["plain", "rotated", "normed", "both", "partly rotated"])
+    def test_heads(self, case: str, heads: tuple[int, int, int], dtype: torch.dtype) -> None:
+        layout = HeadLayout(*heads)
+        for tokens in (1, 7):
+            qkv, *rest = self.projection(layout, tokens, case, dtype)
+            want = REFERENCE.heads(qkv.float(), layout, *map(wide, rest))
+            got = self.make(dtype).heads(qkv.clone(), layout, *rest)
+            for name, one, other in zip(("query", "key", "value"), got, want, strict=True):
+                assert one.dtype == dtype and one.shape == other.shape, name
+                self.near(one, other, dtype, times=2)
+
+    def projection(self, layout: HeadLayout, tokens: int, case: str, dtype: torch.dtype) -> Any:
+        """→ qkv, positions, cos_sin, query_norm, key_norm"""
+        heads, kv_heads, dim = layout
+        qkv = self.draw(tokens, (heads + 2 * kv_heads) * dim, dtype=dtype)
+        positions = torch.arange(tokens, device=self.device) * 5 + 3
+        cos_sin = None
+        if case != "plain" and case != "normed":
+            rotary = dim // 2 if case == "partly rotated" else dim
+            turns = 100.0 ** -torch.linspace(0, 1, rotary // 2)
+            angles = torch.arange(64)[:, None] * turns
+            cos_sin = torch.cat([angles.cos(), angles.sin()], dim=-1).to(self.device)
+        norms: list[Norm | None] = [None, None]
+        if case in ("normed", "both"):
+            norms = [self.norm(dim, dtype, seed=n) for n in (3, 4)]
+        return qkv, positions, cos_sin, *norms
+
+    @pytest.mark.parametrize("case", ["plain", "rotated", "both"])
+    def test_cached_heads(self, case: str, dtype: torch.dtype) -> None:
+        """What goes into the cache, and nothing else of it."""
+        layout = HeadLayout(4, 2, 64)
+        given = self.projection(layout, 5, case, dtype)
+        got, want = self.cached(layout, given, dtype, (1.0, 1.0))
+        self.near(got, want, dtype, times=4)
+
+    @pytest.mark.parametrize("kind", ["float8_e4m3fn", "float8_e5m2"])
+    def test_cached_heads_in_fp8(self, kind: str, dtype: torch.dtype) -> None:
+        """Divided by the scales.
+
+        All numbers are such that fp8 holds them exactly, so nothing hangs on rounding.
+        """
+        layout, fp8 = HeadLayout(4, 2, 64), getattr(torch, kind)
+        qkv, *rest = self.projection(layout, 5, "plain", dtype)
+        qkv = (qkv * 2).round().clamp(-6, 6) / 2
+        got, want = self.cached(layout, (qkv, *rest), fp8, (2.0**-3, 2.0**-5))
+        assert torch.equal(got, want)
+
+    def test_an_fp8_cache_is_cut_off_at_its_largest(self, dtype: torch.dtype) -> None:
+        layout = HeadLayout(4, 2, 64)
+        qkv, *rest = self.projection(layout, 5, "plain", dtype)
+        qkv.fill_(1.0)
+        qkv[1, ::7], qkv[2, ::5] = 96.0, -96.0
+        got, want = self.cached(layout, (qkv, *rest), torch.float8_e4m3fn, (2.0**-3, 2.0**-5))
+        assert torch.equal(got, want) and float(want.max()) == torch.finfo(torch.float8_e4m3fn).max
+
+    def cached(
+        self, layout: HeadLayout, given: Any, kind: torch.dtype, scales: tuple[float, float]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """→ what is cached where tokens went, [2, tokens, ...] float32; and what should be."""
+        slots = torch.tensor([9, 3, 30, 31, 0], device=self.device)
+        empty = torch.full((2, 4, 8, 2, 64), 0.125, device=self.device).to(kind)
+        caches = [empty.clone(), empty.clone()]
+        qkv, *rest = given
+        each: list[Any] = [self.make(qkv.dtype), REFERENCE]
+        results = [
+            operations.cached_heads(qkv.clone(), layout, *rest, cache, slots, scales)
+            for operations, cache in zip(each, caches, strict=True)
+        ]
+        for one, other in zip(*results, strict=True):
+            self.near(one, other, qkv.dtype, times=4)
+        others = [n for n in range(32) if n not in slots.tolist()]
+        after, before = (
+            part.view(torch.uint8).flatten(1, 2)[:, others] for part in (caches[0], empty)
+        )
+        assert torch.equal(after, before), "slots of others were written"
+        got, want = (cache.float().flatten(1, 2)[:, slots] for cache in caches)
+        return got, want
+
+    def test_bidirectional_attention(self, dtype: torch.dtype) -> None:
+        """Rows of unlike lengths in one step, each for itself."""
+        lengths = (5, 1, 17, 17, 3, 40)
+        starts = np.cumsum([0, *lengths])
+        parts = [self.draw(int(starts[-1]), 4, 32, dtype=dtype, seed=n) for n in range(3)]
+        rows = RaggedRows.of(starts, self.device)
+        query, key, value = (part.clone() for part in parts)
+        got = self.make(dtype).bidirectional_attention(query, key, value, rows, 0.3)
+        assert got.dtype == dtype
+        for start, length in zip(starts, lengths, strict=False):
+            own = slice(int(start), int(start) + length)
+            query, key, value = (part[own].float().transpose(0, 1) for part in parts)
+            weights = (query @ key.transpose(1, 2) * 0.3).softmax(-1)
+            self.near(got[own], (weights @ value).transpose(0, 1), dtype, times=2)
+
+    # -------------------------------------------------------------- decode steps
+
+    def test_decode_inputs(self) -> None:
+        """New blocks go into the table; padding rows share a slot."""
+        operations = self.make(torch.float32)
+        draw = torch.Generator().manual_seed(2)
+        history = torch.randint(0, 999, (7, 90), generator=draw, dtype=torch.int32)
+        table = torch.randint(1, 99, (7, 40), generator=draw, dtype=torch.int32)
+        packed = torch.tensor(
+            [[3, 0, 5, 6, 6], [0, 16, 47, 0, 0], [39, 1, 39, 39, 39], [0, 77, 0, 0, 0]],
+            dtype=torch.int32,
+        )
+        given = [part.to(self.device) for part in (packed, history, table)]
+        want_table, got_table = given[2].clone(), given[2].clone()
+        want = REFERENCE.decode_inputs(given[0], given[1], want_table, 16)
+        got = DecodeTensors(*operations.decode_inputs(given[0], given[1], got_table, 16))
+        for name, one, other in zip(want._fields, got, want, strict=True):
+            assert one.dtype == other.dtype and torch.equal(one, other), name
+        assert torch.equal(got_table, want_table)
+
+    @pytest.mark.parametrize("counts", [[1], [1, 1, 7, 40, 1, 0, 0], [70, 1]], ids=str)
+    def test_step_inputs(self, counts: list[int]) -> None:
+        """Ragged rows; those without tokens come last."""
+        draw = torch.Generator().manual_seed(len(counts))
+        rows = len(counts)
+        history = torch.randint(0, 999, (9, 401), generator=draw, dtype=torch.int32)
+        table = torch.randint(0, 99, (9, 27), generator=draw, dtype=torch.int32)
+        start = torch.tensor([0, *counts]).cumsum(0).to(torch.int32)
+        slots = torch.randperm(9, generator=draw)[:rows].to(torch.int32)
+        first = torch.randint(0, 90, (rows,), generator=draw, dtype=torch.int32)
+        sampled = torch.randint(0, 9, (rows,), generator=draw, dtype=torch.int32)
+        row_parts = [part.to(self.device) for part in (start, slots, first, sampled)]
+        given: list[Any] = [*row_parts, sum(counts), history.to(self.device),
+                            table.to(self.device), 16]  # fmt: skip
+        want = REFERENCE.step_inputs(*given)
+        got = self.make(torch.float32).step_inputs(*given)
+        for name, one, other in zip(want._fields, got, want, strict=True):
+            # Where a row of no tokens would be is read by nobody.
+            kept = slice(None) if name in ("input_ids", "positions", "slot_mapping") else slice(
+                sum(count > 0 for count in counts)
+            )  # fmt: skip
+            assert one.dtype == other.dtype and torch.equal(one[kept], other[kept]), name
+
+    @pytest.mark.parametrize("count", [0, 1, 60, 100])
+    def test_scatter(self, count: int) -> None:
+        """As many writes as are said, and no others; the last place may hold anything."""
+        draw = torch.Generator().manual_seed(count)
+        places = torch.randperm(300, generator=draw)[:100]
+        values = torch.randint(1, 99, (100,), generator=draw)
+        writes = torch.stack([places, values], dim=1).to(torch.int32).to(self.device)
+        many = torch.tensor([count], dtype=torch.int32, device=self.device)
+        storage = torch.zeros(301, dtype=torch.int32, device=self.device)
+        self.make(torch.float32).scatter(storage, writes, many)
+        want = torch.zeros(300, dtype=torch.int32)
+        want[places[:count]] = values[:count].to(torch.int32)
+        assert torch.equal(storage[:-1].cpu(), want)
+
+    @pytest.mark.parametrize("asked", SAMPLING, ids=lambda asked: "+".join(asked) or "plain")
+    def test_sampling(self, asked: dict[str, Any]) -> None:
+        """The tokens of the sampler in torch, by its noise, and its log-probabilities; a row
+        without a number among its logits gives -1."""
+        operations = self.make(torch.float32)
+        if not operations.samples:
+            pytest.skip("it leaves sampling to torch")
+        vocab, rows = 300, [2, 0, 3, 1]
+        logits = self.draw(len(rows), vocab, dtype=torch.float32) * 3
+        logits[0, [7, 200]] = 50.0
+        logits[3] = float("nan")
+        results = [self.sampled(one, asked, rows, logits) for one in (operations, REFERENCE)]
+        (got, got_scores), (want, want_scores) = results
+        assert got[:3] == want[:3]
+        assert got[3] == -1, "no token can be chosen"
+        if "logprobs" in asked:
+            for name in ("logprob", "rank", "top_ids", "top_logprobs"):
+                one, other = (getattr(scores, name)[:3] for scores in (got_scores, want_scores))
+                if one.dim() == 2:
+                    one, other = one[:, : asked["logprobs"]], other[:, : asked["logprobs"]]
+                torch.testing.assert_close(one.double(), other.double(), atol=1e-4, rtol=1e-4)
+
+    def sampled(
+        self, operations: Operations, asked: dict[str, Any], rows: list[int], logits: torch.Tensor
+    ) -> tuple[list[int], Any]:
+        """A step of slots that have begun: → tokens; log-probabilities."""
+        prompt = [5, 9, 9, 4]
+        history = torch.zeros((6, 50), dtype=torch.int32, device=self.device)
+        state = SamplingState(6, logits.shape[1], self.device, history, kernels=operations.samples)
+        for slot in sorted(rows):
+            history[slot, : len(prompt)] = torch.tensor(prompt, dtype=torch.int32)
+            params = SamplingParams(**{"temperature": 0.4 * slot, **asked})
+            state.start(
+                SlotStart(
+                    slot=slot, request_id=str(slot), token_ids=tuple(prompt), num_prompt_tokens=3,
+                    num_computed_tokens=0, block_ids=(1,), params=params, seed=slot * 31,
+                )
+            )  # fmt: skip
+        state.upload()
+        slots = torch.tensor(rows, device=self.device)
+        lengths = torch.full((len(rows),), len(prompt), device=self.device)
+        given = logits.clone()
+        sampler = Sampler(state, operations=operations)
+        chosen, scores = sampler.sample_eagerly(given, slots, rows, lengths)
+        assert torch.equal(given.nan_to_num(), logits.nan_to_num()), "logits were changed"
+        tokens = [int(token) for token in chosen]
+        for slot, token in zip(rows, tokens, strict=True):
+            assert int(history[slot, len(prompt)]) == max(token, 0), "not in the slot's history"
+        assert int((history != 0).sum()) <= len(rows) * (len(prompt) + 1), "other places, too"
+        return tokens, scores
+
+    @pytest.mark.parametrize("vocab", [5, 64, 1001])
+    @pytest.mark.parametrize("indexed", [True, False], ids=["some rows", "all rows"])
+    def test_mask_tokens(self, indexed: bool, vocab: int, dtype: torch.dtype) -> None:
+        draw = torch.Generator().manual_seed(vocab)
+        words = -(-vocab // 32)
+        bits = torch.randint(-(2**31), 2**31, (3, words), generator=draw, dtype=torch.int64)
+        bits = bits.int().to(self.device)
+        bits[1] = -1
+        rows = torch.tensor([4, 0, 2], device=self.device) if indexed else None
+        want = self.draw(5 if indexed else 3, vocab + 3, dtype=dtype)[:, :vocab]
+        got = want.clone()
+        self.make(dtype).mask_tokens(got, bits, rows)
+        REFERENCE.mask_tokens(want, bits, rows)
+        assert torch.equal(got, want)
+
+    # -------------------------------------------------------------- refusals
+
+    def test_refusals_are_stated(self) -> None:
+        """Wherever it is asked: None, or one line that says why not."""
+        for device in ("cpu", "cuda", "meta"):
+            for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
+                reason = self.registered().supports(torch.device(device), dtype)
+                assert reason is None or (reason.strip() and "\n" not in reason)
+
+
+def copied_all(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments with tensors of their own."""
+    return {key: copied(value) for key, value in arguments.items()}

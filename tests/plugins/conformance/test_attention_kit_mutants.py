@@ -1,0 +1,157 @@
+"""The kit of attention backends notices planted bugs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from mutants import Mutant, mutant_tests, plugin_of, subclass
+
+from jackfield.core.protocols import AttentionSpec
+from jackfield.plugins.attention.torch import TorchAttention
+from jackfield.plugins.conformance.attention import AttentionBackendKit
+
+
+class Sound(TorchAttention):
+    name = "subject"
+
+
+class Kit(AttentionBackendKit):
+    name = "subject"
+    plugin = plugin_of("attention_backend", "subject", Sound)
+    promised = frozenset(
+        {"sliding_window", "soft_cap", "alibi_slopes", "sinks", "float32", "bfloat16"}
+    )
+
+
+def planted(**changes: Any) -> type:
+    return subclass(Sound, **changes)
+
+
+def with_spec(**changes: Any) -> type:
+    """It serves a layer as if some fields were others."""
+
+    def forward(self: Any, spec: AttentionSpec, *args: Any, **more: Any) -> torch.Tensor:
+        made = {
+            name: change(getattr(spec, name)) if callable(change) else change
+            for name, change in changes.items()
+            if getattr(spec, name) is not None
+        }
+        return TorchAttention.forward(self, msgspec.structs.replace(spec, **made), *args, **more)
+
+    return planted(forward=forward)
+
+
+def no_sinks(self: Any, spec: Any, *args: Any, sinks: Any = None) -> torch.Tensor:
+    return TorchAttention.forward(self, msgspec.structs.replace(spec, sinks=False), *args)
+
+
+def wide(self: Any, *args: Any, **more: Any) -> torch.Tensor:
+    return TorchAttention.forward(self, *args, **more).float()
+
+
+def writes_its_neighbour(self: Any, spec: Any, query: Any, key: Any, value: Any, cache: Any,
+                         metadata: Any, **more: Any) -> torch.Tensor:  # fmt: skip
+    out = TorchAttention.forward(self, spec, query, key, value, cache, metadata, **more)
+    cache[:, -1, 0] = 0.0
+    return out
+
+
+def keeps_the_first_metadata(self: Any, layout: Any) -> Any:
+    if not hasattr(self, "kept"):
+        self.kept = TorchAttention.build_metadata(self, layout)
+    return self.kept
+
+
+def narrow(self: Any, spec: Any, query: Any, key: Any, value: Any, cache: Any, *args: Any,
+           **more: Any) -> torch.Tensor:  # fmt: skip
+    rounded = query.to(torch.bfloat16).to(query.dtype)
+    return TorchAttention.forward(self, spec, rounded, key, value, cache, *args, **more)
+
+
+def serves_anything(cls: Any, spec: Any, device: Any, dtype: Any) -> str | None:
+    return None if device.type == "cpu" else "only a CPU"
+
+
+def integers_too(cls: Any, spec: Any, device: Any, dtype: Any) -> str | None:
+    asked = torch.float32 if dtype == torch.int8 else dtype
+    return TorchAttention.supports.__func__(cls, spec, device, asked)
+
+
+def refuses_caps(cls: Any, spec: Any, device: Any, dtype: Any) -> str | None:
+    if spec.soft_cap is not None:
+        return "no soft caps"
+    return TorchAttention.supports.__func__(cls, spec, device, dtype)
+
+
+def without_words(cls: Any, spec: Any, device: Any, dtype: Any) -> str | None:
+    reason = TorchAttention.supports.__func__(cls, spec, device, dtype)
+    return None if reason is None else ""
+
+
+def one_value_head(self: Any, spec: Any, query: Any, key: Any, value: Any, cache: Any, *args: Any,
+                   **more: Any) -> torch.Tensor:  # fmt: skip
+    shared = cache.clone()
+    shared[1] = cache[1][:, :, :1]
+    return TorchAttention.forward(self, spec, query, key, value, shared, *args, **more)
+
+
+def sees_ahead(self: Any, layout: Any) -> Any:
+    import dataclasses
+
+    if layout.max_query_len > 1:
+        lengths = layout.seq_lens_cpu + np.int32(0)
+        layout = dataclasses.replace(layout, seq_lens_cpu=np.maximum(lengths - 1, 1),
+                                     seq_lens=(layout.seq_lens - 1).clamp(min=1))  # fmt: skip
+    return TorchAttention.build_metadata(self, layout)
+
+
+DENSE, RANDOM = "test_equals_dense_attention", "test_equals_dense_attention_on_random_layouts"
+LONG, LARGE = "test_long_and_short_rows_together", "test_large_logits_do_not_overflow"
+FEATURES, FRESH = "test_features", "test_fresh_prompts_with_features"
+FP8, LAYER = "test_fp8_cache", "test_through_a_layer"
+LAYER_FEATURES = "test_features_through_a_layer"
+MANY = "test_one_instance_serves_many_steps_and_layers"
+PADDING, WARM = (
+    "test_padding_rows_touch_the_null_block_alone", "test_warm_up_on_the_null_block",
+)  # fmt: skip
+REFUSALS, UNKNOWN = "test_refusals_are_stated", "test_what_it_does_not_know_of_is_refused"
+
+DOWN_THE_LINE = (
+    DENSE, RANDOM, FEATURES, LAYER_FEATURES, FP8, FRESH, LARGE, LONG, MANY, LAYER,
+)  # fmt: skip
+WRONG = (*DOWN_THE_LINE, PADDING)
+MUTANTS: dict[str, Mutant] = {
+    "another scale": Mutant(with_spec(scale=lambda scale: scale * 1.1), WRONG),
+    "the cap is left out": Mutant(with_spec(soft_cap=None), (FEATURES, FRESH)),
+    "a window one too wide": Mutant(
+        with_spec(sliding_window=lambda window: window + 1), (FEATURES, FRESH, MANY)
+    ),
+    "slopes are left out": Mutant(with_spec(alibi_slopes=None), (FEATURES, LAYER_FEATURES, FRESH)),
+    "sinks are left out": Mutant(planted(forward=no_sinks), (FEATURES, LAYER_FEATURES, FRESH)),
+    "values of the first head alone": Mutant(
+        planted(forward=one_value_head),
+        (DENSE, RANDOM, FEATURES, LAYER_FEATURES, FP8, FRESH, MANY, PADDING, LAYER),
+    ),
+    "float32 for bfloat16": Mutant(planted(forward=wide), (DENSE, FEATURES, LONG)),
+    "queries are rounded": Mutant(planted(forward=narrow), WRONG),
+    "another block is written": Mutant(
+        planted(forward=writes_its_neighbour),
+        (DENSE, RANDOM, FEATURES, FP8, FRESH, LONG, PADDING, LAYER, WARM),
+    ),
+    "the first step's metadata": Mutant(
+        planted(build_metadata=keeps_the_first_metadata), (MANY, WARM)
+    ),
+    "a chunk one token short": Mutant(planted(build_metadata=sees_ahead), DOWN_THE_LINE),
+    "serves 3 heads over 2": Mutant(planted(supports=classmethod(serves_anything)), (REFUSALS,)),
+    "serves int8 queries": Mutant(planted(supports=classmethod(integers_too)), (REFUSALS,)),
+    "refuses what is promised": Mutant(planted(supports=classmethod(refuses_caps)), (FEATURES,)),
+    "refuses without words": Mutant(planted(supports=classmethod(without_words)), (REFUSALS,)),
+    "lists what no layer has": Mutant(
+        planted(features=TorchAttention.features | {"invented_later"}), (UNKNOWN,)
+    ),
+}
+
+TestMutants = mutant_tests(Kit, MUTANTS)

@@ -1,0 +1,161 @@
+"""The kit of executors: the one in the box passes it, and planted bugs do not."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any, ClassVar
+
+import msgspec
+from mutants import Mutant, mutant_tests, plugin_of, subclass
+
+from jackfield.plugins.conformance.executors import ExecutorKit
+from jackfield.plugins.executors.inprocess import InProcessExecutor
+
+
+class TestInProcess(ExecutorKit):
+    name = "inprocess"
+
+
+class Kit(ExecutorKit):
+    name = "subject"
+    plugin = plugin_of("executor", "subject", InProcessExecutor)
+
+
+def planted(**changes: Any) -> type:
+    return subclass(InProcessExecutor, **changes)
+
+
+async def one_block_too_many(self: Any) -> Any:
+    info = await InProcessExecutor.start(self)
+    return msgspec.structs.replace(info, num_blocks=info.num_blocks + 1)
+
+
+async def start_on_the_loop(self: Any) -> Any:
+    from jackfield.core.worker.thread import WorkerThread
+
+    self._thread = WorkerThread(asyncio.get_running_loop())
+    return self._worker.start()
+
+
+def run_at_once(self: Any, plan: Any) -> Any:
+    future = asyncio.get_running_loop().create_future()
+    try:
+        future.set_result(self._worker.step(plan).wait())
+    except Exception as error:
+        future.set_exception(error)
+    return future
+
+
+def one_off(self: Any, plan: Any) -> Any:
+    async def later() -> Any:
+        result = await InProcessExecutor.submit(self, plan)
+        tokens = [token + 1 if token >= 0 else token for token in result.token_ids]
+        return msgspec.structs.replace(result, token_ids=tokens)
+
+    return asyncio.ensure_future(later())
+
+
+def every_row_samples(self: Any, plan: Any) -> Any:
+    async def later() -> Any:
+        result = await InProcessExecutor.submit(self, plan)
+        tokens = [max(token, 0) for token in result.token_ids]
+        return msgspec.structs.replace(result, token_ids=tokens)
+
+    return asyncio.ensure_future(later())
+
+
+def swallows(self: Any, plan: Any) -> Any:
+    from jackfield.core.types import StepResult
+
+    async def later() -> Any:
+        try:
+            return await InProcessExecutor.submit(self, plan)
+        except Exception:
+            return StepResult(step=plan.step, token_ids=[5] * len(plan.slots))
+
+    return asyncio.ensure_future(later())
+
+
+async def recovers_nothing(self: Any) -> None:
+    """As if all were well."""
+
+
+async def pong(self: Any) -> None:
+    """At once."""
+
+
+async def drops_the_queue(self: Any) -> None:
+    for future in getattr(self, "futures", ()):
+        future.cancel()
+    await InProcessExecutor.stop(self)
+
+
+def remembered(self: Any, plan: Any) -> Any:
+    future = InProcessExecutor.submit(self, plan)
+    self.__dict__.setdefault("futures", []).append(future)
+    return future
+
+
+async def stop_once(self: Any) -> None:
+    assert self._thread is not None, "stopped twice"
+    await InProcessExecutor.stop(self)
+
+
+async def leaves_a_thread(self: Any) -> None:
+    if self._thread is not None:
+        threading.Thread(target=threading.Event().wait, daemon=True, name="left over").start()
+    await InProcessExecutor.stop(self)
+
+
+class StopsAll(InProcessExecutor):
+    """The workers of all instances end with the first."""
+
+    workers: ClassVar[list[Any]] = []
+
+    async def start(self) -> Any:
+        StopsAll.workers.append(self._worker)
+        return await super().start()
+
+    async def stop(self) -> None:
+        await super().stop()
+        for worker in StopsAll.workers:
+            worker.runner = None
+
+
+def silent(self: Any) -> Any:
+    async def start() -> Any:
+        try:
+            return await InProcessExecutor.start(self)
+        except Exception as error:
+            raise RuntimeError("the worker did not start") from error
+
+    return start()
+
+
+INFO = "test_what_it_tells_of_itself"
+TOKENS = "test_tokens_are_those_of_the_executor_in_the_box"
+ORDER, WAITS = "test_plans_run_in_order", "test_submitting_does_not_wait"
+WHY = "test_a_start_that_fails_says_why"
+FAILS = "test_a_step_that_fails_says_so_and_is_recovered_from"
+PING, QUEUED = "test_a_ping_comes_after_what_was_queued", "test_stopping_finishes_what_is_queued"
+TWICE = "test_stopping_twice_or_before_the_start_is_harmless"
+TWO = "test_two_live_side_by_side"
+
+MUTANTS = {
+    "one block too many": Mutant(planted(start=one_block_too_many), (INFO,)),
+    "starts on the event loop": Mutant(planted(start=start_on_the_loop), (WAITS,)),
+    "runs a step on the event loop": Mutant(planted(submit=run_at_once), (WAITS,)),
+    "tokens are one off": Mutant(planted(submit=one_off), (TOKENS,)),
+    "every row samples": Mutant(planted(submit=every_row_samples), (ORDER, FAILS)),
+    "a failed step succeeds": Mutant(planted(submit=swallows), (FAILS,)),
+    "no step after a failed one": Mutant(planted(recover=recovers_nothing), (FAILS,)),
+    "answers a ping at once": Mutant(planted(ping=pong), (PING,)),
+    "drops what is queued": Mutant(planted(submit=remembered, stop=drops_the_queue), (QUEUED,)),
+    "stops only once": Mutant(planted(stop=stop_once), (TWICE, WHY)),
+    "leaves a thread": Mutant(planted(stop=leaves_a_thread), (INFO,)),
+    "stops its neighbour": Mutant(StopsAll, (TWO,)),
+    "says not why it failed": Mutant(planted(start=silent), (WHY,)),
+}
+
+TestMutants = mutant_tests(Kit, MUTANTS)

@@ -1,0 +1,208 @@
+"""The kit of weight loaders: those in the box pass it, and planted bugs do not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from mutants import Mutant, mutant_tests, plugin_of, subclass
+
+from jackfield.core.errors import LoadError
+from jackfield.core.loading.weight_map import ParameterFiller
+from jackfield.plugins.conformance.loaders import WeightLoaderKit
+from jackfield.plugins.loaders.safetensors import SafetensorsLoader
+
+
+class TestSafetensors(WeightLoaderKit):
+    name = "safetensors"
+
+
+class TestDummy(WeightLoaderKit):
+    name = "dummy"
+    reads = False
+
+
+class TestGguf(WeightLoaderKit):
+    """In float16, as the package writes it; a Llama's files pair neighbouring channels."""
+
+    name = "gguf"
+    config = {"attention_bias": False}
+    tolerance = 1e-3
+
+    def write(self, tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
+        gguf = pytest.importorskip("gguf")
+        kind = gguf.GGMLQuantizationType.F16
+        writer = gguf.GGUFWriter(folder / "model.gguf", "llama")
+        writer.add_block_count(2)
+        names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 2)
+        for name, tensor in tensors.items():
+            stored = tensor.float().numpy()
+            stem, _, leaf = name.rpartition(".")
+            heads = {"q_proj": 4, "k_proj": 2}.get(stem.rpartition(".")[2])
+            if heads:
+                halves = stored.reshape(heads, 2, -1, stored.shape[1])
+                stored = np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(stored.shape)
+            called = f"{names.get_name(stem) or stem}.{leaf}"
+            if stored.ndim == 2:
+                writer.add_tensor(called, gguf.quants.quantize(stored, kind), raw_dtype=kind)
+            else:
+                writer.add_tensor(called, stored)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+
+
+class Kit(WeightLoaderKit):
+    name = "subject"
+    plugin = plugin_of("weight_loader", "subject", SafetensorsLoader)
+
+
+def filled(**changes: Any) -> type:
+    """A loader whose filler has some methods replaced."""
+    filler = subclass(ParameterFiller, **changes)
+
+    class Planted(SafetensorsLoader):
+        def load(self, model: Any, device: Any) -> None:
+            import jackfield.plugins.loaders.safetensors as module
+
+            kept = module.ParameterFiller
+            module.ParameterFiller = filler
+            try:
+                super().load(model, device)
+            finally:
+                module.ParameterFiller = kept
+
+    return Planted
+
+
+def around(change: Any) -> type:
+    """A loader that calls `change(load, self, model, device)`."""
+
+    class Planted(SafetensorsLoader):
+        def load(self, model: Any, device: Any) -> None:
+            change(super().load, self, model, device)
+
+    return Planted
+
+
+def fill(self: Any, name: str, tensor: torch.Tensor) -> None:
+    ParameterFiller.fill(self, name, tensor)
+
+
+def skips_what_is_unknown(self: Any, name: str, tensor: torch.Tensor) -> None:
+    if "side_proj" not in name:
+        fill(self, name, tensor)
+
+
+def fits_anything(self: Any, name: str, tensor: torch.Tensor) -> None:
+    if name.endswith("down_proj.weight") and tensor.shape != (64, 128):
+        tensor = torch.zeros(64, 128)
+    fill(self, name, tensor)
+
+
+def no_biases(self: Any, name: str, tensor: torch.Tensor) -> None:
+    fill(self, name, torch.zeros_like(tensor) if name.endswith("bias") else tensor)
+
+
+def through_bfloat16(self: Any, name: str, tensor: torch.Tensor) -> None:
+    fill(self, name, tensor.to(torch.bfloat16).to(tensor.dtype))
+
+
+def first_layer_everywhere(self: Any, name: str, tensor: torch.Tensor) -> None:
+    kept = self.__dict__.setdefault("kept", {})
+    first = name.replace("layers.1.", "layers.0.")
+    kept.setdefault(first, tensor)
+    fill(self, name, kept[first])
+
+
+def says_nothing(self: Any) -> None:
+    for staging in self.quantized.values():
+        staging.finish()
+
+
+def without_names(load: Any, self: Any, model: Any, device: Any) -> None:
+    try:
+        load(model, device)
+    except LoadError as error:
+        raise LoadError("the checkpoint does not fit the model") from error
+
+
+def bare_errors(load: Any, self: Any, model: Any, device: Any) -> None:
+    try:
+        load(model, device)
+    except LoadError as error:
+        raise RuntimeError(str(error)) from error
+
+
+def widens(load: Any, self: Any, model: Any, device: Any) -> None:
+    load(model, device)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.float()
+
+
+def replaces(load: Any, self: Any, model: Any, device: Any) -> None:
+    load(model, device)
+    norm = model.get_submodule("model.norm")
+    norm.weight = torch.nn.Parameter(norm.weight.data.clone(), requires_grad=False)
+
+
+def noise(load: Any, self: Any, model: Any, device: Any) -> None:
+    load(model, device)
+    for parameter in model.parameters():
+        if parameter.dtype.is_floating_point:
+            parameter.data += torch.randn_like(parameter) * 1e-3
+
+
+def leaves_a_file(load: Any, self: Any, model: Any, device: Any) -> None:
+    load(model, device)
+    (self.folder / "cache.bin").write_bytes(b"converted")
+
+
+def first_file_only(load: Any, self: Any, model: Any, device: Any) -> None:
+    import jackfield.plugins.loaders.safetensors as module
+
+    kept = module.checkpoint_files
+    module.checkpoint_files = lambda folder: kept(folder)[:1]
+    try:
+        load(model, device)
+    finally:
+        module.checkpoint_files = kept
+
+
+FILLED = "test_every_parameter_is_filled"
+HALF = "test_a_checkpoint_in_half_precision_is_widened"
+TIED = "test_tied_embeddings_need_no_head"
+PARTS = "test_several_files_are_one_checkpoint"
+QUANTIZED = "test_quantized_layers_get_their_tensors"
+SAME, READ = "test_loading_twice_gives_the_same", "test_the_checkpoint_is_only_read"
+MISSING = "test_a_missing_tensor_is_refused_by_name"
+UNKNOWN = "test_a_tensor_without_a_place_is_refused_by_name"
+SHAPE = "test_a_tensor_of_another_shape_is_refused_by_name"
+DAMAGED = "test_what_is_no_checkpoint_is_refused"
+
+MUTANTS = {
+    "unknown tensors pass": Mutant(filled(fill=skips_what_is_unknown), (UNKNOWN,)),
+    "any shape passes": Mutant(filled(fill=fits_anything), (SHAPE,)),
+    "nothing is missed": Mutant(filled(finish=says_nothing), (MISSING,)),
+    "biases are left out": Mutant(filled(fill=no_biases), (FILLED, HALF, TIED, PARTS, QUANTIZED)),
+    "rounded on the way": Mutant(
+        filled(fill=through_bfloat16), (FILLED, HALF, TIED, PARTS, QUANTIZED)
+    ),
+    "one layer for all": Mutant(
+        filled(fill=first_layer_everywhere), (FILLED, HALF, TIED, PARTS, QUANTIZED)
+    ),
+    "an error names nothing": Mutant(around(without_names), (MISSING, UNKNOWN, SHAPE)),
+    "errors of another kind": Mutant(around(bare_errors), (DAMAGED, MISSING, UNKNOWN, SHAPE)),
+    "parameters become float32": Mutant(around(widens), (FILLED,)),
+    "a parameter is replaced": Mutant(around(replaces), (FILLED,)),
+    "not the same each time": Mutant(around(noise), (SAME, FILLED, HALF, TIED, PARTS, QUANTIZED)),
+    "a file is left behind": Mutant(around(leaves_a_file), (READ,)),
+    "only the first file": Mutant(around(first_file_only), (PARTS,)),
+}
+
+TestMutants = mutant_tests(Kit, MUTANTS)

@@ -1,0 +1,154 @@
+"""The kit of models notices planted bugs, and plants no field that a family has not got."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformers
+from mutants import Mutant, mutant_tests, plugin_of, subclass
+from torch import nn
+
+from jackfield.core.loading.weight_map import Shard, WeightMap
+from jackfield.plugins.conformance.models import TINY, ModelKit, tiny
+from jackfield.plugins.models.decoder import Block, Decoder, SelfAttention
+from jackfield.plugins.models.llama import LlamaForCausalLM
+
+
+class Kit(ModelKit):
+    name = "SubjectForCausalLM"
+    reference = transformers.LlamaForCausalLM
+    config = {"tie_word_embeddings": False, "attention_bias": True}
+    plugin = plugin_of("model", "SubjectForCausalLM", LlamaForCausalLM)
+
+
+def planted(**changes: Any) -> type:
+    return subclass(LlamaForCausalLM, **changes)
+
+
+def with_attention(**changes: Any) -> type:
+    return planted(attention=subclass(SelfAttention, **changes))
+
+
+def with_decoder(**changes: Any) -> type:
+    return planted(decoder=subclass(Decoder, **changes))
+
+
+class LastNorm(Decoder):
+    """With an eps of its own in the last norm alone."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.norm.eps = 1e-6
+
+
+class OneLayerShort(Decoder):
+    def forward(self, input_ids: torch.Tensor, context: Any) -> torch.Tensor:
+        hidden = self.embed(input_ids)
+        for layer, rotary in list(zip(self.layers, self.rotaries, strict=True))[:-1]:
+            hidden = layer(hidden, rotary, context)
+        return hidden
+
+
+class SwappedNorms(Block):
+    def forward(self, hidden: torch.Tensor, rotary: Any, context: Any) -> torch.Tensor:
+        hidden = self.self_attn(hidden, self.post_attention_layernorm, rotary, context)
+        out: torch.Tensor = self.mlp(hidden, self.input_layernorm)
+        return out
+
+
+def mean_over_the_step(self: Any, input_ids: torch.Tensor, context: Any) -> torch.Tensor:
+    hidden = Decoder.forward(self, input_ids, context)
+    return hidden + 0.01 * hidden.mean(0, keepdim=True)
+
+
+def positions_of_the_step(self: Any, qkv: torch.Tensor, rotary: Any, context: Any) -> torch.Tensor:
+    import dataclasses
+
+    own = torch.cat([torch.arange(n) for n in context.layout.query_start.diff().tolist()])
+    return SelfAttention.heads(self, qkv, rotary, dataclasses.replace(context, positions=own))
+
+
+def first_rows_only(self: Any, hidden: torch.Tensor) -> torch.Tensor:
+    logits = LlamaForCausalLM.compute_logits(self, hidden)
+    return logits + 0.02 * logits[:1]
+
+
+def other_scale(self: Any, hf: Any, layer: int) -> Any:
+    import msgspec
+
+    return msgspec.structs.replace(SelfAttention.spec(self, hf, layer), scale=0.3)
+
+
+def windowed(hf: Any, layer: int) -> int:
+    return 16
+
+
+def wide_layers(self: Any, config: Any, build: Any) -> None:
+    LlamaForCausalLM.__init__(self, config, build)
+    self.model.norm.weight = nn.Parameter(self.model.norm.weight.float())
+
+
+def unused_parameter(self: Any) -> None:
+    with torch.no_grad():
+        self.model.layers[0].self_attn.o_proj.bias.zero_()
+
+
+LLAMA = LlamaForCausalLM.weight_map
+SWAPPED = WeightMap(
+    stacked={**LLAMA.stacked, "gate_proj": Shard("gate_up_proj", "up"),
+             "up_proj": Shard("gate_up_proj", "gate")},
+    tied=LLAMA.tied, prefixes=LLAMA.prefixes,
+)  # fmt: skip
+LENIENT = WeightMap(
+    stacked=LLAMA.stacked, tied=LLAMA.tied, prefixes=LLAMA.prefixes, ignored=("nobody",)
+)
+
+LOGITS, SPLIT = (
+    "test_logits_equal_the_reference", "test_any_split_of_the_prompt_gives_the_same_logits",
+)  # fmt: skip
+BESIDE = "test_what_else_is_in_the_batch_changes_nothing"
+SOME = "test_logits_of_some_rows_need_no_others"
+DTYPES = "test_builds_and_runs_in_every_dtype"
+GREEDY, PREFIX = (
+    "test_greedy_tokens_equal_the_reference", "test_a_prefix_hit_gives_the_same_answer",
+)  # fmt: skip
+REACHES = "test_every_tensor_of_the_checkpoint_reaches_a_parameter"
+UNKNOWN = "test_a_tensor_that_nothing_uses_is_refused_by_name"
+WRONG = (LOGITS, DTYPES, GREEDY, PREFIX)
+
+MUTANTS = {
+    "another eps in the last norm": Mutant(planted(decoder=LastNorm), WRONG),
+    "a layer is left out": Mutant(planted(decoder=OneLayerShort), WRONG),
+    "norms change places": Mutant(with_decoder(block=SwappedNorms), WRONG),
+    "gate and up change places": Mutant(planted(weight_map=SWAPPED), WRONG),
+    "another scale": Mutant(with_attention(spec=other_scale), WRONG),
+    "a window that is not there": Mutant(
+        with_attention(sliding_window=staticmethod(windowed)), WRONG
+    ),
+    "rows of a step mix": Mutant(with_decoder(forward=mean_over_the_step), (BESIDE, SPLIT, *WRONG)),
+    "positions begin anew each step": Mutant(
+        with_attention(heads=positions_of_the_step), (SPLIT, GREEDY, PREFIX)
+    ),
+    "logits depend on the first row": Mutant(
+        planted(compute_logits=first_rows_only), (SOME, SPLIT, BESIDE, *WRONG)
+    ),
+    "a parameter in another type": Mutant(planted(__init__=wide_layers), (DTYPES,)),
+    "a bias that is lost": Mutant(planted(after_loading=unused_parameter), (REACHES, *WRONG)),
+    "a name that passes": Mutant(planted(weight_map=LENIENT), (UNKNOWN,)),
+}
+
+TestMutants = mutant_tests(Kit, MUTANTS)
+
+
+def test_no_field_is_planted_into_a_family_that_has_not_got_it() -> None:
+    fields = tiny(transformers.GPTNeoXConfig)
+    assert "num_key_value_heads" not in fields and "rms_norm_eps" not in fields
+    assert fields["layer_norm_eps"] > 0.01 and fields["hidden_size"] == TINY["hidden_size"]
+    assert tiny(transformers.LlamaConfig)["num_key_value_heads"] == 2
+
+    class Plain(ModelKit):
+        name = "GPTNeoXForCausalLM"
+
+    written = Plain.make_reference().config.to_dict()
+    assert "num_key_value_heads" not in written and "head_dim" not in written

@@ -1,0 +1,232 @@
+"""The kit of operations: those in the box pass it, and planted bugs do not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from mutants import Mutant, mutant_tests, plugin_of, subclass
+
+from jackfield.core.nn.operations import Norm, Operations, Routing
+from jackfield.plugins.conformance.operations import OperationsKit
+
+CUDA = torch.cuda.is_available()
+
+
+class TestTorch(OperationsKit):
+    name = "torch"
+    dtypes = ("float32", "bfloat16")
+    promised = frozenset(dtypes)
+
+
+CUT_OFF = "test_an_fp8_cache_is_cut_off_at_its_largest"
+
+
+class TestTriton(OperationsKit):
+    """Without a GPU in Triton's interpreter, whose products of bfloat16 are wrong, which does not
+    cut numbers off that are beyond fp8's largest, and where the kit's products take minutes;
+    `tests/kernels` has smaller ones."""
+
+    name = "triton"
+    dtypes = ("float32", "float16", "bfloat16") if CUDA else ("float16",)
+    promised = frozenset(dtypes)
+    test_packed_linear = OperationsKit.test_packed_linear if CUDA else None
+    test_experts = OperationsKit.test_experts if CUDA else None
+    test_an_fp8_cache_is_cut_off_at_its_largest = getattr(OperationsKit, CUT_OFF) if CUDA else None
+
+
+@pytest.mark.slow
+class TestTritonWholly(TestTriton):
+    test_packed_linear = OperationsKit.test_packed_linear
+    test_experts = OperationsKit.test_experts
+
+
+class Sound(Operations):
+    """The reference under a name of its own."""
+
+    name = "subject"
+
+
+class Kit(OperationsKit):
+    name = "subject"
+    plugin = plugin_of("operations", "subject", Sound)
+    dtypes = ("float32",)
+
+
+def planted(**changes: Any) -> type:
+    return subclass(Sound, **changes)
+
+
+def small_eps(self: Any, x: Any, norm: Norm) -> Any:
+    return Operations.rms_norm(self, x, norm._replace(eps=1e-6))
+
+
+def narrow_squares(self: Any, x: Any, norm: Norm) -> Any:
+    mean = x.half().square().mean(-1, keepdim=True)
+    return (norm.weight * (x * torch.rsqrt(mean + norm.eps))).to(x.dtype)
+
+
+def no_bias(self: Any, x: Any, weight: Any, bias: Any = None, **more: Any) -> Any:
+    return Operations.linear(self, x, weight, None, **more)
+
+
+def no_bias_for_one_token(self: Any, x: Any, weight: Any, bias: Any = None, **more: Any) -> Any:
+    return Operations.linear(self, x, weight, bias if len(x) > 1 else None, **more)
+
+
+def up_first(self: Any, x: Any) -> Any:
+    up, gate = x.chunk(2, dim=-1)
+    return torch.nn.functional.silu(gate) * up
+
+
+def in_place(self: Any, x: Any) -> Any:
+    return Operations.silu_mul(self, x.mul_(1.0).clamp_(-2.0, 2.0))
+
+
+def exact_gelu(self: Any, x: Any) -> Any:
+    gate, up = x.chunk(2, dim=-1)
+    return torch.nn.functional.gelu(gate) * up
+
+
+def last_of_equal(self: Any, logits: Any, top_k: int, *, renormalize: bool) -> Routing:
+    made = Operations.route(self, logits.flip(1), top_k, renormalize=renormalize)
+    return Routing(made.weights, logits.shape[1] - 1 - made.experts)
+
+
+def unscaled(self: Any, *args: Any) -> Any:
+    return Operations.cached_heads(self, *args[:8])
+
+
+def ignores_order(self: Any, x: Any, weight: Any, *args: Any, **more: Any) -> Any:
+    return Operations.packed_linear(self, x, weight._replace(order=None), *args, **more)
+
+
+def norm_over_the_batch(self: Any, x: Any, weight: Any, bias: Any = None, **more: Any) -> Any:
+    out = Operations.linear(self, x, weight, bias, **more)
+    return out + 0 * out.sum()
+
+
+def sees_later_rows(self: Any, query: Any, key: Any, value: Any, rows: Any, scale: float) -> Any:
+    parts = (part.transpose(0, 1)[None] for part in (query, key, value))
+    out = torch.nn.functional.scaled_dot_product_attention(*parts, scale=scale)
+    return out[0].transpose(0, 1)
+
+
+def interleaved(self: Any, qkv: Any, layout: Any, positions: Any, cos_sin: Any, *norms: Any) -> Any:
+    if cos_sin is not None:
+        cos_sin = torch.cat(cos_sin.chunk(2, dim=-1)[::-1], dim=-1)
+    return Operations.heads(self, qkv, layout, positions, cos_sin, *norms)
+
+
+def first_rows_masked(self: Any, logits: Any, bits: Any, rows: Any) -> None:
+    Operations.mask_tokens(self, logits[: len(bits)], bits, None)
+
+
+def no_new_blocks(self: Any, packed: Any, history: Any, table: Any, size: int) -> Any:
+    return Operations.decode_inputs(self, packed, history, table.clone(), size)
+
+
+def greedy(self: Any, logits: Any, slots: Any, lengths: Any, tables: Any, out: Any,
+           **more: Any) -> None:  # fmt: skip
+    out.chosen[: len(slots)] = logits.nan_to_num(-1e9).argmax(1).int()
+    tables.history[slots, lengths] = out.chosen[: len(slots)]
+
+
+def rows_of_one_token(self: Any, query_start: Any, slots: Any, *args: Any) -> Any:
+    made = Operations.step_inputs(self, query_start, slots, *args)
+    return made._replace(positions=made.positions * 0)
+
+
+def writes_all(self: Any, storage: Any, writes: Any, count: Any) -> None:
+    storage[writes[:, 0].long()] = writes[:, 1]
+
+
+def float64(self: Any, x: Any, weight: Any, bias: Any, eps: float) -> Any:
+    return Operations.layer_norm(self, x, weight, bias, eps).double()
+
+
+def forgets_residual(self: Any, x: Any, routing: Any, gate_up: Any, down: Any, **more: Any) -> Any:
+    return Operations.experts(self, x, routing, gate_up, down, **more) - more["residual"]
+
+
+NORMS = ("test_rms_norm", "test_rms_norm_of_part_of_a_tensor")
+NORMED = ("test_add_rms_norm", "test_linear", "test_gated_linear", "test_packed_linear",
+          "test_heads", "test_cached_heads")  # fmt: skip
+MUTANTS = {
+    "an eps of its own": Mutant(planted(rms_norm=small_eps), (*NORMS, *NORMED)),
+    "squares in float16": Mutant(
+        planted(rms_norm=narrow_squares),
+        ("test_large_numbers_before_a_norm_stay_finite", *NORMS, *NORMED),
+    ),
+    "the residual is left out": Mutant(
+        planted(add_rms_norm=lambda self, x, norm, residual: self.rms_norm(x, norm)),
+        ("test_add_rms_norm",),
+    ),
+    "bias dropped": Mutant(
+        planted(linear=no_bias),
+        ("test_linear", "test_gated_linear", "test_packed_linear", "test_experts"),
+    ),
+    "bias dropped for one token": Mutant(
+        planted(linear=no_bias_for_one_token),
+        ("test_linear", "test_gated_linear", "test_packed_linear", "test_experts"),
+    ),
+    "a row poisons the others": Mutant(
+        planted(linear=norm_over_the_batch), ("test_rows_do_not_depend_on_those_beside_them",)
+    ),
+    "up before gate": Mutant(
+        planted(silu_mul=up_first),
+        ("test_gated_activations", "test_gated_linear", "test_packed_linear", "test_experts"),
+    ),
+    "the argument is overwritten": Mutant(
+        planted(silu_mul=in_place),
+        ("test_gated_activations", "test_gated_linear", "test_packed_linear", "test_experts"),
+    ),
+    "another gelu": Mutant(planted(gelu_mul=exact_gelu), ("test_gated_activations",)),
+    "the last of equal experts": Mutant(planted(route=last_of_equal), ("test_route",)),
+    "the cache's scales are left out": Mutant(
+        planted(cached_heads=unscaled), ("test_cached_heads_in_fp8", CUT_OFF)
+    ),
+    "columns in another order": Mutant(
+        planted(packed_linear=ignores_order), ("test_packed_linear",)
+    ),
+    "rows of a step see each other": Mutant(
+        planted(bidirectional_attention=sees_later_rows), ("test_bidirectional_attention",)
+    ),
+    "sines before cosines": Mutant(planted(heads=interleaved), ("test_heads", "test_cached_heads")),
+    "the first rows are masked": Mutant(
+        planted(mask_tokens=first_rows_masked), ("test_mask_tokens",)
+    ),
+    "new blocks are forgotten": Mutant(
+        planted(decode_inputs=no_new_blocks), ("test_decode_inputs",)
+    ),
+    "greedy whatever was asked": Mutant(planted(samples=True, sample=greedy), ("test_sampling",)),
+    "rows of one token": Mutant(planted(step_inputs=rows_of_one_token), ("test_step_inputs",)),
+    "all writes, however many count": Mutant(planted(scatter=writes_all), ("test_scatter",)),
+    "another type comes out": Mutant(planted(layer_norm=float64), ("test_layer_norm",)),
+    "experts without the residual": Mutant(planted(experts=forgets_residual), ("test_experts",)),
+    "a refusal without words": Mutant(
+        planted(
+            supports=classmethod(lambda cls, device, dtype: "" if device.type == "meta" else None)
+        ),
+        ("test_refusals_are_stated",),
+    ),
+}
+
+TestMutants = mutant_tests(Kit, MUTANTS)
+
+
+def test_a_refused_dtype_is_a_failure_where_it_is_promised() -> None:
+    class Refuses(Sound):
+        @classmethod
+        def supports(cls, device: torch.device, dtype: torch.dtype) -> str | None:
+            return "no floats here"
+
+    class Promises(Kit):
+        plugin = plugin_of("operations", "subject", Refuses)
+        promised = frozenset({"float32"})
+
+    with pytest.raises(AssertionError, match="promises float32, and says: no floats here"):
+        Promises().make(torch.float32)
+    with pytest.raises(pytest.skip.Exception, match="no floats here"):
+        Promises().make(torch.float16)
