@@ -24,8 +24,8 @@ def cut(asks: list[Ask], output: int) -> list[Ask]:
 class Trials:
     """Fresh prompts for each run, so that no prefix cache helps."""
 
-    def __init__(self, bench: Bench, workload: Workload) -> None:
-        self._bench, self._workload, self._trial = bench, workload, 0
+    def __init__(self, bench: Bench, workload: Workload, first_trial: int = 0) -> None:
+        self._bench, self._workload, self._trial = bench, workload, first_trial
 
     def seconds(self, rows: int, output: int) -> float:
         """Of `rows` requests at once with `output` tokens each."""
@@ -95,7 +95,9 @@ def measure_decode(bench: Bench, workload: Workload) -> Iterator[Record]:
 def measure_first_token(bench: Bench, workload: Workload) -> Iterator[Record]:
     """One request alone, to its first token, at each length of the prompt."""
     for length in workload.lengths:
-        trials = Trials(bench, msgspec.structs.replace(workload, prompt=(length, length)))
+        # Trials of their own: of the same one, a longer prompt begins with the shorter.
+        each = msgspec.structs.replace(workload, prompt=(length, length))
+        trials = Trials(bench, each, first_trial=1000 * length)
         for _ in range(bench.times(workload)[0]):
             trials.seconds(1, 1)
         seconds = [trials.seconds(1, 1) for _ in range(workload.requests)]
