@@ -44,9 +44,8 @@ def pieces_of(case: Case, engine: Any, tokens: int) -> tuple[Any, Any, Any]:
         outputs = job.outputs()
     else:
         asked = decode(body, CompletionRequest)
-        given = asked.prompts()
-        ids = [engine.tokenizer.encode(prompt) for prompt in given]
-        job = completions._Job(engine, asked, "m", given, ids)
+        job = completions._Job(engine, asked, "m")
+        job.token_ids = [engine.tokenizer.encode(prompt) for prompt in asked.prompts()]
         made = [completions.CompletionPieces(job) for _ in range(2)]
         (outputs,) = job.streams()
     made[1]._plain = False

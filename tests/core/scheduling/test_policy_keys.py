@@ -92,6 +92,14 @@ def test_a_key_that_cannot_be_compared_with_those_before_is_refused(wrong: Any) 
     scheduler.check_invariants()
 
 
+def test_numbers_of_any_size_are_keys() -> None:
+    scheduler = scheduler_with({1: (10**400,), 2: (float("inf"),), 3: (-(10**400),), 4: (True,)})
+    for token in (1, 2, 3, 4):
+        scheduler.add(request(f"r{token}", token))
+    scheduler.check_invariants()
+    assert [r.request_id for r in scheduler.waiting] == ["r3", "r4", "r1", "r2"]
+
+
 def test_siblings_are_added_together_or_not_at_all() -> None:
     asked: list[str] = []
 
