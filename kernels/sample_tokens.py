@@ -505,7 +505,7 @@ def sample_tokens(
         )
     launch(_gather_kernel, grid)(
         *read, listed, lengths, best, token, won, raw, found, coarse, fine, sums, values, ids,
-        *likely, *sizes, LIKELY=LIKELIEST, **narrow,
+        *likely, *sizes, LIKELY=LIKELIEST, maxnreg=128, **narrow,
     )  # fmt: skip
     launch(choose_row_kernel, (num_rows,))(
         *read, lengths, tables.history, best, token, won, raw, found, sums, values, ids, *likely,

@@ -137,8 +137,8 @@ def enough_likely(raw_ptr, row64, num_parts, num, BLOCK: tl.constexpr):
 
 @triton.jit
 def ordered(x):
-    """Float32 as integers of the same order."""
-    bits = x.to(tl.int32, bitcast=True)
+    """Float32 as integers of the same order; both zeros are one."""
+    bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 

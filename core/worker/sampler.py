@@ -573,7 +573,8 @@ def top_tokens(values: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor
     in an order that integers share, then the id, reversed.
     """
     vocab_size = values.shape[1]
-    bits = values.contiguous().view(torch.int32)
+    # -0.0 becomes 0.0: they are equal, and in order of their ids.
+    bits = values.add(0.0).contiguous().view(torch.int32)
     ordered = (bits >> 31).bitwise_and_(0x7FFFFFFF).bitwise_xor_(bits)
     reversed_ids = torch.arange(vocab_size - 1, -1, -1, device=values.device)
     keys = torch.add(reversed_ids, ordered, alpha=1 << 32)

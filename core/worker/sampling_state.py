@@ -539,7 +539,8 @@ def _lists_anything(start: SlotStart) -> bool:
 
 def _log(value: float) -> float:
     """Of a float32, as float32; -inf of 0."""
-    return float(np.log(np.float32(value))) if value > 0.0 else float("-inf")
+    small = np.float32(value)
+    return float(np.log(small)) if small > 0.0 else float("-inf")
 
 
 def _reciprocal(value: float) -> float:

@@ -7,9 +7,11 @@ import importlib.util
 import math
 from typing import Any
 
+import hypothesis
 import numpy as np
 import pytest
 import torch
+from hypothesis import strategies
 
 from jackfield.core.types import GrammarStart, SamplingParams
 from jackfield.core.worker import slot_lists
@@ -300,3 +302,48 @@ def test_what_a_step_asks_for_says_how_it_ends() -> None:
     bench.state.release(3)
     bench.start(3, SamplingParams(), [1])
     assert sampler.is_plain([0, 3])
+
+
+def settings_of(vocab_size: int) -> Any:
+    """Any mix of what requests may ask for."""
+    ids = strategies.lists(strategies.integers(0, vocab_size - 1), min_size=1, max_size=9)
+    return strategies.fixed_dictionaries(
+        {},
+        optional={
+            "temperature": strategies.sampled_from([0.0, 0.3, 1.0, 1.7]),
+            "top_k": strategies.integers(1, vocab_size),
+            "top_p": strategies.floats(0.01, 0.999),
+            "min_p": strategies.floats(0.0, 1.0),
+            "presence_penalty": strategies.floats(-2, 2),
+            "frequency_penalty": strategies.floats(-2, 2),
+            "repetition_penalty": strategies.floats(0.2, 5),
+            "logit_bias": strategies.dictionaries(
+                strategies.integers(0, vocab_size - 1), strategies.floats(-20, 20), max_size=9
+            ),
+            "allowed_token_ids": ids.map(tuple),
+        },
+    )
+
+
+@hypothesis.settings(max_examples=12 if DEVICE == "cpu" else 300, deadline=None)
+@hypothesis.given(
+    params=strategies.lists(settings_of(90), min_size=2, max_size=2),
+    seed=strategies.integers(0, 2**32 - 1),
+    scale=strategies.sampled_from([0.0, 0.1, 3.0]),
+)
+def test_any_parameters_give_the_tokens_of_torch(
+    params: list[dict[str, Any]], seed: int, scale: float
+) -> None:
+    benches = torch_bench, bench = pair(90)
+    for slot, more in enumerate(params):
+        start_both(benches, slot, SamplingParams(**more), [1, 2, 3], output=[4, 4], seed=seed)
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn((2, 90), generator=generator) * scale
+    near = [
+        oracle_token(row, bench.starts[slot], bench.tokens[slot])[1]
+        for slot, row in enumerate(logits.double().numpy())
+    ]
+    want = torch_bench.step([0, 1], logits).token_ids.tolist()
+    got, _ = bench.choose([0, 1], logits)
+    for slot in range(2):
+        assert got[slot] == want[slot] or near[slot], bench.starts[slot]
