@@ -62,6 +62,7 @@ PUBLIC: dict[str, dict[str, tuple[str, ...]]] = {
             "NormedBlock", "ParallelBlock", "SelfAttention",
         ),
         "jackfield.plugins.attention.torch": ("TorchAttention",),
+        "jackfield.plugins.executors.inprocess": ("InProcessExecutor",),
     },
     "Store weights in another form": {
         "jackfield.core.loading.quantization_config": ("ConfigReader", "is_ignored"),
@@ -82,13 +83,19 @@ PUBLIC: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "Test a plugin": {
         "jackfield.plugins.conformance.attention": ("AttentionBackendKit",),
+        "jackfield.plugins.conformance.executors": ("ExecutorKit",),
+        "jackfield.plugins.conformance.grammars": ("GrammarBackendKit",),
+        "jackfield.plugins.conformance.kit": ("Kit",),
         "jackfield.plugins.conformance.kv_connectors": ("KVConnectorKit",),
         "jackfield.plugins.conformance.kv_halves": ("Halves", "random_cache"),
+        "jackfield.plugins.conformance.loaders": ("WeightLoaderKit",),
         "jackfield.plugins.conformance.logits_processors": ("LogitsProcessorKit",),
         "jackfield.plugins.conformance.models": ("ModelKit",),
+        "jackfield.plugins.conformance.operations": ("OperationsKit",),
         "jackfield.plugins.conformance.parsers": (
             "ReasoningParserKit", "Sample", "ToolParserKit", "tool",
         ),
+        "jackfield.plugins.conformance.policies": ("SchedulePolicyKit",),
         "jackfield.plugins.conformance.quantization": ("QuantizationKit",),
     },
 }  # fmt: skip

@@ -58,6 +58,11 @@ KINDS = {
     "schedule-policy": Kind(
         "register_schedule_policies", "jackfield serve --scheduling-policy $name", "Policy"
     ),
+    "weight-loader": Kind(
+        "register_weight_loaders", "jackfield serve CHECKPOINT --load-format $name", "Loader"
+    ),
+    "operations": Kind("register_operations", "jackfield serve --operations $name", "Operations"),
+    "executor": Kind("register_executors", "jackfield serve --executor $name", "Executor"),
     "command": Kind("register_commands", "jackfield $name", argument="commands"),
 }
 

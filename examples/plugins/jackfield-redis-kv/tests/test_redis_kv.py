@@ -12,19 +12,16 @@ from typing import Any
 
 import pytest
 import redis
-import torch
 from serve_with import started
 
-from jackfield.core.errors import ConfigError
-from jackfield.core.registry import load_plugins
 from jackfield.plugins.conformance.kv_connectors import KVConnectorKit
-from jackfield.plugins.conformance.kv_halves import Halves, random_cache
 
 REDIS = shutil.which("redis-server") or shutil.which("valkey-server")
 
 
 class TestRedis(KVConnectorKit):
     name = "redis"
+    wrong_options = {"url": "http://x", "ttl_seconds": 0, "timeout_seconds": "soon"}
 
     def server(self) -> AbstractContextManager[Any]:
         return started()
@@ -38,14 +35,17 @@ class TestRedis(KVConnectorKit):
     def extra_config(self, folder: Path) -> dict[str, Any]:
         return {"url": self.url, "timeout_seconds": 60}
 
+    def damage(self, folder: Path) -> None:
+        client = redis.Redis.from_url(self.url)
+        names = client.keys("jackfield:kv:*")
+        assert names, "nothing was stored"
+        for number, name in enumerate(names):
+            data = client.get(name)
+            client.set(name, data[: len(data) // 2] if number % 2 else data[:-1] + b"?")
+
     def break_far_side(self, folder: Path) -> None:
         if self.damages:
-            client = redis.Redis.from_url(self.url)
-            names = client.keys("jackfield:kv:*")
-            assert names, "nothing was stored"
-            for number, name in enumerate(names):
-                data = client.get(name)
-                client.set(name, data[: len(data) // 2] if number % 2 else data[:-1] + b"?")
+            self.damage(folder)
         else:
             self.process.kill()
             self.process.wait()
@@ -67,10 +67,3 @@ class TestInstalledServer(TestRedis):
     def server(self) -> AbstractContextManager[Any]:
         options = ["--port", "0", "--save", "", "--appendonly", "no"]
         return started([str(REDIS), *options], ["--unixsocket"])
-
-
-def test_wrong_options_are_refused_by_name() -> None:
-    for extra, word in (({"url": "http://x"}, "url"), ({"uri": ""}, "uri"),
-                        ({"ttl_seconds": 0}, "ttl_seconds")):  # fmt: skip
-        with pytest.raises(ConfigError, match=word):
-            Halves("redis", extra, load_plugins(), [random_cache(4, 4, 1, 8, torch.float32)])
