@@ -78,7 +78,8 @@ async def test_a_client_that_does_not_read_gets_fewer_larger_pieces() -> None:
         loop = asyncio.get_running_loop()
         await loop.sock_connect(bare, (host, int(port)))
         body = msgspec.json.encode(case.body(tokens))
-        head = f"POST {case.path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
+        head = f"POST {case.path} HTTP/1.1\r\nHost: {host}:{port}\r\nConnection: close\r\n"
+        head += "Content-Type: application/json\r\n"
         head += f"Content-Length: {len(body)}\r\n\r\n"
         await loop.sock_sendall(bare, head.encode() + body)
         while not engine.stats().requests_finished:
@@ -174,7 +175,8 @@ async def test_a_client_of_http_1_0_gets_the_body_as_it_is() -> None:
         host, _, port = url.removeprefix("http://").rpartition(":")
         reader, writer = await asyncio.open_connection(host, int(port))
         body = msgspec.json.encode(case.body(60))
-        head = f"POST {case.path} HTTP/1.0\r\nContent-Length: {len(body)}\r\n\r\n"
+        head = f"POST {case.path} HTTP/1.0\r\nHost: {host}:{port}\r\n"
+        head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
         writer.write(head.encode() + body)
         answer = await asyncio.wait_for(reader.read(), 300)
         writer.close()
