@@ -244,16 +244,17 @@ def _prefill_kernel(
 
 
 def _tile_shape(
-    max_query_len: int, group: int, head_dim: int, dtype: torch.dtype
+    max_query_len: int, group: int, head_dim: int, dtype: torch.dtype, mixed: bool
 ) -> tuple[int, int, int, int]:
-    """(BLOCK_M, BLOCK_N, num_warps, num_stages); a handful of shapes, so a handful of compiles."""
+    """(BLOCK_M, BLOCK_N, num_warps, num_stages); a handful of shapes, so a handful of compiles, and
+    fewer for `mixed` rows, which all have to be there before an engine is ready."""
     least = max(16, triton.next_power_of_2(group))
     if dtype == torch.float32:
         return max(least, 32), 32, 4, 2
     rows = max_query_len * group
     if rows <= 16:
         return least, 64 if head_dim <= 128 else 32, 4, 3
-    if rows <= 64:
+    if rows <= (128 if mixed else 64):
         return max(least, 64), 64 if head_dim <= 128 else 32, 4, 3
     if head_dim <= 128:
         return (256, 64, 8, 3) if rows > 128 else (max(least, 128), 64, 4, 3)
@@ -303,7 +304,7 @@ def paged_attention_prefill(
         return out
     group = num_heads // num_kv_heads
     block_m, block_n, num_warps, num_stages = _tile_shape(
-        max_query_len, group, head_dim, query.dtype
+        max_query_len, group, head_dim, query.dtype, bounds is not None
     )
     num_tiles = num_tokens // (block_m // group) + num_rows
     launch(_prefill_kernel, (num_tiles, num_kv_heads))(

@@ -67,8 +67,9 @@ class TrialSteps:
         try:
             with rehearsal as kernels:
                 # No library has a part in these, or a small one: compilers have work at once.
-                for num_tokens in (1, min(32, self._budget)):
-                    self._alone(num_tokens)
+                self._alone(1)
+                if graphs is None or graphs.mixed is None:
+                    self._alone(min(32, self._budget))
                 if graphs is not None:
                     graphs.decode.rehearse(1)
                     if graphs.mixed is not None:
@@ -85,14 +86,16 @@ class TrialSteps:
         """Every kind of step: short prompts, decode steps, decode steps with a prompt behind."""
         self.warm_up()
         if isinstance(self._runner, ModelRunner):
-            for num_tokens in self._short_prompts:
+            recorded = graphs is not None and graphs.mixed is not None
+            # Where steps with prompts are recorded, few are launched: spare time is soon enough.
+            for num_tokens in () if recorded else self._short_prompts:
                 self._alone(num_tokens)
             for rows in row_counts(self._config.max_num_seqs):
                 if graphs is not None:
                     graphs.decode.rehearse(rows)
                 else:
                     self.run([1] * rows, range(rows))
-                if rows <= MIXED_ROWS and (graphs is None or graphs.mixed is None):
+                if rows <= MIXED_ROWS and not recorded:
                     self.run([1] * rows + [self._long_prompt()], range(rows + 1))
         if graphs is not None and graphs.mixed is not None:
             for key in graphs.mixed.rehearsed_keys():
