@@ -67,7 +67,7 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize("wrong", WRONG, ids=repr)
+@pytest.mark.parametrize("wrong", WRONG, ids=lambda key: str(key).partition(" at 0x")[0])
 def test_a_policy_that_fails_refuses_its_request_by_name_and_leaves_nothing(wrong: Any) -> None:
     scheduler = scheduler_with({1: (1.0,), 2: wrong})
     scheduler.add(request("first", 1))
