@@ -114,7 +114,7 @@ class PersistentBatch:
         self._table_start = -(-rows * positions // ALIGNMENT) * ALIGNMENT
         table_end = self._table_start + rows * columns
         self.storage = torch.zeros(table_end + 1, dtype=torch.int32, device=device)
-        """History and block table in one; its last number is nobody's."""
+        """History and block table in one; its last number belongs to no slot."""
         self.token_history = self.storage[: rows * positions].view(rows, positions)
         """[max_num_seqs + 1, max_model_len + 1]"""
         self.block_table = self.storage[self._table_start : table_end].view(rows, columns)
@@ -197,30 +197,34 @@ class PersistentBatch:
             self.operations.scatter(self.storage, sent[6].view(-1, 2), sent[5])
         num_rows, num_tokens = len(rows.slots), int(rows.query_start[-1])
         query_start, slots, first_positions, passed_on = sent[:4]
-        made = self.operations.step_inputs(
+        tensors = self.operations.step_inputs(
             query_start, slots, first_positions, passed_on, num_tokens,
             self.token_history, self.block_table, self.block_size,
         )  # fmt: skip
         seq_lens = rows.seq_lens
         max_seq_len = int(seq_lens.max())
-        sample_slots, lengths, last_tokens = made.sample_slots, made.lengths, made.last_tokens
+        sample_slots, lengths, last_tokens = (
+            tensors.sample_slots,
+            tensors.lengths,
+            tensors.last_tokens,
+        )
         if len(sample_rows) < num_rows:
             index = sent[4].long()
             sample_slots, lengths, last_tokens = (
                 part[index] for part in (sample_slots, lengths, last_tokens)
             )
         return StepInputs(
-            input_ids=made.input_ids,
-            positions=made.positions,
+            input_ids=tensors.input_ids,
+            positions=tensors.positions,
             layout=BatchLayout(
                 num_rows=num_rows,
                 num_tokens=num_tokens,
                 max_query_len=int(rows.query_lens.max()),
                 max_seq_len=max_seq_len,
                 query_start=query_start,
-                seq_lens=made.seq_lens,
-                block_table=made.block_table[:, : -(-max_seq_len // self.block_size)],
-                slot_mapping=made.slot_mapping,
+                seq_lens=tensors.seq_lens,
+                block_table=tensors.block_table[:, : -(-max_seq_len // self.block_size)],
+                slot_mapping=tensors.slot_mapping,
                 query_start_cpu=rows.query_start,
                 seq_lens_cpu=seq_lens,
             ),

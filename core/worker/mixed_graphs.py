@@ -1,10 +1,10 @@
 """Steps that hold prompts as recorded graphs: one replay where there were hundreds of launches.
 
-A step is some decode rows, then rows of prompts, of any lengths. What differs between steps sits in
-one static int32 array: the device reads from there which rows there are. A graph is recorded for a
-number of tokens and a most of decode rows; smaller steps are padded with rows of the scratch slot.
-The last hidden state of each row goes to a static place, where a second graph, recorded by number
-of rows alone, makes logits and tokens of them.
+A step has some decode rows, then rows of prompts of any length. What differs between steps is in
+one static int32 array, from which the device reads the rows. A graph is recorded for a number of
+tokens and a maximum of decode rows; smaller steps are padded with rows of the scratch slot. The last
+hidden state of each row is copied to a static tensor, and a second graph, recorded by number of rows
+alone, computes logits and samples tokens from it.
 """
 
 from __future__ import annotations
@@ -38,24 +38,24 @@ FIRST_TOKENS = frozenset({128, 256, 512, 1024, 2048, 4096})
 STRIDE = 512
 """Between numbers of tokens of steps of decode rows and prompts that are recorded next."""
 MAX_TOKENS = 8192
-"""Tokens of the largest step that is recorded: with more, launches are hidden by the device."""
+"""Tokens of the largest recorded step. With more, the device hides the launches."""
 RUN_FIRST = 512
 """Steps of up to so many tokens run once before they are recorded."""
 MIN_PROMPT_ROWS = 4
 TOKENS_PER_PROMPT_ROW = 32
 MAX_WRITES = 1 << 16
-"""Numbers that one step may write into slots; more are written before it."""
+"""Token and block ids that a recorded step may write into slots; more are written before it."""
 
 
-def token_counts(most: int) -> list[int]:
+def token_counts(max_tokens: int) -> list[int]:
     """Numbers of tokens to record: within a quarter up to 1,024, then every 256."""
     counts = [16, 32, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 896, 1024]
     counts += range(1280, MAX_TOKENS + 1, 256)
-    return [n for n in counts if n < most] + [most]
+    return [n for n in counts if n < max_tokens] + [max_tokens]
 
 
 def decode_row_counts(max_num_seqs: int) -> list[int]:
-    """Most decode rows to record for: none, and a few that are far apart."""
+    """Maxima of decode rows to record for: none, and a few that are far apart."""
     return [0, *(n for n in (16, 64) if n < max_num_seqs), max_num_seqs]
 
 
@@ -63,12 +63,12 @@ class MixedKey(NamedTuple):
     """What a graph is recorded for."""
 
     decode_rows: int
-    """At most"""
+    """Maximum"""
     tokens: int
 
     @property
     def prompt_rows(self) -> int:
-        """At most, padding included."""
+        """Maximum, padding included."""
         return max(MIN_PROMPT_ROWS, self.tokens // TOKENS_PER_PROMPT_ROW)
 
 
@@ -101,15 +101,15 @@ class MixedGraphs:
         self._endings: dict[tuple[int, Ending], Replay] = {}
         self.num_recorded = 0
         """Graphs recorded so far."""
-        most = self._most_rows(MixedKey(self._decode_counts[-1], self._token_counts[-1]))
-        self._inputs = MixedInputs(batch, most)
+        max_rows = self._num_rows(MixedKey(self._decode_counts[-1], self._token_counts[-1]))
+        self._inputs = MixedInputs(batch, max_rows)
         device = batch.device
-        self._slots = torch.full((most,), batch.scratch_slot, dtype=torch.int64, device=device)
-        self._lengths = torch.zeros(most, dtype=torch.int64, device=device)
+        self._slots = torch.full((max_rows,), batch.scratch_slot, dtype=torch.int64, device=device)
+        self._lengths = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self._last_states = torch.empty(0, device=device)
-        """[most, hidden_size] The last hidden state of each row; made by the first step."""
+        """[max_rows, hidden_size] The last state of each row; allocated by the first step."""
         self.states = torch.empty(0, device=device)
-        """[most tokens, hidden_size] Hidden states of the step launched last."""
+        """[max_tokens, hidden_size] Hidden states of the step launched last."""
         self.outputs = sampler.outputs
         """Tokens of the step finished last, unless it ended with logits."""
         self.logits = torch.empty(0, device=device)
@@ -131,11 +131,11 @@ class MixedGraphs:
     def finish(self, num_rows: int, ending: Ending) -> None:
         """Replay logits and sampling (to `outputs`), or logits alone (to `logits`), of the step
         launched last."""
-        able = (
+        candidates = (
             rows for rows in self._row_counts
             if num_rows <= rows <= self._filled_rows and (rows, ending) in self._endings
         )  # fmt: skip
-        rows = next(able, None)
+        rows = next(candidates, None)
         if rows is None:
             rows = next(count for count in self._row_counts if count >= num_rows)
             self.record_ending(rows, ending)
@@ -148,32 +148,32 @@ class MixedGraphs:
     @property
     def _filled_rows(self) -> int:
         """Rows that the step launched last has set: those of requests, and padding."""
-        return self._most_rows(self._inputs.key)
+        return self._num_rows(self._inputs.key)
 
     def _serving(self, shape: _Shape) -> MixedKey | None:
         """The recorded graph that serves a step with the least padding. Nothing is recorded here:
         that takes as long as several steps, in which no request gets a token."""
-        best = self._fitting(shape)
+        best = self._smallest_key(shape)
         if best is None or best in self._steps:
             return best
-        able = (
-            key for key in self._steps if key.tokens >= shape.tokens and self._holds(key, shape)
-        )  # fmt: skip
-        return min(able, key=lambda key: (key.tokens, key.decode_rows), default=None)
+        candidates = (
+            key for key in self._steps if key.tokens >= shape.tokens and self._fits(key, shape)
+        )
+        return min(candidates, key=lambda key: (key.tokens, key.decode_rows), default=None)
 
-    def _fitting(self, shape: _Shape) -> MixedKey | None:
+    def _smallest_key(self, shape: _Shape) -> MixedKey | None:
         """The smallest graph there could be for a step."""
         decode_rows = next(n for n in self._decode_counts if n >= shape.decode_rows)
         first = bisect.bisect_left(self._token_counts, shape.tokens)
         for tokens in self._token_counts[first:]:
             key = MixedKey(decode_rows, tokens)
-            if self._holds(key, shape):
+            if self._fits(key, shape):
                 return key
             if tokens > 2 * shape.tokens + 16:
                 break
         return None
 
-    def _holds(self, key: MixedKey, shape: _Shape) -> bool:
+    def _fits(self, key: MixedKey, shape: _Shape) -> bool:
         padding = -(-(key.tokens - shape.tokens) // self._batch.max_model_len)
         return (
             shape.decode_rows <= key.decode_rows
@@ -181,7 +181,7 @@ class MixedGraphs:
             and shape.prompt_rows + padding <= key.prompt_rows
         )
 
-    def _most_rows(self, key: MixedKey) -> int:
+    def _num_rows(self, key: MixedKey) -> int:
         """Rows of a graph: at least as many as the ending reads that serves them."""
         rows = key.decode_rows + key.prompt_rows
         return max(rows, next((n for n in self._row_counts if n >= rows), self._row_counts[-1]))
@@ -195,7 +195,7 @@ class MixedGraphs:
             MixedKey(rows, tokens)
             for tokens in self._token_counts
             for rows in self._decode_counts
-            if self._holds(MixedKey(rows, tokens), _Shape(0, 0, 0))
+            if self._fits(MixedKey(rows, tokens), _Shape(0, 0, 0))
         ]
         stride = 1 << (len(self._token_counts).bit_length() - 1)
         place = {n: at for at, n in enumerate(reversed(self._token_counts))}
@@ -237,7 +237,7 @@ class MixedGraphs:
 
     def record_for(self, tokens: int) -> None:
         """Record what serves a prompt of so many tokens alone, with its endings."""
-        if (key := self._fitting(_Shape(0, 1, tokens))) is not None:
+        if (key := self._smallest_key(_Shape(0, 1, tokens))) is not None:
             self.record(key)
             self.record_ending(1, Ending.PLAIN)
 
@@ -249,7 +249,7 @@ class MixedGraphs:
             more = next((n for n in self._token_counts if n >= rows + 128), None)
             if more is not None:
                 keys.append(MixedKey(rows, more))
-        return [key for key in keys if self._holds(key, _Shape(0, 0, 0))]
+        return [key for key in keys if self._fits(key, _Shape(0, 0, 0))]
 
     def _smallest(self) -> MixedKey:
         return MixedKey(0, self._token_counts[0])
@@ -333,7 +333,7 @@ class MixedGraphs:
         self.logits[:rows].copy_(logits)
 
     def _expand(self, key: MixedKey) -> StepInputs:
-        return self._inputs.expand(key, self._most_rows(key))
+        return self._inputs.expand(key, self._num_rows(key))
 
 
 class _Shape(NamedTuple):
@@ -422,7 +422,7 @@ class MixedInputs:
         """What the forward pass and the ending need, made on the device."""
         batch = self._batch
         query_start = self._query_start[: num_rows + 1]
-        made = batch.operations.step_inputs(
+        tensors = batch.operations.step_inputs(
             query_start,
             self._slots[:num_rows],
             self._first_positions[:num_rows],
@@ -433,23 +433,23 @@ class MixedInputs:
             batch.block_size,
         )
         return StepInputs(
-            input_ids=made.input_ids,
-            positions=made.positions,
+            input_ids=tensors.input_ids,
+            positions=tensors.positions,
             layout=BatchLayout(
                 num_rows=num_rows,
                 num_tokens=key.tokens,
                 max_query_len=key.tokens,
                 max_seq_len=batch.max_model_len,
                 query_start=query_start,
-                seq_lens=made.seq_lens,
-                block_table=made.block_table,
-                slot_mapping=made.slot_mapping,
+                seq_lens=tensors.seq_lens,
+                block_table=tensors.block_table,
+                slot_mapping=tensors.slot_mapping,
                 query_start_cpu=np.zeros(num_rows + 1, dtype=np.int32),
                 seq_lens_cpu=np.full(num_rows, batch.max_model_len, dtype=np.int32),
                 mixed=MixedRows(self._bounds, key.decode_rows, key.prompt_rows),
             ),
-            last_tokens=made.last_tokens,
-            sample_slots=made.sample_slots,
-            sample_lengths=made.lengths,
+            last_tokens=tensors.last_tokens,
+            sample_slots=tensors.sample_slots,
+            sample_lengths=tensors.lengths,
             sample_rows=[],
         )
