@@ -2,9 +2,9 @@
 
 A step has some decode rows, then rows of prompts of any length. What differs between steps is in
 one static int32 array, from which the device reads the rows. A graph is recorded for a number of
-tokens and a maximum of decode rows; smaller steps are padded with rows of the scratch slot. The last
-hidden state of each row is copied to a static tensor, and a second graph, recorded by number of rows
-alone, computes logits and samples tokens from it.
+tokens and a maximum of decode rows; smaller steps are padded with rows of the scratch slot. The
+last hidden state of each row is copied to a static tensor, and a second graph, recorded by number
+of rows alone, computes logits and samples tokens from it.
 """
 
 from __future__ import annotations
