@@ -83,14 +83,6 @@ def one_key_for_all(self: Any, key: bytes) -> Path:
     return FileStore._path(self, b"the same".ljust(32, b"."))
 
 
-def promises_too_much(self: Any, keys: Sequence[bytes]) -> int:
-    return len(keys) if FileStore.count_present(self, keys) else 0
-
-
-def promises_everything(self: Any, keys: Sequence[bytes]) -> int:
-    return len(keys)
-
-
 def counts_gaps(self: Any, keys: Sequence[bytes]) -> int:
     return sum(self._path(key).is_file() for key in keys)
 
@@ -106,26 +98,11 @@ def kept_caches(self: Any, caches: Any) -> None:
     StoreWorker.bind(self, caches)
 
 
-def forgets_the_end(self: Any) -> KVReport | None:
-    report = StoreWorker.poll(self)
-    if report is None:
-        return None
-    return KVReport(finished=report.finished[1:], failed=report.failed, payload=report.payload)
-
-
 def says_all_came(self: Any) -> KVReport | None:
     report = StoreWorker.poll(self)
     if report is None:
         return None
     return KVReport(finished=(*report.finished, *report.failed), failed={})
-
-
-def twice(self: Any) -> KVReport | None:
-    report = StoreWorker.poll(self)
-    before, self.__dict__["before"] = self.__dict__.get("before"), report
-    if report is None and before is not None:
-        return before
-    return report
 
 
 def never_removes(self: Any, key: bytes) -> None:
@@ -137,14 +114,6 @@ def holds_nothing(self: Any, transfer: int, request: Any, keys: Any, block_ids: 
     return ()
 
 
-def sends_all_again(self: Any) -> Any:
-    made = StoreScheduler.build_metadata(self)
-    if made is not None:
-        self.sent = made
-        return made
-    return getattr(self, "sent", None)
-
-
 def marks_its_neighbour(self: Any, job: Any, copier: Any, after: Any) -> Any:
     lost = StoreWorker.load(self, job, copier, after)
     with torch.inference_mode():
@@ -152,10 +121,6 @@ def marks_its_neighbour(self: Any, job: Any, copier: Any, after: Any) -> Any:
             cache[:, 0] = 1
             cache[:, (max(job.block_ids) + 1) % cache.shape[1]] = 1
     return lost
-
-
-def half_a_block(self: Any, key: bytes, data: bytes) -> None:
-    """What cannot be kept is left out, without a word."""
 
 
 BITS = "test_what_is_saved_comes_back_bit_equal"
@@ -185,15 +150,36 @@ MUTANTS = {
     "unknown options pass": Mutant(
         subclass(Sound, make_scheduler=classmethod(lenient_options)), (OPTIONS,)
     ),
-    "one place for all keys": Mutant(store(_path=one_key_for_all), (BITS,)),
+    "one place for all keys": Mutant(
+        store(_path=one_key_for_all),
+        (BITS, FAILS, BACK, STOPS, SALT, GONE, TWO, SLOW, PARTIAL, REPLACED),
+    ),
     "counts across gaps": Mutant(store(count_present=counts_gaps), (BITS,)),
-    "promises everything": Mutant(store(count_present=promises_everything), (BITS,)),
     "nothing is checked": Mutant(worker(_read=unchecked, bind=kept_caches), (REPLACED,)),
-    "missing blocks are said to have come": Mutant(worker(poll=says_all_came), (GONE,)),
-    "nothing is kept": Mutant(store(put=half_a_block), (BITS,)),
-    "blocks of a save are not held": Mutant(scheduler(start_save=holds_nothing), (BITS,)),
-    "the same is sent twice": Mutant(scheduler(build_metadata=sends_all_again), (BITS,)),
-    "writes into other blocks": Mutant(worker(load=marks_its_neighbour, bind=kept_caches), (BITS,)),
+    "missing blocks are said to have come": Mutant(worker(poll=says_all_came), (GONE, REPLACED)),
+    "blocks of a save are not held": Mutant(
+        scheduler(start_save=holds_nothing),
+        (
+            BITS,
+            BREAKS,
+            FAILS,
+            ABORT,
+            BACK,
+            STOPS,
+            SALT,
+            REUSE,
+            GONE,
+            TWO,
+            SLOW,
+            PARTIAL,
+            RANDOM,
+            DAMAGED,
+            REPLACED,
+        ),
+    ),
+    "writes into other blocks": Mutant(
+        worker(load=marks_its_neighbour, bind=kept_caches), (BITS, TWO, RANDOM)
+    ),
 }
 
 TestMutants = mutant_tests(Kit, MUTANTS)

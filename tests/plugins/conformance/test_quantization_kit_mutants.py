@@ -193,7 +193,7 @@ MUTANTS = {
     "bias dropped": Mutant(planted(forward=no_bias), (BIASES, AROUND, ENGINE)),
     "float32 answers in a bfloat16 model": Mutant(planted(product=wide_product), (TYPE,)),
     "group_size from the shapes": Mutant(
-        planted(process=group_from_shapes, tensors=any_shape), (NUMBERS, NAMED)
+        planted(process=group_from_shapes, tensors=any_shape), (NUMBERS, DUMMY)
     ),
     "the first shard's scales for all": Mutant(planted(process=first_scales), (LAYERS, ENGINE)),
     "shards in the order of names": Mutant(planted(process=shards_by_name), (LAYERS, ENGINE)),
@@ -206,7 +206,7 @@ MUTANTS = {
         subclass(Sound, from_config=classmethod(ignores_nothing)), (IGNORED,)
     ),
     "errors of another kind": Mutant(
-        subclass(Sound, from_config=classmethod(bare_errors)), (REFUSED,)
+        subclass(Sound, from_config=classmethod(bare_errors)), (REFUSED, NUMBERS)
     ),
 }
 
