@@ -297,6 +297,7 @@ class MixedGraphs:
     def rehearse(self, key: MixedKey) -> None:
         """Go through a step while kernels are only compiled."""
         self._inputs.fill_scratch(key)
+        self._inputs.write(key)
         inputs = self._expand(key)
         layout = inputs.layout
         # Made by kernels that did not run, and places in memory: torch would look there.

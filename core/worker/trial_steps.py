@@ -67,9 +67,8 @@ class TrialSteps:
         try:
             with rehearsal as kernels:
                 # No library has a part in these, or a small one: compilers have work at once.
-                self._alone(1)
-                if graphs is None or graphs.mixed is None:
-                    self._alone(min(32, self._budget))
+                for num_tokens in (1, min(32, self._budget)):
+                    self._alone(num_tokens)
                 if graphs is not None:
                     graphs.decode.rehearse(1)
                     if graphs.mixed is not None:
@@ -86,16 +85,14 @@ class TrialSteps:
         """Every kind of step: short prompts, decode steps, decode steps with a prompt behind."""
         self.warm_up()
         if isinstance(self._runner, ModelRunner):
-            recorded = graphs is not None and graphs.mixed is not None
-            # Where steps with prompts are recorded, few are launched: spare time is soon enough.
-            for num_tokens in () if recorded else self._short_prompts:
+            for num_tokens in self._short_prompts:
                 self._alone(num_tokens)
             for rows in row_counts(self._config.max_num_seqs):
                 if graphs is not None:
                     graphs.decode.rehearse(rows)
                 else:
                     self.run([1] * rows, range(rows))
-                if rows <= MIXED_ROWS and not recorded:
+                if rows <= MIXED_ROWS and (graphs is None or graphs.mixed is None):
                     self.run([1] * rows + [self._long_prompt()], range(rows + 1))
         if graphs is not None and graphs.mixed is not None:
             for key in graphs.mixed.rehearsed_keys():
@@ -140,7 +137,9 @@ class TrialSteps:
         counts = np.minimum(np.asarray(row_lengths, dtype=np.int32), self._max_model_len)
         host_slots = np.asarray(slots, dtype=np.int32)
         rows = StepRows.of(host_slots, np.zeros_like(host_slots), counts, host_slots)
-        inputs = runner.batch.lay_out(rows, np.arange(num_rows, dtype=np.int32))
+        # A write, too: into the number that belongs to no slot.
+        nowhere = np.asarray([[runner.batch.storage.shape[0] - 1, 0]], dtype=np.int32)
+        inputs = runner.batch.lay_out(rows, np.arange(num_rows, dtype=np.int32), nowhere)
         layout = inputs.layout
         # In a rehearsal nothing has filled them, and torch looks where they say.
         for places in (inputs.input_ids, layout.slot_mapping, layout.block_table):

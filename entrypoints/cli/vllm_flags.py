@@ -60,7 +60,6 @@ MISSING: dict[str, str] = {
     "--hf-token": "set the variable HF_TOKEN",
     "--kv-cache-memory-bytes": "see --gpu-memory-utilization and --num-gpu-blocks-override",
     "--kv-events-config": "KV events are not published yet",
-    "--logits-processors": "logits processors are not supported yet",
     "--middleware": "a plugin adds routes and middleware: register_routes",
     "--model-loader-extra-config": "loaders have no options; a plugin can register another one",
     "--override-pooler-config": "see --pooler-config",

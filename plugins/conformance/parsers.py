@@ -15,6 +15,7 @@ import functools
 import itertools
 import json
 import re
+import string
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -217,6 +218,7 @@ class ParserKit(Kit):
         def check(text: str) -> None:
             self.check_events(run(self.make(), [text]))
 
+        check(string.printable)  # All of ASCII, whatever is drawn.
         self.property(check, text=st.text(max_size=60))
 
     def test_a_megabyte_takes_linear_time(self) -> None:

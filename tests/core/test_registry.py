@@ -21,6 +21,7 @@ from jackfield.core import hooks, protocols
 from jackfield.core.contracts import CONTRACTS
 from jackfield.core.errors import PluginError
 from jackfield.core.hooks import API_VERSION
+from jackfield.core.protocols import LogitsProcessor
 from jackfield.core.registry import KINDS, Plugins, Provenance, load_plugins
 
 GOOD = """
@@ -246,12 +247,29 @@ class Options(msgspec.Struct):
     depth: int = 3
 
 
+class PlainProcessor(LogitsProcessor):
+    """Leaves logits as they are."""
+
+    def __init__(self, setup: Any) -> None:
+        self.setup = setup
+
+    def start(self, *args: Any, **options: Any) -> bool:
+        return False
+
+    def apply(self, *args: Any, **options: Any) -> None:
+        return None
+
+
 def example(kind: str) -> object:
     """Something that a name of this kind may stand for: what is in the box, or what is simplest."""
     box = load_plugins()[kind].entries()
     if box:
         return box[0].reference
-    return {"options": Options, "config": "transformers:PretrainedConfig"}.get(kind, "builtins:len")
+    simplest = {
+        "options": Options, "config": "transformers:PretrainedConfig",
+        "logits_processor": PlainProcessor,
+    }  # fmt: skip
+    return simplest.get(kind, "builtins:len")
 
 
 @pytest.mark.parametrize("kind", KINDS)

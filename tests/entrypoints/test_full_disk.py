@@ -207,7 +207,7 @@ def test_an_upload_without_room_is_refused_clearly_and_leaves_nothing(
 def test_a_database_without_room_refuses_uploads_and_lets_files_be_deleted(
     server: Server, folder: Path
 ) -> None:
-    store = the_store()
+    store = store_of(folder)
     kept = [upload(server).json()["id"] for _ in range(3)]
     pages = server.call(lambda _: store.call(_limit_pages, store, None))
     try:
@@ -223,8 +223,9 @@ def test_a_database_without_room_refuses_uploads_and_lets_files_be_deleted(
     assert upload(server).status_code == 200
 
 
-def the_store() -> Store:
-    (store,) = [thing for thing in gc.get_objects() if type(thing) is Store]
+def store_of(folder: Path) -> Store:
+    stores = [thing for thing in gc.get_objects() if type(thing) is Store]
+    (store,) = [store for store in stores if store.folder == folder]
     return store
 
 

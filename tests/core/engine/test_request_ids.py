@@ -144,6 +144,9 @@ class Unmakeable:
     def __init__(self) -> None:
         raise OSError("no table of lengths")
 
+    def key(self, request: Any) -> tuple[int]:
+        return (0,)
+
 
 class Policies:
     @hookimpl
