@@ -30,7 +30,7 @@ class Mutant(NamedTuple):
     fails: tuple[str, ...]
     """The kit's test functions that fail, all of them. The first is run by `make test`."""
     perhaps: tuple[str, ...] = ()
-    """Test functions that may fail, too: it hangs on the random texts that they draw."""
+    """Test functions that may fail, too: it hangs on random texts, or on the order of threads."""
     changes: Mapping[str, Any] = {}
     """Attributes of the kit's subclass that differ from the good plugin's."""
 

@@ -153,6 +153,7 @@ MUTANTS = {
     "one place for all keys": Mutant(
         store(_path=one_key_for_all),
         (BITS, FAILS, BACK, STOPS, SALT, GONE, TWO, SLOW, PARTIAL, REPLACED),
+        perhaps=(ABORT, RANDOM, REUSE),
     ),
     "counts across gaps": Mutant(store(count_present=counts_gaps), (BITS,)),
     "nothing is checked": Mutant(worker(_read=unchecked, bind=kept_caches), (REPLACED,)),
@@ -178,7 +179,9 @@ MUTANTS = {
         ),
     ),
     "writes into other blocks": Mutant(
-        worker(load=marks_its_neighbour, bind=kept_caches), (BITS, TWO, RANDOM)
+        worker(load=marks_its_neighbour, bind=kept_caches),
+        (BITS,),
+        perhaps=(BACK, PARTIAL, SALT, SLOW, FAILS, BREAKS, ABORT, REUSE, STOPS, TWO, RANDOM),
     ),
 }
 
