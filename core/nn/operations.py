@@ -496,7 +496,7 @@ class Operations:
         more than a temperature; skip: flags (`core.worker.sampling_columns.Flag`) that no row has
         this time. Rows with `Flag.FORCED`: the token `lengths` is scored.
         """
-        raise NotImplementedError
+        raise NotImplementedError(f"operations {self.name!r} have no sampling (`samples`)")
 
     def edit_logits(
         self,
@@ -514,7 +514,7 @@ class Operations:
         logits, out: [R, vocab_size], out float32, may be the same; edits: flags of what is done;
         scale: divide by the temperature, behind them.
         """
-        raise NotImplementedError
+        raise NotImplementedError(f"operations {self.name!r} have no sampling (`samples`)")
 
     def mask_tokens(
         self, logits: torch.Tensor, bits: torch.Tensor, rows: torch.Tensor | None
