@@ -24,7 +24,7 @@ demo: $(READY)
 
 test: $(READY)
 	$(MAKE) lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal --durations=25
 
 lint: $(READY)
 	$(BIN)/ruff check .

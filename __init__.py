@@ -10,14 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from .core.config import EngineConfig
 from .core.hooks import hookimpl
-from .core.pooling import PoolingParams
-from .core.types import (
-    OutputKind,
-    PoolingRequestOutput,
-    RequestOutput,
-    SamplingParams,
-    StructuredOutputsParams,
-)
+from .core.outputs import PoolingRequestOutput, RequestOutput
+from .core.pooling_params import PoolingParams
+from .core.sampling_params import OutputKind, SamplingParams, StructuredOutputsParams
 
 if TYPE_CHECKING:
     from .core.engine.async_engine import AsyncEngine

@@ -1,1 +1,1 @@
-"""The event loop and what it owns; knows no model, no format, no vendor by name."""
+"""The engine's event loop and everything it owns; independent of any model, format or vendor."""

@@ -31,7 +31,7 @@ def _doc(text: str, **bounds: Any) -> Any:
 class StructuredOutputsConfig(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 ):
-    """How outputs are held to grammars. The first two names are vLLM's."""
+    """Options of structured outputs. The first two names are vLLM's."""
 
     backend: Annotated[
         str, _doc("Grammar backend by name; auto: the best one for each grammar.", min_length=1)
@@ -63,7 +63,7 @@ class StructuredOutputsConfig(
 
 
 class KVTransferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Which KV connector to use, and how: `EngineConfig.kv_transfer_config`. Names are vLLM's."""
+    """The KV connector and its options: `EngineConfig.kv_transfer_config`. Names are vLLM's."""
 
     kv_connector: Annotated[str, _doc("KV connector by name.", min_length=1)]
     kv_role: Annotated[
@@ -78,7 +78,7 @@ class KVTransferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """All that an engine needs to know to start. Frozen; refused as a whole if a part is wrong.
+    """All options of an engine. Frozen; checked on creation.
 
     Raises `ConfigError` with the field's name.
     """
@@ -277,6 +277,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
                 ) from None
         self._check_together()
 
+    @property
+    def served_names(self) -> tuple[str, ...]:
+        """The model's names for requests; responses have the first one."""
+        return self.served_model_name or (self.model or "jackfield-tiny",)
+
     def _check_together(self) -> None:
         if self.trust_remote_code:
             raise ConfigError(
@@ -316,7 +321,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def from_options(cls, options: dict[str, Any]) -> EngineConfig:
-        """Build from a plain dict; an unknown name is refused with the nearest valid one."""
+        """Build from a plain dict. The error for an unknown name suggests the nearest valid one."""
         known = set(cls.__struct_fields__)
         for name in options:
             if name not in known:

@@ -1,30 +1,31 @@
-"""The error family: each error knows its HTTP status and its OpenAI error type."""
+"""Jackfield's exceptions, each with its HTTP status and its OpenAI error type."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
 SHOWN = 200
-"""Characters of a refused value that its refusal repeats."""
+"""Most characters of a refused value that an error message quotes."""
 
 
 def shown(value: object) -> str:
-    """A refused value for an error's message: as Python writes it, cut where it is long."""
+    """Return the repr of a refused value for an error message, shortened if it is long."""
     if isinstance(value, str | bytes | list | tuple):
-        value = value[:SHOWN]  # Nobody waits for a million items to be written out.
+        value = value[:SHOWN]  # The repr of a container with a million items would take too long.
     text = repr(value)
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"
 
 
 def listed(names: Iterable[str], limit: int = 8) -> str:
-    """For messages: "a, b, c", or the first of many and how many more there are."""
+    """Return "a, b, c" for messages; of a long list, the first items and the number of the
+    others."""
     found = list(names)
     more = f" and {len(found) - limit} more" if len(found) > limit else ""
     return ", ".join(found[:limit]) + more
 
 
 class JackfieldError(Exception):
-    """Base of every error that Jackfield raises on purpose.
+    """Base class of all errors that Jackfield raises deliberately.
 
     `param` names the offending field, where there is one.
     """
@@ -33,7 +34,7 @@ class JackfieldError(Exception):
     error_type = "server_error"
     code: str | None = None
     retry_after: int | None = None
-    """Seconds after which it may be worth to try again: the header Retry-After."""
+    """Seconds after which the client may try again: the header Retry-After."""
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
         super().__init__(message)
@@ -42,26 +43,26 @@ class JackfieldError(Exception):
 
 
 class InvalidRequest(JackfieldError):
-    """A request that cannot be served as asked: wrong type, out of range, too long."""
+    """A request field is invalid: wrong type, out of range, too long."""
 
     status = 400
     error_type = "invalid_request_error"
 
 
 class ContextLengthExceeded(InvalidRequest):
-    """The prompt, alone or with the tokens asked for, does not fit in `max_model_len`."""
+    """The prompt, alone or with the requested output tokens, does not fit in `max_model_len`."""
 
     code = "context_length_exceeded"
     limit: int | None = None
-    """Tokens that the context holds."""
+    """The context length in tokens."""
     num_prompt_tokens: int | None = None
 
     @classmethod
     def of(
         cls, limit: int, num_prompt_tokens: int, reason: str, *, param: str
     ) -> ContextLengthExceeded:
-        """With OpenAI's sentence, by which clients recognise this refusal and fall back to a model
-        with a longer context; `reason`: what comes after its "However, ".
+        """Build the error with OpenAI's sentence, by which clients recognise it and fall back to a
+        model with a longer context; `reason`: the text after "However, ".
         """
         error = cls(
             f"This model's maximum context length is {limit} tokens. However, {reason}",
@@ -88,45 +89,38 @@ class ModelNotFound(JackfieldError):
 
 
 class NotFound(InvalidRequest):
-    """The request names something that is not here, or is here no more."""
+    """The request names something that does not exist, or no longer exists."""
 
     status = 404
 
 
 class Forbidden(InvalidRequest):
-    """The request is understood and not allowed: from a page of another site, under a name that is
-    not the server's."""
+    """The request is not allowed: it comes from a page of another site, or under a host name that
+    is not the server's."""
 
     status = 403
     error_type = "permission_error"
 
 
 class BodyTooLarge(InvalidRequest):
-    """The body, or what is packed in it, is larger than the server takes."""
+    """The body, compressed or decompressed, is larger than the server accepts."""
 
     status = 413
 
 
 class UnsupportedMediaType(InvalidRequest):
-    """The body is of a type, or packed in a way, that the route does not take."""
+    """The route does not accept the body's content type or encoding."""
 
     status = 415
 
 
 class RateLimited(JackfieldError):
-    """The caller has used up what it may use for now; `retry_after` says when there is more."""
+    """The caller has used up its current quota; `retry_after` says when to try again."""
 
     status = 429
     error_type = "rate_limit_error"
     code = "rate_limit_exceeded"
     retry_after = 1
-
-
-class NotSupported(JackfieldError):
-    """A feature that Jackfield does not have (yet); the message names it."""
-
-    status = 501
-    error_type = "not_supported_error"
 
 
 class EngineOverloaded(JackfieldError):
@@ -138,7 +132,7 @@ class EngineOverloaded(JackfieldError):
 
 
 class TooManyConnections(EngineOverloaded):
-    """As many connections are open as may be, all of them with requests."""
+    """The maximum number of connections is open, and all of them have requests."""
 
 
 class EngineStopped(JackfieldError):
@@ -165,7 +159,7 @@ class LoadError(JackfieldError):
 
 
 class OutOfMemory(JackfieldError):
-    """The device cannot hold what was asked for; the message says what to lower."""
+    """The device does not have enough memory; the message names the option to lower."""
 
 
 class PluginError(JackfieldError):

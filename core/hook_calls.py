@@ -1,4 +1,5 @@
-"""Calls the hooks that decide about one request: their errors are that request's, by name."""
+"""Calls the hooks that decide about one request; an error of a hook fails that request and names
+the plugin."""
 
 from __future__ import annotations
 
@@ -16,9 +17,8 @@ logger = logging.getLogger("jackfield.plugins")
 class RequestHook:
     """The implementations of one hook, in the order in which plugins were loaded.
 
-    What an implementation refuses, by raising a JackfieldError of its choice, is passed on.
-    Whatever else it raises becomes a PluginError with its distribution's name, and ends that
-    request alone.
+    A JackfieldError that an implementation raises to refuse the request is passed on. Any other
+    exception becomes a PluginError with its distribution's name, and ends that request alone.
     """
 
     def __init__(self, plugins: Plugins, name: str) -> None:
@@ -31,7 +31,8 @@ class RequestHook:
         return bool(self._impls)
 
     async def results(self, **arguments: Any) -> AsyncIterator[tuple[str, Any]]:
-        """(who, result) of each, one after another. Raises JackfieldError."""
+        """Call the implementations in order; yield (plugin, result) for each. Raises
+        JackfieldError."""
         for impl in self._impls:
             who = self._who(impl.plugin_name)
             try:
@@ -46,7 +47,7 @@ class RequestHook:
             yield who, result
 
     def failure(self, who: str, what: str) -> PluginError:
-        """For what an implementation did wrong."""
+        """Return the PluginError for a failed implementation."""
         return PluginError(f"plugin {who} failed on this request: {what}")
 
     def _who(self, plugin_name: str) -> str:

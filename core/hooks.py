@@ -1,4 +1,4 @@
-"""THE page of the framework: every hook, its signature, who calls it and when.
+"""All hooks of the plugin framework: their signatures, their callers and when they are called.
 
 A plugin is a module (or object) with functions marked `@hookimpl`, found through the entry-point
 group `jackfield`:
@@ -17,18 +17,19 @@ group `jackfield`:
         registry.add("mine", "my_package.parser:MyToolParser")
 
 Registration hooks run once, when the plugins are loaded (`core.registry.load_plugins`), and take a
-typed registry. References are lazy: `"module:attribute"` is imported when somebody uses the name,
-so finding plugins imports neither torch nor a plugin's heavy modules. Event hooks run on the event
-loop; they may be `async def`, registration hooks may not. A hook that nobody implements costs
-nothing in a step. A plugin that raises is named, with its distribution, in the log and by
-`jackfield plugins`, and costs itself, or the request that it was called for, and nothing else.
+typed registry. References are lazy: `"module:attribute"` is imported when the name is first used,
+so discovery imports neither torch nor a plugin's heavy modules. Event hooks run on the event loop;
+they may be `async def`, registration hooks may not. A hook without an implementation costs nothing
+per step. A plugin that raises is named, with its distribution, in the log and by `jackfield
+plugins`. Only the plugin itself, or the request that it was called for, fails.
 
 `jackfield_api` is the `API_VERSION` that the plugin was written for. It is raised when a hook or a
 protocol changes so that plugins must change, too; a new hook, or a new method that a plugin may
-have, does not raise it. A plugin for another version is left out, with a line that says so. One
-that states none counts as written for 1, the first version: no plugin runs against a contract
-that its author has not seen. A plugin that states a version and cannot even be imported here (it
-uses what only the other version has) gets the same line: its source is looked at.
+have, does not raise it. A plugin for another version is skipped, with a message in the log. One
+without `jackfield_api` counts as written for version 1, so that no plugin runs against a contract
+that its author has not seen. The same message is logged for a plugin that states another version
+and fails to import here (it may use names of that version): the version is then read from its
+source.
 """
 
 from __future__ import annotations
@@ -42,28 +43,23 @@ if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
     from .nn.operations import Operations
-    from .protocols import (
-        AttentionBackend,
-        CheckpointConfig,
-        Executor,
-        GrammarBackend,
-        KVConnector,
-        LogitsProcessor,
-        Model,
-        PoolingModel,
-        QuantizationMethod,
-        ReasoningParser,
-        SchedulePolicy,
-        ToolParser,
-        WeightLoader,
-    )
+    from .outputs import PoolingRequestOutput, RequestOutput
+    from .protocols.attention import AttentionBackend
+    from .protocols.executors import Executor, SchedulePolicy
+    from .protocols.grammars import GrammarBackend
+    from .protocols.kv import KVConnector
+    from .protocols.loaders import WeightLoader
+    from .protocols.logits_processors import LogitsProcessor
+    from .protocols.models import CheckpointConfig, Model, PoolingModel
+    from .protocols.parsers import ReasoningParser, ToolParser
+    from .protocols.quantization import QuantizationMethod
     from .registry import Registry
+    from .step import StepPlan, StepResult
     from .tenancy import ReceivedRequest, RequestHead, Tenant
-    from .types import PoolingRequestOutput, RequestOutput, StepPlan, StepResult
 
 PROJECT = "jackfield"
 API_VERSION = 1
-"""What plugins state as `jackfield_api`."""
+"""The hook API version, which plugins state as `jackfield_api`."""
 
 hookspec = pluggy.HookspecMarker(PROJECT)
 hookimpl = pluggy.HookimplMarker(PROJECT)
@@ -79,8 +75,9 @@ def register_models(registry: Registry[type[Model] | type[PoolingModel]]) -> Non
 
         registry.add("LlamaForCausalLM", "jackfield.plugins.models.llama:LlamaForCausalLM")
 
-    Used by the worker when it builds the model, and before that to see whether the class generates
-    text, is pooled to vectors, or both. Contract: `protocols.Model`, `protocols.PoolingModel`.
+    Used by the worker when it builds the model, and before that to determine whether the class
+    generates text, is pooled to vectors, or both. Contract: `protocols.Model`,
+    `protocols.PoolingModel`.
     """
 
 
@@ -99,15 +96,15 @@ def register_configs(registry: Registry[type[CheckpointConfig]]) -> None:
 
 @hookspec
 def register_options(registry: Registry[type[msgspec.Struct]]) -> None:
-    """Options of the plugin's own: the name that users give them under → a `msgspec.Struct`.
+    """Options of the plugin: name in `plugin_options` → a `msgspec.Struct`.
 
         registry.add("my_plugin", "my_package.options:Options")
 
-    Used by the engine when it is made: what `EngineConfig.plugin_options` has under that name
-    (`--plugin-option my_plugin.key=value`) must fit the Struct. Every field has a default. A
+    Used by the engine when it is created: the options in `EngineConfig.plugin_options` under that
+    name (`--plugin-option my_plugin.key=value`) must fit the Struct. Every field has a default. A
     field's meaning is its `Meta` description; `jackfield plugins my_plugin` shows them. The plugin
-    gets the Struct through `options_ready`; whoever has the engine or the `Plugins` gets it by
-    `plugins.options(Options)`.
+    gets the Struct through `options_ready`; code with access to the engine or the `Plugins` gets it
+    by `plugins.options(Options)`.
     """
 
 
@@ -129,8 +126,8 @@ def register_operations(registry: Registry[type[Operations]]) -> None:
         registry.add("triton", "jackfield.plugins.operations.triton:TritonOperations", priority=20)
 
     Used by the worker at start; `auto` takes the highest priority that supports the device and
-    dtype. Contract: subclass `core.nn.operations.Operations`, the reference, and override what
-    you have better code for.
+    dtype. Contract: subclass `core.nn.operations.Operations`, the reference, and override the
+    operations that you implement faster.
     """
 
 
@@ -147,11 +144,12 @@ def register_quantization(registry: Registry[type[QuantizationMethod]]) -> None:
 
 @hookspec
 def register_reasoning_parsers(registry: Registry[type[ReasoningParser]]) -> None:
-    """Where thought ends and the answer starts.
+    """Reasoning parsers: separate a model's reasoning from its content.
 
         registry.add("qwen3", "jackfield.plugins.reasoning.think_tags:Qwen3Reasoning")
 
-    Used by the server, two instances an answer: one splits it, one counts the tokens of thought.
+    Used by the server, two instances per choice: one splits the text, one counts the reasoning
+    tokens.
     Contract: `protocols.ReasoningParser`.
     """
 
@@ -162,17 +160,19 @@ def register_tool_parsers(registry: Registry[type[ToolParser]]) -> None:
 
         registry.add("hermes", "jackfield.plugins.tools.hermes:HermesToolParser")
 
-    Used by the server, one instance an answer. Contract: `protocols.ToolParser`.
+    Used by the server, one instance per choice. Contract: `protocols.ToolParser`.
     """
 
 
 @hookspec
 def register_kv_connectors(registry: Registry[type[KVConnector]]) -> None:
-    """KV cache from and to elsewhere: disaggregated prefill, offloading, shared stores.
+    """KV connectors, which load and save KV blocks: disaggregated prefill, offloading, shared
+    stores.
 
         registry.add("my_store", "my_package.store:StoreConnector")
 
-    Used by the engine and by the worker at start (`EngineConfig.kv_transfer_config`), a half each.
+    Used by the engine and by the worker at start (`EngineConfig.kv_transfer_config`), one half in
+    each.
     Contract: `protocols.KVConnector`, `protocols.KVConnectorScheduler`,
     `protocols.KVConnectorWorker`, made from a `protocols.KVConnectorSetup` with a
     `protocols.KVLayout`.
@@ -183,22 +183,22 @@ def register_kv_connectors(registry: Registry[type[KVConnector]]) -> None:
 def register_structured_backends(registry: Registry[type[GrammarBackend]]) -> None:
     """Grammar → token bitmask.
 
-        registry.add("xgrammar", "jackfield.plugins.structured.xgrammar:XGrammar", priority=10)
+        registry.add("xgrammar", "my_package.xgrammar:XGrammar", priority=10)
 
     Used by the engine for requests with `SamplingParams.structured_outputs`
     (`StructuredOutputsConfig.backend`); `auto` takes, for each grammar, the highest priority that
-    has nothing against it. Contract: `protocols.GrammarBackend`.
+    supports it. Contract: `protocols.GrammarBackend`.
     """
 
 
 @hookspec
 def register_logits_processors(registry: Registry[type[LogitsProcessor]]) -> None:
-    """Changes to the logits of a batch.
+    """Logits processors, which change logits before sampling.
 
         registry.add("my_processor", "my_package.processor:Processor")
 
     Used by the worker (`EngineConfig.logits_processors`; all of them by default), for requests that
-    ask by `SamplingParams.extra_args`. Contract: `protocols.LogitsProcessor`, made from a
+    set its `SamplingParams.extra_args`. Contract: `protocols.LogitsProcessor`, made from a
     `protocols.LogitsProcessorSetup`, given `protocols.ProcessedRows`.
     """
 
@@ -215,7 +215,7 @@ def register_weight_loaders(registry: Registry[type[WeightLoader]]) -> None:
 
 @hookspec
 def register_executors(registry: Registry[type[Executor]]) -> None:
-    """Where ranks run.
+    """Executors, which run the worker's ranks.
 
         registry.add("inprocess", "jackfield.plugins.executors.inprocess:InProcessExecutor")
 
@@ -225,7 +225,7 @@ def register_executors(registry: Registry[type[Executor]]) -> None:
 
 @hookspec
 def register_schedule_policies(registry: Registry[type[SchedulePolicy]]) -> None:
-    """Who goes first, and who is preempted.
+    """Schedule policies, which order requests and choose which one is preempted.
 
         registry.add("priority", "jackfield.plugins.policies.builtin:Priority")
 
@@ -244,13 +244,13 @@ def register_routes(app: Any, engine: Any) -> None:
     Called by the server when it builds its application, after its own routes are in: in each of its
     front ends, if there are several. The engine has started. A new route asks for the API key like
     the others. The OpenAPI document lists it by its docstring; a handler's attribute `openapi`, an
-    operation as OpenAPI 3.1 writes it in which a Struct may stand for a schema, says more, and None
-    keeps it out.
+    operation as OpenAPI 3.1 writes it in which a Struct may stand for a schema, gives more detail,
+    and None leaves it out.
 
-    A route that one of Jackfield's or of another plugin would hide is refused; with an attribute
-    `override = True` its handler takes that one's place. A hook that is refused or raises adds
-    nothing at all. A middleware sees requests that have a key, after Jackfield's own; see
-    [write a plugin](../how-to/write-a-plugin.md#middlewares).
+    A route that is hidden by a route of Jackfield or of another plugin is refused, unless its
+    handler has an attribute `override = True`: then it replaces that route. If the hook is refused
+    or raises, none of its routes and middlewares are added. A middleware sees requests that have a
+    key, after Jackfield's own; see [write a plugin](../how-to/write-a-plugin.md#middlewares).
     """
 
 
@@ -267,14 +267,14 @@ def register_commands(commands: Registry[Any]) -> None:
 
 @hookspec
 def register_metrics(registry: CollectorRegistry, engine: Any) -> None:
-    """Metrics of the plugin's own, for `GET /metrics`.
+    """Metrics of the plugin, for `GET /metrics`.
 
         started = prometheus_client.Counter("my_things", "Things.", registry=registry)
 
     Called by the engine before it is ready, and by each of its front ends, with a
-    `prometheus_client.CollectorRegistry` that is this plugin's alone. What several processes count
-    is added up, series by series: count each thing where it happens. A name that another one has
-    is left out, and a collector that raises leaves out its plugin's metrics alone.
+    `prometheus_client.CollectorRegistry` of this plugin alone. The values of several processes are
+    added up, series by series, so count each event in the process where it happens. A metric whose
+    name is taken is left out; if a collector raises, only its plugin's metrics are left out.
     """
 
 
@@ -283,7 +283,7 @@ def register_metrics(registry: CollectorRegistry, engine: Any) -> None:
 
 @hookspec
 def authenticate(request: RequestHead) -> Tenant | None:
-    """Say whose a request is, by its headers. May be async.
+    """Return the tenant of a request, by its headers. May be async.
 
         async def authenticate(request):
             account = await accounts.find(request.key)
@@ -291,10 +291,10 @@ def authenticate(request: RequestHead) -> Tenant | None:
 
     Called by the server before the body is read, for every route but the open ones, if the server's
     own keys (`--api-key`, `--api-key-file`: the first implementation) do not know the request: in
-    the order in which plugins were loaded, until one gives a `Tenant`. Without any, the request
-    gets a 401; so an installed plugin closes a server that has no keys. Raise
-    `core.errors.AuthenticationFailed`, or another error of that family, to refuse at once. Another
-    exception lets nobody in: it costs that request a 500, which names the plugin. Contract:
+    the order in which plugins were loaded, until one returns a `Tenant`. If none does, the request
+    gets a 401; so installing such a plugin makes a server without keys require authentication.
+    Raise `core.errors.AuthenticationFailed`, or another error of that family, to refuse at once.
+    Any other exception denies access: that request gets a 500, which names the plugin. Contract:
     `tenancy.RequestHead`, `tenancy.Tenant`, `tenancy.TenantLimits`.
     """
 
@@ -309,9 +309,9 @@ def request_received(request: ReceivedRequest) -> None:
 
     Called by the server for every route that takes JSON: chat, completions, responses, embeddings,
     pooling, scores, tokens, batches and the lines of each batch; with several front ends, in the
-    one that answers. Refuse by raising an error of `core.errors`: `InvalidRequest` (400),
-    `RateLimited` (429). Another exception costs that request a 500, which names the plugin. Where
-    no plugin implements it, it costs nothing. Contract: `tenancy.ReceivedRequest`.
+    one that serves the request. Refuse by raising an error of `core.errors`: `InvalidRequest`
+    (400), `RateLimited` (429). On any other exception that request gets a 500, which names the
+    plugin. If no plugin implements the hook, it costs nothing. Contract: `tenancy.ReceivedRequest`.
     """
 
 
@@ -320,17 +320,17 @@ def request_received(request: ReceivedRequest) -> None:
 
 @hookspec
 def options_ready(options: Any) -> None:
-    """The plugin's own options, as its schema (`register_options`) has them: defaults filled in.
+    """Receive the plugin's own options, an instance of its schema (`register_options`) with
+    defaults filled in.
 
-    Called by the engine when it is made, before anything of the plugin is used but its
-    registration: of each plugin that registered options, with its own. A ConfigError raised here
-    stops the start.
+    Called by the engine when it is created, for each plugin that registered options, before
+    anything of the plugin but its registration is used. A ConfigError raised here stops the start.
     """
 
 
 @hookspec
 def engine_started(engine: Any) -> None:
-    """After an engine is ready, before its first request. May be async.
+    """Called after an engine is ready, before its first request. May be async.
 
     Called by `AsyncEngine.start`, which waits for it; of several processes of one server, in the
     engine's.
@@ -339,7 +339,7 @@ def engine_started(engine: Any) -> None:
 
 @hookspec
 def engine_stopping(engine: Any) -> None:
-    """Before an engine stops its worker. May be async.
+    """Called before an engine stops its worker. May be async.
 
     Called by `AsyncEngine.stop`, after running requests were aborted; it waits for it.
     """
@@ -347,18 +347,19 @@ def engine_stopping(engine: Any) -> None:
 
 @hookspec
 def request_finished(output: RequestOutput | PoolingRequestOutput) -> None:
-    """After a request's last output was published. Read-only. May be async.
+    """Called after a request's last output was published. Read-only. May be async.
 
     Called by the engine, in a task of its own: the stream does not wait for it. The output is
-    cumulative, whatever `output_kind` the caller chose. An engine that pools gives pooling
-    outputs, of requests that neither failed nor were aborted. With several front ends
-    (`jackfield serve --api-server-count`), called in the one that has the request.
+    cumulative, whatever `output_kind` the caller chose. A pooling engine passes pooling outputs, of
+    requests that neither failed nor were aborted. With several front ends (`jackfield serve
+    --api-server-count`), called in the one that serves the request.
     """
 
 
 @hookspec
 def step_finished(plan: StepPlan, result: StepResult) -> None:
-    """After a step's result was applied. Read-only. Runs on the event loop: be quick.
+    """Called after a step's result was applied. Read-only. Runs on the event loop, so it must be
+    quick.
 
     Called by the engine, in a task of its own. May be async.
     """

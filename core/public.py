@@ -1,8 +1,8 @@
-"""What of Jackfield is public: the modules and names that code outside may import.
+"""The public API: the modules and names that code outside Jackfield may import.
 
-They keep their names and meaning. What changes so that a plugin must change raises
-`hooks.API_VERSION`; what is added to them (an argument with a default, a method with one) does not.
-Everything else may move or go with any version: it is not for use outside, whatever its name.
+They keep their names and meaning. A change that requires plugins to change raises
+`hooks.API_VERSION`; an addition (an argument with a default, an optional method) does not.
+Everything else is internal, whatever its name, and may move or be removed in any version.
 docs/reference/public-api.md is written from here, and a test holds the packages outside the tree,
 the skeletons and the documentation to it.
 """
@@ -37,7 +37,9 @@ PUBLIC: dict[str, dict[str, tuple[str, ...]]] = {
             "ToolCallArguments", "ToolCallEnd", "ToolCallStart", "ToolParser", "Vocabulary",
             "WeightLoader",
         ),
-        "jackfield.core.types": ("KVReport", "SlotStart", "StepPlan", "StepResult"),
+        "jackfield.core.types": (
+            "KVDetached", "KVReport", "SlotStart", "StepPlan", "StepResult", "TableWrite",
+        ),
         "jackfield.core.text.parsing": ("OutputParser", "ParsedMessage", "ParsedToolCall", "fold"),
     },
     "Build a model": {
@@ -99,4 +101,4 @@ PUBLIC: dict[str, dict[str, tuple[str, ...]]] = {
         "jackfield.plugins.conformance.quantization": ("QuantizationKit",),
     },
 }  # fmt: skip
-"""By what it is for: module → names."""
+"""Topic → module → names."""

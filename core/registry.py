@@ -1,4 +1,4 @@
-"""Finds plugins, and knows where each came from.
+"""Discovers plugins, and records where each came from.
 
 `load_plugins()` discovers the entry-point group `jackfield`, calls the registration hooks and
 returns a `Plugins`: one `Registry` for each kind, and the event hooks. Nothing heavy is imported
@@ -23,9 +23,16 @@ import pluggy
 
 from . import hooks
 from .errors import ConfigError, PluginError
-from .plugin_checks import API_ATTRIBUTE, api_refusal, check_hooks, near, remarks, stated_api
-from .plugin_options import FIELD, typed_options
-from .registered import Entry, NameConflict, Provenance, Registry
+from .registration.plugin_checks import (
+    API_ATTRIBUTE,
+    api_refusal,
+    check_hooks,
+    near,
+    remarks,
+    stated_api,
+)
+from .registration.plugin_options import FIELD, typed_options
+from .registration.registered import Entry, NameConflict, Provenance, Registry
 
 __all__ = [
     "KINDS", "Entry", "FailedPlugin", "LoadedPlugin", "NameConflict", "Plugins", "Provenance",
@@ -54,7 +61,7 @@ KINDS = {
 
 
 class FailedPlugin(msgspec.Struct, frozen=True):
-    """A plugin that was found and left out, and why."""
+    """A plugin that was found but not loaded, and the reason."""
 
     provenance: Provenance
     error: str
@@ -66,11 +73,11 @@ class LoadedPlugin(msgspec.Struct, frozen=True):
 
     provenance: Provenance
     seconds: float = 0.0
-    """What importing and registering it took."""
+    """Seconds that importing and registering it took."""
     heavy: tuple[str, ...] = ()
-    """Packages of HEAVY that its import was the first to bring in."""
+    """Packages of HEAVY that were first imported by it."""
     remarks: tuple[str, ...] = ()
-    """What its author probably did not mean."""
+    """Warnings for its author."""
 
 
 HEAVY = ("flashinfer", "scipy", "sklearn", "tensorflow", "torch", "transformers", "triton", "vllm")
@@ -78,22 +85,22 @@ HEAVY = ("flashinfer", "scipy", "sklearn", "tensorflow", "torch", "transformers"
 
 
 class Plugins:
-    """Every registry, and the event hooks. One for an engine; pass it, do not import it."""
+    """All registries, and the event hooks. One instance per engine; pass it as an argument."""
 
     def __init__(self) -> None:
         self.manager = pluggy.PluginManager(hooks.PROJECT)
         self.manager.add_hookspecs(hooks)
         self.registries: dict[str, Registry[Any]] = {kind: Registry(kind) for kind in KINDS}
         self.failed: list[FailedPlugin] = []
-        """What could not be loaded, or had to be left out later."""
+        """Plugins that could not be loaded, or were left out later."""
         self.unwanted: list[FailedPlugin] = []
-        """What the user chose not to load."""
+        """Plugins that the user disabled."""
         self.loaded: dict[str, LoadedPlugin] = {}
-        """By `Provenance.plugin`: what is in use."""
+        """Plugins in use, by `Provenance.plugin`."""
         self.required: set[str] = set()
-        """Those whose failure stops the start: Jackfield's own, and what somebody named."""
+        """Plugins whose failure stops the start: Jackfield's own, and those that the user named."""
         self._options: dict[str, msgspec.Struct] = {}
-        """By the names that users give them under."""
+        """Option schemas, by their names in `plugin_options`."""
         self._options_given: Mapping[str, Any] | None = None
 
     def __getitem__(self, kind: str) -> Registry[Any]:
@@ -109,9 +116,9 @@ class Plugins:
     ) -> None:
         """Register one plugin object and run its registration hooks.
 
-        `began`: from before it was imported. Raises PluginError on a name conflict, another hook
-        API or a hook that cannot run, and pluggy's own error on a wrong signature; the plugin is
-        then left out whole.
+        `began`: the state from before it was imported. Raises PluginError on a name conflict,
+        another hook API or a hook that cannot run, and pluggy's own error on a wrong signature;
+        nothing of the plugin is then registered.
         """
         began = began or _Began()
         own = provenance.distribution == hooks.PROJECT
@@ -147,10 +154,10 @@ class Plugins:
             logger.warning("plugin %s: %s", provenance, remark)
 
     def configure(self, given: Mapping[str, Any]) -> None:
-        """Check `EngineConfig.plugin_options` and give every plugin its own (`options_ready`).
+        """Check `EngineConfig.plugin_options` and pass every plugin its own (`options_ready`).
 
-        Done once for equal options. Raises ConfigError for what does not fit a plugin's schema, and
-        PluginError where one fails for which options were given.
+        Done once for equal options. Raises ConfigError for options that do not fit a plugin's
+        schema, and PluginError if a plugin that was given options fails.
         """
         if given == self._options_given:
             return
@@ -179,7 +186,7 @@ class Plugins:
         self._options_given = dict(given)
 
     def _left_out(self, name: str) -> str:
-        """For messages: why a plugin of this name is not here, if that is known."""
+        """Return, for messages, why a plugin of this name is not loaded, if that is known."""
         for plugin in (*self.failed, *self.unwanted):
             where = plugin.provenance
             if _normal(name) in (_normal(where.entry_point), _normal(where.distribution)):
@@ -187,17 +194,17 @@ class Plugins:
         return ""
 
     def options(self, schema: type[S]) -> S:
-        """What a plugin registered as its options, filled in. Raises PluginError if none is of that
-        class, or the engine has not been made yet."""
+        """Return a plugin's options as an instance of its registered class. Raises PluginError if
+        no plugin registered that class, or the engine has not been created yet."""
         for made in self._options.values():
             if isinstance(made, schema):
                 return made
         raise PluginError(f"no plugin of this engine has options of the class {schema.__name__}")
 
     def remove(self, provenance: Provenance, hook: str, error: BaseException) -> None:
-        """Leave out a plugin that was loaded: all its names and hooks.
+        """Unload a plugin: remove all its names and hooks.
 
-        Raises PluginError where it has to work (`required`).
+        Raises PluginError if the plugin is `required`.
         """
         self._note_failure(provenance, hook, error, "and is left out")
         for registry in self.registries.values():
@@ -209,17 +216,19 @@ class Plugins:
         del self.loaded[provenance.plugin]
 
     def implementations(self, hook: str, plugin: str | None = None) -> list[pluggy.HookImpl]:
-        """Who implements a hook, first registered first; of one plugin alone, if it is given."""
+        """Return the implementations of a hook in order of registration; of one plugin alone, if it
+        is given."""
         found = getattr(self.manager.hook, hook).get_hookimpls()
         return [impl for impl in found if plugin in (None, impl.plugin_name)]
 
     def source(self, impl: pluggy.HookImpl) -> Provenance:
-        """Where the plugin of a hook came from; "unknown" for one put into `manager`."""
+        """Return the provenance of a hook's plugin; "unknown" for one put into `manager`
+        directly."""
         plugin = self.loaded.get(impl.plugin_name)
         return Provenance("unknown", "", impl.plugin_name) if plugin is None else plugin.provenance
 
     def _has_effect(self, plugin: str) -> bool:
-        """Whether it has registered a name, or has a hook that is called later."""
+        """Return whether the plugin has registered a name, or has a hook that is called later."""
         callers = self.manager.get_hookcallers(self.manager.get_plugin(plugin)) or ()
         return any(caller.name not in KINDS.values() for caller in callers) or any(
             entry.provenance.plugin == plugin
@@ -228,10 +237,10 @@ class Plugins:
         )
 
     def fail(self, impl: pluggy.HookImpl, hook: str, error: BaseException) -> None:
-        """A plugin's hook has raised, which costs what the hook would have added: log it by name,
-        and note it for `jackfield plugins`.
+        """Record that a plugin's hook has raised: log it by name, and note it for `jackfield
+        plugins`. What the hook would have added is left out.
 
-        Raises PluginError where that plugin has to work (`required`).
+        Raises PluginError if that plugin is `required`.
         """
         provenance = self.source(impl)
         self._note_failure(provenance, hook, error, "which is left out")
@@ -242,17 +251,17 @@ class Plugins:
         told = str(error) if isinstance(error, PluginError) else f"{type(error).__name__}: {error}"
         if provenance.plugin in self.required:
             raise PluginError(f"plugin {provenance} failed in {hook}: {told}") from error
-        logger.error("plugin %s failed in %s, %s: %s", provenance, hook, cost, told,
-                     exc_info=error)  # fmt: skip
+        logger.error("plugin %s failed in %s, %s: %s", provenance, hook, cost, told, exc_info=error)
         text = "".join(traceback.format_exception(error))
         self.failed.append(FailedPlugin(provenance, f"{hook}: {told}", text))
 
     def has_listeners(self, event: str) -> bool:
-        """Whether any plugin implements an event hook."""
+        """Return whether any plugin implements an event hook."""
         return bool(getattr(self.manager.hook, event).get_hookimpls())
 
     async def emit(self, event: str, **kwargs: Any) -> None:
-        """Call an event hook; await what is awaitable. A listener's error is logged, not raised."""
+        """Call an event hook, and await awaitable results. A listener's error is logged, not
+        raised."""
         for impl in reversed(getattr(self.manager.hook, event).get_hookimpls()):
             try:
                 result = impl.function(**{k: kwargs[k] for k in impl.argnames})
@@ -263,14 +272,14 @@ class Plugins:
 
 
 class _Began:
-    """The moment before a plugin is imported."""
+    """The time and the imported modules before a plugin is imported."""
 
     def __init__(self) -> None:
         self._at = time.perf_counter()
         self._present = {name for name in HEAVY if name in sys.modules}
 
     def ended(self, provenance: Provenance, told: tuple[str, ...]) -> LoadedPlugin:
-        """It is imported and registered."""
+        """Return the plugin's record, once it is imported and registered."""
         seconds = time.perf_counter() - self._at
         new = tuple(name for name in HEAVY if name in sys.modules and name not in self._present)
         if new and provenance.distribution != hooks.PROJECT:
@@ -290,7 +299,8 @@ def load_plugins(
 ) -> Plugins:
     """Discover and register every installed plugin.
 
-    `disable`: entry points or distributions to leave out; one that is not installed gets a warning.
+    `disable`: entry points or distributions to leave out; a warning is logged for one that is not
+    installed.
     `only`: when given (or the environment's JACKFIELD_PLUGINS is set), load just these third-party
     ones, and fail if one cannot be loaded; Jackfield's own always load. `extra`: plugin objects of
     the caller.
@@ -334,7 +344,8 @@ def load_plugins(
 def _add_found(
     plugins: Plugins, entry_point: metadata.EntryPoint, provenance: Provenance, needed: bool
 ) -> None:
-    """Import and register one installed plugin, or note why not. Raises PluginError if `needed`."""
+    """Import and register one installed plugin, or note why that failed. Raises PluginError if
+    `needed`."""
     began = _Began()
     try:
         plugins.add_plugin(entry_point.load(), provenance, began=began)
@@ -345,7 +356,7 @@ def _add_found(
     except (Exception, SystemExit) as error:
         told = str(error) if isinstance(error, PluginError) else f"{type(error).__name__}: {error}"
         if provenance.distribution != hooks.PROJECT:
-            # What another version of the API looks like from here is often a failed import.
+            # A plugin for another version of the API often fails to import.
             told = api_refusal(stated_api(entry_point)) or told
         if needed:
             raise PluginError(f"plugin {provenance} failed: {told}") from error
@@ -357,7 +368,8 @@ _NO_HEADERS = {"Name": "", "Version": ""}
 
 
 def _discover() -> Iterator[tuple[metadata.EntryPoint, Provenance]]:
-    """Entry points, Jackfield's own first, each once (a path may list a distribution twice)."""
+    """Return entry points, Jackfield's own first, each once (a path may list a distribution
+    twice)."""
     seen: set[tuple[str, str]] = set()
     points = []
     known: dict[int, tuple[str, str]] = {}
@@ -376,5 +388,5 @@ def _discover() -> Iterator[tuple[metadata.EntryPoint, Provenance]]:
 
 
 def _normal(name: str) -> str:
-    """As package indexes compare names: `My_Plugin` is `my-plugin`."""
+    """Normalize a name as package indexes do: `My_Plugin` is `my-plugin`."""
     return re.sub(r"[-_.]+", "-", name.strip()).lower()

@@ -1,4 +1,4 @@
-"""Who a request is from, and what plugins get to see of it: the types of `authenticate` and
+"""Tenants, and the view of a request that plugins get: the types of `authenticate` and
 `request_received` in core/hooks.py."""
 
 from __future__ import annotations
@@ -12,48 +12,48 @@ AtLeastOne = Annotated[int, msgspec.Meta(ge=1)]
 
 
 class TenantLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """What a tenant may use; None: no limit."""
+    """Limits of a tenant; None: no limit."""
 
     max_concurrency: AtLeastOne | None = None
-    """Requests for work at once, over all front ends; more get a 429."""
+    """Inference requests at once, over all front ends; more get a 429."""
     requests_per_minute: AtLeastOne | None = None
-    """Requests for work, over all front ends; more get a 429. So many may come at once, and then
-    again as they come back, evenly over a minute."""
+    """Inference requests per minute, over all front ends; more get a 429. A token bucket: this many
+    may come at once, and the bucket refills evenly over a minute."""
     max_tokens: AtLeastOne | None = None
-    """Tokens of an answer at most, whatever a request says; in batches, too."""
+    """Most tokens of a completion, whatever a request asks for; in batches, too."""
 
 
 class Tenant(msgspec.Struct, frozen=True):
-    """Who a request is from."""
+    """The tenant that a request belongs to."""
 
     name: str
-    """For logs. Never the key itself."""
+    """Name for logs. Never the key itself."""
     owner: str
-    """Files, batches and responses belong to it, and only requests with the same one find them. It
-    must be the same after a restart, and no other tenant's."""
+    """Id of the owner of files, batches and responses; only requests with the same owner find them.
+    It must be unique and stay the same over restarts."""
     limits: TenantLimits = TenantLimits()
 
 
 ANYONE = Tenant("", "")
-"""Every request of a server where nothing authenticates."""
+"""Tenant of all requests if the server has no authentication."""
 
 
 class RequestHead(msgspec.Struct, frozen=True):
-    """A request whose body was not read: what `authenticate` decides by."""
+    """A request without its body, as passed to `authenticate`."""
 
     method: str
     route: str
     """The route that matched, as it was added: `/v1/files/{file_id}`. Empty if none did."""
     path: str
-    """As it was sent."""
+    """The path as it was sent."""
     headers: Mapping[str, str]
-    """Found by name in any case."""
+    """Names are case-insensitive."""
     remote: str | None
-    """The client's address, or its proxy's."""
+    """Address of the client, or of its proxy."""
 
     @property
     def key(self) -> str | None:
-        """The key that was sent, if any: as a bearer, or as Anthropic's clients send it."""
+        """The API key, if any: from a bearer token, or from the header of Anthropic's clients."""
         scheme, _, key = self.headers.get("Authorization", "").partition(" ")
         if scheme.lower() == "bearer":
             return key.strip()
@@ -62,12 +62,12 @@ class RequestHead(msgspec.Struct, frozen=True):
 
 
 class ReceivedRequest(msgspec.Struct):
-    """A request as it came, decoded and not checked: what `request_received` may change."""
+    """A request, decoded but not validated: `request_received` may change it."""
 
     route: str
     """As `RequestHead.route`: `/v1/chat/completions`."""
     body: dict[str, Any]
-    """The JSON object. Change it, or put another one here; it is checked afterwards."""
+    """The JSON object. Change it, or assign another one; it is validated afterwards."""
     tenant: Tenant
     headers: Mapping[str, str]
-    """Read-only; found by name in any case. Of a line of a batch, none of its own."""
+    """Read-only; names are case-insensitive. Empty for a line of a batch."""

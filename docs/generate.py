@@ -28,17 +28,19 @@ from unittest import mock
 
 import msgspec
 
-from jackfield.core import hooks, pooling, protocols
-from jackfield.core import types as travelling
+from jackfield.core import hooks, outputs, pooling_params, protocols
+from jackfield.core import sampling_params as params
 from jackfield.core.config import EngineConfig, StructuredOutputsConfig
-from jackfield.core.engine import async_engine
-from jackfield.core.observe.metrics import EngineMetrics
+from jackfield.core.engine import core as engine_core
+from jackfield.core.metrics.metrics import EngineMetrics
 from jackfield.core.registry import KINDS, load_plugins
-from jackfield.entrypoints.cli import options
 from jackfield.entrypoints.cli.main import COMMANDS
-from jackfield.entrypoints.cli.vllm_flags import MISSING, NO_EFFECT
-from jackfield.entrypoints.fronts.counts import FrontCounts
-from jackfield.entrypoints.openai import pooling_protocol, protocol, responses_protocol
+from jackfield.entrypoints.flags import engine_flags
+from jackfield.entrypoints.flags.vllm_flags import MISSING, NO_EFFECT
+from jackfield.entrypoints.openai.common import protocol
+from jackfield.entrypoints.openai.pooling import protocol as pooling_protocol
+from jackfield.entrypoints.openai.responses import protocol as responses_protocol
+from jackfield.entrypoints.server.frontends.metrics import FrontendMetrics
 from jackfield.entrypoints.struct_fields import described, type_text
 
 DOCS = Path(__file__).resolve().parent
@@ -112,7 +114,7 @@ def engine_config() -> str:
         "see [cli](cli.md)). An unknown option, a value of the wrong type or out of range, and "
         "options at odds with each other raise `ConfigError` with the field's name.\n\n"
         "Source: [core/config.py](../../core/config.py). What `auto` becomes on this machine is "
-        "decided in `core/engine/resolve.py` and `core/loading/model_config.py`.\n\n"
+        "decided in `core/engine/resolve_config.py` and `core/loading/model_config.py`.\n\n"
         + table(["field", "type", "default", "meaning"], field_rows(EngineConfig))
         + "\n## StructuredOutputsConfig\n\n"
         + f"{inspect.cleandoc(StructuredOutputsConfig.__doc__ or '')} A part's flag is "
@@ -126,32 +128,32 @@ def sampling_params() -> str:
     parts = [
         "# SamplingParams and outputs\n\n",
         "What a request may ask for, and what comes back. Source: "
-        "[core/types.py](../../core/types.py) and [core/pooling.py](../../core/pooling.py). "
+        "[core/sampling_params.py](../../core/sampling_params.py), "
+        "[core/outputs.py](../../core/outputs.py) and "
+        "[core/pooling_params.py](../../core/pooling_params.py). "
         "A value out of range raises "
         "`InvalidRequest` with the field's name.\n",
     ]
     for cls in (
-        travelling.SamplingParams,
-        travelling.StructuredOutputsParams,
-        travelling.RequestOutput,
-        travelling.CompletionOutput,
-        travelling.RequestTimings,
-        travelling.Logprob,
-        pooling.PoolingParams,
-        travelling.PoolingRequestOutput,
-        pooling.PoolingOutput,
+        params.SamplingParams,
+        params.StructuredOutputsParams,
+        outputs.RequestOutput,
+        outputs.CompletionOutput,
+        outputs.RequestTimings,
+        outputs.Logprob,
+        pooling_params.PoolingParams,
+        outputs.PoolingRequestOutput,
+        pooling_params.PoolingOutput,
     ):
         about = inspect.cleandoc(cls.__doc__ or "").split("\n\n")[0]
         parts.append(f"\n## {cls.__name__}\n\n{about}\n\n")
         parts.append(table(["field", "type", "default", "meaning"], field_rows(cls)))
-    parts.append("\n## OutputKind\n\n" + inspect.cleandoc(travelling.OutputKind.__doc__ or ""))
-    kinds = _enum_docs(travelling.OutputKind)
+    parts.append("\n## OutputKind\n\n" + inspect.cleandoc(params.OutputKind.__doc__ or ""))
+    kinds = _enum_docs(params.OutputKind)
     parts.append("\n\n" + table(["value", "meaning"], [[f"`{k}`", v] for k, v in kinds]))
     limits = ("MAX_N", "MAX_STOP_STRINGS", "MAX_STOP_LENGTH")
     parts.append("\n## Fixed limits\n\n")
-    parts.append(
-        table(["name", "value"], [[f"`{n}`", f"`{getattr(travelling, n)}`"] for n in limits])
-    )
+    parts.append(table(["name", "value"], [[f"`{n}`", f"`{getattr(params, n)}`"] for n in limits]))
     return "".join(parts)
 
 
@@ -181,7 +183,7 @@ def command_parser(command: Callable[[list[str]], int]) -> argparse.ArgumentPars
     printed = io.StringIO()
     try:
         with (
-            mock.patch.object(options.Parser, "parse_args", catch),
+            mock.patch.object(engine_flags.Parser, "parse_args", catch),
             mock.patch.dict(os.environ, clean, clear=True),
             contextlib.redirect_stdout(printed),
         ):
@@ -213,7 +215,8 @@ def cli() -> str:
             actions = [a for a in actions if a.dest != "help"]
             if not actions:
                 continue
-            parts.append(f"\n{(group.title or '').capitalize()}:\n\n")
+            title = group.title or ""
+            parts.append(f"\n{title[:1].upper()}{title[1:]}:\n\n")
             parts.append(table(["argument", "meaning"], [_flag_row(a) for a in actions]))
     parts += [
         "\n## vLLM's flags\n\n",
@@ -261,7 +264,7 @@ def hook_page() -> str:
         "# Hooks\n\n",
         "Every hook, who calls it and when, and its contract. "
         "Source, and the page to read first: [core/hooks.py](../../core/hooks.py). The contracts "
-        "are in [core/protocols.py](../../core/protocols.py). How to write a plugin: "
+        "are in [core/protocols/](../../core/protocols/). How to write a plugin: "
         "[write a plugin](../how-to/write-a-plugin.md).\n\n",
         f"Hook API version: {hooks.API_VERSION}, which plugins state as `jackfield_api`.\n\n",
     ]
@@ -424,7 +427,7 @@ def metrics() -> str:
     """What GET /metrics tells."""
     made = EngineMetrics("MODEL")
     made.observe_cache_config(**dict.fromkeys(_cache_facts(), ""))
-    made.registry.register(FrontCounts(0, lambda: 0))
+    made.registry.register(FrontendMetrics(0, lambda: 0))
     rows = []
     for family in made.registry.collect():
         labels = sorted({k for s in family.samples for k in s.labels} - {"le"})
@@ -438,21 +441,21 @@ def metrics() -> str:
         "`GET /metrics` answers in Prometheus' text format, without an API key. Where the meaning "
         "is the same, a name is vLLM's with the prefix `jackfield:`. Every engine has a registry "
         "of its own. Times are seconds. In Python, `engine.stats()` gives the same counts as "
-        "an `EngineStats` (`core/types.py`). Those of front ends are there with "
+        "an `EngineStats` (`core/step.py`). Those of front ends are there with "
         "`--api-server-count` alone.\n\n"
-        "Source: [core/observe/metrics.py](../../core/observe/metrics.py), "
-        "[entrypoints/fronts/counts.py](../../entrypoints/fronts/counts.py).\n\n"
+        "Source: [core/metrics/metrics.py](../../core/metrics/metrics.py), "
+        "[entrypoints/server/frontends/metrics.py](../../entrypoints/server/frontends/metrics.py).\n\n"
         + table(["name", "type", "labels", "meaning"], sorted(rows))
     )
 
 
 def _cache_facts() -> list[str]:
     """Labels of cache_config_info, as the engine gives them."""
-    for node in ast.walk(ast.parse(inspect.getsource(async_engine))):
+    for node in ast.walk(ast.parse(inspect.getsource(engine_core))):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             if node.func.attr == "observe_cache_config":
                 return [keyword.arg for keyword in node.keywords if keyword.arg]
-    raise SystemExit("core/engine/async_engine.py does not call observe_cache_config any more")
+    raise SystemExit("core/engine/core.py does not call observe_cache_config any more")
 
 
 # ---------------------------------------------------------------- the list of pages
@@ -512,7 +515,10 @@ def _about(module: Any, name: str) -> str:
     """The first sentence of a docstring. Raises SystemExit where there is none."""
     value = getattr(module, name)
     text = inspect.getdoc(value) if inspect.isclass(value) or inspect.isfunction(value) else None
-    text = text or _constant_docs(module).get(name) or _constant_docs(hooks).get(name)
+    inside = module.__name__ + "."
+    parts = [v for k, v in sys.modules.items() if k.startswith(inside)]
+    for source in () if text else (module, *parts, hooks):
+        text = text or _constant_docs(source).get(name)
     if not text:
         raise SystemExit(f"{module.__name__}.{name} is public and has no docstring")
     paragraph = " ".join(text.split("\n\n")[0].split())

@@ -1,1 +1,1 @@
-"""The faces: command line, OpenAI server, synchronous LLM."""
+"""Entry points: command line, HTTP server, synchronous LLM."""

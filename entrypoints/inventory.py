@@ -1,4 +1,4 @@
-"""What is plugged in, as rows: kind, name, where it came from, and whether it works here."""
+"""Listing of what is plugged in: kind, name, origin, and whether it works here."""
 
 from __future__ import annotations
 
@@ -23,17 +23,18 @@ class Row(msgspec.Struct, frozen=True):
     distribution: str
     version: str
     status: str
-    """"works here", or why not; "registered" where nobody looked; of a plugin, what importing it
-    took and what is odd about it, or why it was left out."""
+    """"works here" or why not; "registered" if it was not checked. For a plugin: the import time
+    and warnings, or why it was left out."""
     plugin: str
-    """The entry point that brought it."""
+    """The entry point that registered it."""
 
 
 def inventory(plugins: Plugins, *, check: bool = True) -> list[Row]:
-    """A row a name, then the hooks that are no names, then one a plugin, those left out last.
+    """Return one row per registered name, then one per hook that registers none, then one per
+    plugin, with those left out last.
 
-    `check`: import each one, see whether it is what its kind must be, and ask those that know
-    (`supports`, `unavailable`) whether they work here. Without it nothing is imported.
+    `check`: import each one, verify that it implements its kind, and call `supports` or
+    `unavailable`, if it has them, to see whether it works here. Without it nothing is imported.
     """
     rows = []
     for registry in plugins.registries.values():
@@ -56,7 +57,7 @@ def inventory(plugins: Plugins, *, check: bool = True) -> list[Row]:
 
 
 def hooks_of(plugins: Plugins, provenance: Provenance) -> Iterator[str]:
-    """The hooks of a plugin that register no names: events, routes, metrics."""
+    """Yield the hooks of a plugin that register no names: events, routes, metrics."""
     plugin = plugins.manager.get_plugin(provenance.plugin)
     for caller in plugins.manager.get_hookcallers(plugin) or ():
         if caller.name not in KINDS.values():
@@ -65,7 +66,8 @@ def hooks_of(plugins: Plugins, provenance: Provenance) -> Iterator[str]:
 
 @contextlib.contextmanager
 def output_aside() -> Iterator[None]:
-    """What plugins print while they are imported goes to standard error: ours is for programs."""
+    """Redirect what plugins print during import to standard error, because our standard output is
+    for programs."""
     sys.stdout.flush()
     kept = os.dup(1)
     try:
@@ -101,7 +103,7 @@ def _status(registry: Registry[Any], name: str) -> str:
 
 
 def _refusal(kind: str, loaded: Any) -> str | None:
-    """What a plugin that knows says against this machine and its usual dtype."""
+    """Return why a plugin does not support this machine or its default dtype, if it can tell."""
     reason: str | None
     if kind == "structured_backend":
         reason = loaded.unavailable()
@@ -110,7 +112,7 @@ def _refusal(kind: str, loaded: Any) -> str | None:
         return None
     import torch
 
-    from ..core.protocols import AttentionSpec
+    from ..core.protocols.attention import AttentionSpec
     from ..core.worker.selection import attention_refusal
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -20,19 +20,14 @@ import msgspec
 
 from ..core.config import EngineConfig
 from ..core.engine.async_engine import AsyncEngine
-from ..core.engine.output import OutputStream
+from ..core.engine.output_stream import OutputStream
 from ..core.engine.pooling import PoolingPrompt
-from ..core.engine.scoring import score_all
 from ..core.errors import InvalidRequest
-from ..core.pooling import PoolingParams, PoolingTask
-from ..core.types import (
-    ChatMessage,
-    OutputKind,
-    PoolingRequestOutput,
-    Prompt,
-    RequestOutput,
-    SamplingParams,
-)
+from ..core.inputs import ChatMessage, Prompt
+from ..core.outputs import PoolingRequestOutput, RequestOutput
+from ..core.pooling_params import PoolingParams, PoolingTask
+from ..core.sampling_params import OutputKind, SamplingParams
+from .scoring import score_all
 
 T = TypeVar("T")
 
@@ -50,7 +45,7 @@ class LLM:
         self._thread.start()
         self.engine = AsyncEngine(config)
         self._end = weakref.finalize(self, _shut, self.engine, self._loop, self._thread)
-        self._end.atexit = False  # That would be behind the end of threads that are needed for it.
+        self._end.atexit = False  # At exit it would run after the threads that it needs have ended.
         getattr(threading, "_register_atexit", atexit.register)(self._end)
         try:
             self._run(self.engine.start())
@@ -65,7 +60,7 @@ class LLM:
         *,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Complete one prompt (text, token ids) or a list; → outputs in the same order."""
+        """Complete one prompt (text, token ids) or a list; return outputs in the same order."""
 
         def start(prompt: Any, one: SamplingParams) -> OutputStream:
             return self.engine.generate(prompt, one)
@@ -73,7 +68,7 @@ class LLM:
         return self._all(_listed(prompts), params, start, use_tqdm)
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What is used without `params`: as the model's makers say."""
+        """Return the sampling parameters used without `params`: the model's own defaults."""
         return self.engine.model_config.sampling.params()
 
     def chat(
@@ -85,7 +80,7 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Answer one conversation or a list of them; → outputs in the same order."""
+        """Respond to one conversation or a list of them; return outputs in the same order."""
         _check_many("messages", messages)
         one = len(messages) > 0 and isinstance(messages[0], Mapping)
         items: list[Any] = [messages] if one else list(messages)
@@ -104,7 +99,7 @@ class LLM:
         *,
         use_tqdm: bool = True,
     ) -> list[PoolingRequestOutput]:
-        """Pool one prompt (text, token ids, a pair of texts) or a list; → outputs in order."""
+        """Pool one prompt (text, token ids, a pair of texts) or a list; return outputs in order."""
         items = _listed(prompts)
         if params is None or isinstance(params, PoolingParams):
             each = [params or PoolingParams()] * len(items)
@@ -124,7 +119,8 @@ class LLM:
         *,
         use_tqdm: bool = True,
     ) -> list[PoolingRequestOutput]:
-        """One vector a prompt: `outputs.embedding` as a list, `outputs.data` as an array."""
+        """Return one vector per prompt: `outputs.embedding` as a list, `outputs.data` as an
+        array."""
         return self.encode(prompts, _for_task("embed", params), use_tqdm=use_tqdm)
 
     def classify(
@@ -134,7 +130,7 @@ class LLM:
         *,
         use_tqdm: bool = True,
     ) -> list[PoolingRequestOutput]:
-        """A probability a label: `outputs.probs`."""
+        """Return one probability per label: `outputs.probs`."""
         return self.encode(prompts, _for_task("classify", params), use_tqdm=use_tqdm)
 
     def score(
@@ -143,9 +139,10 @@ class LLM:
         text_2: str | Sequence[str],
         params: PoolingParams | None = None,
     ) -> list[PoolingRequestOutput]:
-        """How well texts belong together: `outputs.score`; one with many, or as many with as many.
+        """Return the similarity of texts, `outputs.score`: one text with one, one with many, or
+        pairs of two lists.
 
-        A cross-encoder's number, or the cosine of two embeddings.
+        A cross-encoder's score, or the cosine of two embeddings.
         """
         first = [text_1] if isinstance(text_1, str) else list(text_1)
         second = [text_2] if isinstance(text_2, str) else list(text_2)
@@ -158,8 +155,8 @@ class LLM:
         return self._run(score_all(self.engine, list(zip(first, second, strict=True)), params))
 
     def close(self) -> None:
-        """Stop the engine and free the device. Safe to call twice. The program's end does it, too,
-        and the end of the last reference."""
+        """Stop the engine and free the device. Safe to call twice. Also runs at the program's end,
+        and when the last reference goes."""
         self._end()
 
     def __enter__(self) -> LLM:
@@ -195,7 +192,7 @@ class LLM:
 
 
 def _shut(engine: AsyncEngine, loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
-    if threading.current_thread() is thread:  # A collection of garbage may come anywhere.
+    if threading.current_thread() is thread:  # The garbage collector may run this on any thread.
         threading.Thread(target=_shut, args=(engine, loop, thread)).start()
         return
     try:
@@ -207,7 +204,7 @@ def _shut(engine: AsyncEngine, loop: asyncio.AbstractEventLoop, thread: threadin
 
 
 async def _collect(work: Iterable[Coroutine[Any, Any, T]], use_tqdm: bool) -> list[T]:
-    """All results in order, with a progress bar; the first error cancels the others."""
+    """Return all results in order, with a progress bar; the first error cancels the others."""
     from tqdm import tqdm
 
     tasks = [asyncio.ensure_future(one) for one in work]
@@ -224,7 +221,7 @@ async def _collect(work: Iterable[Coroutine[Any, Any, T]], use_tqdm: bool) -> li
 
 
 def _listed(prompts: Any) -> list[Any]:
-    """One prompt, or a list of them, as a list."""
+    """Return one prompt, or several, as a list."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
     _check_many("prompts", prompts)
@@ -234,7 +231,7 @@ def _listed(prompts: Any) -> list[Any]:
 
 
 def _check_many(name: str, given: Any) -> None:
-    """Whatever has a length and places, such as an array: raises InvalidRequest for the rest."""
+    """Raise InvalidRequest unless the value is a sequence, such as a list or an array."""
     places = hasattr(given, "__len__") and hasattr(given, "__getitem__")
     if not places or isinstance(given, str | bytes | Mapping):
         raise InvalidRequest(f"{name}: must be a list, got {type(given).__name__}", param=name)

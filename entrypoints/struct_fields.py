@@ -1,4 +1,4 @@
-"""The fields of a `msgspec.Struct` as text: for documentation and listings."""
+"""Fields of a `msgspec.Struct` as text, for documentation and listings."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import msgspec
 
 
 def type_text(hint: Any) -> str:
-    """A type as a reader wants it: `int ≥ 1 or None`."""
+    """Return a type in readable form: `int ≥ 1 or None`."""
     if typing.get_origin(hint) is typing.Annotated:
         base, *metas = typing.get_args(hint)
         bounds = ", ".join(bound for meta in metas for bound in _bounds(meta))
@@ -37,7 +37,7 @@ def _bounds(meta: Any) -> Iterator[str]:
 
 
 def described(hint: Any) -> str:
-    """The description of an annotated field."""
+    """Return the description of an annotated field."""
     metas = typing.get_args(hint)[1:] if typing.get_origin(hint) is typing.Annotated else ()
     return next((m.description for m in metas if getattr(m, "description", None)), "")
 
@@ -49,11 +49,11 @@ class FieldText(msgspec.Struct, frozen=True):
     type: str
     default: str
     meaning: str
-    """Its `Meta` description; empty where it has none."""
+    """Its `Meta` description; empty if it has none."""
 
 
 def fields_of(schema: type[msgspec.Struct]) -> list[FieldText]:
-    """Each field of a Struct whose fields have defaults."""
+    """Return each field of a Struct whose fields have defaults."""
     hints = typing.get_type_hints(schema, include_extras=True)
     found = []
     for field in msgspec.structs.fields(schema):

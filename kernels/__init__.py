@@ -1,1 +1,1 @@
-"""Triton kernels with their launchers, one idea a file; torch twins in reference.py."""
+"""Triton kernels with their launchers, one per file; torch twins in reference.py."""

@@ -1,11 +1,8 @@
-"""What a decode step needs, from four numbers a row, in one launch.
+"""Inputs of a decode step from four numbers per row, in one launch.
 
-Memory: a row of the block table is read and written; everything else is a few numbers a row. It
-stands for a dozen indexing operations that would cost a launch each.
+Memory: one row of the block table per row is read and written; everything else is a few numbers per
+row. Replaces a dozen indexing operations of one launch each.
 """
-
-# Triton kernels take no annotations that mypy could check.
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .rehearsal import launch
+from .launch import launch
 
 BLOCK = 1024
 
@@ -33,7 +30,7 @@ def _decode_inputs_kernel(
     BLOCK_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program a row."""
+    """One program per row."""
     row = tl.program_id(0)
     slot = tl.load(packed_ptr + row).to(tl.int64)
     position = tl.load(packed_ptr + num_rows + row)
@@ -65,9 +62,9 @@ def decode_inputs(
     packed: torch.Tensor, token_history: torch.Tensor, block_table: torch.Tensor, block_size: int
 ) -> tuple[torch.Tensor, ...]:
     """packed: [4, R] int32, contiguous: each row's slot, its position, and the column and id of a
-    block that its slot gets (the last column for none); token_history: [slots, positions] int32;
-    block_table: [slots, columns] int32, which takes the new blocks. Rows have slots of their own,
-    but for padding, which may share one.
+    block that its slot gets (the last column if it gets none); token_history: [slots, positions]
+    int32; block_table: [slots, columns] int32, to which the new blocks are written. All rows have
+    different slots, except that padding rows may share one.
     → slots, input ids, positions, lengths (positions + 1), slot mapping: [R] int64 each; lengths
     again as int32; the rows' block tables [R, columns] int32.
     """

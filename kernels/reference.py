@@ -1,15 +1,15 @@
-"""The torch twin of every kernel: what each one computes, written for reading, in float32.
+"""Torch twins of the kernels: the same computations in float32.
 
-Same arguments as the launchers, any device. Where a kernel rounds to the storage type in between
-(RMSNorm before its weight), so does its twin, so that the two agree to a few units in the last
-place.
+Same arguments as the launchers, any device. If a kernel rounds intermediate values to the storage
+type (RMSNorm before its weight), so does its reference, so that the two agree to a few units in the
+last place.
 """
 
 from __future__ import annotations
 
 import torch
 
-from .packed_weight import Packed
+from .quant.quantized_weight import QuantizedWeight, Weight, weight_arguments
 
 
 def kv_cache_write(
@@ -47,13 +47,13 @@ def paged_attention(
     sinks: torch.Tensor | None = None,
     cache_scales: tuple[float, float] = (1.0, 1.0),
 ) -> torch.Tensor:
-    """Causal attention of ragged rows over a paged cache, a row at a time.
+    """Causal attention of ragged rows over a paged cache, one row at a time.
 
     query: [num_tokens, num_heads, head_dim]; kv_cache as in `kv_cache_write`;
     block_table: [num_rows, max_blocks]; query_start: [num_rows + 1]; seq_lens: [num_rows].
     alibi_slopes, sinks: [num_heads]. A row's queries are the last positions of its sequence.
-    Returns the shape of query; a row of no tokens has no output, one of an empty sequence gives
-    zeros.
+    Returns the shape of query; a row without tokens has no output, and a row of an empty sequence
+    gives zeros.
     """
     out = torch.zeros_like(query)
     block_size = kv_cache.shape[2]
@@ -100,7 +100,7 @@ def paged_attention_decode(
     sinks: torch.Tensor | None = None,
     cache_scales: tuple[float, float] = (1.0, 1.0),
 ) -> torch.Tensor:
-    """`paged_attention` where every row has one query: query [num_rows, num_heads, head_dim]."""
+    """`paged_attention` with one query per row: query [num_rows, num_heads, head_dim]."""
     query_start = torch.arange(query.shape[0] + 1, dtype=torch.int32)
     return paged_attention(
         query,
@@ -121,7 +121,7 @@ def rms_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
 ) -> torch.Tensor:
     """x: [..., hidden_size] → x / sqrt(mean(x²) + eps), rounded to weight's type, times weight;
-    residual, of x's shape, is added to what that rounds to."""
+    residual, of x's shape, is added to the rounded result."""
     wide = x.float()
     normed = wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)
     out = (normed.to(weight.dtype).float() * weight.float()).to(x.dtype)
@@ -152,7 +152,7 @@ def rotate(x: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor) -> t
     return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
 
 
-def heads(
+def qk_norm_rope_cache(
     qkv: torch.Tensor,
     num_heads: int,
     num_kv_heads: int,
@@ -164,21 +164,21 @@ def heads(
     slot_mapping: torch.Tensor | None = None,
     cache_scales: tuple[float, float] = (1.0, 1.0),
 ) -> None:
-    """Queries and keys in place; keys and values into the cache, too, when it is given.
+    """Norm and rotate queries and keys in place; store keys and values in the cache if it is given.
 
     qkv: [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]; norms: (weight, eps) over a head.
     """
-    cut = qkv.view(qkv.shape[0], num_heads + 2 * num_kv_heads, -1)
-    query, key, value = torch.split(cut, [num_heads, num_kv_heads, num_kv_heads], dim=1)
-    made = []
+    all_heads = qkv.view(qkv.shape[0], num_heads + 2 * num_kv_heads, -1)
+    query, key, value = torch.split(all_heads, [num_heads, num_kv_heads, num_kv_heads], dim=1)
+    rotated = []
     for part, norm in ((query, query_norm), (key, key_norm)):
         wide = part.float()
         if norm is not None:
             scale = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + norm[1])
             wide = wide * scale * norm[0].float()
-        made.append(wide if cos_sin is None else rotate(wide, positions, cos_sin))
-    query.copy_(made[0])
-    key.copy_(made[1])
+        rotated.append(wide if cos_sin is None else rotate(wide, positions, cos_sin))
+    query.copy_(rotated[0])
+    key.copy_(rotated[1])
     if kv_cache is not None:
         assert slot_mapping is not None
         kv_cache_write(key, value, kv_cache, slot_mapping, cache_scales)
@@ -186,7 +186,7 @@ def heads(
 
 def gemv(
     x: torch.Tensor,
-    weight: torch.Tensor,
+    weight: Weight,
     bias: torch.Tensor | None = None,
     *,
     norm: tuple[torch.Tensor, float] | None = None,
@@ -195,8 +195,10 @@ def gemv(
 ) -> torch.Tensor:
     """residual + norm(x) Wᵀ + bias, or silu(gate) * up of it; float32 until the end.
 
-    x: [1, in_features]; weight: [rows, in_features], the gate's rows first when gated.
+    x: [M, K], any number of rows; weight: [N, K], the gate's rows first when gated.
     """
+    if isinstance(weight, QuantizedWeight):
+        weight = dequantize_weight(weight, torch.float32)
     wide = x.float()
     if norm is not None:
         wide = wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + norm[1])
@@ -212,8 +214,20 @@ def gemv(
     return out.to(x.dtype)
 
 
+def small_m_matmul(
+    x: torch.Tensor,
+    weight: Weight,
+    bias: torch.Tensor | None = None,
+    *,
+    residual: torch.Tensor | None = None,
+    gated: bool = False,
+) -> torch.Tensor:
+    """residual + x Wᵀ + bias, or silu(gate) * up of it; float32 until the end."""
+    return gemv(x, weight, bias, residual=residual, gated=gated)
+
+
 def mask_tokens(logits: torch.Tensor, bits: torch.Tensor, rows: torch.Tensor | None) -> None:
-    """-inf, in place, where a token's bit is off. Shapes as for the kernel."""
+    """Set logits to -inf, in place, where a token's bit is off. Shapes as for the kernel."""
     shifts = torch.arange(32, device=bits.device)
     off = ((bits.unsqueeze(-1).long() >> shifts) & 1).flatten(1)[:, : logits.shape[1]] == 0
     for place, barred in enumerate(off):
@@ -241,50 +255,25 @@ def quantize_rows(
     return (values.round() if dtype == torch.int8 else values).to(dtype), scales
 
 
-def unpack_weight(weight: Packed, dtype: torch.dtype) -> torch.Tensor:
-    """→ [rows, size]: (value - zero) * scale; layouts as in packed_weight.py."""
-    if weight.parts > 1:
+def dequantize_weight(weight: QuantizedWeight, dtype: torch.dtype) -> torch.Tensor:
+    """→ [N, K]: (value - zero) * scale; layouts as in quantized_weight.py."""
+    if weight.pack_factor > 1:
         mask = (1 << weight.bits) - 1
-        parts = [(weight.values >> (i * weight.bits)) & mask for i in range(weight.parts)]
+        parts = [(weight.values >> (i * weight.bits)) & mask for i in range(weight.pack_factor)]
         values = torch.cat(parts, dim=1).float()
     else:
         values = weight.values.float()
     groups = torch.arange(values.shape[1], device=values.device) // weight.group_size
     if weight.zero is None:
-        values = values - weight.offset
+        values = values - weight_arguments(weight).format.offset
     else:
         values = values - weight.zero.t().float()[:, groups]
     scale = weight.scale.t().float().repeat_interleave(weight.scale_rows, dim=0)
     return (values * scale[: values.shape[0], groups]).to(dtype)
 
 
-def packed_gemv(
-    x: torch.Tensor,
-    weight: Packed,
-    bias: torch.Tensor | None = None,
-    *,
-    norm: tuple[torch.Tensor, float] | None = None,
-    residual: torch.Tensor | None = None,
-    gated: bool = False,
-) -> torch.Tensor:
-    """`gemv` by the weight that is meant, any number of rows."""
-    dense = unpack_weight(weight, torch.float32)
-    return gemv(x, dense, bias, norm=norm, residual=residual, gated=gated)
-
-
-def packed_matmul(
-    x: torch.Tensor,
-    weight: Packed,
-    bias: torch.Tensor | None = None,
-    *,
-    residual: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """residual + x Wᵀ + bias; float32 until the end."""
-    return packed_gemv(x, weight, bias, residual=residual)
-
-
-def finish_product(
-    parts: torch.Tensor,
+def split_k_sum(
+    partial: torch.Tensor,
     out: torch.Tensor,
     bias: torch.Tensor | None = None,
     *,
@@ -292,8 +281,8 @@ def finish_product(
     column_scale: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """parts: [splits, num_rows, size] → out = residual + sum * scales + bias."""
-    total = parts.float().sum(dim=0)
+    """partial: [SPLIT_K, M, N] → out = residual + sum * scales + bias."""
+    total = partial.float().sum(dim=0)
     if row_scale is not None and column_scale is not None:
         total = total * row_scale.float()[:, None] * column_scale.float()
     if bias is not None:

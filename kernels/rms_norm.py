@@ -1,12 +1,9 @@
-"""RMSNorm, and what is added to it.
+"""RMSNorm, and the addition of a residual to it.
 
 Memory: reads and writes num_rows * hidden_size elements once, and reads a residual of that size
-where there is one. About 4 operations an element: bound by memory. One program a row, which it
-holds in registers, so a row is read once.
+if given. About 4 operations per element: bound by memory. One program per row, which it keeps in
+registers, so a row is read once.
 """
-
-# Triton kernels take no annotations that mypy could check.
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
 from __future__ import annotations
 
@@ -14,8 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
-from .launching import gdc_launch_dependents, gdc_wait, pdl_options
-from .rehearsal import launch
+from .launch import launch
+from .pdl import gdc_launch_dependents, gdc_wait, pdl_options
 
 
 @triton.jit

@@ -1,12 +1,9 @@
-"""What a step of ragged rows needs, from four numbers a row, in one launch; and scattered writes.
+"""Inputs of a step of ragged rows from four numbers per row, in one launch; and scattered writes.
 
 Memory: a row of the block table is read and written for each row of the step; everything else is a
-few numbers per token. They stand for some twenty indexing operations that would cost a launch each,
-and depend on nothing but their grids: a recorded step may hold them.
+few numbers per token. Replaces some twenty indexing operations of one launch each. The launches
+depend on nothing but their grids, so a graph may contain them.
 """
-
-# Triton kernels take no annotations that mypy could check.
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .rehearsal import launch
+from .launch import launch
 
 TOKENS = 128
 """Tokens per program."""
@@ -24,6 +21,22 @@ WRITES = 1024
 """Writes per program."""
 
 _PLACES = ["query_start_ptr", "slots_ptr", "first_ptr", "sample_slots_ptr"]
+
+
+@triton.jit
+def _rows_of(query_start_ptr, token, num_rows, TOKENS: tl.constexpr):
+    """Return the last row that begins at or before each token; rows without tokens come last."""
+    low = tl.zeros([TOKENS], tl.int32)
+    high = tl.zeros([TOKENS], tl.int32) + num_rows
+    left = num_rows
+    while left > 1:
+        middle = (low + high) // 2
+        before = tl.load(query_start_ptr + middle) <= token
+        narrow = high - low > 1
+        low = tl.where(before & narrow, middle, low)
+        high = tl.where(narrow & (before == 0), middle, high)
+        left = (left + 1) // 2
+    return low
 
 
 @triton.jit(
@@ -61,22 +74,12 @@ def _step_inputs_kernel(
     TOKENS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """The first programs take tokens, the others a row each."""
+    """The first programs process tokens, each of the others one row."""
     program = tl.program_id(0)
     if program < token_programs:
         token = program * TOKENS + tl.arange(0, TOKENS)
         inside = token < num_tokens
-        # The last row that begins at or before each token: rows of no tokens begin behind all.
-        low = tl.zeros([TOKENS], tl.int32)
-        high = tl.zeros([TOKENS], tl.int32) + num_rows
-        left = num_rows
-        while left > 1:
-            middle = (low + high) // 2
-            before = tl.load(query_start_ptr + middle) <= token
-            narrow = high - low > 1
-            low = tl.where(before & narrow, middle, low)
-            high = tl.where(narrow & (before == 0), middle, high)
-            left = (left + 1) // 2
+        low = _rows_of(query_start_ptr, token, num_rows, TOKENS)
         slot = tl.load(slots_ptr + low).to(tl.int64)
         position = tl.load(first_ptr + low) + token - tl.load(query_start_ptr + low)
         ids = tl.load(history_ptr + slot * stride_history + position, mask=inside, other=0)
@@ -122,7 +125,7 @@ def step_inputs(
     """
     num_rows, width = slots.shape[0], block_table.shape[1]
     device = slots.device
-    # Two numbers are 16 bytes: Triton compiles a kernel again for a pointer that is not so aligned.
+    # Two numbers are 16 bytes: Triton recompiles a kernel for pointers without this alignment.
     token_longs = torch.empty((3, even(num_tokens)), dtype=torch.int64, device=device)
     row_longs = torch.empty((3, even(num_rows)), dtype=torch.int64, device=device)
     seq_lens = torch.empty(num_rows, dtype=torch.int32, device=device)
@@ -155,8 +158,65 @@ def step_inputs(
     return token_longs[:, :num_tokens], row_longs[:, :num_rows], seq_lens, rows_table
 
 
+@triton.jit(
+    do_not_specialize=["num_rows", "num_tokens", "stride_out", "stride_rows", "columns"],
+    do_not_specialize_on_alignment=["query_start_ptr"],
+)
+def _slot_mappings_kernel(
+    out_ptr,
+    table_ptr,
+    query_start_ptr,
+    positions_ptr,
+    num_rows,
+    num_tokens,
+    stride_out,
+    stride_rows,
+    columns,
+    BLOCK_SIZE: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    """One program: some tokens in one table of each row. The first table is left out."""
+    table = tl.program_id(1)
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    inside = token < num_tokens
+    row = _rows_of(query_start_ptr, token, num_rows, TOKENS).to(tl.int64)
+    position = tl.load(positions_ptr + token, mask=inside, other=0)
+    at = row * stride_rows + (table + 1) * columns + position // BLOCK_SIZE
+    block = tl.load(table_ptr + at, mask=inside, other=0)
+    place = block.to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE
+    tl.store(out_ptr + table * stride_out + token, place, mask=inside)
+
+
+def slot_mappings(
+    block_table: torch.Tensor,
+    columns: int,
+    query_start: torch.Tensor,
+    positions: torch.Tensor,
+    block_size: int,
+) -> torch.Tensor:
+    """See `core.nn.operations.Operations.slot_mappings`, whose arguments these are."""
+    num_rows, num_tokens = block_table.shape[0], positions.shape[0]
+    more = block_table.shape[1] // columns - 1
+    out = torch.empty((more, even(num_tokens)), dtype=torch.int64, device=positions.device)
+    launch(_slot_mappings_kernel, (triton.cdiv(num_tokens, TOKENS), more))(
+        out,
+        block_table,
+        query_start,
+        positions,
+        num_rows,
+        num_tokens,
+        out.stride(0),
+        block_table.stride(0),
+        columns,
+        BLOCK_SIZE=block_size,
+        TOKENS=TOKENS,
+        num_warps=4,
+    )
+    return out[:, :num_tokens]
+
+
 def even(number: int) -> int:
-    """The next even number."""
+    """Return `number`, rounded up to an even one."""
     return number + number % 2
 
 
@@ -170,7 +230,7 @@ def _scatter_kernel(storage_ptr, writes_ptr, count_ptr, WRITES: tl.constexpr):
 
 
 def scatter(storage: torch.Tensor, writes: torch.Tensor, count: torch.Tensor) -> None:
-    """storage[writes[i, 0]] = writes[i, 1] for i < count.
+    """Set storage[writes[i, 0]] = writes[i, 1] for i < count.
 
     All int32: storage [any], writes [most, 2], contiguous, count [1].
     """

@@ -1,7 +1,7 @@
-"""How kernels cut their work: measured choices, shipped a file a device, and rules where none is.
+"""Tiles of products: measured choices in one shipped file per device, and rules without a file.
 
-`tuned/NVIDIA_H200.json` and its like are made by `jackfield bench tune` on the device that they are
-for. Nothing is measured at start.
+`jackfield bench tune` writes a file such as `tuned/NVIDIA_H200.json` on the device that it is for.
+Nothing is measured at start.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import triton
 
-from .nibble_gemv import NibbleGemvShape, nibble_gemv_rule
-from .nibble_skinny import NibbleSkinnyShape, nibble_skinny_rule
-from .skinny import SkinnyShape
+from .linear.int4_gemv import Int4GemvConfig, int4_gemv_rule
+from .linear.small_m_matmul import SmallMConfig
 
 FOLDER = Path(__file__).parent / "tuned"
-RULED_ROWS = 32
-"""Up to so many rows `skinny_rule` speaks for weights that were not measured."""
-
-
-SHAPES = {
-    "skinny": SkinnyShape,
-    "nibble_gemv": NibbleGemvShape,
-    "nibble_skinny": NibbleSkinnyShape,
+RULE_ROWS = 32
+"""The most rows for which `small_m_rule` has tiles."""
+INT4_RULE_ROWS = 128
+"""The most rows for which `int4_small_m_rule` has tiles."""
+CONFIGS = {
+    "small_m_matmul": SmallMConfig,
+    "int4_gemv": Int4GemvConfig,
+    "int4_small_m": SmallMConfig,
 }
-"""Kernel, as files name it → the type of its cuts."""
+"""Kernel, as files name it → the type of its tiles; int4_small_m: small_m_matmul by 4 bits."""
 
 
 class Product(NamedTuple):
@@ -39,63 +39,63 @@ class Product(NamedTuple):
 
 
 def file_for(device_name: str) -> Path:
-    """Where the choices for a device are."""
+    """Return the path of the choices for a device."""
     return FOLDER / f"{device_name.replace(' ', '_')}.json"
 
 
-def read(path: Path, kernel: str = "skinny") -> dict[Product, list[tuple[int, Any]]]:
-    """→ for each weight, by number of rows: a shape, or None where the library is faster."""
+def read(path: Path, kernel: str) -> dict[Product, list[tuple[int, Any]]]:
+    """Return tiles for each weight, by number of rows; None where the library is faster."""
     choices: dict[Product, list[tuple[int, Any]]] = {}
     for entry in json.loads(path.read_text()).get(kernel, []):
         product = Product(entry["outputs"], entry["inputs"], entry["gated"])
-        shape = entry["shape"]
+        config = entry["config"]
         choices.setdefault(product, []).append(
-            (entry["rows"], None if shape is None else SHAPES[kernel](**shape))
+            (entry["rows"], None if config is None else CONFIGS[kernel](**config))
         )
     return {product: sorted(rows, key=lambda row: row[0]) for product, rows in choices.items()}
 
 
 @functools.cache
-def _choices(index: int, kernel: str = "skinny") -> dict[Product, list[tuple[int, Any]]] | None:
+def _choices(index: int, kernel: str) -> dict[Product, list[tuple[int, Any]]] | None:
     path = file_for(torch.cuda.get_device_name(index))
     return read(path, kernel) if path.exists() else None
 
 
-def _chosen(rows: list[tuple[int, Any]], num_rows: int) -> Any:
-    """What was measured for so many rows, or for the next larger number."""
-    return next((shape for most, shape in rows if most >= num_rows), None)
+def _measured(rows: list[tuple[int, Any]], num_rows: int) -> Any:
+    """Return the measured choice for `num_rows`, or for the next larger number."""
+    return next((config for most, config in rows if most >= num_rows), None)
 
 
 @functools.cache
-def skinny_shape(product: Product, num_rows: int, device: torch.device) -> SkinnyShape | None:
-    """How `skinny` multiplies this weight with so many rows; None: the library is to do it.
+def small_m_config(product: Product, num_rows: int, device: torch.device) -> SmallMConfig | None:
+    """Return the tiles for a dense weight; None: a library's product is faster.
 
-    A device without a file leaves everything to the library.
+    Without a file for the device, always None.
     """
-    choices = _choices(device.index or 0) if device.type == "cuda" else None
+    choices = _choices(device.index or 0, "small_m_matmul") if device.type == "cuda" else None
     if choices is None:
         return None
     if product not in choices:
-        return skinny_rule(product, num_rows)
-    found: SkinnyShape | None = _chosen(choices[product], num_rows)
-    return found
+        return small_m_rule(product, num_rows)
+    config: SmallMConfig | None = _measured(choices[product], num_rows)
+    return config
 
 
-def skinny_rule(product: Product, num_rows: int) -> SkinnyShape | None:
-    """For weights that were not measured; from those of Qwen3-0.6B and 8B on an H200.
+def small_m_rule(product: Product, num_rows: int) -> SmallMConfig | None:
+    """Return the tiles for dense weights that were not measured.
 
-    Some hundred programs, each with 64 outputs; enough shares that narrow layers have as many.
+    From measurements of Qwen3-0.6B and 8B on an H200: some hundred programs, each with 64 outputs;
+    narrow layers are split until they have as many.
     """
-    if num_rows > RULED_ROWS or product.outputs > 32768:
+    if num_rows > RULE_ROWS or product.outputs > 32768:
         return None
-    bands = -(-product.outputs // 64)
-    split = next(n for n in (1, 2, 4) if n == 4 or bands * n >= 96)
+    tiles = triton.cdiv(product.outputs, 64)
     small = product.inputs * product.outputs < 8 << 20
-    return SkinnyShape(
+    return SmallMConfig(
         block_m=16 if num_rows <= 16 else 32,
         block_n=64,
         block_k=64 if small else 128,
-        split=split,
+        split_k=_split_for(tiles, 96),
         num_warps=4,
         num_stages=6 if small else 4,
         prefetch=4096 if small else 0,
@@ -103,21 +103,46 @@ def skinny_rule(product: Product, num_rows: int) -> SkinnyShape | None:
     )
 
 
-@functools.cache
-def nibble_gemv_shape(product: Product, device: torch.device) -> NibbleGemvShape:
-    """How `nibble_gemv` multiplies a 4-bit weight."""
-    choices = _choices(device.index or 0, "nibble_gemv") if device.type == "cuda" else None
-    shape: NibbleGemvShape | None = _chosen((choices or {}).get(product, []), 1)
-    return shape or nibble_gemv_rule(product.inputs, product.gated)
+def _split_for(tiles: int, programs: int) -> int:
+    """Return the smallest split, up to 4, that gives `programs` programs."""
+    return next(n for n in (1, 2, 4) if n == 4 or tiles * n >= programs)
 
 
 @functools.cache
-def nibble_skinny_shape(
+def int4_gemv_config(product: Product, device: torch.device) -> Int4GemvConfig:
+    """Return the tiles of `int4_gemv` for a weight."""
+    choices = _choices(device.index or 0, "int4_gemv") if device.type == "cuda" else None
+    config: Int4GemvConfig | None = _measured((choices or {}).get(product, []), 1)
+    return config or int4_gemv_rule(product.inputs, product.gated)
+
+
+@functools.cache
+def int4_small_m_config(
     product: Product, num_rows: int, device: torch.device
-) -> NibbleSkinnyShape | None:
-    """How `nibble_skinny` multiplies a 4-bit weight with so many rows; None: not at all."""
-    choices = _choices(device.index or 0, "nibble_skinny") if device.type == "cuda" else None
+) -> SmallMConfig | None:
+    """Return the tiles for a 4-bit weight; None: dequantising it first is faster."""
+    choices = _choices(device.index or 0, "int4_small_m") if device.type == "cuda" else None
     if choices and product in choices:
-        found: NibbleSkinnyShape | None = _chosen(choices[product], num_rows)
-        return found
-    return nibble_skinny_rule(num_rows, product.outputs)
+        config: SmallMConfig | None = _measured(choices[product], num_rows)
+        return config
+    return int4_small_m_rule(num_rows, product.outputs)
+
+
+def int4_small_m_rule(num_rows: int, outputs: int) -> SmallMConfig | None:
+    """Return the tiles for 4-bit weights that were not measured; None: dequantising is faster.
+
+    From measurements of Qwen3-8B on an H200: some hundred programs, with the tile that was best for
+    most of its four products.
+    """
+    if num_rows > INT4_RULE_ROWS:
+        return None
+    block_m = max(triton.next_power_of_2(num_rows), 8)
+    block_n, block_k, num_warps, num_stages = {
+        8: (64, 64, 4, 3),
+        16: (64, 64, 4, 3),
+        32: (64, 32, 4, 4),
+        64: (128, 32, 8, 3),
+        128: (128, 32, 8, 2),
+    }[block_m]
+    split_k = _split_for(triton.cdiv(outputs, 64), 180)
+    return SmallMConfig(block_m, block_n, block_k, split_k, num_warps, num_stages)

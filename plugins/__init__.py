@@ -1,1 +1,2 @@
-"""What ships in the box, registered through the same entry points as anyone's."""
+"""The plugins that ship with Jackfield, registered through the same entry points as third-party
+ones."""

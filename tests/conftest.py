@@ -1,4 +1,4 @@
-"""Shared fixtures: tiny random checkpoints, made once a session."""
+"""Shared fixtures: tiny random checkpoints, created once per session."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pytest
 import torch
 from installing import install as install
 
-# A client's default of 5 s is less than a busy machine may take; only what hangs is to fail.
-_timeout = httpx.post.__kwdefaults__["timeout"]  # One object, which all of httpx's defaults are.
+# httpx's default of 5 s is too short for a busy machine; only a hang should fail.
+_timeout = httpx.post.__kwdefaults__["timeout"]  # One object, shared by all of httpx's defaults.
 _timeout.connect = _timeout.read = _timeout.write = _timeout.pool = 300.0
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -24,5 +24,5 @@ if not torch.cuda.is_available():
 
 @pytest.fixture(scope="session")
 def device() -> str:
-    """Where engine tests run."""
+    """Device on which engine tests run."""
     return "cuda" if torch.cuda.is_available() else "cpu"

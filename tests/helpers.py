@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers
 
@@ -98,7 +100,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "glm4": ("Glm4", {"head_dim": 16, "partial_rotary_factor": 0.5}),
     "phi3": ("Phi3", {"sliding_window": 24, "partial_rotary_factor": 0.5}),
-    # Every sequence that is turned at all is longer than the original context.
+    # Every sequence with a nonzero rotation is longer than the original context.
     "phi3-long": (
         "Phi3",
         {
@@ -182,7 +184,7 @@ def reference_model(folder: Path, device: str = "cpu") -> Any:
 
 @torch.no_grad()
 def greedy_reference(model: Any, prompt: list[int], count: int) -> tuple[list[int], torch.Tensor]:
-    """Greedy continuation without a cache: → (token ids, logprobs [count, vocab])."""
+    """Greedy continuation without a cache → (token ids, logprobs [count, vocab])."""
     tokens = list(prompt)
     rows = []
     for _ in range(count):
@@ -198,3 +200,16 @@ def edit_json(path: Path, **changes: Any) -> None:
     data = json.loads(path.read_text())
     data.update(changes)
     path.write_text(json.dumps(data))
+
+
+def few_interpreted(cases: Iterable[tuple[Any, ...]], few: Iterable[tuple[Any, ...]]) -> list[Any]:
+    """Parametrize a kernel's cases: in the interpreter, all but these few are marked slow; on a
+    GPU, none.
+
+    `few`: covers each value of each parameter once, and the branches of the kernel.
+    """
+    kept = list(few)
+    slow = () if torch.cuda.is_available() else (pytest.mark.slow,)
+    made = [pytest.param(*case, marks=() if case in kept else slow) for case in cases]
+    assert len(kept) == sum(not param.marks for param in made) or not slow, "one is no case"
+    return made

@@ -11,9 +11,10 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from jackfield.core.types import SamplingParams, SlotStart
-from jackfield.core.worker.sampler import Sampler, SamplerOutput
-from jackfield.core.worker.sampling_state import SamplingState
+from jackfield.core.sampling_params import SamplingParams
+from jackfield.core.step import SlotStart
+from jackfield.core.worker.sampling.sampler import Sampler, SamplerOutput
+from jackfield.core.worker.sampling.sampling_state import SamplingState
 
 MAX_LEN = 64
 U32 = np.uint32
@@ -188,7 +189,6 @@ class Bench:
             token_ids=(*prompt, *output),
             num_prompt_tokens=len(prompt),
             num_computed_tokens=0,
-            block_ids=(),
             params=params,
             seed=slot if seed is None else seed,
             **more,

@@ -62,8 +62,8 @@ FORBIDDEN = {
 
 
 MEASURES_KERNELS = tuple(
-    f"entrypoints/bench/{name}.py"
-    for name in ("expert_cases", "kernel_cases", "packed_cases", "tune", "tune_nibbles")
+    f"entrypoints/bench/kernels/{name}.py"
+    for name in ("expert_cases", "kernel_cases", "quant_cases", "tune", "tune_int4")
 )
 
 

@@ -1,4 +1,4 @@
-"""The KV cache's blocks: who holds them, which are free, which hash each one answers to."""
+"""The blocks of the KV cache: their reference counts, the free ones, and the hash of each."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
 NULL_BLOCK = 0
-"""Padding rows write here; never handed out."""
+"""Padding rows write here; never allocated."""
 
 
 class BlockPool:
     """Ref-counted blocks 1 .. num_blocks - 1, all operations O(1) per block.
 
-    A free block keeps its hash, and so its content, until it is handed out again: a hit revives
-    it. Free blocks are handed out least recently used first, those without a hash before all.
+    A free block keeps its hash and content until it is allocated again: a hit makes it held
+    again. Free blocks without a hash are allocated first, then the least recently used.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -31,29 +31,31 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks nobody holds, cached or not."""
+        """Number of blocks that no request or transfer holds, cached or not."""
         return len(self._free)
 
     def is_free(self, block_id: int) -> bool:
         return self._ref_counts[block_id] == 0
 
     def allocate(self, count: int) -> list[int]:
-        """Hand out `count` blocks and forget what they held. The caller has checked `num_free`."""
+        """Return `count` blocks, and remove their hashes. The caller has checked `num_free`."""
         blocks = [self._free.popitem(last=False)[0] for _ in range(count)]
+        hashes, ref_counts = self._hashes, self._ref_counts
         for block_id in blocks:
-            self.forget(block_id)
-            self._ref_counts[block_id] = 1
+            if hashes[block_id] is not None:
+                self.forget(block_id)
+            ref_counts[block_id] = 1
         return blocks
 
     def hold(self, block_ids: Iterable[int]) -> None:
-        """One more holder of each block; a free one is revived."""
+        """Add one reference to each block; free blocks become held."""
         for block_id in block_ids:
             if self._ref_counts[block_id] == 0:
                 del self._free[block_id]
             self._ref_counts[block_id] += 1
 
     def release(self, block_ids: Sequence[int]) -> None:
-        """One holder less, last block first: of a prefix that is free, the tail goes first."""
+        """Drop one reference of each block, last block first, so that tails are reused first."""
         for block_id in reversed(block_ids):
             count = self._ref_counts[block_id] - 1
             if count < 0:
@@ -65,16 +67,16 @@ class BlockPool:
                     self._free.move_to_end(block_id, last=False)
 
     def lookup(self, block_hash: bytes) -> int | None:
-        """The block with this content, free or held."""
+        """Return the block with this content, free or held; None if there is none."""
         return self._cached.get(block_hash)
 
     def register(self, block_id: int, block_hash: bytes) -> None:
-        """Let hits find this block. The first block with a content stays the one that is found."""
+        """Let hits find this block. If another block has this content, hits find that one."""
         if self._cached.setdefault(block_hash, block_id) == block_id:
             self._hashes[block_id] = block_hash
 
     def forget(self, block_id: int) -> None:
-        """No hit finds this block any more."""
+        """Remove this block from the prefix cache."""
         block_hash = self._hashes[block_id]
         if block_hash is not None:
             del self._cached[block_hash]

@@ -1,20 +1,43 @@
-"""Block tables of requests: prefix hits, allocation, registration of full blocks."""
+"""Block tables of requests: prefix hits, allocation, release, registration of full blocks."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import chain
+from typing import NamedTuple
 
-from ..scheduling.request import Request
-from .block_pool import BlockPool
+from ..request import Request
+from ..step import TableWrite
+from .block_pool import NULL_BLOCK, BlockPool
+from .groups import ONE_GROUP, CacheGroup
 from .prefix_index import BlockHasher
 
 
+class PrefixHits(NamedTuple):
+    """Cached blocks of the leading tokens of a request."""
+
+    num_blocks: int = 0
+    """Number of blocks whose tokens need not be computed."""
+    tables: tuple[list[int], ...] = ()
+    """For each group, its blocks of the last of these columns: those that will be read."""
+
+    @property
+    def block_ids(self) -> Iterable[int]:
+        """Block ids of all groups."""
+        return chain.from_iterable(self.tables)
+
+
+NO_HITS = PrefixHits()
+
+
 class KVCacheManager:
-    """Gives requests the blocks that their tokens' KV goes to.
+    """Allocates KV blocks to requests, a table for each group of layers, and finds cached prefixes.
 
     Steps run in the order they were planned, and every row of a step writes its KV before any row
     reads. So a block may be registered as soon as the step that fills it is planned, and a freed
-    one may be reused by the next plan although a step in flight still touches it.
+    one may be reused by the next plan although a step in flight still uses it. The same is true
+    for a block that lies entirely before a group's window: no step planned afterwards reads it, and
+    its column of the table becomes the null block.
     """
 
     def __init__(
@@ -23,12 +46,21 @@ class KVCacheManager:
         block_size: int,
         enable_prefix_caching: bool,
         hash_key: bytes | None = None,
+        *,
+        groups: Sequence[CacheGroup] = ONE_GROUP,
+        max_chunk: int = 1 << 30,
     ) -> None:
-        """`hash_key`: see `BlockHasher`."""
+        """`hash_key`: see `BlockHasher`; `max_chunk`: most tokens of one request in a step."""
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
+        self.groups = tuple(groups)
+        self.max_chunk = max_chunk
         self.pool = BlockPool(num_blocks)
         self._hasher = BlockHasher(block_size, hash_key)
+        self._windowed = [
+            number for number, group in enumerate(self.groups) if group.window is not None
+        ]
+        self._whole = [number for number, group in enumerate(self.groups) if group.window is None]
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
 
@@ -46,107 +78,215 @@ class KVCacheManager:
         return self.num_used_blocks / self.pool.num_usable
 
     def blocks_for(self, num_tokens: int) -> int:
+        """Return the number of columns of a table."""
         return -(-num_tokens // self.block_size)
 
-    def find_hits(self, request: Request) -> list[int]:
-        """Cached blocks of the longest known prefix; changes nothing.
+    # ------------------------------------------------------------ prefix hits
 
-        At least one token is left to compute. None for a request that needs every position
-        computed (prompt logprobs, a mean over the prompt).
+    def find_hits(self, request: Request) -> PrefixHits:
+        """Return the cached blocks of the longest prefix that all groups have; change nothing.
+
+        Always leaves one token to compute. Returns [] if the request needs every position (prompt
+        logprobs, mean pooling).
         """
-        if not self._caches(request) or not request.reads_cache:
-            return []
+        caches = self.enable_prefix_caching or request.private_salt is not None
+        if not caches or not request.reads_cache:
+            return NO_HITS
         limit = (request.num_known_tokens - 1) // self.block_size
         self._hasher.extend(request, limit)
-        hits = []
-        for block_hash in request.block_hashes[:limit]:
-            block_id = self.pool.lookup(block_hash)
-            if block_id is None:
-                break
-            hits.append(block_id)
-        return hits
+        hashes = request.block_hashes
+        end = limit
+        for number in self._whole:
+            end = next((i for i in range(end) if self._cached(hashes[i], number) is None), end)
+        # A shorter prefix needs different blocks within each window.
+        before = -1
+        while end != before:
+            before = end
+            for number in self._windowed:
+                end = self._window_hit(hashes, number, end)
+        if not end:
+            return NO_HITS
+        tables = []
+        for number, group in enumerate(self.groups):
+            first = group.first_block(end * self.block_size, self.block_size)
+            ids = [self._cached(block_hash, number) for block_hash in hashes[first:end]]
+            tables.append([block_id for block_id in ids if block_id is not None])
+        return PrefixHits(end, tuple(tables))
 
-    def can_hold(self, num_tokens: int, hits: Sequence[int] = (), reserve: int = 0) -> bool:
-        """Whether blocks for `num_tokens`, `hits` among them, are to be had, and `reserve` left."""
-        revived = sum(map(self.pool.is_free, hits))
-        return self.blocks_for(num_tokens) - len(hits) + revived + reserve <= self.pool.num_free
+    def _window_hit(self, hashes: Sequence[bytes], number: int, end: int) -> int:
+        """Return the longest prefix, up to `end` blocks, whose window's blocks the group has."""
+        group, size = self.groups[number], self.block_size
+        missing: int | None = end
+        while missing is not None:
+            end = missing
+            window = range(group.first_block(end * size, size), end)
+            # The first missing block excludes the most: no prefix may have it in its window.
+            missing = next((i for i in window if self._cached(hashes[i], number) is None), None)
+        return end
+
+    def _cached(self, block_hash: bytes, group: int) -> int | None:
+        return self.pool.lookup(_key(block_hash, group))
+
+    # ------------------------------------------------------------ tables
+
+    def can_hold(self, num_tokens: int, hits: PrefixHits = NO_HITS, reserve: int = 0) -> bool:
+        """Whether there are blocks for `num_tokens`, including `hits`, and `reserve` more."""
+        missing = self.blocks_for(num_tokens) - hits.num_blocks
+        needed = reserve
+        for number, group in enumerate(self.groups):
+            revived = sum(map(self.pool.is_free, hits.tables[number])) if hits.tables else 0
+            most = group.most_blocks(num_tokens, self.block_size, self.max_chunk)
+            needed += missing + revived if group.window is None else min(missing + revived, most)
+        return needed <= self.pool.num_free
 
     def allocate(
-        self, request: Request, num_new_tokens: int, hits: Sequence[int] = ()
-    ) -> list[int] | None:
-        """Blocks for the next `num_new_tokens`, appended to the request's table and returned.
+        self, request: Request, num_new_tokens: int, hits: PrefixHits = NO_HITS
+    ) -> list[TableWrite] | None:
+        """Allocate blocks for the next `num_new_tokens`; append them to the request's tables.
 
-        `hits`, from `find_hits`, go before them and count as computed. None, and nothing changes,
-        when there are too few blocks.
+        Releases blocks before a window first. `hits`, from `find_hits`, precede the new blocks and
+        count as computed. Returns the new blocks; None, with no other change, if too few are free.
         """
-        table = request.block_ids
-        computed = request.num_computed_tokens + len(hits) * self.block_size
-        count = self.blocks_for(computed + num_new_tokens) - len(table) - len(hits)
-        revived = sum(map(self.pool.is_free, hits)) if hits else 0
-        if count + revived > self.pool.num_free:
+        pool, tables = self.pool, request.tables
+        if not tables:
+            tables = request.tables = [[] for _ in self.groups]
+            request.num_released_blocks = [0] * len(tables)
+        elif self._windowed:
+            self._release_behind_windows(request)
+        computed, column, revived = request.num_computed_tokens, len(tables[0]), 0
+        if hits.num_blocks:
+            computed += hits.num_blocks * self.block_size
+            column += hits.num_blocks
+            revived = sum(map(pool.is_free, hits.block_ids))
+        count = self.blocks_for(computed + num_new_tokens) - column
+        if count * len(tables) + revived > pool.num_free:
             return None
-        if hits:
-            self.pool.hold(hits)
-            table.extend(hits)
+        if hits.num_blocks:
+            for number, (table, ids) in enumerate(zip(tables, hits.tables, strict=True)):
+                pool.hold(ids)
+                request.num_released_blocks[number] = hits.num_blocks - len(ids)
+                table.extend([NULL_BLOCK] * (hits.num_blocks - len(ids)))
+                table.extend(ids)
             request.num_computed_tokens = computed
-        new = self.pool.allocate(count) if count > 0 else []
-        table.extend(new)
-        return new
+        writes: list[TableWrite] = []
+        if count <= 0:
+            return writes
+        slot = request.slot
+        for number, table in enumerate(tables):
+            new = pool.allocate(count)
+            table += new
+            writes.append(TableWrite(slot, number, column, tuple(new)))
+        return writes
+
+    def _release_behind_windows(self, request: Request) -> None:
+        """Release the blocks that no step planned from now on reads."""
+        for number in self._windowed:
+            first = self.groups[number].first_block(request.num_computed_tokens, self.block_size)
+            released = request.num_released_blocks[number]
+            if first > released:
+                table = request.tables[number]
+                self.pool.release(table[released:first])
+                table[released:first] = [NULL_BLOCK] * (first - released)
+                request.num_released_blocks[number] = first
+
+    def whole_tables(self, request: Request) -> list[TableWrite]:
+        """Return the writes that give a slot the request's entire tables."""
+        return [
+            TableWrite(request.slot, number, released, tuple(table[released:]))
+            for number, (table, released) in enumerate(
+                zip(request.tables, request.num_released_blocks, strict=True)
+            )
+            if table
+        ]
+
+    def free(self, request: Request) -> None:
+        """Release the request's blocks; hits find their content until they are reused."""
+        self.register(request)
+        for table, released in zip(request.tables, request.num_released_blocks, strict=True):
+            self.pool.release(table[released:])
+        request.tables = []
+        request.num_released_blocks = []
+        request.num_registered_blocks = 0
+
+    # ------------------------------------------------------------ names
 
     def count_lookup(self, request: Request, num_hit_tokens: int) -> None:
-        """For the statistics, once per request."""
+        """Count a request's prefix lookup, once per request."""
         if self.enable_prefix_caching and request.reads_cache:
             self.num_queried_tokens += request.num_prompt_tokens
             self.num_hit_tokens += num_hit_tokens
 
     def register(self, request: Request) -> None:
         """Let hits find the request's full blocks whose tokens are known and planned."""
-        if not self._caches(request):
+        if not self.enable_prefix_caching and request.private_salt is None:
             return
         num_full = min(request.num_computed_tokens, request.num_known_tokens) // self.block_size
-        if num_full > request.num_registered_blocks:
+        first = request.num_registered_blocks
+        if num_full > first:
             self._hasher.extend(request, num_full)
-            for i in range(request.num_registered_blocks, num_full):
-                self.pool.register(request.block_ids[i], request.block_hashes[i])
+            hashes, register = request.block_hashes, self.pool.register
+            for number, table in enumerate(request.tables):
+                for i in range(first, num_full):
+                    # A block before a window may belong to another request by now.
+                    if (block_id := table[i]) != NULL_BLOCK:
+                        register(block_id, _key(hashes[i], number) if number else hashes[i])
             request.num_registered_blocks = num_full
 
     def block_keys(self, request: Request, num_blocks: int) -> list[bytes]:
-        """Names of the request's first blocks, whose tokens must be known."""
+        """Return the hashes of the request's first blocks, whose tokens must be known."""
         self._hasher.extend(request, num_blocks)
         return request.block_hashes[:num_blocks]
 
-    def free(self, request: Request) -> None:
-        """Take the request's blocks; their content stays findable until they are reused."""
-        self.register(request)
-        self.pool.release(request.block_ids)
-        request.block_ids = []
-        request.num_registered_blocks = 0
-
-    def distrust(self, request: Request) -> None:
-        """The request failed: no hit may find what it computed."""
-        for block_id in request.block_ids:
-            self.pool.forget(block_id)
-        request.num_registered_blocks = len(request.block_ids)
+    def invalidate(self, request: Request) -> None:
+        """Remove a failed request's blocks from the prefix cache."""
+        num_named = request.num_registered_blocks
+        for number, table in enumerate(request.tables):
+            for i, block_id in enumerate(table):
+                if block_id == NULL_BLOCK and i < num_named:
+                    # Released since: invalidate the block that has this content now.
+                    block_id = self._cached(request.block_hashes[i], number) or NULL_BLOCK
+                if block_id != NULL_BLOCK:
+                    self.pool.forget(block_id)
+        request.num_registered_blocks = len(request.tables[0]) if request.tables else 0
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached blocks; False, and nothing changes, while a request holds one."""
+        """Forget all cached blocks. Return False, and change nothing, while a request holds one."""
         if self.num_used_blocks:
             return False
-        self.pool.forget_all()
+        self.forget_all()
         return True
 
-    def check(self, requests: Iterable[Request], others: Iterable[int] = ()) -> None:
-        """Raise AssertionError unless exactly these requests, and `others` (blocks held on top,
-        one entry a holder), explain the pool's state."""
-        held = [block_id for request in requests for block_id in request.block_ids]
-        self.pool.check([*held, *others])
+    def forget_all(self) -> None:
+        """Remove all blocks from the prefix cache, held or not. No request may hold one."""
+        self.pool.forget_all()
 
-    def _caches(self, request: Request) -> bool:
-        return self.enable_prefix_caching or request.private_salt is not None
+    # ------------------------------------------------------------ looking in
+
+    def check(self, requests: Iterable[Request], others: Iterable[int] = ()) -> None:
+        """Raise AssertionError unless the pool's state is exactly that of these requests and
+        `others` (blocks held besides, one entry per reference)."""
+        held = list(others)
+        for request in requests:
+            columns = self.blocks_for(request.num_computed_tokens)
+            assert len(request.tables) == len(self.groups), f"{request.request_id}: no table"
+            for table, released in zip(request.tables, request.num_released_blocks, strict=True):
+                assert len(table) == columns, (
+                    f"{request.request_id}: {len(table)} blocks for "
+                    f"{request.num_computed_tokens} tokens"
+                )
+                assert not any(table[:released]), f"{request.request_id}: holds what it released"
+                assert all(table[released:]), f"{request.request_id}: a null block in its window"
+                held += table[released:]
+        self.pool.check(held)
+
+
+def _key(block_hash: bytes, group: int) -> bytes:
+    """Return the key of a group's block in the prefix cache; the first group's is the hash."""
+    return block_hash + bytes([group]) if group else block_hash
 
 
 class NoKVCache(KVCacheManager):
-    """For models that keep nothing of a token (encoders): no request needs a block."""
+    """The manager for models without a KV cache (encoders): no request needs a block."""
 
     def __init__(self, block_size: int) -> None:
         super().__init__(2, block_size, enable_prefix_caching=False)

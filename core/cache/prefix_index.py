@@ -1,4 +1,4 @@
-"""Names for block contents: chained, keyed hashes of token ids."""
+"""Hashes of block contents: chained and keyed, over token ids."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import secrets
 from array import array
 from hashlib import blake2b
 
-from ..scheduling.request import Request
+from ..request import Request
 
 DIGEST_BYTES = 32
 
@@ -15,15 +15,17 @@ class BlockHasher:
     """hash(block) = BLAKE2b(key, parent's hash + the block's token ids).
 
     The first block's parent is the hash of everything else that the KV depends on or that keeps
-    tenants apart (`Request.cache_salt`, `Request.cache_extra`). The key is random, so nobody
-    outside can search for collisions or predict a hash; with a KV connector it is the fingerprint
-    of the model and its cache (`KVLayout.fingerprint`), so that equal engines give equal names.
+    tenants apart (`Request.cache_salt`, `Request.cache_extra`). The key is random, so that a
+    caller can neither search for collisions nor predict a hash. With a KV connector it is the
+    fingerprint of the model and its cache (`KVLayout.fingerprint`), so that equal engines compute
+    equal hashes.
     """
 
     def __init__(self, block_size: int, key: bytes | None = None) -> None:
-        """`key`: at most 64 bytes."""
+        """key: at most 64 bytes."""
         self.block_size = block_size
-        self._key = secrets.token_bytes(32) if key is None else key
+        key = secrets.token_bytes(32) if key is None else key
+        self._keyed = blake2b(key=key, digest_size=DIGEST_BYTES)
 
     def extend(self, request: Request, num_blocks: int) -> None:
         """Grow `request.block_hashes` to `num_blocks`; all their tokens must be known."""
@@ -41,4 +43,6 @@ class BlockHasher:
         )
 
     def _digest(self, data: bytes) -> bytes:
-        return blake2b(data, key=self._key, digest_size=DIGEST_BYTES).digest()
+        made = self._keyed.copy()
+        made.update(data)
+        return made.digest()

@@ -1,73 +1,116 @@
-"""From what a caller asks to what the scheduler takes: checks against the model, fills defaults."""
+"""Admission: validates a caller's request once, and fills in its defaults."""
 
 from __future__ import annotations
 
-import random
-import uuid
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import msgspec
 
+from ..config import EngineConfig
 from ..errors import ContextLengthExceeded, InvalidRequest
-from ..extra_args import ExtraArgs
+from ..inputs import Prompt
 from ..loading.model_config import ModelConfig
-from ..scheduling.request import Request
+from ..protocols.executors import ExecutorInfo
+from ..registration.extra_args import ExtraArgs
+from ..request import GrammarRequest, RequestSpec
+from ..sampling_params import SamplingParams, all_ints
+from ..scheduling.limits import RequestLimits
 from ..text.token_limit import TokenLimit
-from ..text.tokenizer import Tokenizer
-from ..types import GrammarStart, Prompt, SamplingParams, all_ints
+from .text_processor import TextProcessor
 
 BadWords: TypeAlias = tuple[tuple[int, ...], ...]
 """Token sequences whose last token may not follow the others."""
 
 
-def new_scheduler_id() -> str:
-    """A name for a request inside the engine."""
-    return uuid.uuid4().hex
+@dataclass(frozen=True)
+class PreparedPrompt:
+    """A prompt as token ids that the model takes."""
+
+    text: str | None
+    """The text as passed, for the output."""
+    token_ids: list[int]
+    token_type_ids: tuple[int, ...] = ()
+    """[len(token_ids)] or empty: all 0."""
+
+
+def request_limits(
+    config: EngineConfig, model_config: ModelConfig, info: ExecutorInfo
+) -> RequestLimits:
+    """Return the limits of a started engine."""
+    assert config.max_num_batched_tokens is not None
+    num_blocks, pooling = info.num_blocks, model_config.pooling
+    return RequestLimits(
+        # A pooled prompt may fill the whole context: its vector follows the last token.
+        max_model_len=model_config.max_model_len + (pooling is not None),
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        enable_chunked_prefill=config.enable_chunked_prefill
+        and (pooling is None or pooling.causal),
+        num_blocks=num_blocks - 1 if num_blocks else None,  # Without the null block.
+        block_size=config.block_size,
+        groups=info.cache_groups,
+        max_chunk=config.max_num_batched_tokens,
+    )
+
+
+def check_vocabulary(token_ids: list[int], vocab_size: int) -> None:
+    """Raise InvalidRequest for a token id that the model does not have."""
+    if min(token_ids) < 0 or max(token_ids) >= vocab_size:
+        token = next(t for t in token_ids if not 0 <= t < vocab_size)
+        raise InvalidRequest(
+            f"prompt: token id {token} is not in the vocabulary (0 to {vocab_size - 1})",
+            param="prompt",
+        )
+
+
+def check_limits(limits: RequestLimits, num_prompt_tokens: int, max_tokens: int) -> None:
+    """Raise InvalidRequest for a request that the scheduler could never finish."""
+    reason = limits.rejection_reason(num_prompt_tokens, num_prompt_tokens + max_tokens)
+    if reason is not None:
+        raise InvalidRequest(f"prompt: {reason}", param="prompt")
 
 
 def _check_choice(params: SamplingParams, eos: frozenset[int], bad_words: BadWords) -> None:
-    """Refuse parameters that leave no token to begin with. Raises InvalidRequest."""
-    left = set(params.allowed_token_ids or ())
-    barred: list[str] = []
+    """Raise InvalidRequest if the parameters leave no token to begin with."""
+    choices = set(params.allowed_token_ids or ())
+    fields: list[str] = []
     for field, tokens in (
         ("min_tokens", eos.union(params.stop_token_ids) if params.min_tokens else ()),
         ("bad_words", {word[0] for word in bad_words if len(word) == 1}),
     ):
-        if not left.isdisjoint(tokens):
-            barred.append(field)
-            left.difference_update(tokens)
-    if not left:
+        if not choices.isdisjoint(tokens):
+            fields.append(field)
+            choices.difference_update(tokens)
+    if not choices:
         raise InvalidRequest(
-            f"allowed_token_ids: {' and '.join(barred)} leave none of these tokens: with "
+            f"allowed_token_ids: {' and '.join(fields)} leave none of these tokens: with "
             "min_tokens, tokens that end the output are not allowed before",
             param="allowed_token_ids",
         )
 
 
 class Admission:
-    """Makes scheduler requests. Every refusal names the field."""
+    """Validates requests for text. Every refusal names the field."""
 
     def __init__(
         self,
         model_config: ModelConfig,
-        tokenizer: Tokenizer | None,
+        texts: TextProcessor,
+        limits: RequestLimits,
         *,
-        seed: int,
         max_logprobs: int,
-        cache_tokens: int,
         extra_args: ExtraArgs,
     ) -> None:
-        """`cache_tokens`: what the whole KV cache holds, which may be less than the context."""
-        self.room = min(model_config.max_model_len, cache_tokens + 1)
         self.model_config = model_config
-        self.tokenizer = tokenizer
+        self.texts = texts
+        self.limits = limits
         self.max_logprobs = max_logprobs
+        self._longest = limits.longest_sequence()
         self._extra_args = extra_args
-        self._seeds = random.Random(seed)
 
     def token_limit(self, params: SamplingParams, param: str) -> TokenLimit:
-        """Of a prompt's text."""
+        """Return how much of a prompt's text is tokenized."""
         context = self.model_config.max_model_len
         keep = params.truncate_prompt_tokens
         if keep is None:
@@ -75,82 +118,83 @@ class Admission:
         keep = context if keep == -1 else min(keep, context)
         return TokenLimit(tokens=keep, context=context, cut=params.truncation_side, param=param)
 
-    def token_ids(self, prompt: Prompt, params: SamplingParams) -> list[int]:
-        """Of a prompt that is given as such. Raises InvalidRequest."""
+    async def prepare(self, prompt: Prompt, params: SamplingParams) -> PreparedPrompt:
+        """Tokenize, truncate and check a caller's prompt.
+
+        Raises InvalidRequest, ContextLengthExceeded, EngineOverloaded.
+        """
+        if isinstance(prompt, str):
+            limit = self.token_limit(params, "prompt")
+            [token_ids] = await self.texts.tokenize([prompt], limit)
+            return self.prepare_tokens(token_ids, params, prompt)
         if isinstance(prompt, Mapping):
             if "prompt_token_ids" not in prompt:
                 raise InvalidRequest("prompt: a dict needs prompt_token_ids", param="prompt")
             prompt = prompt["prompt_token_ids"]
         if not isinstance(prompt, list | tuple):
             raise InvalidRequest("prompt: must be text or a list of token ids", param="prompt")
-        # Cut or refused before all of it is looked at.
-        prompt = self._truncated(list(prompt), params)
-        self._check_num_tokens(prompt)
-        if not all_ints(prompt):
+        # Truncated and counted before every item is checked: it may be very long.
+        given = self._truncate(list(prompt), params)
+        self._check_num_tokens(given)
+        if not all_ints(given):
             raise InvalidRequest("prompt: must be text or a list of token ids", param="prompt")
-        return prompt
+        check_vocabulary(given, self.model_config.vocab_size)
+        return PreparedPrompt(None, given)
 
-    def requests(
+    def prepare_tokens(
+        self, token_ids: list[int], params: SamplingParams, text: str | None = None
+    ) -> PreparedPrompt:
+        """Truncate and check the token ids of a tokenized prompt."""
+        token_ids = self._truncate(token_ids, params)
+        self._check_num_tokens(token_ids)
+        check_vocabulary(token_ids, self.model_config.vocab_size)
+        return PreparedPrompt(text, token_ids)
+
+    async def admit(
         self,
-        request_id: str,
-        token_ids: list[int],
+        prompt: PreparedPrompt,
         params: SamplingParams,
-        *,
+        grammar: GrammarRequest,
+        request_id: str,
         priority: int,
         cache_salt: str | None,
-        grammar: GrammarStart | None = None,
-        bad_words: BadWords = (),
-    ) -> list[Request]:
-        """`params.n` scheduler requests for one prompt, the first one leading.
+    ) -> RequestSpec:
+        """Check the parameters with this prompt, and fill in their defaults.
 
-        `request_id` is the caller's. The scheduler's ids are drawn here: none that a caller may
-        choose can be one of them.
+        request_id: the caller's.
         """
-        token_ids = self._truncated(token_ids, params)
-        self._check_prompt(token_ids)
+        num_prompt = len(prompt.token_ids)
         self._check_params(params)
-        self._check_length(len(token_ids), params)
-        room = self.room - len(token_ids)
-        max_tokens = (
-            max(room, 1) if params.max_tokens is None else min(params.max_tokens, max(room, 1))
-        )
+        self._check_length(num_prompt, params)
+        bad_words = await self.texts.tokenize_bad_words(params)
+        room = max(self._longest - num_prompt, 1)
+        max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+        check_limits(self.limits, num_prompt, max_tokens)
         if params.min_tokens > max_tokens:
             params = msgspec.structs.replace(params, min_tokens=max_tokens)
         eos = frozenset() if params.ignore_eos else self.model_config.eos_token_ids
-        if grammar is not None:
-            eos = frozenset(grammar.eos_token_ids)
-        if params.allowed_token_ids is not None and grammar is None:
+        if params.allowed_token_ids is not None and params.structured_outputs is None:
             _check_choice(params, eos, bad_words)
-        seed = self._seeds.getrandbits(62) if params.seed is None else params.seed
-        made: list[Request] = []
-        name = new_scheduler_id()
-        for index in range(params.n):
-            made.append(
-                Request(
-                    request_id=name if params.n == 1 else f"{name}-{index}",
-                    external_id=request_id,
-                    prompt_token_ids=token_ids,
-                    params=params,
-                    max_tokens=max_tokens,
-                    seed=seed + index,
-                    eos_token_ids=eos,
-                    bad_words_token_ids=bad_words,
-                    grammar=grammar,
-                    priority=priority,
-                    cache_salt=cache_salt,
-                    leader=made[0] if made else None,
-                )
-            )
-        return made
+        return RequestSpec(
+            request_id=request_id,
+            prompt_token_ids=prompt.token_ids,
+            params=params,
+            max_tokens=max_tokens,
+            eos_token_ids=eos,
+            bad_words_token_ids=bad_words,
+            grammar=grammar,
+            priority=priority,
+            cache_salt=cache_salt,
+        )
 
-    def _truncated(self, token_ids: list[int], params: SamplingParams) -> list[int]:
+    def _truncate(self, token_ids: list[int], params: SamplingParams) -> list[int]:
         keep = params.truncate_prompt_tokens
         if keep is None:
             return token_ids
         limit = self.model_config.max_model_len - 1
         if keep == -1:
-            asked = 1 if params.max_tokens_field is None else params.max_tokens or 1
-            keep = max(limit + 1 - asked, 1)
+            output = 1 if params.max_tokens_field is None else params.max_tokens or 1
+            keep = max(limit + 1 - output, 1)
         elif keep > limit:
             raise InvalidRequest(
                 f"truncate_prompt_tokens: {keep} leaves no room in a context of "
@@ -160,15 +204,17 @@ class Admission:
         return token_ids[:keep] if params.truncation_side == "right" else token_ids[-keep:]
 
     def _check_length(self, num_prompt_tokens: int, params: SamplingParams) -> None:
-        field, asked = params.max_tokens_field, params.max_tokens
+        field, max_tokens = params.max_tokens_field, params.max_tokens
         limit = self.model_config.max_model_len
-        if field is not None and asked is not None and num_prompt_tokens + asked > limit:
+        if field is None or max_tokens is None:
+            return
+        if num_prompt_tokens + max_tokens > limit:
             raise ContextLengthExceeded.of(
                 limit,
                 num_prompt_tokens,
-                f"you requested {num_prompt_tokens + asked} tokens ({num_prompt_tokens} in the "
-                f"prompt, {asked} in the completion). Ask for {field} of at most "
-                f"{limit - num_prompt_tokens}, or shorten the prompt.",
+                f"you requested {num_prompt_tokens + max_tokens} tokens "
+                f"({num_prompt_tokens} in the prompt, {max_tokens} in the completion). "
+                f"Ask for {field} of at most {limit - num_prompt_tokens}, or shorten the prompt.",
                 param=field,
             )
 
@@ -185,26 +231,16 @@ class Admission:
                 param="prompt",
             )
 
-    def _check_prompt(self, token_ids: list[int]) -> None:
-        self._check_num_tokens(token_ids)
-        vocab = self.model_config.vocab_size
-        if min(token_ids) < 0 or max(token_ids) >= vocab:
-            wrong = next(t for t in token_ids if not 0 <= t < vocab)
-            raise InvalidRequest(
-                f"prompt: token id {wrong} is not in the vocabulary (0 to {vocab - 1})",
-                param="prompt",
-            )
-
     def _check_params(self, params: SamplingParams) -> None:
         self._extra_args.check(params)
         vocab = self.model_config.vocab_size
         for name in ("logprobs", "prompt_logprobs"):
-            asked = getattr(params, name)
-            if asked is None or self.max_logprobs == -1:
+            count = getattr(params, name)
+            if count is None or self.max_logprobs == -1:
                 continue
-            if (vocab if asked == -1 else asked) > self.max_logprobs:
+            if (vocab if count == -1 else count) > self.max_logprobs:
                 raise InvalidRequest(
-                    f"{name}: {asked} asked, at most max_logprobs={self.max_logprobs} allowed",
+                    f"{name}: {count} asked, at most max_logprobs={self.max_logprobs} allowed",
                     param=name,
                 )
         for name in ("logit_bias", "allowed_token_ids", "stop_token_ids"):
@@ -215,7 +251,7 @@ class Admission:
                     f"{name}: token id {token} is not in the vocabulary (0 to {vocab - 1})",
                     param=name,
                 )
-        if self.tokenizer is None:
+        if self.texts.tokenizer is None:
             for name in ("stop", "bad_words"):
                 if getattr(params, name):
                     raise InvalidRequest(

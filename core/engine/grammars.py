@@ -1,4 +1,4 @@
-"""From `SamplingParams.structured_outputs` to what the scheduler hands to the worker."""
+"""Turns `SamplingParams.structured_outputs` into grammars for the scheduler and the worker."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from typing import Any
 
 from ..config import EngineConfig
 from ..errors import InvalidRequest
-from ..protocols import Vocabulary
+from ..grammars.reasoning_gate import make_reasoning_gate
+from ..grammars.spec import begins_free, field_of, grammar_spec
+from ..grammars.store import GrammarStore
+from ..grammars.vocabulary import make_vocabulary
+from ..protocols.grammars import Vocabulary
 from ..registry import Plugins
-from ..structured.spec import begins_free, field_of, grammar_spec
-from ..structured.store import GrammarStore
-from ..structured.thought import thought_before
-from ..structured.vocabulary import make_vocabulary
+from ..sampling_params import SamplingParams
+from ..step import GrammarStart
 from ..text.tokenizer import Tokenizer
-from ..types import GrammarStart, SamplingParams
 
 
 class Grammars:
@@ -30,7 +31,7 @@ class Grammars:
         eos_token_ids: Iterable[int],
         prompt_end: Callable[[Mapping[str, Any] | None], str] = lambda _: "",
     ) -> None:
-        """prompt_end: of the chat template's arguments, what it writes last."""
+        """prompt_end: chat template arguments → the end of the rendered prompt."""
         self._prompt_end = prompt_end
         self._config = config.structured_outputs_config
         self._tokenizer = tokenizer
@@ -55,30 +56,30 @@ class Grammars:
         chat: bool,
         template_arguments: Mapping[str, Any] | None = None,
     ) -> GrammarStart | None:
-        """Compile what a request asks for; None when it asks for nothing.
+        """Compile a request's grammar. Return None for a request without one.
 
-        template_arguments: the chat template's, which may turn thinking off.
+        template_arguments: the chat template's, which may turn reasoning off.
 
         Raises InvalidRequest with the field's name.
         """
-        asked = params.structured_outputs
-        if asked is None:
+        structured = params.structured_outputs
+        if structured is None:
             return None
         if self._tokenizer is None or not self._eos_token_ids:
             missing = "no tokenizer" if self._tokenizer is None else "no end token"
             raise InvalidRequest(
                 f"structured_outputs: this engine has {missing}", param="structured_outputs"
             )
-        spec = grammar_spec(asked, self._config)
+        spec = grammar_spec(structured, self._config)
         try:
             grammar = await self._store.compile(spec)
         except ValueError as error:
-            field = field_of(asked)
+            field = field_of(structured)
             raise InvalidRequest(f"{field}: {error}", param=field) from None
-        thought = None
-        waits = chat if asked.after_reasoning is None else asked.after_reasoning
+        gate = None
+        waits = chat if structured.after_reasoning is None else structured.after_reasoning
         if waits and self._parser is not None:
-            thought = thought_before(
+            gate = make_reasoning_gate(
                 self._parser,
                 template_arguments or {},
                 self._tokenizer,
@@ -90,15 +91,15 @@ class Grammars:
             eos_token_ids=self._eos_token_ids,
             token_bytes=self._tokenizer.token_bytes,
             encode=functools.partial(self._tokenizer.encode, add_special_tokens=False),
-            thought=thought,
+            reasoning_gate=gate,
         )
 
     async def close(self) -> None:
-        """No more grammars."""
+        """End the threads and processes that compile."""
         await self._store.close()
 
     def _make_vocabulary(self) -> Vocabulary:
-        """On a thread of the store's pool."""
+        """Build the vocabulary, on a thread of the store's pool."""
         assert self._tokenizer is not None
         return make_vocabulary(
             self._tokenizer,

@@ -1,6 +1,6 @@
 """Pooling requests between caller and scheduler: admission, state, and the one output.
 
-A pooling request is to the scheduler a request for one token, in whose place a vector comes.
+The scheduler treats a pooling request as a request for one token; its result is a vector instead.
 """
 
 from __future__ import annotations
@@ -8,65 +8,53 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Generator, Mapping
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from ..errors import ContextLengthExceeded, InvalidRequest, RequestFailed
+from ..inputs import Prompt
 from ..loading.model_config import ModelConfig
 from ..loading.pooling_config import PoolingConfig
-from ..pooling import PooledRow, PoolingOutput, PoolingParams, TextPair
-from ..scheduling.request import Request
-from ..text.encoding import LONG_TEXT
-from ..text.text_threads import TextThreads
+from ..outputs import FinishReason, PoolingRequestOutput, RequestTimings
+from ..pooling_params import PooledRow, PoolingOutput, PoolingParams, TextPair
+from ..request import Request, RequestSpec
+from ..sampling_params import SamplingParams, all_ints
+from ..scheduling.limits import RequestLimits
 from ..text.token_limit import TokenLimit
-from ..text.tokenizer import Tokenizer
-from ..types import (
-    FinishReason,
-    PoolingRequestOutput,
-    Prompt,
-    RequestTimings,
-    SamplingParams,
-    all_ints,
-)
-from .admission import new_scheduler_id
+from .admission import PreparedPrompt, check_limits, check_vocabulary
+from .text_processor import TextProcessor
 
 PoolingPrompt: TypeAlias = Prompt | TextPair
 _NO_SAMPLING = SamplingParams(max_tokens=1, temperature=0.0)
 
 
-@dataclass(frozen=True)
-class PreparedPrompt:
-    """A prompt as the scheduler takes it."""
-
-    text: str | None
-    token_ids: list[int]
-    token_type_ids: tuple[int, ...]
-    """Empty: all 0."""
-
-
 class PoolingAdmission:
-    """Makes scheduler requests of pooling requests. Every refusal names the field."""
+    """Validates pooling requests. Every refusal names the field."""
 
     def __init__(
-        self, model_config: ModelConfig, pooling: PoolingConfig, tokenizer: Tokenizer | None
+        self,
+        model_config: ModelConfig,
+        pooling: PoolingConfig,
+        texts: TextProcessor,
+        limits: RequestLimits,
     ) -> None:
         self.model_config = model_config
         self.pooling = pooling
-        self.tokenizer = tokenizer
+        self.texts = texts
+        self.limits = limits
 
     async def prepare(
-        self,
-        prompt: PoolingPrompt,
-        params: PoolingParams,
-        add_special_tokens: bool,
-        threads: TextThreads,
+        self, prompt: PoolingPrompt, params: PoolingParams, add_special_tokens: bool
     ) -> PreparedPrompt:
-        """Tokenize and cut. Raises InvalidRequest, ContextLengthExceeded, EngineOverloaded."""
+        """Tokenize, truncate and check a caller's prompt.
+
+        Raises InvalidRequest, ContextLengthExceeded, EngineOverloaded.
+        """
         limit = self._limit(params)
         if isinstance(prompt, Mapping) and "prompt_token_ids" in prompt:
             prompt = prompt["prompt_token_ids"]  # type: ignore[typeddict-item]
         text: str | None = None
         pair: str | None = None
+        types: tuple[int, ...] = ()
         if isinstance(prompt, str):
             text = prompt
         elif isinstance(prompt, Mapping):
@@ -76,32 +64,37 @@ class PoolingAdmission:
                     "prompt: a dict needs prompt_token_ids, or text and text_pair", param="prompt"
                 )
             if self.pooling.joins_pairs:
-                text, pair = text + pair, None  # As decoders are trained to compare texts.
-        if text is None:
-            token_ids = self._checked_ids(prompt, limit)
-            types: tuple[int, ...] = ()
+                text, pair = text + pair, None  # Decoders are trained to compare texts like this.
+        elif not isinstance(prompt, list | tuple):
+            raise InvalidRequest("prompt: must be text or a list of token ids", param="prompt")
+        if text is not None:
+            token_ids, types = await self._tokenize(text, pair, limit, add_special_tokens)
+            self._check_count(token_ids)
         else:
-            token_ids, types = await self._tokenize(text, pair, limit, add_special_tokens, threads)
-        self.check(token_ids)
+            # Truncated and counted before every item is checked: it may be very long.
+            assert isinstance(prompt, list | tuple)
+            token_ids = list(prompt[:limit])
+            self._check_count(token_ids)
+            if not all_ints(token_ids):
+                raise InvalidRequest("prompt: must be text or a list of token ids", param="prompt")
+        check_vocabulary(token_ids, self.model_config.vocab_size)
         return PreparedPrompt(text if pair is None else None, token_ids, types)
 
-    def request(
+    def admit(
         self,
-        request_id: str,
         prompt: PreparedPrompt,
         params: PoolingParams,
-        *,
+        request_id: str,
         priority: int,
         cache_salt: str | None,
-    ) -> Request:
-        """`request_id` is the caller's; `params` are completed."""
-        return Request(
-            request_id=new_scheduler_id(),
-            external_id=request_id,
+    ) -> RequestSpec:
+        """Accept a request. request_id: the caller's; params: completed."""
+        check_limits(self.limits, len(prompt.token_ids), 1)
+        return RequestSpec(
+            request_id=request_id,
             prompt_token_ids=prompt.token_ids,
             params=_NO_SAMPLING,
             max_tokens=1,
-            seed=0,
             priority=priority,
             cache_salt=cache_salt,
             pooling=params,
@@ -121,55 +114,24 @@ class PoolingAdmission:
         return longest if keep == -1 else keep
 
     async def _tokenize(
-        self,
-        text: str,
-        pair: str | None,
-        limit: int | None,
-        add_special_tokens: bool,
-        threads: TextThreads,
+        self, text: str, pair: str | None, limit: int | None, add_special_tokens: bool
     ) -> tuple[list[int], tuple[int, ...]]:
-        tokenizer = self.tokenizer
-        if tokenizer is None:
-            raise InvalidRequest(
-                "prompt: this engine has no tokenizer (skip_tokenizer_init), send token ids",
-                param="prompt",
-            )
+        tokenizer = self.texts.required_tokenizer()
+        context = self.model_config.max_model_len
+        most = TokenLimit(tokens=context, context=context)
 
         def encode() -> tuple[list[int], list[int]]:
             texts = [text] if pair is None else [text, pair]
             if self.pooling.lower_case:
-                texts = [one.lower() for one in texts]
+                texts = [item.lower() for item in texts]
             return tokenizer.encode_texts(
                 *texts, limit=limit, most=most, add_special_tokens=add_special_tokens
             )
 
-        context = self.model_config.max_model_len
-        most = TokenLimit(tokens=context, context=context)
-        size = len(text) + len(pair or "")
-        token_ids, types = encode() if size < LONG_TEXT else await threads.run(size, encode)
-        # Tokenizers number two texts for models, too, that have no table for it.
-        known = 0 < max(types, default=0) < self.pooling.num_token_types
-        return token_ids, tuple(types) if known else ()
-
-    def _checked_ids(self, prompt: Any, limit: int | None) -> list[int]:
-        """Cut or refused before all of it is looked at."""
-        if isinstance(prompt, list | tuple):
-            token_ids = list(prompt[:limit])
-            self._check_count(token_ids)
-            if all_ints(token_ids):
-                return token_ids
-        raise InvalidRequest("prompt: must be text or a list of token ids", param="prompt")
-
-    def check(self, token_ids: list[int]) -> None:
-        """Raises InvalidRequest, ContextLengthExceeded."""
-        self._check_count(token_ids)
-        vocab = self.model_config.vocab_size
-        if min(token_ids) < 0 or max(token_ids) >= vocab:
-            wrong = next(t for t in token_ids if not 0 <= t < vocab)
-            raise InvalidRequest(
-                f"prompt: token id {wrong} is not in the vocabulary (0 to {vocab - 1})",
-                param="prompt",
-            )
+        token_ids, types = await self.texts.run_if_long(len(text) + len(pair or ""), encode)
+        # Tokenizers return token types of two texts also for models without a table of them.
+        has_types = 0 < max(types, default=0) < self.pooling.num_token_types
+        return token_ids, tuple(types) if has_types else ()
 
     def _check_count(self, token_ids: list[int]) -> None:
         if not token_ids:
@@ -186,19 +148,23 @@ class PoolingAdmission:
 
 
 class Pooled:
-    """What a pooling request has in place of completions."""
+    """The result of a pooling request, instead of completions."""
 
     def __init__(self) -> None:
         self.finish_reason: FinishReason | None = None
         self.row: PooledRow | None = None
 
-    def finish(self, reason: FinishReason, stop_reason: int | str | None = None) -> None:
+    def set_finished(self, reason: FinishReason, stop_reason: int | str | None = None) -> None:
+        """Record why the request ended, once."""
         if self.finish_reason is None:
             self.finish_reason = reason
 
 
 class PoolingState:
-    """A caller's pooling request. It has what the engine asks of a `RequestState`."""
+    """A caller's pooling request, with the members of a `RequestState` that the engine reads."""
+
+    announced = True
+    """Plugins in this process are notified of its end."""
 
     def __init__(self, text: str | None, request: Request) -> None:
         self.request_id = request.external_id
@@ -220,7 +186,7 @@ class PoolingState:
         self.timings.num_preemptions = self.requests[0].num_preemptions
 
     def output(self) -> PoolingRequestOutput:
-        """Raises RequestFailed when the request failed or was aborted."""
+        """Return the result. Raises RequestFailed if the request failed or was aborted."""
         row, request = self.pooled.row, self.requests[0]
         if row is None:
             raise RequestFailed(self.error or "the request was aborted")
@@ -235,7 +201,7 @@ class PoolingState:
 
 
 class PoolingStream:
-    """What `AsyncEngine.encode` returns: await it for the output, or iterate over the one.
+    """Result of `AsyncEngine.encode`: await it for the output, or iterate over the one output.
 
     Cancelling the task that waits, or `aclose()`, aborts the request at once.
     """
@@ -270,7 +236,7 @@ class PoolingStream:
             self._close()
 
     async def aclose(self) -> None:
-        """Abort, if it is still running."""
+        """Abort the request if it is still running."""
         self._close()
 
     def _close(self) -> None:

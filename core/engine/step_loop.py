@@ -8,24 +8,24 @@ import logging
 from collections.abc import Callable
 from typing import TypeAlias
 
-from ..protocols import Executor
-from ..scheduling.request import Update
+from ..errors import PluginError
+from ..protocols.executors import Executor
+from ..request import Update
 from ..scheduling.scheduler import Scheduler
-from ..types import StepPlan, StepResult
+from ..step import StepPlan, StepResult
 
 logger = logging.getLogger("jackfield.engine")
 STEPS_IN_FLIGHT = 2
 MAX_FAILED_STEPS = 3
-"""Steps that fail one after another, with none between that ends well, before the loop gives up."""
+"""Consecutive failed steps after which the loop ends."""
 InFlight: TypeAlias = collections.deque[tuple[StepPlan, asyncio.Future[StepResult]]]
 
 
 class StepLoop:
-    """Keeps the device fed. Everything here runs on the event loop.
+    """Keeps steps in flight on the executor. Everything here runs on the event loop.
 
     `publish` gets each result's updates; `died` gets the error that ended the loop. A step that
-    fails ends its own requests, and the loop goes on, where it is `recoverable` and the executor
-    can `recover`.
+    fails ends its own requests, and the loop goes on, where the executor can `recover`.
     """
 
     def __init__(
@@ -36,16 +36,14 @@ class StepLoop:
         publish: Callable[[list[Update]], None],
         stepped: Callable[[StepPlan, StepResult], None],
         died: Callable[[BaseException], None],
-        recoverable: bool = True,
     ) -> None:
         self.scheduler = scheduler
         self.executor = executor
         self.publish = publish
         self.stepped = stepped
         self.died = died
-        self.recoverable = recoverable
         self._num_failed = 0
-        """Steps that have failed since the last one that ended well."""
+        """Steps that have failed since the last one with rows that ended well."""
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -55,11 +53,11 @@ class StepLoop:
 
     @property
     def running(self) -> bool:
-        """Whether steps are made."""
+        """Whether the loop has started and not ended."""
         return self._task is not None and not self._task.done()
 
     def wake(self) -> None:
-        """There is something to schedule."""
+        """Make the loop check for work."""
         self._wake.set()
 
     async def stop(self) -> None:
@@ -84,9 +82,10 @@ class StepLoop:
                     # Shielded: cancelling this task must not lose the step's second half.
                     result = await asyncio.shield(future)
                 except Exception as error:
-                    await self._go_on(plan, error, in_flight)
+                    await self._recover(plan, error, in_flight)
                     continue
-                self._num_failed = 0
+                if plan.slots:
+                    self._num_failed = 0
                 self.publish(self.scheduler.update(plan, result))
                 self.stepped(plan, result)
         except asyncio.CancelledError:
@@ -96,14 +95,14 @@ class StepLoop:
             await asyncio.gather(*(future for _, future in in_flight), return_exceptions=True)
             self.died(error)
 
-    async def _go_on(self, plan: StepPlan, error: Exception, in_flight: InFlight) -> None:
-        """After a failed step: end its requests. Raises its error where that is not enough."""
+    async def _recover(self, plan: StepPlan, error: Exception, in_flight: InFlight) -> None:
+        """End the requests of a failed step. Raises its error if the loop cannot continue."""
         self._num_failed += 1
-        recover = getattr(self.executor, "recover", None) if self.recoverable else None
+        recover = getattr(self.executor, "recover", None)
         if recover is None or self._num_failed >= MAX_FAILED_STEPS:
             raise error
-        # What was planned on top of it is not run (`Executor.recover`).
-        await asyncio.gather(*(future for _, future in in_flight), return_exceptions=True)
+        # Steps planned after it are not run (`Executor.recover`).
+        behind = await asyncio.gather(*(future for _, future in in_flight), return_exceptions=True)
         in_flight.clear()
         logger.error("a step failed; its requests end, others go on", exc_info=error)
         try:
@@ -111,8 +110,10 @@ class StepLoop:
         except Exception as lost:
             logger.error("the executor cannot go on after it", exc_info=lost)
             raise error from lost
-        told = f"the step failed: {type(error).__name__}: {error}"
-        self.publish(self.scheduler.fail_step(plan, told))
+        # A PluginError's message has the type and the plugin already.
+        kind = "" if isinstance(error, PluginError) else f"{type(error).__name__}: "
+        dropped = [result for result in behind if not isinstance(result, BaseException)]
+        self.publish(self.scheduler.fail_step(plan, f"the step failed: {kind}{error}", dropped))
 
     def _fill(self, in_flight: InFlight) -> None:
         while len(in_flight) < STEPS_IN_FLIGHT:
@@ -122,6 +123,7 @@ class StepLoop:
             try:
                 future = self.executor.submit(plan)
             except Exception as error:
+                self.scheduler.not_taken(plan)
                 future = asyncio.get_running_loop().create_future()
                 future.set_exception(error)
             in_flight.append((plan, future))

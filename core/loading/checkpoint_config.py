@@ -1,8 +1,8 @@
-"""A checkpoint's configuration without the seconds that importing `transformers` takes.
+"""A checkpoint's configuration, without the seconds that importing `transformers` takes.
 
-For the families below, config.json says nearly all that anybody asks. `Configuration` answers that,
-and a few values by rules as plain as `transformers`' own. Whatever else is asked (a default, a
-method, its class) makes the real object, which answers from then on. A config.json with anything
+For the families below, config.json states nearly all values that are read. `Configuration` returns
+them, and a few others by rules as plain as `transformers`' own. Reading anything else (a default, a
+method, its class) creates the real object, which is used from then on. A config.json with anything
 but what is listed here goes to `transformers` at once, which then says what is wrong with it.
 """
 
@@ -111,7 +111,7 @@ PROBLEMS = (
 
 @dataclass(frozen=True)
 class Family:
-    """A model type of `transformers`."""
+    """A model type of `transformers`, with what this module knows of it."""
 
     fields: dict[str, tuple[type, ...]]
     defaults: dict[str, Any] = field(default_factory=dict)
@@ -175,7 +175,8 @@ FAMILIES = {
 
 
 def checkpoint_config(folder: Path, raw: dict[str, Any]) -> Any:
-    """A `transformers` configuration, or what answers like one, from config.json's content `raw`.
+    """Return a `transformers` configuration, or an equivalent `Configuration`, for config.json's
+    content.
 
     No code of the checkpoint runs. Raises ConfigError for what `transformers` does not take.
     """
@@ -185,7 +186,7 @@ def checkpoint_config(folder: Path, raw: dict[str, Any]) -> Any:
 
 
 def plugin_config(folder: Path, raw: dict[str, Any], configs: Registry[Any]) -> Any:
-    """As the class says that a plugin registered for the model type of config.json's content `raw`.
+    """Return the configuration from the class that a plugin registered for the model type of `raw`.
 
     Raises ConfigError when it does not take `raw`, and for a type that Jackfield reads itself, if
     the plugin did not say that it overrides that.
@@ -199,22 +200,23 @@ def plugin_config(folder: Path, raw: dict[str, Any], configs: Registry[Any]) -> 
             f"(disable_plugins), or have it register with override=True",
             param="model",
         )
-    found = configs.load(name)
+    config_class = configs.load(name)
     try:
         with configs.calling(name, "from_dict"):
-            made = found.from_dict(copy.deepcopy(raw))
+            config = config_class.from_dict(copy.deepcopy(raw))
     except PluginError as error:
         raise ConfigError(f"model: {folder}/config.json: {error}", param="model") from error
-    if made is None:
+    if config is None:
         who = entry.provenance.distribution
         raise ConfigError(f"model: the configuration class of {who} gave None", param="model")
-    if getattr(made, "model_type", None) in (None, ""):
-        made.model_type = name
-    return made
+    if getattr(config, "model_type", None) in (None, ""):
+        config.model_type = name
+    return config
 
 
 class Configuration:
-    """Answers what config.json says plainly, and becomes `transformers`' object for the rest."""
+    """Holds the values that config.json states plainly; creates `transformers`' object for all
+    others."""
 
     __slots__ = ("_answers", "_folder", "_made", "_raw")
 
@@ -235,7 +237,7 @@ class Configuration:
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
-        """For isinstance."""
+        """The real object's class, for isinstance."""
         return type(self._real())
 
     def __eq__(self, other: object) -> bool:
@@ -262,53 +264,54 @@ class Configuration:
 
 
 def _whole(folder: Path, raw: dict[str, Any]) -> Any:
-    """The `transformers` configuration; for a model type it does not know, one that only holds
-    what config.json says, for a plugin's architecture.
-    """
+    """Return the `transformers` configuration; for an unknown model type, one that only contains
+    what config.json says, for a plugin's architecture."""
     from transformers import CONFIG_MAPPING, PreTrainedConfig
 
     raw = copy.deepcopy(raw)
     model_type = raw.pop("model_type", None)
     try:
-        kind = CONFIG_MAPPING[model_type] if model_type in CONFIG_MAPPING else PreTrainedConfig
-        made: Any = kind(**raw)
+        known = model_type in CONFIG_MAPPING
+        config: Any = (CONFIG_MAPPING[model_type] if known else PreTrainedConfig)(**raw)
     except Exception as error:  # transformers validates with errors of many kinds
         raise ConfigError(
             f"model: {folder}/config.json is not a valid {model_type!r} configuration: "
             f"{' '.join(str(error).split())}",
             param="model",
         ) from error
-    made.model_type = model_type
-    return made
+    config.model_type = model_type
+    return config
 
 
 def _answers(raw: dict[str, Any]) -> dict[str, Any] | None:
-    """What is plain about a config.json; None: all of it is for `transformers`."""
+    """Return the values that follow plainly from a config.json; None if `transformers` has to read
+    it."""
     model_type = raw.get("model_type")
     family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
     if family is None or not _is_plain(raw, family):
         return None
-    found = family.defaults | {name: raw[name] for name in raw if name in family.fields}
-    found |= {name: raw[name] for name in raw if name in FREE or name == "model_type"}
-    found.setdefault("problem_type", None)
-    found.setdefault("architectures", None)
-    stored = found.get("dtype") or found.get("torch_dtype")
-    found["dtype"] = found["torch_dtype"] = None if stored is None else getattr(torch, stored)
-    labels = found.get("id2label")
+    values = family.defaults | {name: raw[name] for name in raw if name in family.fields}
+    values |= {name: raw[name] for name in raw if name in FREE or name == "model_type"}
+    values.setdefault("problem_type", None)
+    values.setdefault("architectures", None)
+    dtype = values.get("dtype") or values.get("torch_dtype")
+    values["dtype"] = values["torch_dtype"] = None if dtype is None else getattr(torch, dtype)
+    labels = values.get("id2label")
     if labels is None:
         labels = {"0": "LABEL_0", "1": "LABEL_1"}
-    found["id2label"] = {int(key): label for key, label in labels.items()}
-    found["num_labels"] = len(labels)
-    found.pop("label2id", None)
-    if found["problem_type"] == "single_label_classification" and len(labels) == 1:
+    values["id2label"] = {int(key): label for key, label in labels.items()}
+    values["num_labels"] = len(labels)
+    values.pop("label2id", None)
+    if values["problem_type"] == "single_label_classification" and len(labels) == 1:
         return None
-    if "rope_parameters" in family.fields and not _answer_decoder(found, family):
+    if "rope_parameters" in family.fields and not _answer_decoder(values, family):
         return None
-    return found
+    return values
 
 
 def _is_plain(raw: dict[str, Any], family: Family) -> bool:
-    """Nothing that `transformers` would refuse, warn of, change, or hide."""
+    """Return whether `transformers` would neither refuse, warn of, change, nor hide any of the
+    values."""
     known = family.fields
     for name, value in raw.items():
         if name in known:
@@ -343,70 +346,71 @@ def _is_index(text: object) -> bool:
     return type(text) is str and text.isascii() and text.isdecimal()
 
 
-def _answer_decoder(found: dict[str, Any], family: Family) -> bool:
-    """Fill in what follows from the rest; False: `transformers` is needed for that."""
-    hidden, heads = found["hidden_size"], found["num_attention_heads"]
+def _answer_decoder(values: dict[str, Any], family: Family) -> bool:
+    """Add the values that follow from others; False if that needs `transformers`."""
+    hidden, heads = values["hidden_size"], values["num_attention_heads"]
     if hidden % heads:
         return False
-    if found["model_type"] in ("llama", "mistral") and found.get("head_dim") is None:
-        found["head_dim"] = hidden // heads
-    if (found.get("head_dim") or hidden // heads) % 2:
+    if values["model_type"] in ("llama", "mistral") and values.get("head_dim") is None:
+        values["head_dim"] = hidden // heads
+    if (values.get("head_dim") or hidden // heads) % 2:
         return False
-    if "num_experts" in family.fields and not _answer_experts(found):
+    if "num_experts" in family.fields and not _answer_experts(values):
         return False
-    if found["model_type"] in ("llama", "granite", "olmo2"):
-        found.setdefault("num_key_value_heads", heads)
-    if "use_sliding_window" in family.fields and not _answer_windows(found, family):
+    if values["model_type"] in ("llama", "granite", "olmo2"):
+        values.setdefault("num_key_value_heads", heads)
+    if "use_sliding_window" in family.fields and not _answer_windows(values, family):
         return False
-    rope = _rope(found)
+    rope = _rope(values)
     if rope is None:
         return False
-    found.pop("rope_theta", None)
-    found["rope_parameters"] = found["rope_scaling"] = rope
+    values.pop("rope_theta", None)
+    values["rope_parameters"] = values["rope_scaling"] = rope
     return True
 
 
-def _answer_experts(found: dict[str, Any]) -> bool:
-    """Their number has two names."""
-    names = {"num_experts", "num_local_experts"} & found.keys()
+def _answer_experts(values: dict[str, Any]) -> bool:
+    """Add the number of experts under both of its names."""
+    names = {"num_experts", "num_local_experts"} & values.keys()
     if len(names) != 1:
         return False
-    found["num_experts"] = found["num_local_experts"] = found[names.pop()]
-    if found["model_type"] == "qwen3_moe":
-        found["mlp_only_layers"] = found["mlp_only_layers"] or []
-    return all(type(layer) is int for layer in found.get("mlp_only_layers", ()))
+    values["num_experts"] = values["num_local_experts"] = values[names.pop()]
+    if values["model_type"] == "qwen3_moe":
+        values["mlp_only_layers"] = values["mlp_only_layers"] or []
+    return all(type(layer) is int for layer in values.get("mlp_only_layers", ()))
 
 
-def _answer_windows(found: dict[str, Any], family: Family) -> bool:
-    """Qwen's: from `use_sliding_window` and `max_window_layers` to a type for each layer."""
-    layers = found["num_hidden_layers"]
-    if found.get("use_sliding_window", False):
-        if "sliding_window" not in found:
+def _answer_windows(values: dict[str, Any], family: Family) -> bool:
+    """Add each layer's type, from Qwen's `use_sliding_window` and `max_window_layers`."""
+    layers = values["num_hidden_layers"]
+    if values.get("use_sliding_window", False):
+        if "sliding_window" not in values:
             return False
-        if "layer_types" in family.fields and "max_window_layers" not in found:
+        if "layer_types" in family.fields and "max_window_layers" not in values:
             return False
     else:
-        found["sliding_window"] = None
+        values["sliding_window"] = None
     if "layer_types" not in family.fields:
         return True
-    types = found.get("layer_types")
+    types = values.get("layer_types")
     if types is None:
-        first = layers if found["sliding_window"] is None else found["max_window_layers"]
+        first = layers if values["sliding_window"] is None else values["max_window_layers"]
         types = [
             "full_attention" if layer < first else "sliding_attention" for layer in range(layers)
         ]
-    found["layer_types"] = types
+    values["layer_types"] = types
     return len(types) == layers and all(
         kind in ("full_attention", "sliding_attention") for kind in types
     )
 
 
-def _rope(found: dict[str, Any]) -> dict[str, Any] | None:
-    """One dict of `rope_parameters` or `rope_scaling` and `rope_theta`; None: it is not plain."""
-    rope = dict(found.get("rope_scaling") or found.get("rope_parameters") or {})
-    rope.setdefault("rope_theta", found.get("rope_theta", 10000.0))
+def _rope(values: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the rope parameters, from `rope_parameters` or `rope_scaling` and `rope_theta`; None
+    if they need `transformers`."""
+    rope = dict(values.get("rope_scaling") or values.get("rope_parameters") or {})
+    rope.setdefault("rope_theta", values.get("rope_theta", 10000.0))
     rope.setdefault("rope_type", rope.get("type", "default"))
-    kind, length = rope["rope_type"], found["max_position_embeddings"]
+    kind, length = rope["rope_type"], values["max_position_embeddings"]
     if not isinstance(kind, str) or kind not in ROPES:
         return None
     if kind in ("yarn", "llama3"):

@@ -1,4 +1,4 @@
-"""What kinds of values the fields of a config.json have, whatever the family.
+"""The types of values that fields of a config.json have, whatever the family.
 
 Checked on the file's own content, before anything is made of it: so that a wrong value is refused
 with the file's and the field's name, and not by whatever stumbles over it first.
@@ -104,7 +104,7 @@ POSITIVE = (
 
 
 def check_fields(file: Path, raw: dict[str, Any]) -> None:
-    """Raises ConfigError with the file's and the field's name; null is as left out."""
+    """Raise ConfigError with the file's and the field's name; null counts as missing."""
     _check(file, raw, KINDS, "")
     for name in ("rope_parameters", "rope_scaling"):
         rope = raw.get(name) or {}
@@ -115,7 +115,7 @@ def check_fields(file: Path, raw: dict[str, Any]) -> None:
 
 
 def wrong(file: Path, field: str, value: Any, wanted: str) -> ConfigError:
-    """The refusal of a field's value."""
+    """Return the error for a field's value."""
     return ConfigError(
         f"model: {file}: {field} must be {wanted}, got {shown(value)}", param="model"
     )

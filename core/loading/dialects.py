@@ -1,4 +1,4 @@
-"""jackfield.json: the dialects that a checkpoint's model writes calls and reasoning in."""
+"""jackfield.json: the formats in which a checkpoint's model writes calls and reasoning."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FILE = "jackfield.json"
 
 
 class Dialects(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The file's content."""
+    """The content of jackfield.json."""
 
     tool_call_parser: str | None = None
     reasoning_parser: str | None = None
@@ -26,7 +26,8 @@ NO_DIALECTS = Dialects()
 
 
 def read_dialects(folder: Path) -> Dialects:
-    """Of a checkpoint; what it does not say is None. Raises ConfigError, LoadError."""
+    """Read a checkpoint's jackfield.json; what it does not say is None. Raises ConfigError,
+    LoadError."""
     path = folder / FILE
     if not path.is_file():
         return NO_DIALECTS

@@ -1,4 +1,4 @@
-"""generation_config.json: how a checkpoint's makers would sample from it."""
+"""generation_config.json: the sampling parameters that a checkpoint recommends."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import msgspec
 
 from ..config import EngineConfig
 from ..errors import ConfigError, InvalidRequest
-from ..types import SamplingParams
+from ..sampling_params import SamplingParams
 from .json_file import read_object
 
 FILE = "generation_config.json"
@@ -22,7 +22,7 @@ NAMES = {
 
 
 class SamplingDefaults(msgspec.Struct, frozen=True):
-    """What requests get that say nothing themselves."""
+    """Defaults for fields that a request does not set."""
 
     values: dict[str, Any] = {}
     """Fields of SamplingParams, but for `max_tokens`."""
@@ -30,11 +30,11 @@ class SamplingDefaults(msgspec.Struct, frozen=True):
     """Tokens of an answer at most, whatever a request to the server says; None: no limit."""
 
     def params(self) -> SamplingParams:
-        """For a request that brings none."""
+        """The parameters of a request without any."""
         return SamplingParams(**self.values, max_tokens=self.max_tokens)
 
     def limited(self, max_tokens: int | None) -> int | None:
-        """The smaller one of this limit and a request's own."""
+        """Return the smaller of this limit and a request's own."""
         limits = [limit for limit in (max_tokens, self.max_tokens) if limit is not None]
         return min(limits, default=None)
 
@@ -43,7 +43,7 @@ NO_DEFAULTS = SamplingDefaults()
 
 
 def read_generation_config(folder: Path, config: EngineConfig) -> dict[str, Any]:
-    """The model's file, or the one in the folder that `generation_config` names; {}: there is none.
+    """Read the model's file, or the one in the folder of `generation_config`; {} if there is none.
 
     Raises ConfigError where a named folder has none, LoadError where it cannot be read.
     """
@@ -59,9 +59,8 @@ def read_generation_config(folder: Path, config: EngineConfig) -> dict[str, Any]
 
 
 def sampling_defaults(stored: Mapping[str, Any], config: EngineConfig) -> SamplingDefaults:
-    """From the file's content, unless `generation_config` is "vllm", and from
-    `override_generation_config`. Raises ConfigError with the field's name.
-    """
+    """Return the defaults from the file's content, unless `generation_config` is "vllm", and from
+    `override_generation_config`. Raises ConfigError with the field's name."""
     own = _named(stored if config.generation_config != "vllm" else {}, FILE, "generation_config")
     override = config.override_generation_config or {}
     for name in override:
@@ -78,12 +77,12 @@ def sampling_defaults(stored: Mapping[str, Any], config: EngineConfig) -> Sampli
 
 
 def _named(values: Mapping[str, Any], source: str, param: str) -> dict[str, Any]:
-    """As SamplingParams calls them, and as it takes them."""
-    found = {NAMES[name]: value for name, value in values.items() if name in NAMES}
-    found = {name: value for name, value in found.items() if value is not None}
+    """Return the values under their names in SamplingParams, validated."""
+    params = {NAMES[name]: value for name, value in values.items() if name in NAMES}
+    params = {name: value for name, value in params.items() if value is not None}
     try:
-        SamplingParams(**found)
+        SamplingParams(**params)
     except InvalidRequest as error:
         hint = "; --generation-config vllm does without the file" if source == FILE else ""
         raise ConfigError(f"{source}: {error.message}{hint}", param=param) from error
-    return found
+    return params

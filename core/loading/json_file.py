@@ -1,4 +1,4 @@
-"""A checkpoint's files that hold JSON, most of them one object."""
+"""Reads a checkpoint's JSON files."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from ..errors import LoadError
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Raises LoadError where it holds something else, or cannot be read."""
+    """Read a JSON object. Raises LoadError if the file contains something else, or cannot be
+    read."""
     read = _read(path)
     if not isinstance(read, dict):
         raise LoadError(f"model: {path} holds no JSON object", param="model")
@@ -18,12 +19,12 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def json_if_there(path: Path) -> Any:
-    """None where there is no such file. Raises LoadError where it cannot be read."""
+    """Read a JSON file; None if it does not exist. Raises LoadError if it cannot be read."""
     return _read(path) if path.is_file() else None
 
 
 def object_if_there(path: Path) -> dict[str, Any]:
-    """The same, but empty where there is no file, or something else in it."""
+    """Read a JSON object; {} if the file does not exist or contains something else."""
     read = json_if_there(path)
     return read if isinstance(read, dict) else {}
 

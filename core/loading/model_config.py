@@ -1,4 +1,4 @@
-"""What a checkpoint says about its model, resolved against the engine's options.
+"""The model's configuration, from the checkpoint and the engine's options.
 
 A checkpoint's code is never imported: `auto_map` is ignored.
 """
@@ -84,6 +84,11 @@ class ModelConfig:
         explicit = getattr(self.hf_config, "head_dim", None)
         return int(explicit or self.hidden_size // self.num_heads)
 
+    @property
+    def rope_parameters(self) -> dict[str, Any]:
+        """Of the whole model, whichever way the checkpoint spells them."""
+        return rope_parameters(self.hf_config)
+
 
 def resolve_model_config(config: EngineConfig, plugins: Plugins | None = None) -> ModelConfig:
     """Read the checkpoint's config.json, with a configuration class of `plugins` where one has its
@@ -119,7 +124,8 @@ def resolve_model_config(config: EngineConfig, plugins: Plugins | None = None) -
 
 
 def checkpoint_folder(model: str, revision: str | None = None) -> Path:
-    """A local folder as it is; a hub name through the hub's cache; empty: the embedded model."""
+    """Return the folder of a local path, of a hub name in the hub's cache, or of the embedded model
+    (empty)."""
     if not model:
         if not (EMBEDDED_MODEL / "config.json").is_file():
             raise LoadError("the embedded model is missing from this installation", param="model")
@@ -183,7 +189,7 @@ def _resolve_dtype(config: EngineConfig, hf_config: Any) -> torch.dtype:
 
 
 def _resolve_length(config: EngineConfig, hf_config: Any) -> int:
-    """The context length: the model's own, or `max_model_len` where the model reaches that far.
+    """Return the context length: the model's own, or `max_model_len` if the model reaches that far.
 
     `max_position_embeddings` already counts a scaled rope, but for a linear one, and for a yarn one
     whose original length equals it. A dynamic rope may be stretched, but is so only on demand: it
@@ -211,7 +217,8 @@ def _resolve_length(config: EngineConfig, hf_config: Any) -> int:
 
 
 def rope_parameters(hf_config: Any) -> dict[str, Any]:
-    """One dict from what checkpoints call `rope_parameters` or `rope_scaling` and `rope_theta`."""
+    """Return the rope parameters, which checkpoints call `rope_parameters`, or `rope_scaling` and
+    `rope_theta`."""
     rope = dict(
         getattr(hf_config, "rope_parameters", None)
         or getattr(hf_config, "rope_scaling", None)
@@ -223,8 +230,8 @@ def rope_parameters(hf_config: Any) -> dict[str, Any]:
 
 
 def _eos_token_ids(hf_config: Any, generation: Mapping[str, Any]) -> frozenset[int]:
-    """Without the ids that the vocabulary does not have: they never come."""
-    found: list[Any] = []
+    """Return the end tokens, without ids that are not in the vocabulary."""
+    token_ids: list[Any] = []
     for value in (getattr(hf_config, "eos_token_id", None), generation.get("eos_token_id")):
-        found += value if isinstance(value, list) else [value]
-    return frozenset(t for t in found if isinstance(t, int) and 0 <= t < hf_config.vocab_size)
+        token_ids += value if isinstance(value, list) else [value]
+    return frozenset(t for t in token_ids if isinstance(t, int) and 0 <= t < hf_config.vocab_size)

@@ -1,4 +1,4 @@
-"""How one model's states become vectors, and what requests may ask of that."""
+"""How one model's hidden states become vectors, and what requests may choose."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal
 import msgspec
 
 from ..errors import InvalidRequest
-from ..pooling import PoolingParams, PoolingTask, PoolingType
+from ..pooling_params import PoolingParams, PoolingTask, PoolingType
 from .sentence_transformer import Projection
 
 Activation = Literal["sigmoid", "softmax"]
@@ -28,7 +28,7 @@ class TokenClassifier:
 
 @dataclass(frozen=True)
 class PoolingConfig:
-    """How one model is pooled."""
+    """The pooling of one model."""
 
     task: Literal["embed", "classify"]
     causal: bool
@@ -58,7 +58,7 @@ class PoolingConfig:
 
     @property
     def tasks(self) -> tuple[PoolingTask, ...]:
-        """What a request may ask for, the default first."""
+        """The tasks that a request may have, the default first."""
         if self.task == "embed":
             return ("embed", "token_embed")
         return ("classify", "score") if len(self.labels) == 1 else ("classify",)
@@ -69,7 +69,8 @@ class PoolingConfig:
         return self.task == "embed" or len(self.labels) == 1
 
     def completed(self, params: PoolingParams) -> PoolingParams:
-        """Defaults filled in. Raises InvalidRequest for what this model cannot do."""
+        """Return parameters with defaults filled in. Raises InvalidRequest for what this model
+        cannot do."""
         task = params.task or self.tasks[0]
         if task not in self.tasks:
             raise InvalidRequest(
@@ -91,8 +92,8 @@ class PoolingConfig:
             and (self.activates if params.activation is None else params.activation),
         )
 
-    def _check_dimensions(self, asked: int | None) -> None:
-        if asked is None or (asked == self.size and self.matryoshka is None):
+    def _check_dimensions(self, dimensions: int | None) -> None:
+        if dimensions is None or (dimensions == self.size and self.matryoshka is None):
             return
         if self.matryoshka is None:
             raise InvalidRequest(
@@ -100,9 +101,9 @@ class PoolingConfig:
                 "(its config.json has neither is_matryoshka nor matryoshka_dimensions)",
                 param="dimensions",
             )
-        allowed = asked in self.matryoshka if self.matryoshka else asked <= self.size
+        allowed = dimensions in self.matryoshka if self.matryoshka else dimensions <= self.size
         if not allowed:
             some = ", ".join(map(str, self.matryoshka)) or f"1 to {self.size}"
             raise InvalidRequest(
-                f"dimensions: {asked} is not one of this model's ({some})", param="dimensions"
+                f"dimensions: {dimensions} is not one of this model's ({some})", param="dimensions"
             )

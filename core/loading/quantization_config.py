@@ -1,4 +1,4 @@
-"""Reading a checkpoint's `quantization_config`: typed, and refused by the field's name."""
+"""Reads a checkpoint's `quantization_config`: typed, with the field's name in errors."""
 
 from __future__ import annotations
 
@@ -24,40 +24,40 @@ class ConfigReader:
         self.name = name
 
     def refuse(self, field: str, wanted: str) -> ConfigError:
-        """The error to raise for a field that has a value which is not `wanted`."""
+        """Return the error for a field whose value is not `wanted`."""
         name = f"{self.name}.{field}"
         return ConfigError(f"{name}: must be {wanted}, got {self.values.get(field)!r}", param=name)
 
     def choice(self, field: str, allowed: Sequence[Any], default: Any) -> Any:
-        """One of `allowed`."""
+        """Read one of `allowed`."""
         value = self._get(field, default)
         if not any(value == one and type(value) is type(one) for one in [*allowed, default]):
             raise self.refuse(field, " or ".join(repr(one) for one in allowed))
         return value
 
     def flag(self, field: str, default: bool) -> bool:
-        """True or false."""
+        """Read true or false."""
         return bool(self.choice(field, (True, False), default))
 
     def integer(self, field: str, default: int, *, least: int = 1) -> int:
-        """A whole number, at least `least`."""
+        """Read an integer of at least `least`."""
         value = self._get(field, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise self.refuse(field, f"an integer of at least {least}")
         return value
 
     def names(self, *fields: str) -> tuple[str, ...]:
-        """Lists of names, those of all `fields` together."""
-        found: list[str] = []
+        """Read the lists of names of all `fields`, joined."""
+        names: list[str] = []
         for field in fields:
             value = self._get(field, [])
             if not isinstance(value, list | tuple) or any(not isinstance(v, str) for v in value):
                 raise self.refuse(field, "a list of names")
-            found.extend(value)
-        return tuple(found)
+            names.extend(value)
+        return tuple(names)
 
     def inner(self, field: str) -> ConfigReader | None:
-        """An object within; None where there is none."""
+        """Read an object; None if there is none."""
         value = self._get(field, None)
         return None if value is None else ConfigReader(value, f"{self.name}.{field}")
 
@@ -67,16 +67,16 @@ class ConfigReader:
 
 
 def name_matches(name: str, pattern: str) -> bool:
-    """Whether a layer's name is meant: the whole of it, or whole dotted parts ("lm_head",
-    "self_attn.q_proj", "model.layers.0"), or a regular expression after "re:", from the start.
-    """
+    """Return whether a pattern matches a layer's name: the whole name, whole dotted parts of it
+    ("lm_head", "self_attn.q_proj", "model.layers.0"), or a regular expression after "re:", from the
+    start."""
     if pattern.startswith("re:"):
         return re.match(pattern[3:], name) is not None
     return f".{pattern}." in f".{name}."
 
 
 def is_ignored(spec: LinearSpec, patterns: Iterable[str], field: str) -> bool:
-    """Whether a checkpoint's list of layers to leave alone (`field`) names this one.
+    """Return whether a checkpoint's list of layers to leave alone (`field`) names this one.
 
     Raises ConfigError where it names some shards of a merged layer and not others.
     """

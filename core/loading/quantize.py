@@ -1,4 +1,4 @@
-"""Which quantization method a model gets, and putting its layers in place before weights load."""
+"""Chooses a model's quantization method, and replaces its layers before weights load."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..nn.embedding import Embedding
 from ..nn.experts import ExpertLinear
 from ..nn.linear import Linear
 from ..nn.quantized import LinearSpec, QuantizedEmbedding, QuantizedLinear, Role
-from ..protocols import QuantizationMethod
+from ..protocols.quantization import QuantizationMethod
 from ..registry import Plugins
 from .model_config import ModelConfig
 from .weight_map import WeightMap
@@ -27,7 +27,8 @@ logger = logging.getLogger("jackfield.loading")
 def choose_method(
     plugins: Plugins, config: EngineConfig, model_config: ModelConfig, device: torch.device
 ) -> QuantizationMethod | None:
-    """By `EngineConfig.quantization`, else by what the checkpoint says; None: neither says any.
+    """Return the method of `EngineConfig.quantization`, else the checkpoint's; None if neither
+    names one.
 
     Raises ConfigError where the two disagree, or the method refuses its configuration.
     """
@@ -38,14 +39,19 @@ def choose_method(
             f"quantization_config.quant_method: must be the name of a method, got {own!r}",
             param="quantization_config.quant_method",
         )
-    asked = config.quantization
-    name = asked or own
+    requested = config.quantization
+    name = requested or own
     if name is None:
         return None
-    method_class = _load(plugins, name, "quantization" if asked else "quant_method")
-    if asked and own and asked != own and _load(plugins, own, "quant_method") is not method_class:
+    method_class = _load(plugins, name, "quantization" if requested else "quant_method")
+    if (
+        requested
+        and own
+        and requested != own
+        and _load(plugins, own, "quant_method") is not method_class
+    ):
         raise ConfigError(
-            f"quantization: {asked!r} was asked for, but the checkpoint is {own!r}; leave the "
+            f"quantization: {requested!r} was asked for, but the checkpoint is {own!r}; leave the "
             "option out",
             param="quantization",
         )
@@ -69,7 +75,7 @@ def _load(plugins: Plugins, name: str, field: str) -> type[QuantizationMethod]:
 def place_layers(
     model: nn.Module, weight_map: WeightMap, method: QuantizationMethod, build: BuildContext
 ) -> None:
-    """Replace each layer that `method` takes, and give memory to the weights of the others."""
+    """Replace each layer that `method` takes, and allocate the weights of the others."""
     heads = {name.removesuffix(".weight") for name in weight_map.tied}
     taken = left = 0
     for prefix, module in list(model.named_modules()):
@@ -122,5 +128,6 @@ def _spec(
 
 
 def quantized_layers(model: nn.Module) -> dict[str, QuantizedLinear]:
-    """By the name that the layer had before: what its tensors' names start with."""
+    """Return the quantized layers by the layer's original name, the prefix of its tensors'
+    names."""
     return {m.spec.prefix: m for m in model.modules() if isinstance(m, QuantizedLinear)}

@@ -1,4 +1,4 @@
-"""Whether a checkpoint is run for text or for vectors, and how its states become vectors.
+"""Decides whether a checkpoint generates text or is pooled, and how its states become vectors.
 
 Read from what sentence-transformers leaves beside the weights, from config.json, and from the
 engine's `runner`, `task` and `pooler_config`, which go first.
@@ -14,7 +14,7 @@ import msgspec
 
 from ..config import EngineConfig
 from ..errors import ConfigError
-from ..pooling import PoolingType
+from ..pooling_params import PoolingType
 from .json_file import object_if_there
 from .model_config import ModelConfig
 from .pooling_config import Activation, PoolingConfig, TokenClassifier
@@ -39,26 +39,26 @@ class PoolerOptions(msgspec.Struct, forbid_unknown_fields=True):
 def resolve_pooling(
     config: EngineConfig, model_config: ModelConfig, model: type | None
 ) -> ModelConfig:
-    """With `pooling` set where the model is to be pooled, and the length that goes with it.
+    """Return the configuration with `pooling` and its length set, if the model is to be pooled.
 
     `model`: the architecture's class; None where no plugin has it. Raises ConfigError, LoadError.
     """
     can_generate = hasattr(model, "compute_logits")
     can_pool = hasattr(model, "pooling_states")
-    found = SentenceTransformer()
-    asked = _asked_runner(config)
+    files = SentenceTransformer()
+    runner = _requested_runner(config)
     field = "runner" if config.task == "auto" else "task"
-    if asked == "generate" or (asked == "auto" and not can_pool):
+    if runner == "generate" or (runner == "auto" and not can_pool):
         if model is not None and not can_generate:
             raise ConfigError(
                 f"{field}: {model_config.architecture} does not generate text; leave it on auto",
                 param=field,
             )
         return model_config
-    if asked == "auto":
+    if runner == "auto":
         if (model_config.path / "modules.json").is_file():
-            found = read_sentence_transformer(model_config.path)
-        if can_generate and found.pooling_type is None:
+            files = read_sentence_transformer(model_config.path)
+        if can_generate and files.pooling_type is None:
             return model_config
     elif model is not None and not can_pool:
         raise ConfigError(
@@ -67,23 +67,23 @@ def resolve_pooling(
             param=field,
         )
     else:
-        found = read_sentence_transformer(model_config.path)
-    pooling = _pooling_config(config, model_config, model, found)
-    length = _length(config, model_config, model, found)
+        files = read_sentence_transformer(model_config.path)
+    pooling = _pooling_config(config, model_config, model, files)
+    length = _length(config, model_config, model, files)
     return dataclasses.replace(model_config, pooling=pooling, max_model_len=length)
 
 
-def _asked_runner(config: EngineConfig) -> str:
+def _requested_runner(config: EngineConfig) -> str:
     if config.task == "auto":
         return config.runner
-    wanted = "generate" if config.task == "generate" else "pooling"
-    if config.runner not in ("auto", wanted):
-        raise ConfigError(f"task: {config.task!r} needs runner {wanted!r}", param="task")
-    return wanted
+    runner = "generate" if config.task == "generate" else "pooling"
+    if config.runner not in ("auto", runner):
+        raise ConfigError(f"task: {config.task!r} needs runner {runner!r}", param="task")
+    return runner
 
 
 def _pooling_config(
-    config: EngineConfig, model_config: ModelConfig, model: Any, found: SentenceTransformer
+    config: EngineConfig, model_config: ModelConfig, model: Any, files: SentenceTransformer
 ) -> PoolingConfig:
     hf = model_config.hf_config
     causal = bool(getattr(model, "causal", True))
@@ -103,8 +103,8 @@ def _pooling_config(
     labels = _labels(hf, tokens) if classifies else ()
     _check_task(config.task, classifies, labels)
     activation, activates = _activation(hf, len(labels))
-    normalize = found.pooling_type is None or found.normalize
-    projections = () if classifies else found.projections
+    normalize = files.pooling_type is None or files.normalize
+    projections = () if classifies else files.projections
     size = model_config.hidden_size
     for projection in projections:
         if projection.in_features != size:
@@ -117,11 +117,11 @@ def _pooling_config(
     return PoolingConfig(
         task="classify" if classifies else "embed",
         causal=causal,
-        pooling_type=options.pooling_type or (not classifies and found.pooling_type) or own,
+        pooling_type=options.pooling_type or (not classifies and files.pooling_type) or own,
         size=size,
         projections=projections,
         normalize=normalize if options.normalize is None else options.normalize,
-        lower_case=found.lower_case,
+        lower_case=files.lower_case,
         num_token_types=0 if causal else _num_token_types(model_config),
         matryoshka=_matryoshka(hf),
         labels=labels,
@@ -145,7 +145,7 @@ def _check_task(task: str, classifies: bool, labels: tuple[str, ...]) -> None:
 
 
 def _token_classifier(hf: Any) -> TokenClassifier | None:
-    """From what vLLM's users put into hf_overrides."""
+    """Return the classifier that vLLM's hf_overrides describe; None if there is none."""
     tokens = getattr(hf, "classifier_from_token", None)
     if tokens is None:
         return None
@@ -172,7 +172,7 @@ def _labels(hf: Any, tokens: TokenClassifier | None) -> tuple[str, ...]:
 
 
 def _activation(hf: Any, num_labels: int) -> tuple[Activation, bool]:
-    """→ (function, whether it is on by default)"""
+    """Return the activation function, and whether it is on by default."""
     by_size: Activation = "sigmoid" if num_labels == 1 else "softmax"
     settings = getattr(hf, "sentence_transformers", None)
     named = (settings or {}).get("activation_fn") if isinstance(settings, dict | None) else None
@@ -194,7 +194,7 @@ def _activation(hf: Any, num_labels: int) -> tuple[Activation, bool]:
 
 
 def _num_token_types(model_config: ModelConfig) -> int:
-    """0 where the tokenizer says that its model takes none."""
+    """Return the number of token types; 0 if the tokenizer says that the model takes none."""
     names = object_if_there(model_config.path / "tokenizer_config.json").get("model_input_names")
     if isinstance(names, list) and "token_type_ids" not in names:
         return 0
@@ -215,9 +215,10 @@ def _matryoshka(hf: Any) -> tuple[int, ...] | None:
 
 
 def _length(
-    config: EngineConfig, model_config: ModelConfig, model: Any, found: SentenceTransformer
+    config: EngineConfig, model_config: ModelConfig, model: Any, files: SentenceTransformer
 ) -> int:
-    """What was trained with is the default; `max_model_len` may go as far as positions reach."""
+    """Return the context length: by default the trained length, with `max_model_len` up to the
+    model's positions."""
     context_length = getattr(model, "context_length", None)
     reach = model_config.max_model_len
     if context_length is not None:
@@ -231,7 +232,7 @@ def _length(
         return config.max_model_len
     tokenizer = object_if_there(model_config.path / "tokenizer_config.json").get("model_max_length")
     limits = [reach]
-    for limit in (found.max_length, tokenizer):
+    for limit in (files.max_length, tokenizer):
         if isinstance(limit, int | float) and 0 < limit < NO_LIMIT:
             limits.append(int(limit))
     return min(limits)

@@ -1,4 +1,4 @@
-"""What sentence-transformers leaves beside a checkpoint: modules.json and the files it names."""
+"""Reads sentence-transformers' files in a checkpoint: modules.json and the files that it names."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from ..errors import ConfigError, LoadError
-from ..pooling import PoolingType
+from ..pooling_params import PoolingType
 from .json_file import json_if_there, object_if_there
 
 POOLING_MODES: dict[str, PoolingType] = {
@@ -23,7 +23,7 @@ DENSE_ACTIVATIONS = {"Identity": None, "Tanh": "tanh", "ReLU": "relu", "GELU": "
 
 @dataclass(frozen=True)
 class Projection:
-    """A linear layer behind the pooling, in a folder of its own."""
+    """A linear layer after the pooling, in a folder of its own."""
 
     folder: Path
     in_features: int
@@ -33,7 +33,7 @@ class Projection:
 
 
 class SentenceTransformer(msgspec.Struct):
-    """What sentence-transformers' files beside a checkpoint say."""
+    """The content of sentence-transformers' files."""
 
     pooling_type: PoolingType | None = None
     """None: there is no pooling module, this is no sentence-transformers model."""
@@ -44,38 +44,38 @@ class SentenceTransformer(msgspec.Struct):
 
 
 def read_sentence_transformer(folder: Path) -> SentenceTransformer:
-    """Raises ConfigError for modules that would change the vectors and are not known here.
+    """Read the files. Raises ConfigError for modules that change the vectors and are not supported.
 
     The prompts of config_sentence_transformers.json are left to the caller, as in vLLM.
     """
-    found = SentenceTransformer()
+    files = SentenceTransformer()
     for path in sorted(folder.glob("sentence_*_config.json")):
         settings = object_if_there(path)
         length = settings.get("max_seq_length")
-        found.max_length = length if isinstance(length, int) and length > 0 else None
-        found.lower_case = settings.get("do_lower_case") is True
+        files.max_length = length if isinstance(length, int) and length > 0 else None
+        files.lower_case = settings.get("do_lower_case") is True
     modules = json_if_there(folder / "modules.json") or []
     if not isinstance(modules, list) or not all(isinstance(one, dict) for one in modules):
         raise LoadError(f"model: {folder}/modules.json is no list of modules", param="model")
     for module in modules:
         kind = str(module.get("type", "")).rpartition(".")[2]
         if kind == "Normalize":
-            found.normalize = True
+            files.normalize = True
         elif kind == "Pooling":
-            found.pooling_type = _pooling_mode(_inside(folder, module))
-        elif kind == "Dense" and not found.normalize:
-            found.projections += (_projection(_inside(folder, module)),)
+            files.pooling_type = _pooling_mode(_inside(folder, module))
+        elif kind == "Dense" and not files.normalize:
+            files.projections += (_projection(_inside(folder, module)),)
         elif kind not in ("Transformer", "CrossEncoder"):
             raise ConfigError(
                 f"model: {folder}/modules.json has a module {kind!r}, which is not supported "
                 "there (there are: Transformer, Pooling, Dense, Normalize, in this order)",
                 param="model",
             )
-    return found
+    return files
 
 
 def _inside(folder: Path, module: Mapping[str, Any]) -> Path:
-    """A module's folder. Raises LoadError when it is not in the checkpoint's."""
+    """Return a module's folder. Raises LoadError if it is not in the checkpoint's."""
     path = str(module.get("path", ""))
     if PurePosixPath(path).is_absolute() or ".." in PurePosixPath(path).parts:
         raise LoadError(f"modules.json names {path!r}, which is not in its own folder")

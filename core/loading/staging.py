@@ -1,4 +1,5 @@
-"""A quantized layer's tensors on their way in: checked, gathered, and processed when complete."""
+"""Collects and validates a quantized layer's tensors, and processes the layer when they are
+complete."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from ..nn.quantized import QuantizedLinear, TensorSpec
 
 
 class Staging:
-    """What has come for one layer."""
+    """The tensors of one layer so far."""
 
     def __init__(self, module: QuantizedLinear) -> None:
         self.module = module
@@ -20,14 +21,14 @@ class Staging:
         self._got: dict[str, dict[str, torch.Tensor]] = {shard: {} for shard in spec.shards}
         self._needed = {
             (shard, leaf)
-            for shard, wanted in self._wanted.items()
-            for leaf, tensor in wanted.items()
+            for shard, specs in self._wanted.items()
+            for leaf, tensor in specs.items()
             if not tensor.optional
         }
         """What must still come: until then nobody asks whether the layer is ready."""
 
     def add(self, name: str, leaf: str, shard: str | None, tensor: torch.Tensor) -> None:
-        """Take one tensor; process the layer when it was the last. Raises LoadError."""
+        """Add one tensor; process the layer after the last one. Raises LoadError."""
         spec = self._wanted.get(shard or "", {}).get(leaf)
         if spec is None:
             raise LoadError(
@@ -41,21 +42,21 @@ class Staging:
 
     @property
     def missing(self) -> Iterable[tuple[str, str]]:
-        """What must still come: shard name, name behind the prefix."""
-        for shard, wanted in self._wanted.items():
-            for leaf in wanted:
+        """The tensors that have not been added: (shard name, name after the prefix)."""
+        for shard, specs in self._wanted.items():
+            for leaf in specs:
                 if (shard, leaf) in self._needed:
                     yield shard, leaf
 
     def finish(self) -> None:
-        """Process a layer whose optional tensors never came."""
+        """Process a layer if optional tensors are missing."""
         if not self.module.processed:
             self._process()
 
     def fill_dummy(self, generator: torch.Generator) -> None:
-        """Random tensors in place of a checkpoint's."""
-        for shard, wanted in self._wanted.items():
-            for leaf, spec in wanted.items():
+        """Fill in random tensors in place of a checkpoint's."""
+        for shard, specs in self._wanted.items():
+            for leaf, spec in specs.items():
                 if not spec.optional or spec.dummy is not None:
                     self._got[shard][leaf] = _random(self.module, leaf, spec, generator)
         self._process()
@@ -81,8 +82,8 @@ def _checked(name: str, tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
         tensor = tensor.reshape(spec.shape)
     allowed = tensor.dtype in spec.dtypes if spec.dtypes else tensor.is_floating_point()
     if not allowed:
-        wanted = " or ".join(str(dtype) for dtype in spec.dtypes) or "a floating-point type"
-        raise LoadError(f"tensor {name!r} holds {tensor.dtype}, the quantized layer wants {wanted}")
+        dtypes = " or ".join(str(dtype) for dtype in spec.dtypes) or "a floating-point type"
+        raise LoadError(f"tensor {name!r} holds {tensor.dtype}, the quantized layer wants {dtypes}")
     return tensor
 
 
@@ -107,5 +108,5 @@ def _random(
     if spec.dummy is not None:
         return torch.full(shape, spec.dummy, dtype=torch.float32, device=device).to(dtype)
     bound = (3.0 / shape[-1]) ** 0.5 if shape else 1.0
-    made = torch.empty(shape, dtype=module.spec.dtype, device=device)
-    return made.uniform_(-bound, bound, generator=generator).to(dtype)
+    tensor = torch.empty(shape, dtype=module.spec.dtype, device=device)
+    return tensor.uniform_(-bound, bound, generator=generator).to(dtype)

@@ -1,4 +1,4 @@
-"""Weight maps: data that says which checkpoint tensors go where.
+"""Weight maps: which checkpoint tensors go into which parameters, as data.
 
     weight_map = WeightMap(
         stacked={
@@ -51,7 +51,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class Together:
-    """A checkpoint tensor that holds a tensor of every expert: [num_experts, ...]."""
+    """A checkpoint tensor that contains a tensor for every expert: [num_experts, ...]."""
 
     parameter: str
     """What stands for its name's last part: a layer of all experts, and a parameter of it."""
@@ -73,7 +73,7 @@ class Together:
 
 @dataclass(frozen=True)
 class RowOrder:
-    """How rows of a checkpoint's tensor are put in the order that they have here.
+    """A permutation from the row order of a checkpoint's tensor to the model's.
 
     What depends on sizes is made with the model: `self.weight_map = replace(type(self).weight_map,
     rows={"q_proj": RowOrder.halves(head_dim)})` (`dataclasses.replace`) in its constructor.
@@ -104,7 +104,7 @@ class RowOrder:
         ))  # fmt: skip
 
     def then(self, other: RowOrder) -> RowOrder:
-        """This one, and `other` of what it made. Raises ValueError unless one length divides the
+        """Return this order followed by `other`. Raises ValueError unless one length divides the
         other."""
         size = max(len(self.order), len(other.order))
         first, second = self._over(size), other._over(size)
@@ -143,7 +143,7 @@ PER_ROW = ("weight", "bias", "weight_scale")
 
 @dataclass(frozen=True)
 class WeightMap:
-    """How checkpoint names become parameters."""
+    """The mapping from checkpoint names to parameters."""
 
     stacked: Mapping[str, Shard] = field(default_factory=dict)
     tied: Mapping[str, str] = field(default_factory=dict)
@@ -163,7 +163,7 @@ class WeightMap:
     """Starts of names (after `prefixes`) that may be left over where the model has no place."""
 
     def renamed(self, name: str) -> str:
-        """A checkpoint name as the model would say it, shards still apart."""
+        """Return a checkpoint name in the model's terms, shards still separate."""
         for old, new in self.prefixes.items():
             if name.startswith(old):
                 name = new + name[len(old) :]
@@ -178,7 +178,7 @@ class WeightMap:
     def pieces(
         self, name: str, tensor: torch.Tensor
     ) -> Iterator[tuple[str, str | None, torch.Tensor]]:
-        """A checkpoint tensor → (parameter name, shard name or None, what goes there).
+        """Split a checkpoint tensor: (parameter name, shard name or None, tensor).
 
         Raises LoadError where it should hold all experts and cannot.
         """
@@ -198,7 +198,7 @@ class WeightMap:
             raise LoadError(f"tensor {name!r} {error.message}") from error
 
     def target(self, name: str) -> tuple[str, str | None]:
-        """Checkpoint name → (parameter name, shard name or None)."""
+        """Return (parameter name, shard name or None) for a checkpoint name."""
         parts = self.renamed(name).split(".")
         shard: list[str] = []
         for index, (part, after) in enumerate(itertools.pairwise(parts)):
@@ -214,7 +214,7 @@ class WeightMap:
         return ".".join(parts), ".".join(shard) or None
 
     def source(self, parameter: str, shard: str | None = None) -> str:
-        """The other way, but for `prefixes` and `parts`: (parameter, shard) → checkpoint name.
+        """Return the checkpoint name of (parameter, shard), without `prefixes` and `parts`.
 
         A layer's name does for a parameter's: what its tensors' names begin with.
         """
@@ -239,7 +239,7 @@ class WeightMap:
 
 
 class ParameterFiller:
-    """Copies named tensors into a model's parameters, and knows what is still missing."""
+    """Copies named tensors into a model's parameters, and tracks which are missing."""
 
     def __init__(self, model: nn.Module, weight_map: WeightMap) -> None:
         self.model = model
@@ -268,7 +268,7 @@ class ParameterFiller:
                 self.missing.add((name, None))
 
     def fill(self, name: str, tensor: torch.Tensor) -> None:
-        """Copy one checkpoint tensor. Raises LoadError when it has no place or another shape."""
+        """Copy one checkpoint tensor. Raises LoadError if it has no parameter or another shape."""
         if name.endswith(IGNORED_SUFFIXES):
             return
         for parameter_name, shard, part in self.weight_map.pieces(name, tensor):
@@ -304,7 +304,7 @@ class ParameterFiller:
         self.missing.discard((parameter_name, shard))
 
     def _scale_cache(self, target: str, tensor: torch.Tensor) -> bool:
-        """Give an attention layer the scale of its cache; False: there is no such layer here.
+        """Set the scale of an attention layer's cache; False if there is no such layer.
 
         Raises LoadError where it is no positive number.
         """
@@ -325,7 +325,7 @@ class ParameterFiller:
         return True
 
     def _stage(self, name: str, target: str, shard: str | None, tensor: torch.Tensor) -> bool:
-        """Hand a tensor to the quantized layer that it belongs to; False: it is none's."""
+        """Pass a tensor to the quantized layer that it belongs to; False if there is none."""
         prefix, _, leaf = target.rpartition(".")
         if leaf == "bias":
             layer = self.quantized.get(prefix)
@@ -340,14 +340,14 @@ class ParameterFiller:
         return False
 
     def wanted(self) -> list[str]:
-        """What must still come, as the checkpoint would call it."""
+        """Return the names, in the checkpoint's terms, of tensors that are missing."""
         missing = sorted(self.missing, key=str)
         for prefix, layer in self.quantized.items():
             missing += [(f"{prefix}.{leaf}", shard or None) for shard, leaf in layer.missing]
         return list(dict.fromkeys(self.weight_map.source(*one) for one in missing))
 
     def finish(self) -> None:
-        """Raises LoadError naming what the checkpoint did not have."""
+        """Raise LoadError with the names of tensors that the checkpoint does not have."""
         missing = self.wanted()
         if missing:
             raise LoadError(f"missing tensors: {listed(missing)}")

@@ -24,8 +24,9 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 def activation_named(
     name: str, *, field: str = "hidden_act"
 ) -> Callable[[torch.Tensor], torch.Tensor]:
-    """`field`: what the configuration calls it. Raises ConfigError for one that is not in
-    ACTIVATIONS."""
+    """Return the activation of this name. `field`: the configuration's field that has the name.
+
+    Raises ConfigError for a name that is not in ACTIVATIONS."""
     if name not in ACTIVATIONS:
         raise ConfigError(
             f"{field}: {name!r} is not supported (there are: {', '.join(ACTIVATIONS)})",

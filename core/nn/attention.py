@@ -1,11 +1,12 @@
-"""One layer's attention: it knows its shape and holds its cache; the backend does the work."""
+"""One layer's attention: its shape and its cache; the attention backend computes it."""
 
 from __future__ import annotations
 
 import torch
 from torch import nn
 
-from ..protocols import AttentionSpec
+from ..cache.groups import CachePart, TokenCache
+from ..protocols.attention import AttentionSpec
 from .context import BuildContext, ForwardContext
 from .norm import RMSNorm
 from .operations import HeadLayout
@@ -16,9 +17,11 @@ class Attention(nn.Module):
     """Causal attention over the paged cache that the worker binds to `kv_cache`."""
 
     kv_cache: torch.Tensor | None
+    group: int
+    """Number of the cache group whose block table the layer reads; set by the worker."""
     cache_scales: tuple[float, float]
-    """Of keys and of values, as the checkpoint says. With an fp8 cache they are in `spec`, or
-    calculated ones are."""
+    """The checkpoint's scales of keys and values. With an fp8 cache, `spec` has these or calculated
+    ones."""
 
     def __init__(self, spec: AttentionSpec, build: BuildContext) -> None:
         super().__init__()
@@ -26,7 +29,15 @@ class Attention(nn.Module):
         self.layout = HeadLayout(spec.num_heads, spec.num_kv_heads, spec.head_dim)
         self.operations = build.operations
         self.kv_cache = None
+        self.group = 0
         self.cache_scales = (1.0, 1.0)
+
+    def cache_spec(self, dtype: torch.dtype) -> TokenCache:
+        """Return the layer's cache contents, for a cache of this type."""
+        spec = self.spec
+        shape, name = (spec.num_kv_heads, spec.head_dim), str(dtype).removeprefix("torch.")
+        parts = (CachePart("key", shape, name), CachePart("value", shape, name))
+        return TokenCache(parts, spec.sliding_window)
 
     def forward(
         self,
@@ -41,18 +52,19 @@ class Attention(nn.Module):
         """qkv: [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim], may be overwritten
         → [num_tokens, num_heads * head_dim]
 
-        Queries and keys are normed over each head, then rotated, where these are given.
-        sinks: [num_heads], where the spec has them.
+        Queries and keys are normed over each head, then rotated, if norms and rotation are given.
+        sinks: [num_heads], if the spec has them.
         """
         assert self.kv_cache is not None, "the worker binds the cache before the first step"
         backend = context.backend
+        layout, metadata = context.of_group(self.group)
         assert backend is not None, "a model with a cache runs with a backend"
         cos_sin = rotary.cos_sin if rotary else None
         norms = (query_norm.norm if query_norm else None, key_norm.norm if key_norm else None)
         out: torch.Tensor | None = None
         if sinks is None:
             out = backend.forward_projection(
-                self.spec, qkv, cos_sin, *norms, self.kv_cache, context.metadata
+                self.spec, qkv, cos_sin, *norms, self.kv_cache, metadata
             )
         if out is None:
             cut = (qkv, self.layout, context.positions, cos_sin, *norms)
@@ -60,11 +72,11 @@ class Attention(nn.Module):
                 heads = self.operations.cached_heads(
                     *cut,
                     self.kv_cache,
-                    context.layout.slot_mapping,
+                    layout.slot_mapping,
                     (self.spec.key_scale, self.spec.value_scale),
                 )
             else:
                 heads = self.operations.heads(*cut)
             more = {} if sinks is None else {"sinks": sinks}
-            out = backend.forward(self.spec, *heads, self.kv_cache, context.metadata, **more)
+            out = backend.forward(self.spec, *heads, self.kv_cache, metadata, **more)
         return out.reshape(out.shape[0], -1)

@@ -1,50 +1,51 @@
-"""What building blocks are given: how to build a model, and what a forward pass works on."""
+"""Contexts that are passed to building blocks: for building a model, and for a forward pass."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from ..protocols import AttentionBackend
+from ..protocols.attention import AttentionBackend
 from .operations import Operations
 
 
 @dataclass(frozen=True)
 class BuildContext:
-    """How parameters are created."""
+    """How to create parameters."""
 
     device: torch.device
     dtype: torch.dtype
     operations: Operations
     defer_weights: bool = False
-    """Make no memory for weights yet: a quantization method may take the layer over."""
+    """Allocate no memory for weights yet: a quantization method may replace the layer."""
 
     def empty(self, *shape: int) -> torch.Tensor:
-        """An uninitialised parameter."""
+        """Return an uninitialised parameter."""
         return torch.empty(shape, device=self.device, dtype=self.dtype)
 
     def weight(self, *shape: int) -> torch.Tensor:
-        """An uninitialised matrix, for blocks that a quantization method can replace."""
+        """Return an uninitialised matrix, for blocks that a quantization method can replace."""
         device = torch.device("meta") if self.defer_weights else self.device
         return torch.empty(shape, device=device, dtype=self.dtype)
 
 
 @dataclass(frozen=True)
 class MixedRows:
-    """Where a recorded step's rows begin to be more than decode rows: known on the device alone.
+    """The first row of a recorded step that is not a decode row, known only on the device.
 
     Decode rows (one token each) come first, so row r is one if query_start[r + 1] is r + 1.
     """
 
     bounds: torch.Tensor
-    """[2] int32: the first row that is no decode row, and the number of rows from it on."""
+    """[2] int32: the first row that is not a decode row, and the number of rows from it on."""
     max_decode_rows: int
-    """At most so many rows are decode rows; 0: none is."""
+    """Most decode rows; 0: there are none."""
     max_prompt_rows: int
-    """At most so many rows are not, padding included."""
+    """Most rows that are not decode rows, padding included."""
 
 
 @dataclass(frozen=True)
@@ -67,17 +68,72 @@ class BatchLayout:
     slot_mapping: torch.Tensor
     """[T] int64: block * block_size + offset, where each token's KV goes."""
     query_start_cpu: np.ndarray
-    """With `mixed`: of rows of no tokens."""
+    """As `query_start`. With `mixed`: as if no row had tokens."""
     seq_lens_cpu: np.ndarray
-    """With `mixed`, and in recorded decode steps: upper bounds."""
+    """As `seq_lens`. With `mixed`, and in recorded decode steps: upper bounds."""
     mixed: MixedRows | None = None
-    """Of a recorded step that may hold prompts: lengths and starts are in device memory alone. Only
-    backends that are `mixed_graph_safe` get it. Rows of no tokens come last."""
+    """Set for a recorded step that may hold prompts: lengths and starts are only in device memory.
+    Only backends that are `mixed_graph_safe` get it. Rows without tokens come last."""
+    group: int = 0
+    """Number of the cache group whose block table this is."""
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        query_start: torch.Tensor,
+        seq_lens: torch.Tensor,
+        block_table: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        query_start_cpu: np.ndarray,
+        seq_lens_cpu: np.ndarray,
+        max_query_len: int | None = None,
+        block_size: int | None = None,
+        group: int = 0,
+        mixed: MixedRows | None = None,
+    ) -> BatchLayout:
+        """Create a layout from the tensors and their twins. The only place that does.
+
+        max_query_len: given if the host does not know the rows' starts. block_size: truncate the
+        block table to the columns that rows of these lengths have; None: do not truncate it.
+        """
+        max_seq_len = int(seq_lens_cpu.max())
+        if max_query_len is None:
+            max_query_len = int(np.diff(query_start_cpu).max())
+        if block_size is not None:
+            block_table = block_table[:, : -(-max_seq_len // block_size)]
+        return cls(
+            num_rows=len(seq_lens_cpu),
+            num_tokens=slot_mapping.shape[0],
+            max_query_len=max_query_len,
+            max_seq_len=max_seq_len,
+            query_start=query_start,
+            seq_lens=seq_lens,
+            block_table=block_table,
+            slot_mapping=slot_mapping,
+            query_start_cpu=query_start_cpu,
+            seq_lens_cpu=seq_lens_cpu,
+            mixed=mixed,
+            group=group,
+        )
+
+    @property
+    def places(self) -> tuple[torch.Tensor, ...]:
+        """Return the tensors that kernels use as memory locations or as lengths."""
+        return self.seq_lens, self.block_table, self.slot_mapping
 
     @property
     def decode_only(self) -> bool:
-        """Every row computes one token."""
+        """Whether every row computes one token."""
         return self.max_query_len == 1
+
+
+class GroupContext(NamedTuple):
+    """Data that the layers of one cache group share in a step."""
+
+    layout: BatchLayout
+    metadata: Any
+    """The attention backend's metadata, made from the layout."""
 
 
 @dataclass(frozen=True)
@@ -87,9 +143,43 @@ class ForwardContext:
     backend: AttentionBackend | None
     """None in an encoder, which has no cache to attend to."""
     metadata: Any
-    """What the backend made of the layout."""
+    """The attention backend's metadata, made from the layout."""
     layout: BatchLayout
+    """Layout of the first cache group; its rows are those of all groups."""
     positions: torch.Tensor
     """[num_tokens] int64"""
     token_type_ids: torch.Tensor | None = None
     """[num_tokens] int64, for encoders of two texts; None: all 0."""
+    precompiling: bool = False
+    """Kernels are only compiled: a layer with an earlier one's launches may be skipped."""
+    more_groups: tuple[GroupContext, ...] = ()
+    """Contexts of the cache groups after the first."""
+
+    @classmethod
+    def of(
+        cls,
+        backend: AttentionBackend | None,
+        layouts: Sequence[BatchLayout],
+        positions: torch.Tensor,
+        token_type_ids: torch.Tensor | None = None,
+        *,
+        precompiling: bool = False,
+    ) -> ForwardContext:
+        """Create the context of a step, from one layout per cache group."""
+        first, *more = (
+            GroupContext(layout, None if backend is None else backend.build_metadata(layout))
+            for layout in layouts
+        )
+        return cls(
+            backend,
+            first.metadata,
+            first.layout,
+            positions,
+            token_type_ids,
+            precompiling=precompiling,
+            more_groups=tuple(more),
+        )
+
+    def of_group(self, number: int) -> GroupContext:
+        """Return the data that the layers of a cache group read."""
+        return self.more_groups[number - 1] if number else GroupContext(self.layout, self.metadata)

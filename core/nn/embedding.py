@@ -23,6 +23,6 @@ class Embedding(nn.Module):
         return F.embedding(token_ids, self.weight)
 
     def logits(self, hidden: torch.Tensor, *, norm: nn.Module | None = None) -> torch.Tensor:
-        """As a head, tied or not: [num_rows, hidden_size] → [num_rows, vocab_size]"""
+        """Compute logits, tied or not: [num_rows, hidden_size] → [num_rows, vocab_size]"""
         hidden, fused = before_product(hidden, norm)
         return self.operations.linear(hidden, self.weight, norm=fused)

@@ -1,4 +1,4 @@
-"""What encoders are made of: attention in both directions, without a cache."""
+"""Building blocks of encoders: attention in both directions, without a cache."""
 
 from __future__ import annotations
 

@@ -15,12 +15,12 @@ from .operations import ClampedSwiGLU, ExpertWeight, Operations
 from .quantized import QuantizedLinear
 
 MOST_EXPERTS = 1 << 14
-"""No layer of a published model has a tenth of that."""
+"""Sanity bound: layers of published models have less than a tenth of it."""
 
 
 class Router(nn.Module):
-    """weight: [num_experts, hidden_size], bias: [num_experts]. No quantization method takes it: it
-    is small, and a rounded one chooses other experts."""
+    """weight: [num_experts, hidden_size], bias: [num_experts]. Never quantized: it is small, and
+    rounding would change the choice of experts."""
 
     def __init__(
         self, num_experts: int, hidden_size: int, build: BuildContext, *, bias: bool = False
@@ -31,11 +31,11 @@ class Router(nn.Module):
 
 
 class ExpertLinear(MergedLinear):
-    """One linear layer of every expert, as one weight: [num_experts * out_features, in_features].
+    """One linear layer of all experts, as one weight: [num_experts * out_features, in_features].
 
-    Its shards are the experts' own, in order: "3" is the fourth expert's, and where several layers
-    are merged "3.gate" is a part of it. To a quantization method it is a merged layer like others,
-    of the role "experts".
+    It has one shard per expert, in order: "3" is the fourth expert's; if several layers are merged,
+    one per expert and layer, such as "3.gate". To a quantization method it is a merged layer with
+    the role "experts".
     """
 
     weight: nn.Parameter
@@ -58,7 +58,7 @@ class ExpertLinear(MergedLinear):
 
     @property
     def bank(self) -> ExpertWeight:
-        """What the operations multiply by."""
+        """Return the weight that the operations multiply by."""
         return self.weight
 
 
@@ -92,7 +92,7 @@ class Experts(nn.Module):
 
 
 class SparseMLP(nn.Module):
-    """hidden + the sum of the chosen experts' answers, each by its router's weight."""
+    """hidden + the sum of the chosen experts' outputs, each times its router's weight."""
 
     def __init__(
         self,
@@ -145,7 +145,7 @@ class SparseMLP(nn.Module):
 
 
 def _refuse_older(operations: Operations, wanted: list[str]) -> None:
-    """Raises ConfigError where `experts` was overridden before it took what this layer needs."""
+    """Raise ConfigError if an override of `experts` lacks arguments that this layer needs."""
     taken = inspect.signature(operations.experts).parameters
     if any(one.kind is inspect.Parameter.VAR_KEYWORD for one in taken.values()):
         return

@@ -1,8 +1,8 @@
 """Linear layers: plain, and merged (several checkpoint tensors in one).
 
 A layer takes the norm before it and the residual after it as arguments, so that an implementation
-may do all three in one pass over the weight. A quantization method puts a `QuantizedLinear`
-(`quantized.py`) in such a layer's place.
+may compute all three in one pass over the weight. A quantization method replaces such a layer by a
+`QuantizedLinear` (`quantized.py`).
 """
 
 from __future__ import annotations

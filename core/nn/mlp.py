@@ -25,8 +25,8 @@ class GatedMLP(nn.Module):
         whole: bool = False,
         field: str = "hidden_act",
     ) -> None:
-        """`whole`: the checkpoint has gate and up as one tensor; `field`: what the configuration
-        calls the activation."""
+        """`whole`: the checkpoint has gate and up as one tensor; `field`: the configuration's field
+        that names the activation."""
         super().__init__()
         self.operations = build.operations
         self.gelu = activation == "gelu_pytorch_tanh"
@@ -54,7 +54,7 @@ class GatedMLP(nn.Module):
 
 
 class PlainMLP(nn.Module):
-    """down(activation(up(x))): no gate. Of encoders, and of decoders as GPT-NeoX and Phi."""
+    """down(activation(up(x))), without a gate: encoders, and decoders such as GPT-NeoX and Phi."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class PlainMLP(nn.Module):
         bias: bool = True,
         field: str = "hidden_act",
     ) -> None:
-        """`field`: what the configuration calls the activation."""
+        """`field`: the configuration's field that names the activation."""
         super().__init__()
         self.activation = activation_named(activation, field=field)
         self.up_proj = Linear(hidden_size, intermediate_size, build, bias=bias)

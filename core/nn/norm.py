@@ -1,7 +1,7 @@
-"""Norms as layers of their own, and on the way into a product.
+"""Norms as separate layers, and fused with the product after them.
 
-Products take any norm as `norm=`: an RMSNorm goes to the operation, which may apply it in the same
-pass; every other one is applied before (`before_product`).
+Products take any norm as `norm=`: an RMSNorm is passed to the operation, which may apply it in the
+same pass; every other norm is applied before it (`before_product`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class RMSNorm(nn.Module):
 
     @property
     def norm(self) -> Norm:
-        """For operations that apply it themselves."""
+        """Return the parameters, for operations that apply the norm themselves."""
         return Norm(self.weight, self.eps)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -38,9 +38,9 @@ class RMSNorm(nn.Module):
 
 
 class OffsetRMSNorm(RMSNorm):
-    """x / rms(x) * (1 + weight): checkpoints store how far from one the factors are.
+    """x / rms(x) * (1 + weight): checkpoints store the factors minus one.
 
-    All of it in float32, and rounded once: one plus a small number has no room in 16 bits.
+    Computed in float32, and rounded once: 16 bits cannot represent one plus a small number.
     """
 
     def __init__(self, size: int, eps: float, build: BuildContext) -> None:
@@ -50,17 +50,17 @@ class OffsetRMSNorm(RMSNorm):
         self.register_buffer("factor", factor, persistent=False)
 
     def after_loading(self) -> None:
-        """The weight is there."""
+        """Compute the factors once the weight is loaded."""
         self.factor.copy_(self.weight.detach()).add_(1.0)
 
     @property
     def norm(self) -> Norm:
-        """With the factors as weight, float32 whatever the model's type."""
+        """Return the parameters with the factors as weight, always float32."""
         return Norm(self.factor, self.eps)
 
 
 class LayerNorm(nn.Module):
-    """(x - mean) / deviation * weight, and + bias where there is one, over the last dimension."""
+    """(x - mean) / deviation * weight, + bias if there is one, over the last dimension."""
 
     def __init__(self, size: int, eps: float, build: BuildContext, *, bias: bool = True) -> None:
         super().__init__()
@@ -79,14 +79,14 @@ class LayerNorm(nn.Module):
 
 
 class BiaslessLayerNorm(LayerNorm):
-    """(x - mean) / deviation * weight: for families whose checkpoints have no biases of norms."""
+    """(x - mean) / deviation * weight: for families whose norms have no biases."""
 
     def __init__(self, size: int, eps: float, build: BuildContext) -> None:
         super().__init__(size, eps, build, bias=False)
 
 
 def before_product(x: torch.Tensor, norm: nn.Module | None) -> tuple[torch.Tensor, Norm | None]:
-    """What a product is given: its input, and the norm that the operation is to apply to it.
+    """Return a product's input, and the norm that the operation has to apply to it.
 
     x: [num_tokens, size] → the same shape
     """
@@ -102,9 +102,9 @@ LAYER_EPS = ("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps")
 
 
 def norm_eps(hf_config: object, norm: type[nn.Module]) -> float:
-    """The configuration's eps for norms of this class, by the names that families use.
+    """Return the configuration's eps for norms of this class, by the names that families use.
 
-    Raises ConfigError where it has none.
+    Raises ConfigError if it has none.
     """
     names = LAYER_EPS if issubclass(norm, LayerNorm) else RMS_EPS
     for name in names:

@@ -18,7 +18,7 @@ from .ragged import RaggedRows
 
 
 class Norm(NamedTuple):
-    """An RMSNorm's parameters, for operations that apply it on the way."""
+    """An RMSNorm's parameters, for operations that apply it to their input."""
 
     weight: torch.Tensor
     """[size], of x's type or float32"""
@@ -26,7 +26,7 @@ class Norm(NamedTuple):
 
 
 class HeadLayout(NamedTuple):
-    """How a projection's last dimension is cut: queries, then keys, then values."""
+    """Split of a projection's last dimension: queries, then keys, then values."""
 
     num_heads: int
     num_kv_heads: int
@@ -34,16 +34,16 @@ class HeadLayout(NamedTuple):
 
 
 class Routing(NamedTuple):
-    """Which experts each token goes to."""
+    """The experts of each token."""
 
     weights: torch.Tensor
-    """[T, top_k] float32: what each one's answer counts."""
+    """[T, top_k] float32: the weight of each expert's output."""
     experts: torch.Tensor
-    """[T, top_k] int32, all different in a row, the weightiest first"""
+    """[T, top_k] int32, all different in a row, by descending weight"""
 
 
 class ClampedSwiGLU(NamedTuple):
-    """(min(max(up, -limit), limit) + 1) * gate * sigmoid(alpha * gate), gate cut off above limit.
+    """(min(max(up, -limit), limit) + 1) * gate * sigmoid(alpha * gate), with gate at most limit.
 
     Source: GPT-OSS's model card (arXiv 2508.10925) and published code.
     """
@@ -59,7 +59,7 @@ class ClampedSwiGLU(NamedTuple):
 
 
 class DenseRows(NamedTuple):
-    """A weight that its layer alone can read."""
+    """A weight that only its layer can read."""
 
     out_features: int
     rows: Callable[[torch.Tensor], torch.Tensor]
@@ -103,7 +103,7 @@ class StepTensors(NamedTuple):
     lengths: torch.Tensor
     """[R] int64: tokens in the cache once the step has written its own"""
     last_tokens: torch.Tensor
-    """[R] int64: index into T; 0 for a row of no tokens at the front"""
+    """[R] int64: index into T; 0 for a row without tokens at the front"""
     seq_lens: torch.Tensor
     """[R] int32: the same as lengths"""
     block_table: torch.Tensor
@@ -111,10 +111,10 @@ class StepTensors(NamedTuple):
 
 
 class SlotTables(NamedTuple):
-    """What sampling reads of each slot, on the device, at addresses that stay."""
+    """The slots' tables that sampling reads, on the device, at constant addresses."""
 
     settings: torch.Tensor
-    """[slots, columns] int32 (`core.worker.sampling_columns`)"""
+    """[slots, columns] int32 (core/worker/sampling/sampling_columns.py)"""
     counts: torch.Tensor
     """[slots, vocab_size] int16: times a token was generated; the sign bit: the prompt has it.
     Kept for slots with `Flag.PENALTIES`."""
@@ -126,7 +126,7 @@ class SlotTables(NamedTuple):
 
 
 class SampleOutputs(NamedTuple):
-    """Where a step's tokens go. As many rows or more."""
+    """Destination of a step's sampled tokens; may have more rows than the step."""
 
     chosen: torch.Tensor
     """[rows] int32; -1: no token can be chosen"""
@@ -140,31 +140,31 @@ class SampleOutputs(NamedTuple):
     """[rows] int32, of the chosen token: 1 + the number of more likely ones"""
 
     def first(self, num_rows: int) -> SampleOutputs:
-        """Views of so many rows."""
+        """Return views of the first `num_rows` rows."""
         return SampleOutputs(*(part[:num_rows] for part in self))
 
 
 class GrammarBits(NamedTuple):
-    """What some rows of a step may get."""
+    """The allowed tokens of a step's constrained rows."""
 
     bits: torch.Tensor
     """[count, ceil(vocab_size / 32)] int32, as `SlotTables.allowed`"""
     places: torch.Tensor
-    """[R] int64: each row's among them, -1: none"""
+    """[R] int64: index of each row's bits; -1: not constrained"""
 
 
-class Rehearsal(Protocol):
-    """A time in which kernels are compiled and not launched."""
+class Precompiler(Protocol):
+    """A period in which kernels are compiled and not launched."""
 
     def compiles(self) -> bool:
-        """Whether anything has to be compiled of what was asked for so far."""
+        """Whether any kernel requested so far has to be compiled."""
 
 
 class Operations:
     """T = num_tokens. Weights are [out_features, in_features].
 
-    Results are of the input's type. An argument is overwritten only where that is said, and a row
-    of a result does not depend on the rows beside it. Whether yours are right:
+    Results are of the input's type. An argument is overwritten only if its method says so, and a
+    row of a result does not depend on the other rows. Conformance tests for subclasses:
     `jackfield.plugins.conformance.operations`.
     """
 
@@ -172,25 +172,26 @@ class Operations:
 
     @classmethod
     def supports(cls, device: torch.device, dtype: torch.dtype) -> str | None:
-        """None when they run here, else the reason, in one clause."""
+        """Return None if the operations run on this device, else the reason, in one clause."""
         return None
 
     @classmethod
-    def get_ready(cls, device: torch.device) -> None:
-        """Do what takes long and needs no model: called at a start, on some thread, before others
-        use the device. What fails here is tried again when it is needed."""
+    def initialize_device(cls, device: torch.device) -> None:
+        """Do slow initialisation that needs no model: called at start, on any thread, before others
+        use the device. A step that fails here is repeated when it is needed."""
 
-    def rehearse(self, device: torch.device) -> AbstractContextManager[Rehearsal] | None:
-        """A context in which this thread's kernel launches only ask for their compilation, and
-        whose end waits for all of them; None: nothing is compiled here.
+    def precompile(self, device: torch.device) -> AbstractContextManager[Precompiler] | None:
+        """Return a context in which this thread's kernel launches only request compilation, and
+        whose exit waits for all compilations; None: these operations compile nothing.
 
-        What kernels would have written is then whatever the memory held: numbers of any kind, in
-        tensors of the right shape. Kernels of others may run as ever, on such numbers.
+        Tensors that kernels would have written have the right shape and undefined contents. Other
+        kernels (torch's) run as usual, on such contents.
         """
         return None
 
     def num_loaded(self) -> int:
-        """Kernels compiled or loaded in this process so far: a step that raises it was held up."""
+        """Return the number of kernels compiled or loaded in this process so far; a step that
+        increases it was delayed by that."""
         return 0
 
     def rms_norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
@@ -217,7 +218,7 @@ class Operations:
         rows: RaggedRows,
         scale: float,
     ) -> torch.Tensor:
-        """Each token sees all tokens of its row, before and behind it; nothing is cached.
+        """Attention in which each token sees all tokens of its row; nothing is cached.
 
         query, key, value: [T, num_heads, head_dim] → the same shape.
         """
@@ -242,7 +243,7 @@ class Operations:
     ) -> torch.Tensor:
         """residual + norm(x) Wᵀ + bias: [T, in_features] → [T, out_features].
 
-        `residual` may be overwritten: go on with what is returned.
+        `residual` may be overwritten: use the returned tensor.
         """
         if norm is not None:
             x = self.rms_norm(x, norm)
@@ -280,7 +281,7 @@ class Operations:
         residual: torch.Tensor | None = None,
         gated: bool = False,
     ) -> torch.Tensor:
-        """`linear`, or with `gated` `gated_linear`, by a quantized weight.
+        """`linear`, or with `gated` `gated_linear`, with a quantized weight.
 
         The reference dequantises the weight each time, and never rounds inputs.
         """
@@ -291,10 +292,10 @@ class Operations:
         return self.linear(x, dense, bias, norm=norm, residual=residual)
 
     def route(self, logits: torch.Tensor, top_k: int, *, renormalize: bool) -> Routing:
-        """The `top_k` experts of largest probability, by a softmax over all of them.
+        """Choose the `top_k` experts of largest probability, by a softmax over all experts.
 
-        logits: [T, num_experts]. Equal ones: that of the lower number. `renormalize`: the weights
-        of a token sum to 1.
+        logits: [T, num_experts]; of equal ones, the lower number is chosen. `renormalize`: the
+        weights of a token sum to 1.
         """
         probabilities = logits.float().softmax(dim=-1)
         order = probabilities.sort(dim=-1, descending=True, stable=True)
@@ -319,12 +320,14 @@ class Operations:
 
         x, residual: [T, hidden_size]; gate_up: E experts' [2 * inner, hidden_size], gate first;
         down: E experts' [hidden_size, inner] → [T, hidden_size]. `residual` may be overwritten.
-        Biases: [E * 2 * inner] and [E * hidden_size], added to what each expert's layers make;
-        `activation`: in place of silu(gate) * up. These three are given only by models that have
-        them: an override without them serves all others, and is refused for those when it is built.
+        Biases: [E * 2 * inner] and [E * hidden_size], added to the products of each expert's
+        layers; `activation`: in place of silu(gate) * up. Only models that have these three pass
+        them: an override without them serves all other models, and is refused when such a model is
+        built.
 
-        The reference computes an expert at a time. On a device that need not wait for the host it
-        gives each all tokens: then nothing depends on what was chosen, and a graph can hold it.
+        The reference computes one expert at a time. On a device that runs asynchronously to the
+        host, each expert computes all tokens: the launches then do not depend on the routing, and a
+        graph can contain them.
         """
         num_experts = _num_rows(down) // x.shape[1]
         rows_up, rows_down = _num_rows(gate_up) // num_experts, x.shape[1]
@@ -360,7 +363,7 @@ class Operations:
         query_norm: Norm | None,
         key_norm: Norm | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Cut a projection into heads, norm and rotate them.
+        """Split a projection into heads, norm and rotate them.
 
         qkv: [T, (num_heads + 2 * num_kv_heads) * head_dim], may be overwritten; positions: [T];
         cos_sin: [max_positions, rotary_dim] float32, cosines then sines, None without rotation.
@@ -388,17 +391,17 @@ class Operations:
         slot_mapping: torch.Tensor,
         cache_scales: tuple[float, float] = (1.0, 1.0),
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """As `heads`, with keys and values written to the cache, too.
+        """Do as `heads`, and write keys and values to the cache.
 
         kv_cache: [2, num_blocks, block_size, num_kv_heads, head_dim]; slot_mapping: [T] int64. An
-        fp8 cache gets keys and values divided by `cache_scales`, and cut off at the type's largest.
+        fp8 cache gets keys and values divided by `cache_scales`, and clamped to the type's range.
         """
         query, key, value = self.heads(qkv, layout, positions, cos_sin, query_norm, key_norm)
         for cache, part, scale in zip(kv_cache, (key, value), cache_scales, strict=True):
             if cache.dtype.itemsize == 1:
                 largest = torch.finfo(cache.dtype).max
                 part = (part.float() / scale).clamp_(-largest, largest).to(cache.dtype)
-                # Bytes: torch has no copy by index for fp8.
+                # As bytes: torch has no indexed copy for fp8.
                 cache, part = cache.view(torch.uint8), part.view(torch.uint8)
             cache.flatten(0, 1).index_copy_(0, slot_mapping, part.to(cache.dtype))
         return query, key, value
@@ -410,7 +413,7 @@ class Operations:
         block_table: torch.Tensor,
         block_size: int,
     ) -> DecodeTensors:
-        """What a decode step of R rows needs; new blocks are put into `block_table`.
+        """Compute the inputs of a decode step of R rows, and write new blocks to `block_table`.
 
         packed: [4, R] int32: each row's slot, its position, and the column and id of a block that
         its slot gets (the table's last column for none); token_history: [slots, positions] int32;
@@ -440,12 +443,13 @@ class Operations:
         block_table: torch.Tensor,
         block_size: int,
     ) -> StepTensors:
-        """What a step of R ragged rows needs.
+        """Compute the inputs of a step of R ragged rows.
 
         query_start: [R + 1] int32, row r's tokens are query_start[r] .. query_start[r + 1], and
         rows without tokens come last; slots, first_positions: [R] int32, each row's slot and the
-        position of its first token; sample_slots: [R] int32, handed on; num_tokens: T, the last of
-        query_start; token_history: [slots, positions] int32; block_table: [slots, columns] int32.
+        position of its first token; sample_slots: [R] int32, returned as int64; num_tokens: T, the
+        last of query_start; token_history: [slots, positions] int32; block_table: [slots, columns]
+        int32.
         """
         tokens = torch.arange(num_tokens, dtype=torch.int32, device=slots.device)
         rows = torch.searchsorted(query_start[1:].contiguous(), tokens, right=True)
@@ -465,17 +469,37 @@ class Operations:
             block_table=block_table[slots.long()],
         )
 
-    def scatter(self, storage: torch.Tensor, writes: torch.Tensor, count: torch.Tensor) -> None:
-        """storage[writes[i, 0]] = writes[i, 1] for i < count; the last of `storage` may change.
+    def slot_mappings(
+        self,
+        block_table: torch.Tensor,
+        columns: int,
+        query_start: torch.Tensor,
+        positions: torch.Tensor,
+        block_size: int,
+    ) -> torch.Tensor:
+        """Compute the slot mappings of a step's tokens in the tables after the first of G per row.
 
-        All int32: storage [any], writes [most, 2], contiguous, count [1]. Places differ.
+        block_table: [R, G * columns] int32, contiguous, a row's tables one after another;
+        query_start: [R + 1] int32, rows without tokens last; positions: [T] int64, of each token in
+        its row → [G - 1, T] int64: block * block_size + offset
+        """
+        tokens = torch.arange(positions.shape[0], dtype=torch.int32, device=positions.device)
+        rows = torch.searchsorted(query_start[1:].contiguous(), tokens, right=True)
+        tables = block_table.view(block_table.shape[0], -1, columns)[:, 1:].transpose(0, 1)
+        blocks = tables[:, rows, positions // block_size].long()
+        return blocks * block_size + positions % block_size
+
+    def scatter(self, storage: torch.Tensor, writes: torch.Tensor, count: torch.Tensor) -> None:
+        """Set storage[writes[i, 0]] = writes[i, 1] for i < count; `storage`'s last may change.
+
+        All int32: storage [any], writes [most, 2], contiguous, count [1]. Indices are different.
         """
         index = torch.arange(writes.shape[0], device=writes.device)
         places = torch.where(index < count, writes[:, 0].long(), storage.shape[0] - 1)
         storage.index_copy_(0, places, writes[:, 1])
 
     samples: ClassVar[bool] = False
-    """Whether `sample` and `edit_logits` do anything; otherwise sampling is left to torch."""
+    """Whether `sample` and `edit_logits` are implemented; otherwise torch samples."""
 
     def sample(
         self,
@@ -489,12 +513,13 @@ class Operations:
         grammar: GrammarBits | None = None,
         skip: int = 0,
     ) -> None:
-        """Choose a token for each row, as `core.worker.sampler.Sampler` says, with its history and
-        the slot's books. The same launches whatever the rows are, so that a graph can hold them.
+        """Choose a token for each row, as `Sampler` (core/worker/sampling/sampler.py) specifies,
+        and update its history and the slot's tables. The launches are the same for any rows, so
+        that a graph can contain them.
 
-        logits: [R, vocab_size], left as they are; slots, lengths: [R] int64; plain: no row asks for
-        more than a temperature; skip: flags (`core.worker.sampling_columns.Flag`) that no row has
-        this time. Rows with `Flag.FORCED`: the token `lengths` is scored.
+        logits: [R, vocab_size], not changed; slots, lengths: [R] int64; plain: no row needs more
+        than a temperature; skip: flags (`Flag` in sampling_columns.py, same folder) that no row has
+        in this step. Rows with `Flag.FORCED`: the token `lengths` is scored.
         """
         raise NotImplementedError(f"operations {self.name!r} have no sampling (`samples`)")
 
@@ -509,17 +534,17 @@ class Operations:
         scale: bool,
         grammar: GrammarBits | None = None,
     ) -> None:
-        """The part of `sample` in front of a plugged-in processor.
+        """Apply the part of `sample` that precedes a plugin's logits processor.
 
-        logits, out: [R, vocab_size], out float32, may be the same; edits: flags of what is done;
-        scale: divide by the temperature, behind them.
+        logits, out: [R, vocab_size], out float32, may be the same; edits: flags of the edits to
+        apply; scale: divide by the temperature, after them.
         """
         raise NotImplementedError(f"operations {self.name!r} have no sampling (`samples`)")
 
     def mask_tokens(
         self, logits: torch.Tensor, bits: torch.Tensor, rows: torch.Tensor | None
     ) -> None:
-        """-inf, in place, where a token's bit is off.
+        """Set logits to -inf, in place, where a token's bit is off.
 
         logits: [R, vocab_size], any float dtype; bits: [count, ceil(vocab_size / 32)] int32, token
         i at bit i % 32 of word i // 32; rows: [count] int64, all different; None: row by row.
@@ -538,7 +563,7 @@ def _num_rows(weight: ExpertWeight) -> int:
 
 
 def _dense_rows(weight: ExpertWeight, start: int, count: int, x: torch.Tensor) -> torch.Tensor:
-    """Rows `start` .. `start + count` of a weight, as inputs `x` are multiplied by them."""
+    """Return rows `start` .. `start + count` of a weight, dense, for products with inputs `x`."""
     if isinstance(weight, torch.Tensor):
         return weight[start : start + count]
     indices = torch.arange(start, start + count, device=x.device)
@@ -550,7 +575,7 @@ def _dense_rows(weight: ExpertWeight, start: int, count: int, x: torch.Tensor) -
 def split_heads(
     qkv: torch.Tensor, layout: HeadLayout
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Views of a projection: query, key, value, each [T, heads, head_dim]."""
+    """Return views of a projection: query, key, value, each [T, heads, head_dim]."""
     heads = qkv.view(qkv.shape[0], -1, layout.head_dim)
     query, key, value = heads.split(
         [layout.num_heads, layout.num_kv_heads, layout.num_kv_heads], dim=1

@@ -1,7 +1,7 @@
-"""A quantized weight as the operations read it: few layouts, into which formats are repacked.
+"""A quantized weight as the operations read it: a few layouts, to which formats are repacked.
 
-A format's plugin turns what its checkpoints hold into a `PackedWeight` once, at load; what
-multiplies by it (`Operations.packed_linear`) then knows no format.
+A format's plugin converts its checkpoints' tensors to a `PackedWeight` once, at load, so that
+`Operations.packed_linear` does not depend on the format.
 """
 
 from __future__ import annotations
@@ -51,17 +51,17 @@ class PackedWeight(NamedTuple):
 
     @property
     def is_words(self) -> bool:
-        """Several numbers to an int32."""
+        """Whether several numbers share an int32."""
         return self.values.dtype == torch.int32
 
     def rows(self, indices: torch.Tensor) -> PackedWeight:
-        """Some rows of it, [num_rows] int64, as a weight of their own."""
+        """Return the rows `indices`, [num_rows] int64, as a separate weight."""
         scale = self.scale[:, indices // self.scale_rows]
         zero = None if self.zero is None else self.zero[:, indices]
         return self._replace(values=self.values[indices], scale=scale, zero=zero, scale_rows=1)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The tensors among the fields, by name."""
+        """Return the fields that are tensors, by name."""
         found = {name: getattr(self, name) for name in self._fields}
         return {name: part for name, part in found.items() if isinstance(part, torch.Tensor)}
 
@@ -72,12 +72,12 @@ def pack_words(values: torch.Tensor, bits: int) -> torch.Tensor:
     words = torch.zeros_like(parts[0], dtype=torch.int64)
     for index, part in enumerate(parts):
         words |= part.to(torch.int64) << (index * bits)
-    # Above 2 ** 31 the same bits are a negative int32.
+    # From 2 ** 31 on, the same bits are a negative int32.
     return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
 
 
 def unpack_words(words: torch.Tensor, bits: int) -> torch.Tensor:
-    """The other way: → [N, K] int32."""
+    """Undo `pack_words`: → [N, K] int32."""
     mask = (1 << bits) - 1
     return torch.cat([(words >> (i * bits)) & mask for i in range(WORD_BITS // bits)], dim=1)
 
@@ -103,7 +103,7 @@ def dequantize(weight: PackedWeight, dtype: torch.dtype) -> torch.Tensor:
 
 
 def round_to_fp8(weight: torch.Tensor, *, dim: int | None = 1) -> tuple[torch.Tensor, torch.Tensor]:
-    """[N, K] float → ([N, K] float8_e4m3fn, [N] float32), one scale a row; `dim=None`: one for all.
+    """[N, K] float → ([N, K] float8_e4m3fn, [N] float32), one scale per row; `dim=None`: one.
 
     The largest magnitude becomes the format's largest. A row of zeros gets the scale 1.
     """
@@ -116,7 +116,7 @@ def round_to_fp8(weight: torch.Tensor, *, dim: int | None = 1) -> tuple[torch.Te
 
 
 def round_to_int8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """[N, K] float → ([N, K] int8, [N] float32), symmetric, one scale a row."""
+    """[N, K] float → ([N, K] int8, [N] float32), symmetric, one scale per row."""
     wide = weight.float()
     largest = wide.abs().amax(dim=1)
     scale = torch.where(largest > 0, largest / 127, torch.ones_like(largest))

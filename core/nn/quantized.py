@@ -1,8 +1,8 @@
-"""A layer whose weight a quantization method stores and applies: what such plugins subclass.
+"""Base classes of layers whose weight a quantization method stores and applies.
 
-A method's layer says which tensors the checkpoint has for it (`tensors`), takes them when they are
-there (`process`, once), and computes (`product`, or `forward` whole where a kernel can do the norm
-before and the residual after in the same pass).
+A method's layer declares which tensors the checkpoint has for it (`tensors`), processes them when
+they are loaded (`process`, once), and computes (`product`, or all of `forward` if a kernel can fuse
+the norm before and the residual after).
 """
 
 from __future__ import annotations
@@ -20,35 +20,35 @@ from .packed import PackedWeight, dequantize
 
 Role = Literal["linear", "head", "embedding", "experts"]
 PRODUCTS: tuple[Role, ...] = ("linear", "experts")
-"""What most formats store, whatever they do with embeddings and heads."""
+"""Roles that most formats store; they differ in embeddings and heads."""
 
 
 @dataclass(frozen=True)
 class LinearSpec:
-    """A layer that a quantization method may take over."""
+    """A layer that a quantization method may replace."""
 
     prefix: str
     """The module's name, as in "model.layers.0.self_attn.qkv_proj"."""
     role: Role
-    """"linear": a product. "head": the product that makes logits. "embedding": rows are looked up,
-    and with tied embeddings it makes the logits, too. "experts": one linear layer of all experts of
-    a mixture, each of them shards; what takes its place is a `PackedLinear`, or has `rows`."""
+    """"linear": a product. "head": the product that computes logits. "embedding": rows are looked
+    up, and with tied embeddings it also computes the logits. "experts": one linear layer of all
+    experts of a mixture, as shards; its replacement is a `PackedLinear`, or has `rows`."""
     in_features: int
     shards: Mapping[str, int]
     """Shard name → its rows; the layer's weight stacks them in this order. A plain layer has one,
     named ""."""
     sources: Mapping[str, str]
-    """Shard name → what the checkpoint calls that layer ("model.layers.0.self_attn.q_proj")."""
+    """Shard name → the layer's name in the checkpoint ("model.layers.0.self_attn.q_proj")."""
     gated: bool
     """The layer's result is silu(first half) * second half of its product."""
     device: torch.device
     dtype: torch.dtype
-    """Of inputs and outputs."""
+    """Type of inputs and outputs."""
     operations: Operations
 
     @property
     def out_features(self) -> int:
-        """Rows of the weight, all shards."""
+        """Rows of the weight, of all shards."""
         return sum(self.shards.values())
 
 
@@ -57,23 +57,23 @@ class TensorSpec:
     """One tensor that a checkpoint has for a shard of a layer."""
 
     shape: tuple[int, ...] | None
-    """Dimensions of size one do not count; None: any, `process` looks at it."""
+    """Dimensions of size one are ignored; None: any, `process` checks it."""
     dtypes: tuple[torch.dtype, ...] = ()
     """Empty: any floating-point type."""
     optional: bool = False
-    """The checkpoint may do without."""
+    """The checkpoint may lack it."""
     dummy: float | None = None
-    """What `load_format=dummy` fills it with; None: small random numbers, or of integers random
-    bits, and an optional tensor is left out."""
+    """Value that `load_format=dummy` fills it with; None: small random numbers, or random bits for
+    integers, and an optional tensor is left out."""
     alternative: TensorSpec | None = None
-    """What it may be instead: rounded already, or not yet."""
+    """Alternative to this tensor: one that is already rounded, or not yet."""
 
 
 class QuantizedLinear(nn.Module):
     """y = residual + norm(x) Wᵀ + b, in place of `Linear`, `MergedLinear`, `GatedLinear` or a head.
 
-    Subclasses implement `tensors`, `process`, and `product` or `forward`. What `process` keeps it
-    keeps with `keep`, so that the weight's memory is counted.
+    Subclasses implement `tensors`, `process`, and `product` or `forward`. `process` stores tensors
+    with `keep`, so that the weight's memory is counted.
     """
 
     bias: nn.Parameter | None
@@ -84,7 +84,7 @@ class QuantizedLinear(nn.Module):
         self.bias = None
         self.processed = False
         self.shards: dict[str, slice] = {}
-        """Rows of each shard, where there are several: how a merged bias is filled."""
+        """Rows of each shard, if there are several: used to fill a merged bias."""
         if len(spec.shards) > 1:
             start = 0
             for name, size in spec.shards.items():
@@ -92,14 +92,14 @@ class QuantizedLinear(nn.Module):
                 start += size
 
     def tensors(self, out_features: int) -> Mapping[str, TensorSpec]:
-        """The checkpoint's tensors for a shard of so many rows: name behind the prefix → spec."""
+        """Return the checkpoint's tensors of a shard with `out_features` rows: suffix → spec."""
         raise NotImplementedError
 
     def ready(self, shards: Mapping[str, Mapping[str, torch.Tensor]]) -> bool:
-        """Whether `process` can run with what has come so far, all but optional tensors.
+        """Whether `process` can run with the tensors loaded so far, all but optional ones.
 
-        By default when nothing is missing, optional tensors included; where some never come, it
-        runs when the checkpoint ends.
+        Default: when no tensor is missing, not even an optional one; if some never come, `process`
+        runs at the end of the checkpoint.
         """
         return all(
             name in shards.get(shard, {})
@@ -108,15 +108,15 @@ class QuantizedLinear(nn.Module):
         )
 
     def process(self, shards: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
-        """Once, with the checkpoint's tensors of each shard: repack, join, `keep`.
+        """Repack, join and `keep` the checkpoint's tensors of each shard; called once.
 
-        shards: shard name → name behind the prefix → tensor, on the layer's device. Raises
-        LoadError when they do not fit together.
+        shards: shard name → name's suffix → tensor, on the layer's device. Raises LoadError if they
+        do not fit together.
         """
         raise NotImplementedError
 
     def keep(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Register what the layer needs from now on."""
+        """Register a tensor that the layer needs from now on."""
         parameter = nn.Parameter(tensor.to(self.spec.device), requires_grad=False)
         self.register_parameter(name, parameter)
         return parameter
@@ -141,29 +141,30 @@ class QuantizedLinear(nn.Module):
         return out if residual is None else residual + out
 
     def logits(self, hidden: torch.Tensor, *, norm: nn.Module | None = None) -> torch.Tensor:
-        """As a head: [num_rows, hidden_size] → [num_rows, vocab_size]"""
+        """Compute logits, as a head: [num_rows, hidden_size] → [num_rows, vocab_size]"""
         out: torch.Tensor = self(hidden, norm=norm)
         return out
 
     def rows(self, indices: torch.Tensor) -> torch.Tensor:
-        """Of an embedding, or of experts: [num_rows] → those rows of the weight, in the type of
-        inputs, [num_rows, in_features]."""
+        """Return rows of the weight of an embedding, or of experts, in the type of inputs:
+        [num_rows] → [num_rows, in_features]."""
         raise NotImplementedError
 
     @property
     def bank(self) -> ExpertWeight:
-        """Of experts: what the operations multiply by. Kernels read a `PackedWeight`; of others
-        they ask for `rows`, an expert's at a time, whether it was chosen or not."""
+        """Return the weight of experts that the operations multiply by. Kernels read a
+        `PackedWeight`; for other weights the operations call `rows` for one expert at a time,
+        chosen or not."""
         return DenseRows(self.spec.out_features, self.rows)
 
 
 class PackedLinear(QuantizedLinear):
-    """A layer of one `PackedWeight`: subclasses make it from the checkpoint's tensors (`pack`)."""
+    """A layer of one `PackedWeight`, which `pack` makes from the checkpoint's tensors."""
 
     weight: PackedWeight
 
     def pack(self, shards: Mapping[str, Mapping[str, torch.Tensor]]) -> PackedWeight:
-        """As `process`; what is returned is the layer's weight."""
+        """Return the layer's weight. Arguments and errors as for `process`."""
         raise NotImplementedError
 
     def process(self, shards: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
@@ -194,7 +195,7 @@ class PackedLinear(QuantizedLinear):
 
     @property
     def bank(self) -> ExpertWeight:
-        """Of experts: the weight."""
+        """Return the weight, for experts."""
         return self.weight
 
     def rows(self, indices: torch.Tensor) -> torch.Tensor:
@@ -203,7 +204,7 @@ class PackedLinear(QuantizedLinear):
 
 
 class QuantizedEmbedding(nn.Module):
-    """In place of `Embedding`: rows dequantised as they are looked up; when tied, a head, too."""
+    """Replaces `Embedding`: dequantises the rows it looks up; if tied, also a head."""
 
     def __init__(self, layer: QuantizedLinear) -> None:
         super().__init__()

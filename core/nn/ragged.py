@@ -1,4 +1,4 @@
-"""A step's rows of unlike lengths, for attention in both directions: in groups that pad little."""
+"""Rows of different lengths, in groups with little padding, for attention in both directions."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ import torch
 
 
 class Padded(NamedTuple):
-    """Rows of like lengths, laid side by side for one product."""
+    """Rows of similar lengths, padded to one tensor for one product."""
 
     tokens: torch.Tensor
-    """[rows, longest] int64: which token stands there; beside a row's end, its last one."""
+    """[rows, longest] int64: index of each position's token; beyond a row's end, of its last."""
     visible: torch.Tensor | None
-    """[rows, 1, 1, longest] bool: where there is a token; None when all rows are equally long."""
+    """[rows, 1, 1, longest] bool: where there is a token; None if all rows are equally long."""
     place: torch.Tensor
-    """[tokens of these rows] int64: where in rows * longest each token stands."""
+    """[tokens of these rows] int64: index of each token in rows * longest."""
     source: torch.Tensor
-    """[tokens of these rows] int64: which token that is."""
+    """[tokens of these rows] int64: index of that token in the step."""
 
 
 PADDING_ALLOWED = 0.25
-"""Share of a padded product that may be padding."""
+"""Largest share of padding in a padded product."""
 
 
 class RaggedRows(NamedTuple):
-    """One step's rows for attention in both directions, in groups that pad little."""
+    """One step's rows for attention in both directions, in groups with little padding."""
 
     groups: tuple[Padded, ...]
 
     @classmethod
     def of(cls, query_start: np.ndarray, device: torch.device) -> RaggedRows:
-        """query_start: [num_rows + 1], on the host. Made once a step, for all layers."""
+        """Group the rows, once per step for all layers. query_start: [num_rows + 1], on host."""
         starts = np.asarray(query_start[:-1], dtype=np.int64)
         lengths = np.diff(np.asarray(query_start, dtype=np.int64))
         order = np.argsort(-lengths, kind="stable")

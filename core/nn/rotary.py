@@ -1,10 +1,10 @@
-"""Rotary position embedding and its variants, from a table made once.
+"""Rotary position embedding and its variants, from a table that is computed once.
 
 Variants: default, linear, dynamic, llama3, yarn, longrope. Two of them change with the sequence's
-length; a paged cache holds rotated keys, so here `max_model_len` decides, as if every sequence had
-that length. "dynamic" has a base by it: for lengths within the original context that is the plain
-rope. "longrope" has the long factors where it is more than the original context, then for short
-texts, too, and else the short ones.
+length; a paged cache holds rotated keys, so here every sequence is treated as if it had the length
+`max_model_len`. "dynamic" computes its base from it: within the original context that is the plain
+rope. "longrope" uses the long factors if it exceeds the original context, also for short texts, and
+otherwise the short ones.
 Sources: RoFormer (arXiv 2104.09864); YaRN (arXiv 2309.00071); Llama 3.1's published scaling;
 LongRoPE (arXiv 2402.13753).
 """
@@ -12,27 +12,29 @@ LongRoPE (arXiv 2402.13753).
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from ..errors import ConfigError
-from ..loading.model_config import ModelConfig, rope_parameters
 from .context import BuildContext
+
+if TYPE_CHECKING:
+    from ..loading.model_config import ModelConfig
 
 
 class Rotary(nn.Module):
     """Angles for the first `rotary_dim` channels of each head, halves paired (NeoX style).
 
-    rope: as a checkpoint's `rope_parameters`; None: those of the configuration.
+    rope: in the form of a checkpoint's `rope_parameters`; None: those of the configuration.
     """
 
     def __init__(
         self, config: ModelConfig, build: BuildContext, rope: dict[str, Any] | None = None
     ) -> None:
         super().__init__()
-        rope = rope_parameters(config.hf_config) if rope is None else rope
+        rope = config.rope_parameters if rope is None else rope
         partial = float(rope.get("partial_rotary_factor") or 1.0)
         self.rotary_dim = int(config.head_dim * partial)
         frequencies, attention_factor = inverse_frequencies(

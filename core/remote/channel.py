@@ -15,15 +15,15 @@ from .frames import BadFrame, FrameReader, ToEngine, ToFront, encode
 logger = logging.getLogger("jackfield.remote")
 T = TypeVar("T")
 HIGH_WATER = 4 << 20
-"""Bytes that wait to be written, from which on the other side is slow."""
+"""Bytes waiting to be written from which on the other side counts as slow."""
 
 
 class Channel(asyncio.Protocol, Generic[T]):
-    """Made for each connection; what comes is of type `T`.
+    """A protocol of asyncio for one connection, which receives messages of type `T`.
 
-    `received` gets each message, `lost` is called once, when the connection has ended; `ready` when
-    a slow other side has caught up. A message that is none, or that `received` fails on, ends the
-    connection, and nothing but it.
+    `received` gets each message. `lost` is called once, when the connection has ended, and `ready`
+    when a slow other side has caught up. An invalid message, or one that `received` fails on, ends
+    only the connection.
     """
 
     def __init__(
@@ -40,14 +40,14 @@ class Channel(asyncio.Protocol, Generic[T]):
         self.lost = lost
         self.ready = ready
         self.paused = False
-        """The other side does not read as fast as we write."""
+        """The other side reads more slowly than this one writes."""
         self.closed = False
         self._reader: FrameReader[T] = FrameReader(kind)
         self._transport: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Refuses other users, whatever the folder's permissions say."""
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass of it.
+        """Refuse other users, independent of the folder's permissions."""
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is not a subclass.
         self._transport.set_write_buffer_limits(high=HIGH_WATER)
         user = peer_user(transport)
         if user != os.getuid():
@@ -60,11 +60,11 @@ class Channel(asyncio.Protocol, Generic[T]):
         if self.closed:
             return
         try:
-            for message in self._reader.feed(data):
+            for message in self._reader.read_frames(data):
                 if self.received is not None and not self.closed:
                     self.received(message)
         except BadFrame as error:
-            logger.error("a connection is closed, for what came is no frame: %s", error)
+            logger.error("a connection is closed: invalid frame: %s", error)
             self.abort()
         except Exception:
             logger.exception("a connection is closed: a message could not be handled")
@@ -85,27 +85,27 @@ class Channel(asyncio.Protocol, Generic[T]):
             self.ready()
 
     def send(self, message: ToEngine | ToFront) -> None:
-        """Raises TooLarge and ValueError; a connection that has ended swallows it."""
+        """Send a message, unless the connection has ended. Raises TooLarge and ValueError."""
         data = encode(message)
         if self._transport is not None and not self.closed:
             self._transport.write(data)
 
     def close(self) -> None:
-        """End it once everything is written."""
+        """End the connection after everything is written."""
         if self._transport is not None:
             self._transport.close()
 
     def abort(self) -> None:
-        """End it now."""
+        """End the connection now."""
         self.closed = True
         if self._transport is not None:
             self._transport.abort()
 
 
 def peer_user(transport: asyncio.BaseTransport) -> int:
-    """The user of the process at the other end of a Unix socket."""
+    """Return the user of the process at the other end of a Unix socket."""
     number = transport.get_extra_info("socket").fileno()
     with socket.socket(fileno=os.dup(number)) as twin:
-        told = twin.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    _, user, _ = struct.unpack("3i", told)
+        credentials = twin.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    _, user, _ = struct.unpack("3i", credentials)
     return int(user)

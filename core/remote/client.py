@@ -1,7 +1,7 @@
-"""`RemoteEngine`: what an `AsyncEngine` is to its callers, over an engine in another process.
+"""`RemoteCore`: a client of an engine core in another process, over a Unix socket.
 
-Prompts are tokenized here, and texts made here: detokenizing, stop strings, log-probabilities as
-text. Scheduling, grammars and the model are the other process's, which also counts.
+This process tokenizes prompts and produces texts: detokenizing, stop strings, log-probabilities as
+text. Scheduling, grammars, the model and the engine's counts are in the other process.
 """
 
 from __future__ import annotations
@@ -13,29 +13,31 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import prometheus_client as prometheus
+
 from ..config import EngineConfig
-from ..engine.admission import Admission
-from ..engine.async_engine import HEALTH_SECONDS, AsyncEngine
-from ..engine.output import Completion, RequestState
-from ..engine.pooling import PoolingAdmission, PoolingState
-from ..engine.resolve import resolve_runner
-from ..engine.underway import State
+from ..engine.async_engine import AsyncEngine
+from ..engine.core_client import S
+from ..engine.output_processor import RequestTracker, State
+from ..engine.plugin_events import PluginEvents
+from ..engine.pooling import PoolingState
+from ..engine.request_state import Completion, RequestState
+from ..engine.resolve_config import resolve_runner
+from ..engine.text_processor import TextProcessor
 from ..errors import EngineStopped
-from ..extra_args import ExtraArgs
-from ..loading.model_config import resolve_model_config
-from ..observe.merge import families
-from ..observe.plugin_metrics import add_plugin_metrics
-from ..registry import Plugins
-from ..scheduling.request import Update
-from ..types import EngineStats
+from ..loading.model_config import ModelConfig, resolve_model_config
+from ..metrics.merge import families
+from ..outputs import EngineStats
+from ..protocols.executors import ExecutorInfo
+from ..registry import Plugins, load_plugins
+from ..request import Request, RequestSpec, Update
 from .channel import Channel
 from .frames import (
     Abort,
+    AddRequest,
     Answer,
     Change,
     Close,
-    Encode,
-    Generate,
     Hello,
     Listening,
     Refused,
@@ -47,60 +49,73 @@ from .frames import (
     WantReport,
     Welcome,
 )
-from .questions import Questions
-from .stand_ins import FrontMetrics, GrammarWishes
+from .pending_calls import PendingCalls
 
 
-class RemoteEngine(AsyncEngine):
-    """The engine behind a Unix socket. Made and used as an `AsyncEngine`.
+def remote_engine(
+    config: EngineConfig, path: Path, *, front: int = 0, plugins: Plugins | None = None
+) -> tuple[AsyncEngine, RemoteCore]:
+    """Return an engine over the socket at `path`, and its core.
 
-    `stats` are those of the last second. Plugins hear of `request_finished` here, and of the other
-    events where the engine is.
+    front: this process's number among the front ends.
+    """
+    if plugins is None:
+        plugins = load_plugins(disable=config.disable_plugins)
+    core = RemoteCore(config, path, plugins, front=front)
+    return AsyncEngine(config, plugins=plugins, core=core), core
+
+
+class RemoteCore:
+    """Runs requests in another process. A `CoreClient`.
+
+    `stats` are at most a second old. Plugins get the event `request_finished` here, and the other
+    events in the engine's process.
     """
 
+    in_process = False
+    model_config: ModelConfig
+    info: ExecutorInfo
+    events: PluginEvents
+
     def __init__(
-        self,
-        config: EngineConfig,
-        path: Path,
-        *,
-        front: int = 0,
-        plugins: Plugins | None = None,
+        self, config: EngineConfig, path: Path, plugins: Plugins, *, front: int = 0
     ) -> None:
-        """path: the engine's socket; front: this process's number among its front ends."""
-        super().__init__(config, plugins=plugins)
+        """path: the engine's socket; front: this process's number among the front ends."""
+        self.config = config
         self.path = path
+        self.plugins = plugins
         self.front = front
+        self.requests = RequestTracker()
+        self.registry = prometheus.CollectorRegistry()
+        """Counts of this process."""
         self.closed = asyncio.Event()
-        """Set when the engine says that nothing more will come, or is lost."""
+        """Set when the engine reports that nothing more will come, or is lost."""
         self.lost = False
-        """Whether the connection has ended, and not by `stop`."""
-        self.count_load: Callable[[], int] = lambda: 0
-        """Requests for work under way in this process."""
+        """Whether the connection has ended other than by `stop`."""
+        self._loads: list[Callable[[], int]] = []
         self._channel: Channel[ToFront] = Channel(ToFront, received=self._received, lost=self._lost)
         self._welcome: asyncio.Future[Welcome] | None = None
-        self._questions = Questions(self._channel)
+        self._calls = PendingCalls(self._channel)
         self._open: dict[int, tuple[State, Any]] = {}
-        """By number: the completions that have not ended, and their requests."""
+        """Number → request and completion, until the completion has ended."""
         self._numbers: dict[str, int] = {}
         """Request id → the number of its first completion."""
         self._stops: dict[int, str] = {}
-        """Completions that a stop string has ended, until the engine says so, too."""
+        """Completions that a stop string has ended here and the engine has not ended yet."""
         self._stats = EngineStats()
 
-    # ------------------------------------------------------------ life
+    # ------------------------------------------------------------ start and stop
 
-    async def start(self) -> None:
-        """Connect, and wait until the engine is ready. Raises EngineStopped when it ends first."""
-        if self._started:
-            raise EngineStopped("this engine was started before; make a new one")
-        self._started = True
+    async def start(self, texts: TextProcessor, events: PluginEvents) -> None:
+        """Connect, and wait until the engine is ready. Raises EngineStopped if it ends first."""
+        self.events = events
         loop = asyncio.get_running_loop()
         self._welcome = loop.create_future()
         await loop.create_unix_connection(lambda: self._channel, str(self.path))
-        self._questions.send(Hello(self.front, os.getpid()))
-        # What takes time here goes on while the engine loads its model. What is wrong with the
-        # checkpoint is the engine's to tell.
-        loading = asyncio.create_task(asyncio.to_thread(self._load))
+        self._calls.send(Hello(self.front, os.getpid()))
+        # The tokenizer loads while the engine loads its model. The engine reports errors of the
+        # checkpoint, so an error here is raised only after the welcome.
+        loading = asyncio.create_task(asyncio.to_thread(self._load_texts, texts))
         await asyncio.wait([loading])
         welcome = await self._welcome
         loading.result()
@@ -109,102 +124,91 @@ class RemoteEngine(AsyncEngine):
         _, self.model_config = await asyncio.to_thread(
             resolve_runner, self.config, self.config, model_config, self.plugins
         )
-        self._serve()
 
-    def _load(self) -> None:
-        self.model_config = resolve_model_config(self.config, self.plugins)
-        self._load_text()
+    def _load_texts(self, texts: TextProcessor) -> None:
+        texts.load(self.config, resolve_model_config(self.config, self.plugins))
 
-    def _serve(self) -> None:
-        config, pooling = self.config, self.model_config.pooling
-        self.metrics = FrontMetrics()  # type: ignore[assignment]
-        add_plugin_metrics(self.plugins, self.metrics.registry, self)
-        self._admission = Admission(
-            self.model_config,
-            self.tokenizer,
-            seed=config.seed,
-            max_logprobs=config.max_logprobs,
-            cache_tokens=(self.info.num_blocks - 1) * config.block_size,
-            extra_args=ExtraArgs(self.plugins, config),
-        )
-        self._grammars = GrammarWishes(config.structured_outputs_config)  # type: ignore[assignment]
-        self._pooling_admission = (
-            PoolingAdmission(self.model_config, pooling, self.tokenizer) if pooling else None
-        )
-        self._watch_requests = self.plugins.has_listeners("request_finished")
-        self._accepting = self.dead_reason is None
-
-    def listening(self) -> None:
-        """Tell the engine that clients can connect."""
-        self._questions.send(Listening())
+    def send_listening(self) -> None:
+        """Notify the engine that clients can connect."""
+        self._calls.send(Listening())
 
     async def stop(self) -> None:
-        """Abort what is running, and leave the engine. Safe to call twice."""
-        self._accepting = False
-        for state in list(self._underway.states.values()):
-            self._abort(state)
-        await self._listeners_done()
+        """Disconnect from the engine. Safe to call twice."""
+        self.requests.accepting = False
         self._channel.lost = None
         self._channel.close()
         self._fail("this process is stopping")
 
     # ------------------------------------------------------------ questions
 
-    async def check_health(self, timeout: float = HEALTH_SECONDS) -> None:
-        """Ask the engine's step loop and worker whether they live. Raises EngineStopped."""
-        if not self.healthy:
-            raise EngineStopped(self.dead_reason or "the engine is not running")
+    async def check_health(self, timeout: float) -> None:
+        """Raise EngineStopped unless the engine's step loop and worker are alive."""
+        if not self.requests.healthy:
+            raise EngineStopped(self.requests.dead_reason or "the engine is not running")
         try:
-            await asyncio.wait_for(self._questions.ask("health"), timeout)
+            await asyncio.wait_for(self._calls.ask("health"), timeout)
         except TimeoutError:
             raise EngineStopped(f"the engine has not answered for {timeout:g} seconds") from None
 
     async def reset_prefix_cache(self) -> bool:
-        """Forget cached blocks; → False when some are in use."""
-        return bool(await self._questions.ask("reset_prefix_cache"))
+        """Forget cached blocks. Return False if some are in use."""
+        return bool(await self._calls.ask("reset_prefix_cache"))
 
     async def render_metrics(self) -> bytes:
-        """The engine's, and those of all its front ends added up."""
-        return bytes(await self._questions.ask("metrics"))
+        """Return the metrics of the engine, with those of all its front ends added up."""
+        return bytes(await self._calls.ask("metrics"))
+
+    def report_load(self, count: Callable[[], int]) -> None:
+        """Register `count`, which is called when the engine asks for this process's load."""
+        self._loads.append(count)
 
     async def server_load(self) -> int:
-        """Requests for work under way in all front ends."""
-        return int(await self._questions.ask("load"))
+        """Return the number of inference requests that all front ends serve."""
+        return int(await self._calls.ask("load"))
 
     def stats(self) -> EngineStats:
-        """A snapshot of the engine, at most a second old while it works."""
+        """Return a snapshot of the engine, at most a second old while it works."""
         return self._stats
 
     # ------------------------------------------------------------ requests
 
-    async def _begin(self, state: State) -> None:
-        """Have it admitted. Its tokens may come with the answer, so it is known before."""
-        self._underway.add(state)
-        number = self._questions.numbers(len(state.requests))
+    def check_open(self, request_id: str) -> None:
+        """Raise unless a request of this id may begin here.
+
+        The engine checks its limits, and the ids of the other front ends.
+        """
+        self.requests.check_accepting()
+        self.requests.check_free(request_id)
+
+    async def add_request(self, spec: RequestSpec, make_state: Callable[[list[Request]], S]) -> S:
+        """Send a request, and wait until it is scheduled."""
+        self.check_open(spec.request_id)
+        state = make_state(spec.requests())
+        # Registered before it is sent: its tokens may come with the engine's reply.
+        self.requests.add_state(state)
+        number = self._calls.numbers(len(state.requests))
         self._numbers[state.request_id] = number
         for index, completion in enumerate(state.completions):
             self._open[number + index] = (state, completion)
         try:
-            await self._questions.answer(number, _asked(state, number))
+            await self._calls.answer(number, AddRequest(number, spec))
         except asyncio.CancelledError:
-            self._abort(state)
+            self.abort_request(state)
             raise
         except BaseException:
             self._forget(state)
             raise
+        return state
 
-    def _check_room(self) -> None:
-        """The engine looks at its limits, and at the other front ends' ids."""
-
-    def _abort(self, state: State) -> None:
-        """End what is left of a request, at once; the engine hears of it."""
+    def abort_request(self, state: State) -> None:
+        """End what is left of a request at once, and notify the engine."""
         first = self._numbers.get(state.request_id)
         if first is None or state.finished:
             return
         numbers = range(first, first + len(state.completions))
         self._channel.send(Abort([number for number in numbers if number in self._open]))
         for completion in state.completions:
-            completion.finish("abort", None)
+            completion.set_finished("abort", None)
         self._end(state)
 
     def _forget(self, state: State) -> None:
@@ -214,70 +218,72 @@ class RemoteEngine(AsyncEngine):
         for number in range(first, first + len(state.completions)):
             self._open.pop(number, None)
             self._stops.pop(number, None)
-        self._underway.remove(state)
+        self.requests.remove_state(state)
 
     def _end(self, state: State) -> None:
-        """All of its completions have ended."""
+        """Finish a request whose completions have all ended."""
         self._forget(state)
         state.mark_finished()
-        if self._watch_requests:
+        if self.events.wants_requests:
             if isinstance(state, RequestState):
-                self._request_finished(state.peek())
+                self.events.request_finished(state.peek_output())
             elif state.pooled.row is not None:
-                self._request_finished(state.output())
-        self._underway.tell(state)
+                self.events.request_finished(state.output())
+        self.requests.notify(state)
 
-    # ------------------------------------------------------------ what comes
+    # ------------------------------------------------------------ received frames
 
     def _received(self, message: ToFront) -> None:
         match message:
             case Tokens():
-                self._take(message)
+                self._take_tokens(message)
             case Answer() | Refused():
-                self._questions.settle(message)
+                self._calls.settle(message)
             case Status():
                 self._stats = message.stats
                 if message.dead_reason is not None:
                     self._fail(message.dead_reason)
-                self._accepting = self._accepting and message.accepting
+                if not message.accepting:
+                    self.requests.accepting = False
             case WantReport():
-                told = families(self.metrics.registry)
-                self._questions.send(Report(message.number, self.count_load(), told))
+                counts = families(self.registry)
+                load = sum(count() for count in self._loads)
+                self._calls.send(Report(message.number, load, counts))
             case Welcome():
                 if self._welcome is not None and not self._welcome.done():
                     self._welcome.set_result(message)
             case Close():
-                self._accepting = False
+                self.requests.accepting = False
                 self.closed.set()
                 if self._welcome is not None and not self._welcome.done():
                     self._welcome.set_exception(EngineStopped("the engine is stopping"))
 
-    def _take(self, tokens: Tokens) -> None:
-        """Give a step's tokens to their streams."""
+    def _take_tokens(self, tokens: Tokens) -> None:
+        """Apply a step's tokens, and notify the streams."""
         now = time.monotonic()
         known = self._open
         for number, token_id in zip(tokens.numbers, tokens.token_ids, strict=True):
-            found = known.get(number)
-            if found is None or number in self._stops:
-                continue  # It has ended here, and the engine is about to hear of it.
-            state, completion = found
+            entry = known.get(number)
+            if entry is None or number in self._stops:
+                continue  # It has ended here, and the engine is being notified.
+            state, completion = entry
             state.timings.last_token = now
             stop = completion.apply_tokens((token_id,))
             if stop is not None:
                 self._stop(number, stop)
-            self._underway.tell(state)
+            self.requests.notify(state)
         for change in tokens.changes:
-            found = known.get(change.number)
-            if found is None:
+            entry = known.get(change.number)
+            if entry is None:
                 continue
-            state, completion = found
+            state, completion = entry
             if isinstance(state, PoolingState):
                 self._take_pooled(state, change)
             else:
                 self._change(state, completion, change, now)
 
     def _stop(self, number: int, stop: str) -> None:
-        """A stop string ends a completion, once the engine has stopped it."""
+        """Make the engine end a completion at a stop string."""
         self._stops[number] = stop
         self._channel.send(Stop(number, stop))
 
@@ -307,15 +313,15 @@ class RemoteEngine(AsyncEngine):
                 self._stop(number, stop)
         if ended:
             if stop is not None and change.finish_reason != "error":
-                completion.finish("stop", stop)
+                completion.set_finished("stop", stop)
             else:
-                completion.finish(change.finish_reason or "abort", change.stop_reason)
+                completion.set_finished(change.finish_reason or "abort", change.stop_reason)
             del self._open[number]
             self._stops.pop(number, None)
         if state.finished:
             self._end(state)
         else:
-            self._underway.tell(state)
+            self.requests.notify(state)
 
     def _take_pooled(self, state: PoolingState, change: Change) -> None:
         request = state.requests[0]
@@ -323,7 +329,7 @@ class RemoteEngine(AsyncEngine):
         request.first_scheduled = change.first_scheduled
         request.num_preemptions = change.num_preemptions
         state.pooled.row, state.error = change.pooled, change.error
-        state.pooled.finish(change.finish_reason or "abort")
+        state.pooled.set_finished(change.finish_reason or "abort")
         self._end(state)
 
     def _lost(self) -> None:
@@ -331,32 +337,15 @@ class RemoteEngine(AsyncEngine):
         self._fail("the engine's process has ended")
 
     def _fail(self, reason: str) -> None:
-        """The engine is gone: every request ends with an error, and no more are taken."""
-        if self._accepting or self.dead_reason is None:
-            self.dead_reason = self.dead_reason or reason
-        self._accepting = False
+        """End every request with an error, and accept no more."""
+        self.requests.dead_reason = self.requests.dead_reason or reason
+        self.requests.accepting = False
         if self._welcome is not None and not self._welcome.done():
             self._welcome.set_exception(EngineStopped(reason))
-        self._questions.fail(reason)
-        for state in list(self._underway.states.values()):
+        self._calls.fail(reason)
+        for state in list(self.requests.states.values()):
             state.error = state.error or f"the engine died: {reason}"
             for completion in state.completions:
-                completion.finish("error", None)
+                completion.set_finished("error", None)
             self._end(state)
         self.closed.set()
-
-
-def _asked(state: State, number: int) -> Generate | Encode:
-    """A request as the engine is asked for it; number: of its first completion."""
-    request = state.requests[0]
-    same: dict[str, Any] = {
-        "number": number,
-        "request_id": state.request_id,
-        "prompt_token_ids": request.prompt_token_ids,
-        "priority": request.priority,
-        "cache_salt": request.cache_salt,
-    }
-    if request.pooling is not None:
-        return Encode(**same, token_type_ids=request.token_type_ids, params=request.pooling)
-    wish = None if request.grammar is None else request.grammar.grammar
-    return Generate(**same, params=request.params, grammar=wish)

@@ -1,7 +1,7 @@
-"""What crosses the socket between an engine and its front ends: msgspec Structs in frames.
+"""Messages between an engine and its front ends: msgspec Structs in frames.
 
 A frame is four bytes of length (little-endian) and one MessagePack object, a tagged Struct of
-`ToEngine` or `ToFront`. Nothing else is understood, and nothing is ever unpickled.
+`ToEngine` or `ToFront`. Nothing else is decoded, and nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ import msgspec
 from .. import errors
 from ..config import EngineConfig
 from ..errors import JackfieldError
-from ..observe.merge import Family
-from ..pooling import PooledRow, PoolingParams
-from ..protocols import ExecutorInfo
-from ..types import EngineStats, FinishReason, SamplingParams, TokenLogprobs
+from ..metrics.merge import Family
+from ..outputs import EngineStats, FinishReason
+from ..pooling_params import PooledRow
+from ..protocols.executors import ExecutorInfo
+from ..request import RequestSpec
+from ..step import TokenLogprobs
 
 MAX_FRAME = 256 << 20
 """Bytes of the largest frame: a longer one ends the connection."""
@@ -34,11 +36,11 @@ _ERRORS: dict[str, type[JackfieldError]] = {
 
 
 class BadFrame(Exception):
-    """The other side sent what is no frame: its connection ends."""
+    """The other side sent bytes that are not a valid frame: its connection ends."""
 
 
 class TooLarge(JackfieldError):
-    """One message does not fit in a frame."""
+    """A message does not fit in a frame."""
 
 
 # ---------------------------------------------------------------- front end → engine
@@ -53,40 +55,18 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
 
 
 class Listening(msgspec.Struct, frozen=True, tag="listening"):
-    """The front end takes connections."""
+    """The front end accepts connections."""
 
 
-class GrammarWish(msgspec.Struct, frozen=True):
-    """What `Grammars.prepare` needs to know besides the parameters."""
+class AddRequest(msgspec.Struct, frozen=True, tag="request"):
+    """A request that the front end has admitted.
 
-    chat: bool
-    template_arguments: dict[str, Any] | None = None
-
-
-class Generate(msgspec.Struct, frozen=True, tag="generate", kw_only=True):
-    """A request for tokens; an Answer or a Refused with its number comes back, then its Changes."""
+    An Answer or a Refused with its number comes back, then its Changes.
+    """
 
     number: int
-    """Of its first completion, in this connection; the others have the next `params.n - 1`."""
-    request_id: str
-    prompt_token_ids: list[int]
-    params: SamplingParams
-    priority: int
-    cache_salt: str | None
-    grammar: GrammarWish | None
-
-
-class Encode(msgspec.Struct, frozen=True, tag="encode", kw_only=True):
-    """A pooling request; answered as Generate is."""
-
-    number: int
-    request_id: str
-    prompt_token_ids: list[int]
-    token_type_ids: tuple[int, ...]
-    params: PoolingParams
-    """Completed."""
-    priority: int
-    cache_salt: str | None
+    """Number of its first completion, in this connection; the others have the next numbers."""
+    spec: RequestSpec
 
 
 class Stop(msgspec.Struct, frozen=True, tag="stop"):
@@ -97,7 +77,7 @@ class Stop(msgspec.Struct, frozen=True, tag="stop"):
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
-    """The caller is gone: the requests of these completions end. Nothing comes back."""
+    """The caller has disconnected: end the requests of these completions. There is no reply."""
 
     numbers: list[int]
 
@@ -110,14 +90,14 @@ class Ask(msgspec.Struct, frozen=True, tag="ask"):
 
 
 class Report(msgspec.Struct, frozen=True, tag="report"):
-    """A front end's answer to WantReport."""
+    """A front end's reply to WantReport."""
 
     number: int
-    """The question's."""
+    """Number of the WantReport."""
     load: int
-    """Requests for work under way."""
+    """Number of inference requests in progress."""
     families: list[Family]
-    """What it counts itself."""
+    """Counts of the front end."""
 
 
 # ---------------------------------------------------------------- engine → front end
@@ -127,12 +107,12 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
     """The first frame: the engine is ready."""
 
     config: EngineConfig
-    """Resolved."""
+    """The resolved configuration."""
     info: ExecutorInfo
 
 
 class Answer(msgspec.Struct, frozen=True, tag="answer"):
-    """To an Ask, or a request that was admitted."""
+    """The reply to an Ask, or to a request that was accepted."""
 
     number: int
     value: bytes | bool | int | None = None
@@ -143,40 +123,40 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
 
     number: int
     kind: str
-    """Of the classes in core/errors.py."""
+    """Name of a class in core/errors.py."""
     message: str
     param: str | None
     code: str | None
 
     @classmethod
     def because(cls, number: int, error: JackfieldError) -> Refused:
-        """Under the nearest class that the other side knows."""
+        """Encode an error as the nearest class that the other side knows."""
         kind = next(base.__name__ for base in type(error).__mro__ if base.__name__ in _ERRORS)
         message = error.message.encode("utf-8", "replace").decode()
         return cls(number, kind, message, error.param, error.code)
 
     def error(self) -> JackfieldError:
-        """The error that it was."""
-        made = _ERRORS.get(self.kind, JackfieldError)(self.message, param=self.param)
-        made.code = self.code
-        return made
+        """Decode the error."""
+        error = _ERRORS.get(self.kind, JackfieldError)(self.message, param=self.param)
+        error.code = self.code
+        return error
 
 
 class Change(msgspec.Struct, omit_defaults=True, kw_only=True):
-    """What became of one completion, beyond bare tokens."""
+    """Updates of one completion beyond bare tokens."""
 
     number: int
     token_ids: list[int] = []
     logprobs: list[TokenLogprobs] = []
-    """[len(token_ids)], where asked for."""
+    """[len(token_ids)], if requested."""
     prompt_logprobs: list[TokenLogprobs] = []
-    """The next prompt tokens'."""
+    """Log-probabilities of the next prompt tokens."""
     num_cached_tokens: int | None = None
-    """With the first tokens."""
+    """Set with the first tokens."""
     first_scheduled: float | None = None
     pooled: PooledRow | None = None
     finish_reason: FinishReason | None = None
-    """Nothing follows."""
+    """Set in the completion's last change."""
     stop_reason: int | str | None = None
     error: str | None = None
     num_preemptions: int = 0
@@ -184,24 +164,23 @@ class Change(msgspec.Struct, omit_defaults=True, kw_only=True):
 
 
 class Tokens(msgspec.Struct, frozen=True, tag="tokens"):
-    """What the steps since the last frame brought to one front end: the columns first, then the
-    changes."""
+    """Output of the steps since the last frame: apply the columns first, then the changes."""
 
     numbers: list[int]
-    """[num_tokens] Whose each token is; a completion may be there more than once."""
+    """[num_tokens] Completion number of each token; may repeat."""
     token_ids: list[int]
     """[num_tokens]"""
     changes: list[Change] = []
 
 
 class WantReport(msgspec.Struct, frozen=True, tag="want_report"):
-    """Tell what you count."""
+    """Ask a front end for a Report."""
 
     number: int
 
 
 class Status(msgspec.Struct, frozen=True, tag="status"):
-    """How the engine is."""
+    """The engine's status."""
 
     accepting: bool
     dead_reason: str | None
@@ -212,35 +191,35 @@ class Close(msgspec.Struct, frozen=True, tag="close"):
     """Nothing more will come: end what is left, and the process."""
 
 
-ToEngine: TypeAlias = Hello | Listening | Generate | Encode | Stop | Abort | Ask | Report
+ToEngine: TypeAlias = Hello | Listening | AddRequest | Stop | Abort | Ask | Report
 ToFront: TypeAlias = Welcome | Answer | Refused | Tokens | WantReport | Status | Close
 
 _encoder = msgspec.msgpack.Encoder()
 
 
 def encode(message: ToEngine | ToFront) -> bytes:
-    """→ the frame. Raises TooLarge, and ValueError for what MessagePack cannot say."""
-    made = bytearray(HEAD)
+    """Return the frame. Raises TooLarge, and ValueError for values that MessagePack lacks."""
+    frame = bytearray(HEAD)
     try:
-        _encoder.encode_into(message, made, HEAD)
+        _encoder.encode_into(message, frame, HEAD)
     except (OverflowError, RecursionError, TypeError, UnicodeEncodeError) as error:
         raise ValueError(f"cannot be sent to the engine: {error}") from None
-    size = len(made) - HEAD
+    size = len(frame) - HEAD
     if size > MAX_FRAME:
         raise TooLarge(f"a message of {size} bytes; at most {MAX_FRAME} go through a socket")
-    made[:HEAD] = size.to_bytes(HEAD, "little")
-    return bytes(made)
+    frame[:HEAD] = size.to_bytes(HEAD, "little")
+    return bytes(frame)
 
 
 class FrameReader(Generic[T]):
-    """Cuts a stream of bytes into messages of one type."""
+    """Splits a stream of bytes into messages of one type."""
 
     def __init__(self, type: Any) -> None:
         self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(type)
         self._buffer = bytearray()
 
-    def feed(self, data: bytes) -> Iterator[T]:
-        """The messages that are whole now. Raises BadFrame, after those before it."""
+    def read_frames(self, data: bytes) -> Iterator[T]:
+        """Yield the messages that `data` completes. Raises BadFrame after the valid ones."""
         buffer = self._buffer
         buffer += data
         begin = 0

@@ -1,7 +1,7 @@
-"""What the engine keeps of a front end's requests: it counts their tokens and sends them on.
+"""States of a front end's requests in the engine's process, and the outbox to the front end.
 
-Text, stop strings and parsing are the front end's. One `Outbox` a connection gathers what a step
-brings to all of its requests, and sends it as one frame once the next step is on its way.
+The front end handles text, stop strings and parsing. One `Outbox` per connection collects a step's
+updates to all of its requests, and sends them as one frame after the next step is submitted.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ import logging
 from collections.abc import Callable
 from typing import TypeAlias
 
-from ..engine.output import Completion, RequestState
 from ..engine.pooling import Pooled, PoolingState
-from ..scheduling.request import Request, Update
-from ..types import FinishReason, SamplingParams, TokenLogprobs
+from ..engine.request_state import Completion, RequestState
+from ..outputs import FinishReason
+from ..request import Request, Update
+from ..step import TokenLogprobs
 from .channel import Channel
 from .frames import Change, ToEngine, Tokens, TooLarge
 
@@ -22,23 +23,26 @@ logger = logging.getLogger("jackfield.remote")
 
 
 class Outbox:
-    """News for one front end. While it does not read, its news grows together and nothing is sent:
-    a slow front end costs the tokens that it has not read, and no more."""
+    """Collects updates for one front end.
+
+    While the front end does not read, nothing is sent and updates are merged: a slow front end
+    costs only the memory of its unread tokens.
+    """
 
     def __init__(self, channel: Channel[ToEngine], drop: Callable[[Forwarded], None]) -> None:
-        """drop: ends a request of which nothing more is to be told."""
+        """drop: aborts a request of which nothing more will be sent."""
         self.open: dict[int, Forwarded] = {}
-        """By completion: the requests of those that have not ended."""
+        """Completion number → request, until the completion has ended."""
         self._channel = channel
         self._drop = drop
         self._numbers: list[int] = []
         self._token_ids: list[int] = []
         self._changes: dict[int, Change] = {}
-        """By completion: once there is one, its further tokens go there, too."""
+        """Completion number → its change in the next frame; further tokens of it go there, too."""
         self._scheduled = False
 
-    def add(self, number: int, token_ids: list[int]) -> None:
-        """Tokens of a completion that bring nothing else."""
+    def add_tokens(self, number: int, token_ids: list[int]) -> None:
+        """Add bare tokens of a completion."""
         change = self._changes.get(number)
         if change is not None:
             change.token_ids += token_ids
@@ -50,7 +54,7 @@ class Outbox:
             self._token_ids.append(token_id)
 
     def change(self, number: int) -> Change:
-        """What is to be told of a completion in the next frame."""
+        """Return the change of a completion in the next frame, created if needed."""
         change = self._changes.get(number)
         if change is None:
             change = self._changes[number] = Change(number=number)
@@ -58,7 +62,7 @@ class Outbox:
         return change
 
     def flush(self) -> None:
-        """Send what there is, unless the front end is behind."""
+        """Send what has been collected, unless the front end does not read."""
         self._scheduled = False
         if self._channel.paused or not (self._numbers or self._changes):
             return
@@ -70,8 +74,8 @@ class Outbox:
             self._one_by_one(frame, error)
 
     def _one_by_one(self, frame: Tokens, error: Exception) -> None:
-        """Find which change cannot be sent, and end its request in its place."""
-        logger.warning("a step's news is sent in pieces: %s", error)
+        """Send changes one by one, and fail the requests of those that cannot be sent."""
+        logger.warning("a step's updates are sent in pieces: %s", error)
         try:
             self._channel.send(Tokens(frame.numbers, frame.token_ids))
             for change in frame.changes:
@@ -84,12 +88,12 @@ class Outbox:
             self._channel.abort()
 
     def _failed(self, number: int, error: str) -> list[Change]:
-        """End a completion with an error, and those of the same request that have not ended."""
+        """Return changes that end a completion, and the others of its request, with an error."""
         state = self.open.get(number)
-        numbers = {number, *(one for one, its in self.open.items() if its is state)}
+        numbers = {number, *(other for other, owner in self.open.items() if owner is state)}
         if state is not None:
             self._drop(state)
-        return [Change(number=one, finish_reason="error", error=error) for one in sorted(numbers)]
+        return [Change(number=n, finish_reason="error", error=error) for n in sorted(numbers)]
 
     def _schedule(self) -> None:
         if not self._scheduled:
@@ -98,23 +102,23 @@ class Outbox:
 
 
 class ForwardedCompletion(Completion):
-    """A completion whose tokens go to a front end as they come."""
+    """A completion whose tokens are forwarded to a front end."""
 
     def __init__(self, state: ForwardedState, index: int) -> None:
         super().__init__(index, state.requests[index], None)
-        self.token_ids = self.request.output_token_ids  # The scheduler's own, for the counts.
+        self.token_ids = self.request.output_token_ids  # The scheduler's list, for the counts.
         self.logprobs = None
         self.state = state
         self.number = state.number + index
         self._begun = False
 
     def apply(self, update: Update) -> str | None:
-        """Never finds a stop string: that is the front end's."""
+        """Forward new tokens. Always returns None: the front end looks for stop strings."""
         state = self.state
         if state.muted or self.finish_reason is not None:
             return None
         if self._begun and update.logprobs is None and not update.finished:
-            state.outbox.add(self.number, update.new_token_ids)
+            state.outbox.add_tokens(self.number, update.new_token_ids)
             return None
         change = state.outbox.change(self.number)
         change.token_ids += update.new_token_ids
@@ -126,8 +130,8 @@ class ForwardedCompletion(Completion):
             change.first_scheduled = self.request.first_scheduled
         return None
 
-    def finish(self, reason: FinishReason, stop_reason: int | str | None) -> None:
-        """No more tokens, and the front end is told."""
+    def set_finished(self, reason: FinishReason, stop_reason: int | str | None) -> None:
+        """Record why no more tokens come, once, and notify the front end."""
         if self.finish_reason is not None:
             return
         self.finish_reason, self.stop_reason = reason, stop_reason
@@ -141,37 +145,37 @@ class ForwardedCompletion(Completion):
 class ForwardedState(RequestState):
     """A front end's request for tokens."""
 
+    announced = False
+
     def __init__(
         self,
-        request_id: str,
         requests: list[Request],
-        params: SamplingParams,
         number: int,
         outbox: Outbox,
     ) -> None:
-        """number: of the first completion, in the front end's count."""
-        super().__init__(request_id, None, requests, params, None)
+        """number: the first completion's, as the front end counts."""
+        super().__init__(None, requests, None)
         self.number = number
         self.outbox = outbox
         self.muted = False
-        """The front end does not want to hear of it any more."""
+        """The front end has dropped it: nothing more is sent."""
         self.completions = [ForwardedCompletion(self, index) for index in range(len(requests))]
 
     def add_prompt_logprobs(self, positions: list[TokenLogprobs]) -> None:
-        """Send them on."""
+        """Forward positions."""
         if not self.muted:
             self.outbox.change(self.number).prompt_logprobs += positions
 
 
 class ForwardedPooled(Pooled):
-    """The result of a pooling request, on its way to a front end."""
+    """The result of a pooling request that is forwarded to a front end."""
 
     def __init__(self, state: ForwardedPoolingState) -> None:
         super().__init__()
         self.state = state
 
-    def finish(self, reason: FinishReason, stop_reason: int | str | None = None) -> None:
-        """It is there, or will not come."""
+    def set_finished(self, reason: FinishReason, stop_reason: int | str | None = None) -> None:
+        """Record why the request ended, once, and send the result."""
         if self.finish_reason is not None:
             return
         self.finish_reason = reason
@@ -182,6 +186,8 @@ class ForwardedPooled(Pooled):
 
 class ForwardedPoolingState(PoolingState):
     """A front end's pooling request."""
+
+    announced = False
 
     def __init__(self, request: Request, number: int, outbox: Outbox) -> None:
         super().__init__(None, request)
@@ -197,7 +203,7 @@ Forwarded: TypeAlias = ForwardedState | ForwardedPoolingState
 
 
 def _end(state: Forwarded, request: Request, number: int, reason: FinishReason) -> Change:
-    """The change that ends a completion."""
+    """Return the change that ends a completion."""
     change = state.outbox.change(number)
     change.finish_reason = reason
     change.error = state.error

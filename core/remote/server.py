@@ -1,4 +1,4 @@
-"""The engine's end: it serves requests of front ends (`ForwardingEngine`) and their sockets."""
+"""The engine's end of the sockets: serves front ends from an `EngineCore`."""
 
 from __future__ import annotations
 
@@ -9,23 +9,19 @@ from collections.abc import AsyncIterator, Coroutine, Iterable
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
-from ..engine.async_engine import AsyncEngine
-from ..engine.pooling import PreparedPrompt
+from ..engine.core import EngineCore
+from ..engine.core_client import HEALTH_SECONDS
 from ..errors import EngineStopped, InvalidRequest, JackfieldError, RequestFailed
-from ..observe.merge import families, merged, render
-from ..pooling import PoolingParams
+from ..metrics.merge import merged, render
+from ..request import Request
 from .channel import Channel
 from .frames import (
     Abort,
+    AddRequest,
     Answer,
     Ask,
     BadFrame,
     Close,
-    Encode,
-    Generate,
-    GrammarWish,
     Hello,
     Listening,
     Refused,
@@ -41,148 +37,78 @@ from .outbox import Forwarded, ForwardedPoolingState, ForwardedState, Outbox
 
 logger = logging.getLogger("jackfield.remote")
 STATUS_SECONDS = 1.0
-"""Between two looks at whether front ends are to be told how the engine is."""
+"""Interval at which changes of the engine's status are sent to the front ends."""
 REPORT_SECONDS = 2.0
-"""For all front ends to tell what they count; one that takes longer is left out."""
-
-
-class ForwardingEngine(AsyncEngine):
-    """An engine that also takes requests whose text is made elsewhere."""
-
-    async def forward(self, asked: Generate, outbox: Outbox) -> ForwardedState:
-        """Admit a front end's request. Raises as `generate` does: nothing is taken on trust."""
-        wish = asked.grammar or GrammarWish(chat=False)
-        grammar = await self._grammars.prepare(
-            asked.params, chat=wish.chat, template_arguments=wish.template_arguments
-        )
-        bad_words = await self._bad_words(asked.params) if asked.params.bad_words else ()
-        request_id = self._check_open(asked.request_id)
-        self._check_generates()
-        requests = self._admission.requests(
-            request_id,
-            asked.prompt_token_ids,
-            asked.params,
-            priority=asked.priority,
-            cache_salt=asked.cache_salt,
-            grammar=grammar,
-            bad_words=bad_words,
-        )
-        state = ForwardedState(request_id, requests, requests[0].params, asked.number, outbox)
-        self._enter(state)
-        return state
-
-    async def forward_pooling(self, asked: Encode, outbox: Outbox) -> ForwardedPoolingState:
-        """Admit a front end's pooling request. Raises as `encode` does."""
-        admission = self._pooling_admission
-        if admission is None:
-            raise InvalidRequest(self._wrong_kind("encode"), param="model")
-        request_id = self._check_open(asked.request_id)
-        admission.check(asked.prompt_token_ids)
-        request = admission.request(
-            request_id,
-            PreparedPrompt(None, asked.prompt_token_ids, asked.token_type_ids),
-            admission.pooling.completed(_as_asked(asked.params)),
-            priority=asked.priority,
-            cache_salt=asked.cache_salt,
-        )
-        state = ForwardedPoolingState(request, asked.number, outbox)
-        self._enter(state)
-        return state
-
-    def refuse(self) -> None:
-        """Take no new requests, as `drain` does first."""
-        self._accepting = False
-
-    def drop(self, state: Forwarded) -> None:
-        """Its front end does not want it any more."""
-        state.muted = True
-        if not state.finished:
-            self._abort(state)
-
-    def stop_one(self, state: ForwardedState, index: int, stop: str) -> None:
-        """A front end found a stop string in one of the completions."""
-        completion = state.completions[index]
-        if completion.finish_reason is None:
-            request_id = state.requests[index].request_id
-            self._scheduler.finish(request_id, "stop", stop)
-            completion.finish("stop", stop)
-            self._publisher.ended(state, request_id)
-            self._steps.wake()
-
-    def _serve(self) -> None:
-        super()._serve()
-        # The front ends call the listeners of requests: they have the texts.
-        self._publisher.finished = None
-
-
-def _as_asked(params: PoolingParams) -> PoolingParams:
-    """Without what was filled in and has no meaning for the task, to be checked as any request."""
-    embeds = params.task in ("embed", "token_embed")
-    return msgspec.structs.replace(params, **{"activation" if embeds else "normalize": None})
+"""Time for all front ends to send their reports; a slower one is left out."""
 
 
 class EngineServer:
-    """Takes connections of front ends, from before the engine has started until after its end."""
+    """Accepts connections of front ends, from before the core starts until after its end."""
 
-    def __init__(self, engine: ForwardingEngine) -> None:
-        self.engine = engine
-        self.fronts: set[Front] = set()
+    def __init__(self, core: EngineCore) -> None:
+        self.core = core
+        self.fronts: set[FrontendConnection] = set()
         self.changed = asyncio.Event()
-        """Set when a front end begins to listen, or is gone."""
+        """Set when a front end begins to listen, or disconnects."""
         self._started = asyncio.Event()
         self._tickets = 0
         self._reports: dict[int, asyncio.Future[Report]] = {}
 
     @contextlib.asynccontextmanager
     async def listening(self, path: Path) -> AsyncIterator[None]:
-        """Serve a Unix socket, in a folder that is nobody else's."""
+        """Serve a Unix socket at `path`, in a folder that only this user may enter."""
 
-        def made() -> Channel[ToEngine]:
-            return Channel(ToEngine, opened=lambda channel: Front(self, channel))
+        def make_channel() -> Channel[ToEngine]:
+            return Channel(ToEngine, opened=lambda channel: FrontendConnection(self, channel))
 
-        server = await asyncio.get_running_loop().create_unix_server(made, str(path))
-        telling = asyncio.create_task(self._tell_status())
+        server = await asyncio.get_running_loop().create_unix_server(make_channel, str(path))
+        status_task = asyncio.create_task(self._send_status_often())
         try:
             yield
         finally:
-            telling.cancel()
-            await asyncio.gather(telling, return_exceptions=True)
+            status_task.cancel()
+            await asyncio.gather(status_task, return_exceptions=True)
             server.close()
             for front in list(self.fronts):
                 front.channel.close()
 
     def started(self) -> None:
-        """The engine has started: front ends that wait are welcomed."""
+        """Welcome the front ends that wait for the engine to start."""
         self._started.set()
         for front in self.fronts:
             front.welcome()
 
     async def all_listening(self, count: int) -> None:
-        """Wait until so many front ends take connections."""
+        """Wait until `count` front ends accept connections."""
         while sum(front.listening for front in self.fronts) < count:
             self.changed.clear()
             await self.changed.wait()
 
     def close_fronts(self) -> None:
-        """Tell them that nothing more will come."""
+        """Notify all front ends that nothing more will come."""
         for front in self.fronts:
             front.send(Close())
 
-    def tell_status(self) -> None:
-        """How the engine is, to all front ends."""
-        engine = self.engine
+    def send_status(self) -> None:
+        """Send the engine's status to all front ends."""
         if self._started.is_set():
-            status = Status(engine.healthy, engine.dead_reason, engine.stats())
+            requests = self.core.requests
+            status = Status(requests.healthy, requests.dead_reason, self.core.stats())
             for front in self.fronts:
-                front.tell(status)
+                front.send_status(status)
 
-    async def _tell_status(self) -> None:
+    def refuse_requests(self) -> None:
+        """Accept no new requests, here and in all front ends."""
+        self.core.requests.accepting = False
+        self.send_status()
+
+    async def _send_status_often(self) -> None:
         while True:
             await asyncio.sleep(STATUS_SECONDS)
-            self.tell_status()
+            self.send_status()
 
     async def reports(self) -> list[Report]:
-        """What all front ends count, of those that answer in time."""
+        """Return the reports of all front ends that reply in time."""
         waiting: dict[int, asyncio.Future[Report]] = {}
         for front in self.fronts:
             if front.listening and not front.channel.paused:
@@ -199,25 +125,24 @@ class EngineServer:
                 del self._reports[ticket]
 
     def take_report(self, report: Report) -> None:
-        """One of those that `reports` waits for."""
+        """Take a report that `reports` waits for."""
         future = self._reports.get(report.number)
         if future is not None and not future.done():
             future.set_result(report)
 
     async def answer(self, what: str) -> bytes | bool | int | None:
-        """To an Ask. Raises InvalidRequest for a question that nobody knows."""
+        """Return the reply to an Ask. Raises InvalidRequest for an unknown question."""
         match what:
             case "health":
-                await self.engine.check_health()
+                await self.core.check_health(HEALTH_SECONDS)
                 return None
             case "metrics":
                 reports = [report.families for report in await self.reports()]
-                await self.engine.render_metrics()  # Counts as they stand.
-                return render(merged([families(self.engine.metrics.registry), *reports]))
+                return render(merged([self.core.metric_families(), *reports]))
             case "load":
                 return sum(report.load for report in await self.reports())
             case "reset_prefix_cache":
-                return await self.engine.reset_prefix_cache()
+                return await self.core.reset_prefix_cache()
         raise InvalidRequest(f"an engine does not know what {what[:64]!r} is")
 
     @property
@@ -225,41 +150,41 @@ class EngineServer:
         return self._started.is_set()
 
 
-class Front:
-    """One front end, as the engine sees it. When its connection ends, so do its requests."""
+class FrontendConnection:
+    """The engine's end of one front end's connection. Its requests end with it."""
 
     def __init__(self, server: EngineServer, channel: Channel[ToEngine]) -> None:
-        self.engine = server.engine
+        self.core = server.core
         self.channel = channel
         self.index = -1
-        """Its number; -1 before it has told."""
+        """The front end's number; -1 before its Hello."""
         self.pid = 0
-        """Its process."""
+        """The front end's process."""
         self.listening = False
-        """Whether it takes connections of clients."""
+        """Whether it accepts connections of clients."""
         self._server = server
-        self._outbox = Outbox(channel, self.engine.drop)
-        self._told: Status | None = None
+        self._outbox = Outbox(channel, self._drop)
+        self._sent_status: Status | None = None
         self._last = -1
-        """The largest number that it has given to anything."""
+        """The largest number that it has used."""
         self._tasks: dict[int, asyncio.Task[None]] = {}
-        """What has not been answered yet."""
+        """Number → call that has no reply yet."""
         channel.received = self._first
         channel.lost = self._lost
         channel.ready = self._outbox.flush
 
     def welcome(self) -> None:
-        """The engine is ready."""
-        self.send(Welcome(self.engine.config, self.engine.info))
+        """Notify the front end that the engine is ready."""
+        self.send(Welcome(self.core.config, self.core.info))
 
     def send(self, message: ToFront) -> None:
-        """Messages that always fit."""
+        """Send a message that is known to fit in a frame."""
         self.channel.send(message)
 
-    def tell(self, status: Status) -> None:
-        """How the engine is, if that is news and it reads what it is told."""
-        if status != self._told and not self.channel.paused:
-            self._told = status
+    def send_status(self, status: Status) -> None:
+        """Send the engine's status if it has changed and the front end is not slow."""
+        if status != self._sent_status and not self.channel.paused:
+            self._sent_status = status
             self.send(status)
 
     def _first(self, message: ToEngine) -> None:
@@ -273,10 +198,8 @@ class Front:
 
     def _received(self, message: ToEngine) -> None:
         match message:
-            case Generate():
-                self._run(message.number, self._generate(message), message.params.n)
-            case Encode():
-                self._run(message.number, self._encode(message))
+            case AddRequest():
+                self._run(message.number, self._add_request(message), message.spec.params.n)
             case Ask():
                 self._run(message.number, self._answer(message))
             case Abort():
@@ -284,7 +207,8 @@ class Front:
             case Stop():
                 state = self._outbox.open.get(message.number)
                 if isinstance(state, ForwardedState):
-                    self.engine.stop_one(state, message.number - state.number, message.stop)
+                    index = message.number - state.number
+                    self.core.finish_completion(state, index, message.stop)
             case Report():
                 self._server.take_report(message)
             case Listening():
@@ -294,7 +218,7 @@ class Front:
                 raise BadFrame("a second hello")
 
     def _run(self, number: int, work: Coroutine[Any, Any, None], count: int = 1) -> None:
-        """Answer in a task: a grammar takes its time, and no request waits for another's."""
+        """Serve a call in a task, so that no request waits for another one's grammar."""
         if number <= self._last:
             work.close()
             raise BadFrame(f"number {number} after {self._last}")
@@ -314,21 +238,25 @@ class Front:
 
         def done(_: asyncio.Task[None]) -> None:
             self._tasks.pop(number, None)
-            work.close()  # It has not begun, if its task was cancelled at once.
+            work.close()  # Not started if its task was cancelled at once.
 
         task = self._tasks[number] = asyncio.create_task(run())
         task.add_done_callback(done)
 
-    async def _generate(self, asked: Generate) -> None:
-        state = await self.engine.forward(asked, self._outbox)
-        for index in range(len(state.requests)):
-            self._outbox.open[asked.number + index] = state
-        self.send(Answer(asked.number))
+    async def _add_request(self, message: AddRequest) -> None:
+        """Run a request that the front end has validated: only conditions on all requests of the
+        engine are checked here, namely its id and whether there is room."""
+        number, outbox = message.number, self._outbox
 
-    async def _encode(self, asked: Encode) -> None:
-        state = await self.engine.forward_pooling(asked, self._outbox)
-        self._outbox.open[asked.number] = state
-        self.send(Answer(asked.number))
+        def make_state(requests: list[Request]) -> Forwarded:
+            if message.spec.pooling is not None:
+                return ForwardedPoolingState(requests[0], number, outbox)
+            return ForwardedState(requests, number, outbox)
+
+        state = await self.core.add_request(message.spec, make_state)
+        for index in range(len(state.requests)):
+            outbox.open[number + index] = state
+        self.send(Answer(number))
 
     async def _answer(self, asked: Ask) -> None:
         self.send(Answer(asked.number, await self._server.answer(asked.what)))
@@ -339,10 +267,16 @@ class Front:
             if task is not None:
                 task.cancel()
             if state is not None:
-                self.engine.drop(state)
+                self._drop(state)
+
+    def _drop(self, state: Forwarded) -> None:
+        """Abort a request, and send nothing more of it."""
+        state.muted = True
+        if not state.finished:
+            self.core.abort_request(state)
 
     def _lost(self) -> None:
-        """The front end has ended, or its connection was ended: nobody waits for its requests."""
+        """Abort all requests of a front end whose connection has ended."""
         self._server.fronts.discard(self)
         self._server.changed.set()
         self._abort([*self._tasks, *self._outbox.open])

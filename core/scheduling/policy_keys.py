@@ -1,4 +1,4 @@
-"""Asks a schedule policy for keys, and takes only such as any two of can be compared."""
+"""Checks that the keys of a schedule policy can be compared with each other."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import math
 from typing import Any, TypeAlias
 
 from ..errors import RequestFailed, shown
-from ..protocols import SchedulePolicy
-from .request import Request
+from ..protocols.executors import SchedulePolicy
+from ..request import Request
 
 _Shape: TypeAlias = tuple[Any, ...]
 
@@ -16,26 +16,25 @@ class PolicyKeys:
     """The keys of one policy.
 
     A key is a tuple of numbers, texts, bytes or such tuples, of one shape for all requests that
-    are compared: queues sort by it, and a key that cannot be compared with another one would be
-    found out in the middle of somebody else's step.
+    are compared. Queues sort by it: a key that cannot be compared would fail a step of others.
     """
 
     def __init__(self, policy: SchedulePolicy, name: str) -> None:
-        """name: what errors call the policy, with where it comes from."""
+        """name: the policy's name in errors, with its distribution."""
         self._policy = policy
         self._name = name
         self._shape: _Shape | None = None
 
     def of(self, request: Request, *, alone: bool) -> tuple[Any, ...]:
-        """The request's key; alone: there is no other request to compare it with.
+        """Return a request's key. alone: there is no other request to compare it with.
 
         Raises RequestFailed, which names the policy, for a policy that fails or a wrong key.
         """
         try:
             key = self._policy.key(request)
         except Exception as error:
-            told = f"{type(error).__name__}: {error}"
-            raise RequestFailed(f"{self._name} failed on this request: {told}") from error
+            reason = f"{type(error).__name__}: {error}"
+            raise RequestFailed(f"{self._name} failed on this request: {reason}") from error
         if not isinstance(key, tuple):
             raise self._wrong(f"must be a tuple, got {type(key).__name__}")
         shape = self._shape_of(key)
@@ -49,7 +48,7 @@ class PolicyKeys:
         shape: list[Any] = []
         for part in key:
             if isinstance(part, int | float):
-                if isinstance(part, float) and math.isnan(part):  # Of a huge int, math raises.
+                if isinstance(part, float) and math.isnan(part):  # isnan raises for a huge int.
                     raise self._wrong("has a part that is not a number (NaN)")
                 shape.append("number")
             elif isinstance(part, str | bytes):

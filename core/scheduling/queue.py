@@ -6,13 +6,13 @@ from bisect import bisect_left, insort
 from collections.abc import Iterator
 from operator import attrgetter
 
-from .request import Request
+from ..request import Request
 
 _order = attrgetter("order")
 
 
 class RequestQueue:
-    """Sorted by `Request.order`, which is unique and never changes: nothing is ever sorted anew."""
+    """A list sorted by `Request.order`, which is unique and never changes."""
 
     def __init__(self) -> None:
         self.requests: list[Request] = []
@@ -21,7 +21,7 @@ class RequestQueue:
         insort(self.requests, request, key=_order)
 
     def remove(self, request: Request) -> None:
-        """Raises ValueError, and removes nothing, unless this very request is here."""
+        """Remove a request. Raises ValueError, and changes nothing, if it is not here."""
         index = bisect_left(self.requests, request.order, key=_order)
         if index == len(self.requests) or self.requests[index] is not request:
             raise ValueError(f"request {request.request_id!r} is not in this queue")

@@ -1,36 +1,34 @@
-"""Decides what each step computes, and takes in what it produced."""
+"""The scheduler: plans what each step computes, and processes its result."""
 
 from __future__ import annotations
 
+import dataclasses
 import heapq
 import time
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
 import msgspec
 
-from ..cache.kv_manager import KVCacheManager, NoKVCache
+from ..cache.groups import ONE_GROUP, CacheGroup
+from ..cache.kv_manager import KVCacheManager, NoKVCache, PrefixHits
 from ..config import KVTransferConfig
-from ..protocols import KVConnectorScheduler, SchedulePolicy
-from ..types import (
-    EngineStats,
-    FinishReason,
-    KVReport,
-    SlotStart,
-    StepPlan,
-    StepResult,
-    TokenLogprobs,
-)
+from ..outputs import EngineStats, FinishReason
+from ..protocols.executors import SchedulePolicy
+from ..request import Request, Status, Update
+from ..step import SlotStart, StepPlan, StepResult, TableWrite, TokenLogprobs
+from .guarded_connector import GuardedConnector
+from .kv_transfers import KVTransfers, LoadDecision
+from .limits import RequestLimits
 from .policy_keys import PolicyKeys
 from .queue import RequestQueue
-from .request import Request, Status, Update
-from .transfers import Fetch, Transfers
 
 
 @dataclass(slots=True)
-class _Draft:
-    """A step plan in the making. Decode rows and prefill rows are joined at the end."""
+class _PlanBuilder:
+    """Rows of the plan that `schedule` is building, decode rows apart from prefill rows."""
 
     budget: int
     decodes: list[Request] = field(default_factory=list)
@@ -38,18 +36,18 @@ class _Draft:
     chunks: list[int] = field(default_factory=list)
     """[len(prefills)] tokens of each prefill row"""
     starts: list[SlotStart] = field(default_factory=list)
-    appended: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
+    table_writes: list[TableWrite] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class _Step:
-    """What was planned, so that the result finds the requests as they were."""
+    """A planned step, kept until its result arrives."""
 
     rows: list[Request]
     epochs: list[int]
-    """[num_rows] A request whose epoch differs by now has ended or was preempted since."""
+    """[num_rows] Epoch of each request; a later one means that it ended or was preempted."""
     first_positions: dict[int, int]
-    """Row → first position computed, where prompt logprobs are asked for."""
+    """Row → first position computed, for requests with prompt logprobs."""
     ends: list[int]
     """[num_rows] tokens computed with this step; empty without a KV connector."""
 
@@ -57,13 +55,13 @@ class _Step:
 class Scheduler:
     """Continuous batching over a paged KV cache, with any number of steps in flight.
 
-    `schedule()` plans a step, `update()` takes its result; a step may be planned before the one
-    before it is back: how many tokens a request gets is known, only which ones is not. A running
-    decode is scheduled on its pending token, whose id stays on the device.
+    `schedule()` plans a step, `update()` processes its result. A step may be planned before the
+    previous result is back: the number of tokens is known by then, only their ids are not. A
+    running decode is scheduled on its pending token, whose id stays on the device.
 
     Running requests get their tokens first, in policy order; then waiting ones are admitted in
     policy order. When blocks run out, the last running request in that order loses its blocks and
-    slot and is computed again later, so the first one always gets on.
+    slot and is computed again later, so the first one always progresses.
     """
 
     def __init__(
@@ -79,29 +77,46 @@ class Scheduler:
         policy: SchedulePolicy,
         policy_name: str = "the schedule policy",
         long_prefill_token_threshold: int = 0,
-        connector: KVConnectorScheduler | None = None,
+        connector: GuardedConnector | None = None,
         transfer: KVTransferConfig | None = None,
         hash_key: bytes | None = None,
+        groups: Sequence[CacheGroup] = ONE_GROUP,
     ) -> None:
-        """`policy_name`: for errors. `connector`, if any, serves as `transfer` says; `hash_key`:
-        see `BlockHasher`."""
+        """transfer: the role of `connector`. hash_key: see `BlockHasher`. groups: layers that share
+        a block table."""
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
-        self.max_model_len = max_model_len
         self.enable_chunked_prefill = enable_chunked_prefill
         self.long_prefill_token_threshold = long_prefill_token_threshold
         self._keys = PolicyKeys(policy, policy_name)
         self.kv = (
-            KVCacheManager(num_blocks, block_size, enable_prefix_caching, hash_key)
+            KVCacheManager(
+                num_blocks,
+                block_size,
+                enable_prefix_caching,
+                hash_key,
+                groups=groups,
+                max_chunk=self._chunk(max_num_batched_tokens, max_num_batched_tokens),
+            )
             if num_blocks
             else NoKVCache(block_size)
         )
-        self.transfers: Transfers | None = None
+        self.limits = RequestLimits(
+            max_model_len=max_model_len,
+            max_num_batched_tokens=max_num_batched_tokens,
+            enable_chunked_prefill=enable_chunked_prefill,
+            num_blocks=self.kv.num_usable_blocks if num_blocks else None,
+            block_size=block_size,
+            groups=tuple(groups),
+            max_chunk=self._chunk(max_num_batched_tokens, max_num_batched_tokens),
+        )
+        """Limits that admission has checked for every request. They shrink if blocks are lost."""
+        self.transfers: KVTransfers | None = None
         self._fail_on_load = False
         if connector is not None:
             transfer = transfer or KVTransferConfig(kv_connector="")
             self._fail_on_load = transfer.kv_load_failure_policy == "fail"
-            self.transfers = Transfers(
+            self.transfers = KVTransfers(
                 connector,
                 self.kv,
                 loads=transfer.kv_role != "kv_producer",
@@ -112,7 +127,7 @@ class Scheduler:
         self.running = RequestQueue()
         self.waiting = RequestQueue()
         self.loading = RequestQueue()
-        """Waiting for a KV connector."""
+        """Requests that wait for a load of the KV connector."""
         self._arrivals = count()
         self._steps = count()
         self._free_slots = list(range(max_num_seqs))
@@ -124,67 +139,40 @@ class Scheduler:
 
     # ------------------------------------------------------------ requests in and out
 
-    def unfit_reason(self, request: Request) -> str | None:
-        """Why this request could never finish here, or None when it can."""
-        num_prompt = request.num_prompt_tokens
-        if not 0 < num_prompt < self.max_model_len:
-            return (
-                f"the prompt has {num_prompt} tokens; it needs 1 to {self.max_model_len - 1} "
-                f"(max_model_len {self.max_model_len})"
-            )
-        if not self.enable_chunked_prefill and num_prompt > self.max_num_batched_tokens:
-            return (
-                f"the prompt has {num_prompt} tokens, but without chunked prefill a step takes "
-                f"{self.max_num_batched_tokens} (max_num_batched_tokens)"
-            )
-        # The last token is sampled but never computed: it needs no KV.
-        longest = min(request.max_total_tokens, self.max_model_len) - 1
-        needed = self.kv.blocks_for(longest)
-        if needed > self.kv.num_usable_blocks:
-            return (
-                f"prompt and max_tokens need {needed} KV-cache blocks; there are "
-                f"{self.kv.num_usable_blocks} of {self.kv.block_size} tokens"
-            )
-        return None
+    def add_requests(self, *requests: Request) -> None:
+        """Queue requests that are within `limits`: all of them, or none if this raises.
 
-    def fits(self, request: Request) -> bool:
-        """Whether this request can finish at all, alone in the engine."""
-        return self.unfit_reason(request) is None
-
-    def add(self, *requests: Request) -> None:
-        """Queue requests, all of them or none. One that can never fit fails: see `take_failures`.
-
-        Raises RequestFailed where the policy fails on one; nothing is left of any then.
+        Raises RequestFailed if the policy fails on one.
         """
         ids = {request.request_id for request in requests}
-        if len(ids) < len(requests) or not ids.isdisjoint(self.requests):
-            raise ValueError(f"already scheduled, or twice here: one of {sorted(ids)}")
-        keys = [
-            self._keys.of(request, alone=not self.requests and index == 0)
-            for index, request in enumerate(requests)
-        ]
+        assert len(ids) == len(requests) and ids.isdisjoint(self.requests), f"repeated: {ids}"
+        keys = []
+        for index, request in enumerate(requests):
+            reason = self.limits.rejection_reason(
+                request.num_prompt_tokens, request.max_total_tokens
+            )
+            assert reason is None, reason
+            keys.append(self._keys.of(request, alone=not self.requests and index == 0))
         for request, key in zip(requests, keys, strict=True):
             request.order = (*key, next(self._arrivals))
             self.requests[request.request_id] = request
             self.waiting.add(request)
-            if (reason := self.unfit_reason(request)) is not None:
-                self._fail(request, reason, self._failures)
-                continue
-            request.max_total_tokens = min(request.max_total_tokens, self.max_model_len)
-            if request.leader is not None and not self.kv.enable_prefix_caching:
+            if request.leader is None:
+                self._stats.prompt_tokens += request.num_prompt_tokens
+            elif not self.kv.enable_prefix_caching:
                 request.leader.private_salt = request.private_salt = request.leader.request_id
 
-    def finish(
+    def finish_request(
         self, request_id: str, reason: FinishReason, stop_reason: int | str | None = None
     ) -> Request | None:
-        """End a request wherever it stands; None when it is unknown or has ended already."""
+        """End a request in any state. Return None if it is unknown or has ended already."""
         request = self.requests.get(request_id)
         if request is not None:
             self._end(request, reason, stop_reason)
         return request
 
     def fail_all(self, error: str) -> list[Update]:
-        """The device failed: end every request, drop steps in flight and all cached content."""
+        """End every request after the device failed; drop steps in flight and cached content."""
         updates = self.take_failures()
         self._in_flight.clear()
         for request in list(self.requests.values()):
@@ -194,15 +182,26 @@ class Scheduler:
         self.kv.reset_prefix_cache()
         return updates
 
-    def fail_step(self, plan: StepPlan, error: str) -> list[Update]:
-        """A step failed as a whole, and those planned after it were not run: end its requests.
+    def not_taken(self, plan: StepPlan) -> None:
+        """Note that the executor raised instead of taking this plan, the last one: none of it has
+        arrived. `fail_step` follows."""
+        if plan.kv_metadata is not None:
+            assert self.transfers is not None, "metadata without a KV connector"
+            self.transfers.send_again(plan.kv_metadata)
 
-        The worker has forgotten all slots. Running requests that had no part in the step start
-        again as preempted ones do, and no prefix hit finds what was cached: steps that were
-        planned after the failed one may have registered blocks that were never filled. Not for
-        use with a KV connector, whose transfers a failed step leaves without an end.
+    def fail_step(
+        self, plan: StepPlan, error: str, dropped: Iterable[StepResult] = ()
+    ) -> list[Update]:
+        """End the requests of a step that failed as a whole; steps planned after it were not run.
+
+        The worker has forgotten all slots. Running requests that were not in the step start again
+        as preempted ones do, and the prefix cache is cleared: steps that were planned after the
+        failed one may have registered blocks that were never filled.
+
+        KV transfers continue: the worker half has been notified of those in the plans that were not
+        run, and a report that the step should have brought comes with the next. Of `dropped`,
+        results of steps that succeeded after it, only the reports of transfers are used.
         """
-        assert self.transfers is None, "a failed step with a KV connector ends the engine"
         step = self._in_flight[plan.step]
         self._in_flight.clear()
         updates = self.take_failures()
@@ -212,40 +211,48 @@ class Scheduler:
         for request in reversed(self.running.requests[:]):
             self._preempt(request)
         self._released.clear()
-        self.kv.reset_prefix_cache()
+        self.kv.forget_all()
+        if self.transfers is not None:
+            for result in dropped:
+                self._take_transfers(result, updates)
+            self.transfers.expect_report()
         return updates
 
     def take_failures(self) -> list[Update]:
-        """Updates that belong to no step. `update` returns them too; ask when nothing runs."""
+        """Return updates that belong to no step, as `update` also does."""
         failures, self._failures = self._failures, []
         return failures
 
     # ------------------------------------------------------------ planning
 
     def schedule(self) -> StepPlan | None:
-        """The next step, or None when nothing can run before a result or a request comes in."""
-        draft = _Draft(self.max_num_batched_tokens)
-        if self._schedule_running(draft):
-            self._admit_waiting(draft)
+        """Plan the next step. Return None if nothing can run before a result or request arrives."""
+        builder = _PlanBuilder(self.max_num_batched_tokens)
+        self._detach_connector()
+        if self._schedule_running(builder):
+            self._admit_waiting(builder)
         metadata = None
         if self.transfers is not None:
             metadata = self.transfers.metadata()
-            news = self.transfers.take_news()
-            if metadata is not None or news:
-                return self._seal(draft, metadata)
-        if not draft.decodes and not draft.prefills:
+            if self._detach_connector():
+                # The connector failed while this step was planned: requests need not wait for it.
+                self._admit_waiting(builder)
+            report_pending = self.transfers.take_pending_report()
+            if metadata is not None or report_pending:
+                return self._build_plan(builder, metadata)
+        if not builder.decodes and not builder.prefills:
             return None
-        return self._seal(draft, metadata)
+        return self._build_plan(builder, metadata)
 
-    def _schedule_running(self, draft: _Draft) -> bool:
-        """Tokens for running requests; False when one had to be preempted.
+    def _schedule_running(self, builder: _PlanBuilder) -> bool:
+        """Schedule tokens for running requests. Return False if one had to be preempted.
 
-        A victim comes off the end of the list that is being walked, so it is never one that this
-        plan already holds.
+        A victim is taken from the end of the list that is being walked, so it is never in this
+        plan already.
         """
         block_size = self.kv.block_size
-        decodes = draft.decodes
-        budget = draft.budget
+        decodes = builder.decodes
+        budget = builder.budget
         num_running = len(self.running)
         for request in self.running.requests:
             if budget <= 0:
@@ -255,7 +262,7 @@ class Scheduler:
             if num_tokens - computed == 1:
                 if num_tokens >= request.max_total_tokens:
                     continue  # its last token is in flight
-                if computed % block_size == 0 and not self._grow(request, 1, draft):
+                if computed % block_size == 0 and not self._extend_blocks(request, 1, builder):
                     break
                 request.num_computed_tokens = num_tokens
                 request.num_tokens = num_tokens + 1
@@ -263,131 +270,131 @@ class Scheduler:
                 budget -= 1
             else:
                 chunk = self._chunk(num_tokens - computed, budget)
-                if not self._grow(request, chunk, draft):
+                if not self._extend_blocks(request, chunk, builder):
                     break
-                self._add_prefill(draft, request, chunk)
+                self._add_prefill(builder, request, chunk)
                 budget -= chunk
-        draft.budget = budget
+        builder.budget = budget
         return len(self.running) == num_running
 
-    def _grow(self, request: Request, num_new_tokens: int, draft: _Draft) -> bool:
-        """Blocks for the request's next tokens, taken from those behind it; False: it went too."""
+    def _extend_blocks(self, request: Request, num_new_tokens: int, builder: _PlanBuilder) -> bool:
+        """Allocate blocks for a request's next tokens, preempting the last requests if needed.
+
+        Return False if the request itself was preempted.
+        """
         self.kv.register(request)
-        while (blocks := self.kv.allocate(request, num_new_tokens)) is None:
+        while (writes := self.kv.allocate(request, num_new_tokens)) is None:
             victim = self.running.requests[-1]
             self._preempt(victim)
             if victim is request:
                 return False
-        if blocks:
-            draft.appended.append((request.slot, tuple(blocks)))
+        builder.table_writes += writes
         return True
 
     def _chunk(self, num_tokens: int, budget: int) -> int:
-        """Tokens of a prompt that this step takes."""
+        """Return how many of a prompt's tokens this step computes."""
         if self.long_prefill_token_threshold and self.enable_chunked_prefill:
             num_tokens = min(num_tokens, self.long_prefill_token_threshold)
         return min(num_tokens, budget)
 
-    def _admit_waiting(self, draft: _Draft) -> None:
+    def _admit_waiting(self, builder: _PlanBuilder) -> None:
         """Admit waiting requests in order, until one finds no budget, slot or blocks."""
-        left = []
+        admitted = []
         for request in self.waiting.requests:
-            if draft.budget <= 0 or not self._free_slots:
+            if builder.budget <= 0 or not self._free_slots:
                 break
             if _waits_for_leader(request):
                 continue
             hits = self.kv.find_hits(request)
             if self.transfers is not None:
                 reserve = self._admission_reserve if len(self.running) else 0
-                fetch = self.transfers.fetch(request, hits, reserve)
-                if fetch is Fetch.NO_ROOM:
+                decision = self.transfers.try_load(request, hits, reserve)
+                if decision is LoadDecision.NO_ROOM:
                     break
-                if fetch is Fetch.STARTED:
+                if decision is LoadDecision.STARTED:
                     self.loading.add(request)
-                    left.append(request)
-                if fetch is not Fetch.NOTHING:
+                    admitted.append(request)
+                if decision is not LoadDecision.NOTHING:
                     continue
-            if not self._admit(request, hits, draft):
+            if not self._admit(request, hits, builder):
                 break
-            left.append(request)
-        for request in left:
+            admitted.append(request)
+        for request in admitted:
             self.waiting.remove(request)
 
-    def _admit(self, request: Request, hits: list[int], draft: _Draft) -> bool:
-        num_left = request.num_tokens - len(hits) * self.kv.block_size
+    def _admit(self, request: Request, hits: PrefixHits, builder: _PlanBuilder) -> bool:
+        num_left = request.num_tokens - hits.num_blocks * self.kv.block_size
         # A preempted request may have outgrown one step's budget; it is chunked all the same.
         must_be_whole = (
             not self.enable_chunked_prefill and request.num_tokens <= self.max_num_batched_tokens
         )
-        if must_be_whole and num_left > draft.budget:
+        if must_be_whole and num_left > builder.budget:
             return False
-        # Room for all its tokens, though only a chunk's blocks are taken now, and a little to
-        # spare for the running ones: to admit what would soon be preempted wastes work.
+        # Room for all its tokens, though only a chunk's blocks are taken now, and a reserve for
+        # running requests: admitting a request that is soon preempted wastes work.
         reserve = self._admission_reserve if len(self.running) else 0
         if not self.kv.can_hold(request.num_tokens, hits, reserve):
             return False
-        chunk = self._chunk(num_left, draft.budget)
+        chunk = self._chunk(num_left, builder.budget)
+        request.slot = heapq.heappop(self._free_slots)
         self.kv.allocate(request, chunk, hits)
-        request.num_offered_blocks = len(hits)
+        builder.table_writes += self.kv.whole_tables(request)
+        request.num_offered_blocks = hits.num_blocks
         if request.first_scheduled is None:
             request.first_scheduled = time.monotonic()
             request.num_cached_tokens = request.num_computed_tokens
             self.kv.count_lookup(
                 request, max(0, request.num_cached_tokens - request.num_loaded_tokens)
             )
-            self._stats.prompt_tokens += request.num_prompt_tokens
         request.status = Status.RUNNING
-        request.slot = heapq.heappop(self._free_slots)
         self.running.add(request)
-        draft.starts.append(_slot_start(request))
-        self._add_prefill(draft, request, chunk)
-        draft.budget -= chunk
+        builder.starts.append(_slot_start(request))
+        self._add_prefill(builder, request, chunk)
+        builder.budget -= chunk
         return True
 
-    def _add_prefill(self, draft: _Draft, request: Request, chunk: int) -> None:
-        draft.prefills.append(request)
-        draft.chunks.append(chunk)
+    def _add_prefill(self, builder: _PlanBuilder, request: Request, chunk: int) -> None:
+        builder.prefills.append(request)
+        builder.chunks.append(chunk)
         request.num_computed_tokens += chunk
         self.kv.register(request)
         if request.num_computed_tokens == request.num_tokens:
             request.num_tokens += 1
 
-    def _seal(self, draft: _Draft, metadata: Any = None) -> StepPlan:
-        rows = draft.decodes + draft.prefills
-        num_decodes = len(draft.decodes)
+    def _build_plan(self, builder: _PlanBuilder, metadata: Any = None) -> StepPlan:
+        rows = builder.decodes + builder.prefills
+        num_decodes = len(builder.decodes)
         first_positions = {
-            num_decodes + i: request.num_computed_tokens - draft.chunks[i]
-            for i, request in enumerate(draft.prefills)
+            num_decodes + i: request.num_computed_tokens - builder.chunks[i]
+            for i, request in enumerate(builder.prefills)
             if request.params.prompt_logprobs is not None
         }
         step = next(self._steps)
-        self._stats.steps += 1
         ends = [] if self.transfers is None else [r.num_computed_tokens for r in rows]
         self._in_flight[step] = _Step(rows, [r.epoch for r in rows], first_positions, ends)
         released, self._released = self._released, []
         return StepPlan(
             step=step,
             slots=tuple([r.slot for r in rows]),
-            num_tokens=(1,) * num_decodes + tuple(draft.chunks),
+            num_tokens=(1,) * num_decodes + tuple(builder.chunks),
             samples=(True,) * num_decodes
-            + tuple([r.num_pending_tokens > 0 for r in draft.prefills]),
+            + tuple([r.num_pending_tokens > 0 for r in builder.prefills]),
             released=tuple(released),
-            starts=tuple(draft.starts),
-            appended_blocks=tuple(draft.appended),
+            starts=tuple(builder.starts),
+            table_writes=tuple(builder.table_writes),
             kv_metadata=metadata,
         )
 
     # ------------------------------------------------------------ results
 
     def update(self, plan: StepPlan, result: StepResult) -> list[Update]:
-        """Take in a step's result: append tokens, end what is done.
+        """Process a step's result: append tokens, end finished requests.
 
         Rows of requests that have ended or were preempted since the plan was made are dropped.
         """
         step = self._in_flight.pop(plan.step)
         updates = self.take_failures()
-        if result.kv_report is not None:
-            self._take_report(result.kv_report, updates)
+        self._take_transfers(result, updates)
         logprobs = result.logprobs
         num_new = 0
         rows = zip(step.rows, step.epochs, plan.samples, result.token_ids, strict=True)
@@ -398,7 +405,7 @@ class Scheduler:
                 self._fail(request, result.failed[row], updates)
                 continue
             if self.transfers is not None:
-                self.transfers.offer(request, step.ends[row])
+                self.transfers.offer_save(request, step.ends[row])
             if request.pooling is not None:
                 if sampled:
                     self._end(request, "stop")
@@ -414,7 +421,7 @@ class Scheduler:
                 request.output_token_ids.append(token_id)
                 if row in logprobs:
                     update.logprobs = [logprobs[row]]
-                # Cheap signs first: few tokens can be the last.
+                # Cheap conditions first: few tokens can be the last.
                 if token_id in request.stop_ids or request.num_tokens >= request.max_total_tokens:
                     stop = request.stop_on(token_id)
                     if stop is not None:
@@ -423,25 +430,62 @@ class Scheduler:
             elif update.prompt_logprobs is None:
                 continue
             updates.append(update)
+        self._stats.steps += 1
         self._stats.generation_tokens += num_new
         self._stats.late_preparations += result.late_preparations
         return updates
 
-    def _take_report(self, report: KVReport, updates: list[Update]) -> None:
-        """Requests whose load has ended queue again: what it brought is cached now."""
-        assert self.transfers is not None, "a report without a KV connector"
-        for request, complete in self.transfers.take(report):
-            if not complete and self._fail_on_load:
-                self._fail(request, "its KV could not be loaded", updates)
-                continue
-            self.loading.remove(request)
-            request.status = Status.PREEMPTED if request.num_preemptions else Status.WAITING
-            self.waiting.add(request)
+    def _detach_connector(self) -> bool:
+        """Queue requests again whose load will never begin, if the KV connector has failed.
+
+        Return whether it has failed since the last call.
+        """
+        if self.transfers is None or not self.transfers.take_failure():
+            return False
+        for request in self.transfers.withdraw():
+            self._load_ended(request, complete=False, updates=self._failures)
+        return True
+
+    def _take_transfers(self, result: StepResult, updates: list[Update]) -> None:
+        """Process a result's report of KV transfers: requests whose load has ended queue again, as
+        the loaded blocks are now cached."""
+        if result.kv_report is not None:
+            assert self.transfers is not None, "a report without a KV connector"
+            for request, complete in self.transfers.take_report(result.kv_report):
+                self._load_ended(request, complete, updates)
+        if result.kv_detached is not None:
+            assert self.transfers is not None, "a failure without a KV connector"
+            num_lost = self.transfers.num_lost_blocks
+            for request in self.transfers.detach(result.kv_detached):
+                self._load_ended(request, complete=False, updates=updates)
+            if self.transfers.num_lost_blocks != num_lost:
+                self._shrink_limits(self.transfers.num_lost_blocks, updates)
+
+    def _shrink_limits(self, num_lost_blocks: int, updates: list[Update]) -> None:
+        """Fail the requests that can never finish, now that blocks were lost."""
+        num_blocks = self.kv.num_usable_blocks - num_lost_blocks
+        self.limits = dataclasses.replace(self.limits, num_blocks=num_blocks)
+        for request in list(self.requests.values()):
+            reason = self.limits.rejection_reason(
+                request.num_prompt_tokens, request.max_total_tokens
+            )
+            if reason is not None:
+                self._fail(request, reason, updates)
+
+    def _load_ended(self, request: Request, complete: bool, updates: list[Update]) -> None:
+        if not complete and self._fail_on_load:
+            failure = None if self.transfers is None else self.transfers.failure
+            because = f": {failure}" if failure else ""
+            self._fail(request, f"its KV could not be loaded{because}", updates)
+            return
+        self.loading.remove(request)
+        request.status = Status.PREEMPTED if request.num_preemptions else Status.WAITING
+        self.waiting.add(request)
 
     # ------------------------------------------------------------ transitions
 
     def _preempt(self, request: Request) -> None:
-        """Back to the queue, to be computed again; what steps in flight bring for it is dropped."""
+        """Return a running request to the queue, to be computed again; drop results in flight."""
         self._leave_slot(request)
         self.kv.free(request)
         request.external_end = None
@@ -465,16 +509,14 @@ class Scheduler:
         request.finish_reason = reason
         request.stop_reason = stop_reason
         if self.transfers is not None:
-            self.transfers.finish(request)
+            self.transfers.finish_request(request)
         self.kv.free(request)
         request.status = Status.FINISHED
         request.epoch += 1
         del self.requests[request.request_id]
-        finished = self._stats.requests_finished
-        finished[reason] = finished.get(reason, 0) + 1
 
     def _fail(self, request: Request, error: str, updates: list[Update]) -> None:
-        self.kv.distrust(request)
+        self.kv.invalidate(request)
         self._end(request, "error")
         updates.append(Update(request, [], finished=True, error=error))
 
@@ -492,22 +534,27 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Waiting for admission, first or after preemption, or for a load."""
+        """Number of requests that wait for admission, first or after preemption, or for a load."""
         return len(self.waiting) + len(self.loading)
 
     @property
     def in_flight(self) -> int:
-        """Steps planned whose result has not come."""
+        """Number of planned steps without a result."""
         return len(self._in_flight)
 
     @property
+    def num_steps(self) -> int:
+        """Number of steps whose result has been processed."""
+        return self._stats.steps
+
+    @property
     def has_work(self) -> bool:
-        """Whether a request is unfinished or a failure untold."""
+        """Whether a request is unfinished or a failure not yet returned."""
         return bool(self.requests or self._failures)
 
     @property
     def stats(self) -> EngineStats:
-        """A snapshot."""
+        """Return a snapshot."""
         return msgspec.structs.replace(
             self._stats,
             num_requests_running=self.num_running,
@@ -516,16 +563,15 @@ class Scheduler:
             kv_cache_usage=self.kv.usage,
             prefix_cache_queries=self.kv.num_queried_tokens,
             prefix_cache_hits=self.kv.num_hit_tokens,
-            requests_finished=dict(self._stats.requests_finished),
             **({} if self.transfers is None else self.transfers.counts),
         )
 
     def reset_prefix_cache(self) -> bool:
-        """Forget cached blocks; False while a request runs."""
+        """Forget cached blocks. Return False, and change nothing, while a request runs."""
         return self.kv.reset_prefix_cache()
 
     def check_invariants(self) -> None:
-        """Raise AssertionError with what is wrong, if the books do not balance."""
+        """Raise AssertionError if queues, slots and blocks contradict each other."""
         running, waiting = self.running.requests, self.waiting.requests
         loading = self.loading.requests
         for name, queue in (("running", running), ("waiting", waiting), ("loading", loading)):
@@ -546,15 +592,12 @@ class Scheduler:
             assert 0 < r.num_computed_tokens < r.num_tokens, (
                 f"{r.request_id}: {r.num_computed_tokens} of {r.num_tokens} tokens computed"
             )
-            assert len(r.block_ids) == self.kv.blocks_for(r.num_computed_tokens), (
-                f"{r.request_id}: {len(r.block_ids)} blocks for {r.num_computed_tokens} tokens"
-            )
         for r in waiting:
             assert r.status in (Status.WAITING, Status.PREEMPTED), f"{r.request_id} is {r.status}"
         for r in loading:
             assert r.status is Status.LOADING, f"{r.request_id} is {r.status}, but loads"
         for r in [*waiting, *loading]:
-            assert not r.block_ids and r.slot < 0, f"{r.request_id} waits, but holds blocks"
+            assert not r.tables and r.slot < 0, f"{r.request_id} waits, but holds blocks"
             assert r.num_computed_tokens == 0 and r.num_pending_tokens == 0, (
                 f"{r.request_id} waits, but counts computed tokens"
             )
@@ -577,7 +620,6 @@ def _slot_start(request: Request) -> SlotStart:
         token_ids=(*request.prompt_token_ids, *request.output_token_ids),
         num_prompt_tokens=request.num_prompt_tokens,
         num_computed_tokens=request.num_computed_tokens,
-        block_ids=tuple(request.block_ids),
         params=request.params,
         seed=request.seed,
         stop_token_ids=tuple(sorted(request.stop_ids)),
@@ -589,15 +631,14 @@ def _slot_start(request: Request) -> SlotStart:
 
 
 def _new_prompt_logprobs(
-    request: Request, first_position: int, found: list[TokenLogprobs] | None
+    request: Request, first_position: int, positions: list[TokenLogprobs] | None
 ) -> list[TokenLogprobs] | None:
-    """Those not passed on yet: a preempted request's prompt is computed more than once.
+    """Return the positions not published yet: a preempted prompt is computed more than once.
 
-    Position p tells about prompt token p + 1; `num_prompt_logprobs` of them are known, from the
-    first on.
+    Position p is about prompt token p + 1. The first `num_prompt_logprobs` have been published.
     """
-    if found is None:
+    if positions is None:
         return None
-    new = found[max(0, request.num_prompt_logprobs - first_position) :]
+    new = positions[max(0, request.num_prompt_logprobs - first_position) :]
     request.num_prompt_logprobs += len(new)
     return new or None

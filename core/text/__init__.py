@@ -1,1 +1,1 @@
-"""Tokenizer, incremental detokenizer, chat templates, stop strings."""
+"""Tokenizer, incremental detokenizer, chat templates."""

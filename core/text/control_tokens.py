@@ -1,4 +1,5 @@
-"""Keeps typed control tokens plain: `<|im_end|>` in a user's text is text, in a template a token.
+"""Keeps control tokens that users type plain: `<|im_end|>` is text in a message, a token in a
+template.
 
 `ControlTokens.mark` breaks what a user typed apart with a Unicode noncharacter before rendering,
 and `encode_marked` encodes the rendered text: control tokens that stand unbroken are the
@@ -16,7 +17,7 @@ from typing import Any
 
 from tokenizers import Tokenizer as Backend
 
-from .encoding import encode
+from .token_limit import encode_text
 
 MARK = "\ufdd0"
 """Stands after the first character of a control token that a user typed."""
@@ -27,7 +28,7 @@ SLICE = 1 << 16
 
 
 def _shown(text: str) -> str:
-    """Without the noncharacters that mean something here."""
+    """Remove the noncharacters that this module uses as marks."""
     return text.replace(MARK, "\ufffd").replace(_TWIN, "\ufffd")
 
 
@@ -44,7 +45,7 @@ class ControlTokens:
         self._standing = re.compile(f"(?:{pattern})(?!{MARK})")
 
     def mark(self, text: str) -> str:
-        """`text` with each control token in it (or cut off at its end) broken by `MARK`."""
+        """Return `text` with each control token in it (or cut off at its end) broken by `MARK`."""
         if not self.contents:
             return text
         cut = self._tail_start(text)
@@ -80,7 +81,8 @@ class ControlTokens:
         return "".join([*parts, text[end:]]) if parts else text
 
     def _tail_start(self, text: str) -> int | None:
-        """Where a control token begins that the end of `text` cuts off."""
+        """Return where a control token begins that the end of `text` cuts off; None if there is
+        none."""
         for start in range(max(0, len(text) - self._longest + 1), len(text)):
             tail = text[start:]
             if tail[0] in self._first and any(c.startswith(tail) for c in self.contents):
@@ -92,17 +94,18 @@ class ControlTokens:
         return frozenset(content[0] for content in self.contents)
 
     def encode_marked(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        """Token ids of a rendered text: unbroken control tokens are tokens, broken ones text."""
+        """Return the token ids of a rendered text: unbroken control tokens are tokens, broken ones
+        text."""
         twin, names = self._twin
         named = self._replaced(self._standing, text, lambda found: _TWIN + found[0])
         named = named.replace(MARK, "")
-        ids = encode(twin, named, add_special_tokens=add_special_tokens).ids
+        ids = encode_text(twin, named, add_special_tokens=add_special_tokens).ids
         return [names.get(token, token) for token in ids]
 
     def encode_plain(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Token ids of `text`, in which nothing becomes a control token."""
+        """Return the token ids of `text`, without control tokens."""
         twin, names = self._twin
-        encoded = encode(twin, _shown(text), add_special_tokens=add_special_tokens)
+        encoded = encode_text(twin, _shown(text), add_special_tokens=add_special_tokens)
         return [names.get(token, token) for token in encoded.ids]
 
     @functools.cached_property
@@ -133,7 +136,7 @@ class ControlTokens:
 
 
 def _any_of(words: Iterable[str]) -> str:
-    """A pattern for the longest of `words` at a place, shaped as a trie: no backtracking search."""
+    """Return a pattern for the longest of `words` at a position, as a trie: it never backtracks."""
     root: dict[str, Any] = {}
     for word in words:
         node = root

@@ -1,4 +1,4 @@
-"""`IncrementalDetokenizer`: the text of a growing token sequence, never half a character."""
+"""`IncrementalDetokenizer`: the text of a growing token sequence, in complete characters."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class IncrementalDetokenizer:
             self._source = _Neighbours(tokenizer, shown, split_at_added=split)
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """The text that these tokens complete; "" while a character is unfinished."""
+        """Return the text that these tokens complete; "" while a character is incomplete."""
         hidden = self._hidden
         if len(token_ids) == 1:
             return "" if token_ids[0] in hidden else self._source.push(token_ids)
@@ -51,12 +51,12 @@ class IncrementalDetokenizer:
         )
 
     def finish(self) -> str:
-        """What remains: an unfinished character, as U+FFFD."""
+        """Return what remains: an incomplete character, as U+FFFD."""
         return self._source.finish()
 
 
 class _Bytes:
-    """For vocabularies whose tokens are bytes on their own: one streaming UTF-8 decoder."""
+    """For vocabularies whose tokens are independent byte strings: one streaming UTF-8 decoder."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: list[int]) -> None:
         assert tokenizer.pieces is not None
@@ -97,7 +97,8 @@ class _Bytes:
 
 
 class _Neighbours:
-    """For decoders that look at neighbours: decode new tokens after the few before them."""
+    """For decoders that depend on neighbouring tokens: decodes new tokens after the few before
+    them."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: list[int], *, split_at_added: bool) -> None:
         self._tokenizer = tokenizer

@@ -1,4 +1,4 @@
-"""A Jinja environment for chat templates: the field's extras, and limits on what a template costs.
+"""A Jinja environment for chat templates: the usual extensions, and limits on a template's cost.
 
 Templates are data from a checkpoint: they run sandboxed, and every loop turn, call, repetition and
 concatenation counts against the budget of the rendering it belongs to.
@@ -44,14 +44,14 @@ _PADDING_METHODS = frozenset({"ljust", "rjust", "center", "zfill", "expandtabs"}
 
 
 class Budget:
-    """What one rendering may still spend."""
+    """The remaining budget of one rendering."""
 
     def __init__(self) -> None:
         self._steps = MAX_STEPS
         self._deadline = time.monotonic() + MAX_SECONDS
 
     def spend(self) -> None:
-        """One step. Raises SecurityError past the limits."""
+        """Count one step. Raises SecurityError past the limits."""
         self._steps -= 1
         if self._steps < 0:
             raise SecurityError(f"it takes more than {MAX_STEPS} steps")
@@ -63,17 +63,17 @@ _budget: contextvars.ContextVar[Budget] = contextvars.ContextVar("template_budge
 
 
 class _Meter(Extension):
-    """Called from the places that `_Metering` puts into a template; out of the template's reach."""
+    """The functions that `_Metering` calls from a template; templates cannot reach it."""
 
     identifier = "jackfield.meter"
 
     def step(self) -> str:
-        """One loop turn or macro call."""
+        """Count one loop iteration or macro call."""
         _budget.get().spend()
         return ""
 
     def concat(self, *values: Any) -> str:
-        """The `~` operator."""
+        """Evaluate the `~` operator."""
         _budget.get().spend()
         texts = [str(_check_value(value)) for value in values]
         _check_size(sum(map(len, texts)))
@@ -81,7 +81,7 @@ class _Meter(Extension):
 
 
 class _Metering(NodeTransformer):
-    """Puts a metering call at the head of every loop and macro body, and in place of `~`."""
+    """Inserts a metering call at the head of every loop and macro body, and in place of `~`."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
         return self._metered(node)
@@ -107,7 +107,7 @@ def _meter_call(name: str, arguments: list[nodes.Expr]) -> nodes.Call:
 
 
 class _Generation(Extension):
-    """`{% generation %}…{% endgeneration %}`: marks training targets; here just its body."""
+    """`{% generation %}…{% endgeneration %}`: marks training targets; rendered as its body."""
 
     tags = {"generation"}
 
@@ -117,7 +117,7 @@ class _Generation(Extension):
 
 
 class TemplateEnvironment(ImmutableSandboxedEnvironment):
-    """One for all templates; rendering goes through `render`."""
+    """The environment of all templates; rendering goes through `render`."""
 
     intercepted_binops = frozenset(["+", "*", "**", "%"])
 
@@ -183,7 +183,8 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         return bounded
 
     def render(self, template: Any, variables: dict[str, Any]) -> str:
-        """Render within the limits. Raises jinja2's TemplateError and whatever a template may."""
+        """Render within the limits. Raises jinja2's TemplateError and whatever a template may
+        raise."""
         token = _budget.set(Budget())
         try:
             parts: list[str] = []
@@ -207,7 +208,8 @@ def _check_size(size: int) -> None:
 
 
 def _check_value(value: Any) -> Any:
-    """`value`, if writing it as text stays within bounds: lists may hold one long text often."""
+    """Return `value` if its text stays within bounds: lists may contain one long text many
+    times."""
     if isinstance(value, list | tuple | dict):
         size = 0
         waiting = [value]
@@ -231,7 +233,7 @@ def _check_bits(bits: int) -> None:
 
 
 def _check_method(owner: str, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Refuse calls of a str's methods that would build a string out of bounds."""
+    """Refuse calls of str methods that would build a string out of bounds."""
     if name in _PADDING_METHODS:
         numbers = [v for v in (*args, *kwargs.values()) if isinstance(v, int)]
         if any(number > _MAX_PADDING for number in numbers):
@@ -260,7 +262,7 @@ def _refuse_wide_format(text: str) -> None:
 
 
 def _limited(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A filter whose result is bounded before it is built."""
+    """Wrap a filter so that its result is bounded before it is built."""
 
     def limited(*args: Any, **kwargs: Any) -> Any:
         _budget.get().spend()
@@ -300,7 +302,7 @@ def _tojson(
     separators: Iterable[str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON without HTML escapes, as transformers writes it in templates."""
+    """Return JSON without HTML escapes, as transformers writes it in templates."""
     if isinstance(indent, int) and indent > 100:
         raise SecurityError("it indents by more than 100")
     text = json.dumps(

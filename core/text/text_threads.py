@@ -30,7 +30,7 @@ _NODES = 2000
 
 
 class TextThreads:
-    """Runs work on texts by their size. One for an engine."""
+    """Runs work on texts on threads chosen by size. One per engine."""
 
     def __init__(self, max_waiting_characters: int = MAX_WAITING_CHARACTERS) -> None:
         self._max = max_waiting_characters
@@ -45,11 +45,11 @@ class TextThreads:
 
     @property
     def waiting_characters(self) -> int:
-        """Of the texts that wait or are worked on."""
+        """Characters of texts that wait or are being processed."""
         return self._characters
 
     async def run(self, size: int, work: Callable[[], T]) -> T:
-        """What `work`, which deals with `size` characters, returns.
+        """Return the result of `work`, which processes `size` characters, from a thread.
 
         Raises EngineOverloaded when too much waits. Cancelled before it begins, it never does.
         """
@@ -80,13 +80,14 @@ class TextThreads:
         return await asyncio.wrap_future(future)
 
     def close(self) -> None:
-        """Begin nothing more."""
+        """Start no more work."""
         for pool in self._pools.values():
             pool.shutdown(wait=False, cancel_futures=True)
 
 
 def rough_size(*values: Any) -> int:
-    """Characters in JSON values; at least LONG_JOB where there are too many to look at."""
+    """Return the characters in JSON values; at least LONG_JOB if there are too many values to
+    count."""
     size = seen = 0
     left = list(values)
     while left:
@@ -102,8 +103,7 @@ def rough_size(*values: Any) -> int:
 
 
 def _give_memory_back() -> None:
-    """What the C library keeps of freed memory, to the system; where there is no such call, its own
-    rules decide."""
+    """Return freed memory that the C library keeps to the system, if it has a call for that."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

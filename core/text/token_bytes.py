@@ -1,4 +1,4 @@
-"""How a vocabulary's tokens become bytes, for the decoders where text is the tokens' bytes joined.
+"""Maps a vocabulary's tokens to bytes, for decoders whose text is the tokens' bytes joined.
 
 Byte-level BPE and SentencePiece with byte fallback are such: a token's bytes do not depend on its
 neighbours, so decoding is a join and one UTF-8 decoding, and streaming is the same decoding cut
@@ -14,7 +14,7 @@ import msgspec
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """The printable stand-in of each byte in byte-level vocabularies (as GPT-2 defined it)."""
+    """Return each byte's printable character in byte-level vocabularies (as GPT-2 defined it)."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     alphabet = {chr(byte): byte for byte in printable}
     others = (byte for byte in range(256) if byte not in set(printable))
@@ -26,7 +26,7 @@ ALPHABET = _byte_level_alphabet()
 
 
 class BytePieces(msgspec.Struct, frozen=True):
-    """A decoder that maps each token to bytes on its own."""
+    """A decoder that maps each token to bytes independently."""
 
     byte_level: bool
     """Characters of a token stand for bytes; else a token is text, or `<0xNN>` for one byte."""
@@ -36,7 +36,7 @@ class BytePieces(msgspec.Struct, frozen=True):
     """Leading spaces taken off the whole text, at most so many."""
 
     def bytes_of(self, token: str) -> bytes:
-        """The bytes that `token` (as written in the vocabulary) adds to a text."""
+        """Return the bytes that `token` (as written in the vocabulary) adds to a text."""
         if self.byte_level:
             try:
                 return bytes([ALPHABET[char] for char in token])
@@ -53,7 +53,7 @@ class BytePieces(msgspec.Struct, frozen=True):
 
 
 def byte_pieces(decoder: Any) -> BytePieces | None:
-    """Read a `tokenizers` decoder; None where tokens do not map to bytes one by one."""
+    """Read a `tokenizers` decoder; None if tokens do not map to bytes one by one."""
     if decoder is None:
         return None
     spec = json.loads(decoder.__getstate__())

@@ -1,32 +1,53 @@
-"""Encodes texts that may be far too long in time and memory bounded by what they may become."""
+"""Encodes texts of any length: without holding the GIL, and in time and memory bounded by the
+number of tokens that they may have.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
 from ..errors import ContextLengthExceeded, InvalidRequest
 
+LONG_TEXT = 8192
+"""Characters from which on a text is encoded on a thread; a shorter one takes some 2 ms."""
 PIECE = 1 << 16
-"""Characters that are encoded at once before it is known whether a text is too long."""
+"""Characters encoded at once while it is unknown whether a text is too long."""
 _SLACK = 64
 """Tokens that a cut through a text may add on its two sides."""
 
 
+def encode_text(
+    backend: Any, text: str, pair: str | None = None, *, add_special_tokens: bool = True
+) -> Any:
+    """Encode one text or two as one `tokenizers.Encoding`; its offsets are not valid.
+
+    `Backend.encode` holds the GIL until it is done, on whichever thread it runs: a megabyte of text
+    would block the event loop for most of a second. Batches release the GIL, but share a few
+    threads, so that short texts would wait there for long ones.
+    """
+    if len(text) + len(pair or "") < LONG_TEXT:
+        return backend.encode(text, pair, add_special_tokens=add_special_tokens)
+    if pair is None:
+        return backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
+    # encode_batch_fast loses the type ids of pairs.
+    return backend.encode_batch([(text, pair)], add_special_tokens=add_special_tokens)[0]
+
+
 class TokenLimit(msgspec.Struct, frozen=True, kw_only=True):
-    """How many tokens a text may become, and what happens to a longer one."""
+    """The maximum number of tokens of a text, and what happens to a longer one."""
 
     tokens: int
     context: int
-    """Of the model, for the refusal."""
+    """The model's context length, for the error message."""
     cut: Literal["left", "right"] | None = None
-    """Side on which a longer text loses tokens; None: it is refused."""
+    """Side on which a longer text is truncated; None: it is refused."""
     param: str = "prompt"
 
     def exceeded(self, tokens: int) -> InvalidRequest:
-        """The refusal of a text that has at least so many tokens."""
+        """Return the error for a text of at least this many tokens."""
         if self.tokens <= self.context:
             return ContextLengthExceeded.of(
                 self.context,
@@ -42,7 +63,7 @@ class TokenLimit(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def check_characters(self, size: int, characters_per_token: Callable[[], int]) -> None:
-        """Raises as `exceeded` where no text of so many characters could fit."""
+        """Raise `exceeded` if no text of this many characters could fit."""
         if self.cut is None and size > max(PIECE, 2 * self.tokens):
             if size > self.tokens * characters_per_token():
                 raise self.exceeded(self.tokens + 1)
@@ -54,11 +75,11 @@ def encode_within(
     encode: Callable[[str], list[int]],
     characters_per_token: Callable[[], int],
 ) -> list[int]:
-    """Token ids of `text`. Raises what `TokenLimit.exceeded` makes of one that is too long.
+    """Return the token ids of `text`. Raises `TokenLimit.exceeded` if it is far too long.
 
-    A text that is to be cut may come back with more tokens than the limit, and so may a prompt:
-    the caller cuts, and tells a prompt's length to the token. Here it is found out, from pieces of
-    it and about, that a text is too long to be encoded at all.
+    This estimates, from pieces of the text, whether it is too long to be encoded at all. The result
+    may exceed the limit for a prompt, and for a text to be truncated: the caller checks the exact
+    length, and truncates.
     """
     if limit is None:
         return encode(text)
@@ -89,7 +110,7 @@ def _check_pieces(
 def _encode_cut(
     text: str, tokens: int, side: Literal["left", "right"], encode: Callable[[str], list[int]]
 ) -> list[int]:
-    """Tokens of as much of one end as is needed for so many tokens, untouched by the cut."""
+    """Return at least `tokens` tokens of one end of a text, unaffected by the cut through it."""
     size = max(PIECE, 4 * tokens)
     while True:
         token_ids = encode(text[:size] if side == "right" else text[-size:])

@@ -17,9 +17,8 @@ from tokenizers import Tokenizer as Backend
 
 from ..errors import InvalidRequest, LoadError
 from .control_tokens import ControlTokens
-from .encoding import encode
 from .token_bytes import BytePieces, byte_pieces
-from .token_limit import PIECE, TokenLimit, encode_within
+from .token_limit import PIECE, TokenLimit, encode_text, encode_within
 
 _FILES = [
     "tokenizer*.json",
@@ -83,7 +82,7 @@ class Tokenizer:
     def load(
         cls, path: str, *, revision: str | None = None, chat_template: str | None = None
     ) -> Tokenizer:
-        """From a checkpoint folder, or a hub name.
+        """Load the tokenizer of a checkpoint folder, or of a hub name.
 
         chat_template: Jinja text, or a file's path, instead of the checkpoint's own.
         Raises LoadError when there is no tokenizer, or none with a fast implementation.
@@ -104,8 +103,8 @@ class Tokenizer:
                 raise LoadError(f"tokenizer: {file} cannot be read: {error}") from error
             _add_from_config(backend, config, tokens)
         else:
-            backend, found = _from_transformers(folder)
-            tokens = {**found, **tokens}
+            backend, found_tokens = _from_transformers(folder)
+            tokens = {**found_tokens, **tokens}
         return cls(
             backend,
             bos_token=tokens.get("bos_token"),
@@ -129,7 +128,7 @@ class Tokenizer:
         allow_special: bool = True,
         limit: TokenLimit | None = None,
     ) -> list[int]:
-        """Token ids of `text`.
+        """Return the token ids of `text`.
 
         add_special_tokens: put BOS and the like where the tokenizer's own rules say.
         allow_special: special tokens typed in `text` become those tokens; off, they stay text.
@@ -144,7 +143,7 @@ class Tokenizer:
         def encoded(text: str) -> list[int]:
             if not allow_special:
                 return self._specials.encode_plain(text, add_special_tokens=add_special_tokens)
-            token_ids: list[int] = encode(
+            token_ids: list[int] = encode_text(
                 self.backend, text, add_special_tokens=add_special_tokens
             ).ids
             return token_ids
@@ -153,8 +152,8 @@ class Tokenizer:
 
     @functools.cached_property
     def characters_per_token(self) -> int:
-        """The most characters that one token stands for; where the tokenizer may drop or join some
-        (white space, accents, unknown words), more than any real text comes to."""
+        """The maximum number of characters per token; larger than that of any real text where the
+        tokenizer may drop or join characters (white space, accents, unknown words)."""
         longest = max(map(len, self.backend.get_vocab(with_added_tokens=True)), default=1)
         return longest if self._keeps_characters else max(longest, _LOSSY_CHARACTERS)
 
@@ -175,7 +174,8 @@ class Tokenizer:
         most: TokenLimit | None = None,
         add_special_tokens: bool = True,
     ) -> tuple[list[int], list[int]]:
-        """Token ids of one text or of two, and which of the two each token belongs to (0 or 1).
+        """Return the token ids of one text or of two, and to which of the two (0 or 1) each
+        belongs.
 
         limit: at most so many tokens; the texts' ends are cut, the longer one's first, and special
         tokens stay. Raises InvalidRequest when these alone are as many. most: without a limit, what
@@ -187,7 +187,7 @@ class Tokenizer:
             if most is not None:
                 for one in (text, pair or ""):
                     self._check_fits(one, most)
-            whole = encode(self.backend, text, pair, add_special_tokens=add_special_tokens)
+            whole = encode_text(self.backend, text, pair, add_special_tokens=add_special_tokens)
             return whole.ids, whole.type_ids
         room = limit
         if add_special_tokens:
@@ -205,15 +205,15 @@ class Tokenizer:
         return joined.ids, joined.type_ids
 
     def _check_fits(self, text: str, most: TokenLimit) -> None:
-        """Raises, without encoding all of it, for a text that is too long."""
+        """Raise for a text that is too long, without encoding all of it."""
         if len(text) > max(PIECE, 4 * most.tokens):
             self.encode(text, add_special_tokens=False, limit=most)
 
     def _encode_start(self, text: str, num_tokens: int) -> Any:
-        """The Encoding of as much of a text as is needed for so many tokens."""
+        """Return the Encoding of the beginning of a text, up to this many tokens."""
         size = max(PIECE, 4 * num_tokens)
         while True:
-            part = encode(self.backend, text[:size], add_special_tokens=False)
+            part = encode_text(self.backend, text[:size], add_special_tokens=False)
             if len(part) > num_tokens + PIECE // 1024 or size >= len(text):
                 return part
             size *= 4
@@ -223,7 +223,7 @@ class Tokenizer:
         return self.control_tokens("")
 
     def control_tokens(self, template: str) -> ControlTokens:
-        """What users must not be able to type in a chat rendered by `template` (Jinja text).
+        """Return what users must not be able to type in a chat rendered by `template` (Jinja text).
 
         The special tokens, and the added tokens that the template itself writes as markup
         (`<tool_response>`): those are tokens too, though vocabularies do not call them special.
@@ -236,7 +236,8 @@ class Tokenizer:
         return ControlTokens(self.backend, contents)
 
     def bad_words_ids(self, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
-        """Token sequences of `words`, at the start of a text and after a space; no duplicates.
+        """Return the token sequences of `words`, at the start of a text and after a space; no
+        duplicates.
 
         The second form counts where the space belongs to the word's first token, as in vLLM.
         """
@@ -259,7 +260,7 @@ class Tokenizer:
         skip_special_tokens: bool = True,
         spaces_between_special_tokens: bool = True,
     ) -> str:
-        """Text of `ids`. Bytes that are not UTF-8 become U+FFFD.
+        """Return the text of `ids`. Bytes that are not UTF-8 become U+FFFD.
 
         spaces_between_special_tokens matters for decoders that join tokens with spaces: off, added
         tokens stand without spaces around them. Raises InvalidRequest for an id out of range.
@@ -281,7 +282,7 @@ class Tokenizer:
         return "".join(self.backend.decode(part, skip_special_tokens=False) for part in parts)
 
     def check_ids(self, ids: Sequence[int], *, param: str = "prompt") -> None:
-        """Raises InvalidRequest unless every id is one of this vocabulary."""
+        """Raise InvalidRequest unless every id is one of this vocabulary."""
         for id in ids:
             if isinstance(id, bool) or not isinstance(id, int) or not 0 <= id <= self.max_token_id:
                 raise InvalidRequest(
@@ -290,35 +291,36 @@ class Tokenizer:
                 )
 
     def token_bytes(self, id: int) -> bytes:
-        """The bytes one token adds in the middle of a text; empty for an id without a token.
+        """Return the bytes that one token adds inside a text; empty for an id without a token.
 
         Where the decoder looks at neighbours: the bytes of the token decoded alone.
         """
-        found = self._bytes.get(id)
-        if found is None:
+        data = self._bytes.get(id)
+        if data is None:
             token = self.backend.id_to_token(id) if 0 <= id <= self.max_token_id else None
             if token is None:
-                found = b""
+                data = b""
             elif self.pieces is None:
-                found = self.backend.decode([id], skip_special_tokens=False).encode()
+                data = self.backend.decode([id], skip_special_tokens=False).encode()
             else:
-                found = self.pieces.bytes_of(token)
-            self._bytes[id] = found
-        return found
+                data = self.pieces.bytes_of(token)
+            self._bytes[id] = data
+        return data
 
     def whole_text(self, id: int) -> str:
-        """The text that one token's bytes are; empty where they are not whole characters."""
-        found = self._whole.get(id)
-        if found is None:
+        """Return the text of one token's bytes; empty if they are not complete characters."""
+        text = self._whole.get(id)
+        if text is None:
             try:
-                found = self.token_bytes(id).decode()
+                text = self.token_bytes(id).decode()
             except UnicodeDecodeError:
-                found = ""
-            self._whole[id] = found
-        return found
+                text = ""
+            self._whole[id] = text
+        return text
 
     def token_text(self, id: int) -> str:
-        """How one token is shown beside its log-probability; U+FFFD where it is half a character.
+        """Return how one token is shown beside its log-probability; U+FFFD for an incomplete
+        character.
 
         Its leading space is kept. Empty for an id without a token (a padded vocabulary's).
         """
@@ -329,7 +331,7 @@ class Tokenizer:
 
 
 def _keeps_length(normalizer: dict[str, Any] | None) -> bool:
-    """Whether a normalizer makes no text much shorter."""
+    """Return whether a normalizer never shortens a text much."""
     if normalizer is None:
         return True
     match normalizer.get("type"):
@@ -344,12 +346,12 @@ def _keeps_length(normalizer: dict[str, Any] | None) -> bool:
 
 
 def strip_spaces(text: str, count: int) -> str:
-    """`text` without its leading spaces, `count` of them at most."""
+    """Return `text` without its leading spaces, at most `count` of them."""
     return text[:count].lstrip(" ") + text[count:]
 
 
 def _without_surrogates(text: str) -> str:
-    """Lone surrogates (from JSON escapes) as U+FFFD: they have no UTF-8 form."""
+    """Replace lone surrogates (from JSON escapes), which UTF-8 cannot encode, by U+FFFD."""
     try:
         text.encode()
         return text
@@ -380,7 +382,7 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 
 def _kept(lengths: list[int], room: int) -> list[int]:
-    """How much of one text or two fits together: the longer is cut down to the other first."""
+    """Return how much of one text or two fits together: the longer one is truncated first."""
     if sum(lengths) <= room:
         return lengths
     if len(lengths) == 1:
@@ -392,7 +394,8 @@ def _kept(lengths: list[int], room: int) -> list[int]:
 
 
 def _token_strings(*files: dict[str, Any]) -> dict[str, str]:
-    """bos_token, eos_token …, each given as a string or as {"content": …}; earlier files win."""
+    """Read bos_token, eos_token …, each a string or {"content": …}; earlier files take
+    precedence."""
     tokens: dict[str, str] = {}
     for file in files:
         for key, value in file.items():
@@ -406,11 +409,11 @@ def _token_strings(*files: dict[str, Any]) -> dict[str, str]:
 def _chat_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
     templates: dict[str, str] = {}
     for source in (config, _read_json(folder / "chat_template.json")):
-        found = source.get("chat_template")
-        if isinstance(found, str):
-            templates["default"] = found
-        elif isinstance(found, list):
-            templates.update({entry["name"]: entry["template"] for entry in found})
+        template = source.get("chat_template")
+        if isinstance(template, str):
+            templates["default"] = template
+        elif isinstance(template, list):
+            templates.update({entry["name"]: entry["template"] for entry in template})
     file = folder / "chat_template.jinja"
     if file.is_file():
         templates["default"] = file.read_text(encoding="utf-8")
@@ -419,18 +422,18 @@ def _chat_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
     return templates
 
 
-def _template_text(given: str) -> str:
-    """A template given as text, or as a path."""
-    if "{" not in given and "\n" not in given:
-        file = Path(given)
+def _template_text(template: str) -> str:
+    """Read a template from text, or from a path."""
+    if "{" not in template and "\n" not in template:
+        file = Path(template)
         if not file.is_file():
-            raise LoadError(f"chat_template: {given!r} is no file, and no Jinja text")
+            raise LoadError(f"chat_template: {template!r} is no file, and no Jinja text")
         return file.read_text(encoding="utf-8")
-    return given
+    return template
 
 
 def _add_from_config(backend: Backend, config: dict[str, Any], tokens: dict[str, str]) -> None:
-    """Tokens that tokenizer_config.json declares special and tokenizer.json does not know so."""
+    """Add tokens that tokenizer_config.json declares special and tokenizer.json does not."""
     declared = config.get("added_tokens_decoder")
     known = backend.get_added_tokens_decoder()
     special = [AddedToken(t, special=True, normalized=False) for t in tokens.values()]

@@ -1,21 +1,22 @@
-"""The persistent batch: what the device remembers of each slot, and how a plan changes it.
+"""The persistent batch: device state of each slot, and its update by a plan.
 
 A slot keeps its tokens and its block table on the device from admission to end. A plan is packed
-into one int32 array, copied once, and expanded there: token ids are gathered from the history, so
-a decode step reads the token that the step before it sampled without the host ever knowing it.
+into one int32 array, copied once, and expanded there: token ids are gathered from the history, so a
+decode step reads the token that the previous step sampled without a copy to the host.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 
 from ..nn.context import BatchLayout
-from ..nn.operations import Operations
-from ..types import StepPlan
+from ..nn.operations import DecodeTensors, Operations, StepTensors
+from ..step import StepPlan, TableWrite
 
 STAGING_BUFFERS = 4
 """More than the steps in flight, so that no buffer is rewritten while a copy still reads it."""
@@ -34,7 +35,8 @@ class StepInputs:
     """[T] int64"""
     positions: torch.Tensor
     """[T] int64"""
-    layout: BatchLayout
+    layouts: tuple[BatchLayout, ...]
+    """Layout per group of layers; only the block tables differ."""
     last_tokens: torch.Tensor
     """[S] int64: index into T of each sampling row's last token."""
     sample_slots: torch.Tensor
@@ -44,9 +46,14 @@ class StepInputs:
     sample_rows: list[int]
     """[S] The plan's row of each sampling row."""
 
+    @property
+    def layout(self) -> BatchLayout:
+        """Layout of the first group."""
+        return self.layouts[0]
+
 
 def releasing_all(num_slots: int) -> StepPlan:
-    """A plan without rows that releases every slot, taken or not."""
+    """Return a plan without rows that releases every slot, in use or not."""
     released = tuple(range(num_slots))
     return StepPlan(step=-1, slots=(), num_tokens=(), samples=(), released=released)
 
@@ -72,7 +79,7 @@ class StepRows:
         counts: np.ndarray,
         sample_slots: np.ndarray,
     ) -> StepRows:
-        """From the number of tokens of each row."""
+        """Create the rows from the number of tokens of each."""
         query_start = np.zeros(len(slots) + 1, dtype=np.int32)
         np.cumsum(counts, out=query_start[1:])
         return cls(slots, first_positions, query_start, sample_slots)
@@ -91,6 +98,17 @@ class StepRows:
 NO_WRITES = np.zeros((0, 2), dtype=np.int32)
 
 
+def _scattered(pieces: list[tuple[int, Sequence[int]]]) -> np.ndarray:
+    """Flatten (first place, numbers) pairs → [N, 2] int32: a place and the number there."""
+    writes = np.empty((sum(len(numbers) for _, numbers in pieces), 2), dtype=np.int32)
+    end = 0
+    for first, numbers in pieces:
+        begin, end = end, end + len(numbers)
+        writes[begin:end, 0] = np.arange(first, first + len(numbers))
+        writes[begin:end, 1] = numbers
+    return writes
+
+
 class PersistentBatch:
     """Per-slot state on the device, with host twins of the counters."""
 
@@ -102,25 +120,31 @@ class PersistentBatch:
         block_size: int,
         device: torch.device,
         operations: Operations | None = None,
+        num_groups: int = 1,
     ) -> None:
+        """`num_groups`: groups of layers; each has a block table in every slot."""
         self.device = device
         self.operations = operations or Operations()
         self.num_slots = max_num_seqs
         self.block_size = block_size
         self.max_model_len = max_model_len
         self.max_blocks = -(-max_model_len // block_size)
+        self.num_groups = num_groups
         # One row more than slots, and one column more than a sequence has: scratch, for padding.
         rows, positions, columns = max_num_seqs + 1, max_model_len + 1, self.max_blocks + 1
+        if num_groups > 1:
+            # Each group's part of a slot's table is aligned.
+            columns = -(-columns // ALIGNMENT) * ALIGNMENT
+        self._columns = columns
         self._table_start = -(-rows * positions // ALIGNMENT) * ALIGNMENT
-        table_end = self._table_start + rows * columns
+        table_end = self._table_start + rows * num_groups * columns
         self.storage = torch.zeros(table_end + 1, dtype=torch.int32, device=device)
         """History and block table in one; its last number belongs to no slot."""
         self.token_history = self.storage[: rows * positions].view(rows, positions)
         """[max_num_seqs + 1, max_model_len + 1]"""
-        self.block_table = self.storage[self._table_start : table_end].view(rows, columns)
-        """[max_num_seqs + 1, max_blocks + 1]"""
+        self.block_table = self.storage[self._table_start : table_end].view(rows, -1)
+        """[max_num_seqs + 1, num_groups * columns]: max_blocks columns per group, and padding."""
         self.num_computed = np.zeros(max_num_seqs, dtype=np.int32)
-        self.num_blocks = np.zeros(max_num_seqs, dtype=np.int32)
         self.num_prompt = np.zeros(max_num_seqs, dtype=np.int32)
         self._staging: list[torch.Tensor] = []
         self._next_buffer = 0
@@ -132,41 +156,43 @@ class PersistentBatch:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of device memory held."""
+        """Return the bytes of device memory in use."""
         return self.storage.nbytes
 
     # ------------------------------------------------------------ from a plan to rows
 
     def writes(self, plan: StepPlan) -> np.ndarray:
-        """What `plan` puts into slots, [N, 2] int32: a place in `storage` and the number there.
+        """Return what `plan` writes into slots, [N, 2] int32: a place in `storage` and the number
+        there.
 
-        The slots' counters are brought up to date.
+        Updates the counters of the slots.
         """
-        if not plan.starts and not plan.appended_blocks:
+        if not plan.starts and not plan.table_writes:
             return NO_WRITES
         pieces: list[tuple[int, Sequence[int]]] = []
-        positions, columns = self.token_history.shape[1], self.block_table.shape[1]
+        positions = self.token_history.shape[1]
         for start in plan.starts:
             slot = start.slot
             self.num_computed[slot] = start.num_computed_tokens
-            self.num_blocks[slot] = len(start.block_ids)
             self.num_prompt[slot] = start.num_prompt_tokens
             pieces.append((slot * positions, start.token_ids))
-            pieces.append((self._table_start + slot * columns, start.block_ids))
-        for slot, blocks in plan.appended_blocks:
-            first = self._table_start + slot * columns + int(self.num_blocks[slot])
-            pieces.append((first, blocks))
-            self.num_blocks[slot] += len(blocks)
-        writes = np.empty((sum(len(numbers) for _, numbers in pieces), 2), dtype=np.int32)
-        end = 0
-        for first, numbers in pieces:
-            begin, end = end, end + len(numbers)
-            writes[begin:end, 0] = np.arange(first, first + len(numbers))
-            writes[begin:end, 1] = numbers
-        return writes
+        pieces += self._table_pieces(plan.table_writes)
+        return _scattered(pieces)
+
+    def table_writes(self, table_writes: Sequence[TableWrite]) -> np.ndarray:
+        """The same as `writes`, for block tables alone: [N, 2] int32."""
+        return _scattered(self._table_pieces(table_writes))
+
+    def _table_pieces(self, table_writes: Sequence[TableWrite]) -> list[tuple[int, Sequence[int]]]:
+        """Return (first place in `storage`, numbers) for each write."""
+        start, columns, groups = self._table_start, self._columns, self.num_groups
+        return [
+            (start + (write.slot * groups + write.group) * columns + write.column, write.block_ids)
+            for write in table_writes
+        ]
 
     def rows(self, plan: StepPlan) -> StepRows:
-        """The plan's rows, whose tokens count as computed from here on. Call `writes` before."""
+        """Return the rows of the plan, and count their tokens as computed. Call `writes` before."""
         slots = np.asarray(plan.slots, dtype=np.int32)
         counts = np.asarray(plan.num_tokens, dtype=np.int32)
         first_positions = self.num_computed[slots]
@@ -187,7 +213,7 @@ class PersistentBatch:
     def lay_out(
         self, rows: StepRows, sample_rows: np.ndarray, writes: np.ndarray = NO_WRITES
     ) -> StepInputs:
-        """Send the rows of a step, and what is to be written before they are computed."""
+        """Send the rows of a step, and the writes that must precede their computation."""
         count = np.asarray([len(writes)], dtype=np.int32)
         sent = self.upload([
             rows.query_start, rows.slots, rows.first_positions, rows.sample_slots, sample_rows,
@@ -201,8 +227,6 @@ class PersistentBatch:
             query_start, slots, first_positions, passed_on, num_tokens,
             self.token_history, self.block_table, self.block_size,
         )  # fmt: skip
-        seq_lens = rows.seq_lens
-        max_seq_len = int(seq_lens.max())
         sample_slots, lengths, last_tokens = (
             tensors.sample_slots,
             tensors.lengths,
@@ -216,17 +240,8 @@ class PersistentBatch:
         return StepInputs(
             input_ids=tensors.input_ids,
             positions=tensors.positions,
-            layout=BatchLayout(
-                num_rows=num_rows,
-                num_tokens=num_tokens,
-                max_query_len=int(rows.query_lens.max()),
-                max_seq_len=max_seq_len,
-                query_start=query_start,
-                seq_lens=tensors.seq_lens,
-                block_table=tensors.block_table[:, : -(-max_seq_len // self.block_size)],
-                slot_mapping=tensors.slot_mapping,
-                query_start_cpu=rows.query_start,
-                seq_lens_cpu=seq_lens,
+            layouts=self.layouts(
+                tensors, query_start, rows.query_start, rows.seq_lens, block_size=self.block_size
             ),
             last_tokens=last_tokens,
             sample_slots=sample_slots,
@@ -234,16 +249,46 @@ class PersistentBatch:
             sample_rows=sample_rows.tolist(),
         )
 
+    def layouts(
+        self,
+        made: DecodeTensors | StepTensors,
+        query_start: torch.Tensor,
+        query_start_cpu: np.ndarray,
+        seq_lens_cpu: np.ndarray,
+        **bounds: Any,
+    ) -> tuple[BatchLayout, ...]:
+        """Return the layout of each group, from tensors made on the device. `bounds`: see
+        `BatchLayout.of`."""
+        count, columns = self.num_groups, self._columns
+        places = [made.slot_mapping]
+        if count > 1:
+            places += self.operations.slot_mappings(
+                made.block_table, columns, query_start, made.positions, self.block_size
+            )
+        return tuple(
+            BatchLayout.of(
+                query_start=query_start,
+                seq_lens=made.seq_lens,
+                block_table=made.block_table[:, number * columns : (number + 1) * columns],
+                slot_mapping=slot_mapping,
+                query_start_cpu=query_start_cpu,
+                seq_lens_cpu=seq_lens_cpu,
+                group=number,
+                **bounds,
+            )
+            for number, slot_mapping in enumerate(places)
+        )
+
     def record_sampled(
         self, slots: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor
     ) -> None:
-        """Put sampled ids where the next step will read them. All [S] int64."""
+        """Write sampled ids to the history, where the next step reads them. All [S] int64."""
         self.token_history[slots, positions] = token_ids.int()
 
     # ------------------------------------------------------------ to the device
 
     def upload(self, parts: list[np.ndarray]) -> list[torch.Tensor]:
-        """One copy for all parts, all int32; views of it come back."""
+        """Copy all parts, all int32, to the device in one copy; return views of it."""
         sizes = [len(part) for part in parts]
         total = sum(sizes)
         if self.device.type == "cpu":
@@ -255,7 +300,7 @@ class PersistentBatch:
         return list(torch.split(packed, sizes))
 
     def staging(self, size: int) -> torch.Tensor:
-        """The next pinned buffer of the ring, with room for `size` int32 numbers."""
+        """Return the next pinned buffer of the ring, with room for `size` int32 numbers."""
         if not self._staging:
             self._staging = [
                 torch.empty(0, dtype=torch.int32, pin_memory=True) for _ in range(STAGING_BUFFERS)

@@ -1,4 +1,4 @@
-"""Decode steps as recorded graphs: one replay where there were hundreds of launches.
+"""Decode steps as recorded graphs: one replay instead of hundreds of launches.
 
 A step in which every row computes one token and samples has the same kernels whatever its
 requests are: everything that differs sits in one static int32 array. Such a step is recorded for
@@ -16,28 +16,27 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from ..nn.context import BatchLayout
 from ..nn.operations import Operations
-from ..types import StepPlan
-from .batch import PersistentBatch, StepInputs
-from .sampler import Sampler
+from ..step import StepPlan
+from .batch import NO_WRITES, PersistentBatch, StepInputs
+from .sampling.sampler import Sampler
 
 logger = logging.getLogger("jackfield.worker")
 
 Replay = Callable[[], object]
 Recorder = Callable[[Callable[[], None]], Replay]
-"""Records what a function enqueues; what it returns enqueues the same again."""
+"""Records the work that a function enqueues; returns a function that enqueues it again."""
 
 
 class Ending(enum.StrEnum):
-    """What a recorded step does behind the forward pass."""
+    """The work of a recorded step after the forward pass."""
 
     PLAIN = "plain"
     """Sample rows that ask for a temperature at most."""
     FULL = "full"
     """Sample rows that ask for anything that the kernels do (`Sampler.recordable`)."""
     LOGITS = "logits"
-    """Leave the logits to launched kernels: a grammar has to be waited for, say."""
+    """Sampling by separately launched kernels, for example if a grammar's mask is awaited."""
 
 
 def row_counts(max_num_seqs: int) -> list[int]:
@@ -73,7 +72,7 @@ class DecodeGraphs:
         """[max_num_seqs, vocab_size] Logits of the step launched last without sampling; made when
         such a step is first recorded."""
         self.num_recorded = 0
-        """Graphs recorded so far."""
+        """Number of graphs recorded so far."""
 
     def missing(self) -> list[tuple[int, Ending]]:
         """What is not recorded yet: numbers of rows with each ending.
@@ -91,7 +90,7 @@ class DecodeGraphs:
 
     @staticmethod
     def is_decode_step(plan: StepPlan) -> bool:
-        """Whether every row computes one token and samples, and no request begins."""
+        """Return whether every row computes one token and samples, and no request starts."""
         num_rows = len(plan.slots)
         return (
             not plan.starts
@@ -103,9 +102,9 @@ class DecodeGraphs:
     def launch(self, plan: StepPlan, ending: Ending) -> bool:
         """Replay a decode step, with its sampling (to `outputs`) or up to `logits`.
 
-        False, with nothing done: it is no ordinary one, or nothing recorded serves it. Only where a
-        step asks for logits before spare time has recorded any is one recorded here: that takes as
-        long as several steps, in which no request gets a token.
+        Returns False, with nothing done, if the step is not an ordinary one, or no recorded graph
+        serves it. A graph is recorded here only if a step needs logits before spare time has
+        recorded any: that takes as long as several steps, in which no request gets a token.
         """
         rows = self._recorded_rows(len(plan.slots), ending)
         if rows is None or not self._inputs.fill(plan, rows):
@@ -114,11 +113,11 @@ class DecodeGraphs:
         return True
 
     def sampling_inputs(self, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """→ slots and lengths of the step launched last, [num_rows] int64."""
+        """Return slots and lengths of the step launched last, [num_rows] int64."""
         return self._inputs.sampling_inputs(num_rows)
 
     def _recorded_rows(self, num_rows: int, ending: Ending) -> int | None:
-        """The smallest recorded number of rows that serves a step."""
+        """Return the smallest recorded number of rows that serves a step."""
         able = (n for n in self._counts if n >= num_rows and (n, ending) in self._replays)
         rows = next(able, None)
         if rows is None and ending is Ending.LOGITS:
@@ -130,21 +129,34 @@ class DecodeGraphs:
         """Record a step of `rows` rows."""
         began = time.monotonic()
         self._inputs.fill_scratch(rows)
-        # Once as it is, so that everything is compiled and every workspace made.
-        self._step(rows, ending)
-        self._replays[rows, ending] = self._record(lambda: self._step(rows, ending))
+        if not self._is_ready(rows, ending):
+            self._step(rows, ending)
+        try:
+            replay = self._record(lambda: self._step(rows, ending))
+        except RuntimeError:
+            logger.debug("a step of %d rows has to run first", rows, exc_info=True)
+            self._step(rows, ending)
+            replay = self._record(lambda: self._step(rows, ending))
+        self._replays[rows, ending] = replay
         self.num_recorded += 1
         logger.debug("recorded a step of %d rows in %.3f s", rows, time.monotonic() - began)
 
-    def rehearse(self, rows: int) -> None:
+    def _is_ready(self, rows: int, ending: Ending) -> bool:
+        """Whether all that a step launches has been launched before, so that it is compiled and
+        every workspace is allocated: its number of rows with another ending, and its ending with
+        another number of rows."""
+        return any(n == rows for n, _ in self._replays) and any(
+            other is ending for _, other in self._replays
+        )
+
+    def precompile(self, rows: int) -> None:
         """Go through a step of `rows` rows while kernels are only compiled."""
         self._inputs.fill_scratch(rows)
         inputs = self._inputs.expand(rows)
-        layout = inputs.layout
-        # Made by kernels that did not run, and places in memory: torch would look there.
+        # Written by kernels that did not run, but memory addresses that torch would dereference.
         for places in (
             inputs.input_ids, inputs.positions, inputs.sample_slots, inputs.sample_lengths,
-            layout.seq_lens, layout.block_table, layout.slot_mapping,
+            *(part for layout in inputs.layouts for part in layout.places),
         ):  # fmt: skip
             places.zero_()
         logits = self._compute(inputs)
@@ -171,7 +183,8 @@ def sample_rows(
     slots: torch.Tensor,
     lengths: torch.Tensor,
 ) -> None:
-    """What a recorded step with this ending does with its rows' logits; to `sampler.outputs`."""
+    """Do what this ending of a recorded step does with the logits; results go to
+    `sampler.outputs`."""
     out = sampler.outputs.first(logits.shape[0])
     if ending is Ending.PLAIN:
         sampler.sample_plain(logits, slots, lengths, out)
@@ -180,68 +193,84 @@ def sample_rows(
 
 
 def sampling_endings(sampler: Sampler) -> list[Ending]:
-    """The endings that sample, where this sampler runs."""
+    """Return the endings that sample, on the device of this sampler."""
     return [Ending.PLAIN, Ending.FULL] if sampler.recordable([]) else [Ending.PLAIN]
 
 
 class DecodeInputs:
-    """The static input of decode graphs: slots, lengths and one new block a row."""
+    """The static input of decode graphs: slots, lengths and one new block per row; with several
+    groups of layers, writes to block tables instead of the block."""
 
     def __init__(self, batch: PersistentBatch, operations: Operations, max_rows: int) -> None:
         self._batch = batch
         self._operations = operations
-        self._device_array = torch.zeros(4 * max_rows, dtype=torch.int32, device=batch.device)
+        self._most_writes = batch.num_groups * max_rows if batch.num_groups > 1 else 0
+        size = 4 * max_rows + (4 + 2 * self._most_writes if self._most_writes else 0)
+        self._device_array = torch.zeros(size, dtype=torch.int32, device=batch.device)
         self._query_start = torch.arange(max_rows + 1, dtype=torch.int32, device=batch.device)
         self._query_start_cpu = np.arange(max_rows + 1, dtype=np.int32)
         self._rows = max_rows
         self._row_of_slot = np.zeros(batch.num_slots + 1, dtype=np.int32)
 
     def fill(self, plan: StepPlan, rows: int) -> bool:
-        """Send a step's rows, and count its tokens; False, with nothing done, if it is no
+        """Send a step's rows, and count its tokens; False, with nothing done, if the step is not an
         ordinary one (a row gets several blocks, or one outside the step gets any)."""
         batch = self._batch
         slots = np.asarray(plan.slots, dtype=np.int32)
         num_rows = len(slots)
-        if plan.appended_blocks:
+        new_blocks, writes = plan.table_writes, NO_WRITES
+        if self._most_writes:
+            new_blocks, writes = (), batch.table_writes(plan.table_writes)
+            if len(writes) > self._most_writes:
+                return False
+        if new_blocks:
             self._row_of_slot[slots] = np.arange(num_rows, dtype=np.int32)
-            for slot, blocks in plan.appended_blocks:
-                row = self._row_of_slot[slot]
-                if len(blocks) != 1 or row >= num_rows or plan.slots[row] != slot:
+            for write in new_blocks:
+                row = self._row_of_slot[write.slot]
+                outside = row >= num_rows or plan.slots[row] != write.slot
+                if len(write.block_ids) != 1 or outside:
                     return False
         host = np.zeros((4, rows), dtype=np.int32)
         host[0] = batch.num_slots
         host[2] = batch.max_blocks
         host[0, :num_rows] = slots
         host[1, :num_rows] = batch.num_computed[slots]
-        for slot, blocks in plan.appended_blocks:
-            row = self._row_of_slot[slot]
-            host[2, row] = batch.num_blocks[slot]
-            host[3, row] = blocks[0]
-            batch.num_blocks[slot] += 1
+        for write in new_blocks:
+            row = self._row_of_slot[write.slot]
+            host[2, row] = write.column
+            host[3, row] = write.block_ids[0]
         batch.num_computed[slots] += 1
-        self._send(host)
+        self._send(host, writes)
         return True
 
     def fill_scratch(self, rows: int) -> None:
-        """Padding rows alone."""
+        """Set all rows to padding."""
         host = np.zeros((4, rows), dtype=np.int32)
         host[0] = self._batch.num_slots
         host[2] = self._batch.max_blocks
         self._send(host)
 
     def sampling_inputs(self, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """→ slots and lengths of the step sent last, [num_rows] int64."""
+        """Return slots and lengths of the step sent last, [num_rows] int64."""
         packed = self._device_array[: 4 * self._rows].view(4, self._rows)[:2, :num_rows].long()
         return packed[0], packed[1] + 1
 
-    def _send(self, host: np.ndarray) -> None:
+    def _send(self, host: np.ndarray, writes: np.ndarray = NO_WRITES) -> None:
         self._rows = host.shape[1]
-        (sent,) = self._batch.upload([host.reshape(-1)])
-        self._device_array[: host.size].copy_(sent)
+        numbers = host.reshape(-1)
+        if self._most_writes:
+            count = np.asarray([len(writes), 0, 0, 0], dtype=np.int32)
+            numbers = np.concatenate([numbers, count, writes.reshape(-1)])
+        (sent,) = self._batch.upload([numbers])
+        self._device_array[: numbers.size].copy_(sent)
 
     def expand(self, rows: int) -> StepInputs:
-        """What the forward pass and the sampler need, made on the device."""
+        """Compute the inputs of the forward pass and the sampler on the device."""
         batch = self._batch
+        if self._most_writes:
+            count, _, writes = self._device_array[4 * rows :].tensor_split((1, 4))
+            writes = writes[: 2 * self._most_writes].view(-1, 2)
+            self._operations.scatter(batch.storage, writes, count)
         made = self._operations.decode_inputs(
             self._device_array[: 4 * rows].view(4, rows),
             batch.token_history,
@@ -251,17 +280,11 @@ class DecodeInputs:
         return StepInputs(
             input_ids=made.input_ids,
             positions=made.positions,
-            layout=BatchLayout(
-                num_rows=rows,
-                num_tokens=rows,
-                max_query_len=1,
-                max_seq_len=batch.max_model_len,
-                query_start=self._query_start[: rows + 1],
-                seq_lens=made.seq_lens,
-                block_table=made.block_table,
-                slot_mapping=made.slot_mapping,
-                query_start_cpu=self._query_start_cpu[: rows + 1],
-                seq_lens_cpu=np.full(rows, batch.max_model_len, dtype=np.int32),
+            layouts=batch.layouts(
+                made,
+                self._query_start[: rows + 1],
+                self._query_start_cpu[: rows + 1],
+                np.full(rows, batch.max_model_len, dtype=np.int32),
             ),
             last_tokens=self._query_start[:rows],
             sample_slots=made.slots,
@@ -278,7 +301,8 @@ class CudaRecorder:
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, function: Callable[[], None]) -> Replay:
-        """Nothing of `function` runs now. Other threads may go on using the device."""
+        """Record `function` without running its kernels. Other threads may go on using the
+        device."""
         graph = torch.cuda.CUDAGraph()
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):

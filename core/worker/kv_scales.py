@@ -1,9 +1,9 @@
 """Scales of an fp8 cache taken from the first step that is served: `calculate_kv_scales`.
 
-What a layer's keys and values reach is known when they are computed and not before; and what is in
-the cache is in it under one scale, for good. So the first step with tokens fixes each layer's
-scales, after its projection and before anything of it is cached. Scales are constants of every
-launch from then on, also of decode graphs, which are recorded afterwards.
+The range of a layer's keys and values is known only once they are computed, and all cached values
+of a layer share one constant scale. So the first step with tokens fixes each layer's scales, after
+its projection and before anything of it is cached. Scales are constants of every launch from then
+on, also of decode graphs, which are recorded afterwards.
 """
 
 from __future__ import annotations
@@ -22,17 +22,18 @@ from ..nn.attention import Attention
 from ..nn.context import ForwardContext
 from ..nn.norm import RMSNorm
 from ..nn.rotary import Rotary
-from ..protocols import AttentionSpec
+from ..protocols.attention import AttentionSpec
 
 logger = logging.getLogger("jackfield.worker")
 
 KEY_RANGE, VALUE_RANGE = 200.0, 100.0
-"""Where the largest key and the largest value of the first step come to lie (vLLM's constants). The
-types reach to 448 (e4m3) and 57344 (e5m2): the rest is for larger ones that come later."""
+"""Stored magnitude of the largest key and the largest value of the first step (vLLM's constants).
+The types reach to 448 (e4m3) and 57344 (e5m2): the rest is headroom for larger values of later
+steps."""
 
 
 def unscaled(layers: Sequence[Attention], config: EngineConfig, fp8_cache: bool) -> list[Attention]:
-    """The layers whose scales are to be found: where the checkpoint has none.
+    """Return the layers whose scales must be computed, because the checkpoint has none.
 
     Raises ConfigError where the cache is not fp8.
     """
@@ -48,13 +49,13 @@ def unscaled(layers: Sequence[Attention], config: EngineConfig, fp8_cache: bool)
 
 
 def to_be_scaled(spec: AttentionSpec) -> AttentionSpec:
-    """A layer as a backend must be able to serve it later."""
+    """Return the spec that a backend must support once the scales are set."""
     return msgspec.structs.replace(spec, key_scale=0.5, value_scale=0.5)
 
 
 @contextlib.contextmanager
 def finding_scales(layers: Sequence[Attention]) -> Iterator[None]:
-    """A forward pass in here fixes the scales of these layers, each before it caches."""
+    """Context in which a forward pass sets the scales of these layers, each before it caches."""
     handles = [layer.register_forward_pre_hook(_fix, with_kwargs=True) for layer in layers]
     try:
         yield
@@ -101,6 +102,7 @@ def _keys_and_values(
 
 
 def _scale(part: torch.Tensor, reach: float) -> float:
-    """What to divide by. A request whose numbers overflow must not decide it for all others."""
+    """Return the divisor. Values of a request that overflow are ignored, so that they do not set it
+    for all others."""
     largest = float(part.float().abs().nan_to_num(nan=0.0, posinf=0.0).amax())
     return largest / reach if largest > 0 else 1.0

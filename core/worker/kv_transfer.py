@@ -1,10 +1,9 @@
-"""What the worker adds for a KV connector: layout and fingerprint, steps without rows."""
+"""The cache's layout and fingerprint, for KV connectors."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass
 from hashlib import blake2b
 
 import torch
@@ -12,25 +11,12 @@ from torch import nn
 
 from ..config import EngineConfig
 from ..loading.model_config import ModelConfig
-from ..protocols import KVLayout
-from ..types import KVReport, StepPlan, StepResult
+from ..protocols.kv import KVLayout
 
 SAMPLES = 64
 """Elements of each weight that the fingerprint looks at, spread over it."""
 FORMAT = b"jackfield kv 1"
-"""Changes when the meaning of a cached block does."""
-
-
-@dataclass(frozen=True)
-class EmptyStep:
-    """A plan without rows: it brought metadata, and takes a report back."""
-
-    plan: StepPlan
-    kv_report: KVReport | None
-
-    def wait(self) -> StepResult:
-        """Nothing was launched."""
-        return StepResult(self.plan.step, [], kv_report=self.kv_report)
+"""Increased if the meaning of a cached block changes."""
 
 
 def kv_layout(
@@ -39,7 +25,7 @@ def kv_layout(
     model: nn.Module,
     kv_caches: Iterable[torch.Tensor],
 ) -> KVLayout:
-    """`kv_caches`: one of each layer, [2, num_blocks, block_size, num_kv_heads, head_dim]."""
+    """`kv_caches`: one per layer, [2, num_blocks, block_size, num_kv_heads, head_dim]."""
     caches = list(kv_caches)
     dtype = str(caches[0].dtype).removeprefix("torch.")
     layers = tuple((cache.shape[3], cache.shape[4]) for cache in caches)
@@ -69,7 +55,8 @@ def kv_layout(
 
 
 def _hash_weights(model: nn.Module, digest: blake2b) -> None:
-    """Names, shapes and a sample of each tensor: a fine-tune changes that, and it is cheap."""
+    """Hash names, shapes and a sample of each tensor: this is cheap, and differs for a
+    fine-tune."""
     samples: dict[torch.dtype, list[torch.Tensor]] = {}
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())

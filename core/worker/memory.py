@@ -1,20 +1,33 @@
-"""How much memory the KV cache gets, and clear words when it is not enough."""
+"""Sizes the KV cache, with a clear error if memory is not enough."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 import torch
 
+from ..cache.groups import CacheGroup, TokenCache, longest_sequence, sequence_blocks
 from ..config import EngineConfig
 from ..errors import OutOfMemory
-from ..protocols import AttentionSpec
 
 GIB = 1 << 30
 
 
-def bytes_per_block(specs: list[AttentionSpec], block_size: int, dtype: torch.dtype) -> int:
-    """Keys and values of one block, all layers."""
-    per_token = sum(2 * spec.num_kv_heads * spec.head_dim for spec in specs)
-    return per_token * block_size * dtype.itemsize
+def bytes_per_token(spec: TokenCache) -> int:
+    """Bytes that one layer caches per token."""
+    return sum(math.prod(part.shape) * getattr(torch, part.dtype).itemsize for part in spec.parts)
+
+
+def bytes_per_block(
+    specs: Sequence[TokenCache], groups: Sequence[CacheGroup], block_size: int
+) -> int:
+    """Return the bytes of one block for all layers of a group; smaller groups leave a part unused.
+
+    specs: [num_layers]
+    """
+    sizes = [sum(bytes_per_token(specs[layer]) for layer in group.layers) for group in groups]
+    return max(sizes) * block_size
 
 
 def num_kv_blocks(
@@ -24,18 +37,21 @@ def num_kv_blocks(
     block_bytes: int,
     block_size: int,
     max_model_len: int,
+    groups: Sequence[CacheGroup],
+    max_chunk: int,
 ) -> int:
-    """Blocks, the null block included, for `available` bytes.
+    """Return the number of blocks, the null block included, for `available` bytes.
 
-    Raises OutOfMemory when not even one sequence of `max_model_len` fits.
+    `max_chunk`: most tokens of a sequence per step. Raises OutOfMemory if one sequence of
+    `max_model_len` does not fit.
     """
     if config.num_gpu_blocks_override is not None:
         return config.num_gpu_blocks_override
-    per_sequence = -(-max_model_len // block_size)
+    per_sequence = sequence_blocks(groups, max_model_len, block_size, max_chunk)
     useful = config.max_num_seqs * per_sequence + 1
     blocks = min(available // block_bytes, useful)
     if blocks < per_sequence + 1:
-        fits = max(blocks - 1, 0) * block_size
+        fits = longest_sequence(groups, blocks - 1, block_size, max_chunk, max_model_len)
         raise OutOfMemory(
             f"the KV cache gets {available / GIB:.2f} GiB, but one sequence of max_model_len="
             f"{max_model_len} needs {(per_sequence + 1) * block_bytes / GIB:.2f} GiB; lower "
@@ -48,7 +64,7 @@ def num_kv_blocks(
 
 
 def explain_oom(error: RuntimeError, doing: str) -> OutOfMemory:
-    """What to change when the device ran out of memory while `doing`."""
+    """Return advice for the case that the device ran out of memory while `doing`."""
     return OutOfMemory(
         f"out of device memory while {doing}: lower gpu_memory_utilization, max_num_batched_tokens "
         f"or max_num_seqs, or free memory that other programs hold ({str(error).splitlines()[0]})"

@@ -1,4 +1,4 @@
-"""Steps that hold prompts as recorded graphs: one replay where there were hundreds of launches.
+"""Steps with prompts as recorded graphs: one replay instead of hundreds of launches.
 
 A step has some decode rows, then rows of prompts of any length. What differs between steps is in
 one static int32 array, from which the device reads the rows. A graph is recorded for a number of
@@ -18,8 +18,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from ..nn.context import BatchLayout, MixedRows
-from ..protocols import AttentionBackend
+from ..nn.context import MixedRows
+from ..protocols.attention import AttentionBackend
 from .batch import PersistentBatch, StepInputs, StepRows
 from .graphs import (
     Ending,
@@ -29,20 +29,21 @@ from .graphs import (
     sample_rows,
     sampling_endings,
 )
-from .sampler import Sampler
+from .sampling.sampler import Sampler
 
 logger = logging.getLogger("jackfield.worker")
 
 FIRST_TOKENS = frozenset({128, 256, 512, 1024, 2048, 4096})
 """Numbers of tokens of steps without decode rows that are recorded before all others."""
 STRIDE = 512
-"""Between numbers of tokens of steps of decode rows and prompts that are recorded next."""
+"""Distance between the numbers of tokens of mixed steps that are recorded next."""
 MAX_TOKENS = 8192
 """Tokens of the largest recorded step. With more, the device hides the launches."""
 RUN_FIRST = 512
-"""Steps of up to so many tokens run once before they are recorded."""
-MIN_PROMPT_ROWS = 4
-TOKENS_PER_PROMPT_ROW = 32
+"""Steps of up to this many tokens run once before they are recorded."""
+MIN_PROMPT_ROWS, MAX_PROMPT_ROWS = 4, 256
+"""Rows of prompts, padding included, that a graph has room for."""
+TOKENS_PER_PROMPT_ROW = 8
 MAX_WRITES = 1 << 16
 """Token and block ids that a recorded step may write into slots; more are written before it."""
 
@@ -60,7 +61,7 @@ def decode_row_counts(max_num_seqs: int) -> list[int]:
 
 
 class MixedKey(NamedTuple):
-    """What a graph is recorded for."""
+    """The sizes that a graph is recorded for."""
 
     decode_rows: int
     """Maximum"""
@@ -69,7 +70,8 @@ class MixedKey(NamedTuple):
     @property
     def prompt_rows(self) -> int:
         """Maximum, padding included."""
-        return max(MIN_PROMPT_ROWS, self.tokens // TOKENS_PER_PROMPT_ROW)
+        rows = self.tokens // TOKENS_PER_PROMPT_ROW
+        return min(max(MIN_PROMPT_ROWS, rows), MAX_PROMPT_ROWS)
 
 
 class MixedGraphs:
@@ -86,7 +88,7 @@ class MixedGraphs:
         record: Recorder,
         max_tokens: int,
     ) -> None:
-        """`forward`: from a step's inputs to hidden states [T, hidden_size]; `logits`: from those
+        """`forward`: maps a step's inputs to hidden states [T, hidden_size]; `logits`: from those
         of R rows to [R, vocab_size]; `max_tokens`: of any step."""
         self._forward = forward
         self._logits = logits
@@ -118,8 +120,8 @@ class MixedGraphs:
     # ------------------------------------------------------------ serving a step
 
     def launch(self, rows: StepRows, writes: np.ndarray) -> bool:
-        """Replay a step up to the last hidden state of each row. False, with nothing done: no graph
-        serves it."""
+        """Replay a step up to the last hidden state of each row. Returns False, with nothing done,
+        if no graph serves it."""
         shape = _shape(rows)
         key = self._serving(shape)
         if key is None or self._backend.prefers_launch(rows.query_lens, rows.seq_lens):
@@ -142,19 +144,19 @@ class MixedGraphs:
         self._endings[rows, ending]()
 
     def sampling_inputs(self, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """→ slots and lengths of the step launched last, [num_rows] int64."""
+        """Return slots and lengths of the step launched last, [num_rows] int64."""
         return self._slots[:num_rows], self._lengths[:num_rows]
 
     @property
     def _filled_rows(self) -> int:
-        """Rows that the step launched last has set: those of requests, and padding."""
+        """Number of rows set by the step launched last: those of requests, and padding."""
         return self._num_rows(self._inputs.key)
 
     def _serving(self, shape: _Shape) -> MixedKey | None:
-        """The recorded graph that serves a step with the least padding. Nothing is recorded here:
-        that takes as long as several steps, in which no request gets a token."""
+        """Return the recorded graph that serves a step with the least padding. Records nothing
+        here: recording takes as long as several steps, in which no request gets a token."""
         best = self._smallest_key(shape)
-        if best is None or best in self._steps:
+        if best in self._steps:
             return best
         candidates = (
             key for key in self._steps if key.tokens >= shape.tokens and self._fits(key, shape)
@@ -162,7 +164,7 @@ class MixedGraphs:
         return min(candidates, key=lambda key: (key.tokens, key.decode_rows), default=None)
 
     def _smallest_key(self, shape: _Shape) -> MixedKey | None:
-        """The smallest graph there could be for a step."""
+        """Return the smallest possible graph for a step, recorded or not."""
         decode_rows = next(n for n in self._decode_counts if n >= shape.decode_rows)
         first = bisect.bisect_left(self._token_counts, shape.tokens)
         for tokens in self._token_counts[first:]:
@@ -182,15 +184,15 @@ class MixedGraphs:
         )
 
     def _num_rows(self, key: MixedKey) -> int:
-        """Rows of a graph: at least as many as the ending reads that serves them."""
+        """Return the rows of a graph: at least as many as the ending that serves them reads."""
         rows = key.decode_rows + key.prompt_rows
         return max(rows, next((n for n in self._row_counts if n >= rows), self._row_counts[-1]))
 
     # ------------------------------------------------------------ recording
 
     def missing(self) -> list[MixedKey | tuple[int, Ending]]:
-        """What is not recorded yet, the most useful first: a few numbers of tokens that are far
-        apart, endings, then the numbers between them by halves."""
+        """Return what is not recorded yet, the most useful first: a few numbers of tokens that are
+        far apart, endings, then the numbers between them by halves."""
         keys = [
             MixedKey(rows, tokens)
             for tokens in self._token_counts
@@ -224,7 +226,7 @@ class MixedGraphs:
         ]  # fmt: skip
 
     def record_next(self) -> bool:
-        """Record one more of what is missing; False: nothing was."""
+        """Record the next missing item; return False if nothing is missing."""
         missing = self.missing()
         if not missing:
             return False
@@ -236,13 +238,13 @@ class MixedGraphs:
         return True
 
     def record_for(self, tokens: int) -> None:
-        """Record what serves a prompt of so many tokens alone, with its endings."""
+        """Record the graphs that serve a single prompt of this many tokens, with its endings."""
         if (key := self._smallest_key(_Shape(0, 1, tokens))) is not None:
             self.record(key)
             self.record_ending(1, Ending.PLAIN)
 
     def rehearsed_keys(self) -> list[MixedKey]:
-        """Steps that together launch every kernel there is."""
+        """Return steps that together launch every kernel."""
         short = [n for n in self._token_counts if n in (16, 64, 128, 256, 512, 1024)]
         keys = [MixedKey(0, tokens) for tokens in short or self._token_counts[:1]]
         for rows in self._decode_counts[1:]:
@@ -270,14 +272,15 @@ class MixedGraphs:
         logger.debug("recorded %s in %.3f s", key, time.monotonic() - began)
 
     def _is_ready(self, key: MixedKey) -> bool:
-        """Whether all that a step launches has been launched before: steps of more tokens take the
-        same kernels, and the device's time."""
+        """Whether all that a step launches has been launched before: larger steps launch the same
+        kernels, and running one costs device time."""
         return key.tokens > RUN_FIRST and any(
             done.decode_rows == key.decode_rows for done in self._steps
         )
 
     def _run_once(self, key: MixedKey) -> None:
-        """A step as it is, so that everything is compiled and every workspace made."""
+        """Run a step without recording, so that all kernels are compiled and all workspaces
+        allocated."""
         self._inputs.fill_scratch(key)
         self._step(key)
 
@@ -294,16 +297,15 @@ class MixedGraphs:
         self._lengths.copy_(lengths)
         self.num_recorded += 1
 
-    def rehearse(self, key: MixedKey) -> None:
+    def precompile(self, key: MixedKey) -> None:
         """Go through a step while kernels are only compiled."""
         self._inputs.fill_scratch(key)
         self._inputs.write(key)
         inputs = self._expand(key)
-        layout = inputs.layout
-        # Made by kernels that did not run, and places in memory: torch would look there.
+        # Written by kernels that did not run, but memory addresses that torch would dereference.
         for places in (
             inputs.input_ids, inputs.positions, inputs.sample_slots, inputs.sample_lengths,
-            inputs.last_tokens, layout.seq_lens, layout.block_table, layout.slot_mapping,
+            inputs.last_tokens, *(part for layout in inputs.layouts for part in layout.places),
         ):  # fmt: skip
             places.zero_()
         self._compute(key, inputs)
@@ -338,7 +340,7 @@ class MixedGraphs:
 
 
 class _Shape(NamedTuple):
-    """What decides which graph serves a step."""
+    """The sizes of a step that determine its graph."""
 
     decode_rows: int
     prompt_rows: int
@@ -373,7 +375,7 @@ class MixedInputs:
         self._writes = array[header:].view(-1, 2)
         self._header = header
         self.key = MixedKey(0, 0)
-        """Of what was sent last."""
+        """Sizes of the step sent last."""
 
     def fill(self, rows: StepRows, writes: np.ndarray, shape: _Shape, key: MixedKey) -> None:
         """Send a step's rows, padded to the graph's tokens, and what it writes."""
@@ -409,18 +411,18 @@ class MixedInputs:
         self.key = key
 
     def fill_scratch(self, key: MixedKey) -> None:
-        """Padding alone."""
+        """Set all rows to padding."""
         none = np.zeros(0, dtype=np.int32)
         rows = StepRows.of(none, none, none, none)
         self.fill(rows, np.zeros((0, 2), dtype=np.int32), _Shape(0, 0, 0), key)
 
     def write(self, key: MixedKey) -> None:
-        """Put what was sent with the rows into slots."""
+        """Apply to slots the writes that were sent with the rows."""
         batch = self._batch
         batch.operations.scatter(batch.storage, self._writes, self._num_writes)
 
     def expand(self, key: MixedKey, num_rows: int) -> StepInputs:
-        """What the forward pass and the ending need, made on the device."""
+        """Compute the inputs of the forward pass and the ending on the device."""
         batch = self._batch
         query_start = self._query_start[: num_rows + 1]
         tensors = batch.operations.step_inputs(
@@ -436,17 +438,12 @@ class MixedInputs:
         return StepInputs(
             input_ids=tensors.input_ids,
             positions=tensors.positions,
-            layout=BatchLayout(
-                num_rows=num_rows,
-                num_tokens=key.tokens,
+            layouts=batch.layouts(
+                tensors,
+                query_start,
+                np.zeros(num_rows + 1, dtype=np.int32),
+                np.full(num_rows, batch.max_model_len, dtype=np.int32),
                 max_query_len=key.tokens,
-                max_seq_len=batch.max_model_len,
-                query_start=query_start,
-                seq_lens=tensors.seq_lens,
-                block_table=tensors.block_table,
-                slot_mapping=tensors.slot_mapping,
-                query_start_cpu=np.zeros(num_rows + 1, dtype=np.int32),
-                seq_lens_cpu=np.full(num_rows, batch.max_model_len, dtype=np.int32),
                 mixed=MixedRows(self._bounds, key.decode_rows, key.prompt_rows),
             ),
             last_tokens=tensors.last_tokens,

@@ -1,4 +1,4 @@
-"""Many small host arrays to the device in one copy that never waits."""
+"""Copies many small host arrays to the device in one copy that never waits."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _TORCH_DTYPES: dict[np.dtype[Any], torch.dtype] = {
 class PackedUpload:
     """Collects numpy arrays, then sends all of them as one buffer.
 
-    Every `send` fills a fresh pinned buffer. Torch's pinned allocator hands a block out again
-    only after the copies that read it are done, so steps in flight never see it overwritten.
+    Every `send` fills a fresh pinned buffer. Torch's pinned allocator reuses a block only after the
+    copies that read it are done, so it is not overwritten under a step in flight.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -37,7 +37,7 @@ class PackedUpload:
         return len(self._arrays) - 1
 
     def send(self) -> list[torch.Tensor]:
-        """The queued arrays as device tensors, in order; the copy is only enqueued."""
+        """Return the queued arrays as device tensors, in order; the copy is only enqueued."""
         if not self._arrays:
             return []
         pinned = self._device.type == "cuda"

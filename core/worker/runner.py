@@ -1,4 +1,4 @@
-"""The model runner: one plan in, one launched step out. Runs on the launch thread alone."""
+"""The model runner: launches one step per plan. Runs on the launch thread alone."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from torch import nn
 
 from ..nn.context import ForwardContext
 from ..nn.operations import SampleOutputs
-from ..protocols import AttentionBackend
-from ..types import KVReport, StepPlan, StepResult, TokenLogprobs
+from ..protocols.attention import AttentionBackend
+from ..step import StepPlan, StepResult, TokenLogprobs
 from .batch import PersistentBatch, StepInputs, StepRows, releasing_all
 from .graphs import DecodeGraphs, Ending
-from .masks import GrammarMasks, TokenMask
 from .mixed_graphs import MixedGraphs
-from .sampler import SCORED_ROWS, Logprobs, Sampler
-from .sampling_state import SamplingState
+from .sampling.masks import GrammarMasks, TokenMask
+from .sampling.sampler import SCORED_ROWS, Logprobs, Sampler
+from .sampling.sampling_state import SamplingState
 
 logger = logging.getLogger("jackfield.worker")
 
 
 @dataclass
 class LaunchedStep:
-    """A step on its way through the device: `wait` makes a StepResult of it."""
+    """A step in flight on the device; `wait` turns it into a StepResult."""
 
     plan: StepPlan
     sample_rows: list[int]
@@ -43,7 +43,8 @@ class LaunchedStep:
     """Row of the plan → why it failed before it was sampled."""
 
     def chosen_tokens(self) -> list[int]:
-        """Blocks until they are there; [num sampling rows], -1 where none could be sampled."""
+        """Block until the tokens are on the host: [num sampling rows], -1 where none could be
+        sampled."""
         if self.event is not None:
             self.event.synchronize()
         return self._sampled()
@@ -55,11 +56,11 @@ class LaunchedStep:
             tokens = [tokens[row] for row in self.sample_rows]
         return tokens
 
-    kv_report: KVReport | None = None
     late_preparations: int = 0
+    launch_wait_seconds: float = 0.0
 
     def wait(self) -> StepResult:
-        """Blocks until the copies to the host are done."""
+        """Block until the copies to the host are done."""
         if self.event is not None:
             self.event.synchronize()
         self.keep.clear()
@@ -94,8 +95,8 @@ class LaunchedStep:
             prompt_logprobs=prompts,
             failed=failed,
             device_seconds=time.monotonic() - self.launched,
-            kv_report=self.kv_report,
             late_preparations=self.late_preparations,
+            launch_wait_seconds=self.launch_wait_seconds,
         )
 
 
@@ -136,10 +137,12 @@ class ModelRunner:
         self.device = device
         self.masks = masks
         self._logprobs: dict[int, int] = {}
-        """Slot → k, for requests that want log-probabilities."""
+        """Slot → k, for requests with log-probabilities."""
         self._prompt_logprobs: dict[int, int] = {}
         self.graphs: DecodeGraphs | None = None
         self.mixed_graphs: MixedGraphs | None = None
+        self.precompiling = False
+        """Whether kernels are only compiled, not run."""
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> LaunchedStep:
@@ -185,7 +188,8 @@ class ModelRunner:
         graphs: MixedGraphs,
         launched: float,
     ) -> LaunchedStep | None:
-        """A step with prompts from recorded graphs; None, with nothing done, where none serves."""
+        """Launch a step with prompts from recorded graphs; None, with nothing done, if none serves
+        it."""
         try:
             if not graphs.launch(rows, writes):
                 return None
@@ -193,7 +197,7 @@ class ModelRunner:
             logger.exception("a step with prompts cannot be recorded; such steps are launched")
             self.mixed_graphs = None
             return None
-        # While the device computes.
+        # Runs while the device computes.
         self.sampling.upload()
         scores = self._score_prompts(plan, rows, graphs.states)
         sample_rows = [row for row, samples in enumerate(plan.samples) if samples]
@@ -201,7 +205,7 @@ class ModelRunner:
             return self._copy_back(plan, [], {}, {}, scores, launched)
         rows_host = [plan.slots[row] for row in sample_rows]
         ending = self._ending(rows_host)
-        # Rows that sample nothing are padding there.
+        # Rows that do not sample are padding there.
         num_rows = sample_rows[-1] + 1
         graphs.finish(num_rows, ending)
         if ending is not Ending.LOGITS:
@@ -215,7 +219,7 @@ class ModelRunner:
         return self._sample(plan, logits, sample_rows, rows_host, slots, lengths, scores, launched)
 
     def _replay(self, plan: StepPlan, graphs: DecodeGraphs, launched: float) -> LaunchedStep | None:
-        """The step from a recorded graph; None if it is no plain decode step."""
+        """Run the step from a recorded graph; None if it is not a plain decode step."""
         rows, rows_host = list(range(len(plan.slots))), list(plan.slots)
         ending = self._ending(rows_host)
         self.sampling.upload()
@@ -234,7 +238,7 @@ class ModelRunner:
         return self._sample(plan, logits, rows, rows_host, slots, lengths, [], launched)
 
     def _ending(self, rows_host: list[int]) -> Ending:
-        """The recorded ending that gives these slots all they ask for."""
+        """Return the recorded ending that serves all that these slots request."""
         if self.masks.rows(rows_host):
             return Ending.LOGITS
         if self.sampler.is_plain(rows_host):
@@ -244,7 +248,8 @@ class ModelRunner:
     def _recorded(
         self, outputs: SampleOutputs, num_rows: int, rows: list[int], rows_host: list[int]
     ) -> tuple[dict[str, torch.Tensor], dict[int, int]]:
-        """What a recorded step of `num_rows` rows made → tensors for the host; row → logprobs."""
+        """Collect results of a recorded step of `num_rows` rows → tensors for the host; row →
+        logprobs."""
         out, wanted = outputs.first(num_rows), self._wanted(rows, rows_host)
         scored = _tensors(Logprobs(*out[1:])) if wanted else {}
         return {"chosen": out.chosen, **scored}, wanted
@@ -260,7 +265,7 @@ class ModelRunner:
         scores: list[dict[str, Any]],
         launched: float,
     ) -> LaunchedStep:
-        """Sample what the forward pass in front of it brings, and start the copies to the host.
+        """Sample from the preceding forward pass, and start the copies to the host.
 
         Rows with a grammar wait here for their last tokens, while the forward pass runs.
         """
@@ -285,7 +290,7 @@ class ModelRunner:
     ) -> tuple[dict[str, torch.Tensor], dict[int, int]]:
         """Sample, keep the tokens for the next step → tensors for the host; row → logprobs."""
         if mask is not None and self.sampler.is_plain_in_torch(rows_host):
-            # In place: less than what the other stages of the sampler in torch take.
+            # In place: this needs less memory than the other stages of the sampler in torch.
             self.sampler.mask(logits, mask)
             mask = None
         chosen, logprobs = self.sampler.sample_eagerly(logits, slots, rows_host, lengths, mask)
@@ -293,7 +298,7 @@ class ModelRunner:
         return {"chosen": chosen, **_tensors(logprobs if wanted else None)}, wanted
 
     def _wanted(self, rows: list[int], rows_host: list[int]) -> dict[int, int]:
-        """Row of the plan → k, of those that want log-probabilities."""
+        """Row of the plan → k, for rows with log-probabilities."""
         if not self._logprobs:
             return {}
         return {
@@ -304,11 +309,8 @@ class ModelRunner:
 
     def forward(self, inputs: StepInputs) -> torch.Tensor:
         """→ hidden states [num_tokens, hidden_size]"""
-        context = ForwardContext(
-            backend=self.backend,
-            metadata=self.backend.build_metadata(inputs.layout),
-            layout=inputs.layout,
-            positions=inputs.positions,
+        context = ForwardContext.of(
+            self.backend, inputs.layouts, inputs.positions, precompiling=self.precompiling
         )
         hidden: torch.Tensor = self.model(inputs.input_ids, context)
         return hidden
@@ -319,7 +321,7 @@ class ModelRunner:
         return logits[:, : self.vocab_size]
 
     def update_slots(self, plan: StepPlan) -> None:
-        """Sampling state of the slots that the plan releases and starts."""
+        """Update the sampling state of the slots that the plan releases and starts."""
         processors = self.sampler.processors
         for slot in plan.released:
             processors.release(slot)
@@ -340,14 +342,14 @@ class ModelRunner:
                     table.pop(start.slot, None)
 
     def forget_slots(self) -> None:
-        """As if no request had ever been here. For the time between steps."""
+        """Reset the state of all slots. Called between steps."""
         self.update_slots(releasing_all(self.batch.num_slots))
         self.masks.forget_steps()
 
     def _score_prompts(
         self, plan: StepPlan, rows: StepRows, hidden: torch.Tensor
     ) -> list[dict[str, Any]]:
-        """Score the prompt tokens that follow this step's positions, where asked for."""
+        """Score the prompt tokens that follow this step's positions, if requested."""
         scored: list[dict[str, Any]] = []
         if not self._prompt_logprobs:
             return scored
@@ -399,7 +401,7 @@ class ModelRunner:
             event = torch.cuda.Event()
             event.record()
         else:
-            # The next step writes where these are.
+            # The next step overwrites these buffers.
             output = {name: tensor.clone() for name, tensor in output.items()}
         return LaunchedStep(plan, sample_rows, wanted, output, scores, event, launched, keep)
 

@@ -1,4 +1,4 @@
-"""Chooses among plugins that may or may not work here, and says why."""
+"""Chooses among plugins that may not work on this machine, and gives the reason."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
 from ..errors import ConfigError, PluginError
-from ..protocols import AttentionBackend, AttentionSpec
+from ..protocols.attention import AttentionBackend, AttentionSpec
 from ..registry import Registry
 
 if TYPE_CHECKING:
@@ -20,10 +20,10 @@ T = TypeVar("T")
 def choose(
     registry: Registry[T], field: str, name: str, refusal: Callable[[T], str | None]
 ) -> tuple[str, T, str]:
-    """→ (name, what is registered under it, reason). `field`: the option that names it.
+    """Return (name, registered object, reason). `field`: the option that names it.
 
-    `auto` takes the first by priority that `refusal` has nothing against.
-    Raises ConfigError when the named one cannot serve here, or none can.
+    `auto` takes the first by priority for which `refusal` gives no reason. Raises ConfigError if
+    the named one, or every one, cannot serve here.
     """
     if name != "auto":
         try:
@@ -56,7 +56,7 @@ def choose(
 def attention_refusal(
     backend: type[AttentionBackend], spec: AttentionSpec, device: torch.device, dtype: torch.dtype
 ) -> str | None:
-    """Why `backend` cannot serve a layer here; None when it can."""
+    """Return why `backend` cannot serve a layer here; None if it can."""
     if not (isinstance(backend, type) and issubclass(backend, AttentionBackend)):
         return "it does not subclass jackfield.core.protocols.AttentionBackend"
     if unknown := spec.features - backend.features:

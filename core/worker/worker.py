@@ -1,4 +1,5 @@
-"""The in-process worker: builds the model, sizes the cache, runs steps. One owner of the device.
+"""The in-process worker: builds the model, sizes the cache, runs steps. It is the only owner of the
+device.
 
 Every method runs on the launch thread.
 """
@@ -9,44 +10,42 @@ import gc
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 import torch
 from torch import nn
 
+from ..cache.groups import CacheGroup, form_groups
 from ..config import EngineConfig
 from ..errors import ConfigError
 from ..loading.build import build_model
 from ..loading.model_config import ModelConfig
 from ..nn.attention import Attention
 from ..nn.operations import Operations
-from ..protocols import (
-    AttentionBackend,
-    AttentionSpec,
-    ExecutorInfo,
-    KVConnectorSetup,
-    KVConnectorWorker,
-    KVLayout,
-    LogitsProcessorSetup,
-)
+from ..protocols.attention import AttentionBackend, AttentionSpec
+from ..protocols.executors import ExecutorInfo
+from ..protocols.kv import KVConnectorSetup, KVLayout
+from ..protocols.logits_processors import LogitsProcessorSetup
+from ..registration.failing_plugin import failing_plugin, plugin_failure
 from ..registry import Plugins
-from ..types import StepPlan
+from ..step import StepPlan
 from .batch import PersistentBatch
 from .graphs import CudaRecorder, DecodeGraphs, Ending, Recorder
+from .guarded_half import EmptyStep, GuardedHalf, TransferringStep
 from .kv_scales import finding_scales, to_be_scaled, unscaled
-from .kv_transfer import EmptyStep, kv_layout
-from .masks import GrammarMasks
+from .kv_transfer import kv_layout
 from .memory import bytes_per_block, explain_oom, num_kv_blocks
 from .mixed_graphs import MixedGraphs
-from .pooling import PoolingRunner
-from .processors import Processors
+from .pooling_runner import PoolingRunner
 from .runner import LaunchedStep, ModelRunner
-from .sampler import Sampler
-from .sampling_state import SamplingState
+from .sampling.masks import GrammarMasks
+from .sampling.processors import Processors
+from .sampling.sampler import Sampler
+from .sampling.sampling_state import SamplingState
 from .selection import attention_refusal, choose
-from .thread import PendingStep
-from .trial_steps import StepGraphs, TrialSteps
+from .threads import PendingStep
+from .warmup import StepGraphs, Warmup
 
 logger = logging.getLogger("jackfield.worker")
 
@@ -62,6 +61,8 @@ KV_DTYPES = {
 
 FIRST_PROMPT = 128
 """Tokens of the prompt whose step is recorded before all others."""
+MIXED_TOGETHER = 2
+"""Mixed-step items recorded per decode step: there are more of them."""
 RECORDING_SECONDS = 1.7
 """Spent on recording more before the engine is ready; the rest is recorded in spare time."""
 
@@ -87,20 +88,20 @@ class Worker:
         )
         self.max_num_batched_tokens = config.max_num_batched_tokens
         self.runner: ModelRunner | PoolingRunner | None = None
-        self.connector: KVConnectorWorker | None = None
+        self.connector: GuardedHalf | None = None
         self.transfer_news: Callable[[], None] = _nobody
         """Called, on any thread, when the connector has something to report."""
         self.more_ahead: Callable[[], None] = _nobody_listens
-        """Called, on the launch thread, when `prepare_ahead` has more to do than it had."""
-        self._trials: TrialSteps | None = None
+        """Called, on the launch thread, when `prepare_ahead` has new work."""
+        self._trials: Warmup | None = None
         self._operations = Operations()
         self._graphs: StepGraphs | None = None
         self._unscaled: list[Attention] = []
-        """Layers whose scales in the cache the first step will find."""
+        """Layers whose cache scales the first step will compute."""
         self._step_failed = False
-        """What the slots hold is not known: see `step`."""
+        """Whether the state of the slots is undefined: see `step`."""
         self._graphs_later: StepGraphs | None = None
-        """To be used once they are found."""
+        """Graphs to use once the cache scales are known."""
 
     def start(self) -> ExecutorInfo:
         """Load the model and make everything ready for the first step."""
@@ -108,10 +109,13 @@ class Worker:
             return self._start()
         except torch.OutOfMemoryError as error:
             raise explain_oom(error, "starting the engine") from error
-        except RuntimeError as error:  # What torch raises for a CPU has no type of its own.
-            if "can't allocate memory" not in str(error):
-                raise
-            raise explain_oom(error, "starting the engine") from error
+        except Exception as error:
+            # Torch raises no distinct type of error for a CPU.
+            if isinstance(error, RuntimeError) and "can't allocate memory" in str(error):
+                raise explain_oom(error, "starting the engine") from error
+            if (failure := plugin_failure(self.plugins, error, "the start")) is not None:
+                raise failure from error
+            raise
 
     @torch.inference_mode()
     def _start(self) -> ExecutorInfo:
@@ -133,7 +137,7 @@ class Worker:
             operations = self._operations = operations_class()
         model = build_model(self.plugins, config, model_config, device, operations)
         if device.type == "cuda":
-            # What loading needed for a moment (rounding, repacking) is no part of a step.
+            # Memory needed only during loading (rounding, repacking) does not count for a step.
             torch.cuda.reset_peak_memory_stats(device)
         weight_bytes = sum(p.nbytes for p in model.parameters())
         if model_config.pooling is not None and not model_config.pooling.causal:
@@ -166,6 +170,7 @@ class Worker:
             lambda candidate: _refusal(candidate, specs, device, model_config.dtype, fp8_cache),
         )
         max_model_len = model_config.max_model_len
+        groups = self._form_groups(layers, kv_dtype, backend_class)
         with self.plugins["attention_backend"].calling(name, "its constructor"):
             backend = backend_class(
                 device=device,
@@ -181,6 +186,7 @@ class Worker:
             block_size=config.block_size,
             device=device,
             operations=operations,
+            num_groups=len(groups),
         )
         if model_config.pooling is not None:
             self.runner = PoolingRunner(
@@ -211,17 +217,20 @@ class Worker:
             )
         graphs = self._graphs = self._step_graphs(operations)
         trials = self._trials = self._trial_steps(self.runner)
-        self._bind_cache(layers, 2, kv_dtype)
-        trials.rehearse(operations, graphs)
-        block_bytes = bytes_per_block(specs, config.block_size, kv_dtype)
+        self._bind_cache(layers, groups, 2, kv_dtype)
+        trials.precompile(operations, graphs)
+        caches = [layer.cache_spec(kv_dtype) for layer in layers]
+        block_bytes = bytes_per_block(caches, groups, config.block_size)
         num_blocks = num_kv_blocks(
             config,
-            available=self._available(held_before, layers, kv_dtype, trials),
+            available=self._available(held_before, trials),
             block_bytes=block_bytes,
             block_size=config.block_size,
             max_model_len=max_model_len,
+            groups=groups,
+            max_chunk=self.max_num_batched_tokens,
         )
-        self._bind_cache(layers, num_blocks, kv_dtype)
+        self._bind_cache(layers, groups, num_blocks, kv_dtype)
         trials.warm_up()
         if graphs is not None:
             assert isinstance(self.runner, ModelRunner)
@@ -239,6 +248,7 @@ class Worker:
             kv_cache_bytes=num_blocks * block_bytes,
             load_seconds=time.monotonic() - began,
             kv_layout=self._connect(model, layers),
+            cache_groups=groups,
         )
 
     def _processors(self, batch: PersistentBatch) -> Processors:
@@ -252,7 +262,7 @@ class Worker:
         return Processors.load(self.plugins, self.config, setup)
 
     def _use(self, graphs: StepGraphs, runner: ModelRunner) -> None:
-        """Record what the first requests need, and some more while `RECORDING_SECONDS` last."""
+        """Record what the first requests need, and then more for up to `RECORDING_SECONDS`."""
         try:
             graphs.decode.record(1, Ending.PLAIN)
             runner.graphs = graphs.decode
@@ -270,13 +280,15 @@ class Worker:
         missing = graphs.decode.missing()
         if missing:
             graphs.decode.record(*missing[0])
-        more = graphs.mixed is not None and graphs.mixed.record_next()
+        more = False
+        for _ in range(MIXED_TOGETHER):
+            more = graphs.mixed is not None and graphs.mixed.record_next()
         return more or len(missing) > 1
 
     def _start_encoder(
         self, model: nn.Module, operations: Operations, weight_bytes: int, began: float
     ) -> ExecutorInfo:
-        """The rest of the start for a model without a KV cache."""
+        """Complete the start of a model without a KV cache."""
         config, pooling = self.config, self.model_config.pooling
         assert pooling is not None
         unscaled((), config, fp8_cache=False)
@@ -294,9 +306,10 @@ class Worker:
             device=self.device,
         )
         trials = self._trial_steps(self.runner)
-        trials.rehearse(operations)
+        trials.precompile(operations)
         if self.device.type == "cuda":
-            # The largest step there is: what does not fit fails now, and not in a request.
+            # Run the largest possible step: memory that does not suffice fails the start, not a
+            # request.
             trials.run_largest()
         trials.warm_up()
         return ExecutorInfo(
@@ -311,22 +324,37 @@ class Worker:
         )
 
     def step(self, plan: StepPlan) -> PendingStep:
-        """Launch one step. None is launched after one that failed, until `recover`."""
+        """Launch one step. None is launched after one that failed, until `recover`.
+
+        A KV connector's worker half gets the plan's metadata in both cases, since it is sent only
+        once.
+        """
         assert self.runner is not None, "start() comes first"
+        connector = self.connector
+        if connector is not None:
+            connector.start(plan.kv_metadata)
         if self._step_failed:
             raise RuntimeError("not run: a step before it failed")
         before = self._num_prepared()
+        began, worked = time.perf_counter(), time.thread_time()
         try:
             step = self._launched(plan, self.runner)
             if isinstance(step, LaunchedStep):
                 step.late_preparations = self._num_prepared() - before
-            return step
-        except BaseException:
+                worked = time.thread_time() - worked
+                step.launch_wait_seconds = max(0.0, time.perf_counter() - began - worked)
+        except BaseException as error:
             self._step_failed = True
+            if (failure := plugin_failure(self.plugins, error, "a step")) is not None:
+                raise failure from error
             raise
+        if connector is None:
+            return step
+        connector.poll()
+        return TransferringStep(step, connector)
 
     def _num_prepared(self) -> int:
-        """Kernels loaded and graphs recorded since the start."""
+        """Number of kernels loaded and graphs recorded since the start."""
         graphs = self._graphs
         recorded = 0
         if graphs is not None:
@@ -337,7 +365,7 @@ class Worker:
 
     @torch.inference_mode()
     def recover(self) -> None:
-        """Forget every slot after a failed step. Raises what the device says when it is lost."""
+        """Reset every slot after a failed step. Raises the device's error if the device is lost."""
         assert self.runner is not None, "start() comes first"
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
@@ -348,16 +376,15 @@ class Worker:
         try:
             if self._unscaled and plan.slots:
                 return self._first_step(plan, runner)
-            if self.connector is None:
-                return runner.launch(plan)
-            assert isinstance(runner, ModelRunner), "connectors are for models that generate"
-            return self._step_and_transfer(plan, runner, self.connector)
+            if self.connector is not None and not plan.slots:
+                return self._without_rows(plan, runner)
+            return runner.launch(plan)
         except torch.OutOfMemoryError as error:
             raise explain_oom(error, f"running a step of {plan.total_tokens} tokens") from error
 
     @torch.inference_mode()
     def _first_step(self, plan: StepPlan, runner: ModelRunner | PoolingRunner) -> PendingStep:
-        """The step that finds the scales of the cache. Nothing has been cached before it."""
+        """Run the step that computes the scales of the cache. Nothing has been cached before it."""
         with finding_scales(self._unscaled):
             step = runner.launch(plan)
         self._unscaled = []
@@ -368,20 +395,14 @@ class Worker:
         return step
 
     @torch.inference_mode()
-    def _step_and_transfer(
-        self, plan: StepPlan, runner: ModelRunner, connector: KVConnectorWorker
-    ) -> PendingStep:
-        if plan.kv_metadata is not None:
-            connector.start(plan.kv_metadata)
-        if not plan.slots:
-            runner.update_slots(plan)
-            return EmptyStep(plan, connector.poll())
-        step = runner.launch(plan)
-        step.kv_report = connector.poll()
-        return step
+    def _without_rows(self, plan: StepPlan, runner: ModelRunner | PoolingRunner) -> EmptyStep:
+        """Create a step for the KV connector alone."""
+        assert isinstance(runner, ModelRunner), "connectors are for models that generate"
+        runner.update_slots(plan)
+        return EmptyStep(plan)
 
     def _connect(self, model: nn.Module, layers: list[Attention]) -> KVLayout | None:
-        """Make the worker half of the KV connector, if there is to be one."""
+        """Create the worker half of the KV connector, if one is configured."""
         transfer = self.config.kv_transfer_config
         if transfer is None:
             return None
@@ -394,17 +415,24 @@ class Worker:
             notify=lambda: self.transfer_news(),
         )
         connectors = self.plugins["kv_connector"]
-        connector = connectors.load(transfer.kv_connector)
-        with connectors.calling(transfer.kv_connector, "make_worker"):
-            self.connector = connector.make_worker(setup)
-        with connectors.calling(transfer.kv_connector, "bind"):
+        name = transfer.kv_connector
+        connector = connectors.load(name)
+
+        def who(error: BaseException) -> str:
+            # The connector may consist of others (`multi`).
+            return failing_plugin(self.plugins, error) or connectors.described(name)
+
+        with connectors.calling(name, "make_worker"):
+            half = connector.make_worker(setup)
+        self.connector = GuardedHalf(half, self.device, who, setup.notify)
+        with connectors.calling(name, "bind"):
             self.connector.bind(caches)
         return layout
 
     @torch.inference_mode()
     def prepare_ahead(self) -> bool:
-        """Do one more thing that some step will need, when there is nothing else to do: compile
-        for short prompts, record graphs. False: nothing is left."""
+        """Prepare for later steps while idle: compile for short prompts, record graphs. Returns
+        False if nothing is left."""
         runner = self.runner
         if not isinstance(runner, ModelRunner) or runner.graphs is None:
             return False
@@ -413,7 +441,8 @@ class Worker:
         return self._trials is not None and self._trials.run_short_prompt()
 
     def _step_graphs(self, operations: Operations) -> StepGraphs | None:
-        """What records steps, with nothing recorded yet; None: they are launched anew."""
+        """Create the recorders of steps, with nothing recorded yet; None: steps are not
+        recorded."""
         runner = self.runner
         if not isinstance(runner, ModelRunner) or not runner.backend.graph_safe:
             return None
@@ -440,13 +469,13 @@ class Worker:
         return StepGraphs(decode, mixed)
 
     def _recorder(self) -> Recorder | None:
-        """How decode steps are recorded here; None: they are launched anew each time."""
+        """Return how decode steps are recorded on this device; None: they are not recorded."""
         if self.device.type != "cuda" or self.config.enforce_eager:
             return None
         return CudaRecorder(self.device)
 
     def stop(self) -> None:
-        """Give the device's memory back."""
+        """Release the device memory."""
         if self.connector is not None:
             self.connector.close()
             self.connector = None
@@ -455,37 +484,65 @@ class Worker:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _bind_cache(self, layers: list[Attention], num_blocks: int, dtype: torch.dtype) -> None:
-        for layer in layers:
-            layer.kv_cache = torch.zeros(
-                2,
-                num_blocks,
-                self.config.block_size,
-                layer.spec.num_kv_heads,
-                layer.spec.head_dim,
-                dtype=dtype,
-                device=self.device,
-            )
+    def _form_groups(
+        self,
+        layers: Sequence[Attention],
+        dtype: torch.dtype,
+        backend_class: type[AttentionBackend],
+    ) -> tuple[CacheGroup, ...]:
+        """Return the groups of layers that share a block table: one for all layers if a backend or
+        a KV connector supports no other grouping."""
+        groups = form_groups(
+            [layer.cache_spec(dtype) for layer in layers],
+            max_model_len=self.model_config.max_model_len,
+            block_size=self.config.block_size,
+        )
+        if any(group.window is not None for group in groups):
+            reason = None
+            if not backend_class.cache_groups:
+                reason = f"attention backend {backend_class.name} reads them"
+            if self.config.kv_transfer_config is not None:
+                reason = f"KV connector {self.config.kv_transfer_config.kv_connector} moves them"
+            if reason is not None:
+                logger.info("blocks behind sliding windows stay in the cache: %s", reason)
+                return (CacheGroup(tuple(range(len(layers)))),)
+        return groups
 
-    def _trial_steps(self, runner: ModelRunner | PoolingRunner) -> TrialSteps:
-        return TrialSteps(runner, self.config, self.model_config.max_model_len, self.device)
+    def _bind_cache(
+        self,
+        layers: Sequence[Attention],
+        groups: Sequence[CacheGroup],
+        num_blocks: int,
+        dtype: torch.dtype,
+    ) -> None:
+        """Allocate the cache. Layers at the same index of different groups share memory, but no
+        blocks."""
+        shared: list[torch.Tensor] = []
+        for number, group in enumerate(groups):
+            for place, layer in enumerate(layers[index] for index in group.layers):
+                if place == len(shared):
+                    shape = (2, num_blocks, self.config.block_size)
+                    heads = (layer.spec.num_kv_heads, layer.spec.head_dim)
+                    shared.append(torch.zeros(*shape, *heads, dtype=dtype, device=self.device))
+                layer.group = number
+                layer.kv_cache = shared[place]
 
-    def _available(
-        self, held_before: int, layers: list[Attention], dtype: torch.dtype, trials: TrialSteps
-    ) -> int:
+    def _trial_steps(self, runner: ModelRunner | PoolingRunner) -> Warmup:
+        return Warmup(runner, self.config, self.model_config.max_model_len, self.device)
+
+    def _available(self, held_before: int, trials: Warmup) -> int:
         """Bytes left for the KV cache, after one step at full budget has been measured."""
         if self.device.type == "cpu":
             return int(self.config.cpu_kvcache_space * (1 << 30))
         if self.config.num_gpu_blocks_override is not None:
             return 0
-        self._bind_cache(layers, 2, dtype)
         resting = torch.cuda.memory_allocated(self.device)
         trials.run_largest()
         torch.cuda.synchronize(self.device)
         largest = torch.cuda.max_memory_allocated(self.device)
         peak = largest - held_before
         if not self.config.enforce_eager:
-            # Graphs have memory of their own: what the largest step needs.
+            # Graphs need as much memory of their own as the largest step.
             peak += largest - resting
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self.device)
@@ -495,11 +552,11 @@ class Worker:
 
 
 def _nobody_listens() -> None:
-    """For a worker without spare time."""
+    """Do nothing: default of a worker without spare time."""
 
 
 def _nobody() -> None:
-    """Nobody waits for news."""
+    """Do nothing: default before a listener is set."""
 
 
 def _refusal(
@@ -516,7 +573,8 @@ def _refusal(
 
 
 def _leave_a_core_for_the_loop() -> None:
-    """torch's CPU threads wait busily: as many as there are cores would starve the event loop.
+    """Leave a core to the event loop: torch's CPU threads wait busily, so one per core would starve
+    it.
 
     The setting belongs to the calling (launch) thread; OMP_NUM_THREADS overrules it.
     """

@@ -1,5 +1,5 @@
-"""From parser events to a message's content blocks, as the events of a stream; and back into one
-message, which is what a request without a stream gets."""
+"""Builds a message's content blocks from parser events, as stream events, and folds those into one
+message for requests without a stream."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from ...core.protocols import (
+from ...core.protocols.parsers import (
     Content,
     ParserEvent,
     Reasoning,
@@ -24,17 +24,17 @@ from ...core.protocols import (
 
 Event = dict[str, Any]
 TEXTS = {"text": "text", "thinking": "thinking", "tool_use": "partial_json"}
-"""Type of a block → where its deltas have their text."""
+"""Type of a block → the field of its deltas' text."""
 DELTAS = {"text": "text_delta", "thinking": "thinking_delta", "tool_use": "input_json_delta"}
 
 
 def tool_use_id() -> str:
-    """An id for a call whose text has none."""
+    """Return an id for a call whose text has none."""
     return f"toolu_{uuid.uuid4().hex}"
 
 
 class ContentBlocks:
-    """Content blocks as they grow, one open at a time. Feeding costs time linear in the text."""
+    """Content blocks as they grow, one open at a time, in time linear in the text."""
 
     def __init__(
         self, new_id: Callable[[], str] = tool_use_id, *, show_thinking: bool = True
@@ -43,17 +43,18 @@ class ContentBlocks:
         self._show_thinking = show_thinking
         self._count = 0
         self._kind: str | None = None
-        """Of the open block."""
+        """The open block's type; None if no block is open."""
         self._digest = hashlib.sha256()
-        """Of the open thought."""
+        """Hash of the open thinking block's text."""
         self._space = ""
-        """White space between blocks; part of a text only if more follows."""
+        """White space between blocks; part of a text block only if text follows."""
         self._has_content = False
-        """Whether there was a text or a call."""
+        """Whether there was a block with text or a call."""
 
-    def feed(self, parsed: list[ParserEvent]) -> list[Event]:
+    def add(self, parser_events: list[ParserEvent]) -> list[Event]:
+        """Return the stream events of parser events."""
         events: list[Event] = []
-        for event in parsed:
+        for event in parser_events:
             match event:
                 case Reasoning(text):
                     if self._kind != "thinking":
@@ -61,24 +62,24 @@ class ContentBlocks:
                         self._digest = hashlib.sha256()
                     self._digest.update(text.encode("utf-8", "surrogatepass"))
                     if self._show_thinking:
-                        self._piece(events, text)
+                        self._add_text(events, text)
                 case Content(text):
                     self._text(events, text)
                 case ToolCallStart(_, name, id):
                     self._begin(events, "tool_use", id=id or self._new_id(), name=name, input={})
                 case ToolCallArguments(_, fragment):
-                    self._piece(events, fragment)
+                    self._add_text(events, fragment)
                 case ToolCallEnd():
                     self._end(events)
         return events
 
     def close(self) -> list[Event]:
-        """Nothing more comes."""
+        """End the last block."""
         events: list[Event] = []
-        if self._space and not self._has_content:  # All there is to say.
+        if self._space and not self._has_content:  # The output is only white space.
             space, self._space = self._space, ""
             self._begin(events, "text", text="")
-            self._piece(events, space)
+            self._add_text(events, space)
         self._end(events)
         return events
 
@@ -89,7 +90,7 @@ class ContentBlocks:
                 return
             text, self._space = self._space, ""
             self._begin(events, "text", text="")
-        self._piece(events, text)
+        self._add_text(events, text)
 
     def _begin(self, events: list[Event], kind: str, **fields: Any) -> None:
         self._end(events)
@@ -104,7 +105,7 @@ class ContentBlocks:
             }
         )
 
-    def _piece(self, events: list[Event], text: str) -> None:
+    def _add_text(self, events: list[Event], text: str) -> None:
         if self._kind is not None and text:
             self._delta(events, {"type": DELTAS[self._kind], TEXTS[self._kind]: text})
 
@@ -125,26 +126,26 @@ class ContentBlocks:
 # ---------------------------------------------------------------- as one message
 
 
-def folded(events: Iterable[Event]) -> dict[str, Any]:
-    """The message that a stream's events build up."""
+def fold_events(events: Iterable[Event]) -> dict[str, Any]:
+    """Return the message that a stream's events build up."""
     message: dict[str, Any] = {}
-    pieces: list[str] = []
+    texts: list[str] = []
     for event in events:
         match event["type"]:
             case "message_start":
                 message = {**event["message"], "content": []}
             case "content_block_start":
                 message["content"].append(dict(event["content_block"]))
-                pieces = []
+                texts = []
             case "content_block_delta":
                 delta = event["delta"]
                 if delta["type"] == "signature_delta":
                     message["content"][-1]["signature"] = delta["signature"]
                 else:
-                    pieces.append(delta[TEXTS[message["content"][-1]["type"]]])
+                    texts.append(delta[TEXTS[message["content"][-1]["type"]]])
             case "content_block_stop":
                 block = message["content"][-1]
-                text = "".join(pieces)
+                text = "".join(texts)
                 if block["type"] == "tool_use":
                     block["input"] = as_object(text)
                 else:
@@ -164,21 +165,21 @@ CLOSERS = {"{": "}", "[": "]"}
 
 
 def as_object(arguments: str) -> msgspec.Raw:
-    """A call's arguments as JSON of an object: as the model wrote them, or, where the output broke
-    off, as much as was whole by then. A client that puts the stream together gets the same."""
-    for text in (arguments, _whole_part(arguments)):
+    """Return a call's arguments as a JSON object: as the model wrote them, or, if the output was
+    cut off, its complete values. A client that joins the stream's deltas gets the same."""
+    for text in (arguments, _complete_part(arguments)):
         data = text.encode("utf-8", "replace")
         try:
             msgspec.json.decode(data, type=dict[str, msgspec.Raw])
-            json.loads(data)  # The other one looks at the outermost object alone.
+            json.loads(data)  # msgspec checks the outermost object alone.
         except (ValueError, RecursionError):
             continue
         return msgspec.Raw(data)
     return msgspec.Raw(b"{}")
 
 
-def _whole_part(text: str) -> str:
-    """The beginning of a JSON text up to its last whole value, with its brackets closed."""
+def _complete_part(text: str) -> str:
+    """Return a JSON text up to its last complete value, with its brackets closed."""
     closers: list[str] = []
     end = position = 0
     before = ""

@@ -1,4 +1,4 @@
-"""Anthropic's messages of content blocks, as the messages of a chat."""
+"""Converts Anthropic's messages of content blocks to the messages of a chat."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from ...core.errors import InvalidRequest, shown
 
 Message = dict[str, Any]
 BETWEEN = {"user": "\n\n", "system": "\n\n", "assistant": "\n"}
-"""What joins the texts of turns that become one message. They are joined once, at the end: adding
-to a text each time would cost time quadratic in a conversation."""
+"""Separator between the texts of turns that become one message. They are joined once, at the end:
+appending to a string each time would take time quadratic in the conversation."""
 ROLES = ("user", "assistant", "system")
 BILLING = "x-anthropic-billing-header:"
-"""Begins a system block in which one coding agent sends its bookkeeping: not meant for the model,
-and different in each request, so that no prefix of two prompts would be equal."""
+"""Start of a system block in which one coding agent sends its bookkeeping. The block is not meant
+for the model, and differs in each request, which would defeat the prefix cache."""
 
 
 def is_prefilled(messages: list[Any]) -> bool:
-    """Whether the last message is the assistant's, so that the answer goes on from it. An empty one
-    is as none."""
+    """Return whether the last message is the assistant's and not empty, so that the output
+    continues it."""
     return bool(messages) and _is_assistants(messages[-1]) and not _is_empty(messages[-1])
 
 
@@ -38,7 +38,7 @@ def _is_empty(message: Message) -> bool:
 
 
 def to_messages(system: str | list[Any] | None, messages: list[Any]) -> list[Message]:
-    """Messages of a chat; turns of one role in a row are one message.
+    """Return the messages of a chat; consecutive turns of one role become one message.
 
     Raises InvalidRequest with the block's path.
     """
@@ -78,7 +78,7 @@ def to_messages(system: str | list[Any] | None, messages: list[Any]) -> list[Mes
 
 
 def _joined(message: Message) -> Message:
-    """A message whose texts are whole."""
+    """Return a message with its texts joined."""
     between = BETWEEN.get(message["role"], "")
     return {
         name: between.join(value) if name in ("content", "reasoning_content") else value
@@ -91,7 +91,7 @@ def _is_billing(text: str) -> bool:
 
 
 def _blocks(content: Any, path: str) -> list[Any]:
-    """Content as a list of blocks, which are objects with a type."""
+    """Return content as a list of blocks, validated as objects with a type."""
     if isinstance(content, str):
         return [{"type": "text", "text": content}]
     if not isinstance(content, list):
@@ -109,7 +109,7 @@ def _texts(blocks: list[Any], path: str) -> list[str]:
 
 
 def _text(block: Any, kind: str, path: str) -> str:
-    """The text of a block that must be of this kind: "text" or "thinking"."""
+    """Return the text of a block of this kind: "text" or "thinking"."""
     if block["type"] != kind:
         raise _unsupported(block, path)
     if not isinstance(block.get(kind), str):
@@ -126,7 +126,7 @@ def _unsupported(block: Any, path: str) -> InvalidRequest:
 
 
 def _add_user(chat: list[Message], blocks: list[Any], path: str, names: dict[str, str]) -> None:
-    """Texts and tool results, in their order."""
+    """Add texts and tool results, in their order."""
     texts: list[str] = []
     results = 0
     for index, block in enumerate(blocks):
@@ -167,8 +167,8 @@ def _add_text(chat: list[Message], role: str, texts: list[str]) -> None:
 def _add_assistant(
     chat: list[Message], blocks: list[Any], path: str, names: dict[str, str]
 ) -> None:
-    """Thought, text and calls of one turn are one message. Redacted thought is left out: only the
-    server that made it could read it."""
+    """Add the thinking, text and calls of one turn as one message, without redacted thinking, which
+    only the server that created it can read."""
     texts: list[str] = []
     thoughts: list[str] = []
     calls: list[dict[str, Any]] = []

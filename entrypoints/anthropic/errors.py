@@ -9,7 +9,7 @@ import msgspec
 from aiohttp import web
 
 from ...core.errors import JackfieldError
-from ..openai.context import encoder
+from ..http.context import encoder
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 ROOT = "/v1/messages"
@@ -23,47 +23,47 @@ TYPES = {
     503: "overloaded_error",
     504: "timeout_error",
 }
-"""Status → type; of others, the client's fault is invalid_request_error, the server's api_error."""
+"""Status → type. Other 4xx statuses give invalid_request_error, other 5xx statuses api_error."""
 CODES = ("thread_unsupported_request",)
-"""Codes of ours that Anthropic's clients know as well."""
+"""Error codes of this server that Anthropic's clients know as well."""
 
 
 def error_body(error: JackfieldError) -> dict[str, Any]:
-    """As a response has it, and a stream's event."""
+    """Return an error as a response's body, or a stream's event."""
     return _body(error.status, error.message, error.code)
 
 
 def _body(status: int, message: str, code: Any) -> dict[str, Any]:
     kind = TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
-    told: dict[str, Any] = {"type": kind, "message": message}
+    error: dict[str, Any] = {"type": kind, "message": message}
     if code in CODES:
-        told["details"] = {"error_code": code}
-    return {"type": "error", "error": told}
+        error["details"] = {"error_code": code}
+    return {"type": "error", "error": error}
 
 
 def of_messages(request: web.Request) -> bool:
-    """Whether a request speaks this protocol, also to a path or by a method that does not exist."""
+    """Return whether a request uses this protocol, also if its path or method does not exist."""
     return request.path == ROOT or request.path.startswith(f"{ROOT}/")
 
 
 @web.middleware
 async def errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """What the server refused in OpenAI's shape, in Anthropic's: the outermost middleware, for
-    keys, limits and bodies are refused before a handler is reached."""
+    """Convert errors in OpenAI's form to Anthropic's. This is the outermost middleware, because
+    keys, limits and bodies are refused before a handler is called."""
     response = await handler(request)
     if response.status < 400 or not of_messages(request) or not isinstance(response, web.Response):
         return response
     if isinstance(response.body, bytes) and response.content_type == "application/json":
         body = msgspec.json.decode(response.body)
         if isinstance(body.get("error"), dict):
-            told = body["error"]
+            error = body["error"]
             response.body = encoder.encode(
-                _body(response.status, told["message"], told.get("code"))
+                _body(response.status, error["message"], error.get("code"))
             )
     return response
 
 
 async def repeat_request_id(request: web.Request, response: web.StreamResponse) -> None:
-    """The request's id under the name that Anthropic's clients read."""
+    """Add the request's id under the header that Anthropic's clients read."""
     if of_messages(request) and "X-Request-Id" in response.headers:
         response.headers["request-id"] = response.headers["X-Request-Id"]

@@ -1,4 +1,4 @@
-"""What clients may send to /v1/messages, and the chat request that means the same."""
+"""The requests of /v1/messages, and their conversion to chat requests."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from typing import Any, ClassVar, NoReturn, TypeVar
 import msgspec
 
 from ...core.errors import ContextLengthExceeded, InvalidRequest, JackfieldError, shown
-from ..openai.protocol import ChatRequest
-from ..openai.responses_protocol import EFFORTS
+from ..openai.common.protocol import ChatRequest
+from ..openai.responses.protocol import EFFORTS
 from .conversation import is_prefilled, to_messages
 from .tools import chat_choice, chat_tools
 
 E = TypeVar("E", bound=JackfieldError)
 
 UNTHREADED = "thread_unsupported_request"
-"""The code on which Anthropic's SDK goes on without a thread."""
+"""Error code after which Anthropic's SDK continues without a thread."""
 THINKING = {"enabled": True, "adaptive": True, "disabled": False}
-"""`thinking.type` → the template's switch."""
+"""`thinking.type` → value of the chat template's argument for thinking."""
 DISPLAYS = ("summarized", "omitted")
 PASSED = (
     "temperature", "top_p", "top_k", "seed", "min_p", "presence_penalty", "frequency_penalty",
     "repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids", "priority", "cache_salt",
 )  # fmt: skip
-"""Fields that mean in a message what they mean in a chat."""
+"""Fields with the same meaning in a message and in a chat."""
 RENAMED = {
     "max_completion_tokens": "max_tokens",
     "stop": "stop_sequences",
@@ -32,18 +32,18 @@ RENAMED = {
     "prompt": "messages",
     "continue_final_message": "messages",
 }
-"""A chat's field → the message's field that it came from; the longer ones first."""
+"""Field of a chat → field of the message that it came from; longer names first."""
 
 
 class CountTokensRequest(msgspec.Struct, kw_only=True):
-    """POST /v1/messages/count_tokens: what decides about the prompt."""
+    """POST /v1/messages/count_tokens: the fields that determine the prompt."""
 
     REFUSED: ClassVar = {
         "container": "there are no containers here",
         "mcp_servers": "this server calls no tools; give them as tools",
         "thread": "this server keeps no conversations; send the whole one",
     }
-    """Fields of Anthropic's that ask for what is not here → what to say."""
+    """Anthropic's fields for unsupported features → the text of the error."""
 
     messages: list[Any]
     model: str | None = None
@@ -60,7 +60,7 @@ class CountTokensRequest(msgspec.Struct, kw_only=True):
     thread: Any = None
 
     def check(self) -> None:
-        """Refuse, by name, what is not here and what is out of range. Raises InvalidRequest."""
+        """Raise InvalidRequest for unsupported features and for values out of range."""
         for name, why in self.REFUSED.items():
             if getattr(self, name) not in (None, [], {}):
                 error = InvalidRequest(f"{name}: is not supported; {why}", param=name)
@@ -92,7 +92,7 @@ class CountTokensRequest(msgspec.Struct, kw_only=True):
         return (self.thinking or {}).get("display") != "omitted"
 
     def chat(self, switch: str | None) -> ChatRequest:
-        """The same request as a chat's.
+        """Return the same request as a chat request.
 
         switch: the template's argument that turns thinking on or off, if the model has one. Raises
         InvalidRequest with the field's name.
@@ -113,14 +113,15 @@ class CountTokensRequest(msgspec.Struct, kw_only=True):
         )
 
     def _sampling(self) -> dict[str, Any]:
-        """Fields of a chat request that say how to generate."""
+        """Return the fields of a chat request that control generation."""
         return {}
 
     def _template_arguments(self, switch: str | None, prefilled: bool) -> dict[str, Any] | None:
-        """The request's own arguments win over those that its other fields mean."""
+        """Return the template arguments; the request's own take precedence over those of other
+        fields."""
         arguments: dict[str, Any] = {}
         if switch is not None and prefilled:
-            arguments[switch] = False  # The answer has begun, so the thought is over.
+            arguments[switch] = False  # The message has begun, so its reasoning is over.
         elif switch is not None and self.thinking is not None:
             arguments[switch] = THINKING[self.thinking["type"]]
         effort = (self.output_config or {}).get("effort")
@@ -132,16 +133,16 @@ class CountTokensRequest(msgspec.Struct, kw_only=True):
         return arguments or None
 
     def _format(self) -> dict[str, Any] | None:
-        field, given = "output_config.format", (self.output_config or {}).get("format")
-        if given is None:
-            field, given = "output_format", self.output_format
-        if given is None:
+        field, format = "output_config.format", (self.output_config or {}).get("format")
+        if format is None:
+            field, format = "output_format", self.output_format
+        if format is None:
             return None
-        if not isinstance(given, dict) or given.get("type") != "json_schema":
+        if not isinstance(format, dict) or format.get("type") != "json_schema":
             raise InvalidRequest(
                 f'{field}: must be {{"type": "json_schema", "schema": …}}', param=field
             )
-        return {"type": "json_schema", "json_schema": given}
+        return {"type": "json_schema", "json_schema": format}
 
 
 class MessagesRequest(CountTokensRequest, kw_only=True, dict=True):
@@ -186,13 +187,13 @@ class MessagesRequest(CountTokensRequest, kw_only=True, dict=True):
 
 
 def in_own_terms(error: E) -> E:
-    """The same error in the names of a message's fields, and in the words that Anthropic's clients
-    look for."""
+    """Return the same error with the names of a message's fields, in the wording that Anthropic's
+    clients search for."""
     if isinstance(error, ContextLengthExceeded):
-        told = error.message
+        reason = error.message
         if error.num_prompt_tokens is not None:
-            told = f"{error.num_prompt_tokens} tokens > {error.limit} maximum"
-        error.message, error.param = f"prompt is too long: {told}", "messages"
+            reason = f"{error.num_prompt_tokens} tokens > {error.limit} maximum"
+        error.message, error.param = f"prompt is too long: {reason}", "messages"
     for chat, own in RENAMED.items():
         param = error.param
         if param is not None and (param == chat or param.startswith((f"{chat}.", f"{chat}["))):
@@ -203,5 +204,5 @@ def in_own_terms(error: E) -> E:
     return error
 
 
-def _refuse(field: str, wanted: str, given: Any) -> NoReturn:
-    raise InvalidRequest(f"{field}: must be {wanted}, got {shown(given)}", param=field)
+def _refuse(field: str, expected: str, value: Any) -> NoReturn:
+    raise InvalidRequest(f"{field}: must be {expected}, got {shown(value)}", param=field)

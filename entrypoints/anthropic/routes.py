@@ -5,18 +5,18 @@ from __future__ import annotations
 from aiohttp import web
 
 from ...core.errors import JackfieldError
-from ..openai.body import decoded
-from ..openai.context import ENGINE, OPTIONS, reply
-from ..openai.openapi import documented
-from ..openai.streaming import stream_outputs
-from .answers import MessageAnswer, MessageError, MessageEvent, TokensAnswer
+from ..http.context import ENGINE, OPTIONS, reply
+from ..http.streaming import stream_outputs
+from ..openai.common.openapi import documented
+from ..openai.common.request_body import decode_body
 from .errors import ROOT, errors, repeat_request_id
-from .message_job import PROTOCOL, MessageJob
 from .protocol import CountTokensRequest, MessagesRequest, in_own_terms
+from .request import PROTOCOL, MessageCompletion
+from .response_schemas import MessageError, MessageEvent, MessageResponse, TokensResponse
 
 
 def add_messages(app: web.Application) -> None:
-    """The routes, and their errors in their own shape."""
+    """Add the routes, and the middleware for their errors."""
     app.add_routes([web.post(ROOT, messages), web.post(f"{ROOT}/count_tokens", count_tokens)])
     app.middlewares.insert(0, errors)
     app.on_response_prepare.append(repeat_request_id)
@@ -25,31 +25,31 @@ def add_messages(app: web.Application) -> None:
 @documented(
     "messages",
     request=MessagesRequest,
-    answer=MessageAnswer,
+    answer=MessageResponse,
     event=MessageEvent,
     error=MessageError,
     ends_with_done=False,
 )
 async def messages(request: web.Request) -> web.StreamResponse:
-    """POST /v1/messages: answer a conversation, in Anthropic's protocol."""
+    """POST /v1/messages: respond to a conversation, in Anthropic's protocol."""
     try:
-        wanted = await decoded(request, MessagesRequest)
-        job = await MessageJob.of(request.app[ENGINE], wanted, request.app[OPTIONS])
-        if wanted.stream:
+        body = await decode_body(request, MessagesRequest)
+        message = await MessageCompletion.of(request.app[ENGINE], body, request.app[OPTIONS])
+        if body.stream:
             return await stream_outputs(
-                request, job.outputs(), job.encode, lambda: b"", protocol=PROTOCOL
+                request, message.outputs(), message.encode, lambda: b"", protocol=PROTOCOL
             )
-        return reply(await job.whole())
+        return reply(await message.full_response())
     except JackfieldError as error:
         raise in_own_terms(error) from None
 
 
-@documented("messages", request=CountTokensRequest, answer=TokensAnswer, error=MessageError)
+@documented("messages", request=CountTokensRequest, answer=TokensResponse, error=MessageError)
 async def count_tokens(request: web.Request) -> web.Response:
-    """POST /v1/messages/count_tokens: how many tokens the prompt of such a message has."""
+    """POST /v1/messages/count_tokens: count the tokens of such a message's prompt."""
     try:
-        wanted = await decoded(request, CountTokensRequest)
-        job = await MessageJob.of(request.app[ENGINE], wanted, request.app[OPTIONS])
-        return reply({"input_tokens": await job.count_prompt()})
+        body = await decode_body(request, CountTokensRequest)
+        message = await MessageCompletion.of(request.app[ENGINE], body, request.app[OPTIONS])
+        return reply({"input_tokens": await message.count_prompt()})
     except JackfieldError as error:
         raise in_own_terms(error) from None

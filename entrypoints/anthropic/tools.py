@@ -1,4 +1,4 @@
-"""Anthropic's tools and `tool_choice`, as a chat's."""
+"""Converts Anthropic's tools and `tool_choice` to a chat's."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ Tools = list[dict[str, Any]]
 
 
 def chat_tools(tools: list[Any] | None) -> Tools | None:
-    """Tools of a client's own; those that Anthropic runs or defines are refused by their type.
+    """Return the client's own tools. Tools that Anthropic runs or defines are refused by their
+    type.
 
     Raises InvalidRequest with the field's path.
     """
@@ -45,7 +46,7 @@ def _function(tool: Any, path: str) -> dict[str, Any]:
 def chat_choice(
     choice: dict[str, Any] | None, tools: Tools | None
 ) -> tuple[str | dict[str, Any] | None, bool | None]:
-    """→ a chat's `tool_choice` and `parallel_tool_calls`. Raises InvalidRequest."""
+    """Return a chat's `tool_choice` and `parallel_tool_calls`. Raises InvalidRequest."""
     if choice is None:
         return None, None
     one = choice.get("disable_parallel_tool_use")

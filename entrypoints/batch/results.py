@@ -1,4 +1,4 @@
-"""The growing file of a batch's results: appended to, repaired after a kill, put in order."""
+"""The file of a batch's results: appended to, repaired after a kill, and finally sorted."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ import threading
 from pathlib import Path
 
 from ...core.errors import InvalidRequest
-from .lines import Result, id_of
+from .jsonl import Result, id_of
 
 
 class ResultsFile:
-    """One file that results are appended to. Blocks: to be used outside the event loop.
+    """A file to which results are appended. Blocks: use it outside the event loop.
 
-    Opening it cuts off a half-written last line, and finds out what it has already. A line is on
-    its way to the disk when `append` returns, so that a killed process loses none.
+    Opening it removes a half-written last line and reads which results it has. When `append`
+    returns, the operating system has the line, so a killed process loses none.
     """
 
     def __init__(self, path: Path, *, anew: bool = False) -> None:
-        """`anew`: whatever it holds is forgotten. Raises InvalidRequest if the file holds something
-        else than results, or another run has it open."""
+        """`anew`: discard existing content. Raises InvalidRequest if the file contains anything but
+        results, or if another run has it open."""
         self.path = path
         self.done: dict[str, int] = {}
-        """Id of each result → the number of the input's line."""
+        """Id of each result → line number of its request in the input."""
         self._places: list[tuple[int, int, int]] = []
-        """Each result's input line, offset and length."""
+        """Line number in the input, offset and length of each result."""
         self._lock = threading.Lock()
         path.parent.mkdir(parents=True, exist_ok=True)
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
@@ -46,7 +46,7 @@ class ResultsFile:
             raise InvalidRequest(f"{self.path}: another run writes to it") from None
 
     def _read(self) -> int:
-        """→ where the last whole line ends"""
+        """Read the results; return the offset at which the last complete line ends."""
         end = 0
         for number, raw in enumerate(self._file, 1):
             whole = raw.endswith(b"\n")
@@ -65,7 +65,8 @@ class ResultsFile:
         return end
 
     def append(self, result: Result) -> None:
-        """One line more. Raises OSError where there is no room, and leaves nothing of the line."""
+        """Append a line. Raises OSError if there is no room, and then leaves no part of the
+        line."""
         with self._lock:
             try:
                 self._write(result.encoded)
@@ -78,13 +79,13 @@ class ResultsFile:
             self._size += len(result.encoded)
 
     def _write(self, data: bytes) -> None:
-        """Past any buffer, which would keep what did not fit and write it later."""
+        """Unbuffered: a buffer would keep what did not fit and write it later."""
         written = 0
         while written < len(data):
             written += os.pwrite(self._file.fileno(), data[written:], self._size + written)
 
     def put_in_order(self) -> None:
-        """Lines in the input's order; the file is replaced in one step."""
+        """Sort the lines in the input's order; the file is replaced atomically."""
         if self._places == sorted(self._places):
             return
         other = self.path.with_name(self.path.name + ".sorting")
@@ -96,12 +97,12 @@ class ResultsFile:
         other.replace(self.path)
 
     def close(self) -> None:
-        """Everything is on the disk when this returns."""
+        """Close the file; everything is on the disk when this returns."""
         if not self._file.closed:
             os.fsync(self._file.fileno())
             self._file.close()
 
     @property
     def size(self) -> int:
-        """In bytes."""
+        """Size in bytes."""
         return self._size

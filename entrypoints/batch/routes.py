@@ -12,12 +12,14 @@ from aiohttp import BodyPartReader, web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from ...core.errors import InvalidRequest
-from ..openai.body import decoded
-from ..openai.context import reply
-from ..openai.tenants import tenant_of
-from .objects import (
+from ..http.auth.tenants import tenant_of
+from ..http.context import reply
+from ..http.options import BatchOptions
+from ..openai.common.request_body import decode_body
+from .inprocess import ROUTES
+from .manager import BatchWork
+from .schemas import (
     Batch,
-    BatchOptions,
     CreateBatch,
     ExpiresAfter,
     FileObject,
@@ -27,13 +29,12 @@ from .objects import (
 )
 from .storage import storage
 from .store import Store, sync
-from .work import BatchWork
 
 STORE: web.AppKey[Store] = web.AppKey("batch_store", Store)
 WORK: web.AppKey[BatchWork] = web.AppKey("batch_work", BatchWork)
 SETTINGS: web.AppKey[BatchOptions] = web.AppKey("batch_options", BatchOptions)
 MAX_FIELD = 1024
-"""Bytes of a form's field that is not the file."""
+"""Most bytes of a form field other than the file."""
 CHUNK = 1 << 18
 
 
@@ -59,7 +60,7 @@ async def upload(request: web.Request) -> web.Response:
 
 
 async def _form(request: web.Request, path: Any) -> tuple[dict[str, str], str | None, int]:
-    """→ (fields, the file's name, its size); its content at `path`."""
+    """Write the uploaded file to `path`; return (form fields, file name, file size)."""
     limit = request.app[SETTINGS].max_file_bytes
     fields: dict[str, str] = {}
     name: str | None = None
@@ -96,7 +97,7 @@ async def _field(part: BodyPartReader) -> str:
 async def _content(part: BodyPartReader, path: Any, limit: int) -> int:
     size = 0
     with storage("file"):
-        # Without a buffer, which would write what did not fit once more when the file is closed.
+        # Unbuffered: on close, a buffer would write again what did not fit.
         file = await asyncio.to_thread(path.open, "xb", 0)
     try:
         while chunk := await part.read_chunk(CHUNK):
@@ -137,7 +138,7 @@ def _file_object(file_id: str, fields: dict[str, str], name: str | None, size: i
         after = ExpiresAfter("created_at", int(seconds))
         after.check("expires_after")
         expires = now + after.seconds
-    # Shown to clients, never a path.
+    # Only shown to clients, never used as a path.
     shown = "".join(c for c in re.split(r"[/\\]", name)[-1] if c.isprintable())[:255]
     return FileObject(
         id=file_id,
@@ -198,9 +199,9 @@ async def file_content(request: web.Request) -> web.StreamResponse:
 
 async def create_batch(request: web.Request) -> web.Response:
     """POST /v1/batches: answer the requests in a file."""
-    asked = await decoded(request, CreateBatch)
+    asked = await decode_body(request, CreateBatch)
     work = _work(request)
-    asked.check(work.caller.urls)
+    asked.check(tuple(ROUTES))
     now = int(time.time())
     batch = Batch(
         id=f"batch_{uuid.uuid4().hex}",

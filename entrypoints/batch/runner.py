@@ -1,4 +1,4 @@
-"""Sends lines to the routes, a bounded number at a time, and hands on what became of each."""
+"""Sends lines to the routes, a bounded number at a time, and delivers the result of each."""
 
 from __future__ import annotations
 
@@ -7,41 +7,42 @@ import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from typing import TypeVar
 
-from ...core.engine.async_engine import AsyncEngine
+from aiohttp import web
+
 from ...core.errors import EngineStopped
 from ...core.tenancy import ANYONE, Tenant
-from ..openai.context import encoder
-from .lines import Line, Result, answered, refused
-from .local import LocalCaller
+from ..http.context import ENGINE, encoder
+from .inprocess import call_route
+from .jsonl import Line, Result, answered, refused
 
 T = TypeVar("T")
 AHEAD = 64
-"""Lines read at once, in a thread."""
+"""Number of lines that a thread reads at once."""
 FIRST_WAIT, LONGEST_WAIT = 0.05, 2.0
-"""Seconds before a request that met a full engine is sent again; doubled each time."""
+"""First and longest wait in seconds before a request is sent again after the engine was full;
+doubles each time."""
 _ABORTED = (b'"finish_reason":"abort"', b'"status":"cancelled"')
-"""In the JSON of a chat's or completion's answer, and of a response's. Within a text the quotes
-would be escaped."""
+"""Mark an aborted request in the JSON of a chat completion or completion, and of a response. Inside
+a generated text the quotes would be escaped."""
 
 
 class BatchRunner:
     """Sends lines to the routes of one engine.
 
-    `slots` bounds how many are under way, over all the batches that share it. `priority` is put
-    into the requests, added to their own: larger goes later, where the policy looks at it.
+    `slots` bounds how many are in flight, over all batches that share it. `priority` is added to
+    the requests' own: larger goes later, if the schedule policy uses priorities.
     """
 
     def __init__(
         self,
-        engine: AsyncEngine,
-        caller: LocalCaller,
+        app: web.Application,
         slots: asyncio.Semaphore,
         *,
         priority: int = 0,
         tenant: Tenant = ANYONE,
     ) -> None:
-        self.engine = engine
-        self.caller = caller
+        self.app = app
+        self.engine = app[ENGINE]
         self.slots = slots
         self.priority = priority
         self.tenant = tenant
@@ -50,9 +51,10 @@ class BatchRunner:
     async def run(
         self, lines: Iterable[Line], deliver: Callable[[Result], Awaitable[None]]
     ) -> None:
-        """Every line's result to `deliver`, as they come. One that fails stops no other.
+        """Send each line and pass its result to `deliver`, in order of completion. A failed line
+        does not stop the others.
 
-        Raises EngineStopped, once what was under way is delivered: the rest was not tried.
+        Raises EngineStopped after delivering what was in flight; the remaining lines were not sent.
         """
         try:
             async with asyncio.TaskGroup() as group:
@@ -70,7 +72,7 @@ class BatchRunner:
     async def _one(self, line: Line, deliver: Callable[[Result], Awaitable[None]]) -> None:
         try:
             result = await self._result(line)
-            # Within its slot: results that cannot be written yet are as many as there are slots.
+            # Within its slot, so that at most one undelivered result per slot is kept.
             await deliver(result)
         except EngineStopped as error:
             self._stopped = error
@@ -83,26 +85,26 @@ class BatchRunner:
         body = line.body
         if self.priority:
             own = body.get("priority", 0)
-            # What is no number is the route's to refuse.
+            # If it is not a number, the route refuses it.
             if type(own) is int:
                 body = {**body, "priority": max(own, 0) + self.priority}
         encoded = encoder.encode(body)
         request_id = uuid.uuid4().hex
         wait = FIRST_WAIT
         while True:
-            answer = await self.caller.post(line.url, encoded, self.tenant)
-            if answer.status == 503 and b'"overloaded_error"' in answer.body:
+            response = await call_route(self.app, line.url, encoded, self.tenant)
+            if response.status == 503 and b'"overloaded_error"' in response.body:
                 await asyncio.sleep(wait)
                 wait = min(2 * wait, LONGEST_WAIT)
                 continue
-            lost = answer.status >= 500 or any(mark in answer.body for mark in _ABORTED)
+            lost = response.status >= 500 or any(mark in response.body for mark in _ABORTED)
             if not self.engine.healthy and (lost or self.engine.dead_reason is not None):
                 raise EngineStopped(self.engine.dead_reason or "the engine was stopped")
-            return answered(line, answer, request_id)
+            return answered(line, response, request_id)
 
 
 async def in_threads(items: Iterable[T]) -> AsyncIterator[T]:
-    """Items of something that blocks, a few at a time."""
+    """Yield the items of a blocking iterable, reading a few at a time in a thread."""
     iterator = iter(items)
     while some := await asyncio.to_thread(_take, iterator):
         for item in some:

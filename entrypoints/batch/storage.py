@@ -1,4 +1,4 @@
-"""What a full or broken disk means: errors of the file system and of SQLite, as one kind."""
+"""Errors of a full or failing disk: converts those of the file system and of SQLite."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class StorageFull(StorageFailed):
 
 @contextlib.contextmanager
 def storage(what: str) -> Iterator[None]:
-    """Around whatever touches the disk. Raises StorageFull or StorageFailed in place of what the
-    system raises; `what`: what could not be done, for the message."""
+    """Convert the errors of disk operations in the context to StorageFull or StorageFailed. `what`:
+    the operation that failed, for the message."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Files and batches in a folder: rows in SQLite, contents beside it."""
+"""Files and batches in a folder: rows in SQLite, contents in files next to it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import msgspec
 
 from ...core.errors import ConfigError, InvalidRequest
 from ...core.tenancy import ANYONE, Tenant
-from .objects import FINAL, Batch, Conflict, FileObject, NotFound
+from .schemas import FINAL, Batch, Conflict, FileObject, NotFound
 from .storage import storage
 
 T = TypeVar("T")
@@ -42,11 +42,11 @@ Part = str
 
 
 class Store:
-    """One server's files and batches.
+    """The files and batches of one server.
 
-    Every method runs on a thread of its own, in order. Names of files on the disk are made here:
-    what a client sends is only ever looked up in a row. Where a method takes an `owner`, rows of
-    others are not there (None: the server itself asks, which sees all).
+    Its methods run one at a time, on one thread. It chooses the names of files on the disk; a value
+    from a client is only ever looked up in a row. With an `owner`, a method sees only that owner's
+    rows (None: the server itself, which sees all).
     """
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
@@ -57,7 +57,8 @@ class Store:
         self._lock: BinaryIO
 
     async def call(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Run a method of this store on its thread. Raises StorageFailed where the disk does."""
+        """Run a method of this store on its thread. Raises StorageFull or StorageFailed if the disk
+        fails."""
 
         def work() -> T:
             with storage("files and batches"):
@@ -109,7 +110,8 @@ class Store:
         self._thread.shutdown(wait=False)
 
     def _tidy(self) -> None:
-        """After a kill: what was being uploaded, deleted or finalized."""
+        """Clean up after a kill: remove partial uploads and files without a row, and undo
+        unfinished finalizations."""
         for path in (self.folder / "incoming").iterdir():
             path.unlink()
         for batch in self.unfinished():
@@ -129,15 +131,15 @@ class Store:
     # ------------------------------------------------------------ files
 
     def incoming(self, file_id: str) -> Path:
-        """Where an upload is written to."""
+        """Return the path to which an upload is written."""
         return self.folder / "incoming" / file_id
 
     def content(self, file_id: str) -> Path:
-        """Where a file's content is; only for ids that were made here."""
+        """Return the path of a file's content; only for ids created by this server."""
         return self.folder / "files" / file_id
 
     def check_room(self, size: int) -> None:
-        """Raises InvalidRequest unless `size` bytes more may be kept."""
+        """Raise InvalidRequest unless `size` more bytes fit within the limit."""
         self.drop_expired()
         (used,) = self._db.execute("SELECT COALESCE(SUM(bytes), 0) FROM files").fetchone()
         if used + size > self.max_bytes:
@@ -147,7 +149,7 @@ class Store:
             )
 
     def add_file(self, file: FileObject, source: Path, owner: str = "") -> None:
-        """Take a complete file over, for its owner. Raises InvalidRequest if there is no room."""
+        """Add a complete file for its owner. Raises InvalidRequest if there is no room."""
         if file.purpose == "batch":
             self.check_room(file.bytes)
         data = msgspec.json.encode(file)
@@ -159,12 +161,12 @@ class Store:
                 (file.id, file.purpose, file.bytes, file.expires_at, data, owner),
             )
         except sqlite3.Error:
-            if file.purpose == "batch":  # Results are kept, for `finish` to be called again.
+            if file.purpose == "batch":  # Results are kept, so that `finish` can be called again.
                 self.content(file.id).unlink(missing_ok=True)
             raise
 
     def file(self, file_id: str, owner: str | None = None) -> FileObject:
-        """Raises NotFound."""
+        """Return a file's row. Raises NotFound."""
         self.drop_expired()
         row = self._row("files", file_id, owner)
         if row is None:
@@ -179,13 +181,13 @@ class Store:
         purpose: str | None,
         owner: str | None = None,
     ) -> list[FileObject]:
-        """One more than `limit` if there are more. Raises NotFound."""
+        """Return a page of files, with one more than `limit` if there are more. Raises NotFound."""
         self.drop_expired()
         rows = self._page("files", after, limit, ascending, purpose, owner)
         return [msgspec.json.decode(data, type=FileObject) for data in rows]
 
     def delete_file(self, file_id: str, owner: str | None = None) -> None:
-        """Raises NotFound, and Conflict while a batch reads it."""
+        """Delete a file. Raises NotFound, and Conflict while a batch reads it."""
         self.file(file_id, owner)
         for batch in self.unfinished():
             if batch.input_file_id == file_id:
@@ -196,13 +198,13 @@ class Store:
         try:
             self._db.execute(forget, (file_id,))
         except sqlite3.Error:
-            # A full disk has no room for a deletion either, until the content is gone.
+            # A full disk has no room for the deletion's row either, until the content is removed.
             self.content(file_id).unlink(missing_ok=True)
             self._db.execute(forget, (file_id,))
         self.content(file_id).unlink(missing_ok=True)
 
     def drop_expired(self) -> None:
-        """Files past their time, unless a batch still reads them."""
+        """Delete expired files, unless an unfinished batch reads them."""
         rows = self._db.execute(
             "SELECT id FROM files WHERE expires_at <= ?", (int(time.time()),)
         ).fetchall()
@@ -217,7 +219,7 @@ class Store:
     # ------------------------------------------------------------ batches
 
     def put(self, batch: Batch, tenant: Tenant = ANYONE) -> None:
-        """Store a new batch for its tenant, or what became of one."""
+        """Store a batch: a new one for its tenant, or a new state of an existing one."""
         data, final = msgspec.json.encode(batch), batch.status in FINAL
         self._db.execute(
             "INSERT INTO batches (id, final, data, owner, tenant) VALUES (?, ?, ?, ?, ?) "
@@ -226,46 +228,47 @@ class Store:
         )
 
     def tenant(self, batch_id: str) -> Tenant:
-        """Whose a stored batch is."""
+        """Return the tenant of a stored batch; ANYONE if it has none."""
         (tenant,) = self._db.execute(
             "SELECT tenant FROM batches WHERE id = ?", (batch_id,)
         ).fetchone()
         return ANYONE if tenant is None else msgspec.json.decode(tenant, type=Tenant)
 
     def batch(self, batch_id: str, owner: str | None = None) -> Batch:
-        """Raises NotFound."""
+        """Return a batch. Raises NotFound."""
         row = self._row("batches", batch_id, owner)
         if row is None:
             raise NotFound(f"there is no batch {batch_id!r}", param="batch_id")
         return msgspec.json.decode(row[0], type=Batch)
 
     def batches(self, after: str | None, limit: int, owner: str | None = None) -> list[Batch]:
-        """Newest first; one more than `limit` if there are more. Raises NotFound."""
+        """Return a page of batches, newest first, with one more than `limit` if there are more.
+        Raises NotFound."""
         rows = self._page("batches", after, limit, False, None, owner)
         return [msgspec.json.decode(data, type=Batch) for data in rows]
 
     def unfinished(self) -> list[Batch]:
-        """Oldest first."""
+        """Return the unfinished batches, oldest first."""
         rows = self._db.execute("SELECT data FROM batches WHERE NOT final ORDER BY seq")
         return [msgspec.json.decode(data, type=Batch) for (data,) in rows.fetchall()]
 
     def results(self, batch: Batch, part: Part) -> Path:
-        """Where a batch's results grow until they become a file."""
+        """Return the path of a batch's results until they become a file."""
         return self.folder / "results" / f"{batch.id}.{part}"
 
     def result_id(self, batch: Batch, part: Part) -> str:
-        """The id that they have then: the same after a restart."""
+        """Return the id of the file of results; the same after a restart."""
         digest = hashlib.blake2b(f"{batch.id}.{part}".encode(), digest_size=16)
         return f"file-{digest.hexdigest()}"
 
     def finish(self, batch: Batch) -> None:
-        """Turn the results into files, and store the batch, which has its final status.
+        """Turn the results into files, and store the batch with its final status.
 
-        Where this fails, it can be called again.
+        If this fails, it can be called again.
         """
         for part in ("output", "errors"):
             path = self.results(batch, part)
-            if not path.exists():  # An earlier call took it over.
+            if not path.exists():  # An earlier call moved it already.
                 path = self.content(self.result_id(batch, part))
             size = path.stat().st_size if path.exists() else 0
             if not size:
@@ -288,7 +291,7 @@ class Store:
         self.put(batch)
 
     def _row(self, table: str, id: str, owner: str | None) -> tuple[Any, ...] | None:
-        """(data, seq) of what is there for this owner."""
+        """Return (data, seq) of this owner's row; None if there is none."""
         query = f"SELECT data, seq FROM {table} WHERE id = ? AND (? IS NULL OR owner = ?)"
         row: tuple[Any, ...] | None = self._db.execute(query, (id, owner, owner)).fetchone()
         return row
@@ -326,6 +329,6 @@ class Store:
 
 
 def sync(file: BinaryIO) -> None:
-    """Onto the disk."""
+    """Flush a file to the disk (fsync)."""
     file.flush()
     os.fsync(file.fileno())

@@ -1,1 +1,1 @@
-"""`jackfield bench`: the instrument that speed claims are made with."""
+"""`jackfield bench`: benchmarks, the source of every performance claim."""

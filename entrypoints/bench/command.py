@@ -1,4 +1,4 @@
-"""`jackfield bench WHAT`: which benchmark there is, and where it lives."""
+"""`jackfield bench NAME`: the list of benchmarks and their modules."""
 
 from __future__ import annotations
 
@@ -12,15 +12,26 @@ BENCHMARKS = {
     "startup": "process start to ready to first token, cold and warm (W6)",
     "kernels": "each kernel against what its bytes and products cost",
     "frontend": "what a streamed token costs the server, without a model",
-    "tune": "how to cut skinny products on this device, written where engines read it",
+    "tune": "the best tiles for products of few tokens here, written where engines read them",
     "compare": "the same workloads through every engine that is installed",
     "run": "any in-process workloads, with any engine",
 }
-MODULES = {"run": "session"}
+MODULES = {
+    "latency": "engine.latency",
+    "throughput": "engine.throughput",
+    "serve": "serve.command",
+    "startup": "engine.startup",
+    "kernels": "kernels.command",
+    "frontend": "frontend.command",
+    "tune": "kernels.tune",
+    "compare": "engine.compare",
+    "run": "engine.session",
+}
+"""Benchmark → module with its `run`."""
 
 
 def run(argv: list[str]) -> int:
-    """→ exit status"""
+    """Return the exit status."""
     if not argv or argv[0] in ("-h", "--help"):
         print(_usage())
         return 0
@@ -28,7 +39,7 @@ def run(argv: list[str]) -> int:
     if name not in BENCHMARKS:
         print(f"jackfield bench: no such benchmark: {name}\n\n{_usage()}", file=sys.stderr)
         return 2
-    module = importlib.import_module(f".{MODULES.get(name, name)}", __package__)
+    module = importlib.import_module(f".{MODULES[name]}", __package__)
     status: int = module.run(rest)
     return status
 

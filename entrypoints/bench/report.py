@@ -1,4 +1,4 @@
-"""What a result is written with: where it ran, JSON lines, plain tables, percentiles."""
+"""Output of results: environment, JSON lines, plain tables, percentiles."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ Record = dict[str, Any]
 
 
 def commit() -> str:
-    """Of the tree this package runs from; with a plus when files differ from it."""
+    """Return the commit of the source tree that this package runs from, with a plus if files differ
+    from it."""
     if (ROOT / ".git").exists():
         try:
             head = _git("rev-parse", "--short", "HEAD")
@@ -40,7 +41,7 @@ def _git(*words: str) -> str:
 
 
 def version_of(distribution: str) -> str | None:
-    """Installed version, without importing it."""
+    """Return a distribution's installed version, without importing it."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
@@ -48,7 +49,8 @@ def version_of(distribution: str) -> str | None:
 
 
 def device_name(device: str) -> str:
-    """The GPU's name from its driver, so that no CUDA context is made; or the processor's."""
+    """Return the GPU's name, read from its driver so that no CUDA context is created; else the
+    processor's."""
     if device != "cpu":
         try:
             done = subprocess.run(
@@ -69,7 +71,7 @@ def device_name(device: str) -> str:
 
 
 def environment(device: str) -> Record:
-    """The facts without which a number says nothing."""
+    """Return the facts needed to interpret a result: date, commit, device, versions."""
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": commit(),
@@ -91,14 +93,14 @@ def add_output_options(parser: argparse.ArgumentParser) -> None:
 
 
 def default_output() -> str:
-    """Where results go when nobody said."""
+    """Return the default path for results."""
     if DEFAULT_FOLDER.is_dir():
         return str(DEFAULT_FOLDER / f"{datetime.date.today().isoformat()}.jsonl")
     return "-"
 
 
 class Emitter:
-    """Appends each result as soon as it is there, and keeps them for the table."""
+    """Writes each result as soon as it is available, and keeps all for the table."""
 
     def __init__(self, output: str | None, facts: Record) -> None:
         self.output = output if output is not None else default_output()
@@ -106,7 +108,7 @@ class Emitter:
         self.records: list[Record] = []
 
     def emit(self, record: Record) -> None:
-        """Write one line; → nothing is lost when the process is cut off after it."""
+        """Write one line and flush it, so that nothing is lost if the process is killed."""
         line = {**self.facts, **record}
         if not line.get("partial"):
             self.records.append(line)
@@ -123,7 +125,7 @@ class Emitter:
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """Linear between the two nearest values."""
+    """Return a percentile, interpolated linearly between the two nearest values."""
     ordered = sorted(values)
     position = (len(ordered) - 1) * percent / 100
     low = int(position)
@@ -132,7 +134,7 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 def table(rows: Sequence[Sequence[Any]], header: Sequence[str]) -> str:
-    """Columns of plain text; numbers to the right."""
+    """Return columns of plain text, with numbers aligned to the right."""
     cells = [[_cell(value) for value in row] for row in rows]
     widths = [
         max(len(str(header[i])), *(len(row[i]) for row in cells)) if cells else len(header[i])
@@ -161,7 +163,7 @@ def _cell(value: Any) -> str:
 
 
 def summary(records: Sequence[Record]) -> str:
-    """A table of what was measured: one row a number."""
+    """Return a table of the measurements: one row per number."""
     rows = []
     for record in records:
         facts = ", ".join(f"{k}={v}" for k, v in record.get("at", {}).items())
@@ -177,5 +179,5 @@ def summary(records: Sequence[Record]) -> str:
 
 
 def say(text: str) -> None:
-    """To standard error, so that standard output stays JSON."""
+    """Print to standard error, because standard output is JSON."""
     print(text, file=sys.stderr, flush=True)

@@ -1,8 +1,8 @@
-"""How fast a workload could be: bytes and operations from the model's configuration, over what
-this card was measured to copy and to multiply.
+"""Lower bounds of a workload's time: bytes and operations from the model's configuration, over the
+bandwidth and the matrix product rate measured on this device.
 
-A floor counts what no implementation can avoid: the matrices once a step, the KV cache of every
-running sequence once a step, the products of every token. It leaves out norms, activations,
+A floor counts what no implementation can avoid: the weights once per step, the KV cache of every
+running sequence once per step, the products of every token. It leaves out norms, activations,
 sampling, and everything on the host.
 """
 
@@ -18,20 +18,20 @@ from ...core.errors import ConfigError
 
 
 class Ceilings(msgspec.Struct, frozen=True):
-    """What one device was measured to do."""
+    """Rates measured on one device."""
 
     copy_bytes_per_second: float
-    """Read plus written by a large device-to-device copy."""
+    """Bytes per second, read plus written, of a large device-to-device copy."""
     read_bytes_per_second: float
-    """Read by a large sum."""
+    """Bytes per second read by a large sum."""
     matmul_flops: float
-    """Operations a second of a large square product in `dtype`."""
+    """Operations per second of a large square product in `dtype`."""
     dtype: str
     device: str
 
 
 def given_ceilings(text: str) -> Ceilings:
-    """From JSON, as an earlier run wrote them. Raises ConfigError."""
+    """Read from JSON that an earlier run wrote. Raises ConfigError."""
     try:
         return msgspec.json.decode(text, type=Ceilings)
     except msgspec.MsgspecError as error:
@@ -39,10 +39,10 @@ def given_ceilings(text: str) -> Ceilings:
 
 
 def measure_ceilings(device_name: str = "cuda", dtype_name: str = "bfloat16") -> Ceilings:
-    """Measure here and now: 1 GiB copied and summed, 8192³ multiplied (less on a CPU)."""
+    """Measure on this device: 1 GiB copied and summed, 8192³ multiplied (less on a CPU)."""
     import torch
 
-    from .timing import median_seconds
+    from .kernels.timing import median_seconds
 
     device, dtype = torch.device(device_name), getattr(torch, dtype_name)
     big = device.type == "cuda"
@@ -73,11 +73,11 @@ class Extent(NamedTuple):
     prompt: int
     output: int
     cached: int = 0
-    """Of the prompt, already in the KV cache."""
+    """Number of prompt tokens that are in the KV cache already."""
 
 
 class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
-    """The sizes of a Llama-like decoder, dense or of experts, that its cost depends on."""
+    """The sizes of a Llama-like decoder, dense or mixture of experts, that determine its cost."""
 
     layers: int
     hidden: int
@@ -87,9 +87,9 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     intermediate: int
     vocab: int
     weight_bytes: float
-    """Of one weight."""
+    """Bytes per weight."""
     kv_bytes: float
-    """Of one cached number."""
+    """Bytes per element of the KV cache."""
     experts: int = 0
     experts_per_token: int = 0
     expert_intermediate: int = 0
@@ -98,7 +98,7 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     def from_config(
         cls, config: Mapping[str, Any], *, weight_bytes: float = 2, kv_bytes: float = 2
     ) -> ModelShape:
-        """From a checkpoint's config.json."""
+        """Return the sizes in a checkpoint's config.json."""
         heads, hidden = int(config["num_attention_heads"]), int(config["hidden_size"])
         return cls(
             layers=int(config["num_hidden_layers"]),
@@ -119,23 +119,24 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def head_weights(self) -> int:
-        """The output projection; the input embedding is looked up, not read."""
+        """Number of weights of the output projection; the input embedding is looked up, not
+        read."""
         return self.vocab * self.hidden
 
     @property
     def attention_weights(self) -> int:
-        """Query, key, value and output projections of one layer."""
+        """Number of weights of one layer's query, key, value and output projections."""
         width = self.head_dim * self.hidden
         return width * (self.heads + 2 * self.kv_heads) + width * self.heads
 
     @property
     def active_weights(self) -> float:
-        """Weights that one token is multiplied with, the head left out."""
+        """Number of weights that one token is multiplied with, without the output projection."""
         return self.layers * (self.attention_weights + self._mlp_weights(self.experts_per_token))
 
     def step_weight_bytes(self, tokens: float) -> float:
-        """Read by a step of so many tokens; of the experts, those expected to be chosen at all
-        when each token chooses evenly."""
+        """Return the bytes of weights that a step of `tokens` tokens reads. Of the experts, those
+        count that are expected to be chosen at least once if each token chooses uniformly."""
         chosen = 0.0
         if self.experts:
             missed = (1 - self.experts_per_token / self.experts) ** tokens
@@ -145,11 +146,12 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def kv_bytes_per_token(self) -> float:
-        """Keys and values of one position, all layers."""
+        """Bytes of keys and values of one position, in all layers."""
         return 2 * self.layers * self.kv_heads * self.head_dim * self.kv_bytes
 
     def attention_flops(self, pairs: float) -> float:
-        """Scores and weighted sums of so many (query, key) pairs, all layers."""
+        """Return the operations of scores and weighted sums for `pairs` (query, key) pairs, in all
+        layers."""
         return 4 * self.layers * self.heads * self.head_dim * pairs
 
     def _mlp_weights(self, experts: float) -> float:
@@ -159,7 +161,7 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def decode_step_floor(shape: ModelShape, ceilings: Ceilings, rows: float, context: float) -> float:
-    """Seconds of a step with one token for each of `rows` sequences of `context` tokens in all."""
+    """Return the seconds of a decode step of `rows` sequences with `context` tokens in total."""
     weights = shape.step_weight_bytes(rows) / ceilings.copy_bytes_per_second
     flops = 2 * (shape.active_weights + shape.head_weights) * rows
     cache = context * shape.kv_bytes_per_token / ceilings.copy_bytes_per_second
@@ -167,7 +169,7 @@ def decode_step_floor(shape: ModelShape, ceilings: Ceilings, rows: float, contex
 
 
 def prefill_flops(shape: ModelShape, requests: Sequence[Extent]) -> float:
-    """Operations to compute the prompts' tokens that are not cached, causal pairs only."""
+    """Return the operations for the prompts' uncached tokens, counting causal pairs only."""
     tokens = sum(each.prompt - each.cached for each in requests)
     pairs = sum(
         (each.prompt * (each.prompt + 1) - each.cached * (each.cached + 1)) / 2 for each in requests
@@ -177,14 +179,15 @@ def prefill_flops(shape: ModelShape, requests: Sequence[Extent]) -> float:
 
 
 def prefill_floor(shape: ModelShape, ceilings: Ceilings, requests: Sequence[Extent]) -> float:
-    """Seconds to compute the prompts and the first tokens."""
+    """Return the seconds to compute the prompts and the first tokens."""
     tokens = sum(each.prompt - each.cached for each in requests)
     weights = shape.step_weight_bytes(tokens) / ceilings.copy_bytes_per_second
     return max(weights, prefill_flops(shape, requests) / ceilings.matmul_flops)
 
 
 def batch_floor(shape: ModelShape, ceilings: Ceilings, requests: Sequence[Extent]) -> float:
-    """Seconds for all of them, started at once and decoding together: the fewest weight reads."""
+    """Return the seconds for all requests if they start at once and decode together, which reads
+    weights the fewest times."""
     prompts = np.array([each.prompt for each in requests])
     outputs = np.array([each.output for each in requests])
     total = prefill_floor(shape, ceilings, requests)

@@ -1,4 +1,5 @@
-"""The workloads as data: real architectures with dummy weights, token ids in, seeded."""
+"""Definitions of the workloads: real architectures with random weights, token ids as input,
+seeded."""
 
 from __future__ import annotations
 
@@ -62,19 +63,20 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "vocab_size": 256000,
     },
 }  # fmt: skip
-"""The configurations of the published checkpoints; their weights are made up on the device."""
+"""The configurations of published checkpoints; their weights are random, created on the device."""
 
 
 class Workload(msgspec.Struct, frozen=True, kw_only=True):
-    """What is asked of an engine. Lengths in tokens; a pair is a uniform range, ends included."""
+    """The requests of a benchmark. Lengths in tokens; a pair is a uniform range, both ends
+    included."""
 
     id: str
     title: str
     kind: Kind
     models: tuple[str, ...]
-    """Architectures it is defined for."""
+    """Architectures for which it is defined."""
     headline: str
-    """The measured number that stands for the workload."""
+    """Name of the measured number that represents the workload."""
     higher_is_better: bool = False
     prompt: tuple[int, int] = (1, 1)
     output: tuple[int, int] = (1, 1)
@@ -82,22 +84,24 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
     batches: tuple[int, ...] = ()
     """Numbers of requests that decode together."""
     concurrency: tuple[int, ...] = ()
-    """Clients that each keep one request open."""
+    """Numbers of clients that each keep one request open."""
     shares: tuple[float, ...] = ()
-    """Open loops after these: Poisson arrivals at such shares of the rate that they reached."""
+    """Open loops that follow: Poisson arrivals at these shares of the rate that the closed loops
+    reached."""
     mixed: bool = False
-    """Requests also differ in sampling options, and a quarter of them leave in mid-stream."""
+    """Whether requests also differ in sampling options, and a quarter of them disconnect in
+    mid-stream."""
     lengths: tuple[int, ...] = ()
-    """Lengths of prompts that are measured one after the other."""
+    """Prompt lengths that are measured one after the other."""
     system: int = 0
-    """Tokens that all chats begin with."""
+    """Number of tokens of a prefix that all chats share."""
     turns: int = 1
     temperature: float = 0.0
     warmup: int = 1
     repeats: int = 3
 
     def scaled(self, scale: float) -> Workload:
-        """With lengths and counts multiplied, to try it on a small machine."""
+        """Return the workload with lengths and counts multiplied, to try it on a small machine."""
         if scale == 1.0:
             return self
 
@@ -118,7 +122,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def max_model_len(self) -> int:
-        """The longest sequence, with some air."""
+        """The longest sequence, with some margin."""
         prompt = max(self.prompt[1], *self.lengths, 0)
         longest = self.system + self.turns * (prompt + self.output[1])
         return longest + 16
@@ -198,22 +202,22 @@ WORKLOADS: dict[str, Workload] = {
 
 
 class Ask(msgspec.Struct, frozen=True):
-    """One request: token ids in, so many tokens out."""
+    """One request: a prompt of token ids, and the number of tokens to generate."""
 
     prompt: list[int]
     output: int
     temperature: float = 0.0
     options: dict[str, Any] = {}
-    """More fields of the request, over HTTP."""
+    """Further fields of the request, over HTTP."""
     leave_after: int | None = None
-    """Pieces after which the client closes the connection."""
+    """Number of chunks after which the client closes the connection."""
 
 
 def draw(workload: Workload, vocab_size: int, trial: int, *, requests: int = 0) -> list[Ask]:
-    """A trial's requests: the same lengths in every trial, other tokens in each.
+    """Return a trial's requests: every trial has the same lengths, but different tokens.
 
-    Ranges are drawn as nano-vllm's benchmark draws them (seed 0, prompts first, then lengths of
-    outputs), so that numbers can be compared. Other tokens, so that no prefix cache helps.
+    Ranges are drawn as in nano-vllm's benchmark (seed 0, prompts first, then lengths of outputs),
+    so that numbers can be compared. Tokens differ, so that a prefix cache does not help.
     """
     usable = vocab_size - vocab_size // 150
     count = requests or workload.requests
@@ -239,7 +243,7 @@ def draw(workload: Workload, vocab_size: int, trial: int, *, requests: int = 0) 
 
 
 LEAVING = 0.25
-"""Share of mixed requests whose client leaves in mid-stream."""
+"""Share of mixed requests whose client disconnects in mid-stream."""
 OPTIONS: tuple[tuple[float, Callable[[random.Random, int], dict[str, Any]]], ...] = (
     (0.2, lambda source, usable: {"top_p": 0.9}),
     (0.1, lambda source, usable: {"top_k": 40}),
@@ -257,11 +261,13 @@ OPTIONS: tuple[tuple[float, Callable[[random.Random, int], dict[str, Any]]], ...
         lambda source, usable: {"allowed_token_ids": source.sample(range(usable), 200)},
     ),
 )
-"""Options of mixed requests, each drawn alone with its share; no output ends by them."""
+"""Options of mixed requests, each drawn independently with its share; none of them ends an
+output."""
 
 
 def _draw_mixed(workload: Workload, usable: int, trial: int, count: int) -> list[Ask]:
-    """Uniform lengths; seven in ten have a temperature. `stop_token_ids` may end an output."""
+    """Return requests of uniform lengths; 70 % have a temperature. `stop_token_ids` may end an
+    output."""
     source = random.Random(f"{workload.id} {trial}")
     asks = []
     for _ in range(count):
@@ -282,9 +288,10 @@ def _draw_mixed(workload: Workload, usable: int, trial: int, count: int) -> list
 
 
 def write_model(name: str, folder: Path, *, tokenizer: bool = False) -> Path:
-    """Write the config.json of ARCHITECTURES[name], and a made-up tokenizer if a server needs one.
+    """Write the config.json of ARCHITECTURES[name], and a synthetic tokenizer if a server needs
+    one.
 
-    → the checkpoint's folder, without weights.
+    Return the checkpoint's folder, which has no weights.
     """
     target = folder / name
     target.mkdir(parents=True, exist_ok=True)
@@ -296,13 +303,14 @@ def write_model(name: str, folder: Path, *, tokenizer: bool = False) -> Path:
 
 
 def model_config_dict(folder: Path) -> dict[str, Any]:
-    """The config.json of a checkpoint folder."""
+    """Return the config.json of a checkpoint folder."""
     config: dict[str, Any] = json.loads((folder / "config.json").read_text())
     return config
 
 
 def _write_tokenizer(folder: Path, vocab_size: int) -> None:
-    """One word a token: t0, t1 …, so that text endpoints work and detokenizing costs something."""
+    """Write a tokenizer with one word per token: t0, t1 …, so that text endpoints work and
+    detokenizing has a cost."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     words = {f"t{token}": token for token in range(vocab_size)}
@@ -317,7 +325,7 @@ def _write_tokenizer(folder: Path, vocab_size: int) -> None:
 
 
 def choose(names: Sequence[str], kinds: Sequence[Kind]) -> list[Workload]:
-    """Workloads by id, in the order asked for. Raises ValueError with the ids there are."""
+    """Return workloads by id, in the given order. Raises ValueError with the known ids."""
     known = {each.id.lower(): each for each in WORKLOADS.values() if each.kind in kinds}
     chosen = []
     for name in names:

@@ -12,7 +12,7 @@ import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
-from .options import Parser
+from ..flags.engine_flags import Parser
 
 
 def _parser(name: str, text: str) -> argparse.ArgumentParser:
@@ -32,11 +32,12 @@ def _parser(name: str, text: str) -> argparse.ArgumentParser:
 
 
 def _url(text: str) -> str:
-    """A flag's type: OpenAI's clients and vLLM's write the server's address with /v1."""
+    """Parse a server's address. A trailing /v1 is removed, because OpenAI's clients and vLLM's
+    write it."""
     try:
         parts = urllib.parse.urlsplit(text)
         usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-    except ValueError:  # What stands for the port is no number.
+    except ValueError:  # The port is not a number.
         usable = False
     if not usable:
         raise argparse.ArgumentTypeError(f"must be like http://127.0.0.1:8000, got {text!r}")
@@ -44,7 +45,7 @@ def _url(text: str) -> str:
 
 
 def chat(argv: list[str]) -> int:
-    """Interactive, or one message with --message."""
+    """Chat interactively, or send one message with --message."""
     parser = _parser("chat", "Talk to a running server.")
     parser.add_argument("-m", "--message", help="send this one message and end")
     parser.add_argument("--system", help="system prompt")
@@ -67,7 +68,7 @@ def chat(argv: list[str]) -> int:
 
 
 def complete(argv: list[str]) -> int:
-    """Complete a text: an argument, or standard input."""
+    """Complete a text from an argument or from standard input."""
     parser = _parser("complete", "Complete a text on a running server.")
     parser.add_argument("prompt", nargs="?", help="default: standard input")
     args = parser.parse_args(argv)
@@ -83,7 +84,7 @@ def complete(argv: list[str]) -> int:
 
 
 def _say(args: argparse.Namespace, messages: list[dict[str, str]]) -> str:
-    """Send a conversation, show the answer as it comes; → its text."""
+    """Send a conversation, show the response as it arrives; return its text."""
     text = ""
     thinking = False
     for event in _events(args, "/v1/chat/completions", {"messages": messages}):
@@ -100,7 +101,7 @@ def _say(args: argparse.Namespace, messages: list[dict[str, str]]) -> str:
 
 
 def _events(args: argparse.Namespace, route: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """POST, and yield what the stream brings."""
+    """POST a body, and yield the stream's chunks."""
     body = {**body, "stream": True}
     for name in ("model", "max_tokens", "temperature"):
         if getattr(args, name) is not None:

@@ -10,12 +10,12 @@ from pathlib import Path
 import msgspec
 
 from ...core.errors import ConfigError
-from .options import Parser, fail
-from .server_options import at_least_one
+from ..flags.engine_flags import Parser, fail
+from ..flags.values import positive_int
 
 
 def run(argv: list[str]) -> int:
-    """→ exit status"""
+    """Return the exit status."""
     parser = Parser(prog="jackfield keys", description=__doc__)
     commands = parser.add_subparsers(
         dest="command", required=True, parser_class=Parser, help="new: a new key; add: one you have"
@@ -26,12 +26,12 @@ def run(argv: list[str]) -> int:
         one.add_argument("name", help="of who has the key; keys of one name are one owner's")
         one.add_argument("--file", metavar="PATH", help="append the line; otherwise it is printed")
         one.add_argument(
-            "--max-concurrency", type=at_least_one, metavar="N", help="requests at once"
+            "--max-concurrency", type=positive_int, metavar="N", help="requests at once"
         )
         one.add_argument(
-            "--requests-per-minute", type=at_least_one, metavar="N", help="requests a minute"
+            "--requests-per-minute", type=positive_int, metavar="N", help="requests a minute"
         )
-        one.add_argument("--max-tokens", type=at_least_one, metavar="N", help="tokens of an answer")
+        one.add_argument("--max-tokens", type=positive_int, metavar="N", help="tokens of an answer")
     args = parser.parse_args(argv)
     try:
         return _make(args)
@@ -40,7 +40,7 @@ def run(argv: list[str]) -> int:
 
 
 def _make(args: argparse.Namespace) -> int:
-    from ..openai.api_keys import PREFIX, KeyEntry, digest_of
+    from ..http.auth.api_keys import PREFIX, KeyEntry, digest_of
 
     key = f"jf-{secrets.token_urlsafe(32)}" if args.command == "new" else sys.stdin.read().strip()
     if not key:

@@ -67,13 +67,14 @@ COMMANDS: dict[str, tuple[Command, str]] = {
 
 @hookimpl
 def register_commands(commands: Any) -> None:
-    """By the same door as those of plugins, which cannot take their names."""
+    """Register the built-in commands in the registry that plugins use, so that a plugin cannot take
+    their names."""
     for name, (function, text) in COMMANDS.items():
         commands.add(name, function, help=text, final=True)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """→ exit status"""
+    """Return the exit status."""
     argv = sys.argv[1:] if argv is None else argv
     if not argv or argv[0] in ("-h", "--help"):
         print(_usage())
@@ -88,13 +89,14 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _from_plugin(name: str, argv: list[str]) -> int:
-    """A command that a plugin registered. What it raises is printed with its distribution."""
+    """Run a command that a plugin registered. Its exceptions are printed with the plugin's
+    distribution."""
     import traceback
 
     from ...core.errors import JackfieldError, PluginError
-    from ...core.plugin_checks import near
+    from ...core.registration.plugin_checks import near
     from ...core.registry import load_plugins
-    from .options import fail
+    from ..flags.engine_flags import fail
 
     try:
         registry = load_plugins()["command"]
@@ -119,7 +121,7 @@ def _from_plugin(name: str, argv: list[str]) -> int:
 
 
 def _status(returned: object) -> int:
-    """Raises TypeError for what is no exit status."""
+    """Return the exit status. Raises TypeError for a value that is not one."""
     if returned is None or isinstance(returned, int):
         return int(returned or 0)
     kind = type(returned).__name__
@@ -135,7 +137,8 @@ def _usage() -> str:
 
 
 def _usage_of_plugins() -> list[str]:
-    """Lines about the commands of plugins, or about what keeps them from being found."""
+    """Return lines of the help text about plugins' commands, or about why they could not be
+    loaded."""
     from ...core.errors import PluginError
     from ...core.registry import load_plugins
 

@@ -10,15 +10,15 @@ from typing import Any
 import msgspec
 
 from ...core.errors import ConfigError, PluginError
-from ...core.plugin_checks import near
+from ...core.registration.plugin_checks import near
 from ...core.registry import Plugins, load_plugins
+from ..flags.engine_flags import Parser, add_no_plugin, fail
 from ..inventory import Row, inventory, output_aside
 from ..struct_fields import FieldText, fields_of
-from .options import Parser, add_no_plugin, fail
 from .skeleton import KINDS, write_skeleton
 
 COLUMNS = ("kind", "name", "distribution", "version", "status")
-"""Of a listing as text."""
+"""Columns of the listing as text."""
 
 
 class Detail(msgspec.Struct, frozen=True):
@@ -30,7 +30,7 @@ class Detail(msgspec.Struct, frozen=True):
     version: str
     rows: list[Row]
     options: dict[str, list[FieldText]]
-    """By the name that they are given under."""
+    """Name under which options are set → these options."""
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -68,7 +68,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def run(argv: list[str]) -> int:
-    """→ exit status: 0; 1 when plugins clash or nothing can be written; 2 for wrong usage."""
+    """Return the exit status: 0; 1 if plugins clash or writing fails; 2 for wrong usage."""
     parser = make_parser()
     args = parser.parse_args(argv)
     try:
@@ -96,7 +96,7 @@ def run(argv: list[str]) -> int:
 
 
 def _details(plugins: Plugins, rows: list[Row], name: str) -> list[Detail]:
-    """The plugins of this name. Raises ConfigError when there is none."""
+    """Return the plugins of this name. Raises ConfigError if there is none."""
     found, known = [], set()
     for plugin in plugins.loaded.values():
         where = plugin.provenance
@@ -130,7 +130,7 @@ def _described(one: Detail) -> str:
 
 
 def as_text(rows: list[Row]) -> str:
-    """In columns."""
+    """Return rows as text in columns."""
     return _columns(rows, COLUMNS)
 
 
@@ -144,9 +144,9 @@ def _columns(rows: Any, columns: tuple[str, ...]) -> str:
 
 
 def _check_free(kind: str, name: str, without: list[str]) -> None:
-    """Two plugins of one name stop every command. Raises ConfigError."""
+    """Raise ConfigError if the name is taken: two plugins of one name stop every command."""
     if kind not in KINDS:
-        return  # Refused by `write_skeleton`.
+        return  # `write_skeleton` refuses the kind.
     with output_aside():
         entries = load_plugins(disable=without)[kind.replace("-", "_")].entries()
     owners = {entry.name: entry.provenance.distribution for entry in entries}

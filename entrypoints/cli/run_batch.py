@@ -1,4 +1,4 @@
-"""`jackfield run-batch`: answer a file of requests, without a server."""
+"""`jackfield run-batch`: run the requests in a file, without a server."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 from ...core.config import EngineConfig
 from ...core.errors import ConfigError, EngineStopped, JackfieldError
 from ...core.registry import Plugins, load_plugins
-from .options import Parser, add_engine_options, engine_config, fail
+from ..flags.engine_flags import Parser, add_engine_options, engine_config, fail
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -53,7 +53,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def run(argv: list[str]) -> int:
-    """→ exit status: 0 when every line has its result, failed requests included."""
+    """Return the exit status: 0 if every line has its result, failed requests included."""
     args = make_parser().parse_args(argv)
     logging.basicConfig(
         level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
@@ -70,7 +70,7 @@ def run(argv: list[str]) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """What can be known before a model is loaded. Raises ConfigError."""
+    """Check what can be checked before a model is loaded. Raises ConfigError."""
     for flag, name in (("--input-file", args.input_file), ("--output-file", args.output_file)):
         if "://" in name:
             raise ConfigError(f"{flag}: {name!r} is a URL; only local files are read and written")
@@ -92,13 +92,13 @@ async def _run(args: argparse.Namespace, config: EngineConfig, plugins: Plugins)
     from tqdm import tqdm
 
     from ...core.engine.async_engine import AsyncEngine
-    from ..batch.lines import LineReader, Result
-    from ..batch.local import LocalCaller
+    from ..batch.inprocess import ROUTES
+    from ..batch.jsonl import LineReader, Result
     from ..batch.results import ResultsFile
     from ..batch.runner import BatchRunner
-    from ..openai.app import make_app
-    from ..openai.context import ServerOptions
-    from ..openai.server import SWITCH_INTERVAL
+    from ..http.options import ServerOptions
+    from ..server.app import make_app
+    from ..server.server import SWITCH_INTERVAL
 
     sys.setswitchinterval(SWITCH_INTERVAL)
     source, output = Path(args.input_file), Path(args.output_file)
@@ -113,10 +113,9 @@ async def _run(args: argparse.Namespace, config: EngineConfig, plugins: Plugins)
             server = web.AppRunner(app)
             stack.push_async_callback(server.cleanup)
             await server.setup()
-            caller = await stack.enter_async_context(LocalCaller(app))
             limit = args.max_concurrency or 2 * engine.config.max_num_seqs
-            runner = BatchRunner(engine, caller, asyncio.Semaphore(limit))
-            reader = LineReader(source, caller.urls, args.max_body_bytes)
+            runner = BatchRunner(app, asyncio.Semaphore(limit))
+            reader = LineReader(source, tuple(ROUTES), args.max_body_bytes)
             bar = stack.enter_context(
                 tqdm(
                     total=len(ids), initial=before, unit="req", desc="Running batch",
@@ -146,7 +145,7 @@ async def _run(args: argparse.Namespace, config: EngineConfig, plugins: Plugins)
 
 
 def _check_results(results: Any, ids: list[str]) -> None:
-    """Raises ConfigError if the output is that of another input."""
+    """Raise ConfigError if the output belongs to another input."""
     foreign = results.done.keys() - set(ids)
     if foreign:
         line = min(results.done[name] for name in foreign)

@@ -2,31 +2,30 @@
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import socket
-from collections.abc import Coroutine
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ...core.errors import ConfigError, JackfieldError
-from .options import fail
-from .serve_settings import settings
+from ..flags.engine_flags import fail
+from ..server.event_loop import run_on_loop
+from ..server.serve_settings import settings
 
 if TYPE_CHECKING:
-    from ..openai.server import Listen
+    from ..server.listen import Listen
 
 
 def run(argv: list[str]) -> int:
-    """→ exit status"""
+    """Return the exit status."""
     try:
         found = settings(argv)
         if found.fronts > 1:
-            from ..fronts.supervisor import serve_fronts
+            from ..server.frontends.supervisor import serve_fronts
 
             return run_on_loop(serve_fronts(found))
         _check_address(found.listen)
-        from ..openai.server import serve
+        from ..server.server import serve
 
         return run_on_loop(serve(found.config, found.plugins, found.listen, found.options))
     except (JackfieldError, OSError) as error:
@@ -34,8 +33,8 @@ def run(argv: list[str]) -> int:
 
 
 def _check_address(listen: Listen) -> None:
-    """An address that is taken is told before a model is loaded. Raises ConfigError."""
-    from ..fronts.sockets import check_free
+    """Raise ConfigError if the address is taken, before a model is loaded."""
+    from ..server.frontends.sockets import check_free
 
     if listen.uds:
         if not Path(listen.uds).absolute().parent.is_dir():
@@ -45,19 +44,10 @@ def _check_address(listen: Listen) -> None:
         check_free(listen.host, listen.port)
     except (OSError, UnicodeError) as error:
         if isinstance(error, OSError) and error.errno == errno.EAFNOSUPPORT:
-            return  # One of the host's addresses is of a family that this machine does without.
+            return  # One of the host's addresses has a family that this machine does not support.
         elsewhere = isinstance(error, OSError) and error.errno == errno.EADDRNOTAVAIL
         named = elsewhere or isinstance(error, socket.gaierror | UnicodeError)
         flag = "host" if named else "port"
         raise ConfigError(
             f"--{flag}: cannot listen at {listen.host}:{listen.port}: {error}", param=flag
         ) from None
-
-
-def run_on_loop(main: Coroutine[Any, Any, int]) -> int:
-    """On uvloop where there is one."""
-    try:
-        import uvloop
-    except ImportError:
-        return asyncio.run(main)
-    return uvloop.run(main)

@@ -21,17 +21,17 @@ FILES = {
     "src/$package/$module.py": "$module.py",
     "tests/test_$module.py": "${module}_test.py",
 }
-"""Path in the new package → template, both with the names filled in."""
+"""Path in the new package → template; names are filled in on both sides."""
 
 
 class Kind(NamedTuple):
-    """What differs among kinds besides the templates."""
+    """What distinguishes a kind besides its templates."""
 
     hook: str
     use: str
     """A command line that uses the plugin."""
     suffix: str = ""
-    """What the class is called after its name."""
+    """Suffix of the class name."""
     argument: str = "registry"
 
 
@@ -68,9 +68,8 @@ KINDS = {
 
 
 def write_skeleton(kind: str, name: str, into: Path) -> Path:
-    """→ the folder of the package. Raises ConfigError for a kind or name that cannot be, and
-    where the folder exists; OSError.
-    """
+    """Write the package; return its folder. Raises ConfigError for an invalid kind or name, or if
+    the folder exists; OSError."""
     if kind.replace("_", "-") not in KINDS:
         near = difflib.get_close_matches(kind, KINDS, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
@@ -99,7 +98,7 @@ def write_skeleton(kind: str, name: str, into: Path) -> Path:
 
 
 def _names(kind: str, name: str) -> dict[str, str]:
-    """What the templates are filled with."""
+    """Return the values of the templates' placeholders."""
     about = KINDS[kind]
     slug = name.lower().replace("_", "-")
     words = re.split("[_-]", name)

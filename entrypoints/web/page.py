@@ -8,7 +8,8 @@ from importlib import resources
 
 from aiohttp import web
 
-from ..openai.openapi import internal
+from ..http.context import OPEN_HANDLERS
+from ..openai.common.openapi import internal
 
 HEADERS = {
     "Content-Security-Policy": (
@@ -21,7 +22,7 @@ HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-cache",
 }
-"""Nothing inline, nothing from elsewhere. A browser may keep a file, and asks if it has changed."""
+"""Nothing inline, nothing from other hosts. A browser may cache a file, but revalidates it."""
 TYPES = {
     "index.html": "text/html",
     "playground.css": "text/css",
@@ -36,15 +37,16 @@ class File:
     body: bytes
     content_type: str
     tag: str
-    """Of this content alone: the file's ETag."""
+    """The file's ETag, which depends on its content only."""
 
 
 FILES: web.AppKey[dict[str, File]] = web.AppKey("playground", dict)
 
 
 def add_page(app: web.Application) -> None:
-    """`/` and the two files that it names. They need no key; what they ask for does."""
+    """Serve `/` and the two files that it names. They need no key; the routes that they call do."""
     app[FILES] = {name: _read(name) for name in TYPES}
+    app[OPEN_HANDLERS].add(page)
     app.router.add_get("/", page)
     app.router.add_get("/playground/{name}", page)
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from jackfield import AsyncEngine, EngineConfig, OutputKind, SamplingParams
-from jackfield.core.types import RequestOutput
+from jackfield.core.outputs import RequestOutput
 from jackfield.entrypoints.bench.report import Emitter, add_output_options, environment, table
 from jackfield.entrypoints.bench.workloads import ARCHITECTURES, write_model
 

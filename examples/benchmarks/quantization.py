@@ -6,7 +6,7 @@
 
 `check` compares each kernel with its torch twin in bfloat16 at the model's shapes, and exits with 1
 if one is off. `kernels` times a product of each layer, by format and number of tokens, with the
-share of the bytes' floor; `--sweep` tries other shapes of the 8-bit kernels and names the best (of
+share of the bytes' floor; `--sweep` tries other tiles of the 8-bit kernels and names the best (of
 4 bits `jackfield bench tune` does). `model`
 runs the engine on random weights: milliseconds a step at batch 1, 16 and 64, and prompt tokens a
 second. Every number is also printed as a JSON line, and appended to `--out`.
@@ -83,9 +83,9 @@ def packed(name: str, rows: int, size: int) -> Any:
 
 
 def for_kernels(weight: Any) -> Any:
-    from jackfield.kernels.packed_weight import Packed
+    from jackfield.kernels.quant.quantized_weight import QuantizedWeight
 
-    return Packed(
+    return QuantizedWeight(
         weight.values, weight.scale, weight.zero, weight.group_size, weight.scale_rows, weight.bits
     )
 
@@ -97,8 +97,8 @@ def check(report: Report) -> bool:
     """Kernels against twins, and the whole product against a float32 one."""
     from jackfield.core.nn.operations import Norm, Operations
     from jackfield.kernels import reference
-    from jackfield.kernels.quantize_rows import quantize_rows
-    from jackfield.kernels.unpack_weight import unpack_weight
+    from jackfield.kernels.quant.dequantize import dequantize_weight
+    from jackfield.kernels.quant.quantize_rows import quantize_rows
     from jackfield.plugins.operations.triton import TritonOperations
 
     fine = True
@@ -124,9 +124,9 @@ def check(report: Report) -> bool:
         FORMATS[1:], PROJECTIONS.items()
     ):
         weight = packed(name, rows, size)
-        dense = reference.unpack_weight(for_kernels(weight), torch.float32)
+        dense = reference.dequantize_weight(for_kernels(weight), torch.float32)
         compare(
-            f"unpack {name} {projection}", unpack_weight(for_kernels(weight), BF16), dense, 4e-3
+            f"unpack {name} {projection}", dequantize_weight(for_kernels(weight), BF16), dense, 4e-3
         )
         for tokens in (1, 2, 16, 17, 64, 128, 256, 300):
             x = torch.randn(tokens, size, device="cuda", dtype=BF16)
@@ -185,11 +185,11 @@ def seconds(make: Callable[[], Callable[[], object]], copies: int) -> float:
     return statistics.median(times[2:]) / copies
 
 
-def product(name: str, rows: int, size: int, gated: bool, tokens: int, **shape: Any) -> Any:
+def product(name: str, rows: int, size: int, gated: bool, tokens: int, config: Any = None) -> Any:
     """→ a maker of fresh tensors and the call on them; (norm) → product → gate."""
     from jackfield.core.nn.operations import Norm
-    from jackfield.kernels.packed_gemv import packed_gemv
-    from jackfield.kernels.packed_matmul import packed_matmul
+    from jackfield.kernels.linear.gemv import gemv
+    from jackfield.kernels.linear.small_m_matmul import MAX_TILES, SplitKWorkspace, small_m_matmul
     from jackfield.plugins.operations.triton import TritonOperations
 
     operations = TritonOperations()
@@ -202,10 +202,14 @@ def product(name: str, rows: int, size: int, gated: bool, tokens: int, **shape: 
             call = operations.gated_linear if gated else operations.linear
             return lambda: call(x, dense, norm=norm)
         weight = packed(name, rows, size)
-        if shape and tokens == 1:
-            return lambda: packed_gemv(x, for_kernels(weight), norm=norm, gated=gated, **shape)
-        if shape:
-            return lambda: packed_matmul(x, for_kernels(weight), **shape)
+        if config is not None and tokens == 1:
+            return lambda: gemv(x, for_kernels(weight), norm=norm, gated=gated, config=config)
+        if config is not None:
+            room = SplitKWorkspace(
+                torch.empty(tokens * rows * config.split_k, device="cuda"),
+                torch.zeros(MAX_TILES, device="cuda", dtype=torch.int32),
+            )
+            return lambda: small_m_matmul(x, for_kernels(weight), config=config, workspace=room)
         return lambda: operations.packed_linear(x, weight, norm=norm, gated=gated)
 
     return make
@@ -232,7 +236,7 @@ def kernels(report: Report, sweep: bool, bandwidth: float) -> None:
         scaled_products(report, tokens, one_scale)
     if sweep:
         for name, tokens in itertools.product(("fp8", "int8"), (1, 4, 16)):
-            sweep_shapes(report, name, tokens)
+            sweep_configs(report, name, tokens)
 
 
 def scaled_products(report: Report, tokens: int, one_scale: bool) -> None:
@@ -258,37 +262,37 @@ def scaled_products(report: Report, tokens: int, one_scale: bool) -> None:
         )  # fmt: skip
 
 
-def sweep_shapes(report: Report, name: str, tokens: int) -> None:
-    """The fastest shapes of a projection."""
+def sweep_configs(report: Report, name: str, tokens: int) -> None:
+    """The fastest tiles of a projection."""
     for projection, (rows, size, gated) in PROJECTIONS.items():
         copies = max(2, int(3e8 // (rows * size * BYTES[name])) + 1)
         found = []
-        for shape in _shapes(tokens):
-            make = product(name, rows, size, gated and tokens == 1, tokens, shape=shape)
+        for config in _configs(tokens):
+            make = product(name, rows, size, gated and tokens == 1, tokens, config=config)
             try:
-                found.append((seconds(make, copies), shape))
-            except Exception as error:  # A shape that does not fit the chip.
+                found.append((seconds(make, copies), config))
+            except Exception as error:  # Tiles that do not fit the chip.
                 report.add(
-                    sweep=name, projection=projection, shape=list(shape), refused=str(error)[:80]
+                    sweep=name, projection=projection, config=list(config), refused=str(error)[:80]
                 )
-        for took, shape in sorted(found)[:3]:
+        for took, config in sorted(found)[:3]:
             report.add(
                 sweep=name, projection=projection, tokens=tokens, us=round(took * 1e6, 2),
-                shape=shape._asdict(),
+                config=config._asdict(),
             )  # fmt: skip
 
 
-def _shapes(tokens: int) -> Iterator[Any]:
-    from jackfield.kernels.packed_gemv import PackedGemvShape
-    from jackfield.kernels.packed_matmul import PackedMatmulShape
+def _configs(tokens: int) -> Iterator[Any]:
+    from jackfield.kernels.linear.gemv import GemvConfig
+    from jackfield.kernels.linear.small_m_matmul import SmallMConfig
 
     if tokens == 1:
         widths = (512, 1024, 2048, 4096)
-        for cut in itertools.product((1, 2, 4, 8, 16), widths, (1, 2, 4, 8)):
-            yield PackedGemvShape(*cut)
+        for tile in itertools.product((1, 2, 4, 8, 16), widths, (1, 2, 4, 8)):
+            yield GemvConfig(*tile)
         return
-    for cut in itertools.product((16,), (16, 32, 64), (128, 256), (1, 2, 4), (2, 4), (3, 4, 5)):
-        yield PackedMatmulShape(*cut)
+    for tile in itertools.product((16,), (32, 64, 128), (128, 256), (1, 2, 4), (4, 8), (3, 4, 5)):
+        yield SmallMConfig(*tile)
 
 
 # ---------------------------------------------------------------- model
@@ -356,7 +360,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("what", choices=("check", "kernels", "model"))
     parser.add_argument("--out", help="append JSON lines here")
-    parser.add_argument("--sweep", action="store_true", help="kernels: try other shapes")
+    parser.add_argument("--sweep", action="store_true", help="kernels: try other tiles")
     parser.add_argument("--bandwidth", type=float, default=4.58e12, help="kernels: bytes a second")
     parser.add_argument("--method", choices=METHODS, default="fp8", help="model: which weights")
     parser.add_argument("--layers", type=int, help="model: fewer layers, for a quick look")

@@ -26,9 +26,9 @@ import torch
 
 from jackfield import SamplingParams
 from jackfield.core.nn.operations import Operations
-from jackfield.core.types import SlotStart
-from jackfield.core.worker.sampler import Sampler, token_logprobs
-from jackfield.core.worker.sampling_state import SamplingState
+from jackfield.core.step import SlotStart
+from jackfield.core.worker.sampling.sampler import Sampler, token_logprobs
+from jackfield.core.worker.sampling.sampling_state import SamplingState
 from jackfield.plugins.operations.triton import TritonOperations
 
 PROMPT = 400
@@ -73,7 +73,6 @@ def start(slot: int, names: list[str], vocab: int) -> SlotStart:
         token_ids=tuple(draw.randrange(vocab) for _ in range(PROMPT + OUTPUT)),
         num_prompt_tokens=PROMPT,
         num_computed_tokens=0,
-        block_ids=(),
         params=SamplingParams(**params),
         seed=slot,
         stop_token_ids=STOPS,

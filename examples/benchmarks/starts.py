@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from jackfield.entrypoints.bench.report import Emitter, add_output_options, environment
-from jackfield.entrypoints.bench.servers import end_group, free_port
+from jackfield.entrypoints.bench.serve.servers import end_group, free_port
 from jackfield.entrypoints.bench.workloads import ARCHITECTURES
 
 SMALL: dict[str, dict[str, Any]] = {

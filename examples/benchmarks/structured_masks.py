@@ -27,10 +27,10 @@ import torch
 from structured_outputs import BACKENDS, MODELS, SCHEMA, vocabulary
 
 from jackfield import SamplingParams
-from jackfield.core.protocols import GrammarSpec, Vocabulary
+from jackfield.core.protocols.grammars import GrammarSpec, Vocabulary
 from jackfield.core.registry import load_plugins
-from jackfield.core.types import GrammarStart, SlotStart
-from jackfield.core.worker.masks import GrammarMasks
+from jackfield.core.step import GrammarStart, SlotStart
+from jackfield.core.worker.sampling.masks import GrammarMasks
 
 
 class Step:
@@ -69,7 +69,7 @@ def measure(backend: str, batch: int, steps: int) -> dict[str, float]:
         masks.start(
             SlotStart(
                 slot=slot, request_id=str(slot), token_ids=(1,), num_prompt_tokens=1,
-                num_computed_tokens=0, block_ids=(), params=SamplingParams(ignore_eos=True),
+                num_computed_tokens=0, params=SamplingParams(ignore_eos=True),
                 seed=0,
                 grammar=GrammarStart(
                     grammar=grammar, eos_token_ids=words.eos_token_ids,

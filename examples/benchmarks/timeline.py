@@ -70,11 +70,11 @@ async def measure(args: argparse.Namespace, options: dict[str, Any]) -> dict[str
     )  # fmt: skip
     config = EngineConfig(max_num_seqs=args.rows, **options)
     async with AsyncEngine(config) as engine:
-        steps: Any = engine._steps
-        watch.method(engine._scheduler, "schedule", "plan")
-        watch.method(engine._scheduler, "update", "take in")
+        steps: Any = engine.core.steps
+        watch.method(engine.core.scheduler, "schedule", "plan")
+        watch.method(engine.core.scheduler, "update", "take in")
         watch.method(steps, "publish", "outputs")
-        watch.method(engine._executor._worker, "step", "launch")  # type: ignore[attr-defined]
+        watch.method(engine.core.executor._worker, "step", "launch")
 
         async def one(number: int) -> None:
             prompt = [(number * 7919 + place) % 500 for place in range(args.prompt)]

@@ -373,8 +373,7 @@ def tool_search(rng: random.Random) -> Any:
     ask = rng.choice(["Search for {0}.", "Look up {0}.", "Find something about {0}.",
                       "Search the web for {0}."])  # fmt: skip
     title = " ".join(rng.choice(WORDS) for _ in range(2))
-    return (tool, ask.format(query), name, {"query": query}, {"title": title},
-            f"I found: {title}.")  # fmt: skip
+    return (tool, ask.format(query), name, {"query": query}, {"title": title}, f"I found: {title}.")
 
 
 def tool_convert(rng: random.Random) -> Any:

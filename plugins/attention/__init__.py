@@ -10,7 +10,7 @@ from ...core.hooks import hookimpl
 
 @hookimpl
 def register_attention_backends(registry: Any) -> None:
-    # Triton's interpreter runs kernels on the CPU, slowly: then only for whoever asks by name.
+    # Triton's interpreter runs kernels slowly on the CPU, so there it must be chosen by name.
     priority = 5 if os.environ.get("TRITON_INTERPRET") == "1" else 20
     registry.add("triton", "jackfield.plugins.attention.triton:TritonAttention", priority=priority)
     registry.add(

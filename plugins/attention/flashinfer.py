@@ -1,9 +1,9 @@
 """Attention through FlashInfer (the optional package `flashinfer-python`).
 
-Its wrappers take the cache as it is: keys and values as two tensors of
-[num_blocks, block_size, num_kv_heads, head_dim], its layout NHD, and tables of pages in rows
-without gaps. What a wrapper will do for a step is planned on the host, from the layout's numpy
-twins, so nothing waits for the device; a plan cannot be captured in a graph.
+Its wrappers take the cache as it is: keys and values as two tensors of [num_blocks, block_size,
+num_kv_heads, head_dim], its layout NHD, and tables of pages in rows without gaps. The wrappers plan
+each step on the host, from the layout's numpy twins, so nothing waits for the device; a plan cannot
+be captured in a graph.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ import numpy as np
 import torch
 
 from ...core.nn.context import BatchLayout
-from ...core.protocols import AttentionBackend, AttentionSpec
+from ...core.protocols.attention import AttentionBackend, AttentionSpec
 
 PACKAGE = "flashinfer"
 HEAD_DIMS = (64, 128, 256)
 WORKSPACE_BYTES = 128 << 20
-"""What FlashInfer recommends."""
+"""Workspace size that FlashInfer recommends."""
 WRAPPERS_IN_TURN = 3
 """More than the steps in flight: planning writes host memory that the last step's copy may still
 read."""
@@ -31,7 +31,7 @@ read."""
 
 @functools.cache
 def _missing() -> str | None:
-    """Why the package cannot be used; None when it can."""
+    """Return why the package cannot be used; None if it can."""
     if importlib.util.find_spec(PACKAGE) is None:
         return "flashinfer is not installed"
     try:
@@ -43,7 +43,7 @@ def _missing() -> str | None:
 
 @dataclass(frozen=True)
 class Pages:
-    """Which cache blocks a run of rows has, as FlashInfer wants it: rows without gaps."""
+    """Cache blocks of a run of rows in FlashInfer's format: rows without gaps."""
 
     num_rows: int
     tokens: slice
@@ -59,11 +59,14 @@ class Pages:
 
 @dataclass(frozen=True)
 class FlashInferMetadata:
-    """A step's leading one-token rows, the others, and what is planned for them so far."""
+    """The leading one-token rows of a step, the others, and the plans made for them so far."""
 
+    layout: BatchLayout
     step: int
-    decode: Pages | None
-    prefill: Pages | None
+    num_decode: int
+    """Leading rows of one token each."""
+    pages: dict[tuple[str, int | None], Pages] = field(default_factory=dict)
+    """By kind of rows and sliding window."""
     planned: dict[tuple[str, AttentionSpec], Any] = field(default_factory=dict)
 
 
@@ -71,6 +74,7 @@ class FlashInferAttention(AttentionBackend):
     """`AttentionBackend` on FlashInfer's wrappers for paged caches, on its tensor-core kernels."""
 
     name: ClassVar[str] = "flashinfer"
+    cache_groups: ClassVar[bool] = True
 
     @classmethod
     def supports(cls, spec: AttentionSpec, device: torch.device, dtype: torch.dtype) -> str | None:
@@ -103,25 +107,21 @@ class FlashInferAttention(AttentionBackend):
         self.dtype = dtype
         self.block_size = block_size
         self._package = importlib.import_module(PACKAGE)
-        # One for all wrappers: what runs on one stream does not overlap.
+        # One workspace for all wrappers: work on one stream does not overlap.
         self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-        self._wrappers: dict[tuple[str, AttentionSpec, int], Any] = {}
+        self._wrappers: dict[tuple[str, AttentionSpec, int, int], Any] = {}
+        """By kind of rows, layer, group of layers and turn."""
         self._steps = 0
 
     def build_metadata(self, layout: BatchLayout) -> FlashInferMetadata:
-        """Cut the step in two and gather its block tables; no device value is read."""
+        """Split the step into decode rows and others; no device value is read."""
         rows = layout.num_rows
         lengths = np.diff(np.asarray(layout.query_start_cpu)[: rows + 1])
         longer = lengths != 1
         num_decode = int(np.argmax(longer)) if longer.any() else rows
-        self._steps += 1
-        return FlashInferMetadata(
-            step=self._steps,
-            decode=make_pages(layout, 0, num_decode, self.block_size) if num_decode else None,
-            prefill=make_pages(layout, num_decode, rows, self.block_size)
-            if num_decode < rows
-            else None,
-        )
+        if layout.group == 0:
+            self._steps += 1
+        return FlashInferMetadata(layout, self._steps, num_decode)
 
     def forward(
         self,
@@ -136,8 +136,16 @@ class FlashInferAttention(AttentionBackend):
     ) -> torch.Tensor:
         """query: [num_tokens, num_heads, head_dim] → the same shape; see the protocol."""
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-        for kind, pages in (("decode", metadata.decode), ("prefill", metadata.prefill)):
-            if pages is not None:
+        rows, decode = metadata.layout.num_rows, metadata.num_decode
+        for kind, first, end in (("decode", 0, decode), ("prefill", decode, rows)):
+            if first < end:
+                at = (kind, spec.sliding_window)
+                pages = metadata.pages.get(at)
+                if pages is None:
+                    pages = make_pages(
+                        metadata.layout, first, end, self.block_size, spec.sliding_window
+                    )
+                    metadata.pages[at] = pages
                 wrapper = self._planned(kind, spec, pages, metadata)
                 part = query[pages.tokens].contiguous()
                 wrapper.run(part, (kv_cache[0], kv_cache[1]), out=out[pages.tokens])
@@ -150,11 +158,10 @@ class FlashInferAttention(AttentionBackend):
         wrapper = metadata.planned.get((kind, spec))
         if wrapper is not None:
             return wrapper
-        turn = metadata.step % WRAPPERS_IN_TURN
-        wrapper = self._wrappers.get((kind, spec, turn))
+        key = (kind, spec, metadata.layout.group, metadata.step % WRAPPERS_IN_TURN)
+        wrapper = self._wrappers.get(key)
         if wrapper is None:
-            wrapper = self._make(kind)
-            self._wrappers[kind, spec, turn] = wrapper
+            wrapper = self._wrappers[key] = self._make(kind)
         layer: dict[str, Any] = {
             "sm_scale": spec.scale,
             "window_left": -1 if spec.sliding_window is None else spec.sliding_window - 1,
@@ -173,21 +180,27 @@ class FlashInferAttention(AttentionBackend):
 
     def _make(self, kind: str) -> Any:
         if kind == "decode":
-            # On CUDA cores it has but a few numbers of query heads a key head.
+            # On CUDA cores it supports few numbers of query heads per kv head.
             return self._package.BatchDecodeWithPagedKVCacheWrapper(
                 self._workspace, "NHD", use_tensor_cores=True
             )
         return self._package.BatchPrefillWithPagedKVCacheWrapper(self._workspace, "NHD")
 
 
-def make_pages(layout: BatchLayout, first: int, end: int, block_size: int) -> Pages:
-    """Rows [first, end) of a step."""
+def make_pages(
+    layout: BatchLayout, first: int, end: int, block_size: int, window: int | None = None
+) -> Pages:
+    """Rows [first, end) of a step. Pages before the window are left out: FlashInfer counts from the
+    end of a row, and they may have been released."""
     starts = np.asarray(layout.query_start_cpu, dtype=np.int32)[first : end + 1]
     lengths = np.asarray(layout.seq_lens_cpu, dtype=np.int32)[first:end]
-    counts = -(-lengths // block_size)
+    behind = np.zeros_like(lengths)
+    if window is not None:
+        behind = np.maximum(lengths - np.diff(starts) - window + 1, 0) // block_size
+    counts = -(-lengths // block_size) - behind
     indptr = np.zeros(end - first + 1, dtype=np.int32)
     np.cumsum(counts, out=indptr[1:])
-    column = np.arange(indptr[-1]) - np.repeat(indptr[:-1], counts)
+    column = np.arange(indptr[-1]) - np.repeat(indptr[:-1] - behind, counts)
     table = layout.block_table
     at = np.repeat(np.arange(first, end), counts) * table.shape[1] + column
     index = torch.from_numpy(at).to(table.device, non_blocking=True)
@@ -197,5 +210,5 @@ def make_pages(layout: BatchLayout, first: int, end: int, block_size: int) -> Pa
         query_start=torch.from_numpy(starts - starts[0]),
         indptr=torch.from_numpy(indptr),
         indices=table.reshape(-1)[index].to(torch.int32),
-        last_page_len=torch.from_numpy(lengths - (counts - 1) * block_size),
+        last_page_len=torch.from_numpy(lengths - (behind + counts - 1) * block_size),
     )

@@ -1,9 +1,9 @@
 """Attention on torch's flex_attention: compiled on a GPU, eager on a CPU.
 
 Keys and values are gathered out of the cache first, the rows of one token together and the others
-one by one, and the layer's features become a mask and a score modification. That copies what it
-reads, which a block mask over the whole cache would not; but such a mask cannot keep what lies in
-other blocks from a product that is eager, and wants blocks of 128 tokens to be fast.
+one by one, and the layer's features become a mask and a score modification. This copies what is
+read. A block mask over the whole cache would avoid the copy, but it does not keep other blocks out
+of an eager product, and needs blocks of 128 tokens to be fast.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ import torch
 from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 
 from ...core.nn.context import BatchLayout
-from ...core.protocols import AttentionBackend, AttentionSpec
+from ...core.protocols.attention import AttentionBackend, AttentionSpec
 
 QUERIES_AT_ONCE = 2048
-"""Queries of one row in a call, which bounds the memory of making its mask."""
+"""Queries of one row per call, which bounds the memory of creating its mask."""
 
 
 @dataclass(frozen=True)
@@ -36,11 +36,13 @@ class Piece:
     """Blocks of each row's table that hold all its keys."""
     context: torch.Tensor
     """[rows] int32: keys before each row's first query of this piece."""
+    least_context: int
+    """The smallest context of these rows."""
 
 
 @dataclass(frozen=True)
 class FlexMetadata:
-    """A step in pieces, and the masks of those made so far."""
+    """A step in pieces, and the masks created for it so far."""
 
     layout: BatchLayout
     pieces: list[Piece]
@@ -52,6 +54,7 @@ class FlexAttention(AttentionBackend):
     """`AttentionBackend` on flex_attention. Sinks enter through the log of the softmax's sum."""
 
     name: ClassVar[str] = "flex"
+    cache_groups: ClassVar[bool] = True
     features: ClassVar[frozenset[str]] = frozenset(
         {"sliding_window", "soft_cap", "alibi_slopes", "sinks"}
     )
@@ -86,7 +89,7 @@ class FlexAttention(AttentionBackend):
         self._call = _compiled() if device.type == "cuda" else _eager
 
     def build_metadata(self, layout: BatchLayout) -> FlexMetadata:
-        """Cut the step into pieces, by the layout's numpy twins."""
+        """Split the step into pieces, by the layout's numpy twins."""
         starts = np.asarray(layout.query_start_cpu)[: layout.num_rows + 1].tolist()
         lengths = np.asarray(layout.seq_lens_cpu)[: layout.num_rows].tolist()
         pieces: list[Piece] = []
@@ -120,12 +123,14 @@ class FlexAttention(AttentionBackend):
         """`behind`: queries of the row that come after this piece."""
         num_rows = rows.stop - rows.start
         longest = max(lengths[rows]) - behind
+        least = min(lengths[rows]) - behind - num_queries
         return Piece(
             tokens=slice(first_token, first_token + num_rows * num_queries),
             rows=rows,
             num_queries=num_queries,
             end_block=-(-longest // self.block_size),
             context=layout.seq_lens[rows] - behind - num_queries,
+            least_context=max(least, 0),
         )
 
     def forward(
@@ -142,36 +147,44 @@ class FlexAttention(AttentionBackend):
         """query: [num_tokens, num_heads, head_dim] → the same shape; see the protocol."""
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         for number, piece in enumerate(metadata.pieces):
-            blocks = metadata.layout.block_table[piece.rows, : piece.end_block]
+            window, first_block = spec.sliding_window, 0
+            if window is not None:
+                # Blocks before the window may have been released.
+                first_block = max(piece.least_context - window + 1, 0) // self.block_size
+            context = piece.context - first_block * self.block_size
+            blocks = metadata.layout.block_table[piece.rows, first_block : piece.end_block]
             num_rows = blocks.shape[0]
             shape = (num_rows, -1, spec.num_kv_heads, spec.head_dim)
             keys, values = (
                 part.index_select(0, blocks.reshape(-1)).view(shape) for part in kv_cache
             )
-            # What lies behind a row's end may be anything, NaN too: it must not meet a zero weight.
-            ends = (piece.context + piece.num_queries)[:, None]
-            hidden = torch.arange(keys.shape[1], device=query.device) >= ends
+            # Values after a row's end or before its window are undefined, maybe NaN, which a zero
+            # weight keeps.
+            positions = torch.arange(keys.shape[1], device=query.device)
+            hidden = positions >= (context + piece.num_queries)[:, None]
+            if window is not None:
+                hidden |= positions <= (context - window)[:, None]
             for part in (keys, values):
                 part.masked_fill_(hidden[:, :, None, None], 0.0)
-            mask = metadata.masks.get((number, spec.sliding_window))
+            mask = metadata.masks.get((number, window))
             if mask is None:
                 mask = create_block_mask(
-                    _visible(piece.context, spec.sliding_window),
+                    _visible(context, window),
                     num_rows,
                     None,
                     piece.num_queries,
                     keys.shape[1],
                     device=query.device,
                 )
-                metadata.masks[number, spec.sliding_window] = mask
+                metadata.masks[number, window] = mask
             queries = query[piece.tokens].view(num_rows, -1, spec.num_heads, spec.head_dim)
             attended, lse = self._call(
                 *(self._padded(each).transpose(1, 2) for each in (queries, keys, values)),
-                score_mod=self._score_mod(spec, piece.context),
+                score_mod=self._score_mod(spec, context),
                 block_mask=mask,
                 scale=spec.scale,
-                # Its kernel for few queries has no cut for many heads a key head, and is chosen all
-                # the same.
+                # Its kernel for few queries has no tile for many query heads per kv head, but is
+                # chosen for them too.
                 kernel_options=None if piece.num_queries == 1 else {"BACKEND": "TRITON"},
             )
             attended = attended[..., : spec.head_dim].transpose(1, 2)
@@ -184,7 +197,7 @@ class FlexAttention(AttentionBackend):
         return out
 
     def _padded(self, heads: torch.Tensor) -> torch.Tensor:
-        """[..., head_dim] → with zeros up to a power of two, which the compiler wants on a GPU."""
+        """Pad [..., head_dim] with zeros to a power of two, as the compiler requires on a GPU."""
         missing = (1 << (heads.shape[-1] - 1).bit_length()) - heads.shape[-1]
         if self.device.type != "cuda" or not missing:
             return heads
@@ -193,7 +206,7 @@ class FlexAttention(AttentionBackend):
     def _score_mod(self, spec: AttentionSpec, context: torch.Tensor) -> Callable[..., Any] | None:
         caps = slopes = None
         if spec.soft_cap is not None:
-            # A tensor, not a number: the compiler takes a number that changes for a dynamic one.
+            # A tensor, not a number: the compiler treats a number that changes as dynamic.
             caps = torch.full((spec.num_heads,), spec.soft_cap, device=self.device)
         if spec.alibi_slopes is not None:
             slopes = torch.tensor(spec.alibi_slopes, dtype=torch.float32, device=self.device)
@@ -201,7 +214,7 @@ class FlexAttention(AttentionBackend):
 
 
 def _visible(context: torch.Tensor, window: int | None) -> Callable[..., torch.Tensor]:
-    """context: [rows] → whether a row's query sees a key."""
+    """Return a mask function: whether a row's query sees a key. context: [rows]"""
     if window is None:
 
         def causal(row: Any, head: Any, query: Any, key: Any) -> torch.Tensor:
@@ -221,7 +234,8 @@ def _visible(context: torch.Tensor, window: int | None) -> Callable[..., torch.T
 def _score_mod(
     caps: torch.Tensor | None, slopes: torch.Tensor | None, context: torch.Tensor
 ) -> Callable[..., Any] | None:
-    """caps, slopes: [num_heads]; context: [rows] → what becomes of a product; None: nothing."""
+    """Return the score modification; None: none is needed. caps, slopes: [num_heads]; context:
+    [rows]"""
     if caps is None and slopes is None:
         return None
 
@@ -250,6 +264,7 @@ def _flex(*args: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 @functools.cache
 def _compiled() -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-    """Made when a GPU first asks: compiling is no business of an import."""
+    """Return the compiled function, created at first use on a GPU, so that an import compiles
+    nothing."""
     compiled: Callable[..., Any] = torch.compile(_flex, dynamic=True)
     return compiled

@@ -15,14 +15,14 @@ import torch
 import torch.nn.functional as F
 
 from ...core.nn.context import BatchLayout
-from ...core.protocols import AttentionBackend, AttentionSpec
+from ...core.protocols.attention import AttentionBackend, AttentionSpec
 
 GATHER_ELEMENTS = 1 << 24
 """Cached keys gathered at once (elements), which bounds the memory of a decode step."""
 SCORE_ELEMENTS = 1 << 25
 """Scores of one prefill product (elements), which bounds the memory of a long prefill."""
 PADDING_ALLOWED = 4096
-"""Padded cache positions that a gather may waste before it is cut in two."""
+"""Padded cache positions that a gather may waste before it is split."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,8 @@ class DecodeChunk:
 
 @dataclass(frozen=True)
 class TorchMetadata:
-    """The layout as Python numbers, and its decode chunks, made when a layer first asks."""
+    """The layout as Python numbers, and its decode chunks, created at their first use by a
+    layer."""
 
     layout: BatchLayout
     starts: list[int]
@@ -52,7 +53,7 @@ class TorchMetadata:
 
 
 class _Extras(NamedTuple):
-    """What a layer adds to plain attention, by kv head and query head of its group."""
+    """Additions of a layer to plain attention, by kv head and query head of its group."""
 
     slopes: torch.Tensor | None
     """[num_kv_heads, group] float32"""
@@ -68,7 +69,7 @@ class _Extras(NamedTuple):
         return cls(slopes, None if sinks is None else sinks.float().view(spec.num_kv_heads, -1))
 
     def none(self, spec: AttentionSpec) -> bool:
-        """Nothing but a softmax of scaled products."""
+        """Whether the layer is only a softmax of scaled products."""
         return spec.soft_cap is None and self.slopes is None and self.sinks is None
 
 
@@ -77,6 +78,7 @@ class TorchAttention(AttentionBackend):
 
     name: ClassVar[str] = "torch"
     fp8_cache: ClassVar[bool] = True
+    cache_groups: ClassVar[bool] = True
     features: ClassVar[frozenset[str]] = frozenset(
         {"sliding_window", "soft_cap", "alibi_slopes", "sinks", "key_scale", "value_scale"}
     )
@@ -106,7 +108,7 @@ class TorchAttention(AttentionBackend):
         self.block_size = block_size
 
     def build_metadata(self, layout: BatchLayout) -> TorchMetadata:
-        """Sizes as Python numbers, once a step."""
+        """Build the layout as Python numbers, once per step."""
         return TorchMetadata(
             layout=layout,
             starts=np.asarray(layout.query_start_cpu)[: layout.num_rows + 1].tolist(),
@@ -136,7 +138,8 @@ class TorchAttention(AttentionBackend):
         return out
 
     def _decode_chunks(self, spec: AttentionSpec, metadata: TorchMetadata) -> list[DecodeChunk]:
-        """Runs of one-token rows, cut where a gather would be too large or mostly padding."""
+        """Split the one-token rows into runs where a gather would be too large or mostly
+        padding."""
         budget = max(GATHER_ELEMENTS // (spec.num_kv_heads * spec.head_dim), self.block_size)
         cached = metadata.chunks.get((spec.sliding_window, budget))
         if cached is not None:
@@ -198,13 +201,13 @@ class TorchAttention(AttentionBackend):
         ].reshape(-1)
         shape = (rows, -1, spec.num_kv_heads, spec.head_dim)
         keys, values = (part.view(shape) for part in _gather(spec, kv_cache, blocks, query.dtype))
-        # What lies behind a row's end may be anything, NaN too: it must not meet a zero weight.
+        # Values past a row's end are undefined, maybe NaN: a zero weight does not remove them.
         hidden = ~chunk.visible[:, chunk.num_shared :, None, None]
         keys[:, chunk.num_shared :].masked_fill_(hidden, 0.0)
         values[:, chunk.num_shared :].masked_fill_(hidden, 0.0)
         first_token = metadata.starts[chunk.first_row]
         tokens = slice(first_token, first_token + rows)
-        # A kv head's query heads see the same keys: they are rows of one product.
+        # All query heads of a kv head see the same keys: they are rows of one product.
         grouped = query[tokens].reshape(rows, spec.num_kv_heads, -1, spec.head_dim)
         mask = chunk.visible[:, None, None, :].expand(-1, 1, grouped.shape[2], -1)
         bias = None
@@ -239,7 +242,8 @@ class TorchAttention(AttentionBackend):
         extras: _Extras,
         out: torch.Tensor,
     ) -> None:
-        """One row's queries, the last positions of its sequence, some at a time."""
+        """Attend for one row: its queries are the last positions of its sequence, computed in
+        pieces."""
         first, end = metadata.starts[row], metadata.starts[row + 1]
         seq_len = metadata.seq_lens[row]
         context = seq_len - (end - first)
@@ -264,7 +268,7 @@ class TorchAttention(AttentionBackend):
         positions = torch.arange(origin, seq_len, device=query.device)
         for begin in range(0, end - first, step):
             stop = min(begin + step, end - first)
-            # Keys after this piece's last query are seen by none of it.
+            # No query of this piece sees keys after its last query.
             num_keys = context + stop - origin
             distance = positions[context + begin - origin : num_keys, None] - positions[:num_keys]
             mask = distance >= 0

@@ -21,16 +21,16 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ...core.nn.context import BatchLayout, MixedRows
 from ...core.nn.operations import Norm
-from ...core.protocols import AttentionBackend, AttentionSpec
+from ...core.protocols.attention import AttentionBackend, AttentionSpec
 
 try:
-    from ...kernels.fused_decode_attention import fused_decode_attention
-    from ...kernels.paged_attention_decode import (
+    from ...kernels.attention.fused_decode_attention import fused_decode_attention
+    from ...kernels.attention.paged_attention_decode import (
         choose_num_splits,
         paged_attention_decode,
         workspace_elements,
     )
-    from ...kernels.paged_attention_prefill import paged_attention_prefill
+    from ...kernels.attention.paged_attention_prefill import paged_attention_prefill
 
     _MISSING = None
 except ImportError as error:
@@ -38,16 +38,16 @@ except ImportError as error:
 
 MAX_GROUP = 128
 DENSE_TOKENS = 2048
-"""From so many tokens on, a row with nothing cached takes torch's dense attention (cuDNN). Measured
-on an H200: 532 against 371 TFLOP/s at 4,096 tokens, equal at 1,024."""
+"""Number of tokens from which a row with nothing cached uses torch's dense attention (cuDNN).
+Measured on an H200: 532 against 371 TFLOP/s at 4,096 tokens, equal at 1,024."""
 DENSE_STEP, DENSE_ROWS = 6144, 4
-"""Tokens of such rows from which on a step of few rows is launched: a recorded one does not know
-lengths, and takes our kernel for all."""
+"""Tokens of such rows from which a step of few rows is launched instead of replayed: a recorded
+step does not know lengths, and uses our kernel for all rows."""
 FUSED_PROGRAMS = 128
 """Rows times kv heads up to which a decode step goes from the projection to the output in one
 launch. Beyond, the plain kernel's loop is faster by more than the launches it costs."""
 INTERPRETER_SMS = 8
-"""Multiprocessors to pretend to have in the interpreter, so that small batches split there too."""
+"""Multiprocessors assumed in the interpreter, so that small batches split there too."""
 
 
 def _interpreted() -> bool:
@@ -62,7 +62,7 @@ class TritonMetadata:
     num_decode_rows: int
     """Leading rows of one token each, so also their tokens."""
     runs: tuple[Run, ...]
-    """The other rows, in order."""
+    """Runs of the other rows, in order."""
 
 
 class Run(NamedTuple):
@@ -78,7 +78,7 @@ class Run(NamedTuple):
 
 
 class Workspace(NamedTuple):
-    """What the decode kernels need for a head shape, for any number of rows."""
+    """Buffers of the decode kernels for one head shape, for any number of rows."""
 
     floats: torch.Tensor
     counters: torch.Tensor
@@ -99,6 +99,7 @@ class TritonAttention(AttentionBackend):
     graph_safe: ClassVar[bool] = True
     mixed_graph_safe: ClassVar[bool] = True
     fp8_cache: ClassVar[bool] = True
+    cache_groups: ClassVar[bool] = True
 
     @classmethod
     def supports(cls, spec: AttentionSpec, device: torch.device, dtype: torch.dtype) -> str | None:
@@ -247,9 +248,9 @@ class TritonAttention(AttentionBackend):
         mixed: MixedRows,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Both kernels over as many rows as there may be; which take part is found there.
+        """Launch both kernels over the maximum number of rows; each selects its rows on the device.
 
-        They run side by side: one waits for memory most of the time, the other for products.
+        They run in parallel: one is bound by memory, the other by products.
         """
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         slopes = None if spec.alibi_slopes is None else self._slopes(spec.alibi_slopes)
@@ -299,7 +300,8 @@ class TritonAttention(AttentionBackend):
 
     @contextlib.contextmanager
     def _beside(self, work: Callable[[], None]) -> Iterator[None]:
-        """Enqueue `work`, and beside it, on a stream of its own, what is enqueued within."""
+        """Enqueue `work`, and in parallel to it, on a separate stream, what the context
+        enqueues."""
         if self._side_stream is None:
             work()
             yield
@@ -321,8 +323,8 @@ class TritonAttention(AttentionBackend):
         kv_cache: torch.Tensor,
         metadata: TritonMetadata,
     ) -> torch.Tensor | None:
-        """A decode step of few rows in one launch; None for others, for partial rotations and for
-        ALiBi."""
+        """Run a decode step of few rows in one launch; None for others, for partial rotations and
+        for ALiBi."""
         layout = metadata.layout
         rows = layout.num_rows
         if layout.mixed is not None:
@@ -368,11 +370,12 @@ class TritonAttention(AttentionBackend):
         )
 
     def _workspace(self, spec: AttentionSpec, dtype: torch.dtype) -> Workspace:
-        """Never replaced: captured graphs hold its addresses."""
+        """Return the workspace; it is never replaced, because captured graphs hold its
+        addresses."""
         shape = (spec.num_heads, spec.num_kv_heads, spec.head_dim)
         workspace = self._workspaces.get(shape)
         if workspace is None:
-            # Ignoring the window: layers that share a head shape share this.
+            # The window is ignored: layers of the same head shape share this.
             free = AttentionSpec(
                 num_heads=spec.num_heads,
                 num_kv_heads=spec.num_kv_heads,

@@ -1,4 +1,4 @@
-"""Conformance kits: pytest classes that tell whether a plugin keeps its protocol's promises.
+"""Conformance kits: pytest classes that test whether a plugin keeps its protocol's contract.
 
 Subclass a kit in a package's own tests and give it what only its author knows:
 

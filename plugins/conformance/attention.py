@@ -23,7 +23,7 @@ import torch
 from ...core.nn.attention import Attention
 from ...core.nn.context import BatchLayout, BuildContext, ForwardContext
 from ...core.nn.operations import HeadLayout, Norm, Operations
-from ...core.protocols import AttentionBackend, AttentionSpec
+from ...core.protocols.attention import AttentionBackend, AttentionSpec
 from ...core.worker.selection import attention_refusal
 from .kit import Kit
 from .paged import Batch, Row, Sizes, dense_attention, make_batch, make_layout
@@ -34,7 +34,7 @@ BATCHES: dict[str, Sizes] = {
     "mixed": [(75, 1), (6, 1), (40, 40), (9, 3)],
     "chunk": [(90, 17), (33, 32), (70, 5)],
 }
-"""(tokens in all, queries) of each row."""
+"""(total tokens, queries) of each row."""
 # query heads, key heads, head size, block size
 SHAPES = [
     (2, 2, 64, 16), (4, 1, 80, 4), (8, 1, 96, 16), (16, 1, 128, 32), (4, 2, 256, 8), (6, 2, 64, 1),
@@ -46,13 +46,13 @@ MAX_MODEL_LEN = 1024
 
 
 class FutureSpec(AttentionSpec, frozen=True, kw_only=True):
-    """A layer of some later version."""
+    """A layer of a later version."""
 
     invented_later: int | None = None
 
 
 def make_spec(shape: tuple[int, int, int, int] = (4, 2, 128, 16), **features: Any) -> AttentionSpec:
-    """The layer of a shape (query heads, key heads, head size, block size)."""
+    """Return the spec of a layer of a shape (query heads, key heads, head size, block size)."""
     heads, kv_heads, dim, _ = shape
     return AttentionSpec(
         num_heads=heads, num_kv_heads=kv_heads, head_dim=dim, scale=dim**-0.5, **features
@@ -60,25 +60,25 @@ def make_spec(shape: tuple[int, int, int, int] = (4, 2, 128, 16), **features: An
 
 
 class AttentionBackendKit(Kit):
-    """Subclass it in your tests, and set what is yours."""
+    """Subclass it in your tests, and set the class variables."""
 
     kind = "attention_backend"
     promised: ClassVar[frozenset[str]] = frozenset()
-    """Features of `AttentionSpec`, and dtypes such as "bfloat16", that it serves here: then a
-    refusal fails. Plain attention in a promised dtype is promised too."""
+    """Features of `AttentionSpec`, and dtypes such as "bfloat16", that it must serve on this
+    machine: a refusal fails. Plain attention in a promised dtype is promised too."""
     tolerance: ClassVar[Mapping[torch.dtype, float]] = {
         torch.float32: 2e-5,
         torch.float16: 4e-3,
         torch.bfloat16: 2.5e-2,
     }
-    """Absolute and relative. Float32 differs by the order of sums; the others by the rounding of
-    the softmax's weights and of the output."""
+    """Absolute and relative tolerance. Float32 differs by the order of sums; the others by the
+    rounding of the softmax's weights and of the output."""
 
     # -------------------------------------------------------------- what tests are made of
 
     @property
     def backend_class(self) -> type[AttentionBackend]:
-        """What is registered under `name`."""
+        """The class registered under `name`."""
         backend: type[AttentionBackend] = self.registered()
         return backend
 
@@ -88,14 +88,14 @@ class AttentionBackendKit(Kit):
 
     @pytest.fixture(params=["float32", "half"])
     def dtype(self, request: pytest.FixtureRequest) -> torch.dtype:
-        """float32, and bfloat16 or, where that is refused, float16."""
+        """float32, and bfloat16 or, if that is refused, float16."""
         if request.param == "float32":
             return torch.float32
         refused = attention_refusal(self.backend_class, make_spec(), self.device, torch.bfloat16)
         return torch.bfloat16 if refused is None else torch.float16
 
     def make(self, spec: AttentionSpec, dtype: torch.dtype, block_size: int) -> AttentionBackend:
-        """An instance that serves `spec`; the test is skipped where it is refused."""
+        """Create an instance that serves `spec`; the test is skipped if it is refused."""
         reason = attention_refusal(self.backend_class, spec, self.device, dtype)
         if reason is not None:
             assert reason.strip(), "a refusal says why"
@@ -113,13 +113,13 @@ class AttentionBackendKit(Kit):
         )
 
     def sinks(self, spec: AttentionSpec) -> torch.Tensor | None:
-        """[num_heads] Some that matter, where the layer has them."""
+        """[num_heads] Sinks of significant size, if the layer has them."""
         return torch.linspace(-2.0, 4.0, spec.num_heads, device=self.device) if spec.sinks else None
 
     def attend(
         self, backend: AttentionBackend, spec: AttentionSpec, batch: Batch, metadata: Any = None
     ) -> torch.Tensor:
-        """One step as a layer runs it: write the cache where the backend does not, then attend."""
+        """Run one step as a layer does: write the cache if the backend does not, then attend."""
         query, key, value = (batch.joined(part) for part in ("query", "key", "value"))
         if backend.standard_cache:
             write(batch.cache, batch.layout, key, value)
@@ -137,10 +137,12 @@ class AttentionBackendKit(Kit):
     def check(
         self, sizes: Sizes, spec: AttentionSpec, dtype: torch.dtype, block_size: int, seed: int = 0
     ) -> None:
-        """A step gives what dense attention gives, in query's type, and changes the cache where
-        this step's tokens go and nowhere else."""
+        """Check that a step equals dense attention, in query's dtype, and changes the cache only at
+        the places of this step's tokens."""
         backend = self.make(spec, dtype, block_size)
-        batch = make_batch(sizes, spec, block_size, self.device, dtype, seed=seed)
+        batch = make_batch(
+            sizes, spec, block_size, self.device, dtype, seed=seed, released=backend.cache_groups
+        )
         before = batch.cache.clone()
         got = self.attend(backend, spec, batch)
         assert got.dtype == dtype
@@ -158,9 +160,9 @@ class AttentionBackendKit(Kit):
     def test_equals_dense_attention(
         self, batch: str, shape: tuple[int, int, int, int], dtype: torch.dtype
     ) -> None:
-        """Decode, prefill, chunks and mixtures; 1 to 16 queries a key head; shuffled blocks.
+        """Decode, prefill, chunks and mixtures; 1 to 16 queries per key head; shuffled blocks.
 
-        Where no token lies the cache is NaN, so that reading too far shows.
+        The cache is NaN where no token lies, so that reading too far is detected.
         """
         self.check(BATCHES[batch], make_spec(shape), dtype, shape[3])
 
@@ -207,8 +209,35 @@ class AttentionBackendKit(Kit):
     def test_features(self, batch: str, features: dict[str, Any], dtype: torch.dtype) -> None:
         self.check(BATCHES[batch], make_spec(**features), dtype, 16)
 
+    def test_nothing_is_read_behind_a_window(self, dtype: torch.dtype) -> None:
+        """If it claims `cache_groups`: blocks before the window belong to others, or hold NaN."""
+        spec = make_spec(sliding_window=40)
+        if not self.make(spec, dtype, 8).cache_groups:
+            pytest.skip(f"{self.name} does not claim cache_groups")
+        self.check([(300, 1), (41, 1), (150, 1), (200, 70), (90, 3)], spec, dtype, 8)
+
+    def test_groups_of_a_step_are_kept_apart(self) -> None:
+        """If it claims `cache_groups`: layers of equal shape use the tables of their groups."""
+        spec = make_spec(sliding_window=24)
+        backend = self.make(spec, torch.float32, 16)
+        if not backend.cache_groups:
+            pytest.skip(f"{self.name} does not claim cache_groups")
+        batches = [
+            make_batch(BATCHES["mixed"], spec, 16, self.device, torch.float32, seed=seed)
+            for seed in range(3)
+        ]
+        for _ in range(4):
+            metadata = [
+                backend.build_metadata(replace(batch.layout, group=number))
+                for number, batch in enumerate(batches)
+            ]
+            for _ in range(2):
+                for batch, made in zip(batches, metadata, strict=True):
+                    got = self.attend(backend, spec, batch, made)
+                    self.assert_near(got, dense_attention(spec, batch.rows), torch.float32)
+
     def test_fresh_prompts_with_features(self) -> None:
-        """Rows with nothing cached often have a way of their own."""
+        """Rows with nothing cached often have a separate implementation."""
         for features in (
             {"alibi_slopes": (0.5, 0.25, 0.125, 0.0625)},
             {"sinks": True},
@@ -223,9 +252,9 @@ class AttentionBackendKit(Kit):
     @pytest.mark.parametrize("batch", BATCHES)
     @pytest.mark.parametrize("kind", ["float8_e4m3fn", "float8_e5m2"])
     def test_fp8_cache(self, batch: str, kind: str, dtype: torch.dtype) -> None:
-        """A cache of numbers divided by the layer's scales.
+        """Numbers in the cache are divided by the layer's scales.
 
-        All keys and values are such that fp8 holds them exactly, so nothing hangs on rounding.
+        fp8 represents all keys and values exactly, so nothing depends on rounding.
         """
         if not getattr(self.backend_class, "fp8_cache", False):
             pytest.skip(f"{self.name} does not claim to read an fp8_cache")
@@ -257,8 +286,8 @@ class AttentionBackendKit(Kit):
     @pytest.mark.parametrize("batch", BATCHES)
     @pytest.mark.parametrize("turned", [False, True], ids=["plain", "normed-and-rotated"])
     def test_through_a_layer(self, batch: str, turned: bool, dtype: torch.dtype) -> None:
-        """From a fused projection, whose parts are no contiguous tensors, by `forward_projection`
-        where the backend has it and takes the step."""
+        """Attend from a fused projection, whose parts are not contiguous, by `forward_projection`
+        if the backend has it and takes the step."""
         spec = make_spec((4, 2, 64, 16))
         backend = self.make(spec, dtype, 16)
         made = make_batch(BATCHES[batch], spec, 16, self.device, dtype)
@@ -298,7 +327,7 @@ class AttentionBackendKit(Kit):
         ids=lambda features: "+".join(features),
     )
     def test_features_through_a_layer(self, batch: str, features: dict[str, Any]) -> None:
-        """A short way from the projection must not leave out what only the long way knows."""
+        """A fast path from the projection must not omit features of the general path."""
         spec = make_spec((4, 2, 64, 16), **features)
         backend = self.make(spec, torch.float32, 16)
         made = make_batch(BATCHES[batch], spec, 16, self.device, torch.float32)
@@ -309,8 +338,8 @@ class AttentionBackendKit(Kit):
         self.assert_near(got, want, torch.float32)
 
     def test_one_instance_serves_many_steps_and_layers(self) -> None:
-        """Layers of two shapes share a step's metadata; what a step left behind harms no later
-        one."""
+        """Layers of two shapes share a step's metadata; state of a step does not affect later
+        ones."""
         shapes = [(4, 2, 64, 16), (8, 1, 128, 16)]
         specs = [make_spec(shape) for shape in shapes]
         if attention_refusal(self.backend_class, make_spec(sliding_window=9), self.device,
@@ -351,7 +380,7 @@ class AttentionBackendKit(Kit):
         assert_same(padded.cache[:, 1:], before[:, 1:])
 
     def test_warm_up_on_the_null_block(self) -> None:
-        """At start a step runs whose every token goes to slot 0; what it gives is thrown away."""
+        """At start a step runs in which every token goes to slot 0; its result is discarded."""
         spec = make_spec((4, 2, 64, 16))
         backend = self.make(spec, torch.float32, 16)
         for sizes in ([(40, 40)], [(1, 1)], [(4, 4), (3, 3)]):
@@ -367,8 +396,8 @@ class AttentionBackendKit(Kit):
     # -------------------------------------------------------------- refusals
 
     def test_refusals_are_stated(self) -> None:
-        """Whatever it is asked about, wherever: None, or one line that says why not. Query heads
-        that key heads cannot share evenly, and types that are no floats, are always refused."""
+        """The refusal is None, or one line with the reason, for any arguments. Query heads that are
+        not a multiple of key heads, and dtypes that are not floats, are always refused."""
         odd = [
             make_spec((3, 2, 64, 16)),
             make_spec((2, 2, 512, 16)),
@@ -388,7 +417,7 @@ class AttentionBackendKit(Kit):
         assert attention_refusal(cls, odd[-1], here, torch.int8) is not None, "int8 queries"
 
     def test_what_it_does_not_know_of_is_refused(self) -> None:
-        """A layer of a later version is not served as if it were one of today."""
+        """A layer of a later version is not served as one of this version."""
         spec = FutureSpec(num_heads=2, num_kv_heads=2, head_dim=64, scale=0.1, invented_later=1)
         reason = attention_refusal(self.backend_class, spec, self.device, torch.float32)
         assert reason is not None and "invented_later" in reason
@@ -401,11 +430,7 @@ class AttentionBackendKit(Kit):
         """A batch whose tensors are rewritten between steps, as the engine's decode graphs do:
         on the host only the largest lengths are known."""
         rows = short.layout.num_rows
-        layout = BatchLayout(
-            num_rows=rows,
-            num_tokens=rows,
-            max_query_len=1,
-            max_seq_len=MAX_MODEL_LEN,
+        layout = BatchLayout.of(
             query_start=short.layout.query_start.clone(),
             seq_lens=short.layout.seq_lens.clone(),
             block_table=short.layout.block_table.clone(),
@@ -457,7 +482,7 @@ class AttentionBackendKit(Kit):
             self.assert_near(out, dense_attention(spec, batch.rows).flatten(1), dtype)
 
     def test_decode_reads_lengths_on_the_device(self) -> None:
-        """What a graph needs, seen without one: the host's lengths are upper bounds only."""
+        """Checks without a graph what a graph needs: the host's lengths are upper bounds only."""
         self._decode_graph(capture=False)
 
     @pytest.mark.gpu
@@ -473,13 +498,13 @@ class AttentionBackendKit(Kit):
 
 
 def write(cache: torch.Tensor, layout: BatchLayout, key: torch.Tensor, value: torch.Tensor) -> None:
-    """Put a step's keys and values, [num_tokens, num_kv_heads, head_dim], where they go."""
+    """Write a step's keys and values, [num_tokens, num_kv_heads, head_dim], to the cache."""
     for part, new in zip(cache, (key, value), strict=True):
         part.flatten(0, 1)[layout.slot_mapping] = new.to(cache.dtype)
 
 
 def assert_same(cache: torch.Tensor, want: torch.Tensor) -> None:
-    """Bit for bit; NaN is NaN."""
+    """Compare bitwise; NaN equals NaN."""
     torch.testing.assert_close(cache, want, atol=0, rtol=0, equal_nan=True)
 
 

@@ -1,4 +1,4 @@
-"""Whether a tool parser reads back what its `call_form` lets a grammar write.
+"""Checks that a tool parser reads back what its `call_form` lets a grammar write.
 
 Outputs are drawn at random from the masks of a real grammar over the embedded model's tokens: with
 the parser's marks spelled out, and as special tokens.
@@ -17,19 +17,25 @@ import numpy as np
 import pytest
 
 from ...core.config import StructuredOutputsConfig
-from ...core.protocols import CallForm, GrammarSpec, ParserEvent, ToolCallEnd, Vocabulary
-from ...core.structured.call_format import HeldTool, forced, forms_of, free
-from ...core.structured.spec import grammar_spec
-from ...core.structured.vocabulary import make_vocabulary
-from ...core.text.parsing import fold
+from ...core.grammars.spec import grammar_spec
+from ...core.grammars.tool_calls.call_format import (
+    CallableTool,
+    forms_of,
+    optional_tag,
+    required_tag,
+)
+from ...core.grammars.vocabulary import make_vocabulary
+from ...core.output_parsing.output_parser import fold
+from ...core.protocols.grammars import GrammarSpec, Vocabulary
+from ...core.protocols.parsers import CallForm, ParserEvent, ToolCallEnd
+from ...core.sampling_params import StructuredOutputsParams
 from ...core.text.tokenizer import Tokenizer
-from ...core.types import StructuredOutputsParams
-from ..structured.llguidance import LLGuidance
+from ..grammar_backends.llguidance import LLGuidance
 
 MAX_TOKENS = 500
 
 TOOLS = (
-    HeldTool(
+    CallableTool(
         "book-trip",
         {
             "type": "object",
@@ -59,8 +65,8 @@ TOOLS = (
             },
         },
     ),
-    HeldTool("stop", {"type": "object", "properties": {}, "additionalProperties": False}),
-    HeldTool(
+    CallableTool("stop", {"type": "object", "properties": {}, "additionalProperties": False}),
+    CallableTool(
         "search",
         {
             "type": "object",
@@ -71,11 +77,11 @@ TOOLS = (
         },
     ),
 )
-LENIENT = tuple(HeldTool(tool.name, tool.schema, strict=False) for tool in TOOLS)
+LENIENT = tuple(CallableTool(tool.name, tool.schema, strict=False) for tool in TOOLS)
 
 
 def wrong(name: str, arguments: Any) -> str | None:
-    """What a call has that its tool does not allow, by hand; None: nothing."""
+    """Return how a call violates its tool's schema, checked by hand; None: it does not."""
     check = {"book-trip": _wrong_trip, "stop": _wrong_stop, "search": _wrong_search}.get(name)
     return "no such tool" if check is None else check(arguments)
 
@@ -120,7 +126,7 @@ class Writer:
     """Draws outputs from a grammar."""
 
     def __init__(self, tag: dict[str, Any], marks: Sequence[str]) -> None:
-        """marks: texts that are special tokens here."""
+        """marks: texts that are special tokens in this vocabulary."""
         self.vocabulary, self._single = _vocabulary(tuple(marks))
         params = StructuredOutputsParams(structural_tag=tag)
         spec: GrammarSpec = grammar_spec(params, StructuredOutputsConfig())
@@ -129,7 +135,7 @@ class Writer:
         self._special = {id: text for text, id in self.vocabulary.special_tokens.items()}
 
     def _pieces(self, text: str) -> list[int]:
-        """Tokens of a text: its special tokens, and the rest byte by byte."""
+        """Return the tokens of a text: its special tokens, and the rest byte by byte."""
         ids: list[int] = []
         while text:
             mark = next((m for m in self.vocabulary.special_tokens if text.startswith(m)), None)
@@ -148,7 +154,7 @@ class Writer:
         return made.decode("utf-8", "replace")
 
     def walk(self, draw: random.Random, hints: Sequence[str]) -> str | None:
-        """A text by chance, hurried along by texts that may end a part of it; None: no end yet."""
+        """Return a random text, shortened by texts that may end a part of it; None: no end yet."""
         output = _Output(self._grammar.matcher(), self.vocabulary.size)
         while len(output.ids) < MAX_TOKENS:
             for id in self._pieces(draw.choice(hints)) if draw.random() < 0.3 else ():
@@ -164,13 +170,13 @@ class Writer:
         return None
 
     def squeeze(self, text: str) -> str:
-        """The text without what the grammar does not let through."""
+        """Remove from the text what the grammar does not allow."""
         output = _Output(self._grammar.matcher(), self.vocabulary.size)
         return self._written([id for id in self._pieces(text) if output.take(id)])
 
 
 class _Output:
-    """Tokens on their way through a grammar."""
+    """Tokens of an output under a grammar."""
 
     def __init__(self, matcher: Any, size: int) -> None:
         self._matcher = matcher
@@ -179,7 +185,7 @@ class _Output:
         self.ids: list[int] = []
 
     def take(self, id: int) -> bool:
-        """Go on by a token, if the grammar allows it."""
+        """Append a token, if the grammar allows it."""
         self._fill()
         if not self._row[id >> 5] >> (id & 31) & 1:
             return False
@@ -189,7 +195,7 @@ class _Output:
         return True
 
     def allowed(self) -> np.ndarray:
-        """Tokens that may come next."""
+        """Return the tokens that may come next."""
         self._fill()
         return np.flatnonzero(np.unpackbits(self._row.view(np.uint8), bitorder="little"))
 
@@ -200,7 +206,7 @@ class _Output:
 
 
 def hints(forms: Sequence[CallForm]) -> list[str]:
-    """Texts that end a part of a call."""
+    """Return texts that end a part of a call."""
     found = {'"', "]", "}", ", "}
     for form in forms:
         found |= {form.end, form.between, form.close}
@@ -212,13 +218,14 @@ def hints(forms: Sequence[CallForm]) -> list[str]:
 def mistakes(
     parse: Callable[[str], list[tuple[str, str]]], text: str
 ) -> list[tuple[str, str, str | None]]:
-    """Complete calls in a text that their tools do not allow. parse: → (name, arguments)"""
+    """Return the complete calls in a text that violate their tools' schemas. parse: → (name,
+    arguments)"""
     found = [(name, given, wrong(name, json.loads(given))) for name, given in parse(text)]
     return [one for one in found if one[2] is not None]
 
 
 def spoiled(text: str, draw: random.Random) -> str:
-    """A text with something taken out, doubled, or put in between."""
+    """Return a text with parts removed, doubled, or inserted."""
     for _ in range(draw.randint(0, 4)):
         at = draw.randrange(len(text) + 1)
         to = min(len(text), at + draw.randint(0, 12))
@@ -233,7 +240,8 @@ def _tokenizer() -> Tokenizer:
 
 @functools.cache
 def _vocabulary(marks: tuple[str, ...]) -> tuple[Vocabulary, dict[int, int]]:
-    """The embedded model's, with these texts for special tokens besides; → ids of single bytes."""
+    """Return the embedded model's vocabulary, with these texts as additional special tokens, and
+    the ids of single bytes."""
     tokenizer = _tokenizer()
     end = tokenizer.eos_token_id
     assert end is not None
@@ -260,7 +268,7 @@ def _backend(marks: tuple[str, ...]) -> LLGuidance:
 
 
 class CallFormChecks:
-    """The tests of it, for `ToolParserKit`."""
+    """Tests of call forms, for `ToolParserKit`."""
 
     parser_class: Any
     samples: ClassVar[Sequence[Any]]
@@ -268,7 +276,7 @@ class CallFormChecks:
     check_events: Any
 
     def _forms(self) -> tuple[tuple[CallForm, ...], list[tuple[str, ...]]]:
-        """→ the parser's forms, and what may be special tokens."""
+        """Return the parser's forms, and texts that may be special tokens."""
         forms = forms_of(self.parser_class)
         if not forms:
             pytest.skip("it has no call_form")
@@ -287,7 +295,8 @@ class CallFormChecks:
         return [*events, *parser.finish()]
 
     def _calls(self, text: str) -> list[tuple[str, str]]:
-        """Complete calls, as (name, arguments), the same in one piece and in many."""
+        """Return complete calls, as (name, arguments); checks that one piece and many give the
+        same."""
         events = self._read([text])
         assert fold(self._read(list(text))) == fold(events), repr(text)
         self.check_events(events)
@@ -296,11 +305,11 @@ class CallFormChecks:
         return [(one.name, one.arguments) for index, one in enumerate(made) if index in ended]
 
     def test_forced_calls_are_read_back(self) -> None:
-        """What `call_form` lets a grammar write is calls and nothing else, by their schemas."""
+        """A grammar of `call_form` allows only calls, according to their schemas."""
         forms, special = self._forms()
         for marks in special:
             for parallel in (True, False):
-                writer = Writer(forced(forms, TOOLS, parallel=parallel), marks)
+                writer = Writer(required_tag(forms, TOOLS, parallel=parallel), marks)
                 texts = [writer.walk(random.Random(seed), hints(forms)) for seed in range(12)]
                 whole = [text for text in texts if text is not None]
                 assert len(whole) > 6, texts
@@ -316,8 +325,8 @@ class CallFormChecks:
         """Calls with other arguments, and spoiled ones, do not get through to the parser."""
         forms, special = self._forms()
         for marks in special:
-            writer = Writer(free(forms, TOOLS, parallel=True), marks)
-            lenient = Writer(forced(forms, LENIENT, parallel=True), marks)
+            writer = Writer(optional_tag(forms, TOOLS, parallel=True), marks)
+            lenient = Writer(required_tag(forms, LENIENT, parallel=True), marks)
             texts = [sample.text for sample in self.samples]
             for seed in range(12):
                 made = lenient.walk(random.Random(seed), hints(forms))

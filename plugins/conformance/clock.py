@@ -7,18 +7,18 @@ from collections.abc import Callable, Iterator
 from math import inf
 
 USUAL_SECONDS = 0.018
-"""What `_little_work` took on an idle core of the machine that the bars were set on."""
+"""Seconds of `_little_work` on an idle core of the machine on which the bars were set."""
 _MAX_SPAN = 1.0
-"""Processor seconds that the pace is measured over, at most."""
+"""Processor seconds at most over which the pace is measured."""
 
 
 def growth(
     small: Callable[[], object], large: Callable[[], object], bar: float, attempts: int = 4
 ) -> float:
-    """How many times as much processor time `large` takes as `small`, at its best: the least of
-    some attempts, none after `bar` is met.
+    """Return the ratio of the processor times of `large` and `small`: the minimum of several
+    attempts, the last being the first one that meets `bar`.
 
-    An attempt measures the two next to each other, so that what else goes on meets both.
+    An attempt measures the two next to each other, so that other load affects both.
     """
     best = inf
     for _ in range(attempts):
@@ -36,11 +36,12 @@ def _seconds(work: Callable[[], object]) -> float:
 
 
 def processor_seconds(work: Callable[[], object], bar: float, attempts: int = 6) -> float:
-    """Seconds that `work` takes an idle core: the least of some attempts, none after `bar` is met.
+    """Return the seconds that `work` takes on an idle core: the minimum of several attempts, the
+    last being the first one that meets `bar`.
 
     An attempt that misses the bar is compared with plain Python that runs next to it, for about as
-    long: where that is slower than usual, because others share the core or its caches, the
-    attempt's seconds count as that much less.
+    long: if that is slower than usual, because others share the core or its caches, the attempt's
+    seconds are scaled down by the same factor.
     """
     best = inf
     for _ in range(attempts):
@@ -52,8 +53,8 @@ def processor_seconds(work: Callable[[], object], bar: float, attempts: int = 6)
 
 
 def _pace(span: float) -> float:
-    """How many times as long as usual a little work of generators and texts takes now, on average
-    over `span` processor seconds.
+    """Return how many times as long as usual a little work on generators and texts takes now,
+    averaged over `span` processor seconds.
     """
     taken, count = 0.0, 0
     while taken < min(span, _MAX_SPAN):
@@ -63,7 +64,7 @@ def _pace(span: float) -> float:
 
 
 def _little_work() -> float:
-    """→ processor seconds"""
+    """Return the processor seconds of a little work."""
 
     def letters(count: int) -> Iterator[str]:
         for number in range(count):

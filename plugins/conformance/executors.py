@@ -1,4 +1,4 @@
-"""`ExecutorKit`: whether an executor runs plans in order, tells of failures, and cleans up.
+"""`ExecutorKit`: whether an executor runs plans in order, reports failures, and cleans up.
 
     class TestMine(ExecutorKit):
         name = "mine"                                # as registered: `--executor mine`
@@ -19,17 +19,18 @@ import pytest
 
 from ...core.config import Device, EngineConfig
 from ...core.engine.async_engine import AsyncEngine
-from ...core.engine.resolve import resolve_config, resolve_runner
+from ...core.engine.resolve_config import resolve_config, resolve_runner
 from ...core.loading.model_config import resolve_model_config
-from ...core.protocols import Executor, ExecutorInfo
-from ...core.scheduling.request import Request
+from ...core.protocols.executors import Executor, ExecutorInfo
+from ...core.request import Request
+from ...core.sampling_params import OutputKind, SamplingParams
 from ...core.scheduling.scheduler import Scheduler
-from ...core.types import OutputKind, SamplingParams, StepPlan, StepResult
+from ...core.step import StepPlan, StepResult
 from ..policies.builtin import FirstComeFirstServed
 from .kit import Kit
 
 STUCK_SECONDS = 60.0
-"""Longer than anything here takes; what is not through by then waits for ever."""
+"""Longer than any operation here takes; what takes longer hangs."""
 MAX_TOKENS = 6
 OPTIONS: dict[str, Any] = {
     "dtype": "float32", "block_size": 4, "max_model_len": 96, "num_gpu_blocks_override": 40,
@@ -38,13 +39,13 @@ OPTIONS: dict[str, Any] = {
 
 
 def prompts() -> list[list[int]]:
-    """Of assorted lengths."""
+    """Return prompts of assorted lengths."""
     draw = random.Random(3)
     return [[draw.randrange(10, 1000) for _ in range(length)] for length in (1, 9, 40, 17)]
 
 
 class ExecutorKit(Kit):
-    """Subclass it, and set what is yours."""
+    """Subclass it, and set the class variables."""
 
     kind = "executor"
     device: ClassVar[Device] = "cpu"
@@ -56,7 +57,7 @@ class ExecutorKit(Kit):
         return EngineConfig(**settings)
 
     def make(self, **options: Any) -> tuple[Executor, EngineConfig]:
-        """As an engine makes it; and the configuration, resolved."""
+        """Create the executor as an engine does; return it and the resolved configuration."""
         asked = self.config(**options)
         config, plugins = resolve_config(asked), self.plugins()
         model_config = resolve_model_config(config)
@@ -65,7 +66,7 @@ class ExecutorKit(Kit):
         return executor, config
 
     def run(self, scenario: Coroutine[Any, Any, Any]) -> Any:
-        """To its end, and not for ever; no thread of it is left."""
+        """Run a scenario to its end, with a time limit; check that none of its threads is left."""
         before = set(threading.enumerate())
         result = asyncio.run(asyncio.wait_for(scenario, STUCK_SECONDS))
         left = [thread.name for thread in threading.enumerate() if thread not in before]
@@ -90,7 +91,7 @@ class ExecutorKit(Kit):
         )  # fmt: skip
 
     async def drive(self, executor: Executor, scheduler: Scheduler, ahead: int = 2) -> None:
-        """Run what is scheduled, with so many plans in flight; results come in order."""
+        """Run the scheduled steps, with this many plans in flight; results come in order."""
         flying: list[tuple[StepPlan, asyncio.Future[StepResult]]] = []
         while True:
             while len(flying) < ahead and (plan := scheduler.schedule()) is not None:
@@ -107,7 +108,7 @@ class ExecutorKit(Kit):
             scheduler.update(plan, result)
 
     def broken(self, plan: StepPlan) -> StepPlan:
-        """A plan with a row in a slot that does not exist."""
+        """Return a plan with a row in a slot that does not exist."""
         return StepPlan(step=plan.step, slots=(10_000,), num_tokens=(1,), samples=(True,))
 
     # -------------------------------------------------------------- what it does
@@ -130,7 +131,7 @@ class ExecutorKit(Kit):
         self.run(scenario())
 
     def test_tokens_are_those_of_the_executor_in_the_box(self) -> None:
-        """Four requests at once, as an engine runs them, and one after the other."""
+        """Run four requests at once, as an engine does, and one after the other."""
 
         async def serve(executor: str) -> list[list[int]]:
             params = SamplingParams(
@@ -152,14 +153,14 @@ class ExecutorKit(Kit):
 
     @pytest.mark.parametrize("ahead", [1, 2, 4])
     def test_plans_run_in_order(self, ahead: int) -> None:
-        """However many are in flight: the same tokens."""
+        """Compare tokens for all numbers of plans in flight."""
 
         async def scenario(ahead: int) -> list[list[int]]:
             executor, config = self.make()
             scheduler = self.scheduler(config, await executor.start())
             requests = [self.request(number) for number in range(4)]
             for request in requests:
-                scheduler.add(request)
+                scheduler.add_requests(request)
             await self.drive(executor, scheduler, ahead)
             await executor.stop()
             assert all(len(request.output_token_ids) == MAX_TOKENS for request in requests)
@@ -168,8 +169,7 @@ class ExecutorKit(Kit):
         assert self.run(scenario(ahead)) == self.run(scenario(1))
 
     def test_submitting_does_not_wait(self) -> None:
-        """The loop goes on: `submit` comes back before the step is done, and `start` lets others
-        run meanwhile."""
+        """`submit` returns before the step is done, and `start` does not block the event loop."""
 
         async def scenario() -> None:
             executor, config = self.make()
@@ -187,7 +187,7 @@ class ExecutorKit(Kit):
             await counting
             assert turns > 10, "the event loop stood still while it started"
             scheduler = self.scheduler(config, info)
-            scheduler.add(self.request(2))
+            scheduler.add_requests(self.request(2))
             plan = scheduler.schedule()
             assert plan is not None
             future = executor.submit(plan)
@@ -199,14 +199,14 @@ class ExecutorKit(Kit):
         self.run(scenario())
 
     def test_a_step_that_fails_says_so_and_is_recovered_from(self) -> None:
-        """Its future raises, and so does what was queued after it; after `recover` there are new
-        slots, and steps run."""
+        """The future of the step raises, and those of steps queued after it; after `recover` there
+        are new slots, and steps run."""
 
         async def scenario() -> None:
             executor, config = self.make()
             info = await executor.start()
             scheduler = self.scheduler(config, info)
-            scheduler.add(self.request(2))
+            scheduler.add_requests(self.request(2))
             plans = [scheduler.schedule(), scheduler.schedule()]
             assert plans[0] is not None and plans[1] is not None
             first = executor.submit(plans[0])
@@ -219,7 +219,7 @@ class ExecutorKit(Kit):
             if recover is not None:
                 await recover()
                 fresh, request = self.scheduler(config, info), self.request(1)
-                fresh.add(request)
+                fresh.add_requests(request)
                 await self.drive(executor, fresh)
                 assert len(request.output_token_ids) == MAX_TOKENS
             await executor.stop()
@@ -227,7 +227,7 @@ class ExecutorKit(Kit):
         self.run(scenario())
 
     def test_a_start_that_fails_says_why(self, tmp_path: Path) -> None:
-        """The loader's own error, and `stop` afterwards is harmless."""
+        """The loader's own error is raised, and `stop` afterwards is harmless."""
 
         async def scenario() -> None:
             executor, _ = self.make(attention_backend="no-such-backend")
@@ -245,7 +245,7 @@ class ExecutorKit(Kit):
                 pytest.skip("it has no ping")
             scheduler = self.scheduler(config, await executor.start())
             await ping()
-            scheduler.add(self.request(2))
+            scheduler.add_requests(self.request(2))
             plan = scheduler.schedule()
             assert plan is not None
             future = executor.submit(plan)
@@ -259,7 +259,7 @@ class ExecutorKit(Kit):
         async def scenario() -> None:
             executor, config = self.make()
             scheduler = self.scheduler(config, await executor.start())
-            scheduler.add(self.request(2))
+            scheduler.add_requests(self.request(2))
             plans = [scheduler.schedule(), scheduler.schedule()]
             futures = [executor.submit(plan) for plan in plans if plan is not None]
             assert futures
@@ -281,14 +281,14 @@ class ExecutorKit(Kit):
         self.run(scenario())
 
     def test_two_live_side_by_side(self) -> None:
-        """In one process, one stopped while the other runs."""
+        """Two executors run in one process, and one is stopped while the other runs."""
 
         async def scenario() -> None:
             (one, config), (two, _) = self.make(), self.make()
             schedulers = [self.scheduler(config, await each.start()) for each in (one, two)]
             requests = [self.request(1), self.request(1)]
             for scheduler, request in zip(schedulers, requests, strict=True):
-                scheduler.add(request)
+                scheduler.add_requests(request)
             await self.drive(one, schedulers[0])
             await one.stop()
             await self.drive(two, schedulers[1])

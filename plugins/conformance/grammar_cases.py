@@ -1,23 +1,23 @@
-"""What the kit of grammar backends asks about: a vocabulary, languages written out, schemas."""
+"""Cases of the kit of grammar backends: a vocabulary, enumerated languages, schemas."""
 
 from __future__ import annotations
 
 import functools
 from typing import Any
 
-from ...core.protocols import GrammarSpec, Vocabulary
+from ...core.protocols.grammars import GrammarSpec, Vocabulary
 
 PIECES = (
     " the", "true", "false", "null", '{"', '":', '": ', '", "', '"}', ", ", "[1", "ab", "abc", "bc",
     "cab", "é", "日本", "  ", "\n\n", "12", "-1", "0.", "yes", "no", "none", "ye", '"a', 'b"',
     "<a>", "</", "a-", "-bc", "99", '"name', '"x": ',
 )  # fmt: skip
-"""Tokens of more than a byte."""
+"""Tokens of more than one byte."""
 CUT = (b"\xe6\x97", b"\xa5\xe6", b"\xc3")
-"""Tokens that end inside a character, or begin there."""
+"""Tokens that begin or end inside a character."""
 FIRST_EOS = 256 + len(PIECES) + len(CUT)
 SIZE = FIRST_EOS + 21
-"""Not a multiple of 32; ids past the special tokens' have no token."""
+"""Not a multiple of 32; ids after those of the special tokens have no token."""
 
 LANGUAGES: list[tuple[GrammarSpec, tuple[str, ...]]] = [
     (GrammarSpec("choice", '["yes","no","none","né"]'), ("yes", "no", "none", "né")),
@@ -55,7 +55,7 @@ LANGUAGES: list[tuple[GrammarSpec, tuple[str, ...]]] = [
         ("<a>no</", "<a>12</"),
     ),
 ]
-"""Grammars, and every output that each allows where JSON is compact."""
+"""Grammars, and all outputs that each allows if JSON is compact."""
 
 HELD: list[tuple[dict[str, Any], tuple[str, ...], tuple[str, ...]]] = [
     ({"type": "integer"}, ("0", "-12"), ("1.5", '"1"', "true")),
@@ -100,7 +100,7 @@ HELD: list[tuple[dict[str, Any], tuple[str, ...], tuple[str, ...]]] = [
     ({"const": ["a"]}, ('["a"]',), ('["b"]', "[]")),
     (True, ("1", '"a"', "[{}]"), ("a", "[1")),  # type: ignore[list-item]
 ]  # fmt: skip
-"""Schemas, with right texts and wrong ones. Wrong: not JSON, or not what the schema says."""
+"""Schemas, with valid and invalid texts. Invalid: not JSON, or not matching the schema."""
 
 WRONG = [
     GrammarSpec("json", '{"type":"heap"}'),
@@ -117,7 +117,7 @@ ODD = [
     GrammarSpec("structural_tag", '{"format":[]}'), GrammarSpec("structural_tag", "{}"),
     GrammarSpec("choice", '[""]'),
 ]  # fmt: skip
-"""What requests may come with: to be refused, or held, and no worse."""
+"""Schemas that requests may contain: they must be refused or enforced, without other failures."""
 
 WALKED = {
     "type": "object",
@@ -132,7 +132,8 @@ WALKED = {
 
 @functools.cache
 def vocabulary(*, compact: bool = True) -> Vocabulary:
-    """Every byte, words of some bytes, two end tokens, a special one, and ids without a token."""
+    """Return a vocabulary of every byte, words of some bytes, two end tokens, a special token, and
+    ids without a token."""
     written = [bytes([byte]) for byte in range(256)]
     written += [piece.encode() for piece in PIECES] + list(CUT)
     ids = {text: token_id for token_id, text in reversed(list(enumerate(written)))}

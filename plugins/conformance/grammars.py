@@ -1,6 +1,6 @@
-"""The kit of grammar backends: masks against languages written out, keywords held or refused.
+"""The kit of grammar backends: masks against enumerated languages, keywords enforced or refused.
 
-What it asks beyond the docstrings of `core/protocols.py`:
+What it asks beyond the docstrings of `core/protocols/`:
 
 - A kind of grammar, a keyword or a syntax is held or refused, by `refusal` or a ValueError of
   `compile`; it is never passed over.
@@ -22,14 +22,13 @@ import json
 import random
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
 
-from ...core.protocols import Grammar, GrammarMatcher, GrammarSpec
-from ...core.registry import load_plugins
-from ...core.structured.compile_sandbox import CompileSandbox
+from ...core.grammars.sandbox.compile_sandbox import CompileSandbox
+from ...core.protocols.grammars import Grammar, GrammarMatcher, GrammarSpec
 from .grammar_cases import (
     FIRST_EOS,
     HELD,
@@ -39,18 +38,18 @@ from .grammar_cases import (
     WALKED,
     WRONG,
     vocabulary,
-)  # fmt: skip
+)
+from .kit import Kit
 
 
-class GrammarBackendKit:
+class GrammarBackendKit(Kit):
     """Subclass it, set `name`, and pytest runs it."""
 
-    name: ClassVar[str] = ""
-    """Of a registered backend."""
+    kind = "structured_backend"
 
     def backend_class(self) -> Any:
-        """For a backend that is not registered."""
-        return load_plugins()["structured_backend"].load(self.name)
+        """The class registered under `name`, or another one to test instead."""
+        return self.registered()
 
     # ------------------------------------------------------------ before anything is compiled
 
@@ -82,7 +81,7 @@ class GrammarBackendKit:
                 _mask(grammar.matcher())
 
     def test_the_sandbox_finds_it(self) -> None:
-        """By module and qualified name, in a process of its own."""
+        """The sandbox finds the class by module and qualified name, in another process."""
 
         async def check() -> None:
             sandbox = CompileSandbox(
@@ -101,7 +100,7 @@ class GrammarBackendKit:
     # ------------------------------------------------------------ masks
 
     def test_masks_are_exactly_what_the_language_allows(self) -> None:
-        """At every place in every output, against the outputs written out."""
+        """Compare masks at every place in every output with the enumerated outputs."""
         held = 0
         for spec, outputs in self._languages():
             held += 1
@@ -236,7 +235,7 @@ class GrammarBackendKit:
             assert (_mask(grammar.matcher()) == before).all(), f"{spec}: not at the beginning"
 
     def test_grammars_do_not_share_anything(self) -> None:
-        """Compiled one after another by one backend, they stay what they are."""
+        """Grammars compiled one after another by one backend stay unchanged."""
         chosen = list(self._languages())
         grammars = [self._grammar(spec) for spec, _ in chosen]
         for (spec, outputs), grammar in zip(chosen, grammars, strict=True):
@@ -297,7 +296,7 @@ class GrammarBackendKit:
         if accept is None:
             return
         tokens = [int(np.flatnonzero(_mask(matcher))[-1]) for matcher in matchers]
-        tokens[1] = FIRST_EOS + 2  # A special token, which no grammar of these allows.
+        tokens[1] = FIRST_EOS + 2  # A special token; no grammar here allows it.
         answers = list(accept(matchers, tokens))
         assert len(answers) == len(matchers)
         for number, (copy, token) in enumerate(zip(copies, tokens, strict=True)):
@@ -317,24 +316,24 @@ class GrammarBackendKit:
         return _made(self._kind(), compact)
 
     def _grammar(self, spec: GrammarSpec, *, compact: bool = True) -> Any:
-        """Compiled, once; None where it is refused."""
+        """Compile a grammar, once; None if it is refused."""
         return _compiled(self._kind(), spec, compact)
 
     def _languages(self) -> Iterator[tuple[GrammarSpec, tuple[str, ...]]]:
-        """Those that the backend holds."""
+        """Yield the languages that the backend supports."""
         for spec, outputs in LANGUAGES:
             if self._grammar(spec) is not None:
                 yield spec, outputs
 
     def _places(self) -> Iterator[tuple[GrammarSpec, list[bytes], bytes]]:
-        """A grammar, its outputs, and the beginning of one."""
+        """Yield a grammar, its outputs, and the beginning of one."""
         for spec, outputs in self._languages():
             texts = [output.encode() for output in outputs]
             for end in sorted({0, 1, len(texts[-1])}):
                 yield spec, texts, texts[-1][:end]
 
     def _matchers(self) -> list[Any]:
-        """Of several grammars, each somewhere in an output; of one class."""
+        """Return matchers of several grammars, each somewhere in an output; all of one class."""
         matchers = []
         for spec, outputs in self._languages():
             for end in (0, 1):
@@ -344,7 +343,7 @@ class GrammarBackendKit:
         return [one for one in matchers if type(one) is type(matchers[0])]
 
     def _fits(self, grammar: Grammar, text: str) -> bool:
-        """Whether an output may be this text, whole."""
+        """Return whether an output may be exactly this text."""
         matcher = grammar.matcher()
         return all(matcher.accept([byte]) for byte in text.encode()) and bool(
             _mask(matcher)[FIRST_EOS]
@@ -352,7 +351,7 @@ class GrammarBackendKit:
 
 
 def _compare(bits: np.ndarray, texts: Sequence[bytes], prefix: bytes, where: str) -> None:
-    """A mask against all outputs of a language."""
+    """Compare a mask with all outputs of a language."""
     vocab = vocabulary()
     right = {
         token_id
@@ -385,14 +384,14 @@ def _compiled(kind: Any, spec: GrammarSpec, compact: bool) -> Any:
 
 
 def _mask(matcher: GrammarMatcher) -> np.ndarray:
-    """[SIZE] 0 or 1"""
+    """Return the mask, [SIZE] 0 or 1."""
     row = np.full(-(-SIZE // 32), -1, dtype=np.int32)
     matcher.fill_bitmask(row)
     return np.unpackbits(row.view(np.uint8), bitorder="little")[:SIZE]
 
 
 def _trace(grammar: Grammar, output: str) -> np.ndarray:
-    """[steps + 1, SIZE] every mask on the way through an output"""
+    """Return every mask along an output, [steps + 1, SIZE]."""
     matcher = grammar.matcher()
     masks = [_mask(matcher)]
     for byte in output.encode():
@@ -402,7 +401,8 @@ def _trace(grammar: Grammar, output: str) -> np.ndarray:
 
 
 def _walk(grammar: Grammar, draw: random.Random) -> str | None:
-    """An output by tokens drawn at random, soon rather those that lead out; None: no end."""
+    """Return an output of random tokens, later preferably those that lead to the end; None: no
+    end."""
     matcher, written = grammar.matcher(), vocabulary().token_bytes
     output = b""
     for step in range(400):

@@ -1,4 +1,4 @@
-"""`Kit`: what every conformance kit starts from: a name, and the plugins it is found among."""
+"""`Kit`, the base of every conformance kit: a name, and the plugins that it is looked up in."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ class Kit:
     """Subclass one of the kits, not this."""
 
     kind: ClassVar[str]
-    """The registry's name of the kind of plugin."""
+    """The registry's name for the kind of plugin."""
     name: ClassVar[str]
-    """As registered."""
+    """Registered name."""
     plugin: ClassVar[object | None] = None
     """A module or object with hookimpls that is registered besides the installed plugins, for a
     plugin that is not installed."""
 
     @classmethod
     def plugins(cls) -> Plugins:
-        """The installed plugins, and `plugin`."""
+        """Return the installed plugins, and `plugin`."""
         return _load(cls.plugin)
 
     @classmethod
     def registered(cls) -> Any:
-        """What is registered under `name`. Raises PluginError."""
+        """Return the object registered under `name`. Raises PluginError."""
         return cls.plugins()[cls.kind].load(cls.name)
 
 

@@ -33,14 +33,17 @@ import torch
 from ...core.config import Device, EngineConfig, KVTransferConfig
 from ...core.engine.async_engine import AsyncEngine
 from ...core.errors import ConfigError
+from ...core.outputs import RequestOutput
 from ...core.registry import load_plugins
-from ...core.types import OutputKind, RequestOutput, SamplingParams
+from ...core.sampling_params import OutputKind, SamplingParams
 from . import kv_watch
 from .kit import Kit
 from .kv_halves import BLOCK, SECONDS, Halves, bits, make_setup, random_cache, until
 from .kv_watch import Watch
 
 MAX_TOKENS = 6
+LATE_SECONDS = 0.3
+"""Delay after a worker half has closed, in which later writes are detected."""
 ENGINE: dict[str, Any] = {
     "dtype": "float32",
     "block_size": BLOCK,
@@ -59,28 +62,28 @@ def prompt(seed: int, length: int = 40) -> list[int]:
 
 
 class KVConnectorKit(Kit):
-    """Subclass it, and say what only the author knows."""
+    """Subclass it, and set what only the author knows."""
 
     kind = "kv_connector"
     wrong_options: ClassVar[Mapping[str, Any]] = {}
-    """Option → a value that is refused, naming the option."""
+    """Option → a value that is refused with the option's name."""
     shared: ClassVar[bool | None] = None
-    """Whether another engine, in another process too, finds what one has saved. None: as the
-    attribute `shared` of what is registered says, else yes."""
+    """Whether another engine, also in another process, finds blocks saved by one. None: the
+    attribute `shared` of the registered object, else True."""
 
     device: ClassVar[Device] = "cpu"
-    """Where the engines run: `cpu` or `cuda`."""
+    """Device of the engines: `cpu` or `cuda`."""
 
     def extra_config(self, folder: Path) -> dict[str, Any]:
-        """`kv_connector_extra_config` of an engine; `folder` is one for each test."""
+        """Return `kv_connector_extra_config` of an engine; each test has its own `folder`."""
         return {}
 
     def break_far_side(self, folder: Path) -> None:
-        """Whatever can go wrong there goes wrong now, while engines use it."""
+        """Make the far side fail while engines use it."""
         pytest.skip("the kit was not told how to break this far side: give it break_far_side")
 
     def damage(self, folder: Path) -> None:
-        """Change what is stored, so that none of it is what it was; the far side works on."""
+        """Change everything that is stored; the far side keeps working."""
         pytest.skip("the kit was not told how to damage what is stored: give it damage")
 
     @pytest.fixture(autouse=True)
@@ -141,6 +144,26 @@ class KVConnectorKit(Kit):
 
         self._run(scenario())
 
+    def test_a_worker_half_that_is_closed_leaves_the_cache_alone(self, tmp_path: Path) -> None:
+        """Close in the middle of a load, from another thread: the engine then frees its blocks."""
+        caches = [random_cache(8, BLOCK, 2, 8, torch.float32).to(self.device)]
+
+        async def scenario() -> None:
+            halves = self._halves(tmp_path, caches)
+            keys = [b"a" * 32, b"b" * 32]
+            await halves.save(keys, [1, 2])
+            await halves.begin_load(keys, [3, 4])
+            await asyncio.to_thread(halves.worker.close)
+            if self.device == "cuda":
+                torch.cuda.synchronize()
+            before = [bits(cache.clone()) for cache in caches]
+            await asyncio.sleep(LATE_SECONDS)
+            halves.scheduler.close()
+            for cache, was in zip(caches, before, strict=True):
+                assert torch.equal(bits(cache), was), "it writes to the cache after its end"
+
+        self._run(scenario())
+
     # ------------------------------------------------------------ engines
 
     def test_an_engine_gets_back_what_it_has_lost(self, tmp_path: Path) -> None:
@@ -172,7 +195,7 @@ class KVConnectorKit(Kit):
                     await self._forget(engine)
                     output = await self._check(engine, tokens)
                     assert output.num_cached_tokens == same // BLOCK * BLOCK, same
-                # Behind blocks that the engine still has.
+                # After blocks that the engine still has.
                 await self._forget(engine)
                 await self._check(engine, prompt(1)[:12])
                 output = await self._check(engine, prompt(1))
@@ -239,7 +262,7 @@ class KVConnectorKit(Kit):
         self._run(scenario())
 
     def test_what_is_damaged_is_never_used(self, tmp_path: Path) -> None:
-        """Whatever the far side has become by the time the next engine asks."""
+        """Blocks may be damaged in any way before the next engine loads them."""
 
         async def scenario() -> None:
             async with self._engine(tmp_path) as (engine, _):
@@ -250,19 +273,19 @@ class KVConnectorKit(Kit):
                 async with self._engine(tmp_path) as (engine, _):
                     await self._check(engine, prompt(1))
             except ConfigError:
-                return  # Refusing to start is an answer too.
+                return  # Refusing to start is valid, too.
 
         self._run(scenario())
 
     def test_what_is_damaged_is_replaced(self, tmp_path: Path) -> None:
-        """It is found out once, and stored anew: then it is of use again."""
+        """Damage is detected once, and the block is stored anew and usable again."""
 
         async def scenario() -> None:
             async with self._engine(tmp_path) as (engine, _):
                 await self._check(engine, prompt(1))
                 await self._settled(engine)
                 self.damage(tmp_path)
-                # A load ends at the first damaged block, so that they may go one by one.
+                # A load ends at the first damaged block, so they may be removed one by one.
                 for _ in range(12):
                     await self._forget(engine)
                     output = await self._check(engine, prompt(1))
@@ -275,7 +298,7 @@ class KVConnectorKit(Kit):
     # ------------------------------------------------------------ options
 
     def test_wrong_options_are_refused_by_name(self, tmp_path: Path) -> None:
-        """By both halves; an option that nobody knows is a wrong one."""
+        """Both halves refuse wrong options; an unknown option is also wrong."""
         good = self.extra_config(tmp_path)
         cache = [random_cache(2, BLOCK, 1, 8, torch.float32).to(self.device)]
         for option, value in {"no_such_option": 1, **self.wrong_options}.items():
@@ -304,7 +327,7 @@ class KVConnectorKit(Kit):
                 waiting.cancel()
                 await asyncio.gather(waiting, return_exceptions=True)
                 assert engine.stats().kv_blocks_used == 9
-                # As many as there is room for beside the load.
+                # As many as fit beside the load.
                 await asyncio.gather(*(self._check(engine, prompt(n, 20)) for n in (2, 3, 4)))
                 watch.let_reports_go()
                 await self._settled(engine)
@@ -369,7 +392,7 @@ class KVConnectorKit(Kit):
     def test_random_traffic_gives_the_tokens_of_an_engine_without(
         self, seed: int, tmp_path: Path
     ) -> None:
-        """Small cache, shared prefixes, aborts, slow and failing loads."""
+        """Run with a small cache, shared prefixes, aborts, slow and failing loads."""
         rng = random.Random(seed)
         bases = [prompt(n, 40) for n in range(3)]
 
@@ -425,7 +448,7 @@ class KVConnectorKit(Kit):
         assert not watch.violations
 
     async def _learn(self, prompts: Sequence[list[int]]) -> None:
-        """What an engine without a connector answers."""
+        """Return the tokens of an engine without a connector."""
         unknown = [p for p in prompts if (self.device, tuple(p)) not in _expected]
         if not unknown:
             return
@@ -445,7 +468,7 @@ class KVConnectorKit(Kit):
         return output
 
     async def _settled(self, engine: AsyncEngine) -> None:
-        """Nobody uses a block any more."""
+        """Check that no block is in use any more."""
         await until(lambda: engine.stats().kv_blocks_used == 0)
 
     async def _forget(self, engine: AsyncEngine) -> None:
@@ -462,7 +485,7 @@ PARAMS = SamplingParams(
 
 
 async def finish(engine: AsyncEngine, tokens: list[int], **options: Any) -> RequestOutput:
-    """The last output."""
+    """Return the last output."""
     async for output in engine.generate(tokens, PARAMS, **options):
         last = output
     return last

@@ -1,4 +1,4 @@
-"""Both halves of a KV connector without an engine between them, and caches to give them."""
+"""Both halves of a KV connector without an engine between them, and caches for them."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ from typing import Any
 import torch
 
 from ...core.config import KVTransferConfig
-from ...core.protocols import KVConnectorSetup, KVLayout
+from ...core.protocols.kv import KVConnectorSetup, KVLayout
 from ...core.registry import Plugins
-from ...core.scheduling.request import Request
-from ...core.types import KVReport, SamplingParams
+from ...core.request import Request
+from ...core.sampling_params import SamplingParams
+from ...core.step import KVReport
 
 BLOCK = 4
 SECONDS = 120.0
-"""Longer than anything here takes; what is not through by then is stuck."""
+"""Longer than any operation here takes; what takes longer hangs."""
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Wait for what no event tells of. Fails when it takes `SECONDS`."""
+    """Wait for a condition that no event reports. Fails after `SECONDS`."""
     deadline = asyncio.get_running_loop().time() + SECONDS
     while not condition():
         assert asyncio.get_running_loop().time() < deadline, "it never came about"
@@ -33,7 +34,7 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def random_cache(blocks: int, size: int, heads: int, dim: int, dtype: torch.dtype) -> torch.Tensor:
-    """[2, blocks, size, heads, dim] of any bit patterns."""
+    """Return a cache [2, blocks, size, heads, dim] of any bit patterns."""
     shape = (2, blocks, size, heads, dim * dtype.itemsize)
     with torch.inference_mode():
         return torch.randint(0, 256, shape, dtype=torch.uint8).view(dtype)
@@ -42,7 +43,7 @@ def random_cache(blocks: int, size: int, heads: int, dim: int, dtype: torch.dtyp
 def make_setup(
     name: str, extra: dict[str, Any], plugins: Plugins, caches: list[torch.Tensor]
 ) -> KVConnectorSetup:
-    """What an engine with these caches would make both halves from."""
+    """Return the setup that an engine with these caches would pass to both halves."""
     dtype = str(caches[0].dtype).removeprefix("torch.")
     layout = KVLayout(
         num_blocks=caches[0].shape[1],
@@ -86,7 +87,7 @@ class Halves:
         return request
 
     async def found(self, keys: Sequence[bytes]) -> int:
-        """What the scheduler half answers, once it does."""
+        """Return the scheduler half's result, once it has one."""
         request = self._request(keys)
         answer: int | None = None
 
@@ -101,21 +102,29 @@ class Halves:
         return answer // BLOCK * BLOCK
 
     async def save(self, keys: Sequence[bytes], block_ids: list[int]) -> None:
-        """Until it has ended."""
+        """Save blocks, and wait for the end of the transfer."""
         request = self._request(keys)
         wanted = self.scheduler.start_save(self._number, request, keys, block_ids)
         assert list(wanted) == block_ids, "it saves none, or not all, of three blocks"
         assert self._number in (await self._ended()).finished
 
     async def load(self, keys: Sequence[bytes], block_ids: list[int]) -> tuple[int, ...]:
-        """→ the blocks that were not filled."""
+        """Load blocks, and return those that were not filled."""
+        await self._ask_for(keys, block_ids)
+        return tuple((await self._ended()).failed.get(self._number, ()))
+
+    async def begin_load(self, keys: Sequence[bytes], block_ids: list[int]) -> None:
+        """Start a load without waiting for its end."""
+        await self._ask_for(keys, block_ids)
+        self.worker.start(self.scheduler.build_metadata())
+
+    async def _ask_for(self, keys: Sequence[bytes], block_ids: list[int]) -> None:
         request = self._request(keys)
         promised = None
         while promised is None:
             promised = self.scheduler.num_external_tokens(request, 0)
             await asyncio.sleep(0.001)
         self.scheduler.start_load(self._number, request, keys, block_ids)
-        return tuple((await self._ended()).failed.get(self._number, ()))
 
     async def _ended(self) -> KVReport:
         metadata = self.scheduler.build_metadata()
@@ -135,6 +144,6 @@ class Halves:
         return next(r for r in reports if self._number in (*r.finished, *r.failed))
 
     def close(self) -> None:
-        """As an engine does."""
+        """Close both halves in the order of an engine."""
         self.scheduler.close()
         self.worker.close()

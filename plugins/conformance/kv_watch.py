@@ -1,5 +1,5 @@
-"""Stands between the engine and a KV connector: delays what it reports, spoils loads, and looks
-whether blocks change while a transfer uses them."""
+"""Stands between the engine and a KV connector: delays reports, spoils loads, and checks whether
+blocks change while a transfer uses them."""
 
 from __future__ import annotations
 
@@ -11,25 +11,26 @@ import torch
 
 from ...core.config import KVTransferConfig
 from ...core.hooks import hookimpl
-from ...core.protocols import KVConnectorScheduler, KVConnectorSetup, KVConnectorWorker
-from ...core.scheduling.request import Request
-from ...core.types import KVReport
+from ...core.protocols.kv import KVConnectorScheduler, KVConnectorSetup, KVConnectorWorker
+from ...core.request import Request
+from ...core.step import KVReport
 
 NAME = "conformance_watch"
 
 
 class Watch:
-    """Give it to an engine as a plugin, and `NAME` as its connector."""
+    """Registers a watched connector: pass it to an engine as a plugin, with `NAME` as its
+    connector."""
 
     def __init__(self, connector: str, extra_config: dict[str, Any]) -> None:
         self.inner = KVTransferConfig(
             kv_connector=connector, kv_connector_extra_config=extra_config
         )
         self.spoil: Callable[[int], float | None] = lambda transfer: None
-        """Transfer of a load → share of its blocks that arrives; None: it is left alone."""
+        """Transfer of a load → share of its blocks that arrives; None: the load is unchanged."""
         self.violations: list[str] = []
         self.held_reports = 0
-        """Reports kept back."""
+        """Number of reports held back."""
         self.num_loads = self.num_saves = 0
         self._open = threading.Event()
         self._open.set()
@@ -37,15 +38,15 @@ class Watch:
 
     @hookimpl
     def register_kv_connectors(self, registry: Any) -> None:
-        """Under `NAME`."""
+        """Register the watched connector under `NAME`."""
         registry.add(NAME, self)
 
     def hold_reports(self) -> None:
-        """From now on the engine hears of no transfer's end."""
+        """Hold back reports, so that the engine is not notified of any transfer's end."""
         self._open.clear()
 
     def let_reports_go(self) -> None:
-        """It hears of all of them."""
+        """Deliver all held reports."""
         self._open.set()
         for notify in self._notify:
             notify()
@@ -55,12 +56,12 @@ class Watch:
         return self._open.is_set()
 
     def make_scheduler(self, setup: KVConnectorSetup) -> WatchedScheduler:
-        """The connector's, and what the worker half must know to watch."""
+        """Create the connector's scheduler half, with the watch around it."""
         setup, connector = self._of_inner(setup)
         return WatchedScheduler(self, connector.make_scheduler(setup))
 
     def make_worker(self, setup: KVConnectorSetup) -> WatchedWorker:
-        """The connector's, watched."""
+        """Create the connector's worker half, with the watch around it."""
         self._notify.append(setup.notify)
         setup, connector = self._of_inner(setup)
         return WatchedWorker(self, connector.make_worker(setup))
@@ -72,12 +73,34 @@ class Watch:
         return made, setup.plugins["kv_connector"].load(self.inner.kv_connector)
 
 
+class _Noted:
+    """Passes calls on, and records every exception as a violation: an engine would continue without
+    the connector."""
+
+    def __init__(self, watch: Watch, inner: Any) -> None:
+        self._watch = watch
+        self._inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._inner, name)
+
+        def call(*args: Any) -> Any:
+            try:
+                return method(*args)
+            except Exception as error:
+                told = f"{name} raises {type(error).__name__}: {error}"
+                self._watch.violations.append(told)
+                raise
+
+        return call
+
+
 class WatchedScheduler:
-    """Passes every call on, and notes which blocks a transfer uses."""
+    """Passes every call on, and records which blocks a transfer uses."""
 
     def __init__(self, watch: Watch, inner: KVConnectorScheduler) -> None:
         self._watch = watch
-        self._inner = inner
+        self._inner: KVConnectorScheduler = _Noted(watch, inner)
         self._loads: dict[int, list[int]] = {}
         self._saves: dict[int, list[int]] = {}
 
@@ -126,12 +149,12 @@ class WatchedScheduler:
 
 
 class WatchedWorker:
-    """Compares blocks: of a save from its start to its end, of a load from when it has arrived to
-    when the engine hears of it."""
+    """Compares blocks: of a save from its start to its end, of a load from its arrival to its
+    report to the engine."""
 
     def __init__(self, watch: Watch, inner: KVConnectorWorker) -> None:
         self._watch = watch
-        self._inner = inner
+        self._inner: KVConnectorWorker = _Noted(watch, inner)
         self._loads: dict[int, list[int]] = {}
         self._seen: dict[int, tuple[list[int], list[torch.Tensor]]] = {}
         self._held: list[KVReport] = []

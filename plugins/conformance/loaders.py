@@ -1,4 +1,4 @@
-"""`WeightLoaderKit`: whether a weight loader fills a model with a checkpoint, the whole of it.
+"""`WeightLoaderKit`: whether a weight loader fills a model completely from a checkpoint.
 
     class TestMine(WeightLoaderKit):
         name = "mine"                                 # as registered: `--load-format mine`
@@ -33,7 +33,7 @@ from ...core.loading.quantize import choose_method, place_layers, quantized_laye
 from ...core.loading.weight_map import ParameterFiller
 from ...core.nn.context import BuildContext
 from ...core.nn.operations import Operations
-from ...core.types import OutputKind, SamplingParams
+from ...core.sampling_params import OutputKind, SamplingParams
 from .kit import Kit
 
 CPU = torch.device("cpu")
@@ -47,24 +47,24 @@ CONFIG_FILES = frozenset({"config.json", "generation_config.json"})
 
 
 class WeightLoaderKit(Kit):
-    """Subclass it, and say how a checkpoint is written."""
+    """Subclass it, and implement how a checkpoint is written."""
 
     kind = "weight_loader"
     reads: ClassVar[bool] = True
-    """Whether it reads a checkpoint. Off: it makes weights up, and is checked for nothing else than
-    that they are all there, and fit to compute with."""
+    """Whether it reads a checkpoint. If not, it generates weights, and is only checked for whether
+    all are present and usable in computations."""
     config: ClassVar[Mapping[str, Any]] = {}
-    """Where the model should differ from the kit's."""
+    """Differences from the kit's model configuration."""
     tolerance: ClassVar[float] = 0.0
-    """How far a parameter may be from the checkpoint's number, relative to the largest: more than 0
-    where the format rounds."""
+    """Allowed deviation of a parameter from the checkpoint, relative to the largest: more than 0 if
+    the format rounds."""
 
     def write(self, tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
-        """Store these in your format. `folder` has a config.json."""
+        """Store these tensors in the format. `folder` has a config.json."""
         save_file(dict(tensors), folder / "model.safetensors", {"format": "pt"})
 
     def write_in_parts(self, tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
-        """The same in several files, where the format knows of that."""
+        """Store the same in several files, if the format supports that."""
         if type(self).write is not WeightLoaderKit.write:
             pytest.skip("the kit was not told how to write several files: give it write_in_parts")
         names = sorted(tensors)
@@ -75,18 +75,18 @@ class WeightLoaderKit(Kit):
         (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
 
     def called(self, name: str) -> str:
-        """What an error may call a tensor that `transformers` calls `name`."""
+        """Return the name in errors of a tensor that `transformers` calls `name`."""
         return name
 
     # -------------------------------------------------------------- what tests are made of
 
     @pytest.fixture
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The checkpoint, all its numbers different from what a new parameter might hold."""
+        """The checkpoint; all its numbers differ from those of a new parameter."""
         return dict(_tensors(json.dumps({**CONFIG, **self.config})))
 
     def lay(self, folder: Path, **changes: Any) -> Path:
-        """A folder with a config.json alone."""
+        """Write a folder with only a config.json."""
         import transformers
 
         folder.mkdir(parents=True, exist_ok=True)
@@ -96,13 +96,13 @@ class WeightLoaderKit(Kit):
         return folder
 
     def checkpoint(self, folder: Path, tensors: Mapping[str, torch.Tensor], **changes: Any) -> Path:
-        """A folder as a user has it."""
+        """Write a folder as a user has it."""
         self.lay(folder, **changes)
         self.write(tensors, folder)
         return folder
 
     def empty_model(self, folder: Path, **options: Any) -> tuple[nn.Module, Any, Any]:
-        """The model before it is loaded, every number NaN; its two configurations."""
+        """Return the model before it is loaded, every number NaN, and its two configurations."""
         settings: dict[str, Any] = {
             "device": "cpu", "dtype": "float32", "load_format": self.name,
             "skip_tokenizer_init": True, **options,
@@ -123,13 +123,13 @@ class WeightLoaderKit(Kit):
         return model, config, model_config
 
     def load(self, folder: Path, **options: Any) -> nn.Module:
-        """As the worker loads it. Raises what the loader raises."""
+        """Load as the worker does. Raises what the loader raises."""
         model, config, model_config = self.empty_model(folder, **options)
         self.registered()(config, model_config).load(model, CPU)
         return model
 
     def expected(self, folder: Path, tensors: Mapping[str, torch.Tensor], **options: Any) -> Any:
-        """The model filled from the tensors themselves."""
+        """Return the model filled from the tensors themselves."""
         model = self.empty_model(folder, **options)[0]
         filler = ParameterFiller(model, model.weight_map)  # type: ignore[arg-type]
         for name, tensor in tensors.items():
@@ -138,7 +138,7 @@ class WeightLoaderKit(Kit):
         return model
 
     def same(self, got: nn.Module, want: nn.Module) -> None:
-        """Every parameter of two models."""
+        """Compare every parameter of two models."""
         wanted = dict(want.named_parameters())
         found = dict(got.named_parameters())
         assert found.keys() == wanted.keys()
@@ -147,7 +147,7 @@ class WeightLoaderKit(Kit):
             assert parameter.dtype == other.dtype, f"{name} is {parameter.dtype} now"
             assert parameter.shape == other.shape and parameter.device == other.device, name
             assert not parameter.isnan().any(), f"{name} was not filled"
-            # What is rounded twice may be off by a step of the model's type, too.
+            # Numbers that are rounded twice may also be off by a step of the model's dtype.
             share = self.tolerance + (self.tolerance > 0) * torch.finfo(other.dtype).eps
             bound = share * float(other.abs().max())
             assert float((parameter - other).abs().max()) <= bound, (
@@ -160,7 +160,7 @@ class WeightLoaderKit(Kit):
 
     @contextlib.contextmanager
     def refused(self, name: str = "") -> Iterator[None]:
-        """A LoadError that names the tensor."""
+        """Expect a LoadError that names the tensor."""
         with pytest.raises(LoadError) as caught:
             yield
         assert self.called(name) in str(caught.value), f"{name} is not named: {caught.value}"
@@ -169,7 +169,7 @@ class WeightLoaderKit(Kit):
 
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
     def test_every_parameter_is_filled(self, tensors: Any, dtype: str, tmp_path: Path) -> None:
-        """In place, in the model's type, with the checkpoint's numbers."""
+        """Parameters are filled in place, in the model's dtype, with the checkpoint's numbers."""
         folder = self.checkpoint(tmp_path, tensors)
         model, config, model_config = self.empty_model(folder, dtype=dtype)
         before = dict(model.named_parameters())
@@ -203,7 +203,7 @@ class WeightLoaderKit(Kit):
         self.same(self.load(folder), self.expected(folder, tensors))
 
     def test_quantized_layers_get_their_tensors(self, tensors: Any, tmp_path: Path) -> None:
-        """Layers that a quantization method has taken are processed, each once."""
+        """Layers that a quantization method has taken are each processed once."""
         folder = self.checkpoint(tmp_path, tensors)
         layers = quantized_layers(self.load(folder, quantization="int8"))
         assert layers
@@ -217,7 +217,7 @@ class WeightLoaderKit(Kit):
             assert torch.isfinite(product).all()
             if self.reads:
                 want = wanted[name](eye)
-                # A number near a tie may go to the next of 127 steps.
+                # A number near a tie may be rounded to the next of 127 steps.
                 bound = (1e-5 + 2 * (self.tolerance > 0) / 127) * float(want.abs().max())
                 assert float((product - want).abs().max()) <= bound, name
 
@@ -278,7 +278,8 @@ class WeightLoaderKit(Kit):
     def test_a_tensor_of_another_shape_is_refused_by_name(
         self, tensors: Any, tmp_path: Path
     ) -> None:
-        """Also one that could be broadcast, or has the right number of elements."""
+        """Refuse also a tensor that could be broadcast, or that has the right number of
+        elements."""
         self.only_reading()
         name = "model.layers.0.mlp.down_proj.weight"
         whole = tensors[name]
@@ -289,7 +290,7 @@ class WeightLoaderKit(Kit):
                 self.load(folder)
 
     def test_what_is_no_checkpoint_is_refused(self, tensors: Any, tmp_path: Path) -> None:
-        """Files cut off anywhere, empty, or of other bytes; and none at all."""
+        """Refuse files truncated anywhere, empty, or of other bytes; and a folder without any."""
         self.only_reading()
         folder = self.checkpoint(tmp_path, tensors)
         whole = {
@@ -312,7 +313,7 @@ class WeightLoaderKit(Kit):
 
 @functools.cache
 def _tensors(config: str) -> Mapping[str, torch.Tensor]:
-    """A random Llama of this configuration, as `transformers` names its tensors."""
+    """Return the tensors of a random Llama of this configuration, with `transformers` names."""
     import transformers
 
     torch.manual_seed(13)

@@ -1,11 +1,11 @@
-"""Conformance of logits processors: what `protocols.LogitsProcessor` promises, tried out.
+"""Conformance of logits processors: tests of the contract of `protocols.LogitsProcessor`.
 
     class TestMine(LogitsProcessorKit):
         processor_class = MyProcessor
 
-or `pytest --pyargs jackfield.plugins.conformance --logits-processor my_processor`. The processor is
-given slots, tokens and random logits as the engine gives them; what its `examples` ask for may
-depend on the request, its tokens and its logits, and on nothing else.
+or `pytest --pyargs jackfield.plugins.conformance --logits-processor my_processor`. The processor
+gets slots, tokens and random logits as from the engine; the effect of its `examples` may depend
+only on the request, its tokens and its logits.
 """
 
 from __future__ import annotations
@@ -17,20 +17,21 @@ import pytest
 import torch
 
 from ...core.errors import InvalidRequest
-from ...core.protocols import LogitsProcessor, LogitsProcessorSetup, ProcessedRows
-from ...core.registry import load_plugins
-from ...core.types import SamplingParams, SlotStart
+from ...core.protocols.logits_processors import LogitsProcessor, LogitsProcessorSetup, ProcessedRows
+from ...core.sampling_params import SamplingParams
+from ...core.step import SlotStart
+from .kit import Kit
 
 SLOTS = 70
 POSITIONS = 48
 
 
 class Bench:
-    """A processor, and the slots it is given."""
+    """A processor, and its slots."""
 
     def __init__(self, processor_class: type[LogitsProcessor], vocab_size: int) -> None:
         self.vocab_size = vocab_size
-        # Behind each sequence stands what no request has.
+        # Numbers after each sequence belong to no request.
         self.history = torch.full((SLOTS + 1, POSITIONS), vocab_size - 1, dtype=torch.int32)
         self.processor = processor_class(
             LogitsProcessorSetup(
@@ -45,7 +46,7 @@ class Bench:
         self._rows: tuple[int, ...] = ()
 
     def start(self, slot: int, args: dict[str, Any] | None, tokens: Sequence[int]) -> bool:
-        """Of which all but the first three are output."""
+        """Start a request; all tokens but the first three are output."""
         self.tokens[slot] = list(tokens)
         self.history[slot] = self.vocab_size - 1
         self.history[slot, : len(tokens)] = torch.tensor(tokens, dtype=torch.int32)
@@ -57,19 +58,18 @@ class Bench:
                 token_ids=tuple(tokens),
                 num_prompt_tokens=3,
                 num_computed_tokens=0,
-                block_ids=(),
                 params=SamplingParams(extra_args=args),
                 seed=slot,
             ),
         )
 
     def append(self, slot: int, token: int) -> None:
-        """What was sampled."""
+        """Append a sampled token."""
         self.history[slot, len(self.tokens[slot])] = token
         self.tokens[slot].append(token)
 
     def end(self, slot: int) -> None:
-        """Of the slot's request; others' tokens may stand there from now on."""
+        """End the slot's request; afterwards another request's tokens may be there."""
         self.processor.end(slot)
         del self.tokens[slot]
         self.history[slot] = 0
@@ -89,74 +89,82 @@ class Bench:
 
 
 def same(got: torch.Tensor, want: torch.Tensor) -> bool:
-    """But for rounding."""
+    """Compare, except for rounding."""
     finite = want.isfinite()
     if not torch.equal(got.isfinite(), finite):
         return False
     return torch.allclose(got[finite], want[finite], rtol=1e-5, atol=1e-5)
 
 
-class LogitsProcessorKit:
-    """Subclass it in your tests, and set what is yours."""
+class LogitsProcessorKit(Kit):
+    """Subclass it in your tests, and set the class variables."""
 
-    name: ClassVar[str]
+    kind = "logits_processor"
     processor_class: ClassVar[type[LogitsProcessor] | None] = None
-    """Default: what is registered under `name`."""
+    """Class under test; None: the one registered under `name`."""
     refused: ClassVar[tuple[dict[str, Any], ...]] = ()
     """`extra_args` that `check` must refuse."""
     vocab_size: ClassVar[int] = 199
 
     @pytest.fixture
-    def kind(self) -> type[LogitsProcessor]:
-        """The class to try. One without examples is told so."""
-        kind = self.processor_class or load_plugins()["logits_processor"].load(self.name)
-        if not kind.examples:
-            pytest.fail(f"{kind.__name__}.examples is empty: which extra_args ask for it?")
-        return kind
+    def processor_type(self) -> type[LogitsProcessor]:
+        """The class under test. Fails if it has no examples."""
+        processor_type = self.processor_class or self.registered()
+        if not processor_type.examples:
+            pytest.fail(
+                f"{processor_type.__name__}.examples is empty: which extra_args ask for it?"
+            )
+        return processor_type
 
-    def bench(self, kind: type[LogitsProcessor]) -> Bench:
-        """A new one."""
-        return Bench(kind, self.vocab_size)
+    def bench(self, processor_type: type[LogitsProcessor]) -> Bench:
+        """Return a new bench."""
+        return Bench(processor_type, self.vocab_size)
 
     def logits(self, rows: int, seed: int = 0) -> torch.Tensor:
-        """[rows, vocab_size] float32"""
+        """Return random logits, [rows, vocab_size] float32."""
         generator = torch.Generator().manual_seed(seed)
         return torch.randn((rows, self.vocab_size), generator=generator) * 4
 
-    def crowd(self, bench: Bench, kind: type[LogitsProcessor], slots: Sequence[int]) -> None:
-        """A request in each slot, of all examples, with tokens of its own."""
+    def crowd(
+        self, bench: Bench, processor_type: type[LogitsProcessor], slots: Sequence[int]
+    ) -> None:
+        """Start a request in each slot, from all examples, with different tokens."""
         for place, slot in enumerate(slots):
-            args = kind.examples[place % len(kind.examples)]
+            args = processor_type.examples[place % len(processor_type.examples)]
             tokens = [(7 * slot + 11 * at) % (self.vocab_size - 1) for at in range(4 + slot % 9)]
             assert bench.start(slot, args, tokens) is True, f"{args} must ask for it"
 
     # ------------------------------------------------------------ asking
 
-    def test_examples_are_taken_and_name_parameters(self, kind: type[LogitsProcessor]) -> None:
-        """Every key is one of `parameters`, and `check` has nothing against the values."""
-        for args in kind.examples:
+    def test_examples_are_taken_and_name_parameters(
+        self, processor_type: type[LogitsProcessor]
+    ) -> None:
+        """Every key is one of `parameters`, and `check` accepts the values."""
+        for args in processor_type.examples:
             assert args, "an example asks for something"
-            assert set(args) <= kind.parameters, f"{args}: not all keys are in `parameters`"
-            kind.check(SamplingParams(extra_args=args))
+            assert set(args) <= processor_type.parameters, (
+                f"{args}: not all keys are in `parameters`"
+            )
+            processor_type.check(SamplingParams(extra_args=args))
         for args in self.refused:
             with pytest.raises(InvalidRequest):
-                kind.check(SamplingParams(extra_args=args))
+                processor_type.check(SamplingParams(extra_args=args))
 
-    def test_who_does_not_ask_is_not_served(self, kind: type[LogitsProcessor]) -> None:
+    def test_who_does_not_ask_is_not_served(self, processor_type: type[LogitsProcessor]) -> None:
         """`start` is False for requests without its parameters."""
-        bench = self.bench(kind)
+        bench = self.bench(processor_type)
         assert bench.start(0, None, [1, 2, 3, 4]) is False
         assert bench.start(1, {}, [1, 2, 3, 4]) is False
         assert bench.start(2, {"of_another_processor": 1}, [1, 2, 3, 4]) is False
 
     # ------------------------------------------------------------ what comes out
 
-    def test_logits_stay_numbers(self, kind: type[LogitsProcessor]) -> None:
-        """Of the same shape and type, none of them NaN or +inf, one at least finite; -inf that
-        came in are no trouble."""
-        bench = self.bench(kind)
-        slots = list(range(2 * len(kind.examples) + 1))
-        self.crowd(bench, kind, slots)
+    def test_logits_stay_numbers(self, processor_type: type[LogitsProcessor]) -> None:
+        """Logits keep shape and dtype, none is NaN or +inf, at least one per row is finite; -inf in
+        the input is allowed."""
+        bench = self.bench(processor_type)
+        slots = list(range(2 * len(processor_type.examples) + 1))
+        self.crowd(bench, processor_type, slots)
         for seed in range(4):
             logits = self.logits(len(slots), seed)
             if seed % 2:
@@ -167,27 +175,29 @@ class LogitsProcessorKit:
             if not seed % 2:
                 assert made.isfinite().any(dim=1).all(), "a row has no token left"
 
-    def test_it_does_something(self, kind: type[LogitsProcessor]) -> None:
-        """Each example changes some logits, some time."""
-        bench = self.bench(kind)
-        slots = list(range(len(kind.examples)))
-        self.crowd(bench, kind, slots)
+    def test_it_does_something(self, processor_type: type[LogitsProcessor]) -> None:
+        """Each example changes some logits at some step."""
+        bench = self.bench(processor_type)
+        slots = list(range(len(processor_type.examples)))
+        self.crowd(bench, processor_type, slots)
         changed = torch.zeros(len(slots), dtype=torch.bool)
         for seed in range(8):
             logits = self.logits(len(slots), seed)
             changed |= (bench.apply(slots, logits) != logits).any(dim=1)
             for slot in slots:
                 bench.append(slot, (seed * 31 + slot) % (self.vocab_size - 1))
-        idle = [kind.examples[slot] for slot in slots if not changed[slot]]
+        idle = [processor_type.examples[slot] for slot in slots if not changed[slot]]
         assert not idle, f"nothing changes with {idle}"
 
-    def test_the_argmax_is_kept_where_it_says_so(self, kind: type[LogitsProcessor]) -> None:
-        """`argmax_invariant`: greedy requests get the same without it."""
-        if not kind.argmax_invariant:
+    def test_the_argmax_is_kept_where_it_says_so(
+        self, processor_type: type[LogitsProcessor]
+    ) -> None:
+        """`argmax_invariant`: greedy requests get the same tokens without it."""
+        if not processor_type.argmax_invariant:
             pytest.skip("it may change the argmax")
-        bench = self.bench(kind)
-        slots = list(range(2 * len(kind.examples)))
-        self.crowd(bench, kind, slots)
+        bench = self.bench(processor_type)
+        slots = list(range(2 * len(processor_type.examples)))
+        self.crowd(bench, processor_type, slots)
         for seed in range(20):
             logits = self.logits(len(slots), seed)
             logits[:, seed] = logits.max(dim=1).values + 1e-3
@@ -196,11 +206,11 @@ class LogitsProcessorKit:
 
     # ------------------------------------------------------------ what it may depend on
 
-    def test_rows_do_not_know_of_each_other(self, kind: type[LogitsProcessor]) -> None:
-        """In any company and order, a row gives what it gives alone."""
-        bench = self.bench(kind)
-        slots = [5, 0, 64, 31, 2, 17, 40][: max(3, len(kind.examples) + 2)]
-        self.crowd(bench, kind, slots)
+    def test_rows_do_not_know_of_each_other(self, processor_type: type[LogitsProcessor]) -> None:
+        """A row gives the same result in any batch and order as alone."""
+        bench = self.bench(processor_type)
+        slots = [5, 0, 64, 31, 2, 17, 40][: max(3, len(processor_type.examples) + 2)]
+        self.crowd(bench, processor_type, slots)
         logits = self.logits(len(slots))
         together = bench.apply(slots, logits)
         for row, slot in enumerate(slots):
@@ -210,25 +220,25 @@ class LogitsProcessorKit:
         turned = bench.apply([slots[row] for row in order], logits[order])
         assert same(turned, together[order]), "it depends on the order of rows"
 
-    def test_the_same_again_is_the_same(self, kind: type[LogitsProcessor]) -> None:
-        """Steps may be repeated for nobody's request; a slot's tokens say where it is."""
-        bench = self.bench(kind)
+    def test_the_same_again_is_the_same(self, processor_type: type[LogitsProcessor]) -> None:
+        """A repeated step gives the same logits; the tokens of a slot define its state."""
+        bench = self.bench(processor_type)
         slots = [3, 1]
-        self.crowd(bench, kind, slots)
+        self.crowd(bench, processor_type, slots)
         logits = self.logits(2)
         first = bench.apply(slots, logits)
         for _ in range(3):
             assert same(bench.apply(slots, logits), first), "it counts how often it is called"
 
-    def test_a_slot_begins_anew(self, kind: type[LogitsProcessor]) -> None:
-        """What the request before had asked for, or written, is gone."""
-        bench = self.bench(kind)
+    def test_a_slot_begins_anew(self, processor_type: type[LogitsProcessor]) -> None:
+        """Parameters and tokens of the previous request are gone."""
+        bench = self.bench(processor_type)
         tokens = [9, 8, 7, 6, 5]
-        slots = [4, *range(5, 5 + len(kind.examples))]
-        for place, args in enumerate(kind.examples):
-            fresh = self.bench(kind)
-            # Each example in the slot in turn, another one than is asked for next.
-            self.crowd(bench, kind, slots[place:] + slots[:place])
+        slots = [4, *range(5, 5 + len(processor_type.examples))]
+        for place, args in enumerate(processor_type.examples):
+            fresh = self.bench(processor_type)
+            # Each example in the slot in turn, followed by a different one.
+            self.crowd(bench, processor_type, slots[place:] + slots[:place])
             bench.apply(slots, self.logits(len(slots), 5))
             bench.end(4)
             assert bench.start(4, args, tokens)
@@ -240,10 +250,10 @@ class LogitsProcessorKit:
                     used.end(slot)
             assert bench.start(4, None, tokens) is False, "who does not ask is served"
 
-    def test_a_preempted_request_goes_on(self, kind: type[LogitsProcessor]) -> None:
-        """Started again in another slot with the tokens there are, it gives the same."""
-        for args in kind.examples:
-            whole, torn = self.bench(kind), self.bench(kind)
+    def test_a_preempted_request_goes_on(self, processor_type: type[LogitsProcessor]) -> None:
+        """Started again in another slot with the tokens so far, it gives the same result."""
+        for args in processor_type.examples:
+            whole, torn = self.bench(processor_type), self.bench(processor_type)
             slot = 2
             for used in (whole, torn):
                 assert used.start(2, args, [3, 1, 4])
@@ -259,11 +269,11 @@ class LogitsProcessorKit:
                 whole.append(2, int(made.argmax()))
                 torn.append(slot, int(made.argmax()))
 
-    def test_what_is_the_engines_stays(self, kind: type[LogitsProcessor]) -> None:
+    def test_what_is_the_engines_stays(self, processor_type: type[LogitsProcessor]) -> None:
         """Tokens of slots are only read, and only those of requests."""
-        bench = self.bench(kind)
+        bench = self.bench(processor_type)
         slots = [7, 3, 9]
-        self.crowd(bench, kind, slots)
+        self.crowd(bench, processor_type, slots)
         before = bench.history.clone()
         logits = self.logits(3)
         made = bench.apply(slots, logits)
@@ -272,11 +282,11 @@ class LogitsProcessorKit:
             bench.history[slot, len(bench.tokens.get(slot, [])) :] = 0
         assert same(bench.apply(slots, logits), made), "it reads behind `lengths`"
 
-    def test_a_full_batch_is_served(self, kind: type[LogitsProcessor]) -> None:
-        """As many rows as there are slots, then few again."""
-        bench = self.bench(kind)
+    def test_a_full_batch_is_served(self, processor_type: type[LogitsProcessor]) -> None:
+        """Serve as many rows as there are slots, then few again."""
+        bench = self.bench(processor_type)
         slots = list(range(SLOTS))
-        self.crowd(bench, kind, slots)
+        self.crowd(bench, processor_type, slots)
         logits = self.logits(SLOTS)
         whole = bench.apply(slots, logits)
         some = [SLOTS - 1, 0]

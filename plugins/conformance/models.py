@@ -35,7 +35,7 @@ from ...core.loading.model_config import resolve_model_config
 from ...core.nn.attention import Attention
 from ...core.nn.context import ForwardContext
 from ...core.registry import Plugins, load_plugins
-from ...core.types import SamplingParams
+from ...core.sampling_params import SamplingParams
 from ...core.worker.selection import attention_refusal, choose
 from .kit import Kit
 from .paged import make_layout
@@ -47,11 +47,11 @@ TINY: dict[str, Any] = {
     "max_position_embeddings": 256, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
     "initializer_range": 0.2,
 }  # fmt: skip
-"""Of these a family gets the fields that its configuration has."""
+"""Configuration fields; a family gets those that its configuration has."""
 EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layernorm_epsilon", "layer_norm_epsilon",
             "norm_eps", "norm_epsilon")  # fmt: skip
 EPSILON = 0.1
-"""So much that a norm with another one shows."""
+"""Large enough that a norm with another epsilon differs visibly."""
 BLOCK = 4
 LONGEST = 80
 OUTPUT = 8
@@ -60,7 +60,7 @@ WEIGHTS = "model.safetensors"
 
 
 def _prompts() -> list[list[int]]:
-    """Of assorted lengths; the last shares 35 tokens with the one before it."""
+    """Return prompts of assorted lengths; the last shares 35 tokens with the one before it."""
     draw = np.random.default_rng(3)
     made = [draw.integers(3, VOCAB, size=n).tolist() for n in (1, 5, 17, 63, 40)]
     made.append(made[-1][:35] + draw.integers(3, VOCAB, size=6).tolist())
@@ -106,25 +106,26 @@ class PagedModel:
         self.computed = [0] * 8
 
     def run(self, rows: Mapping[int, Sequence[int]]) -> dict[int, torch.Tensor]:
-        """Slot → its next tokens, all in one step; → slot → logits [tokens, vocab] float32."""
+        """Run one step of slot → its next tokens; return slot → logits [tokens, vocab] float32."""
         every = self.logits(self.hidden(rows))
         parts = torch.split(every, [len(tokens) for tokens in rows.values()])
         return dict(zip(rows, parts, strict=True))
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[rows, hidden_size] → [rows, vocab] float32"""
+        """Compute logits: [rows, hidden_size] → [rows, vocab_size] float32."""
         model: Any = self.model
         logits: torch.Tensor = model.compute_logits(hidden.clone()).float()
         return logits
 
     @torch.inference_mode()
     def hidden(self, rows: Mapping[int, Sequence[int]]) -> torch.Tensor:
-        """As `run`: [tokens of all rows, hidden_size], before `compute_logits`."""
+        """Run a step as `run` does, up to the input of `compute_logits`: [tokens of all rows,
+        hidden_size]."""
         slots = list(rows)
         sizes = [(self.computed[s] + len(rows[s]), len(rows[s])) for s in slots]
         width = self.blocks_per_row
-        # A slot's blocks, last one first, so that their order matters.
+        # Blocks of a slot in descending order, so that their order matters.
         table = torch.stack(
             [torch.arange((s + 1) * width, s * width, -1, dtype=torch.int32) for s in slots]
         )
@@ -154,17 +155,18 @@ class ModelKit(Kit):
     reference: ClassVar[Any] = None
     """A `transformers` causal model's class; None: the one that transformers has under `name`."""
     config: ClassVar[Mapping[str, Any]] = {}
-    """Where the tiny configuration should differ from `TINY`, and from an epsilon of `EPSILON`."""
+    """Differences of the tiny configuration from `TINY`, and from an epsilon of `EPSILON`."""
     tolerance: ClassVar[float] = 1e-3
-    """How far float32 log-probabilities may be from the reference's."""
+    """Allowed deviation of float32 log-probabilities from the reference's."""
     invariance: ClassVar[float] = 2e-4
-    """How far float32 log-probabilities may be apart between two ways to batch the same tokens."""
+    """Allowed difference of float32 log-probabilities between two ways to batch the same tokens."""
 
     # -------------------------------------------------------------- what tests are made of
 
     @classmethod
     def make_reference(cls) -> Any:
-        """A random reference model: float32, eager attention, norms and biases not trivial."""
+        """Create a random reference model: float32, eager attention, norms and biases not
+        trivial."""
         import transformers
 
         kind = cls.reference or getattr(transformers, cls.name, None)
@@ -182,19 +184,20 @@ class ModelKit(Kit):
 
     @pytest.fixture
     def reference_model(self) -> Any:
-        """One for the class; change a copy."""
+        """The reference model, one per class; tests change a copy."""
         kit: Any = type(self)
         return _reference(kit)
 
     @pytest.fixture
     def folder(self) -> Path:
-        """The checkpoint, as `transformers` writes it; one for the class, so only to be read."""
+        """The checkpoint, as `transformers` writes it; one per class, so only to be read."""
         kit: Any = type(self)
         return Path(_checkpoint(kit).name)
 
     @pytest.fixture
     def expected(self, reference_model: Any) -> Callable[[Sequence[int]], torch.Tensor]:
-        """Tokens → the reference's log-probabilities, [tokens, vocab] float32."""
+        """Return a function: tokens → the reference's log-probabilities, [tokens, vocab]
+        float32."""
         return functools.partial(_score, reference_model)
 
     @staticmethod
@@ -216,11 +219,11 @@ class ModelKit(Kit):
         return AsyncEngine(EngineConfig(model=str(folder), **settings), plugins=self.plugins())
 
     def paged(self, folder: Path, dtype: str = "float32") -> PagedModel:
-        """The checkpoint's model without an engine around it."""
+        """Return the checkpoint's model without an engine."""
         return PagedModel(folder, dtype, plugins=self.plugins())
 
     def parameters(self, folder: Path) -> dict[str, torch.Tensor]:
-        """A built model's parameters by name; raises LoadError."""
+        """Return a built model's parameters by name; raises LoadError."""
         model: nn.Module = self.paged(folder).model
         return {name: parameter.detach().cpu() for name, parameter in model.named_parameters()}
 
@@ -250,7 +253,7 @@ class ModelKit(Kit):
         self.near(torch.cat(parts), whole, self.invariance)
 
     def test_what_else_is_in_the_batch_changes_nothing(self, folder: Path) -> None:
-        """Rows that begin beside others, and beside rows that go on by one token."""
+        """Rows start beside others, and beside rows that continue by one token."""
         prompts = _prompts()
         model = self.paged(folder)
         alone = [(model.run({s: p})[s], model.run({s: [5]})[s]) for s, p in enumerate(prompts)]
@@ -264,7 +267,7 @@ class ModelKit(Kit):
                 self.near(have[slot], wanted, self.invariance)
 
     def test_logits_of_some_rows_need_no_others(self, folder: Path) -> None:
-        """`compute_logits` sees the rows that sample, in any number."""
+        """`compute_logits` gets only the rows that sample, in any number."""
         model = self.paged(folder)
         hidden = model.hidden({0: _prompts()[2]})
         with torch.inference_mode():
@@ -278,7 +281,7 @@ class ModelKit(Kit):
     def test_builds_and_runs_in_every_dtype(
         self, folder: Path, reference_model: Any, expected: Any, dtype: str
     ) -> None:
-        """As near to float32 as the reference itself is in that type."""
+        """Deviation from float32 is as small as that of the reference in the same dtype."""
         try:
             model = self.paged(folder, dtype)
         except ConfigError as error:
@@ -305,7 +308,7 @@ class ModelKit(Kit):
     def test_greedy_tokens_equal_the_reference(
         self, folder: Path, expected: Any, options: dict[str, Any]
     ) -> None:
-        """All prompts at once; teacher-forced, so that a near tie does not matter."""
+        """Run all prompts at once; teacher-forced, so that a near tie does not matter."""
         prompts = _prompts()
 
         async def ask() -> list[Any]:
@@ -316,7 +319,8 @@ class ModelKit(Kit):
             self.check_answer(prompt, answer, expected)
 
     def check_answer(self, prompt: list[int], answer: Any, expected: Any) -> None:
-        """Each token is the reference's best, and has its log-probability, within tolerance."""
+        """Check that each token is the reference's best, and has its log-probability, within
+        tolerance."""
         chosen = answer.outputs[0]
         scores = expected(prompt + chosen.token_ids)[len(prompt) - 1 : -1]
         assert len(chosen.token_ids) == OUTPUT
@@ -373,8 +377,8 @@ class ModelKit(Kit):
 
 
 def tiny(config_class: Any) -> dict[str, Any]:
-    """What a family's tiny configuration is made from: the fields of `TINY` that it has, and
-    epsilons that show. A field that it lacks would be written down, and believed."""
+    """Return the fields of a family's tiny configuration: those of `TINY` that it has, and epsilons
+    that affect results. A field that it lacks would be stored and read back."""
     known = config_class()
     fields = {name: value for name, value in TINY.items() if hasattr(known, name)}
     return fields | {name: EPSILON for name in EPSILONS if hasattr(known, name)}
@@ -389,7 +393,7 @@ def _reference(kit: Any) -> Any:
 def _checkpoint(kit: Any) -> tempfile.TemporaryDirectory[str]:
     folder = tempfile.TemporaryDirectory(prefix="jackfield-conformance-")
     _reference(kit).save_pretrained(folder.name)
-    # What is checked is what is registered under the kit's name, whoever made the reference.
+    # The class registered under the kit's name is checked, whatever the origin of the reference.
     config = Path(folder.name) / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"architectures": [kit.name]}))
     return folder
@@ -397,7 +401,7 @@ def _checkpoint(kit: Any) -> tempfile.TemporaryDirectory[str]:
 
 @torch.no_grad()
 def _score(model: Any, tokens: Sequence[int]) -> torch.Tensor:
-    """A `transformers` model's log-probabilities, [tokens, vocab] float32."""
+    """Return a `transformers` model's log-probabilities, [tokens, vocab] float32."""
     logits = model(torch.tensor([list(tokens)]), use_cache=False).logits
     scores: torch.Tensor = logits[0].float().log_softmax(-1)
     return scores
@@ -411,7 +415,7 @@ async def _answer(engine: AsyncEngine, prompt: list[int]) -> Any:
 
 
 def _one_of_each_layer(names: Iterable[str]) -> list[str]:
-    """The first name of those that differ in their numbers alone."""
+    """Return the first of the names that differ only in their numbers."""
     first: dict[str, str] = {}
     for name in sorted(names):
         first.setdefault(re.sub(r"\d+", "#", name), name)
@@ -419,7 +423,7 @@ def _one_of_each_layer(names: Iterable[str]) -> list[str]:
 
 
 def _changed(folder: Path, into: Path, tensors: dict[str, torch.Tensor]) -> Path:
-    """The checkpoint with other tensors, in a folder that is used again."""
+    """Write the checkpoint with other tensors to a folder that is reused."""
     (into / "config.json").write_bytes((folder / "config.json").read_bytes())
     save_file(tensors, into / WEIGHTS, metadata={"format": "pt"})
     return into

@@ -5,8 +5,8 @@
         dtypes = ("float32", "bfloat16")              # what it must serve here
 
 On a GPU where there is one, else on the CPU. The reference computes in float32, from the same
-numbers: what then differs is the rounding of the plugin's own sums and results. What an operation
-may not overwrite must stay bit for bit.
+numbers: the differences are the rounding of the plugin's own sums and results. Arguments that an
+operation may not overwrite must stay bitwise equal.
 """
 
 from __future__ import annotations
@@ -35,9 +35,10 @@ from ...core.nn.packed import (
     round_to_words,
 )
 from ...core.nn.ragged import RaggedRows
-from ...core.types import SamplingParams, SlotStart
-from ...core.worker.sampler import Sampler
-from ...core.worker.sampling_state import SamplingState
+from ...core.sampling_params import SamplingParams
+from ...core.step import SlotStart
+from ...core.worker.sampling.sampler import Sampler
+from ...core.worker.sampling.sampling_state import SamplingState
 from .kit import Kit
 
 REFERENCE = Operations()
@@ -46,16 +47,16 @@ SAMPLING: tuple[dict[str, Any], ...] = (
     {"repetition_penalty": 1.7, "presence_penalty": 0.5, "frequency_penalty": 1.0},
     {"logit_bias": {3: 50.0, 8: -100.0}}, {"allowed_token_ids": (4, 5, 6, 250)},
 )  # fmt: skip
-"""What requests ask of the sampler, besides a temperature."""
+"""What requests ask of the sampler besides a temperature."""
 TOKENS = (1, 2, 5, 33)
-"""One token, and few, often have ways of their own."""
+"""One and few tokens often have separate implementations."""
 SIZE, OUTPUTS = 256, 96
 GREATEST = 3.0
-"""No result of a case is far beyond it, so tolerances are absolute."""
+"""No result of a case is far beyond this, so tolerances are absolute."""
 
 
 def wide(value: Any) -> Any:
-    """The same numbers in float32; everything that holds none as it is."""
+    """Convert to float32; objects without numbers are returned unchanged."""
     if isinstance(value, PackedWeight):
         return value._replace(scale=value.scale.float())
     if isinstance(value, torch.Tensor):
@@ -66,7 +67,7 @@ def wide(value: Any) -> Any:
 
 
 def copied(value: Any) -> Any:
-    """With tensors of its own."""
+    """Copy the value, tensors included."""
     if isinstance(value, torch.Tensor):
         return value.clone()
     if isinstance(value, Norm):
@@ -78,7 +79,7 @@ def copied(value: Any) -> Any:
 
 
 def tensors(value: Any) -> list[torch.Tensor]:
-    """The tensors in an argument."""
+    """Return the tensors in an argument."""
     if isinstance(value, torch.Tensor):
         return [value]
     if isinstance(value, PackedWeight):
@@ -87,26 +88,26 @@ def tensors(value: Any) -> list[torch.Tensor]:
 
 
 class OperationsKit(Kit):
-    """Subclass it in your tests, and set what is yours."""
+    """Subclass it in your tests, and set the class variables."""
 
     kind = "operations"
     dtypes: ClassVar[Sequence[str]] = ("float32", "float16", "bfloat16")
-    """Types to be checked here; one that the class refuses is skipped, with its reason."""
+    """Dtypes to check; one that the class refuses is skipped, with the reason."""
     promised: ClassVar[frozenset[str]] = frozenset()
-    """Types that it must not refuse here."""
+    """Dtypes that it must not refuse on this machine."""
     tolerance: ClassVar[Mapping[torch.dtype, float]] = {
         torch.float32: 1e-4,
         torch.float16: 1e-2,
         torch.bfloat16: 6e-2,
     }
-    """Absolute and relative, of results whose size is about 1."""
+    """Absolute and relative tolerance, for results of size about 1."""
     quantized_inputs: ClassVar[float] = 0.06
-    """How far a product may be off where a weight lets its inputs be rounded to 8 bits."""
+    """Allowed error of a product if a weight lets its inputs be rounded to 8 bits."""
 
     # -------------------------------------------------------------- what tests are made of
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        """Each test in each of `dtypes`."""
+        """Parametrize each test over `dtypes`."""
         if "dtype" in metafunc.fixturenames:
             kinds = [getattr(torch, name) for name in self.dtypes]
             metafunc.parametrize("dtype", kinds, ids=self.dtypes)
@@ -116,7 +117,7 @@ class OperationsKit(Kit):
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
     def make(self, dtype: torch.dtype) -> Operations:
-        """An instance; the test is skipped where it is refused."""
+        """Create an instance; the test is skipped if it is refused."""
         kind = self.registered()
         reason = kind.supports(self.device, dtype)
         if reason is not None:
@@ -131,7 +132,7 @@ class OperationsKit(Kit):
         return (torch.randn(*shape, generator=made) * scale).to(self.device, dtype)
 
     def norm(self, size: int, dtype: torch.dtype, seed: int = 3) -> Norm:
-        """With an eps that shows."""
+        """Create a norm with an eps that affects results."""
         return Norm(self.draw(size, dtype=dtype, seed=seed, scale=0.2) + 1.0, 0.3)
 
     def near(
@@ -149,7 +150,8 @@ class OperationsKit(Kit):
         overwrites: Sequence[str] = ("residual",),
         **more: Any,
     ) -> None:
-        """An operation's one result, in x's type; its other arguments are as before."""
+        """Check an operation's single result, in x's dtype; its other arguments must be
+        unchanged."""
         operations = self.make(dtype)
         given = [copied(value) for value in args]
         named = {key: copied(value) for key, value in more.items()}
@@ -169,7 +171,7 @@ class OperationsKit(Kit):
     # -------------------------------------------------------------- norms and activations
 
     def test_rms_norm(self, dtype: torch.dtype) -> None:
-        """Of rows, of heads in a projection, and with a weight in float32."""
+        """Norm rows, heads in a projection, and with a weight in float32."""
         for shape in ((1, SIZE), (5, 80), (7, 1000), (2, 3, 64)):
             norm = self.norm(shape[-1], dtype)
             self.compare("rms_norm", dtype, self.draw(*shape, dtype=dtype), norm)
@@ -180,7 +182,7 @@ class OperationsKit(Kit):
         self.compare("rms_norm", dtype, small, self.norm(SIZE, dtype)._replace(eps=1e-6))
 
     def test_rms_norm_of_part_of_a_tensor(self, dtype: torch.dtype) -> None:
-        """Rows that are not next to each other."""
+        """Norm rows that are not contiguous."""
         operations = self.make(dtype)
         whole = self.draw(6, 3 * SIZE, dtype=dtype)
         part, norm = whole[:, SIZE : 2 * SIZE], self.norm(SIZE, dtype)
@@ -188,7 +190,7 @@ class OperationsKit(Kit):
         self.near(got, REFERENCE.rms_norm(part.float(), wide(norm)), dtype)
 
     def test_large_numbers_before_a_norm_stay_finite(self, dtype: torch.dtype) -> None:
-        """Their squares are beyond float16."""
+        """The squares exceed float16."""
         x = self.draw(3, SIZE, dtype=dtype, scale=3000.0)
         self.compare("rms_norm", dtype, x, self.norm(SIZE, dtype))
 
@@ -217,13 +219,13 @@ class OperationsKit(Kit):
     # -------------------------------------------------------------- products
 
     def product_cases(self, dtype: torch.dtype, rows: int) -> list[dict[str, Any]]:
-        """Arguments beside x and the weight."""
+        """Return the arguments besides x and the weight."""
         bias = self.draw(rows, dtype=dtype, seed=7)
         return [{}, {"bias": bias}, {"norm": self.norm(SIZE, dtype)}]
 
     @pytest.mark.parametrize("tokens", TOKENS)
     def test_linear(self, tokens: int, dtype: torch.dtype) -> None:
-        """With a bias, a norm before, a residual after, and all of them."""
+        """Multiply with a bias, a norm before, a residual after, and all of them."""
         weight = self.draw(OUTPUTS, SIZE, dtype=dtype, seed=6, scale=SIZE**-0.5)
         x = self.draw(tokens, SIZE, dtype=dtype)
         residual = self.draw(tokens, OUTPUTS, dtype=dtype, seed=8)
@@ -242,7 +244,7 @@ class OperationsKit(Kit):
 
     @pytest.mark.parametrize("tokens", TOKENS)
     def test_rows_do_not_depend_on_those_beside_them(self, tokens: int, dtype: torch.dtype) -> None:
-        """A token's result is its own, whatever shares its step."""
+        """A token's result does not depend on the other tokens of its step."""
         operations = self.make(dtype)
         weight = self.draw(OUTPUTS, SIZE, dtype=dtype, seed=6, scale=SIZE**-0.5)
         x = self.draw(tokens, SIZE, dtype=dtype)
@@ -254,7 +256,7 @@ class OperationsKit(Kit):
             assert torch.equal(got[0], want[0])
 
     def packed(self, kind: str, rows: int, dtype: torch.dtype) -> PackedWeight:
-        """A weight of `rows` rows in one of the layouts."""
+        """Create a weight of `rows` rows in one of the layouts."""
         dense = self.draw(rows, SIZE, dtype=torch.float32, seed=6, scale=SIZE**-0.5)
         draw = torch.Generator().manual_seed(9)
         if kind in ("fp8", "int8", "quantized inputs"):
@@ -289,7 +291,7 @@ class OperationsKit(Kit):
         ],
     )  # fmt: skip
     def test_packed_linear(self, kind: str, tokens: int, dtype: torch.dtype) -> None:
-        """Every layout of a quantized weight; plain, gated, between a norm and a residual."""
+        """Check every layout of a quantized weight; plain, gated, between a norm and a residual."""
         x = self.draw(tokens, SIZE, dtype=dtype)
         weight, both = (self.packed(kind, rows, dtype) for rows in (OUTPUTS, 2 * OUTPUTS))
         cases, gated = (self.product_cases(dtype, n) for n in (OUTPUTS, 2 * OUTPUTS))
@@ -310,7 +312,7 @@ class OperationsKit(Kit):
     def test_route(
         self, shape: tuple[int, int, int], renormalize: bool, dtype: torch.dtype
     ) -> None:
-        """With equal logits: the lower number goes first."""
+        """Of equal logits, the lower expert number goes first."""
         tokens, experts, top_k = shape
         logits = self.draw(tokens, experts, dtype=dtype) * 4
         logits[0, 1::2] = logits[0].max()
@@ -324,7 +326,7 @@ class OperationsKit(Kit):
     @pytest.mark.parametrize("tokens", TOKENS)
     @pytest.mark.parametrize("kind", ["plain", "biases", "4 bits", "fp8", "rows"])
     def test_experts(self, kind: str, tokens: int, dtype: torch.dtype) -> None:
-        """Some experts with many tokens, some with none."""
+        """Check some experts with many tokens, some with none."""
         number, inner, top_k = 6, 64, 3
         x = self.draw(tokens, SIZE, dtype=dtype)
         logits = self.draw(tokens, number, dtype=torch.float32, seed=2)
@@ -379,7 +381,7 @@ class OperationsKit(Kit):
                 self.near(one, other, dtype, times=2)
 
     def projection(self, layout: HeadLayout, tokens: int, case: str, dtype: torch.dtype) -> Any:
-        """→ qkv, positions, cos_sin, query_norm, key_norm"""
+        """Return qkv, positions, cos_sin, query_norm, key_norm."""
         heads, kv_heads, dim = layout
         qkv = self.draw(tokens, (heads + 2 * kv_heads) * dim, dtype=dtype)
         positions = torch.arange(tokens, device=self.device) * 5 + 3
@@ -396,7 +398,7 @@ class OperationsKit(Kit):
 
     @pytest.mark.parametrize("case", ["plain", "rotated", "both"])
     def test_cached_heads(self, case: str, dtype: torch.dtype) -> None:
-        """What goes into the cache, and nothing else of it."""
+        """Check what is written to the cache, and that nothing else of it changes."""
         layout = HeadLayout(4, 2, 64)
         given = self.projection(layout, 5, case, dtype)
         got, want = self.cached(layout, given, dtype, (1.0, 1.0))
@@ -404,9 +406,9 @@ class OperationsKit(Kit):
 
     @pytest.mark.parametrize("kind", ["float8_e4m3fn", "float8_e5m2"])
     def test_cached_heads_in_fp8(self, kind: str, dtype: torch.dtype) -> None:
-        """Divided by the scales.
+        """Numbers are divided by the scales.
 
-        All numbers are such that fp8 holds them exactly, so nothing hangs on rounding.
+        fp8 represents all numbers exactly, so nothing depends on rounding.
         """
         layout, fp8 = HeadLayout(4, 2, 64), getattr(torch, kind)
         qkv, *rest = self.projection(layout, 5, "plain", dtype)
@@ -425,7 +427,8 @@ class OperationsKit(Kit):
     def cached(
         self, layout: HeadLayout, given: Any, kind: torch.dtype, scales: tuple[float, float]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """→ what is cached where tokens went, [2, tokens, ...] float32; and what should be."""
+        """Return the cached numbers of the tokens, [2, tokens, ...] float32, and the expected
+        ones."""
         slots = torch.tensor([9, 3, 30, 31, 0], device=self.device)
         empty = torch.full((2, 4, 8, 2, 64), 0.125, device=self.device).to(kind)
         caches = [empty.clone(), empty.clone()]
@@ -446,7 +449,7 @@ class OperationsKit(Kit):
         return got, want
 
     def test_bidirectional_attention(self, dtype: torch.dtype) -> None:
-        """Rows of unlike lengths in one step, each for itself."""
+        """Attend to rows of different lengths in one step, each separately."""
         lengths = (5, 1, 17, 17, 3, 40)
         starts = np.cumsum([0, *lengths])
         parts = [self.draw(int(starts[-1]), 4, 32, dtype=dtype, seed=n) for n in range(3)]
@@ -463,7 +466,7 @@ class OperationsKit(Kit):
     # -------------------------------------------------------------- decode steps
 
     def test_decode_inputs(self) -> None:
-        """New blocks go into the table; padding rows share a slot."""
+        """New blocks are written to the table; padding rows share a slot."""
         operations = self.make(torch.float32)
         draw = torch.Generator().manual_seed(2)
         history = torch.randint(0, 999, (7, 90), generator=draw, dtype=torch.int32)
@@ -482,7 +485,7 @@ class OperationsKit(Kit):
 
     @pytest.mark.parametrize("counts", [[1], [1, 1, 7, 40, 1, 0, 0], [70, 1]], ids=str)
     def test_step_inputs(self, counts: list[int]) -> None:
-        """Ragged rows; those without tokens come last."""
+        """Check ragged rows; those without tokens come last."""
         draw = torch.Generator().manual_seed(len(counts))
         rows = len(counts)
         history = torch.randint(0, 999, (9, 401), generator=draw, dtype=torch.int32)
@@ -497,15 +500,33 @@ class OperationsKit(Kit):
         want = REFERENCE.step_inputs(*given)
         got = self.make(torch.float32).step_inputs(*given)
         for name, one, other in zip(want._fields, got, want, strict=True):
-            # Where a row of no tokens would be is read by nobody.
+            # The place of a row without tokens is not read.
             kept = slice(None) if name in ("input_ids", "positions", "slot_mapping") else slice(
                 sum(count > 0 for count in counts)
             )  # fmt: skip
             assert one.dtype == other.dtype and torch.equal(one[kept], other[kept]), name
 
+    @pytest.mark.parametrize("counts", [[1], [1, 1, 7, 40, 1, 0, 0], [70, 1]], ids=str)
+    @pytest.mark.parametrize("tables", [2, 5])
+    def test_slot_mappings(self, tables: int, counts: list[int]) -> None:
+        """Check all tables but the first; rows without tokens come last."""
+        draw = torch.Generator().manual_seed(len(counts))
+        rows = len(counts)
+        table = torch.randint(0, 99, (rows, tables * 12), generator=draw, dtype=torch.int32)
+        start = torch.tensor([0, *counts]).cumsum(0).to(torch.int32)
+        first = torch.randint(0, 90, (rows,), generator=draw)
+        positions = torch.cat([torch.arange(n) + at for n, at in zip(counts, first, strict=True)])
+        given: list[Any] = [
+            table.to(self.device), 12, start.to(self.device), positions.to(self.device), 16,
+        ]  # fmt: skip
+        want = REFERENCE.slot_mappings(*given)
+        got = self.make(torch.float32).slot_mappings(*given)
+        assert got.shape == (tables - 1, sum(counts))
+        assert got.dtype == want.dtype and torch.equal(got, want)
+
     @pytest.mark.parametrize("count", [0, 1, 60, 100])
     def test_scatter(self, count: int) -> None:
-        """As many writes as are said, and no others; the last place may hold anything."""
+        """Exactly the given number of writes happens; the last place may hold anything."""
         draw = torch.Generator().manual_seed(count)
         places = torch.randperm(300, generator=draw)[:100]
         values = torch.randint(1, 99, (100,), generator=draw)
@@ -519,8 +540,8 @@ class OperationsKit(Kit):
 
     @pytest.mark.parametrize("asked", SAMPLING, ids=lambda asked: "+".join(asked) or "plain")
     def test_sampling(self, asked: dict[str, Any]) -> None:
-        """The tokens of the sampler in torch, by its noise, and its log-probabilities; a row
-        without a number among its logits gives -1."""
+        """Tokens and log-probabilities equal those of the sampler in torch with the same noise; a
+        row whose logits are all NaN gives -1."""
         operations = self.make(torch.float32)
         if not operations.samples:
             pytest.skip("it leaves sampling to torch")
@@ -542,7 +563,7 @@ class OperationsKit(Kit):
     def sampled(
         self, operations: Operations, asked: dict[str, Any], rows: list[int], logits: torch.Tensor
     ) -> tuple[list[int], Any]:
-        """A step of slots that have begun: → tokens; log-probabilities."""
+        """Sample one step of started slots → tokens; log-probabilities."""
         prompt = [5, 9, 9, 4]
         history = torch.zeros((6, 50), dtype=torch.int32, device=self.device)
         state = SamplingState(6, logits.shape[1], self.device, history, kernels=operations.samples)
@@ -552,7 +573,7 @@ class OperationsKit(Kit):
             state.start(
                 SlotStart(
                     slot=slot, request_id=str(slot), token_ids=tuple(prompt), num_prompt_tokens=3,
-                    num_computed_tokens=0, block_ids=(1,), params=params, seed=slot * 31,
+                    num_computed_tokens=0, params=params, seed=slot * 31,
                 )
             )  # fmt: skip
         state.upload()
@@ -586,7 +607,7 @@ class OperationsKit(Kit):
     # -------------------------------------------------------------- refusals
 
     def test_refusals_are_stated(self) -> None:
-        """Wherever it is asked: None, or one line that says why not."""
+        """The refusal is None, or one line with the reason, for any argument."""
         for device in ("cpu", "cuda", "meta"):
             for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
                 reason = self.registered().supports(torch.device(device), dtype)
@@ -594,5 +615,5 @@ class OperationsKit(Kit):
 
 
 def copied_all(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments with tensors of their own."""
+    """Copy the arguments, tensors included."""
     return {key: copied(value) for key, value in arguments.items()}

@@ -1,7 +1,7 @@
 """The pytest plugin: options that choose registered names, and a test class for each of them.
 
-pytest imports this wherever Jackfield is installed, so it imports next to nothing. Its options
-exist only in a run that names this package, so that `--model` stays free for everybody else.
+pytest imports this wherever Jackfield is installed, so it imports very little. Its options exist
+only in a run that names this package, so that `--model` stays free for other plugins.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ FRONT = FOLDER / "test_registered.py"
 
 
 class Kit(NamedTuple):
-    """Where the kit of a kind of plugin is."""
+    """Location of the kit for a kind of plugin."""
 
     option: str
     module: str
@@ -42,7 +42,7 @@ KITS = {
     "schedule_policy": Kit("--schedule-policy", "policies", "SchedulePolicyKit"),
     "weight_loader": Kit("--weight-loader", "loaders", "WeightLoaderKit"),
 }
-"""By the registry's name of the kind."""
+"""Kits by the registry's name of the kind."""
 
 CHOSEN = pytest.StashKey[dict[str, list[str]]]()
 """Kind → names to check."""
@@ -55,7 +55,7 @@ def _destination(kind: str) -> str:
 
 
 def _named(args: Sequence[str]) -> bool:
-    """Whether a command line asks for tests of this package."""
+    """Return whether a command line requests tests of this package."""
     for arg in args:
         path = str(arg).partition("::")[0]
         if path == PACKAGE or path.startswith(f"{PACKAGE}."):
@@ -67,7 +67,7 @@ def _named(args: Sequence[str]) -> bool:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_load_initial_conftests(early_config: Any, parser: Any, args: list[str]) -> None:
-    """Add the options, once it is known that this run is about this package."""
+    """Add the options, if this run is about this package."""
     if not _named(args):
         return
     group = parser.getgroup("jackfield", "conformance of Jackfield's plugins")
@@ -82,7 +82,7 @@ def pytest_load_initial_conftests(early_config: Any, parser: Any, args: list[str
         }
         try:
             group.addoption(kit.option, **settings)
-        except (ValueError, argparse.ArgumentError):  # Another pytest plugin has it.
+        except (ValueError, argparse.ArgumentError):  # Another pytest plugin has this option.
             group.addoption(f"--jackfield{kit.option[1:]}", **settings)
 
 
@@ -112,7 +112,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_pycollect_makemodule(module_path: Path, parent: Any) -> pytest.Module | None:
-    """The front module is filled with classes; every other module is pytest's business."""
+    """Return the front module with its classes; other modules are left to pytest."""
     if module_path.name == FRONT.name and module_path.resolve() == FRONT:
         return FrontModule.from_parent(parent, path=module_path)
     return None
@@ -134,7 +134,7 @@ class FrontModule(pytest.Module):
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """Without a choice there was nothing to check: say how to choose."""
+    """Explain how to choose if nothing was chosen."""
     if _named(config.args) and not config.stash[CHOSEN]:
         options = ", ".join(f"{kit.option} NAME" for kit in KITS.values())
         terminalreporter.write_line(f"{PACKAGE}: choose what to check with {options}")

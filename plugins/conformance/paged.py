@@ -9,15 +9,15 @@ import numpy as np
 import torch
 
 from ...core.nn.context import BatchLayout
-from ...core.protocols import AttentionSpec
+from ...core.protocols.attention import AttentionSpec
 
 Sizes = Sequence[tuple[int, int]]
-"""(tokens in all, queries) of each row: the queries are its last tokens."""
+"""(total tokens, queries) of each row; the queries are its last tokens."""
 
 
 @dataclass
 class Row:
-    """A request: all its keys and values so far, and the queries of this step (its last ones)."""
+    """A request: all its keys and values so far, and the queries of this step (the last ones)."""
 
     query: torch.Tensor
     """[queries, num_heads, head_dim]"""
@@ -29,7 +29,7 @@ class Row:
 
 @dataclass
 class Batch:
-    """Rows, where they lie, and a cache in which everything else is NaN."""
+    """Rows, their places, and a cache in which everything else is NaN."""
 
     rows: list[Row]
     layout: BatchLayout
@@ -39,7 +39,7 @@ class Batch:
     """[num_tokens] int64"""
 
     def joined(self, name: str) -> torch.Tensor:
-        """The step's queries, keys or values, [num_tokens, heads, head_dim]."""
+        """Return the step's queries, keys or values, [num_tokens, heads, head_dim]."""
         return torch.cat([getattr(row, name)[-len(row.query) :] for row in self.rows])
 
 
@@ -52,8 +52,12 @@ def make_batch(
     *,
     seed: int = 0,
     table_width: int | None = None,
+    released: bool = False,
 ) -> Batch:
-    """Random rows in shuffled blocks; NaN in block 0 and wherever no earlier token lies."""
+    """Return random rows in shuffled blocks; NaN in block 0 and wherever no earlier token lies.
+
+    released: blocks before the window were released; the table has block 0 in their place.
+    """
     random = torch.Generator().manual_seed(seed)
     counts = [-(-length // block_size) for length, _ in sizes]
     num_blocks = sum(counts) + 5
@@ -75,6 +79,10 @@ def make_batch(
         query = torch.randn(queries, spec.num_heads, spec.head_dim, generator=random).to(dtype)
         flat[0, own[: length - queries]] = key[: length - queries]
         flat[1, own[: length - queries]] = value[: length - queries]
+        if released and spec.sliding_window is not None:
+            behind = max(length - queries - spec.sliding_window + 1, 0) // block_size
+            table[index, :behind] = 0
+            cache[:, blocks[:behind]] = float("nan")
         rows.append(Row(query.to(device), key.to(device), value.to(device)))
     positions = torch.cat([torch.arange(length - queries, length) for length, queries in sizes])
     slot_mapping = torch.tensor(slots, dtype=torch.int64)
@@ -85,14 +93,10 @@ def make_batch(
 def make_layout(
     sizes: Sizes, table: torch.Tensor, slot_mapping: torch.Tensor, device: torch.device
 ) -> BatchLayout:
-    """The layout of rows whose blocks and slots are given."""
+    """Return the layout of rows whose blocks and slots are given."""
     starts = np.cumsum([0, *(queries for _, queries in sizes)]).astype(np.int32)
     lengths = np.array([length for length, _ in sizes], dtype=np.int32)
-    return BatchLayout(
-        num_rows=len(sizes),
-        num_tokens=int(starts[-1]),
-        max_query_len=max(queries for _, queries in sizes),
-        max_seq_len=int(lengths.max()),
+    return BatchLayout.of(
         query_start=torch.from_numpy(starts.copy()).to(device),
         seq_lens=torch.from_numpy(lengths.copy()).to(device),
         block_table=table.to(device),
@@ -105,7 +109,7 @@ def make_layout(
 def dense_attention(
     spec: AttentionSpec, rows: Sequence[Row], sinks: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Each row by itself in float32, with mask and bias written out.
+    """Compute each row separately in float32, with explicit mask and bias.
 
     sinks: [num_heads] → [num_tokens, num_heads, head_dim] float32
     """

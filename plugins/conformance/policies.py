@@ -1,4 +1,4 @@
-"""`SchedulePolicyKit`: whether a schedule policy gives every request a place among all others.
+"""`SchedulePolicyKit`: whether a schedule policy gives all requests a total order.
 
     class TestMine(SchedulePolicyKit):
         name = "mine"                               # as registered
@@ -6,7 +6,7 @@
             {"prompt_token_ids": [5] * 2}, {"prompt_token_ids": [5] * 9},
         ]
 
-The kit says nothing of what order is good: that is the policy's own matter.
+The kit does not judge the order: the policy defines it.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ import pytest
 
 from ...core.config import EngineConfig
 from ...core.engine.async_engine import AsyncEngine
-from ...core.pooling import PoolingParams
-from ...core.protocols import SchedulePolicy
+from ...core.pooling_params import PoolingParams
+from ...core.protocols.executors import SchedulePolicy
+from ...core.request import Request
+from ...core.sampling_params import OutputKind, SamplingParams, StructuredOutputsParams
 from ...core.scheduling.policy_keys import PolicyKeys
-from ...core.scheduling.request import Request
 from ...core.scheduling.scheduler import Scheduler
-from ...core.types import OutputKind, SamplingParams, StepResult, StructuredOutputsParams
+from ...core.step import StepResult
 from .clock import growth
 from .kit import Kit
 
@@ -35,13 +36,13 @@ NUM_BLOCKS = 12
 BLOCK = 4
 LONGEST = 40
 BAR = 20.0
-"""How many times as long a key may take after some thousand requests."""
+"""Allowed ratio of the time of a key after some thousand requests to the time before them."""
 STUCK_SECONDS = 60.0
-"""Longer than anything here takes; what is not through by then waits for ever."""
+"""Longer than any operation here takes; what takes longer hangs."""
 
 
 def make_request(number: int = 0, **fields: Any) -> Request:
-    """A request with the defaults of a short completion."""
+    """Create a request with the defaults of a short completion."""
     settings: dict[str, Any] = {
         "request_id": f"request-{number}",
         "prompt_token_ids": [5, 6, 7],
@@ -55,7 +56,7 @@ def make_request(number: int = 0, **fields: Any) -> Request:
 
 
 def assorted() -> list[Request]:
-    """Requests of every sort that the scheduler may ask about."""
+    """Return requests of all kinds that the scheduler may pass."""
     leader = make_request(0)
     fields: list[Mapping[str, Any]] = [
         {},
@@ -79,7 +80,7 @@ def assorted() -> list[Request]:
 
 
 class SchedulePolicyKit(Kit):
-    """Subclass it, and say what order you mean."""
+    """Subclass it, and set the order."""
 
     kind = "schedule_policy"
     expected_order: ClassVar[Sequence[Mapping[str, Any]]] = ()
@@ -87,12 +88,12 @@ class SchedulePolicyKit(Kit):
     added in the opposite order."""
 
     def make(self) -> SchedulePolicy:
-        """As the engine makes it."""
+        """Create the policy as the engine does."""
         policy: SchedulePolicy = self.registered()()
         return policy
 
     def key(self, policy: SchedulePolicy, request: Request) -> tuple[Any, ...]:
-        """What it answers, a tuple."""
+        """Return the policy's key, as a tuple."""
         key = policy.key(request)
         assert isinstance(key, tuple), f"key() gives {key!r}, no tuple"
         return key
@@ -105,7 +106,7 @@ class SchedulePolicyKit(Kit):
             self.key(policy, request)
 
     def test_keys_order_all_requests(self) -> None:
-        """Of one shape, so that any two compare; and three never go round in a circle."""
+        """Keys have one shape, so that any two compare, and no three form a cycle."""
         asked = PolicyKeys(self.make(), self.name)
         keys = [asked.of(one, alone=number == 0) for number, one in enumerate(assorted())]
         for a, b in itertools.product(keys, repeat=2):
@@ -124,7 +125,7 @@ class SchedulePolicyKit(Kit):
             assert vars(request) == before
 
     def test_a_key_costs_the_same_however_many_came_before(self) -> None:
-        """One that looks through all earlier requests stops the server when many wait."""
+        """A key that scans all earlier requests stops the server when many wait."""
         few, many, some = self.make(), self.make(), 10
         for number in range(5_000):
             many.key(make_request(number))
@@ -154,9 +155,9 @@ class SchedulePolicyKit(Kit):
 
     @pytest.mark.parametrize("seed", range(3))
     def test_every_request_comes_to_its_end(self, seed: int) -> None:
-        """Under the real scheduler, with a small cache, preemptions, aborts and late arrivals.
+        """Run the real scheduler, with a small cache, preemptions, aborts and late arrivals.
 
-        The scheduler's books are checked after every step.
+        The scheduler's state is checked after every step.
         """
         draw = random.Random(seed)
         scheduler = Scheduler(
@@ -178,10 +179,10 @@ class SchedulePolicyKit(Kit):
             steps += 1
             assert steps < 5000, "requests are left over that are never scheduled"
             for _ in range(min(len(waiting), draw.randint(0, 3))):
-                scheduler.add(waiting.pop())
+                scheduler.add_requests(waiting.pop())
             if scheduler.requests and draw.random() < 0.05:
                 victim = draw.choice(sorted(scheduler.requests))
-                assert scheduler.finish(victim, "abort") is not None
+                assert scheduler.finish_request(victim, "abort") is not None
                 assert victim not in scheduler.requests, "another one was removed"
                 aborted.add(victim)
             plan = scheduler.schedule()
@@ -197,7 +198,7 @@ class SchedulePolicyKit(Kit):
         assert not ended & aborted
 
     def test_an_engine_serves_with_it(self) -> None:
-        """The same tokens as by arrival, whatever the order and whoever is preempted."""
+        """Tokens equal those in order of arrival, for any order and any preemptions."""
         rng = random.Random(5)
         prompts = [[rng.randrange(10, 1000) for _ in range(n)] for n in (2, 30, 9, 17, 5, 24)]
 

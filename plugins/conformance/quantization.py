@@ -41,7 +41,7 @@ from ...core.loading.quantize import quantized_layers
 from ...core.nn.norm import RMSNorm
 from ...core.nn.operations import Operations
 from ...core.nn.quantized import LinearSpec, QuantizedLinear
-from ...core.types import SamplingParams
+from ...core.sampling_params import SamplingParams
 from .kit import Kit
 
 VOCAB = 160
@@ -59,8 +59,8 @@ BIASED = {"attention_bias": True, "mlp_bias": True}
 FAMILIES = {
     "Llama": SIZES | BIASED, "Phi3": SIZES, "Qwen3": SIZES, "Qwen3Moe": SIZES | MIXTURE,
 }  # fmt: skip
-"""Llama's layers have biases. Phi3's checkpoints have what is one layer as one tensor, others' as
-two or three."""
+"""Llama's layers have biases. Phi3's checkpoints fuse into one tensor what others have as two or
+three."""
 PROJECTIONS = (
     "q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "gate_proj", "up_proj", "gate_up_proj",
     "down_proj",
@@ -68,7 +68,7 @@ PROJECTIONS = (
 
 
 class QuantizationKit(Kit):
-    """Subclass it in your tests, and set what is yours."""
+    """Subclass it in your tests, and set the class variables."""
 
     kind = "quantization"
     config: ClassVar[Mapping[str, Any]] = {}
@@ -77,21 +77,21 @@ class QuantizationKit(Kit):
     mismatched: ClassVar[Mapping[str, Any]] = {}
     """Field → a value that `from_config` must refuse, naming the field."""
     inert: ClassVar[frozenset[str]] = frozenset()
-    """Numbers in `config` (by name or dotted path) that say nothing about how weights are stored:
-    another value of them may change nothing."""
+    """Numbers in `config` (by name or dotted path) without effect on how weights are stored:
+    another value may change nothing."""
     ignore_field: ClassVar[str | None] = None
-    """The field that lists layers to leave alone, where the format has one."""
+    """The field that lists layers to leave alone, if the format has one."""
     rounding: ClassVar[float] = 0.15
-    """‖dequantised - original‖ / ‖original‖ of normal random weights, at most."""
+    """Bound of ‖dequantised - original‖ / ‖original‖ for normal random weights."""
     exact: ClassVar[float] = 2e-5
-    """How far a layer may be from its dequantised weight, relative to the largest."""
+    """Allowed deviation of a layer from its dequantised weight, relative to the largest."""
     product_error: ClassVar[float] = 1e-4
-    """The same of its products, for inputs of any kind: more where inputs are rounded, too."""
+    """Allowed deviation of products, for any inputs: larger if inputs are rounded, too."""
     logprob_error: ClassVar[float] = 1e-3
-    """How far log-probabilities may be from the dequantised model's: float32, on a CPU."""
+    """Allowed deviation of log-probabilities from the dequantised model's: float32, on a CPU."""
     half_error: ClassVar[float] = 0.12
-    """How far products in bfloat16 may be off, relative to the largest: scales may be of that type,
-    too."""
+    """Allowed deviation of products in bfloat16, relative to the largest: scales may be of that
+    dtype, too."""
     experts: ClassVar[bool] = True
     """Whether the method takes the experts of a mixture."""
     prompt_lengths: ClassVar[tuple[int, ...]] = (1, 9, 37)
@@ -136,7 +136,7 @@ class QuantizationKit(Kit):
     @pytest.fixture(scope="class", params=FAMILIES)
     @classmethod
     def family(cls, request: pytest.FixtureRequest) -> str:
-        """`transformers` model families; override it for others."""
+        """`transformers` model families; override to test others."""
         if "Moe" in request.param and not cls.experts:
             pytest.skip("the method takes no experts")
         return str(request.param)
@@ -149,7 +149,7 @@ class QuantizationKit(Kit):
         return folder, cls().write(family, folder)
 
     def write(self, family: str, folder: Path) -> Any:
-        """Write a random model in the format; → the `transformers` model it stands for."""
+        """Write a random model in the format; return the equivalent `transformers` model."""
         config = getattr(transformers, f"{family}Config")(**FAMILIES[family])
         torch.manual_seed(11)
         model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
@@ -181,7 +181,7 @@ class QuantizationKit(Kit):
         path.write_text(json.dumps(data))
 
     def engine_config(self, folder: Path, **options: Any) -> EngineConfig:
-        """For a checkpoint of this method."""
+        """Return the configuration for a checkpoint of this method."""
         chosen: dict[str, Any] = {
             "model": str(folder), "device": self.device, "dtype": "float32",
             "quantization": None if self.config else self.name, "skip_tokenizer_init": True,
@@ -190,7 +190,7 @@ class QuantizationKit(Kit):
         return EngineConfig(**{**chosen, **options})
 
     def build(self, folder: Path, **options: Any) -> nn.Module:
-        """The loaded model, without an engine around it."""
+        """Return the loaded model, without an engine."""
         config = self.engine_config(folder, **options)
         model_config = resolve_model_config(config)
         with torch.inference_mode():
@@ -201,7 +201,7 @@ class QuantizationKit(Kit):
     # ------------------------------------------------------------ the tests
 
     def test_layers_multiply_by_the_dequantised_weights(self, checkpoint: Any) -> None:
-        """Merged layers too: each shard with its own scales."""
+        """Check merged layers too: each shard has its own scales."""
         folder, reference = checkpoint
         weights = linear_weights(reference)
         layers = quantized_layers(self.build(folder))
@@ -212,20 +212,21 @@ class QuantizationKit(Kit):
             assert (got - wanted).abs().max() <= self.exact * wanted.abs().max(), layer.spec.prefix
 
     def dense(self, layer: QuantizedLinear) -> torch.Tensor:
-        """[out_features, in_features]: what the layer multiplies by, found by multiplying."""
+        """Return the matrix by which the layer multiplies, [out_features, in_features], determined
+        by products."""
         size, spec = layer.spec.in_features, layer.spec
         inputs = torch.eye(size + 1, size, device=spec.device, dtype=spec.dtype)
         try:
-            # Without the activation: the same layer as if it were a plain merged one.
+            # Without the activation, as a plain merged layer.
             layer.spec = dataclasses.replace(spec, gated=False)
             product: torch.Tensor = layer(inputs)
         finally:
             layer.spec = spec
-        # The last input is all zeros, and its product is the bias.
+        # The last input is all zeros, so its product is the bias.
         return (product[:-1] - product[-1]).t()
 
     def test_biases_are_added(self, checkpoint: Any) -> None:
-        """Of merged and gated layers, too."""
+        """Check merged and gated layers, too."""
         folder, reference = checkpoint
         layers = quantized_layers(self.build(folder))
         biased = 0
@@ -249,7 +250,8 @@ class QuantizationKit(Kit):
             pytest.skip("layers of this family have no biases")
 
     def test_results_are_in_the_models_type(self, checkpoint: Any) -> None:
-        """In a bfloat16 model: products near those of the weights in float32, rounded to it."""
+        """In a bfloat16 model, products are near those of the weights in float32, rounded to
+        bfloat16."""
         if (
             reason := self.registered().supports(torch.device(self.device), torch.bfloat16)
         ) is not None:
@@ -271,7 +273,8 @@ class QuantizationKit(Kit):
                 assert worst <= (self.half_error + self.product_error) * want.abs().max(), name
 
     def test_every_number_of_the_config_counts(self, checkpoint: Any) -> None:
-        """The same tensors under another `group_size`, say, are another weight, or refused."""
+        """The same tensors under another `group_size`, for example, are another weight, or
+        refused."""
         folder, _ = checkpoint
         if not self.config:
             pytest.skip("there is no quantization_config")
@@ -294,7 +297,7 @@ class QuantizationKit(Kit):
             )
 
     def test_norm_before_and_residual_after(self, checkpoint: Any) -> None:
-        """For one row and for several, as for a layer that does each step by itself."""
+        """Compare with a layer that does each step separately, for one row and for several."""
         layers = quantized_layers(self.build(checkpoint[0]))
         for suffix, with_residual in (("o_proj", True), ("gate_up_proj", False)):
             layer = next(m for name, m in layers.items() if name.endswith(suffix))
@@ -320,7 +323,7 @@ class QuantizationKit(Kit):
                 assert (got - wanted).abs().max() <= self.product_error * wanted.abs().max()
 
     def test_rounding_error_is_bounded(self) -> None:
-        """On normal random weights, and on rows of zeros."""
+        """Check normal random weights, and rows of zeros."""
         weight = torch.randn(64, 256, generator=torch.Generator().manual_seed(3))
         _, dequantised = self.quantize(weight.clone())
         assert (dequantised - weight).norm() <= self.rounding * weight.norm()
@@ -329,7 +332,7 @@ class QuantizationKit(Kit):
         assert torch.isfinite(dequantised).all()
 
     def test_engine_gives_the_dequantised_models_log_probabilities(self, checkpoint: Any) -> None:
-        """Prompts of several lengths at once, chunked, and some tokens more."""
+        """Run prompts of several lengths at once, chunked, and some more tokens."""
         folder, reference = checkpoint
         prompts = [
             [3 + (7 * i * n) % (VOCAB - 3) for i in range(1, n + 1)] for n in self.prompt_lengths
@@ -359,7 +362,7 @@ class QuantizationKit(Kit):
                     assert error <= self.logprob_error, (len(prompt), position, token, error)
 
     def test_mismatched_config_is_refused_by_the_fields_name(self, checkpoint: Any) -> None:
-        """Each wrong value by itself."""
+        """Check each wrong value separately."""
         folder, _ = checkpoint
         method = self.registered()
         for field, value in self.mismatched.items():
@@ -378,8 +381,8 @@ class QuantizationKit(Kit):
                 self.set_config(folder)
 
     def test_missing_and_misshapen_tensors_are_named(self, checkpoint: Any, tmp_path: Path) -> None:
-        """The error calls them as the checkpoint does, or names the layer and what it lacks. A
-        tensor may be missing without an error where nothing hangs on it."""
+        """The error uses the checkpoint's names, or names the layer and what it lacks. A tensor may
+        be missing without an error if it has no effect."""
         folder, _ = checkpoint
         tensors = load_file(folder / "model.safetensors")
         (tmp_path / "config.json").write_text((folder / "config.json").read_text())
@@ -410,7 +413,7 @@ class QuantizationKit(Kit):
                 assert worst <= bound, f"without {missing} there is another weight, and no error"
 
     def test_ignored_layers_stay_as_they_are(self, tmp_path: Path) -> None:
-        """A layer named in the format's ignore list is neither looked for nor rounded."""
+        """A layer in the format's ignore list is neither looked for nor rounded."""
         if self.ignore_field is None or not self.config:
             pytest.skip("the format has no such list")
         kit = self
@@ -431,7 +434,7 @@ class QuantizationKit(Kit):
         torch.testing.assert_close(kept.cpu(), wanted.data, rtol=0, atol=0)
 
     def test_dummy_weights_can_be_made(self, checkpoint: Any) -> None:
-        """`load_format=dummy`: speed can be measured without a checkpoint."""
+        """`load_format=dummy` allows speed measurements without a checkpoint."""
         model = self.build(checkpoint[0], load_format="dummy")
         for layer in quantized_layers(model).values():
             made = layer(torch.randn(2, layer.spec.in_features, device=layer.spec.device))
@@ -442,7 +445,7 @@ EXPERT = re.compile(r"\.experts(\.|$)")
 
 
 def numbers(config: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], int]]:
-    """Path and value of each whole number in a configuration, lists left aside."""
+    """Yield path and value of each whole number in a configuration, except in lists."""
     for name, value in config.items():
         if isinstance(value, Mapping):
             yield from (((name, *path), number) for path, number in numbers(value))
@@ -451,15 +454,15 @@ def numbers(config: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], int]]:
 
 
 def replaced(config: Mapping[str, Any], path: tuple[str, ...], value: Any) -> dict[str, Any]:
-    """The configuration with another value at a path."""
+    """Return the configuration with another value at a path."""
     name, *rest = path
     return {**config, name: replaced(config[name], tuple(rest), value) if rest else value}
 
 
 def linear_weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Every linear layer of a `transformers` model, as checkpoints call it → its weight.
+    """Return the weight of every linear layer of a `transformers` model by its checkpoint name.
 
-    Experts, which that keeps in one tensor, come one by one, and as views of it.
+    Experts, which share one tensor there, are returned one by one, as views of it.
     """
     found = {}
     for name, module in model.named_modules():

@@ -1,4 +1,4 @@
-"""What `pytest --pyargs jackfield.plugins.conformance` collects: `options.py` fills it.
+"""What `pytest --pyargs jackfield.plugins.conformance` collects: `options.py` adds the tests.
 
 One class for each name chosen on the command line; without a choice, nothing.
 """

@@ -9,11 +9,11 @@ from collections.abc import Callable
 
 from ...core.config import EngineConfig
 from ...core.loading.model_config import ModelConfig
-from ...core.protocols import ExecutorInfo
+from ...core.protocols.executors import ExecutorInfo
 from ...core.registry import Plugins
-from ...core.types import StepPlan, StepResult
-from ...core.worker.ready import get_ready
-from ...core.worker.thread import WorkerThread
+from ...core.step import StepPlan, StepResult
+from ...core.worker.device_init import initialize_device
+from ...core.worker.threads import WorkerThread
 from ...core.worker.worker import Worker
 
 
@@ -25,9 +25,9 @@ class InProcessExecutor:
         self._thread: WorkerThread | None = None
 
     @staticmethod
-    def get_ready(config: EngineConfig, plugins: Plugins) -> None:
-        """Wake the device."""
-        get_ready(config, plugins)
+    def initialize_device(config: EngineConfig, plugins: Plugins) -> None:
+        """Initialize the device."""
+        initialize_device(config, plugins)
 
     def watch_transfers(self, callback: Callable[[], None]) -> None:
         """The connector's threads call from outside the loop, perhaps after its end."""
@@ -54,12 +54,12 @@ class InProcessExecutor:
         return self._thread.step(lambda: self._worker.step(plan))
 
     async def recover(self) -> None:
-        """Raises what the device says when it is lost."""
+        """Reset after a failed step. Raises the device's error if the device is lost."""
         assert self._thread is not None, "start() comes first"
         await self._thread.call(self._worker.recover)
 
     async def ping(self) -> None:
-        """Through both threads, behind the steps that are queued."""
+        """Pass through both threads, after the queued steps."""
         assert self._thread is not None, "start() comes first"
         await self._thread.step(_Nothing)
 

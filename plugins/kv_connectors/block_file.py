@@ -1,11 +1,11 @@
-"""A KV block as bytes: a safetensors file that says what it is and whether it is whole."""
+"""A KV block as bytes: a safetensors file whose metadata identify the block and hold a checksum."""
 
 from __future__ import annotations
 
 import json
 from hashlib import blake2b
 
-from ...core.protocols import KVLayout
+from ...core.protocols.kv import KVLayout
 
 DTYPES = {
     "float32": "F32", "float16": "F16", "bfloat16": "BF16",
@@ -19,7 +19,7 @@ MAX_HEADER = 1 << 20
 class BlockFormat:
     """Encodes and checks blocks of one layout.
 
-    One tensor a layer, `layer.N`: [2 (key, value), block_size, num_kv_heads, head_dim]; the
+    One tensor per layer, `layer.N`: [2 (key, value), block_size, num_kv_heads, head_dim]; the
     metadata hold the block's key, the fingerprint and a BLAKE2b digest of the tensors.
     """
 
@@ -39,13 +39,13 @@ class BlockFormat:
             }
 
     def encode(self, key: bytes, block: memoryview) -> bytes:
-        """block: [block_bytes], layer after layer."""
+        """Encode a block; block: [block_bytes], layer after layer."""
         header = json.dumps({"__metadata__": self._metadata(key, block), **self._tensors})
         padded = header.encode() + b" " * (-len(header) % 8)
         return b"".join([len(padded).to_bytes(8, "little"), padded, block])
 
     def decode(self, key: bytes, data: bytes) -> memoryview:
-        """→ [block_bytes]. Raises ValueError with what is wrong."""
+        """Return [block_bytes]. Raises ValueError with the fault."""
         length = int.from_bytes(data[:8], "little")
         if len(data) < 8 or length > min(MAX_HEADER, len(data) - 8):
             raise ValueError("it is cut off in its header")

@@ -28,7 +28,7 @@ class BlockCopier:
         self.block_bytes = sum(cache[:, 0].nbytes for cache in kv_caches)
         width = math.gcd(8, *(cache.shape[-1] * cache.itemsize for cache in kv_caches))
         self._word = WORDS[width]
-        """What is copied at a time: bytes one by one would take their time."""
+        """Unit of copies: single bytes would be slow."""
         with torch.inference_mode():
             self._caches = [cache.view(self._word) for cache in kv_caches]
         self._sizes = [cache[:, 0].numel() for cache in self._caches]
@@ -74,7 +74,7 @@ class BlockCopier:
         return contextlib.nullcontext() if self._stream is None else cuda.stream(self._stream)
 
     def _staging(self, blocks: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """→ the blocks as an index, [n, words of a block] on the device."""
+        """Return the blocks as an index, and [n, words of a block] on the device."""
         return torch.tensor(blocks, device=self.device), torch.empty(
             len(blocks), sum(self._sizes), dtype=self._word, device=self.device
         )

@@ -1,6 +1,6 @@
 """Host memory as a second tier under the prefix cache.
 
-The scheduler half decides which row of host memory holds which block; the worker half copies.
+The scheduler half assigns rows of host memory to blocks; the worker half copies.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import torch
 from msgspec import Meta
 
 from ...core.errors import ConfigError, OutOfMemory
-from ...core.protocols import KVConnectorSetup
-from ...core.scheduling.request import Request
-from ...core.types import KVReport
+from ...core.protocols.kv import KVConnectorSetup
+from ...core.request import Request
+from ...core.step import KVReport
 from .copying import BlockCopier, cuda
 from .options import read_options
 from .threads import Job, JobList, Jobs, ThreadedWorker
@@ -30,23 +30,23 @@ class CpuOffloadOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
 
 class CpuOffloadConnector:
-    """Blocks in pinned host memory, of this engine alone."""
+    """Keeps blocks in pinned host memory, for this engine only."""
 
     shared = False
 
     @classmethod
     def make_scheduler(cls, setup: KVConnectorSetup) -> CpuOffloadScheduler:
-        """The half that knows where everything is."""
+        """Return the scheduler half, which assigns rows to blocks."""
         return CpuOffloadScheduler(setup)
 
     @classmethod
     def make_worker(cls, setup: KVConnectorSetup) -> CpuOffloadWorker:
-        """The half that has the memory."""
+        """Return the worker half, which owns the memory."""
         return CpuOffloadWorker(setup)
 
 
 def num_rows(setup: KVConnectorSetup) -> int:
-    """Blocks that fit. Raises ConfigError if none does."""
+    """Return the number of blocks that fit. Raises ConfigError if none does."""
     options = read_options(setup.transfer.kv_connector_extra_config, CpuOffloadOptions)
     rows = int(options.kv_offloading_size * (1 << 30)) // setup.layout.block_bytes
     if rows < 1:
@@ -59,12 +59,12 @@ def num_rows(setup: KVConnectorSetup) -> int:
 
 
 class CpuOffloadScheduler:
-    """An LRU of rows by block key. A row is never given away while a transfer uses it."""
+    """An LRU of rows by block key. A row is never reassigned while a transfer uses it."""
 
     def __init__(self, setup: KVConnectorSetup) -> None:
         self._block_size = setup.layout.block_size
         self._unused = iter(range(num_rows(setup)))
-        """Rows that were never used, of which there may be many."""
+        """Rows that were never used; possibly very many."""
         self._free: list[int] = []
         self._rows: OrderedDict[bytes, int] = OrderedDict()
         """Saved blocks, least recently used first."""
@@ -75,14 +75,15 @@ class CpuOffloadScheduler:
         self._jobs = JobList()
 
     def num_external_tokens(self, request: Request, num_computed_tokens: int) -> int:
-        """Known at once. Blocks that the device still has are used too: they stay."""
+        """Return the number of saved tokens, without waiting. Blocks that the device still has are
+        marked as used, too, so that they are kept."""
         first = num_computed_tokens // self._block_size
         end = first
         for key in request.block_hashes[first:]:
             if key not in self._rows:
                 break
             end += 1
-        # Last block first: of a prefix, the tail goes first.
+        # Last block first, so that the tail of a prefix is evicted first.
         for key in reversed(request.block_hashes[:end]):
             if key in self._rows:
                 self._rows.move_to_end(key)
@@ -91,7 +92,7 @@ class CpuOffloadScheduler:
     def start_load(
         self, transfer: int, request: Request, keys: Sequence[bytes], block_ids: Sequence[int]
     ) -> None:
-        """What was given away since it was promised is reported as not filled."""
+        """Queue a load. Blocks evicted since they were promised are reported as not filled."""
         rows = []
         for key in keys:
             if (row := self._rows.get(key)) is None:
@@ -104,7 +105,7 @@ class CpuOffloadScheduler:
     def start_save(
         self, transfer: int, request: Request, keys: Sequence[bytes], block_ids: Sequence[int]
     ) -> Sequence[int]:
-        """Blocks that are not here yet, as far as rows are to be had."""
+        """Queue saves of blocks that are not stored yet, as far as rows are available."""
         chosen = []
         for key, block_id in zip(keys, block_ids, strict=True):
             if key in self._rows or key in self._keys_being_saved:
@@ -134,15 +135,15 @@ class CpuOffloadScheduler:
     def request_finished(
         self, transfer: int, request: Request
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Nothing is held: saves are under way by themselves."""
+        """Hold no blocks: saves continue independently."""
         return False, None
 
     def build_metadata(self) -> Jobs | None:
-        """Blocks and rows."""
+        """Return the queued blocks and their rows."""
         return self._jobs.take()
 
     def update(self, report: KVReport) -> None:
-        """A row can be found when its save has ended."""
+        """Make rows available for hits once their save has ended."""
         for transfer in (*report.finished, *report.failed):
             failed = transfer in report.failed
             for key, row in reversed(self._saving.pop(transfer, [])):
@@ -157,7 +158,7 @@ class CpuOffloadScheduler:
                     del self._readers[row]
 
     def close(self) -> None:
-        """Nothing to end."""
+        """Nothing to release."""
 
 
 class CpuOffloadWorker(ThreadedWorker):
@@ -169,15 +170,15 @@ class CpuOffloadWorker(ThreadedWorker):
         self._pinned = False
 
     def bind(self, kv_caches: Sequence[torch.Tensor]) -> None:
-        """Take the memory."""
+        """Allocate the host memory."""
         size = self._num_rows * self.setup.layout.block_bytes
         try:
             self._pool = torch.empty(
                 self._num_rows, self.setup.layout.block_bytes, dtype=torch.uint8
             )
             if kv_caches[0].device.type == "cuda":
-                # Registered where it lies: torch's own pinned memory is rounded up, to twice as
-                # much at worst.
+                # Registered in place: torch's own pinned memory is rounded up, at worst to twice
+                # the size.
                 runtime = cuda.cudart()
                 cuda.check_error(int(runtime.cudaHostRegister(self._pool.data_ptr(), size, 0)))
                 self._pinned = True
@@ -190,17 +191,17 @@ class CpuOffloadWorker(ThreadedWorker):
         super().bind(kv_caches)
 
     def load(self, job: Job, copier: BlockCopier, after: Any) -> Sequence[int]:
-        """Blocks without a row were given away."""
+        """Load the blocks that have a row; the others were evicted."""
         count = len(job.places)
         copier.write(job.block_ids[:count], self._pool, job.places, after)
         return job.block_ids[count:]
 
     def save(self, job: Job, copier: BlockCopier) -> None:
-        """All of them."""
+        """Save all blocks."""
         copier.read(job.block_ids, self._pool, job.places)
 
     def finish(self) -> None:
-        """Give the memory back."""
+        """Release the host memory."""
         if self._pinned:
             cuda.cudart().cudaHostUnregister(self._pool.data_ptr())
             self._pinned = False

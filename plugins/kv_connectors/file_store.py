@@ -15,27 +15,27 @@ import msgspec
 from msgspec import Meta
 
 from ...core.errors import ConfigError
-from ...core.protocols import KVConnectorSetup
+from ...core.protocols.kv import KVConnectorSetup
 from .options import read_options
 from .store import StoreConnector
 
 SUFFIX = ".safetensors"
 UNFINISHED = ".unfinished"
 UNFINISHED_SECONDS = 3600.0
-"""Older than this, a file that was never finished belongs to nobody."""
+"""Age in seconds after which an unfinished file is removed."""
 SCAN_SHARE = 0.05
-"""The folder is measured anew when this engine has written so much of its limit."""
+"""Share of the limit that this engine may write before the folder is measured again."""
 KEEP_SHARE = 0.9
-"""What eviction leaves of the limit."""
+"""Share of the limit that eviction keeps."""
 
 
 class FileStoreOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`kv_connector_extra_config` of file_store."""
 
     path: Annotated[str, Meta(min_length=1)]
-    """Folder; made if it is not there."""
+    """Folder; created if missing."""
     max_gib: Annotated[float, Meta(gt=0)] = 10.0
-    """All files in it together. Past it, those not read for longest go."""
+    """GiB of all files in it together. Above it, the least recently read are removed."""
 
 
 class FileStore:
@@ -52,7 +52,8 @@ class FileStore:
         self._limit = int(options.max_gib * (1 << 30))
         self._lock = threading.Lock()
         self._size: int | None = None
-        """Of all files, as last measured, and what was written since; None: not measured yet."""
+        """Bytes of all files, as last measured, plus what was written since; None: not measured
+        yet."""
         self._since_scan = 0
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -63,25 +64,25 @@ class FileStore:
             ) from error
 
     def count_present(self, keys: Sequence[bytes]) -> int:
-        """By the files' existence; their content is checked when it is read."""
+        """Count leading keys that have files; their content is checked when it is read."""
         for number, key in enumerate(keys):
             if not self._path(key).is_file():
                 return number
         return len(keys)
 
     def get(self, key: bytes) -> bytes | None:
-        """Reads the file, and marks it as used."""
+        """Read the file, and mark it as used."""
         path = self._path(key)
         try:
             data = path.read_bytes()
         except FileNotFoundError:
             return None
-        with contextlib.suppress(OSError):  # Evicted meanwhile, or another's and read-only.
+        with contextlib.suppress(OSError):  # Evicted, or read-only of another user.
             os.utime(path)
         return data
 
     def put(self, key: bytes, data: bytes) -> None:
-        """Readers see the whole file or none."""
+        """Write a file; readers see the whole file or none."""
         if len(data) > self._limit * KEEP_SHARE:
             return
         self._make_room(len(data))
@@ -96,11 +97,11 @@ class FileStore:
             raise
 
     def remove(self, key: bytes) -> None:
-        """So that it is written anew."""
+        """Remove a file, so that it is written anew."""
         self._path(key).unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: no file stays open."""
 
     def _path(self, key: bytes) -> Path:
         name = key.hex()
@@ -118,7 +119,8 @@ class FileStore:
             self._since_scan += size
 
     def _evict(self, size: int) -> int:
-        """Measure the folder; if `size` more is too much, remove the oldest. → bytes left."""
+        """Measure the folder; if `size` more bytes are too many, remove the oldest files. Return
+        the bytes left."""
         files = sorted(self._files())
         total = sum(file_size for _, file_size, _ in files)
         if total + size <= self._limit:
@@ -132,7 +134,7 @@ class FileStore:
         return total
 
     def _files(self) -> Iterator[tuple[float, int, str]]:
-        """(mtime, bytes, path) of each block, of whatever model."""
+        """Yield (mtime, bytes, path) of each block, of any model."""
         forgotten = time.time() - UNFINISHED_SECONDS
         for folder, _, names in os.walk(self._root):
             for name in names:
@@ -144,13 +146,13 @@ class FileStore:
                     if name.endswith(UNFINISHED) and facts.st_mtime < forgotten:
                         os.unlink(path)
                         continue
-                except FileNotFoundError:  # Another engine evicts too.
+                except FileNotFoundError:  # Another engine evicts, too.
                     continue
                 if name.endswith(SUFFIX):
                     yield facts.st_mtime, facts.st_size, path
 
 
 class FileStoreConnector(StoreConnector):
-    """Blocks in a folder."""
+    """Stores blocks in a folder."""
 
     store_class = FileStore

@@ -1,7 +1,8 @@
-"""Several connectors in order: the first that has something loads it, all save."""
+"""Several connectors in order: the first that has blocks loads them, all save."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, Any
@@ -12,9 +13,9 @@ from msgspec import Meta
 
 from ...core.config import KVTransferConfig
 from ...core.errors import ConfigError, PluginError
-from ...core.protocols import KVConnectorScheduler, KVConnectorSetup, KVConnectorWorker
-from ...core.scheduling.request import Request
-from ...core.types import KVReport
+from ...core.protocols.kv import KVConnectorScheduler, KVConnectorSetup, KVConnectorWorker
+from ...core.request import Request
+from ...core.step import KVReport
 from .options import read_options
 
 
@@ -22,11 +23,12 @@ class MultiOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """`kv_connector_extra_config` of multi."""
 
     connectors: Annotated[tuple[KVTransferConfig, ...], Meta(min_length=1)]
-    """Each as `kv_transfer_config` has it; its `kv_role` counts, its failure policy does not."""
+    """Each in the form of `kv_transfer_config`; its `kv_role` applies, its failure policy does
+    not."""
 
 
 class MultiMetadata(msgspec.Struct, frozen=True):
-    """What travels with a step."""
+    """Metadata of a step."""
 
     shares: dict[int, int]
     """New transfer → how many connectors take part in it."""
@@ -35,17 +37,17 @@ class MultiMetadata(msgspec.Struct, frozen=True):
 
 
 class MultiConnector:
-    """Several connectors in order."""
+    """Combines several connectors in order."""
 
     @classmethod
     def make_scheduler(cls, setup: KVConnectorSetup) -> MultiScheduler:
-        """With the scheduler half of each."""
+        """Return a half that combines the scheduler half of each."""
         made = [(part, _load(part).make_scheduler(part)) for part in _parts(setup)]
         return MultiScheduler(made)
 
     @classmethod
     def make_worker(cls, setup: KVConnectorSetup) -> MultiWorker:
-        """With the worker half of each."""
+        """Return a half that combines the worker half of each."""
         return MultiWorker([_load(part).make_worker(part) for part in _parts(setup)])
 
 
@@ -63,21 +65,27 @@ def _load(part: KVConnectorSetup) -> Any:
         ) from error
 
 
+def _close(halves: Sequence[KVConnectorScheduler | KVConnectorWorker]) -> None:
+    with contextlib.ExitStack() as closing:
+        for half in reversed(halves):
+            closing.callback(half.close)
+
+
 class MultiScheduler:
-    """Asks in order, and counts who takes part in which transfer."""
+    """Asks connectors in order, and tracks which take part in which transfer."""
 
     def __init__(self, parts: Sequence[tuple[KVConnectorSetup, KVConnectorScheduler]]) -> None:
         self._halves = [half for _, half in parts]
         self._loading = [setup.transfer.kv_role != "kv_producer" for setup, _ in parts]
         self._saving = [setup.transfer.kv_role != "kv_consumer" for setup, _ in parts]
         self._asking: dict[str, int] = {}
-        """Request → the connector whose answer is awaited; those before it have nothing."""
+        """Request → the connector whose result is awaited; earlier ones have no blocks."""
         self._chosen: dict[str, int] = {}
         """Request → the connector that will load for it."""
         self._shares: dict[int, int] = {}
 
     def num_external_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
-        """The first answer that is not 0."""
+        """Return the first result that is not 0."""
         asked = request.request_id
         for number in range(self._asking.get(asked, 0), len(self._halves)):
             if not self._loading[number]:
@@ -96,7 +104,7 @@ class MultiScheduler:
     def start_load(
         self, transfer: int, request: Request, keys: Sequence[bytes], block_ids: Sequence[int]
     ) -> None:
-        """By the connector that promised it."""
+        """Queue the load at the connector that promised it."""
         self._shares[transfer] = 1
         chosen = self._halves[self._chosen.pop(request.request_id)]
         chosen.start_load(transfer, request, keys, block_ids)
@@ -104,7 +112,7 @@ class MultiScheduler:
     def start_save(
         self, transfer: int, request: Request, keys: Sequence[bytes], block_ids: Sequence[int]
     ) -> Sequence[int]:
-        """By all."""
+        """Queue the saves at all connectors."""
         wanted: dict[int, None] = {}
         shares = 0
         for half, saving in zip(self._halves, self._saving, strict=True):
@@ -118,7 +126,7 @@ class MultiScheduler:
     def request_finished(
         self, transfer: int, request: Request
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Held if one of them holds; the first parameters count."""
+        """Hold blocks if any connector does; the first parameters are used."""
         self._asking.pop(request.request_id, None)
         self._chosen.pop(request.request_id, None)
         answers = [half.request_finished(transfer, request) for half in self._halves]
@@ -128,7 +136,7 @@ class MultiScheduler:
         return holders > 0, next((params for _, params in answers if params), None)
 
     def build_metadata(self) -> MultiMetadata | None:
-        """All of them together."""
+        """Return the metadata of all connectors."""
         parts = tuple(half.build_metadata() for half in self._halves)
         if not self._shares and all(part is None for part in parts):
             return None
@@ -136,38 +144,38 @@ class MultiScheduler:
         return MultiMetadata(shares, parts)
 
     def update(self, report: KVReport) -> None:
-        """To each what its own worker half said."""
+        """Pass to each connector the report of its own worker half."""
         for half, part in zip(self._halves, report.payload, strict=True):
             if part is not None:
                 half.update(part)
 
     def close(self) -> None:
-        for half in self._halves:
-            half.close()
+        """Close all, even if one raises."""
+        _close(self._halves)
 
 
 class MultiWorker:
-    """A transfer has ended when all that take part have ended it."""
+    """Ends a transfer when all connectors that take part have ended it."""
 
     def __init__(self, halves: Sequence[KVConnectorWorker]) -> None:
         self._halves = halves
         self._open: dict[int, int] = {}
         self._failed: dict[int, tuple[int, ...]] = {}
-        """Of open transfers."""
+        """Failed blocks of open transfers."""
 
     def bind(self, kv_caches: Sequence[torch.Tensor]) -> None:
         for half in self._halves:
             half.bind(kv_caches)
 
     def start(self, metadata: MultiMetadata) -> None:
-        """Each its own part."""
+        """Start each half with its own part."""
         self._open.update(metadata.shares)
         for half, part in zip(self._halves, metadata.parts, strict=True):
             if part is not None:
                 half.start(part)
 
     def poll(self) -> KVReport | None:
-        """What all have ended, and what each of them has."""
+        """Return the transfers that all have ended, with the report of each connector."""
         parts = [half.poll() for half in self._halves]
         if all(part is None for part in parts):
             return None
@@ -190,5 +198,5 @@ class MultiWorker:
         return KVReport(finished=tuple(finished), failed=failed, payload=tuple(parts))
 
     def close(self) -> None:
-        for half in self._halves:
-            half.close()
+        """Close all, even if one raises."""
+        _close(self._halves)

@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 def read_options(given: dict[str, Any], kind: type[T]) -> T:
-    """`kv_connector_extra_config` as a struct. Raises ConfigError naming what is wrong in it."""
+    """`kv_connector_extra_config` as a struct. Raises ConfigError naming the faulty option."""
     try:
         return msgspec.convert(given, kind)
     except msgspec.ValidationError as error:

@@ -1,7 +1,7 @@
 """A connector over any store of bytes by key: subclass `StoreConnector`, write a `BlockStore`.
 
-Blocks are named by their keys, so what one engine saves every engine of the same model finds. The
-far side is asked on threads; while it fails, nothing is loaded or saved.
+Blocks are stored by key, so blocks saved by one engine are found by every engine of the same model.
+The store is accessed on threads; while it fails, nothing is loaded or saved.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, ClassVar, Protocol
 
-from ...core.protocols import KVConnectorSetup
-from ...core.scheduling.request import Request
-from ...core.types import KVReport
+from ...core.protocols.kv import KVConnectorSetup
+from ...core.request import Request
+from ...core.step import KVReport
 from .block_file import BlockFormat
 from .copying import BlockCopier
 from .threads import Job, JobList, Jobs, ThreadedWorker
@@ -28,56 +28,57 @@ logger = logging.getLogger("jackfield.kv")
 LOOKUP_THREADS = 4
 READ_THREADS = 4
 BLOCKS_AT_ONCE = 16
-"""Blocks copied between device and host in one go."""
+"""Blocks copied between device and host at a time."""
 READ_AHEAD = 2 * BLOCKS_AT_ONCE
 ANSWER_SECONDS = 10.0
 """A lookup, or the read of a block, that takes longer has failed."""
 PAUSE_SECONDS = 5.0
-"""A far side that failed is left alone for so long."""
+"""Seconds without requests to the store after a failure."""
 MIN_BLOCKS_BEING_SAVED = 64
-"""Blocks are held while they are saved. A slow store may hold so many, or a quarter of the cache;
-what comes on top is not saved."""
+"""Blocks are held while they are saved. A slow store may hold this many, or a quarter of the cache;
+further blocks are not saved."""
 
 
 class BlockStore(Protocol):
-    """Bytes by key, at the far side. Methods are called from several threads at once, and may
-    raise whatever they like: the blocks are then computed, and the store is left alone a while."""
+    """Bytes by key, at the far side. Methods are called from several threads at once, and may raise
+    any exception: the blocks are then computed, and the store is not used for some time."""
 
     def count_present(self, keys: Sequence[bytes]) -> int:
-        """How many of `keys`, from the first on without a gap, are there."""
+        """Return how many leading `keys` are stored, without a gap."""
 
     def get(self, key: bytes) -> bytes | None:
-        """What was put under `key`, or None."""
+        """Return the bytes stored under `key`, or None."""
 
     def put(self, key: bytes, data: bytes) -> None:
-        """Store it, whole or not at all, whatever it takes to make room."""
+        """Store the bytes atomically, evicting others to make room."""
 
     def remove(self, key: bytes) -> None:
-        """What was got under `key` is damaged."""
+        """Discard `key`, whose content is damaged."""
 
     def close(self) -> None:
-        """Not used any more."""
+        """Release resources; the store is not used any more."""
 
 
 class StoreConnector:
-    """What to register: a subclass with `store_class`, which is made from the setup."""
+    """Base class of connectors over a store: register a subclass with `store_class`, which is
+    created from the setup."""
 
     store_class: ClassVar[Any]
     """Called with the KVConnectorSetup, once for each half. → BlockStore; raises ConfigError."""
 
     @classmethod
     def make_scheduler(cls, setup: KVConnectorSetup) -> StoreScheduler:
-        """The half on the event loop."""
+        """Return the half on the event loop."""
         return StoreScheduler(setup, cls.store_class(setup))
 
     @classmethod
     def make_worker(cls, setup: KVConnectorSetup) -> StoreWorker:
-        """The half beside the device."""
+        """Return the half on the device's side."""
         return StoreWorker(setup, cls.store_class(setup))
 
 
 class _Health:
-    """Whether the far side should be asked."""
+    """Tracks whether the store may be used now."""
 
     def __init__(self) -> None:
         self._until = 0.0
@@ -87,7 +88,7 @@ class _Health:
         return time.monotonic() < self._until
 
     def failed(self, what: str, error: Exception) -> None:
-        """Leave it alone for a while, and say so once."""
+        """Pause use of the store, and log that once."""
         if not self.paused:
             logger.warning(
                 "the KV store failed to %s, and is left alone for %.0f s: %s: %s",
@@ -99,11 +100,11 @@ class _Health:
 @dataclass
 class _Lookup:
     first: int
-    """Block from which on the store is asked."""
+    """First block of the lookup."""
     answer: Future[int]
-    """How many it has from there on."""
+    """Number of consecutive stored blocks from `first`."""
     overdue: bool = False
-    """Nobody waits for it any more."""
+    """Whether the lookup has timed out."""
 
 
 class StoreScheduler:
@@ -122,11 +123,11 @@ class StoreScheduler:
         self._room = max(MIN_BLOCKS_BEING_SAVED, setup.layout.num_blocks // 4)
 
     def num_external_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
-        """None until a thread has asked the store."""
+        """Return None until a thread has asked the store."""
         block_size = self._setup.layout.block_size
         wanted = num_computed_tokens // block_size
         lookup = self._lookups.get(request.request_id)
-        # Blocks of its own that it had when it asked may be gone by now.
+        # Blocks that the request had at the lookup may have been evicted.
         if lookup is None or wanted < lookup.first:
             if self._health.paused:
                 return 0
@@ -144,7 +145,7 @@ class StoreScheduler:
         return max(0, lookup.first + lookup.answer.result() - wanted) * block_size
 
     def _give_up(self, lookup: _Lookup) -> None:
-        # The timer says so, and no clock: were that a little behind it, nobody would ask again.
+        # Set by the timer instead of comparing clocks: if a clock lagged, no call would follow.
         lookup.overdue = True
         self._setup.notify()
 
@@ -158,13 +159,13 @@ class StoreScheduler:
     def start_load(
         self, transfer: int, request: Request, keys: Sequence[bytes], block_ids: Sequence[int]
     ) -> None:
-        """With the next step."""
+        """Queue the load for the next step."""
         self._jobs.loads.append(Job(transfer, tuple(block_ids), tuple(keys)))
 
     def start_save(
         self, transfer: int, request: Request, keys: Sequence[bytes], block_ids: Sequence[int]
     ) -> Sequence[int]:
-        """As many as there is room for; which are there already, the worker half finds out."""
+        """Queue as many saves as there is room for; the worker half skips stored blocks."""
         count = min(len(keys), self._room)
         if not count or self._health.paused:
             return ()
@@ -176,21 +177,21 @@ class StoreScheduler:
     def request_finished(
         self, transfer: int, request: Request
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Nothing is held: saves are under way by themselves."""
+        """Hold no blocks: saves continue independently."""
         self._lookups.pop(request.request_id, None)
         return False, None
 
     def build_metadata(self) -> Jobs | None:
-        """Keys and blocks."""
+        """Return the queued keys and blocks."""
         return self._jobs.take()
 
     def update(self, report: KVReport) -> None:
-        """Room for other saves."""
+        """Make room for other saves."""
         for transfer in (*report.finished, *report.failed):
             self._room += self._saving.pop(transfer, 0)
 
     def close(self) -> None:
-        """Lookups under way end by themselves."""
+        """Let lookups in flight end by themselves."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._store.close()
 
@@ -206,10 +207,10 @@ class StoreWorker(ThreadedWorker):
         self._readers = ThreadPoolExecutor(READ_THREADS, "jackfield-kv-read")
 
     def load(self, job: Job, copier: BlockCopier, after: Any) -> Sequence[int]:
-        """In order, up to the first block that is not to be had.
+        """Load blocks in order, up to the first one that is missing.
 
-        Reads run ahead of the copies. One that does not come back writes to no block: only what has
-        been read is copied to the cache.
+        Reads run ahead of the copies. A read that does not return writes to no block: only data
+        that has been read is copied to the cache.
         """
         keys = iter(job.places)
         reads = deque(self._readers.submit(self._read, key) for key in islice(keys, READ_AHEAD))
@@ -261,7 +262,7 @@ class StoreWorker(ThreadedWorker):
             self._health.failed("remove a block", error)
 
     def save(self, job: Job, copier: BlockCopier) -> None:
-        """Those that are not there yet."""
+        """Save the blocks that are not stored yet."""
         if self._health.paused:
             return
         try:
@@ -283,6 +284,6 @@ class StoreWorker(ThreadedWorker):
             self._health.failed("store a block", error)
 
     def finish(self) -> None:
-        """The store is not needed any more."""
+        """Close the store."""
         self._readers.shutdown(wait=False, cancel_futures=True)
         self._store.close()

@@ -1,4 +1,4 @@
-"""The worker half that most connectors need: one thread loads, one saves."""
+"""Base class of worker halves: one thread loads, one saves."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 import msgspec
 import torch
 
-from ...core.protocols import KVConnectorSetup
-from ...core.types import KVReport
+from ...core.protocols.kv import KVConnectorSetup
+from ...core.step import KVReport
 from .copying import BlockCopier, cuda
 
 logger = logging.getLogger("jackfield.kv")
@@ -24,7 +24,7 @@ class Job(msgspec.Struct, frozen=True):
     transfer: int
     block_ids: tuple[int, ...]
     places: tuple[Any, ...]
-    """[len(block_ids)] Where each block's content lies at the far side."""
+    """[len(block_ids)] Location of each block's content on the far side."""
 
 
 class Jobs(msgspec.Struct, frozen=True):
@@ -35,14 +35,14 @@ class Jobs(msgspec.Struct, frozen=True):
 
 
 class JobList:
-    """The scheduler half's side of it: what has been asked for since the last step."""
+    """Collects the scheduler half's transfers since the last step."""
 
     def __init__(self) -> None:
         self.loads: list[Job] = []
         self.saves: list[Job] = []
 
     def take(self) -> Jobs | None:
-        """All of it, once."""
+        """Return and clear all transfers; None if there are none."""
         if not self.loads and not self.saves:
             return None
         jobs = Jobs(tuple(self.loads), tuple(self.saves))
@@ -51,7 +51,7 @@ class JobList:
 
 
 class ThreadedWorker:
-    """Subclasses say how to `load` and `save`; each is called on a thread of its own."""
+    """Subclasses implement `load` and `save`; each is called on its own thread."""
 
     def __init__(self, setup: KVConnectorSetup) -> None:
         self.setup = setup
@@ -65,15 +65,15 @@ class ThreadedWorker:
 
     def load(self, job: Job, copier: BlockCopier, after: Any) -> Sequence[int]:
         """Fill `job.block_ids`; write after the event `after`. → the blocks that were not filled.
-        What it raises is logged, and no block counts as filled."""
+        An exception is logged, and then no block counts as filled."""
         raise NotImplementedError
 
     def save(self, job: Job, copier: BlockCopier) -> None:
-        """Store `job.block_ids`. What it raises is logged, and the transfer has failed."""
+        """Store `job.block_ids`. An exception is logged, and then the transfer has failed."""
         raise NotImplementedError
 
     def finish(self) -> None:
-        """Both threads have ended."""
+        """Release resources; called when both threads have ended."""
 
     def bind(self, kv_caches: Sequence[torch.Tensor]) -> None:
         """Start the threads."""
@@ -103,7 +103,7 @@ class ThreadedWorker:
             self._saves.put((job, None))
 
     def poll(self) -> KVReport | None:
-        """What the threads have ended."""
+        """Return the transfers that the threads have ended."""
         if not self._finished and not self._failed:
             return None
         with self._lock:
@@ -112,7 +112,7 @@ class ThreadedWorker:
         return report
 
     def close(self) -> None:
-        """Saves are finished, loads dropped."""
+        """Finish saves, drop loads."""
         self._closing = True
         self._loads.put(None)
         self._saves.put(None)

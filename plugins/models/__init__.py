@@ -25,7 +25,7 @@ ARCHITECTURES = {
     "qwen3_moe": ("Qwen3MoeForCausalLM",),
     "roberta": ("RobertaModel", "RobertaForSequenceClassification"),
 }
-"""Module → the architectures that it has, by their classes' names."""
+"""Module → its architectures, by class name."""
 SAME = {
     "BertForMaskedLM": "bert:BertModel",
     "RobertaForMaskedLM": "roberta:RobertaModel",
@@ -33,7 +33,7 @@ SAME = {
     "XLMRobertaModel": "roberta:RobertaModel",
     "XLMRobertaForSequenceClassification": "roberta:RobertaForSequenceClassification",
 }
-"""Architectures that another one's class serves. Of a masked model only the encoder is used."""
+"""Architectures served by the class of another one. Of a masked model only the encoder is used."""
 
 
 @hookimpl

@@ -38,7 +38,7 @@ ENCODER_SHARDS = {
 
 
 class Embeddings(nn.Module):
-    """Words, positions and which of two texts, summed and normed."""
+    """Sums and norms the embeddings of words, positions and token types."""
 
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
         super().__init__()

@@ -1,12 +1,13 @@
-"""What Llama-like decoders share: embedding, blocks of attention and MLP, final norm, head.
+"""Common parts of Llama-like decoders: embedding, blocks of attention and MLP, final norm, head.
 
-A family is an attention class (how queries, keys and values come about), what stands in the MLP's
-place, and a few words of configuration; this file knows no family by name.
+A family defines an attention class (the computation of queries, keys and values), a module in the
+MLP's place, and some configuration; this file is independent of families.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, TypeAlias
 
 import torch
@@ -22,7 +23,7 @@ from ...core.nn.linear import Linear, MergedLinear
 from ...core.nn.mlp import GatedMLP, PlainMLP
 from ...core.nn.norm import LayerNorm, RMSNorm, norm_eps
 from ...core.nn.rotary import Rotary
-from ...core.protocols import AttentionSpec
+from ...core.protocols.attention import AttentionSpec
 from ...core.text.tokenizer import Tokenizer
 
 
@@ -47,7 +48,7 @@ class SelfAttention(nn.Module):
         self.sinks: nn.Parameter | None = None
 
     def spec(self, hf: Any, layer: int) -> AttentionSpec:
-        """What this layer asks of the backend."""
+        """Return what this layer requires of the backend."""
         return AttentionSpec(
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
@@ -57,7 +58,8 @@ class SelfAttention(nn.Module):
         )
 
     def projection(self, hf: Any, sizes: dict[str, int], build: BuildContext) -> Linear:
-        """Queries, keys and values, of `sizes`, as the checkpoint has them: three tensors."""
+        """Create the projection to queries, keys and values, of `sizes`; by default from three
+        tensors of the checkpoint."""
         return MergedLinear(hf.hidden_size, sizes, build, bias=self.qkv_bias(hf))
 
     @staticmethod
@@ -94,13 +96,13 @@ class SelfAttention(nn.Module):
         rotary: Rotary,
         context: ForwardContext,
     ) -> torch.Tensor:
-        """What all heads found in norm(hidden): [num_tokens, hidden_size] → [num_tokens,
+        """Attention output of all heads for norm(hidden): [num_tokens, hidden_size] → [num_tokens,
         num_heads * head_dim]"""
         return self.heads(self.qkv_proj(hidden, norm=norm), rotary, context)
 
     def heads(self, qkv: torch.Tensor, rotary: Rotary, context: ForwardContext) -> torch.Tensor:
-        """What all heads found: [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim], may be
-        overwritten → [num_tokens, num_heads * head_dim]"""
+        """Attention output of all heads: [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim],
+        may be overwritten → [num_tokens, num_heads * head_dim]"""
         out: torch.Tensor = self.attention(
             qkv, context, rotary=rotary, query_norm=self.q_norm, key_norm=self.k_norm,
             sinks=self.sinks,
@@ -109,16 +111,18 @@ class SelfAttention(nn.Module):
 
 
 MakeMLP: TypeAlias = Callable[[ModelConfig, int, BuildContext], nn.Module]
-"""(configuration, layer, build) → a module whose forward(hidden, norm) adds to the stream."""
+"""(configuration, layer, build) → a module whose forward(hidden, norm) adds to the residual
+stream."""
 
 
 class Block(nn.Module):
-    """Attention and MLP, each behind a norm and added to the stream."""
+    """Attention and MLP, each after a norm and added to the residual stream."""
 
     norm: ClassVar[type[RMSNorm | LayerNorm]] = RMSNorm
-    """Of the block's norms, and of the decoder's last one. Made with the configuration's eps."""
+    """Type of the block's norms and the decoder's last one. Created with the configuration's
+    eps."""
     norms: ClassVar[tuple[str, ...]] = ("input_layernorm", "post_attention_layernorm")
-    """What checkpoints call a block's norms."""
+    """Names of the block's norms in checkpoints."""
     input_layernorm: nn.Module
     post_attention_layernorm: nn.Module
 
@@ -147,9 +151,9 @@ class Block(nn.Module):
 
 
 class NormedBlock(Block):
-    """hidden + norm(answer of norm(hidden)), of attention and of the MLP.
+    """hidden + norm(f(norm(hidden))), for attention and then for the MLP.
 
-    `norms`: before and behind attention, before and behind the MLP; "" for none.
+    `norms`: before and after attention, before and after the MLP; "" for none.
     """
 
     mlp: GatedMLP
@@ -188,8 +192,16 @@ class ParallelBlock(Block):
         return out
 
 
+def _shapes(module: nn.Module) -> Iterator[Any]:
+    """Yield the properties that decide which kernels a module launches."""
+    for name, part in module.named_modules():
+        yield name, type(part), part.spec if isinstance(part, Attention) else None
+    for name, tensor in itertools.chain(module.named_parameters(), module.named_buffers()):
+        yield name, tensor.shape, tensor.dtype
+
+
 class Decoder(nn.Module):
-    """Everything between token ids and the last norm. A family may have blocks of its own."""
+    """Everything between token ids and the last norm. A family may define its own blocks."""
 
     block: ClassVar[type[Block]] = Block
 
@@ -215,28 +227,37 @@ class Decoder(nn.Module):
     def forward(self, input_ids: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         """[num_tokens] → [num_tokens, hidden_size], not normed."""
         hidden = self.embed(input_ids)
-        for layer, rotary in zip(self.layers, self.rotaries, strict=True):
+        layers = zip(self.layers, self.rotaries, strict=True)
+        for layer, rotary in self.unlike_layers() if context.precompiling else layers:
             hidden = layer(hidden, rotary, context)
         return hidden
 
+    def unlike_layers(self) -> list[tuple[nn.Module, nn.Module]]:
+        """Return one layer of each kind, with its rotary embedding: together they launch all
+        kernels."""
+        kinds: dict[tuple[Any, ...], tuple[nn.Module, nn.Module]] = {}
+        for layer, rotary in zip(self.layers, self.rotaries, strict=True):
+            kinds.setdefault((*_shapes(layer), *_shapes(rotary)), (layer, rotary))
+        return list(kinds.values())
+
     @classmethod
     def block_of(cls, config: ModelConfig) -> type[Block]:
-        """For families whose configuration says which blocks there are."""
+        """Return the block class; for families whose configuration decides it."""
         return cls.block
 
     @staticmethod
     def rotaries_of(config: ModelConfig, build: BuildContext) -> list[Rotary]:
-        """One for each layer: by default all layers' is the same."""
+        """Return one rotary embedding per layer; by default all layers share one."""
         return [Rotary(config, build)] * config.num_layers
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """[num_tokens] → what the first layer gets, [num_tokens, hidden_size]."""
+        """Embed token ids: [num_tokens] → input of the first layer, [num_tokens, hidden_size]."""
         hidden: torch.Tensor = self.embed_tokens(input_ids)
         return hidden if self.scale is None else hidden * self.scale
 
     @staticmethod
     def embedding_scale(config: ModelConfig, build: BuildContext) -> float | None:
-        """What embeddings are multiplied by; None: nothing."""
+        """Return the factor of the embeddings; None: no scaling."""
         return None
 
 
@@ -253,14 +274,14 @@ QKV_SHARDS = {
     "k_proj": Shard("qkv_proj", "k"),
     "v_proj": Shard("qkv_proj", "v"),
 }
-"""Where checkpoints have queries, keys and values as three tensors."""
+"""Names of queries, keys and values in checkpoints with three tensors."""
 
 
 class HeadlessLM(nn.Module):
     """A decoder whose states are pooled. A family sets `attention`, and may set `decoder` and
     override `mlp`.
 
-    Checkpoints of embedding models often leave out the `model.` that others begin names with.
+    Checkpoints of embedding models often omit the prefix `model.` of other checkpoints' names.
     """
 
     attention: ClassVar[type[SelfAttention]] = SelfAttention
@@ -286,7 +307,7 @@ class HeadlessLM(nn.Module):
 
     @staticmethod
     def mlp(config: ModelConfig, layer: int, build: BuildContext) -> nn.Module:
-        """Makes what comes after a layer's attention: a `MakeMLP`."""
+        """Create the module that follows a layer's attention: a `MakeMLP`."""
         hf = config.hf_config
         return GatedMLP(
             hf.hidden_size,
@@ -297,13 +318,13 @@ class HeadlessLM(nn.Module):
         )
 
     def pooling_states(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The last norm: [any, hidden_size] → the same shape."""
+        """Apply the last norm: [any, hidden_size] → the same shape."""
         out: torch.Tensor = self.model.norm(hidden)
         return out
 
 
 class CausalLM(HeadlessLM):
-    """A decoder and its head, which it goes without where it is pooled."""
+    """A decoder and its head; the head is not used for pooling."""
 
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
         super().__init__(config, build)
@@ -317,7 +338,8 @@ class CausalLM(HeadlessLM):
 
 
 class DecoderClassifier(HeadlessLM):
-    """A decoder and a linear classifier of its last state, which may be made of rows of a head."""
+    """A decoder and a linear classifier of its last state; the classifier may consist of rows of a
+    head."""
 
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
         super().__init__(config, build)
@@ -325,14 +347,15 @@ class DecoderClassifier(HeadlessLM):
         self.operations, self.folder = build.operations, config.path
         self.tokens = config.pooling.tokens
         self.rows: torch.Tensor | None = None
-        """[num_labels, hidden_size], where the classifier is made of a head."""
+        """[num_labels, hidden_size], if the classifier is made from a head."""
         if self.tokens is None:
             self.score = Linear(config.hidden_size, len(config.pooling.labels), build)
         elif not config.hf_config.tie_word_embeddings:
             self.lm_head = Embedding(config.vocab_size, config.hidden_size, build)
 
     def after_loading(self) -> None:
-        """The head's rows of a few tokens become the classifier; the rest of it is given back."""
+        """Copy the head's rows of a few tokens to the classifier, and release the rest of the
+        head."""
         if self.tokens is None:
             return
         head: Embedding = getattr(self, "lm_head", self.model.embed_tokens)
@@ -350,7 +373,8 @@ class DecoderClassifier(HeadlessLM):
         return logits
 
     def _token_ids(self, tokens: Sequence[str]) -> list[int]:
-        """Raises ConfigError for what is not one token: a wrong one would give silent nonsense."""
+        """Return the token ids. Raises ConfigError if a text is not one token: a wrong id would
+        give wrong scores silently."""
         tokenizer = Tokenizer.load(str(self.folder))
         found = []
         for token in tokens:

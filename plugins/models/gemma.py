@@ -10,13 +10,13 @@ from ...core.errors import ConfigError
 from ...core.loading.model_config import ModelConfig
 from ...core.nn.context import BuildContext
 from ...core.nn.norm import OffsetRMSNorm
-from ...core.protocols import AttentionSpec
+from ...core.protocols.attention import AttentionSpec
 from .decoder import Block, CausalLM, Decoder, DecoderClassifier, HeadlessLM, SelfAttention
 
 
 class GemmaAttention(SelfAttention):
     def spec(self, hf: Any, layer: int) -> AttentionSpec:
-        """Raises ConfigError where a layer is to see what comes after."""
+        """Return the spec. Raises ConfigError if a layer must attend to later tokens."""
         if getattr(hf, "use_bidirectional_attention", None):
             raise ConfigError(
                 "use_bidirectional_attention: true is not supported, only attention to what came "
@@ -35,7 +35,7 @@ class GemmaDecoder(Decoder):
 
     @staticmethod
     def embedding_scale(config: ModelConfig, build: BuildContext) -> float:
-        """sqrt(hidden_size), rounded to the model's type."""
+        """sqrt(hidden_size), rounded to the model's dtype."""
         return float(torch.tensor(config.hidden_size**0.5).to(build.dtype))
 
 
@@ -45,7 +45,7 @@ class GemmaModel(HeadlessLM):
 
 
 class GemmaForCausalLM(GemmaModel, CausalLM):
-    """The head is the embedding, not scaled."""
+    """Gemma with its head, which is the embedding, not scaled."""
 
 
 class GemmaForSequenceClassification(GemmaModel, DecoderClassifier):

@@ -1,4 +1,4 @@
-"""Gemma 2: Gemma with norms behind attention and MLP, too, soft caps, and windows in between."""
+"""Gemma 2: Gemma with norms also after attention and MLP, soft caps, and alternating windows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ...core.loading.model_config import ModelConfig
 from ...core.nn.context import BuildContext
 from ...core.nn.mlp import GatedMLP
 from ...core.nn.norm import OffsetRMSNorm
-from ...core.protocols import AttentionSpec
+from ...core.protocols.attention import AttentionSpec
 from .decoder import CausalLM, DecoderClassifier, HeadlessLM, NormedBlock
 from .gemma import GemmaAttention, GemmaDecoder
 from .qwen2 import window_of_layer

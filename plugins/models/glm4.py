@@ -1,4 +1,4 @@
-"""GLM-4 (of 0414): four norms a block, gate and up as one tensor, neighbours turned as pairs."""
+"""GLM-4 (0414): four norms per block, gate and up as one tensor, rotary pairs of neighbours."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from .decoder import (
 
 
 class Glm4Attention(SelfAttention):
-    """It turns pairs of neighbours, everything here half against half: so the channels of queries
-    and keys are put in that order, which changes no product of the two."""
+    """Attention whose rotation pairs neighbouring channels, where the kernels pair the two halves:
+    the channels of queries and keys are reordered, which leaves their dot products unchanged."""
 
     @staticmethod
     def output_bias(hf: object) -> bool:

@@ -14,7 +14,7 @@ from ...core.loading.weight_map import Together, WeightMap
 from ...core.nn.context import BuildContext
 from ...core.nn.experts import SparseMLP
 from ...core.nn.operations import ClampedSwiGLU
-from ...core.protocols import AttentionSpec
+from ...core.protocols.attention import AttentionSpec
 from .decoder import CausalLM, SelfAttention
 from .qwen2 import window_of_layer
 
@@ -22,14 +22,14 @@ GATE_UP = ("gate", "up")
 
 
 class GptOssAttention(SelfAttention):
-    """A learned logit more in each head's softmax."""
+    """Adds a learned logit (sink) to the softmax of each head."""
 
     def __init__(self, config: ModelConfig, layer: int, build: BuildContext) -> None:
         super().__init__(config, layer, build)
         self.sinks = nn.Parameter(build.empty(self.num_heads))
 
     def spec(self, hf: Any, layer: int) -> AttentionSpec:
-        """With sinks."""
+        """Return the spec, with sinks."""
         return msgspec.structs.replace(super().spec(hf, layer), sinks=True)
 
     @staticmethod
@@ -59,7 +59,8 @@ class GptOssForCausalLM(CausalLM):
 
     @staticmethod
     def mlp(config: ModelConfig, layer: int, build: BuildContext) -> nn.Module:
-        """The softmax is over a token's own experts: the same as one over all, renormalized."""
+        """Softmax over the experts of a token: equal to a softmax over all experts,
+        renormalized."""
         hf = config.hf_config
         return SparseMLP(
             hf.num_local_experts,

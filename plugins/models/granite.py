@@ -1,4 +1,4 @@
-"""Granite: Llama with a multiplier on embeddings, scores, answers and logits."""
+"""Granite: Llama with a multiplier on embeddings, scores, block outputs and logits."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from ...core.loading.model_config import ModelConfig
 from ...core.nn.context import BuildContext, ForwardContext
 from ...core.nn.mlp import GatedMLP
 from ...core.nn.rotary import Rotary
-from ...core.protocols import AttentionSpec
+from ...core.protocols.attention import AttentionSpec
 from .decoder import Block, CausalLM, Decoder, HeadlessLM, MakeMLP, SelfAttention
 
 
 class GraniteAttention(SelfAttention):
-    """Scores are multiplied by a number of the configuration."""
+    """Multiplies scores by a factor of the configuration."""
 
     def spec(self, hf: Any, layer: int) -> AttentionSpec:
         return msgspec.structs.replace(
@@ -25,7 +25,7 @@ class GraniteAttention(SelfAttention):
 
 
 class GraniteBlock(Block):
-    """hidden + multiplier * answer, of attention and of the MLP."""
+    """hidden + multiplier * f(hidden), for attention and then for the MLP."""
 
     mlp: GatedMLP
 

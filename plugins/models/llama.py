@@ -6,7 +6,7 @@ from .decoder import CausalLM, DecoderClassifier, HeadlessLM
 
 
 class LlamaForCausalLM(CausalLM):
-    """Biases, head size and rope variant come from the configuration."""
+    """Llama; biases, head size and rope variant come from the configuration."""
 
 
 class LlamaModel(HeadlessLM):

@@ -8,7 +8,7 @@ from .decoder import CausalLM, DecoderClassifier, HeadlessLM, SelfAttention
 
 
 class MistralAttention(SelfAttention):
-    """No biases; every layer sees the last `sliding_window` tokens."""
+    """Attention without biases; every layer sees the last `sliding_window` tokens."""
 
     @staticmethod
     def qkv_bias(hf: object) -> bool:

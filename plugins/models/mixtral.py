@@ -30,7 +30,7 @@ class MixtralForCausalLM(CausalLM):
 
     @staticmethod
     def mlp(config: ModelConfig, layer: int, build: BuildContext) -> nn.Module:
-        """The weights of a token's experts sum to 1."""
+        """Create the mixture of experts; the weights of a token's experts sum to 1."""
         hf = config.hf_config
         return SparseMLP(
             hf.num_local_experts,

@@ -1,4 +1,4 @@
-"""OLMo 2: norms behind attention and MLP, and one over all queries and one over all keys."""
+"""OLMo 2: norms after attention and MLP, and one over all queries and one over all keys."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .decoder import (
 
 
 class Olmo2Attention(SelfAttention):
-    """Queries are normed as one vector, whatever the number of heads; so are keys."""
+    """Attention with one norm over all queries and one over all keys, for any number of heads."""
 
     q_norm: RMSNorm
     k_norm: RMSNorm

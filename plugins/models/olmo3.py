@@ -1,4 +1,4 @@
-"""OLMo 3: OLMo 2 with a window in most layers, which have a rotation of their own."""
+"""OLMo 3: OLMo 2 with a sliding window in most layers, which use separate rotary parameters."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Olmo3Attention(Olmo2Attention):
 
 
 class Olmo3Decoder(Olmo2Decoder):
-    """Only layers without a window turn by what was stretched for long texts."""
+    """Applies rope scaling for long contexts only to layers without a window."""
 
     rotaries_of = staticmethod(rotaries_by_type)
 

@@ -1,4 +1,4 @@
-"""Phi-3, Phi-3.5 and Phi-4: Llama whose checkpoints have queries, keys and values as one tensor."""
+"""Phi-3, Phi-3.5 and Phi-4: Llama with queries, keys and values as one checkpoint tensor."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from .mistral import MistralAttention
 
 
 class Phi3Attention(MistralAttention):
-    """The tensor's rows are in the order that ours are in."""
+    """Attention whose fused checkpoint tensor already has the row order used here."""
 
     def projection(self, hf: Any, sizes: dict[str, int], build: BuildContext) -> Linear:
         return Linear(hf.hidden_size, sum(sizes.values()), build)
 
 
 class Phi3Model(HeadlessLM):
-    """Nothing is merged on loading: a quantized layer has the scales of the whole tensor."""
+    """Merges nothing on loading: a quantized layer has the scales of the whole tensor."""
 
     attention = Phi3Attention
     weight_map: ClassVar[WeightMap] = WeightMap(

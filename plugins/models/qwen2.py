@@ -34,7 +34,8 @@ class Qwen2ForSequenceClassification(DecoderClassifier):
 
 
 def window_of_layer(hf: Any, layer: int) -> int | None:
-    """By `layer_types` where the configuration has them (as `transformers` fills them in)."""
+    """Return the window by `layer_types` if the configuration has them (as `transformers` fills
+    them in)."""
     types = getattr(hf, "layer_types", None)
     if types and types[layer] == "sliding_attention":
         window: int | None = hf.sliding_window

@@ -1,4 +1,4 @@
-"""RoBERTa and XLM-RoBERTa: BERT whose positions begin behind the padding id, with another head."""
+"""RoBERTa and XLM-RoBERTa: BERT whose positions begin after the padding id, with another head."""
 
 from __future__ import annotations
 
@@ -64,5 +64,5 @@ class RobertaForSequenceClassification(RobertaModel):
 
 
 def first_position(hf_config: Any) -> int:
-    """Positions up to the padding id belong to padding."""
+    """Return the first position of a token; positions up to the padding id belong to padding."""
     return int(hf_config.pad_token_id) + 1

@@ -24,21 +24,26 @@ from ...core.nn.operations import (
 from ...core.nn.packed import PackedWeight
 
 try:
-    from ...kernels.choose_tokens import choose_tokens
+    from ...kernels.activations import gelu_mul, silu_mul
+    from ...kernels.attention.qk_norm_rope_cache import qk_norm_rope_cache
+    from ...kernels.compile import Precompiler, can_precompile, load_compiler, num_loaded
     from ...kernels.decode_inputs import decode_inputs
-    from ...kernels.edit_logits import edit_logits
-    from ...kernels.gelu_mul import gelu_mul
-    from ...kernels.gemv import gemv
-    from ...kernels.heads import heads
-    from ...kernels.mask_tokens import mask_tokens
-    from ...kernels.rehearsal import Rehearsal, can_rehearse, load_compiler, num_loaded
+    from ...kernels.linear.gemv import gemv
+    from ...kernels.linear.small_m_matmul import (
+        MAX_TILES,
+        SmallMConfig,
+        SplitKWorkspace,
+        small_m_matmul,
+        split_k_floats,
+    )
+    from ...kernels.moe.topk_softmax import topk_softmax
     from ...kernels.rms_norm import rms_norm
-    from ...kernels.route import route
-    from ...kernels.sample_tokens import sample_tokens
-    from ...kernels.silu_mul import silu_mul
-    from ...kernels.skinny import MAX_TILES, SkinnyShape, SkinnyWorkspace, elements, skinny
-    from ...kernels.step_inputs import scatter, step_inputs
-    from ...kernels.tuning import Product, skinny_shape
+    from ...kernels.sampling.edit_logits import edit_logits
+    from ...kernels.sampling.mask_tokens import mask_tokens
+    from ...kernels.sampling.sample_gumbel import sample_gumbel
+    from ...kernels.sampling.sample_tokens import sample_tokens
+    from ...kernels.step_inputs import scatter, slot_mappings, step_inputs
+    from ...kernels.tuning import Product, small_m_config
     from .experts import experts_product, experts_serve
     from .packed import packed_product
 
@@ -47,19 +52,19 @@ except ImportError as error:
     _MISSING = f"triton cannot be imported ({error})"
 
 
-SHARES = 4 << 20
-"""Floats of room for products whose sums are shared among programs."""
+WORKSPACE_FLOATS = 4 << 20
+"""Floats for the partial sums of products that are split over K."""
 
 
 class TritonOperations(Operations):
-    """One token goes through fused matrix-vector products, a few through skinny ones where they
-    were measured to be faster, more through kernels around cuBLAS."""
+    """Multiplies one token by fused matrix-vector products, a few by `small_m_matmul` where that
+    was measured to be faster, more by cuBLAS with kernels around it."""
 
     name: ClassVar[str] = "triton"
 
     @classmethod
     def supports(cls, device: torch.device, dtype: torch.dtype) -> str | None:
-        """None when they run here, else the reason."""
+        """Return None if they run here, else the reason."""
         if _MISSING is not None:
             return _MISSING
         if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
@@ -69,18 +74,18 @@ class TritonOperations(Operations):
         return None
 
     def __init__(self) -> None:
-        self._workspaces: dict[torch.device, SkinnyWorkspace] = {}
+        self._workspaces: dict[torch.device, SplitKWorkspace] = {}
 
     @classmethod
-    def get_ready(cls, device: torch.device) -> None:
+    def initialize_device(cls, device: torch.device) -> None:
         """Loads Triton's compiler."""
-        if device.type == "cuda" and _MISSING is None and can_rehearse():
+        if device.type == "cuda" and _MISSING is None and can_precompile():
             with torch.cuda.device(device):
                 load_compiler()
 
-    def rehearse(self, device: torch.device) -> Rehearsal | None:
+    def precompile(self, device: torch.device) -> Precompiler | None:
         """Compiles on threads, side by side."""
-        return Rehearsal(device) if device.type == "cuda" and can_rehearse() else None
+        return Precompiler(device) if device.type == "cuda" and can_precompile() else None
 
     def num_loaded(self) -> int:
         """Counted by Triton's own hook."""
@@ -108,10 +113,10 @@ class TritonOperations(Operations):
             return gemv(x, weight, bias, norm=norm, residual=residual)
         if norm is not None:
             x = self.rms_norm(x, norm)
-        if (shape := self._skinny_shape(x, weight, gated=False)) is not None:
+        if (config := self._small_m_config(x, weight, gated=False)) is not None:
             workspace = self._workspace(x.device)
-            return skinny(
-                x, weight, bias, residual=residual, shape=shape, workspace=workspace, out=residual
+            return small_m_matmul(
+                x, weight, bias, residual=residual, config=config, workspace=workspace, out=residual
             )
         if residual is None or bias is not None:
             return super().linear(x, weight, bias, residual=residual)
@@ -130,28 +135,28 @@ class TritonOperations(Operations):
             return gemv(x, weight, bias, norm=norm, gated=True)
         if norm is not None:
             x = self.rms_norm(x, norm)
-        if (shape := self._skinny_shape(x, weight, gated=True)) is not None:
+        if (config := self._small_m_config(x, weight, gated=True)) is not None:
             workspace = self._workspace(x.device)
-            return skinny(x, weight, bias, gated=True, shape=shape, workspace=workspace)
+            return small_m_matmul(x, weight, bias, gated=True, config=config, workspace=workspace)
         return super().gated_linear(x, weight, bias)
 
-    def _skinny_shape(
+    def _small_m_config(
         self, x: torch.Tensor, weight: torch.Tensor, *, gated: bool
-    ) -> SkinnyShape | None:
-        """None where a library's product is the better one, or the only one."""
+    ) -> SmallMConfig | None:
+        """Return the tiles of `small_m_matmul`; None if a library is faster, or the only one."""
         outputs = weight.shape[0] // 2 if gated else weight.shape[0]
-        shape = skinny_shape(Product(outputs, weight.shape[1], gated), x.shape[0], x.device)
-        if shape is None or x.dtype == torch.float32:
+        config = small_m_config(Product(outputs, weight.shape[1], gated), x.shape[0], x.device)
+        if config is None or x.dtype == torch.float32:
             return None
-        if elements(x.shape[0], outputs, shape.split, gated) > SHARES:
+        if split_k_floats(x.shape[0], outputs, config.split_k, gated) > WORKSPACE_FLOATS:
             return None
-        return shape
+        return config
 
-    def _workspace(self, device: torch.device) -> SkinnyWorkspace:
+    def _workspace(self, device: torch.device) -> SplitKWorkspace:
         """Never replaced: captured graphs hold its addresses."""
         if device not in self._workspaces:
-            self._workspaces[device] = SkinnyWorkspace(
-                torch.empty(SHARES, dtype=torch.float32, device=device),
+            self._workspaces[device] = SplitKWorkspace(
+                torch.empty(WORKSPACE_FLOATS, dtype=torch.float32, device=device),
                 torch.zeros(MAX_TILES, dtype=torch.int32, device=device),
             )
         return self._workspaces[device]
@@ -174,7 +179,7 @@ class TritonOperations(Operations):
 
     def route(self, logits: torch.Tensor, top_k: int, *, renormalize: bool) -> Routing:
         """In one launch."""
-        return Routing(*route(logits, top_k, renormalize=renormalize))
+        return Routing(*topk_softmax(logits, top_k, renormalize=renormalize))
 
     def experts(
         self,
@@ -213,7 +218,9 @@ class TritonOperations(Operations):
         key_norm: Norm | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries, keys and values as views of `qkv`, which is changed."""
-        heads(qkv, layout.num_heads, layout.num_kv_heads, positions, cos_sin, query_norm, key_norm)
+        qk_norm_rope_cache(
+            qkv, layout.num_heads, layout.num_kv_heads, positions, cos_sin, query_norm, key_norm
+        )
         return split_heads(qkv, layout)
 
     def cached_heads(
@@ -229,7 +236,7 @@ class TritonOperations(Operations):
         cache_scales: tuple[float, float] = (1.0, 1.0),
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """As `heads`; keys and values are in the cache, too."""
-        heads(
+        qk_norm_rope_cache(
             qkv,
             layout.num_heads,
             layout.num_kv_heads,
@@ -272,6 +279,17 @@ class TritonOperations(Operations):
         (ids, positions, places), (sampled, lengths, last) = tokens, rows
         return StepTensors(ids, positions, places, sampled, lengths, last, seq_lens, tables)
 
+    def slot_mappings(
+        self,
+        block_table: torch.Tensor,
+        columns: int,
+        query_start: torch.Tensor,
+        positions: torch.Tensor,
+        block_size: int,
+    ) -> torch.Tensor:
+        """In one launch."""
+        return slot_mappings(block_table, columns, query_start, positions, block_size)
+
     def scatter(self, storage: torch.Tensor, writes: torch.Tensor, count: torch.Tensor) -> None:
         """In one launch."""
         scatter(storage, writes, count)
@@ -290,9 +308,9 @@ class TritonOperations(Operations):
         grammar: GrammarBits | None = None,
         skip: int = 0,
     ) -> None:
-        """Plain rows in two launches, any others in five."""
+        """Plain rows in two launches, any others in six."""
         if plain:
-            choose_tokens(logits, tables.settings, slots, lengths, tables.history, out.chosen)
+            sample_gumbel(logits, tables.settings, slots, lengths, tables.history, out.chosen)
         else:
             sample_tokens(logits, slots, lengths, tables, out, grammar=grammar, skip=skip)
 

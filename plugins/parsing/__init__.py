@@ -1,7 +1,7 @@
-"""Machines that parsers of model output are declared from; outsiders may use them too.
+"""Mechanisms from which parsers of model output are declared, also for outside plugins.
 
 A parser is a generator that reads its text through a `Cursor` and waits where it cannot decide yet.
-What a `Cursor` answers depends on the text alone, never on how it was cut, and the end of the text
-is one more thing to read. So every cutting gives the same fold, and no parser has a second,
-streaming twin.
+What a `Cursor` returns depends only on the text, not on how it was split into pieces, and the end
+of the text is read like other input. So every split gives the same fold, and no parser needs a
+second, streaming version.
 """

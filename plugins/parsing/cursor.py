@@ -1,35 +1,35 @@
-"""Reads text that arrives in pieces, by generators that wait for more where they cannot decide."""
+"""Reads text that arrives in pieces, with generators that yield where they need more text."""
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 from collections.abc import Callable, Generator, Sequence
 from typing import ClassVar, TypeAlias, TypeVar
 
-from ...core.protocols import Content, ParserEvent, Reasoning, ToolCallArguments
+from ...core.output_parsing.events import merge_events
+from ...core.protocols.parsers import ParserEvent
 from .json_scanner import JsonScanner, Status
 
 T = TypeVar("T")
 Read: TypeAlias = Generator[None, None, T]
-"""Runs until it has read a T; yields where it needs more text, or to hear that there is none."""
+"""Runs until it has read a T; yields if it needs more text, or the end of the text."""
 Say: TypeAlias = Callable[[str], object]
 
 SPACE = " \t\r\n"
 SPACES = re.compile(f"[{SPACE}]+")
-"""A run of what JSON takes for space."""
+"""A run of JSON whitespace."""
 MAX_JUNK = 64
-"""Characters between a call and its closing mark that are taken for a slip and dropped."""
+"""Characters at most between a call and its closing mark that are dropped as a model's error."""
 _CONTROLS = re.compile("[\x00-\x1f]+")
 _MAX_STRING = 512
-"""Characters after a mark inside a string that are looked through for the string's end."""
+"""Characters after a mark inside a string that are searched for the end of the string."""
 _STRING = re.compile(rf'(?:[^"\\]|\\.){{0,{_MAX_STRING}}}', re.S)
 _LITTLE_SPACE = re.compile(f"[{SPACE}]{{0,{MAX_JUNK}}}")
 
 
 class Marks:
-    """Literal texts to look for. None of them may begin another."""
+    """Literal texts to search for. None of them may begin another."""
 
     def __init__(self, *texts: str) -> None:
         self.texts = texts = tuple(dict.fromkeys(text for text in texts if text))
@@ -44,7 +44,8 @@ class Marks:
         """Matches a character that some mark begins with."""
 
     def begin(self, text: str, position: int) -> bool:
-        """Whether what `text` has from `position`, if anything, is the beginning of a mark."""
+        """Return whether the text from `position` on, possibly empty, is the beginning of a
+        mark."""
         size = len(text) - position
         return (
             bool(self.texts)
@@ -53,7 +54,8 @@ class Marks:
         )
 
     def tail(self, text: str, position: int) -> int:
-        """Where, from `position`, a tail begins that may become a mark; len(text) if nowhere."""
+        """Return where, from `position`, a tail begins that may become a mark; len(text) if there
+        is none."""
         for at in range(max(position, len(text) - self.longest + 1), len(text)):
             if text[at] in self._first and text[at:] in self._beginnings:
                 return at
@@ -61,91 +63,91 @@ class Marks:
 
 
 class Cursor:
-    """A place in a growing text. What is behind it is forgotten."""
+    """A position in a growing text; text before it is dropped."""
 
     def __init__(self) -> None:
         self._text = ""
         self._at = 0
         self._found: dict[re.Pattern[str], tuple[int, re.Match[str] | None]] = {}
-        """Pattern → where in the text it was looked for from, and what was found."""
+        """Pattern → position in the text from which it was searched, and the match."""
         self.over = False
-        """Whether the text has ended: nothing follows what is here."""
+        """Whether the text is complete: nothing follows."""
         self.passing: tuple[re.Pattern[str], Say] | None = None
-        """While `until` waits with all text handed on: a piece in which the pattern finds nothing
-        may go to `say` as it is."""
+        """While `until` waits with all text handed on: a piece without a match of the pattern may
+        go to `say` unchanged."""
 
     def add(self, text: str) -> None:
-        """The next piece."""
+        """Append the next piece of text."""
         self._text = self._text[self._at :] + text
         self._at = 0
         self._found.clear()
 
     def end(self) -> None:
-        """There are no more pieces."""
+        """Mark the text as complete."""
         self.over = True
 
     def until(self, marks: Marks, say: Say) -> Read[str]:
-        """Hand text to `say` up to the first mark; consume and return that, or "" at the end."""
+        """Pass text to `say` up to the first mark; consume and return that, or "" at the end."""
         while True:
-            found = marks.pattern.search(self._text, self._at)
+            match = marks.pattern.search(self._text, self._at)
             # No tail is as long as a mark, so none begins before one that stands far enough in.
-            far_in = found is not None and found.start() <= len(self._text) - marks.longest
-            end = self.over or far_in
-            held = len(self._text) if end else marks.tail(self._text, self._at)
-            if found is not None and found.start() < held:
-                self._hand_on(found.start(), say)
-                self._at = found.end()
-                return found[0]
-            self._hand_on(held, say)
+            far_in = match is not None and match.start() <= len(self._text) - marks.longest
+            is_final = self.over or far_in
+            safe_end = len(self._text) if is_final else marks.tail(self._text, self._at)
+            if match is not None and match.start() < safe_end:
+                self._hand_on(match.start(), say)
+                self._at = match.end()
+                return match[0]
+            self._hand_on(safe_end, say)
             if self.over:
                 return ""
-            if held == len(self._text):
+            if safe_end == len(self._text):
                 self.passing = marks.first, say
             yield
             self.passing = None
 
     def until_within(self, marks: Marks, limit: int) -> Read[tuple[str, str] | None]:
-        """The text before the first mark and the mark, both consumed.
+        """Consume and return the text before the first mark, and the mark.
 
         None, and nothing consumed, if no mark ends within `limit` characters and its own length.
         """
         window = limit + marks.longest
         while True:
-            found = marks.pattern.search(self._text, self._at, self._at + window)
-            if found is not None:
-                before = self._text[self._at : found.start()]
-                self._at = found.end()
-                return before, found[0]
+            match = marks.pattern.search(self._text, self._at, self._at + window)
+            if match is not None:
+                before = self._text[self._at : match.start()]
+                self._at = match.end()
+                return before, match[0]
             if self.over or len(self._text) - self._at >= window:
                 return None
             yield
 
     def accept(self, marks: Marks) -> Read[str]:
-        """Consume and return the mark that the text goes on with; "" if it is none."""
+        """Consume and return the mark at the position; "" if there is none."""
         while True:
-            found = marks.pattern.match(self._text, self._at)
-            if found is not None:
-                self._at = found.end()
-                return found[0]
+            match = marks.pattern.match(self._text, self._at)
+            if match is not None:
+                self._at = match.end()
+                return match[0]
             if self.over or not marks.begin(self._text, self._at):
                 return ""
             yield
 
     def back(self, text: str) -> None:
-        """Take back `text`, which was consumed last, without a wait since."""
+        """Return `text` to the input. It was consumed last, without a yield since."""
         self._at -= len(text)
 
     def skip(self, size: int) -> None:
-        """Consume characters that were seen."""
+        """Consume characters that are known to be present."""
         self._at += size
 
     @property
     def here(self) -> str:
-        """The next character, if it has arrived; else ""."""
+        """The next character if it has arrived, else ""."""
         return self._text[self._at : self._at + 1]
 
     def peek(self) -> Read[str]:
-        """The next character; "" at the end."""
+        """Return the next character; "" at the end."""
         while self._at >= len(self._text):
             if self.over:
                 return ""
@@ -153,17 +155,17 @@ class Cursor:
         return self._text[self._at]
 
     def rest(self) -> str:
-        """What is here and not consumed."""
+        """Return the text that has arrived and is not consumed."""
         return self._text[self._at :]
 
     def run(self, pattern: re.Pattern[str]) -> Read[str]:
         """Consume a run of characters; `pattern` is one class of characters, one or more times."""
         parts: list[str] = []
         while True:
-            found = pattern.match(self._text, self._at)
-            if found is not None:
-                parts.append(found[0])
-                self._at = found.end()
+            match = pattern.match(self._text, self._at)
+            if match is not None:
+                parts.append(match[0])
+                self._at = match.end()
             if self._at < len(self._text) or self.over:
                 return "".join(parts)
             yield
@@ -171,9 +173,9 @@ class Cursor:
     def json(
         self, say: Say, say_mended: Say | None = None, ends: Marks | None = None
     ) -> Read[Status]:
-        """Consume the JSON value here, up to its end ("done"), to where it goes wrong ("bad"), or
-        to the end of the text ("more"). A mark of `ends` is wrong too, also inside a string, unless
-        that goes on to its end after it.
+        """Consume the JSON value at the position, up to its end ("done"), to where it is invalid
+        ("bad"), or to the end of the text ("more"). A mark of `ends` is invalid too, also inside a
+        string, unless the string goes on to its end after it.
 
         Its source goes to `say`. `say_mended` gets it with raw control characters inside strings,
         which models write, escaped.
@@ -197,9 +199,8 @@ class Cursor:
                 yield
 
     def _string_goes_on(self, size: int) -> Read[bool]:
-        """Whether a string that the next `size` characters stand in goes on after them: to its
-        closing quote, and JSON after that.
-        """
+        """Return whether a string that contains the next `size` characters goes on after them: to
+        its closing quote, and JSON after that."""
         while True:
             at = _STRING.match(self._text, self._at + size).end()  # type: ignore[union-attr]
             if at - self._at - size >= _MAX_STRING:
@@ -233,12 +234,12 @@ class Cursor:
         return status
 
     def _next(self, pattern: re.Pattern[str], position: int) -> re.Match[str] | None:
-        """What the pattern finds first from `position`, looked for once, not once a value."""
-        begin, found = self._found.get(pattern, (len(self._text) + 1, None))
-        if begin > position or (found is not None and found.start() < position):
-            found = pattern.search(self._text, position)
-            self._found[pattern] = position, found
-        return found
+        """Return the pattern's first match from `position`, searched once, not once per value."""
+        begin, match = self._found.get(pattern, (len(self._text) + 1, None))
+        if begin > position or (match is not None and match.start() < position):
+            match = pattern.search(self._text, position)
+            self._found[pattern] = position, match
+        return match
 
     def _hand_on(self, end: int, say: Say) -> None:
         if end > self._at:
@@ -247,7 +248,7 @@ class Cursor:
 
 
 def run_through(reading: Read[T]) -> T:
-    """What is read of a text that is over."""
+    """Return the result of reading a complete text."""
     while True:
         try:
             next(reading)
@@ -257,7 +258,7 @@ def run_through(reading: Read[T]) -> T:
 
 
 class StreamingParser:
-    """Feeds a generator, `read`, that appends to `events`."""
+    """Runs a generator, `read`, that appends to `events`."""
 
     markers: ClassVar[tuple[str, ...]] = ()
     """Texts to look for that some tokenizers of the family hold as special tokens."""
@@ -272,10 +273,10 @@ class StreamingParser:
         raise NotImplementedError
 
     def feed(self, text: str, token_ids: Sequence[int] = ()) -> list[ParserEvent]:
-        """Events of the next piece of text."""
+        """Return the events of the next piece of text."""
         passing = self.text.passing
         if passing is not None and passing[0].search(text) is None:
-            # What most pieces are: the generator would do the same, in twice the time.
+            # Fast path for most pieces: the generator does the same in twice the time.
             if text:
                 passing[1](text)
             return self._take_events()
@@ -283,7 +284,7 @@ class StreamingParser:
         return self._go_on()
 
     def finish(self) -> list[ParserEvent]:
-        """The text is over: events of what was held back."""
+        """End the text; return the events of what was held back."""
         self.text.end()
         return self._go_on()
 
@@ -292,23 +293,6 @@ class StreamingParser:
         return self._take_events()
 
     def _take_events(self) -> list[ParserEvent]:
-        events = merged(self.events) if len(self.events) > 1 else self.events[:]
+        events = merge_events(self.events[:])
         self.events.clear()
         return events
-
-
-def merged(events: list[ParserEvent]) -> list[ParserEvent]:
-    """The same events, with pieces of one text in one: each is a frame of its own in a stream."""
-    made: list[ParserEvent] = []
-    for (kind, index), group in itertools.groupby(events, _piece_of):
-        if kind is ToolCallArguments:
-            made.append(ToolCallArguments(index, "".join(e.fragment for e in group)))  # type: ignore[union-attr]
-        elif issubclass(kind, Content | Reasoning):
-            made.append(kind("".join(e.text for e in group)))  # type: ignore[union-attr]
-        else:
-            made += group
-    return made
-
-
-def _piece_of(event: ParserEvent) -> tuple[type[ParserEvent], int]:
-    return type(event), getattr(event, "index", 0)

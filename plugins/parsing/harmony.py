@@ -15,11 +15,12 @@ from .cursor import Cursor, Marks, Read, Say
 MARKERS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|return|>",
            "<|call|>")  # fmt: skip
 BEGIN = Marks("<|start|>", "<|channel|>")
-"""What begins a header. The first of an answer is missing its `<|start|>`: the prompt has it."""
+"""Texts that begin a header. The first header of an output lacks its `<|start|>`, which is in the
+prompt."""
 END = Marks("<|end|>", "<|return|>", "<|call|>", "<|start|>")
-"""What ends a message; `<|start|>` begins the next one too."""
+"""Texts that end a message; `<|start|>` begins the next one too."""
 ENDS = Marks(*END.texts, *BEGIN.texts)
-"""What ends a call, even where its JSON is not over."""
+"""Texts that end a call, even if its JSON is incomplete."""
 _MESSAGE = Marks("<|message|>")
 _MAX_HEADER = 256
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
@@ -27,43 +28,42 @@ _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 
 
 class Header(msgspec.Struct):
-    """What stands before a message."""
+    """The header of a message."""
 
     source: str
     channel: str
     recipient: str
-    """Who is called, as `functions.f`; "" for messages to the user."""
+    """Recipient of the call, as `functions.f`; "" for messages to the user."""
 
 
 class Messages:
-    """The messages of one kind as one text: a newline between two."""
+    """Joins the messages of one kind into one text, with a newline between two."""
 
     def __init__(self, say: Say) -> None:
         self._say = say
         self._said = self._between = False
 
     def begin(self) -> None:
-        """Another message begins."""
+        """Start another message."""
         self._between = self._said
 
     def say(self, text: str) -> None:
-        """Pass text of a message on."""
+        """Pass on text of a message."""
         if text:
             self._say("\n" + text if self._between else text)
             self._said, self._between = True, False
 
 
 def header(text: Cursor, mark: str) -> Read[Header | None]:
-    """The header that `mark` began, up to its `<|message|>`; None, and nothing consumed, if it is
-    none.
-    """
-    found = yield from text.until_within(_MESSAGE, _MAX_HEADER)
-    if found is None:
+    """Return the header that begins with `mark`, up to its `<|message|>`; None, with nothing
+    consumed, if there is none."""
+    match = yield from text.until_within(_MESSAGE, _MAX_HEADER)
+    if match is None:
         return None
-    source = mark + found[0]
+    source = mark + match[0]
     channel, recipient = _CHANNEL.search(source), _RECIPIENT.search(source)
     return Header(
-        source + found[1],
+        source + match[1],
         channel[1] if channel else "",
         recipient[1] if recipient else "",
     )

@@ -24,23 +24,23 @@ class JsonCallsParser(ToolMachine):
     close: ClassVar[tuple[str, ...]] = ()
     """Marks that close one."""
     weak: ClassVar[tuple[str, ...]] = ()
-    """Marks that open a section, but stand before other text just as well."""
+    """Marks that open a section, but may also precede other text."""
     bare: ClassVar[str] = ""
     """Characters with which a section may begin the text, without a mark.
 
-    After those, and after weak marks, a call needs arguments and the name of a tool at hand.
+    After these, and after weak marks, a call needs arguments and the name of a tool of the request.
     """
     inline: ClassVar[tuple[str, ...]] = ()
-    """Beginnings of such a section that are looked for in the whole text."""
+    """Beginnings of such a section that are also searched for inside the text."""
     bare_after: ClassVar[tuple[str, ...]] = ()
     """Marks that are content, and after which a section may begin as at the start of the text."""
     ends_turn: ClassVar[bool] = False
-    """Whether nothing but calls follows a call: what is left of one that breaks off is dropped,
-    though no mark closes it."""
+    """Whether nothing but calls follows a call: the rest of one that breaks off is dropped,
+    although no mark closes it."""
     language: ClassVar[str] = ""
     """A word that may follow an opening mark."""
     recovers: ClassVar[bool] = False
-    """Whether a section goes on, at the next `{`, after what is no call."""
+    """Whether a section continues at the next `{` after text that is not a call."""
     name_keys: ClassVar[tuple[str, ...]] = ("name",)
     argument_keys: ClassVar[tuple[str, ...]] = ("arguments",)
 
@@ -49,12 +49,12 @@ class JsonCallsParser(ToolMachine):
         self._open = Marks(*self.open, *self.weak, *self.inline, *self.bare_after, opaque[0])
         self._language = Marks(self.language)
         self.close_or_open = Marks(*self.close, *self.open)
-        """What ends a call, even where its JSON is not over."""
+        """Texts that end a call, even if its JSON is incomplete."""
         self._close_or_call = Marks(*self.close, "{")
         super().__init__(tools=tools)
 
     def read(self) -> Read[None]:
-        """Content and sections in turn."""
+        """Read content and sections in turn."""
         text, say = self.text, self.answer.say
         yield from self._bare_section()
         while mark := (yield from self.until_call(self._open)):
@@ -80,7 +80,7 @@ class JsonCallsParser(ToolMachine):
             self.answer.say(gap)
 
     def section(self, source: list[str], *, weak: bool) -> Read[None]:
-        """Calls. `source`: what was consumed, and is content if none follows."""
+        """Read calls. source: what was consumed; content if no call follows."""
         text, answer = self.text, self.answer
         marked = any(source) and source[0] in (*self.open, *self.weak)
         source.append((yield from text.accept(self._language)))
@@ -117,7 +117,8 @@ class JsonCallsParser(ToolMachine):
 
 
 class JsonCall:
-    """Reads one call's object, key by key. Until it starts, `source` gets what is consumed."""
+    """Reads one call's object, key by key. `source` gets what is consumed before the call
+    starts."""
 
     def __init__(self, parser: JsonCallsParser, source: list[str], *, weak: bool) -> None:
         self._text, self._answer = parser.text, parser.answer
@@ -129,7 +130,7 @@ class JsonCall:
         self.started = False
 
     def read(self) -> Read[bool]:
-        """Whether it is a complete call."""
+        """Read the call; return whether it is complete."""
         text, answer = self._text, self._answer
         name = ""
         arguments: list[str] | None = None
@@ -153,15 +154,15 @@ class JsonCall:
             elif key in self._argument_keys and not self.started and arguments is None:
                 begin = yield from glance(text, self._source)
                 if begin == '"':
-                    held, done = yield from _quoted_object(text, self._source)
-                    if not held:
+                    quoted, done = yield from _quoted_object(text, self._source)
+                    if not quoted:
                         return False
                     if name:
                         self._start(name)
-                        answer.arguments(held)
+                        answer.arguments(quoted)
                     if not done:
                         return False
-                    arguments = [held]
+                    arguments = [quoted]
                     continue
                 if begin != "{":
                     return False
@@ -193,13 +194,13 @@ class JsonCall:
 
 
 def glance(text: Cursor, source: MutableSequence[str]) -> Read[str]:
-    """The next character after whitespace, not consumed; "" at the end."""
+    """Return the next character after whitespace without consuming it; "" at the end."""
     source.append((yield from text.run(SPACES)))
     return (yield from text.peek())
 
 
 def sign(text: Cursor, source: MutableSequence[str], char: str) -> Read[bool]:
-    """Whether `char` is next after whitespace; it is consumed then."""
+    """Consume `char` if it is next after whitespace; return whether it was."""
     if (yield from glance(text, source)) != char:
         return False
     text.skip(1)
@@ -208,7 +209,7 @@ def sign(text: Cursor, source: MutableSequence[str], char: str) -> Read[bool]:
 
 
 def string(text: Cursor, source: MutableSequence[str]) -> Read[str]:
-    """The value of the JSON string that is next after whitespace; "" if it is none."""
+    """Return the value of the JSON string that is next after whitespace; "" if there is none."""
     if (yield from glance(text, source)) != '"':
         return ""
     parts: list[str] = []
@@ -220,13 +221,12 @@ def string(text: Cursor, source: MutableSequence[str]) -> Read[str]:
 
 
 _INCOMPLETE_ESCAPE = 11
-"""The most characters that an escape may be short of its end by: a pair of surrogates."""
+"""Characters at most by which an incomplete escape may lack its end: a pair of surrogates."""
 
 
 def _quoted_object(text: Cursor, source: MutableSequence[str]) -> Read[tuple[str, bool]]:
-    """→ (the JSON object that the string here holds, as far as it goes; whether it is whole); what
-    is no object is "".
-    """
+    """Return the JSON object inside the string at the position, as far as it goes ("" if it is not
+    an object), and whether it is complete."""
     parts: list[str] = []
     whole = (yield from text.json(source.append, parts.append)) == "done"
     quoted = "".join(parts)
@@ -241,10 +241,10 @@ def _quoted_object(text: Cursor, source: MutableSequence[str]) -> Read[tuple[str
     inner.end()
     if inner.here != "{":
         return "", False
-    held: list[str] = []
-    status = run_through(inner.json(_nowhere, held.append))
-    return "".join(held), whole and status == "done" and not inner.rest()
+    object_parts: list[str] = []
+    status = run_through(inner.json(_nowhere, object_parts.append))
+    return "".join(object_parts), whole and status == "done" and not inner.rest()
 
 
 def _nowhere(text: str) -> None:
-    """Drop it."""
+    """Drop the text."""

@@ -1,7 +1,7 @@
-"""Scans one JSON value that arrives in pieces, strictly, in linear time, remembering only nesting.
+"""Scans one JSON value that arrives in pieces: strictly, in linear time, keeping only the nesting.
 
-It says where the value ends, and at which character it stops being JSON. Raw control characters
-inside strings are let through: models write them.
+It reports where the value ends, and at which character it stops being JSON. Raw control characters
+inside strings are accepted, because models write them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _NUMBER: dict[str, dict[str, str]] = {
     "+": {"0": "x", "d": "x"},
     "x": {"0": "x", "d": "x"},
 }
-"""State of a number → class of the next character → state."""
+"""State of a number → class of the next character → next state."""
 _NUMBER_CLASS = {**{d: "d" for d in "123456789"}, "0": "0", "-": "-", "+": "s"} | {
     ".": ".",
     "e": "e",
@@ -36,7 +36,7 @@ Status = Literal["more", "done", "bad"]
 
 
 class JsonScanner:
-    """Feed text; `scan` says how far the value reaches.
+    """Tracks one JSON value; `scan` returns how far it reaches.
 
     A number at the outermost level ends only with the character after it.
     """

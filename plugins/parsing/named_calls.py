@@ -1,4 +1,4 @@
-"""Tool calls whose name stands in marks, before a JSON object that is the arguments."""
+"""Tool calls with the name in marks, before a JSON object with the arguments."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from .cursor import SPACES, Marks, Read
 from .tool_machine import ToolMachine, closing, rest_of_call
 
 _MAX_HEADER = 256
-"""Characters of what stands before the arguments; what is longer is no call."""
+"""Characters at most before the arguments; longer text is not a call."""
 
 
 class NamedForm:
-    """How one call is written: open, before_name, name, name_end, fence, {arguments}, close.
+    """The form of one call: open, before_name, name, name_end, fence, {arguments}, close.
 
-    What stands in place of the arguments and is no object breaks the call off.
+    Any text other than an object in place of the arguments breaks the call off.
     """
 
     def __init__(
@@ -40,17 +40,17 @@ class NamedForm:
         self.close_or_open = Marks(*close, *open)
         self.any = Marks(*close, *open, *around)
         self.ends = Marks(*close, *(fence_end + mark for mark in close), *open, *around)
-        """What ends a call, even where its JSON is not over."""
+        """Texts that end a call, even if its JSON is incomplete."""
         self.name_alone = name_alone
         self.header_end = Marks(*name_end, *(open if name_alone else ()))
 
     def name_of(self, header: str) -> tuple[str, str]:
-        """→ (name, the call's id or "") of what stands for the name."""
+        """Return (name, the call's id or "") for the text in the name's place."""
         return header.strip(), ""
 
 
 class NamedCallsParser(ToolMachine):
-    """Reads calls of one form. A missing closing mark is tolerated, and missing arguments are."""
+    """Reads calls of one form. The closing mark, and the arguments, may be missing."""
 
     form: ClassVar[NamedForm]
     around: ClassVar[tuple[str, ...]] = ()
@@ -61,14 +61,14 @@ class NamedCallsParser(ToolMachine):
         super().__init__(tools=tools)
 
     def read(self) -> Read[None]:
-        """Content and calls in turn."""
+        """Read content and calls in turn."""
         while mark := (yield from self.text.until(self._marks, self.answer.say)):
             if mark not in self.around:
                 yield from named_call(self, self.form, [mark])
 
 
 def named_call(parser: ToolMachine, form: NamedForm, source: list[str]) -> Read[None]:
-    """Read one call after its opening mark, which is in `source`."""
+    """Read one call after its opening mark, which is already in `source`."""
     text, answer = parser.text, parser.answer
     source.append((yield from text.run(SPACES)))
     source.append((yield from text.accept(form.before_name)))
@@ -113,4 +113,4 @@ def named_call(parser: ToolMachine, form: NamedForm, source: list[str]) -> Read[
 
 
 def _nowhere(text: str) -> None:
-    """Drop it."""
+    """Drop the text."""

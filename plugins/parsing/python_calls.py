@@ -20,7 +20,7 @@ class PythonCallsParser(ToolMachine):
     """A section is `[call, call]`, or with `lines` one call after another, between marks.
 
     Arguments have names, and values that are Python literals. The text may begin with a section
-    without marks (`bare`); calls there must name a tool at hand.
+    without marks (`bare`); calls there must name a tool of the request.
     """
 
     open: ClassVar[tuple[str, ...]] = ()
@@ -34,7 +34,7 @@ class PythonCallsParser(ToolMachine):
         super().__init__(tools=tools)
 
     def read(self) -> Read[None]:
-        """Content and sections in turn."""
+        """Read content and sections in turn."""
         gap = yield from self.text.run(SPACES)
         if self.bare and (yield from self.text.peek()) == "[":
             yield from self._section([gap], bare=True)
@@ -71,7 +71,8 @@ class PythonCallsParser(ToolMachine):
         yield from closing(text, answer, self.close, self._close_or_open)
 
     def _call(self, source: list[str], *, bare: bool) -> Read[bool]:
-        """Whether it is a complete call; what was consumed before it starts is in `source`."""
+        """Read a call; return whether it is complete. `source` gets what is consumed before it
+        starts."""
         text, answer = self.text, self.answer
         yield from glance(text, source)
         name = yield from text.run(_NAME)

@@ -1,4 +1,4 @@
-"""Turns Python literals, as models write them in calls, into JSON, while they arrive."""
+"""Converts Python literals, as models write them in calls, to JSON while they arrive."""
 
 from __future__ import annotations
 
@@ -31,10 +31,11 @@ _CLOSERS = {"[": "]", "(": ")"}
 
 
 def read_value(text: Cursor, say: Say) -> Read[str | None]:
-    """Consume a literal and say it as JSON. Lists and tuples become arrays, dictionaries objects.
+    """Consume a literal and pass it on as JSON: lists and tuples as arrays, dictionaries as
+    objects.
 
-    None if it was one, to its end; else the text that it stumbled over, if any: what was said is
-    the beginning of JSON.
+    Return None if it was a complete literal; else the text at which it failed, if any: what was
+    passed on is the beginning of JSON.
     """
     stack: list[str] = []
     while True:
@@ -82,13 +83,13 @@ def read_value(text: Cursor, say: Say) -> Read[str | None]:
 
 
 def _solid(text: Cursor) -> Read[str]:
-    """The next character after whitespace, not consumed; "" at the end."""
+    """Return the next character after whitespace without consuming it; "" at the end."""
     yield from text.run(SPACES)
     return (yield from text.peek())
 
 
 def python_value(text: str) -> str | None:
-    """The JSON of a text that is a Python literal as a whole; None if it is none."""
+    """Return the JSON of a text that is a complete Python literal; None if it is not."""
     cursor = Cursor()
     cursor.add(text)
     cursor.end()
@@ -101,7 +102,7 @@ def python_value(text: str) -> str | None:
 
 
 def _key(text: Cursor, say: Say) -> Read[str | None]:
-    """A dictionary's key, as a string, and its colon."""
+    """Read a dictionary's key, as a string, and its colon."""
     if (yield from text.peek()) in ('"', "'"):
         slip = yield from _string(text, say)
     else:
@@ -122,10 +123,10 @@ def _scalar(text: Cursor, say: Say) -> Read[str | None]:
     if (yield from text.peek()) in ('"', "'"):
         return (yield from _string(text, say))
     word = yield from text.run(_WORD)
-    made = _CONSTANTS.get(word) or _number(word)
-    if not made:
+    json_text = _CONSTANTS.get(word) or _number(word)
+    if not json_text:
         return word
-    say(made)
+    say(json_text)
     return None
 
 
@@ -147,7 +148,7 @@ def _any_base(word: str) -> int:
 
 
 def _string(text: Cursor, say: Say) -> Read[str | None]:
-    """A quoted string."""
+    """Read a quoted string."""
 
     def escaped(part: str) -> None:
         say(json.dumps(part, ensure_ascii=False)[1:-1])
@@ -180,11 +181,11 @@ def _string(text: Cursor, say: Say) -> Read[str | None]:
 
 
 def _digits(text: Cursor, allowed: str, most: int) -> Read[str]:
-    found = ""
-    while len(found) < most:
+    digits = ""
+    while len(digits) < most:
         char = yield from text.peek()
         if not char or char not in allowed:
             break
         text.skip(1)
-        found += char
-    return found
+        digits += char
+    return digits

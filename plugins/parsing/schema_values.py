@@ -1,4 +1,4 @@
-"""Types text by a JSON schema: for formats that write the values of arguments as plain text."""
+"""Converts text to JSON by a schema, for formats that write argument values as plain text."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .python_values import python_value
 _INTEGER = re.compile(r"[+-]?[0-9]{1,4000}")
 _NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 _MAX_DEPTH = 8
-"""Schemas inside schemas that are looked into."""
+"""Nesting depth at which schemas are no longer inspected."""
 _TYPES = {
     **dict.fromkeys(("string", "str", "text"), "string"),
     **dict.fromkeys(("integer", "int", "long"), "integer"),
@@ -23,18 +23,18 @@ _TYPES = {
     **dict.fromkeys(("array", "list", "tuple"), "array"),
     "null": "null",
 }
-"""Names of types as schemas have them, which is not always JSON schema's → JSON schema's."""
+"""Type names in schemas, some not of JSON schema → JSON schema's."""
 _NAMES = {str: "string", bool: "boolean", int: "integer", float: "number", type(None): "null",
           dict: "object", list: "array"}  # fmt: skip
 
 
 def parameter_types(schema: Any, name: str) -> frozenset[str]:
-    """JSON types that a tool's schema allows for one of its parameters; empty if it says none."""
+    """Return the JSON types that a tool's schema allows for a parameter; empty if it has none."""
     if not isinstance(schema, Mapping):
         return frozenset()
     properties = schema.get("properties")
-    found = properties.get(name) if isinstance(properties, Mapping) else None
-    return _types(found, schema, set(), 0)
+    parameter = properties.get(name) if isinstance(properties, Mapping) else None
+    return _types(parameter, schema, set(), 0)
 
 
 def _types(schema: Any, root: Mapping[str, Any], seen: set[str], depth: int) -> frozenset[str]:
@@ -69,9 +69,9 @@ def _types(schema: Any, root: Mapping[str, Any], seen: set[str], depth: int) -> 
 
 
 def json_of(text: str, types: frozenset[str]) -> str:
-    """The text of a value as JSON of one of these types, or of any type if there are none.
+    """Return a value's text as JSON of one of these types, or of any type if there are none.
 
-    What fits none of them is a string all the same: a parser never fails on text.
+    Text that fits none of them becomes a string: a parser never fails on text.
     """
     bare = text.strip(SPACE)
     if not types or types & {"object", "array"}:
@@ -79,9 +79,9 @@ def json_of(text: str, types: frozenset[str]) -> str:
         if source is not None and _fits(source, types):
             return source
         if types and bare[:1] in ("{", "["):
-            made = python_value(bare)
-            if made is not None and _fits(made, types):
-                return made
+            source = python_value(bare)
+            if source is not None and _fits(source, types):
+                return source
     if ("null" in types or "string" not in types) and types and bare.lower() in ("null", "none"):
         return "null"
     if "boolean" in types and bare.lower() in ("true", "false"):
@@ -95,7 +95,8 @@ def json_of(text: str, types: frozenset[str]) -> str:
 
 
 def _json_source(text: str) -> str | None:
-    """The text, if it is JSON as a whole, with raw control characters in its strings escaped."""
+    """Return the text if it is complete JSON, with raw control characters in its strings
+    escaped."""
     cursor = Cursor()
     cursor.add(text + "\n")
     cursor.end()

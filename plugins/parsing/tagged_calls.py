@@ -1,4 +1,4 @@
-"""Tool calls whose arguments stand in tags, one tag each, as plain text: the XML-like dialects."""
+"""Tool calls with one tag per argument, as plain text: the XML-like dialects."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from .schema_values import json_of, parameter_types
 from .tool_machine import ToolMachine
 
 _MAX_HEADER = 256
-"""Characters of a call's name or an argument's; what is longer is none."""
+"""Characters at most of a call's or an argument's name; longer text is not a name."""
 
 
 class TaggedCallsParser(ToolMachine):
     """A call is open, name, name_end, then for each argument parameter, key, key_end, value_open,
     value, value_end; then close. `around` are marks around calls, which are dropped.
 
-    The tools' schemas say what type a value has. Strings are handed on as they arrive.
+    The tools' schemas determine the type of a value. Strings are handed on as they arrive.
     """
 
     around: ClassVar[tuple[str, ...]] = ()
     lead: ClassVar[str] = ""
-    """A mark before a call; what stands between it and the call is dropped with it."""
+    """A mark before a call; text between it and the call is dropped with it."""
     open: ClassVar[str]
     name_end: ClassVar[tuple[str, ...]] = (">",)
     parameter: ClassVar[str]
@@ -31,12 +31,12 @@ class TaggedCallsParser(ToolMachine):
     value_open: ClassVar[str] = ""
     """May be missing."""
     value_end: ClassVar[tuple[str, ...]]
-    """Those that are `parameter` or `close` after a newline stand for a missing one."""
+    """Texts that end a value; `parameter` or `close` after a newline stands for a missing one."""
     close: ClassVar[str]
     newlines: ClassVar[bool] = True
     """Whether one newline right inside a value's tags belongs to the markup."""
     untyped: ClassVar[frozenset[str]] = frozenset({"string"})
-    """Types of an argument that no schema describes; empty: what it looks like."""
+    """Types of an argument without a schema; empty: inferred from its text."""
 
     def __init__(self, *, tools: Sequence[Mapping[str, Any]] = ()) -> None:
         opaque = (self.opaque or ("",))[0]
@@ -51,7 +51,7 @@ class TaggedCallsParser(ToolMachine):
         super().__init__(tools=tools)
 
     def read(self) -> Read[None]:
-        """Content and calls in turn."""
+        """Read content and calls in turn."""
         while mark := (yield from self.until_call(self._marks)):
             if mark == self.lead and (yield from self.text.until_within(self._open, _MAX_HEADER)):
                 mark = self.open
@@ -80,7 +80,7 @@ class TaggedCallsParser(ToolMachine):
             if key is None:
                 mark = yield from text.until(self._next_or_over, _drop)
                 continue
-            if key[1] in self._next.texts:  # The key has no end, or it has no value.
+            if key[1] in self._next.texts:  # The key has no end, or no value.
                 mark = key[1]
                 continue
             answer.arguments(f"{'' if first else ', '}{json.dumps(_unquoted(key[0]))}: ")
@@ -93,11 +93,11 @@ class TaggedCallsParser(ToolMachine):
             return
         answer.arguments("}")
         answer.end()
-        if mark != self.close:  # It is missing: all arguments are there.
+        if mark != self.close:  # It is missing: all arguments are complete.
             text.back(mark)
 
     def _value(self, name: str, key: str, *, opened: bool) -> Read[bool]:
-        """Whether the value came to its end. `opened`: after its opening mark."""
+        """Read a value; return whether it is complete. opened: after its opening mark."""
         text, answer = self.text, self.answer
         if self.value_open and not opened:
             yield from text.run(SPACES)
@@ -126,11 +126,11 @@ _STRING = frozenset({"string"})
 
 
 def _drop(text: str) -> None:
-    """Not to be shown."""
+    """Drop the text."""
 
 
 class Held:
-    """Text handed on except for a newline at its end."""
+    """Passes text on except for a newline at its end."""
 
     def __init__(self, holds: bool) -> None:
         self.parts: list[str] = []
@@ -139,7 +139,7 @@ class Held:
         self._held = ""
 
     def add(self, part: str) -> None:
-        """The next piece."""
+        """Add the next piece of text."""
         part = self._held + part
         self._held = "\n" if self._holds and part.endswith("\n") else ""
         part = part[: len(part) - len(self._held)]

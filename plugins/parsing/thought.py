@@ -1,4 +1,4 @@
-"""Thought between marks at the start of an answer."""
+"""Reasoning between marks at the start of an output."""
 
 from __future__ import annotations
 
@@ -6,51 +6,52 @@ import re
 from collections.abc import Callable
 from typing import ClassVar
 
-from ...core.protocols import Content, Reasoning
+from ...core.protocols.parsers import Content, Reasoning
 from .cursor import Marks, Read, StreamingParser
 
 
 class ThoughtParser(StreamingParser):
-    """The text is [thought] answer. A family says how its thought is marked.
+    """Reads [reasoning] content. A family declares its marks.
 
     - Newlines (`space`) right inside the marks, and right after the closing one, belong to the
       markup and are dropped. Everything else is passed on as it is.
-    - After the thought all is answer; further marks in it are text, unless thought may stand
+    - After the reasoning all text is content, further marks included, unless reasoning may stand
       `anywhere`.
     """
 
     open: ClassVar[tuple[str, ...]] = ("<think>",)
     close: ClassVar[tuple[str, ...]] = ("</think>",)
     call: ClassVar[tuple[str, ...]] = ()
-    """Beginnings of a tool call that end the thought too, where the model forgets to close it."""
+    """Beginnings of a tool call that end the reasoning too, if the model forgets to close it."""
     begins_inside: ClassVar[bool] = True
-    """Whether a text that does not begin with an opening mark is thought already, as the prompt has
-    the mark. Off: it is the answer. Where the prompt ends with a mark, that counts instead."""
+    """Whether a text without an opening mark begins with reasoning, because the prompt has the
+    mark. If not, it is content. A mark at the end of the prompt takes precedence."""
     always: ClassVar[bool] = False
-    """Whether the model thinks, or may, whatever the request says."""
+    """Whether the model may reason regardless of the request."""
     anywhere: ClassVar[bool] = False
-    """Whether thought may also stand in the answer and after it. Several are one, a line each;
-    closing marks that close nothing are dropped."""
+    """Whether reasoning may also stand in the content and after it. Its parts are joined by
+    newlines; closing marks without an opening one are dropped."""
     space: ClassVar[str] = "\n"
     """Characters that are markup next to a mark."""
     answer_open: ClassVar[str] = ""
     answer_close: ClassVar[str] = ""
-    """Marks around the answer, dropped with the newlines right inside; they may be missing."""
+    """Marks around the content, dropped with the newlines right inside; they may be missing."""
 
     thinking_switch: ClassVar[tuple[str, bool]] = ("enable_thinking", True)
 
     def __init__(self, *, thinking: bool = True) -> None:
-        thinks = thinking or self.always
-        self.reasoning_ended = not thinks
-        """Whether thought is over, or none is to come. Once true, it stays true."""
-        self._inside = thinks and self.begins_inside
+        is_reasoning = thinking or self.always
+        self.reasoning_ended = not is_reasoning
+        """Whether no reasoning follows. Once true, it stays true."""
+        self._inside = is_reasoning and self.begins_inside
         self._thought = self._another = self._answered = False
-        """Whether there was thought; another begins after it; there was answer."""
+        """Whether there was reasoning; whether another part of it begins; whether there was
+        content."""
         self._space = re.compile(f"[{self.space}]+")
         super().__init__()
 
     def see_prompt_end(self, text: str) -> None:
-        """A mark that the prompt ends with says whether the thought is open."""
+        """Note whether the prompt ends with a mark that opens or closes the reasoning."""
         text = text.rstrip()
         if text.endswith(self.open):
             self._inside, self.reasoning_ended = True, False
@@ -58,7 +59,7 @@ class ThoughtParser(StreamingParser):
             self._inside, self.reasoning_ended = False, True
 
     def read(self) -> Read[None]:
-        """Thought, then the answer."""
+        """Read the reasoning, then the content."""
         text, space = self.text, self._space
         gap = yield from text.run(space)
         if (yield from text.accept(Marks(*self.open))) or self._inside:
@@ -87,29 +88,29 @@ class ThoughtParser(StreamingParser):
                     yield from text.run(space)
 
     def until(self, close: Marks, say: Callable[[str], None]) -> Read[str]:
-        """Hand text to `say` up to a closing mark, less the space right before that."""
-        held: list[str] = []
+        """Pass text to `say` up to a closing mark, without the space right before it."""
+        space: list[str] = []
 
         def hold(text: str) -> None:
             bare = text.rstrip(self.space)
             if bare:
-                say("".join(held) + bare)
-                held.clear()
-            held.append(text[len(bare) :])
+                say("".join(space) + bare)
+                space.clear()
+            space.append(text[len(bare) :])
 
         mark = yield from self.text.until(close, hold)
         if not mark:
-            say("".join(held))
+            say("".join(space))
         return mark
 
     def think(self, text: str) -> None:
-        """Pass thought on."""
+        """Pass on reasoning."""
         if text:
             self.events.append(Reasoning("\n" + text if self._another else text))
             self._another, self._thought = False, True
 
     def say(self, text: str) -> None:
-        """Pass the answer on."""
+        """Pass on content."""
         if text:
             self.events.append(Content(text))
             self._answered = True

@@ -1,11 +1,11 @@
-"""What the machines for tool calls share: the events, and what is said between calls."""
+"""Common parts of all tool parsers: the events, and the content between calls."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar
 
-from ...core.protocols import (
+from ...core.protocols.parsers import (
     Content,
     ParserEvent,
     ToolCallArguments,
@@ -30,7 +30,7 @@ class ToolMachine(StreamingParser):
     """
 
     opaque: ClassVar[tuple[str, str] | None] = None
-    """Marks between which all is content: thought, where no reasoning parser has taken it out."""
+    """Marks between which all text is content: reasoning that no reasoning parser has removed."""
 
     def __init__(self, *, tools: Sequence[Mapping[str, Any]] = ()) -> None:
         super().__init__()
@@ -38,15 +38,15 @@ class ToolMachine(StreamingParser):
         self.answer = Answer(self.events)
 
     def feed(self, text: str, token_ids: Sequence[int] = ()) -> list[ParserEvent]:
-        """Events of the next piece of text."""
+        """Return the events of the next piece of text."""
         return super().feed(text)
 
     def finish(self) -> list[ParserEvent]:
-        """The text is over: what was held back and is no call is content."""
+        """End the text: what was held back and is not a call is content."""
         return [*super().finish(), *self.answer.finish()]
 
     def known(self, name: str) -> bool:
-        """Whether the request has this tool, or does not say which it has."""
+        """Return whether the request has this tool, or does not say which tools it has."""
         return not self.schemas or name in self.schemas
 
     def until_call(self, marks: Marks) -> Read[str]:
@@ -62,7 +62,7 @@ class ToolMachine(StreamingParser):
 
 
 class Answer:
-    """Content and calls, as events."""
+    """Passes on content and calls, as events."""
 
     def __init__(self, events: list[ParserEvent]) -> None:
         self._events = events
@@ -74,11 +74,11 @@ class Answer:
         """Whitespace that may yet stand between contents."""
 
     def say(self, text: str) -> None:
-        """Pass content on, whitespace next to calls only once it stands between contents."""
+        """Pass on content; whitespace next to calls only once it stands between content."""
         if not text:
             return
         if not self._spaces and text[0] not in SPACE and text[-1] not in SPACE:
-            self._events.append(Content(text))  # What most text is: the rest would do the same.
+            self._events.append(Content(text))  # Fast path for most text.
             self._said = True
             return
         bare = text.strip(SPACE)
@@ -95,21 +95,21 @@ class Answer:
         self._spaces = [after] if after else []
 
     def start(self, name: str, id: str = "") -> None:
-        """A call begins."""
+        """Begin a call."""
         self._events.append(ToolCallStart(self.calls, name, id))
         self.calls += 1
 
     def arguments(self, fragment: str) -> None:
-        """More of the last call's arguments."""
+        """Add to the last call's arguments."""
         if fragment:
             self._events.append(ToolCallArguments(self.calls - 1, fragment))
 
     def end(self) -> None:
-        """The last call is complete."""
+        """Complete the last call."""
         self._events.append(ToolCallEnd(self.calls - 1))
 
     def finish(self) -> list[ParserEvent]:
-        """The text is over."""
+        """End the text."""
         if not self.calls:
             self._pass_on(self._spaces)
         self._spaces = []
@@ -132,32 +132,32 @@ def closing(
     """
     gap += yield from text.run(SPACES)
     if close:
-        found = yield from text.until_within(close_or_open, MAX_JUNK)
-        if found is not None:
-            if found[1] in close:
+        match = yield from text.until_within(close_or_open, MAX_JUNK)
+        if match is not None:
+            if match[1] in close:
                 return
-            text.back("".join(found))
+            text.back("".join(match))
     answer.say(gap)
 
 
 def rest_of_call(text: Cursor, close: Collection[str], close_or_open: Marks) -> Read[None]:
-    """Drop what is left of a call that has broken off: up to its closing mark, and that; up to a
-    mark that opens another; or all.
-    """
-    found = yield from text.until(close_or_open, _drop)
-    if found and found not in close:
-        text.back(found)
+    """Drop the rest of a call that has broken off: up to its closing mark, and that; up to a mark
+    that opens another; or everything."""
+    mark = yield from text.until(close_or_open, _drop)
+    if mark and mark not in close:
+        text.back(mark)
 
 
 def _drop(text: str) -> None:
-    """Not to be shown."""
+    """Drop the text."""
 
 
 def schemas(tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Tool name → JSON schema of its parameters, from tools in OpenAI's form; lenient."""
-    found: dict[str, Any] = {}
+    """Return the JSON schema of each tool's parameters by name, from tools in OpenAI's form;
+    lenient."""
+    by_name: dict[str, Any] = {}
     for tool in tools:
         function = tool.get("function", tool) if isinstance(tool, Mapping) else None
         if isinstance(function, Mapping) and isinstance(function.get("name"), str):
-            found[function["name"]] = function.get("parameters")
-    return found
+            by_name[function["name"]] = function.get("parameters")
+    return by_name

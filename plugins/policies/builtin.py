@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...core.scheduling.request import Request
+from ...core.request import Request
 
 
 class FirstComeFirstServed:

@@ -37,7 +37,7 @@ class Awq:
 
     @classmethod
     def supports(cls, device: torch.device, dtype: torch.dtype) -> str | None:
-        """Everywhere."""
+        """Return None: every device is supported."""
         return None
 
     @classmethod
@@ -58,7 +58,7 @@ class Awq:
         )
 
     def layer(self, spec: LinearSpec) -> AwqLinear | None:
-        """Every product but those listed."""
+        """Quantize every product except those listed."""
         if spec.role not in PRODUCTS or is_ignored(spec, self.ignored, "modules_to_not_convert"):
             return None
         return AwqLinear(spec, self.group_size, self.zeros)

@@ -1,7 +1,7 @@
 """4-bit weights by the bitsandbytes package: nf4 (and fp4), from a checkpoint or rounded at load.
 
-The package dequantises each time; there is no kernel of this project's for its tables, so this
-saves memory and no time.
+The package dequantises in each product; this project has no kernel for its tables, so this saves
+memory but no time.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class BitsAndBytes:
 
     @classmethod
     def supports(cls, device: torch.device, dtype: torch.dtype) -> str | None:
-        """Where the package is."""
+        """Return None if the package is installed, else the reason."""
         if importlib.util.find_spec(PACKAGE) is None:
             return "the package bitsandbytes is not installed (pip install bitsandbytes)"
         try:
             importlib.import_module(PACKAGE)
-        except Exception as error:  # It loads libraries that may be of another machine.
+        except Exception as error:  # Its libraries may not fit the machine.
             return f"the package bitsandbytes cannot be imported ({error})"
         return None
 
@@ -54,13 +54,14 @@ class BitsAndBytes:
         if not read.flag("load_in_4bit", True):
             raise read.refuse("load_in_4bit", "true")
         read.choice("bnb_4bit_quant_storage", ("uint8",), "uint8")
-        # A checkpoint that names no type is the package's default, fp4.
+        # A checkpoint without a type uses the package's default, fp4.
         kind = read.choice("bnb_4bit_quant_type", ("nf4", "fp4"), "fp4" if config else "nf4")
         nested = read.flag("bnb_4bit_use_double_quant", False)
         return cls(kind, nested, read.names(SKIPPED))
 
     def layer(self, spec: LinearSpec) -> BitsAndBytesLinear | None:
-        """Every product but those listed. Raises ConfigError for a mixture's experts."""
+        """Quantize every product except those listed. Raises ConfigError for a mixture's
+        experts."""
         if spec.role == "experts":
             raise ConfigError(
                 f"quantization: bitsandbytes does not store experts ({spec.prefix}); there are "
@@ -81,7 +82,7 @@ class BitsAndBytesLinear(QuantizedLinear):
         self.nested = nested
         self.functional = importlib.import_module(f"{PACKAGE}.functional")
         self.packed: list[tuple[torch.Tensor, Any]] = []
-        """Each shard's bytes and the package's state of them."""
+        """Bytes of each shard, and the package's state for them."""
 
     @property
     def _state(self) -> str:
@@ -103,7 +104,7 @@ class BitsAndBytesLinear(QuantizedLinear):
         }
 
     def ready(self, shards: Mapping[str, Mapping[str, torch.Tensor]]) -> bool:
-        """When each shard's weight is there, with its state if it is packed."""
+        """Whether each shard's weight has arrived, with its state if it is packed."""
         for shard in self.spec.shards:
             got = shards.get(shard, {})
             if "weight" not in got or (got["weight"].dtype == torch.uint8 and self._lacks(got)):
@@ -117,7 +118,7 @@ class BitsAndBytesLinear(QuantizedLinear):
         return [name for name in wanted if name not in got]
 
     def process(self, shards: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
-        """Round what is plain; unpack what the package saved."""
+        """Round plain weights; unpack those that the package saved."""
         for index, (shard, rows) in enumerate(self.spec.shards.items()):
             got, source = shards[shard], self.spec.sources[shard]
             weight = got["weight"]
@@ -154,5 +155,5 @@ class BitsAndBytesLinear(QuantizedLinear):
 
 
 def _bytes(numbers: int) -> TensorSpec:
-    """Two numbers to a byte, as the package shapes them."""
+    """Two numbers per byte, in the package's shape."""
     return TensorSpec((numbers // 2, 1), (torch.uint8,))

@@ -30,7 +30,7 @@ FORMATS = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantize
 
 @dataclass(frozen=True)
 class Scheme:
-    """How the layers of one group are stored."""
+    """Storage of the layers of one group."""
 
     targets: tuple[str, ...]
     kind: Literal["fp8", "int8", "packed"]
@@ -56,7 +56,7 @@ class CompressedTensors:
 
     @classmethod
     def supports(cls, device: torch.device, dtype: torch.dtype) -> str | None:
-        """Everywhere."""
+        """Return None: every device is supported."""
         return None
 
     @classmethod
@@ -86,7 +86,8 @@ class CompressedTensors:
         )
 
     def layer(self, spec: LinearSpec) -> QuantizedLinear | None:
-        """The layer of the first group that names this one; heads are products like others here."""
+        """Quantize by the first group that names this layer; heads are treated like other
+        products."""
         if spec.role == "embedding" or is_ignored(spec, self.ignored, "ignore"):
             return None
         found = {self._find(source) for source in spec.sources.values()}
@@ -107,7 +108,7 @@ class CompressedTensors:
         return PackQuantizedLinear(spec, scheme)
 
     def _find(self, source: str) -> Scheme | None:
-        """By name first, then by class."""
+        """Find the scheme of a layer: by name first, then by class."""
         for scheme in self.schemes:
             if any(name_matches(source, target) for target in scheme.targets if target != CLASS):
                 return scheme
@@ -119,7 +120,8 @@ def _inner(groups: ConfigReader) -> list[ConfigReader]:
 
 
 def _scheme(group: ConfigReader, layout: str | None) -> Scheme | None:
-    """None: the group rounds no weights. Raises ConfigError with the field's name."""
+    """Return the scheme of a group; None: it rounds no weights. Raises ConfigError with the field's
+    name."""
     weights, inputs = group.inner("weights"), group.inner("input_activations")
     if weights is None:
         return None

@@ -1,8 +1,8 @@
 """fp8 (e4m3) weights and activations: per tensor, per channel or in blocks of 128 x 128.
 
 A layer whose checkpoint tensor is already float8 is taken as it is, with its scale; one in a wider
-type is rounded at load, a scale a row. Small batches read the weight alone and leave inputs wide;
-large ones round inputs too, where the device multiplies fp8 by fp8.
+type is rounded at load, with one scale per row. Small batches read only the weight as fp8 and keep
+inputs wide; large ones also round inputs, if the device multiplies fp8 by fp8.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from ...core.nn.quantized import PRODUCTS, LinearSpec, PackedLinear, TensorSpec
 FP8 = torch.float8_e4m3fn
 BLOCK = 128
 SCALE_NAMES = ("weight_scale", "weight_scale_inv")
-"""Both are multiplied by; the second is what block formats call it."""
+"""Names of factors of the weight; the second is used by block formats."""
 INPUT_SCALE_NAMES = ("input_scale", "activation_scale")
 IGNORE_FIELDS = ("ignored_layers", "modules_to_not_convert")
 
 
 class Fp8:
     """`quantization_config` fields: activation_scheme ("dynamic", "static"), weight_block_size
-    ([128, 128]), ignored_layers or modules_to_not_convert, and, of this project, lm_head (true:
-    the head is rounded, too).
+    ([128, 128]), ignored_layers or modules_to_not_convert, and, specific to this project, lm_head
+    (true: the head is rounded, too).
     """
 
     name: ClassVar[str] = "fp8"
@@ -44,7 +44,7 @@ class Fp8:
 
     @classmethod
     def supports(cls, device: torch.device, dtype: torch.dtype) -> str | None:
-        """Everywhere: what the device cannot multiply is dequantised."""
+        """Return None: products that the device does not support are dequantised."""
         return None
 
     @classmethod
@@ -66,7 +66,7 @@ class Fp8:
         )
 
     def layer(self, spec: LinearSpec) -> Fp8Linear | None:
-        """Every product; the head when asked for."""
+        """Quantize every product; the head if requested."""
         wanted = spec.role in PRODUCTS or (spec.role == "head" and self.head)
         if not wanted or is_ignored(spec, self.ignored, IGNORE_FIELDS[-1]):
             return None
@@ -104,7 +104,7 @@ class Fp8Linear(PackedLinear):
         return found
 
     def ready(self, shards: Mapping[str, Mapping[str, torch.Tensor]]) -> bool:
-        """When each shard's weight is there, with its scales if it is float8."""
+        """Whether each shard's weight has arrived, with its scales if it is float8."""
         return all(self._complete(shards.get(shard, {})) for shard in self.spec.shards)
 
     def _complete(self, got: Mapping[str, torch.Tensor]) -> bool:

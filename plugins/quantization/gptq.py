@@ -48,7 +48,7 @@ class Gptq:
 
     @classmethod
     def supports(cls, device: torch.device, dtype: torch.dtype) -> str | None:
-        """Everywhere."""
+        """Return None: every device is supported."""
         return None
 
     @classmethod
@@ -57,7 +57,7 @@ class Gptq:
         return cls(ConfigReader(config))
 
     def layer(self, spec: LinearSpec) -> GptqLinear | None:
-        """Every product that the configuration does not leave out."""
+        """Quantize every product that the configuration does not exclude."""
         if spec.role == "embedding" or (spec.role == "head" and not self.head):
             return None
         if is_ignored(spec, self.ignored, "modules_to_not_convert"):
@@ -93,7 +93,7 @@ def _flat(read: ConfigReader, field: str) -> tuple[str, ...]:
 
 
 def _rules(read: ConfigReader) -> list[tuple[str, ConfigReader | None]]:
-    """Patterns in order; None: leave the layer as it is."""
+    """Return patterns in order; None: the layer is not quantized."""
     dynamic = read.inner("dynamic")
     rules: list[tuple[str, ConfigReader | None]] = []
     for pattern in dynamic.values if dynamic else ():
@@ -117,9 +117,9 @@ class GptqLinear(PackedLinear):
         self.bits = bits
         self.group_size = spec.in_features if group_size == -1 else group_size
         self.sorted = sorted and self.group_size < spec.in_features
-        """Columns were rounded in an order that g_idx alone tells."""
+        """Whether columns were rounded in an order that only g_idx gives."""
         self.zero_offset = zero_offset
-        """What `qzeros` must be raised by."""
+        """Offset to add to `qzeros`."""
         parts = WORD_BITS // bits
         if spec.in_features % parts or any(rows % parts for rows in spec.shards.values()):
             raise ConfigError(

@@ -1,7 +1,7 @@
-"""What the 4- and 8-bit formats with a scale for each group of columns share.
+"""Common parts of the 4- and 8-bit formats with one scale per group of columns.
 
-Whatever a format's tool wrote (packed along rows or columns, interleaved, with zeros or without, in
-the order of activation size), at load it becomes the one layout that the kernels read.
+All variants of a format (packed along rows or columns, interleaved, with zeros or without, in the
+order of activation size) are converted at load to the one layout that the kernels read.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ class Grouped(NamedTuple):
     zeros: torch.Tensor | None
     """[G, N] integers; None: 2 ** (bits - 1)"""
     group_of_column: torch.Tensor | None = None
-    """[K]: where columns do not lie group by group."""
+    """[K] group of each column; None: columns lie group by group."""
 
 
 def unpack_along(packed: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
-    """int32 words of neighbours along `dim`, the first in the lowest bits → int32 numbers."""
+    """Unpack int32 words of neighbours along `dim`, the first in the lowest bits → int32
+    numbers."""
     shifts = torch.arange(0, WORD_BITS, bits, dtype=torch.int32, device=packed.device)
     words = packed.movedim(dim, -1)
     numbers = (words[..., None] >> shifts) & ((1 << bits) - 1)
@@ -36,7 +37,7 @@ def unpack_along(packed: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
 
 
 def join(shards: list[Grouped], bits: int, group_size: int) -> PackedWeight:
-    """Stack shards and repack. Raises LoadError where they cannot be one product."""
+    """Stack shards and repack. Raises LoadError if they cannot form one product."""
     size = shards[0].values.shape[1]
     order = _common_order(shards, group_size)
     words, scales, zeros = [], [], []
@@ -53,7 +54,7 @@ def join(shards: list[Grouped], bits: int, group_size: int) -> PackedWeight:
     return PackedWeight(
         values=torch.cat(words),
         scale=torch.cat(scales, dim=1).contiguous(),
-        # A tensor of equal zeros is not worth reading.
+        # Equal zeros need no tensor.
         zero=None if bool((zero == half).all()) else zero.contiguous(),
         group_size=min(group_size, size),
         bits=bits,

@@ -1,4 +1,4 @@
-"""int8 weights and activations: a scale for each row of the weight, one for each token."""
+"""int8 weights and activations: one scale per row of the weight, one per token."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Int8:
 
     @classmethod
     def supports(cls, device: torch.device, dtype: torch.dtype) -> str | None:
-        """Everywhere."""
+        """Return None: every device is supported."""
         return None
 
     @classmethod
@@ -37,7 +37,7 @@ class Int8:
         return cls(head=read.flag("lm_head", False), ignored=read.names("modules_to_not_convert"))
 
     def layer(self, spec: LinearSpec) -> Int8Linear | None:
-        """Every product; the head when asked for."""
+        """Quantize every product; the head if requested."""
         wanted = spec.role in PRODUCTS or (spec.role == "head" and self.head)
         if not wanted or is_ignored(spec, self.ignored, "modules_to_not_convert"):
             return None
@@ -68,7 +68,7 @@ class Int8Linear(PackedLinear):
         }
 
     def ready(self, shards: Mapping[str, Mapping[str, torch.Tensor]]) -> bool:
-        """When each shard's weight is there, with its scales if it is int8."""
+        """Whether each shard's weight has arrived, with its scales if it is int8."""
         for shard in self.spec.shards:
             got = shards.get(shard, {})
             if "weight" not in got:

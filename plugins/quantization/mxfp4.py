@@ -4,8 +4,8 @@ A number is e2m1 (0, 0.5, 1, 1.5, 2, 3, 4, 6, and their negatives), two to a byt
 in the low half; a scale is e8m0, 2 ** (byte - 127). Source: OCP Microscaling Formats (MX)
 Specification 1.0; the tensors' names and order are those of GPT-OSS's published checkpoints.
 
-What multiplies by packed weights knows numbers at equal distances and 8-bit floats. Every e2m1
-number is an e4m3 one, so that is what they are held as: exactly, in 8 bits and a half each.
+The kernels for packed weights support evenly spaced integers and 8-bit floats. Every e2m1 number is
+an e4m3 number, so weights are stored as e4m3: exactly, in 8 bits and a half each.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ logger = logging.getLogger("jackfield.loading")
 GROUP = 32
 """Columns that share a scale."""
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""Of e2m1, by its low three bits; the fourth is the sign."""
+"""Magnitudes of e2m1, by its low three bits; the fourth bit is the sign."""
 SKIPPED = "modules_to_not_convert"
 
 
@@ -44,7 +44,7 @@ class Mxfp4:
 
     @classmethod
     def supports(cls, device: torch.device, dtype: torch.dtype) -> str | None:
-        """Everywhere."""
+        """Return None: every device is supported."""
         return None
 
     @classmethod
@@ -58,7 +58,8 @@ class Mxfp4:
         return cls(tuple(_pattern(name) if "*" in name else name for name in names))
 
     def layer(self, spec: LinearSpec) -> Mxfp4Linear | None:
-        """Experts, but for those listed. Raises ConfigError where rows are no whole groups."""
+        """Quantize experts, except those listed. Raises ConfigError if rows are not whole
+        groups."""
         if spec.role != "experts" or is_ignored(spec, self.ignored, SKIPPED):
             return None
         if spec.in_features % GROUP:
@@ -71,7 +72,7 @@ class Mxfp4:
 
 
 def _pattern(name: str) -> str:
-    """A name in which * stands for what is within a dotted part, as a regular expression."""
+    """Convert a name, in which * matches within a dotted part, to a regular expression."""
     return "re:" + re.escape(name).replace(r"\*", r"[^.]*") + r"(\.|$)"
 
 
@@ -87,7 +88,7 @@ class Mxfp4Linear(PackedLinear):
         }
 
     def pack(self, shards: Mapping[str, Mapping[str, torch.Tensor]]) -> PackedWeight:
-        """Shard by shard into their place: together they are most of a model."""
+        """Copy shard by shard to the destination: together they are most of a model."""
         spec = self.spec
         size, total = spec.in_features, spec.out_features
         values = torch.empty(total, size, dtype=torch.float8_e4m3fn, device=spec.device)
@@ -116,5 +117,5 @@ def _pairs() -> torch.Tensor:
 def _powers(scales: torch.Tensor) -> torch.Tensor:
     """uint8 → 2 ** (scales - 127), bfloat16, of the same shape; 255 → infinity."""
     wide = scales.int()
-    # A float's own exponent; the smallest one is no normal number.
+    # The exponent bits of a float32; 2 ** -127 is subnormal.
     return torch.where(wide == 0, 1 << 22, wide << 23).view(torch.float32).to(torch.bfloat16)

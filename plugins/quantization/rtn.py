@@ -1,4 +1,4 @@
-"""Round to nearest, 4 or 8 bits, as any checkpoint loads: no calibration, weights alone."""
+"""Round to nearest, 4 or 8 bits, while any checkpoint loads: no calibration, weights only."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Rtn:
 
     @classmethod
     def supports(cls, device: torch.device, dtype: torch.dtype) -> str | None:
-        """Everywhere."""
+        """Return None: every device is supported."""
         return None
 
     @classmethod
@@ -47,7 +47,7 @@ class Rtn:
         )
 
     def layer(self, spec: LinearSpec) -> RtnLinear | None:
-        """Every product whose rows fill whole words; head and embeddings when asked for."""
+        """Quantize every product whose rows fill whole words; head and embeddings if requested."""
         if spec.role not in self.roles or spec.in_features % (WORD_BITS // self.bits):
             return None
         if is_ignored(spec, self.ignored, "modules_to_not_convert"):
@@ -64,7 +64,7 @@ def read_group_size(read: ConfigReader, default: int, field: str = "group_size")
 
 
 class RtnLinear(PackedLinear):
-    """Rounded when the float weight comes."""
+    """A product by a weight that is rounded at load."""
 
     def __init__(self, spec: LinearSpec, bits: int, group_size: int) -> None:
         super().__init__(spec)

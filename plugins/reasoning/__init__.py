@@ -1,4 +1,4 @@
-"""Reasoning parsers that ship in the box."""
+"""The reasoning parsers that come with Jackfield."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _PARSERS = {
     "step5": ("think_tags:DeepSeekR1Reasoning", "Step-5"),
     "think_tags": ("think_tags:ThinkTagsReasoning", "any that thinks when it likes"),
 }
-"""name → (where it is, whose dialect it is)"""
+"""name → (module and class, model family)"""
 
 
 @hookimpl

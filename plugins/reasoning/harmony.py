@@ -1,31 +1,31 @@
-"""Thought of gpt-oss: what it writes in the channel `analysis`."""
+"""Reasoning of gpt-oss: its messages in the channel `analysis`."""
 
 from __future__ import annotations
 
-from ...core.protocols import CallText, Content, Reasoning
+from ...core.protocols.parsers import CallText, Content, Reasoning
 from ..parsing.cursor import Read, StreamingParser
 from ..parsing.harmony import BEGIN, END, MARKERS, Messages, header
 
 
 class HarmonyReasoning(StreamingParser):
-    """`<|channel|>analysis<|message|>…<|end|>`; messages in other channels are the answer, a line
+    """`<|channel|>analysis<|message|>…<|end|>`; messages in other channels are content, one line
     each.
 
     Messages to a tool are passed on with their headers, for the tool parser `openai`; without it
-    they are not shown. Thought has ended when the channel `final` begins. Text outside of messages
-    is the answer.
+    they are not shown. Reasoning has ended when the channel `final` begins. Text outside of
+    messages is content.
     """
 
     markers = MARKERS
 
     def __init__(self, *, thinking: bool = True) -> None:
         self.reasoning_ended = False
-        """Whether the answer has begun. Once true, it stays true."""
+        """Whether the content has begun. Once true, it stays true."""
         super().__init__()
 
     def read(self) -> Read[None]:
-        """Messages in turn."""
-        text, answer, thought = self.text, Messages(self._say), Messages(self._think)
+        """Read messages in turn."""
+        text, answer, reasoning = self.text, Messages(self._say), Messages(self._think)
         while mark := (yield from text.until(BEGIN, answer.say)):
             message = yield from header(text, mark)
             if message is None:
@@ -37,7 +37,7 @@ class HarmonyReasoning(StreamingParser):
                 if end != "<|start|>":
                     self._pass_on(end)
             else:
-                messages = thought if message.channel == "analysis" else answer
+                messages = reasoning if message.channel == "analysis" else answer
                 messages.begin()
                 self.reasoning_ended = self.reasoning_ended or message.channel == "final"
                 end = yield from text.until(END, messages.say)

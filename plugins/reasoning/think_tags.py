@@ -1,4 +1,4 @@
-"""Families whose thought stands between tags, before the answer."""
+"""Families with reasoning between tags, before the content."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from ..parsing.thought import ThoughtParser
 
 
 class Qwen3Reasoning(ThoughtParser):
-    """`<think>…</think>`, whether the model or the template opens it.
+    """`<think>…</think>`, opened by the model or the template.
 
-    Not thinking (the template closed the thought): the text is the answer, unless the model begins
-    with `<think>` nevertheless. A tool call ends the thought too: some of the family forget the
+    Without reasoning (the template closed it), the text is content, unless the model still begins
+    with `<think>`. A tool call also ends the reasoning, because some models of the family omit the
     closing mark before it.
     """
 
@@ -21,7 +21,7 @@ class Qwen3Reasoning(ThoughtParser):
 
 
 class ThinkTagsReasoning(ThoughtParser):
-    """`<think>…</think>`: text is thought only where the mark begins it."""
+    """`<think>…</think>`: text is reasoning only after the opening mark."""
 
     markers = ("<think>", "</think>")
     begins_inside = False
@@ -36,28 +36,28 @@ class DeepSeekR1Reasoning(ThoughtParser):
 
 
 class DeepSeekV3Reasoning(ThoughtParser):
-    """`…</think>`: the template opens or closes the thought."""
+    """`…</think>`: the template opens or closes the reasoning."""
 
     markers = ("<think>", "</think>")
     thinking_switch = ("thinking", False)
 
 
 class Glm45Reasoning(ThoughtParser):
-    """`<think>…</think>`: the template or the model opens the thought, or it does without."""
+    """`<think>…</think>`: the template or the model opens the reasoning, or there is none."""
 
     markers = ("<think>", "</think>")
     begins_inside = False
 
 
 class Glm47Reasoning(ThoughtParser):
-    """`…</think>`: the template opens the thought, or the model. A call ends it, too."""
+    """`…</think>`: the template or the model opens the reasoning. A call ends it, too."""
 
     markers = ("<think>", "</think>")
     call = ("<tool_call>",)
 
 
 class Holo2Reasoning(ThoughtParser):
-    """`…</think>`: the template opens or closes the thought."""
+    """`…</think>`: the template opens or closes the reasoning."""
 
     markers = ("<think>", "</think>")
     thinking_switch = ("thinking", True)
@@ -72,7 +72,7 @@ class KimiReasoning(ThoughtParser):
 
 
 class Ernie45Reasoning(ThoughtParser):
-    """`…</think>`, then `<response>…</response>` or the bare answer."""
+    """`…</think>`, then `<response>…</response>` or bare content."""
 
     markers = ("<think>", "</think>", "<response>", "</response>")
     always = True
@@ -80,22 +80,21 @@ class Ernie45Reasoning(ThoughtParser):
 
 
 class MiniMaxM2Reasoning(ThoughtParser):
-    """`…</think>`: the template has opened the thought."""
+    """`…</think>`: the template has opened the reasoning."""
 
     markers = ("<think>", "</think>")
     always = True
 
 
 class MiniMaxM2AppendThinkReasoning(ThoughtParser):
-    """The thought stays in the answer, with the template's `<think>` before it, for clients that
-    send the text back as it is.
-    """
+    """Leaves the reasoning in the content, after the template's `<think>`, for clients that send
+    the text back as it is."""
 
     markers = ("<think>", "</think>")
     always = True
 
     def read(self) -> Read[None]:
-        """All of it is content."""
+        """Read all text as content."""
         if not (yield from self.text.peek()):
             return
         yield from self.text.accept(Marks("<think>"))
@@ -106,20 +105,20 @@ class MiniMaxM2AppendThinkReasoning(ThoughtParser):
 
 
 class Step3Reasoning(ThoughtParser):
-    """`…</think>`: the template has opened the thought."""
+    """`…</think>`: the template has opened the reasoning."""
 
     markers = ("<think>", "</think>")
     always = True
 
 
 class Olmo3Reasoning(ThoughtParser):
-    """`…</think>`: the template has opened the thought; the tags are plain text."""
+    """`…</think>`: the template has opened the reasoning; the tags are plain text."""
 
     always = True
 
 
 class SeedOssReasoning(ThoughtParser):
-    """`<seed:think>…</seed:think>`, which the model opens. Calls written in it are thought."""
+    """`<seed:think>…</seed:think>`, which the model opens. Calls inside it are reasoning."""
 
     open, close = ("<seed:think>",), ("</seed:think>",)
     markers = ("<seed:think>", "</seed:think>")
@@ -127,7 +126,7 @@ class SeedOssReasoning(ThoughtParser):
 
 
 class MistralReasoning(ThoughtParser):
-    """`[THINK]…[/THINK]`, where the system prompt has the model think; wherever it stands."""
+    """`[THINK]…[/THINK]` anywhere, if the system prompt has the model reason."""
 
     open, close = ("[THINK]",), ("[/THINK]",)
     markers = ("[THINK]", "[/THINK]")
@@ -154,14 +153,14 @@ class HunyuanA13bReasoning(ThoughtParser):
 
 
 class IdentityReasoning(ThoughtParser):
-    """No thought: all is answer."""
+    """No reasoning: all text is content."""
 
     def __init__(self, *, thinking: bool = True) -> None:
         super().__init__(thinking=False)
 
     def see_prompt_end(self, text: str) -> None:
-        """It changes nothing."""
+        """Ignore the prompt."""
 
     def read(self) -> Read[None]:
-        """Pass it on."""
+        """Read all text as content."""
         yield from self.text.until(Marks(), self.say)

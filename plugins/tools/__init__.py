@@ -1,4 +1,4 @@
-"""Tool-call parsers that ship in the box."""
+"""The tool-call parsers that come with Jackfield."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _PARSERS = {
     "step3p5": ("tagged_families:Qwen3CoderToolParser", "Step-3.5"),
     "xlam": ("json_families:XlamToolParser", "xLAM 2"),
 }
-"""name → (where it is, whose dialect it is)"""
+"""name → (module and class, model family)"""
 
 
 @hookimpl

@@ -10,16 +10,16 @@ from ..parsing.tool_machine import ToolMachine
 class HarmonyToolParser(ToolMachine):
     """`<|channel|>commentary to=functions.f <|constrain|>json<|message|>{…}<|call|>`.
 
-    Messages without a recipient are content, a line each. Those to a recipient that is no tool of
-    the request are not shown.
+    Messages without a recipient are content, one line each. Those to a recipient that is not a tool
+    of the request are not shown.
 
-    Use it with the reasoning parser `gptoss`, which takes the thought out.
+    Use it with the reasoning parser `gptoss`, which removes the reasoning.
     """
 
     markers = MARKERS
 
     def read(self) -> Read[None]:
-        """Messages in turn."""
+        """Read messages in turn."""
         text, messages = self.text, Messages(self.answer.say)
         while mark := (yield from text.until(BEGIN, messages.say)):
             message = yield from header(text, mark)
@@ -36,7 +36,7 @@ class HarmonyToolParser(ToolMachine):
                 text.back(end)
 
     def _call(self, message: Header) -> Read[None]:
-        """Read a call, but for what comes after it."""
+        """Read a call, without what follows it."""
         text, answer = self.text, self.answer
         name = message.recipient.removeprefix("functions.")
         if not name or not (name != message.recipient or name in self.schemas):
@@ -54,4 +54,4 @@ class HarmonyToolParser(ToolMachine):
 
 
 def _drop(text: str) -> None:
-    """Not to be shown."""
+    """Drop the text."""

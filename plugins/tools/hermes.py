@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from ...core.protocols import CallForm
+from ...core.protocols.parsers import CallForm
 from ..parsing.json_calls import JsonCallsParser
 
 

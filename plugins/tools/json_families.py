@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from ...core.protocols import CallForm
+from ...core.protocols.parsers import CallForm
 from ..parsing.json_calls import JsonCallsParser
 
 _FIRST = r"[ \t\r\n]*"
-"""What may stand before calls at the start of a text."""
+"""Text that may precede calls at the start of a text."""
 
 
 class Llama3JsonToolParser(JsonCallsParser):
@@ -28,7 +28,8 @@ class Llama3JsonToolParser(JsonCallsParser):
 
 
 class XlamToolParser(JsonCallsParser):
-    """`[{"name": "f", "arguments": {…}}]`, alone, after a thought, fenced, or in others' marks."""
+    """`[{"name": "f", "arguments": {…}}]`, alone, after reasoning, fenced, or in other families'
+    marks."""
 
     open = ("[TOOL_CALLS]", "<tool_call>")
     markers = open
@@ -52,7 +53,7 @@ class XlamToolParser(JsonCallsParser):
 
 
 class MiniMaxToolParser(JsonCallsParser):
-    """`<tool_calls>`, then `{"name": "f", "arguments": {…}}` a line, then `</tool_calls>`."""
+    """`<tool_calls>`, then one `{"name": "f", "arguments": {…}}` per line, then `</tool_calls>`."""
 
     open = ("<tool_calls>",)
     close = ("</tool_calls>",)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import string
 
-from ...core.protocols import CallForm
+from ...core.protocols.parsers import CallForm
 from ..parsing.cursor import SPACES, Read
 from ..parsing.json_calls import JsonCallsParser
 from ..parsing.named_calls import NamedCallsParser, NamedForm, named_call
@@ -68,7 +68,7 @@ class DeepSeekV31ToolParser(NamedCallsParser):
 
 class _KimiForm(NamedForm):
     def name_of(self, header: str) -> tuple[str, str]:
-        """`functions.NAME:NUMBER`, which is the call's id as a whole."""
+        """Parse `functions.NAME:NUMBER`, which as a whole is the call's id."""
         id = header.strip()
         name, _, number = id.rpartition(":")
         return (name if number.isdecimal() else id).removeprefix("functions."), id
@@ -102,7 +102,7 @@ def _plamo(*names: str) -> str:
 
 
 class Plamo3ToolParser(NamedCallsParser):
-    """A request in marks of its own, with the name and the arguments in marks inside."""
+    """A request in its own marks, with the name and the arguments in marks inside."""
 
     around = (_plamo("begin_tool_requests"), _plamo("end_tool_requests"))
     form = NamedForm(
@@ -128,7 +128,7 @@ class Plamo3ToolParser(NamedCallsParser):
 
 class _MistralForm(NamedForm):
     def name_of(self, header: str) -> tuple[str, str]:
-        """`NAME`, or `NAME[CALL_ID]ID`."""
+        """Parse `NAME`, or `NAME[CALL_ID]ID`."""
         name, _, id = header.partition("[CALL_ID]")
         return name.strip(), id.strip()
 
@@ -161,11 +161,11 @@ class MistralToolParser(JsonCallsParser):
 
     @staticmethod
     def new_id() -> str:
-        """Nine letters and digits: the family's templates refuse other ids."""
+        """Return nine letters and digits: the family's templates reject other ids."""
         return "".join(secrets.choice(_LETTERS) for _ in range(9))
 
     def section(self, source: list[str], *, weak: bool) -> Read[None]:
-        """Calls after the mark, which may be there twice, of either kind."""
+        """Read calls after the mark, which may be present twice, of either kind."""
         while True:
             source.append((yield from self.text.run(SPACES)))
             if not (again := (yield from self.text.accept(self.form.close_or_open))):

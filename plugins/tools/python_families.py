@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from ...core.protocols import ArgumentForm, CallForm
+from ...core.protocols.parsers import ArgumentForm, CallForm
 from ..parsing.python_calls import PythonCallsParser
 
 _PYTHON = {"true": "True", "false": "False", "null": "None"}
@@ -37,7 +37,7 @@ class Llama4PythonicToolParser(PythonCallsParser):
 
 
 class Olmo3ToolParser(PythonCallsParser):
-    """`<function_calls>f(a=1)`, a call a line, and `</function_calls>`."""
+    """`<function_calls>f(a=1)`, one call per line, and `</function_calls>`."""
 
     open, close = ("<function_calls>",), ("</function_calls>",)
     lines = True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from ...core.protocols import ArgumentForm, CallForm
+from ...core.protocols.parsers import ArgumentForm, CallForm
 from ..parsing.tagged_calls import TaggedCallsParser
 
 
@@ -26,7 +26,8 @@ def _functions(around: tuple[str, str], never: tuple[str, ...]) -> CallForm:
 
 
 class Qwen3CoderToolParser(TaggedCallsParser):
-    """`<tool_call><function=f><parameter=a>…</parameter></function></tool_call>`, on lines."""
+    """`<tool_call><function=f><parameter=a>…</parameter></function></tool_call>`, on separate
+    lines."""
 
     around = ("<tool_call>", "</tool_call>")
     open, close = "<function=", "</function>"

@@ -18,10 +18,10 @@ from installing import Install
 
 from jackfield import hookimpl
 from jackfield.core import hooks, protocols
-from jackfield.core.contracts import CONTRACTS
 from jackfield.core.errors import PluginError
 from jackfield.core.hooks import API_VERSION
-from jackfield.core.protocols import LogitsProcessor
+from jackfield.core.protocols.logits_processors import LogitsProcessor
+from jackfield.core.registration.contracts import CONTRACTS
 from jackfield.core.registry import KINDS, Plugins, Provenance, load_plugins
 
 GOOD = """

@@ -19,13 +19,16 @@ import msgspec
 import pytest
 from pages import BLOCKS, FENCE, PAGES, ROOT, name_of
 
+from jackfield import AsyncEngine, EngineConfig
 from jackfield.core.registry import Plugins, load_plugins
 from jackfield.entrypoints.anthropic import protocol as messages_protocol
-from jackfield.entrypoints.bench import frontend
-from jackfield.entrypoints.bench.session import IN_PROCESS, make_parser
+from jackfield.entrypoints.bench.engine.session import IN_PROCESS, make_parser
+from jackfield.entrypoints.bench.frontend import command as frontend
 from jackfield.entrypoints.cli.main import COMMANDS
-from jackfield.entrypoints.openai import pooling_protocol, protocol, responses_protocol
-from jackfield.entrypoints.openai.app import make_app
+from jackfield.entrypoints.openai.common import protocol
+from jackfield.entrypoints.openai.pooling import protocol as pooling_protocol
+from jackfield.entrypoints.openai.responses import protocol as responses_protocol
+from jackfield.entrypoints.server.app import make_app
 from jackfield.plugins.conformance.options import KITS
 
 GENERATED = "<!-- Written by docs/generate.py"
@@ -232,11 +235,7 @@ def test_generated_pages_are_up_to_date() -> None:
 
 def test_http_reference_has_every_route_and_field() -> None:
     text = (ROOT / "docs/reference/http-api.md").read_text()
-
-    class Engine:
-        plugins = Plugins()
-
-    engine: Any = Engine()
+    engine = AsyncEngine(EngineConfig(), plugins=Plugins())
     for route in make_app(engine).router.routes():
         if route.method == "HEAD":
             continue

@@ -15,7 +15,9 @@ from openai.types.responses import response_create_params
 from pages import ROOT
 
 from jackfield.core.errors import InvalidRequest
-from jackfield.entrypoints.openai import pooling_protocol, protocol, responses_protocol
+from jackfield.entrypoints.openai.common import protocol
+from jackfield.entrypoints.openai.pooling import protocol as pooling_protocol
+from jackfield.entrypoints.openai.responses import protocol as responses_protocol
 
 PAGE = (ROOT / "docs/reference/fields.md").read_text()
 ROW = re.compile(

@@ -11,7 +11,7 @@ import pytest
 from pages import ROOT
 
 from jackfield import EngineConfig
-from jackfield.entrypoints.cli.serve_settings import make_parser
+from jackfield.entrypoints.server.serve_settings import make_parser
 
 PAGE = (ROOT / "docs/reference/limits.md").read_text()
 HEAD = "| what | default | flag | what the client gets |"

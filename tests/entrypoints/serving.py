@@ -17,8 +17,9 @@ import transformers
 
 from jackfield import AsyncEngine, EngineConfig
 from jackfield.core.registry import Plugins
-from jackfield.entrypoints.openai.context import ServerOptions
-from jackfield.entrypoints.openai.server import Listen, listening
+from jackfield.entrypoints.http.options import ServerOptions
+from jackfield.entrypoints.server.listen import Listen
+from jackfield.entrypoints.server.server import listening
 
 MODEL = "tiny"
 SPECIAL = ("<|pad|>", "<|im_start|>", "<|im_end|>")

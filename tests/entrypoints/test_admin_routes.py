@@ -15,7 +15,7 @@ from serving import MODEL, Server, engine_config, running, save_random
 
 from jackfield import AsyncEngine
 from jackfield.core.errors import EngineStopped
-from jackfield.entrypoints.openai.context import ServerOptions
+from jackfield.entrypoints.http.options import ServerOptions
 
 LONG = {"prompt": "x", "max_tokens": 1000, "ignore_eos": True, "stream": True, "n": 2}
 
@@ -146,7 +146,7 @@ def test_health_asks_the_worker(checkpoint: Path) -> None:
             hold.wait(300)
 
         def block(engine: AsyncEngine) -> None:
-            engine._executor._thread.call(hang)  # type: ignore[attr-defined]
+            engine.core.executor._thread.call(hang)  # type: ignore[attr-defined]
 
         server.call(block)
         assert held.wait(300)
@@ -160,7 +160,7 @@ def test_health_asks_the_worker(checkpoint: Path) -> None:
 
 def test_health_tells_that_the_step_loop_ended(checkpoint: Path) -> None:
     with running(engine_config(checkpoint, device="cpu")) as server:
-        server.call(lambda engine: engine._steps.stop())
+        server.call(lambda engine: engine.core.steps.stop())
         answer = httpx.get(server.url + "/health")
         assert answer.status_code == 503
         assert answer.json()["error"]["type"] == "service_unavailable_error"

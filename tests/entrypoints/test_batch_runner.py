@@ -9,14 +9,18 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from aiohttp.test_utils import TestClient, TestServer
 from serving import engine_config, save_random
 
 from jackfield import AsyncEngine
 from jackfield.core.errors import EngineStopped
-from jackfield.entrypoints.batch.lines import LineReader, Result
-from jackfield.entrypoints.batch.local import LocalCaller
+from jackfield.entrypoints.batch.inprocess import ROUTES, call_route
+from jackfield.entrypoints.batch.jsonl import LineReader, Result
 from jackfield.entrypoints.batch.runner import BatchRunner
-from jackfield.entrypoints.openai.app import make_app
+from jackfield.entrypoints.http.inflight import INFERENCE_ROUTES
+from jackfield.entrypoints.http.options import ServerOptions
+from jackfield.entrypoints.openai.pooling.protocol import PoolingRequest
+from jackfield.entrypoints.server.app import make_app
 
 LONG = {"ignore_eos": True, "temperature": 0}
 BODIES: dict[str, dict[str, Any]] = {
@@ -58,16 +62,69 @@ async def test_requests_that_a_stop_cut_off_have_no_result(
         app = make_app(engine)
         server = web.AppRunner(app)
         await server.setup()
-        async with LocalCaller(app) as caller:
-            runner = BatchRunner(engine, caller, asyncio.Semaphore(3))
-            lines = LineReader(path, caller.urls, 1 << 20)
-            running = asyncio.create_task(runner.run(lines, deliver))
-            await done.wait()
-            while engine.stats().num_requests_running < 2:
-                await asyncio.sleep(0)
-            await engine.stop()
-            with pytest.raises(EngineStopped):
-                await running
+        runner = BatchRunner(app, asyncio.Semaphore(3))
+        lines = LineReader(path, tuple(ROUTES), 1 << 20)
+        running = asyncio.create_task(runner.run(lines, deliver))
+        await done.wait()
+        while engine.stats().num_requests_running < 2:
+            await asyncio.sleep(0)
+        await engine.stop()
+        with pytest.raises(EngineStopped):
+            await running
         await server.cleanup()
     (line,) = delivered
     assert line["custom_id"] == "r0" and line["response"]["status_code"] == 200
+
+
+def test_lines_may_name_each_inference_route_of_openais_api() -> None:
+    assert {*ROUTES, "/v1/messages"} == INFERENCE_ROUTES
+
+
+async def test_a_line_gets_the_response_of_the_server(checkpoint: Path) -> None:
+    """Statuses and bodies, of refusals too."""
+    chat, complete = "/v1/chat/completions", "/v1/completions"
+    short = {"max_tokens": 4, "temperature": 0, "request_id": "one"}
+    bodies: list[tuple[str, Any]] = [
+        (chat, {"messages": [{"role": "user", "content": "Hello"}], **short}),
+        (complete, {"prompt": ["Hello", "The"], "n": 2, "logprobs": 1, **short}),
+        (complete, {"prompt": "Hello", "temperature": "warm"}),
+        (complete, {"prompt": "Hello", "model": "another"}),
+        (complete, {"prompt": "Hello", "priority": 3}),
+        (complete, {"prompt": "Hello", "n": 2000}),
+        (chat, {"messages": [], "n": 0}),
+        ("/v1/score", {"text_1": "a", "text_2": "b"}),
+        ("/v1/embeddings", {"input": "a"}),
+        ("/v1/responses", {"input": "Hello", "previous_response_id": "resp_none"}),
+        (complete, {"prompt": "x" * 5000}),
+    ]
+    options = ServerOptions(max_body_bytes=4000)
+    async with AsyncEngine(engine_config(checkpoint, device="cpu")) as engine:
+        async with TestClient(TestServer(make_app(engine, options))) as client:
+            for route, body in bodies:
+                raw = json.dumps(body).encode()
+                line = await call_route(client.app, route, raw)
+                sent = await client.post(
+                    route, data=raw, headers={"Content-Type": "application/json"}
+                )
+                assert line.status == sent.status, (route, body)
+                expected, response = await sent.json(), json.loads(line.body)
+                if line.status == 413:  # aiohttp words it.
+                    expected["error"]["message"] = response["error"]["message"]
+                if line.status == 200:
+                    expected["created"] = response["created"]
+                assert response == expected
+
+
+async def test_an_error_of_the_server_stays_in_its_line(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with AsyncEngine(engine_config(checkpoint, device="cpu")) as engine:
+        app = make_app(engine)
+
+        async def broken(*_: Any) -> None:
+            raise ZeroDivisionError
+
+        monkeypatch.setitem(ROUTES, "/pooling", (PoolingRequest, broken))
+        response = await call_route(app, "/pooling", b'{"input": "a"}')
+    assert response.status == 500
+    assert json.loads(response.body)["error"]["message"] == "the server failed on this request"

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from jackfield.core.errors import InvalidRequest
-from jackfield.entrypoints.batch.lines import Line, Result, refused
-from jackfield.entrypoints.batch.objects import Batch, Conflict, FileObject, NotFound
+from jackfield.entrypoints.batch.jsonl import Line, Result, refused
 from jackfield.entrypoints.batch.results import ResultsFile
+from jackfield.entrypoints.batch.schemas import Batch, Conflict, FileObject, NotFound
 from jackfield.entrypoints.batch.store import Store
 
 

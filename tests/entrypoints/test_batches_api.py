@@ -24,10 +24,9 @@ from serving import MODEL, Server, engine_config, running, save_random
 
 from jackfield import AsyncEngine, EngineConfig
 from jackfield.core.errors import ConfigError
-from jackfield.entrypoints.batch.objects import BatchOptions
 from jackfield.entrypoints.cli.main import main
-from jackfield.entrypoints.openai.app import make_app
-from jackfield.entrypoints.openai.context import ServerOptions
+from jackfield.entrypoints.http.options import BatchOptions, ServerOptions
+from jackfield.entrypoints.server.app import make_app
 
 CHAT, COMPLETE = "/v1/chat/completions", "/v1/completions"
 KEY = "secret"
@@ -304,11 +303,13 @@ def test_interactive_requests_go_before_batches(client: openai.OpenAI, server: S
     assert server.becomes(lambda engine: engine.stats().num_requests_running >= 1)
 
     def priorities(engine: AsyncEngine) -> set[int]:
-        return {r.priority for state in engine._underway.states.values() for r in state.requests}
+        return {
+            r.priority for state in engine.core.requests.states.values() for r in state.requests
+        }
 
     assert server.call(lambda engine: min(priorities(engine))) >= 1 << 20
     # Half of max_num_seqs is the most that a batch has under way.
-    assert server.call(lambda engine: len(engine._underway.states)) <= 4
+    assert server.call(lambda engine: len(engine.core.requests.states)) <= 4
     client.batches.cancel(batch.id)
     until(client, batch.id, "cancelled")
 
@@ -419,7 +420,9 @@ def test_wrong_flags_are_named(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     assert "batch_max_file_bytes: must be at least 1, got 0" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("way", ["killed", "drained", "cut off"])
+@pytest.mark.parametrize(
+    "way", ["killed", "drained", pytest.param("cut off", marks=pytest.mark.slow)]
+)
 def test_a_restarted_server_goes_on_with_its_batches(
     way: str, checkpoint: Path, tmp_path: Path
 ) -> None:
@@ -439,10 +442,11 @@ def test_a_restarted_server_goes_on_with_its_batches(
         assert found is not None
         return process, openai.OpenAI(base_url=found[0] + "/v1", api_key="x")
 
+    count = 20
     process, client = begin()
     try:
-        body = {"max_tokens": 120, "ignore_eos": True}
-        batch = start(client, [line(f"r{n}", **body) for n in range(30)])
+        body = {"max_tokens": 100, "ignore_eos": True}
+        batch = start(client, [line(f"r{n}", **body) for n in range(count)])
         before = until(client, batch.id, "in_progress", completed=3)
         process.send_signal(signal.SIGKILL if way == "killed" else signal.SIGTERM)
         if way == "cut off":
@@ -451,16 +455,16 @@ def test_a_restarted_server_goes_on_with_its_batches(
         assert process.wait(40) == (-signal.SIGKILL if way == "killed" else 0)
         (kept,) = (tmp_path / "batches" / "results").glob("*.output")
         whole = kept.read_bytes().rpartition(b"\n")[0].splitlines()
-        assert before.request_counts.completed <= len(whole) < 30
+        assert before.request_counts.completed <= len(whole) < count
         assert not any(b'"finish_reason":"abort"' in one for one in whole)
         process, client = begin()
         done = until(client, batch.id, "completed")
         counts = done.request_counts
-        assert (counts.total, counts.completed, counts.failed) == (30, 30, 0)
+        assert (counts.total, counts.completed, counts.failed) == (count, count, 0)
         made = client.files.content(done.output_file_id).read().splitlines()
         assert made[: len(whole)] == whole
-        assert {json.loads(one)["custom_id"] for one in made} == {f"r{n}" for n in range(30)}
-        assert len(made) == 30
+        assert {json.loads(one)["custom_id"] for one in made} == {f"r{n}" for n in range(count)}
+        assert len(made) == count
         assert client.batches.retrieve(batch.id).in_progress_at == before.in_progress_at
     finally:
         process.kill()

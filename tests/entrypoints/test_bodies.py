@@ -17,8 +17,8 @@ import pytest
 from serving import Server, engine_config, running, save_random
 
 from jackfield.core.errors import BodyTooLarge, InvalidRequest
-from jackfield.entrypoints.openai import body as bodies
-from jackfield.entrypoints.openai.context import ServerOptions
+from jackfield.entrypoints.http import body as bodies
+from jackfield.entrypoints.http.options import ServerOptions
 
 ASK = b'{"prompt": "x", "max_tokens": 1}'
 JSON = {"Content-Type": "application/json"}
@@ -140,7 +140,9 @@ def test_what_was_packed_comes_out_as_it_went_in() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [b"junk", gzip.compress(ASK)[:-9], gzip.compress(ASK) + b"more", b"\x78"]
+    "wrong",
+    [b"junk", gzip.compress(ASK)[:-9], gzip.compress(ASK) + b"more", b"\x78"],
+    ids=["junk", "cut off", "more behind the end", "one byte"],
 )
 def test_what_cannot_be_unpacked_is_refused(wrong: bytes) -> None:
     with pytest.raises(InvalidRequest, match="cannot be unpacked"):

@@ -11,7 +11,8 @@ import pytest
 
 from jackfield import LLM, SamplingParams
 from jackfield.core.errors import ConfigError, InvalidRequest, LoadError
-from jackfield.entrypoints.cli.options import Parser, add_engine_options, engine_config
+from jackfield.entrypoints.cli.main import main
+from jackfield.entrypoints.flags.engine_flags import Parser, add_engine_options, engine_config
 
 
 def jackfield(*argv: str) -> subprocess.CompletedProcess[str]:
@@ -19,6 +20,12 @@ def jackfield(*argv: str) -> subprocess.CompletedProcess[str]:
         [sys.executable, "-m", "jackfield.entrypoints.cli.main", *argv],
         capture_output=True, text=True, timeout=300,
     )  # fmt: skip
+
+
+def test_the_module_runs_as_a_program() -> None:
+    done = jackfield("--version")
+    assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith("jackfield 0.")
+    assert jackfield("serv").returncode == 2
 
 
 @pytest.mark.parametrize(
@@ -40,15 +47,22 @@ def jackfield(*argv: str) -> subprocess.CompletedProcess[str]:
         (["chat", "--url", "http://127.0.0.1:9", "-m", "hi"], 1, "no server at"),
     ],
 )
-def test_mistakes_are_explained(argv: list[str], status: int, says: str) -> None:
-    done = jackfield(*argv)
-    assert done.returncode == status, done.stderr
-    assert says in done.stdout + done.stderr
-    assert "Traceback" not in done.stderr
+def test_mistakes_are_explained(
+    argv: list[str], status: int, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        returned = main(argv)
+    except SystemExit as ended:
+        returned = int(ended.code or 0)
+    done = capsys.readouterr()
+    assert returned == status, done.err
+    assert says in done.out + done.err
+    assert "Traceback" not in done.err
 
 
-def test_plugins_are_listed() -> None:
-    rows = json.loads(jackfield("plugins", "--json", "--check").stdout)
+def test_plugins_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plugins", "--json", "--check"]) == 0
+    rows = json.loads(capsys.readouterr().out)
     by_name = {(row["kind"], row["name"]): row for row in rows}
     assert by_name["tool_parser", "hermes"]["distribution"] == "jackfield"
     assert by_name["attention_backend", "torch"]["status"] == "works here"

@@ -15,8 +15,10 @@ from serving import MODEL, Server, running
 
 from jackfield import EngineConfig
 from jackfield.core.errors import InvalidRequest
-from jackfield.entrypoints.openai import pooling_protocol, protocol, responses_protocol
-from jackfield.entrypoints.openai.protocol import decode
+from jackfield.entrypoints.openai.common import protocol
+from jackfield.entrypoints.openai.common.protocol import decode
+from jackfield.entrypoints.openai.pooling import protocol as pooling_protocol
+from jackfield.entrypoints.openai.responses import protocol as responses_protocol
 
 USER: Any = [{"role": "user", "content": "Hello"}]
 ROUTES: list[tuple[str, dict[str, Any]]] = [

@@ -19,9 +19,9 @@ import httpx
 import pytest
 from serving import Server, engine_config, running, save_random
 
-from jackfield.entrypoints.openai import connections
-from jackfield.entrypoints.openai.connection_limits import ConnectionLimits
-from jackfield.entrypoints.openai.context import ServerOptions
+from jackfield.entrypoints.http import connections
+from jackfield.entrypoints.http.connection_limits import ConnectionLimits
+from jackfield.entrypoints.http.options import ServerOptions
 
 HOST = b"Host: 127.0.0.1\r\n"
 POST = b"POST /v1/completions HTTP/1.1\r\n" + HOST + b"Content-Type: application/json\r\n"
@@ -189,7 +189,7 @@ def test_the_lack_of_descriptors_is_noticed() -> None:
     assert connections.descriptors_left()
     code = (
         "import resource, os\n"
-        "from jackfield.entrypoints.openai.connections import descriptors_left\n"
+        "from jackfield.entrypoints.http.connections import descriptors_left\n"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (20, 20))\n"
         "try:\n"
         "    while True: os.dup(1)\n"

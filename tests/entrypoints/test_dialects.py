@@ -12,11 +12,11 @@ from serving import TEMPLATE, Server, running, save_scripted
 from serving import engine_config as config
 
 from jackfield import EngineConfig
-from jackfield.core.engine.resolve import resolve_parsers
+from jackfield.core.engine.resolve_config import resolve_parsers
 from jackfield.core.errors import ConfigError
+from jackfield.core.grammars.reasoning_gate import make_reasoning_gate
 from jackfield.core.loading.model_config import EMBEDDED_MODEL, resolve_model_config
 from jackfield.core.registry import load_plugins
-from jackfield.core.structured.thought import thought_before
 from jackfield.core.text.tokenizer import Tokenizer
 
 QUESTION = {
@@ -132,7 +132,7 @@ def check_prompt_ends(engine: Any) -> None:
 def test_a_grammar_waits_for_the_end_of_a_thought_that_the_prompt_opened() -> None:
     parser = load_plugins()["reasoning_parser"].load("glm45")
     tokenizer = Tokenizer.load(str(EMBEDDED_MODEL))
-    thought = thought_before(parser, {}, tokenizer, prompt_end="<|assistant|><think>")
-    assert thought is not None and thought.opening_ids is None
-    assert not thought.parser().reasoning_ended
-    assert thought_before(parser, {}, tokenizer, prompt_end="<|assistant|></think>") is None
+    gate = make_reasoning_gate(parser, {}, tokenizer, prompt_end="<|assistant|><think>")
+    assert gate is not None and gate.opening_ids is None
+    assert not gate.parser().reasoning_ended
+    assert make_reasoning_gate(parser, {}, tokenizer, prompt_end="<|assistant|></think>") is None

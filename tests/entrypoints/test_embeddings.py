@@ -158,7 +158,7 @@ def test_bad_embedding_requests_name_the_field(embedder: Server) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         client(embedder).embeddings.create(model=MODEL, input="word " * 300)
     assert caught.value.code == "context_length_exceeded"
-    assert embedder.becomes(lambda engine: not engine._underway.states)
+    assert embedder.becomes(lambda engine: not engine.core.requests.states)
 
 
 def test_dimensions_of_a_matryoshka_model(tmp_path: Path) -> None:
@@ -201,8 +201,8 @@ def test_a_decoder_embeds_over_chunks_and_conversations(tmp_path: Path) -> None:
             client(server).with_options(timeout=0.05).embeddings.create(
                 model=MODEL, input=[[5 + i % 100] * 250 for i in range(200)]
             )
-        assert server.becomes(lambda engine: not engine._underway.states), "a client that left"
-        server.call(lambda engine: engine._scheduler.check_invariants())
+        assert server.becomes(lambda engine: not engine.core.requests.states), "a client that left"
+        server.call(lambda engine: engine.core.scheduler.check_invariants())
 
 
 # ---------------------------------------------------------------- labels and scores

@@ -16,12 +16,11 @@ import httpx
 import pytest
 from serving import Server, engine_config, running, save_random
 
-from jackfield.entrypoints.batch import results, routes, work
-from jackfield.entrypoints.batch.lines import Line, refused
-from jackfield.entrypoints.batch.objects import BatchOptions
+from jackfield.entrypoints.batch import manager, results, routes
+from jackfield.entrypoints.batch.jsonl import Line, refused
 from jackfield.entrypoints.batch.results import ResultsFile
 from jackfield.entrypoints.batch.store import Store
-from jackfield.entrypoints.openai.context import ServerOptions
+from jackfield.entrypoints.http.options import BatchOptions, ServerOptions
 
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 COUNT = 12
@@ -50,7 +49,7 @@ class Disk:
 def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Disk]:
     made = Disk()
     monkeypatch.setattr(results.os, "pwrite", made.pwrite)
-    monkeypatch.setattr(work, "RETRY_SECONDS", 0.02)
+    monkeypatch.setattr(manager, "RETRY_SECONDS", 0.02)
     yield made
     made.room = None
 

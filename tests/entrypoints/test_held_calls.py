@@ -28,6 +28,11 @@ OPENING = {
     "deepseek_v3": "<",
 }
 """A parser → a text of one token that begins its calls."""
+FAMILIES = [
+    pytest.param(name, marks=[pytest.mark.slow] * (name in ("mistral", "pythonic", "deepseek_v3")))
+    for name in OPENING
+]
+"""By default one of each: JSON in tags, JSON alone, arguments in tags of their own."""
 TRIP: dict[str, Any] = {
     "type": "object",
     "properties": {
@@ -93,7 +98,7 @@ def config(parser: str | None, **options: Any) -> EngineConfig:
     )
 
 
-@pytest.fixture(scope="module", params=OPENING)
+@pytest.fixture(scope="module", params=FAMILIES)
 def family(request: pytest.FixtureRequest) -> Iterator[tuple[str, Server]]:
     with running(config(request.param)) as made:
         yield request.param, made
@@ -288,9 +293,7 @@ def hosted(*, strict: bool) -> Any:
     """A tool with an argument that no plain text can be held to."""
     host = {"type": "string", "format": "hostname"}
     schema = {"type": "object", "properties": {"host": host}, "required": ["host"]}
-    return {
-        "type": "function", "function": {"name": "f", "parameters": schema, "strict": strict}
-    }  # fmt: skip
+    return {"type": "function", "function": {"name": "f", "parameters": schema, "strict": strict}}
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jackfield.core.errors import ContextLengthExceeded, InvalidRequest
-from jackfield.core.protocols import (
+from jackfield.core.protocols.parsers import (
     Content,
     ParserEvent,
     Reasoning,
@@ -21,10 +21,10 @@ from jackfield.core.protocols import (
     ToolCallEnd,
     ToolCallStart,
 )
-from jackfield.entrypoints.anthropic.blocks import ContentBlocks, as_object, folded
+from jackfield.entrypoints.anthropic.blocks import ContentBlocks, as_object, fold_events
 from jackfield.entrypoints.anthropic.conversation import BILLING, to_messages
 from jackfield.entrypoints.anthropic.protocol import MessagesRequest, in_own_terms
-from jackfield.entrypoints.openai.protocol import decode
+from jackfield.entrypoints.openai.common.protocol import decode
 
 TOOL: Any = {"name": "add", "description": "A sum", "input_schema": {"type": "object"}}
 USE: Any = {"type": "tool_use", "id": "toolu_1", "name": "add", "input": {"a": 1}}
@@ -48,8 +48,7 @@ def result(content: Any = None, **more: Any) -> dict[str, Any]:
 
 # ---------------------------------------------------------------- conversations
 
-CALL = {"id": "toolu_1", "type": "function",
-        "function": {"name": "add", "arguments": {"a": 1}}}  # fmt: skip
+CALL = {"id": "toolu_1", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
 CONVERSATIONS: list[tuple[Any, Any, Any]] = [
     ("Be.", [{"role": "user", "content": "Hi"}],
      [{"role": "system", "content": "Be."}, {"role": "user", "content": "Hi"}]),
@@ -222,11 +221,11 @@ def test_a_chats_errors_are_told_in_a_messages_fields() -> None:
 def built(*parsed: ParserEvent, **options: Any) -> list[dict[str, Any]]:
     """Blocks of these parser events, by way of a stream's events; indexes run from 0."""
     blocks = ContentBlocks(lambda: "toolu_new", **options)
-    events = blocks.feed(list(parsed)) + blocks.close()
+    events = blocks.add(list(parsed)) + blocks.close()
     starts = [e["index"] for e in events if e["type"] == "content_block_start"]
     stops = [e["index"] for e in events if e["type"] == "content_block_stop"]
     assert starts == stops == list(range(len(starts)))
-    message = folded([{"type": "message_start", "message": {}}, *events])
+    message = fold_events([{"type": "message_start", "message": {}}, *events])
     content = msgspec.json.decode(msgspec.json.encode(message["content"]))
     for block in content:
         assert (block.pop("signature", "") != "") == (block["type"] == "thinking")

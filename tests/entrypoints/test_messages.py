@@ -19,7 +19,7 @@ from serving import MODEL, Server, engine_config, running, save_scripted
 
 from jackfield import EngineConfig
 from jackfield.core.loading.model_config import EMBEDDED_MODEL
-from jackfield.entrypoints.openai.context import ServerOptions
+from jackfield.entrypoints.http.options import ServerOptions
 
 WEATHER: Any = {
     "name": "get_weather",
@@ -223,7 +223,9 @@ def test_stop_reasons(client: anthropic.Anthropic) -> None:
 def test_max_tokens_past_the_context_is_as_much_as_fits(
     server: Server, client: anthropic.Anthropic
 ) -> None:
-    made = ask(client, max_tokens=100_000, extra_body={"ignore_eos": True}, timeout=60)
+    long: Any = [{"role": "user", "content": "a " * 200}]
+    options: Any = {"extra_body": {"ignore_eos": True}, "timeout": 300}
+    made = ask(client, messages=long, max_tokens=100_000, **options)
     limit = server.engine.model_config.max_model_len
     usage = made.usage
     total = usage.input_tokens + (usage.cache_read_input_tokens or 0) + usage.output_tokens

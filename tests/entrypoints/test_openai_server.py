@@ -18,8 +18,8 @@ import pytest
 from aiohttp import web
 
 from jackfield import AsyncEngine, EngineConfig
-from jackfield.entrypoints.openai.app import make_app
-from jackfield.entrypoints.openai.context import ServerOptions
+from jackfield.entrypoints.http.options import ServerOptions
+from jackfield.entrypoints.server.app import make_app
 
 WEATHER = {
     "type": "function",

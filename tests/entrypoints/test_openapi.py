@@ -14,7 +14,6 @@ import urllib.parse
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -33,12 +32,12 @@ from schemathesis.specs.openapi.checks import (
 )
 from serving import Server, running
 
-from jackfield import EngineConfig, hookimpl
+from jackfield import AsyncEngine, EngineConfig, hookimpl
 from jackfield.core.registry import Plugins, load_plugins
-from jackfield.entrypoints.openai.app import make_app
-from jackfield.entrypoints.openai.context import ServerOptions
-from jackfield.entrypoints.openai.docs_page import page
-from jackfield.entrypoints.openai.openapi import document, routes
+from jackfield.entrypoints.http.options import ServerOptions
+from jackfield.entrypoints.openai.common.openapi import document, routes
+from jackfield.entrypoints.server.app import make_app
+from jackfield.entrypoints.server.docs_page import page
 
 ALL = ServerOptions(
     **{
@@ -92,8 +91,7 @@ def served(server: Server) -> dict[str, Any]:
 
 def application(options: ServerOptions = ALL) -> web.Application:
     """Of an engine without plugins."""
-    engine: Any = SimpleNamespace(plugins=Plugins())
-    return make_app(engine, options)
+    return make_app(AsyncEngine(EngineConfig(), plugins=Plugins()), options)
 
 
 # ---------------------------------------------------------------- the document
@@ -102,15 +100,15 @@ def application(options: ServerOptions = ALL) -> web.Application:
 def test_every_route_is_documented_or_internal() -> None:
     for method, path, handler in routes(application()):
         assert hasattr(handler, "openapi"), (
-            f"{method} {path}: put @documented(...) or @internal (entrypoints/openai/openapi.py) "
-            f"on {handler.__name__}"
+            f"{method} {path}: put @documented(...) or @internal "
+            f"(entrypoints/openai/common/openapi.py) on {handler.__name__}"
         )
 
 
 def test_what_a_handler_decodes_is_what_it_documents(served: dict[str, Any]) -> None:
     seen = 0
     for method, path, handler in routes(application()):
-        found = re.search(r"await decoded\(request, (\w+)\)", inspect.getsource(handler))
+        found = re.search(r"await decode_body\(request, (\w+)\)", inspect.getsource(handler))
         if found is None or handler.openapi is None:
             continue
         seen += 1
@@ -178,12 +176,7 @@ def test_routes_of_plugins_are_listed() -> None:
     plugins = load_plugins()
     plugins.manager.register(Greeting())
 
-    class Engine:
-        pass
-
-    engine: Any = Engine()
-    engine.plugins = plugins
-    made = document(make_app(engine))
+    made = document(make_app(AsyncEngine(EngineConfig(), plugins=plugins)))
     assert made["paths"]["/hello"]["get"]["summary"] == "Say hello"
     assert made["paths"]["/told/{who}"]["get"]["summary"] == "Say hello, told"
     assert made["paths"]["/told/{who}"]["get"]["parameters"][0]["name"] == "who"

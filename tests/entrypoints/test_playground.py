@@ -13,8 +13,8 @@ import pytest
 from browser import CHROMIUM, Browser, Page
 from serving import MODEL, Server, engine_config, running, save_random, save_scripted
 
-from jackfield.entrypoints.cli.serve_settings import make_parser
-from jackfield.entrypoints.openai.context import ServerOptions
+from jackfield.entrypoints.http.options import ServerOptions
+from jackfield.entrypoints.server.serve_settings import make_parser
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium on the PATH")
 KEY = "sk-a-key"

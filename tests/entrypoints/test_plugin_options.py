@@ -16,7 +16,7 @@ from test_fronts import fronted
 from jackfield import AsyncEngine, EngineConfig, SamplingParams
 from jackfield.core.errors import ConfigError, PluginError
 from jackfield.core.registry import load_plugins
-from jackfield.entrypoints.cli.serve_settings import settings
+from jackfield.entrypoints.server.serve_settings import settings
 
 MINE = """
 import prometheus_client

@@ -13,8 +13,8 @@ from serving import engine_config, running, save_random
 from jackfield import AsyncEngine, hookimpl
 from jackfield.core.errors import PluginError
 from jackfield.core.registry import Plugins, Provenance, load_plugins
-from jackfield.entrypoints.openai.app import make_app
-from jackfield.entrypoints.openai.context import ServerOptions
+from jackfield.entrypoints.http.options import ServerOptions
+from jackfield.entrypoints.server.app import make_app
 
 
 async def mine(request: web.Request) -> web.Response:

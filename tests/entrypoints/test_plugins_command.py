@@ -16,11 +16,11 @@ from serving import engine_config, running, save_random
 from jackfield import hookimpl
 from jackfield.core.registry import Provenance, load_plugins
 from jackfield.entrypoints.cli.main import main
-from jackfield.entrypoints.cli.options import engine_options
-from jackfield.entrypoints.cli.serve_settings import make_parser
 from jackfield.entrypoints.cli.skeleton import KINDS, write_skeleton
+from jackfield.entrypoints.flags.engine_flags import engine_options
+from jackfield.entrypoints.http.options import ServerOptions
 from jackfield.entrypoints.inventory import inventory
-from jackfield.entrypoints.openai.context import ServerOptions
+from jackfield.entrypoints.server.serve_settings import make_parser
 
 EXPECTED = {"kind": "tool_parser", "name": "hermes", "distribution": "jackfield"}
 
@@ -198,17 +198,17 @@ def test_what_a_plugin_prints_does_not_break_json(install: Install, tmp_path: Pa
     assert "noise of a class" in done.stderr
 
 
-def test_one_plugin_is_shown_with_its_options(install: Install, tmp_path: Path) -> None:
+def test_one_plugin_is_shown_with_its_options(
+    install: Install, capsys: pytest.CaptureFixture[str]
+) -> None:
     install("noisy", NOISY)
-    done = jackfield(tmp_path, "plugins", "noisy")
-    assert done.returncode == 0, done.stderr
-    lines = [line.split() for line in done.stdout.splitlines()]
+    assert main(["plugins", "noisy"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert lines[0] == ["noisy-point", "of", "noisy", "1.0"]
     assert ["depth", "int", "≥", "1", "3", "How", "deep", "it", "looks."] in lines
     assert not any("hermes" in line for line in lines)
-    wrong = jackfield(tmp_path, "plugins", "nosy")
-    assert wrong.returncode == 2
-    assert "no plugin 'nosy' here; did you mean 'noisy'?" in wrong.stderr
+    assert main(["plugins", "nosy"]) == 2
+    assert "no plugin 'nosy' here; did you mean 'noisy'?" in capsys.readouterr().err
 
 
 COMMANDS = """

@@ -12,10 +12,10 @@ import pytest
 from serving import Server, running, save_random
 from serving import engine_config as config
 
-from jackfield.core import types
-from jackfield.core.engine.underway import Publisher
+from jackfield.core import sampling_params as types
+from jackfield.core.engine.output_processor import OutputProcessor
 from jackfield.core.text.tokenizer import Tokenizer
-from jackfield.entrypoints.openai.context import ServerOptions
+from jackfield.entrypoints.http.options import ServerOptions
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
@@ -110,9 +110,9 @@ def test_many_prompts_are_entered_a_few_in_a_turn_of_the_loop(
     server: Server, monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
     turn, turns = 0, Counter[int]()
-    enter = Publisher.enter
+    enter = OutputProcessor.enter_request
 
-    def counted(self: Publisher, state: Any) -> None:
+    def counted(self: OutputProcessor, state: Any) -> None:
         turns[turn] += 1
         enter(self, state)
 
@@ -122,7 +122,7 @@ def test_many_prompts_are_entered_a_few_in_a_turn_of_the_loop(
         if ticking:
             loop.call_soon(tick, loop)
 
-    monkeypatch.setattr(Publisher, "enter", counted)
+    monkeypatch.setattr(OutputProcessor, "enter_request", counted)
     ticking = True
     server._loop.call_soon_threadsafe(tick, server._loop)
     try:

@@ -9,7 +9,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from jackfield.core.protocols import (
+from jackfield.core.protocols.parsers import (
     Content,
     ParserEvent,
     Reasoning,
@@ -17,9 +17,9 @@ from jackfield.core.protocols import (
     ToolCallEnd,
     ToolCallStart,
 )
-from jackfield.entrypoints.openai.responses_events import OutputItems
-from jackfield.entrypoints.openai.responses_input import to_messages, turns
-from jackfield.entrypoints.openai.responses_store import ResponseStore
+from jackfield.entrypoints.openai.responses.events import OutputItems
+from jackfield.entrypoints.openai.responses.input_items import to_messages, turns
+from jackfield.entrypoints.openai.responses.store import ResponseStore
 
 TEXT = st.text("ab \n", min_size=1, max_size=6)
 PART = st.one_of(
@@ -58,7 +58,7 @@ def made(events: list[ParserEvent], sizes: list[int], status: str) -> tuple[Any,
     lengths = itertools.cycle(sizes)
     while events:
         size = next(lengths)
-        told += items.feed(events[:size])
+        told += items.add(events[:size])
         events = events[size:]
     told += items.close(status)
     bare = [{k: v for k, v in i.items() if k not in ("id", "call_id")} for i in items.snapshot()]

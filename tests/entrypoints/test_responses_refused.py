@@ -11,7 +11,7 @@ import pytest
 from responding import ADD, CONFIG, FORMAT
 from serving import MODEL, Server, running
 
-from jackfield.entrypoints.openai.responses_protocol import ResponsesRequest
+from jackfield.entrypoints.openai.responses.protocol import ResponsesRequest
 
 JSON = {"Content-Type": "application/json"}
 

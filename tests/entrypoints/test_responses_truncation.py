@@ -10,8 +10,12 @@ import httpx
 import pytest
 from serving import Server, engine_config, running, save_random
 
-from jackfield import AsyncEngine
-from jackfield.entrypoints.openai.responses_input import MAX_ITEMS, read_items, to_messages
+from jackfield.core.engine.text_processor import TextProcessor
+from jackfield.entrypoints.openai.responses.input_items import (
+    MAX_ITEMS,
+    read_items,
+    to_messages,
+)
 
 
 @pytest.fixture(scope="module")
@@ -24,13 +28,13 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 def renderings(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
     """Messages of each prompt that is rendered, and the thread that does it."""
     seen: list[tuple[int, str]] = []
-    render = AsyncEngine.render_chat
+    render = TextProcessor.render_chat
 
-    def noted(self: AsyncEngine, messages: Any, **options: Any) -> Any:
+    def noted(self: TextProcessor, messages: Any, *args: Any, **options: Any) -> Any:
         seen.append((len(messages), threading.current_thread().name))
-        return render(self, messages, **options)
+        return render(self, messages, *args, **options)
 
-    monkeypatch.setattr(AsyncEngine, "render_chat", noted)
+    monkeypatch.setattr(TextProcessor, "render_chat", noted)
     return seen
 
 

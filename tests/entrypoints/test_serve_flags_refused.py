@@ -20,7 +20,7 @@ from jackfield.entrypoints.cli.main import main
         (["--max-stored-responses", "-1"], "--max-stored-responses: must be at least 0, got -1"),
         (["--shutdown-timeout", "nan"], "--shutdown-timeout: must be a number of seconds, got"),
         (["--hf-overrides", "{bad"], "--hf_overrides: no JSON: Expecting property name"),
-        (["--batch-dir", ""], "batch_dir: must not be empty"),
+        (["--batch-dir", ""], "argument --batch-dir: must not be empty"),
         (
             ["--structured-outputs-config", "5", "--structured-outputs-config.backend", "xgrammar"],
             "structured_outputs_config: must be a JSON object, got 5",

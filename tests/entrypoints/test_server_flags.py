@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import argparse
-import re
 from pathlib import Path
 
 import pytest
 
 from jackfield import EngineConfig
 from jackfield.core.errors import ConfigError
-from jackfield.entrypoints.cli.config_file import with_config
 from jackfield.entrypoints.cli.main import main
-from jackfield.entrypoints.cli.serve_settings import make_parser
-from jackfield.entrypoints.cli.server_options import api_keys, server_options
-from jackfield.entrypoints.openai.context import ServerOptions
-from jackfield.entrypoints.openai.utility import with_prefix
+from jackfield.entrypoints.flags.config_file import with_config
+from jackfield.entrypoints.http.connection_limits import ConnectionLimits
+from jackfield.entrypoints.http.options import BatchOptions, Cors, ServerOptions
+from jackfield.entrypoints.server.info_routes import with_prefix
+from jackfield.entrypoints.server.listen import Listen
+from jackfield.entrypoints.server.serve_settings import (
+    check_tool_parser,
+    listen,
+    make_parser,
+    server_options,
+)
 
 
 def flags(*argv: str) -> argparse.Namespace:
@@ -24,8 +29,7 @@ def flags(*argv: str) -> argparse.Namespace:
 
 def options(*argv: str) -> ServerOptions:
     """As `jackfield serve` makes them."""
-    args = flags(*argv)
-    return ServerOptions(api_keys=api_keys(args), **server_options(args, EngineConfig()))
+    return server_options(flags(*argv))
 
 
 def merged(tmp_path: Path, text: str, *argv: str) -> argparse.Namespace:
@@ -95,6 +99,11 @@ def test_a_missing_file_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
         (["--limit-concurrency", "0"], "must be at least 1, got 0"),
         (["--allowed-origins", "[1]"], "a list of texts is needed"),
         (["--access-log", "xml"], "invalid choice"),
+        (["--root-path", "llm"], "--root-path: must begin with /, got 'llm'"),
+        (["--response-role", ""], "--response-role: must not be empty"),
+        (["--api-key", " "], "--api-key: must not be empty"),
+        (["--batch-max-concurrency", "0"], "--batch-max-concurrency: must be at least 1, got 0"),
+        (["--ssl-cert-reqs", "all"], "--ssl-cert-reqs: must be a whole number, got 'all'"),
     ],
 )
 def test_wrong_flags_are_explained(
@@ -106,26 +115,13 @@ def test_wrong_flags_are_explained(
     assert told in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("argv", "told"),
-    [
-        (["--root-path", "llm"], "--root-path: must begin with /"),
-        (["--response-role", ""], "--response-role: must not be empty"),
-    ],
-)
-def test_options_at_odds_are_refused(argv: list[str], told: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(told)):
-        options(*argv)
-
-
 def test_calls_by_themselves_need_a_parser_by_option_or_checkpoint(tmp_path: Path) -> None:
-    asked = flags("--enable-auto-tool-choice")
     (tmp_path / "config.json").write_text("{}")
     for config in (EngineConfig(tool_call_parser="none"), EngineConfig(model=str(tmp_path))):
         with pytest.raises(ConfigError, match="--enable-auto-tool-choice: needs"):
-            server_options(asked, config)
+            check_tool_parser(config)
     (tmp_path / "jackfield.json").write_text('{"tool_call_parser": "hermes"}')
-    server_options(asked, EngineConfig(model=str(tmp_path)))
+    check_tool_parser(EngineConfig(model=str(tmp_path)))
 
 
 def test_vllms_names_mean_the_same() -> None:
@@ -134,10 +130,37 @@ def test_vllms_names_mean_the_same() -> None:
     assert options("--enable-log-requests").log_requests
     assert not options("--enable-log-requests", "--disable-log-requests").log_requests
     assert flags("--uvicorn-log-level", "error").log_level == "error"
-    parsed = server_options(
-        flags("--enable-auto-tool-choice"), EngineConfig(tool_call_parser="hermes")
-    )
-    assert parsed["response_role"] == "assistant"
+    check_tool_parser(EngineConfig(tool_call_parser="hermes"))
+
+
+def test_without_flags_options_have_the_defaults_of_their_fields(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("JACKFIELD_API_KEY", raising=False)
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    made = options()
+    assert made == ServerOptions(started=made.started)
+    assert listen(flags()) == Listen()
+
+
+def test_each_flag_reaches_its_field(tmp_path: Path) -> None:
+    """Of options, and of those within them."""
+    made = options(
+        "--batch-dir", str(tmp_path), "--batch-max-concurrency", "3", "--max-connections", "9",
+        "--timeout-keep-alive", "1.5", "--allowed-methods", '["get"]', "--allow-credentials",
+        "--allowed-hosts", "a", "b", "--limit-concurrency", "4", "--no-playground",
+        "--no-enable-request-id-headers", "--root-path", "/llm/", "--max-stored-responses", "0",
+        "--shutdown-timeout", "0", "--access-log", "json",
+    )  # fmt: skip
+    assert made.batches == BatchOptions(tmp_path, max_concurrency=3)
+    assert made.connections == ConnectionLimits(max_connections=9, idle_seconds=1.5)
+    assert made.cors == Cors(methods=("GET",), credentials=True)
+    assert (made.allowed_hosts, made.max_concurrency) == (("a", "b"), 4)
+    assert not made.playground and not made.request_id_headers
+    assert (made.root_path, made.max_stored_responses, made.shutdown_timeout) == ("/llm", 0, 0.0)
+    assert made.access_log == "json"
+    place = listen(flags("--host", "::", "--port", "0", "--uds", "x"))
+    assert (place.host, place.port, place.uds, place.tls) == ("::", 0, "x", None)
 
 
 def test_metrics_are_shown_under_vllms_prefix() -> None:

@@ -26,12 +26,11 @@ from serving import engine_config as config
 from jackfield import EngineConfig
 from jackfield.core.errors import ConfigError
 from jackfield.core.tenancy import RequestHead
-from jackfield.entrypoints.cli.serve_settings import make_parser
-from jackfield.entrypoints.cli.server_options import api_keys, key_files, server_options, tls
-from jackfield.entrypoints.openai.api_keys import KeyRing
-from jackfield.entrypoints.openai.context import ServerOptions
-from jackfield.entrypoints.openai.cors import Cors
-from jackfield.entrypoints.openai.tls import Tls, refreshing
+from jackfield.entrypoints.http.auth.api_keys import KeyRing
+from jackfield.entrypoints.http.cors import origin_headers
+from jackfield.entrypoints.http.options import Cors, ServerOptions
+from jackfield.entrypoints.http.tls import Tls, refreshing
+from jackfield.entrypoints.server.serve_settings import listen, make_parser, server_options
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
 SITE = "https://page.example"
@@ -68,8 +67,7 @@ def flags(*argv: str) -> argparse.Namespace:
 
 def options(*argv: str) -> ServerOptions:
     """As `jackfield serve` makes them."""
-    args = flags(*argv)
-    return ServerOptions(api_keys=api_keys(args), **server_options(args, EngineConfig()))
+    return server_options(flags(*argv))
 
 
 # ---------------------------------------------------------------- TLS
@@ -190,13 +188,13 @@ async def test_a_new_certificate_is_used_without_a_restart(tmp_path: Path) -> No
 
 async def test_clients_without_a_trusted_certificate_are_refused(certificates: Path) -> None:
     server, other = str(certificates / "server.pem"), str(certificates / "other.pem")
-    options = tls(
+    options = listen(
         flags(
             "--ssl-certfile", server, "--ssl-keyfile", str(certificates / "server.key"),
             "--ssl-ca-certs", other, "--ssl-cert-reqs", "2",
             "--ssl-ciphers", "ECDHE-ECDSA-AES256-GCM-SHA384",
         )
-    )  # fmt: skip
+    ).tls  # fmt: skip
     assert options is not None
 
     async def greeted(client: ssl.SSLContext) -> bytes:
@@ -249,7 +247,7 @@ def test_wrong_tls_options_are_named(
         "BOTH": str(both),
     }
     with pytest.raises(ConfigError, match=re.escape(told)):
-        tls(flags(*(files.get(word, word) for word in argv)))
+        listen(flags(*(files.get(word, word) for word in argv)))
 
 
 # ---------------------------------------------------------------- where to listen, and keys
@@ -257,7 +255,8 @@ def test_wrong_tls_options_are_named(
 
 async def test_a_unix_socket_answers(tmp_path: Path) -> None:
     from jackfield import AsyncEngine
-    from jackfield.entrypoints.openai.server import Listen, listening
+    from jackfield.entrypoints.server.listen import Listen
+    from jackfield.entrypoints.server.server import listening
 
     path = str(tmp_path / "socket")
     async with AsyncEngine(EngineConfig(max_model_len=128, device="cpu")) as engine:
@@ -276,9 +275,9 @@ def test_keys_come_from_flags_files_and_the_environment(
     monkeypatch.setenv("JACKFIELD_API_KEY", "e1, e2")
     monkeypatch.setenv("VLLM_API_KEY", "e2")
     (tmp_path / "keys").write_text("f1\n# no\nf2\n")
-    args = flags("--api-key", "a", "--api-key", "b", "--api-key-file", str(tmp_path / "keys"))
-    assert api_keys(args) == ("a", "b", "e1", "e2")
-    ring = KeyRing(api_keys(args), key_files(args))
+    made = options("--api-key", "a", "--api-key", "b", "--api-key-file", str(tmp_path / "keys"))
+    assert made.api_keys == ("a", "b", "e1", "e2")
+    ring = KeyRing(made.api_keys, made.api_key_files)
     assert len(ring) == 6
     for key in ("a", "b", "f1", "f2", "e1", "e2"):
         head = RequestHead("GET", "/", "/", {"Authorization": f"Bearer {key}"}, None)
@@ -293,9 +292,7 @@ def test_a_file_without_keys_is_refused_and_opens_nothing(
     if content is not None:
         path.write_text(content)
     with pytest.raises(ConfigError, match="--api-key-file"):
-        key_files(flags("--api-key-file", str(path)))
-    with pytest.raises(ConfigError, match="--api-key: must not be empty"):
-        api_keys(flags("--api-key", ""))
+        options("--api-key-file", str(path))
 
 
 # ---------------------------------------------------------------- CORS and headers
@@ -366,8 +363,8 @@ def test_answers_errors_and_streams_carry_the_site(guarded: Server) -> None:
 
 
 def test_any_site_is_a_star_unless_credentials_are_allowed() -> None:
-    assert Cors(("*",)).origin_headers(SITE) == {"Access-Control-Allow-Origin": "*"}
-    with_credentials = Cors(("*",), credentials=True).origin_headers(SITE)
+    assert origin_headers(Cors(("*",)), SITE) == {"Access-Control-Allow-Origin": "*"}
+    with_credentials = origin_headers(Cors(("*",), credentials=True), SITE)
     assert with_credentials["Access-Control-Allow-Origin"] == SITE
 
 

@@ -29,7 +29,7 @@ from serving import (
     save_scripted,
 )
 
-from jackfield.entrypoints.openai.context import ServerOptions
+from jackfield.entrypoints.http.options import ServerOptions
 
 MESSAGES = [{"role": "user", "content": "Hello there"}]
 LONG = {"prompt": "x", "max_tokens": 400, "ignore_eos": True, "n": 64}
@@ -423,7 +423,7 @@ def test_a_dead_engine_fails_health_and_requests(tmp_path_factory: Any) -> None:
     checkpoint = save_random(tmp_path_factory.mktemp("dead"))
     with running(engine_config(checkpoint)) as server:
         assert httpx.get(server.url + "/health").status_code == 200
-        server.call(lambda engine: engine._die(RuntimeError("the device is gone")))
+        server.call(lambda engine: engine.core._die(RuntimeError("the device is gone")))
         answer = httpx.get(server.url + "/health")
         assert answer.status_code == 503
         assert "the device is gone" in answer.json()["error"]["message"]

@@ -10,9 +10,8 @@ import httpx
 import pytest
 from serving import Server, engine_config, running, save_random
 
-from jackfield.entrypoints.openai import sites
-from jackfield.entrypoints.openai.context import ServerOptions
-from jackfield.entrypoints.openai.cors import Cors
+from jackfield.entrypoints.http import cross_site as sites
+from jackfield.entrypoints.http.options import Cors, ServerOptions
 
 ASK = {"prompt": "x", "max_tokens": 1}
 FRIEND, STRANGER = "https://friend.example", "https://stranger.example"

@@ -15,12 +15,12 @@ import msgspec
 import pytest
 
 from jackfield.core.errors import RequestFailed
-from jackfield.entrypoints.bench.frontend import CASES, Case, serving
-from jackfield.entrypoints.openai import completions
-from jackfield.entrypoints.openai.chat_job import ChatJob
-from jackfield.entrypoints.openai.chat_pieces import ChatPieces
-from jackfield.entrypoints.openai.protocol import ChatRequest, CompletionRequest, decode
-from jackfield.entrypoints.openai.streaming import Template, frame
+from jackfield.entrypoints.bench.frontend.command import CASES, Case, serving
+from jackfield.entrypoints.http.streaming import Template, frame
+from jackfield.entrypoints.openai.chat.request import ChatCompletion
+from jackfield.entrypoints.openai.chat.stream import ChatStream
+from jackfield.entrypoints.openai.common.protocol import ChatRequest, CompletionRequest, decode
+from jackfield.entrypoints.openai.completions import routes as completions
 
 TEXTS = ["", "a", '"', "\\", "\n\t\x00\x1f\x7f", "é€🙂", "\u2028", '"content":""', "</script>"]
 
@@ -37,16 +37,16 @@ def pieces_of(case: Case, engine: Any, tokens: int) -> tuple[Any, Any, Any]:
     """(outputs, pieces as the server makes them, pieces that encode every frame whole)"""
     body = msgspec.json.encode(case.body(tokens))
     if case.path.endswith("/chat/completions"):
-        job = ChatJob(engine, decode(body, ChatRequest))
-        made = [ChatPieces(job) for _ in range(2)]
+        job = ChatCompletion(engine, decode(body, ChatRequest))
+        made = [ChatStream(job) for _ in range(2)]
         for one in made:
             one._choices[0].new_call_id = lambda: "call-1"
         outputs = job.outputs()
     else:
         asked = decode(body, CompletionRequest)
-        job = completions._Job(engine, asked, "m")
+        job = completions.TextCompletion(engine, asked, "m")
         job.token_ids = [engine.tokenizer.encode(prompt) for prompt in asked.prompts()]
-        made = [completions.CompletionPieces(job) for _ in range(2)]
+        made = [completions.CompletionStream(job) for _ in range(2)]
         (outputs,) = job.streams()
     made[1]._plain = False
     return outputs, *made
@@ -64,7 +64,7 @@ async def test_pieces_from_templates_are_the_encoded_ones(name: str) -> None:
                 slow.frames(output) if name != "completions" else slow.frames(output, 0)
             )
         assert count > 250
-        assert fast.last() == slow.last()
+        assert fast.final_chunk() == slow.final_chunk()
 
 
 async def test_a_client_that_does_not_read_gets_fewer_larger_pieces() -> None:
@@ -141,7 +141,7 @@ async def test_a_listener_that_fails_harms_no_other() -> None:
     case = CASES["chat"]
     async with serving(case, 2, 100) as (_, _, engine):
         body = msgspec.json.encode(case.body(100))
-        streams = [ChatJob(engine, decode(body, ChatRequest)).outputs() for _ in range(2)]
+        streams = [ChatCompletion(engine, decode(body, ChatRequest)).outputs() for _ in range(2)]
         tokens = [len((await anext(stream)).outputs[0].token_ids) for stream in streams]
         ended = asyncio.Event()
         calls = 0
@@ -152,7 +152,7 @@ async def test_a_listener_that_fails_harms_no_other() -> None:
         def whole() -> None:
             nonlocal calls
             calls += 1
-            while output := streams[1].take():
+            while output := streams[1].take_output():
                 tokens[1] += len(output.outputs[0].token_ids)
                 if output.finished:
                     ended.set()
@@ -163,7 +163,7 @@ async def test_a_listener_that_fails_harms_no_other() -> None:
         await asyncio.wait_for(ended.wait(), 300)
         assert tokens[1] == 100
         assert calls > 80, "told at each step"
-        assert streams[1].take() is None
+        assert streams[1].take_output() is None
         for stream in streams:
             await stream.aclose()
 

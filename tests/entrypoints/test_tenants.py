@@ -20,11 +20,10 @@ from serving import Server, engine_config, running, save_random
 
 from jackfield.core.errors import ConfigError, RateLimited
 from jackfield.core.tenancy import Tenant, TenantLimits
-from jackfield.entrypoints.batch.objects import BatchOptions
 from jackfield.entrypoints.cli.main import main
-from jackfield.entrypoints.openai import usage
-from jackfield.entrypoints.openai.api_keys import KeyRing, read_keys
-from jackfield.entrypoints.openai.context import ServerOptions
+from jackfield.entrypoints.http.auth import usage
+from jackfield.entrypoints.http.auth.api_keys import KeyRing, read_keys
+from jackfield.entrypoints.http.options import BatchOptions, ServerOptions
 
 KEYS = ("ann-1", "bob", "tight")
 
@@ -148,7 +147,7 @@ def test_a_background_response_is_its_owner_s_while_it_runs(server: Server) -> N
 
 
 def test_a_client_cannot_name_its_tenant(server: Server) -> None:
-    from jackfield.entrypoints.openai.tenants import HEADER, tenant_header
+    from jackfield.entrypoints.http.auth.tenants import HEADER, tenant_header
 
     ann = client(server, "ann-1")
     made = ann.responses.create(input="hello", max_output_tokens=2)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 from itertools import pairwise
 
-from jackfield.entrypoints.openai.turns import Turnstile
+from jackfield.entrypoints.http.request_pacing import RequestPacer
 
 
 async def test_a_burst_goes_through_in_order_a_few_a_turn() -> None:
-    turnstile, turn, entered = Turnstile(per_turn=3), 0, []
+    pacer, turn, entered = RequestPacer(per_turn=3), 0, []
 
     async def one(number: int) -> None:
-        await turnstile.enter()
+        await pacer.enter()
         entered.append((number, turn))
 
     tasks = [asyncio.create_task(one(number)) for number in range(20)]
@@ -28,10 +28,10 @@ async def test_a_burst_goes_through_in_order_a_few_a_turn() -> None:
 
 
 async def test_who_gives_up_takes_nobodys_place() -> None:
-    turnstile, entered = Turnstile(per_turn=1), []
+    pacer, entered = RequestPacer(per_turn=1), []
 
     async def one(number: int) -> None:
-        await turnstile.enter()
+        await pacer.enter()
         entered.append(number)
 
     tasks = [asyncio.create_task(one(number)) for number in range(6)]
@@ -42,13 +42,13 @@ async def test_who_gives_up_takes_nobodys_place() -> None:
     assert entered == [0, 4, 5]
     await asyncio.sleep(0)
     await asyncio.sleep(0)
-    await asyncio.wait_for(turnstile.enter(), 300)
+    await asyncio.wait_for(pacer.enter(), 300)
 
 
 async def test_few_requests_wait_for_nothing() -> None:
-    turnstile = Turnstile(per_turn=2)
+    pacer = RequestPacer(per_turn=2)
     for _ in range(5):
-        coroutine = turnstile.enter()
+        coroutine = pacer.enter()
         try:
             coroutine.send(None)
         except StopIteration:

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from jackfield.core.errors import ConfigError
-from jackfield.entrypoints.cli.config_file import with_config
-from jackfield.entrypoints.cli.serve_settings import make_parser, settings
-from jackfield.entrypoints.cli.vllm_flags import MISSING, NO_EFFECT, without_effect
+from jackfield.entrypoints.flags.config_file import with_config
+from jackfield.entrypoints.flags.vllm_flags import MISSING, NO_EFFECT, without_effect
+from jackfield.entrypoints.server.serve_settings import make_parser, settings
 
 VALUES = {0: [], 1: ["1"], "?": ["3"], "+": ["1", "2"]}
 

@@ -12,9 +12,14 @@ from serving import running, save_random
 
 from jackfield import EngineConfig, hookimpl
 from jackfield.core.errors import InvalidRequest
-from jackfield.core.protocols import LogitsProcessor, LogitsProcessorSetup, ProcessedRows
+from jackfield.core.protocols.logits_processors import (
+    LogitsProcessor,
+    LogitsProcessorSetup,
+    ProcessedRows,
+)
 from jackfield.core.registry import Provenance, load_plugins
-from jackfield.core.types import SamplingParams, SlotStart
+from jackfield.core.sampling_params import SamplingParams
+from jackfield.core.step import SlotStart
 
 
 class Only(LogitsProcessor):

@@ -31,6 +31,9 @@ from jackfield.entrypoints.cli.skeleton import KINDS
 from helpers import COMMON
 
 PACKAGES = sorted(path.parent for path in (ROOT / "examples/plugins").glob("*/pyproject.toml"))
+QUICK = ("jackfield-brackets", "jackfield-plain-attention")
+"""Packages that are tried by default, one that changes what a model says and one that does not:
+each is built, installed, tested and served with, which takes most of a minute. All are nightly."""
 FLAGS = {
     "attention_backend": "--attention-backend",
     "quantization": "--quantization",
@@ -74,7 +77,13 @@ def test_the_packages_are_found() -> None:
     assert len(PACKAGES) >= 3
 
 
-@pytest.mark.parametrize("package", PACKAGES, ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "package",
+    [
+        pytest.param(path, marks=() if path.name in QUICK else pytest.mark.slow, id=path.name)
+        for path in PACKAGES
+    ],
+)
 def test_an_outside_package_comes_serves_and_goes(
     package: Path, outside: Outside, plain_text: str, tmp_path: Path
 ) -> None:

@@ -13,7 +13,7 @@ import pytest
 import jackfield
 from jackfield import AsyncEngine, EngineConfig, SamplingParams
 from jackfield.core.loading.model_config import EMBEDDED_MODEL
-from jackfield.core.protocols import ToolCallArguments, ToolCallStart
+from jackfield.core.protocols.parsers import ToolCallArguments, ToolCallStart
 from jackfield.plugins.tools.hermes import HermesToolParser
 
 EXAMPLE = Path(jackfield.__file__).resolve().parent / "examples" / "tiny_model"

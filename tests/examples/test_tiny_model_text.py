@@ -12,7 +12,7 @@ import pytest
 
 import jackfield
 from jackfield.core.loading.model_config import EMBEDDED_MODEL
-from jackfield.core.text.chat import ChatTemplate
+from jackfield.core.text.chat_template import ChatTemplate
 from jackfield.core.text.tokenizer import Tokenizer
 
 FOLDER = Path(jackfield.__file__).resolve().parent / "examples" / "tiny_model"

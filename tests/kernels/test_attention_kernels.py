@@ -13,12 +13,12 @@ if not torch.cuda.is_available():
 pytest.importorskip("triton")
 
 from jackfield.kernels import reference
-from jackfield.kernels.paged_attention_decode import (
+from jackfield.kernels.attention.paged_attention_decode import (
     choose_num_splits,
     paged_attention_decode,
     workspace_elements,
 )
-from jackfield.kernels.paged_attention_prefill import paged_attention_prefill
+from jackfield.kernels.attention.paged_attention_prefill import paged_attention_prefill
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")

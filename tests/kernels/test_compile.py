@@ -21,12 +21,18 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from jackfield.kernels import (
-    choose_row, choose_tokens, decode_inputs, edit_logits, expert_gemv, expert_matmul,
-    expert_slots, finish_product,
-    fused_decode_attention, gelu_mul, gemv, heads, mask_tokens, nibble_gemv, nibble_skinny,
-    packed_gemv, packed_matmul, paged_attention_decode, paged_attention_prefill, quantize_rows,
-    rms_norm, route, sample_tokens, silu_mul, skinny, step_inputs, sum_slots, unpack_weight,
+from jackfield.kernels import activations, decode_inputs, rms_norm, step_inputs
+from jackfield.kernels.attention import (
+    fused_decode_attention, paged_attention_decode, paged_attention_prefill, qk_norm_rope_cache,
+)
+from jackfield.kernels.linear import (
+    gemv, int4_gemv, quant_matmul, small_m_matmul, split_k_sum,
+)
+from jackfield.kernels.moe import combine, expert_gemv, expert_matmul, sort_tokens, topk_softmax
+from jackfield.kernels.quant import dequantize, quantize_rows
+from jackfield.kernels.quant.quantized_weight import TileFormat
+from jackfield.kernels.sampling import (
+    choose_row, edit_logits, limits, mask_tokens, sample_gumbel, sample_tokens,
 )
 
 COMMON = {"HEAD_DIM": 128, "BLOCK_SIZE": 16, "WINDOW": 0, "SOFT_CAP": 0.0, "NUM_HEADS": 32,
@@ -36,49 +42,57 @@ WIDE = {**COMMON, "HEAD_DIM": 256, "BLOCK_D": 256, "NUM_HEADS": 16, "NUM_KV_HEAD
         "WINDOW": 4096, "SOFT_CAP": 50.0, "GROUP": 2}
 MORE = {"ALIBI": True, "SINKS": True}
 DECODE = {"MIN_TILES": 2, "BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_D": 128, "BLOCK_S": 8, "GROUP": 4}
-FP8 = {"WIDTH": 4096, "PARTS": 1, "BITS": 8, "GROUP_SIZE": 4096, "OFFSET": 0, "GROUPED": False,
-       "ZERO": False, "SCALE_ROWS": 1, "N": 4096, "BIAS": False, "RESIDUAL": True}
-INT4 = {**FP8, "WIDTH": 512, "PARTS": 8, "BITS": 4, "GROUP_SIZE": 128, "GROUPED": True,
-        "ZERO": True}
+
+
+def dense(width):
+    return TileFormat(False, width, 1, 8, width, 1, False, False, 0)
+
+
+def words(width, zero, bits=4):
+    return TileFormat(True, width, 32 // bits, bits, 128, 1, True, zero, 1 << (bits - 1))
+
+
+FP8 = {"FORMAT": TileFormat(True, 4096, 1, 8, 4096, 1, False, False, 0), "N": 4096, "BIAS": False,
+       "RESIDUAL": True}
+INT4 = {**FP8, "FORMAT": words(512, True), "WIDTH": 512, "GROUP_SIZE": 128, "ZERO": True}
 GEMV = {"UNROLL": 2, "NORM": True, "GATED": False, "PDL": True, "EARLY": True, "BLOCK_N": 4}
-FP8_TYPES = {"values_ptr": "*fp8e4nv", "scale_ptr": "*fp32"}
+FP8_TYPES = {"weight_ptr": "*fp8e4nv", "scale_ptr": "*fp32"}
 FP8_CACHE = {"key_cache_ptr": "*fp8e4nv", "value_cache_ptr": "*fp8e4nv"}
-INT4_TYPES = {"values_ptr": "*i32", "zero_ptr": "*u8"}
+INT4_TYPES = {"weight_ptr": "*i32", "zero_ptr": "*u8"}
 # Qwen3-30B-A3B's experts: gate and up of [1536, 2048] each, down of [2048, 768].
-BANK = {"E": 128, "BLOCK_E": 128, "PARTS": 1, "BITS": 8, "SCALE_ROWS": 1, "OFFSET": 0,
-        "PACKED": False, "GROUPED": False, "ZERO": False, "PDL": True}
-GATE_UP = {**BANK, "N": 768, "WIDTH": 2048, "GROUP_SIZE": 2048, "GATED": True, "DIVIDE": 8}
-DOWN = {**BANK, "N": 2048, "WIDTH": 768, "GROUP_SIZE": 768, "GATED": False, "DIVIDE": 1}
-BLOCKS = {"PACKED": True, "GROUPED": True, "GROUP_SIZE": 128, "SCALE_ROWS": 128}
-NIBBLES = {"PACKED": True, "GROUPED": True, "GROUP_SIZE": 128, "PARTS": 8, "BITS": 4}
-EXPERT_GEMV = {"COUNT": 8, "FACTOR": True, "RESIDUAL": True, "PIECES": 8, "BLOCK_COUNT": 8,
+EXPERTS = {"E": 128, "BLOCK_E": 128, "PDL": True, "BIAS": False, "ALPHA": None, "LIMIT": None}
+GATE_UP = {**EXPERTS, "N": 768, "FORMAT": dense(2048), "GATED": True, "DIVIDE": 8}
+DOWN = {**EXPERTS, "N": 2048, "FORMAT": dense(768), "GATED": False, "DIVIDE": 1}
+BLOCKS = {"FORMAT": TileFormat(True, 768, 1, 8, 128, 128, True, False, 0)}
+EXPERT_GEMV = {"COUNT": 8, "FACTOR": True, "RESIDUAL": True, "CHUNKS": 8, "BLOCK_COUNT": 8,
                "UNROLL": 3, "BLOCK_N": 1, "BLOCK_K": 256, "PREFETCH": "192"}
 SLOT_GEMV = {**EXPERT_GEMV, "COUNT": 1, "FACTOR": False, "RESIDUAL": False, "BLOCK_COUNT": 1,
              "UNROLL": 2, "BLOCK_N": 4, "BLOCK_K": 1024, "PREFETCH": None}
+SMALL_M = {"GATED": False, "STAGES": 3, "PDL": True, "EARLY": True, "PREFETCH": None}
 FEW = {"BLOCK_M": 16, "BLOCK_N": 128, "BLOCK_K": 128, "STAGES": 3}
 MANY = {"BLOCK_M": 128, "BLOCK_N": 256, "BLOCK_K": 64, "STAGES": 3}
-PIVOTS = {"PART_SIZE": 2048, "COUNT": 16, "CAPACITY": 8192, "BLOCK": 128}
+PIVOTS = {"PART_SIZE": 2048, "COUNT": 16, "CAPACITY": 8192}
 TABLES = {
     "counts_ptr": "*i16", "allowed_ptr": "*i32", "grammar_ptr": "*i32", "grammar_rows_ptr": "*i64",
     "best_ptr": "*fp32", "won_ptr": "*fp32", "raw_ptr": "*fp32", "found_ptr": "*i32",
     "listed_ptr": "*i32",
-    "coarse_ptr": "*i64", "fine_ptr": "*i64", "sums_ptr": "*i64", "values_ptr": "*fp32",
+    "limits_ptr": "*fp32", "sums_ptr": "*i64", "values_ptr": "*fp32",
     "ids_ptr": "*i32", "likely_values_ptr": "*fp32", "likely_ids_ptr": "*i32",
     "top_ids_ptr": "*i32", "top_logprobs_ptr": "*fp32", "logprob_ptr": "*fp32", "rank_ptr": "*i32",
 }
 KERNELS = [
-    (route._route_kernel,
+    (topk_softmax._topk_softmax_kernel,
      {"E": 128, "TOP_K": 8, "RENORMALIZE": True, "ROWS": 4, "BLOCK_E": 128, "BLOCK_TOP": 8,
       "PDL": True}, 4),
-    (expert_slots._expert_slots_kernel,
+    (sort_tokens._sort_tokens_kernel,
      {"TOP_K": 8, "BLOCK_TOP": 8, "BLOCK": 1024, "PDL": True}, 8),
-    (sum_slots._sum_slots_kernel, {"SIZE": 2048, "TOP_K": 8, "BLOCK": 1024, "PDL": True}, 4),
+    (combine._combine_kernel, {"SIZE": 2048, "TOP_K": 8, "BLOCK": 1024, "PDL": True}, 4),
     (expert_gemv._expert_gemv_kernel, {**GATE_UP, **SLOT_GEMV}, 4),
     (expert_gemv._expert_gemv_kernel, {**DOWN, **EXPERT_GEMV}, 2),
     (expert_gemv._expert_gemv_kernel,
      {**DOWN, **EXPERT_GEMV, **BLOCKS, "BLOCK_K": 128, "PREFETCH": "96"}, 2, FP8_TYPES),
     (expert_gemv._expert_gemv_kernel,
-     {**GATE_UP, **SLOT_GEMV, **NIBBLES, "WIDTH": 256, "ZERO": True, "BLOCK_K": 128}, 4,
+     {**GATE_UP, **SLOT_GEMV, "FORMAT": words(256, True), "BLOCK_K": 128}, 4,
      INT4_TYPES),
     (expert_matmul._expert_matmul_kernel, {**GATE_UP, **FEW, "BLOCK_N": 64}, 4),
     (expert_matmul._expert_matmul_kernel, {**DOWN, **FEW}, 4),
@@ -86,52 +100,59 @@ KERNELS = [
     (expert_matmul._expert_matmul_kernel, {**DOWN, **MANY}, 8),
     (expert_matmul._expert_matmul_kernel, {**DOWN, **BLOCKS, **FEW, "STAGES": 4}, 4, FP8_TYPES),
     (expert_matmul._expert_matmul_kernel,
-     {**GATE_UP, **NIBBLES, "WIDTH": 256, "ZERO": True, "BLOCK_M": 16, "BLOCK_N": 64,
+     {**GATE_UP, "FORMAT": words(256, True), "BLOCK_M": 16, "BLOCK_N": 64,
       "BLOCK_K": 32, "STAGES": 4}, 4, INT4_TYPES),
     (expert_matmul._expert_matmul_kernel,
-     {**DOWN, **NIBBLES, "WIDTH": 96, "OFFSET": 8, "BLOCK_M": 64, "BLOCK_N": 128, "BLOCK_K": 32,
+     {**DOWN, "FORMAT": words(96, False), "BLOCK_M": 64, "BLOCK_N": 128, "BLOCK_K": 32,
       "STAGES": 3}, 8, INT4_TYPES),
-    (finish_product._finish_product_kernel,
-     {"N": 4096, "SPLITS": 4, "SCALED": False, "BIAS": True, "RESIDUAL": True, "BLOCK": 1024}, 4,
-     {"part_ptr": "*fp32"}),
-    (packed_gemv._packed_gemv_kernel, {**FP8, **GEMV, "BLOCK_K": 2048}, 4, FP8_TYPES),
-    (packed_gemv._packed_gemv_kernel, {**INT4, **GEMV, "BLOCK_K": 128}, 1, INT4_TYPES),
-    (packed_matmul._packed_matmul_kernel,
-     {**FP8, "SPLITS": 1, "BLOCK_M": 16, "BLOCK_N": 32, "BLOCK_K": 128}, 4, FP8_TYPES),
-    (packed_matmul._packed_matmul_kernel,
-     {**INT4, "SPLITS": 4, "BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 64}, 4,
+    (split_k_sum._split_k_sum_kernel,
+     {"N": 4096, "SPLIT_K": 4, "SCALED": False, "BIAS": True, "RESIDUAL": True, "BLOCK": 1024}, 4,
+     {"partial_ptr": "*fp32"}),
+    (gemv._gemv_kernel, {**FP8, **GEMV, "BLOCK_K": 2048}, 4, FP8_TYPES),
+    (gemv._gemv_kernel, {**INT4, **GEMV, "BLOCK_K": 128}, 1, INT4_TYPES),
+    (small_m_matmul._small_m_matmul_kernel,
+     {**FP8, **SMALL_M, "SPLIT_K": 1, "BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_K": 128}, 4, FP8_TYPES),
+    (small_m_matmul._small_m_matmul_kernel,
+     {**INT4, **SMALL_M, "FORMAT": words(1024, True, 8), "SPLIT_K": 4, "BLOCK_M": 64,
+      "BLOCK_N": 64, "BLOCK_K": 64}, 4, INT4_TYPES),
+    (quant_matmul._quant_matmul_kernel,
+     {**FP8, "SPLIT_K": 1, "BLOCK_M": 16, "BLOCK_N": 32, "BLOCK_K": 128}, 4, FP8_TYPES),
+    (quant_matmul._quant_matmul_kernel,
+     {**INT4, "SPLIT_K": 4, "BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 64}, 4,
      {**INT4_TYPES, "out_ptr": "*fp32"}),
-    (nibble_gemv._nibble_gemv_kernel,
-     {**INT4, **GEMV, "RUN": 64, "WARPS": 4, "STAGES": 3}, 4, INT4_TYPES),
-    (nibble_skinny._nibble_skinny_kernel,
-     {**INT4, "SPLIT": 2, "GATED": False, "BLOCK_M": 8, "BLOCK_N": 32, "RUN": 64,
-      "STAGES": 3, "PDL": True}, 2, INT4_TYPES),
-    (nibble_skinny._nibble_skinny_kernel,
-     {**INT4, "SPLIT": 1, "GATED": False, "BLOCK_M": 64, "BLOCK_N": 128, "RUN": 32, "ZERO": False,
-      "STAGES": 3, "PDL": True}, 8, INT4_TYPES),
+    (int4_gemv._int4_gemv_kernel,
+     {**INT4, **GEMV, "BLOCK_K": 64, "WARPS": 4, "STAGES": 3}, 4, INT4_TYPES),
+    (small_m_matmul._small_m_matmul_kernel,
+     {**INT4, **SMALL_M, "SPLIT_K": 2, "BLOCK_M": 8, "BLOCK_N": 32, "BLOCK_K": 64}, 2, INT4_TYPES),
+    (small_m_matmul._small_m_matmul_kernel,
+     {**INT4, **SMALL_M, "FORMAT": words(512, False), "SPLIT_K": 1, "BLOCK_M": 64, "BLOCK_N": 128,
+      "BLOCK_K": 32}, 8, INT4_TYPES),
     (quantize_rows._quantize_rows_kernel,
      {"SIZE": 4096, "BLOCK": 4096, "LARGEST": 448.0, "NORM": True, "GIVEN": False, "PDL": True}, 8,
      {"out_ptr": "*fp8e4nv", "scale_ptr": "*fp32"}),
-    (unpack_weight._unpack_weight_kernel, {**INT4, "BLOCK_N": 8, "BLOCK_K": 128}, 4, INT4_TYPES),
-    (choose_tokens._part_kernel, {"PART_SIZE": 2048, "ROWS": 4}, 4),
-    (sample_tokens._begin_kernel, {"PART_SIZE": 2048, "ROWS": 4}, 4, TABLES),
-    (sample_tokens._pivots_kernel, {**PIVOTS, "FINE": False}, 8, TABLES),
-    (sample_tokens._pivots_kernel, {**PIVOTS, "FINE": True}, 8, TABLES),
-    (sample_tokens._gather_kernel, {**PIVOTS, "LIKELY": 1024}, 8, TABLES),
-    (choose_row.choose_row_kernel, {"CAPACITY": 8192, "LIKELY": 1024, "BLOCK": 128}, 16, TABLES),
+    (dequantize._dequantize_weight_kernel, {**INT4, "BLOCK_N": 8, "BLOCK_K": 128}, 4, INT4_TYPES),
+    (sample_gumbel._part_kernel, {"PART_SIZE": 2048}, 4),
+    (sample_tokens._begin_kernel, {"PART_SIZE": 2048}, 4, TABLES),
+    (limits.limits_kernel, {"BLOCK": 128}, 8, TABLES),
+    (sample_tokens._pivots_kernel, PIVOTS, 8, TABLES),
+    (sample_tokens._gather_kernel, {**PIVOTS, "MOST_LIKELY": 1024}, 8, TABLES),
+    (choose_row.choose_row_kernel, {"CAPACITY": 8192, "MOST_LIKELY": 1024, "BLOCK": 128}, 16,
+     TABLES),
     (edit_logits._edit_kernel, {"PART_SIZE": 2048}, 4, {**TABLES, "out_ptr": "*fp32"}),
-    (choose_tokens._row_kernel, {"BLOCK": 128}, 1),
+    (sample_gumbel._row_kernel, {"BLOCK": 128}, 1),
     (decode_inputs._decode_inputs_kernel, {"BLOCK_SIZE": 16, "BLOCK": 1024}, 4),
     (fused_decode_attention._fused_decode_kernel,
      {**COMMON, **DECODE, "NUM_KV_HEADS": 8, "ROTATE": True, "NORM_QUERY": True, "NORM_KEY": True,
       "BLOCK_G": 4, "FP8": False, "PDL": True, "EARLY": True}, 4),
     (gemv._gemv_kernel,
-     {"N": 4096, "K": 4096, "NORM": True, "GATED": False, "BIAS": True, "RESIDUAL": True,
-      "BLOCK_N": 4, "BLOCK_K": 1024, "PDL": True, "EARLY": False}, 4),
+     {"N": 4096, "FORMAT": dense(4096), "NORM": True, "GATED": False, "BIAS": True,
+      "RESIDUAL": True, "BLOCK_N": 4, "BLOCK_K": 1024, "UNROLL": 4, "PDL": True,
+      "EARLY": False}, 4),
     (gemv._gemv_kernel,
-     {"N": 6100, "K": 1000, "NORM": True, "GATED": True, "BIAS": False, "RESIDUAL": False,
-      "BLOCK_N": 4, "BLOCK_K": 1024, "PDL": True, "EARLY": True}, 4),
-    (heads._heads_kernel,
+     {"N": 6100, "FORMAT": dense(1000), "NORM": True, "GATED": True, "BIAS": False,
+      "RESIDUAL": False, "BLOCK_N": 4, "BLOCK_K": 1024, "UNROLL": 1, "PDL": True,
+      "EARLY": True}, 4),
+    (qk_norm_rope_cache._qk_norm_rope_cache_kernel,
      {**COMMON, "NUM_KV_HEADS": 8, "HALF": 64, "ROTATE": True, "NORM_QUERY": True,
       "NORM_KEY": True, "CACHE": True, "GROUP": 8, "BLOCK_HALF": 64, "BLOCK_REST": 1, "FP8": True,
       "PDL": True}, 2, FP8_CACHE),
@@ -159,6 +180,8 @@ KERNELS = [
      {**COMMON, "GROUP": 4, "MIXED": True, "BLOCK_M": 256, "BLOCK_N": 64, "BLOCK_D": 128}, 8),
     (step_inputs._step_inputs_kernel, {"BLOCK_SIZE": 16, "TOKENS": 128, "COLUMNS": 1024}, 4,
      {"slots_ptr": "*i32"}),
+    (step_inputs._slot_mappings_kernel, {"BLOCK_SIZE": 16, "TOKENS": 128}, 4,
+     {"out_ptr": "*i64"}),
     (step_inputs._scatter_kernel, {"WRITES": 1024}, 4),
     (paged_attention_prefill._prefill_kernel, {**WIDE, "BLOCK_M": 64, "BLOCK_N": 32}, 4),
     (paged_attention_decode._decode_kernel,
@@ -167,7 +190,7 @@ KERNELS = [
      {**DECODE, **WIDE, "BLOCK_N": 32, "ROTATE": True, "NORM_QUERY": True, "NORM_KEY": True,
       "BLOCK_G": 2, "FP8": False, "PDL": True, "EARLY": True}, 4,
      {"query_weight_ptr": "*fp32", "key_weight_ptr": "*fp32"}),
-    (heads._heads_kernel,
+    (qk_norm_rope_cache._qk_norm_rope_cache_kernel,
      {**WIDE, "HALF": 128, "ROTATE": True, "NORM_QUERY": True, "NORM_KEY": True, "CACHE": True,
       "GROUP": 8, "BLOCK_HALF": 128, "BLOCK_REST": 1, "FP8": False, "PDL": True}, 2,
      {"query_weight_ptr": "*fp32", "key_weight_ptr": "*fp32"}),
@@ -177,18 +200,17 @@ KERNELS = [
      {"SIZE": 2304, "BLOCK": 4096, "RESIDUAL": True, "PDL": True}, 8,
      {"weight_ptr": "*fp32"}),
     (gemv._gemv_kernel,
-     {"N": 4096, "K": 2304, "NORM": True, "GATED": False, "BIAS": False, "RESIDUAL": False,
-      "BLOCK_N": 4, "BLOCK_K": 1024, "PDL": True, "EARLY": False}, 4, {"norm_ptr": "*fp32"}),
-    (gelu_mul._gelu_mul_kernel, {"SIZE": 1000, "BLOCK": 1024}, 4),
-    (silu_mul._silu_mul_kernel, {"SIZE": 1000, "BLOCK": 1024}, 4),
-    (skinny._skinny_kernel,
-     {"N": 4096, "K": 4096, "SPLIT": 2, "GATED": False, "BIAS": False, "RESIDUAL": True,
-      "BLOCK_M": 32, "BLOCK_N": 64, "BLOCK_K": 128, "PREFETCH": "1024", "PDL": True,
-      "EARLY": True}, 4),
-    (skinny._skinny_kernel,
-     {"N": 3000, "K": 1000, "SPLIT": 1, "GATED": True, "BIAS": True, "RESIDUAL": False,
-      "BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_K": 64, "PREFETCH": None, "PDL": True,
-      "EARLY": False}, 4),
+     {"N": 4096, "FORMAT": dense(2304), "NORM": True, "GATED": False, "BIAS": False,
+      "RESIDUAL": False, "BLOCK_N": 4, "BLOCK_K": 1024, "UNROLL": 3, "PDL": True,
+      "EARLY": False}, 4, {"norm_ptr": "*fp32"}),
+    (activations._gated_activation_kernel, {"SIZE": 1000, "GELU": True, "BLOCK": 1024}, 4),
+    (activations._gated_activation_kernel, {"SIZE": 1000, "GELU": False, "BLOCK": 1024}, 4),
+    (small_m_matmul._small_m_matmul_kernel,
+     {**SMALL_M, "N": 4096, "FORMAT": dense(4096), "SPLIT_K": 2, "BIAS": False, "RESIDUAL": True,
+      "BLOCK_M": 32, "BLOCK_N": 64, "BLOCK_K": 128, "STAGES": 4, "PREFETCH": "1024"}, 4),
+    (small_m_matmul._small_m_matmul_kernel,
+     {**SMALL_M, "N": 3000, "FORMAT": dense(1000), "SPLIT_K": 1, "GATED": True, "BIAS": True,
+      "RESIDUAL": False, "BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_K": 64, "EARLY": False}, 4),
 ]
 TYPES = {
     "experts_ptr": "*i32", "lists_ptr": "*i32", "counts_ptr": "*i32",
@@ -230,4 +252,4 @@ def test_every_kernel_compiles_for_a_hopper_gpu() -> None:
         [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert len(done.stdout.split()) == 63
+    assert len(done.stdout.split()) == 66

@@ -29,7 +29,7 @@ from triton.runtime import driver
 
 from jackfield.core.nn.operations import ClampedSwiGLU
 from jackfield.core.nn.packed import PackedWeight
-from jackfield.kernels.rehearsal import Rehearsal
+from jackfield.kernels.compile import Precompiler
 from jackfield.plugins.operations.triton import TritonOperations
 
 
@@ -93,7 +93,7 @@ for kind, tokens in kinds.items():
     for num_tokens in tokens:
         x = torch.empty(num_tokens, HIDDEN, dtype=torch.bfloat16)
         logits = torch.empty(num_tokens, E, dtype=torch.bfloat16)
-        with Rehearsal(torch.device("cpu"), threads=1) as rehearsal:
+        with Precompiler(torch.device("cpu"), threads=1) as rehearsal:
             routing = operations.route(logits, TOP_K, renormalize=True)
             residual = torch.empty_like(x)
             made = operations.experts(x, routing, gate_up, down, residual=residual, **more)

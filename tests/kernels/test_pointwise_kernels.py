@@ -14,13 +14,12 @@ pytest.importorskip("triton")
 
 from jackfield.core.nn.operations import Operations
 from jackfield.kernels import reference
-from jackfield.kernels.choose_tokens import choose_tokens
-from jackfield.kernels.gelu_mul import gelu_mul
-from jackfield.kernels.gemv import GemvShape, gemv
-from jackfield.kernels.heads import heads
-from jackfield.kernels.mask_tokens import mask_tokens
+from jackfield.kernels.activations import gelu_mul, silu_mul
+from jackfield.kernels.attention.qk_norm_rope_cache import qk_norm_rope_cache
+from jackfield.kernels.linear.gemv import GemvConfig, gemv
 from jackfield.kernels.rms_norm import rms_norm
-from jackfield.kernels.silu_mul import silu_mul
+from jackfield.kernels.sampling.mask_tokens import mask_tokens
+from jackfield.kernels.sampling.sample_gumbel import sample_gumbel
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -80,7 +79,7 @@ def test_rms_norm_of_heads_in_a_fused_projection():
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", [48, 1500])
-def test_silu_mul_equals_its_twin(dtype, size):
+def test_silu_mul_equals_its_reference(dtype, size):
     x = draw(3, 2 * size, dtype=dtype) * 3
     close(silu_mul(x), reference.silu_mul(x))
 
@@ -88,7 +87,7 @@ def test_silu_mul_equals_its_twin(dtype, size):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", [48, 1500])
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")
-def test_gelu_mul_equals_its_twin(dtype, size):
+def test_gelu_mul_equals_its_reference(dtype, size):
     x = draw(3, 2 * size, dtype=dtype) * 3
     x[0, :4] = torch.tensor([-30.0, 30.0, 0.0, -1e4])
     close(gelu_mul(x), reference.gelu_mul(x))
@@ -106,7 +105,9 @@ def angles(rotary_dim: int) -> torch.Tensor:
     ("num_heads", "num_kv_heads", "dim", "rotary_dim"),
     [(6, 2, 80, 80), (3, 1, 64, 32), (16, 8, 32, 0)],
 )
-def test_heads_equal_their_twin(dtype, norms, cached, num_heads, num_kv_heads, dim, rotary_dim):
+def test_normed_and_rotated_heads_equal_their_reference(
+    dtype, norms, cached, num_heads, num_kv_heads, dim, rotary_dim
+):
     qkv = draw(5, (num_heads + 2 * num_kv_heads) * dim, dtype=dtype)
     positions = torch.tensor([3, 0, 49, 3, 11], device=DEVICE)
     weights = draw(2, dim, dtype=torch.float32 if norms == "float32 norms" else dtype) + 1
@@ -117,7 +118,7 @@ def test_heads_equal_their_twin(dtype, norms, cached, num_heads, num_kv_heads, d
     }
     slots = torch.tensor([7, 4, 0, 21, 23], device=DEVICE)
     made = []
-    for function in (heads, reference.heads):
+    for function in (qk_norm_rope_cache, reference.qk_norm_rope_cache):
         fused = qkv.clone()
         cache = torch.full((2, 6, 4, num_kv_heads, dim), 9.0, device=DEVICE, dtype=dtype)
         target = {"kv_cache": cache, "slot_mapping": slots} if cached else {}
@@ -144,8 +145,8 @@ def test_gemv_equals_its_twin(dtype, rows, size, norm, bias, after):
         "gated": after == "gated",
     }
     want = reference.gemv(x, weight, **options)
-    for shape in (None, GemvShape(4, 64, 1), GemvShape(16, 32, 2)):
-        close(gemv(x, weight, **options, shape=shape), want)
+    for config in (None, GemvConfig(4, 64, 1), GemvConfig(16, 32, 2)):
+        close(gemv(x, weight, **options, config=config), want)
 
 
 def test_gemv_refuses_a_gate_with_a_residual():
@@ -156,8 +157,8 @@ def test_gemv_refuses_a_gate_with_a_residual():
 
 def choose(logits: torch.Tensor, rows: list[tuple[float, float, int]], lengths: list[int]):
     """Through the kernel; rows: (inverse temperature, noise, seed). → chosen, history"""
-    from jackfield.core.worker.noise import seed_lanes
-    from jackfield.core.worker.sampling_columns import NUM_COLUMNS, Column
+    from jackfield.core.worker.sampling.gumbel import seed_lanes
+    from jackfield.core.worker.sampling.sampling_columns import NUM_COLUMNS, Column
 
     count = len(rows)
     settings = torch.zeros(count + 2, NUM_COLUMNS, dtype=torch.int32)
@@ -168,15 +169,15 @@ def choose(logits: torch.Tensor, rows: list[tuple[float, float, int]], lengths: 
     history = torch.full((count + 2, 500), -7, dtype=torch.int32, device=DEVICE)
     chosen = torch.full((count,), -9, dtype=torch.int32, device=DEVICE)
     slots = torch.arange(1, count + 1, device=DEVICE)
-    choose_tokens(
+    sample_gumbel(
         logits, settings.to(DEVICE), slots, torch.tensor(lengths, device=DEVICE), history, chosen
-    )  # fmt: skip
+    )
     return chosen, history
 
 
 def expected(logits: torch.Tensor, rows: list[tuple[float, float, int]], lengths: list[int]):
     """By the sampler's own noise, in torch."""
-    from jackfield.core.worker.noise import TokenNoise, seed_lanes
+    from jackfield.core.worker.sampling.gumbel import TokenNoise, seed_lanes
 
     lanes = torch.stack([torch.from_numpy(seed_lanes(seed)) for *_, seed in rows]).to(DEVICE)
     noise = TokenNoise(logits.shape[1], DEVICE)

@@ -68,8 +68,9 @@ triton.knobs.compilation.listener = on_compiled
 
 KERNELS = r"""
 import torch
-from jackfield.kernels.rehearsal import Rehearsal, launch, load_compiler
-from jackfield.kernels.silu_mul import silu_mul
+from jackfield.kernels.compile import Precompiler, load_compiler
+from jackfield.kernels.launch import launch
+from jackfield.kernels.activations import silu_mul
 
 
 @triton.jit
@@ -115,7 +116,7 @@ assert [name for name, _ in compiled] == ["_smallest_kernel"]
 compiled.clear()
 x = torch.ones(2, 64)
 number = torch.zeros(1, dtype=torch.int32)
-with Rehearsal(torch.device("cpu"), threads=2) as kernels:
+with Precompiler(torch.device("cpu"), threads=2) as kernels:
     launch(slow, (1,))(torch.zeros(64, 64))
     silu_mul(x)
     assert kernels.compiles()
@@ -131,13 +132,13 @@ assert threads == {"jackfield-compile", "MainThread"}, threads
 assert len(failures) == 1 and ("crowded", "MainThread") in compiled
 assert not any("compile" in thread.name for thread in threading.enumerate())
 assert sorted(name for name, _ in compiled) == [
-    "_silu_mul_kernel", "_silu_mul_kernel", "crowded", "other", "slow"
+    "_gated_activation_kernel", "_gated_activation_kernel", "crowded", "other", "slow"
 ]
 
 silu_mul(x)
 silu_mul(x.to(torch.bfloat16))
-assert launched == ["other", "_silu_mul_kernel", "_silu_mul_kernel"] and len(compiled) == 5
-with Rehearsal(torch.device("cpu"), threads=2) as kernels:
+assert launched == ["other", *["_gated_activation_kernel"] * 2] and len(compiled) == 5
+with Precompiler(torch.device("cpu"), threads=2) as kernels:
     silu_mul(x)
     assert not kernels.compiles()
 for _ in range(2):
@@ -159,15 +160,15 @@ import torch
 from jackfield import AsyncEngine, EngineConfig, SamplingParams
 from jackfield.core.hooks import hookimpl
 from jackfield.core.registry import Provenance, load_plugins
-from jackfield.kernels.rehearsal import Rehearsal
+from jackfield.kernels.compile import Precompiler
 from jackfield.plugins.attention.triton import TritonAttention
 from jackfield.plugins.executors.inprocess import InProcessExecutor
 from jackfield.plugins.operations import triton as operations
 
 # Kernels do not run: what they would have written may at least be read.
 torch.empty, torch.empty_like = torch.zeros, torch.zeros_like
-operations.skinny_shape = lambda product, rows, device: (
-    operations.SkinnyShape(16 if rows <= 16 else 32, 64, 64, 2, 4, 2, 0, True) if rows < 4 else None
+operations.small_m_config = lambda product, rows, device: (
+    operations.SmallMConfig(16 if rows <= 16 else 32, 64, 64, 2, 4, 2) if rows < 4 else None
 )
 
 
@@ -178,8 +179,8 @@ class Attention(TritonAttention):
 class Kernels(operations.TritonOperations):
     supports = classmethod(lambda *_: None)
 
-    def rehearse(self, device):
-        return Rehearsal(torch.device("cpu"))
+    def precompile(self, device):
+        return Precompiler(torch.device("cpu"))
 
 
 class Executor(InProcessExecutor):
@@ -258,7 +259,7 @@ async def main():
             async for _ in engine.generate([n % 150 for n in range(length)], params):
                 each()
 
-        while await engine._executor._thread.call(engine._executor._worker.prepare_ahead):
+        while await engine.core.executor._thread.call(engine.core.executor._worker.prepare_ahead):
             pass
         for length in (1, 3, 12, 100, 700):
             await ask(length, temperature=0.0)
@@ -276,7 +277,7 @@ async def main():
     assert not compiled[ready:], compiled[ready:]
     if launched is not None:
         assert names - {"_smallest_kernel"} <= set(launched), names - set(launched)
-        wanted = {"_decode_kernel", "_skinny_kernel", "_row_kernel"}
+        wanted = {"_decode_kernel", "_small_m_matmul_kernel", "_row_kernel"}
         assert wanted <= names, wanted - names
 
 
@@ -311,7 +312,7 @@ def test_every_kernel_of_ours_is_launched_so_that_a_rehearsal_sees_it() -> None:
         for node in ast.walk(tree)
         if isinstance(node, ast.Subscript) and ast.unparse(node.value).split(".")[-1] in kernels
     }
-    assert not launches, f"launch(kernel, grid) from jackfield.kernels.rehearsal: {launches}"
+    assert not launches, f"launch(kernel, grid) from jackfield.kernels.compile: {launches}"
 
 
 def run(program: str, folder: Path) -> subprocess.CompletedProcess[str]:
@@ -347,7 +348,7 @@ def test_launchers_are_loaded_one_at_a_time() -> None:
 
     from triton.runtime import build as triton_build
 
-    from jackfield.kernels.rehearsal import load_one_at_a_time
+    from jackfield.kernels.compile import load_one_at_a_time
 
     assert getattr(triton_build._load_module_from_path, "one_at_a_time", False)
     inside, most, entered = 0, 0, threading.Barrier(4)

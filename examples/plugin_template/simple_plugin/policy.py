@@ -13,5 +13,5 @@ class ShortestPrompt:
     """
 
     def key(self, request: Any) -> tuple[Any, ...]:
-        """Smallest first; `request` is a jackfield.core.scheduling.request.Request."""
+        """Smallest first; `request` is a jackfield.core.request.Request."""
         return (request.num_prompt_tokens, request.arrival)

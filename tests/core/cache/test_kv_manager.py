@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
-from jackfield.core.cache.kv_manager import KVCacheManager
-from jackfield.core.scheduling.request import Request
-from jackfield.core.types import SamplingParams
+from jackfield.core.cache.groups import CacheGroup
+from jackfield.core.cache.kv_manager import NO_HITS, KVCacheManager
+from jackfield.core.request import Request
+from jackfield.core.sampling_params import SamplingParams
 
 
 def make_request(tokens: list[int], **more) -> Request:
     return Request("r", tokens, more.pop("params", SamplingParams()), max_tokens=8, seed=0, **more)
 
 
+def find(kv: KVCacheManager, request: Request) -> list[int]:
+    """Blocks hit, of the only group."""
+    return list(kv.find_hits(request).block_ids)
+
+
 def compute(kv: KVCacheManager, request: Request) -> list[int]:
     """Plan all known tokens; returns the blocks hit."""
     hits = kv.find_hits(request)
-    left = request.num_known_tokens - len(hits) * kv.block_size
+    left = request.num_known_tokens - hits.num_blocks * kv.block_size
     assert kv.allocate(request, left, hits) is not None
     request.num_computed_tokens += left
     kv.register(request)
-    return hits
+    return list(hits.block_ids)
 
 
 def snapshot(kv: KVCacheManager, request: Request) -> tuple:
@@ -32,7 +40,7 @@ def test_lookup_changes_nothing():
     first, second = make_request(list(range(12))), make_request(list(range(12)))
     compute(kv, first)
     before = snapshot(kv, second)
-    assert kv.find_hits(second) == kv.find_hits(second) == first.block_ids[:2]
+    assert find(kv, second) == find(kv, second) == first.block_ids[:2]
     assert snapshot(kv, second) == before
 
 
@@ -40,18 +48,18 @@ def test_lookup_changes_nothing():
 def test_hits_always_leave_a_token_to_compute(length, blocks):
     kv = KVCacheManager(10, 4, True)
     compute(kv, make_request(list(range(12))))
-    assert len(kv.find_hits(make_request(list(range(length))))) == blocks
+    assert len(find(kv, make_request(list(range(length))))) == blocks
 
 
 def test_a_difference_anywhere_before_ends_the_hits():
     kv = KVCacheManager(10, 4, True)
     compute(kv, make_request(list(range(16))))
-    assert len(kv.find_hits(make_request([*range(16), 0]))) == 4
+    assert len(find(kv, make_request([*range(16), 0]))) == 4
     changed = [*range(16), 0]
     changed[5] = 99
-    assert len(kv.find_hits(make_request(changed))) == 1
+    assert len(find(kv, make_request(changed))) == 1
     changed[0] = 99
-    assert kv.find_hits(make_request(changed)) == []
+    assert find(kv, make_request(changed)) == []
 
 
 def test_failed_allocation_changes_nothing():
@@ -61,11 +69,12 @@ def test_failed_allocation_changes_nothing():
     kv.free(first)
     request = make_request([*range(12), *range(50, 62)])
     hits = kv.find_hits(request)
-    assert len(hits) == 3
+    assert hits.num_blocks == 3
     before = snapshot(kv, request)
     assert kv.allocate(request, 12, hits) is None, "3 hits revived and 3 new are more than 5"
     assert snapshot(kv, request) == before
     assert kv.allocate(request, 8, hits) is not None
+    request.num_computed_tokens += 8
     kv.check([request])
 
 
@@ -79,16 +88,16 @@ def test_only_known_tokens_are_registered():
     request.output_token_ids.append(7)
     kv.register(request)
     assert request.num_registered_blocks == 1
-    assert kv.find_hits(make_request([1, 2, 3, 7, 0])) == request.block_ids
-    assert kv.find_hits(make_request([1, 2, 3, 8, 0])) == []
+    assert find(kv, make_request([1, 2, 3, 7, 0])) == request.block_ids
+    assert find(kv, make_request([1, 2, 3, 8, 0])) == []
 
 
 def test_hashes_are_made_once_and_are_unpredictable_across_managers():
     kv, other = KVCacheManager(10, 4, True), KVCacheManager(10, 4, True)
     request = make_request(list(range(9)))
-    kv.find_hits(request)
+    find(kv, request)
     first = list(request.block_hashes)
-    kv.find_hits(request)
+    find(kv, request)
     assert request.block_hashes == first and len(first) == 2
     twin = make_request(list(range(9)))
     other.find_hits(twin)
@@ -108,15 +117,73 @@ def test_hashes_are_made_once_and_are_unpredictable_across_managers():
 def test_different_salts_and_extras_never_meet(one, two):
     kv = KVCacheManager(10, 4, True)
     compute(kv, make_request(list(range(9)), **one))
-    assert len(kv.find_hits(make_request(list(range(9)), **one))) == 2
-    assert kv.find_hits(make_request(list(range(9)), **two)) == []
+    assert len(find(kv, make_request(list(range(9)), **one))) == 2
+    assert find(kv, make_request(list(range(9)), **two)) == []
+
+
+GROUPS = (CacheGroup((0,)), CacheGroup((1,), 9), CacheGroup((2,), 14))
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("groups", [GROUPS, GROUPS[:2], GROUPS[1:2]])
+def test_a_hit_is_the_longest_prefix_that_all_groups_have(groups, seed):
+    """Whatever was given away of a sequence: against trying every length."""
+    draw = random.Random(seed)
+    kv = KVCacheManager(200, 4, True, groups=groups, max_chunk=8)
+    request = make_request(list(range(80)))
+    while request.num_computed_tokens < 80:
+        assert kv.allocate(request, 8) is not None
+        request.num_computed_tokens += 8
+        kv.register(request)
+    kv.free(request)
+    for block_id in draw.sample(range(1, 60), draw.randrange(12)):
+        kv.pool.forget(block_id)
+
+    def has(number: int, columns: range) -> bool:
+        return all(kv._cached(request.block_hashes[i], number) is not None for i in columns)
+
+    again = make_request([*range(80), 0])
+    hits = kv.find_hits(again)
+    want = max(
+        end for end in range(21)
+        if all(has(n, range(g.first_block(end * 4, 4), end)) for n, g in enumerate(groups))
+    )  # fmt: skip
+    assert hits.num_blocks == want
+    assert kv.allocate(again, 81 - 4 * want, hits) is not None
+    again.num_computed_tokens = 81
+    kv.check([again])
+
+
+def test_a_hit_asks_few_blocks_where_nothing_is_cached():
+    kv = KVCacheManager(200, 1, True, groups=(CacheGroup((0,), 101),))
+    asked = []
+    lookup = kv.pool.lookup
+    kv.pool.lookup = lambda key: asked.append(key) or lookup(key)  # type: ignore[method-assign]
+    assert kv.find_hits(make_request(list(range(10_001)))) == NO_HITS
+    assert len(asked) == 100
+
+
+def test_what_a_failed_request_gave_back_is_not_found():
+    kv = KVCacheManager(50, 4, True, groups=(CacheGroup((0,), 6),), max_chunk=4)
+    request = make_request(list(range(40)))
+    while request.num_computed_tokens < 40:
+        assert kv.allocate(request, 4) is not None
+        request.num_computed_tokens += 4
+        kv.register(request)
+    assert request.block_ids[:5] == [0] * 5
+    early = make_request([*range(20), 99])
+    assert kv.find_hits(early).num_blocks == 5
+    kv.invalidate(request)
+    assert kv.find_hits(early) == NO_HITS
+    kv.free(request)
+    assert kv.find_hits(early) == NO_HITS
 
 
 def test_prompt_logprobs_bypass_the_lookup():
     kv = KVCacheManager(10, 4, True)
     compute(kv, make_request(list(range(9))))
     asking = make_request(list(range(9)), params=SamplingParams(prompt_logprobs=0))
-    assert kv.find_hits(asking) == []
+    assert find(kv, asking) == []
 
 
 def test_freed_blocks_are_hit_until_reused():
@@ -125,9 +192,9 @@ def test_freed_blocks_are_hit_until_reused():
     compute(kv, request)
     kv.free(request)
     assert kv.usage == 0.0
-    assert len(kv.find_hits(make_request(list(range(9))))) == 2
+    assert len(find(kv, make_request(list(range(9))))) == 2
     compute(kv, make_request(list(range(50, 62))))
-    assert kv.find_hits(make_request(list(range(9)))) == [] and kv.usage == 1.0
+    assert find(kv, make_request(list(range(9)))) == [] and kv.usage == 1.0
 
 
 def test_a_request_computed_again_is_registered_again():
@@ -140,7 +207,7 @@ def test_a_request_computed_again_is_registered_again():
     compute(kv, intruder)
     kv.pool.release(intruder.block_ids)
     assert compute(kv, request) == []
-    assert kv.find_hits(make_request(list(range(9)))) == request.block_ids[:2]
+    assert find(kv, make_request(list(range(9)))) == request.block_ids[:2]
 
 
 def test_a_block_of_prompt_and_output_is_hashed_over_both():
@@ -159,11 +226,11 @@ def test_reset_only_while_nothing_is_held():
     assert not kv.reset_prefix_cache()
     kv.free(request)
     assert kv.reset_prefix_cache()
-    assert kv.find_hits(make_request(list(range(9)))) == []
+    assert find(kv, make_request(list(range(9)))) == []
     kv.check([])
 
 
 def test_caching_off_finds_and_registers_nothing():
     kv = KVCacheManager(10, 4, False)
     compute(kv, make_request(list(range(9))))
-    assert kv.find_hits(make_request(list(range(9)))) == []
+    assert find(kv, make_request(list(range(9)))) == []

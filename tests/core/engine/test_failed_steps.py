@@ -11,8 +11,8 @@ import pytest
 from jackfield import AsyncEngine, EngineConfig, SamplingParams
 from jackfield.core.engine.step_loop import MAX_FAILED_STEPS
 from jackfield.core.errors import EngineStopped
-from jackfield.core.types import StepPlan
-from jackfield.core.worker.runner import ModelRunner
+from jackfield.core.step import StepPlan
+from jackfield.core.worker.runner import LaunchedStep, ModelRunner
 
 from helpers import make_checkpoint
 
@@ -105,7 +105,7 @@ async def test_a_failed_step_ends_its_requests_and_others_get_their_tokens(
         await engine.check_health()
         assert (await final(engine.generate(PROMPT, greedy(20)))).outputs[0].token_ids == alone
         assert engine.stats().kv_blocks_used == 0
-        engine._scheduler.check_invariants()
+        engine.core.scheduler.check_invariants()
 
 
 async def test_prefix_blocks_of_a_failed_step_are_not_hit(
@@ -165,7 +165,7 @@ async def test_a_lost_device_ends_the_engine_at_once(checkpoint: Path, failures:
         async def lost() -> None:
             raise RuntimeError("an illegal memory access")
 
-        engine._executor.recover = lost  # type: ignore[method-assign]
+        engine.core.executor.recover = lost  # type: ignore[method-assign]
         failures.chosen = lambda plan: True
         running = asyncio.gather(*(final(engine.generate(PROMPT, greedy(8))) for _ in range(6)))
         outputs = await running
@@ -178,7 +178,7 @@ async def test_an_executor_that_cannot_recover_ends_with_its_first_failed_step(
     checkpoint: Path, failures: Failures
 ) -> None:
     async with engine_of(checkpoint) as engine:
-        engine._executor.recover = None  # type: ignore[method-assign,assignment]
+        engine.core.executor.recover = None  # type: ignore[method-assign,assignment]
         failures.chosen = lambda plan: True
         assert (await final(engine.generate(PROMPT, greedy(8)))).error is not None
         assert not engine.healthy
@@ -186,7 +186,7 @@ async def test_an_executor_that_cannot_recover_ends_with_its_first_failed_step(
 
 async def test_a_plan_that_is_not_taken_counts_as_a_failed_step(checkpoint: Path) -> None:
     async with engine_of(checkpoint) as engine:
-        submit, calls = engine._executor.submit, 0
+        submit, calls = engine.core.executor.submit, 0
 
         def refuse(plan: StepPlan) -> Any:
             nonlocal calls
@@ -195,6 +195,117 @@ async def test_a_plan_that_is_not_taken_counts_as_a_failed_step(checkpoint: Path
                 raise TypeError("on purpose")
             return submit(plan)
 
-        engine._executor.submit = refuse  # type: ignore[method-assign]
+        engine.core.executor.submit = refuse  # type: ignore[method-assign]
         assert "on purpose" in (await final(engine.generate(PROMPT, greedy(8)))).error
         assert (await final(engine.generate(PROMPT, greedy(8)))).error is None
+
+
+# ---------------------------------------------------------------- with a KV connector
+
+
+OFFLOAD = {"kv_transfer_config": {"kv_connector": "cpu_offload"}}
+
+
+async def settled(engine: AsyncEngine) -> None:
+    """No transfer holds a block any more."""
+    async with asyncio.timeout(300):
+        while engine.stats().kv_blocks_used:
+            await asyncio.sleep(0.001)
+    engine.core.scheduler.check_invariants()
+
+
+def prompts_of(count: int) -> list[list[int]]:
+    return [[5 + (i * step) % 37 for i in range(18)] for step in range(1, count + 1)]
+
+
+def has_transfers(plan: StepPlan) -> bool:
+    return plan.kv_metadata is not None
+
+
+def has_loads(plan: StepPlan) -> bool:
+    return has_transfers(plan) and bool(plan.kv_metadata.loads)
+
+
+@pytest.mark.parametrize("chosen", [has_poison, has_transfers, has_loads])
+async def test_transfers_of_failed_steps_and_of_those_not_run_come_to_their_end(
+    checkpoint: Path, failures: Failures, chosen: Any
+) -> None:
+    prompts = prompts_of(5)
+    async with engine_of(checkpoint) as engine:
+        alone = [(await final(engine.generate(p, greedy(9)))).outputs[0].token_ids for p in prompts]
+    async with engine_of(checkpoint, **OFFLOAD) as engine:
+        loads = 0
+        for _ in range(2 * MAX_FAILED_STEPS):
+            # One failure a round: the step after it must do well.
+            before = failures.count
+            failures.chosen = lambda plan, before=before: failures.count == before and chosen(plan)
+            # Rows beside the loads, from a prompt too short to be loaded.
+            beside = engine.generate(PROMPT[:3], greedy(60))
+            await anext(beside)
+            outputs = await asyncio.gather(
+                *(final(engine.generate(prompt, greedy(9))) for prompt in prompts),
+                final(engine.generate(POISON, greedy(9))),
+                final(beside),
+            )
+            for output, tokens in zip(outputs, alone, strict=False):
+                assert output.error is not None or output.outputs[0].token_ids == tokens
+            failures.chosen = lambda plan: False
+            for prompt, tokens in zip(prompts, alone, strict=True):
+                output = await final(engine.generate(prompt, greedy(9)))
+                assert output.outputs[0].token_ids == tokens
+            await settled(engine)
+            assert await engine.reset_prefix_cache()
+            loads = engine.stats().external_prefix_cache_hits
+        assert failures.count > 0 and loads > 0 and engine.healthy
+
+
+async def test_a_report_that_a_failed_step_was_to_bring_comes_with_the_next(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step fails on the device, after the report was taken in."""
+    broken: list[int] = []
+    wait = LaunchedStep.wait
+
+    def failing(step: LaunchedStep) -> Any:
+        if (
+            step.plan.slots
+            and engine.core.executor._worker.connector._reports.qsize()
+            and not broken
+        ):
+            broken.append(step.plan.step)
+            raise RuntimeError("no luck")
+        return wait(step)
+
+    monkeypatch.setattr(LaunchedStep, "wait", failing)
+    async with engine_of(checkpoint, **OFFLOAD) as engine:
+        for prompt in 20 * prompts_of(3):
+            await final(engine.generate(prompt, greedy(40)))
+            await settled(engine)
+            assert await engine.reset_prefix_cache()
+            if broken:
+                break
+        assert broken and engine.healthy
+        assert (await final(engine.generate(PROMPT, greedy(8)))).error is None
+        await settled(engine)
+
+
+async def test_transfers_of_a_plan_that_is_not_taken_go_with_the_next(checkpoint: Path) -> None:
+    async with engine_of(checkpoint, **OFFLOAD) as engine:
+        submit, refused = engine.core.executor.submit, 0
+
+        def refuse(plan: StepPlan) -> Any:
+            nonlocal refused
+            if has_transfers(plan) and refused < 2:
+                refused += 1
+                raise TypeError("on purpose")
+            return submit(plan)
+
+        alone = (await final(engine.generate(PROMPT, greedy(8)))).outputs[0].token_ids
+        await settled(engine)
+        assert await engine.reset_prefix_cache()
+        engine.core.executor.submit = refuse  # type: ignore[method-assign]
+        output = await final(engine.generate(PROMPT, greedy(8)))
+        assert output.error is None and output.outputs[0].token_ids == alone
+        assert refused == 2 and output.num_cached_tokens == 16
+        await settled(engine)
+        assert engine.healthy

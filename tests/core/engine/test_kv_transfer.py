@@ -12,8 +12,8 @@ from aiohttp.test_utils import TestClient, TestServer
 from jackfield import AsyncEngine, EngineConfig, OutputKind, SamplingParams, hookimpl
 from jackfield.core.errors import ConfigError, InvalidRequest
 from jackfield.core.registry import load_plugins
-from jackfield.core.types import KVReport
-from jackfield.entrypoints.openai.app import make_app
+from jackfield.core.step import KVReport
+from jackfield.entrypoints.server.app import make_app
 from jackfield.plugins.executors.inprocess import InProcessExecutor
 
 
@@ -217,17 +217,21 @@ async def test_an_executor_that_knows_no_connectors_is_refused() -> None:
     assert caught.value.param == "kv_transfer_config"
 
 
-async def test_a_worker_half_that_raises_ends_the_engine_and_every_request() -> None:
+async def test_a_worker_half_that_raises_is_closed_and_lets_the_blocks_go() -> None:
     shared = Handover()
     async with make_engine(shared) as engine:
+        await generate(engine, kv_transfer_params=ASKED)
+        await until(lambda: shared.started)
+        assert engine.stats().kv_blocks_used == 3
         HandoverWorker.start, kept = _broken, HandoverWorker.start
         try:
             await generate(engine, kv_transfer_params=ASKED)
-            await until(lambda: engine.dead_reason is not None)
+            await until(lambda: engine.stats().kv_blocks_used == 0)
         finally:
             HandoverWorker.start = kept
-        assert "on purpose" in str(engine.dead_reason)
-        assert engine.stats().kv_blocks_used == 0
+        assert shared.events == ["worker closed"] and engine.healthy
+        assert (await generate(engine, kv_transfer_params=ASKED)).kv_transfer_params is None
+    assert shared.events == ["worker closed", "scheduler closed"]
 
 
 def _broken(self: Any, metadata: Any) -> None:

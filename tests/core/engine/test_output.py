@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from jackfield import SamplingParams
-from jackfield.core.engine.output import Completion
+from jackfield.core.engine.request_state import Completion
 from jackfield.core.loading.model_config import EMBEDDED_MODEL
-from jackfield.core.scheduling.request import Request, Update
+from jackfield.core.request import Request, Update
 from jackfield.core.text.tokenizer import Tokenizer
 
 
@@ -23,7 +23,7 @@ def test_a_stop_string_ends_before_the_token_behind_it(logprobs: int | None, inc
     completion = Completion(0, request, tokenizer)
     stop = completion.apply(Update(request, [*text, 7], finished=True))
     assert stop == "= 5"
-    completion.finish("stop", stop)
-    made = completion.take(delta=False)
+    completion.set_finished("stop", stop)
+    made = completion.take_output(delta=False)
     assert made.token_ids == text and made.stop_reason == "= 5"
     assert made.text == ("2 + 3 = 5" if include else "2 + 3 ")

@@ -39,9 +39,9 @@ from jackfield.core.loading.sentence_transformer import read_sentence_transforme
 from jackfield.core.loading.weight_map import WeightMap
 from jackfield.core.nn.context import BuildContext, ForwardContext
 from jackfield.core.nn.embedding import Embedding
-from jackfield.core.pooling import PoolingParams
+from jackfield.core.outputs import PoolingRequestOutput
+from jackfield.core.pooling_params import PoolingParams
 from jackfield.core.registry import load_plugins
-from jackfield.core.types import PoolingRequestOutput
 
 from helpers import edit_json
 
@@ -94,8 +94,8 @@ def close(got: Any, wanted: torch.Tensor, tolerance: float = 2e-5) -> None:
 
 def settled(engine: AsyncEngine) -> None:
     """Nothing is left of any request."""
-    engine._scheduler.check_invariants()
-    assert not engine._underway.states and not engine._publisher._owners
+    engine.core.scheduler.check_invariants()
+    assert not engine.core.requests.states and not engine.core.outputs._owners
     assert engine.stats().num_requests_running == engine.stats().kv_blocks_used == 0
 
 
@@ -463,7 +463,7 @@ async def test_listeners_and_metrics_see_pooling_requests(bert: Path) -> None:
         async for again in engine.encode("the cat", request_id="mine"):
             assert again.request_id == "mine" and again.finished
         await asyncio.sleep(0)
-        text = engine.metrics.render().decode()
+        text = (await engine.render_metrics()).decode()
         assert 'request_success_total{finished_reason="stop"' in text
         assert engine.stats().prompt_tokens == 2 * len(output.prompt_token_ids)
     assert [type(one) for one in seen] == [PoolingRequestOutput] * 2

@@ -11,11 +11,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from jackfield import LLM, AsyncEngine, EngineConfig, SamplingParams
-from jackfield.core.engine.output import OutputStream
+from jackfield.core.engine.output_stream import OutputStream
 from jackfield.core.errors import InvalidRequest, PluginError, RequestFailed
 from jackfield.core.hooks import hookimpl
 from jackfield.core.registry import Provenance, load_plugins
-from jackfield.core.scheduling.request import Request
+from jackfield.core.request import Request
 
 from helpers import make_checkpoint
 
@@ -65,7 +65,7 @@ async def test_a_caller_may_name_what_a_completion_of_many_might_be_called(
         for output in outputs[:-1]:
             assert len(output.outputs[0].token_ids) == 40
         assert [len(c.token_ids) for c in outputs[-1].outputs] == [9, 9, 9]
-        assert engine._underway.idle.is_set()
+        assert engine.core.requests.idle.is_set()
 
 
 def test_any_traffic_under_colliding_names_ends_and_leaves_nothing_in_use(
@@ -91,7 +91,7 @@ def test_any_traffic_under_colliding_names_ends_and_leaves_nothing_in_use(
             if move == "add":
                 params = SamplingParams(max_tokens=tokens, n=n, ignore_eos=True)
                 stream = engine.generate(PROMPT, params, request_id=name)
-                if name in engine._underway.states:
+                if name in engine.core.requests.states:
                     with pytest.raises(InvalidRequest) as caught:
                         await stream.admit()
                     assert caught.value.param == "request_id"
@@ -100,7 +100,7 @@ def test_any_traffic_under_colliding_names_ends_and_leaves_nothing_in_use(
                     await stream.admit()
                     live[name] = stream
             elif move == "abort":
-                in_use = name in engine._underway.states
+                in_use = name in engine.core.requests.states
                 assert await engine.abort(name) == in_use
             elif move == "finish" and name in live:
                 output = await final(live.pop(name))
@@ -112,10 +112,10 @@ def test_any_traffic_under_colliding_names_ends_and_leaves_nothing_in_use(
         for name, stream in live.items():
             output = await final(stream)
             assert output.finished and output.request_id == name
-        assert engine._underway.idle.is_set() and not engine._underway.states
-        assert not engine._publisher._owners and not engine._scheduler.requests
+        assert engine.core.requests.idle.is_set() and not engine.core.requests.states
+        assert not engine.core.outputs._owners and not engine.core.scheduler.requests
         assert engine.stats().kv_blocks_used == 0
-        engine._scheduler.check_invariants()
+        engine.core.scheduler.check_invariants()
 
     @settings(
         max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow], database=None
@@ -176,7 +176,7 @@ async def test_a_policy_that_fails_costs_its_own_request_alone(checkpoint: Path)
         assert not await engine.abort("ghost")
         for output in await asyncio.gather(*map(final, waiting)):
             assert len(output.outputs[0].token_ids) == 90
-        assert engine._underway.idle.is_set()
+        assert engine.core.requests.idle.is_set()
 
 
 async def test_a_policy_that_cannot_be_made_stops_the_start_and_is_named(checkpoint: Path) -> None:
@@ -184,7 +184,7 @@ async def test_a_policy_that_cannot_be_made_stops_the_start_and_is_named(checkpo
     engine = AsyncEngine(config(checkpoint, scheduling_policy="unmakeable"), plugins=plugins)
     with pytest.raises(PluginError, match=r"acme-policies 1\.2 .*no table of lengths"):
         await engine.start()
-    assert engine._executor._thread is None  # type: ignore[attr-defined]
+    assert engine.core.executor._thread is None  # type: ignore[attr-defined]
     await engine.stop()
 
 

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from jackfield import AsyncEngine, EngineConfig, OutputKind, SamplingParams
-from jackfield.core.engine.output import OutputStream, RequestState
-from jackfield.core.scheduling.request import Request
+from jackfield.core.engine.output_stream import OutputStream
+from jackfield.core.engine.request_state import RequestState
+from jackfield.core.request import Request
 
 from helpers import VOCAB
 

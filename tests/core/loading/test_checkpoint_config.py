@@ -440,7 +440,7 @@ def test_it_passes_for_the_object_of_transformers() -> None:
 
 START = """
 import sys
-from jackfield.core.types import SamplingParams
+from jackfield import SamplingParams
 from jackfield.entrypoints.offline import LLM
 
 options = {"device": "cpu", "max_model_len": 64, "num_gpu_blocks_override": 16}

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from jackfield.core.config import EngineConfig
-from jackfield.core.engine.resolve import resolve_config, resolve_runner
+from jackfield.core.engine.resolve_config import resolve_config, resolve_runner
 from jackfield.core.errors import ConfigError, JackfieldError
 from jackfield.core.loading.build import build_model
 from jackfield.core.loading.config_fields import KINDS, ROPE_KINDS

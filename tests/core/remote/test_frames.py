@@ -13,20 +13,18 @@ from hypothesis import strategies as st
 from jackfield import EngineConfig, SamplingParams
 from jackfield.core import errors
 from jackfield.core.errors import JackfieldError
-from jackfield.core.pooling import PooledRow, PoolingParams
-from jackfield.core.protocols import ExecutorInfo
+from jackfield.core.pooling_params import PooledRow, PoolingParams
+from jackfield.core.protocols.executors import ExecutorInfo
 from jackfield.core.remote import frames
 from jackfield.core.remote.frames import (
     HEAD,
     MAX_FRAME,
     Abort,
+    AddRequest,
     Answer,
     BadFrame,
     Change,
-    Encode,
     FrameReader,
-    Generate,
-    GrammarWish,
     Hello,
     Refused,
     Stop,
@@ -37,7 +35,9 @@ from jackfield.core.remote.frames import (
     Welcome,
     encode,
 )
-from jackfield.core.types import StructuredOutputsParams, TokenLogprobs
+from jackfield.core.request import GrammarRequest, RequestSpec
+from jackfield.core.sampling_params import StructuredOutputsParams
+from jackfield.core.step import TokenLogprobs
 
 numbers = st.integers(0, 2**40)
 ids = st.lists(st.integers(0, 2**31), max_size=8)
@@ -73,28 +73,31 @@ changes = st.builds(
     stop_reason=st.none() | st.integers(0, 99) | texts,
     kv_transfer_params=st.none() | objects,
 )
+specs = st.builds(
+    RequestSpec,
+    request_id=texts,
+    prompt_token_ids=ids,
+    params=params,
+    max_tokens=st.integers(1, 100),
+    eos_token_ids=st.frozensets(st.integers(0, 999), max_size=3),
+    bad_words_token_ids=st.lists(ids.map(tuple), max_size=2).map(tuple),
+    grammar=st.builds(GrammarRequest, st.booleans(), st.none() | objects),
+    priority=st.integers(-9, 9),
+    cache_salt=st.none() | texts,
+)
+pooling_specs = st.builds(
+    RequestSpec,
+    request_id=texts,
+    prompt_token_ids=ids,
+    params=st.just(SamplingParams(max_tokens=1)),
+    max_tokens=st.just(1),
+    pooling=st.just(PoolingParams(task="embed", normalize=True)),
+    token_type_ids=ids.map(tuple),
+    reads_cache=st.booleans(),
+)
 to_engine = (
     st.builds(Hello, numbers, numbers)
-    | st.builds(
-        Generate,
-        number=numbers,
-        request_id=texts,
-        prompt_token_ids=ids,
-        params=params,
-        priority=st.integers(-9, 9),
-        cache_salt=st.none() | texts,
-        grammar=st.none() | st.builds(GrammarWish, st.booleans(), objects),
-    )
-    | st.builds(
-        Encode,
-        number=numbers,
-        request_id=texts,
-        prompt_token_ids=ids,
-        token_type_ids=ids.map(tuple),
-        params=st.just(PoolingParams(task="embed", normalize=True)),
-        priority=st.just(0),
-        cache_salt=st.none(),
-    )
+    | st.builds(AddRequest, numbers, specs | pooling_specs)
     | st.builds(Abort, ids)
     | st.builds(Stop, numbers, texts)
 )
@@ -119,7 +122,7 @@ def test_any_cut_of_the_bytes_gives_the_messages(kind: Any, messages: Any) -> No
         reader: FrameReader[Any] = FrameReader(kind)
         came: list[Any] = []
         for piece in cut(b"".join(map(encode, sent)), sizes):
-            came += reader.feed(piece)
+            came += reader.read_frames(piece)
         assert came == sent
 
     check()
@@ -133,7 +136,7 @@ def test_bytes_that_are_no_message_are_refused_or_waited_for(data: bytes) -> Non
     for given_bytes in (data, framed):
         reader: FrameReader[Any] = FrameReader(ToEngine)
         try:
-            assert all(isinstance(one, msgspec.Struct) for one in reader.feed(given_bytes))
+            assert all(isinstance(one, msgspec.Struct) for one in reader.read_frames(given_bytes))
         except BadFrame:
             continue
 
@@ -147,7 +150,7 @@ def test_a_message_with_a_wrong_byte_is_a_message_or_refused(
     data[HEAD + at % (len(data) - HEAD)] = byte
     reader: FrameReader[Any] = FrameReader(ToEngine)
     try:
-        (came,) = reader.feed(bytes(data))
+        (came,) = reader.read_frames(bytes(data))
     except BadFrame:
         return
     assert isinstance(came, msgspec.Struct)
@@ -168,14 +171,14 @@ def frame(payload: bytes) -> bytes:
         frame(b""),
         frame(
             encode(
-                Generate(
-                    number=0,
-                    request_id="a",
-                    prompt_token_ids=[1],
-                    params=SamplingParams(temperature=1.0),
-                    priority=0,
-                    cache_salt=None,
-                    grammar=None,
+                AddRequest(
+                    0,
+                    RequestSpec(
+                        request_id="a",
+                        prompt_token_ids=[1],
+                        params=SamplingParams(temperature=1.0),
+                        max_tokens=1,
+                    ),
                 )
             )[HEAD:].replace(
                 msgspec.msgpack.encode("temperature") + msgspec.msgpack.encode(1.0),
@@ -189,7 +192,7 @@ def test_what_is_no_message_is_refused_after_those_before_it(data: bytes) -> Non
     reader: FrameReader[Any] = FrameReader(ToEngine)
     came = []
     with pytest.raises(BadFrame):
-        for message in reader.feed(encode(Hello(1, 2)) + data):
+        for message in reader.read_frames(encode(Hello(1, 2)) + data):
             came.append(message)
     assert came == [Hello(1, 2)]
 
@@ -197,7 +200,7 @@ def test_what_is_no_message_is_refused_after_those_before_it(data: bytes) -> Non
 def test_a_length_beyond_the_bound_is_refused_before_its_bytes_come() -> None:
     reader: FrameReader[Any] = FrameReader(ToEngine)
     with pytest.raises(BadFrame, match="at most"):
-        list(reader.feed(b"\xff\xff\xff\xff"))
+        list(reader.read_frames(b"\xff\xff\xff\xff"))
 
 
 def test_a_message_that_is_too_large_is_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,7 +230,7 @@ def test_the_engines_options_arrive_as_they_are() -> None:
         num_blocks=1, device="cpu", dtype="float32", attention_backend="torch",
         attention_reason="asked for", weight_bytes=1, kv_cache_bytes=2, load_seconds=0.5,
     )  # fmt: skip
-    (came,) = FrameReader[Any](ToFront).feed(encode(Welcome(config, info)))
+    (came,) = FrameReader[Any](ToFront).read_frames(encode(Welcome(config, info)))
     assert (came.config, came.info) == (config, info)
 
 
@@ -242,7 +245,7 @@ KINDS = [
 def test_an_error_is_raised_over_there_as_it_was_here(kind: type[JackfieldError]) -> None:
     error = kind("what is wrong", param="field")
     error.code = "own_code"
-    (came,) = FrameReader[Any](ToFront).feed(encode(Refused.because(3, error)))
+    (came,) = FrameReader[Any](ToFront).read_frames(encode(Refused.because(3, error)))
     raised = came.error()
     assert type(raised) is kind
     assert (raised.message, raised.param, raised.code) == ("what is wrong", "field", "own_code")

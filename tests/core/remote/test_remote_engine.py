@@ -20,18 +20,20 @@ from prometheus_client import Counter
 from prometheus_client.parser import text_string_to_metric_families
 
 from jackfield import AsyncEngine, EngineConfig, OutputKind, SamplingParams, hookimpl
+from jackfield.core.engine.core import EngineCore
+from jackfield.core.engine.core_client import CoreClient
 from jackfield.core.errors import (
     ContextLengthExceeded,
     EngineOverloaded,
     EngineStopped,
     InvalidRequest,
 )
+from jackfield.core.inputs import ChatMessage
 from jackfield.core.registry import load_plugins
 from jackfield.core.remote import server as remote_server
-from jackfield.core.remote.client import RemoteEngine
+from jackfield.core.remote.client import RemoteCore, remote_engine
 from jackfield.core.remote.frames import Abort, Hello, encode
-from jackfield.core.remote.server import EngineServer, ForwardingEngine
-from jackfield.core.types import ChatMessage
+from jackfield.core.remote.server import EngineServer
 
 CONFIG: dict[str, Any] = {
     "device": "cpu",
@@ -51,14 +53,15 @@ LONG = SamplingParams(max_tokens=400, ignore_eos=True)
 @contextlib.asynccontextmanager
 async def fronted(
     folder: Path, count: int = 1, plugins: Any = None, **options: Any
-) -> AsyncIterator[tuple[EngineServer, list[RemoteEngine]]]:
+) -> AsyncIterator[tuple[EngineServer, list[AsyncEngine]]]:
     """An engine and its front ends, started."""
     config = EngineConfig(**{**CONFIG, **options})
-    engine = ForwardingEngine(config, plugins=plugins)
-    server = EngineServer(engine)
+    core = EngineCore(config, plugins or load_plugins())
+    engine = AsyncEngine(config, plugins=core.plugins, core=core)
+    server = EngineServer(core)
     async with server.listening(folder / "engine"):
         fronts = [
-            RemoteEngine(config, folder / "engine", front=index, plugins=plugins)
+            remote_engine(config, folder / "engine", front=index, plugins=plugins)[0]
             for index in range(count)
         ]
         starting = asyncio.gather(*(front.start() for front in fronts))
@@ -66,7 +69,7 @@ async def fronted(
         server.started()
         await starting
         for front in fronts:
-            front.listening()
+            front.core.send_listening()
         await server.all_listening(count)
         try:
             yield server, fronts
@@ -104,7 +107,7 @@ async def becomes(condition: Any) -> None:
             await asyncio.sleep(0.002)
 
 
-def idle(engine: AsyncEngine) -> bool:
+def idle(engine: AsyncEngine | EngineCore) -> bool:
     stats = engine.stats()
     return not (stats.num_requests_running or stats.num_requests_waiting or stats.kv_blocks_used)
 
@@ -163,10 +166,10 @@ async def test_outputs_are_those_of_an_engine_in_process(tmp_path: Path) -> None
                     output.num_cached_tokens = 0  # The first to ask finds less.
                     results.append(output)
                 assert_alike(*map(msgspec.to_builtins, results), name)
-        counts = server.engine.stats()
+        counts = server.core.stats()
         assert here.stats().requests_finished == counts.requests_finished
         assert here.stats().prompt_tokens == counts.prompt_tokens
-        server.tell_status()
+        server.send_status()
         await becomes(lambda: there.stats() == counts)
 
 
@@ -215,7 +218,11 @@ async def test_refusals_are_those_of_an_engine_in_process(tmp_path: Path) -> Non
             await final(there.generate([5], SamplingParams(kv_transfer_params={"a": 2**70})))
         with pytest.raises(InvalidRequest, match="pooled"):
             await there.encode("x")
-        assert not there._open and not there._underway.states and not server.engine._underway.states
+        assert (
+            not there.core._open
+            and not there.core.requests.states
+            and not server.core.requests.states
+        )
     async with fronted(tmp_path, **config) as (_, (there,)):
         streams = [there.generate([5, number], LONG) for number in range(3)]
         await anext(streams[0])
@@ -231,7 +238,7 @@ async def test_an_id_is_in_use_whichever_front_end_has_it(tmp_path: Path) -> Non
         with pytest.raises(InvalidRequest, match="in use"):
             await final(two.generate([5], LONG, request_id="same"))
         await stream.aclose()
-        await becomes(lambda: idle(server.engine))
+        await becomes(lambda: idle(server.core))
         params = SamplingParams(max_tokens=2)
         assert (await final(two.generate([5], params, request_id="same"))).finished
 
@@ -241,10 +248,10 @@ async def test_leaving_a_stream_frees_its_blocks(tmp_path: Path) -> None:
         for params in (LONG, SamplingParams(n=3, max_tokens=400, ignore_eos=True)):
             stream = there.generate([5, 6], params)
             await anext(stream)
-            assert server.engine.stats().num_requests_running == params.n
+            assert server.core.stats().num_requests_running == params.n
             await stream.aclose()
-            await becomes(lambda: idle(server.engine))
-        assert server.engine.stats().requests_finished == {"abort": 4}
+            await becomes(lambda: idle(server.core))
+        assert server.core.stats().requests_finished == {"abort": 4}
         # Cancelled while it is being admitted, behind a grammar that takes its time.
         grammar = {"json": {"type": "object", "properties": {f"p{i}": {} for i in range(40)}}}
         waiting = asyncio.ensure_future(
@@ -253,8 +260,8 @@ async def test_leaving_a_stream_frees_its_blocks(tmp_path: Path) -> None:
         await asyncio.sleep(0)
         waiting.cancel()
         await asyncio.wait([waiting])
-        assert not there._open and not there._underway.states
-        await becomes(lambda: idle(server.engine) and not server.engine._underway.states)
+        assert not there.core._open and not there.core.requests.states
+        await becomes(lambda: idle(server.core) and not server.core.requests.states)
         output = there.generate([5], LONG, request_id="mine")
         await anext(output)
         assert await there.abort("mine")
@@ -267,16 +274,16 @@ async def test_a_lost_front_end_loses_its_requests_alone(tmp_path: Path) -> None
         kept = two.generate([5], SamplingParams(max_tokens=60, ignore_eos=True, seed=1))
         for stream in (*lost, kept):
             await anext(stream)
-        one._channel.abort()
+        one.core._channel.abort()
         output = await final(kept)
         assert len(output.outputs[0].token_ids) == 60
         for stream in lost:
             last = await final(stream)
             assert last.outputs[0].finish_reason == "error"
             assert "process has ended" in (last.error or "")
-        await becomes(lambda: idle(server.engine))
-        assert server.engine.stats().requests_finished == {"abort": 3, "length": 1}
-        assert one.closed.is_set() and not one.healthy
+        await becomes(lambda: idle(server.core))
+        assert server.core.stats().requests_finished == {"abort": 3, "length": 1}
+        assert one.core.closed.is_set() and not one.healthy
         with pytest.raises(EngineStopped):
             await final(one.generate([5]))
         with pytest.raises(EngineStopped):
@@ -321,7 +328,7 @@ async def test_a_front_end_that_does_not_read_costs_its_tokens_alone(tmp_path: P
         stream = there.generate([5], SamplingParams(max_tokens=80, ignore_eos=True, temperature=0))
         first = await anext(stream)
         front.channel.pause_writing()
-        await becomes(lambda: idle(server.engine))
+        await becomes(lambda: idle(server.core))
         before = len(sent)
         assert not (await asyncio.wait([asyncio.ensure_future(asyncio.sleep(0.01))]))[1]
         front.channel.resume_writing()
@@ -343,17 +350,17 @@ async def test_what_is_too_large_to_cross_fails_alone(
         output = await final(there.generate([5] * 100, params))
         assert [one.finish_reason for one in output.outputs] == ["error", "error"]
         assert "at most 2000" in (output.error or "")
-        assert server.engine.stats().num_requests_running == 1, "the others are aborted"
+        assert server.core.stats().num_requests_running == 1, "the others are aborted"
         assert len((await final(other)).outputs[0].token_ids) == 60
 
 
 async def test_metrics_are_the_engines_and_the_sum_of_the_front_ends(tmp_path: Path) -> None:
     async with fronted(tmp_path, count=2) as (_, fronts):
         for number, front in enumerate(fronts):
-            kind = Counter("mine", "A plugin's.", ["route"], registry=front.metrics.registry)
+            kind = Counter("mine", "A plugin's.", ["route"], registry=front.metrics_registry)
             kind.labels("a").inc(2 + number)
             kind.labels(f"only {number}").inc()
-            front.count_load = lambda number=number: 3 + number  # type: ignore[misc]
+            front.core.report_load(lambda number=number: 3 + number)
             await final(front.generate([5], SamplingParams(max_tokens=4, ignore_eos=True)))
         texts = [(await front.render_metrics()).decode() for front in fronts]
         for text in texts:
@@ -369,7 +376,7 @@ async def test_metrics_are_the_engines_and_the_sum_of_the_front_ends(tmp_path: P
             assert samples["jackfield:time_to_first_token_seconds_count", named] == 2
             assert samples["mine_total", ("route", "a")] == 5
             assert samples["mine_total", ("route", "only 1")] == 1
-        assert [await front.server_load() for front in fronts] == [7, 7]
+        assert [await front.core.server_load() for front in fronts] == [7, 7]
 
 
 async def test_a_front_end_that_does_not_answer_is_left_out_of_the_metrics(
@@ -377,9 +384,10 @@ async def test_a_front_end_that_does_not_answer_is_left_out_of_the_metrics(
 ) -> None:
     monkeypatch.setattr(remote_server, "REPORT_SECONDS", 0.1)
     async with fronted(tmp_path, count=2) as (_, (one, two)):
-        one.count_load = two.count_load = lambda: 1
-        two._channel.received = None
-        assert await one.server_load() == 1
+        for front in (one, two):
+            front.core.report_load(lambda: 1)
+        two.core._channel.received = None
+        assert await one.core.server_load() == 1
 
 
 async def test_the_events_reach_plugins_once(tmp_path: Path) -> None:
@@ -402,7 +410,7 @@ async def test_the_events_reach_plugins_once(tmp_path: Path) -> None:
     async with fronted(tmp_path, plugins=plugins) as (_, (there,)):
         params = SamplingParams(structured_outputs={"choice": ["yes"]})  # type: ignore[arg-type]
         await final(there.generate("x", params))
-    assert told == ["started ForwardingEngine", "finished yes", "stopping"]
+    assert told == ["started AsyncEngine", "finished yes", "stopping"]
 
 
 async def test_the_prefix_cache_is_reset_through_the_socket(tmp_path: Path) -> None:
@@ -423,15 +431,16 @@ async def test_a_draining_engine_refuses_and_finishes(tmp_path: Path) -> None:
     async with fronted(tmp_path) as (server, (there,)):
         stream = there.generate([5], SamplingParams(max_tokens=100, ignore_eos=True))
         await anext(stream)
-        server.engine.refuse()
-        server.tell_status()
+        server.refuse_requests()
         await becomes(lambda: not there.healthy)
         with pytest.raises(EngineStopped, match="not accepting"):
             await final(there.generate([5]))
-        drained, last = await asyncio.gather(server.engine.drain(20), final(stream))
+        drained, last = await asyncio.gather(
+            asyncio.wait_for(server.core.requests.idle.wait(), 300), final(stream)
+        )
         assert drained and len(last.outputs[0].token_ids) == 100
         server.close_fronts()
-        await asyncio.wait_for(there.closed.wait(), 300)
+        await asyncio.wait_for(there.core.closed.wait(), 300)
         assert there.dead_reason is None
 
 
@@ -439,8 +448,8 @@ async def test_a_dead_engine_ends_the_streams_of_its_front_ends(tmp_path: Path) 
     async with fronted(tmp_path) as (server, (there,)):
         stream = there.generate([5], LONG)
         await anext(stream)
-        server.engine._executor.recover = None  # type: ignore[method-assign,assignment]
-        server.engine._executor.submit = None  # type: ignore[method-assign,assignment]
+        server.core.executor.recover = None  # type: ignore[method-assign,assignment]
+        server.core.executor.submit = None  # type: ignore[method-assign,assignment]
         last = await final(stream)
         assert last.outputs[0].finish_reason == "error"
         assert "the engine died: TypeError" in (last.error or "")
@@ -448,8 +457,8 @@ async def test_a_dead_engine_ends_the_streams_of_its_front_ends(tmp_path: Path) 
             await there.check_health()
         with pytest.raises(EngineStopped, match="TypeError"):
             await final(there.generate([5]))
-        server.tell_status()
-        await asyncio.wait_for(there.closed.wait(), 300)
+        server.send_status()
+        await asyncio.wait_for(there.core.closed.wait(), 300)
         assert "TypeError" in (there.dead_reason or "")
 
 
@@ -502,18 +511,10 @@ async def test_the_connectors_parameters_go_in_and_out(tmp_path: Path) -> None:
         assert output.kv_transfer_params == {"given": asked, "why": "stop"}
 
 
-TEXT_ALONE = {
-    "abort", "chat", "drain", "encode", "generate", "healthy", "in_text_threads", "prompt_end",
-    "prompt_limit", "render_chat", "served_model_names", "supported_tasks", "tokenize_chat",
-    "tokenize_limit", "tokenize_texts",
-}  # fmt: skip
-"""What a `RemoteEngine` does as an engine in process does: with texts, or what it was told."""
-
-
-def test_what_an_engine_can_a_front_end_can() -> None:
-    """A new method of AsyncEngine that needs the scheduler or the device needs a twin here."""
-    methods = {name for name in vars(AsyncEngine) if not name.startswith("_")}
-    assert methods - set(vars(RemoteEngine)) == TEXT_ALONE
+@pytest.mark.parametrize("kind", [EngineCore, RemoteCore])
+def test_both_cores_have_what_an_engine_needs(kind: type) -> None:
+    members = {name for name in vars(CoreClient) if not name.startswith("_")}
+    assert members - set(dir(kind)) <= {"registry"}, "the remote one is an attribute"
 
 
 async def test_a_process_of_another_user_is_refused(

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jackfield.core.errors import RequestFailed
+from jackfield.core.request import Request
+from jackfield.core.sampling_params import SamplingParams
 from jackfield.core.scheduling.queue import RequestQueue
-from jackfield.core.scheduling.request import Request
 from jackfield.core.scheduling.scheduler import Scheduler
-from jackfield.core.types import SamplingParams
 
 
 class ByPrompt:
@@ -70,11 +70,11 @@ WRONG = [
 @pytest.mark.parametrize("wrong", WRONG, ids=lambda key: str(key).partition(" at 0x")[0])
 def test_a_policy_that_fails_refuses_its_request_by_name_and_leaves_nothing(wrong: Any) -> None:
     scheduler = scheduler_with({1: (1.0,), 2: wrong})
-    scheduler.add(request("first", 1))
+    scheduler.add_requests(request("first", 1))
     with pytest.raises(RequestFailed, match=r"'shortest' of acme 1\.0"):
-        scheduler.add(request("second", 2))
+        scheduler.add_requests(request("second", 2))
     assert set(scheduler.requests) == {"first"}
-    assert scheduler.finish("second", "abort") is None
+    assert scheduler.finish_request("second", "abort") is None
     scheduler.check_invariants()
     assert [r.request_id for r in scheduler.waiting] == ["first"]
 
@@ -82,20 +82,20 @@ def test_a_policy_that_fails_refuses_its_request_by_name_and_leaves_nothing(wron
 @pytest.mark.parametrize("wrong", [("a",), (1, 2), (), ((1,),), (b"a",)], ids=repr)
 def test_a_key_that_cannot_be_compared_with_those_before_is_refused(wrong: Any) -> None:
     scheduler = scheduler_with({1: (1.0,), 2: wrong})
-    scheduler.add(request("first", 1))
+    scheduler.add_requests(request("first", 1))
     assert scheduler.schedule() is not None  # It runs: the queue in which the other one would wait
     with pytest.raises(RequestFailed, match="cannot be compared"):  # is empty.
-        scheduler.add(request("second", 2))
+        scheduler.add_requests(request("second", 2))
     scheduler.check_invariants()
-    scheduler.finish("first", "abort")
-    scheduler.add(request("second", 2))  # Alone, there is nothing to compare it with.
+    scheduler.finish_request("first", "abort")
+    scheduler.add_requests(request("second", 2))  # Alone, there is nothing to compare it with.
     scheduler.check_invariants()
 
 
 def test_numbers_of_any_size_are_keys() -> None:
     scheduler = scheduler_with({1: (10**400,), 2: (float("inf"),), 3: (-(10**400),), 4: (True,)})
     for token in (1, 2, 3, 4):
-        scheduler.add(request(f"r{token}", token))
+        scheduler.add_requests(request(f"r{token}", token))
     scheduler.check_invariants()
     assert [r.request_id for r in scheduler.waiting] == ["r3", "r4", "r1", "r2"]
 
@@ -115,7 +115,7 @@ def test_siblings_are_added_together_or_not_at_all() -> None:
     leader = request("a", 1)
     siblings = [leader, *(request(name, 1, leader) for name in "bc")]
     with pytest.raises(RequestFailed, match="KeyError"):
-        scheduler.add(*siblings)
+        scheduler.add_requests(*siblings)
     assert asked == ["a", "b", "c"]
     assert not scheduler.requests and not scheduler.has_work and len(scheduler.waiting) == 0
 
@@ -161,7 +161,7 @@ def test_abort_touches_only_the_request_it_names_whatever_the_policy_says(
     for index, token in enumerate(tokens):
         name = f"r{index}"
         try:
-            scheduler.add(request(name, token))
+            scheduler.add_requests(request(name, token))
             live.add(name)
         except RequestFailed:
             pass
@@ -169,11 +169,11 @@ def test_abort_touches_only_the_request_it_names_whatever_the_policy_says(
             scheduler.schedule()
         if data.draw(st.booleans()):
             name = f"r{data.draw(st.integers(0, len(tokens)))}"
-            ended = scheduler.finish(name, "abort")
+            ended = scheduler.finish_request(name, "abort")
             assert (ended is not None) == (name in live)
             live.discard(name)
         assert set(scheduler.requests) == live
         scheduler.check_invariants()
     for name in sorted(live):
-        assert scheduler.finish(name, "abort") is not None
+        assert scheduler.finish_request(name, "abort") is not None
     assert scheduler.kv.num_used_blocks == 0 and not scheduler.has_work

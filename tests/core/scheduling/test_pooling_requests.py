@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jackfield.core.pooling import PooledRow, PoolingParams
-from jackfield.core.scheduling.request import Request, Update
+from jackfield.core.pooling_params import PooledRow, PoolingParams
+from jackfield.core.request import Request, Update
+from jackfield.core.sampling_params import SamplingParams
 from jackfield.core.scheduling.scheduler import Scheduler
-from jackfield.core.types import SamplingParams, StepPlan, StepResult
+from jackfield.core.step import StepPlan, StepResult
 from jackfield.plugins.policies.builtin import FirstComeFirstServed
 
 
@@ -61,7 +62,7 @@ def run(scheduler: Scheduler, plan: StepPlan, **result: Any) -> list[Update]:
 def test_the_vector_comes_with_the_last_chunk_and_ends_the_request() -> None:
     scheduler = make_scheduler()
     request = make_request("a", 100)
-    scheduler.add(request)
+    scheduler.add_requests(request)
     first = scheduler.schedule()
     second = scheduler.schedule()
     assert first is not None and second is not None
@@ -83,7 +84,7 @@ def test_the_vector_comes_with_the_last_chunk_and_ends_the_request() -> None:
 def test_only_requests_that_may_read_the_cache_find_what_is_in_it(cached: bool) -> None:
     scheduler = make_scheduler()
     for name in ("a", "b"):
-        scheduler.add(make_request(name, 20, reads_cache=cached))
+        scheduler.add_requests(make_request(name, 20, reads_cache=cached))
         plan = scheduler.schedule()
         assert plan is not None
         assert plan.total_tokens == (4 if cached and name == "b" else 20)
@@ -92,11 +93,11 @@ def test_only_requests_that_may_read_the_cache_find_what_is_in_it(cached: bool) 
 
 def test_the_vector_of_a_request_that_has_ended_is_dropped() -> None:
     scheduler = make_scheduler()
-    scheduler.add(make_request("a", 5))
-    scheduler.add(make_request("b", 6))
+    scheduler.add_requests(make_request("a", 5))
+    scheduler.add_requests(make_request("b", 6))
     plan = scheduler.schedule()
     assert plan is not None
-    scheduler.finish("a", "abort")
+    scheduler.finish_request("a", "abort")
     assert [update.request.request_id for update in run(scheduler, plan)] == ["b"]
     scheduler.check_invariants()
 
@@ -111,7 +112,7 @@ def test_results_travel() -> None:
 def test_a_row_that_fails_takes_no_other_with_it() -> None:
     scheduler = encoder()
     for name in ("a", "b"):
-        scheduler.add(make_request(name, 5))
+        scheduler.add_requests(make_request(name, 5))
     plan = scheduler.schedule()
     assert plan is not None
     first, second = run(scheduler, plan, failed={0: "NaN"})
@@ -129,15 +130,15 @@ def test_without_a_cache_prompts_run_whole_and_hold_no_block(
 ) -> None:
     scheduler = encoder()
     for number, length in enumerate(lengths):
-        scheduler.add(make_request(str(number), length))
+        scheduler.add_requests(make_request(str(number), length))
     assert scheduler.stats.kv_blocks_total == 0
     ended: list[str] = []
     while (plan := scheduler.schedule()) is not None:
         assert all(plan.samples) and plan.total_tokens <= 64
-        assert all(start.block_ids == () for start in plan.starts)
+        assert plan.table_writes == ()
         assert len(plan.starts) == len(plan.slots), "every row begins and ends in one step"
         for number in aborted:
-            scheduler.finish(str(number), "abort")
+            scheduler.finish_request(str(number), "abort")
         ended += [update.request.request_id for update in run(scheduler, plan)]
         scheduler.check_invariants()
     assert set(ended) | {str(n) for n in aborted} >= {str(n) for n in range(len(lengths))}
@@ -146,6 +147,6 @@ def test_without_a_cache_prompts_run_whole_and_hold_no_block(
 
 
 def test_a_prompt_that_no_step_can_take_is_told_why() -> None:
-    reason = encoder().unfit_reason(make_request("a", 65))
+    reason = encoder().limits.rejection_reason(65, 66)
     assert reason is not None and "max_num_batched_tokens" in reason
-    assert encoder(max_num_batched_tokens=100).unfit_reason(make_request("a", 100)) is None
+    assert encoder(max_num_batched_tokens=100).limits.rejection_reason(100, 101) is None

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from jackfield.core.scheduling.request import Request, Status, Update
+from jackfield.core.request import Request, Status, Update
+from jackfield.core.sampling_params import SamplingParams
 from jackfield.core.scheduling.scheduler import Scheduler
-from jackfield.core.types import SamplingParams, StepPlan, StepResult, TokenLogprobs
+from jackfield.core.step import StepPlan, StepResult, TokenLogprobs
 from jackfield.plugins.policies.builtin import FirstComeFirstServed, Priority
 
 EOS = 2
@@ -45,7 +46,7 @@ def make_request(prompt_len: int = 10, *, max_tokens: int = 16, token: int | Non
 
 def add(scheduler: Scheduler, *requests: Request) -> None:
     for request in requests:
-        scheduler.add(request)
+        scheduler.add_requests(request)
 
 
 def run(scheduler: Scheduler, plan: StepPlan, token: int = 50, **result) -> list[Update]:
@@ -67,7 +68,8 @@ def test_short_prompts_are_all_scheduled_in_one_step_in_order():
     plan = scheduler.schedule()
     assert plan.num_tokens == (10,) * 10
     assert [start.request_id for start in plan.starts] == [r.request_id for r in requests]
-    assert plan.released == () and plan.appended_blocks == ()
+    assert plan.released == ()
+    assert [(w.slot, w.column) for w in plan.table_writes] == [(n, 0) for n in range(10)]
     assert plan.samples == (True,) * 10
     assert scheduler.num_running == 10 and scheduler.num_waiting == 0
 
@@ -82,7 +84,7 @@ def test_long_prefill_threshold_and_budget_cut_prompts_into_chunks(caching):
     assert run(scheduler, plan) == []
     plan = scheduler.schedule()
     assert plan.num_tokens == (400, 400, 224) and plan.samples == (True, True, False)
-    assert plan.starts == () and [slot for slot, _ in plan.appended_blocks] == [0, 1, 2]
+    assert plan.starts == () and [write.slot for write in plan.table_writes] == [0, 1, 2]
     run(scheduler, plan)
     plan = scheduler.schedule()
     assert plan.num_tokens == (1, 1, 352) and plan.samples == (True, True, True)
@@ -119,9 +121,9 @@ def test_never_scheduled_past_max_tokens_with_steps_in_flight():
     assert request.finish_reason == "length" and request.output_token_ids == [5, 5]
 
 
-def test_output_stops_at_max_model_len():
+def test_a_request_may_fill_the_context():
     scheduler = make_scheduler(max_model_len=16)
-    request = make_request(13, max_tokens=100)
+    request = make_request(13, max_tokens=3)
     add(scheduler, request)
     drain(scheduler)
     assert request.num_known_tokens == 16 and request.finish_reason == "length"
@@ -182,14 +184,17 @@ def test_slot_start_carries_what_the_worker_needs():
     scheduler = make_scheduler()
     params = SamplingParams(max_tokens=4, stop_token_ids=(9,))
     add(scheduler, make_request(prompt=[5, 6, 7], params=params))
-    (start,) = scheduler.schedule().starts
+    plan = scheduler.schedule()
+    (start,) = plan.starts
     assert (start.token_ids, start.num_prompt_tokens, start.num_computed_tokens) == (
         (5, 6, 7),
         3,
         0,
     )
     assert start.stop_token_ids == (EOS, 9) and start.params is params
-    assert len(start.block_ids) == 1 and start.block_ids[0] != 0
+    (write,) = plan.table_writes
+    assert (write.slot, write.group, write.column) == (start.slot, 0, 0)
+    assert len(write.block_ids) == 1 and write.block_ids[0] != 0
 
 
 @pytest.mark.parametrize("state", ["waiting", "running", "in flight", "preempted"])
@@ -205,7 +210,7 @@ def test_abort_at_every_state_frees_everything(state):
     while state == "preempted" and gone.status is not Status.PREEMPTED:
         run(scheduler, plans.pop())
         plans.append(scheduler.schedule())
-    assert scheduler.finish(gone.request_id, "abort") is gone
+    assert scheduler.finish_request(gone.request_id, "abort") is gone
     assert gone.finish_reason == "abort" and gone.block_ids == [] and gone.slot == -1
     scheduler.check_invariants()
     for plan in plans:
@@ -213,7 +218,7 @@ def test_abort_at_every_state_frees_everything(state):
     drain(scheduler)
     assert keep.num_known_tokens == 44
     assert not scheduler.has_work and scheduler.kv.num_used_blocks == 0
-    assert scheduler.finish(gone.request_id, "abort") is None
+    assert scheduler.finish_request(gone.request_id, "abort") is None
 
 
 def test_preemption_takes_the_last_and_drops_its_token_in_flight():
@@ -223,7 +228,7 @@ def test_preemption_takes_the_last_and_drops_its_token_in_flight():
     first = scheduler.schedule()
     second = scheduler.schedule()
     assert b.status is Status.PREEMPTED and second.slots == (0,)
-    assert second.released == (1,) and [slot for slot, _ in second.appended_blocks] == [0]
+    assert second.released == (1,) and [write.slot for write in second.table_writes] == [0]
     assert (b.epoch, b.num_preemptions, b.num_computed_tokens, b.num_tokens) == (1, 1, 0, 80)
     updates = run(scheduler, first, token=42)
     assert [u.request for u in updates] == [a] and b.output_token_ids == []
@@ -306,7 +311,7 @@ def test_prefix_hits_within_one_step():
     add(scheduler, make_request(40, token=3), make_request(40, token=3))
     plan = scheduler.schedule()
     assert plan.num_tokens == (40, 8)
-    assert plan.starts[0].block_ids[:2] == plan.starts[1].block_ids[:2]
+    assert plan.table_writes[0].block_ids[:2] == plan.table_writes[1].block_ids[:2]
 
 
 @pytest.mark.parametrize(
@@ -346,7 +351,7 @@ def test_others_pass_a_sibling_whose_leader_is_not_done():
     add(scheduler, leader, sibling, stranger)
     plan = scheduler.schedule()
     assert [s.request_id for s in plan.starts] == [leader.request_id, stranger.request_id]
-    scheduler.finish(leader.request_id, "abort")
+    scheduler.finish_request(leader.request_id, "abort")
     run(scheduler, plan)
     assert [s.request_id for s in scheduler.schedule().starts] == [sibling.request_id]
 
@@ -372,22 +377,20 @@ def test_without_prefix_caching_strangers_share_nothing():
         ),
     ],
 )
-def test_what_can_never_fit_fails_and_the_others_go_on(options, request_of, said):
+def test_what_can_never_fit_is_refused_with_the_reason(options, request_of, said):
     scheduler = make_scheduler(**options)
     unfit, fine = make_request(**request_of), make_request(4, max_tokens=1)
-    assert not scheduler.fits(unfit) and scheduler.fits(fine)
-    add(scheduler, unfit, fine)
-    failed, served = run(scheduler, scheduler.schedule())
-    assert failed.request is unfit and failed.finished and said in failed.error
-    assert unfit.finish_reason == "error" and served.request is fine
-
-
-def test_unfit_request_alone_is_told_without_a_step():
-    scheduler = make_scheduler(max_model_len=8)
-    add(scheduler, make_request(9))
-    assert scheduler.schedule() is None and scheduler.has_work
-    (update,) = scheduler.take_failures()
-    assert update.error and not scheduler.has_work
+    reasons = [
+        scheduler.limits.rejection_reason(request.num_prompt_tokens, request.max_total_tokens)
+        for request in (unfit, fine)
+    ]
+    assert said in reasons[0] and reasons[1] is None
+    with pytest.raises(AssertionError, match=said):
+        add(scheduler, unfit)
+    assert not scheduler.has_work
+    add(scheduler, fine)
+    (served,) = run(scheduler, scheduler.schedule())
+    assert served.request is fine and served.finished
 
 
 def test_a_request_that_fills_the_whole_cache_finishes():
@@ -426,7 +429,7 @@ def test_fail_all_ends_everything_and_forgets_cached_content():
     plan = scheduler.schedule()
     assert plan.released == (0,) and plan.starts[0].num_computed_tokens == 0
     for token in (4, 5):
-        assert scheduler.kv.find_hits(make_request(40, token=token)) == []
+        assert scheduler.kv.find_hits(make_request(40, token=token)).num_blocks == 0
 
 
 def test_prompt_logprobs_are_passed_on_once_though_the_prompt_is_computed_twice():
@@ -486,18 +489,19 @@ def test_a_plan_does_not_change_after_it_was_handed_over():
     scheduler = make_scheduler(block_size=1)
     add(scheduler, make_request(4))
     plan = scheduler.schedule()
-    blocks = plan.starts[0].block_ids
+    (write,) = plan.table_writes
+    blocks = write.block_ids
     run(scheduler, plan)
     scheduler.schedule()
-    assert plan.starts[0].block_ids == blocks and len(blocks) == 4
+    assert plan.table_writes == (write,) and write.block_ids == blocks and len(blocks) == 4
 
 
 def test_same_id_twice_is_refused():
     scheduler = make_scheduler()
     request = make_request()
     add(scheduler, request)
-    with pytest.raises(ValueError, match=request.request_id):
-        scheduler.add(request)
+    with pytest.raises(AssertionError, match=request.request_id):
+        scheduler.add_requests(request)
 
 
 def test_stats_count_tokens_and_endings():
@@ -506,7 +510,7 @@ def test_stats_count_tokens_and_endings():
     drain(scheduler)
     stats = scheduler.stats
     assert (stats.prompt_tokens, stats.generation_tokens, stats.steps) == (16, 5, 3)
-    assert stats.requests_finished == {"length": 2} and stats.kv_cache_usage == 0.0
+    assert stats.kv_cache_usage == 0.0
 
 
 def test_invariants_notice_a_leaked_block():

@@ -7,13 +7,17 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
+import msgspec
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from jackfield.core.scheduling.request import Request, Status
+from jackfield.core.cache.groups import ONE_GROUP, CacheGroup
+from jackfield.core.request import Request, Status
+from jackfield.core.sampling_params import SamplingParams
+from jackfield.core.scheduling.guarded_connector import GuardedConnector
 from jackfield.core.scheduling.scheduler import Scheduler
-from jackfield.core.types import KVReport, SamplingParams, StepPlan, StepResult
+from jackfield.core.step import KVDetached, KVReport, StepPlan, StepResult
 from jackfield.plugins.policies.builtin import FirstComeFirstServed, Priority
 
 EOS = 9
@@ -27,27 +31,43 @@ def next_token(prefix: tuple[int, ...], salt: str | None) -> int:
 class ReplayingWorker:
     """Applies plans as a worker does, in order, and refuses any that break the contract.
 
-    The KV of a position is the pair (tokens up to and including it, salt): what real KV depends
-    on, and who may read it.
+    The KV of a position is (tokens up to and including it, salt, group of layers): what real KV
+    depends on, who may read it, and with which layers. A column that a slot was not told of is not
+    there, and a group's layers read the positions in its window alone.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, max_num_seqs: int, budget: int) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        max_num_seqs: int,
+        budget: int,
+        groups: tuple[CacheGroup, ...],
+    ) -> None:
+        self.groups = groups
         self.block_size, self.max_num_seqs, self.budget = block_size, max_num_seqs, budget
         self.num_blocks = num_blocks
-        self.kv: dict[tuple[int, int], tuple[tuple[int, ...], str | None]] = {}
+        self.kv: dict[tuple[int, int], tuple[Any, ...]] = {}
         self.tokens: dict[int, list[int]] = {}
         self.computed: dict[int, int] = {}
-        self.tables: dict[int, list[int]] = {}
+        self.tables: dict[int, list[dict[int, int]]] = {}
+        """Slot → of each group: column → block."""
         self.salts: dict[int, str | None] = {}
 
-    def forget(self) -> None:
-        """What the executor's `recover` does; blocks may hold anything by now."""
-        for state in (self.tokens, self.computed, self.tables, self.salts, self.kv):
+    def forget(self, kept: set[int]) -> None:
+        """What the executor's `recover` does; all blocks but `kept` may hold anything by now."""
+        for state in (self.tokens, self.computed, self.tables, self.salts):
             state.clear()
+        self.kv = {place: what for place, what in self.kv.items() if place[0] in kept}
 
     def run(
-        self, plan: StepPlan, salts: dict[str, str | None], report: KVReport | None = None
+        self,
+        plan: StepPlan,
+        salts: dict[str, str | None],
+        report: KVReport | None = None,
+        look: bool = False,
     ) -> StepResult:
+        """`look`: a plan may have nothing in it, so that news come."""
         for slot in plan.released:
             for state in (self.tokens, self.computed, self.tables, self.salts):
                 del state[slot]
@@ -56,12 +76,15 @@ class ReplayingWorker:
             assert 0 <= start.slot < self.max_num_seqs
             self.tokens[start.slot] = list(start.token_ids)
             self.computed[start.slot] = start.num_computed_tokens
-            self.tables[start.slot] = list(start.block_ids)
+            self.tables[start.slot] = [{} for _ in self.groups]
             self.salts[start.slot] = salts[start.request_id]
-        for slot, blocks in plan.appended_blocks:
-            self.tables[slot].extend(blocks)
+        for write in plan.table_writes:
+            columns = range(write.column, write.column + len(write.block_ids))
+            assert write.block_ids, "says nothing"
+            self.tables[write.slot][write.group].update(zip(columns, write.block_ids, strict=True))
 
-        assert plan.slots or plan.kv_metadata is not None or report is not None
+        if not look:
+            assert plan.slots or plan.kv_metadata is not None or report is not None
         assert len(set(plan.slots)) == len(plan.slots)
         assert len(plan.slots) == len(plan.num_tokens) == len(plan.samples)
         assert plan.total_tokens <= self.budget
@@ -75,32 +98,37 @@ class ReplayingWorker:
         for slot, count in zip(plan.slots, plan.num_tokens, strict=True):
             assert count >= 1
             for position in range(self.computed[slot], self.computed[slot] + count):
-                place = self._place(slot, position)
-                assert place not in written, "two rows write one place"
-                written.add(place)
                 prefix = tuple(self.tokens[slot][: position + 1])
                 assert len(prefix) == position + 1, "computes a token that does not exist"
-                self.kv[place] = (prefix, self.salts[slot])
+                for number in range(len(self.groups)):
+                    place = self._place(slot, number, position)
+                    assert place not in written, "two rows write one place"
+                    written.add(place)
+                    self.kv[place] = (prefix, self.salts[slot], number)
         sampled_ids = []
         rows = zip(plan.slots, plan.num_tokens, plan.samples, strict=True)
         for slot, count, sampled in rows:
+            first = self.computed[slot]
             self.computed[slot] += count
             end = self.computed[slot]
             assert sampled == (end == len(self.tokens[slot])), "samples off the end"
-            for position in range(end):
-                prefix, salt = self.kv[self._place(slot, position)]
-                assert prefix == tuple(self.tokens[slot][: position + 1]), "another's KV"
-                assert salt == self.salts[slot], "another tenant's KV"
+            for number, group in enumerate(self.groups):
+                seen = 0 if group.window is None else max(0, first - group.window + 1)
+                for position in range(seen, end):
+                    prefix, salt, owner = self.kv[self._place(slot, number, position)]
+                    assert prefix == tuple(self.tokens[slot][: position + 1]), "another's KV"
+                    assert salt == self.salts[slot], "another tenant's KV"
+                    assert owner == number, "another layer's KV"
             token = -1
             if sampled:
-                prefix, salt = self.kv[self._place(slot, end - 1)]
+                prefix, salt, _ = self.kv[self._place(slot, 0, end - 1)]
                 token = next_token(prefix, salt)
                 self.tokens[slot].append(token)
             sampled_ids.append(token)
         return StepResult(plan.step, sampled_ids, kv_report=report)
 
-    def _place(self, slot: int, position: int) -> tuple[int, int]:
-        block = self.tables[slot][position // self.block_size]
+    def _place(self, slot: int, group: int, position: int) -> tuple[int, int]:
+        block = self.tables[slot][group][position // self.block_size]
         assert 0 < block < self.num_blocks
         return block, position % self.block_size
 
@@ -122,10 +150,13 @@ class SchedulerMachine(RuleBasedStateMachine):
     """add / schedule / update / finish in any order, up to two steps in flight."""
 
     connector: FarSide | None = None
+    detached: KVDetached | None = None
+    """Once its worker half has raised."""
 
     enable_prefix_caching = True
     enable_chunked_prefill = True
     policy: type = FirstComeFirstServed
+    groups: tuple[CacheGroup, ...] = ONE_GROUP
     max_num_seqs, budget, max_model_len, num_blocks, block_size = 4, 16, 40, 14, 4
 
     def __init__(self) -> None:
@@ -139,11 +170,12 @@ class SchedulerMachine(RuleBasedStateMachine):
             enable_prefix_caching=self.enable_prefix_caching,
             enable_chunked_prefill=self.enable_chunked_prefill,
             policy=self.policy(),
-            connector=self.connector,
+            connector=None if self.connector is None else GuardedConnector(self.connector),
             hash_key=b"the same for all",
+            groups=self.groups,
         )
         self.worker = ReplayingWorker(
-            self.num_blocks, self.block_size, self.max_num_seqs, self.budget
+            self.num_blocks, self.block_size, self.max_num_seqs, self.budget, self.groups
         )
         self.flying: deque[tuple[StepPlan, StepResult]] = deque()
         self.all: dict[str, Request] = {}
@@ -207,11 +239,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         leader = None
         for _ in range(1 + siblings):
             assert params.max_tokens is not None
+            # Admission: within the context, and nothing that could never finish.
+            max_tokens = min(params.max_tokens, self.max_model_len - len(prompt))
+            total = len(prompt) + max_tokens
+            if self.scheduler.limits.rejection_reason(len(prompt), total) is not None:
+                return
             request = Request(
                 request_id=str(len(self.all)),
                 prompt_token_ids=list(prompt),
                 params=params,
-                max_tokens=params.max_tokens,
+                max_tokens=max_tokens,
                 seed=0,
                 eos_token_ids=frozenset({EOS}),
                 priority=priority,
@@ -223,9 +260,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.all[request.request_id] = request
             self.salts[request.request_id] = salt
             self.received[request.request_id] = []
-            fits = self.scheduler.fits(request)
-            self.scheduler.add(request)
-            assert request.finished != fits
+            self.scheduler.add_requests(request)
 
     @rule()
     def schedule(self):
@@ -236,31 +271,62 @@ class SchedulerMachine(RuleBasedStateMachine):
                     self.slots[start.slot] = start.request_id
                 self.owners[plan.step] = dict(self.slots)
                 report = self.transfer(plan)
-                self.flying.append((plan, self.worker.run(plan, self.salts, report)))
+                result = self.worker.run(plan, self.salts, report, look=self.detached is not None)
+                self.flying.append((plan, self.with_news(result)))
 
     def transfer(self, plan: StepPlan) -> KVReport | None:
         """What the worker half of a connector does with a step."""
         return None
+
+    def with_news(self, result: StepResult) -> StepResult:
+        """The result as the loop gets it."""
+        return result
+
+    @rule()
+    def refuse_a_plan(self):
+        """The executor raises in place of taking one: it fails as a step, with those in flight
+        before it."""
+        if len(self.flying) == 2 or (plan := self.scheduler.schedule()) is None:
+            return
+        self.scheduler.not_taken(plan)
+        while self.flying:
+            self.update()
+        for start in plan.starts:
+            self.slots[start.slot] = start.request_id
+        self.owners[plan.step] = dict(self.slots)
+        self.flying.append((plan, StepResult(plan.step, [])))
+        self.fail_step(False)
 
     @precondition(lambda self: self.flying)
     @rule()
     def update(self):
         self.take(self.scheduler.update(*self.flying.popleft()))
 
-    @precondition(lambda self: self.flying and self.connector is None)
-    @rule()
-    def fail_step(self):
-        """The oldest step in flight brings nothing, and those behind it are not run."""
-        plan, _ = self.flying.popleft()
+    @precondition(lambda self: self.flying)
+    @rule(behind_ends_well=st.booleans())
+    def fail_step(self, behind_ends_well):
+        """The oldest step in flight brings nothing, and those behind it are not run, or have ended
+        before that was known."""
+        plan, result = self.flying.popleft()
+        behind = [result for _, result in self.flying]
         self.flying.clear()
-        self.worker.forget()
+        self.worker.forget(self.blocks_of_transfers())
+        dropped = behind if behind_ends_well else []
+        self.bring_later(result, *(() if behind_ends_well else behind))
         had_part = {self.slot_owner(plan, slot) for slot in plan.slots}
-        updates = self.scheduler.fail_step(plan, "on purpose")
+        updates = self.scheduler.fail_step(plan, "on purpose", dropped)
         ended = {u.request.request_id for u in updates if u.error == "on purpose"}
         assert ended <= had_part, "a request without a part in the step was ended"
         self.failed_later |= ended
         self.take(updates)
         assert self.scheduler.num_running == 0
+
+    def blocks_of_transfers(self) -> set[int]:
+        """Those that no step writes to."""
+        return set()
+
+    def bring_later(self, *results: StepResult) -> None:
+        """These are lost; what they tell of transfers is not."""
 
     def slot_owner(self, plan: StepPlan, slot: int) -> str:
         return self.owners[plan.step][slot]
@@ -282,8 +348,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.abort_one(data.draw(st.sampled_from(live)))
 
     def abort_one(self, request_id: str) -> None:
-        assert self.scheduler.finish(request_id, "abort") is self.all[request_id]
-        assert self.scheduler.finish(request_id, "abort") is None
+        assert self.scheduler.finish_request(request_id, "abort") is self.all[request_id]
+        assert self.scheduler.finish_request(request_id, "abort") is None
         self.aborted.add(request_id)
         self.ended.add(request_id)
 
@@ -299,15 +365,24 @@ class SchedulerMachine(RuleBasedStateMachine):
     def num_transfers(self) -> int:
         return 0 if self.scheduler.transfers is None else len(self.scheduler.transfers)
 
+    @property
+    def num_lost_blocks(self) -> int:
+        return 0 if self.scheduler.transfers is None else self.scheduler.transfers.num_lost_blocks
+
     @invariant()
     def books_balance(self):
         self.scheduler.check_invariants()
         assert self.scheduler.in_flight == len(self.flying)
         assert self.scheduler.num_running <= self.max_num_seqs
+        for request in self.scheduler.running.requests:
+            for table, group in zip(request.tables, self.groups, strict=True):
+                most = group.most_blocks(request.num_computed_tokens, self.block_size, self.budget)
+                assert sum(map(bool, table)) <= most
 
     def run_to_the_end(self) -> None:
         for _ in range(5000):
-            if not self.scheduler.has_work and not self.flying and not self.num_transfers:
+            waits = self.num_transfers and not self.num_lost_blocks
+            if not self.scheduler.has_work and not self.flying and not waits:
                 break
             in_flight = len(self.flying)
             self.progress()
@@ -323,7 +398,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.run_to_the_end()
         assert not self.scheduler.has_work, "somebody never finishes"
         assert self.ended == set(self.all)
-        assert self.scheduler.kv.num_used_blocks == 0
+        assert self.scheduler.kv.num_used_blocks == self.num_lost_blocks
         for request_id, request in self.all.items():
             expected = expected_output(request, self.salts[request_id], self.max_model_len)
             received = self.received[request_id]
@@ -362,8 +437,18 @@ class FarSide:
         self.saves: list[Job] = []
         self.holds: list[Job] = []
         self.saves_nothing = False
+        self.broken: str | None = None
+        """The method that raises in its middle, after `calls_left` calls."""
+        self.calls_left = 0
+
+    def fail_in(self, method: str) -> None:
+        if method == self.broken:
+            self.calls_left -= 1
+            if self.calls_left < 0:
+                raise RuntimeError("on purpose")
 
     def num_external_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
+        self.fail_in("num_external_tokens")
         if not self.known.setdefault(request.request_id, len(self.known) % 2 == 0):
             return None
         assert num_computed_tokens % self.block_size == 0
@@ -374,26 +459,36 @@ class FarSide:
     def start_load(self, transfer, request, keys, block_ids):
         assert request.status is Status.LOADING
         self.loads.append(Job(transfer, list(block_ids), list(keys), []))
+        self.fail_in("start_load")
 
     def start_save(self, transfer, request, keys, block_ids):
         if self.saves_nothing:
             return []
         self.saves.append(Job(transfer, list(block_ids), list(keys), []))
+        self.fail_in("start_save")
         return block_ids
 
     def request_finished(self, transfer, request):
         holds = len(request.block_ids) % 3 == 2
         if holds:
             self.holds.append(Job(transfer, list(request.block_ids), [], []))
+        self.fail_in("request_finished")
         return holds, {"blocks": len(request.block_ids)}
 
     def build_metadata(self):
         jobs = self.loads, self.saves, self.holds
         self.loads, self.saves, self.holds = [], [], []
+        self.fail_in("build_metadata")
         return jobs if any(jobs) else None
 
     def update(self, report):
-        pass
+        self.fail_in("update")
+
+
+CONNECTOR_METHODS = (
+    "num_external_tokens", "start_load", "start_save", "request_finished", "build_metadata",
+    "update",
+)  # fmt: skip
 
 
 class ConnectorMachine(SchedulerMachine):
@@ -410,32 +505,61 @@ class ConnectorMachine(SchedulerMachine):
         self.open: list[tuple[str, Job]] = []
         self.finished: list[int] = []
         self.failures: dict[int, tuple[int, ...]] = {}
+        self.asked = False
+        """A plan may be made for a report that turns out to be empty."""
         for start in range(3):
             self.add_one([(start + i) % 7 for i in range(30)], SamplingParams(max_tokens=1))
         self.run_to_the_end()
         self.lose_all_cached_blocks()
 
     def transfer(self, plan: StepPlan) -> KVReport | None:
-        assert self.connector is not None
-        kv, size = self.worker.kv, self.block_size
         loads, saves, holds = plan.kv_metadata or ([], [], [])
-        for job in loads:
-            for block_id in job.block_ids:
-                kv.update({(block_id, i): ((-1,), "rubbish") for i in range(size)})
-            self.open.append(("load", job))
-        for job in [*saves, *holds]:
-            job.content = [[kv.get((b, i)) for i in range(size)] for b in job.block_ids]
-            self.open.append(("save" if job.keys else "hold", job))
+        for job in [*loads, *saves, *holds]:
+            self.begin("load" if job in loads else "save" if job.keys else "hold", job)
+        asked, self.asked = self.asked, False
         if not self.finished and not self.failures:
-            return None
+            return KVReport() if asked else None
         report = KVReport(finished=tuple(self.finished), failed=self.failures)
         self.finished, self.failures = [], {}
         return report
 
+    def begin(self, kind: str, job: Job) -> None:
+        if kind == "load":
+            self.scribble(job)
+        else:
+            job.content = self.content(job)
+        self.open.append((kind, job))
+
+    def scribble(self, job: Job) -> None:
+        for block_id in job.block_ids:
+            self.worker.kv.update(
+                {(block_id, i): ((-1,), "rubbish") for i in range(self.block_size)}
+            )
+
+    def content(self, job: Job) -> list[list[Any]]:
+        return [[self.worker.kv.get((b, i)) for i in range(self.block_size)] for b in job.block_ids]
+
+    def blocks_of_transfers(self) -> set[int]:
+        """But not the hits before a load, which a failed step may have been to fill."""
+        transfers = self.scheduler.transfers
+        assert transfers is not None
+        kept: set[int] = set()
+        for transfer, block_ids in transfers._held.items():
+            load = transfers._loads.get(transfer)
+            kept.update(block_ids if load is None else load.block_ids)
+        return kept
+
+    def bring_later(self, *results: StepResult) -> None:
+        self.asked = True
+        for result in results:
+            if result.kv_report is not None:
+                self.finished += result.kv_report.finished
+                self.failures |= result.kv_report.failed
+
     @rule(number=st.integers(0, 100), share=st.sampled_from([1.0, 1.0, 1.0, 0.5, 0.0]))
     def end_a_transfer(self, number, share):
         """The far side is through with one, or fails in the middle."""
-        if not self.open:
+        if not self.open or self.detached is not None:
             return
         assert self.connector is not None and self.scheduler.transfers is not None
         kind, job = self.open.pop(number % len(self.open))
@@ -446,7 +570,7 @@ class ConnectorMachine(SchedulerMachine):
                 content = self.connector.store[key]
                 kv.update({(block_id, i): content[i] for i in range(size)})
         else:
-            now = [[kv.get((b, i)) for i in range(size)] for b in job.block_ids]
+            now = self.content(job)
             assert now == job.content, "written while it was read"
             self.connector.store.update(zip(job.keys, now, strict=False))
         if share == 1.0:
@@ -471,6 +595,12 @@ class ConnectorMachine(SchedulerMachine):
         loading = self.scheduler.loading.requests
         if loading:
             self.abort_one(loading[number % len(loading)].request_id)
+
+    @invariant()
+    def the_connector_fails_on_purpose_alone(self):
+        assert self.connector is not None and self.scheduler.transfers is not None
+        failure = self.scheduler.transfers.failure
+        assert failure is None or "on purpose" in failure, failure
 
     def progress(self):
         self.answer()
@@ -498,13 +628,145 @@ class ConnectorPriorityMachine(ConnectorMachine):
     num_blocks = 40
 
 
+class FailingConnectorMachine(ConnectorMachine):
+    """At some call of one of its methods, the connector raises.
+
+    A worker half that has raised goes on reading and writing until it has closed.
+    """
+
+    methods: tuple[str, ...] = CONNECTOR_METHODS
+    closes = True
+
+    @initialize(data=st.data(), calls_left=st.integers(0, 6))
+    def break_it(self, data, calls_left):
+        assert self.connector is not None
+        self.connector.broken = data.draw(st.sampled_from(self.methods))
+        self.connector.calls_left = calls_left
+
+    def transfer(self, plan: StepPlan) -> KVReport | None:
+        assert self.connector is not None
+        try:
+            if self.detached is None:
+                if plan.kv_metadata is not None:
+                    self.connector.fail_in("start")
+                self.connector.fail_in("poll")
+        except RuntimeError:
+            self.detached = KVDetached(f"raised in {self.connector.broken} on purpose")
+            jobs = plan.kv_metadata or ([], [], [])
+            if self.connector.broken == "poll":
+                super().transfer(plan)
+            elif jobs[0]:
+                self.begin("load", jobs[0][0])  # It came as far as this.
+        if self.detached is None:
+            return super().transfer(plan)
+        for kind, job in self.open:
+            if kind == "load":
+                self.scribble(job)
+            else:
+                assert self.content(job) == job.content, "written while it was read"
+        return None
+
+    def with_news(self, result: StepResult) -> StepResult:
+        return msgspec.structs.replace(result, kv_detached=self.detached)
+
+    @rule()
+    def close_the_worker_half(self):
+        if self.detached is None or self.detached.closed is not None:
+            return
+        assert self.scheduler.transfers is not None
+        self.detached = msgspec.structs.replace(self.detached, closed=self.closes)
+        if self.closes:
+            self.open.clear()
+        self.scheduler.transfers.expect_report()
+
+    def progress(self):
+        super().progress()
+        self.close_the_worker_half()
+
+    def take(self, updates):
+        if self.num_lost_blocks:
+            without_room = (u for u in updates if u.error and "KV-cache blocks" in u.error)
+            self.failed_later.update(u.request.request_id for u in without_room)
+        super().take(updates)
+
+    def teardown(self):
+        super().teardown()
+        transfers = self.scheduler.transfers
+        assert transfers is not None
+        assert transfers.failure is None or not transfers._unsent
+        assert self.closes or self.num_lost_blocks or not len(transfers)
+
+
+class FailingWorkerHalfMachine(FailingConnectorMachine):
+    methods = ("start", "poll")
+
+
+class UnclosableWorkerHalfMachine(FailingWorkerHalfMachine):
+    closes = False
+
+
+def test_a_failed_step_empties_the_prefix_cache_while_a_transfer_holds_blocks() -> None:
+    """Blocks that steps behind the failed one were to fill have a name already."""
+
+    def begin(prompt: list[int]) -> None:
+        machine.add_one(prompt, SamplingParams(max_tokens=2))
+        machine.schedule()
+        machine.answer()
+        machine.schedule()
+        assert machine.flying
+
+    machine = ConnectorMachine()
+    begin([1, 5, 3] * 4)
+    while machine.scheduler.has_work:
+        machine.update()  # Its blocks are saved, and held.
+        machine.schedule()
+    begin([4, 5, 6] * 4)
+    assert machine.num_transfers, "nothing is held"
+    machine.fail_step(behind_ends_well=False)
+    assert not machine.scheduler.kv.pool._cached
+    machine.add_one([4, 5, 6] * 4, SamplingParams(max_tokens=2))
+    machine.teardown()
+
+
+class WindowsMachine(SchedulerMachine):
+    """A group with all tokens, and windows that begin and end within blocks."""
+
+    groups = (CacheGroup((0,)), CacheGroup((1,), 6), CacheGroup((2,), 6), CacheGroup((3,), 9))
+    num_blocks = 37
+
+
+class OneWindowMachine(SchedulerMachine):
+    """A model whose every layer has the same window; a sequence is longer than the cache."""
+
+    groups = (CacheGroup((0, 1), 5),)
+    num_blocks = 9
+    budget = 8
+
+
+class SmallWindowsMachine(PriorityMachine):
+    groups = (CacheGroup((0,), 1), CacheGroup((1,), 3), CacheGroup((2,)))
+    block_size = 1
+    num_blocks = 75
+
+
+class WindowsNoCacheMachine(WindowsMachine):
+    enable_prefix_caching = False
+
+
 for machine in (
+    WindowsMachine,
+    OneWindowMachine,
+    SmallWindowsMachine,
+    WindowsNoCacheMachine,
     SchedulerMachine,
     PriorityMachine,
     NoCacheNoChunkMachine,
     OneTokenBlocksMachine,
     ConnectorMachine,
     ConnectorPriorityMachine,
+    FailingConnectorMachine,
+    FailingWorkerHalfMachine,
+    UnclosableWorkerHalfMachine,
 ):
     machine.TestCase.settings = settings(
         max_examples=60,
@@ -517,5 +779,12 @@ TestScheduler = SchedulerMachine.TestCase
 TestPriority = PriorityMachine.TestCase
 TestNoCacheNoChunk = NoCacheNoChunkMachine.TestCase
 TestOneTokenBlocks = OneTokenBlocksMachine.TestCase
+TestWindows = WindowsMachine.TestCase
+TestOneWindow = OneWindowMachine.TestCase
+TestSmallWindows = SmallWindowsMachine.TestCase
+TestWindowsNoCache = WindowsNoCacheMachine.TestCase
 TestConnector = ConnectorMachine.TestCase
 TestConnectorPriority = ConnectorPriorityMachine.TestCase
+TestFailingConnector = FailingConnectorMachine.TestCase
+TestFailingWorkerHalf = FailingWorkerHalfMachine.TestCase
+TestUnclosableWorkerHalf = UnclosableWorkerHalfMachine.TestCase

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from jackfield.core.scheduling.scheduler import Scheduler
-from jackfield.core.scheduling.simulator import (
+from scheduling_simulator import (
     Arrival,
     ByArrival,
     StepTime,
@@ -16,8 +15,13 @@ from jackfield.core.scheduling.simulator import (
     synthetic_traffic,
 )
 
+from jackfield.core.cache.groups import ONE_GROUP, CacheGroup
+from jackfield.core.scheduling.scheduler import Scheduler
 
-def make_scheduler(num_blocks: int, max_num_seqs: int = 64) -> Scheduler:
+
+def make_scheduler(
+    num_blocks: int, max_num_seqs: int = 64, groups: tuple[CacheGroup, ...] = ONE_GROUP
+) -> Scheduler:
     return Scheduler(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=512,
@@ -27,6 +31,7 @@ def make_scheduler(num_blocks: int, max_num_seqs: int = 64) -> Scheduler:
         enable_prefix_caching=True,
         enable_chunked_prefill=True,
         policy=ByArrival(),
+        groups=groups,
     )
 
 
@@ -36,12 +41,27 @@ def test_two_thousand_requests_are_all_served_in_a_tight_cache():
     report = simulate(traffic, scheduler)
     scheduler.check_invariants()
     assert report.requests == 2000
-    assert scheduler.stats.requests_finished == {"length": 2000}
+    assert not scheduler.requests
     assert scheduler.stats.generation_tokens == sum(min(a.output_len, 2047) for a in traffic)
     assert report.preemptions > 0
     assert 0 < report.kv_use_mean <= report.kv_use_peak <= 1
     assert 0 < report.budget_use <= 1
     assert 0 <= report.queueing_p50 <= report.queueing_p99
+
+
+def test_windows_serve_the_same_traffic_from_fewer_blocks():
+    """As many bytes for both: a block of one group has all layers, one of six a sixth of them."""
+    traffic = synthetic_traffic(300, rate=100, prompt_len=700, output_len=64)
+    windows = (CacheGroup(), *(CacheGroup(window=64) for _ in range(5)))
+    whole = make_scheduler(num_blocks=400)
+    grouped = make_scheduler(num_blocks=6 * 400, groups=windows)
+    before, after = (simulate(traffic, scheduler) for scheduler in (whole, grouped))
+    grouped.check_invariants()
+    assert not grouped.requests and not whole.requests
+    assert grouped.stats.generation_tokens == whole.stats.generation_tokens
+    assert grouped.kv.usage == 0.0
+    assert after.preemptions < before.preemptions
+    assert after.queueing_p99 < before.queueing_p99
 
 
 def test_virtual_time_is_the_sum_of_the_steps():

@@ -13,7 +13,7 @@ import pytest
 from jackfield import AsyncEngine, EngineConfig, SamplingParams
 from jackfield.core.errors import ContextLengthExceeded
 from jackfield.core.loading.model_config import resolve_model_config
-from jackfield.core.text.encoding import LONG_TEXT, encode
+from jackfield.core.text.token_limit import LONG_TEXT, encode_text
 from jackfield.core.text.tokenizer import Tokenizer
 
 WORDS = "Hello world, naïve café 你好 <|im_end|> 🙂. "
@@ -32,7 +32,7 @@ def test_a_long_text_has_the_tokens_that_the_library_gives_it(
     text = WORDS * (LONG_TEXT // len(WORDS) + 1)
     assert len(text) >= LONG_TEXT
     for pair in (None, text[::-1]):
-        made = encode(tokenizer.backend, text, pair, add_special_tokens=special)
+        made = encode_text(tokenizer.backend, text, pair, add_special_tokens=special)
         known = tokenizer.backend.encode(text, pair, add_special_tokens=special)
         assert (made.ids, made.type_ids) == (known.ids, known.type_ids)
 
@@ -68,9 +68,9 @@ def test_the_engine_takes_long_prompts_on_other_threads_and_refuses_them_early(
 
     def noted(backend: Any, text: str, *rest: Any, **options: Any) -> Any:
         seen.append((len(text), threading.current_thread() is threading.main_thread()))
-        return encode(backend, text, *rest, **options)
+        return encode_text(backend, text, *rest, **options)
 
-    monkeypatch.setattr("jackfield.core.text.tokenizer.encode", noted)
+    monkeypatch.setattr("jackfield.core.text.tokenizer.encode_text", noted)
     fits = WORDS * 300
     chat = [{"role": "user", "content": LONG}]
     cut = SamplingParams(truncate_prompt_tokens=20, max_tokens=1)

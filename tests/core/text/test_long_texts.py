@@ -11,7 +11,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from jackfield.core.errors import ContextLengthExceeded, EngineOverloaded, InvalidRequest
-from jackfield.core.text.chat import ChatTemplate
+from jackfield.core.text.chat_template import ChatTemplate
 from jackfield.core.text.text_threads import LONG_JOB, THREADS, TextThreads, rough_size
 from jackfield.core.text.token_limit import PIECE, TokenLimit, encode_within
 from jackfield.core.text.tokenizer import Tokenizer

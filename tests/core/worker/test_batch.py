@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from jackfield import SamplingParams
-from jackfield.core.types import SlotStart, StepPlan
+from jackfield.core.step import SlotStart, StepPlan, TableWrite
 from jackfield.core.worker.batch import PersistentBatch
 
 
@@ -16,7 +16,6 @@ def start(slot: int, tokens: int) -> SlotStart:
         token_ids=tuple(range(tokens)),
         num_prompt_tokens=tokens,
         num_computed_tokens=0,
-        block_ids=(slot + 1,),
         params=SamplingParams(),
         seed=0,
     )
@@ -34,6 +33,7 @@ def test_pointers_that_kernels_read_are_aligned_for_any_number_of_rows() -> None
             num_tokens=(3,) * rows,
             samples=(True,) * rows,
             starts=tuple(start(slot, 3) for slot in range(rows)),
+            table_writes=tuple(TableWrite(slot, 0, 0, (slot + 1,)) for slot in range(rows)),
         )
         inputs = batch.apply(plan)
         layout = inputs.layout

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from jackfield import SamplingParams
-from jackfield.core.structured.constraint import _ends, hold_back
-from jackfield.core.types import GrammarStart, SlotStart
-from jackfield.core.worker import masks as masks_module
-from jackfield.core.worker.masks import GrammarMasks
+from jackfield.core.grammars.constraint import _ends, mask_ends
+from jackfield.core.step import GrammarStart, SlotStart
+from jackfield.core.worker.sampling import masks as masks_module
+from jackfield.core.worker.sampling.masks import GrammarMasks
 
 VOCABULARY, END = 100, 99
 
@@ -62,10 +62,10 @@ def started(
         masks.start(
             SlotStart(
                 slot=slot, request_id=str(slot), token_ids=(1,), num_prompt_tokens=1,
-                num_computed_tokens=0, block_ids=(), params=SamplingParams(), seed=0,
+                num_computed_tokens=0, params=SamplingParams(), seed=0,
                 grammar=GrammarStart(
                     grammar=grammar, eos_token_ids=(END,), token_bytes=lambda _: b"x",
-                    thought=None,
+                    reasoning_gate=None,
                 ),
             )
         )  # fmt: skip
@@ -193,7 +193,7 @@ def test_ends_are_held_back_in_rows_that_allow_anything_else() -> None:
     bits = np.zeros((4, 3), dtype=np.int32)
     bits[0, 0], bits[1], bits[2] = 0b110, (0b100, 0b11, 0), (0b100, 0, 0)
     bits[3] = -1
-    hold_back(ends, bits, [0, 1, 2])
+    mask_ends(ends, bits, [0, 1, 2])
     assert bits[0].tolist() == [0b010, 0, 0] and bits[1].tolist() == [0, 0b01, 0]
     assert bits[2].tolist() == [0b100, 0, 0], "it can only end"
     assert (bits[3] == -1).all(), "not asked for"

@@ -114,7 +114,7 @@ async def answers(config: EngineConfig, plugins: Any) -> list[Any]:
         return choice.token_ids, choice.finish_reason, scores
 
     async with AsyncEngine(config, plugins=plugins) as engine:
-        executor: Any = engine._executor
+        executor: Any = engine.core.executor
         while await executor._thread.call(executor._worker.prepare_ahead):
             pass
         made = await asyncio.gather(*(one(engine, n) for n in range(len(requests()))))
@@ -194,7 +194,7 @@ async def test_work_in_spare_time_leaves_requests_alone(checkpoint: Path) -> Non
 
     async def tokens(between: bool) -> list[int]:
         async with AsyncEngine(config, plugins=plugins) as engine:
-            executor: Any = engine._executor
+            executor: Any = engine.core.executor
             async for out in engine.generate([5, 6, 7], params):
                 last = out
                 if between:
@@ -215,7 +215,7 @@ async def test_larger_graphs_serve_and_nothing_is_recorded_in_a_step(checkpoint:
         attention_backend="static", executor="static",
     )  # fmt: skip
     async with AsyncEngine(config, plugins=plugins) as engine:
-        executor: Any = engine._executor
+        executor: Any = engine.core.executor
         graphs = executor._worker.runner.graphs
         executor._thread.when_idle(lambda: False)
         plain, replay = Ending.PLAIN, lambda: None
@@ -236,7 +236,7 @@ async def test_what_a_step_chose_is_not_changed_by_the_next(checkpoint: Path) ->
         attention_backend="static", executor="static",
     )  # fmt: skip
     async with AsyncEngine(config, plugins=plugins) as engine:
-        executor: Any = engine._executor
+        executor: Any = engine.core.executor
         runner = executor._worker.runner
         with torch.inference_mode():
             chosen = runner.sampler.outputs.chosen[:1]

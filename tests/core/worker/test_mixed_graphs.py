@@ -97,14 +97,14 @@ def requests(count: int) -> list[tuple[list[int], SamplingParams]]:
         {"temperature": 0.0, "prompt_logprobs": 1},
         {"temperature": 0.0, "logit_bias": {5: 3.0}},
     ]
-    shared = [draw.randrange(3, VOCAB) for _ in range(30)]
+    shared = [draw.randrange(3, VOCAB) for _ in range(12)]
     made = []
     for number in range(count):
-        prompt = [draw.randrange(3, VOCAB) for _ in range(draw.randrange(1, 60))]
+        prompt = [draw.randrange(3, VOCAB) for _ in range(draw.randrange(1, 26))]
         if number % 3 == 0:
             prompt = shared + prompt
         params = SamplingParams(
-            max_tokens=draw.randrange(2, 8), seed=number, ignore_eos=True, detokenize=False,
+            max_tokens=draw.randrange(2, 6), seed=number, ignore_eos=True, detokenize=False,
             **extras[number % len(extras)],
         )  # fmt: skip
         made.append((prompt, params))
@@ -133,7 +133,7 @@ async def test_recorded_steps_with_prompts_equal_launched_ones(checkpoint: Path)
     plugins.add_plugin(Plugin(), Provenance("tests", "0", "graphs"))
     common: dict[str, Any] = {
         "model": str(checkpoint), "device": "cpu", "dtype": "float32", "skip_tokenizer_init": True,
-        "max_model_len": 120, "max_num_seqs": 5, "max_num_batched_tokens": 70, "block_size": 8,
+        "max_model_len": 64, "max_num_seqs": 5, "max_num_batched_tokens": 34, "block_size": 8,
         "operations": "torch", "attention_backend": "triton", "num_gpu_blocks_override": 60,
     }  # fmt: skip
     launched = await answers(EngineConfig(**common), plugins, COUNT)
@@ -144,6 +144,31 @@ async def test_recorded_steps_with_prompts_equal_launched_ones(checkpoint: Path)
     # Products of padded rows may differ in the last place, by the machine: a near tie may differ.
     same = sum(a == b for a, b in zip(launched, replayed, strict=True))
     assert same >= len(launched) - 1
+
+
+async def test_many_prompts_of_a_few_tokens_are_replayed_together(checkpoint: Path) -> None:
+    """More of them than the smallest graph of so many tokens has room for."""
+    plugins = load_plugins()
+    plugins.add_plugin(Plugin(), Provenance("tests", "0", "graphs"))
+    config = EngineConfig(
+        model=str(checkpoint), device="cpu", dtype="float32", skip_tokenizer_init=True,
+        max_model_len=40, max_num_seqs=8, max_num_batched_tokens=80, block_size=8,
+        operations="torch", attention_backend="triton", num_gpu_blocks_override=60,
+        executor="recording",
+    )  # fmt: skip
+    params = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True, detokenize=False)
+
+    async def one(engine: AsyncEngine, number: int) -> list[int]:
+        async for out in engine.generate([5 + number] * (2 + number % 2), params):
+            last = out
+        return list(last.outputs[0].token_ids)
+
+    async with AsyncEngine(config, plugins=plugins) as engine:
+        together = await asyncio.gather(*(one(engine, n) for n in range(8)))
+        counts = dict(RecordingExecutor.counts)
+        alone = [await one(engine, n) for n in (0, 5)]
+    assert counts["replayed"] and not counts["launched"], counts
+    assert [together[0], together[5]] == alone
 
 
 def test_token_counts_end_with_the_most_of_a_step() -> None:

@@ -12,11 +12,15 @@ import torch
 from jackfield import AsyncEngine, EngineConfig, SamplingParams
 from jackfield.core.errors import ConfigError, InvalidRequest, JackfieldError
 from jackfield.core.hooks import hookimpl
-from jackfield.core.protocols import LogitsProcessor, LogitsProcessorSetup, ProcessedRows
+from jackfield.core.protocols.logits_processors import (
+    LogitsProcessor,
+    LogitsProcessorSetup,
+    ProcessedRows,
+)
 from jackfield.core.registry import Provenance, load_plugins
-from jackfield.core.types import SlotStart
-from jackfield.core.worker.processors import Processors
-from jackfield.core.worker.sampler import Sampler
+from jackfield.core.step import SlotStart
+from jackfield.core.worker.sampling.processors import Processors
+from jackfield.core.worker.sampling.sampler import Sampler
 
 from helpers import make_checkpoint
 from sampling_bench import Bench
@@ -176,7 +180,7 @@ class Direct(Bench):
         operations = None
         if kernels:
             pytest.importorskip("triton")
-            from jackfield.core.worker.sampling_state import SamplingState
+            from jackfield.core.worker.sampling.sampling_state import SamplingState
             from jackfield.plugins.operations.triton import TritonOperations
 
             operations = TritonOperations()

@@ -41,7 +41,7 @@ class Rehearsing(Operations):
         finally:
             self.rehearsing = False
 
-    def rehearse(self, device: torch.device) -> contextlib.AbstractContextManager[Rehearsing]:
+    def precompile(self, device: torch.device) -> contextlib.AbstractContextManager[Rehearsing]:
         return self._rehearsal()
 
     def compiles(self) -> bool:
@@ -71,7 +71,7 @@ class Executor(InProcessExecutor):
         self._worker._recorder = lambda: recorder  # type: ignore[method-assign]
 
     @staticmethod
-    def get_ready(config: EngineConfig, plugins: Plugins) -> None:
+    def initialize_device(config: EngineConfig, plugins: Plugins) -> None:
         Executor.ready.append(config.device)
         raise RuntimeError("not now")
 

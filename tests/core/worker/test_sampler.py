@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from jackfield.core.types import SamplingParams
-from jackfield.core.worker import sampler as sampler_module
-from jackfield.core.worker import sampling_state as state_module
+from jackfield.core.sampling_params import SamplingParams
+from jackfield.core.worker.sampling import sampler as sampler_module
+from jackfield.core.worker.sampling import sampling_state as state_module
 
 from sampling_bench import (
     Bench,

@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from jackfield.core.types import SamplingParams, SlotStart
-from jackfield.core.worker import sampling_state as state_module
+from jackfield.core.sampling_params import SamplingParams
+from jackfield.core.step import SlotStart
 from jackfield.core.worker.packing import PackedUpload
-from jackfield.core.worker.sampler import Sampler
-from jackfield.core.worker.sampling_columns import NUM_COLUMNS
-from jackfield.core.worker.sampling_state import SamplingState
+from jackfield.core.worker.sampling import sampling_state as state_module
+from jackfield.core.worker.sampling.sampler import Sampler
+from jackfield.core.worker.sampling.sampling_columns import NUM_COLUMNS
+from jackfield.core.worker.sampling.sampling_state import SamplingState
 
 CPU = torch.device("cpu")
 
@@ -31,7 +32,6 @@ def slot_start(
         token_ids=token_ids,
         num_prompt_tokens=num_prompt_tokens,
         num_computed_tokens=0,
-        block_ids=(),
         params=SamplingParams(**params),
         seed=slot,
         stop_token_ids=(7,),

@@ -13,19 +13,21 @@ import pytest
 import torch
 from hypothesis import strategies
 
-from jackfield.core.types import GrammarStart, SamplingParams
-from jackfield.core.worker import slot_lists
-from jackfield.core.worker.masks import TokenMask
-from jackfield.core.worker.sampler import Sampler, token_logprobs
-from jackfield.core.worker.sampling_columns import Column, Flag
-from jackfield.core.worker.sampling_state import SamplingState
+from jackfield.core.sampling_params import SamplingParams
+from jackfield.core.step import GrammarStart
+from jackfield.core.worker.sampling import slot_lists
+from jackfield.core.worker.sampling.masks import TokenMask
+from jackfield.core.worker.sampling.sampler import Sampler, token_logprobs
+from jackfield.core.worker.sampling.sampling_columns import Column, Flag
+from jackfield.core.worker.sampling.sampling_state import SamplingState
 
 from sampling_bench import MAX_LEN, Bench, oracle_token, random_params
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)
 
-from jackfield.kernels import sample_tokens, sampling_layout
+from jackfield.kernels.sampling import layout as sampling_layout
+from jackfield.kernels.sampling import sample_tokens
 from jackfield.plugins.operations.triton import TritonOperations
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

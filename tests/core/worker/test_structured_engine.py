@@ -107,7 +107,7 @@ async def test_recorded_steps_give_what_launched_ones_give() -> None:
     async with AsyncEngine(static, plugins=plugins) as engine:
         replayed = await asyncio.gather(*(ask(engine, params) for params in MIXED))
         assert StaticExecutor.recorders[0].replays > 50
-        executor: Any = engine._executor
+        executor: Any = engine.core.executor
         graphs = executor._worker.runner.graphs
         assert executor._thread._spare is not None or not graphs.missing(), "nobody told it"
         while await executor._thread.call(executor._worker.prepare_ahead):
@@ -191,7 +191,7 @@ async def test_an_aborted_structured_request_leaves_nothing_behind() -> None:
         await stream.aclose()
         check((await ask(engine, structured(2))).outputs[0])
         assert engine.stats().kv_blocks_used == 0
-        masks = engine._executor._worker.runner.masks  # type: ignore[attr-defined]
+        masks = engine.core.executor._worker.runner.masks  # type: ignore[attr-defined]
         await ask(engine, SamplingParams(max_tokens=2))
         assert not masks._constraints and not masks._unseen
 

@@ -113,7 +113,7 @@ def test_engines_are_compared_in_fresh_processes(
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 def test_kernels_are_timed_beside_their_floors(tmp_path: Path) -> None:
     out = tmp_path / "results.jsonl"
-    names = ["rms_norm", "silu_mul", "gelu_mul", "decode_inputs", "choose_tokens", "quantize_rows"]
+    names = ["rms_norm", "silu_mul", "gelu_mul", "decode_inputs", "sample_gumbel", "quantize_rows"]
     options = ["--device", "cpu", "--repeats", "1", "--output", str(out)]
     assert run(["kernels", *names, *options]) == 0
     lines = [json.loads(line) for line in out.read_text().splitlines()]

@@ -12,8 +12,18 @@ from typing import Any
 import pytest
 
 from jackfield.entrypoints.bench.command import run
-from jackfield.entrypoints.bench.serve_options import chosen_workloads, draw_chats, parse, ways
-from jackfield.entrypoints.bench.servers import SERVED, free_port, server_command, serving
+from jackfield.entrypoints.bench.serve.serve_options import (
+    chosen_workloads,
+    draw_chats,
+    parse,
+    ways,
+)
+from jackfield.entrypoints.bench.serve.servers import (
+    SERVED,
+    free_port,
+    server_command,
+    serving,
+)
 from jackfield.entrypoints.bench.workloads import WORKLOADS
 
 CPU = ["--device", "cpu", "--attention-backend", "torch"]
@@ -22,9 +32,7 @@ CPU = ["--device", "cpu", "--attention-backend", "torch"]
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
     port = free_port()
-    command = server_command(
-        "jackfield", "", dummy=False, port=port, max_model_len=512, flags=CPU
-    )  # fmt: skip
+    command = server_command("jackfield", "", dummy=False, port=port, max_model_len=512, flags=CPU)
     server = serving(command, port, timeout=300)
     with asyncio.Runner() as runner:
         yield runner.run(server.__aenter__()).url

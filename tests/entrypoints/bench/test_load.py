@@ -13,9 +13,17 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from jackfield.entrypoints.bench.clients import Sent, send_load
-from jackfield.entrypoints.bench.latencies import cache_counters, summarize
-from jackfield.entrypoints.bench.load import (
+from jackfield.core.metrics.metrics import EngineMetrics
+from jackfield.core.outputs import EngineStats
+from jackfield.entrypoints.bench.serve.clients import Sent, send_load
+from jackfield.entrypoints.bench.serve.latency_stats import (
+    cache_counters,
+    late_preparations,
+    launch_waits,
+    quantile,
+    summarize,
+)
+from jackfield.entrypoints.bench.serve.load import (
     Answer,
     Load,
     Target,
@@ -24,7 +32,7 @@ from jackfield.entrypoints.bench.load import (
     drive,
     send,
 )
-from jackfield.entrypoints.bench.plots import plot_load
+from jackfield.entrypoints.bench.serve.plots import plot_load
 from jackfield.entrypoints.bench.workloads import Ask
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -294,3 +302,24 @@ def test_a_plot_is_a_picture(tmp_path: Path) -> None:
     answers = [made_up(0.0, 0.1, 0.2, 0.3), made_up(1.0, 1.3, 1.6), Answer(sent=0.0, error="no")]
     path = plot_load(answers, tmp_path / "plots", "jackfield W5 concurrency 1, requests 2")
     assert path.read_bytes().startswith(b"\x89PNG") and path.parent == tmp_path / "plots"
+
+
+def test_waits_of_launches_are_read_from_what_the_server_counts() -> None:
+    metrics = EngineMetrics("m")
+    for wait, times in ((0.0003, 5), (0.03, 1)):
+        for _ in range(times):
+            metrics.observe_step(1, 0.01, wait)
+    metrics.observe_stats(EngineStats(late_preparations=2))
+    before = metrics.render().decode()
+    for wait, times in ((0.00005, 90), (0.0015, 9), (0.5, 1)):
+        for _ in range(times):
+            metrics.observe_step(1, 0.01, wait)
+    metrics.observe_stats(EngineStats(late_preparations=5))
+    after = metrics.render().decode()
+    waits = launch_waits(before), launch_waits(after)
+    assert quantile(*waits, 0.9) == 0.0001
+    assert quantile(*waits, 0.99) == 0.002
+    assert quantile(*waits, 0.999) == float("inf")
+    assert quantile(waits[1], waits[1], 0.99) is None
+    assert (late_preparations(before), late_preparations(after)) == (2, 5)
+    assert late_preparations("") is None and not launch_waits("")

@@ -12,7 +12,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from jackfield.core.protocols import AttentionBackend, AttentionSpec
+from jackfield.core.protocols.attention import AttentionBackend, AttentionSpec
 from jackfield.plugins.attention import torch as torch_backend
 from jackfield.plugins.attention.torch import TorchAttention
 from jackfield.plugins.attention.triton import TritonAttention

@@ -13,7 +13,7 @@ import torch
 from jackfield import AsyncEngine, EngineConfig
 from jackfield.core.errors import ConfigError
 from jackfield.core.hooks import hookimpl
-from jackfield.core.protocols import AttentionBackend, AttentionSpec
+from jackfield.core.protocols.attention import AttentionBackend, AttentionSpec
 from jackfield.core.registry import Plugins, load_plugins
 from jackfield.core.worker.selection import attention_refusal, choose
 from jackfield.plugins.attention import flashinfer

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from mutants import Mutant, mutant_tests, plugin_of, subclass
 
-from jackfield.core.protocols import AttentionSpec
+from jackfield.core.protocols.attention import AttentionSpec
 from jackfield.plugins.attention.torch import TorchAttention
 from jackfield.plugins.conformance.attention import AttentionBackendKit
 
@@ -108,41 +108,66 @@ def sees_ahead(self: Any, layout: Any) -> Any:
     return TorchAttention.build_metadata(self, layout)
 
 
+def reads_all_blocks(self: Any, spec: Any, query: Any, key: Any, value: Any, cache: Any,
+                     metadata: Any, **more: Any) -> torch.Tensor:  # fmt: skip
+    out = TorchAttention.forward(self, spec, query, key, value, cache, metadata, **more)
+    longest = int(metadata.layout.seq_lens.argmax())
+    if spec.sliding_window is not None:
+        out = out + 0 * cache[:, metadata.layout.block_table[longest, 0].long(), 0, 0, 0].sum()
+    return out
+
+
+def keeps_the_last_metadata(self: Any, layout: Any) -> Any:
+    self.kept = TorchAttention.build_metadata(self, layout)
+    return self.kept
+
+
+def reads_the_last_metadata(self: Any, spec: Any, query: Any, key: Any, value: Any, cache: Any,
+                            metadata: Any, **more: Any) -> torch.Tensor:  # fmt: skip
+    return TorchAttention.forward(self, spec, query, key, value, cache, self.kept, **more)
+
+
 DENSE, RANDOM = "test_equals_dense_attention", "test_equals_dense_attention_on_random_layouts"
 LONG, LARGE = "test_long_and_short_rows_together", "test_large_logits_do_not_overflow"
 FEATURES, FRESH = "test_features", "test_fresh_prompts_with_features"
 FP8, LAYER = "test_fp8_cache", "test_through_a_layer"
 LAYER_FEATURES = "test_features_through_a_layer"
 MANY = "test_one_instance_serves_many_steps_and_layers"
+BEHIND, GROUPS = "test_nothing_is_read_behind_a_window", "test_groups_of_a_step_are_kept_apart"
 PADDING, WARM = (
     "test_padding_rows_touch_the_null_block_alone", "test_warm_up_on_the_null_block",
 )  # fmt: skip
 REFUSALS, UNKNOWN = "test_refusals_are_stated", "test_what_it_does_not_know_of_is_refused"
 
 DOWN_THE_LINE = (
-    DENSE, RANDOM, FEATURES, LAYER_FEATURES, FP8, FRESH, LARGE, LONG, MANY, LAYER,
+    DENSE, RANDOM, FEATURES, LAYER_FEATURES, FP8, FRESH, LARGE, LONG, MANY, LAYER, BEHIND, GROUPS,
 )  # fmt: skip
 WRONG = (*DOWN_THE_LINE, PADDING)
 MUTANTS: dict[str, Mutant] = {
     "another scale": Mutant(with_spec(scale=lambda scale: scale * 1.1), WRONG),
     "the cap is left out": Mutant(with_spec(soft_cap=None), (FEATURES, FRESH)),
     "a window one too wide": Mutant(
-        with_spec(sliding_window=lambda window: window + 1), (FEATURES, FRESH, MANY)
+        with_spec(sliding_window=lambda window: window + 1),
+        (FEATURES, FRESH, MANY, BEHIND, GROUPS),
     ),
     "slopes are left out": Mutant(with_spec(alibi_slopes=None), (FEATURES, LAYER_FEATURES, FRESH)),
     "sinks are left out": Mutant(planted(forward=no_sinks), (FEATURES, LAYER_FEATURES, FRESH)),
     "values of the first head alone": Mutant(
         planted(forward=one_value_head),
-        (DENSE, RANDOM, FEATURES, LAYER_FEATURES, FP8, FRESH, MANY, PADDING, LAYER),
+        (DENSE, RANDOM, FEATURES, LAYER_FEATURES, FP8, FRESH, MANY, PADDING, LAYER, BEHIND, GROUPS),
     ),
-    "float32 for bfloat16": Mutant(planted(forward=wide), (DENSE, FEATURES, LONG)),
+    "float32 for bfloat16": Mutant(planted(forward=wide), (DENSE, FEATURES, LONG, BEHIND)),
     "queries are rounded": Mutant(planted(forward=narrow), WRONG),
     "another block is written": Mutant(
         planted(forward=writes_its_neighbour),
-        (DENSE, RANDOM, FEATURES, FP8, FRESH, LONG, PADDING, LAYER, WARM),
+        (DENSE, RANDOM, FEATURES, FP8, FRESH, LONG, PADDING, LAYER, WARM, BEHIND, GROUPS),
     ),
     "the first step's metadata": Mutant(
-        planted(build_metadata=keeps_the_first_metadata), (MANY, WARM)
+        planted(build_metadata=keeps_the_first_metadata), (MANY, WARM, GROUPS)
+    ),
+    "a block behind the window": Mutant(planted(forward=reads_all_blocks), (BEHIND, FEATURES)),
+    "one group's metadata for all": Mutant(
+        planted(build_metadata=keeps_the_last_metadata, forward=reads_the_last_metadata), (GROUPS,)
     ),
     "a chunk one token short": Mutant(planted(build_metadata=sees_ahead), DOWN_THE_LINE),
     "serves 3 heads over 2": Mutant(planted(supports=classmethod(serves_anything)), (REFUSALS,)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import shutil
 import subprocess
@@ -11,10 +12,16 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+from mutants import plugin_of
 
 import jackfield
+from jackfield.core.protocols.logits_processors import LogitsProcessor
+from jackfield.core.registry import Entry, Provenance, load_plugins
+from jackfield.plugins.conformance.kit import Kit
+from jackfield.plugins.conformance.options import KITS
 
 PACKAGE = "jackfield.plugins.conformance"
+BAD = Provenance("bad-dist", "2.0", "bad")
 
 
 def run_pytest(*arguments: str, folder: Path, **environment: str) -> tuple[int, str]:
@@ -63,6 +70,20 @@ def test_an_option_that_another_pytest_plugin_has_gets_a_prefix(tmp_path: Path) 
     status, printed = run_pytest(*arguments, folder=tmp_path, PYTHONPATH=str(tmp_path))
     assert status == pytest.ExitCode.USAGE_ERROR
     assert "no model named 'NoSuch' is registered" in printed
+
+
+@pytest.mark.parametrize("kind", KITS)
+def test_a_kit_tries_what_is_not_installed_too(kind: str) -> None:
+    """Given as `plugin`: each kit finds its subject as every other does."""
+    kit = getattr(importlib.import_module(f"{PACKAGE}.{KITS[kind].module}"), KITS[kind].class_name)
+    assert issubclass(kit, Kit) and kit.kind == kind
+    subject = load_plugins()[kind].entries()
+    if not subject:  # None is in the box.
+        methods = dict.fromkeys(("__init__", "start", "apply"), lambda self, *_: None)
+        subject = [Entry("none", type("Subject", (LogitsProcessor,), methods), BAD)]
+    plugin = plugin_of(kind, "not_installed", subject[0].reference)
+    made = type("Made", (kit,), {"name": "not_installed", "plugin": plugin})
+    assert made.registered() is not None
 
 
 def test_the_pytest_plugin_imports_no_torch_and_no_engine() -> None:

@@ -32,7 +32,7 @@ async def one_block_too_many(self: Any) -> Any:
 
 
 async def start_on_the_loop(self: Any) -> Any:
-    from jackfield.core.worker.thread import WorkerThread
+    from jackfield.core.worker.threads import WorkerThread
 
     self._thread = WorkerThread(asyncio.get_running_loop())
     return self._worker.start()
@@ -66,7 +66,7 @@ def every_row_samples(self: Any, plan: Any) -> Any:
 
 
 def swallows(self: Any, plan: Any) -> Any:
-    from jackfield.core.types import StepResult
+    from jackfield.core.step import StepResult
 
     async def later() -> Any:
         try:

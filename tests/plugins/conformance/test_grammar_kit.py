@@ -9,10 +9,10 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
-from jackfield.core.protocols import GrammarSpec, Vocabulary
+from jackfield.core.protocols.grammars import GrammarSpec, Vocabulary
 from jackfield.plugins.conformance.grammar_cases import FIRST_EOS, SIZE
 from jackfield.plugins.conformance.grammars import GrammarBackendKit
-from jackfield.plugins.structured.llguidance import LLGuidance, LLGuidanceMatcher
+from jackfield.plugins.grammar_backends.llguidance import LLGuidance, LLGuidanceMatcher
 
 pytest.importorskip("llguidance")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,8 @@ from typing import Any
 import torch
 from mutants import Mutant, mutant_tests, plugin_of, subclass
 
-from jackfield.core.protocols import KVConnectorSetup
-from jackfield.core.types import KVReport
+from jackfield.core.protocols.kv import KVConnectorSetup
+from jackfield.core.step import KVReport
 from jackfield.plugins.conformance.kv_connectors import KVConnectorKit
 from jackfield.plugins.kv_connectors.file_store import FileStore
 from jackfield.plugins.kv_connectors.store import StoreConnector, StoreScheduler, StoreWorker
@@ -114,6 +115,12 @@ def holds_nothing(self: Any, transfer: int, request: Any, keys: Any, block_ids: 
     return ()
 
 
+def raises_at_failures(self: Any, report: KVReport) -> None:
+    if report.failed:
+        raise KeyError("on purpose")
+    StoreScheduler.update(self, report)
+
+
 def marks_its_neighbour(self: Any, job: Any, copier: Any, after: Any) -> Any:
     lost = StoreWorker.load(self, job, copier, after)
     with torch.inference_mode():
@@ -123,7 +130,23 @@ def marks_its_neighbour(self: Any, job: Any, copier: Any, after: Any) -> Any:
     return lost
 
 
+def starts_no_loads(self: Any, metadata: Any) -> None:
+    StoreWorker.start(self, metadata)
+    if metadata.loads:
+        raise KeyError("on purpose")
+
+
+def reads_late(self: Any, job: Any, copier: Any, after: Any) -> Any:
+    time.sleep(0.1)
+    return StoreWorker.load(self, job, copier, after)
+
+
+def just_returns(self: Any) -> None:
+    """Its threads go on."""
+
+
 BITS = "test_what_is_saved_comes_back_bit_equal"
+CLOSED = "test_a_worker_half_that_is_closed_leaves_the_cache_alone"
 GONE = "test_blocks_that_are_not_there_are_reported_and_the_transfer_ends"
 BACK, PARTIAL = (
     "test_an_engine_gets_back_what_it_has_lost",
@@ -177,6 +200,19 @@ MUTANTS = {
             DAMAGED,
             REPLACED,
         ),
+    ),
+    "raises where a load has failed": Mutant(
+        scheduler(update=raises_at_failures),
+        (FAILS, GONE, REPLACED, RANDOM),
+        perhaps=(BREAKS, DAMAGED),
+    ),
+    "raises where a load starts": Mutant(
+        worker(start=starts_no_loads),
+        (BITS, GONE, CLOSED, BACK, PARTIAL, SALT, SLOW, FAILS, REPLACED, ABORT, TWO, RANDOM, STOPS),
+        perhaps=(BREAKS, DAMAGED, REUSE),
+    ),
+    "its threads outlive it": Mutant(
+        worker(load=reads_late, close=just_returns), (CLOSED,), perhaps=(STOPS,)
     ),
     "writes into other blocks": Mutant(
         worker(load=marks_its_neighbour, bind=kept_caches),

@@ -9,8 +9,13 @@ import pytest
 import torch
 
 from jackfield.core.errors import InvalidRequest
-from jackfield.core.protocols import LogitsProcessor, LogitsProcessorSetup, ProcessedRows
-from jackfield.core.types import SamplingParams, SlotStart
+from jackfield.core.protocols.logits_processors import (
+    LogitsProcessor,
+    LogitsProcessorSetup,
+    ProcessedRows,
+)
+from jackfield.core.sampling_params import SamplingParams
+from jackfield.core.step import SlotStart
 from jackfield.plugins.conformance.logits_processors import LogitsProcessorKit
 
 

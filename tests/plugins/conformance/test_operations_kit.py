@@ -127,6 +127,12 @@ def no_new_blocks(self: Any, packed: Any, history: Any, table: Any, size: int) -
     return Operations.decode_inputs(self, packed, history, table.clone(), size)
 
 
+def first_table_alone(self: Any, table: Any, columns: int, *args: Any) -> Any:
+    tables = table.view(len(table), -1, columns)
+    return Operations.slot_mappings(self, tables[:, :1].expand_as(tables).reshape_as(table),
+                                    columns, *args)  # fmt: skip
+
+
 def greedy(self: Any, logits: Any, slots: Any, lengths: Any, tables: Any, out: Any,
            **more: Any) -> None:  # fmt: skip
     out.chosen[: len(slots)] = logits.nan_to_num(-1e9).argmax(1).int()
@@ -201,6 +207,9 @@ MUTANTS = {
         planted(decode_inputs=no_new_blocks), ("test_decode_inputs",)
     ),
     "greedy whatever was asked": Mutant(planted(samples=True, sample=greedy), ("test_sampling",)),
+    "all tables are the first": Mutant(
+        planted(slot_mappings=first_table_alone), ("test_slot_mappings",)
+    ),
     "rows of one token": Mutant(planted(step_inputs=rows_of_one_token), ("test_step_inputs",)),
     "all writes, however many count": Mutant(planted(scatter=writes_all), ("test_scatter",)),
     "another type comes out": Mutant(planted(layer_norm=float64), ("test_layer_norm",)),

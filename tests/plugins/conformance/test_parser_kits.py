@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from mutants import Mutant, mutant_tests, plugin_of, subclass
 
-from jackfield.core.protocols import (
+from jackfield.core.protocols.parsers import (
     Content,
     ParserEvent,
     Reasoning,

@@ -19,7 +19,7 @@ from test_kv_connector_kits import TestCpuOffload as CpuOffload
 from jackfield import AsyncEngine, EngineConfig, OutputKind, SamplingParams, hookimpl
 from jackfield.core.config import KVTransferConfig
 from jackfield.core.errors import ConfigError
-from jackfield.core.protocols import KVConnectorSetup, KVLayout
+from jackfield.core.protocols.kv import KVConnectorSetup, KVLayout
 from jackfield.core.registry import load_plugins
 from jackfield.plugins.conformance.kv_halves import Halves, bits, random_cache
 from jackfield.plugins.kv_connectors import copying

@@ -25,7 +25,7 @@ def draw(*shape: int, seed: int = 0) -> torch.Tensor:
 
 @pytest.mark.parametrize("tokens", [1, 3, 130])
 @pytest.mark.parametrize("after", ["gated", "residual", "sorted"])
-@pytest.mark.parametrize("group", [64, 8], ids=["nibbles", "groups too narrow for them"])
+@pytest.mark.parametrize("group", [64, 8], ids=["4 bits", "groups too narrow for the tensor core"])
 def test_products_by_4_bits_equal_plain_ones(tokens: int, after: str, group: int) -> None:
     words, scale = round_to_words(draw(96, SIZE) / SIZE**0.5, 4, group)
     order = torch.randperm(SIZE, generator=torch.Generator().manual_seed(1)).to(DEVICE)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from jackfield.core.output_parsing.output_parser import OutputParser, fold
+from jackfield.core.output_parsing.reasoning_parser import make_parser
 from jackfield.core.registry import load_plugins
-from jackfield.core.text.parsing import OutputParser, fold
-from jackfield.core.text.reasoning import make_parser
 from jackfield.plugins.conformance.parsers import ReasoningParserKit, Sample, run
 
 OPENED = [

@@ -6,9 +6,9 @@ from typing import ClassVar
 
 import pytest
 
-from jackfield.core.protocols import ToolCallEnd
+from jackfield.core.output_parsing.output_parser import fold
+from jackfield.core.protocols.parsers import ToolCallEnd
 from jackfield.core.registry import load_plugins
-from jackfield.core.text.parsing import fold
 from jackfield.plugins.conformance.parsers import Sample, ToolParserKit, run, tool
 
 PARIS = {"city": "Paris"}

@@ -10,7 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jackfield.core.text.parsing import OutputParser, ParsedMessage, ParsedToolCall, fold
+from jackfield.core.output_parsing.output_parser import (
+    OutputParser,
+    ParsedMessage,
+    ParsedToolCall,
+    fold,
+)
 from jackfield.plugins.conformance.parsers import cut, run
 from jackfield.plugins.parsing.python_values import python_value
 from jackfield.plugins.parsing.schema_values import json_of, parameter_types

@@ -66,7 +66,7 @@ async def answer(engine: AsyncEngine, prompt: list[int], **params: Any) -> Any:
 
 
 def layers(engine: AsyncEngine) -> list[Attention]:
-    executor: Any = engine._executor
+    executor: Any = engine.core.executor
     model = executor._worker.runner.model
     return [module for module in model.modules() if isinstance(module, Attention)]
 
@@ -196,7 +196,7 @@ async def test_decode_steps_are_recorded_with_the_final_scales_only(checkpoint: 
     async with AsyncEngine(asked, plugins=plugins) as engine:
         assert not Recording.recorded
         await answer(engine, PROMPTS[0])
-        executor: Any = engine._executor
+        executor: Any = engine.core.executor
         assert isinstance(executor._worker.runner.graphs, DecodeGraphs)
         final = layers(engine)[0].spec.key_scale
     assert final != 1.0 and set(Recording.recorded) == {final}

@@ -51,7 +51,7 @@ def cache(dtype: torch.dtype, lengths: list[int]) -> tuple[torch.Tensor, ...]:
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
 def test_decode_kernel_reads_an_fp8_cache(dtype: torch.dtype) -> None:
-    from jackfield.kernels.paged_attention_decode import paged_attention_decode
+    from jackfield.kernels.attention.paged_attention_decode import paged_attention_decode
 
     kv, table, lengths = cache(dtype, [1, 9, 70])
     query = draw(3, HEADS, DIM, seed=5)
@@ -63,7 +63,7 @@ def test_decode_kernel_reads_an_fp8_cache(dtype: torch.dtype) -> None:
 
 
 def test_prefill_kernel_reads_an_fp8_cache() -> None:
-    from jackfield.kernels.paged_attention_prefill import paged_attention_prefill
+    from jackfield.kernels.attention.paged_attention_prefill import paged_attention_prefill
 
     kv, table, lengths = cache(E4M3, [6, 13])
     query = draw(11, HEADS, DIM, seed=5)
@@ -75,12 +75,12 @@ def test_prefill_kernel_reads_an_fp8_cache() -> None:
 
 
 def test_heads_kernel_writes_an_fp8_cache() -> None:
-    from jackfield.kernels.heads import heads
+    from jackfield.kernels.attention.qk_norm_rope_cache import qk_norm_rope_cache
 
     slots = torch.tensor([5, 0, 11], device=DEVICE)
     positions = torch.arange(3, device=DEVICE)
     made = []
-    for function in (heads, reference.heads):
+    for function in (qk_norm_rope_cache, reference.qk_norm_rope_cache):
         kv = torch.zeros(2, 3, BLOCK, KV_HEADS, DIM, device=DEVICE).to(E4M3)
         fused = draw(3, (HEADS + 2 * KV_HEADS) * DIM)
         if DEVICE.type == "cuda":  # The interpreter does not cut off.
@@ -97,7 +97,7 @@ def test_heads_kernel_writes_an_fp8_cache() -> None:
 
 
 def test_fused_decode_kernel_reads_and_writes_an_fp8_cache() -> None:
-    from jackfield.kernels.fused_decode_attention import fused_decode_attention
+    from jackfield.kernels.attention.fused_decode_attention import fused_decode_attention
 
     lengths = [1, 9, 40]
     qkv = draw(3, (HEADS + 2 * KV_HEADS) * DIM, seed=3)
@@ -112,7 +112,7 @@ def test_fused_decode_kernel_reads_and_writes_an_fp8_cache() -> None:
         counters=torch.zeros(64, dtype=torch.int32, device=DEVICE),
         workspace=torch.empty(10000, device=DEVICE), num_splits=2,
     )  # fmt: skip
-    reference.heads(
+    reference.qk_norm_rope_cache(
         qkv, HEADS, KV_HEADS, seq_lens - 1, kv_cache=other, slot_mapping=slots, cache_scales=SCALES
     )
     query = qkv.view(3, -1, DIM)[:, :HEADS]

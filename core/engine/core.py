@@ -1,0 +1,342 @@
+"""`EngineCore`: everything that runs requests: scheduler, step loop, executor, output processor."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+import time
+from collections.abc import Callable, Iterator
+
+import msgspec
+import prometheus_client as prometheus
+
+from ..cache.groups import sequence_blocks
+from ..config import EngineConfig
+from ..errors import EngineOverloaded, EngineStopped, PluginError
+from ..loading.generation_config import NO_DEFAULTS
+from ..loading.model_config import ModelConfig, resolve_model_config
+from ..metrics.merge import Family, families
+from ..metrics.metrics import EngineMetrics
+from ..outputs import EngineStats
+from ..protocols.executors import Executor, ExecutorInfo, SchedulePolicy
+from ..registry import Plugins
+from ..request import Request, RequestSpec
+from ..scheduling.guarded_connector import GuardedConnector
+from ..scheduling.scheduler import Scheduler
+from ..step import GrammarStart, StepPlan, StepResult
+from .admission import check_limits, request_limits
+from .core_client import S
+from .grammars import Grammars
+from .kv_connector import connect, watch_transfers
+from .output_processor import OutputProcessor, RequestTracker, State
+from .plugin_events import PluginEvents
+from .request_state import RequestState
+from .resolve_config import check_names, resolve_config, resolve_parsers, resolve_runner
+from .step_loop import StepLoop
+from .text_processor import TextProcessor
+
+logger = logging.getLogger("jackfield.engine")
+
+
+@contextlib.contextmanager
+def logged(action: str) -> Iterator[None]:
+    """Log an error and suppress it, at the end of an engine, so that its other parts end too."""
+    try:
+        yield
+    except Exception:
+        logger.exception("%s failed", action)
+
+
+class EngineCore:
+    """Schedules requests onto an executor of this process. A `CoreClient`."""
+
+    in_process = True
+    model_config: ModelConfig
+    info: ExecutorInfo
+    metrics: EngineMetrics
+    executor: Executor
+    scheduler: Scheduler
+    outputs: OutputProcessor
+    grammars: Grammars
+    events: PluginEvents
+
+    def __init__(self, config: EngineConfig, plugins: Plugins) -> None:
+        self.config = config
+        self.plugins = plugins
+        self.requests = RequestTracker()
+        self.steps: StepLoop | None = None
+        """None before the start."""
+        self._connector: GuardedConnector | None = None
+        self._seeds = random.Random(config.seed)
+        self._ping: asyncio.Future[None] | None = None
+        """Shared by concurrent health checks, so that they do not queue up after a hung step."""
+        self._loads: list[Callable[[], int]] = []
+
+    @property
+    def registry(self) -> prometheus.CollectorRegistry:
+        """The engine's metrics."""
+        return self.metrics.registry
+
+    # ------------------------------------------------------------ start and stop
+
+    async def start(self, texts: TextProcessor, events: PluginEvents) -> None:
+        """Load the model, and `texts` meanwhile, and begin stepping."""
+        began = time.monotonic()
+        await self._resolve()
+        executors, name = self.plugins["executor"], self.config.executor
+        with executors.calling(name, "its constructor"):
+            self.executor = executors.load(name)(self.config, self.model_config, self.plugins)
+        if self.config.kv_transfer_config is not None:
+            watch_transfers(self.executor, self._expect_transfer_report)
+        with executors.calling(name, "start"):
+            starting = asyncio.ensure_future(self.executor.start())
+        try:
+            await asyncio.to_thread(texts.load, self.config, self.model_config)
+            with executors.calling(name, "start"):
+                self.info = await starting
+            self._connector = connect(self.config, self.info, self.plugins, self._wake)
+            self._build(texts, events)
+        except BaseException:
+            await asyncio.gather(starting, return_exceptions=True)
+            await self.executor.stop()
+            raise
+        logger.info(
+            "ready in %.1f s: %s on %s (%s), attention %s (%s), %d KV blocks of %d tokens%s",
+            time.monotonic() - began,
+            self.model_config.architecture,
+            self.info.device,
+            self.info.dtype,
+            self.info.attention_backend,
+            self.info.attention_reason,
+            self.info.num_blocks,
+            self.config.block_size,
+            self._room(),
+        )
+        if self.model_config.sampling != NO_DEFAULTS:
+            logger.info("requests that leave it open get %s", self.model_config.sampling)
+
+    def _room(self) -> str:
+        """Return how many of the longest requests the KV cache holds at once, for the log."""
+        config, longest = self.config, self.model_config.max_model_len
+        assert config.max_num_batched_tokens is not None
+        if not self.info.num_blocks:
+            return ""
+        blocks = sequence_blocks(
+            self.info.cache_groups, longest, config.block_size, config.max_num_batched_tokens
+        )
+        return f": {(self.info.num_blocks - 1) / blocks:.1f} requests of {longest} tokens at once"
+
+    async def _resolve(self) -> None:
+        """Make the configuration concrete, while the executor's class prepares the device."""
+        given, plugins = self.config, self.plugins
+        check_names(given, plugins)
+        config = resolve_config(given)
+        executor_class = plugins["executor"].load(config.executor)
+        initialize = getattr(executor_class, "initialize_device", lambda config, plugins: None)
+        ready = asyncio.ensure_future(asyncio.to_thread(initialize, config, plugins))
+        try:
+            model_config = await asyncio.to_thread(resolve_model_config, config, plugins)
+        finally:
+            # The executor's start fails with the same error of the device again, and reports it.
+            await asyncio.gather(ready, return_exceptions=True)
+        config, self.model_config = await asyncio.to_thread(
+            resolve_runner, given, config, model_config, plugins
+        )
+        self.config = resolve_parsers(config, self.model_config, plugins)
+
+    def _build(self, texts: TextProcessor, events: PluginEvents) -> None:
+        """Make the parts that need the executor's info, and begin stepping."""
+        config, model_config = self.config, self.model_config
+        limits = request_limits(config, model_config, self.info)
+        self.events = events
+        self.metrics = EngineMetrics(config.served_names[0])
+        self.metrics.observe_cache_config(
+            block_size=config.block_size,
+            num_gpu_blocks=self.info.num_blocks,
+            cache_dtype=config.kv_cache_dtype,
+            gpu_memory_utilization=config.gpu_memory_utilization,
+            enable_prefix_caching=config.enable_prefix_caching,
+        )
+        self.grammars = Grammars(
+            self.plugins,
+            config,
+            texts.tokenizer,
+            model_config.vocab_size,
+            model_config.eos_token_ids,
+            texts.prompt_end,
+        )
+        self.scheduler = Scheduler(
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=limits.max_num_batched_tokens,
+            max_model_len=limits.max_model_len,
+            num_blocks=self.info.num_blocks,
+            block_size=config.block_size,
+            enable_prefix_caching=config.enable_prefix_caching,
+            enable_chunked_prefill=limits.enable_chunked_prefill,
+            long_prefill_token_threshold=config.long_prefill_token_threshold,
+            policy=self._policy(),
+            policy_name=self.plugins["schedule_policy"].described(config.scheduling_policy),
+            connector=self._connector,
+            transfer=config.kv_transfer_config,
+            hash_key=None if self.info.kv_layout is None else self.info.kv_layout.fingerprint,
+            groups=self.info.cache_groups,
+        )
+        self._limits = self.scheduler.limits
+        self.outputs = OutputProcessor(self.requests, self.scheduler, self.metrics, events)
+        self.steps = StepLoop(
+            self.scheduler,
+            self.executor,
+            publish=self.outputs.publish,
+            stepped=self._step_finished,
+            died=self._die,
+        )
+        self.steps.start()
+
+    def _policy(self) -> SchedulePolicy:
+        """Return a new schedule policy. Raises PluginError if it cannot be made."""
+        registry, name = self.plugins["schedule_policy"], self.config.scheduling_policy
+        policy_class = registry.load(name)
+        try:
+            policy: SchedulePolicy = policy_class()
+            if not callable(policy.key):
+                raise TypeError("`key` cannot be called")
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise PluginError(f"{registry.described(name)} cannot be made: {reason}") from error
+        return policy
+
+    async def stop(self) -> None:
+        """End the steps, and free the device. Errors of the parts are logged."""
+        if self.steps is None:
+            return
+        with logged("stopping the step loop"):
+            await self.steps.stop()
+        with logged("closing the grammars"):
+            await self.grammars.close()
+        if self._connector is not None:
+            with logged("closing the KV connector"):
+                self._connector.close()
+        with logged("stopping the executor"):
+            await self.executor.stop()
+
+    # ------------------------------------------------------------ requests
+
+    def check_open(self, request_id: str) -> None:
+        """Raise unless a request of this id may begin now."""
+        self.requests.check_accepting()
+        limit = self.config.max_waiting_requests
+        if limit is not None and self.scheduler.num_waiting >= limit:
+            raise EngineOverloaded(f"{limit} requests are waiting already; try again later")
+        self.requests.check_free(request_id)
+
+    async def add_request(self, spec: RequestSpec, make_state: Callable[[list[Request]], S]) -> S:
+        """Compile the request's grammar, and hand the request to the scheduler."""
+        grammar: GrammarStart | None = None
+        if spec.params.structured_outputs is not None:
+            grammar = await self.grammars.prepare(
+                spec.params,
+                chat=spec.grammar.chat,
+                template_arguments=spec.grammar.template_arguments,
+            )
+        self.check_open(spec.request_id)
+        if self.scheduler.limits != self._limits:  # Blocks were lost since admission's were made.
+            check_limits(self.scheduler.limits, len(spec.prompt_token_ids), spec.max_tokens)
+        seed = self._seeds.getrandbits(62) if spec.params.seed is None else spec.params.seed
+        state = make_state(spec.requests(seed=seed, grammar=grammar))
+        self.outputs.enter_request(state)
+        self._wake()
+        return state
+
+    def abort_request(self, state: State) -> None:
+        """End what is left of a request; its blocks are free when this returns."""
+        self.outputs.abort_request(state)
+        self._wake()
+
+    def finish_completion(self, state: RequestState, index: int, stop: str) -> None:
+        """End one completion at a stop string that a front end found."""
+        self.outputs.finish_completion(state, index, stop)
+        self._wake()
+
+    # ------------------------------------------------------------ state
+
+    async def check_health(self, timeout: float) -> None:
+        """Raise EngineStopped unless the step loop and the worker are alive."""
+        if self.steps is None or not (self.requests.healthy and self.steps.running):
+            raise EngineStopped(self.requests.dead_reason or "the engine is not running")
+        ping = getattr(self.executor, "ping", None)
+        if ping is None:
+            return
+        before = self.scheduler.num_steps
+        try:
+            if self._ping is None or self._ping.done():
+                self._ping = asyncio.ensure_future(ping())
+            await asyncio.wait_for(asyncio.shield(self._ping), timeout)
+        except TimeoutError:
+            if self.scheduler.num_steps == before:
+                raise EngineStopped(
+                    f"the worker has not answered for {timeout:g} seconds"
+                ) from None
+        except RuntimeError as error:
+            raise EngineStopped(f"the worker does not answer: {error}") from None
+
+    async def reset_prefix_cache(self) -> bool:
+        """Forget cached blocks. Return False if some are in use."""
+        return self.scheduler.reset_prefix_cache()
+
+    def stats(self) -> EngineStats:
+        """Return a snapshot, cheap to take."""
+        return msgspec.structs.replace(
+            self.scheduler.stats, requests_finished=dict(self.outputs.finished_counts)
+        )
+
+    def metric_families(self) -> list[Family]:
+        """Return all metrics as they stand."""
+        self.metrics.observe_stats(self.stats())
+        return families(self.metrics.registry)
+
+    async def render_metrics(self) -> bytes:
+        """Return all metrics in Prometheus' text format."""
+        self.metrics.observe_stats(self.stats())
+        return self.metrics.render()
+
+    def report_load(self, count: Callable[[], int]) -> None:
+        """Add `count()` to what `server_load` returns."""
+        self._loads.append(count)
+
+    async def server_load(self) -> int:
+        """Return the load of this process, which is the only one."""
+        return sum(count() for count in self._loads)
+
+    def check_idle(self) -> None:
+        """Raise AssertionError if anything is left of a request."""
+        self.outputs.check_idle()
+
+    # ------------------------------------------------------------ callbacks
+
+    def _wake(self) -> None:
+        """Make the step loop check for work."""
+        if self.steps is not None:
+            self.steps.wake()
+
+    def _expect_transfer_report(self) -> None:
+        """Plan a step to fetch the report of the KV connector's worker half."""
+        if self.steps is not None and self.scheduler.transfers is not None:
+            self.scheduler.transfers.expect_report()
+            self.steps.wake()
+
+    def _step_finished(self, plan: StepPlan, result: StepResult) -> None:
+        self.metrics.observe_step(
+            plan.total_tokens, result.device_seconds, result.launch_wait_seconds
+        )
+        if self.events.wants_steps:
+            self.events.step_finished(plan, result)
+
+    def _die(self, error: BaseException) -> None:
+        """End every request with an error after a step failed as a whole, and accept no more."""
+        reason = f"{type(error).__name__}: {error}"
+        self.requests.dead_reason = reason
+        self.requests.accepting = False
+        logger.error("the engine died", exc_info=error)
+        self.outputs.publish(self.scheduler.fail_all(f"the engine died: {reason}"))

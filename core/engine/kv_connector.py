@@ -1,0 +1,61 @@
+"""Creates the scheduler half of a KV connector, and lets both halves wake the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+
+from ..config import EngineConfig
+from ..errors import ConfigError
+from ..protocols.executors import Executor, ExecutorInfo
+from ..protocols.kv import KVConnectorScheduler, KVConnectorSetup
+from ..registration.failing_plugin import failing_plugin
+from ..registry import Plugins
+from ..scheduling.guarded_connector import GuardedConnector
+
+
+def watch_transfers(executor: Executor, callback: Callable[[], None]) -> None:
+    """Call `callback` when transfers end. Raises ConfigError if the executor cannot do that."""
+    watch = getattr(executor, "watch_transfers", None)
+    if watch is None:
+        raise ConfigError(
+            f"kv_transfer_config: the executor {type(executor).__name__} serves no KV connectors",
+            param="kv_transfer_config",
+        )
+    watch(callback)
+
+
+def connect(
+    config: EngineConfig, info: ExecutorInfo, plugins: Plugins, wake: Callable[[], None]
+) -> GuardedConnector | None:
+    """Return the scheduler half, guarded, or None if no connector is configured.
+
+    wake: called on the event loop.
+    """
+    if config.kv_transfer_config is None:
+        return None
+    if info.kv_layout is None:
+        raise ConfigError(
+            "kv_transfer_config: the executor told no layout of its KV cache",
+            param="kv_transfer_config",
+        )
+    loop = asyncio.get_running_loop()
+
+    def notify() -> None:
+        with contextlib.suppress(RuntimeError):  # The loop is closed.
+            loop.call_soon_threadsafe(wake)
+
+    setup = KVConnectorSetup(
+        transfer=config.kv_transfer_config, layout=info.kv_layout, plugins=plugins, notify=notify
+    )
+    name = config.kv_transfer_config.kv_connector
+    connector = plugins["kv_connector"].load(name)
+    with plugins["kv_connector"].calling(name, "make_scheduler"):
+        half: KVConnectorScheduler = connector.make_scheduler(setup)
+
+    def who(error: BaseException) -> str:
+        # The connector may consist of others (`multi`).
+        return failing_plugin(plugins, error) or plugins["kv_connector"].described(name)
+
+    return GuardedConnector(half, who)

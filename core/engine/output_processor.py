@@ -1,0 +1,219 @@
+"""Tracks live requests, applies scheduler updates to them, and notifies their streams."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+from typing import TypeAlias
+
+from ..errors import EngineStopped, InvalidRequest, shown
+from ..metrics.metrics import EngineMetrics
+from ..outputs import FinishReason
+from ..request import Update
+from ..scheduling.scheduler import Scheduler
+from .plugin_events import PluginEvents
+from .pooling import Pooled, PoolingState
+from .request_state import Completion, RequestState
+
+logger = logging.getLogger("jackfield.engine")
+State: TypeAlias = RequestState | PoolingState
+
+
+class RequestTracker:
+    """Requests that have not ended, by the caller's id, and whether more are accepted.
+
+    Notifies the callers of new output.
+    """
+
+    def __init__(self) -> None:
+        self.states: dict[str, State] = {}
+        """Caller's request id → live request."""
+        self.idle = asyncio.Event()
+        """Set while no request is live."""
+        self.idle.set()
+        self.accepting = False
+        """Set by the engine once it has started; cleared when it drains, stops or dies."""
+        self.dead_reason: str | None = None
+        """Why no request can be served any more."""
+        self._notified: list[RequestState] = []
+        """Requests whose listeners are to be called."""
+
+    @property
+    def healthy(self) -> bool:
+        """Whether requests are accepted: started, neither draining nor stopped, and alive."""
+        return self.accepting and self.dead_reason is None
+
+    def check_accepting(self) -> None:
+        """Raise EngineStopped unless requests are accepted."""
+        if self.dead_reason is not None:
+            raise EngineStopped(f"the engine died: {self.dead_reason}")
+        if not self.accepting:
+            raise EngineStopped("the engine is not accepting requests: it is stopping or stopped")
+
+    def check_free(self, request_id: str) -> None:
+        """Raise InvalidRequest while a live request has this id."""
+        if request_id in self.states:
+            raise InvalidRequest(
+                f"request_id: {shown(request_id)} is in use by a running request",
+                param="request_id",
+            )
+
+    def add_state(self, state: State) -> None:
+        """Register a request. Raises InvalidRequest while another one has its id."""
+        self.check_free(state.request_id)
+        self.states[state.request_id] = state
+        self.idle.clear()
+
+    def remove_state(self, state: State) -> None:
+        """Forget a request that has ended."""
+        del self.states[state.request_id]
+        if not self.states:
+            self.idle.set()
+
+    def notify(self, state: State) -> None:
+        """Wake the task that waits for a request's output, or schedule a call of its listener."""
+        if isinstance(state, PoolingState) or state.listener is None:
+            state.changed.set()
+            return
+        if not self._notified:
+            asyncio.get_running_loop().call_soon(self._deliver)
+        self._notified.append(state)
+
+    def _deliver(self) -> None:
+        """Call the listeners of all requests with new output, in one turn of the event loop."""
+        states, self._notified = self._notified, []
+        for state in states:
+            if state.listener is not None:
+                try:
+                    state.listener()
+                except Exception:
+                    logger.exception("the listener of request %s failed", state.request_id)
+
+
+class OutputProcessor:
+    """Enters requests into the scheduler, and applies its updates to their states."""
+
+    def __init__(
+        self,
+        requests: RequestTracker,
+        scheduler: Scheduler,
+        metrics: EngineMetrics,
+        events: PluginEvents,
+    ) -> None:
+        self.requests = requests
+        self.scheduler = scheduler
+        self.metrics = metrics
+        self.events = events
+        self.finished_counts: dict[FinishReason, int] = {}
+        """Completions that have ended, by reason."""
+        self._owners: dict[str, tuple[State, int]] = {}
+        """Scheduler request id → its state and completion index."""
+
+    def enter_request(self, state: State) -> None:
+        """Hand a request to the scheduler. Nothing is left of it if this raises.
+
+        Raises InvalidRequest if its id is in use, and RequestFailed if the schedule policy fails.
+        """
+        self.requests.check_free(state.request_id)
+        self.scheduler.add_requests(*state.requests)
+        self.requests.add_state(state)
+        for index, request in enumerate(state.requests):
+            self._owners[request.request_id] = (state, index)
+
+    def publish(self, updates: list[Update]) -> None:
+        """Apply a step's updates, and notify the streams."""
+        if not updates:
+            return
+        now = time.monotonic()
+        gaps: dict[float, int] = {}
+        """Seconds between tokens → number of tokens: streams in step share one entry."""
+        for update in updates:
+            request = update.request
+            owner = self._owners.get(request.request_id)
+            if owner is None:
+                continue
+            state, index = owner
+            if isinstance(state, PoolingState):
+                self._publish_pooled(state, update)
+                continue
+            completion = state.completions[index]
+            if update.prompt_logprobs and index == 0:
+                state.add_prompt_logprobs(update.prompt_logprobs)
+            if update.new_token_ids:
+                count = len(update.new_token_ids)
+                before = state.mark_tokens(now)
+                if before is None:
+                    self.metrics.observe_first_token(now - state.timings.arrival)
+                else:
+                    gap = (now - before) / count
+                    gaps[gap] = gaps.get(gap, 0) + count
+                stop = completion.apply(update)
+                if stop is not None:
+                    self.scheduler.finish_request(request.request_id, "stop", stop)
+                    completion.set_finished("stop", stop)
+            if update.error is not None:
+                state.error = update.error
+            if update.finished:
+                assert request.finish_reason is not None
+                completion.set_finished(request.finish_reason, request.stop_reason)
+            self.requests.notify(state)
+            if completion.finish_reason is not None:
+                self._completion_ended(state, request.request_id)
+        for gap, count in gaps.items():
+            self.metrics.observe_inter_token(gap, count)
+
+    def finish_completion(self, state: RequestState, index: int, stop: str) -> None:
+        """End one completion at a stop string that was found outside."""
+        completion = state.completions[index]
+        if completion.finish_reason is None:
+            request_id = state.requests[index].request_id
+            self.scheduler.finish_request(request_id, "stop", stop)
+            completion.set_finished("stop", stop)
+            self._completion_ended(state, request_id)
+
+    def abort_request(self, state: State) -> None:
+        """End what is left of a request; its blocks are free when this returns."""
+        completions: Sequence[Completion | Pooled] = state.completions
+        for request, completion in zip(state.requests, completions, strict=True):
+            if completion.finish_reason is None:
+                self.scheduler.finish_request(request.request_id, "abort")
+                completion.set_finished("abort", None)
+                self._completion_ended(state, request.request_id)
+        self.requests.notify(state)
+
+    def _publish_pooled(self, state: PoolingState, update: Update) -> None:
+        state.pooled.row, state.error = update.pooled, update.error
+        state.pooled.set_finished(update.request.finish_reason or "stop")
+        self.requests.notify(state)
+        self._completion_ended(state, update.request.request_id)
+
+    def _completion_ended(self, state: State, scheduler_id: str) -> None:
+        """Count a completion's end, and the request's if it was the last."""
+        owner = self._owners.pop(scheduler_id, None)
+        if owner is not None:
+            reason = state.completions[owner[1]].finish_reason or "abort"
+            self.finished_counts[reason] = self.finished_counts.get(reason, 0) + 1
+        if not state.finished or state.request_id not in self.requests.states:
+            return
+        self.requests.remove_state(state)
+        state.mark_finished()
+        announced = self.events.wants_requests and state.announced
+        if isinstance(state, PoolingState):
+            self.metrics.observe_pooled(state.requests[0].num_prompt_tokens, state.timings)
+            if announced and state.pooled.row is not None:
+                self.events.request_finished(state.output())
+        else:
+            output = state.peek_output()
+            self.metrics.observe_finished(output, state.params)
+            if announced:
+                self.events.request_finished(output)
+
+    def check_idle(self) -> None:
+        """Raise AssertionError if anything is left of a request."""
+        assert not self.requests.states, f"live requests: {list(self.requests.states)}"
+        assert self.requests.idle.is_set(), "no request is live, but the tracker is not idle"
+        assert not self._owners, f"scheduler requests without an end: {list(self._owners)}"
+        assert not self.scheduler.requests, f"still scheduled: {list(self.scheduler.requests)}"
+        self.scheduler.check_invariants()

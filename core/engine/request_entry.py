@@ -1,0 +1,151 @@
+"""Entry point of an engine's requests: each is validated here, once, and then added."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from typing import NamedTuple, Unpack
+
+from ..errors import InvalidRequest, shown
+from ..inputs import ChatMessage, Prompt
+from ..pooling_params import PoolingParams
+from ..registration.extra_args import ExtraArgs
+from ..registry import Plugins
+from ..request import GrammarRequest
+from ..sampling_params import MAX_NAME_LENGTH, SamplingParams
+from .admission import Admission, PreparedPrompt, request_limits
+from .core_client import CoreClient
+from .pooling import PoolingAdmission, PoolingPrompt, PoolingState
+from .request_state import RequestState
+from .text_processor import ChatOptions, TextProcessor
+
+
+class Envelope(NamedTuple):
+    """Properties of a request besides its prompt and parameters."""
+
+    request_id: str
+    """The caller's id; "": a random one."""
+    priority: int
+    cache_salt: str | None
+
+
+class RequestEntry:
+    """Validates requests and adds them to a started core."""
+
+    def __init__(self, core: CoreClient, texts: TextProcessor, plugins: Plugins) -> None:
+        self.core = core
+        self.texts = texts
+        model_config, config = core.model_config, core.config
+        limits = request_limits(config, model_config, core.info)
+        pooling = model_config.pooling
+        self.pooling_admission = (
+            PoolingAdmission(model_config, pooling, texts, limits) if pooling else None
+        )
+        self.admission = Admission(
+            model_config,
+            texts,
+            limits,
+            max_logprobs=config.max_logprobs,
+            extra_args=ExtraArgs(plugins, config),
+        )
+
+    async def complete(
+        self, prompt: Prompt, params: SamplingParams | None, envelope: Envelope
+    ) -> RequestState:
+        """Begin a completion of `prompt`."""
+        sampling = self._sampling(params)
+        envelope = self._open(envelope)
+        prepared = await self.admission.prepare(prompt, sampling)
+        return await self._add(prepared, sampling, envelope, GrammarRequest(chat=False))
+
+    async def chat(
+        self,
+        messages: Sequence[ChatMessage],
+        params: SamplingParams | None,
+        envelope: Envelope,
+        **options: Unpack[ChatOptions],
+    ) -> RequestState:
+        """Begin a completion of messages."""
+        sampling = self._sampling(params)
+        envelope = self._open(envelope)
+        limit = self.admission.token_limit(sampling, "messages")
+        token_ids = await self.texts.tokenize_chat(messages, limit, **options)
+        prepared = self.admission.prepare_tokens(token_ids, sampling)
+        arguments = dict(options.get("chat_template_kwargs") or {})
+        grammar = GrammarRequest(chat=True, template_arguments=arguments)
+        return await self._add(prepared, sampling, envelope, grammar)
+
+    async def encode(
+        self,
+        prompt: PoolingPrompt,
+        params: PoolingParams | None,
+        envelope: Envelope,
+        add_special_tokens: bool,
+    ) -> PoolingState:
+        """Begin to compute a vector."""
+        self.core.requests.check_accepting()
+        admission = self.pooling_admission
+        if admission is None:
+            raise InvalidRequest(
+                "encode: this model generates text; start it with --runner pooling to have its "
+                "hidden states pooled",
+                param="model",
+            )
+        pooling = admission.pooling.completed(params or PoolingParams())
+        envelope = self._open(envelope)
+        prepared = await admission.prepare(prompt, pooling, add_special_tokens)
+        spec = admission.admit(prepared, pooling, *envelope)
+        return await self.core.add_request(
+            spec, lambda requests: PoolingState(prepared.text, requests[0])
+        )
+
+    async def _add(
+        self,
+        prompt: PreparedPrompt,
+        params: SamplingParams,
+        envelope: Envelope,
+        grammar: GrammarRequest,
+    ) -> RequestState:
+        spec = await self.admission.admit(prompt, params, grammar, *envelope)
+        return await self.core.add_request(
+            spec, lambda requests: RequestState(prompt.text, requests, self.texts.tokenizer)
+        )
+
+    def _open(self, envelope: Envelope) -> Envelope:
+        """Fill in the request's id. Raises as `CoreClient.check_open`, and for bad names.
+
+        Checked before anything is tokenized; the core checks again when the request is added.
+        """
+        envelope = envelope._replace(request_id=envelope.request_id or uuid.uuid4().hex)
+        _check_name("request_id", envelope.request_id)
+        _check_name("cache_salt", envelope.cache_salt or "")
+        self.core.check_open(envelope.request_id)
+        return envelope
+
+    def _sampling(self, params: SamplingParams | None) -> SamplingParams:
+        """Return `params`, or the checkpoint's defaults.
+
+        Raises EngineStopped, and InvalidRequest for other types and for a pooling model.
+        """
+        self.core.requests.check_accepting()
+        pooling = self.core.model_config.pooling
+        if pooling is not None:
+            tasks = ", ".join(pooling.tasks)
+            raise InvalidRequest(
+                f"generate: this model gives vectors ({tasks}) and no text", param="model"
+            )
+        if params is None:
+            return self.core.model_config.sampling.params()
+        if not isinstance(params, SamplingParams):
+            kind = type(params).__name__
+            raise InvalidRequest(f"params: must be SamplingParams, got {kind}", param="params")
+        return params
+
+
+def _check_name(param: str, name: object) -> None:
+    """Raise InvalidRequest for a name that is not a string, or is too long."""
+    if not isinstance(name, str) or len(name) > MAX_NAME_LENGTH:
+        raise InvalidRequest(
+            f"{param}: must be a text of at most {MAX_NAME_LENGTH} characters, got {shown(name)}",
+            param=param,
+        )

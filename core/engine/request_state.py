@@ -1,0 +1,235 @@
+"""The state of a caller's request: its completions, and how much of them the caller has taken."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ..output_parsing.output_text import OutputText
+from ..outputs import (
+    CompletionOutput,
+    FinishReason,
+    Logprob,
+    PositionLogprobs,
+    RequestOutput,
+    RequestTimings,
+)
+from ..request import Request, Update
+from ..sampling_params import OutputKind
+from ..step import TokenLogprobs
+from ..text.tokenizer import Tokenizer
+
+
+class Completion:
+    """One of the `n` completions, while it is generated."""
+
+    def __init__(self, index: int, request: Request, tokenizer: Tokenizer | None) -> None:
+        self.index = index
+        self.request = request
+        self.tokenizer = tokenizer
+        params = request.params
+        self.text = (
+            OutputText(tokenizer, request.prompt_token_ids, params)
+            if tokenizer is not None and params.detokenize
+            else None
+        )
+        self.token_ids: list[int] = []
+        self.logprobs: list[PositionLogprobs] | None = None if params.logprobs is None else []
+        self.cumulative_logprob = 0.0
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: int | str | None = None
+        self._num_taken_tokens = 0
+        self._finish_taken = False
+
+    def apply(self, update: Update) -> str | None:
+        """Append new tokens. Return the stop string that ends this completion, if one does."""
+        request = update.request
+        if self.logprobs is None and not update.finished:
+            return self.apply_tokens(update.new_token_ids)
+        ended_by_token = update.finished and request.finish_reason == "stop"
+        for number, token in enumerate(update.new_token_ids):
+            self.token_ids.append(token)
+            if self.logprobs is not None and update.logprobs is not None:
+                position = update.logprobs[number]
+                self.logprobs.append(_position(position, self.tokenizer))
+                self.cumulative_logprob += position.logprob
+            if self.text is None:
+                continue
+            is_stop_token = ended_by_token and number == len(update.new_token_ids) - 1
+            if is_stop_token and not request.params.include_stop_str_in_output:
+                self.text.push_stop_token()
+                continue
+            match = self.text.push([token], len(self.token_ids))
+            if match is not None and not is_stop_token:
+                return match.stop
+        return None
+
+    def apply_tokens(self, new_token_ids: Sequence[int]) -> str | None:
+        """Append tokens without log-probabilities; only a stop string can end the completion."""
+        token_ids, text = self.token_ids, self.text
+        if text is None:
+            token_ids += new_token_ids
+            return None
+        for token in new_token_ids:
+            token_ids.append(token)
+            match = text.push((token,), len(token_ids))
+            if match is not None:
+                return match.stop
+        return None
+
+    def set_finished(self, reason: FinishReason, stop_reason: int | str | None) -> None:
+        """Record why no more tokens come, once."""
+        if self.finish_reason is None:
+            self.finish_reason, self.stop_reason = reason, stop_reason
+            if self.text is not None:
+                self.text.finish(reason)
+
+    @property
+    def has_new_output(self) -> bool:
+        """Whether there is output that the caller has not taken."""
+        return self._num_taken_tokens < len(self.token_ids) or (
+            self.finish_reason is not None and not self._finish_taken
+        )
+
+    def take_output(self, delta: bool) -> CompletionOutput:
+        """Return the caller's next output, and count it as taken."""
+        first = self._num_taken_tokens if delta else 0
+        text = ""
+        if self.text is not None:
+            text = self.text.take_delta() if delta else self.text.text
+        self._num_taken_tokens = len(self.token_ids)
+        self._finish_taken = self.finish_reason is not None
+        return self._output(text, first)
+
+    def peek_output(self) -> CompletionOutput:
+        """Return all output so far, without counting it as taken."""
+        return self._output(self.text.text if self.text is not None else "", 0)
+
+    def _output(self, text: str, first: int) -> CompletionOutput:
+        return CompletionOutput(
+            index=self.index,
+            text=text,
+            token_ids=self.token_ids[first:],
+            token_ends=[] if self.text is None else self.text.token_ends[first:],
+            logprobs=None if self.logprobs is None else self.logprobs[first:],
+            cumulative_logprob=None if self.logprobs is None else self.cumulative_logprob,
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+        )
+
+
+class RequestState:
+    """A caller's request for text."""
+
+    announced = True
+    """Plugins in this process are notified of its end."""
+
+    def __init__(
+        self, prompt: str | None, requests: list[Request], tokenizer: Tokenizer | None
+    ) -> None:
+        """requests: one per completion."""
+        params = requests[0].params
+        self.request_id = requests[0].external_id
+        self.prompt = prompt
+        self.params = params
+        self.requests = requests
+        self.tokenizer = tokenizer
+        self.completions = [Completion(i, r, tokenizer) for i, r in enumerate(requests)]
+        self.prompt_logprobs: list[PositionLogprobs | None] | None = (
+            None if params.prompt_logprobs is None else [None]
+        )
+        self.timings = RequestTimings(arrival=requests[0].arrival)
+        self.error: str | None = None
+        self.changed = asyncio.Event()
+        self.listener: Callable[[], None] | None = None
+        """Called when there is new output, instead of `changed` being set."""
+
+    @property
+    def finished(self) -> bool:
+        for completion in self.completions:
+            if completion.finish_reason is None:
+                return False
+        return True
+
+    def add_prompt_logprobs(self, positions: list[TokenLogprobs]) -> None:
+        """Append positions, which arrive in order.
+
+        A preempted prompt repeats some of them: those beyond the prompt's length are dropped.
+        """
+        if self.prompt_logprobs is None:
+            return
+        room = len(self.requests[0].prompt_token_ids) - len(self.prompt_logprobs)
+        self.prompt_logprobs.extend(_position(p, self.tokenizer) for p in positions[:room])
+
+    def mark_tokens(self, now: float) -> float | None:
+        """Record when tokens arrived. Return when those before them did; None for the first."""
+        timings = self.timings
+        before = timings.last_token
+        if before is None:
+            timings.first_token = now
+            timings.first_scheduled = self.requests[0].first_scheduled
+        timings.last_token = now
+        return before
+
+    def mark_finished(self) -> None:
+        self.timings.finished = time.monotonic()
+        self.timings.num_preemptions = sum(r.num_preemptions for r in self.requests)
+
+    @property
+    def has_output(self) -> bool:
+        """Whether `take_output` has something for the caller."""
+        if self.params.output_kind is OutputKind.FINAL_ONLY:
+            return self.finished
+        for completion in self.completions:
+            if completion.has_new_output:
+                return True
+        return False
+
+    def take_output(self) -> RequestOutput:
+        """Return the caller's next output, and count it as taken."""
+        delta = self.params.output_kind is OutputKind.DELTA
+        chosen = self.completions
+        if delta and len(chosen) > 1:
+            chosen = [c for c in chosen if c.has_new_output]
+        return self._output([c.take_output(delta) for c in chosen])
+
+    def peek_output(self) -> RequestOutput:
+        """Return all output so far, without counting it as taken."""
+        return self._output([c.peek_output() for c in self.completions])
+
+    def _output(self, outputs: list[CompletionOutput]) -> RequestOutput:
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self.prompt,
+            prompt_token_ids=self.requests[0].prompt_token_ids,
+            prompt_logprobs=self.prompt_logprobs,
+            outputs=outputs,
+            finished=self.finished,
+            num_cached_tokens=self.requests[0].num_cached_tokens,
+            timings=self.timings,
+            error=self.error,
+            kv_transfer_params=self._kv_transfer_params(),
+        )
+
+    def _kv_transfer_params(self) -> dict[str, Any] | None:
+        for request in self.requests:
+            if request.kv_transfer_params:
+                return request.kv_transfer_params
+        return None
+
+
+def _position(position: TokenLogprobs, tokenizer: Tokenizer | None) -> PositionLogprobs:
+    """Return the position's own token first, then the most likely ones."""
+
+    def text(token: int) -> str | None:
+        return tokenizer.token_text(token) if tokenizer is not None else None
+
+    table = {position.token_id: Logprob(position.logprob, position.rank, text(position.token_id))}
+    for rank, (token, value) in enumerate(
+        zip(position.top_ids, position.top_logprobs, strict=True), start=1
+    ):
+        if token not in table:
+            table[token] = Logprob(value, rank, text(token))
+    return table

@@ -1,0 +1,120 @@
+"""Resolves an EngineConfig for this machine and this checkpoint."""
+
+from __future__ import annotations
+
+import msgspec
+import torch
+
+from ..config import EngineConfig
+from ..errors import ConfigError, PluginError
+from ..grammars.store import check_backend
+from ..loading.model_config import ModelConfig
+from ..loading.resolve_pooling import resolve_pooling
+from ..registry import Plugins
+
+NAMED = {
+    "executor": "executor",
+    "scheduling_policy": "schedule_policy",
+    "reasoning_parser": "reasoning_parser",
+    "tool_call_parser": "tool_parser",
+}
+"""Options that name a plugin → its kind. The worker checks the others, which need a device."""
+NONE = "none"
+"""The parser name that means no parser, even if the checkpoint names one."""
+PARSERS = ("reasoning_parser", "tool_call_parser")
+TOKEN_BUDGET = {"cuda": 8192, "cpu": 2048}
+
+
+def resolve_config(config: EngineConfig) -> EngineConfig:
+    """Fill in `device` and `max_num_batched_tokens`. Raises ConfigError."""
+    device: str = config.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            "device: cuda was asked for, but torch finds no CUDA device here; use cpu or auto",
+            param="device",
+        )
+    budget = config.max_num_batched_tokens or max(TOKEN_BUDGET[device], config.max_num_seqs)
+    if budget < config.max_num_seqs:
+        config = msgspec.structs.replace(config, max_num_seqs=budget)
+    return msgspec.structs.replace(config, device=device, max_num_batched_tokens=budget)
+
+
+def resolve_runner(
+    given: EngineConfig, config: EngineConfig, model_config: ModelConfig, plugins: Plugins
+) -> tuple[EngineConfig, ModelConfig]:
+    """Set `pooling` for a pooling model, and a token budget for whole prompts if they cannot be
+    split. given: the options before they were resolved; config: after.
+
+    Raises ConfigError, LoadError.
+    """
+    registry = plugins["model"]
+    name = model_config.architecture
+    model = registry.load(name) if name in registry else None
+    model_config = resolve_pooling(config, model_config, model)
+    pooling = model_config.pooling
+    if pooling is not None and config.kv_transfer_config is not None:
+        raise ConfigError(
+            f"kv_transfer_config: {name} is pooled to vectors here, and KV connectors serve models "
+            "that generate; leave it out",
+            param="kv_transfer_config",
+        )
+    if pooling is None or pooling.causal:
+        return config, model_config
+    if config.attention_backend != "auto":
+        raise ConfigError(
+            f"attention_backend: {config.attention_backend!r} is causal attention over a KV cache; "
+            f"{name} is an encoder, whose attention is one of the operations; leave it on auto",
+            param="attention_backend",
+        )
+    if given.max_num_batched_tokens is None:
+        assert config.max_num_batched_tokens is not None
+        budget = max(config.max_num_batched_tokens, model_config.max_model_len)
+        config = msgspec.structs.replace(config, max_num_batched_tokens=budget)
+    return config, model_config
+
+
+def resolve_parsers(
+    config: EngineConfig, model_config: ModelConfig, plugins: Plugins
+) -> EngineConfig:
+    """Fill in the parsers that the checkpoint names if the options name none; "none" becomes None.
+
+    Raises ConfigError if a checkpoint names one that is not installed.
+    """
+    parsers: dict[str, str | None] = {}
+    for option, declared in (
+        ("tool_call_parser", model_config.dialects.tool_call_parser),
+        ("reasoning_parser", model_config.dialects.reasoning_parser),
+    ):
+        option_value = getattr(config, option)
+        parsers[option] = declared if option_value is None else _parser_name(option_value)
+        if option_value is None and declared is not None:
+            try:
+                plugins[NAMED[option]].load(declared)
+            except PluginError as error:
+                raise ConfigError(
+                    f"{option}: the checkpoint names one that is not here: {error}; "
+                    f"name another, or {NONE!r}",
+                    param=option,
+                ) from error
+    return msgspec.structs.replace(config, **parsers)
+
+
+def _parser_name(name: str) -> str | None:
+    return None if name == NONE else name
+
+
+def check_names(config: EngineConfig, plugins: Plugins) -> None:
+    """Import the plugins that options name. Raises ConfigError with the option's name."""
+    named = [(option, kind, getattr(config, option)) for option, kind in NAMED.items()]
+    if config.kv_transfer_config is not None:
+        named.append(("kv_transfer_config", "kv_connector", config.kv_transfer_config.kv_connector))
+    for option, kind, name in named:
+        if name is None or (name == NONE and option in PARSERS):
+            continue
+        try:
+            plugins[kind].load(name)
+        except PluginError as error:
+            raise ConfigError(f"{option}: {error}", param=option) from error
+    check_backend(plugins["structured_backend"], config.structured_outputs_config.backend)

@@ -1,0 +1,183 @@
+"""Prompts as text: chat templates and tokenization, on the event loop or on threads for texts."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypedDict, TypeVar, Unpack
+
+from ..config import EngineConfig
+from ..errors import InvalidRequest
+from ..inputs import ChatMessage
+from ..loading.model_config import ModelConfig
+from ..sampling_params import SamplingParams
+from ..text.chat_template import ChatTemplate
+from ..text.text_threads import TextThreads, rough_size
+from ..text.token_limit import LONG_TEXT, TokenLimit
+from ..text.tokenizer import Tokenizer
+
+T = TypeVar("T")
+FEW_WORDS = 16
+"""Most bad words that are tokenized on the event loop."""
+MAX_PROMPT_ENDS = 100
+"""Most results of `TextProcessor.prompt_end` that are cached."""
+
+
+class ChatOptions(TypedDict, total=False):
+    """Options of turning messages into a prompt."""
+
+    tools: Sequence[Mapping[str, Any]] | None
+    chat_template_kwargs: Mapping[str, Any] | None
+    add_generation_prompt: bool
+    continue_final_message: bool
+    documents: Sequence[Mapping[str, Any]] | None
+    chat_template: str | None
+    """Used instead of the model's template."""
+    add_special_tokens: bool
+
+
+class TextProcessor:
+    """The tokenizer and chat template of an engine."""
+
+    def __init__(self) -> None:
+        self.tokenizer: Tokenizer | None = None
+        self.chat_template_variables: frozenset[str] = frozenset()
+        """Names that the model's chat template reads besides messages and tools."""
+        self._control_tokens = False
+        self._chat_template: ChatTemplate | None = None
+        self._prompt_ends: dict[Any, str] = {}
+        """Switches of the chat template → what it writes last with them."""
+        self._threads = TextThreads()
+
+    def load(self, config: EngineConfig, model_config: ModelConfig) -> None:
+        """Load the tokenizer and chat template, unless the configuration skips them. Blocks."""
+        if config.skip_tokenizer_init:
+            return
+        self._control_tokens = config.assistant_control_tokens
+        self.tokenizer = Tokenizer.load(
+            config.tokenizer or str(model_config.path),
+            revision=config.tokenizer_revision,
+            chat_template=config.chat_template,
+        )
+        if self.tokenizer.chat_templates:
+            self._chat_template = self._template(self.tokenizer.chat_templates)
+            self.chat_template_variables = self._chat_template.variables
+
+    def close(self) -> None:
+        """End the threads for texts."""
+        self._threads.close()
+
+    async def run(self, size: int, work: Callable[[], T]) -> T:
+        """Run `work` on a text of `size` characters on a thread for texts.
+
+        Raises EngineOverloaded if too many texts wait.
+        """
+        return await self._threads.run(size, work)
+
+    # ------------------------------------------------------------ chats
+
+    def render_chat(
+        self, messages: Sequence[ChatMessage], limit: TokenLimit, **options: Unpack[ChatOptions]
+    ) -> list[int]:
+        """Return the prompt's token ids. Blocks. Raises InvalidRequest, and what `limit` says."""
+        source, tools = options.get("chat_template"), options.get("tools")
+        template = self._chat_template if source is None else self._template(source)
+        if template is None:
+            raise InvalidRequest(
+                "messages: this model has no chat template; give one with chat_template, or use "
+                "completions",
+                param="messages",
+            )
+        return template.render_tokens(
+            messages,
+            tools=None if tools is None else list(tools),
+            add_generation_prompt=options.get("add_generation_prompt", True),
+            continue_final_message=options.get("continue_final_message", False),
+            template_kwargs=options.get("chat_template_kwargs"),
+            documents=options.get("documents"),
+            add_special_tokens=options.get("add_special_tokens", False),
+            limit=limit,
+        )
+
+    async def tokenize_chat(
+        self, messages: Sequence[ChatMessage], limit: TokenLimit, **options: Unpack[ChatOptions]
+    ) -> list[int]:
+        """Run `render_chat` on a thread for texts. Raises EngineOverloaded, too."""
+        size = rough_size(
+            messages, options.get("tools"), options.get("documents"), options.get("chat_template")
+        )
+        render = functools.partial(self.render_chat, messages, limit, **options)
+        return await self._threads.run(size, render)
+
+    def prompt_end(self, chat_template_kwargs: Mapping[str, Any] | None = None) -> str:
+        """Return what the model's chat template writes last before a response, "" if unknown.
+
+        Only switches count: arguments that are booleans or words.
+        """
+        if self._chat_template is None:
+            return ""
+        switches = {
+            name: value
+            for name, value in (chat_template_kwargs or {}).items()
+            if isinstance(value, bool | str | None) and len(str(value)) < 17
+        }
+        key = tuple(sorted(switches.items(), key=repr))
+        if key not in self._prompt_ends:
+            try:
+                text = self._chat_template.render(
+                    [{"role": "user", "content": "."}], template_kwargs=switches
+                )
+            except InvalidRequest:
+                text = ""
+            if len(self._prompt_ends) >= MAX_PROMPT_ENDS:
+                self._prompt_ends.clear()
+            self._prompt_ends[key] = text[-256:]
+        return self._prompt_ends[key]
+
+    def _template(self, source: str | Mapping[str, str]) -> ChatTemplate:
+        trusted = self._control_tokens
+        return ChatTemplate(source, self.tokenizer, assistant_control_tokens=trusted)
+
+    # ------------------------------------------------------------ texts
+
+    async def tokenize(
+        self, texts: Sequence[str], limit: TokenLimit, *, add_special_tokens: bool = True
+    ) -> list[list[int]]:
+        """Return the token ids of each text; long ones are encoded on a thread for texts.
+
+        Raises InvalidRequest without a tokenizer, what `limit` says, and EngineOverloaded.
+        """
+        tokenizer = self.required_tokenizer()
+
+        def encode() -> list[list[int]]:
+            return [
+                tokenizer.encode(text, add_special_tokens=add_special_tokens, limit=limit)
+                for text in texts
+            ]
+
+        return await self.run_if_long(sum(map(len, texts)), encode)
+
+    async def tokenize_bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+        """Return the token sequences of `params.bad_words`, each with its spellings."""
+        words = params.bad_words
+        if not words:
+            return ()
+        tokenizer = self.tokenizer
+        if tokenizer is None:
+            raise InvalidRequest("bad_words: needs a tokenizer", param="bad_words")
+        if len(words) <= FEW_WORDS:
+            return tokenizer.bad_words_ids(words)
+        return await self.run(sum(map(len, words)), lambda: tokenizer.bad_words_ids(words))
+
+    async def run_if_long(self, size: int, work: Callable[[], T]) -> T:
+        """Run `work` here, or on a thread for texts if its text is long."""
+        return work() if size < LONG_TEXT else await self.run(size, work)
+
+    def required_tokenizer(self) -> Tokenizer:
+        """Return the tokenizer. Raises InvalidRequest without one."""
+        if self.tokenizer is None:
+            raise InvalidRequest(
+                "prompt: this engine has no tokenizer (skip_tokenizer_init), send token ids",
+                param="prompt",
+            )
+        return self.tokenizer

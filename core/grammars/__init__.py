@@ -1,0 +1,1 @@
+"""Constrained outputs: validating, compiling and following grammars. No torch."""

@@ -1,0 +1,194 @@
+"""The grammar of one output in progress: reasoning before it, end tokens after it."""
+
+from __future__ import annotations
+
+import codecs
+import functools
+import time
+from typing import NamedTuple
+
+import numpy as np
+
+from ..protocols.grammars import GrammarMatcher
+from ..protocols.parsers import Content
+from ..step import SlotStart
+from .reasoning_gate import ReasoningGate
+
+ANY = -1
+"""A word of a bitmask with every bit set."""
+
+
+class Ends(NamedTuple):
+    """The bits of end tokens in a bitmask."""
+
+    words: np.ndarray
+    """[count] int64, the words that hold end tokens"""
+    others: np.ndarray
+    """[count] int32, the bits of other tokens in these words"""
+
+
+class Constraint:
+    """Follows a slot's sampled tokens and computes which tokens may come next.
+
+    - While reasoning is open, all tokens except end tokens are allowed.
+    - Where the grammar may end, end tokens are allowed; where it can only end, no other token is.
+    - With min_tokens or ignore_eos, end tokens are masked as long as another token is possible.
+    """
+
+    def __init__(self, start: SlotStart, mask_timeout: float) -> None:
+        """Replays what was generated before a preemption. mask_timeout: seconds"""
+        assert start.grammar is not None
+        self._token_bytes = start.grammar.token_bytes
+        self._encode = start.grammar.encode
+        self._mask_timeout = mask_timeout
+        self.matcher: GrammarMatcher | None = None
+        self._eos = frozenset(start.grammar.eos_token_ids)
+        self.ends = _ends((*start.grammar.eos_token_ids, *start.stop_token_ids))
+        """The same object for all outputs with the same end tokens."""
+        self._min_tokens = start.params.min_tokens
+        self._ignore_eos = start.params.ignore_eos
+        gate: ReasoningGate | None = start.grammar.reasoning_gate
+        self._opening_ids = None if gate is None else gate.opening_ids
+        """Before the first token: tokens that may begin reasoning, besides the grammar's."""
+        self._parser = None if gate is None else gate.parser()
+        """The reasoning parser, until the reasoning ends."""
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._num_output = 0
+        self.ended = False
+        """Whether an end token, or no token, was sampled: further ones are ignored."""
+        self.failure: str | None = None
+        """Why the request fails; None if it does not."""
+        try:
+            self.matcher = start.grammar.grammar.matcher()
+        except Exception as error:
+            self._fail(error)
+        for token_id in start.token_ids[start.num_prompt_tokens :]:
+            self.advance(token_id)
+
+    @property
+    def in_grammar(self) -> bool:
+        """Whether the mask is the matcher's, end tokens apart: after reasoning, before the end."""
+        return self._parser is None and not self.ended and self.failure is None
+
+    @property
+    def masks_ends(self) -> bool:
+        """Whether end tokens are masked now, as long as another token is possible."""
+        return self._ignore_eos or self._num_output < self._min_tokens
+
+    def advance(self, token_id: int) -> None:
+        """Advance by a sampled token. -1: no token could be sampled."""
+        if self.ended or self.failure is not None:
+            return
+        self._num_output += 1
+        if token_id < 0:
+            self.ended = True
+            return
+        try:
+            self._apply(token_id)
+        except Exception as error:
+            self._fail(error)
+
+    def record_accept(self, token_id: int, result: bool | Exception) -> None:
+        """Record what the matcher returned for a token, in place of `advance` if `in_grammar`."""
+        self._num_output += 1
+        if result is True:
+            self.ended = token_id in self._eos
+        else:
+            self._fail(result or ValueError(f"the grammar does not allow token {token_id}"))
+
+    def _apply(self, token_id: int) -> None:
+        opening_ids, self._opening_ids = self._opening_ids, None
+        if self._parser is None:
+            self._accept(token_id)
+        elif opening_ids is not None and token_id not in opening_ids:
+            self._parser = None
+            self._accept(token_id)
+        else:
+            events = self._parser.feed(self._decoder.decode(self._token_bytes(token_id)))
+            if self._parser.reasoning_ended:
+                self._parser = None
+                self._accept_text("".join(e.text for e in events if isinstance(e, Content)))
+
+    def _accept_text(self, text: str) -> None:
+        """Accept content that ended the reasoning, such as the beginning of a tool call."""
+        if not text.strip() or self._encode is None:
+            return
+        for token_id in self._encode(text):
+            assert self.matcher is not None
+            if not self.matcher.accept([token_id]):
+                raise ValueError(f"the thought ended with {text!r}, which the grammar forbids")
+
+    def _accept(self, token_id: int) -> None:
+        assert self.matcher is not None
+        if not self.matcher.accept([token_id]):
+            raise ValueError(f"the grammar does not allow token {token_id}")
+        self.ended = token_id in self._eos
+
+    def _fail(self, error: Exception) -> None:
+        """Fail this request alone."""
+        self.failure = f"structured_outputs: {error}"
+
+    def fill(self, row: np.ndarray) -> None:
+        """Write the mask of the next token. row: [words] int32"""
+        matcher = self.begin_fill(row)
+        if matcher is None:
+            return
+        began = time.perf_counter()
+        try:
+            matcher.fill_bitmask(row)
+        except Exception as error:
+            self.finish_fill(row, error)
+            return
+        taken = time.perf_counter() - began
+        self.finish_fill(row, None)
+        if taken > self._mask_timeout:
+            self.failure = (
+                f"structured_outputs: the mask of one token took {taken:.2f} s, more than "
+                f"mask_timeout ({self._mask_timeout} s)"
+            )
+
+    def begin_fill(self, row: np.ndarray) -> GrammarMatcher | None:
+        """Return the matcher that has to fill the row before `finish_fill`; None if the row is
+        complete. The two halves of `fill`, for many rows in one call of the backend.
+        """
+        if self.ended or self.failure is not None:
+            row.fill(ANY)
+            return None
+        if self._parser is not None and self._opening_ids is None:
+            row.fill(ANY)
+            row[self.ends.words] &= self.ends.others
+            return None
+        return self.matcher
+
+    def finish_fill(self, row: np.ndarray, error: Exception | None) -> None:
+        """Complete a row that the matcher has filled, or failed to fill."""
+        if error is not None:
+            self._fail(error)
+            row.fill(ANY)
+            return
+        for token_id in self._opening_ids or ():
+            row.view(np.uint32)[token_id >> 5] |= np.uint32(1 << (token_id & 31))
+        if self.masks_ends:
+            mask_ends(self.ends, row[None], [0])
+
+
+def mask_ends(ends: Ends, bits: np.ndarray, rows: list[int]) -> None:
+    """Mask the end tokens in these rows of [count, words], unless a row allows nothing else."""
+    index = np.asarray(rows)[:, None], ends.words
+    before = bits[index]
+    bits[index] = before & ends.others
+    for number in np.flatnonzero((before & ~ends.others).any(axis=1)):
+        row = bits[rows[number]]
+        if not row.any():
+            row[ends.words] = before[number]
+
+
+@functools.lru_cache(maxsize=256)
+def _ends(token_ids: tuple[int, ...]) -> Ends:
+    masks: dict[int, int] = {}
+    for token_id in token_ids:
+        word = token_id >> 5
+        masks[word] = masks.get(word, 0xFFFFFFFF) & ~(1 << (token_id & 31))
+    words = np.fromiter(masks, dtype=np.int64, count=len(masks))
+    others = np.fromiter(masks.values(), dtype=np.uint32, count=len(masks)).view(np.int32)
+    return Ends(words, others)

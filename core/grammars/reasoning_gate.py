@@ -1,0 +1,58 @@
+"""Where a grammar begins for a model that reasons first, according to its reasoning parser."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+
+from ..output_parsing.reasoning_parser import is_thinking, make_parser, thinking_kwarg
+from ..text.tokenizer import Tokenizer
+
+
+class ReasoningGate(msgspec.Struct, frozen=True):
+    """Delays a grammar until the reasoning ends.
+
+    The parser is one of its own: a mask depends on the token sampled right before it, which the
+    worker knows before any text of it is made.
+    """
+
+    parser: Callable[[], Any]
+    """Creates the reasoning parser of one output."""
+    opening_ids: tuple[int, ...] | None
+    """Tokens that begin the reasoning, for a model that may also do without; None: the output
+    begins with reasoning."""
+
+
+def make_reasoning_gate(
+    parser_class: Any,
+    template_arguments: Mapping[str, Any],
+    tokenizer: Tokenizer,
+    *,
+    prompt_end: str = "",
+    free: bool = False,
+) -> ReasoningGate | None:
+    """Return the gate for a reasoning parser's class; None if the grammar applies from the start.
+
+    It does for a class without `reasoning_ended`, which does not say where reasoning ends, and for
+    a model that reasons only sometimes, unless the request turns thinking on: with few other tokens
+    allowed, such a model would open reasoning that it would not have opened by itself. An output
+    that may begin with any text (`free`) does not have that problem.
+    """
+    if not is_thinking(parser_class, template_arguments):
+        return None
+    make = functools.partial(make_parser, parser_class, thinking=True, prompt_end=prompt_end)
+    probe = make()
+    if getattr(probe, "reasoning_ended", True):
+        return None
+    probe.feed("A")
+    opening = None
+    if probe.reasoning_ended:
+        name, _ = thinking_kwarg(parser_class)
+        if not free and not template_arguments.get(name):
+            return None
+        ids = (tokenizer.backend.token_to_id(marker) for marker in parser_class.markers[:1])
+        opening = tuple(token_id for token_id in ids if token_id is not None)
+    return ReasoningGate(make, opening)

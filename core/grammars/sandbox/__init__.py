@@ -1,0 +1,1 @@
+"""Compiles grammars in a process that may be killed."""

@@ -1,0 +1,1 @@
+"""JSON schemas in grammars: translation, bounds, cost."""

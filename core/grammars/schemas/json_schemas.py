@@ -1,0 +1,147 @@
+"""JSON schemas in the words that grammar backends know, and what is left unchecked in them."""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import re
+from typing import Any
+
+from .keywords import NOTES, subschemas
+
+logger = logging.getLogger("jackfield.structured")
+
+CHECKED_FORMATS = frozenset(
+    ("date", "date-time", "time", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid")
+)
+"""Formats of strings that outputs are held to. Any other says what a string is for, and no more."""
+MAX_NAMED = 1 << 17
+"""Characters of schemas, in one schema, that are copied because property names are listed."""
+
+_LEAST = frozenset(("minLength", "minItems", "minProperties", "minContains"))
+_NAME_LENGTHS = frozenset(("minLength", "maxLength"))
+_LOOKS_AROUND = re.compile(r"\(\?<?[=!]")
+
+_logged: set[str] = set()
+
+
+def adapted(schema: Any, *, strict: bool) -> tuple[Any, list[str]]:
+    """Change a schema in place: what constrains nothing goes, `propertyNames` becomes properties.
+    → the schema; what its outputs will not be held to, in words.
+
+    strict: nothing may be left unchecked. Raises ValueError with the keyword.
+    """
+    unchecked: dict[str, None] = {}
+    copied = 0
+    for part in subschemas(schema):
+        _drop_idle(part)
+        if "propertyNames" in part:
+            copied += _name_properties(part, MAX_NAMED - copied)
+        for keyword, words in _unheld(part):
+            if strict:
+                raise ValueError(
+                    f"{words} cannot be held by a grammar; leave it out, or strict, without which "
+                    "it is not checked"
+                )
+            del part[keyword]
+            unchecked[words] = None
+    return schema, list(unchecked)
+
+
+def log_unchecked(unchecked: list[str]) -> None:
+    """A line for each that has had none."""
+    for words in unchecked:
+        if words not in _logged and len(_logged) < 100:
+            _logged.add(words)
+            logger.info("structured outputs: %s is not checked", words)
+
+
+def _drop_idle(part: dict[str, Any]) -> None:
+    if part.get("uniqueItems") is False:
+        del part["uniqueItems"]
+    for keyword in _LEAST & part.keys():
+        if part[keyword] == 0 and part[keyword] is not False:
+            del part[keyword]
+    names = part.get("propertyNames")
+    if names is True or (
+        isinstance(names, dict)
+        and names.keys() - NOTES <= {"type"}
+        and names.get("type", "string") == "string"
+    ):
+        del part["propertyNames"]
+    kinds = part.get("type", "string")
+    if "format" in part and "string" not in (kinds if isinstance(kinds, list) else [kinds]):
+        del part["format"]  # Of a number, say: formats constrain strings alone.
+
+
+def _unheld(part: dict[str, Any]) -> list[tuple[str, str]]:
+    """Keywords that no grammar can hold an output to, and what to call each."""
+    unheld: list[tuple[str, str]] = []
+    format = part.get("format")
+    if isinstance(format, str) and format not in CHECKED_FORMATS:
+        unheld.append(("format", f"format {format[:60]!r}"))
+    elif isinstance(format, str):
+        pattern = part.get("pattern")
+        if isinstance(pattern, str) and _LOOKS_AROUND.search(pattern):
+            unheld.append(("pattern", f"a pattern that looks around, beside format {format!r},"))
+    if part.get("uniqueItems") is True:
+        unheld.append(("uniqueItems", "uniqueItems"))
+    return unheld
+
+
+# ---------------------------------------------------------------- names of properties
+
+
+def _name_properties(part: dict[str, Any], room: int) -> int:
+    """`propertyNames` → `properties`, or `patternProperties`. → characters that were copied.
+
+    room: for those. Raises ValueError with what of it there is no way to say.
+    """
+    names = part.pop("propertyNames")
+    if names is False:
+        names = {"enum": []}
+    if not isinstance(names, dict):
+        raise ValueError("propertyNames: must be a schema")
+    keywords = names.keys() - NOTES - {"type"}
+    if names.get("type", "string") != "string":
+        raise ValueError("propertyNames: type must be string")
+    if "patternProperties" in part:
+        raise ValueError("propertyNames beside patternProperties is not supported")
+    if keywords in ({"enum"}, {"const"}):
+        allowed = names["enum"] if "enum" in names else [names["const"]]
+        return _list_properties(part, allowed, room)
+    if part.get("properties"):
+        raise ValueError("propertyNames beside properties is not supported, but with enum")
+    if keywords == {"pattern"} and isinstance(names["pattern"], str):
+        pattern = names["pattern"]
+    elif keywords <= _NAME_LENGTHS and all(
+        isinstance(names[keyword], int) and names[keyword] >= 0 for keyword in keywords
+    ):
+        pattern = rf"^(.|\n){{{names.get('minLength', 0)},{names.get('maxLength', '')}}}$"
+    else:
+        keyword = min(keywords - {"pattern"} or keywords)
+        raise ValueError(f"propertyNames: {keyword} is not supported")
+    extra = part.get("additionalProperties", True)
+    part["additionalProperties"] = False
+    if extra is not False:
+        part["patternProperties"] = {pattern: extra}
+    return 0
+
+
+def _list_properties(part: dict[str, Any], allowed: Any, room: int) -> int:
+    """Every property gets a copy: in it may be names that are listed in turn."""
+    if not isinstance(allowed, list):
+        raise ValueError("propertyNames: enum must be a list")
+    given = part.get("properties")
+    properties = given if isinstance(given, dict) else {}
+    extra = part.get("additionalProperties", True)
+    listed = dict.fromkeys(name for name in allowed if isinstance(name, str))
+    named = {name: schema for name, schema in properties.items() if name in listed}
+    new = [name for name in listed if name not in named] if extra is not False else []
+    copied = len(json.dumps(extra)) * len(new)
+    if copied > room:
+        raise ValueError("propertyNames: too many names for so large a schema")
+    part["properties"] = named | {name: copy.deepcopy(extra) for name in new}
+    part["additionalProperties"] = False
+    return copied

@@ -1,0 +1,204 @@
+"""The canonical form of a request's grammar, which backends compile, and its bounds."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from ..config import StructuredOutputsConfig
+from ..errors import InvalidRequest
+from ..protocols.grammars import GrammarSpec
+from ..sampling_params import STRUCTURED_KINDS, StructuredOutputsParams
+from .schemas.json_schemas import adapted, log_unchecked
+from .schemas.keywords import subschemas
+from .schemas.quoting import GBNF_QUOTES, JSON_QUOTES, LARK_QUOTES, REGEX_QUOTES, split_quoted
+
+_JOINED = frozenset(("allOf", "not", "if", "dependentSchemas", "unevaluatedProperties"))
+_WHOLE = frozenset(("additionalProperties", "patternProperties"))
+
+
+def grammar_spec(params: StructuredOutputsParams, config: StructuredOutputsConfig) -> GrammarSpec:
+    """Return the canonical form, with bounds checked and schemas adapted for backends (`adapted`).
+
+    Raises InvalidRequest with the field's name.
+    """
+    name = field_of(params)
+    try:
+        spec = _canonical(params)
+    except RecursionError:
+        raise _too_deep(name, config) from None
+    except ValueError as error:
+        raise InvalidRequest(f"{name}: is not JSON as it should be: {error}", param=name) from None
+    check_bounds(spec.text, name, config, kind=spec.kind)
+    try:
+        match spec.kind:
+            case "json":
+                schema = _adapted(json.loads(spec.text), strict=params.strict is True)
+                return GrammarSpec("json", _text(closed(schema)))
+            case "structural_tag":
+                tag = _adapted_tag(json.loads(spec.text), strict=params.strict is True)
+                return GrammarSpec("structural_tag", _text(tag))
+    except ValueError as error:
+        raise InvalidRequest(f"{name}: {error}", param=name) from None
+    return spec
+
+
+def check_bounds(
+    text: str, name: str, config: StructuredOutputsConfig, *, kind: str = "json"
+) -> None:
+    """Raise InvalidRequest about the field `name` if a text is too large or nested too deep.
+
+    kind: a `GrammarSpec`'s, which says what the text is written in.
+
+    What takes a schema apart comes after this: the event loop must not be kept busy by one.
+    """
+    size = len(text.encode("utf-8", "replace"))
+    if size > config.max_grammar_bytes:
+        raise InvalidRequest(
+            f"{name}: {size} bytes, at most {config.max_grammar_bytes} allowed (max_grammar_bytes)",
+            param=name,
+        )
+    if _depth(text, kind) > config.max_grammar_depth:
+        raise _too_deep(name, config)
+
+
+def field_of(params: StructuredOutputsParams) -> str:
+    """Return the name of the request's field for errors."""
+    given = (kind for kind in STRUCTURED_KINDS if getattr(params, kind) is not None)
+    return params.field or f"structured_outputs.{next(given)}"
+
+
+def _canonical(params: StructuredOutputsParams) -> GrammarSpec:
+    if params.regex is not None:
+        return GrammarSpec("regex", params.regex)
+    if params.grammar is not None:
+        return GrammarSpec("grammar", params.grammar)
+    if params.choice is not None:
+        return GrammarSpec("choice", _text(list(params.choice)))
+    if params.structural_tag is not None:
+        tag = _decoded(params.structural_tag)
+        if not isinstance(tag, dict):
+            raise ValueError("a structural tag is an object")
+        return GrammarSpec("structural_tag", _text(tag))
+    if params.json is not None:
+        schema = _decoded(params.json)
+        if not isinstance(schema, dict | bool):
+            raise ValueError("a schema is an object")
+        return GrammarSpec("json", _text(schema))
+    return GrammarSpec("json_object")
+
+
+def closed(schema: Any) -> Any:
+    """Change a schema so that objects with `properties` allow no others, unless they say so; return
+    it.
+
+    That is what OpenAI's strict mode asks for and other servers do, and it makes every backend
+    read a schema alike. Schemas that are joined from parts are left as they are: closing the parts
+    would leave nothing that fits all of them.
+    """
+    for part in subschemas(schema):
+        joined = "properties" in part and not part.keys().isdisjoint(("anyOf", "oneOf", "$ref"))
+        if joined or not part.keys().isdisjoint(_JOINED):
+            return schema
+    for part in subschemas(schema):
+        if "properties" in part and part.keys().isdisjoint(_WHOLE):
+            part["additionalProperties"] = False
+    return schema
+
+
+def _adapted(schema: Any, *, strict: bool) -> Any:
+    schema, unchecked = adapted(schema, strict=strict)
+    log_unchecked(unchecked)
+    return schema
+
+
+def _adapted_tag(tag: dict[str, Any], *, strict: bool) -> dict[str, Any]:
+    for schema in tag_schemas(tag):
+        closed(_adapted(schema, strict=strict))
+    return tag
+
+
+def tag_schemas(tag: dict[str, Any]) -> Iterator[Any]:
+    """Yield the JSON schemas inside a structural tag of either form."""
+    structures = tag.get("structures")
+    for structure in structures if isinstance(structures, list) else ():
+        if isinstance(structure, dict):
+            yield structure.get("schema")
+    for part in tag_formats(tag):
+        if part.get("type") == "json_schema":
+            yield part.get("json_schema")
+
+
+def tag_formats(tag: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the formats inside a structural tag of the form `{"format": …}`, outermost first."""
+    todo = [tag.get("format")]
+    while todo:
+        part = todo.pop()
+        if isinstance(part, list):
+            todo.extend(part)
+        elif isinstance(part, dict):
+            yield part
+            todo.extend(part.get(key) for key in ("elements", "tags", "content"))
+
+
+def begins_free(spec: GrammarSpec) -> bool:
+    """Return whether an output may begin with any text."""
+    if spec.kind != "structural_tag":
+        return False
+    tag = json.loads(spec.text)
+    if "format" not in tag:
+        return not tag.get("at_least_one")
+    todo = [tag["format"]]
+    while todo:
+        part = todo.pop()
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind == "any_text" or (kind == "triggered_tags" and not part.get("at_least_one")):
+            return True
+        if kind == "or" and isinstance(part.get("elements"), list):
+            todo.extend(part["elements"])
+    return False
+
+
+def _decoded(given: Any) -> Any:
+    return msgspec.json.decode(given) if isinstance(given, str) else given
+
+
+def _text(value: Any) -> str:
+    """Return JSON with keys in their order, which is the order of properties in the output."""
+    return msgspec.json.encode(value).decode()
+
+
+def _too_deep(name: str, config: StructuredOutputsConfig) -> InvalidRequest:
+    return InvalidRequest(
+        f"{name}: nested deeper than {config.max_grammar_depth} (max_grammar_depth)", param=name
+    )
+
+
+def _depth(text: str, kind: str) -> int:
+    """Return how deep brackets nest; those inside a quoted text are counted separately."""
+    match kind:
+        case "regex":
+            return _nesting(split_quoted(text, REGEX_QUOTES)[0])
+        case "grammar":
+            quotes = GBNF_QUOTES if "::=" in text else LARK_QUOTES
+            outside, inside = split_quoted(text, quotes, lines=True)
+        case _:
+            outside, inside = split_quoted(text, JSON_QUOTES)
+    return max(map(_nesting, (outside, *inside)))
+
+
+def _nesting(text: str) -> int:
+    """Return the nesting depth; a closing bracket reduces it by at most one, an unclosed one
+    persists."""
+    depth = deepest = 0
+    for bracket in re.findall(r"[\[({]|[\])}]", text):
+        if bracket in "[({":
+            depth += 1
+            deepest = max(deepest, depth)
+        elif depth:
+            depth -= 1
+    return deepest

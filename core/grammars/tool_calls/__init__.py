@@ -1,0 +1,1 @@
+"""Grammars of tool calls, from how a model family writes them."""

@@ -1,0 +1,169 @@
+"""Prometheus metrics of one engine. Names are vLLM's where the meaning is the same."""
+
+from __future__ import annotations
+
+import prometheus_client as prometheus
+
+from ..outputs import EngineStats, RequestOutput, RequestTimings
+from ..sampling_params import SamplingParams
+from .histogram import Histogram
+
+SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10,
+           20, 40, 80, 160, 640)  # fmt: skip
+ITL_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5,
+               0.75, 1, 2.5, 5, 10, 20, 40, 80)  # fmt: skip
+WAIT_SECONDS = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1)
+TOKENS = tuple(m * 10**e for e in range(6) for m in (1, 2, 5))
+
+
+class EngineMetrics:
+    """One registry per engine, so that several engines can run in one process."""
+
+    def __init__(
+        self, model_name: str, *, registry: prometheus.CollectorRegistry | None = None
+    ) -> None:
+        self.registry = registry or prometheus.CollectorRegistry()
+        self._model = model_name
+        self._seen = EngineStats()
+
+        def gauge(name: str, text: str) -> prometheus.Gauge:
+            return prometheus.Gauge(
+                f"jackfield:{name}", text, ["model_name"], registry=self.registry
+            ).labels(model_name)
+
+        def counter(name: str, text: str) -> prometheus.Counter:
+            return prometheus.Counter(
+                f"jackfield:{name}", text, ["model_name"], registry=self.registry
+            ).labels(model_name)
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...] = SECONDS) -> Histogram:
+            labels = {"model_name": model_name}
+            return Histogram(f"jackfield:{name}", text, buckets, labels, self.registry)
+
+        self._running = gauge("num_requests_running", "Requests in the batch.")
+        self._waiting = gauge("num_requests_waiting", "Requests waiting for a slot.")
+        self._usage = gauge("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.")
+        self._counters = {
+            "prefix_cache_queries": counter("prefix_cache_queries", "Prompt tokens looked up."),
+            "prefix_cache_hits": counter("prefix_cache_hits", "Prompt tokens found."),
+            "external_prefix_cache_queries": counter(
+                "external_prefix_cache_queries", "Prompt tokens that a KV connector was asked for."
+            ),
+            "external_prefix_cache_hits": counter(
+                "external_prefix_cache_hits", "Tokens that a KV connector loaded."
+            ),
+            "num_kv_load_failures": counter(
+                "kv_load_failures", "Loads that brought less than a KV connector had promised."
+            ),
+            "num_preemptions": counter("num_preemptions", "Preemptions."),
+            "late_preparations": counter(
+                "late_preparations",
+                "Kernels compiled or loaded, and graphs recorded, in steps that waited for it.",
+            ),
+            "prompt_tokens": counter("prompt_tokens", "Prompt tokens of admitted requests."),
+            "generation_tokens": counter("generation_tokens", "Tokens generated."),
+        }
+        self._success = prometheus.Counter(
+            "jackfield:request_success",
+            "Finished requests.",
+            ["model_name", "finished_reason"],
+            registry=self.registry,
+        )
+        self._iteration = histogram("iteration_tokens_total", "Tokens a step.", TOKENS)
+        self._step_seconds = histogram("iteration_seconds", "Seconds a step took.", ITL_SECONDS)
+        self._launch_wait = histogram(
+            "launch_wait_seconds",
+            "Seconds of a step's launch in which its thread could not run.",
+            WAIT_SECONDS,
+        )
+        self._ttft = histogram("time_to_first_token_seconds", "Arrival to first token.")
+        self._itl = histogram("inter_token_latency_seconds", "Between tokens.", ITL_SECONDS)
+        self._tpot = histogram(
+            "request_time_per_output_token_seconds", "Mean time a token.", ITL_SECONDS
+        )
+        self._e2e = histogram("e2e_request_latency_seconds", "Arrival to end.")
+        self._queue = histogram("request_queue_time_seconds", "Arrival to first schedule.")
+        self._prefill = histogram("request_prefill_time_seconds", "Schedule to first token.")
+        self._decode = histogram("request_decode_time_seconds", "First to last token.")
+        self._inference = histogram("request_inference_time_seconds", "Schedule to last token.")
+        self._prompt = histogram("request_prompt_tokens", "Prompt tokens a request.", TOKENS)
+        self._generated = histogram(
+            "request_generation_tokens", "Generated tokens a request.", TOKENS
+        )
+        self._n = histogram("request_params_n", "n a request.", (1, 2, 5, 10, 20))
+        self._max_tokens = histogram("request_params_max_tokens", "max_tokens a request.", TOKENS)
+
+    def observe_step(self, num_tokens: int, seconds: float, launch_wait: float = 0.0) -> None:
+        """Record a step: `num_tokens` computed, `seconds` on the device, `launch_wait` seconds in
+        which the thread that launched it could not run."""
+        self._iteration.observe(num_tokens)
+        self._step_seconds.observe(seconds)
+        self._launch_wait.observe(launch_wait)
+
+    def observe_stats(self, stats: EngineStats) -> None:
+        """Set gauges and counters to a snapshot, before they are read."""
+        self._running.set(stats.num_requests_running)
+        self._waiting.set(stats.num_requests_waiting)
+        self._usage.set(stats.kv_cache_usage)
+        for name, counter in self._counters.items():
+            grown = getattr(stats, name) - getattr(self._seen, name)
+            if grown:
+                counter.inc(grown)
+        for reason, count in stats.requests_finished.items():
+            grown = count - self._seen.requests_finished.get(reason, 0)
+            if grown:
+                self._success.labels(self._model, reason).inc(grown)
+        self._seen = stats
+
+    def observe_cache_config(self, **facts: object) -> None:
+        """Record properties of the KV cache as labels of a constant 1; called once, when the engine
+        is ready."""
+        labels = {name: str(value) for name, value in facts.items()}
+        prometheus.Gauge(
+            "jackfield:cache_config_info",
+            "How the KV cache is set up.",
+            ["model_name", *labels],
+            registry=self.registry,
+        ).labels(model_name=self._model, **labels).set(1)
+
+    def observe_first_token(self, seconds: float) -> None:
+        """Arrival to first token."""
+        self._ttft.observe(seconds)
+
+    def observe_inter_token(self, seconds: float, count: int) -> None:
+        """Record `count` tokens, `seconds` apart."""
+        self._itl.observe(seconds, count)
+
+    def observe_finished(self, output: RequestOutput, params: SamplingParams) -> None:
+        """Record a finished request."""
+        generated = sum(len(completion.token_ids) for completion in output.outputs)
+        self._prompt.observe(len(output.prompt_token_ids))
+        self._generated.observe(generated)
+        self._n.observe(params.n)
+        if params.max_tokens is not None:
+            self._max_tokens.observe(params.max_tokens)
+        times = output.timings
+        if times.finished is not None:
+            self._e2e.observe(times.finished - times.arrival)
+        if times.first_scheduled is None or times.first_token is None or times.last_token is None:
+            return
+        self._queue.observe(times.first_scheduled - times.arrival)
+        self._prefill.observe(times.first_token - times.first_scheduled)
+        self._decode.observe(times.last_token - times.first_token)
+        self._inference.observe(times.last_token - times.first_scheduled)
+        longest = max(len(completion.token_ids) for completion in output.outputs)
+        if longest > 1:
+            self._tpot.observe((times.last_token - times.first_token) / (longest - 1))
+
+    def observe_pooled(self, num_prompt_tokens: int, times: RequestTimings) -> None:
+        """Record a finished pooling request."""
+        self._prompt.observe(num_prompt_tokens)
+        if times.finished is not None:
+            self._e2e.observe(times.finished - times.arrival)
+        if times.first_scheduled is not None:
+            self._queue.observe(times.first_scheduled - times.arrival)
+
+    def render(self) -> bytes:
+        """Render in Prometheus' text format."""
+        text: bytes = prometheus.generate_latest(self.registry)
+        return text

@@ -1,0 +1,70 @@
+"""Metrics of plugins (`register_metrics`), isolated from each other and from the engine's own."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+import prometheus_client as prometheus
+from prometheus_client.core import Metric
+
+from ..errors import PluginError
+from ..registry import Plugins, Provenance
+
+logger = logging.getLogger("jackfield.plugins")
+
+
+def add_plugin_metrics(
+    plugins: Plugins, registry: prometheus.CollectorRegistry, engine: Any
+) -> None:
+    """Let every plugin register its metrics, each in a registry of its own that is a part of
+    `registry`. A plugin that raises, or uses a name that is taken, has no metrics.
+
+    Raises PluginError if such a plugin is required.
+    """
+    taken = {family.name: "jackfield" for family in registry.collect()}
+    for impl in plugins.implementations("register_metrics"):
+        provenance = plugins.source(impl)
+        own = prometheus.CollectorRegistry()
+        given = {"registry": own, "engine": engine}
+        try:
+            impl.function(**{name: given[name] for name in impl.argnames})
+            names = {family.name for family in own.collect()}
+            for name in sorted(names & taken.keys()):
+                raise PluginError(f"a metric {name!r} is there already, of {taken[name]}")
+        except (Exception, SystemExit) as error:
+            plugins.fail(impl, "register_metrics", error)
+            continue
+        taken |= dict.fromkeys(names, provenance.distribution)
+        registry.register(_OfPlugin(provenance, own, frozenset(taken.keys() - names)))
+
+
+class _OfPlugin(prometheus.registry.Collector):
+    """Collects one plugin's registry; empty while that raises."""
+
+    def __init__(
+        self,
+        provenance: Provenance,
+        registry: prometheus.CollectorRegistry,
+        others: frozenset[str],
+    ) -> None:
+        """others: names that it may not use, even if registered later."""
+        self._provenance = provenance
+        self._registry = registry
+        self._others = others
+        self._told = False
+
+    def describe(self) -> Iterable[Metric]:
+        """Return nothing: names were checked before."""
+        return ()
+
+    def collect(self) -> Iterable[Metric]:
+        """Return the metrics for Prometheus."""
+        try:
+            return [m for m in self._registry.collect() if m.name not in self._others]
+        except Exception:
+            if not self._told:  # Log once: a server is scraped every few seconds.
+                logger.exception("plugin %s failed in its metrics", self._provenance)
+                self._told = True
+            return ()

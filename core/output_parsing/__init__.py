@@ -1,0 +1,1 @@
+"""From generated tokens to messages: text, stop strings, the parser chain."""

@@ -1,0 +1,150 @@
+"""`OutputText`: one completion's text, where each token ends in it, and where a stop string ends
+it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from ..outputs import FinishReason
+from ..sampling_params import SamplingParams
+from ..text.detokenizer import IncrementalDetokenizer
+from ..text.tokenizer import Tokenizer
+from .stop_strings import stop_strings
+
+
+class StopMatch(msgspec.Struct, frozen=True):
+    """A stop string was completed."""
+
+    stop: str
+    token_index: int
+    """Which of the pushed tokens completed it; the ones after it are not part of the output."""
+
+
+class OutputText:
+    """Accumulates the text of one completion.
+
+    The stop string that is completed first ends the text; of several completed by the same
+    character, the longest. This does not depend on how the text is cut into tokens. A tail that may
+    become a stop string is held back until it cannot, so what was shown is never taken back.
+
+    Push output tokens only: a stop token (EOS, a stop id) is no text, unless the request asked for
+    `include_stop_str_in_output`.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+    ) -> None:
+        """tokenizer: None if the engine has none; the text stays empty then."""
+        self._detokenizer = None
+        if tokenizer is not None and params.detokenize:
+            self._detokenizer = IncrementalDetokenizer(
+                tokenizer,
+                prompt_token_ids,
+                skip_special_tokens=params.skip_special_tokens,
+                spaces_between_special_tokens=params.spaces_between_special_tokens,
+            )
+        self._automaton = stop_strings(params.stop) if params.stop else None
+        self._min_tokens = params.min_tokens
+        self._include_stop = params.include_stop_str_in_output
+        self._state = 0
+        self._held = ""
+        self._parts: list[str] = []
+        self._taken = 0
+        self._ended = False
+        self._num_chars = 0
+        self.token_ends: list[int] = []
+        """[num_tokens] Where the text of each pushed token ends: characters from the beginning,
+        those of an incomplete character counted to the token that completes it. Larger than
+        `len(text)` where a possible stop string is held back, or a stop string was cut off."""
+
+    @property
+    def text(self) -> str:
+        """All text that is safe to show so far."""
+        if len(self._parts) > 1:
+            joined = "".join(self._parts)
+            if self._taken:
+                taken = sum(map(len, self._parts[: self._taken]))
+                self._parts = [joined[:taken], joined[taken:]]
+                self._taken = 1
+                return joined
+            self._parts = [joined]
+        return self._parts[0] if self._parts else ""
+
+    def push(self, token_ids: Sequence[int], num_output_tokens: int) -> StopMatch | None:
+        """Add output tokens.
+
+        num_output_tokens: output tokens so far, these included. A stop string that ends within the
+        first `min_tokens` of them does not count. After a match, further tokens are ignored.
+        """
+        if self._detokenizer is None or self._ended:
+            return None
+        before = num_output_tokens - len(token_ids)
+        for index, token in enumerate(token_ids):
+            delta = self._detokenizer.push((token,))
+            self._num_chars += len(delta)
+            self.token_ends.append(self._num_chars)
+            if self._automaton is None:
+                self._show(delta)
+                continue
+            stop = self._scan(delta, before + index + 1 > self._min_tokens)
+            if stop is not None:
+                return StopMatch(stop, index)
+        return None
+
+    def push_stop_token(self) -> None:
+        """Add a stop token that is not shown."""
+        self.token_ends.append(self._num_chars)
+
+    def finish(self, reason: FinishReason | None = None) -> None:
+        """End the output, for whatever reason: show what was held back.
+
+        Safe to call twice, and after a match.
+        """
+        if self._detokenizer is None or self._ended:
+            return
+        rest = self._detokenizer.finish()
+        if self._automaton is None:
+            self._show(rest)
+        elif self._scan(rest, counts=True) is None:
+            self._show(self._held)
+            self._held = ""
+        self._ended = True
+
+    def take_delta(self) -> str:
+        """Return the text that has become safe to show since the last call."""
+        parts, taken = self._parts, self._taken
+        self._taken = len(parts)
+        return parts[-1] if self._taken == taken + 1 else "".join(parts[taken:])
+
+    def _show(self, text: str) -> None:
+        if text:
+            self._parts.append(text)
+
+    def _scan(self, delta: str, counts: bool) -> str | None:
+        """Run new text through the automaton; return the stop string that it completes, if any."""
+        automaton = self._automaton
+        assert automaton is not None
+        state = self._state
+        if state == 0 and automaton.first.search(delta) is None:
+            self._show(delta)
+            return None
+        for position, char in enumerate(delta):
+            state = automaton.step(state, char)
+            stop = automaton.matched[state]
+            if stop is not None and counts:
+                text = self._held + delta[: position + 1]
+                self._show(text if self._include_stop else text[: len(text) - len(stop)])
+                self._held = ""
+                self._ended = True
+                return stop
+        self._state = state
+        text = self._held + delta
+        safe = len(text) - automaton.pending[state]
+        self._show(text[:safe])
+        self._held = text[safe:]
+        return None

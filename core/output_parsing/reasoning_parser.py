@@ -1,0 +1,34 @@
+"""Reasoning parsers for one output: how a request's template arguments and prompt set them up."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..protocols.parsers import ReasoningParser
+
+
+def thinking_kwarg(parser_class: Any) -> tuple[str, bool]:
+    """Return the template argument that turns reasoning on or off, and its default."""
+    name, default = getattr(parser_class, "thinking_switch", ("enable_thinking", True))
+    return str(name), bool(default)
+
+
+def is_thinking(parser_class: Any, chat_template_kwargs: Mapping[str, Any]) -> bool:
+    """Return whether the template lets a request with these arguments reason."""
+    name, default = thinking_kwarg(parser_class)
+    return bool(chat_template_kwargs.get(name, default))
+
+
+def make_parser(
+    parser_class: type[ReasoningParser], *, thinking: bool, prompt_end: str = ""
+) -> ReasoningParser:
+    """Create the parser of one output.
+
+    prompt_end: what the prompt ends with; "" where it is not known.
+    """
+    parser = parser_class(thinking=thinking)
+    see_prompt_end = getattr(parser, "see_prompt_end", None)
+    if prompt_end and see_prompt_end is not None:
+        see_prompt_end(prompt_end)
+    return parser

@@ -1,0 +1,62 @@
+"""Finds stop strings in text that arrives in pieces, character by character, in linear time."""
+
+from __future__ import annotations
+
+import functools
+import re
+
+
+class StopStrings:
+    """An Aho-Corasick automaton over some strings; immutable, shared between requests.
+
+    A state is an int: how much of some string the text so far ends with. 0 is the start.
+    """
+
+    def __init__(self, strings: tuple[str, ...]) -> None:
+        self._next: list[dict[str, int]] = [{}]
+        depth = [0]
+        ends: list[str | None] = [None]
+        for string in strings:
+            state = 0
+            for char in string:
+                if char not in self._next[state]:
+                    self._next[state][char] = len(self._next)
+                    self._next.append({})
+                    depth.append(depth[state] + 1)
+                    ends.append(None)
+                state = self._next[state][char]
+            ends[state] = string
+        self.first = re.compile("|".join(map(re.escape, self._next[0])) or "(?!)")
+        """Matches a character that some string begins with: without one, state 0 stays."""
+        self._fail = [0] * len(depth)
+        order = list(self._next[0].values())
+        for state in order:
+            for char, child in self._next[state].items():
+                order.append(child)
+                self._fail[child] = self.step(self._fail[state], char)
+        self.matched: list[str | None] = ends
+        """[num_states] The longest string that ends in this state."""
+        self.pending: list[int] = depth
+        """[num_states] Characters at the text's end that may yet become part of a match."""
+        for state in order:
+            if ends[state] is None:
+                ends[state] = ends[self._fail[state]]
+            if not self._next[state]:
+                depth[state] = depth[self._fail[state]]
+
+    def step(self, state: int, char: str) -> int:
+        """Return the state after one more character."""
+        following = self._next
+        while True:
+            next_state = following[state].get(char)
+            if next_state is not None:
+                return next_state
+            if state == 0:
+                return 0
+            state = self._fail[state]
+
+
+@functools.lru_cache(maxsize=256)
+def stop_strings(strings: tuple[str, ...]) -> StopStrings:
+    """Return the automaton of `strings`, cached for requests with the same ones."""
+    return StopStrings(strings)

@@ -1,0 +1,141 @@
+"""Outputs of requests, and statistics of the engine."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, TypeAlias
+
+import msgspec
+
+from .pooling_params import PoolingOutput
+
+FinishReason: TypeAlias = Literal["stop", "length", "abort", "error"]
+
+
+class Logprob(msgspec.Struct, frozen=True):
+    """Log-probability of one token at one position."""
+
+    logprob: float
+    """Natural logarithm of the probability."""
+    rank: int | None = None
+    """1 for the most likely token."""
+    decoded_token: str | None = None
+    """The token's text; None without a tokenizer."""
+
+
+PositionLogprobs: TypeAlias = dict[int, Logprob]
+"""Token id → Logprob: the position's own token, then the most likely ones."""
+
+
+class CompletionOutput(msgspec.Struct, kw_only=True):
+    """One of the `n` completions of a request."""
+
+    index: int
+    """0 to n - 1."""
+    text: str = ""
+    """Generated text: all so far, or only the new text (`OutputKind`)."""
+    token_ids: list[int] = []
+    """The generated token ids, including the token that ended the output."""
+    token_ends: list[int] = []
+    """[len(token_ids)] Where the text of each token ends, in characters from the beginning of the
+    completion, also in delta mode; past its end where a stop string is, or may be, cut off. Empty
+    if no text was requested."""
+    logprobs: list[PositionLogprobs] | None = None
+    """[len(token_ids)], if `logprobs` were requested."""
+    cumulative_logprob: float | None = None
+    """Sum over all tokens so far, if `logprobs` were requested."""
+    finish_reason: FinishReason | None = None
+    """None while the output is unfinished."""
+    stop_reason: int | str | None = None
+    """The stop token id or stop string that ended it; None for EOS and all other reasons."""
+
+
+class RequestTimings(msgspec.Struct, kw_only=True):
+    """Monotonic times in seconds (`time.monotonic`)."""
+
+    arrival: float
+    """When the engine received the request."""
+    first_scheduled: float | None = None
+    """When its first tokens were planned."""
+    first_token: float | None = None
+    """When the first token came back."""
+    last_token: float | None = None
+    """When the latest token came back."""
+    finished: float | None = None
+    """When the last completion ended."""
+    num_preemptions: int = 0
+    """How often its completions were preempted and computed again."""
+
+
+class RequestOutput(msgspec.Struct, kw_only=True):
+    """What `AsyncEngine.generate` yields."""
+
+    request_id: str
+    """The caller's, or a random one."""
+    prompt: str | None = None
+    """The prompt's text, where text was given."""
+    prompt_token_ids: list[int]
+    """The prompt as the model saw it."""
+    prompt_logprobs: list[PositionLogprobs | None] | None = None
+    """[num_prompt_tokens]; the first is None, for nothing precedes it."""
+    outputs: list[CompletionOutput]
+    """All `n` completions; in delta mode those with something new."""
+    finished: bool
+    """Whether all completions have ended; the last output of a stream."""
+    num_cached_tokens: int = 0
+    """Prompt tokens that came from the prefix cache."""
+    timings: RequestTimings
+    """When what happened."""
+    error: str | None = None
+    """Why, when a finish_reason is "error"."""
+    kv_transfer_params: dict[str, Any] | None = None
+    """Parameters that the KV connector returned when the request ended."""
+
+
+class PoolingRequestOutput(msgspec.Struct, kw_only=True):
+    """What `AsyncEngine.encode` yields, once per request."""
+
+    request_id: str
+    """The caller's, or a random one."""
+    prompt: str | None = None
+    """The prompt's text, where text was given."""
+    prompt_token_ids: list[int]
+    """The prompt as the model saw it."""
+    outputs: PoolingOutput
+    """One request, one result; the name is vLLM's."""
+    finished: bool = True
+    """Always true: a pooling request has a single output."""
+    num_cached_tokens: int = 0
+    """Prompt tokens that came from the prefix cache."""
+    timings: RequestTimings
+    """When what happened."""
+
+
+class EngineStats(msgspec.Struct, kw_only=True):
+    """A snapshot of the engine, cheap to take."""
+
+    num_requests_running: int = 0
+    num_requests_waiting: int = 0
+    num_slots: int = 0
+    kv_blocks_total: int = 0
+    kv_blocks_used: int = 0
+    """Blocks held by requests. Cached blocks that no request holds count as free."""
+    kv_cache_usage: float = 0.0
+    prefix_cache_queries: int = 0
+    """Prompt tokens looked up, since the start."""
+    prefix_cache_hits: int = 0
+    """Prompt tokens found, since the start."""
+    external_prefix_cache_queries: int = 0
+    """Prompt tokens for which the KV connector was queried, since the start."""
+    external_prefix_cache_hits: int = 0
+    """Tokens that the KV connector loaded, since the start."""
+    num_kv_load_failures: int = 0
+    """Loads of the KV connector that delivered fewer blocks than promised, since the start."""
+    num_preemptions: int = 0
+    late_preparations: int = 0
+    """Kernels compiled or loaded, and graphs recorded, in steps that waited for it, since the
+    start."""
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    steps: int = 0
+    requests_finished: dict[str, int] = {}
+    """finish_reason → count, since the start."""

@@ -1,0 +1,66 @@
+"""Typed contracts of the plugin kinds that the hooks of `hooks.py` register.
+
+One module per kind; plugins import from here. Everything is structural typing or a small ABC;
+docstrings name shapes, units and errors.
+"""
+
+from __future__ import annotations
+
+from .attention import AttentionBackend, AttentionSpec
+from .executors import Executor, ExecutorInfo, SchedulePolicy
+from .grammars import Grammar, GrammarBackend, GrammarMatcher, GrammarSpec, Vocabulary
+from .kv import KVConnector, KVConnectorScheduler, KVConnectorSetup, KVConnectorWorker, KVLayout
+from .loaders import WeightLoader
+from .logits_processors import LogitsProcessor, LogitsProcessorSetup, ProcessedRows
+from .models import CheckpointConfig, Model, PoolingModel
+from .parsers import (
+    ArgumentForm,
+    CallForm,
+    CallText,
+    Content,
+    ParserEvent,
+    Reasoning,
+    ReasoningParser,
+    ToolCallArguments,
+    ToolCallEnd,
+    ToolCallStart,
+    ToolParser,
+)
+from .quantization import QuantizationMethod
+
+__all__ = [
+    "ArgumentForm",
+    "AttentionBackend",
+    "AttentionSpec",
+    "CallForm",
+    "CallText",
+    "CheckpointConfig",
+    "Content",
+    "Executor",
+    "ExecutorInfo",
+    "Grammar",
+    "GrammarBackend",
+    "GrammarMatcher",
+    "GrammarSpec",
+    "KVConnector",
+    "KVConnectorScheduler",
+    "KVConnectorSetup",
+    "KVConnectorWorker",
+    "KVLayout",
+    "LogitsProcessor",
+    "LogitsProcessorSetup",
+    "Model",
+    "ParserEvent",
+    "PoolingModel",
+    "ProcessedRows",
+    "QuantizationMethod",
+    "Reasoning",
+    "ReasoningParser",
+    "SchedulePolicy",
+    "ToolCallArguments",
+    "ToolCallEnd",
+    "ToolCallStart",
+    "ToolParser",
+    "Vocabulary",
+    "WeightLoader",
+]

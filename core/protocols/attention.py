@@ -1,0 +1,160 @@
+"""The contract of attention backends."""
+
+from __future__ import annotations
+
+import functools
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import msgspec
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+    from ..nn.context import BatchLayout
+    from ..nn.operations import Norm
+
+
+class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """Parameters of one layer's attention, for a backend.
+
+    A field with a default is a feature: a layer that sets it is served only by backends that list
+    its name in `AttentionBackend.features`. So a backend that is older than a field never ignores
+    it silently.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    sliding_window: int | None = None
+    """Each query attends to itself and the `sliding_window - 1` tokens before it."""
+    soft_cap: float | None = None
+    """logits = soft_cap * tanh(logits / soft_cap)"""
+    key_scale: float = 1.0
+    """An fp8 cache holds keys divided by this. Read it from each call's spec: with
+    `calculate_kv_scales`, it changes at the first step with tokens."""
+    value_scale: float = 1.0
+    """An fp8 cache holds values divided by this."""
+    alibi_slopes: tuple[float, ...] | None = None
+    """[num_heads] A head's slope * (key's position - query's position) is added to its logits,
+    after the soft cap. Source: ALiBi (arXiv 2108.12409)."""
+    sinks: bool = False
+    """Each head has an additional learned logit that takes part in the softmax and has no value;
+    `forward` gets them as `sinks`."""
+
+    @property
+    def features(self) -> frozenset[str]:
+        """Return the names of the optional fields that this layer sets."""
+        return frozenset(
+            name for name, default in _defaults(type(self)) if getattr(self, name) != default
+        )
+
+
+@functools.cache
+def _defaults(spec: type[AttentionSpec]) -> tuple[tuple[str, Any], ...]:
+    """Return name and default of each field that has one."""
+    fields = msgspec.structs.fields(spec)
+    return tuple((f.name, f.default) for f in fields if f.default is not msgspec.NODEFAULT)
+
+
+class AttentionBackend(ABC):
+    """Causal attention over a paged KV cache, prefill and decode rows in one batch. Subclass it.
+
+    One instance serves a model; it may keep workspaces. The cache of one layer is
+    [2 (key, value), num_blocks, block_size, num_kv_heads, head_dim]. Block 0 is the null block:
+    padding rows write there. To test a backend: `jackfield.plugins.conformance.attention`.
+    """
+
+    name: ClassVar[str]
+    features: ClassVar[frozenset[str]] = frozenset({"sliding_window", "soft_cap"})
+    """Optional fields of `AttentionSpec` that the backend handles. The default is the fields of the
+    first version, and does not change; `supports` may still refuse one of them."""
+    graph_safe: ClassVar[bool] = False
+    """Whether a decode-only `forward` may be captured in a CUDA graph."""
+    mixed_graph_safe: ClassVar[bool] = False
+    """Whether any `forward` may be captured, with a layout whose `mixed` has the values that only
+    the device knows: launches then depend only on the layout's sizes and upper bounds."""
+    standard_cache: ClassVar[bool] = True
+    """Whether the cache has the layout above, with the step's keys and values written before
+    `forward` is called; otherwise `forward` writes them."""
+    cache_groups: ClassVar[bool] = False
+    """Whether it supports layers in groups with block tables of their own: `build_metadata` is
+    called for each group's layout of a step (`BatchLayout.group`), and nothing is read before a
+    layer's window, where blocks may have been given back. Otherwise all layers share one table, and
+    blocks before windows are kept."""
+    fp8_cache: ClassVar[bool] = False
+    """Whether it can read a float8_e4m3fn or float8_e5m2 cache, with the spec's scales."""
+
+    @classmethod
+    @abstractmethod
+    def supports(cls, spec: AttentionSpec, device: torch.device, dtype: torch.dtype) -> str | None:
+        """Return None if it can serve this layer here, else the reason why not, in one clause.
+
+        Called only for layers whose features it lists, but with any other values: also with
+        `num_heads` that is not a multiple of `num_kv_heads`, and with a dtype that is not a
+        floating-point type. Both must be refused.
+        """
+
+    @abstractmethod
+    def __init__(
+        self,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        block_size: int,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+    ) -> None: ...
+
+    @abstractmethod
+    def build_metadata(self, layout: BatchLayout) -> Any:
+        """Return what `forward` gets as `metadata`; called once per step (and group of layers, see
+        `cache_groups`), before the first layer."""
+
+    def prefers_launch(self, query_lens: np.ndarray, seq_lens: np.ndarray) -> bool:
+        """Return whether a step of these rows, [num_rows] each, is faster launched than replayed
+        from a graph: if the host knows the lengths, a better kernel may exist. Called if
+        `mixed_graph_safe`."""
+        return False
+
+    @abstractmethod
+    def forward(
+        self,
+        spec: AttentionSpec,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: Any,
+        *,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attend to the cache. If `standard_cache` is false, write key and value to it first.
+
+        query: [num_tokens, num_heads, head_dim]; key, value: [num_tokens, num_kv_heads, head_dim];
+        sinks: [num_heads], given only for layers whose spec has them (a backend without that
+        feature needs no such argument)
+        → [num_tokens, num_heads, head_dim]
+        """
+
+    def forward_projection(
+        self,
+        spec: AttentionSpec,
+        qkv: torch.Tensor,
+        cos_sin: torch.Tensor | None,
+        query_norm: Norm | None,
+        key_norm: Norm | None,
+        kv_cache: torch.Tensor,
+        metadata: Any,
+    ) -> torch.Tensor | None:
+        """Compute the layer from its fused projection: split into heads, norm, rotate, write,
+        attend.
+
+        qkv: [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]; the rest as for
+        `Operations.heads`. → as `forward`, or None, with nothing done (the default): the step is
+        then computed by the operations and `forward`. Not called for layers with sinks.
+        """
+        return None

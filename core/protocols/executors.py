@@ -1,0 +1,110 @@
+"""The contracts of executors and schedule policies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol
+
+import msgspec
+
+from ..cache.groups import ONE_GROUP, CacheGroup
+from ..step import StepPlan, StepResult
+
+if TYPE_CHECKING:
+    import asyncio
+
+    from ..config import EngineConfig
+    from ..loading.model_config import ModelConfig
+    from ..registry import Plugins
+    from ..request import Request
+from .kv import KVLayout
+
+
+class Executor(Protocol):
+    """Runs the worker's ranks. The event loop accesses the worker only through it."""
+
+    def __init__(
+        self, config: EngineConfig, model_config: ModelConfig, plugins: Plugins
+    ) -> None: ...
+
+    @staticmethod
+    def initialize_device(config: EngineConfig, plugins: Plugins) -> None:
+        """Do the parts of a start that do not depend on the model.
+
+        Called on a thread, while the model's configuration is read and before `__init__`; an
+        executor without this method does all in `start`. A failure here must be raised again by
+        `start`.
+        """
+
+    async def start(self) -> ExecutorInfo:
+        """Load the model, size the cache, warm up."""
+
+    def submit(self, plan: StepPlan) -> asyncio.Future[StepResult]:
+        """Queue one step; plans run in order. The future fails if the step as a whole does.
+        Raises if it does not accept the plan."""
+
+    async def recover(self) -> None:
+        """Reset after a failed step, with no step queued: release every slot, and check the device.
+
+        From a step's failure until this is called, queued steps must fail without running, because
+        their inputs may be missing. Raises if the device is lost. With an executor without this
+        method, a failed step ends the engine; so it does when several steps fail in a row.
+
+        Communication of KV connectors continues: the worker half gets the `kv_metadata` of every
+        plan, also of those that fail or are not run, and a report that a failed step did not
+        deliver comes with the next result.
+        """
+
+    async def stop(self) -> None:
+        """Finish what is queued, free the device. Safe to call twice."""
+
+    async def ping(self) -> None:
+        """Return when the worker has finished all queued work and responds.
+
+        Called by `AsyncEngine.check_health`; an executor without this method counts as alive until
+        a step fails.
+        """
+
+    def watch_transfers(self, callback: Callable[[], None]) -> None:
+        """Call `callback` on the event loop when a KV connector's worker half has something to
+        report.
+
+        Called once, before `start`, and only if a connector is configured: an executor without this
+        method does not support connectors.
+        """
+
+
+class ExecutorInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """Properties of a started executor."""
+
+    num_blocks: int
+    """Number of KV blocks, the null block included; 0: the model has no cache."""
+    device: str
+    dtype: str
+    attention_backend: str
+    attention_reason: str
+    """Why this backend was chosen, in one clause."""
+    weight_bytes: int
+    kv_cache_bytes: int
+    load_seconds: float
+    kv_layout: KVLayout | None = None
+    """Set if a KV connector is configured."""
+    cache_groups: tuple[CacheGroup, ...] = ONE_GROUP
+    """Layers that share a block table."""
+
+
+class SchedulePolicy(Protocol):
+    """Orders requests and selects the one to preempt. Created once per engine, without
+    arguments."""
+
+    def key(self, request: Request) -> tuple[Any, ...]:
+        """Return the request's sort key; smallest first. The running request with the largest key
+        is preempted.
+
+        Called once, when the request is added; the key stays the same for the request's life. Equal
+        keys are served in order of addition. A tuple of numbers, texts, bytes or such tuples, of
+        one shape for all requests, those for a vector too, and without NaN, so that any two
+        compare: another key, or an exception, refuses this request alone. The request must not be
+        changed. Called on the event loop: the cost must not grow with the number of earlier
+        requests.
+        """

@@ -1,0 +1,173 @@
+"""The contract of KV connectors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import msgspec
+
+from ..step import KVReport
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..config import KVTransferConfig
+    from ..registry import Plugins
+    from ..request import Request
+
+
+class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
+    """Layout of the KV cache, for a connector."""
+
+    num_blocks: int
+    """Number of blocks, the null block (0) included."""
+    block_size: int
+    """Tokens in a block."""
+    dtype: str
+    """Torch's name of the type: "bfloat16", …"""
+    layers: tuple[tuple[int, int], ...]
+    """[num_layers] (num_kv_heads, head_dim) of each layer's cache."""
+    block_bytes: int
+    """Bytes of one block over all layers, keys and values."""
+    fingerprint: bytes
+    """[32] Digest of everything besides tokens that KV content depends on: the model's
+    configuration and weights, dtype and layout. Engines with equal fingerprints may read each
+    other's blocks. Block keys include it, so equal keys mean equal content."""
+
+
+@dataclass(frozen=True)
+class KVConnectorSetup:
+    """Constructor argument of both halves of a connector."""
+
+    transfer: KVTransferConfig
+    """The user's configuration; a connector's own options in `kv_connector_extra_config`."""
+    layout: KVLayout
+    plugins: Plugins
+    """All registries, for connectors that use other connectors."""
+    notify: Callable[[], None]
+    """Call it after an event outside a step: a result of `num_external_tokens` that was None is now
+    known (scheduler half), `poll` has something to report (worker half). From any thread; make the
+    result visible first. Without the call it is seen at the next step, and an idle engine runs no
+    steps."""
+
+
+class KVConnectorScheduler(Protocol):
+    """The half on the event loop, which makes the decisions. No method may block or raise: I/O
+    belongs on a thread, and if the far side fails, there is nothing to load and nothing is saved. A
+    half that raises nevertheless, or returns a value that this contract does not allow, is
+    detached: its error is logged with its distribution, only `close` is called from then on, and
+    requests continue without it.
+
+    A transfer is a number that the engine gives to one load, one save or one hold of blocks. From
+    the call that names it until the worker half reports its end (`KVReport`), the engine neither
+    frees nor reuses its blocks, whatever becomes of the request. So each transfer must end exactly
+    once, and the load of an aborted request ends like any other.
+    """
+
+    def num_external_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
+        """Return the number of tokens past `num_computed_tokens` (a multiple of the block size,
+        found in the engine's own prefix cache) that can be loaded.
+
+        None: not known yet; the request is skipped, others continue, and the method is called again
+        after `notify`. After a number it is not called again, unless the request is preempted.
+        `request.block_hashes[i]` is the key of the prompt's block i, for all full blocks, except
+        one that would leave nothing to compute; the result counts from block num_computed_tokens /
+        block_size on, and is rounded down to whole blocks. `request.params.kv_transfer_params` has
+        the caller's parameters.
+        """
+
+    def start_load(
+        self, transfer: int, request: Request, keys: Sequence[bytes], block_ids: Sequence[int]
+    ) -> None:
+        """Start a load into the blocks allocated after `num_external_tokens`: fill `block_ids[i]`
+        with the content that `keys[i]` names. There may be fewer blocks than promised, if some were
+        found elsewhere meanwhile.
+
+        The request waits; once the load has ended, filled blocks are in the prefix cache, and the
+        rest is computed.
+        """
+
+    def start_save(
+        self, transfer: int, request: Request, keys: Sequence[bytes], block_ids: Sequence[int]
+    ) -> Sequence[int]:
+        """Offer full blocks that steps have computed and whose content is final: → those of
+        `block_ids` that this connector will read, which the engine then holds; empty: none, no
+        transfer.
+        """
+
+    def request_finished(
+        self, transfer: int, request: Request
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Handle the end of a request (`request.finish_reason`) → (hold its blocks,
+        kv_transfer_params). After "error", the content of its blocks is undefined.
+
+        With True, `request.block_ids` are held under `transfer` until the worker half reports its
+        end: for a far side that fetches them. The dictionary goes into the response. Blocks of a
+        request that never ran are an empty list, and are not held.
+        """
+
+    def build_metadata(self) -> Any:
+        """Return data on the calls above for the worker half; None: nothing. Called once for each
+        planned step, and when there is something to send but nothing to compute: return each piece
+        of data once. Plain data, so that a plan may be sent to another process.
+        """
+
+    def update(self, report: KVReport) -> None:
+        """Receive the worker half's report, which the engine has already processed."""
+
+    def close(self) -> None:
+        """Close; the engine stops. The worker half is closed later."""
+
+
+class KVConnectorWorker(Protocol):
+    """The half beside the device, which moves blocks. Its methods run on the launch thread, and
+    must not wait for a transfer: use a separate thread or stream.
+
+    No method may raise: a failure of the far side is reported by `poll`. A half that raises
+    nevertheless, or returns a value that this contract does not allow, is detached together with
+    its scheduler half. Requests that wait for a load continue at once; the blocks of all transfers
+    stay held until `close` has returned, as they may be read and written until then.
+
+    On a GPU, transfers run on the connector's own streams. A save needs no ordering: the blocks
+    that it reads were final before `start` was called. A load must wait for an event that `start`
+    records on the current stream, since steps under way may still use the blocks' former content;
+    its end is reported after the device has finished it.
+    """
+
+    def bind(self, kv_caches: Sequence[torch.Tensor]) -> None:
+        """Receive the caches; called once, before the first step. [num_layers] tensors
+        [2 (key, value), num_blocks, block_size, num_kv_heads, head_dim], as `KVLayout` says. They
+        are inference tensors: write to them within `torch.inference_mode()`."""
+
+    def start(self, metadata: Any) -> None:
+        """Start transfers; gets what `build_metadata` returned, before its step is launched. Also
+        called if the step then fails, or is not run because an earlier one has failed."""
+
+    def poll(self) -> KVReport | None:
+        """Return the transfers that ended since the last call. Called with every step, so it must
+        be cheap."""
+
+    def close(self) -> None:
+        """Finish the saves under way, drop the loads, and end all threads that access the cache:
+        the engine stops, or a method has raised. Called once; after a method has raised, on a
+        different thread, while steps continue. If it raises then, the blocks of all transfers are
+        out of use until the engine is started anew."""
+
+
+class KVConnector(Protocol):
+    """KV blocks from and to elsewhere: disaggregated prefill, offloading, shared stores.
+
+    The registered object is a class (or any object) that creates both halves. They share no state
+    except the data that they exchange: metadata with the step plan, reports with the step result.
+    Damaged blocks of the far side are never used, and are replaced when they are computed again.
+    """
+
+    @classmethod
+    def make_scheduler(cls, setup: KVConnectorSetup) -> KVConnectorScheduler:
+        """Raises ConfigError with the name of an invalid or unknown option."""
+
+    @classmethod
+    def make_worker(cls, setup: KVConnectorSetup) -> KVConnectorWorker:
+        """As `make_scheduler`."""

@@ -1,0 +1,82 @@
+"""The contracts of models and of checkpoint configurations."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_checkable
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..loading.model_config import ModelConfig
+    from ..nn.context import BuildContext, ForwardContext
+
+
+@runtime_checkable
+class Model(Protocol):
+    """An architecture, composed of `core.nn` blocks. Subclasses `torch.nn.Module`.
+
+    `weight_map` is data: which checkpoint names stack into which parameter
+    (`core.loading.weight_map`).
+    """
+
+    weight_map: ClassVar[Any]
+
+    def __init__(self, config: ModelConfig, build: BuildContext) -> None:
+        """Create parameters (uninitialised) on `build.device` in `build.dtype`."""
+
+    def forward(self, input_ids: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        """input_ids: [num_tokens] int64 → hidden states [num_tokens, hidden_size].
+
+        Work that only `compute_logits` needs (the last norm) belongs there, because it gets few
+        rows.
+        """
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden: [num_rows, hidden_size] → logits [num_rows, vocab_size], any float dtype."""
+
+    def after_loading(self) -> None:
+        """Derive weights from others; called once, when every parameter is filled. Optional;
+        modules inside the model may have one, too, and are called before their parents."""
+
+
+class PoolingModel(Protocol):
+    """An architecture whose hidden states are pooled to vectors. A `Model` may be one, too.
+
+    The methods of a class determine its use: with `compute_logits` it generates, with
+    `pooling_states` it can be pooled, with `classify` it is a classifier.
+    """
+
+    weight_map: ClassVar[Any]
+    causal: ClassVar[bool]
+    """False: an encoder. Each prompt runs whole in one step, `context.backend` is None and
+    nothing is cached. Optional; without it, true."""
+    pooling_type: ClassVar[Literal["CLS", "LAST", "MEAN"]]
+    """Default pooling type of checkpoints that set none. Optional; without it, LAST."""
+
+    def __init__(self, config: ModelConfig, build: BuildContext) -> None:
+        """As `Model`. `config.pooling` is set, and modules that only generation needs are not
+        created."""
+
+    @classmethod
+    def context_length(cls, hf_config: Any) -> int:
+        """Return the maximum length of a prompt. Optional; without it, as in the configuration."""
+
+    def forward(self, input_ids: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        """input_ids: [num_tokens] int64 → hidden states [num_tokens, hidden_size]."""
+
+    def pooling_states(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden: [any, hidden_size], rows of `forward`'s result → states to pool, same shape."""
+
+    def classify(self, pooled: torch.Tensor) -> torch.Tensor:
+        """pooled: [num_rows, hidden_size] → logits [num_rows, num_labels]. Only classifiers."""
+
+
+class CheckpointConfig(Protocol):
+    """The contents of config.json, for one model type. Its attributes have the file's names;
+    `vocab_size`, `architectures`, `num_hidden_layers`, `hidden_size` and `num_attention_heads` are
+    needed by all models that generate, others by the model itself."""
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any]) -> CheckpointConfig:
+        """Build from config.json, with defaults for missing fields. Raises ValueError or TypeError
+        for invalid ones."""

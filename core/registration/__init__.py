@@ -1,0 +1,1 @@
+"""Registered names of plugins: their references, options, and checks before use."""

@@ -1,0 +1,92 @@
+"""Checks of the object behind a registered name, as far as possible without calling it.
+
+A protocol (`protocols.py`) says what each method means; this module lists which of them an object
+must have at least, so that a wrong reference is refused by name instead of failing later, in its
+first caller.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from typing import NamedTuple
+
+import msgspec
+
+
+class Contract(NamedTuple):
+    """Requirements of one kind of plugin."""
+
+    of: str
+    """The protocol or base class, for messages."""
+    required: tuple[str, ...] = ()
+    """Required methods and class attributes."""
+    one_of: tuple[str, ...] = ()
+    """Alternatives: at least one of these is required."""
+    base: str = ""
+    """"module:class" that it must subclass."""
+
+
+CONTRACTS = {
+    "model": Contract(
+        "protocols.Model", ("forward", "weight_map"), ("compute_logits", "pooling_states")
+    ),
+    "config": Contract("protocols.CheckpointConfig", ("from_dict",)),
+    "options": Contract("msgspec.Struct", base="msgspec:Struct"),
+    "attention_backend": Contract(
+        "protocols.AttentionBackend", base="jackfield.core.protocols:AttentionBackend"
+    ),
+    "operations": Contract(
+        "core.nn.operations.Operations", base="jackfield.core.nn.operations:Operations"
+    ),
+    "quantization": Contract("protocols.QuantizationMethod", ("supports", "from_config", "layer")),
+    "reasoning_parser": Contract("protocols.ReasoningParser", ("feed", "finish")),
+    "tool_parser": Contract("protocols.ToolParser", ("feed", "finish")),
+    "kv_connector": Contract("protocols.KVConnector", ("make_scheduler", "make_worker")),
+    "structured_backend": Contract(
+        "protocols.GrammarBackend", ("bounded", "unavailable", "refusal", "compile")
+    ),
+    "logits_processor": Contract(
+        "protocols.LogitsProcessor", base="jackfield.core.protocols:LogitsProcessor"
+    ),
+    "weight_loader": Contract("protocols.WeightLoader", ("load",)),
+    "executor": Contract("protocols.Executor", ("start", "submit", "stop")),
+    "schedule_policy": Contract("protocols.SchedulePolicy", ("key",)),
+    "command": Contract("a function of (argv: list[str])", ("__call__",)),
+}
+"""Requirements by kind. Kinds that are missing here accept any callable."""
+
+
+def violation(kind: str, thing: object) -> str | None:
+    """Return why `thing` cannot be of this kind, in one clause; None if it can.
+
+    A callable that is not a class is taken for a factory function.
+    """
+    if thing is None:
+        return "it is None"
+    contract = CONTRACTS.get(kind, Contract("something to call", ("__call__",)))
+    if contract.base:
+        module, _, name = contract.base.partition(":")
+        base = getattr(importlib.import_module(module), name)
+        if not (isinstance(thing, type) and issubclass(thing, base)):
+            return f"it does not subclass {contract.base.replace(':', '.')}"
+        if inspect.isabstract(thing):
+            missing = sorted(getattr(thing, "__abstractmethods__", ()))
+            return f"it does not implement {', '.join(missing)}"
+    missing = [name for name in contract.required if not hasattr(thing, name)]
+    if contract.one_of and not any(hasattr(thing, name) for name in contract.one_of):
+        missing.append(" or ".join(contract.one_of))
+    if missing and (isinstance(thing, type) or not callable(thing)):
+        return f"it has no {', '.join(missing)} ({contract.of})"
+    if kind == "options":
+        return _undecided(thing)
+    return None
+
+
+def _undecided(schema: object) -> str | None:
+    """Return why a schema cannot be used. Options must have defaults, because a plugin is active
+    wherever it is installed."""
+    for field in msgspec.structs.fields(schema):  # type: ignore[arg-type]
+        if field.default is msgspec.NODEFAULT and field.default_factory is msgspec.NODEFAULT:
+            return f"its field {field.name} has no default"
+    return None

@@ -1,0 +1,116 @@
+"""Checks of a plugin before any of it is called: its hook API, and hooks that would have no
+effect."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import re
+import sys
+import types
+from collections.abc import Iterator
+from importlib import metadata
+from typing import Any
+
+from .. import hooks
+from ..errors import PluginError
+
+API_ATTRIBUTE = "jackfield_api"
+MARK = f"{hooks.PROJECT}_impl"
+"""The attribute that `@hookimpl` leaves on a function."""
+HOOKS = frozenset(name for name, value in vars(hooks).items() if hasattr(value, "jackfield_spec"))
+"""The name of each hook."""
+
+
+def check_hooks(plugin: object) -> None:
+    """Refuse marked functions that could never run as intended. Raises PluginError."""
+    for name, function in _functions(plugin):
+        options = getattr(function, MARK, None)
+        if options is None:
+            continue
+        hook = options.get("specname") or name
+        if hook not in HOOKS:
+            if options.get("optionalhook"):
+                continue
+            raise PluginError(f"{name}: there is no such hook{near(hook, HOOKS)}")
+        if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+            raise PluginError(f"{name}: it yields, and hooks are called, not iterated over")
+        if inspect.iscoroutinefunction(function) and not may_be_async(hook):
+            raise PluginError(
+                f"{name}: it is `async def`, and this hook is called without an event loop: make "
+                "it `def`"
+            )
+
+
+def may_be_async(hook: str) -> bool:
+    """Return whether a hook is called on the event loop and awaited."""
+    return not hook.startswith("register_") and hook != "options_ready"
+
+
+def remarks(plugin: object) -> Iterator[str]:
+    """Return warnings for the author: functions that look like hooks but are never called."""
+    for name, function in _functions(plugin):
+        if hasattr(function, MARK):
+            continue
+        if name in HOOKS:
+            yield f"{name} has no @hookimpl, so it is not called"
+        elif name.startswith("register_") and (hint := near(name, HOOKS, 0.8)):
+            yield f"{name} is no hook and has no @hookimpl, so it is not called{hint}"
+
+
+def _functions(plugin: object) -> Iterator[tuple[str, Any]]:
+    """Return the public functions and methods of a module or an object."""
+    holder = plugin if isinstance(plugin, type | types.ModuleType) else type(plugin)
+    for name in dir(plugin):
+        if name.startswith("_"):
+            continue
+        if isinstance(getattr(holder, name, None), property):
+            continue  # Reading a property runs the plugin's code.
+        try:
+            value = getattr(plugin, name)
+        except Exception:
+            continue
+        if inspect.isroutine(value):
+            yield name, value
+
+
+def near(name: str, known: Any, cutoff: float = 0.6) -> str:
+    """Return "; did you mean …?", or an empty text."""
+    found = difflib.get_close_matches(name, sorted(known), n=1, cutoff=cutoff)
+    return f"; did you mean {found[0]!r}?" if found else ""
+
+
+# ---------------------------------------------------------------- hook API
+
+
+def api_refusal(stated: object) -> str | None:
+    """Return why a plugin that states this hook API cannot be used; None if it can."""
+    wanted = 1 if stated is None else stated
+    if type(wanted) is not int:
+        return f"{API_ATTRIBUTE}: {stated!r} is no hook API version, which is a whole number"
+    if wanted == hooks.API_VERSION:
+        return None
+    has = f"this Jackfield has {hooks.API_VERSION}"
+    if wanted > hooks.API_VERSION:
+        return f"it is built for hook API {wanted}, {has}: update Jackfield"
+    silent = f" (it states no {API_ATTRIBUTE})" if stated is None else ""
+    return f"it is built for hook API {wanted}{silent}, {has}: update the plugin"
+
+
+def stated_api(entry_point: metadata.EntryPoint) -> object:
+    """Read the hook API from the source of a plugin that cannot be imported; None if it states
+    none."""
+    path: Any = None
+    spec = None
+    parts = entry_point.value.partition(":")[0].strip().split(".")
+    try:
+        for end in range(1, len(parts) + 1):
+            name = ".".join(parts[:end])
+            found = (f.find_spec(name, path) for f in sys.meta_path if hasattr(f, "find_spec"))
+            spec = next(s for s in found if s is not None)
+            path = spec.submodule_search_locations
+        with open(spec.origin, encoding="utf-8") as file:  # type: ignore[union-attr, arg-type]
+            match = re.search(rf"^{API_ATTRIBUTE}\b[^=\n]*=\s*(\d+)", file.read(), re.M)
+    except (StopIteration, OSError, ValueError, TypeError, ImportError):
+        return None
+    return int(match[1]) if match else None

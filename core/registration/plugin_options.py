@@ -1,0 +1,67 @@
+"""Options of plugins, validated against each plugin's schema."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from ..errors import ConfigError
+from .plugin_checks import near
+
+FIELD = "plugin_options"
+
+
+def typed_options(name: str, schema: type[msgspec.Struct], given: Any) -> msgspec.Struct:
+    """Return an instance of `schema`, with defaults for missing options. Raises ConfigError with
+    the name of the invalid option.
+    """
+    param = f"{FIELD}.{name}"
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"{param}: must be an object of options, got {given!r}", param=param)
+    known = {field.encode_name for field in msgspec.structs.fields(schema)}
+    for key in given:
+        if key not in known:
+            raise ConfigError(
+                f"{param}.{key}: no such option{near(str(key), known)} (there are: "
+                f"{', '.join(sorted(known)) or 'none'})",
+                param=f"{param}.{key}",
+            )
+    try:
+        return msgspec.convert(dict(given), schema)
+    except (msgspec.ValidationError, ConfigError) as error:
+        raise ConfigError(f"{param}: {error} (got {given!r})", param=param) from None
+
+
+def parsed_option(text: str) -> tuple[str, list[str], Any]:
+    """Parse `NAME.key=value` into (name, keys, value): the value as JSON, or the text itself if it
+    is not JSON.
+
+    Raises ConfigError for another form.
+    """
+    path, equals, value = text.partition("=")
+    name, *keys = path.split(".")
+    if not equals or not name or not keys or not all(keys):
+        raise ConfigError(f"plugin_option: {text!r} is not NAME.key=value", param="plugin_option")
+    try:
+        return name, keys, msgspec.json.decode(value)
+    except msgspec.DecodeError:
+        return name, keys, value
+
+
+def with_option(options: Mapping[str, Any], text: str) -> dict[str, Any]:
+    """Return `options` (name → its options) with one more, `NAME.key=value`. Raises ConfigError."""
+    name, keys, value = parsed_option(text)
+    made = dict(options)
+    inner = made
+    for key in (name, *keys[:-1]):
+        below = inner.get(key, {})
+        if not isinstance(below, Mapping):
+            raise ConfigError(
+                f"plugin_option: {text!r}: {key} is no object of options", param="plugin_option"
+            )
+        inner[key] = dict(below)
+        inner = inner[key]
+    inner[keys[-1]] = value
+    return made

@@ -1,0 +1,180 @@
+"""Names that plugins registered; their references are imported and checked on first use."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Iterator
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from ..errors import JackfieldError, PluginError
+from .contracts import violation
+from .plugin_checks import near
+
+T = TypeVar("T")
+
+
+class Provenance(msgspec.Struct, frozen=True):
+    """The origin of a plugin."""
+
+    distribution: str
+    version: str
+    entry_point: str
+
+    @property
+    def plugin(self) -> str:
+        """The plugin's internal name: one per entry point."""
+        return f"{self.distribution}:{self.entry_point}"
+
+    def __str__(self) -> str:
+        return " ".join(filter(None, (self.entry_point, "of", self.distribution, self.version)))
+
+
+class Entry(msgspec.Struct, frozen=True):
+    """One registered name."""
+
+    name: str
+    reference: Any
+    """`"module:attribute"`, or the object itself."""
+    provenance: Provenance
+    priority: int = 0
+    help: str = ""
+    final: bool = False
+    """Whether overriding it is refused."""
+    override: bool = False
+    """Whether it was registered to replace an existing entry of the same name."""
+
+
+class NameConflict(PluginError):
+    """Two plugins registered the same name. The name is ambiguous, so the start stops."""
+
+
+class Registry(Generic[T]):
+    """Registered names of one kind, with lazy references."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self._entries: dict[str, Entry] = {}
+        self._loaded: dict[str, T] = {}
+        self._registering = Provenance("unknown", "", "")
+
+    def add(
+        self,
+        name: str,
+        reference: str | T,
+        *,
+        override: bool = False,
+        priority: int = 0,
+        help: str = "",
+        final: bool = False,
+    ) -> None:
+        """Register `reference` ("module:attribute", or the object) under `name`; `final`: it cannot
+        be overridden.
+
+        Raises NameConflict if the name is taken and `override` is not set, PluginError if it is
+        final or `reference` is text of another form.
+        """
+        if isinstance(reference, str) and reference.count(":") != 1:
+            raise PluginError(f"{self.kind} {name!r}: {reference!r} is not 'module:attribute'")
+        present = self._entries.get(name)
+        if present is not None and present.final:
+            raise PluginError(
+                f"{self.kind} {name!r} is {present.provenance.distribution}'s own, and cannot be "
+                "replaced: give yours another name"
+            )
+        if present is not None and not override:
+            raise NameConflict(
+                f"{self.kind} {name!r} is registered twice: by {present.provenance.distribution} "
+                f"({present.provenance.entry_point}) and by {self._registering.distribution} "
+                f"({self._registering.entry_point}); uninstall one, disable one, or register with "
+                "override=True"
+            )
+        self._entries[name] = Entry(
+            name, reference, self._registering, priority, help, final, override
+        )
+        self._loaded.pop(name, None)
+
+    def load(self, name: str) -> T:
+        """Import and return what is registered under `name`.
+
+        Raises PluginError, also for an object that cannot be of this kind (`contracts.py`).
+        """
+        if name in self._loaded:
+            return self._loaded[name]
+        entry = self._entries.get(name)
+        if entry is None:
+            raise PluginError(
+                f"no {self.kind.replace('_', ' ')} named {name!r}{near(name, self._entries)} "
+                f"(there are: {', '.join(sorted(self._entries)) or 'none'})"
+            )
+        loaded = entry.reference
+        if isinstance(loaded, str):
+            module, _, attribute = loaded.partition(":")
+            try:
+                loaded = getattr(importlib.import_module(module), attribute)
+            except (Exception, SystemExit) as error:
+                raise PluginError(
+                    f"{self.kind} {name!r} of {entry.provenance.distribution} cannot be loaded "
+                    f"from {entry.reference}: {type(error).__name__}: {error}"
+                ) from error
+        if (reason := violation(self.kind, loaded)) is not None:
+            raise PluginError(
+                f"{self.kind} {name!r} of {entry.provenance.distribution} is none: {reason}"
+            )
+        self._loaded[name] = loaded
+        return loaded  # type: ignore[no-any-return]
+
+    def in_use(self) -> dict[str, T]:
+        """Objects imported so far, by name."""
+        return dict(self._loaded)
+
+    def entry(self, name: str) -> Entry:
+        """Return the entry of a name. Raises KeyError if it is not registered."""
+        return self._entries[name]
+
+    def described(self, name: str) -> str:
+        """Return a registered name's description for errors: its kind and its distribution."""
+        kind = self.kind.replace("_", " ")
+        entry = self._entries.get(name)
+        if entry is None:
+            return f"{kind} {name!r}"
+        source = entry.provenance
+        return f"{kind} {name!r} of {source.distribution} {source.version}".rstrip()
+
+    @contextlib.contextmanager
+    def calling(self, name: str | None, what: str) -> Iterator[None]:
+        """Context for a call of the plugin registered under `name`: its errors name its
+        distribution.
+
+        `what`: the method, for the message. Errors of Jackfield's own classes and plugins, and
+        out-of-memory errors of the device, pass unchanged.
+        """
+        try:
+            yield
+        except JackfieldError:
+            raise
+        except Exception as error:
+            if (
+                name is None
+                or name not in self._entries
+                or type(error).__name__ == "OutOfMemoryError"
+            ):
+                raise
+            raise PluginError(
+                f"{self.described(str(name))} failed in {what}: {type(error).__name__}: {error}"
+            ) from error
+
+    def entries(self) -> list[Entry]:
+        """Return all entries, highest priority first, then by name."""
+        return sorted(self._entries.values(), key=lambda e: (-e.priority, e.name))
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._entries
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)

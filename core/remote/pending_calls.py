@@ -1,0 +1,68 @@
+"""Calls of a front end that wait for the engine's reply, by number."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from ..errors import EngineStopped, InvalidRequest
+from .channel import Channel
+from .frames import Answer, Ask, Refused, ToEngine, ToFront
+
+
+class PendingCalls:
+    """Numbers calls, and matches replies to them.
+
+    Numbers increase for as long as the connection lasts. Each Ask has a number, and so has each
+    completion of a request.
+    """
+
+    def __init__(self, channel: Channel[ToFront]) -> None:
+        self._channel = channel
+        self._last = -1
+        self._waiting: dict[int, asyncio.Future[Any]] = {}
+
+    def numbers(self, count: int = 1) -> int:
+        """Return the first of `count` new numbers."""
+        first = self._last + 1
+        self._last += count
+        return first
+
+    def send(self, message: ToEngine) -> None:
+        """Send a message. Raises InvalidRequest if it cannot be encoded."""
+        try:
+            self._channel.send(message)
+        except ValueError as error:
+            raise InvalidRequest(str(error)) from None
+
+    async def ask(self, what: str) -> Any:
+        """Return the reply to an Ask. Raises as `answer` does."""
+        number = self.numbers()
+        return await self.answer(number, Ask(number, what))
+
+    async def answer(self, number: int, question: ToEngine) -> Any:
+        """Send a message and return its reply. Raises the engine's error, or EngineStopped."""
+        if self._channel.closed:
+            raise EngineStopped("the engine is not running")
+        future = self._waiting[number] = asyncio.get_running_loop().create_future()
+        try:
+            self.send(question)
+            return await future
+        finally:
+            self._waiting.pop(number, None)
+
+    def settle(self, message: Answer | Refused) -> None:
+        """Resolve the call that a reply belongs to, unless it was cancelled."""
+        future = self._waiting.pop(message.number, None)
+        if future is None or future.done():
+            return
+        if isinstance(message, Answer):
+            future.set_result(message.value)
+        else:
+            future.set_exception(message.error())
+
+    def fail(self, reason: str) -> None:
+        """End all waiting calls with EngineStopped."""
+        for future in list(self._waiting.values()):
+            if not future.done():
+                future.set_exception(EngineStopped(reason))

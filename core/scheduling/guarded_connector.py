@@ -1,0 +1,109 @@
+"""Guards the engine against errors of the scheduler half of a KV connector."""
+
+from __future__ import annotations
+
+import logging
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from ..protocols.kv import KVConnectorScheduler
+from ..request import Request
+from ..step import KVReport
+
+logger = logging.getLogger("jackfield.engine")
+T = TypeVar("T")
+
+
+class GuardedConnector:
+    """Calls a connector until it raises, or returns a value that its contract does not allow.
+
+    After that only `close` calls it, and every other method returns what a connector with nothing
+    to load or save returns: the connector's state is unreliable.
+    """
+
+    def __init__(
+        self, connector: KVConnectorScheduler, who: Callable[[BaseException], str] | None = None
+    ) -> None:
+        """who: error → the connector's name in the log, with its distribution."""
+        self._connector = connector
+        self._who = who or (lambda error: "the KV connector")
+        self.failure: str | None = None
+        """Why the connector is not called any more; None: it works."""
+
+    def detach(self, failure: str) -> None:
+        """Stop calling the connector, as its worker half has failed."""
+        self.failure = self.failure or failure
+
+    def num_external_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
+        """Return 0 after a failure."""
+
+        def ask() -> int | None:
+            count = self._connector.num_external_tokens(request, num_computed_tokens)
+            return None if count is None else operator.index(count)
+
+        without: int | None = 0
+        return self._call("num_external_tokens", ask, without)
+
+    def start_load(
+        self, transfer: int, request: Request, keys: Sequence[bytes], block_ids: Sequence[int]
+    ) -> None:
+        """Do nothing after a failure."""
+        self._call(
+            "start_load",
+            lambda: self._connector.start_load(transfer, request, keys, block_ids),
+            None,
+        )
+
+    def start_save(
+        self, transfer: int, request: Request, keys: Sequence[bytes], block_ids: Sequence[int]
+    ) -> Sequence[int]:
+        """Return no blocks after a failure."""
+
+        def ask() -> list[int]:
+            saved = list(self._connector.start_save(transfer, request, keys, block_ids))
+            if not set(saved) <= set(block_ids):
+                raise ValueError("it asks for blocks that it was not offered")
+            return saved
+
+        return self._call("start_save", ask, [])
+
+    def request_finished(
+        self, transfer: int, request: Request
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Hold nothing, and return no parameters, after a failure."""
+
+        def ask() -> tuple[bool, dict[str, Any] | None]:
+            held, params = self._connector.request_finished(transfer, request)
+            if not isinstance(params, dict | None):
+                raise TypeError(f"kv_transfer_params must be a dict, got {type(params).__name__}")
+            return bool(held), params
+
+        without: tuple[bool, dict[str, Any] | None] = (False, None)
+        return self._call("request_finished", ask, without)
+
+    def build_metadata(self) -> Any:
+        """Return None after a failure."""
+        return self._call("build_metadata", self._connector.build_metadata, None)
+
+    def update(self, report: KVReport) -> None:
+        """Do nothing after a failure."""
+        self._call("update", lambda: self._connector.update(report), None)
+
+    def close(self) -> None:
+        """Close the connector, also after a failure. Raises what the connector raises."""
+        self._connector.close()
+
+    def _call(self, method: str, ask: Callable[[], T], without: T) -> T:
+        if self.failure is not None:
+            return without
+        try:
+            return ask()
+        except (Exception, SystemExit) as error:
+            who = self._who(error)
+            self.failure = f"{who} failed in {method}: {type(error).__name__}: {error}"
+            logger.error(
+                "%s; it is detached until the engine is started anew, and requests go on without "
+                "it", self.failure, exc_info=error,
+            )  # fmt: skip
+            return without

@@ -1,0 +1,315 @@
+"""Tracks KV transfers: which blocks a connector reads or fills, and for which requests."""
+
+from __future__ import annotations
+
+import enum
+import logging
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+from ..cache.kv_manager import KVCacheManager, PrefixHits
+from ..request import Request, Status
+from ..step import KVDetached, KVReport
+from .guarded_connector import GuardedConnector
+
+logger = logging.getLogger("jackfield.engine")
+
+
+class LoadDecision(enum.Enum):
+    """Outcome of `KVTransfers.try_load` for a waiting request."""
+
+    NOTHING = enum.auto()
+    """Nothing to load: admit it as usual."""
+    LATER = enum.auto()
+    """Not known yet, or another request loads the same blocks: skip it for now."""
+    NO_ROOM = enum.auto()
+    STARTED = enum.auto()
+
+
+@dataclass(slots=True)
+class _Load:
+    request: Request
+    num_hits: int
+    """Number of blocks that were cached before, held so that they stay."""
+    block_ids: list[int]
+    keys: list[bytes]
+    """[len(block_ids)]"""
+
+
+class KVTransfers:
+    """Starts transfers, and holds their blocks until their end is reported.
+
+    A load fills blocks that no prefix hit can find. When it has ended, the filled blocks are
+    registered in the prefix cache, where the request finds them. So a failed load is a shorter
+    hit, and a waiting request holds no blocks.
+
+    A connector that fails is not called any more. Transfers whose metadata was not sent never begin
+    and are withdrawn; the worker half ends the others as usual. If the worker half fails, no
+    request waits for a load any more, but blocks stay held until it has closed: it may still read
+    and write them. If it cannot close, they are lost.
+    """
+
+    def __init__(
+        self, connector: GuardedConnector, kv: KVCacheManager, *, loads: bool, saves: bool
+    ) -> None:
+        if len(kv.groups) > 1 or kv.groups[0].window is not None:
+            raise ValueError("KV transfers are for caches of one group of layers without a window")
+        self.connector = connector
+        self.kv = kv
+        self._loading = loads
+        self._saving = saves
+        self._numbers = count()
+        self._held: dict[int, list[int]] = {}
+        """Transfer → held blocks, one reference each."""
+        self._unsent: set[int] = set()
+        """Transfers of `_held` that the worker half does not know of yet."""
+        self._failure_seen = False
+        self._detached: KVDetached | None = None
+        """State of a worker half that has failed."""
+        self._not_taken: deque[Any] = deque()
+        """Metadata of plans that the executor did not take, to be sent again."""
+        self.num_lost_blocks = 0
+        """Blocks that are lost: held until the engine ends."""
+        self._loads: dict[int, _Load] = {}
+        self._keys_under_way: set[bytes] = set()
+        self._report_pending = False
+        self.counts = {
+            "external_prefix_cache_queries": 0,
+            "external_prefix_cache_hits": 0,
+            "num_kv_load_failures": 0,
+        }
+        """For `EngineStats`."""
+
+    # ------------------------------------------------------------ loads
+
+    def try_load(self, request: Request, hits: PrefixHits, reserve: int) -> LoadDecision:
+        """Load what the connector has past `hits`, if it has any."""
+        if not self._loading or self.failure is not None or request.external_end == 0:
+            return LoadDecision.NOTHING
+        if request.params.prompt_logprobs is not None:
+            return LoadDecision.NOTHING
+        kv = self.kv
+        block_size = kv.block_size
+        computed = hits.num_blocks * block_size
+        # Look up only with room for the blocks, so that the load follows the lookup soon.
+        if not kv.can_hold(request.num_tokens, hits, reserve):
+            return LoadDecision.NO_ROOM
+        if request.external_end is None:
+            limit = (request.num_known_tokens - 1) // block_size * block_size
+            num_external: int | None = 0
+            if limit > computed:
+                num_external = self.connector.num_external_tokens(request, computed)
+            if num_external is None:
+                return LoadDecision.LATER
+            self.counts["external_prefix_cache_queries"] += limit - computed
+            end = min(computed + num_external, limit) // block_size * block_size
+            request.external_end = end if end > computed else 0
+        if request.external_end <= computed:
+            return LoadDecision.NOTHING
+        keys = kv.block_keys(request, request.external_end // block_size)[hits.num_blocks :]
+        if not self._keys_under_way.isdisjoint(keys):
+            return LoadDecision.LATER
+        kv.pool.hold(hits.block_ids)
+        blocks = kv.pool.allocate(len(keys))
+        transfer = next(self._numbers)
+        self._held[transfer] = [*hits.block_ids, *blocks]
+        self._unsent.add(transfer)
+        self._loads[transfer] = _Load(request, hits.num_blocks, blocks, keys)
+        self._keys_under_way.update(keys)
+        request.status = Status.LOADING
+        request.external_end = 0
+        self.connector.start_load(transfer, request, keys, blocks)
+        return LoadDecision.STARTED
+
+    # ------------------------------------------------------------ saves
+
+    def offer_save(self, request: Request, num_computed: int) -> None:
+        """Offer the connector the full blocks that are new among the first `num_computed` tokens,
+        whose results have arrived."""
+        first, full = request.num_offered_blocks, num_computed // self.kv.block_size
+        if full <= first or not self._saving:
+            return
+        request.num_offered_blocks = full
+        blocks = request.block_ids[first:full]
+        keys = self.kv.block_keys(request, full)[first:]
+        transfer = next(self._numbers)
+        saved = self.connector.start_save(transfer, request, keys, blocks)
+        if saved:
+            self._hold(transfer, list(saved))
+
+    def finish_request(self, request: Request) -> None:
+        """Notify the connector that a request has ended; the request still has its blocks."""
+        transfer = next(self._numbers)
+        held, request.kv_transfer_params = self.connector.request_finished(transfer, request)
+        if held and request.block_ids:
+            self._hold(transfer, list(request.block_ids))
+
+    def _hold(self, transfer: int, block_ids: list[int]) -> None:
+        self.kv.pool.hold(block_ids)
+        self._held[transfer] = block_ids
+        self._unsent.add(transfer)
+
+    # ------------------------------------------------------------ a connector that fails
+
+    @property
+    def failure(self) -> str | None:
+        """Why the connector is not called any more; None: it works."""
+        return self.connector.failure
+
+    def take_failure(self) -> bool:
+        """Return whether the connector has failed since the last call."""
+        if self.failure is None or self._failure_seen:
+            return False
+        self._failure_seen = True
+        return True
+
+    def withdraw(self) -> list[Request]:
+        """Release the transfers that the worker half does not know of.
+
+        Return the requests that wait for one of them.
+        """
+        waiting = []
+        for transfer in sorted(self._unsent):
+            load = self._loads.pop(transfer, None)
+            if load is not None:
+                waiting += self._give_up(load)
+            self.kv.pool.release(self._held.pop(transfer))
+        self._unsent.clear()
+        return waiting
+
+    def detach(self, detached: KVDetached) -> list[Request]:
+        """Record that the worker half has failed, as every result reports from then on.
+
+        Return the requests that wait for a load.
+        """
+        if detached == self._detached:
+            return []
+        self._detached = detached
+        self._not_taken.clear()
+        self.connector.detach(detached.failure)
+        waiting = self.withdraw()
+        for transfer, load in self._loads.items():
+            waiting += self._give_up(load)
+            self.kv.pool.release(self._held[transfer][: load.num_hits])
+            self._held[transfer] = load.block_ids
+        self._loads.clear()
+        if detached.closed:
+            self._release_all()
+        elif detached.closed is not None:
+            self.num_lost_blocks = len(set(self.held_blocks))
+            logger.error(
+                "%d KV blocks are out of use until the engine is started anew: they may still be "
+                "read and written", self.num_lost_blocks,
+            )  # fmt: skip
+        return waiting
+
+    def _give_up(self, load: _Load) -> list[Request]:
+        """Count a load as failed. Return its request, if that still waits."""
+        self._keys_under_way.difference_update(load.keys)
+        self.counts["num_kv_load_failures"] += 1
+        return [load.request] if load.request.status is Status.LOADING else []
+
+    # ------------------------------------------------------------ steps
+
+    def expect_report(self) -> None:
+        """Record that a step is needed to fetch a report of the worker half."""
+        self._report_pending = True
+
+    def take_pending_report(self) -> bool:
+        """Return whether a step is needed for its report alone, and reset it."""
+        pending, self._report_pending = self._report_pending, False
+        return pending
+
+    def take_report(self, report: KVReport) -> list[tuple[Request, bool]]:
+        """Release the transfers that have ended.
+
+        Return the requests whose load is among them, each with whether the load was complete.
+        Requests that ended meanwhile are left out.
+        """
+        ended = []
+        failed: tuple[int, ...]
+        for transfer, failed in [*((t, ()) for t in report.finished), *report.failed.items()]:
+            block_ids = self._held.pop(transfer, None)
+            if block_ids is None:
+                logger.error("the KV connector ended transfer %d, which is not under way", transfer)
+                continue
+            self._unsent.discard(transfer)
+            load = self._loads.pop(transfer, None)
+            if load is not None:
+                complete = self._loaded(load, failed)
+                if load.request.status is Status.LOADING:
+                    ended.append((load.request, complete))
+            self.kv.pool.release(block_ids)
+        self.connector.update(report)
+        return ended
+
+    def _loaded(self, load: _Load, failed: tuple[int, ...]) -> bool:
+        """Register blocks up to the first unfilled one. Return whether all were filled."""
+        self._keys_under_way.difference_update(load.keys)
+        unfilled = set(failed)
+        num_filled = 0
+        for block_id, key in zip(load.block_ids, load.keys, strict=True):
+            if block_id in unfilled:
+                break
+            self.kv.pool.register(block_id, key)
+            num_filled += 1
+        load.request.num_loaded_tokens = num_filled * self.kv.block_size
+        self.counts["external_prefix_cache_hits"] += num_filled * self.kv.block_size
+        if num_filled < len(load.keys):
+            self.counts["num_kv_load_failures"] += 1
+            return False
+        return True
+
+    def abandon(self) -> None:
+        """Release all blocks; no further report will come."""
+        self._release_all()
+        self._unsent.clear()
+        self._loads.clear()
+        self._keys_under_way.clear()
+
+    def _release_all(self) -> None:
+        for block_ids in self._held.values():
+            self.kv.pool.release(block_ids)
+        self._held.clear()
+
+    # ------------------------------------------------------------ looking in
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    @property
+    def held_blocks(self) -> Iterator[int]:
+        """Held block ids, one entry per reference."""
+        return (block_id for held in self._held.values() for block_id in held)
+
+    def metadata(self) -> Any:
+        """Return the metadata that the step being planned sends to the worker half."""
+        if self._not_taken:
+            return self._not_taken.popleft()
+        metadata = self.connector.build_metadata()
+        if metadata is not None:
+            self._unsent.clear()
+        return metadata
+
+    def send_again(self, metadata: Any) -> None:
+        """Keep metadata to send again, after the executor did not take its plan."""
+        self._not_taken.append(metadata)
+
+    def check(self, loading: set[str]) -> None:
+        """Raise AssertionError unless exactly these requests wait for a load."""
+        waited = {
+            load.request.request_id
+            for load in self._loads.values()
+            if load.request.status is Status.LOADING
+        }
+        assert waited == loading, f"loads and loading requests differ: {waited ^ loading}"
+        keys = [key for load in self._loads.values() for key in load.keys]
+        assert set(keys) == self._keys_under_way, "keys under way differ from the loads'"
+        for load in self._loads.values():
+            for key in load.keys:
+                assert self.kv.pool.lookup(key) not in load.block_ids, (
+                    "a hit could find a block that is being filled"
+                )

@@ -1,0 +1,159 @@
+"""The contract between scheduler and worker: `StepPlan` out, `StepResult` back.
+
+Plain `msgspec.Struct`s without torch, so that a plan can be recorded, replayed and simulated.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from .pooling_params import PooledRow, PoolingParams
+from .sampling_params import SamplingParams
+
+
+class GrammarStart(msgspec.Struct, frozen=True, kw_only=True):
+    """The grammar that constrains a slot's output."""
+
+    grammar: Any
+    """The compiled grammar (`protocols.Grammar`): an object of this process. An executor elsewhere
+    compiles `SlotStart.params.structured_outputs` itself."""
+    eos_token_ids: tuple[int, ...]
+    """End tokens: allowed only where the grammar may end."""
+    token_bytes: Any
+    """(token id) → the bytes that it adds to a text"""
+    encode: Any = None
+    """(text) → token ids, for content in the same token as the end of the reasoning"""
+    reasoning_gate: Any = None
+    """`core.grammars.reasoning_gate.ReasoningGate`: the grammar begins where the reasoning ends."""
+
+
+class SlotStart(msgspec.Struct, frozen=True):
+    """A request takes a slot: newly admitted, or resumed after preemption."""
+
+    slot: int
+    request_id: str
+    token_ids: tuple[int, ...]
+    """All known tokens: the prompt, and those generated before a preemption."""
+    num_prompt_tokens: int
+    num_computed_tokens: int
+    """Tokens whose KV is already cached (prefix hits); the blocks are in `table_writes`."""
+    params: SamplingParams
+    seed: int
+    """Seed of the request's counter-based random numbers (drawn at admission when not given)."""
+    stop_token_ids: tuple[int, ...] = ()
+    """EOS and stop ids; masked while fewer than `params.min_tokens` tokens are out."""
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
+    grammar: GrammarStart | None = None
+    pooling: PoolingParams | None = None
+    """Set for a pooling request, with defaults filled in: a vector takes the place of sampled
+    tokens."""
+    token_type_ids: tuple[int, ...] = ()
+    """[len(token_ids)] Which of two texts each token belongs to, for encoders; empty: all 0."""
+
+
+class TableWrite(msgspec.Struct, frozen=True, gc=False):
+    """Blocks to write into a slot's table. Columns before a group's window are omitted, because
+    they are not read any more."""
+
+    slot: int
+    group: int
+    """Group of layers (`core.cache.groups`); a slot has one table per group."""
+    column: int
+    """Column of the first block; block c of a table holds the tokens from c * block_size on."""
+    block_ids: tuple[int, ...]
+
+
+class StepPlan(msgspec.Struct, frozen=True):
+    """One step of work: the whole contract between the event loop and the worker.
+
+    It carries differences: a slot's tokens, blocks and parameters travel once. Applied in order:
+    `released`, `starts`, `table_writes`; then rows run as given by `slots`/`num_tokens`.
+    """
+
+    step: int
+    slots: tuple[int, ...]
+    """[num_rows] Each scheduled row's slot. Decode rows (one token) come before prefill rows."""
+    num_tokens: tuple[int, ...]
+    """[num_rows] Tokens to compute for each row, after those that its slot has computed."""
+    samples: tuple[bool, ...]
+    """[num_rows] Whether the row reaches its last known token, so that a token is sampled or the
+    request is pooled."""
+    released: tuple[int, ...] = ()
+    """Slots whose request ended or was preempted."""
+    starts: tuple[SlotStart, ...] = ()
+    table_writes: tuple[TableWrite, ...] = ()
+    """Tables of the slots that start, and new blocks of the others."""
+    kv_metadata: Any = None
+    """Data from the KV connector's scheduler half to its worker half. A plan may have only this."""
+
+    @property
+    def total_tokens(self) -> int:
+        """Tokens computed in this step."""
+        return sum(self.num_tokens)
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True):
+    """Log-probabilities at one position, from the model's raw logits (before any processing)."""
+
+    token_id: int
+    """The sampled token (or the prompt token)."""
+    logprob: float
+    rank: int
+    """1 for the most likely token."""
+    top_ids: list[int]
+    """[k], most likely first."""
+    top_logprobs: list[float]
+    """[k]"""
+
+
+class KVReport(msgspec.Struct, frozen=True):
+    """Report on KV transfers, from a connector's worker half to the scheduler."""
+
+    finished: tuple[int, ...] = ()
+    """Transfers that have succeeded: their blocks are not read or written any more."""
+    failed: dict[int, tuple[int, ...]] = {}
+    """Transfers that have failed → the block ids that were not filled (of a load)."""
+    payload: Any = None
+    """Data of the connector's own for its scheduler half."""
+
+
+class KVDetached(msgspec.Struct, frozen=True):
+    """Reports that a KV connector's worker half has raised: only its `close` is called from then
+    on."""
+
+    failure: str
+    """The exception, where it was raised, and the connector's provenance."""
+    closed: bool | None = None
+    """Whether it has closed, so that it reads and writes no block any more. None: it is still
+    closing; False: `close` raised, and it may use blocks at any later time."""
+
+
+class StepResult(msgspec.Struct, frozen=True):
+    """Results of a step, row by row as in its plan."""
+
+    step: int
+    token_ids: list[int]
+    """[num_rows] The sampled token, or -1 where the row does not sample."""
+    logprobs: dict[int, TokenLogprobs] = {}
+    """Row → log-probabilities of its sampled token, if requested."""
+    prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
+    """Row → log-probabilities of the prompt tokens that FOLLOW the positions computed in this
+    step (position p predicts token p + 1), in order, if requested."""
+    failed: dict[int, str] = {}
+    """Row → why this row alone failed."""
+    pooled: dict[int, PooledRow] = {}
+    """Row → the result of a pooling request whose prompt is computed."""
+    device_seconds: float = 0.0
+    """Launch to result, as the worker saw it."""
+    kv_report: KVReport | None = None
+    """KV transfers that have ended since the previous result."""
+    kv_detached: KVDetached | None = None
+    """Set in every result after the KV connector's worker half has raised, once its last report was
+    delivered."""
+    late_preparations: int = 0
+    """Kernels compiled or loaded, and graphs recorded, while this step was launched."""
+    launch_wait_seconds: float = 0.0
+    """Seconds of the launch in which the thread could not run, mostly waiting for the interpreter
+    lock."""

@@ -1,1 +1,0 @@
-"""Outputs held to grammars: checking, compiling and walking them. No torch."""

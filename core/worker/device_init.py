@@ -1,0 +1,41 @@
+"""The part of a start that needs no model: initialize the device, load the kernel compiler."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+import torch
+
+from ..config import EngineConfig
+from ..registry import Plugins
+
+logger = logging.getLogger("jackfield.worker")
+
+
+def initialize_device(config: EngineConfig, plugins: Plugins) -> None:
+    """Never raises: the worker's start reports errors.
+
+    `config`: its `device` is concrete. The first operations that could be chosen are also prepared.
+    """
+    if config.device != "cuda":
+        return
+    try:
+        device = torch.device("cuda", torch.cuda.current_device())
+        aside = threading.Thread(target=_ready_operations, args=(config, plugins, device))
+        aside.start()
+        torch.empty(1, device=device)
+        aside.join()
+    except Exception:
+        logger.debug("the device does not wake up", exc_info=True)
+
+
+def _ready_operations(config: EngineConfig, plugins: Plugins, device: torch.device) -> None:
+    try:
+        registry = plugins["operations"]
+        name = config.operations
+        if name == "auto":
+            name = registry.entries()[0].name
+        registry.load(name).initialize_device(device)
+    except Exception:
+        logger.debug("operations cannot get ready ahead", exc_info=True)

@@ -1,0 +1,262 @@
+"""The pooling runner: launches one step per plan, for models that return vectors.
+
+A prompt may come in chunks: the part that a mean, or a vector per token, needs of each chunk is
+kept by slot until the last one. Runs on the launch thread alone.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ..loading.pooling_config import PoolingConfig
+from ..loading.projection import Projections
+from ..nn.context import ForwardContext
+from ..pooling_params import PooledRow, PoolingParams
+from ..protocols.attention import AttentionBackend
+from ..step import SlotStart, StepPlan, StepResult
+from .batch import PersistentBatch, StepInputs, releasing_all
+
+
+@dataclass
+class LaunchedPooling:
+    """A step in flight on the device; `wait` turns it into a StepResult."""
+
+    plan: StepPlan
+    outputs: dict[int, torch.Tensor]
+    """Row → float32 on the host, valid after `event`."""
+    event: Any
+    launched: float
+    keep: list[Any] = field(default_factory=list)
+    """Device tensors that the copies read; held until they are done."""
+
+    def wait(self) -> StepResult:
+        """Block until the copies to the host are done."""
+        if self.event is not None:
+            self.event.synchronize()
+        self.keep.clear()
+        pooled: dict[int, PooledRow] = {}
+        failed: dict[int, str] = {}
+        for row, output in self.outputs.items():
+            values = output.numpy()
+            if np.isfinite(values).all():
+                pooled[row] = PooledRow(tuple(values.shape), values.tobytes())
+            else:
+                failed[row] = "the result is not a number (NaN or infinite hidden states)"
+        return StepResult(
+            step=self.plan.step,
+            token_ids=[-1] * len(self.plan.slots),
+            pooled=pooled,
+            failed=failed,
+            device_seconds=time.monotonic() - self.launched,
+        )
+
+
+class PoolingRunner:
+    """Turns plans into launches: batch, forward, pooling, copies back."""
+
+    graphs = None
+    """No steps are recorded, because their shapes differ."""
+
+    def __init__(
+        self,
+        *,
+        model: nn.Module,
+        pooling: PoolingConfig,
+        backend: AttentionBackend | None,
+        batch: PersistentBatch,
+        device: torch.device,
+    ) -> None:
+        self.model = model
+        self.pooling = pooling
+        self.backend = backend
+        self.batch = batch
+        self.device = device
+        self.projections = Projections(pooling.projections, device)
+        self._starts: dict[int, SlotStart] = {}
+        self._kept: dict[int, torch.Tensor] = {}
+        """Slot → result of earlier chunks: a sum [hidden_size] float32, or the first state."""
+        self._chunks: dict[int, list[torch.Tensor]] = {}
+        """Slot → states [tokens, hidden_size] of earlier chunks, for a vector per token."""
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> LaunchedPooling:
+        """Queue one step on the device and return at once."""
+        launched = time.monotonic()
+        self.update_slots(plan)
+        inputs = self.batch.apply(plan)
+        hidden = self.forward(inputs, self._token_types(plan))
+        return self._copy_back(plan, self._results(plan, inputs, hidden), launched)
+
+    def forward(
+        self, inputs: StepInputs, token_type_ids: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """→ hidden states [num_tokens, hidden_size]"""
+        context = ForwardContext.of(self.backend, inputs.layouts, inputs.positions, token_type_ids)
+        hidden: torch.Tensor = self.model(inputs.input_ids, context)
+        return hidden
+
+    def pool_all(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Run the costliest pooling on a step's states, to measure its memory."""
+        return self._states(hidden).float()
+
+    def update_slots(self, plan: StepPlan) -> None:
+        """Update the kept states for the slots that the plan releases and starts."""
+        for slot in plan.released:
+            self._forget(slot)
+        for start in plan.starts:
+            self._forget(start.slot)
+            self._starts[start.slot] = start
+
+    def forget_slots(self) -> None:
+        """Reset the state of all slots. Called between steps."""
+        self.update_slots(releasing_all(self.batch.num_slots))
+
+    def _forget(self, slot: int) -> None:
+        for table in (self._starts, self._kept, self._chunks):
+            table.pop(slot, None)  # type: ignore[attr-defined]
+
+    def _token_types(self, plan: StepPlan) -> torch.Tensor | None:
+        """[num_tokens], for encoders: their rows are whole prompts. None: all 0."""
+        starts = [self._starts[slot] for slot in plan.slots]
+        if self.pooling.causal or not any(start.token_type_ids for start in starts):
+            return None
+        types = np.concatenate(
+            [
+                np.asarray(start.token_type_ids or (0,) * len(start.token_ids), dtype=np.int32)
+                for start in starts
+            ]
+        )
+        return torch.from_numpy(types).to(self.device, non_blocking=True).long()
+
+    # ------------------------------------------------------------ pooling
+
+    def _results(
+        self, plan: StepPlan, inputs: StepInputs, hidden: torch.Tensor
+    ) -> dict[int, torch.Tensor]:
+        """Row → float32 result on the device, of requests whose prompt is computed."""
+        each_token = [
+            row for row, slot in enumerate(plan.slots) if self._params(slot).task == "token_embed"
+        ]
+        whole = [row for row in range(len(plan.slots)) if row not in set(each_token)]
+        results: dict[int, torch.Tensor] = {}
+        starts = inputs.layout.query_start_cpu
+        for row in each_token:
+            states = self._states(hidden[int(starts[row]) : int(starts[row + 1])])
+            self._chunks.setdefault(plan.slots[row], []).append(states)
+            if plan.samples[row]:
+                vectors = torch.cat(self._chunks.pop(plan.slots[row])).float()
+                results[row] = _embedding(vectors, self._params(plan.slots[row]))
+        if whole:
+            pooled = self._pooled(plan, inputs, hidden, whole)
+            done = [number for number, row in enumerate(whole) if plan.samples[row]]
+            if done:
+                rows = [whole[number] for number in done]
+                params = [self._params(plan.slots[row]) for row in rows]
+                if len(done) < len(whole):
+                    pooled = pooled[torch.tensor(done, device=self.device)]
+                results |= dict(zip(rows, self._finished(pooled, params), strict=True))
+        return results
+
+    def _pooled(
+        self, plan: StepPlan, inputs: StepInputs, hidden: torch.Tensor, rows: list[int]
+    ) -> torch.Tensor:
+        """→ [len(rows), hidden_size] float32; only rows whose prompt ends in this step have a valid
+        value."""
+        starts = inputs.layout.query_start_cpu
+        kind = self.pooling.pooling_type
+        if kind == "LAST":
+            last = torch.from_numpy(starts[1:][rows].astype(np.int64) - 1)
+            return self._states(hidden[last.to(self.device, non_blocking=True)]).float()
+        if kind == "CLS":
+            first = torch.from_numpy(starts[:-1][rows].astype(np.int64))
+            pooled = self._states(hidden[first.to(self.device, non_blocking=True)]).float()
+        else:
+            pooled = self._sums(inputs, hidden, rows)
+        if not self.pooling.causal:
+            return pooled if kind == "CLS" else pooled / self._lengths(plan, rows)
+        parts = []
+        for number, row in enumerate(rows):
+            slot, value = plan.slots[row], pooled[number]
+            earlier = self._kept.pop(slot, None)
+            if earlier is not None:
+                value = earlier if kind == "CLS" else earlier + value
+            if not plan.samples[row]:
+                self._kept[slot] = value
+            parts.append(value)
+        pooled = torch.stack(parts)
+        return pooled if kind == "CLS" else pooled / self._lengths(plan, rows)
+
+    def _sums(self, inputs: StepInputs, hidden: torch.Tensor, rows: list[int]) -> torch.Tensor:
+        """[len(rows), hidden_size] float32: over the tokens that this step computed of each."""
+        layout = inputs.layout
+        states = self._states(hidden).float()
+        row_of_token = torch.repeat_interleave(
+            torch.arange(layout.num_rows, device=self.device),
+            torch.diff(layout.query_start).long(),
+            output_size=layout.num_tokens,
+        )
+        sums = torch.zeros(layout.num_rows, states.shape[-1], device=self.device)
+        sums.index_add_(0, row_of_token, states)
+        return (
+            sums if len(rows) == layout.num_rows else sums[torch.tensor(rows, device=self.device)]
+        )
+
+    def _lengths(self, plan: StepPlan, rows: list[int]) -> torch.Tensor:
+        lengths = [[float(len(self._starts[plan.slots[row]].token_ids))] for row in rows]
+        return torch.tensor(lengths).to(self.device, non_blocking=True)
+
+    def _finished(self, pooled: torch.Tensor, params: list[PoolingParams]) -> list[torch.Tensor]:
+        """pooled: [num_rows, hidden_size] → each row's result, float32."""
+        if self.pooling.task == "embed":
+            pooled = self.projections(pooled)
+            if all(one == params[0] for one in params):
+                return list(_embedding(pooled, params[0]))
+            return [_embedding(row, one) for row, one in zip(pooled, params, strict=True)]
+        dtype = next(self.model.parameters()).dtype
+        logits = self.model.classify(pooled.to(dtype)).float()  # type: ignore[operator]
+        sigmoid = self.pooling.activation == "sigmoid"
+        active = logits.sigmoid() if sigmoid else logits.softmax(-1)
+        return [active[row] if one.activation else logits[row] for row, one in enumerate(params)]
+
+    def _states(self, hidden: torch.Tensor) -> torch.Tensor:
+        states: torch.Tensor = self.model.pooling_states(hidden)  # type: ignore[operator]
+        return states
+
+    def _params(self, slot: int) -> PoolingParams:
+        params = self._starts[slot].pooling
+        assert params is not None, "an engine that pools takes pooling requests alone"
+        return params
+
+    def _copy_back(
+        self, plan: StepPlan, results: dict[int, torch.Tensor], launched: float
+    ) -> LaunchedPooling:
+        """Start the copies to the host; no synchronisation."""
+        keep: list[Any] = [results]
+        event = None
+        if self.device.type == "cuda" and results:
+            flat = torch.cat([result.reshape(-1) for result in results.values()])
+            host = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True)
+            host.copy_(flat, non_blocking=True)
+            keep.append(flat)
+            pieces = host.split([result.numel() for result in results.values()])
+            results = {
+                row: piece.view(result.shape)
+                for (row, result), piece in zip(results.items(), pieces, strict=True)
+            }
+            event = torch.cuda.Event()
+            event.record()
+        return LaunchedPooling(plan, results, event, launched, keep)
+
+
+def _embedding(vectors: torch.Tensor, params: PoolingParams) -> torch.Tensor:
+    """[..., hidden_size] → [..., dimensions], normalised to length 1 if requested."""
+    if params.dimensions is not None:
+        vectors = vectors[..., : params.dimensions]
+    return F.normalize(vectors, dim=-1) if params.normalize else vectors

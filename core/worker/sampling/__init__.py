@@ -1,0 +1,1 @@
+"""Sampling on the device: the sampler, its state per slot, masks, logits processors."""

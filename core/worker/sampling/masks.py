@@ -1,0 +1,175 @@
+"""Token masks of structured rows: filled while the forward pass runs, sent before sampling.
+
+The forward pass of step N + 1 is launched at once; only its sampling needs the tokens of step N,
+because the grammars must advance by them. So the launch thread waits for step N here, after the
+launch of step N + 1: the device has work meanwhile. Rows without a grammar do not use this module.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from ...grammars.batch_masks import advance_all, batch_method, fill_masks
+from ...grammars.constraint import Constraint
+from ...step import SlotStart
+
+FILL_THREADS = max(0, min(8, (os.cpu_count() or 1) // 2) - 1)
+"""Threads that help to fill masks. Backends fill outside the interpreter lock."""
+SHARED_SECONDS = 1e-3
+"""If the masks of one step took longer than this in total, those of the next are shared among
+threads."""
+
+
+class Sampled(Protocol):
+    """A launched step whose tokens can be read."""
+
+    def chosen_tokens(self) -> list[int]:
+        """Wait for the device; return one token per sampling row, -1 for a row without one."""
+
+
+@dataclass(frozen=True)
+class TokenMask:
+    """The allowed tokens of some rows of a step, on the device."""
+
+    bits: torch.Tensor
+    """[count, ceil(vocab_size / 32)] int32; bit i % 32 of word i // 32 is token i"""
+    rows: torch.Tensor | None
+    """[count] int64, indices into the logits' rows; None: all of them, in order"""
+    places: torch.Tensor
+    """[num_rows] int64: where each row's bits are, -1 for a row without"""
+
+
+class GrammarMasks:
+    """Tracks the constraints of the slots, and the steps whose tokens they have not seen."""
+
+    def __init__(
+        self,
+        *,
+        vocab_size: int,
+        device: torch.device,
+        mask_timeout: float,
+        threads: int = FILL_THREADS,
+    ) -> None:
+        self._words = -(-vocab_size // 32)
+        self._device = device
+        self._mask_timeout = mask_timeout
+        self._constraints: dict[int, Constraint] = {}
+        self._unseen: deque[tuple[Sampled, list[tuple[int, Constraint]]]] = deque()
+        self._threads = threads
+        self._pool: ThreadPoolExecutor | None = None
+        self._last_seconds = 0.0
+        """Seconds that the masks of the last step took, on one thread or on several."""
+        self._apart = False
+        """Whether the masks took too long together, so that each is timed separately in the next
+        step."""
+        self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def start(self, start: SlotStart) -> None:
+        """Start a request in a slot; a grammar resumed after preemption is advanced by the tokens
+        so far."""
+        self._constraints.pop(start.slot, None)
+        if start.grammar is not None:
+            self._constraints[start.slot] = Constraint(start, self._mask_timeout)
+
+    def release(self, slot: int) -> None:
+        """Release the slot of a request that ended or was preempted."""
+        self._constraints.pop(slot, None)
+
+    def forget_steps(self) -> None:
+        """Drop the launched steps: they have ended, and no slot continues from them."""
+        self._unseen.clear()
+
+    def rows(self, slots: Sequence[int]) -> list[tuple[int, Constraint]]:
+        """Return those of a step's sampling rows that have a grammar: index and constraint."""
+        constraints = self._constraints
+        if not constraints:
+            self._unseen.clear()
+            return []
+        return [(row, constraints[slot]) for row, slot in enumerate(slots) if slot in constraints]
+
+    def fill(self, rows: list[tuple[int, Constraint]], num_rows: int) -> TokenMask:
+        """Wait for the tokens that the grammars have not seen, then return the masks of the next
+        tokens.
+
+        rows: as `rows` gave them, of a step with `num_rows` sampling rows.
+        """
+        self._catch_up()
+        host = torch.empty(
+            (len(rows), self._words), dtype=torch.int32, pin_memory=self._copies is not None
+        )
+        self._fill_rows([constraint for _, constraint in rows], host.numpy())
+        # Indices of rows with a mask, then the mask index of each row: one copy.
+        index = np.full(len(rows) + num_rows, -1, dtype=np.int64)
+        masked = index[: len(rows)]
+        masked[:] = [row for row, _ in rows]
+        index[len(rows) :][masked] = np.arange(len(rows))
+        sent = torch.from_numpy(index)
+        return self._sent(host, sent.pin_memory() if self._copies is not None else sent)
+
+    def _fill_rows(self, constraints: Sequence[Constraint], bits: np.ndarray) -> None:
+        """bits: [len(constraints), words] int32"""
+        began = time.perf_counter()
+        fill_bitmasks = None if self._apart else batch_method(constraints, "fill_bitmasks")
+        if fill_bitmasks is not None:
+            fill_masks(fill_bitmasks, constraints, bits)
+            self._apart = time.perf_counter() - began > self._mask_timeout
+            return
+        self._apart = False
+        todo = iter(list(zip(constraints, bits, strict=True)))  # Shared by the threads.
+        helpers = 0
+        if self._last_seconds > SHARED_SECONDS:
+            helpers = min(self._threads, len(constraints) // 2)
+        if helpers:
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(self._threads, "jackfield-masks")
+            shares = [self._pool.submit(_fill, todo) for _ in range(helpers)]
+            _fill(todo)
+            for share in shares:
+                share.result()
+        else:
+            _fill(todo)
+        self._last_seconds = (time.perf_counter() - began) * (1 + helpers)
+
+    def _sent(self, host: torch.Tensor, index: torch.Tensor) -> TokenMask:
+        """Copy masks to the device while earlier launches still run there."""
+        count = host.shape[0]
+        if self._copies is None:
+            bits, places = host.to(self._device), index.to(self._device)
+        else:
+            main = torch.cuda.current_stream(self._device)
+            with torch.cuda.stream(self._copies):
+                bits = host.to(self._device, non_blocking=True)
+                places = index.to(self._device, non_blocking=True)
+            main.wait_stream(self._copies)
+            for sent in (bits, places):
+                sent.record_stream(main)
+        all_of_them = 2 * count == index.shape[0]
+        return TokenMask(bits, None if all_of_them else places[:count], places[count:])
+
+    def failures(self, rows: list[tuple[int, Constraint]]) -> dict[int, str]:
+        """Return row → reason why its request cannot continue."""
+        return {row: c.failure for row, c in rows if c.failure is not None}
+
+    def sampled(self, step: Sampled, rows: list[tuple[int, Constraint]]) -> None:
+        """Note that the step for which `fill` was called has been launched."""
+        self._unseen.append((step, rows))
+
+    def _catch_up(self) -> None:
+        while self._unseen:
+            step, rows = self._unseen.popleft()
+            tokens = step.chosen_tokens()
+            advance_all([constraint for _, constraint in rows], [tokens[row] for row, _ in rows])
+
+
+def _fill(todo: Iterator[tuple[Constraint, np.ndarray]]) -> None:
+    for constraint, row in todo:
+        constraint.fill(row)

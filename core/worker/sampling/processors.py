@@ -1,0 +1,151 @@
+"""Plugged-in logits processors: which slots they serve, and their rows of a step.
+
+An error of a processor is reported with its name and distribution, and ends the requests that it
+was serving.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from ...config import EngineConfig
+from ...protocols.logits_processors import LogitsProcessor, LogitsProcessorSetup, ProcessedRows
+from ...registration.extra_args import KIND, active_processors
+from ...registry import Plugins
+from ...step import SlotStart
+
+logger = logging.getLogger("jackfield.worker")
+
+
+@dataclass
+class _Active:
+    """A processor and the slots that it serves."""
+
+    who: str
+    """Name and distribution, for errors."""
+    processor: LogitsProcessor
+    slots: set[int] = field(default_factory=set)
+    last_rows: tuple[int, ...] = ()
+
+
+class Processors:
+    """Logits processors of an engine. Used by the launch thread."""
+
+    def __init__(
+        self, processors: Sequence[tuple[str, LogitsProcessor]], device: torch.device
+    ) -> None:
+        """processors: (name and distribution for errors, processor), in the order of
+        application."""
+        self._active = [_Active(who, processor) for who, processor in processors]
+        self._device = device
+        self._greedy: set[int] = set()
+        self._failed: dict[int, str] = {}
+        """Slot → why its request cannot continue."""
+
+    @classmethod
+    def load(
+        cls, plugins: Plugins, config: EngineConfig, setup: LogitsProcessorSetup
+    ) -> Processors:
+        """Create the active processors. A failure to create one stops the start, with its name."""
+        made: list[tuple[str, LogitsProcessor]] = []
+        registry = plugins[KIND]
+        for name in active_processors(plugins, config):
+            processor = registry.load(name)
+            with registry.calling(name, "__init__"):
+                made.append((registry.described(name), processor(setup)))
+        return cls(made, setup.device)
+
+    def __bool__(self) -> bool:
+        return bool(self._active)
+
+    def start(self, start: SlotStart) -> bool:
+        """Start a request in a slot; return whether any processor serves it or has failed on it."""
+        self.release(start.slot)
+        slot = start.slot
+        if start.params.greedy:
+            self._greedy.add(slot)
+        for active in self._active:
+            try:
+                if active.processor.start(slot, start):
+                    active.slots.add(slot)
+            except Exception as error:
+                self._fail(active, (slot,), error)
+        return slot in self._failed or any(slot in active.slots for active in self._active)
+
+    def release(self, slot: int) -> None:
+        """Release the slot of a request that ended or was preempted. Safe to call twice."""
+        self._greedy.discard(slot)
+        self._failed.pop(slot, None)
+        for active in self._active:
+            if slot in active.slots:
+                active.slots.discard(slot)
+                try:
+                    active.processor.end(slot)
+                except Exception:
+                    logger.exception("%s failed at the end of a request", active.who)
+
+    def serves(self, rows_host: Sequence[int], *, invariant: bool) -> bool:
+        """Return whether `apply` would change anything."""
+        return any(self._rows(active, rows_host, invariant) for active in self._active)
+
+    def _rows(self, active: _Active, rows_host: Sequence[int], invariant: bool) -> list[int]:
+        if not active.slots or active.processor.argmax_invariant is not invariant:
+            return []
+        skipped = self._failed.keys() | (self._greedy if invariant else set())
+        return [
+            row
+            for row, slot in enumerate(rows_host)
+            if slot in active.slots and slot not in skipped
+        ]
+
+    def apply(
+        self,
+        logits: torch.Tensor,
+        rows_host: Sequence[int],
+        slots: torch.Tensor,
+        lengths: torch.Tensor,
+        *,
+        invariant: bool,
+    ) -> None:
+        """Apply the processors of one kind in order, in place. logits: [R, vocab_size] float32"""
+        for active in self._active:
+            rows = self._rows(active, rows_host, invariant)
+            if not rows:
+                continue
+            served = tuple(rows_host[row] for row in rows)
+            index = torch.tensor(rows, dtype=torch.int64)
+            if self._device.type == "cuda":
+                index = index.pin_memory().to(self._device, non_blocking=True)
+            given = ProcessedRows(served, slots[index], lengths[index].long())
+            try:
+                if served != active.last_rows:
+                    active.last_rows = served
+                    active.processor.batch_changed(served)
+                part = logits.index_select(0, index)
+                made = active.processor.apply(part, given)
+                if not isinstance(made, torch.Tensor) or made.shape != part.shape:
+                    got = tuple(made.shape) if isinstance(made, torch.Tensor) else type(made)
+                    raise ValueError(f"apply gave {got}, not logits of {tuple(part.shape)}")
+                made = made.to(torch.float32)
+            except Exception as error:
+                active.last_rows = ()
+                self._fail(active, served, error)
+            else:
+                logits.index_copy_(0, index, made)
+
+    def _fail(self, active: _Active, slots: tuple[int, ...], error: Exception) -> None:
+        logger.error("%s failed", active.who, exc_info=error)
+        for slot in slots:
+            self._failed[slot] = f"{active.who} failed: {type(error).__name__}: {error}"
+
+    def failures(self, rows_host: Sequence[int]) -> dict[int, str]:
+        """Return row → reason why its request cannot continue."""
+        if not self._failed:
+            return {}
+        return {
+            row: self._failed[slot] for row, slot in enumerate(rows_host) if slot in self._failed
+        }

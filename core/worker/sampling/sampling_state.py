@@ -1,0 +1,553 @@
+"""What the sampler knows about each slot: parameters, penalty counts, biases, stop and bad words.
+
+The host writes numpy twins (`start`, `release`), `upload` sends what changed in one copy, and
+`plan` says which stages the rows of a step need, so that nothing unneeded runs.
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from ...step import SlotStart
+from ..packing import PackedUpload
+from .gumbel import seed_lanes
+from .sampling_columns import MOST_TOP_TOKENS, NUM_COLUMNS, Column, Flag
+from .slot_lists import SlotLists, within
+
+SMALL_TOP_K = 1024
+"""Rows with a top_k up to this are filtered by `topk`, others by a full sort."""
+
+_NO_TOP_P = 2.0
+_IN_PROMPT = -32768
+"""The sign bit of a count."""
+MOST_COUNTED = 32767
+_SETTINGS = struct.Struct("=8f5i")
+"""The columns in front of RECORD."""
+
+
+class Stage(enum.IntFlag):
+    """Work that a slot requests."""
+
+    RANDOM = enum.auto()
+    """Not greedy."""
+    TOP_K = enum.auto()
+    """A top_k of at most SMALL_TOP_K: candidates by `topk`."""
+    SORT = enum.auto()
+    """A top_p, or a larger top_k, without a small top_k: candidates by a full sort."""
+    MIN_P = enum.auto()
+    """A min_p without top_k or top_p."""
+    BIAS = enum.auto()
+    """logit_bias or allowed_token_ids."""
+    BAD_WORDS = enum.auto()
+    MIN_TOKENS = enum.auto()
+    PENALTIES = enum.auto()
+    LOGPROBS = enum.auto()
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Some rows of a step. Indices are device tensors; `batch` None means every row, in order."""
+
+    count: int
+    batch: torch.Tensor | None
+    """[count] int64"""
+
+
+@dataclass(frozen=True)
+class TableRows(Rows):
+    """Rows with one entry each in a side table."""
+
+    table: torch.Tensor
+    """[count] int64"""
+
+
+@dataclass(frozen=True)
+class StopRows(Rows):
+    """Rows that may have to mask their stop ids."""
+
+    stop_ids: torch.Tensor
+    """[count, S] int64, padded with -1"""
+
+
+@dataclass(frozen=True)
+class BadWordRows(Rows):
+    """Rows with bad words."""
+
+    words: torch.Tensor
+    """[count, W, L] int64, aligned right, padded with -1"""
+
+
+@dataclass(frozen=True)
+class StepStages:
+    """Which stages the rows of one step need, and for which of them."""
+
+    num_rows: int
+    all_greedy: bool
+    plain: Rows | None
+    """Rows without top-k and top-p, greedy ones included; None when there are none."""
+    any_min_p: bool
+    """Whether some plain row has a min_p."""
+    top_k: Rows | None
+    max_top_k: int
+    sort: Rows | None
+    bias: TableRows | None
+    bad_words: BadWordRows | None
+    min_tokens: StopRows | None
+    penalties: TableRows | None
+    logprobs: Rows | None
+    max_logprobs: int
+    """Largest number of top tokens that a row requests (the vocabulary size for -1); 0 without
+    logprobs."""
+
+    @property
+    def processes_logits(self) -> bool:
+        """Whether some stage changes logits before a token is chosen."""
+        return any(
+            rows is not None
+            for rows in (self.bias, self.bad_words, self.min_tokens, self.penalties)
+        )
+
+    @property
+    def graph_safe(self) -> bool:
+        """Whether no stage holds indices of this particular step: fixed shapes and addresses."""
+        return not (self.processes_logits or self.top_k or self.sort or self.logprobs)
+
+
+def plain_stages(num_rows: int) -> StepStages:
+    """Stages of rows with at most a temperature."""
+    return StepStages(
+        num_rows=num_rows,
+        all_greedy=False,
+        plain=Rows(num_rows, None),
+        any_min_p=False,
+        top_k=None,
+        max_top_k=0,
+        sort=None,
+        bias=None,
+        bad_words=None,
+        min_tokens=None,
+        penalties=None,
+        logprobs=None,
+        max_logprobs=0,
+    )
+
+
+class _RowTable:
+    """Wide rows for the few slots that need them: [capacity, width]; capacity grows by doubling."""
+
+    def __init__(
+        self, width: int, dtypes: tuple[torch.dtype, ...], device: torch.device, max_rows: int
+    ) -> None:
+        self._max_rows = max_rows
+        self._free = list(range(max_rows - 1, -1, -1))
+        self._capacity = 0
+        self.tensors = [torch.empty((0, width), dtype=dtype, device=device) for dtype in dtypes]
+
+    def take(self) -> int:
+        """Return the row that was released last, or else the lowest unused one."""
+        return self._free.pop()
+
+    def give_back(self, row: int) -> None:
+        self._free.append(row)
+
+    def reserve(self, row: int) -> None:
+        """Make sure that `row` exists. Old rows keep their values."""
+        if row < self._capacity:
+            return
+        capacity = min(self._max_rows, max(4, 2 * self._capacity, row + 1))
+        for place, old in enumerate(self.tensors):
+            grown = old.new_empty((capacity, old.shape[1]))
+            grown[: self._capacity].copy_(old)
+            self.tensors[place] = grown
+        self._capacity = capacity
+
+
+class SamplingState:
+    """Per-slot sampling state, host and device. Used by the worker thread alone.
+
+    token_history: [max_num_seqs, max_model_len] int32 on `device`, contiguous, written by the
+    model runner: row s holds the tokens of slot s, each before the token after it is sampled.
+
+    The last slot belongs to no request: padding rows of recorded steps use it, and its settings
+    mark it as padding.
+
+    With `kernels`, all settings of a slot are on the device, at fixed addresses, where the sampling
+    kernels read them; `plan` is for the sampler in torch. Memory: `counts`, 2 bytes per slot and
+    token (78 MB for 257 slots of 151,936 tokens); with kernels `allowed`, a bit each (4.9 MB), and
+    a record of some kilobytes for each slot with lists. In torch biases have rows of floats, made
+    when they are needed.
+    """
+
+    def __init__(
+        self,
+        max_num_seqs: int,
+        vocab_size: int,
+        device: torch.device,
+        token_history: torch.Tensor,
+        *,
+        kernels: bool = False,
+    ) -> None:
+        self.vocab_size = vocab_size
+        self.device = device
+        self.token_history = token_history
+        self.kernels = kernels
+        self._host = np.zeros((max_num_seqs, NUM_COLUMNS), dtype=np.int32)
+        for slot in range(max_num_seqs):
+            self._make_idle(slot)
+        self.packed = torch.from_numpy(self._host.copy()).to(device)
+        """[max_num_seqs, NUM_COLUMNS] int32, float columns bit-cast (`Column`)"""
+        self.counts = torch.zeros((max_num_seqs, vocab_size), dtype=torch.int16, device=device)
+        """[max_num_seqs, vocab_size] int16: how often each token was generated, up to MOST_COUNTED;
+        the sign bit: the token is in the prompt. Kept only for slots with penalties."""
+        words = -(-vocab_size // 32) if kernels else 0
+        self.allowed = torch.zeros((max_num_seqs, words), dtype=torch.int32, device=device)
+        """[max_num_seqs, ceil(vocab_size / 32)] int32: token i may come next if bit i % 32 of word
+        i // 32 is on. Kept only with kernels, for slots with `Flag.ALLOWED`."""
+        self._records: dict[int, torch.Tensor] = {}
+        """Kept alive while kernels may read them: their addresses are in `packed`."""
+        self._flags = np.zeros(max_num_seqs, dtype=np.int32)
+        self._stages = np.zeros(max_num_seqs, dtype=np.int32)
+        self._num_logprobs = np.zeros(max_num_seqs, dtype=np.int64)
+        self._bias_row = np.full(max_num_seqs, -1, dtype=np.int64)
+        self._lists: dict[int, SlotLists] = {}
+        self._dirty: dict[int, SlotStart | None] = {}
+        self._bias = _RowTable(vocab_size, (torch.float32,), device, max_num_seqs)
+        self._version = 0
+        self._planned: tuple[int, list[int], StepStages] | None = None
+        self._asked: tuple[int, list[int], Flag] | None = None
+
+    @property
+    def num_slots(self) -> int:
+        """Number of slots, including the one for padding."""
+        return len(self._host)
+
+    @property
+    def bias(self) -> torch.Tensor:
+        """[rows, vocab_size] float32, added to logits; -inf where a token is not allowed. Only
+        without kernels."""
+        return self._bias.tensors[0]
+
+    # ------------------------------------------------------------ slots
+
+    def start(self, slot_start: SlotStart, *, processed: bool = False) -> None:
+        """Start a request in a slot. Token ids outside the vocabulary cannot be sampled: ignored.
+
+        processed: a plugged-in processor serves it.
+        """
+        slot, params = slot_start.slot, slot_start.params
+        self.release(slot)
+        random = not params.greedy
+        top_k = params.top_k if 0 < params.top_k < self.vocab_size else self.vocab_size
+        top_p = params.top_p if params.top_p < 1.0 else _NO_TOP_P
+        stages, flags = Stage(0), Flag(0)
+        if random:
+            stages |= Stage.RANDOM
+            if top_k <= SMALL_TOP_K and top_k < self.vocab_size:
+                stages |= Stage.TOP_K
+            elif top_k < self.vocab_size or params.top_p < 1.0:
+                stages |= Stage.SORT
+            elif params.min_p > 0.0:
+                stages |= Stage.MIN_P
+            if top_k < self.vocab_size or params.top_p < 1.0 or params.min_p > 0.0:
+                flags |= Flag.FILTER
+        if params.has_penalties:
+            stages |= Stage.PENALTIES
+            flags |= Flag.PENALTIES
+        if slot_start.grammar is not None:
+            flags |= Flag.GRAMMAR
+        if processed:
+            flags |= Flag.PROCESSED
+        num_logprobs = 0
+        if params.logprobs is not None:
+            stages |= Stage.LOGPROBS
+            whole = params.logprobs < 0 or params.logprobs > self.vocab_size
+            num_logprobs = self.vocab_size if whole else params.logprobs
+            flags |= Flag.LOGPROBS if num_logprobs <= MOST_TOP_TOKENS else Flag.WIDE
+        if _lists_anything(slot_start):
+            lists = SlotLists(slot_start, self.vocab_size)
+            self._lists[slot] = lists
+            if lists.words:
+                stages |= Stage.BAD_WORDS
+            if lists.stops.size:
+                stages |= Stage.MIN_TOKENS
+            if lists.bias or lists.allowed is not None:
+                stages |= Stage.BIAS
+                if not self.kernels:
+                    self._bias_row[slot] = self._bias.take()
+            if lists.bias:
+                flags |= Flag.BIAS
+            if lists.bars:
+                flags |= Flag.BANS | Flag.ALLOWED
+            if lists.allowed is not None:
+                flags |= Flag.ALLOWED
+        row = self._host[slot]
+        _SETTINGS.pack_into(
+            row.data, 0,
+            1.0 / params.temperature if random else 1.0, float(random),
+            _log(params.min_p), top_p, params.presence_penalty, params.frequency_penalty,
+            params.repetition_penalty, _reciprocal(params.repetition_penalty), top_k,
+            params.min_tokens, slot_start.num_prompt_tokens, int(flags), num_logprobs,
+        )  # fmt: skip
+        row[Column.LANES :] = seed_lanes(slot_start.seed)
+        self._flags[slot] = int(flags)
+        self._stages[slot] = int(stages)
+        self._num_logprobs[slot] = num_logprobs
+        self._dirty[slot] = slot_start
+
+    def release(self, slot: int) -> None:
+        """Release the slot of a request that ended or was preempted. Safe to call twice.
+
+        Steps in flight still read the old contents of the slot; new contents are enqueued after
+        them.
+        """
+        self._version += 1
+        self._dirty.pop(slot, None)
+        if slot == self.num_slots - 1:
+            self._make_idle(slot)
+            self._dirty[slot] = None
+        self._flags[slot] = 0
+        self._stages[slot] = 0
+        self._num_logprobs[slot] = 0
+        self._lists.pop(slot, None)
+        self._records.pop(slot, None)
+        if self._bias_row[slot] >= 0:
+            self._bias.give_back(int(self._bias_row[slot]))
+            self._bias_row[slot] = -1
+
+    def _make_idle(self, slot: int) -> None:
+        row = self._host[slot]
+        row[:] = 0
+        row[Column.FLAGS] = int(Flag.IDLE)
+        row.view(np.float32)[Column.INVERSE_TEMPERATURE] = 1.0
+
+    def asked(self, rows_host: list[int]) -> Flag:
+        """Return the union of the flags of these slots."""
+        if self._asked is not None:
+            version, rows, flags = self._asked
+            if version == self._version and rows == rows_host:
+                return flags
+        flags = Flag(int(np.bitwise_or.reduce(self._flags[rows_host]))) if rows_host else Flag(0)
+        self._asked = (self._version, list(rows_host), flags)
+        return flags
+
+    def scored_rows(self, rows_host: list[int]) -> tuple[Rows, int]:
+        """Return the rows that request log-probabilities, and their largest number of top
+        tokens."""
+        slots = np.asarray(rows_host, dtype=np.int64)
+        found = np.flatnonzero(self._stages[slots] & int(Stage.LOGPROBS))
+        batch = None
+        if found.size < slots.size:
+            pack = PackedUpload(self.device)
+            pack.add(found.astype(np.int64))
+            batch = pack.send()[0]
+        return Rows(int(found.size), batch), int(self._num_logprobs[slots].max())
+
+    def upload(self) -> None:
+        """Enqueue what changed since the last call: one copy, two with lists, none without
+        changes."""
+        if not self._dirty:
+            return
+        starts = [start for start in self._dirty.values() if start is not None]
+        biased = [s for s in starts if self._bias_row[s.slot] >= 0]
+        penalized = [s for s in starts if self._flags[s.slot] & Flag.PENALTIES]
+        barred = [s.slot for s in starts if self.kernels and self._flags[s.slot] & Flag.ALLOWED]
+        if self.kernels:
+            self._send_records([s.slot for s in starts])
+        slots = np.fromiter(self._dirty, dtype=np.int64)
+        arrays: list[np.ndarray] = [slots, self._host[slots]]
+        if biased:
+            arrays.extend(self._bias_entries(biased))
+        if penalized:
+            arrays.extend(self._count_entries(penalized))
+        if barred:
+            arrays.append(np.array(barred, dtype=np.int64))
+            arrays.append(np.stack([self._lists[slot].bits() for slot in barred]))
+        pack = PackedUpload(self.device)
+        for array in arrays:
+            pack.add(array)
+        sent = iter(pack.send())
+        self.packed.index_copy_(0, next(sent), next(sent))
+        if biased:
+            for start in biased:
+                row = int(self._bias_row[start.slot])
+                self._bias.reserve(row)
+                allowed = self._lists[start.slot].allowed
+                self.bias[row].fill_(0.0 if allowed is None else float("-inf"))
+            self.bias.view(-1).index_copy_(0, next(sent), next(sent))
+        if penalized:
+            flat = self.counts.view(-1)
+            self.counts.index_fill_(0, next(sent), 0)
+            flat.index_fill_(0, next(sent), _IN_PROMPT)
+            flat.index_copy_(0, next(sent), next(sent).to(torch.int16))
+        if barred:
+            self.allowed.index_copy_(0, next(sent), next(sent))
+        self._dirty.clear()
+
+    def _send_records(self, slots: list[int]) -> None:
+        listed = int(Flag.BANS | Flag.BIAS)
+        slots = [slot for slot in slots if self._flags[slot] & listed]
+        pack = PackedUpload(self.device)
+        for slot in slots:
+            pack.add(self._lists[slot].record())
+        for slot, record in zip(slots, pack.send(), strict=True):
+            self._records[slot] = record
+            address = np.array([record.data_ptr()], dtype=np.int64).view(np.int32)
+            self._host[slot, Column.RECORD : Column.RECORD + 2] = address
+
+    def _bias_entries(self, starts: list[SlotStart]) -> tuple[np.ndarray, np.ndarray]:
+        """Return flat positions in the bias table, without duplicates, and their values."""
+        places: list[np.ndarray] = []
+        values: list[np.ndarray] = []
+        for start in starts:
+            lists = self._lists[start.slot]
+            ids = np.array(sorted(lists.bias), dtype=np.int64)
+            if lists.allowed is not None:
+                ids = lists.allowed
+            places.append(ids + self._bias_row[start.slot] * self.vocab_size)
+            values.append(np.array([lists.bias.get(int(t), 0.0) for t in ids], dtype=np.float32))
+        return np.concatenate(places), np.concatenate(values)
+
+    def _count_entries(self, starts: list[SlotStart]) -> tuple[np.ndarray, ...]:
+        """Return slots; flat positions of prompt tokens; flat positions of generated tokens,
+        without duplicates; the counts of the latter."""
+        prompt: list[np.ndarray] = []
+        output: list[np.ndarray] = []
+        counts: list[np.ndarray] = []
+        for start in starts:
+            base = start.slot * self.vocab_size
+            tokens = np.asarray(start.token_ids, dtype=np.int64)
+            before = within(tokens[: start.num_prompt_tokens], self.vocab_size)
+            after = within(tokens[start.num_prompt_tokens :], self.vocab_size)
+            prompt.append(before + base)
+            if after.size:
+                ids, count = np.unique(after, return_counts=True)
+                known = np.minimum(count, MOST_COUNTED)
+                output.append(ids + base)
+                counts.append(np.where(np.isin(ids, before), known | _IN_PROMPT, known))
+        slots = np.array([start.slot for start in starts], dtype=np.int64)
+        nothing = np.zeros(0, dtype=np.int64)
+        return (
+            slots,
+            np.concatenate(prompt),
+            np.concatenate([nothing, *output]),
+            np.concatenate([nothing, *counts]).astype(np.int32),
+        )
+
+    # ------------------------------------------------------------ steps
+
+    def plan(self, rows_host: list[int]) -> StepStages:
+        """Return the stages that a step over these slots needs; indices, if any, are sent in one
+        copy.
+
+        The plan is reused for the same rows if no slot started or was released in between.
+        """
+        if self._planned is not None:
+            version, rows, stages = self._planned
+            if version == self._version and rows == rows_host:
+                return stages
+        stages = self._make_plan(np.asarray(rows_host, dtype=np.int64))
+        self._planned = (self._version, list(rows_host), stages)
+        return stages
+
+    def _make_plan(self, slots: np.ndarray) -> StepStages:
+        bits = self._stages[slots]
+        union = Stage(int(np.bitwise_or.reduce(bits))) if bits.size else Stage(0)
+        filtered = int(Stage.TOP_K | Stage.SORT)
+        pack = PackedUpload(self.device)
+
+        def select(mask: np.ndarray) -> tuple[np.ndarray, int | None] | None:
+            found = np.flatnonzero(mask)
+            if not found.size:
+                return None
+            return found, None if found.size == slots.size else pack.add(found.astype(np.int64))
+
+        def having(stage: Stage) -> tuple[np.ndarray, int | None] | None:
+            return select(bits & int(stage) != 0) if union & stage else None
+
+        plain = select(bits & filtered == 0) if union & filtered else (np.arange(slots.size), None)
+        top_k, sort = having(Stage.TOP_K), having(Stage.SORT)
+        bias, penalties = having(Stage.BIAS), having(Stage.PENALTIES)
+        bad_words, min_tokens = having(Stage.BAD_WORDS), having(Stage.MIN_TOKENS)
+        logprobs = having(Stage.LOGPROBS)
+        bias_place = pack.add(self._bias_row[slots[bias[0]]]) if bias else -1
+        penalty_place = pack.add(slots[penalties[0]]) if penalties else -1
+        words_place = pack.add(self._padded_words(slots[bad_words[0]])) if bad_words else -1
+        stop_place = pack.add(self._padded_stops(slots[min_tokens[0]])) if min_tokens else -1
+        sent = pack.send()
+
+        def batch(rows: tuple[np.ndarray, int | None]) -> torch.Tensor | None:
+            return None if rows[1] is None else sent[rows[1]]
+
+        def plain_rows(rows: tuple[np.ndarray, int | None] | None) -> Rows | None:
+            return Rows(rows[0].size, batch(rows)) if rows else None
+
+        return StepStages(
+            num_rows=int(slots.size),
+            all_greedy=not union & Stage.RANDOM,
+            plain=plain_rows(plain),
+            any_min_p=bool(union & Stage.MIN_P),
+            top_k=plain_rows(top_k),
+            max_top_k=int(self._host[slots[top_k[0]], Column.TOP_K].max()) if top_k else 0,
+            sort=plain_rows(sort),
+            bias=TableRows(bias[0].size, batch(bias), sent[bias_place]) if bias else None,
+            bad_words=(
+                BadWordRows(bad_words[0].size, batch(bad_words), sent[words_place])
+                if bad_words
+                else None
+            ),
+            min_tokens=(
+                StopRows(min_tokens[0].size, batch(min_tokens), sent[stop_place])
+                if min_tokens
+                else None
+            ),
+            penalties=(
+                TableRows(penalties[0].size, batch(penalties), sent[penalty_place])
+                if penalties
+                else None
+            ),
+            logprobs=plain_rows(logprobs),
+            max_logprobs=int(self._num_logprobs[slots].max()) if logprobs else 0,
+        )
+
+    def _padded_stops(self, slots: np.ndarray) -> np.ndarray:
+        lists = [self._lists[slot].stops for slot in slots.tolist()]
+        padded = np.full((len(lists), max(map(len, lists))), -1, dtype=np.int64)
+        for row, ids in zip(padded, lists, strict=True):
+            row[: len(ids)] = ids
+        return padded
+
+    def _padded_words(self, slots: np.ndarray) -> np.ndarray:
+        lists = [self._lists[slot].words for slot in slots.tolist()]
+        most = max(map(len, lists))
+        longest = max(len(word) for words in lists for word in words)
+        padded = np.full((len(lists), most, longest), -1, dtype=np.int64)
+        for row, words in zip(padded, lists, strict=True):
+            for target, word in zip(row, words, strict=False):
+                target[longest - len(word) :] = word
+        return padded
+
+
+def _lists_anything(start: SlotStart) -> bool:
+    params = start.params
+    return bool(
+        params.logit_bias
+        or params.allowed_token_ids is not None
+        or start.bad_words_token_ids
+        or (params.min_tokens > 0 and start.stop_token_ids)
+    )
+
+
+def _log(value: float) -> float:
+    """Return the logarithm of a float32, rounded to float32; -inf for 0."""
+    small = np.float32(value)
+    return float(np.log(small)) if small > 0.0 else float("-inf")
+
+
+def _reciprocal(value: float) -> float:
+    """Return the reciprocal of a float32, rounded to float32."""
+    return float(np.float32(1.0) / np.float32(value))

@@ -1,0 +1,197 @@
+"""Steps without requests: to compile kernels, to warm up, and to measure the memory of a step."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from ..config import EngineConfig
+from ..nn.operations import Operations
+from ..sampling_params import SamplingParams
+from ..step import SlotStart
+from .batch import StepRows
+from .graphs import DecodeGraphs, row_counts
+from .mixed_graphs import MixedGraphs
+from .pooling_runner import PoolingRunner
+from .runner import ModelRunner
+from .sampling.masks import TokenMask
+from .sampling.sampler import sample_outputs
+
+logger = logging.getLogger("jackfield.worker")
+
+
+class StepGraphs(NamedTuple):
+    """What records steps."""
+
+    decode: DecodeGraphs
+    mixed: MixedGraphs | None
+    """None: the attention backend does not support recording steps with prompts."""
+
+
+MIXED_ROWS = 64
+"""Decode rows, at most, that are rehearsed together with a prompt."""
+
+
+class Warmup:
+    """Runs steps without requests, on the launch thread."""
+
+    def __init__(
+        self,
+        runner: ModelRunner | PoolingRunner,
+        config: EngineConfig,
+        max_model_len: int,
+        device: torch.device,
+    ) -> None:
+        """`config` is resolved: `max_num_batched_tokens` is concrete."""
+        assert config.max_num_batched_tokens is not None
+        self._runner = runner
+        self._config = config
+        self._max_model_len = max_model_len
+        self._budget: int = config.max_num_batched_tokens
+        self._device = device
+        self._short_prompts = [4, 16, 32]
+        """Numbers of tokens whose kernels are compiled when there is time."""
+
+    def precompile(self, operations: Operations, graphs: StepGraphs | None = None) -> None:
+        """Compile the kernels of all steps in parallel, before the first step is launched.
+
+        Optional: a kernel that is not compiled here is compiled at its first launch.
+        """
+        rehearsal = operations.precompile(self._device)
+        if rehearsal is None:
+            return
+        runner = self._runner
+        try:
+            with rehearsal as kernels:
+                if isinstance(runner, ModelRunner):
+                    runner.precompiling = True
+                # These steps call libraries little or not at all, so compilers have work at once.
+                for num_tokens in (1, min(32, self._budget)):
+                    self._alone(num_tokens)
+                if graphs is not None:
+                    graphs.decode.precompile(1)
+                    if graphs.mixed is not None:
+                        graphs.mixed.precompile(graphs.mixed.rehearsed_keys()[0])
+                if kernels.compiles():
+                    self._precompile_more(graphs)
+        except Exception:
+            # An error that is not due to the rehearsal itself occurs again at a launch.
+            logger.info("kernels compile one by one: a rehearsal failed", exc_info=True)
+        finally:
+            if isinstance(runner, ModelRunner):
+                runner.precompiling = False
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+
+    def _precompile_more(self, graphs: StepGraphs | None) -> None:
+        """Precompile all kinds of steps: short prompts, decode steps, decode steps with a
+        prompt."""
+        self.warm_up()
+        if isinstance(self._runner, ModelRunner):
+            for num_tokens in self._short_prompts:
+                self._alone(num_tokens)
+            for rows in row_counts(self._config.max_num_seqs):
+                if graphs is not None:
+                    graphs.decode.precompile(rows)
+                else:
+                    self.run([1] * rows, range(rows))
+                if rows <= MIXED_ROWS and (graphs is None or graphs.mixed is None):
+                    self.run([1] * rows + [self._long_prompt()], range(rows + 1))
+        if graphs is not None and graphs.mixed is not None:
+            for key in graphs.mixed.rehearsed_keys():
+                graphs.mixed.precompile(key)
+        # Libraries load their kernels for many tokens while the compilers work.
+        self.run_largest()
+
+    def warm_up(self) -> None:
+        """Run one prefill and one decode step on the null block, so that kernels are compiled."""
+        for num_tokens in (self._long_prompt(), 1):
+            self._alone(num_tokens)
+
+    def run_short_prompt(self) -> bool:
+        """Run a prompt of one more of the short lengths; return False if none is left."""
+        if not self._short_prompts:
+            return False
+        self._alone(self._short_prompts.pop())
+        return True
+
+    def run_largest(self) -> None:
+        """Run a step of the whole token budget, in as many rows as possible."""
+        num_rows = min(self._config.max_num_seqs, self._budget)
+        each, more = divmod(self._budget, num_rows)
+        self.run([each + 1] * more + [each] * (num_rows - more), range(num_rows))
+
+    def _alone(self, num_tokens: int) -> None:
+        """Run one prompt in the scratch slot."""
+        self.run([num_tokens], [self._config.max_num_seqs])
+
+    def _long_prompt(self) -> int:
+        return min(512, self._budget, self._max_model_len)
+
+    def run(self, row_lengths: Sequence[int], use_slots: Sequence[int]) -> None:
+        """Run a forward pass over the null block, and sampling: plain, and with every costly stage
+        on.
+
+        row_lengths: tokens of each row; use_slots: a slot for each. Once requests may be present,
+        only the scratch slot (max_num_seqs) belongs to none.
+        """
+        runner = self._runner
+        slots = list(use_slots)
+        num_rows = len(slots)
+        counts = np.minimum(np.asarray(row_lengths, dtype=np.int32), self._max_model_len)
+        host_slots = np.asarray(slots, dtype=np.int32)
+        rows = StepRows.of(host_slots, np.zeros_like(host_slots), counts, host_slots)
+        # A write, too, into the number that belongs to no slot.
+        nowhere = np.asarray([[runner.batch.storage.shape[0] - 1, 0]], dtype=np.int32)
+        inputs = runner.batch.lay_out(rows, np.arange(num_rows, dtype=np.int32), nowhere)
+        layout = inputs.layout
+        # In a rehearsal no kernel has filled them, and torch would dereference the values.
+        for places in (inputs.input_ids, *(p for each in inputs.layouts for p in each.places)):
+            places.zero_()
+        device = self._device
+        starts = rows.query_start[:-1].repeat(counts)
+        positions = np.arange(layout.num_tokens, dtype=np.int64) - starts
+        inputs.positions.copy_(torch.from_numpy(positions))
+        layout.seq_lens.copy_(torch.from_numpy(rows.seq_lens))
+        inputs.sample_slots.copy_(torch.from_numpy(host_slots))
+        inputs.sample_lengths.fill_(1)
+        index = torch.arange(num_rows, device=device)
+        if isinstance(runner, PoolingRunner):
+            runner.pool_all(runner.forward(inputs))
+            return
+        params = SamplingParams(temperature=0.8, top_p=0.9, top_k=50)
+        for slot in slots:
+            runner.sampling.start(
+                SlotStart(
+                    slot=slot,
+                    request_id="warm-up",
+                    token_ids=(0,),
+                    num_prompt_tokens=1,
+                    num_computed_tokens=0,
+                    params=params,
+                    seed=0,
+                )
+            )
+        runner.sampling.upload()
+        logits = runner.logits(runner.forward(inputs)[index])
+        words = -(-runner.vocab_size // 32)
+        mask = TokenMask(
+            torch.full((num_rows, words), -1, dtype=torch.int32, device=device), index, index
+        )
+        sampler = runner.sampler
+        out = sample_outputs(num_rows, device)
+        if not sampler.sample_step(logits, inputs.sample_slots, inputs.sample_lengths, out, mask):
+            sampler.sample(logits, inputs.sample_slots, slots, inputs.sample_lengths)
+            for table in (logits, logits.float()):
+                sampler.mask(table, mask)
+                sampler.mask(table, replace(mask, rows=None))
+        sampler.sample_plain(logits, inputs.sample_slots, inputs.sample_lengths, out)
+        sampler.rehearse_processed(logits, inputs.sample_slots, inputs.sample_lengths, out)
+        for slot in slots:
+            runner.sampling.release(slot)
+        runner.sampling.upload()

@@ -1,0 +1,86 @@
+"""Calls inference routes in this process, through the functions that also respond over HTTP.
+
+No connection and no middleware is involved: a batch was authenticated when it was created, and
+limits on clients do not apply to it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any, NamedTuple
+
+from aiohttp import web
+from multidict import CIMultiDict
+
+from ...core.errors import BodyTooLarge, InvalidRequest, JackfieldError, RequestFailed
+from ...core.tenancy import ANYONE, Tenant
+from ..http.context import OPTIONS, encoder, error_body
+from ..openai.chat.routes import chat_response
+from ..openai.common.protocol import ChatRequest, CompletionRequest
+from ..openai.common.request_body import Call, decode_call
+from ..openai.completions.routes import completion_response
+from ..openai.pooling.embeddings import embeddings_response
+from ..openai.pooling.protocol import (
+    ClassifyRequest,
+    EmbeddingRequest,
+    PoolingRequest,
+    RerankRequest,
+    ScoreRequest,
+)
+from ..openai.pooling.routes import classify_response, pooling_response
+from ..openai.pooling.scoring import rerank_response, score_response
+from ..openai.responses.protocol import ResponsesRequest
+from ..openai.responses.routes import responses_response
+
+logger = logging.getLogger("jackfield.server")
+Route = tuple[type[Any], Callable[[Call, Any], Awaitable[Any]]]
+"""Type of the body, and the function that creates the response."""
+ROUTES: dict[str, Route] = {
+    "/v1/chat/completions": (ChatRequest, chat_response),
+    "/v1/completions": (CompletionRequest, completion_response),
+    "/v1/responses": (ResponsesRequest, responses_response),
+    "/v1/embeddings": (EmbeddingRequest, embeddings_response),
+    "/pooling": (PoolingRequest, pooling_response),
+    "/classify": (ClassifyRequest, classify_response),
+    "/score": (ScoreRequest, score_response),
+    "/v1/score": (ScoreRequest, score_response),
+    "/rerank": (RerankRequest, rerank_response),
+    "/v1/rerank": (RerankRequest, rerank_response),
+    "/v2/rerank": (RerankRequest, rerank_response),
+}
+"""Routes that a line of a batch may name."""
+
+
+class RouteResponse(NamedTuple):
+    """Status and body of a response."""
+
+    status: int
+    body: bytes
+
+
+async def call_route(
+    app: web.Application, route: str, body: bytes, tenant: Tenant = ANYONE
+) -> RouteResponse:
+    """Return the response to a JSON body for one of ROUTES, on behalf of a tenant.
+
+    The application must have started. Errors become the same responses as over HTTP.
+    """
+    kind, function = ROUTES[route]
+    call = Call(app, route, tenant, CIMultiDict())
+    try:
+        if len(body) > (limit := app[OPTIONS].max_body_bytes):
+            raise BodyTooLarge(f"the body is larger than {limit} bytes (--max-body-bytes)")
+        params = await decode_call(call, body, kind)
+        return RouteResponse(200, encoder.encode(await function(call, params)))
+    except JackfieldError as error:
+        return _refusal(error, error.status)
+    except web.HTTPException as error:  # Raised by a plugin.
+        return _refusal(InvalidRequest(f"POST {route}: {error.reason}"), error.status)
+    except Exception:
+        logger.exception("%s failed in a batch", route)
+        return _refusal(RequestFailed("the server failed on this request"), RequestFailed.status)
+
+
+def _refusal(error: JackfieldError, status: int) -> RouteResponse:
+    return RouteResponse(status, encoder.encode(error_body(error, status)))

@@ -1,0 +1,1 @@
+"""Benchmarks in process: throughput, latency, start-up, comparison of engines."""

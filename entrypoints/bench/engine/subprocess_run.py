@@ -1,0 +1,45 @@
+"""Runs one engine in a new process: `jackfield bench run` as a child, and its records."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from ..report import Record, say
+
+MODULE = "jackfield.entrypoints.bench.engine.session"
+
+
+def run_process(
+    arguments: Sequence[str], *, environment: Mapping[str, str] | None = None, timeout: float | None
+) -> tuple[list[Record], int]:
+    """Return the child's records and its exit status (-1: it ran out of time).
+
+    The clock of its start-up begins here, before the process is created.
+    """
+    with tempfile.TemporaryDirectory(prefix="jackfield-bench-") as folder:
+        output = Path(folder) / "records.jsonl"
+        command = [sys.executable, "-m", MODULE, *arguments]
+        command += ["--output", str(output), "--began", repr(time.time())]
+        try:
+            done = subprocess.run(
+                command,
+                env={**os.environ, **(environment or {})},
+                timeout=timeout,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            status = done.returncode
+            if status:
+                say(done.stderr[-2000:])
+        except subprocess.TimeoutExpired:
+            status = -1
+        lines = output.read_text().splitlines() if output.exists() else []
+        return [json.loads(line) for line in lines], status

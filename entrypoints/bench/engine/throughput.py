@@ -1,0 +1,185 @@
+"""`jackfield bench throughput`: many requests at once, in process (W2, W3, W4, W7)."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator
+
+from ..roofline import Extent, batch_floor, decode_step_floor, prefill_floor, prefill_flops
+from ..types import Bench, Record, extents, rounded
+from ..workloads import Ask, Kind, Workload, draw
+from .latency import cut, rounded_list
+
+
+def measure_batch(bench: Bench, workload: Workload) -> Iterator[Record]:
+    """W2: requests of mixed lengths, all at once."""
+    warmup, repeats = bench.times(workload)
+    for trial in range(warmup):
+        bench.backend.run(draw(workload, bench.vocab_size, trial))
+    seconds: list[float] = []
+    for done in range(1, repeats + 1):
+        asks = draw(workload, bench.vocab_size, warmup + done)
+        seconds.append(bench.backend.run(asks).seconds)
+        median = statistics.median(seconds)
+        prompt, output = sum(len(ask.prompt) for ask in asks), sum(ask.output for ask in asks)
+        measured = {
+            "seconds": median,
+            "output_tokens_per_second": output / median,
+            "tokens_per_second": (prompt + output) / median,
+        }
+        record: Record = {"measured": measured}
+        if bench.ceilings is not None:
+            floor = batch_floor(bench.shape, bench.ceilings, extents(asks))
+            measured["share_of_floor"] = floor / median
+            record["floor"] = rounded({"seconds": floor})
+        record["measured"] = rounded(measured)
+        record["repeats"] = {"seconds": rounded_list(seconds)}
+        record["at"] = {"requests": len(asks), "prompt_tokens": prompt, "output_tokens": output}
+        yield {**record, "partial": True} if done < repeats else record
+
+
+def measure_first_minute(bench: Bench, workload: Workload) -> Iterator[Record]:
+    """Run W2's requests as an engine's first ones, and then new ones of the same lengths."""
+    rounds = [
+        bench.backend.run(draw(workload, bench.vocab_size, trial)).seconds for trial in (1, 2)
+    ]
+    measured = {
+        "first_seconds": rounds[0],
+        "second_seconds": rounds[1],
+        "first_over_second": rounds[0] / rounds[1],
+    }
+    yield {"measured": rounded(measured), "at": {"requests": workload.requests}}
+
+
+def measure_prefill(bench: Bench, workload: Workload) -> Iterator[Record]:
+    """W3: long prompts, one token each."""
+    warmup, repeats = bench.times(workload)
+    few = max(1, workload.requests // 8)
+    for trial in range(warmup):
+        bench.backend.run(draw(workload, bench.vocab_size, trial, requests=few))
+    seconds: list[float] = []
+    for done in range(1, repeats + 1):
+        asks = draw(workload, bench.vocab_size, warmup + done)
+        seconds.append(bench.backend.run(asks).seconds)
+        median = statistics.median(seconds)
+        tokens = sum(len(ask.prompt) for ask in asks)
+        measured = {"seconds": median, "prompt_tokens_per_second": tokens / median}
+        record: Record = {"measured": measured}
+        if bench.ceilings is not None:
+            floor = prefill_floor(bench.shape, bench.ceilings, extents(asks))
+            flops = prefill_flops(bench.shape, extents(asks))
+            measured["share_of_floor"] = floor / median
+            record["floor"] = rounded(
+                {"seconds": floor, "prompt_tokens_per_second": tokens / floor, "flops": flops}
+            )
+        record["measured"] = rounded(measured)
+        record["repeats"] = {"seconds": rounded_list(seconds)}
+        record["at"] = {"requests": len(asks), "prompt": workload.prompt[0]}
+        yield {**record, "partial": True} if done < repeats else record
+
+
+def measure_context(bench: Bench, workload: Workload) -> Iterator[Record]:
+    """W4: decoding over long contexts, whose prompts are in the prefix cache after a first run.
+
+    All prompts have to fit in the KV cache together; otherwise some are evicted before they are
+    used.
+    """
+    _, repeats = bench.times(workload)
+    asks = draw(workload, bench.vocab_size, 0)
+    first = cut(asks, 1)
+    tokens = sum(len(ask.prompt) for ask in asks)
+    cold = bench.backend.run(first).seconds
+    at = {"requests": len(asks), "prompt": workload.prompt[0], "output": workload.output[0]}
+    prefilled: Record = {"prefill_tokens_per_second": tokens / cold, "prefill_seconds": cold}
+    yield {"measured": rounded(prefilled), "at": at, "partial": True}
+    bench.backend.run(asks)
+    ones = [bench.backend.run(first).seconds for _ in range(repeats)]
+    whole: list[float] = []
+    for done in range(1, repeats + 1):
+        outcome = bench.backend.run(asks)
+        whole.append(outcome.seconds)
+        step = (statistics.median(whole) - statistics.median(ones)) / (workload.output[0] - 1)
+        measured = {
+            "ms_per_step": 1e3 * step,
+            "decode_tokens_per_second": len(asks) / step,
+            "prompt_share_cached": outcome.cached_tokens / tokens,
+            **prefilled,
+        }
+        record: Record = {"measured": measured}
+        if bench.ceilings is not None:
+            context = tokens + len(asks) * workload.output[0] / 2
+            floor = decode_step_floor(bench.shape, bench.ceilings, len(asks), context)
+            measured["share_of_floor"] = floor / step
+            record["floor"] = rounded({"ms_per_step": 1e3 * floor})
+        record["measured"] = rounded(measured)
+        record["repeats"] = {"whole_s": rounded_list(whole), "first_s": rounded_list(ones)}
+        record["at"] = at
+        yield {**record, "partial": True} if done < repeats else record
+
+
+def measure_chats(bench: Bench, workload: Workload) -> Iterator[Record]:
+    """W7: chats that send their whole history again at each turn."""
+    warmup, repeats = bench.times(workload)
+    trials = []
+    for trial in range(warmup + repeats):
+        bench.backend.forget()
+        result = _chat(bench, workload, trial)
+        if trial >= warmup:
+            trials.append(result)
+    seconds = [trial[0] for trial in trials]
+    median = statistics.median(seconds)
+    sizes, cached = trials[-1][1], trials[-1][2]
+    output = sum(size.output for turn in sizes for size in turn)
+    prompt = sum(size.prompt for turn in sizes for size in turn)
+    measured = {
+        "seconds": median,
+        "output_tokens_per_second": output / median,
+        "prompt_tokens_per_second": prompt / median,
+        "prefix_hit_rate": cached / prompt,
+    }
+    record: Record = {"measured": measured}
+    if bench.ceilings is not None:
+        floor = sum(batch_floor(bench.shape, bench.ceilings, turn) for turn in sizes)
+        measured["share_of_floor"] = floor / median
+        record["floor"] = {"seconds": floor, "prefix_hit_rate": _most_cached(sizes) / prompt}
+        record["floor"] = rounded(record["floor"])
+    record["measured"] = rounded(measured)
+    record["repeats"] = {"seconds": rounded_list(seconds)}
+    record["at"] = {"chats": workload.requests, "turns": workload.turns, "system": workload.system}
+    yield record
+
+
+def _chat(bench: Bench, workload: Workload, trial: int) -> tuple[float, list[list[Extent]], int]:
+    """Run all turns of all chats; return (seconds, sizes by turn with what could be cached, cached
+    tokens)."""
+    usable = bench.vocab_size - bench.vocab_size // 150
+    start = [(trial + 17 * token) % usable for token in range(workload.system)]
+    histories = [list(start) for _ in range(workload.requests)]
+    known = [workload.system if chat else 0 for chat in range(workload.requests)]
+    seconds, cached, sizes = 0.0, 0, []
+    for turn in range(workload.turns):
+        words = draw(workload, bench.vocab_size, 1000 * trial + turn)
+        asks = [
+            Ask(history + said.prompt, said.output)
+            for history, said in zip(histories, words, strict=True)
+        ]
+        sizes.append(extents(asks, known))
+        outcome = bench.backend.run(asks)
+        seconds, cached = seconds + outcome.seconds, cached + outcome.cached_tokens
+        histories = [
+            ask.prompt + answer for ask, answer in zip(asks, outcome.token_ids, strict=True)
+        ]
+        known = [len(history) - 1 for history in histories]
+    return seconds, sizes, cached
+
+
+def _most_cached(sizes: list[list[Extent]]) -> int:
+    return sum(size.cached for turn in sizes for size in turn)
+
+
+def run(argv: list[str]) -> int:
+    """Return the exit status."""
+    from .session import run_workloads
+
+    kinds: tuple[Kind, ...] = ("batch", "prefill", "context", "chats")
+    return run_workloads("throughput", argv, kinds=kinds, default=("W2",))

@@ -1,0 +1,2 @@
+"""`jackfield bench frontend`: the cost per streamed token in the server process, without a
+model."""

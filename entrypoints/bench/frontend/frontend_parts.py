@@ -1,0 +1,127 @@
+"""Breakdown of the microseconds per streamed token.
+
+Work per step is timed while it runs, by the thread's processor time: reading the clock twice per
+step costs next to nothing per token. Work per token is timed separately, over the same tokens.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ....core.engine.async_engine import AsyncEngine
+from ....core.engine.core import EngineCore
+from ....core.output_parsing.output_text import OutputText
+from ....core.outputs import CompletionOutput, RequestOutput, RequestTimings
+from ....core.text.detokenizer import IncrementalDetokenizer
+from ...http.context import tokenizer_of
+from ...openai.chat.request import ChatCompletion
+from ...openai.chat.stream import ChatStream
+from ...openai.common.protocol import ChatRequest, decode
+from .fake_executor import ScriptedExecutor
+
+STEP_PARTS = ("executor", "schedule", "update", "publish", "metrics", "deliver")
+
+
+def watch_steps(engine: AsyncEngine, executor: ScriptedExecutor) -> None:
+    """Start adding up in `executor.parts` the nanoseconds that each part of a step takes."""
+    parts = executor.parts = dict.fromkeys(STEP_PARTS, 0)
+
+    def watch(owner: Any, name: str, part: str) -> None:
+        inner = getattr(owner, name)
+
+        def timed(*arguments: Any) -> Any:
+            began = time.thread_time_ns()
+            try:
+                return inner(*arguments)
+            finally:
+                parts[part] += time.thread_time_ns() - began
+
+        setattr(owner, name, timed)
+
+    watch(executor, "submit", "executor")
+    core = engine.core
+    assert isinstance(core, EngineCore)
+    watch(core.scheduler, "schedule", "schedule")
+    watch(core.scheduler, "update", "update")
+    watch(core.steps, "publish", "publish")
+    watch(core.steps, "stepped", "metrics")
+    watch(core.requests, "_deliver", "deliver")
+
+
+def time_alone(
+    engine: AsyncEngine, body: bytes, script: Sequence[int], streams: int
+) -> dict[str, float]:
+    """Return the microseconds per token of each per-token part of a chat, over all streams."""
+    asked = decode(body, ChatRequest)
+    jobs = [ChatCompletion(engine, asked) for _ in range(streams)]
+    params = jobs[0].params
+    tokens = [(token,) for token in script]
+
+    def detokenizer() -> Callable[[int], object]:
+        one = IncrementalDetokenizer(
+            tokenizer_of(engine), (), skip_special_tokens=params.skip_special_tokens
+        )
+        return lambda at: one.push(tokens[at])
+
+    def text() -> Callable[[int], object]:
+        one = OutputText(engine.tokenizer, (), params)
+        return lambda at: one.push(tokens[at], at + 1)
+
+    shown = OutputText(engine.tokenizer, (), params)
+    outputs: list[RequestOutput] = []
+    for at, token in enumerate(script):
+        shown.push([token], at + 1)
+        completion = CompletionOutput(
+            index=0,
+            text=shown.take_delta(),
+            token_ids=[token],
+            token_ends=shown.token_ends[-1:],
+        )
+        outputs.append(
+            RequestOutput(
+                request_id="", prompt=None, prompt_token_ids=[], prompt_logprobs=None,
+                outputs=[completion], finished=False, num_cached_tokens=0,
+                timings=RequestTimings(arrival=0.0), error=None,
+            )
+        )  # fmt: skip
+
+    def parser(job: ChatCompletion) -> Callable[[int], object]:
+        choice = job.new_choice()
+
+        def parse(at: int) -> None:
+            completion = outputs[at].outputs[0]
+            if choice.parser.plain:
+                choice.parser.count(completion)
+            else:
+                choice.parse(completion)
+
+        return parse
+
+    def encoder(job: ChatCompletion) -> Callable[[int], object]:
+        pieces = ChatStream(job)
+        return lambda at: pieces.encode(outputs[at])
+
+    steps = len(script)
+    nothing = _microseconds([lambda at: None for _ in range(streams)], steps)
+    detokenize = _microseconds([detokenizer() for _ in range(streams)], steps) - nothing
+    push = _microseconds([text() for _ in range(streams)], steps) - nothing
+    parse = _microseconds([parser(job) for job in jobs], steps) - nothing
+    encode = _microseconds([encoder(job) for job in jobs], steps) - nothing
+    return {
+        "detokenize": detokenize,
+        "stop strings": max(0.0, push - detokenize),
+        "parse": parse,
+        "encode": max(0.0, encode - parse),
+    }
+
+
+def _microseconds(streams: Sequence[Callable[[int], object]], steps: int) -> float:
+    """Return the microseconds of one call, averaged over all streams, called in turn at each
+    step."""
+    began = time.thread_time()
+    for step in range(steps):
+        for stream in streams:
+            stream(step)
+    return 1e6 * (time.thread_time() - began) / (steps * len(streams))

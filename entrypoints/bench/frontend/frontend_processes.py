@@ -1,0 +1,39 @@
+"""`jackfield bench frontend --api-server-count N`: a fake engine with front ends in processes of
+their own, and the processor time of each process."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import AsyncIterator, Sequence
+
+from ....core.engine.async_engine import AsyncEngine
+from ....core.engine.core import EngineCore
+from ...server.frontends.sockets import bound
+from ...server.frontends.supervisor import fronted
+from ...server.serve_settings import settings
+from ...server.server import address
+from .fake_executor import ScriptedExecutor
+
+
+@contextlib.asynccontextmanager
+async def serving_fronts(
+    executor: ScriptedExecutor, count: int, streams: int, flags: Sequence[str]
+) -> AsyncIterator[tuple[str, AsyncEngine]]:
+    """Run the engine here and `count` front ends in other processes; yield (address, engine).
+    flags: further flags of the server."""
+    argv = [
+        "--port", "0", "--api-server-count", str(count), "--executor", "scripted",
+        "--device", "cpu", "--max-num-seqs", str(streams), *flags,
+    ]  # fmt: skip
+    found = settings(argv)
+    found.plugins["executor"].add("scripted", executor)
+    core = EngineCore(found.config, found.plugins)
+    engine = AsyncEngine(found.config, plugins=found.plugins, core=core)
+    with (
+        tempfile.TemporaryDirectory(prefix="jackfield-") as folder,
+        bound(found.listen, count) as sockets,
+    ):
+        async with fronted(engine, core, found, folder, sockets) as (server, _):
+            executor.others = [front.pid for front in server.fronts]
+            yield address(found.listen, sockets[0][0].getsockname()[1]), engine

@@ -1,0 +1,1 @@
+"""`jackfield bench kernels` and `bench tune`: kernels at real shapes."""

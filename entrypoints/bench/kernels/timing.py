@@ -1,0 +1,56 @@
+"""Timing of device work: CUDA events on a GPU, else the clock."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+
+def median_seconds(
+    work: Callable[[], object], device: torch.device, *, repeats: int = 20, warmup: int = 3
+) -> float:
+    """Return the median time of `work`, after `warmup` untimed calls."""
+    for _ in range(warmup):
+        work()
+    if device.type != "cuda":
+        return statistics.median(_clocked(work) for _ in range(repeats))
+    pairs = []
+    for _ in range(repeats):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        begin.record()
+        work()
+        end.record()
+        pairs.append((begin, end))
+    torch.cuda.synchronize(device)
+    return statistics.median(float(begin.elapsed_time(end)) / 1e3 for begin, end in pairs)
+
+
+def _clocked(work: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
+
+
+def graph_seconds(
+    works: Sequence[Callable[[], object]],
+    device: torch.device,
+    *,
+    repeats: int = 20,
+    warmup: int = 3,
+) -> float:
+    """Return the median time of one of `works`, which run one after another in a recorded CUDA
+    graph.
+
+    Their results stay alive, so that each has memory of its own.
+    """
+    kept = [work() for work in works]
+    torch.cuda.synchronize(device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kept += [work() for work in works]
+    seconds = median_seconds(graph.replay, device, repeats=repeats, warmup=warmup)
+    del kept
+    return seconds / len(works)

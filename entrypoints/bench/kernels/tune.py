@@ -1,0 +1,238 @@
+"""`jackfield bench tune`: measure the best tile sizes for products of few tokens, and write them to
+a file.
+
+The file is in `kernels/tuned/` under the device's name; engines read it there and measure nothing
+themselves. Every candidate's result is checked before it is timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ....core.errors import ConfigError
+from ...flags.engine_flags import Parser, fail
+from ..report import environment, say
+from ..workloads import ARCHITECTURES
+from . import tune_int4
+
+KERNELS = ("small_m_matmul", "int4_gemv", "int4_small_m")
+ROWS = (8, 16, 32)
+"""Numbers of rows measured for `small_m_matmul`. With more, the gain of a single product is lost
+within a whole step: measured with 64 rows on an H200."""
+MODELS = ("Qwen3-0.6B", "Qwen3-8B")
+SHARED_BYTES = 215_000
+"""Shared memory of a multiprocessor that tiles may use, less what the compiler needs."""
+MEMORY = 600 << 20
+"""Bytes of weights that the calls use, so that the L2 cache does not help."""
+LAUNCHES = 24
+
+
+def make_parser() -> Parser:
+    parser = Parser(
+        prog="jackfield bench tune",
+        description="Measure the best tiles for products of few tokens on this device.",
+    )
+    parser.add_argument("--models", nargs="+", default=MODELS, choices=sorted(ARCHITECTURES),
+                        metavar="MODEL", help="whose layers (default: %(default)s)")  # fmt: skip
+    parser.add_argument("--kernels", nargs="+", default=KERNELS, choices=KERNELS, metavar="KERNEL",
+                        help="what is measured; the file's other choices are kept "
+                        "(default: %(default)s)")  # fmt: skip
+    parser.add_argument("--processes", type=int, default=8, help="that compile (default: 8)")
+    parser.add_argument("--output", type=Path, help="default: kernels/tuned/DEVICE.json")
+    return parser
+
+
+def run(argv: list[str]) -> int:
+    """Return the exit status."""
+    args = make_parser().parse_args(argv)
+    try:
+        return _run(args)
+    except (ImportError, ConfigError) as error:
+        return fail(error)
+
+
+def _run(args: argparse.Namespace) -> int:
+    import torch
+
+    from ....kernels.tuning import file_for
+
+    if not torch.cuda.is_available():
+        raise ConfigError("bench tune: there is no CUDA device here to measure")
+    jobs = [
+        (kernel, product, rows, config)
+        for kernel in args.kernels
+        for product in dict.fromkeys(p for model in args.models for p in products(model))
+        for rows in tune_int4.ROWS.get(kernel, ROWS)
+        for config in _candidates(kernel, product, rows)
+    ]
+    say(f"compiling {len(jobs)} candidates in {args.processes} processes")
+    with multiprocessing.get_context("spawn").Pool(args.processes) as pool:
+        compiled = pool.map(compile_one, jobs, chunksize=8)
+    there = [job for job, done in zip(jobs, compiled, strict=True) if done]
+    measured: dict[str, list[dict[str, Any]]] = {kernel: [] for kernel in args.kernels}
+    for kernel, product, rows in dict.fromkeys(job[:3] for job in there):
+        configs = [job[3] for job in there if job[:3] == (kernel, product, rows)]
+        measured[kernel].append(best(kernel, product, rows, configs))
+        say(json.dumps({"kernel": kernel, **measured[kernel][-1]}))
+    path = args.output or file_for(torch.cuda.get_device_name())
+    path.parent.mkdir(parents=True, exist_ok=True)
+    known = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(page(known, environment("cuda"), measured))
+    print(path)
+    return 0
+
+
+def products(model: str) -> list[tuple[int, int, bool]]:
+    """Return the (outputs, inputs, gated) of a model's layers."""
+    config = ARCHITECTURES[model]
+    hidden, inner, head = (config[k] for k in ("hidden_size", "intermediate_size", "head_dim"))
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    found = [((heads + 2 * kv_heads) * head, hidden, False), (hidden, heads * head, False)]
+    if "num_experts" not in config:
+        found += [(inner, hidden, True), (hidden, inner, False)]
+    return found
+
+
+def candidates(product: tuple[int, int, bool], rows: int) -> Iterator[tuple[Any, ...]]:
+    """Yield the candidates, as tuples of `SmallMConfig`."""
+    outputs, inputs, gated = product
+    block_m = max(16, rows)
+    for block_n, block_k, warps, stages in (
+        (64, 64, 4, 6), (64, 128, 4, 4), (64, 256, 4, 3), (128, 64, 4, 4), (128, 128, 8, 3),
+    ):  # fmt: skip
+        if ((2 if gated else 1) * block_n + block_m) * block_k * 2 * stages > SHARED_BYTES:
+            continue
+        for split_k in (1, 2, 4):
+            programs = -(-outputs // block_n) * split_k
+            if split_k > 1 and (programs > 600 or inputs < 2 * block_k * split_k):
+                continue
+            for prefetch, early in ((0, True), (0, False), (1024, True), (16384, True)):
+                if prefetch <= 1024 or outputs * inputs < 8 << 20:
+                    yield block_m, block_n, block_k, split_k, warps, stages, prefetch, early
+
+
+def _candidates(
+    kernel: str, product: tuple[int, int, bool], rows: int
+) -> Iterator[tuple[Any, ...]]:
+    if kernel == "small_m_matmul":
+        return candidates(product, rows)
+    return tune_int4.candidates(kernel, product, rows)
+
+
+def _layer(
+    kernel: str, product: tuple[int, int, bool], rows: int, copies: int
+) -> _Product | tune_int4.Int4Product:
+    made = _Product if kernel == "small_m_matmul" else tune_int4.Int4Product
+    return made(product, rows, copies)
+
+
+def compile_one(job: tuple[str, tuple[int, int, bool], int, tuple[Any, ...]]) -> bool:
+    """Compile in a process of its own, into Triton's cache. Return False if the device cannot run
+    it."""
+    import torch
+
+    kernel, product, rows, config = job
+    try:
+        _layer(kernel, product, rows, copies=1).multiply(config, 0)
+        torch.cuda.synchronize()
+    except Exception as error:
+        say(f"{job}: {error!r:.200}")
+        return False
+    return True
+
+
+def best(
+    kernel: str, product: tuple[int, int, bool], rows: int, configs: list[tuple[Any, ...]]
+) -> dict[str, Any]:
+    """Return the file's entry: the fastest candidate, or none if the library is faster."""
+    import torch
+
+    from ....kernels.tuning import CONFIGS
+    from .timing import graph_seconds
+
+    outputs, inputs, gated = product
+    size = outputs * inputs * (2 if gated else 1) * (4 if kernel == "small_m_matmul" else 1) // 2
+    layer = _layer(kernel, product, rows, copies=max(2, min(LAUNCHES, MEMORY // size)))
+    device = torch.device("cuda")
+
+    def time(call: Any) -> float:
+        works = [lambda i=i: call(i) for i in range(LAUNCHES)]
+        return 1e6 * graph_seconds(works, device, repeats=5, warmup=1)
+
+    library = time(layer.library)
+    wanted = layer.library(0).float()
+    timed = []
+    for config in configs:
+        error = (layer.multiply(config, 0).float() - wanted).abs().max() / wanted.abs().max()
+        if not error < 0.02:
+            say(f"{kernel} {product} {rows} {config}: wrong by {float(error):.3f} of the largest")
+            continue
+        timed.append((time(lambda i, config=config: layer.multiply(config, i)), config))
+    us, config = min(timed)
+    return {
+        "outputs": outputs, "inputs": inputs, "gated": gated, "rows": rows,
+        "config": CONFIGS[kernel](*config)._asdict() if us < library else None,
+        "us": round(us, 2), "library_us": round(library, 2),
+    }  # fmt: skip
+
+
+class _Product:
+    """A layer's weights, copies of them, and both ways to multiply."""
+
+    def __init__(self, product: tuple[int, int, bool], rows: int, copies: int) -> None:
+        import torch
+
+        from ....kernels.linear.small_m_matmul import MAX_TILES, SplitKWorkspace
+
+        self.outputs, self.inputs, self.gated = product
+
+        def random(*size: int) -> Any:
+            return torch.randn(size, device="cuda", dtype=torch.bfloat16)
+
+        self.x = random(rows, self.inputs)
+        stacked = self.outputs * (2 if self.gated else 1)
+        self.weights = [random(stacked, self.inputs) * 0.02 for _ in range(copies)]
+        self.residual = None if self.gated else random(rows, self.outputs)
+        self.workspace = SplitKWorkspace(
+            torch.empty(8 * rows * stacked, device="cuda"),
+            torch.zeros(MAX_TILES, dtype=torch.int32, device="cuda"),
+        )
+
+    def multiply(self, config: tuple[Any, ...], i: int) -> Any:
+        from ....kernels.linear.small_m_matmul import SmallMConfig, small_m_matmul
+
+        return small_m_matmul(
+            self.x, self.weights[i % len(self.weights)], residual=self.residual, gated=self.gated,
+            config=SmallMConfig(*config), workspace=self.workspace,
+        )  # fmt: skip
+
+    def library(self, i: int) -> Any:
+        import torch
+
+        from ....kernels.activations import silu_mul
+
+        weight = self.weights[i % len(self.weights)].t()
+        if self.residual is None:
+            return silu_mul(torch.mm(self.x, weight))
+        return torch.addmm(self.residual, self.x, weight)
+
+
+def page(
+    known: dict[str, Any], facts: dict[str, Any], measured: dict[str, list[dict[str, Any]]]
+) -> str:
+    """Return the file's text, JSON with one line per entry: `known`, updated with the measured
+    ones."""
+    about = {key: facts[key] for key in ("date", "commit", "torch", "triton")}
+    when = {**known.get("measured", {}), **dict.fromkeys(measured, about)}
+    parts = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in facts.items()]
+    rows = ",\n  ".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in when.items())
+    parts.append(f'"measured": {{\n  {rows}\n }}')
+    for kernel in KERNELS:
+        rows = ",\n  ".join(map(json.dumps, measured.get(kernel, known.get(kernel, []))))
+        parts.append(f"{json.dumps(kernel)}: [\n  {rows}\n ]")
+    return "{\n " + ",\n ".join(parts) + "\n}\n"

@@ -1,0 +1,1 @@
+"""`jackfield bench serve`: load on any OpenAI-style server."""

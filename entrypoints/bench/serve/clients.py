@@ -1,0 +1,149 @@
+"""A load sent from several processes, if one client cannot keep up with the server.
+
+Each process runs this module: it reads its share, reports that it is ready, starts at the time that
+it is given (`time.perf_counter` is one clock for all processes of a machine), and writes each
+response as a line.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import resource
+import sys
+import time
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import msgspec
+
+from .load import Answer, Done, Load, Target, drive
+
+MODULE = "jackfield.entrypoints.bench.serve.clients"
+LINE_BYTES = 1 << 28
+HEAD_START_SECONDS = 0.05
+READY = b"ready\n"
+T = TypeVar("T")
+
+
+class Job(msgspec.Struct, frozen=True):
+    """Input of a process, as a line of JSON."""
+
+    target: Target
+    load: Load
+
+
+class Sent(NamedTuple):
+    """The outcome of a load."""
+
+    answers: list[Answer]
+    seconds: float
+    """From the first request's due time to the last token of all."""
+    cpu_share: float
+    """Share of one core that the busiest client used: near 1, the client was measured instead of
+    the server."""
+
+
+async def send_load(
+    target: Target, load: Load, *, processes: int = 1, done: Done = lambda _: None
+) -> Sent:
+    """Send a load from this process, or from several if the flags say so."""
+    if processes == 1:
+        gc.collect()
+        gc.freeze()
+        try:
+            cpu, begin = time.process_time(), time.perf_counter()
+            answers = await drive(target, load, begin=begin, done=done)
+            return _sent(answers, begin, [time.process_time() - cpu])
+        finally:
+            gc.unfreeze()
+    shares = list(load.split(processes))
+    async with contextlib.AsyncExitStack() as stack:
+        clients = [await stack.enter_async_context(_client(target, share)) for share in shares]
+        begin = time.perf_counter() + HEAD_START_SECONDS
+        results = await asyncio.gather(*(_collect(each, begin, done) for each in clients))
+    answers = [answer for answers, _ in results for answer in answers]
+    return _sent(answers, begin, [cpu for _, cpu in results])
+
+
+def _sent(answers: list[Answer], begin: float, cpu: Sequence[float]) -> Sent:
+    last = max((answer.times[-1] for answer in answers if answer.times), default=begin)
+    seconds = last - begin if last > begin else time.perf_counter() - begin
+    return Sent(answers, seconds, max(cpu) / seconds)
+
+
+@contextlib.asynccontextmanager
+async def _client(target: Target, load: Load) -> AsyncIterator[asyncio.subprocess.Process]:
+    """A process that is ready to send."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", MODULE, limit=LINE_BYTES,
+        stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    try:
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.write(msgspec.json.encode(Job(target, load)) + b"\n")
+        await process.stdin.drain()
+        if await process.stdout.readline() != READY:
+            raise RuntimeError(f"a client process ended with status {await process.wait()}")
+        yield process
+    finally:
+        if process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+        await process.wait()
+
+
+async def _collect(
+    process: asyncio.subprocess.Process, begin: float, done: Done
+) -> tuple[list[Answer], float]:
+    """Return (responses, seconds of CPU)."""
+    assert process.stdin is not None and process.stdout is not None
+    process.stdin.write(f"{begin!r}\n".encode())
+    process.stdin.write_eof()
+    answers: list[Answer] = []
+    async for line in process.stdout:
+        if not line.startswith(b"{"):
+            await process.wait()
+            return answers, float(line)
+        answers.append(msgspec.json.decode(line, type=Answer))
+        done(answers[-1])
+    raise RuntimeError(f"a client process ended with status {await process.wait()}")
+
+
+def on_event_loop(main: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine, on uvloop if it is installed."""
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.run(main)
+    result: T = uvloop.run(main)
+    return result
+
+
+def main() -> None:
+    """A client process."""
+    job = msgspec.json.decode(sys.stdin.buffer.readline(), type=Job)
+    out = sys.stdout.buffer
+    gc.freeze()
+    out.write(READY)
+    out.flush()
+    begin = float(sys.stdin.buffer.readline())
+    before = _cpu()
+
+    # Responses are written after the end: written one by one, they would take time from those that
+    # are still running.
+    answers = on_event_loop(drive(job.target, job.load, begin=begin))
+    spent = _cpu() - before
+    for answer in answers:
+        out.write(msgspec.json.encode(answer) + b"\n")
+    out.write(f"{spent!r}\n".encode())
+
+
+def _cpu() -> float:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,308 @@
+"""Load on an OpenAI-style server: a fixed number of open requests, or requests that arrive at a
+rate.
+
+The client shares the machine with the server, so it does little per chunk: it notes the time, and
+decodes only the frames that count tokens, or all of them if a chat needs the generated text.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import random
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from ..workloads import Ask
+
+DATA, DONE = b"data:", b"data: [DONE]"
+TOKENS = (b'"choices":[{', b'"choices": [{')
+USAGE = (b'"usage":{', b'"usage": {')
+EMPTY_DELTAS = (b'"content":""', b'"content": ""', b'"delta":{}', b'"delta": {}')
+"""A chat begins with a role chunk and ends with a finish-reason chunk, which have no tokens."""
+CHAT_ENDPOINT = "/chat/completions"
+
+
+class Target(msgspec.Struct, frozen=True, kw_only=True):
+    """A server, and the form of requests to it."""
+
+    url: str
+    """Base URL, without /v1."""
+    model: str
+    endpoint: str = "/v1/completions"
+    """Path of the route: completions are sent token ids, chat completions synthetic words."""
+    stream: bool = True
+    ignore_eos: bool = True
+    """Without it a response may end before it has the requested number of tokens."""
+    api_key: str = ""
+    extra_body: dict[str, Any] = {}
+    """Further fields of the request; None removes a field."""
+    timeout: float = 600.0
+    """Timeout of one request."""
+
+    @property
+    def is_chat(self) -> bool:
+        """Whether requests have messages."""
+        return self.endpoint.endswith(CHAT_ENDPOINT)
+
+    @property
+    def route(self) -> str:
+        """URL of the requests."""
+        return f"{self.url.rstrip('/')}{self.endpoint}"
+
+    def body(self, ask: Ask, *, token_ids: bool = False) -> bytes:
+        """Return the JSON of one request. `token_ids`: also request the response's token ids."""
+        made: dict[str, Any] = {
+            "model": self.model, "max_tokens": ask.output, "temperature": ask.temperature,
+            "ignore_eos": self.ignore_eos, "stream": self.stream,
+        }  # fmt: skip
+        if self.stream:
+            made["stream_options"] = {"include_usage": True}
+        if token_ids:
+            made["return_token_ids"] = True
+        if self.is_chat:
+            words = " ".join(f"t{token}" for token in ask.prompt)
+            made["messages"] = [{"role": "user", "content": words}]
+        else:
+            made["prompt"] = ask.prompt
+        made |= ask.options | self.extra_body
+        kept = {name: value for name, value in made.items() if value is not None}
+        return msgspec.json.encode(kept)
+
+
+class Answer(msgspec.Struct, kw_only=True):
+    """The outcome of one request. Times in seconds of `time.perf_counter`."""
+
+    sent: float
+    times: list[float] = []
+    """Time of each chunk with tokens; without streaming, of the whole response."""
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    error: str | None = None
+    left: bool = False
+    """The client closed the connection in mid-stream, as planned."""
+    token_ids: list[int] = []
+    """Only if they were requested."""
+
+    @property
+    def ttft(self) -> float:
+        """Time to the first token."""
+        return self.times[0] - self.sent
+
+    @property
+    def e2el(self) -> float:
+        """Time to the last token."""
+        return self.times[-1] - self.sent
+
+    @property
+    def tpot(self) -> float | None:
+        """Time per token after the first one; None if there is only one chunk."""
+        if len(self.times) < 2 or self.output_tokens < 2:
+            return None
+        return (self.times[-1] - self.times[0]) / (self.output_tokens - 1)
+
+    @property
+    def itl(self) -> list[float]:
+        """Times between chunks."""
+        return [after - before for before, after in itertools.pairwise(self.times)]
+
+
+class Load(msgspec.Struct, frozen=True, kw_only=True):
+    """The requests to send, and their times."""
+
+    chats: list[list[Ask]]
+    """Turns of each chat; a later turn's prompt follows everything before it. Most chats have one
+    turn."""
+    offsets: list[float]
+    """Seconds after the start at which each chat is due."""
+    max_concurrency: int | None = None
+    """Most chats open at once: others wait for a place, and their time counts from when they get
+    it. None: each is sent when it is due, and its time counts from then, however late the client
+    is."""
+
+    def split(self, parts: int) -> Iterator[Load]:
+        """Yield shares of the load for `parts` clients, without empty ones."""
+        parts = min(parts, len(self.chats), self.max_concurrency or len(self.chats))
+        for part in range(parts):
+            places = self.max_concurrency
+            if places is not None:
+                places = places // parts + (part < places % parts)
+            yield Load(
+                chats=self.chats[part::parts],
+                offsets=self.offsets[part::parts],
+                max_concurrency=places,
+            )
+
+
+def arrivals(count: int, rate: float, burstiness: float = 1.0, seed: int = 0) -> list[float]:
+    """Return the seconds after the start at which requests are due; with an infinite rate, all at
+    once.
+
+    `burstiness` is the shape of the gamma distribution of the intervals: 1 makes the arrivals a
+    Poisson process, less bunches them, infinity spaces them evenly.
+    """
+    if rate == float("inf"):
+        return [0.0] * count
+    source = random.Random(seed)
+    offsets, due = [], 0.0
+    for _ in range(count):
+        offsets.append(due)
+        if burstiness == float("inf"):
+            due += 1.0 / rate
+        else:
+            due += source.gammavariate(burstiness, 1.0 / (rate * burstiness))
+    return offsets
+
+
+Done = Callable[[Answer], object]
+"""Called as each request ends."""
+
+
+async def drive(
+    target: Target, load: Load, *, begin: float | None = None, done: Done = lambda _: None
+) -> list[Answer]:
+    """Send a load; return the outcome of each request, in the order in which they ended.
+
+    begin: start of the offsets, by `time.perf_counter`; None: as soon as everything is ready.
+    """
+    token_ids = any(len(turns) > 1 for turns in load.chats)
+    bodies = [target.body(turns[0], token_ids=token_ids) for turns in load.chats]
+    answers: list[Answer] = []
+    left = iter(range(len(load.chats)))
+    if begin is None:
+        begin = time.perf_counter()
+
+    async with client(target) as session:
+
+        async def chat(index: int) -> None:
+            due = begin + load.offsets[index]
+            await asyncio.sleep(due - time.perf_counter())
+            sent = due if load.max_concurrency is None else time.perf_counter()
+            history: list[int] = []
+            for number, turn in enumerate(load.chats[index]):
+                if number:
+                    prompt = history + turn.prompt
+                    ask = Ask(prompt, turn.output, turn.temperature)
+                    sent = time.perf_counter()
+                    body = target.body(ask, token_ids=True)
+                else:
+                    ask, body = turn, bodies[index]
+                answer = await send(session, target, ask, body, sent=sent, token_ids=token_ids)
+                answers.append(answer)
+                done(answer)
+                if answer.error is not None:
+                    lost = f"not sent: turn {number + 1} of its chat failed"
+                    rest = len(load.chats[index]) - number - 1
+                    answers.extend(Answer(sent=sent, error=lost) for _ in range(rest))
+                    return
+                history = ask.prompt + answer.token_ids
+
+        async def work() -> None:
+            for index in left:
+                await chat(index)
+
+        await asyncio.gather(*(work() for _ in range(load.max_concurrency or len(load.chats))))
+    return answers
+
+
+@contextlib.asynccontextmanager
+async def client(target: Target) -> AsyncIterator[aiohttp.ClientSession]:
+    """Yield a session without a limit of connections."""
+    headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
+    if target.api_key:
+        headers["Authorization"] = f"Bearer {target.api_key}"
+    async with aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0),
+        timeout=aiohttp.ClientTimeout(total=target.timeout),
+        headers=headers,
+        read_bufsize=1 << 20,
+    ) as session:
+        yield session
+
+
+async def send(
+    session: aiohttp.ClientSession,
+    target: Target,
+    ask: Ask,
+    body: bytes | None = None,
+    *,
+    sent: float | None = None,
+    token_ids: bool = False,
+) -> Answer:
+    """Send one request and read its response. A failure is recorded in `error`."""
+    body = target.body(ask, token_ids=token_ids) if body is None else body
+    answer = Answer(sent=time.perf_counter() if sent is None else sent)
+    try:
+        async with session.post(target.route, data=body) as response:
+            if response.status != 200:
+                text = (await response.text())[:300]
+                answer.error = f"status {response.status}: {text}"
+            elif target.stream:
+                await _read_stream(response, answer, token_ids, ask.leave_after)
+            else:
+                _count(msgspec.json.decode(await response.read()), answer)
+                answer.times.append(time.perf_counter())
+    except (aiohttp.ClientError, TimeoutError, OSError, msgspec.DecodeError) as error:
+        answer.error = f"{type(error).__name__}: {error}"
+    if answer.left:
+        answer.output_tokens = len(answer.times)
+        answer.prompt_tokens = len(ask.prompt)
+    elif answer.error is None:
+        answer.error = _missing(target, ask, answer, token_ids)
+    return answer
+
+
+def _missing(target: Target, ask: Ask, answer: Answer, token_ids: bool) -> str | None:
+    if not answer.times or not answer.output_tokens:
+        return "no tokens came, or no usage that counts them"
+    may_stop = "stop_token_ids" in ask.options
+    if target.ignore_eos and answer.output_tokens != ask.output and not may_stop:
+        return f"{answer.output_tokens} tokens came instead of {ask.output}"
+    if token_ids and len(answer.token_ids) != answer.output_tokens:
+        return f"{len(answer.token_ids)} token ids came for {answer.output_tokens} tokens"
+    return None
+
+
+async def _read_stream(
+    response: aiohttp.ClientResponse, answer: Answer, token_ids: bool, leave_after: int | None
+) -> None:
+    """Record the time of each chunk. Chunks that arrive in one read have the same time."""
+    rest, finished = b"", False
+    async for data in response.content.iter_any():
+        now = time.perf_counter()
+        *lines, rest = (rest + data).split(b"\n")
+        for line in lines:
+            if not line.startswith(DATA):
+                continue
+            if line.startswith(DONE):
+                finished = True
+            elif TOKENS[0] in line or TOKENS[1] in line:
+                if token_ids or USAGE[0] in line or USAGE[1] in line:
+                    _count(msgspec.json.decode(line[len(DATA) :]), answer)
+                if b'"delta":' not in line or not any(mark in line for mark in EMPTY_DELTAS):
+                    answer.times.append(now)
+                    if leave_after is not None and len(answer.times) >= leave_after:
+                        answer.left = True
+                        response.close()
+                        return
+            else:
+                frame = msgspec.json.decode(line[len(DATA) :])
+                if "error" in frame:
+                    answer.error = str(frame["error"])[:300]
+                    return
+                _count(frame, answer)
+    if not finished:
+        answer.error = "the stream broke off"
+
+
+def _count(frame: dict[str, Any], answer: Answer) -> None:
+    usage = frame.get("usage") or {}
+    answer.prompt_tokens = int(usage.get("prompt_tokens", answer.prompt_tokens))
+    answer.output_tokens = int(usage.get("completion_tokens", answer.output_tokens))
+    for choice in frame.get("choices") or ():
+        answer.token_ids += choice.get("token_ids") or ()

@@ -1,0 +1,1 @@
+"""Command-line flags of engine and server, shared by all commands."""

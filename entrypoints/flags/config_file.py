@@ -1,0 +1,118 @@
+"""`--config FILE`: flags from a YAML file. What the command line says itself wins.
+
+    model: path/to/checkpoint
+    port: 8001
+    served-model-name: [small, tiny]
+    enable-prefix-caching: false
+    structured-outputs-config: {backend: xgrammar}
+
+A key is a flag's name without the dashes before it, with `-` or `_` within.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ...core.errors import ConfigError
+
+
+def add_config(group: Any) -> None:
+    """Add `--config` to a parser or to a group of one."""
+    group.add_argument(
+        "--config", metavar="FILE", help="YAML file of flags; those on the command line win"
+    )
+
+
+def with_config(
+    parser: argparse.ArgumentParser, argv: list[str], args: argparse.Namespace
+) -> list[str]:
+    """Return the command line, followed by those flags of the file `args.config` that it does not
+    contain itself.
+
+    args: the result of `parser` for `argv`. Raises ConfigError with the key's name.
+    """
+    flags = parser._option_string_actions
+    given = {flags[name].dest for name in (word.split("=")[0] for word in argv) if name in flags}
+    if getattr(args, "model", None) or getattr(args, "model_flag", None):
+        given.add("model_flag")
+    made = list(argv)
+    for key, value in _read(args.config).items():
+        flag, action = _action(parser, key, args.config)
+        if action.dest not in given and value is not None:
+            made += _words(flag, action, value, args.config)
+    return made
+
+
+def without_config(argv: list[str]) -> list[str]:
+    """Return the command line without `--config` itself."""
+    words = iter(argv)
+    made = []
+    for word in words:
+        if word == "--config":
+            next(words, None)
+        elif not word.startswith("--config="):
+            made.append(word)
+    return made
+
+
+def _read(path: str) -> dict[str, Any]:
+    import yaml
+
+    try:
+        found = yaml.safe_load(Path(path).read_text("utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        text = " ".join(str(error).split())
+        raise ConfigError(f"--config: {path}: {text}", param="config") from None
+    if found is None:
+        return {}
+    if not isinstance(found, dict):
+        raise ConfigError(f"--config: {path}: must be a mapping of flags", param="config")
+    return found
+
+
+def _action(parser: argparse.ArgumentParser, key: Any, path: str) -> tuple[str, argparse.Action]:
+    flags = parser._option_string_actions
+    name = str(key)
+    for flag in (f"--{name}", f"--{name.replace('_', '-')}"):
+        if flag in flags and flags[flag].dest not in ("help", "config"):
+            return flag, flags[flag]
+    if name == "config":
+        raise ConfigError(f"--config: {path}: config: a file names no other file", param=name)
+    missing: Mapping[str, str] = getattr(parser, "missing", {})
+    if (why := missing.get(f"--{name.replace('_', '-')}")) is not None:
+        raise ConfigError(f"--config: {path}: {name}: {why}", param=name)
+    known = [flag.removeprefix("--") for flag in flags if flag.startswith("--")]
+    near = difflib.get_close_matches(name.replace("_", "-"), known, n=1)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    raise ConfigError(f"--config: {path}: {name}: no such flag{hint}", param=name)
+
+
+def _words(flag: str, action: argparse.Action, value: Any, path: str) -> list[str]:
+    """Return a key and value as written on a command line."""
+    if action.nargs == 0:
+        if not isinstance(value, bool):
+            raise ConfigError(
+                f"--config: {path}: {flag[2:]}: must be true or false, got {value!r}",
+                param=flag[2:],
+            )
+        if value:
+            return [flag]
+        opposite = flag.replace("--", "--no-", 1)
+        return [opposite] if opposite in action.option_strings else []
+    if isinstance(value, list):
+        if action.nargs == "+":
+            return [flag, *(_text(one) for one in value)] if value else []
+        if isinstance(action, argparse._AppendAction):
+            return [f"{flag}={_text(one)}" for one in value]
+    return [f"{flag}={_text(value)}"]
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bool | dict | list):
+        return json.dumps(value)
+    return str(value)

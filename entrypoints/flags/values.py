@@ -1,0 +1,66 @@
+"""Parses values of flags from text; invalid text becomes argparse's error with the flag's name."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Sequence
+from typing import Any
+
+
+def whole_number(text: str, least: float | None = None, most: float | None = None) -> int:
+    """Return an integer within bounds. Raises ArgumentTypeError."""
+    try:
+        value = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a whole number, got {text!r}") from None
+    if least is not None and value < least:
+        raise argparse.ArgumentTypeError(f"must be at least {least}, got {value}")
+    if most is not None and value > most:
+        raise argparse.ArgumentTypeError(f"must be at most {most}, got {value}")
+    return value
+
+
+def positive_int(text: str) -> int:
+    """Return an integer of at least 1. Raises ArgumentTypeError."""
+    return whole_number(text, 1)
+
+
+def seconds(text: str) -> float:
+    """Return a finite, non-negative number. Raises ArgumentTypeError."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a number of seconds, got {text!r}")
+    return value
+
+
+def non_empty(text: str) -> str:
+    """Return a text that is not blank. Raises ArgumentTypeError."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError("must not be empty")
+    return text
+
+
+class Words(argparse.Action):
+    """Accepts several words, or one JSON list, as vLLM writes them."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> None:
+        words = list(values or ())
+        if len(words) == 1 and words[0].lstrip().startswith("["):
+            try:
+                words = json.loads(words[0])
+            except ValueError as error:
+                parser.error(f"argument {option_string}: no JSON list: {error}")
+            if not all(isinstance(word, str) for word in words):
+                parser.error(f"argument {option_string}: a list of texts is needed")
+        setattr(namespace, self.dest, tuple(words))

@@ -1,0 +1,117 @@
+"""Flags of vLLM's server that are unnecessary here, and those for features that do not exist here.
+
+The former are accepted, and reported to have no effect; the latter are refused with an alternative.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable
+from typing import Any
+
+_ONE_PROCESS = "engine and worker share a process"
+_NO_COMPILER = "no graph is compiled for its shapes; --enforce-eager turns CUDA graphs off"
+_STEPS = "two steps are always in flight"
+_LOADS = "loading shows no bar"
+NO_EFFECT: dict[str, tuple[int | str, str]] = {
+    "--async-scheduling": (0, _STEPS),
+    "--no-async-scheduling": (0, _STEPS),
+    "--code-revision": (1, "a checkpoint's code is never run"),
+    "--compilation-config": (1, _NO_COMPILER),
+    "--optimization-level": (1, _NO_COMPILER),
+    "-O": ("?", _NO_COMPILER),
+    "--max-seq-len-to-capture": (1, "graphs hold sequences of any length"),
+    "--cuda-graph-sizes": ("+", "a graph is recorded for a number of rows when it is needed"),
+    "--disable-custom-all-reduce": (0, "there is one GPU"),
+    "--disable-frontend-multiprocessing": (0, _ONE_PROCESS),
+    "--distributed-executor-backend": (1, _ONE_PROCESS),
+    "--disable-log-stats": (0, "nothing is logged of them; they are at /metrics"),
+    "--enable-prompt-tokens-details": (0, "usage always has them"),
+    "--enable-reasoning": (0, "--reasoning-parser is enough"),
+    "--enable-server-load-tracking": (0, "/load always counts"),
+    "--prefix-caching-hash-algo": (1, "blocks are always found by a hash that nobody can forge"),
+    "--swap-space": (1, "preempted requests are computed again"),
+    "--use-tqdm-on-load": (0, _LOADS),
+    "--no-use-tqdm-on-load": (0, _LOADS),
+}
+"""Flag → number of its values, and why it is unnecessary."""
+
+_ADAPTERS = "adapters (LoRA) are not supported yet"
+_PICTURES = "models that see or hear are not supported yet"
+_GPUS = "more than one GPU is not supported yet"
+_TRACES = "traces are not exported; plugins hear of each request and step (request_finished)"
+MISSING: dict[str, str] = {
+    **dict.fromkeys(
+        ("--enable-lora", "--lora-modules", "--max-loras", "--max-lora-rank", "--max-cpu-loras"),
+        _ADAPTERS,
+    ),
+    **dict.fromkeys(
+        ("--limit-mm-per-prompt", "--mm-processor-kwargs", "--allowed-local-media-path",
+         "--language-model-only"), _PICTURES,
+    ),
+    **dict.fromkeys(
+        ("--data-parallel-size", "-dp", "--enable-expert-parallel", "--headless"), _GPUS
+    ),
+    **dict.fromkeys(("--otlp-traces-endpoint", "--collect-detailed-traces"), _TRACES),
+    "--convert": "see --runner and --task",
+    "--cpu-offload-gb": "weights stay on the device; see --quantization",
+    "--download-dir": "set the variable HF_HUB_CACHE",
+    "--enable-sleep-mode": "an engine does not sleep yet; stop and start it",
+    "--hf-token": "set the variable HF_TOKEN",
+    "--kv-cache-memory-bytes": "see --gpu-memory-utilization and --num-gpu-blocks-override",
+    "--kv-events-config": "KV events are not published yet",
+    "--middleware": "a plugin adds routes and middleware: register_routes",
+    "--model-loader-extra-config": "loaders have no options; a plugin can register another one",
+    "--override-pooler-config": "see --pooler-config",
+    "--reasoning-parser-plugin": "install it as a package: jackfield plugins new reasoning-parser",
+    "--scheduler-cls": "see --scheduling-policy, which takes a plugin's",
+    "--speculative-config": "speculative decoding is not supported yet",
+    "--stream-interval": "each step's tokens are sent when they are there",
+    "--tool-parser-plugin": "install it as a package: jackfield plugins new tool-parser",
+}  # fmt: skip
+"""Flag → text of the error."""
+
+
+SYNONYMS: dict[str, tuple[str, Any, str]] = {
+    "--disable-uvicorn-access-log": ("access_log", "off", "--access-log off"),
+    "--disable-log-requests": ("enable_log_requests", False, "--no-enable-log-requests"),
+}
+"""Flag → attribute of the parsed namespace, the value to set, and the flag that it stands for."""
+
+
+class _Taken(argparse.Action):
+    """Records that the flag was given."""
+
+    def __call__(
+        self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None
+    ) -> None:
+        namespace.no_effect = [*getattr(namespace, "no_effect", ()), option_string]
+
+
+def add_vllm_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `SYNONYMS` and `NO_EFFECT`."""
+    group = parser.add_argument_group("other names")
+    for flag, (dest, value, same) in SYNONYMS.items():
+        group.add_argument(
+            flag,
+            action="store_const",
+            const=value,
+            dest=dest,
+            default=argparse.SUPPRESS,
+            help=f"the same as {same}",
+        )
+    for flag, (nargs, _) in NO_EFFECT.items():
+        parser.add_argument(
+            flag,
+            action=_Taken,
+            nargs=nargs,
+            dest=f"vllm {flag}",
+            default=argparse.SUPPRESS,
+            help=argparse.SUPPRESS,
+        )
+
+
+def without_effect(args: argparse.Namespace) -> Iterable[str]:
+    """Yield a sentence for each of these flags that was given."""
+    for flag in dict.fromkeys(getattr(args, "no_effect", ())):
+        yield f"{flag} has no effect: {NO_EFFECT[flag][1]}"

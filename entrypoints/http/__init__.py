@@ -1,0 +1,1 @@
+"""Plain HTTP: bodies, connections, authentication, pacing, server-sent events."""

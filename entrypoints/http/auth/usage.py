@@ -1,0 +1,160 @@
+"""Counts requests of tenants against their limits: concurrent requests, and requests per minute.
+
+The counts are in a table that all front ends share: a file in their private folder, mapped into
+each, or plain memory if there is one process. Each front end has a column for its running requests,
+which it clears when it starts, so that a killed process leaves no counts behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import mmap
+import struct
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+
+from aiohttp import web
+from aiohttp.typedefs import Middleware
+
+from ....core.errors import RateLimited
+from ....core.tenancy import Tenant
+from ..inflight import is_inference_request
+from .tenants import tenant_of
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+NUM_ROWS = 4096
+"""Number of tenants with limits that can be counted at once."""
+NEAR = 32
+"""Number of rows that may hold a tenant, starting at the row that its digest selects."""
+_HEAD = struct.Struct("<16sdd")
+"""Digest of the owner; number of requests that may start now; time of that number."""
+
+
+class Usage:
+    """Counts of all tenants with limits, shared by `num_fronts` processes."""
+
+    def __init__(
+        self,
+        num_fronts: int = 1,
+        front: int = 0,
+        path: Path | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """front: index of this process, from 0. path: the shared file; None if there is one
+        process."""
+        self._front = front
+        self._running = struct.Struct(f"<{num_fronts}I")
+        self._row = _HEAD.size + self._running.size
+        self._clock = clock
+        size = self._row * NUM_ROWS
+        self._file = None
+        self._table: mmap.mmap | bytearray = bytearray(size)
+        if path is not None:
+            self._file = path.open("a+b")
+            with self._locked():
+                self._file.truncate(size)
+            self._table = mmap.mmap(self._file.fileno(), size)
+            with self._locked():
+                for row in range(NUM_ROWS):
+                    struct.pack_into("<I", self._table, self._cell(row), 0)
+
+    def close(self) -> None:
+        if isinstance(self._table, mmap.mmap):
+            self._table.close()
+        if self._file is not None:
+            self._file.close()
+
+    def begin(self, tenant: Tenant) -> None:
+        """Count a request. Raises RateLimited without counting it."""
+        limits, now = tenant.limits, self._clock()
+        with self._locked():
+            row = self._find(tenant, now)
+            at = row * self._row
+            digest, left, since = _HEAD.unpack_from(self._table, at)
+            running = sum(self._running.unpack_from(self._table, at + _HEAD.size))
+            if limits.max_concurrency is not None and running >= limits.max_concurrency:
+                raise RateLimited(
+                    f"{tenant.name}: {limits.max_concurrency} requests are being answered; "
+                    "try again when one has ended"
+                )
+            if (rate := limits.requests_per_minute) is not None:
+                left = min(float(rate), left + max(now - since, 0.0) * rate / 60)
+                if left < 1:
+                    error = RateLimited(f"{tenant.name}: {rate} requests a minute are allowed")
+                    error.retry_after = max(1, round((1 - left) * 60 / rate + 0.5))
+                    raise error
+                left -= 1
+            _HEAD.pack_into(self._table, at, digest, left, now)
+            self._add(row, 1)
+
+    def end(self, tenant: Tenant) -> None:
+        """Stop counting a request that has ended."""
+        with self._locked():
+            self._add(self._find(tenant, self._clock()), -1)
+
+    def _add(self, row: int, change: int) -> None:
+        (count,) = struct.unpack_from("<I", self._table, self._cell(row))
+        struct.pack_into("<I", self._table, self._cell(row), max(count + change, 0))
+
+    def _cell(self, row: int) -> int:
+        """Return the offset of this front end's count in a row."""
+        return row * self._row + _HEAD.size + 4 * self._front
+
+    def _find(self, tenant: Tenant, now: float) -> int:
+        """Return a tenant's row: its own, else a free one nearby, else the one that was idle
+        longest. Raises RateLimited if all rows have requests."""
+        digest = hashlib.blake2b(tenant.owner.encode(), digest_size=16).digest()
+        first = int.from_bytes(digest[:4], "little")
+        oldest: tuple[float, int] | None = None
+        for step in range(NEAR):
+            row = (first + step) % NUM_ROWS
+            at = row * self._row
+            present, _, since = _HEAD.unpack_from(self._table, at)
+            if present == digest:
+                return row
+            if not any(self._running.unpack_from(self._table, at + _HEAD.size)) and (
+                oldest is None or since < oldest[0]
+            ):
+                oldest = (since, row)
+        if oldest is None:
+            raise RateLimited("too many keys with limits are in use; try again later")
+        full = float(tenant.limits.requests_per_minute or 0)
+        _HEAD.pack_into(self._table, oldest[1] * self._row, digest, full, now)
+        return oldest[1]
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Lock the table against other processes; within this process, no await happens
+        meanwhile."""
+        if self._file is None:
+            yield
+            return
+        fcntl.flock(self._file, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            fcntl.flock(self._file, fcntl.LOCK_UN)
+
+
+def within_limits(usage: Usage) -> Middleware:
+    """Return a middleware that counts inference requests of tenants with limits; streams count
+    until they end."""
+
+    @web.middleware
+    async def limited(request: web.Request, handler: Handler) -> web.StreamResponse:
+        tenant = tenant_of(request)
+        limits = tenant.limits
+        if (
+            limits.max_concurrency is None and limits.requests_per_minute is None
+        ) or not is_inference_request(request):
+            return await handler(request)
+        usage.begin(tenant)
+        try:
+            return await handler(request)
+        finally:
+            usage.end(tenant)
+
+    return limited

@@ -1,0 +1,377 @@
+"""Connections to clients: their number, their timeouts, and responses to malformed HTTP.
+
+aiohttp parses; a `Connection` adds limits to it. A connection without a request costs a client
+nothing and the server a descriptor. So if there are too many, the oldest connection without a
+request is closed for the newest one; if all have requests, the newest one is refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import functools
+import logging
+import os
+import resource
+import time
+from collections import OrderedDict
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from aiohttp import web
+from aiohttp.http_exceptions import BadHttpMethod, HttpProcessingError
+
+from ...core.errors import InvalidRequest, JackfieldError, RequestFailed, TooManyConnections
+from .body import Request
+from .connection_limits import MIN_BODY_RATE, ConnectionLimits
+from .context import encoder, error_body
+
+logger = logging.getLogger("jackfield.http")
+RESERVED = 256
+"""Descriptors reserved for other uses: files, models, sockets of processes."""
+MOST_DESCRIPTORS = 65_536
+"""The soft limit is raised to the hard one, but at most to this value."""
+PROBE_SECONDS = 1.0
+"""Seconds between two checks for free descriptors."""
+REPEAT_SECONDS = 10.0
+"""Period in which a warning that many connections cause is logged once."""
+
+
+class BodyTooSlow(web.RequestPayloadError):
+    """A body did not arrive in time."""
+
+
+class Rarely:
+    """Logs a warning once per REPEAT_SECONDS, with the number of its occurrences."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._next = 0.0
+
+    def warn(self, message: str) -> None:
+        self._count += 1
+        now = time.monotonic()
+        if now >= self._next:
+            times = f" ({self._count} times)" if self._count > 1 else ""
+            logger.warning("%s%s", message, times)
+            self._next, self._count = now + REPEAT_SECONDS, 0
+
+
+class Connections:
+    """The open connections of one server, oldest first."""
+
+    def __init__(self, limits: ConnectionLimits) -> None:
+        self.limits = limits
+        self.max = limits.max_connections or max_connections()
+        self._open: OrderedDict[Connection, None] = OrderedDict()
+        self._warning = Rarely()
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def admit(self, connection: Connection) -> bool:
+        """Admit a connection, closing an older idle one if necessary; return False to refuse it."""
+        if len(self._open) >= self.max and not self._make_room():
+            self._warning.warn(
+                f"a connection was refused: {self.max} are open, each with a request "
+                "(--max-connections)"
+            )
+            return False
+        self._open[connection] = None
+        return True
+
+    def _make_room(self) -> bool:
+        for _ in range(len(self._open)):
+            oldest = next(iter(self._open))
+            if oldest.idle:
+                self._warning.warn(
+                    f"a connection without a request was closed: {self.max} are open "
+                    "(--max-connections)"
+                )
+                self.remove(oldest)
+                oldest.force_close()
+                return True
+            self._open.move_to_end(oldest)  # So that the next search does not begin with it.
+        return False
+
+    def remove(self, connection: Connection) -> None:
+        self._open.pop(connection, None)
+
+
+class Connection(web.RequestHandler):
+    """A client's connection, with timeouts, and JSON error responses."""
+
+    __slots__ = ("_body", "_body_seen", "_body_timer", "_header_timer", "_open", "_send_timer")
+
+    def __init__(self, manager: web.Server, open: Connections, **options: Any) -> None:
+        super().__init__(manager, **options)
+        self._open = open
+        self._body: Any = None
+        """The payload that is being received."""
+        self._body_seen = 0
+        self._header_timer: asyncio.TimerHandle | None = None
+        self._body_timer: asyncio.TimerHandle | None = None
+        self._send_timer: asyncio.TimerHandle | None = None
+
+    @property
+    def idle(self) -> bool:
+        """Whether the headers of the next request are still incomplete."""
+        waiting = self._waiter is not None and not self._waiter.done()
+        return waiting or not self._request_count
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        if not self._open.admit(self):
+            assert isinstance(transport, asyncio.Transport)
+            self._force_close = True
+            transport.write(raw_response(TooManyConnections("too many connections are open")))
+            transport.close()
+            return
+        super().connection_made(transport)
+        self._await_headers()
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self._open.remove(self)
+        for timer in (self._header_timer, self._body_timer, self._send_timer):
+            if timer is not None:
+                timer.cancel()
+        self._header_timer = self._body_timer = self._send_timer = self._body = None
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        before = self._request_count
+        super().data_received(data)
+        if self._request_count != before:
+            if self._header_timer is not None:
+                self._header_timer.cancel()
+                self._header_timer = None
+            self._end_broken_body()
+            if self._messages:
+                self._await_body(self._messages[-1][1])
+        elif self._body is not None:
+            if self._body.is_eof():
+                self._await_body(None)
+        elif data and self._header_timer is None and self.idle:
+            self._await_headers()
+
+    # ------------------------------------------------------------ headers
+
+    def _await_headers(self) -> None:
+        if seconds := self._open.limits.header_seconds:
+            self._header_timer = self._loop.call_later(seconds, self._headers_late)
+            if self._keepalive_handle is not None:  # It is no longer idle.
+                self._keepalive_handle.cancel()
+                self._keepalive_handle = None
+
+    def _headers_late(self) -> None:
+        self._header_timer = None
+        if not self.idle or self.transport is None:
+            return
+        # Not logged, only reported to the client: browsers open connections in advance.
+        error = InvalidRequest("the request's headers did not come in time")
+        self.transport.write(raw_response(error, 408))
+        self.force_close()
+
+    # ------------------------------------------------------------ bodies
+
+    def _await_body(self, payload: Any) -> None:
+        if self._body_timer is not None:
+            self._body_timer.cancel()
+            self._body_timer = None
+        self._body = None
+        if payload is not None and not payload.is_eof():
+            self._body, self._body_seen = payload, 0
+            self._watch_body()
+
+    def _watch_body(self) -> None:
+        if seconds := self._open.limits.body_seconds:
+            self._body_timer = self._loop.call_later(seconds, self._body_late)
+
+    def _body_late(self) -> None:
+        self._body_timer = None
+        body, seconds = self._body, self._open.limits.body_seconds
+        if body is None or body.is_eof():
+            return
+        came = body.total_bytes - self._body_seen
+        if self._reading_paused or came >= MIN_BODY_RATE * seconds:
+            self._body_seen = body.total_bytes
+            self._watch_body()
+            return
+        body.set_exception(BodyTooSlow(f"{came} bytes in {seconds:g} seconds"))
+        self._body = None
+        self.close()
+
+    def _end_broken_body(self) -> None:
+        """Report a malformed body to the request that is waiting for it.
+
+        aiohttp queues the error after this request, which would then wait forever.
+        """
+        if self._body is None or self._body.is_eof():
+            return
+        error = getattr(self._messages[-1][0], "exc", None)
+        if error is None:
+            return
+        self._messages.pop()
+        self._body.set_exception(web.RequestPayloadError(str(error)))
+        self._await_body(None)
+        self.close()
+
+    # ------------------------------------------------------------ responses
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        if seconds := self._open.limits.send_seconds:
+            self._send_timer = self._loop.call_later(seconds, self._send_late)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._send_timer is not None:
+            self._send_timer.cancel()
+            self._send_timer = None
+
+    def _send_late(self) -> None:
+        self._send_timer = None
+        if self.transport is not None:
+            logger.info("a client reads nothing of its response: its connection is closed")
+            self.transport.abort()
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """Respond to malformed HTTP, or to a failure outside of the application, with OpenAI's
+        error body."""
+        super().handle_error(request, status, exc, message)  # Logs; raises if it is too late.
+        error: JackfieldError
+        if isinstance(exc, BadHttpMethod):
+            status, error = 501, InvalidRequest("the request's method is unknown")
+        elif isinstance(exc, HttpProcessingError):
+            text = " ".join(str(exc.message).split())
+            error = InvalidRequest(f"the request is malformed: {text}"[:400])
+        else:
+            error = RequestFailed("the server failed on this request")
+        body = encoder.encode(error_body(error, status))
+        response = web.Response(body=body, status=status, content_type="application/json")
+        response.force_close()
+        return response
+
+
+def raw_response(error: JackfieldError, status: int | None = None) -> bytes:
+    """Return a complete response as bytes, for connections that have no request to respond to."""
+    status = status or error.status
+    body = encoder.encode(error_body(error, status))
+    lines = [
+        f"HTTP/1.1 {status} {'Request Timeout' if status == 408 else 'Service Unavailable'}",
+        "Content-Type: application/json",
+        f"Content-Length: {len(body)}",
+        "Connection: close",
+    ]
+    if error.retry_after is not None:
+        lines.append(f"Retry-After: {error.retry_after}")
+    return "\r\n".join([*lines, "", ""]).encode("ascii") + body
+
+
+class _Server(web.Server):
+    """Creates `Connection`s."""
+
+    def __init__(self, app: web.Application, made: web.Server, open: Connections, **options: Any):
+        factory = functools.partial(app._make_request, _cls=Request)
+        super().__init__(
+            made.request_handler,
+            request_factory=factory,
+            handler_cancellation=made.handler_cancellation,
+        )
+        self._open = open
+        self._options = options
+
+    def __call__(self) -> web.RequestHandler:
+        return Connection(self, self._open, loop=self._loop, **self._options)
+
+
+class Runner(web.AppRunner):
+    """Runs an application over `Connection`s and `Request`s: a body stays compressed until a
+    handler reads it."""
+
+    __slots__ = ("_limits", "_options", "open")
+
+    def __init__(
+        self,
+        app: web.Application,
+        limits: ConnectionLimits,
+        *,
+        shutdown_timeout: float,
+        **options: Any,
+    ) -> None:
+        super().__init__(app, handler_cancellation=True, shutdown_timeout=shutdown_timeout)
+        self._limits = limits
+        self._options = options
+
+    async def _make_server(self) -> web.Server:
+        self.open = Connections(self._limits)
+        return _Server(
+            self.app,
+            await super()._make_server(),
+            self.open,
+            keepalive_timeout=self._limits.idle_seconds,
+            auto_decompress=False,
+            **self._options,
+        )
+
+
+# ---------------------------------------------------------------- descriptors
+
+
+def raise_descriptors() -> int:
+    """Raise the soft limit of open descriptors as far as possible; return the limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MOST_DESCRIPTORS)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return MOST_DESCRIPTORS if soft == resource.RLIM_INFINITY else soft
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    return wanted
+
+
+def max_connections() -> int:
+    """Return the number of connections that the descriptors allow."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        soft = MOST_DESCRIPTORS
+    return max(soft - RESERVED, soft // 2)
+
+
+@asynccontextmanager
+async def watching_descriptors() -> AsyncIterator[None]:
+    """Log, at intervals, that no descriptor is free, while the context lasts.
+
+    Neither event loop reports it: both close such connections, or leave them waiting.
+    """
+    task = asyncio.create_task(_watch_descriptors())
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def _watch_descriptors() -> None:
+    warning = Rarely()
+    while True:
+        if not descriptors_left():
+            soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+            warning.warn(
+                f"connections are refused: this process has no descriptor left (its limit is "
+                f"{soft}; raise it with ulimit -n, or lower --max-connections)"
+            )
+        await asyncio.sleep(PROBE_SECONDS)
+
+
+def descriptors_left() -> bool:
+    """Return whether one more file can be opened."""
+    try:
+        os.close(os.open(os.devnull, os.O_RDONLY))
+    except OSError as error:
+        return error.errno not in (errno.EMFILE, errno.ENFILE)
+    return True

@@ -1,0 +1,124 @@
+"""What all routes share: the engine, the server's options, and responses in OpenAI's form."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import msgspec
+from aiohttp import web
+
+from ...core.engine.async_engine import AsyncEngine
+from ...core.errors import InvalidRequest, JackfieldError, ModelNotFound
+from ...core.text.tokenizer import Tokenizer
+from .options import ServerOptions
+
+encoder = msgspec.json.Encoder()
+T = TypeVar("T")
+FEW_TOKENS = 2048
+"""Up to this many tokens are converted to text on the event loop."""
+
+
+ENGINE: web.AppKey[AsyncEngine] = web.AppKey("engine", AsyncEngine)
+OPTIONS: web.AppKey[ServerOptions] = web.AppKey("options", ServerOptions)
+OPEN: web.AppKey[frozenset[str]] = web.AppKey("open", frozenset)
+"""Routes served without a key."""
+OPEN_HANDLERS: web.AppKey[set[Any]] = web.AppKey("open_handlers", set)
+"""Handlers that need no key, whatever their path; another handler of the same path does."""
+DOCUMENT: web.AppKey[dict[str, Any]] = web.AppKey("document", dict)
+"""The OpenAPI document, once it was requested."""
+
+
+def reply(data: Any, status: int = 200) -> web.Response:
+    """Return a JSON response, encoded by msgspec."""
+    return web.Response(body=encoder.encode(data), status=status, content_type="application/json")
+
+
+def error_body(error: JackfieldError, status: int | None = None) -> dict[str, Any]:
+    """Return an error in OpenAI's form. status: replaces the error's own."""
+    return {
+        "error": {
+            "message": error.message,
+            "type": error.error_type,
+            "param": error.param,
+            "code": error.code if error.code is not None else status or error.status,
+        }
+    }
+
+
+def error_reply(error: JackfieldError, status: int | None = None) -> web.Response:
+    """Return an error as a response, with Retry-After if a retry may succeed."""
+    response = reply(error_body(error, status), status or error.status)
+    if error.retry_after is not None:
+        response.headers["Retry-After"] = str(error.retry_after)
+    return response
+
+
+def check_model(engine: AsyncEngine, name: str | None) -> str:
+    """Return the model name for the response. Raises ModelNotFound."""
+    names = engine.served_model_names
+    if name is None:
+        return names[0]
+    if name not in names:
+        raise ModelNotFound(
+            f"model: {name!r} is not served here (there is: {', '.join(names)})", param="model"
+        )
+    return name
+
+
+def check_completions(num_prompts: int, n: int, options: ServerOptions) -> None:
+    """Raise InvalidRequest if one request starts more completions than allowed."""
+    most = options.max_completions_per_request
+    if num_prompts * n > most:
+        raise InvalidRequest(
+            f"n: {n} for each of {num_prompts} prompts are {num_prompts * n} completions; one "
+            f"request may ask for {most} (--max-completions-per-request)",
+            param="n",
+        )
+
+
+def check_priority(engine: AsyncEngine, priority: int) -> None:
+    """Raise InvalidRequest for a field that the schedule policy would ignore."""
+    if priority and engine.config.scheduling_policy == "fcfs":
+        raise InvalidRequest(
+            "priority: this server serves in order of arrival; start it with "
+            "--scheduling-policy priority",
+            param="priority",
+        )
+
+
+def tokenizer_of(engine: AsyncEngine) -> Tokenizer:
+    """Return the engine's tokenizer. Raises InvalidRequest if it has none."""
+    if engine.tokenizer is None:
+        raise InvalidRequest("this server runs without a tokenizer (skip_tokenizer_init)")
+    return engine.tokenizer
+
+
+async def in_text_threads(engine: AsyncEngine, num_tokens: int, work: Callable[[], T]) -> T:
+    """Return the result of `work` on this many tokens; runs on a thread if there are many."""
+    return work() if num_tokens < FEW_TOKENS else await engine.in_text_threads(num_tokens, work)
+
+
+def new_id(prefix: str, request_id: str | None = None) -> str:
+    return f"{prefix}-{request_id or uuid.uuid4().hex}"
+
+
+def part_id(whole: str, index: int) -> str:
+    """Return an id for one of a request's prompts that no client can have given to another."""
+    return f"{whole}-{index}-{uuid.uuid4().hex}"
+
+
+def usage(
+    prompt: int, completion: int, cached: int, reasoning: int | None = None
+) -> dict[str, Any]:
+    """Return OpenAI's usage object, in tokens."""
+    made: dict[str, Any] = {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
+    if reasoning is not None:
+        made["completion_tokens_details"] = {"reasoning_tokens": reasoning}
+    return made

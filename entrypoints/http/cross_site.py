@@ -1,0 +1,117 @@
+"""Refuses requests that a browser sends for another site's page, on a server without keys.
+
+There are two ways for such a request to arrive. A page of another site may send a request, though
+it cannot read the response; the request has `Origin`. Or a name of that site may resolve to this
+machine (DNS rebinding), so that the browser takes this server for that site; then `Host` is a name
+that is not this server's. A key prevents both, because no browser has it.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Awaitable, Callable, Iterable
+
+from aiohttp import web
+from aiohttp.typedefs import Middleware
+
+from ...core.errors import Forbidden
+from .options import Cors
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+LOOPBACK_HOSTS = ("localhost", "*.localhost")
+"""Names that are not resolved by a DNS server."""
+SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
+"""Safe methods: they change nothing, and browsers hide their responses from other sites."""
+_PORTS = {"http": "80", "https": "443"}
+
+
+def default_hosts(host: str) -> tuple[str, ...]:
+    """Return the names in `Host` that a server without keys accepts if it listens at `host`: those
+    of a loopback address; otherwise all, because other machines can reach it anyway."""
+    if is_loopback(host):
+        return (*LOOPBACK_HOSTS, host)
+    return ("*",)
+
+
+def is_loopback(host: str) -> bool:
+    address = _address(host)
+    return host == "localhost" if address is None else address.is_loopback
+
+
+def allows(hosts: Iterable[str], given: str) -> bool:
+    """Return whether a `Host` header names one of `hosts`, ignoring case and port. `*.name` matches
+    all names under it, `*` matches all. An IP address always matches: DNS cannot redirect it."""
+    name, _ = split(given)
+    if _address(name) is not None:
+        return True
+    name = name.rstrip(".")
+    for host in hosts:
+        host = host.lower()
+        if host in ("*", name) or (host.startswith("*.") and name.endswith(host[1:])):
+            return True
+    return False
+
+
+def same_site(origin: str, host: str) -> bool:
+    """Return whether an `Origin` is the site that `Host` names. Only the port of its scheme counts,
+    because a proxy may have ended TLS."""
+    scheme, mark, place = origin.partition("://")
+    if not mark:
+        return False  # "null"
+    name, port = split(place)
+    own, own_port = split(host)
+    default = _PORTS.get(scheme, "")
+    return name == own and (port or default) == (own_port or default)
+
+
+def split(place: str) -> tuple[str, str]:
+    """Split `name:port` into the name in lower case without brackets, and the port or an empty
+    text."""
+    name, mark, port = place.strip().lower().rpartition(":")
+    if not mark or "]" in port:
+        name, port = place.strip().lower(), ""
+    return name.removeprefix("[").removesuffix("]"), port
+
+
+def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        return ipaddress.ip_address(name)
+    except ValueError:
+        return None
+
+
+def check_host(hosts: tuple[str, ...]) -> Middleware:
+    """Return a middleware that refuses requests for other hosts. Raises Forbidden."""
+
+    @web.middleware
+    async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
+        given = request.headers.get("Host", "")
+        if not allows(hosts, given):
+            raise Forbidden(
+                f"Host: this server does not answer to {given[:80]!r}; start it with "
+                "--allowed-hosts"
+            )
+        return await handler(request)
+
+    return check
+
+
+def check_origin(cors: Cors) -> Middleware:
+    """Return a middleware that refuses requests from other sites' pages. Raises Forbidden."""
+
+    @web.middleware
+    async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
+        origin = request.headers.get("Origin")
+        if (
+            origin is not None
+            and request.method not in SAFE_METHODS
+            and not cors.allows(origin)
+            and not same_site(origin, request.headers.get("Host", ""))
+        ):
+            raise Forbidden(
+                f"Origin: pages of {origin[:80]!r} may not use this server; start it with "
+                "--allowed-origins, or with a key"
+            )
+        return await handler(request)
+
+    return check

@@ -1,0 +1,253 @@
+"""Options of the server; their annotations define the flags of `jackfield serve`. Names are vLLM's.
+
+This module imports nothing of aiohttp, so that flags can be parsed before it is imported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Literal
+
+from msgspec import Meta
+
+from ..flags.dataclass_flags import Flag
+from ..flags.values import non_empty
+from .connection_limits import MAX_JSON_VALUES, ConnectionLimits
+
+
+@dataclass(frozen=True)
+class Cors:
+    """What other sites' pages may do. `*` stands for all; names of headers in any case."""
+
+    origins: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="sites whose pages may talk to the server; * for all (default: none); "
+            "words, or a JSON list"
+        ),
+        Flag("--allowed-origins", metavar="ORIGIN"),
+    ] = ()
+    methods: Annotated[
+        tuple[str, ...],
+        Meta(description="methods they may use (default: all); words, or a JSON list"),
+        Flag("--allowed-methods", metavar="METHOD", parse=str.upper),
+    ] = ("*",)
+    """In upper case."""
+    headers: Annotated[
+        tuple[str, ...],
+        Meta(description="headers they may send (default: all); words, or a JSON list"),
+        Flag("--allowed-headers", metavar="HEADER"),
+    ] = ("*",)
+    credentials: Annotated[
+        bool, Meta(description="those pages may send cookies"), Flag("--allow-credentials")
+    ] = False
+    """Whether pages may send cookies and the browser's own HTTP authentication."""
+
+    def allows(self, origin: str) -> bool:
+        """Return whether pages of this origin may read responses."""
+        return "*" in self.origins or origin in self.origins
+
+
+def _folder(text: str) -> Path:
+    return Path(non_empty(text))
+
+
+@dataclass(frozen=True)
+class BatchOptions:
+    """Where and how a server runs batches."""
+
+    folder: Annotated[
+        Path,
+        Meta(description="serve /v1/files and /v1/batches, and keep both in this folder"),
+        Flag("--batch-dir", group="batches", metavar="FOLDER", parse=_folder),
+    ]
+    max_file_bytes: Annotated[
+        int,
+        Meta(ge=1, description="refuse larger files"),
+        Flag("--batch-max-file-bytes", group="batches", metavar="BYTES"),
+    ] = 200 << 20
+    """Largest size of one upload."""
+    max_store_bytes: Annotated[
+        int,
+        Meta(ge=1, description="refuse files when all together are larger"),
+        Flag("--batch-max-store-bytes", group="batches", metavar="BYTES"),
+    ] = 10 << 30
+    """Largest size of all files together, checked at each upload."""
+    max_concurrency: Annotated[
+        int | None,
+        Meta(
+            ge=1,
+            description="requests of batches under way at once; default: half of max_num_seqs",
+        ),
+        Flag("--batch-max-concurrency", group="batches", metavar="N"),
+    ] = None
+
+
+def _root_path(text: str) -> str:
+    path = text.rstrip("/")
+    if path and not path.startswith("/"):
+        raise argparse.ArgumentTypeError(f"must begin with /, got {path!r}")
+    return path
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """Options of the server, without those of the engine. Fields without a flag are set by the
+    server."""
+
+    api_keys: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="key that clients must send; repeatable; also from JACKFIELD_API_KEY, "
+            "VLLM_API_KEY"
+        ),
+        Flag("--api-key", group="server", repeated=True, parse=non_empty),
+    ] = ()
+    max_completions_per_request: Annotated[
+        int,
+        Meta(ge=1, description="completions that one request may start: prompts times n"),
+        Flag(group="server", metavar="N"),
+    ] = 1024
+    max_stored_responses: Annotated[
+        int,
+        Meta(ge=0, description="keep so many of /v1/responses in memory, the newest ones; 0: none"),
+        Flag(group="server"),
+    ] = 1000
+    max_stored_response_bytes: Annotated[
+        int,
+        Meta(ge=0, description="drop the oldest responses when all of them together are larger"),
+        Flag(group="server"),
+    ] = 256 << 20
+    max_body_bytes: Annotated[
+        int, Meta(ge=1, description="refuse larger requests"), Flag(group="server")
+    ] = 32 << 20
+    enable_plugins_route: Annotated[
+        bool,
+        Meta(description="serve GET /v1/plugins: what is plugged in, and whether it works here"),
+        Flag(group="server"),
+    ] = False
+    playground: Annotated[
+        bool, Meta(description="serve a page for people at /"), Flag(group="server")
+    ] = True
+    trust_request_chat_template: Annotated[
+        bool,
+        Meta(description="let chats bring a template of their own (chat_template)"),
+        Flag(group="server"),
+    ] = False
+    shutdown_timeout: Annotated[
+        float, Meta(description="seconds to drain after SIGTERM"), Flag(group="server")
+    ] = 60.0
+    enable_admin: Annotated[
+        bool,
+        Meta(description="serve POST /reset_prefix_cache and GET /server_info"),
+        Flag(group="server"),
+    ] = False
+    batches: BatchOptions | None = None
+    """None: no routes of files and batches."""
+    api_key_files: Annotated[
+        tuple[Path, ...],
+        Meta(
+            description="file with an API key a line, or its name, digest and limits (`jackfield "
+            "keys`); read again on SIGHUP; repeatable"
+        ),
+        Flag("--api-key-file", metavar="PATH", repeated=True),
+    ] = ()
+    cors: Cors = field(default_factory=Cors)
+    allowed_hosts: Annotated[
+        tuple[str, ...] | None,
+        Meta(
+            description="names under which the server may be reached, *.NAME for all below, * for "
+            "all; an address always may be (default: localhost for a server on a loopback address "
+            "without keys, otherwise all)"
+        ),
+        Flag(metavar="HOST"),
+    ] = None
+    """Allowed values of a request's `Host`. None: those of `cross_site.default_hosts` if there is
+    no key, else all."""
+    root_path: Annotated[
+        str,
+        Meta(description="where a proxy, which takes the prefix off, shows the server"),
+        Flag(metavar="PATH", parse=_root_path),
+    ] = ""
+    """Shown in the OpenAPI document."""
+    request_id_headers: Annotated[
+        bool,
+        Meta(
+            description="X-Request-Id on every response: the request's own, or a new one "
+            "(default: on)"
+        ),
+        Flag("--enable-request-id-headers"),
+    ] = True
+    docs: Annotated[
+        bool,
+        Meta(description="serve neither /docs nor /openapi.json"),
+        Flag("--disable-docs", aliases=("--disable-fastapi-docs",), turns_off=True),
+    ] = True
+    max_concurrency: Annotated[
+        int | None,
+        Meta(
+            ge=1,
+            description="answer at most so many requests at once, more get a 503 "
+            "(default: no limit)",
+        ),
+        Flag("--limit-concurrency", metavar="N"),
+    ] = None
+    """Open routes do not count."""
+    max_json_values: Annotated[
+        int,
+        Meta(
+            ge=1,
+            description="refuse bodies with more values; an array or object counts as 8, a key "
+            "as 24",
+        ),
+        Flag(metavar="N"),
+    ] = MAX_JSON_VALUES
+    connections: ConnectionLimits = field(default_factory=ConnectionLimits)
+    metrics_prefix: Annotated[
+        Literal["jackfield", "vllm", "both"],
+        Meta(
+            description="prefix of the metrics at /metrics: with vllm, dashboards made for it "
+            "find them"
+        ),
+    ] = "jackfield"
+    access_log: Annotated[
+        Literal["off", "text", "json"],
+        Meta(description="a line a request, to standard error (default: off)"),
+    ] = "off"
+    log_requests: Annotated[
+        bool,
+        Meta(description="log the bodies of requests, prompts included (default: off)"),
+        Flag("--enable-log-requests", paired=True),
+    ] = False
+    max_log_len: Annotated[
+        int | None,
+        Meta(ge=0, description="log at most so many characters of a body (default: all)"),
+        Flag(metavar="N"),
+    ] = None
+    response_role: Annotated[
+        str,
+        Meta(description="role of the responses (default: assistant)"),
+        Flag(group="chat", parse=non_empty),
+    ] = "assistant"
+
+    keeps_at: Path | None = None
+    """Unix socket at which to serve stateful routes to other front ends
+    (`server/frontends/stateful_proxy.py`)."""
+    kept_at: Path | None = None
+    """Unix socket of the front end that serves stateful routes, if it is not this one."""
+    num_fronts: int = 1
+    """Number of processes that serve the same clients."""
+    front: int = 0
+    """Index of this one of them."""
+    usage_at: Path | None = None
+    """File in which the processes count usage of tenants; None if there is one process."""
+    started: int = field(default_factory=lambda: int(time.time()))
+    """Unix time in seconds."""
+
+    @property
+    def keyed(self) -> bool:
+        """Whether there are API keys."""
+        return bool(self.api_keys or self.api_key_files)

@@ -1,0 +1,65 @@
+"""Spreads requests that arrive at once over several turns of the event loop, so that the engine
+runs in between.
+
+Otherwise all of them would be handled in one turn: with 256 requests, the device would wait for the
+last one to be read before it gets the next step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+from collections.abc import Awaitable, Callable
+
+from aiohttp import web
+
+from .inflight import is_inference_request
+
+PER_TURN = 4
+"""Number of requests that start in one turn: about two milliseconds of work."""
+
+
+class RequestPacer:
+    """Admits this many requests in each turn of the loop, in the order of their arrival."""
+
+    def __init__(self, per_turn: int = PER_TURN) -> None:
+        self._per_turn = self._left = per_turn
+        self._waiting: collections.deque[asyncio.Future[None]] = collections.deque()
+        self._turning = False
+
+    async def enter(self) -> None:
+        """Wait for a place; returns at once if few requests arrive."""
+        loop = asyncio.get_running_loop()
+        if not self._turning:
+            self._turning = True
+            loop.call_soon(self._turn)
+        if self._left and not self._waiting:
+            self._left -= 1
+            return
+        place: asyncio.Future[None] = loop.create_future()
+        self._waiting.append(place)
+        await place
+
+    def _turn(self) -> None:
+        self._left = self._per_turn
+        self._turning = bool(self._waiting)
+        while self._waiting and self._left:
+            place = self._waiting.popleft()
+            if not place.done():  # If cancelled, its client has disconnected.
+                place.set_result(None)
+                self._left -= 1
+        if self._turning:
+            asyncio.get_running_loop().call_soon(self._turn)
+
+
+PACER: web.AppKey[RequestPacer] = web.AppKey("request_pacer", RequestPacer)
+
+
+@web.middleware
+async def pace_requests(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    """Make inference requests wait for their turn."""
+    if is_inference_request(request):
+        await request.app[PACER].enter()
+    return await handler(request)

@@ -1,0 +1,189 @@
+"""Server-sent events: one frame per chunk, an error frame if a stream fails, [DONE] at the end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, NamedTuple
+
+from aiohttp import web
+from aiohttp.abc import AbstractStreamWriter
+
+from ...core.engine.output_stream import OutputStream
+from ...core.errors import JackfieldError, RequestFailed
+from ...core.outputs import RequestOutput
+from .context import encoder, error_body
+
+logger = logging.getLogger("jackfield.server")
+HEADERS = {
+    "Content-Type": "text/event-stream; charset=utf-8",
+    "Cache-Control": "no-cache",
+    "X-Accel-Buffering": "no",
+}
+DONE = b"data: [DONE]\n\n"
+_MARK = uuid.uuid4().hex
+"""Placeholder for a text in a template; random, so that it occurs in no other text."""
+
+
+def frame(data: Any) -> bytes:
+    """Return the frame of an event."""
+    return b"data: " + encoder.encode(data) + b"\n\n"
+
+
+def named_frame(event: dict[str, Any]) -> bytes:
+    """Return the frame of an event, named by its type."""
+    return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), encoder.encode(event))
+
+
+class Protocol(NamedTuple):
+    """How a stream reports its end."""
+
+    failure: Callable[[JackfieldError], bytes]
+    """Returns the frame of an error."""
+    end: bytes
+    """The last frame, also after an error."""
+
+
+OPENAI = Protocol(failure=lambda error: frame(error_body(error)), end=DONE)
+
+
+class Template:
+    """The frames of a stream that differ in one text only; the rest is encoded once."""
+
+    def __init__(self, make: Callable[[str], bytes]) -> None:
+        """make: returns the frame of any text, which it contains as a JSON string."""
+        self._parts = make(_MARK).split(encoder.encode(_MARK))
+
+    def frame(self, text: str) -> bytes:
+        """Return the frame of `text`, identical to that of `streaming.frame`."""
+        return encoder.encode(text).join(self._parts)
+
+
+async def stream_outputs(
+    request: web.Request,
+    outputs: OutputStream,
+    encode: Callable[[RequestOutput], bytes],
+    final_chunk: Callable[[], bytes],
+    *,
+    protocol: Protocol = OPENAI,
+) -> web.StreamResponse:
+    """Send the result of `encode` for each output, and `final_chunk` at the end.
+
+    The first output is awaited before the status line is sent, so that a refused request gets its
+    proper status. Further outputs are encoded and written when the engine delivers them, all
+    streams one after another (`OutputStream.listen`). While a client does not read, its outputs are
+    not taken: it gets fewer, larger ones later, and the data waiting for it stays small.
+    """
+    try:
+        output = await anext(outputs)
+        start = encode(output)
+    except BaseException:
+        await outputs.aclose()
+        raise
+    response = web.StreamResponse(headers=HEADERS)
+    try:
+        writer = await response.prepare(request)
+        assert writer is not None
+        await response.write(start)
+        try:
+            if not output.finished:
+                await _Delivery(request, writer, outputs, encode).done()
+            await response.write(final_chunk() + protocol.end)
+        except JackfieldError as error:
+            await response.write(protocol.failure(error) + protocol.end)
+        except (ConnectionError, TimeoutError):
+            raise
+        except Exception:
+            logger.exception("a stream failed")
+            failure = RequestFailed("the request failed")
+            await response.write(protocol.failure(failure) + protocol.end)
+        await response.write_eof()
+    except ConnectionError:
+        pass  # The client has disconnected; leaving aborts its request.
+    finally:
+        await outputs.aclose()
+    return response
+
+
+class _Delivery:
+    """Writes a response's body as its outputs arrive, without a task that wakes for them."""
+
+    def __init__(
+        self,
+        request: web.Request,
+        writer: AbstractStreamWriter,
+        outputs: OutputStream,
+        encode: Callable[[RequestOutput], bytes],
+    ) -> None:
+        self._protocol = request.protocol
+        self._writer = writer
+        self._outputs = outputs
+        self._encode = encode
+        self._chunked: bool = getattr(writer, "chunked", False)
+        self._wake: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+
+    async def done(self) -> None:
+        """Wait until the last output is written. Raises the errors of `encode`, and
+        ConnectionError."""
+        self._outputs.listen(self._push)
+        self._push()
+        while not await self._wake:
+            await self._writer.drain()
+            self._wake = asyncio.get_running_loop().create_future()
+            self._push()
+
+    def _push(self) -> None:
+        """Write what is available; wake `done` at the end, or to wait until the client has read."""
+        wake = self._wake
+        if wake.done():
+            return
+        try:
+            if self._protocol.writing_paused:
+                wake.set_result(False)
+                return
+            output = self._outputs.take_output()
+            if output is None:
+                return
+            data = self._encode(output)
+            if data:
+                transport = self._protocol.transport
+                if transport is None or transport.is_closing():
+                    raise ConnectionResetError("the client is gone")
+                transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data)
+            if output.finished:
+                wake.set_result(True)
+        except Exception as error:
+            wake.set_exception(error)
+
+
+async def stream(
+    request: web.Request, frames: AsyncIterator[bytes], first: Callable[[], Awaitable[bytes]]
+) -> web.StreamResponse:
+    """Send the frames that `frames` yields. `first` returns the first frame, before the status line
+    is sent, so that a refused request gets its proper status."""
+    start = await first()
+    response = web.StreamResponse(headers=HEADERS)
+    try:
+        await response.prepare(request)
+        await response.write(start)
+        try:
+            async for piece in frames:
+                await response.write(piece)
+        except JackfieldError as error:
+            await response.write(frame(error_body(error)))
+        except (ConnectionError, TimeoutError):
+            raise
+        except Exception:
+            logger.exception("a stream failed")
+            await response.write(frame(error_body(RequestFailed("the request failed"))))
+        await response.write(DONE)
+        await response.write_eof()
+    except ConnectionError:
+        pass  # The client has disconnected; leaving aborts its request.
+    finally:
+        with contextlib.suppress(Exception):
+            await frames.aclose()  # type: ignore[attr-defined]
+    return response

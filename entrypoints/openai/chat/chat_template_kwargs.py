@@ -1,0 +1,63 @@
+"""Arguments of a chat request for the chat template: its own, and those of other fields."""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any
+
+from ....core.engine.async_engine import AsyncEngine
+from ....core.errors import InvalidRequest
+from ....core.output_parsing.reasoning_parser import thinking_kwarg
+from ..common.protocol import ChatRequest
+
+COMMON_KWARGS = frozenset({"enable_thinking", "thinking", "reasoning_effort"})
+"""Accepted for every model, whether or not its template reads them, because clients of several
+models send them to all."""
+
+
+def template_arguments(engine: AsyncEngine, request: ChatRequest, trusted: bool) -> dict[str, Any]:
+    """Return `chat_template_kwargs`, with `reasoning_effort`, and `verbosity` if the template
+    reads it. An effort also turns the model's thinking on, "none" turns it off.
+
+    trusted: requests may have a template of their own. Raises InvalidRequest with the field's name
+    for a template if none is allowed, and for arguments that nothing reads.
+    """
+    if request.chat_template is not None and not trusted:
+        raise InvalidRequest(
+            "chat_template: this server takes none from requests; start it with "
+            "--trust-request-chat-template",
+            param="chat_template",
+        )
+    kwargs = dict(request.chat_template_kwargs or {})
+    variables = engine.chat_template_variables
+    thinking = thinking_switch(engine)
+    if request.chat_template is None:
+        _check_known(kwargs, variables | COMMON_KWARGS | ({thinking} if thinking else set()))
+    if request.reasoning_effort is not None:
+        kwargs.setdefault("reasoning_effort", request.reasoning_effort)
+        if thinking is not None:
+            kwargs.setdefault(thinking, request.reasoning_effort != "none")
+    if request.verbosity is not None and (request.chat_template or "verbosity" in variables):
+        kwargs.setdefault("verbosity", request.verbosity)
+    return kwargs
+
+
+def thinking_switch(engine: AsyncEngine) -> str | None:
+    """Return the template argument that turns the model's thinking on and off."""
+    name = engine.config.reasoning_parser
+    if name is None:
+        return None
+    name, _ = thinking_kwarg(engine.plugins["reasoning_parser"].load(name))
+    return name
+
+
+def _check_known(kwargs: dict[str, Any], known: frozenset[str] | set[str]) -> None:
+    for name in kwargs:
+        if name in known:
+            continue
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"it takes {', '.join(sorted(known))}"
+        raise InvalidRequest(
+            f"chat_template_kwargs.{name}: this model's chat template has no such argument; {hint}",
+            param=f"chat_template_kwargs.{name}",
+        )

@@ -1,0 +1,216 @@
+"""Tool calls constrained by a grammar: required ones, those of strict tools, and those allowed as
+an alternative to a `response_format`."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from ....core.config import StructuredOutputsConfig
+from ....core.errors import InvalidRequest
+from ....core.grammars.schemas.json_schemas import adapted, log_unchecked
+from ....core.grammars.spec import check_bounds
+from ....core.grammars.tool_calls.call_arguments import moved
+from ....core.grammars.tool_calls.call_format import (
+    CallableTool,
+    calls_or_schema_tag,
+    forms_of,
+    optional_tag,
+    required_tag,
+)
+from ....core.output_parsing.constrained_calls import CallList, CallsOrText, NamedCall
+from ....core.sampling_params import StructuredOutputsParams
+from ..common.response_format import made
+
+
+class ConstrainedCalls(msgspec.Struct, frozen=True):
+    """A grammar that contains tool calls, and the parser for its outputs."""
+
+    params: StructuredOutputsParams
+    parser: Callable[..., Any]
+    """Creates the `ToolParser` of one output."""
+    named: bool = False
+    """Whether `tool_choice` names a function: finish_reason is "stop" then, as in OpenAI's API."""
+
+
+def required_calls(
+    request: Any, parser: Any, config: StructuredOutputsConfig
+) -> ConstrainedCalls | None:
+    """Return the grammar for `tool_choice` "required" or a named function, else None.
+
+    Calls are written in the form of the tool parser's family. They are JSON if there is no parser
+    (None), if the form cannot express these tools, or if a backend was named, which may not support
+    the form. Raises InvalidRequest.
+    """
+    choice = request.tool_choice
+    if choice in (None, "auto", "none"):
+        return None
+    _check(request.tools, config)
+    functions = _functions(request.tools)
+    named = choice != "required"
+    if named:
+        name = _chosen_name(choice)
+        if name not in functions:
+            names = ", ".join(functions) or "there are none"
+            raise InvalidRequest(
+                f"tool_choice: {name!r} is none of tools ({names})", param="tool_choice"
+            )
+        functions = {name: functions[name]}
+    elif not functions:
+        raise InvalidRequest("tool_choice: required needs tools", param="tool_choice")
+    parallel = not named and request.parallel_tool_calls is not False
+    schemas = _schemas(functions)
+    if config.backend == "auto" and (forms := forms_of(parser)):
+        tools = [CallableTool(name, schema) for name, schema in schemas.items()]
+        try:
+            tag = required_tag(forms, tools, parallel=parallel)
+        except ValueError:
+            pass
+        else:
+            return ConstrainedCalls(made("tools", "structural_tag", tag), parser, named)
+    if named:
+        return ConstrainedCalls(
+            made("tools", "json", schemas[name]), functools.partial(NamedCall, name), named=True
+        )
+    return ConstrainedCalls(
+        made("tools", "json", _list_schema(schemas, parallel=parallel)), CallList
+    )
+
+
+def voluntary_calls(
+    request: Any,
+    parser: Any,
+    config: StructuredOutputsConfig,
+    format: StructuredOutputsParams | None,
+) -> ConstrainedCalls | None:
+    """Return the grammar for optional tool calls: if a tool is `strict`, or if the output follows a
+    schema (`format`) otherwise. None: calls need no constraint, or no grammar can express it.
+
+    Raises InvalidRequest if a tool is strict and `parser` (a class) has no form for it.
+    """
+    functions = _functions(request.tools)
+    strict = [name for name, function in functions.items() if function.get("strict")]
+    schema = _schema_of(format)
+    if format is not None and schema is None:
+        return None
+    if (schema is None and not strict) or (schema is not None and config.backend != "auto"):
+        return None  # If a backend was named, it may not support the form.
+    _check(request.tools, config)
+    if format is not None:
+        check_bounds(msgspec.json.encode(schema).decode(), "response_format", config)
+        schema = _adapted(schema, "response_format", strict=bool(format.strict))
+    forms = forms_of(parser)
+    schemas = _schemas({name: functions[name] for name in strict})
+    tools = [CallableTool(name, schemas.get(name, {}), name in strict) for name in functions]
+    parallel = request.parallel_tool_calls is not False
+    try:
+        if not forms:
+            raise ValueError("its tool parser does not say how calls are written (call_form)")
+        if schema is None:
+            tag = optional_tag(forms, tools, parallel=parallel)
+            return ConstrainedCalls(made("tools", "structural_tag", tag), parser)
+        tag = calls_or_schema_tag(forms, tools, schema, parallel=parallel)
+    except ValueError as error:
+        if schema is not None:
+            return None
+        raise InvalidRequest(
+            f"tools: strict is more than this model's calls can be held to: {error}; leave it out, "
+            "or force a call with tool_choice",
+            param="tools",
+        ) from None
+    opens = tuple(form.open for form in forms)
+    return ConstrainedCalls(
+        made("response_format", "structural_tag", tag), CallsOrText.of(parser, opens)
+    )
+
+
+def _schema_of(format: StructuredOutputsParams | None) -> Any:
+    """Return the JSON schema of a `response_format`; None if it is missing or of another kind."""
+    if format is None or format.field != "response_format":
+        return None
+    if format.json_object:
+        return {"type": "object"}
+    return format.json
+
+
+def _check(tools: Any, config: StructuredOutputsConfig) -> None:
+    check_bounds(msgspec.json.encode(tools).decode(), "tools", config)
+
+
+def _functions(tools: Any) -> dict[str, dict[str, Any]]:
+    functions: dict[str, dict[str, Any]] = {}
+    for index, tool in enumerate(tools or ()):
+        function = tool.get("function")
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            field = f"tools[{index}].function"
+            raise InvalidRequest(f"{field}: must be an object with a name", param=field)
+        if not isinstance(function.get("parameters"), dict | None):
+            field = f"tools[{index}].function.parameters"
+            raise InvalidRequest(f"{field}: must be a JSON schema", param=field)
+        functions[function["name"]] = function
+    return functions
+
+
+def _chosen_name(choice: Any) -> str:
+    function = choice.get("function") if isinstance(choice, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise InvalidRequest(
+            'tool_choice: must be none, auto, required or {"type": "function", "function": '
+            '{"name": …}}',
+            param="tool_choice",
+        )
+    return str(function["name"])
+
+
+def _schemas(functions: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return each function's parameter schema, adapted for grammar backends, by name."""
+    return {
+        name: _adapted(
+            {"type": "object", **(function.get("parameters") or {})},
+            "tools",
+            strict=bool(function.get("strict")),
+        )
+        for name, function in functions.items()
+    }
+
+
+def _adapted(schema: Any, field: str, *, strict: bool) -> Any:
+    """Return an adapted copy of a schema. Raises InvalidRequest with `field`."""
+    copy = msgspec.json.decode(msgspec.json.encode(schema))
+    try:
+        schema, unchecked = adapted(copy, strict=strict)
+    except ValueError as error:
+        raise InvalidRequest(f"{field}: {error}", param=field) from None
+    log_unchecked(unchecked)
+    return schema
+
+
+def _list_schema(schemas: dict[str, dict[str, Any]], *, parallel: bool) -> dict[str, Any]:
+    """Return the schema of `[{"name": …, "parameters": …}, …]` with at least one call.
+
+    Each tool's schema moves to the top's `$defs`, with its references.
+    """
+    calls, definitions = [], {}
+    for index, (name, parameters) in enumerate(schemas.items()):
+        place = f"#/$defs/parameters_{index}"
+        definitions[f"parameters_{index}"] = moved(parameters, place)
+        calls.append(
+            {
+                "type": "object",
+                "properties": {"name": {"const": name}, "parameters": {"$ref": place}},
+                "required": ["name", "parameters"],
+                "additionalProperties": False,
+            }
+        )
+    schema: dict[str, Any] = {
+        "type": "array",
+        "minItems": 1,
+        "items": {"anyOf": calls},
+        "$defs": definitions,
+    }
+    if not parallel:
+        schema["maxItems"] = 1
+    return schema

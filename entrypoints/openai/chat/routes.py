@@ -1,0 +1,97 @@
+"""POST /v1/chat/completions
+
+The chunks of a stream are parser events; a full response is the fold of the same events.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from aiohttp import web
+
+from ....core.outputs import RequestOutput
+from ....core.text.token_limit import LONG_TEXT
+from ...http.context import ENGINE, OPTIONS, check_completions, reply
+from ...http.streaming import stream_outputs
+from ..common.logprobs import prompt_logprobs
+from ..common.openapi import documented
+from ..common.protocol import ChatRequest
+from ..common.request_body import Call, decode_body
+from ..common.response_schemas import ChatChunk, ChatResponse
+from .request import ChatCompletion
+from .stream import ChatStream
+
+
+@documented("chat", request=ChatRequest, answer=ChatResponse, event=ChatChunk)
+async def chat_completions(request: web.Request) -> web.StreamResponse:
+    """Answer a conversation."""
+    params = await decode_body(request, ChatRequest)
+    chat = _completion(request.app, params)
+    if params.stream:
+        stream = ChatStream(chat)
+        return await stream_outputs(request, chat.outputs(), stream.encode, stream.final_chunk)
+    return reply(await full_response(chat))
+
+
+async def chat_response(call: Call, params: ChatRequest) -> dict[str, Any]:
+    """Return the response to a request that does not stream."""
+    return await full_response(_completion(call.app, params))
+
+
+def _completion(app: web.Application, params: ChatRequest) -> ChatCompletion:
+    chat = ChatCompletion(app[ENGINE], params, app[OPTIONS])
+    check_completions(1, chat.params.n, app[OPTIONS])
+    return chat
+
+
+async def full_response(chat: ChatCompletion) -> dict[str, Any]:
+    """Return the full response: the fold of its events."""
+    output: RequestOutput | None = None
+    async for output in chat.outputs():  # noqa: B007
+        pass
+    assert output is not None
+    bodies, choices = [], []
+    for completion in output.outputs:
+        chat.check(output, completion)
+        choice = chat.new_choice()
+        if len(completion.text) < LONG_TEXT:
+            message = choice.parse_message(completion)
+        else:
+            message = await asyncio.to_thread(choice.parse_message, completion)
+        choices.append(choice)
+        body: dict[str, Any] = {"role": chat.role, "content": message.content}
+        if message.reasoning is not None and chat.request.include_reasoning:
+            body["reasoning_content"] = body["reasoning"] = message.reasoning
+        if message.tool_calls:
+            body["tool_calls"] = [
+                {
+                    "id": call.id or choice.new_call_id(),
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": call.arguments},
+                }
+                for call in message.tool_calls
+            ]
+        elif message.content is None:
+            body["content"] = ""
+        if chat.echoed:
+            body["content"] = chat.echoed + (message.content or "")
+        choice_body: dict[str, Any] = {
+            "index": completion.index,
+            "message": body,
+            "logprobs": chat.logprobs(completion.logprobs),
+            "finish_reason": chat.finish_reason(completion, choice),
+            "stop_reason": completion.stop_reason,
+        }
+        if chat.request.return_token_ids:
+            choice_body["token_ids"] = completion.token_ids
+        bodies.append(choice_body)
+    body = chat.envelope("chat.completion", bodies)
+    body["usage"] = chat.usage(output, choices)
+    if chat.request.prompt_logprobs is not None:
+        body["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
+    if chat.request.return_token_ids:
+        body["prompt_token_ids"] = output.prompt_token_ids
+    if output.kv_transfer_params is not None:
+        body["kv_transfer_params"] = output.kv_transfer_params
+    return body

@@ -1,0 +1,1 @@
+"""Code shared by OpenAI's endpoints: requests, responses, log-probabilities, schemas."""

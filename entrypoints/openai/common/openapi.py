@@ -1,0 +1,214 @@
+"""The OpenAPI document of an application, from its routes and the Structs that decode requests.
+
+A handler tells about itself in its attribute `openapi`: an operation as OpenAPI 3.1 writes it,
+where a type (a Struct, or whatever msgspec has a schema for) may stand in the place of a schema.
+None: the route is internal and stays out. A handler without one is listed by its docstring.
+
+    async def hello(request): ...
+    hello.openapi = {"summary": "Say hello", "responses": {"200": {"description": "Hello"}}}
+
+Our own handlers use `documented`, which writes the same attribute.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from http import HTTPStatus
+from typing import Any, TypeVar
+
+import msgspec
+from aiohttp import web
+
+from .... import __version__
+from .response_schemas import ErrorResponse
+
+F = TypeVar("F", bound=Callable[..., Any])
+REFERENCE = "#/components/schemas/{name}"
+METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")
+ERRORS = {
+    400: "A field is wrong: `param` names it",
+    401: "No API key, or a wrong one",
+    404: "A model that is not served, or nothing by that name",
+    408: "The body did not come in time",
+    413: "The body is too large, or has too many values",
+    415: "The body is not JSON by its Content-Type, or is packed in an unknown way",
+    429: "The key has used up what it may use for now: Retry-After says when to try again",
+    500: "This request failed",
+    501: "Not supported (yet)",
+    503: "Too many requests, or the engine is stopping or has failed",
+}
+EVENTS = "With `stream`: server-sent events; an error after the first one comes as an event"
+JSON = (dict, list, tuple, str, int, float, bool, type(None))
+"""Types of JSON values; any other object in a description stands for a schema."""
+
+
+def documented(
+    tag: str,
+    *,
+    request: Any = None,
+    answer: Any = None,
+    event: Any = None,
+    refused: tuple[int, ...] = (),
+    content_type: str = "application/json",
+    error: Any = ErrorResponse,
+    ends_with_done: bool = True,
+) -> Callable[[F], F]:
+    """Return a decorator that describes a handler; its docstring becomes the summary.
+
+    request, answer, event, error: types of the request's body, the response's body, a stream's
+    events (if any), and an error's body; refused: statuses of ERRORS, besides those of every route
+    with a body or a key; ends_with_done: whether a stream's last event is `data: [DONE]`.
+    """
+
+    def put(handler: F) -> F:
+        operation = {"tags": [tag], **_told(handler)}
+        answers: dict[str, Any] = {"description": "Done"}
+        if answer is not None:
+            answers["content"] = {content_type: {"schema": answer}}
+        if event is not None:
+            done = ", and the last is `data: [DONE]`" if ends_with_done else ""
+            answers["description"] = f"Done. {EVENTS}{done}"
+            answers["content"]["text/event-stream"] = {
+                "schema": _event(event, error, ends_with_done)
+            }
+        statuses = set(refused) | {500}
+        if request is not None:
+            operation["requestBody"] = {
+                "required": True,
+                "content": {"application/json": {"schema": request}},
+            }
+            statuses |= {400, 404, 408, 413, 415, 501, 503}
+        refusals = {str(status): _error(status, error) for status in sorted(statuses)}
+        operation["responses"] = {"200": answers} | refusals
+        handler.openapi = operation  # type: ignore[attr-defined]
+        return handler
+
+    return put
+
+
+def internal(handler: F) -> F:
+    """Leave a handler out of the document: pages for people, and the document itself."""
+    handler.openapi = None  # type: ignore[attr-defined]
+    return handler
+
+
+def document(
+    app: web.Application, *, root_path: str = "", keys: bool = False, open_routes: Any = ()
+) -> dict[str, Any]:
+    """Return an OpenAPI 3.1 document of all routes that `app` serves now.
+
+    keys: whether all routes except `open_routes` (paths) require a bearer key.
+    """
+    paths: dict[str, dict[str, Any]] = {}
+    for method, path, handler in routes(app):
+        told = getattr(handler, "openapi", _undocumented(handler))
+        if told is None:
+            continue
+        operation = copy.copy(told)
+        operation["operationId"] = re.sub(r"\W+", "_", f"{method.lower()}{path}").strip("_")
+        names = re.findall(r"{(\w+)}", path)
+        if names:
+            operation["parameters"] = [*_missing(names, operation), *told.get("parameters", ())]
+        if keys and path not in open_routes:
+            operation["security"] = [{"key": []}]
+            operation["responses"] = operation["responses"] | {"401": _keyless(operation)}
+        paths.setdefault(path, {})[method.lower()] = operation
+    types = list(_types(paths))
+    schemas, components = msgspec.json.schema_components(types, ref_template=REFERENCE)
+    made: dict[str, Any] = {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "Jackfield",
+            "version": __version__,
+            "description": "OpenAI's protocol, with some fields of vLLM's.",
+        },
+        "servers": [{"url": root_path or "/"}],
+        "paths": _filled(paths, iter(schemas)),
+        "components": {"schemas": components},
+    }
+    if keys:
+        made["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+    return made
+
+
+def routes(app: web.Application) -> Iterator[tuple[str, str, Any]]:
+    """Yield (method, path, handler) in order of registration, without HEAD and OPTIONS."""
+    for route in app.router.routes():
+        if route.method in METHODS and route.resource is not None:
+            yield route.method, route.resource.canonical, route.handler
+
+
+def _error(status: int, body: Any = ErrorResponse) -> dict[str, Any]:
+    text = ERRORS.get(status) or HTTPStatus(status).phrase
+    return {"description": text, "content": {"application/json": {"schema": body}}}
+
+
+def _keyless(operation: dict[str, Any]) -> dict[str, Any]:
+    """Return the error response for a missing key, in the form of the route's other errors."""
+    content = operation["responses"].get("500", {}).get("content", {})
+    return _error(401, content.get("application/json", {}).get("schema", ErrorResponse))
+
+
+def _event(kind: Any, error: Any, ends_with_done: bool) -> dict[str, Any]:
+    """Return the schema of one parsed server-sent event."""
+    data: dict[str, Any] = {
+        "type": "string",
+        "contentMediaType": "application/json",
+        "contentSchema": {"anyOf": [kind, error]},
+    }
+    datas = (data, {"const": "[DONE]"}) if ends_with_done else (data,)
+    events = [{"properties": {"data": one}} for one in datas]
+    return {"type": "object", "required": ["data"], "anyOf": events}
+
+
+def _told(handler: Any) -> dict[str, Any]:
+    """Return summary and description, from a docstring."""
+    first, _, rest = (inspect.getdoc(handler) or handler.__name__).partition("\n\n")
+    text = re.sub(r"^((?:GET|POST|PUT|PATCH|DELETE|/)[\w/{}.]*(?:,| and)? ?)+:? *", "", first)
+    text = " ".join((text or first).split()).rstrip(".")
+    told = {"summary": text[:1].upper() + text[1:]}
+    if rest:
+        told["description"] = rest
+    return told
+
+
+def _undocumented(handler: Any) -> dict[str, Any]:
+    return {
+        "tags": ["others"],
+        **_told(handler),
+        "responses": {"default": {"description": "Not described by the plugin that answers"}},
+    }
+
+
+def _missing(names: list[str], operation: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the path parameters that the operation does not describe itself."""
+    described = {one["name"] for one in operation.get("parameters", ()) if one["in"] == "path"}
+    return [
+        {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+        for name in names
+        if name not in described
+    ]
+
+
+def _types(value: Any) -> Iterator[Any]:
+    """Yield every type that stands for a schema, in the order of `_filled`."""
+    if isinstance(value, list | tuple):
+        for part in value:
+            yield from _types(part)
+    elif isinstance(value, dict):
+        for part in value.values():
+            yield from _types(part)
+    elif not isinstance(value, JSON):
+        yield value
+
+
+def _filled(value: Any, schemas: Iterator[dict[str, Any]]) -> Any:
+    """Return a copy with schemas in place of types."""
+    if isinstance(value, list | tuple):
+        return [_filled(part, schemas) for part in value]
+    if isinstance(value, dict):
+        return {key: _filled(part, schemas) for key, part in value.items()}
+    return value if isinstance(value, JSON) else next(schemas)

@@ -1,0 +1,367 @@
+"""Requests that clients send: typed, decoded by msgspec, and converted to sampling parameters.
+
+Unknown fields are ignored, because OpenAI's clients often send new ones. Known but unsupported
+fields are refused by name if their value would have an effect. Older fields that clients always
+send are ignored with a log line.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import Any, ClassVar, Literal, TypeVar
+
+import msgspec
+
+from ....core.errors import InvalidRequest, shown
+from ....core.loading.generation_config import SamplingDefaults
+from ....core.sampling_params import OutputKind, SamplingParams, all_ints
+from ...http.whole_numbers import integers_of, with_integers
+from .response_format import requested
+
+logger = logging.getLogger("jackfield.server")
+
+T = TypeVar("T")
+MAX_PROMPTS = 256
+
+UNSUPPORTED = {
+    "suffix": "this server completes from the left only; send what comes before as the prompt",
+    "functions": "OpenAI's older form; use tools",
+    "function_call": "OpenAI's older form; use tool_choice",
+    "audio": "this server's models write text",
+    "modalities": "this route has no such choice",
+    "web_search_options": "there is no web search here; give the model a tool",
+    "use_beam_search": "there is no beam search",
+    "chat_template": "only POST /v1/chat/completions takes one",
+    "documents": "only POST /v1/chat/completions takes them",
+    "prompt_embeds": "send text or token ids",
+    "moderation": "there is no model that moderates",
+    "logits_processors": "no code comes in with a request",
+    "mm_processor_kwargs": "this server's models read text",
+    "media_io_kwargs": "this server's models read text",
+    "ec_transfer_params": "this server's models have no encoder",
+    "repetition_detection": "see repetition_penalty and stop",
+    "return_prompt_text": "POST /tokenize renders a chat, POST /detokenize shows it",
+    "return_token_offsets": "POST /tokenize gives each token's text: return_token_strs",
+    "return_assistant_tokens_mask": "there is no route that renders a chat for training",
+    "thinking_token_budget": "a thought cannot be cut off; see max_tokens and reasoning_effort",
+}
+"""Field → why it is refused, or what to use instead."""
+IGNORED = {
+    "guided_decoding_backend": "the server chooses: --structured-outputs-config.backend",
+    "guided_whitespace_pattern": "see --structured-outputs-config.disable-any-whitespace",
+}
+"""Older field without effect that clients still send → what to use instead."""
+EMPTY: tuple[Any, ...] = (None, False, "", [], {})
+"""Values with which an unsupported field has no effect."""
+NOTHING = {"function_call": ("auto", "none")}
+"""Further such values of one field: without functions, they describe the default behaviour."""
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+VERBOSITIES = ("low", "medium", "high")
+SERVICE_TIERS = ("auto", "default", "flex", "scale", "priority", "fast")
+
+
+class StreamOptions(msgspec.Struct):
+    """Options of a stream."""
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+    include_obfuscation: bool = False
+    """Accepted and ignored: a stream has no padding."""
+
+
+class SamplingRequest(msgspec.Struct, kw_only=True, dict=True):
+    """Fields that chat and completions share. Names: OpenAI's, then vLLM's."""
+
+    model: str | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    n: int | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[int, float] | None = None
+    user: str | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: str | dict[str, Any] | bool | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    structural_tag: str | dict[str, Any] | None = None
+
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool = False
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    bad_words: list[str] | None = None
+    allowed_token_ids: list[int] | None = None
+    prompt_logprobs: int | None = None
+    truncate_prompt_tokens: int | None = None
+    truncation_side: Literal["left", "right"] | None = None
+    priority: int = 0
+    cache_salt: str | None = None
+    return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
+    kv_transfer_params: dict[str, Any] | None = None
+    vllm_xargs: dict[str, Any] | None = None
+    """Arguments of logits processor plugins."""
+    request_id: str | None = None
+
+    token_cap: ClassVar[int | None] = None
+    """The tenant's limit of tokens, set by `request_body.decode_body`; not a field of the
+    request."""
+
+    def check(self) -> None:
+        """Check constraints between fields. Raises InvalidRequest with the field's name."""
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequest("stream_options: needs stream=true", param="stream_options")
+        if self.cache_salt == "":
+            raise InvalidRequest("cache_salt: must not be empty", param="cache_salt")
+
+    @property
+    def token_limit_field(self) -> str | None:
+        """Name of the field that limits the output's tokens, if one is given."""
+        return None if self.max_tokens is None else "max_tokens"
+
+    def sampling(
+        self, max_tokens: int | None, logprobs: int | None, defaults: SamplingDefaults
+    ) -> SamplingParams:
+        """Return the sampling parameters. Raises InvalidRequest with the field's name."""
+        stop = self.stop
+        given: dict[str, Any] = {
+            "n": self.n,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "presence_penalty": self.presence_penalty,
+            "frequency_penalty": self.frequency_penalty,
+            "top_k": self.top_k,
+            "min_p": self.min_p,
+            "repetition_penalty": self.repetition_penalty,
+            "min_tokens": self.min_tokens,
+        }
+        return SamplingParams(
+            **defaults.values | {name: v for name, v in given.items() if v is not None},
+            max_tokens=capped(defaults.limited(max_tokens), self.token_cap),
+            max_tokens_field=self.token_limit_field,
+            seed=self.seed,
+            stop=(stop,) if isinstance(stop, str) else tuple(stop or ()),
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            logprobs=logprobs,
+            prompt_logprobs=self.prompt_logprobs,
+            logit_bias=self.logit_bias,
+            structured_outputs=requested(self),
+            ignore_eos=self.ignore_eos,
+            include_stop_str_in_output=self.include_stop_str_in_output,
+            skip_special_tokens=self.skip_special_tokens,
+            spaces_between_special_tokens=self.spaces_between_special_tokens,
+            bad_words=tuple(self.bad_words or ()),
+            allowed_token_ids=(
+                None if self.allowed_token_ids is None else tuple(self.allowed_token_ids)
+            ),
+            truncate_prompt_tokens=self.truncate_prompt_tokens,
+            truncation_side=self.truncation_side or "left",
+            output_kind=OutputKind.DELTA if self.stream else OutputKind.FINAL_ONLY,
+            kv_transfer_params=self.kv_transfer_params,
+            extra_args=self.vllm_xargs,
+        )
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def continuous_usage(self) -> bool:
+        return self.include_usage and bool(
+            self.stream_options and self.stream_options.continuous_usage_stats
+        )
+
+
+class CompletionRequest(SamplingRequest, kw_only=True):
+    """POST /v1/completions"""
+
+    prompt: str | list[Any] | None = None
+    """Text, token ids, or a list of either."""
+    echo: bool = False
+    logprobs: int | None = None
+    best_of: int | None = None
+    add_special_tokens: bool = True
+
+    def prompts(self) -> list[str | list[int]]:
+        """Return the prompts as a list. Raises InvalidRequest."""
+        prompt = self.prompt
+        if prompt is None or prompt == []:
+            raise InvalidRequest("prompt: must not be empty", param="prompt")
+        if isinstance(prompt, str) or _is_token_ids(prompt):
+            return [prompt]
+        if len(prompt) > MAX_PROMPTS:
+            raise InvalidRequest(f"prompt: at most {MAX_PROMPTS} at once", param="prompt")
+        if not all(isinstance(one, str) or _is_token_ids(one) for one in prompt):
+            raise InvalidRequest(
+                "prompt: must be text, a list of token ids, or a list of such", param="prompt"
+            )
+        return prompt
+
+
+class ChatRequest(SamplingRequest, kw_only=True):
+    """POST /v1/chat/completions"""
+
+    messages: list[dict[str, Any]]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+    include_reasoning: bool = True
+    echo: bool = False
+    add_special_tokens: bool = False
+    chat_template: str | None = None
+    documents: list[dict[str, Any]] | None = None
+    reasoning_effort: str | None = None
+    verbosity: str | None = None
+
+    modalities: list[str] | None = None
+    prediction: dict[str, Any] | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
+
+    def check(self) -> None:
+        """Check constraints between fields. Raises InvalidRequest with the field's name."""
+        super().check()
+        if self.top_logprobs is not None:
+            if not self.logprobs:
+                raise InvalidRequest("top_logprobs: needs logprobs=true", param="top_logprobs")
+            if self.top_logprobs < 0:
+                _refuse("top_logprobs", "at least 0", self.top_logprobs)
+        if self.max_completion_tokens is not None and self.max_completion_tokens < 1:
+            _refuse("max_completion_tokens", "at least 1", self.max_completion_tokens)
+        for name, known in (
+            ("reasoning_effort", EFFORTS),
+            ("verbosity", VERBOSITIES),
+            ("service_tier", SERVICE_TIERS),
+        ):
+            if (value := getattr(self, name)) is not None and value not in known:
+                _refuse(name, f"one of {', '.join(known)}", value)
+        for modality in self.modalities or ():
+            if modality != "text":
+                _refuse("modalities", '["text"]', self.modalities)
+        if self.prediction is not None and self.prediction.get("type") != "content":
+            raise InvalidRequest('prediction.type: must be "content"', param="prediction.type")
+
+    @property
+    def token_limit_field(self) -> str | None:
+        return (
+            super().token_limit_field
+            if self.max_completion_tokens is None
+            else ("max_completion_tokens")
+        )
+
+    def shown_logprobs(self, limit: int) -> int | None:
+        """Return the value of `SamplingParams.logprobs`. limit: the largest allowed number, -1 for
+        any."""
+        if self.top_logprobs is not None and -1 < limit < self.top_logprobs:
+            _refuse("top_logprobs", f"at most max_logprobs={limit}", self.top_logprobs)
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def token_limit(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+
+class TokenizeRequest(msgspec.Struct, kw_only=True):
+    """POST /tokenize: a prompt, or messages."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    return_token_strs: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class DetokenizeRequest(msgspec.Struct, kw_only=True):
+    """POST /detokenize"""
+
+    tokens: list[int]
+    model: str | None = None
+
+
+def capped(tokens: int | None, cap: int | None) -> int | None:
+    """Return the smaller of two limits; None if there is none."""
+    return min((limit for limit in (tokens, cap) if limit is not None), default=None)
+
+
+def _refuse(field: str, wanted: str, given: Any) -> None:
+    raise InvalidRequest(f"{field}: must be {wanted}, got {shown(given)}", param=field)
+
+
+def _is_token_ids(value: Any) -> bool:
+    return isinstance(value, list) and all_ints(value)
+
+
+@functools.cache
+def _log_ignored(name: str) -> None:
+    """Log it once per field."""
+    logger.info("%s: is ignored: %s", name, IGNORED[name])
+
+
+def decode(body: bytes, kind: type[T]) -> T:
+    """Decode a request of this type; null means omitted. Raises InvalidRequest with the field's
+    path."""
+    return convert(parse(body), kind)
+
+
+def parse(body: bytes) -> dict[str, Any]:
+    """Decode a JSON object. Raises InvalidRequest."""
+    try:
+        raw = msgspec.json.decode(body)
+    except msgspec.ValidationError as error:  # A number out of range of any type.
+        raise InvalidRequest(f"the body cannot be read: {error}") from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidRequest(f"the body is not JSON: {error}") from None
+    if not isinstance(raw, dict):
+        raise InvalidRequest("the body must be a JSON object")
+    return raw
+
+
+def convert(raw: dict[str, Any], kind: type[T]) -> T:
+    """Convert a decoded object, as `decode` does."""
+    for name, why in UNSUPPORTED.items():
+        asks = name in raw and raw[name] not in (*EMPTY, *NOTHING.get(name, ()))
+        if asks and name not in kind.__struct_fields__:  # type: ignore[attr-defined]
+            raise InvalidRequest(f"{name}: is not supported: {why}", param=name)
+    for name in IGNORED.keys() & raw.keys():
+        if raw[name] not in EMPTY:
+            _log_ignored(name)
+    raw = {name: value for name, value in raw.items() if value is not None}
+    raw = with_integers(raw, integers_of(kind))  # type: ignore[arg-type]
+    try:
+        return msgspec.convert(raw, kind, strict=True, str_keys=True)
+    except msgspec.ValidationError as error:
+        message, _, place = str(error).partition(" - at `")
+        path = place.rpartition("`$")[2] if "`$" in place else place  # "key` in `$.name`"
+        param = path.rstrip("`").removeprefix("$").removeprefix(".").replace("[...]", "") or None
+        if param is None and "`" in message:
+            param = message.split("`")[-2]
+        raise InvalidRequest(f"{param or 'body'}: {message}", param=param) from None

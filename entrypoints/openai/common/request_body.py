@@ -1,0 +1,69 @@
+"""Decodes JSON bodies into Structs, outside the event loop if that takes long."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any, NamedTuple, TypeVar
+
+from aiohttp import web
+
+from ....core.tenancy import ReceivedRequest, Tenant
+from ...http.auth.tenants import TENANCY, received, route_of, tenant_of
+from ...http.body import check_json, check_weight
+from ...http.context import OPTIONS
+from .protocol import convert, decode, parse
+
+T = TypeVar("T")
+INLINE_BYTES = 1 << 16
+"""Bodies up to this size are decoded on the event loop, which is fast for any content."""
+
+
+class Call(NamedTuple):
+    """Everything besides the body that a response may depend on; of a request, or of a batch's
+    line."""
+
+    app: web.Application
+    route: str
+    """Value of `RequestHead.route`."""
+    tenant: Tenant
+    headers: Mapping[str, str]
+
+
+def call_of(request: web.Request) -> Call:
+    """Return the call of a request."""
+    return Call(request.app, route_of(request), tenant_of(request), request.headers)
+
+
+async def decode_body(request: web.Request, kind: type[T]) -> T:
+    """Return the JSON body of a request as a Struct.
+
+    Raises UnsupportedMediaType, BodyTooLarge, and as `decode_call`.
+    """
+    check_json(request)
+    return await decode_call(call_of(request), await request.read(), kind)
+
+
+async def decode_call(call: Call, body: bytes, kind: type[T]) -> T:
+    """Return the JSON body of a call as a Struct; plugins may change it before it is checked.
+
+    Raises InvalidRequest with the field's path, BodyTooLarge, and a plugin's refusals.
+    """
+    tenancy, max_values = call.app[TENANCY], call.app[OPTIONS].max_json_values
+    large = len(body) > INLINE_BYTES
+    if tenancy.received:
+        raw = await asyncio.to_thread(_parse_bounded, body, max_values) if large else parse(body)
+        raw = await received(tenancy, ReceivedRequest(call.route, raw, call.tenant, call.headers))
+        params = await asyncio.to_thread(convert, raw, kind) if large else convert(raw, kind)
+    elif large:
+        params = await asyncio.to_thread(lambda: convert(_parse_bounded(body, max_values), kind))
+    else:
+        params = decode(body, kind)
+    if (cap := call.tenant.limits.max_tokens) is not None and hasattr(kind, "token_cap"):
+        params.token_cap = cap  # type: ignore[attr-defined]
+    return params
+
+
+def _parse_bounded(body: bytes, max_values: int) -> dict[str, Any]:
+    check_weight(body, max_values)
+    return parse(body)

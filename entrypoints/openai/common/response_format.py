@@ -1,0 +1,105 @@
+"""Constraints on a request's output: response formats, and grammars of every kind."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import msgspec
+
+from ....core.errors import InvalidRequest
+from ....core.sampling_params import (
+    STRUCTURED_KINDS,
+    StructuredOutputsParams,
+    structured_outputs_from,
+)
+
+GUIDED = {
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+    "structural_tag": "structural_tag",
+}
+"""vLLM's older field names → kinds."""
+
+
+def requested(asked: Any) -> StructuredOutputsParams | None:
+    """Return the constraint of `response_format`, `structured_outputs` or a `guided_*` field. If
+    several are given they have to be equal: some clients also send a field under its older name.
+
+    Raises InvalidRequest with the field's name.
+    """
+    found: dict[str, StructuredOutputsParams] = {}
+    if (format := _from_format(asked.response_format)) is not None:
+        found["response_format"] = format
+    if asked.structured_outputs is not None:
+        found["structured_outputs"] = structured_outputs_from(asked.structured_outputs)
+    for name, kind in GUIDED.items():
+        if (value := getattr(asked, name)) is not None:
+            found[name] = made(name, kind, value)
+    first = next(iter(found.values()), None)
+    for name, params in found.items():
+        if first is not None and _meaning(params) != _meaning(first):
+            raise InvalidRequest(
+                f"{next(iter(found))} and {name}: only one of them may be given, unless they say "
+                "the same",
+                param=name,
+            )
+    return first
+
+
+def _meaning(params: StructuredOutputsParams) -> tuple[str, Any]:
+    """Return the kind, and the value in a comparable form."""
+    kind = next(k for k in STRUCTURED_KINDS if getattr(params, k) is not None)
+    value = getattr(params, kind)
+    if kind in ("json", "structural_tag") and isinstance(value, str):
+        with contextlib.suppress(msgspec.DecodeError, RecursionError):
+            value = msgspec.json.decode(value)
+    return kind, value
+
+
+def _from_format(given: dict[str, Any] | None) -> StructuredOutputsParams | None:
+    field = "response_format"
+    if given is None:
+        return None
+    match given.get("type"):
+        case "text":
+            return None
+        case "json_object":
+            return made(field, "json_object", True)
+        case "json_schema":
+            wrapped = given.get("json_schema")
+            schema = wrapped.get("schema") if isinstance(wrapped, dict) else None
+            if wrapped is None or not isinstance(schema, dict | bool):
+                raise InvalidRequest(
+                    "response_format.json_schema: needs an object with schema",
+                    param="response_format.json_schema",
+                )
+            return made(field, "json", schema, strict=_strict(wrapped))
+        case "structural_tag":
+            return made(field, "structural_tag", given)
+        case other:
+            raise InvalidRequest(
+                "response_format.type: must be text, json_object, json_schema or structural_tag, "
+                f"got {other!r}",
+                param="response_format.type",
+            )
+
+
+def _strict(wrapped: dict[str, Any]) -> bool | None:
+    strict = wrapped.get("strict")
+    if not isinstance(strict, bool | None):
+        param = "response_format.json_schema.strict"
+        raise InvalidRequest(f"{param}: must be true or false", param=param)
+    return strict
+
+
+def made(
+    field: str, kind: str, value: Any, *, strict: bool | None = None
+) -> StructuredOutputsParams:
+    """Return the parameters of one kind. Raises InvalidRequest with the field's name."""
+    try:
+        return StructuredOutputsParams(**{kind: value}, strict=strict, field=field)
+    except InvalidRequest as error:
+        raise InvalidRequest(f"{field}: {error.message}", param=field) from None

@@ -1,0 +1,339 @@
+"""POST /v1/completions"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+from aiohttp import web
+
+from ....core.engine.async_engine import AsyncEngine
+from ....core.engine.output_stream import OutputStream
+from ....core.errors import InvalidRequest, RequestFailed
+from ....core.outputs import CompletionOutput, PositionLogprobs, RequestOutput
+from ....core.sampling_params import SamplingParams
+from ...http.context import (
+    ENGINE,
+    OPTIONS,
+    check_completions,
+    check_model,
+    check_priority,
+    new_id,
+    part_id,
+    reply,
+    tokenizer_of,
+    usage,
+)
+from ...http.streaming import Template, frame, stream, stream_outputs
+from ..common.logprobs import completion_logprobs, prompt_logprobs
+from ..common.openapi import documented
+from ..common.protocol import CompletionRequest
+from ..common.request_body import Call, decode_body
+from ..common.response_schemas import CompletionChunk, CompletionResponse
+
+STARTED_AT_ONCE = 4
+"""Number of prompts that are submitted in one turn of the event loop."""
+
+
+@documented(
+    "completions", request=CompletionRequest, answer=CompletionResponse, event=CompletionChunk
+)
+async def completions(request: web.Request) -> web.StreamResponse:
+    """Complete one prompt or several."""
+    params = await decode_body(request, CompletionRequest)
+    text_completion = await _completion(request.app, params)
+    if params.stream:
+        if len(text_completion.prompts) > 1:
+            frames = text_completion.frames()
+            return await stream(request, frames, frames.__anext__)
+        (outputs,) = text_completion.streams()
+        encoder = CompletionStream(text_completion)
+        return await stream_outputs(request, outputs, encoder.encode, encoder.final_chunk)
+    return reply(await text_completion.full_response())
+
+
+async def completion_response(call: Call, params: CompletionRequest) -> dict[str, Any]:
+    """Return the response to a request that does not stream."""
+    return await (await _completion(call.app, params)).full_response()
+
+
+async def _completion(app: web.Application, params: CompletionRequest) -> TextCompletion:
+    engine = app[ENGINE]
+    params.check()
+    model = check_model(engine, params.model)
+    check_priority(engine, params.priority)
+    text_completion = TextCompletion(engine, params, model)
+    check_completions(len(text_completion.prompts), text_completion.params.n, app[OPTIONS])
+    await text_completion.tokenize()
+    return text_completion
+
+
+class TextCompletion:
+    """A validated request: its prompts, each with n choices."""
+
+    def __init__(
+        self,
+        engine: AsyncEngine,
+        request: CompletionRequest,
+        model: str,
+    ) -> None:
+        self.engine = engine
+        self.request = request
+        self.model = model
+        self.prompts = request.prompts()
+        self.token_ids: list[list[int]] = []
+        """Token ids of each prompt, set by `tokenize`."""
+        self.id = new_id("cmpl", request.request_id)
+        self.created = int(time.time())
+        if request.best_of is not None and request.best_of != (request.n or 1):
+            raise InvalidRequest("best_of: is not supported; use n", param="best_of")
+        self.params = self._params()
+        self.offsets: dict[int, int] = {}
+        """Choice → offset of its next token in its text."""
+
+    def _params(self) -> SamplingParams:
+        request = self.request
+        limit = 16 if request.max_tokens is None else request.max_tokens
+        self.only_echo = limit == 0 and request.echo
+        self.shows_prompt_logprobs = request.prompt_logprobs is not None
+        if request.echo and request.logprobs is not None:
+            request.prompt_logprobs = max(request.logprobs, request.prompt_logprobs or 0)
+        defaults = self.engine.model_config.sampling
+        return request.sampling(1 if self.only_echo else limit, request.logprobs, defaults)
+
+    async def tokenize(self) -> None:
+        """Encode the prompts. Raises as `AsyncEngine.tokenize_texts`."""
+        texts = [prompt for prompt in self.prompts if isinstance(prompt, str)]
+        encoded_texts: list[list[int]] = []
+        if texts:
+            encoded_texts = await self.engine.tokenize_texts(
+                texts,
+                add_special_tokens=self.request.add_special_tokens,
+                limit=self.engine.prompt_limit(self.params),
+            )
+        encoded = iter(encoded_texts)
+        self.token_ids = [next(encoded) if isinstance(p, str) else p for p in self.prompts]
+
+    def streams(self) -> list[OutputStream]:
+        """Submit each prompt to the engine."""
+        return [
+            self.engine.generate(
+                token_ids,
+                self.params,
+                request_id=self.id if len(self.token_ids) == 1 else part_id(self.id, index),
+                priority=self.request.priority,
+                cache_salt=self.request.cache_salt,
+            )
+            for index, token_ids in enumerate(self.token_ids)
+        ]
+
+    async def full_response(self) -> dict[str, Any]:
+        """Return the full response."""
+        outputs = await _all(self.streams())
+        choices = [
+            self._choice(number, output, completion)
+            for number, output in enumerate(outputs)
+            for completion in output.outputs
+        ]
+        generated = sum(len(c.token_ids) for o in outputs for c in o.outputs)
+        body = self._body(choices)
+        body["usage"] = usage(
+            sum(len(o.prompt_token_ids) for o in outputs),
+            0 if self.only_echo else generated,
+            sum(o.num_cached_tokens for o in outputs),
+        )
+        # As in vLLM, those of the first prompt.
+        if outputs[0].kv_transfer_params is not None:
+            body["kv_transfer_params"] = outputs[0].kv_transfer_params
+        return body
+
+    async def frames(self) -> AsyncIterator[bytes]:
+        """Yield the chunks of a stream."""
+        stream = CompletionStream(self)
+        async for number, output in merge(self.streams()):
+            for piece in stream.frames(output, number):
+                yield piece
+        if last := stream.final_chunk():
+            yield last
+
+    def _body(self, choices: list[Any]) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "object": "text_completion",
+            "created": self.created,
+            "model": self.model,
+            "choices": choices,
+        }
+
+    def _choice(
+        self, number: int, output: RequestOutput, completion: CompletionOutput
+    ) -> dict[str, Any]:
+        """Return a choice, or what an output adds to it."""
+        if completion.finish_reason == "error":
+            raise RequestFailed(output.error or "the request failed")
+        index = number * self.params.n + completion.index
+        first = index not in self.offsets
+        offset = self.offsets.get(index, 0)
+        text, choice_ids = completion.text, completion.token_ids
+        token_ids = choice_ids
+        positions: list[PositionLogprobs | None] = list(completion.logprobs or [])
+        if self.only_echo:
+            text, choice_ids, token_ids, positions = "", [], [], []
+        if self.request.echo and first:
+            text = self._echoed(number, output) + text
+            token_ids = output.prompt_token_ids + token_ids
+            positions = list(output.prompt_logprobs or []) + positions
+        choice: dict[str, Any] = {
+            "index": index,
+            "text": text,
+            "logprobs": None,
+            "finish_reason": completion.finish_reason,
+            "stop_reason": completion.stop_reason,
+        }
+        if self.request.logprobs is not None:
+            choice["logprobs"], offset = completion_logprobs(
+                token_ids,
+                positions,
+                self.request.logprobs,
+                offset,
+                tokenizer_of(self.engine),
+                self.request.return_tokens_as_token_ids,
+            )
+        if self.shows_prompt_logprobs and first:
+            choice["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
+        if self.request.return_token_ids:
+            choice["token_ids"] = choice_ids
+            choice["prompt_token_ids"] = output.prompt_token_ids if first else None
+        self.offsets[index] = offset
+        return choice
+
+    def _echoed(self, number: int, output: RequestOutput) -> str:
+        """Return the prompt's own text, unless the prompt is ids or truncated."""
+        prompt = self.prompts[number]
+        if isinstance(prompt, str) and len(output.prompt_token_ids) == len(self.token_ids[number]):
+            return prompt
+        tokenizer = tokenizer_of(self.engine)
+        # A padded vocabulary has ids without a token.
+        token_ids = [t for t in output.prompt_token_ids if t <= tokenizer.max_token_id]
+        # The whole text, as counted by `text_offset`.
+        return tokenizer.decode(token_ids, skip_special_tokens=False)
+
+
+class CompletionStream:
+    """Encodes the outputs of a text completion as server-sent events, from a template if a chunk
+    contains only text."""
+
+    def __init__(self, text_completion: TextCompletion) -> None:
+        self._completion = text_completion
+        self._prompts, self._cached = (
+            [0] * len(text_completion.token_ids),
+            [0] * len(text_completion.token_ids),
+        )
+        self._generated = 0
+        request = text_completion.request
+        self._plain = (
+            text_completion.params.n == 1
+            and request.logprobs is None
+            and not (
+                request.continuous_usage or request.return_token_ids or text_completion.only_echo
+            )
+        )
+        self._template: Template | None = None
+        """The frame of a text within a single choice."""
+
+    def encode(self, output: RequestOutput) -> bytes:
+        """Return the chunks of an output of a single prompt."""
+        if self._template is not None and len(output.outputs) == 1:
+            completion = output.outputs[0]
+            if completion.finish_reason is None:
+                self._generated += len(completion.token_ids)
+                return self._template.frame(completion.text)
+        return b"".join(self.frames(output, 0))
+
+    def frames(self, output: RequestOutput, number: int) -> list[bytes]:
+        """Return the chunks of an output of prompt `number` as a list."""
+        text_completion = self._completion
+        self._prompts[number] = len(output.prompt_token_ids)
+        self._cached[number] = output.num_cached_tokens
+        frames: list[bytes] = []
+        for completion in output.outputs:
+            self._generated += 0 if text_completion.only_echo else len(completion.token_ids)
+            index = number * text_completion.params.n + completion.index
+            body = text_completion._body([text_completion._choice(number, output, completion)])
+            if text_completion.request.continuous_usage:
+                body["usage"] = self._usage()
+            frames.append(frame(body))
+            if self._plain and self._template is None and index == 0:
+                self._template = Template(lambda text: self._bare(output, text))
+        return frames
+
+    def final_chunk(self) -> bytes:
+        """Return the chunk with the usage, if the request includes it."""
+        if not self._completion.request.include_usage:
+            return b""
+        return frame(self._completion._body([]) | {"usage": self._usage()})
+
+    def _bare(self, output: RequestOutput, text: str) -> bytes:
+        """Return the chunk of a text of a single choice."""
+        completion = CompletionOutput(index=0, text=text)
+        return frame(self._completion._body([self._completion._choice(0, output, completion)]))
+
+    def _usage(self) -> dict[str, Any]:
+        return usage(sum(self._prompts), self._generated, sum(self._cached))
+
+
+async def _all(streams: list[Any]) -> list[RequestOutput]:
+    """Return the final output of each stream; the first error ends the others."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(_last(one)) async for one in spread(streams)]
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return [task.result() for task in tasks]
+
+
+async def spread(streams: list[Any]) -> AsyncIterator[Any]:
+    """Yield the streams to be started, a few per turn of the event loop, because starting each
+    takes time in proportion to n."""
+    for number, one in enumerate(streams, 1):
+        yield one
+        if number % STARTED_AT_ONCE == 0:
+            await asyncio.sleep(0)
+
+
+async def _last(outputs: Any) -> RequestOutput:
+    last: RequestOutput | None = None
+    async for last in outputs:  # noqa: B007
+        pass
+    assert last is not None
+    return last
+
+
+async def merge(streams: list[Any]) -> AsyncIterator[tuple[int, RequestOutput]]:
+    """Yield the outputs of several streams in order of arrival, each with its stream's number."""
+    if len(streams) == 1:
+        async for output in streams[0]:
+            yield 0, output
+        return
+    waiting: dict[asyncio.Future[Any], int] = {}
+    try:
+        async for one in spread(streams):
+            waiting[asyncio.ensure_future(anext(one))] = len(waiting)
+        while waiting:
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in sorted(done, key=lambda task: task.exception() is None):
+                number = waiting.pop(task)
+                try:
+                    output = task.result()
+                except StopAsyncIteration:
+                    continue
+                waiting[asyncio.ensure_future(anext(streams[number]))] = number
+                yield number, output
+    finally:
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        for one in streams:
+            await one.aclose()

@@ -1,0 +1,1 @@
+"""Embeddings, classification, scores: /v1/embeddings, /pooling, /classify, /score, /rerank."""

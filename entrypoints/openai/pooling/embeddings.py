@@ -1,0 +1,39 @@
+"""POST /v1/embeddings"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from aiohttp import web
+
+from ...http.context import ENGINE, check_model, new_id, reply
+from ..common.openapi import documented
+from ..common.request_body import Call, call_of, decode_body
+from ..common.response_schemas import EmbeddingResponse
+from .protocol import EmbeddingRequest
+from .routes import body, check_task, encoded, numbers, prompts_of
+
+
+@documented("vectors and scores", request=EmbeddingRequest, answer=EmbeddingResponse)
+async def embeddings(request: web.Request) -> web.Response:
+    """A vector for each text."""
+    params = await decode_body(request, EmbeddingRequest)
+    return reply(await embeddings_response(call_of(request), params))
+
+
+async def embeddings_response(call: Call, params: EmbeddingRequest) -> dict[str, Any]:
+    """Return a vector for each prompt."""
+    engine = call.app[ENGINE]
+    model = check_model(engine, params.model)
+    check_task(engine, "/v1/embeddings", "embed")
+    name = new_id("embd", params.request_id)
+    outputs = await encoded(engine, await prompts_of(engine, params), params, name)
+    data = [
+        {
+            "index": index,
+            "object": "embedding",
+            "embedding": numbers(output.outputs.data, params.encoding_format),
+        }
+        for index, output in enumerate(outputs)
+    ]
+    return body(name, model, data, outputs)

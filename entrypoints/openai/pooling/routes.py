@@ -1,0 +1,149 @@
+"""POST /pooling and POST /classify, and helpers that the pooling routes share."""
+
+from __future__ import annotations
+
+import base64
+import time
+from collections.abc import Awaitable, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+from aiohttp import web
+
+from ....core.engine.async_engine import AsyncEngine
+from ....core.errors import InvalidRequest
+from ....core.outputs import PoolingRequestOutput
+from ...http.context import ENGINE, check_model, new_id, reply
+from ...scoring import encode_all
+from ..common.openapi import documented
+from ..common.request_body import Call, call_of, decode_body
+from ..common.response_schemas import ClassifyResponse, PoolingResponse
+from .protocol import ClassifyRequest, EmbeddingRequest, PoolingRequest, inputs
+
+T = TypeVar("T")
+
+
+@documented("vectors and scores", request=PoolingRequest, answer=PoolingResponse)
+async def pooling(request: web.Request) -> web.Response:
+    """POST /pooling: the model's pooled data, whatever its kind."""
+    params = await decode_body(request, PoolingRequest)
+    return reply(await pooling_response(call_of(request), params))
+
+
+async def pooling_response(call: Call, params: PoolingRequest) -> dict[str, Any]:
+    """Return the pooled states of each prompt."""
+    engine = call.app[ENGINE]
+    model = check_model(engine, params.model)
+    check_task(engine, "/pooling", *(t for t in engine.supported_tasks if t != "generate"))
+    name = new_id("pool", params.request_id)
+    outputs = await encoded(engine, await prompts_of(engine, params), params, name)
+    data = [
+        {"index": i, "object": "pooling", "data": numbers(o.outputs.data, params.encoding_format)}
+        for i, o in enumerate(outputs)
+    ]
+    return body(name, model, data, outputs)
+
+
+@documented("vectors and scores", request=ClassifyRequest, answer=ClassifyResponse)
+async def classify(request: web.Request) -> web.Response:
+    """POST /classify: one probability per label."""
+    params = await decode_body(request, ClassifyRequest)
+    return reply(await classify_response(call_of(request), params))
+
+
+async def classify_response(call: Call, params: ClassifyRequest) -> dict[str, Any]:
+    """Return the likeliest label of each prompt, and the probabilities of all."""
+    engine = call.app[ENGINE]
+    model = check_model(engine, params.model)
+    check_task(engine, "/classify", "classify")
+    name = new_id("classify", params.request_id)
+    outputs = await encoded(engine, inputs(params.input), params, name)
+    settings = engine.model_config.pooling
+    assert settings is not None
+    data = []
+    for index, output in enumerate(outputs):
+        probs = output.outputs.probs
+        likeliest = int(np.argmax(output.outputs.data))
+        data.append(
+            {
+                "index": index,
+                "label": settings.labels[likeliest],
+                "probs": probs,
+                "num_classes": len(probs),
+            }
+        )
+    return body(name, model, data, outputs)
+
+
+def check_task(engine: AsyncEngine, path: str, *tasks: str) -> None:
+    """Raise InvalidRequest, naming the model's tasks, if it supports none of `tasks`."""
+    does = engine.supported_tasks
+    if not set(tasks) & set(does):
+        hint = "; start the server with --runner pooling" if does == ("generate",) else ""
+        raise InvalidRequest(
+            f"{path}: this model does not serve it, it does {', '.join(does)}{hint}", param="model"
+        )
+
+
+async def prompts_of(engine: AsyncEngine, asked: EmbeddingRequest) -> list[Any]:
+    """Return the prompts from `input`, or from `messages` through the chat template."""
+    if asked.messages is None:
+        return list(inputs(asked.input))
+    if asked.input is not None:
+        raise InvalidRequest("messages: give either input or messages", param="messages")
+    token_ids = await engine.tokenize_chat(
+        asked.messages,
+        chat_template_kwargs=asked.chat_template_kwargs,
+        add_generation_prompt=asked.add_generation_prompt,
+        continue_final_message=asked.continue_final_message,
+    )
+    return [token_ids]
+
+
+async def encoded(
+    engine: AsyncEngine, prompts: Sequence[Any], asked: Any, name: str
+) -> list[PoolingRequestOutput]:
+    """Pool all prompts of a request, with its parameters."""
+    work = encode_all(engine, prompts, asked.params(), **asked.options(name))
+    return await naming(work, "input" if getattr(asked, "messages", None) is None else "messages")
+
+
+async def naming(work: Awaitable[T], field: str) -> T:
+    """Await `work`; name the route's field in errors about a prompt."""
+    try:
+        return await work
+    except InvalidRequest as error:
+        if error.param != "prompt":
+            raise
+        raise type(error)(error.message.replace("prompt:", f"{field}:", 1), param=field) from None
+
+
+def numbers(data: np.ndarray, encoding_format: str) -> Any:
+    """Return a list, or OpenAI's base64 of little-endian float32."""
+    if encoding_format == "float":
+        return data.tolist()
+    return base64.b64encode(data.astype("<f4", copy=False).tobytes()).decode("ascii")
+
+
+def body(
+    name: str, model: str, data: list[Any], outputs: Sequence[PoolingRequestOutput]
+) -> dict[str, Any]:
+    """Return OpenAI's list."""
+    return {
+        "id": name,
+        "object": "list",
+        "created": int(time.time()),
+        "model": model,
+        "data": data,
+        "usage": usage_of(outputs),
+    }
+
+
+def usage_of(outputs: Sequence[PoolingRequestOutput]) -> dict[str, Any]:
+    """Return the usage in tokens."""
+    total = sum(len(output.prompt_token_ids) for output in outputs)
+    return {
+        "prompt_tokens": total,
+        "total_tokens": total,
+        "prompt_tokens_details": {"cached_tokens": sum(o.num_cached_tokens for o in outputs)},
+    }

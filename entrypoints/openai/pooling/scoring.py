@@ -1,0 +1,72 @@
+"""POST /score and POST /rerank: similarity of texts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from aiohttp import web
+
+from ....core.engine.async_engine import AsyncEngine
+from ...http.context import ENGINE, check_model, new_id, reply
+from ...scoring import score_all
+from ..common.openapi import documented
+from ..common.request_body import Call, call_of, decode_body
+from ..common.response_schemas import RerankResponse, ScoreResponse
+from .protocol import RerankRequest, ScoreRequest
+from .routes import body, check_task, naming, usage_of
+
+
+@documented("vectors and scores", request=ScoreRequest, answer=ScoreResponse)
+async def score(request: web.Request) -> web.Response:
+    """POST /score, /v1/score: one score per pair of texts."""
+    params = await decode_body(request, ScoreRequest)
+    return reply(await score_response(call_of(request), params))
+
+
+async def score_response(call: Call, params: ScoreRequest) -> dict[str, Any]:
+    """Return a score for each pair of texts."""
+    engine = call.app[ENGINE]
+    model = check_model(engine, params.model)
+    _check_scores(engine, call.route)
+    name = new_id("score", params.request_id)
+    work = score_all(engine, params.pairs(), params.params(), **params.options(name))
+    outputs = await naming(work, "text_2")
+    data = [
+        {"index": index, "object": "score", "score": output.outputs.score}
+        for index, output in enumerate(outputs)
+    ]
+    return body(name, model, data, outputs)
+
+
+@documented("vectors and scores", request=RerankRequest, answer=RerankResponse)
+async def rerank(request: web.Request) -> web.Response:
+    """POST /rerank, /v1/rerank, /v2/rerank: documents ranked by how well they match a query."""
+    params = await decode_body(request, RerankRequest)
+    return reply(await rerank_response(call_of(request), params))
+
+
+async def rerank_response(call: Call, params: RerankRequest) -> dict[str, Any]:
+    """Return the documents, those that match the query best first."""
+    engine = call.app[ENGINE]
+    model = check_model(engine, params.model)
+    _check_scores(engine, call.route)
+    texts = params.texts()
+    name = new_id("rerank", params.request_id)
+    pairs = [(params.query, text) for text in texts]
+    work = score_all(engine, pairs, params.params(), **params.options(name))
+    outputs = await naming(work, "documents")
+    scores = [output.outputs.score for output in outputs]
+    best = sorted(range(len(scores)), key=lambda index: -scores[index])
+    results: list[dict[str, Any]] = []
+    for index in best[: params.top_n or None]:
+        result: dict[str, Any] = {"index": index, "relevance_score": scores[index]}
+        if params.return_documents:
+            result["document"] = {"text": texts[index]}
+        results.append(result)
+    return {"id": name, "model": model, "usage": usage_of(outputs), "results": results}
+
+
+def _check_scores(engine: AsyncEngine, path: str) -> None:
+    pooling = engine.model_config.pooling
+    scores = pooling is not None and pooling.scores
+    check_task(engine, path, *(engine.supported_tasks if scores else ("score",)))

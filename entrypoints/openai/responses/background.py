@@ -1,0 +1,249 @@
+"""The stored and the background responses of one server."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from ....core.engine.async_engine import AsyncEngine
+from ....core.errors import EngineOverloaded, InvalidRequest, NotFound
+from ....core.text.text_threads import rough_size
+from ...http.context import encoder
+from ...http.options import ServerOptions
+from ...http.streaming import named_frame
+from .events import Event
+from .input_items import Item, check_count, read_items
+from .protocol import ResponsesRequest
+from .request import ResponseCompletion
+from .store import ResponseStore, StoredResponse
+
+FEW_ITEMS = 256
+"""Inputs of up to this many items are read on the event loop."""
+
+
+class Running:
+    """A background response in progress; any number of clients may follow it."""
+
+    def __init__(self, completion: ResponseCompletion, owner: str) -> None:
+        self.completion = completion
+        self.owner = owner
+        self.kept = True
+        """False after it was deleted."""
+        self.frames: list[bytes] = []
+        """The frames of its events by sequence number, if it streams."""
+        self.task: asyncio.Task[None] | None = None
+        self.ended = False
+        """Whether its last event was added."""
+        self._changed = asyncio.Event()
+
+    def take(self, event: Event) -> None:
+        """Add an event, and wake the followers."""
+        if self.completion.body.stream:
+            self.frames.append(named_frame(event))
+        self.wake()
+
+    def wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def follow(self, first: int) -> AsyncIterator[bytes]:
+        """Yield the frames from this sequence number on, up to the last."""
+        while True:
+            changed = self._changed
+            while first < len(self.frames):
+                yield self.frames[first]
+                first += 1
+            if self.ended:
+                return
+            await changed.wait()
+
+
+class Responses:
+    """Stored and running responses of one application."""
+
+    def __init__(self, options: ServerOptions) -> None:
+        self.store = ResponseStore(options.max_stored_responses, options.max_stored_response_bytes)
+        self.running: dict[str, Running] = {}
+
+    async def close(self, _: web.Application) -> None:
+        """Cancel all background responses."""
+        tasks = [one.task for one in self.running.values() if one.task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    # ------------------------------------------------------------ making
+
+    async def new_completion(
+        self, engine: AsyncEngine, body: ResponsesRequest, owner: str
+    ) -> ResponseCompletion:
+        """Validate a request, together with the earlier responses of this owner that it continues.
+        Raises InvalidRequest, EngineOverloaded."""
+        body.check()
+        stored = self.store.enabled and body.store is not False
+        if body.background and not stored:
+            raise InvalidRequest(
+                "background: this server stores no responses (--max-stored-responses 0)",
+                param="background",
+            )
+        if body.background and len(self.running) >= self.store.max_count:
+            raise EngineOverloaded("too many responses run in the background; try again later")
+        earlier = self._earlier(body.previous_response_id, owner)
+        by_id = {item["id"]: item for item in earlier}
+        num_given = len(body.input) if isinstance(body.input, list) else 1
+        check_count(len(earlier) + num_given)
+
+        def read() -> list[Item]:
+            find_item = self.store.finder(owner)
+            return read_items(body.input, lambda id: by_id.get(id) or find_item(id))
+
+        if num_given < FEW_ITEMS:
+            own = read()
+        else:
+            own = await engine.in_text_threads(rough_size(body.input), read)
+        completion = ResponseCompletion(engine, body, earlier, own, stored=stored)
+        await completion.truncate()
+        return completion
+
+    def _earlier(self, id: str | None, owner: str) -> list[Item]:
+        if id is None:
+            return []
+        if self._running(id, owner) is not None:
+            raise InvalidRequest(
+                f"previous_response_id: {id!r} is still running", param="previous_response_id"
+            )
+        stored = self.store.get(id, owner)
+        if stored is None:
+            error = InvalidRequest(
+                f"previous_response_id: no response {id!r} is stored here",
+                param="previous_response_id",
+            )
+            error.code = "previous_response_not_found"
+            raise error
+        return stored.conversation()
+
+    def keep(
+        self, completion: ResponseCompletion, owner: str, frames: list[bytes] | None = None
+    ) -> None:
+        """Store a response that has ended, if it is to be stored."""
+        if completion.stored:
+            self.store.put(
+                completion.snapshot(),
+                completion.input,
+                completion.own,
+                b"".join(frames or ()),
+                owner,
+            )
+
+    async def stream(self, completion: ResponseCompletion, owner: str) -> AsyncIterator[bytes]:
+        """Yield the frames of a response that ends when its client disconnects."""
+        events = completion.events()
+        try:
+            async for event in events:
+                if completion.ended and "response" in event:
+                    self.keep(completion, owner)
+                yield named_frame(event)
+        finally:
+            await events.aclose()  # type: ignore[attr-defined]
+
+    async def start(self, completion: ResponseCompletion, owner: str) -> Running:
+        """Run a response in the background; returns once the engine has admitted it."""
+        events = completion.events()
+        running = Running(completion, owner)
+        running.take(await anext(events))
+        self.running[completion.id] = running
+        running.task = asyncio.create_task(self._run(running, events))
+        return running
+
+    async def _run(self, running: Running, events: AsyncIterator[Event]) -> None:
+        completion = running.completion
+        try:
+            async for event in events:
+                running.take(event)
+        finally:
+            await events.aclose()  # type: ignore[attr-defined]
+            del self.running[completion.id]
+            if running.kept and completion.ended:
+                self.keep(completion, running.owner, running.frames)
+            running.ended = True
+            running.wake()
+
+    # ------------------------------------------------------------ asking for
+
+    def _running(self, id: str, owner: str) -> Running | None:
+        running = self.running.get(id)
+        return running if running is not None and running.owner == owner else None
+
+    def stored(self, id: str, owner: str) -> StoredResponse:
+        """Return a stored response. Raises NotFound."""
+        response = self.store.get(id, owner)
+        if response is None:
+            raise NotFound(f"response_id: no response {id!r} is stored here", param="response_id")
+        return response
+
+    def body(self, id: str, owner: str) -> bytes:
+        """Return a response as it is now, encoded. Raises NotFound."""
+        running = self._running(id, owner)
+        return (
+            self.stored(id, owner).body
+            if running is None
+            else encoder.encode(running.completion.snapshot())
+        )
+
+    def input(self, id: str, owner: str) -> list[Item]:
+        """Return all items before a response's output. Raises NotFound."""
+        running = self._running(id, owner)
+        return self.stored(id, owner).items() if running is None else running.completion.input
+
+    def follow(self, id: str, owner: str, first: int) -> AsyncIterator[bytes]:
+        """Return the stream of a background response from a sequence number on. Raises NotFound,
+        InvalidRequest."""
+        running = self._running(id, owner)
+        streamed = bool(
+            running.completion.body.stream if running else self.stored(id, owner).events
+        )
+        if not streamed:
+            raise InvalidRequest(
+                "stream: only a response created with background and stream can be followed",
+                param="stream",
+            )
+        return running.follow(first) if running else _replay(self.stored(id, owner).events, first)
+
+    async def cancel(self, id: str, owner: str) -> bytes:
+        """Cancel a background response; return it. Raises NotFound; InvalidRequest unless it ran in
+        the background."""
+        running = self._running(id, owner)
+        if running is None:
+            stored = self.stored(id, owner)
+            if not msgspec.json.decode(stored.body)["background"]:
+                raise InvalidRequest(
+                    "response_id: only background responses can be cancelled", param="response_id"
+                )
+            return stored.body
+        await self._abort(running)
+        return encoder.encode(running.completion.snapshot())
+
+    async def delete(self, id: str, owner: str) -> dict[str, Any]:
+        """Delete a response; cancel it if it is running. Raises NotFound."""
+        running = self._running(id, owner)
+        if running is not None:
+            running.kept = False
+            await self._abort(running)
+        else:
+            self.stored(id, owner)
+            self.store.delete(id)
+        return {"id": id, "object": "response", "deleted": True}
+
+    async def _abort(self, running: Running) -> None:
+        await running.completion.engine.abort(running.completion.id)
+        assert running.task is not None
+        await asyncio.wait([running.task])
+
+
+async def _replay(events: bytes, first: int) -> AsyncIterator[bytes]:
+    for one in events.split(b"\n\n")[first:-1]:
+        yield one + b"\n\n"

@@ -1,0 +1,100 @@
+"""Assigns the log-probabilities of an output's tokens to the messages whose text they are."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from ....core.output_parsing.completion_parser import TokenText
+from ....core.outputs import CompletionOutput
+from ....core.protocols.parsers import ParserEvent
+from ....core.text.tokenizer import Tokenizer
+from ..common.logprobs import chat_logprobs
+from .events import Event, OutputItems
+
+
+class _Pending(msgspec.Struct):
+    """Text that no event contains yet, with the entry of its token."""
+
+    text: str
+    entry: Any
+    """None after it was assigned to a message."""
+
+
+class MessageLogprobs:
+    """Builds the items of an output token by token, next to those of the response: a token belongs
+    to the message whose text contains the token's."""
+
+    def __init__(self, tokenizer: Tokenizer, num_top: int) -> None:
+        """num_top: number of most likely tokens in each entry."""
+        self._tokenizer = tokenizer
+        self._num_top = num_top
+        self._items = OutputItems()
+        self._positions: deque[Any] = deque()
+        """Log-probabilities of tokens whose text has not arrived."""
+        self._in_token = False
+        """Whether the last text was only the beginning of a token's text."""
+        self._pending: list[_Pending] = []
+        self._entries: dict[int, list[Any]] = {}
+        """Output index of a message → its entries."""
+        self._num_sent: dict[int, int] = {}
+
+    def add(
+        self, output: CompletionOutput, tokens: Sequence[tuple[TokenText, list[ParserEvent]]]
+    ) -> None:
+        """Add the next output, and the texts and events of its tokens."""
+        self._positions.extend(output.logprobs or ())
+        stopped = output.finish_reason == "stop" and not isinstance(output.stop_reason, str)
+        for token, events in tokens:
+            entry = None
+            if token.token_id is not None and not self._in_token and self._positions:
+                position = self._positions.popleft()
+                if token.text or self._positions or not stopped:  # A stop token has no text.
+                    table = chat_logprobs([position], self._num_top, self._tokenizer)
+                    (entry,) = table["content"]
+            self._in_token = token.token_id is not None and not token.complete
+            self._pending.append(_Pending(token.text, entry))
+            self._assign(self._items.add(events))
+        if output.finish_reason is not None:
+            self._assign(self._items.close("completed"))
+
+    def entries(self, index: int, *, only_new: bool) -> list[Any]:
+        """Return the entries of the message at this output index: all of them, or those since the
+        last call for new ones."""
+        entries = self._entries.get(index, [])
+        if not only_new:
+            return entries[:]
+        first, self._num_sent[index] = self._num_sent.get(index, 0), len(entries)
+        return entries[first:]
+
+    def _assign(self, events: list[Event]) -> None:
+        is_other = False
+        for event in events:
+            if event["type"] == "response.output_text.delta":
+                self._assign_text(event["output_index"], event["delta"])
+                is_other = False
+            elif event["type"].endswith(".delta"):
+                is_other = True
+        if is_other:
+            self._pending = []
+
+    def _assign_text(self, index: int, text: str) -> None:
+        """Assign the tokens of a message's text. Pending text before it was marks; text after it
+        stays pending."""
+        pending = "".join(part.text for part in self._pending)
+        start = 0 if pending.startswith(text) else max(pending.rfind(text), 0)
+        end = start + len(text)
+        place, rest = 0, []
+        for part in self._pending:
+            begin, place = place, place + len(part.text)
+            is_inside = start <= begin < end or begin < start < place
+            if is_inside and part.entry is not None:
+                self._entries.setdefault(index, []).append(part.entry)
+            if begin >= end:
+                rest.append(part)
+            elif place > end:
+                rest.append(_Pending(part.text[end - begin :], None))
+        self._pending = rest

@@ -1,0 +1,322 @@
+"""The requests of /v1/responses, and their conversion to chat requests."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import msgspec
+
+from ....core.errors import InvalidRequest, JackfieldError
+from ..common.protocol import VERBOSITIES, ChatRequest
+
+LOGPROBS = "message.output_text.logprobs"
+INCLUDABLE = (LOGPROBS, "reasoning.encrypted_content")
+"""The second requests what a client needs to send reasoning back, which here is its text itself."""
+EFFORTS = {
+    "minimal": "low", "low": "low", "medium": "medium", "high": "high", "xhigh": "high",
+    "max": "high",
+}  # fmt: skip
+"""`reasoning.effort` → the template's `reasoning_effort`. "none" turns reasoning off."""
+PASSED = (
+    "temperature", "top_p", "seed", "stop", "presence_penalty", "frequency_penalty",
+    "logit_bias", "structured_outputs", "top_k", "min_p", "repetition_penalty", "min_tokens",
+    "ignore_eos", "stop_token_ids", "include_stop_str_in_output", "skip_special_tokens",
+    "bad_words", "allowed_token_ids", "priority", "cache_salt", "parallel_tool_calls",
+    "kv_transfer_params",
+)  # fmt: skip
+"""Fields with the same meaning in a response and in a chat."""
+RENAMED = {
+    "messages": "input",
+    "prompt": "input",
+    "max_tokens": "max_output_tokens",
+    "max_completion_tokens": "max_output_tokens",
+    "logprobs": "top_logprobs",
+    "response_format.json_schema": "text.format.schema",
+    "response_format": "text.format",
+}
+"""Field of a chat → field of the response that it came from; longer names first."""
+
+
+class TextConfig(msgspec.Struct, kw_only=True):
+    """The form of the output text."""
+
+    format: dict[str, Any] | None = None
+    """text, json_object, or json_schema with `name` and `schema` in it (not nested as in chat)."""
+    verbosity: str | None = None
+
+
+class ReasoningConfig(msgspec.Struct, kw_only=True):
+    """How much to reason."""
+
+    effort: str | None = None
+    summary: str | None = None
+    generate_summary: str | None = None
+
+
+class ResponsesRequest(msgspec.Struct, kw_only=True, dict=True):
+    """POST /v1/responses. Names: OpenAI's, then vLLM's."""
+
+    token_cap: ClassVar[int | None] = None
+    """As in SamplingRequest."""
+
+    REFUSED: ClassVar = {
+        "conversation": "chain responses with previous_response_id instead",
+        "prompt": "this server keeps no prompt templates",
+        "context_management": "this server compacts nothing; truncation can be auto",
+        "moderation": "this server does not moderate",
+        "image": "a text model takes no images",
+    }
+    """OpenAI's fields for unsupported features → the text of the error."""
+
+    input: str | list[Any] | None = None
+    model: str | None = None
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    store: bool | None = None
+    background: bool | None = None
+    stream: bool | None = None
+    stream_options: dict[str, Any] | None = None
+    max_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_logprobs: int | None = None
+    include: list[str] | None = None
+    text: TextConfig | None = None
+    reasoning: ReasoningConfig | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    max_tool_calls: int | None = None
+    truncation: str | None = None
+    metadata: dict[str, str] | None = None
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    service_tier: str | None = None
+
+    conversation: Any = None
+    prompt: Any = None
+    context_management: Any = None
+    moderation: Any = None
+    image: Any = None
+
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[int, float] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool = False
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    bad_words: list[str] | None = None
+    allowed_token_ids: list[int] | None = None
+    priority: int = 0
+    cache_salt: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    kv_transfer_params: dict[str, Any] | None = None
+
+    def check(self) -> None:
+        """Raise InvalidRequest for what a text model does not support, and for values out of
+        range."""
+        for name, why in self.REFUSED.items():
+            if getattr(self, name) not in (None, [], {}):
+                raise InvalidRequest(f"{name}: is not supported; {why}", param=name)
+        for index, name_included in enumerate(self.include or ()):
+            if name_included not in INCLUDABLE:
+                raise InvalidRequest(
+                    f"include[{index}]: {name_included!r} is not supported (there is: "
+                    f"{', '.join(INCLUDABLE)})",
+                    param=f"include[{index}]",
+                )
+        _one_of("truncation", self.truncation, ("auto", "disabled"))
+        if self.text is not None:
+            _one_of("text.verbosity", self.text.verbosity, VERBOSITIES)
+        if self.reasoning is not None:
+            _one_of("reasoning.effort", self.reasoning.effort, ("none", *EFFORTS))
+            for name in ("summary", "generate_summary"):
+                _one_of(f"reasoning.{name}", getattr(self.reasoning, name), ("auto",))
+        if self.background and self.store is False:
+            raise InvalidRequest("background: needs store", param="background")
+        if self.top_logprobs is not None and not 0 <= self.top_logprobs <= 20:
+            raise InvalidRequest(
+                f"top_logprobs: must be between 0 and 20, got {self.top_logprobs}",
+                param="top_logprobs",
+            )
+        _check_metadata(self.metadata or {})
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return LOGPROBS in (self.include or ()) or bool(self.top_logprobs)
+
+    def chat(
+        self, messages: list[dict[str, Any]], thinking_kwarg: tuple[str, bool] | None
+    ) -> ChatRequest:
+        """Return the same request as a chat request.
+
+        thinking_kwarg: the reasoning parser's template variable that turns reasoning on or off.
+        Raises InvalidRequest with the field's name.
+        """
+        tools, choice = chat_tools(self.tools, self.tool_choice)
+        chat = ChatRequest(
+            model=self.model,
+            messages=messages,
+            stream=bool(self.stream or self.background),
+            max_completion_tokens=self.max_output_tokens,
+            logprobs=self.wants_logprobs or None,
+            top_logprobs=self.top_logprobs if self.wants_logprobs else None,
+            tools=tools,
+            tool_choice=choice,
+            response_format=self._format(),
+            verbosity=self.text.verbosity if self.text is not None else None,
+            chat_template_kwargs=self._template_kwargs(thinking_kwarg),
+            **{name: getattr(self, name) for name in PASSED},
+        )
+        if self.token_cap is not None:
+            chat.token_cap = self.token_cap  # type: ignore[misc]
+        return chat
+
+    def _format(self) -> dict[str, Any] | None:
+        format = self.text.format if self.text is not None else None
+        if format is None or format.get("type") == "text":
+            return None
+        match format.get("type"):
+            case "json_object":
+                return {"type": "json_object"}
+            case "json_schema":
+                return {"type": "json_schema", "json_schema": format}
+            case other:
+                raise InvalidRequest(
+                    f"text.format.type: must be text, json_object or json_schema, got {other!r}",
+                    param="text.format.type",
+                )
+
+    def _template_kwargs(self, thinking_kwarg: tuple[str, bool] | None) -> dict[str, Any] | None:
+        """Return the effort as template arguments; the request's own arguments take precedence."""
+        effort = self.reasoning.effort if self.reasoning is not None else None
+        kwargs: dict[str, Any] = {}
+        if effort is not None:
+            kwargs[thinking_kwarg[0] if thinking_kwarg is not None else "enable_thinking"] = (
+                effort != "none"
+            )
+        if effort in EFFORTS:
+            kwargs["reasoning_effort"] = EFFORTS[effort]
+        kwargs.update(self.chat_template_kwargs or {})
+        return kwargs or None
+
+
+def chat_tools(
+    tools: list[dict[str, Any]] | None, choice: str | dict[str, Any] | None
+) -> tuple[list[dict[str, Any]] | None, str | dict[str, Any] | None]:
+    """Convert Responses' flat tools and `tool_choice` to a chat's.
+
+    Of `allowed_tools`, the model gets only those. Raises InvalidRequest.
+    """
+    functions: dict[str, dict[str, Any]] = {}
+    for index, tool in enumerate(tools or ()):
+        function = _function(tool, f"tools[{index}]")
+        functions[function["name"]] = function
+    if isinstance(choice, dict):
+        choice = _checked_choice(choice)
+        if choice["type"] == "allowed_tools":
+            allowed = [_function_name(t, "tool_choice.tools") for t in choice["tools"]]
+            for name in allowed:
+                _check_known(name, functions)
+            functions = {name: functions[name] for name in allowed}
+            choice = choice["mode"]
+        else:
+            name = _function_name(choice, "tool_choice")
+            _check_known(name, functions)
+            choice = {"type": "function", "function": {"name": name}}
+    elif choice not in (None, "none", "auto", "required"):
+        raise InvalidRequest(
+            f"tool_choice: must be none, auto, required or an object, got {choice!r}",
+            param="tool_choice",
+        )
+    return [{"type": "function", "function": f} for f in functions.values()] or None, choice
+
+
+def _function(tool: dict[str, Any], path: str) -> dict[str, Any]:
+    if tool.get("type") != "function":
+        raise InvalidRequest(
+            f"{path}.type: {tool.get('type')!r} tools are not supported; a text model calls "
+            "functions only",
+            param=f"{path}.type",
+        )
+    kept = {k: tool[k] for k in ("name", "description", "parameters", "strict") if k in tool}
+    checks = (
+        ("name", isinstance(tool.get("name"), str) and bool(tool["name"]), "a non-empty text"),
+        ("description", isinstance(tool.get("description"), str | None), "a text"),
+        ("parameters", isinstance(tool.get("parameters"), dict | None), "a JSON schema"),
+        ("strict", isinstance(tool.get("strict"), bool | None), "true or false"),
+    )
+    for name, right, what in checks:
+        if not right:
+            raise InvalidRequest(f"{path}.{name}: must be {what}", param=f"{path}.{name}")
+    return {key: value for key, value in kept.items() if value is not None}
+
+
+def _checked_choice(choice: dict[str, Any]) -> dict[str, Any]:
+    kind = choice.get("type")
+    if kind == "allowed_tools":
+        _one_of("tool_choice.mode", choice.get("mode", "?"), ("auto", "required"))
+        if not isinstance(choice.get("tools"), list) or not choice["tools"]:
+            raise InvalidRequest(
+                "tool_choice.tools: must be a list of tools", param="tool_choice.tools"
+            )
+    elif kind != "function":
+        raise InvalidRequest(
+            f"tool_choice.type: must be function or allowed_tools, got {kind!r}",
+            param="tool_choice.type",
+        )
+    return choice
+
+
+def _function_name(tool: Any, path: str) -> str:
+    if not isinstance(tool, dict) or tool.get("type") != "function":
+        raise InvalidRequest(f"{path}: must name functions", param=path)
+    if not isinstance(tool.get("name"), str):
+        raise InvalidRequest(f"{path}.name: must be a text", param=f"{path}.name")
+    return str(tool["name"])
+
+
+def _check_known(name: str, functions: dict[str, Any]) -> None:
+    if name not in functions:
+        raise InvalidRequest(
+            f"tool_choice: {name!r} is none of tools ({', '.join(functions) or 'there are none'})",
+            param="tool_choice",
+        )
+
+
+def _one_of(field: str, value: Any, known: tuple[str, ...]) -> None:
+    if value is not None and value not in known:
+        raise InvalidRequest(
+            f"{field}: {value!r} is not supported (there is: {', '.join(known)})", param=field
+        )
+
+
+def _check_metadata(metadata: dict[str, str]) -> None:
+    if len(metadata) > 16:
+        raise InvalidRequest(f"metadata: at most 16 keys, got {len(metadata)}", param="metadata")
+    for key, value in metadata.items():
+        if len(key) > 64 or len(value) > 512:
+            raise InvalidRequest(
+                "metadata: keys have at most 64 characters and values 512", param="metadata"
+            )
+
+
+def renamed(error: JackfieldError) -> JackfieldError:
+    """Return the same error with the names of a response's fields."""
+    for chat, own in RENAMED.items():
+        param = error.param
+        if param is not None and (param == chat or param.startswith((f"{chat}.", f"{chat}["))):
+            error.param = own + param[len(chat) :]
+            error.message = error.message.replace(param, error.param, 1)
+            error.args = (error.message,)
+            break
+    return error

@@ -1,0 +1,289 @@
+"""A response in progress: a chat completion, sent as events of /v1/responses."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import time
+import uuid
+from bisect import bisect_left
+from collections.abc import AsyncIterator
+from typing import Any
+
+from ....core.engine.async_engine import AsyncEngine
+from ....core.errors import ContextLengthExceeded, JackfieldError, RequestFailed
+from ....core.output_parsing.events import merge_events
+from ....core.output_parsing.reasoning_parser import thinking_kwarg
+from ....core.outputs import CompletionOutput, RequestOutput
+from ....core.protocols.parsers import ParserEvent, ToolCallEnd
+from ....core.text.text_threads import rough_size
+from ....core.text.token_limit import LONG_TEXT, TokenLimit
+from ...http.context import tokenizer_of
+from ..chat.request import ChatCompletion
+from .events import Event, OutputItems, call_id, no_logprobs
+from .input_items import Item, to_messages, turns
+from .logprobs import MessageLogprobs
+from .protocol import ResponsesRequest, renamed
+
+logger = logging.getLogger("jackfield.server")
+STATUS = {"stop": "completed", "length": "incomplete", "abort": "cancelled", "error": "failed"}
+"""The engine's finish_reason → a response's status."""
+TERMINAL = {
+    "completed": "response.completed",
+    "incomplete": "response.incomplete",
+    "cancelled": "response.incomplete",
+    "failed": "response.failed",
+}
+"""Status → the last event. OpenAI has none for a cancelled response."""
+
+
+class ResponseCompletion(ChatCompletion):
+    """A validated request for a response, and the response as it grows."""
+
+    def __init__(
+        self,
+        engine: AsyncEngine,
+        body: ResponsesRequest,
+        earlier: list[Item],
+        own: list[Item],
+        *,
+        stored: bool,
+    ) -> None:
+        """earlier: items of the responses that this one continues; own: items of its input.
+
+        stored: whether the response will be stored. Raises InvalidRequest with the field's name.
+        """
+        self.body = body
+        self.own = own
+        self.input = earlier + own
+        self.stored = stored
+        kwarg: tuple[str, bool] | None = None
+        if (name := engine.config.reasoning_parser) is not None:
+            kwarg = thinking_kwarg(engine.plugins["reasoning_parser"].load(name))
+        try:
+            super().__init__(engine, body.chat(to_messages(self.input, body.instructions), kwarg))
+        except JackfieldError as error:
+            raise renamed(error) from None
+        self.id = f"resp_{uuid.uuid4().hex}"
+        self.status = "queued" if body.background else "in_progress"
+        self.error: str | None = None
+        self.completed_at: int | None = None
+        self._output: RequestOutput | None = None
+        """The latest output."""
+        self._sequence = 0
+        self._choice = self.new_choice()
+        self._logprobs: MessageLogprobs | None = None
+        if body.wants_logprobs:
+            self._logprobs = MessageLogprobs(tokenizer_of(engine), body.top_logprobs or 0)
+        self._items = OutputItems(
+            getattr(self.tool_parser, "new_id", call_id),
+            no_logprobs if self._logprobs is None else self._logprobs.entries,
+        )
+
+    async def truncate(self) -> None:
+        """With `truncation: auto`, drop the oldest turns until the prompt fits together with
+        `max_output_tokens`, of which at most half of the context counts."""
+        if self.body.truncation != "auto":
+            return
+        context = self.engine.model_config.max_model_len
+        room = context - min(self.body.max_output_tokens or 1, context // 2)
+        num_instructions, starts = turns(self.input)
+        # Each item has at least one token, so a prompt with more items than `room` cannot fit.
+        least = bisect_left(starts, len(self.input) + num_instructions - room)
+        begins = [num_instructions, *starts[1:]][min(least, max(len(starts) - 1, 0)) :]
+        first, last = 0, len(begins) - 1
+        while first < last:
+            middle = (first + last) // 2
+            if await self._fits(num_instructions, begins[middle], room):
+                last = middle
+            else:
+                first = middle + 1
+        self.request.messages = self._messages(num_instructions, begins[first])
+
+    def _messages(self, num_instructions: int, begin: int) -> list[dict[str, Any]]:
+        """Return the leading instructions, and the conversation from an item on."""
+        items = self.input[:num_instructions] + self.input[begin:]
+        return to_messages(items, self.body.instructions)
+
+    async def _fits(self, num_instructions: int, begin: int, room: int) -> bool:
+        context = self.engine.model_config.max_model_len
+        limit = TokenLimit(tokens=room, context=context, param="messages")
+
+        def fits() -> bool:
+            messages = self._messages(num_instructions, begin)
+            return len(self.engine.render_chat(messages, **self._rendering(), limit=limit)) <= room
+
+        try:
+            return await self.engine.in_text_threads(self._size, fits)
+        except ContextLengthExceeded:
+            return False
+        except JackfieldError as error:
+            raise renamed(error) from None
+
+    @functools.cached_property
+    def _size(self) -> int:
+        """The approximate number of characters of the input."""
+        return rough_size(self.input)
+
+    @property
+    def ended(self) -> bool:
+        return self.status in TERMINAL
+
+    async def events(self) -> AsyncIterator[Event]:
+        """Yield the events in order. The first step raises if the request is invalid; later
+        failures are events, and the last event is always a terminal one."""
+        outputs = self.outputs()
+        try:
+            try:
+                await outputs.admit()
+            except JackfieldError as error:
+                raise renamed(error) from None
+            yield self._lifecycle("response.created")
+            if self.body.background:
+                yield self._lifecycle("response.queued")
+            else:
+                yield self._lifecycle("response.in_progress")
+            try:
+                async for output in outputs:
+                    if self.status == "queued":
+                        self.status = "in_progress"
+                        yield self._lifecycle("response.in_progress")
+                    for event in await self._step(output):
+                        yield self._numbered(event)
+            except JackfieldError as error:
+                self._fail(error.message)
+            except Exception:
+                logger.exception("response %s failed", self.id)
+                self._fail("the request failed")
+            for event in self._items.close(
+                "completed" if self.status == "completed" else "incomplete"
+            ):
+                yield self._numbered(event)
+            yield self._lifecycle(TERMINAL[self.status])
+        finally:
+            await outputs.aclose()
+
+    async def full_response(self) -> dict[str, Any]:
+        """Return the complete response, built from its events. Raises RequestFailed."""
+        async for _ in self.events():
+            pass
+        if self.status == "failed":
+            raise RequestFailed(self.error or "the request failed")
+        return self.snapshot()
+
+    async def _step(self, output: RequestOutput) -> list[Event]:
+        (completion,) = output.outputs
+        self._output = output
+        if len(completion.text) < LONG_TEXT:
+            events = self._items.add(self._parse(completion))
+        else:
+            events = self._items.add(await asyncio.to_thread(self._parse, completion))
+        if completion.finish_reason is not None:
+            self.status = STATUS[completion.finish_reason]
+            if self.status == "failed":
+                self.error = output.error or "the request failed"
+            elif self.status == "completed":
+                self.completed_at = int(time.time())
+        return events
+
+    def _parse(self, completion: CompletionOutput) -> list[ParserEvent]:
+        if self._logprobs is None:
+            events = self._choice.parse(completion)
+        else:
+            tokens = list(self._choice.parse_tokens(completion))
+            self._logprobs.add(completion, tokens)
+            events = merge_events([event for _, events in tokens for event in events])
+        is_named = self.constrained_calls is not None and self.constrained_calls.named
+        if is_named and completion.finish_reason != "stop":
+            # The parser of a named call ends the call where the output ends.
+            events = [event for event in events if not isinstance(event, ToolCallEnd)]
+        return events
+
+    def _fail(self, message: str) -> None:
+        self.status, self.error = "failed", message
+
+    def _numbered(self, event: Event) -> Event:
+        numbered = {"type": event["type"], "sequence_number": self._sequence, **event}
+        self._sequence += 1
+        return numbered
+
+    def _lifecycle(self, kind: str) -> Event:
+        return self._numbered({"type": kind, "response": self.snapshot()})
+
+    def _usage(self) -> dict[str, Any] | None:
+        output = self._output
+        if output is None or not self.ended:
+            return None
+        parser = self._choice.parser
+        prompt, completion = len(output.prompt_token_ids), parser.num_tokens
+        return {
+            "input_tokens": prompt,
+            "input_tokens_details": {
+                "cached_tokens": output.num_cached_tokens,
+                "cache_write_tokens": 0,
+            },
+            "output_tokens": completion,
+            "output_tokens_details": {"reasoning_tokens": parser.num_reasoning_tokens},
+            "total_tokens": prompt + completion,
+        }
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return the response in its current state."""
+        body = self.body
+        reasoning = body.reasoning
+        text = body.text
+        response = {
+            "id": self.id,
+            "object": "response",
+            "created_at": self.created,
+            "status": self.status,
+            "background": bool(body.background),
+            "completed_at": self.completed_at,
+            "error": (
+                {"code": "server_error", "message": self.error} if self.error is not None else None
+            ),
+            "incomplete_details": (
+                {"reason": "max_output_tokens"} if self.status == "incomplete" else None
+            ),
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "max_tool_calls": body.max_tool_calls,
+            "metadata": body.metadata or {},
+            "model": self.model,
+            "output": self._items.snapshot(),
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "previous_response_id": body.previous_response_id,
+            "prompt_cache_key": body.prompt_cache_key,
+            "reasoning": {
+                "effort": reasoning.effort if reasoning is not None else None,
+                "summary": reasoning.summary if reasoning is not None else None,
+            },
+            "safety_identifier": body.safety_identifier,
+            "service_tier": "default",
+            "store": self.stored,
+            "temperature": self.params.temperature,
+            "text": {
+                "format": (text.format if text is not None else None) or {"type": "text"},
+                "verbosity": (text.verbosity if text is not None else None) or "medium",
+            },
+            "tool_choice": body.tool_choice or "auto",
+            "tools": [
+                {
+                    "type": "function",
+                    "name": tool["name"],
+                    "description": tool.get("description"),
+                    "parameters": tool.get("parameters"),
+                    "strict": bool(tool.get("strict")),
+                }
+                for tool in body.tools or ()
+            ],
+            "top_logprobs": body.top_logprobs or 0,
+            "top_p": self.params.top_p,
+            "truncation": body.truncation or "disabled",
+            "usage": self._usage(),
+            "user": body.user,
+        }
+        if self._output is not None and self._output.kv_transfer_params is not None:
+            response["kv_transfer_params"] = self._output.kv_transfer_params
+        return response

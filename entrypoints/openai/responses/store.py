@@ -1,0 +1,127 @@
+"""Stored responses: in memory, bounded in number and bytes; the oldest are dropped first.
+
+A stored response is JSON text, which keeps no object of an engine alive.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from ...http.context import encoder
+from .input_items import Item
+
+
+class StoredResponse(msgspec.Struct, frozen=True):
+    """A stored response."""
+
+    body: bytes
+    """The response, in the form in which it is retrieved."""
+    input: bytes
+    """JSON list of all items before its output, those of earlier responses included."""
+    own: tuple[str, ...]
+    """Ids of the items that this response added: its own input and its output."""
+    events: bytes = b""
+    """The frames of its stream, if it can be streamed again."""
+    owner: str = ""
+    """Id of the tenant that created it; others cannot see it."""
+
+    @property
+    def num_bytes(self) -> int:
+        ids = sum(map(sys.getsizeof, self.own))
+        return len(self.body) + len(self.input) + len(self.events) + ids
+
+    def response(self) -> dict[str, Any]:
+        response: dict[str, Any] = msgspec.json.decode(self.body)
+        return response
+
+    def items(self) -> list[Item]:
+        items: list[Item] = msgspec.json.decode(self.input)
+        return items
+
+    def conversation(self) -> list[Item]:
+        """Return input and output, which a following response continues, without incomplete calls,
+        because they cannot have results."""
+        said = [
+            item
+            for item in self.response()["output"]
+            if item["type"] != "function_call" or item["status"] == "completed"
+        ]
+        return self.items() + said
+
+
+class ResponseStore:
+    """Responses by id, bounded in number and bytes. A limit of 0 stores nothing."""
+
+    def __init__(self, max_count: int, max_bytes: int) -> None:
+        self.max_count = max_count
+        self.max_bytes = max_bytes
+        self.num_bytes = 0
+        self._responses: OrderedDict[str, StoredResponse] = OrderedDict()
+        self._brought_by: dict[str, str] = {}
+        """Item id → id of the response that added it."""
+
+    def __len__(self) -> int:
+        return len(self._responses)
+
+    @property
+    def enabled(self) -> bool:
+        return self.max_count > 0 and self.max_bytes > 0
+
+    def put(
+        self,
+        body: dict[str, Any],
+        input: list[Item],
+        own_input: list[Item],
+        events: bytes = b"",
+        owner: str = "",
+    ) -> None:
+        """Store a response, dropping the oldest ones to make room, unless it alone is too large.
+
+        input: all items before its output; own_input: those that it added itself.
+        """
+        own = tuple(item["id"] for item in (*own_input, *body["output"]))
+        response = StoredResponse(encoder.encode(body), encoder.encode(input), own, events, owner)
+        self.delete(body["id"])
+        if not self.enabled or response.num_bytes > self.max_bytes:
+            return
+        self._responses[body["id"]] = response
+        self._brought_by.update(dict.fromkeys(own, body["id"]))
+        self.num_bytes += response.num_bytes
+        while len(self._responses) > self.max_count or self.num_bytes > self.max_bytes:
+            self.delete(next(iter(self._responses)))
+
+    def get(self, id: str, owner: str) -> StoredResponse | None:
+        """Return this owner's response; None if it is not stored."""
+        response = self._responses.get(id)
+        return response if response is not None and response.owner == owner else None
+
+    def delete(self, id: str) -> bool:
+        """Delete a response; return whether it was stored."""
+        gone = self._responses.pop(id, None)
+        if gone is None:
+            return False
+        self.num_bytes -= gone.num_bytes
+        for item in gone.own:
+            if self._brought_by.get(item) == id:
+                del self._brought_by[item]
+        return True
+
+    def finder(self, owner: str) -> Callable[[str], Item | None]:
+        """Return a function from an item's id to the item in one of this owner's stored responses.
+        It decodes each response once, however many items are looked up."""
+        read: dict[str, dict[str, Item]] = {}
+
+        def find(id: str) -> Item | None:
+            brought_by = self._brought_by.get(id, "")
+            if brought_by not in read:
+                kept = self.get(brought_by, owner)
+                known = [] if kept is None else [*kept.items(), *kept.response()["output"]]
+                read[brought_by] = {item["id"]: item for item in reversed(known)}
+            return read[brought_by].get(id)
+
+        return find

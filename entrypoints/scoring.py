@@ -1,0 +1,108 @@
+"""Similarity scores of text pairs: by a cross-encoder, or as the cosine of two vectors."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeAlias
+
+import msgspec
+import numpy as np
+
+from ..core.engine.async_engine import AsyncEngine
+from ..core.engine.pooling import PoolingPrompt
+from ..core.errors import InvalidRequest
+from ..core.outputs import PoolingRequestOutput
+from ..core.pooling_params import PoolingOutput, PoolingParams
+
+STARTED_AT_ONCE = 16
+"""Prompts that are tokenized before the event loop gets to do other things."""
+ScoredText: TypeAlias = str | tuple[int, ...]
+"""A text, or its token ids (a cross-encoder takes texts alone)."""
+
+
+async def encode_all(
+    engine: AsyncEngine,
+    prompts: Iterable[PoolingPrompt],
+    params: PoolingParams | None = None,
+    **options: Any,
+) -> list[PoolingRequestOutput]:
+    """Encode many prompts at once; the first error aborts the others.
+
+    `options`: as of `AsyncEngine.encode`, `request_id` being the start of each one's.
+    """
+    name = options.pop("request_id", None) or "pooled"
+    unique = uuid.uuid4().hex  # So that no caller's name for another request is one of these.
+
+    async def encode(prompt: PoolingPrompt, number: int) -> PoolingRequestOutput:
+        request_id = f"{name}-{number}-{unique}"
+        return await engine.encode(prompt, params, request_id=request_id, **options)
+
+    tasks: list[asyncio.Task[PoolingRequestOutput]] = []
+    try:
+        async with asyncio.TaskGroup() as group:
+            for number, prompt in enumerate(prompts):
+                tasks.append(group.create_task(encode(prompt, number)))
+                if number % STARTED_AT_ONCE == STARTED_AT_ONCE - 1:
+                    await asyncio.sleep(0)
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return [task.result() for task in tasks]
+
+
+async def score_all(
+    engine: AsyncEngine,
+    pairs: Sequence[tuple[ScoredText, ScoredText]],
+    params: PoolingParams | None = None,
+    **options: Any,
+) -> list[PoolingRequestOutput]:
+    """Score pairs of texts: one output per pair, with `outputs.score` and both texts' tokens.
+
+    Raises InvalidRequest where the model gives no scores.
+    """
+    pooling = engine.model_config.pooling
+    if pooling is None or not pooling.scores:
+        does = ", ".join(engine.supported_tasks)
+        why = f"; its classifier has {len(pooling.labels)} labels" if pooling is not None else ""
+        raise InvalidRequest(f"score: this model gives no scores ({does}{why})", param="model")
+    params = params or PoolingParams()
+    if pooling.task == "embed":
+        return await _by_cosine(engine, pairs, params, options)
+    prompts: list[PoolingPrompt] = []
+    for first, second in pairs:
+        if not isinstance(first, str) or not isinstance(second, str):
+            raise InvalidRequest("score: a cross-encoder takes two texts, not token ids")
+        prompts.append({"text": first, "text_pair": second})
+    return await encode_all(
+        engine, prompts, msgspec.structs.replace(params, task="score"), **options
+    )
+
+
+async def _by_cosine(
+    engine: AsyncEngine,
+    pairs: Sequence[tuple[ScoredText, ScoredText]],
+    params: PoolingParams,
+    options: dict[str, Any],
+) -> list[PoolingRequestOutput]:
+    """Score pairs by cosine, encoding each text once."""
+    if params.activation is not None:
+        raise InvalidRequest("activation: has no meaning for a cosine", param="activation")
+    texts = list(dict.fromkeys(text for pair in pairs for text in pair))
+    params = msgspec.structs.replace(params, task="embed", normalize=True)
+    prompts = [text if isinstance(text, str) else list(text) for text in texts]
+    outputs = await encode_all(engine, prompts, params, **options)
+    by_text = dict(zip(texts, outputs, strict=True))
+    scores = []
+    for first, second in ((by_text[a], by_text[b]) for a, b in pairs):
+        cosine = np.dot(first.outputs.data, second.outputs.data)
+        scores.append(
+            msgspec.structs.replace(
+                first,
+                prompt=None,
+                prompt_token_ids=first.prompt_token_ids + second.prompt_token_ids,
+                outputs=PoolingOutput(np.asarray([cosine], dtype=np.float32)),
+                num_cached_tokens=first.num_cached_tokens + second.num_cached_tokens,
+            )
+        )
+    return scores

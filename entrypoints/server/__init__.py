@@ -1,0 +1,1 @@
+"""The HTTP server: the application, its startup and shutdown, and its own routes."""

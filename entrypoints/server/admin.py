@@ -1,0 +1,63 @@
+"""Routes for operators, only with `--enable-admin`."""
+
+from __future__ import annotations
+
+import msgspec
+from aiohttp import web
+
+from ... import __version__
+from ...core.errors import InvalidRequest
+from ..http.context import ENGINE, reply
+
+
+class CacheInUse(InvalidRequest):
+    """Cached blocks are held by running requests."""
+
+    status = 409
+
+
+def add_admin_routes(app: web.Application) -> None:
+    app.router.add_post("/reset_prefix_cache", reset_prefix_cache)
+    app.router.add_get("/server_info", server_info, allow_head=False)
+
+
+async def reset_prefix_cache(request: web.Request) -> web.Response:
+    """POST /reset_prefix_cache: clear the prefix cache. 409 while requests run."""
+    if not await request.app[ENGINE].reset_prefix_cache():
+        raise CacheInUse("the prefix cache is in use by running requests; nothing was forgotten")
+    return web.Response()
+
+
+reset_prefix_cache.openapi = {  # type: ignore[attr-defined]
+    "tags": ["admin"],
+    "summary": "Forget cached prefixes",
+    "responses": {"200": {"description": "Done"}, "409": {"description": "Requests run"}},
+}
+
+
+async def server_info(request: web.Request) -> web.Response:
+    """GET /server_info: the engine's resolved options and its device."""
+    engine = request.app[ENGINE]
+    return reply(
+        {
+            "version": __version__,
+            "config": msgspec.to_builtins(engine.config),
+            "architecture": engine.model_config.architecture,
+            "device": engine.info.device,
+            "dtype": engine.info.dtype,
+            "attention_backend": engine.info.attention_backend,
+            "num_blocks": engine.info.num_blocks,
+        }
+    )
+
+
+server_info.openapi = {  # type: ignore[attr-defined]
+    "tags": ["admin"],
+    "summary": "The engine's resolved options, and what it runs on",
+    "responses": {
+        "200": {
+            "description": "Done",
+            "content": {"application/json": {"schema": {"type": "object"}}},
+        }
+    },
+}

@@ -1,0 +1,194 @@
+"""The aiohttp application: routes, authentication, errors in OpenAI's shape."""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections.abc import Awaitable, Callable
+
+from aiohttp import web
+
+from ...core.engine.async_engine import AsyncEngine
+from ...core.errors import InvalidRequest, JackfieldError, RequestFailed
+from ..anthropic.routes import add_messages
+from ..batch.app import add_batch_routes
+from ..http import cors, request_log
+from ..http import cross_site as sites
+from ..http.auth.tenants import TENANCY, Tenancy, authentication
+from ..http.auth.usage import Usage, within_limits
+from ..http.concurrency_limit import limit_concurrency
+from ..http.connections import BodyTooSlow
+from ..http.context import (
+    DOCUMENT,
+    ENGINE,
+    OPEN,
+    OPEN_HANDLERS,
+    OPTIONS,
+    error_reply,
+)
+from ..http.inflight import IN_FLIGHT, InFlightCounts, count_in_flight, server_load
+from ..http.options import ServerOptions
+from ..http.request_pacing import PACER, RequestPacer, pace_requests
+from ..openai.chat.routes import chat_completions
+from ..openai.completions.routes import completions
+from ..openai.pooling.embeddings import embeddings
+from ..openai.pooling.routes import classify, pooling
+from ..openai.pooling.scoring import rerank, score
+from ..openai.responses.routes import add_responses
+from ..web.page import add_page
+from . import docs_page
+from .admin import add_admin_routes
+from .frontends import stateful_proxy
+from .frontends.metrics import FrontendMetrics
+from .info_routes import detokenize, health, metrics, model, models, plugins, tokenize, version
+from .plugin_routes import add_plugin_routes, owner
+
+logger = logging.getLogger("jackfield.server")
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+OPEN_ROUTES = frozenset({"/health", "/ping", "/metrics"}) | docs_page.OPEN_ROUTES
+"""Routes that need no key, besides the playground's files. The matched route decides, never the
+path as sent."""
+
+
+def make_app(
+    engine: AsyncEngine, options: ServerOptions | None = None, host: str | None = None
+) -> web.Application:
+    """Return an application with all routes over a started engine; plugins' routes are added last.
+
+    host: where it will listen; None: at a Unix socket, or unknown.
+    """
+    options = options or ServerOptions()
+    app = web.Application(
+        middlewares=[_errors, authentication, count_in_flight, pace_requests],
+        client_max_size=options.max_body_bytes,
+    )
+    app[ENGINE] = engine
+    app[OPTIONS] = options
+    app[TENANCY] = Tenancy(options, engine.plugins)
+    in_flight = app[IN_FLIGHT] = InFlightCounts(engine)
+    if options.num_fronts > 1:
+        metrics_of_front = FrontendMetrics(options.front, lambda: in_flight.received)
+        engine.metrics_registry.register(metrics_of_front)
+    app[PACER] = RequestPacer()
+    usage = Usage(options.num_fronts, options.front, options.usage_at)
+    app.on_cleanup.append(_closing(usage))
+    app[OPEN] = OPEN_ROUTES
+    app[OPEN_HANDLERS] = set()
+    app[DOCUMENT] = {}
+    app.add_routes(
+        [
+            web.get("/v1/models", models),
+            web.get("/v1/models/{name:.+}", model),
+            web.post("/v1/completions", completions),
+            web.post("/v1/chat/completions", chat_completions),
+            web.post("/v1/embeddings", embeddings),
+            web.post("/pooling", pooling),
+            web.post("/classify", classify),
+            web.post("/score", score),
+            web.post("/v1/score", score),
+            web.post("/rerank", rerank),
+            web.post("/v1/rerank", rerank),
+            web.post("/v2/rerank", rerank),
+            web.post("/tokenize", tokenize),
+            web.post("/detokenize", detokenize),
+            web.get("/health", health),
+            web.get("/ping", health),
+            web.post("/ping", health),
+            web.get("/load", server_load),
+            web.get("/version", version),
+            web.get("/metrics", metrics),
+        ]
+    )
+    add_responses(app)
+    if options.enable_plugins_route:
+        app.router.add_get("/v1/plugins", plugins)
+    if options.enable_admin:
+        add_admin_routes(app)
+    if options.batches is not None:
+        add_batch_routes(app, options.batches, work_here=options.kept_at is None)
+    if options.playground:
+        add_page(app)
+    if options.docs:
+        app.router.add_get("/openapi.json", docs_page.openapi_json)
+        app.router.add_get("/docs", docs_page.docs)
+    _check_sites(app, host)
+    if options.request_id_headers:
+        app.on_response_prepare.append(_tell_request_id)
+    add_messages(app)
+    app.middlewares.append(within_limits(usage))
+    if options.max_concurrency is not None:
+        app.middlewares.append(limit_concurrency(options.max_concurrency))
+    if options.log_requests:
+        app.middlewares.append(request_log.log_bodies(options.max_log_len))
+    if options.kept_at is not None:
+        app.middlewares.append(stateful_proxy.forward_to(options.kept_at))
+    if options.keeps_at is not None:
+        app.cleanup_ctx.append(stateful_proxy.serve_stateful(options.keeps_at, _errors))
+    if options.cors.origins:
+        cors.install(app, options.cors)
+    add_plugin_routes(app, engine)
+    return app
+
+
+def _closing(usage: Usage) -> Callable[[web.Application], Awaitable[None]]:
+    async def close(_: web.Application) -> None:
+        usage.close()
+
+    return close
+
+
+def _check_sites(app: web.Application, host: str | None) -> None:
+    """Add the checks against other sites' pages, if no key is required."""
+    options = app[OPTIONS]
+    keyless = not app[TENANCY].required
+    hosts = options.allowed_hosts
+    if hosts is None:
+        hosts = sites.default_hosts(host) if keyless and host is not None else ("*",)
+    after_errors = app.middlewares.index(_errors) + 1
+    if keyless and host is not None:
+        app.middlewares.insert(after_errors, sites.check_origin(options.cors))
+    if "*" not in hosts:
+        app.middlewares.insert(after_errors, sites.check_host(hosts))
+
+
+async def _tell_request_id(request: web.Request, response: web.StreamResponse) -> None:
+    """Set the header with the caller's id or a new one on every response, streams and errors
+    included."""
+    given = request.headers.get("X-Request-Id", "")[:128]
+    usable = given.isascii() and given.isprintable()
+    response.headers["X-Request-Id"] = given if given and usable else uuid.uuid4().hex
+
+
+@web.middleware
+async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Convert every error to OpenAI's body."""
+    try:
+        return await handler(request)
+    except JackfieldError as error:
+        return error_reply(error)
+    except web.HTTPRequestEntityTooLarge as refused:
+        return _refusal(413, f"the body is too large: {refused.text}")
+    except web.HTTPException as refused:
+        if refused.status < 400:
+            raise
+        response = _refusal(refused.status, f"{request.method} {request.path}: {refused.reason}")
+        if "Allow" in refused.headers:
+            response.headers["Allow"] = refused.headers["Allow"]
+        return response
+    except BodyTooSlow as error:
+        return _refusal(408, f"the body did not come in time: {error}")
+    except web.RequestPayloadError as error:
+        return _refusal(400, f"the body cannot be read: {' '.join(str(error).split())}")
+    except (ConnectionError, TimeoutError):
+        raise
+    except Exception:
+        who = owner(request)
+        of = "" if who is None else f" in a route of plugin {who}"
+        logger.exception("%s %s failed%s", request.method, request.path, of)
+        return error_reply(RequestFailed("the server failed on this request"))
+
+
+def _refusal(status: int, message: str) -> web.Response:
+    """Return aiohttp's error in OpenAI's form."""
+    return error_reply(InvalidRequest(message), status)

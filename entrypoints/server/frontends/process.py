@@ -1,0 +1,91 @@
+"""A front-end process: HTTP, tokenizer, templates, parsers; the engine is in another process.
+
+Run by the first process as `python -m jackfield.entrypoints.server.frontends.process`, with a
+`LaunchSpec` on standard input. It ends when its engine does, and exits with 0 only if it was asked
+to end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import os
+import shutil
+import signal
+import socket
+import sys
+
+import msgspec
+
+from ....core.errors import EngineStopped, JackfieldError
+from ....core.remote.client import remote_engine
+from ...flags.engine_flags import fail
+from ..event_loop import run_on_loop
+from ..serve_settings import Settings, settings
+from ..server import first_of, freeze, listening
+from .launch_spec import LaunchSpec, engine_socket, stateful_socket, usage_file
+
+logger = logging.getLogger("jackfield.fronts")
+
+
+def main() -> int:
+    """Return the exit status."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # Until the key files can be read again.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # The first process handles it.
+    spec = msgspec.json.decode(sys.stdin.buffer.read(), type=LaunchSpec)
+    try:
+        return run_on_loop(front(spec, settings(spec.argv, remarks=False)))
+    except (JackfieldError, OSError) as error:
+        return fail(error)
+
+
+async def front(spec: LaunchSpec, found: Settings) -> int:
+    """Serve clients until the engine ends, or SIGTERM; return the exit status."""
+    parent = os.getppid()
+    stop_requested = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop_requested.set)
+    stateful_at, first = stateful_socket(spec.folder), spec.index == 0
+    options = dataclasses.replace(
+        found.options,
+        started=spec.started,
+        keeps_at=stateful_at if first else None,
+        kept_at=None if first else stateful_at,
+        num_fronts=spec.num_fronts,
+        front=spec.index,
+        usage_at=usage_file(spec.folder),
+    )
+    sockets = tuple(socket.socket(fileno=number) for number in spec.sockets)
+    engine, core = remote_engine(
+        found.config, engine_socket(spec.folder), front=spec.index, plugins=found.plugins
+    )
+    try:
+        await engine.start()
+        async with listening(engine, dataclasses.replace(found.listen, sockets=sockets), options):
+            freeze()
+            core.send_listening()
+            await first_of(core.closed.wait(), stop_requested.wait())
+            if stop_requested.is_set():
+                await first_of(engine.drain(options.shutdown_timeout), core.closed.wait())
+        return 0 if engine.dead_reason is None else 1
+    except EngineStopped as error:
+        logger.error("front end %d: %s", spec.index, error)
+        return 1
+    finally:
+        await engine.stop()
+        if core.lost and await _gone(parent):  # It was killed, and could not remove the folder.
+            shutil.rmtree(spec.folder, ignore_errors=True)
+
+
+async def _gone(parent: int) -> bool:
+    """Return whether the process that started this one has ended, waiting a moment: its sockets
+    close shortly before it is gone."""
+    for _ in range(100):
+        if os.getppid() != parent:
+            return True
+        await asyncio.sleep(0.01)
+    return False
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,81 @@
+"""The sockets that clients connect to, bound before the front ends start.
+
+TCP: each front end has a socket of its own on one port (`SO_REUSEPORT`), and the kernel distributes
+connections over them, however many arrive at once. With one shared socket, the first process to
+wake would accept all waiting connections. The first process holds all sockets open, so that clients
+that connect while a front end is being restarted wait for it instead of being refused.
+
+A Unix socket (`--uds`) has no such distribution: one is shared, and any idle front end accepts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ..listen import Listen
+
+
+@contextlib.contextmanager
+def bound(listen: Listen, count: int) -> Iterator[list[tuple[socket.socket, ...]]]:
+    """Yield the sockets of each of `count` front ends, bound but not listening. Raises OSError."""
+    with contextlib.ExitStack() as stack:
+        if listen.uds:
+            one = stack.enter_context(_unix(Path(listen.uds)))
+            yield [(one,)] * count
+            return
+        port = listen.port
+        if port:
+            check_free(listen.host, port)
+        made: list[tuple[socket.socket, ...]] = []
+        for _ in range(count):
+            own = []
+            for family, address in _addresses(listen.host, port):
+                one = stack.enter_context(socket.socket(family, socket.SOCK_STREAM))
+                one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+                if family == socket.AF_INET6:
+                    one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+                one.bind((address[0], port, *address[2:]))
+                port = one.getsockname()[1]
+                own.append(one)
+            made.append(tuple(own))
+        yield made
+
+
+def check_free(host: str, port: int) -> None:
+    """Check that a server may bind this address. Raises OSError.
+
+    Another server that shares its port would otherwise go unnoticed.
+    """
+    for family, address in _addresses(host, port):
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            probe.bind(address)
+
+
+def _addresses(host: str, port: int) -> list[tuple[int, tuple[Any, ...]]]:
+    found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    return list(dict.fromkeys((family, address) for family, _, _, _, address in found))
+
+
+@contextlib.contextmanager
+def _unix(path: Path) -> Iterator[socket.socket]:
+    """Bind a Unix socket, replacing one that an earlier server left."""
+    with contextlib.suppress(FileNotFoundError):
+        if stat.S_ISSOCK(path.stat().st_mode):
+            path.unlink()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as made:
+        made.bind(str(path))
+        try:
+            yield made
+        finally:
+            with contextlib.suppress(OSError):
+                os.unlink(path)

@@ -1,0 +1,129 @@
+"""Stateful routes: the first front end serves them, the others forward to it.
+
+Whichever front end a client reaches, it finds its stored and background responses, files and
+batches. A forwarded request passes authentication, limits and logs where it arrived; the first
+front end receives it over a Unix socket in a private folder.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from pathlib import Path
+
+import aiohttp
+import yarl
+from aiohttp import web
+from aiohttp.typedefs import Middleware
+from multidict import CIMultiDict
+
+from ....core.errors import EngineStopped
+from ...http.auth.tenants import HEADER, forwarded_tenant, tenant_header, tenant_of
+from ...http.context import OPTIONS
+
+logger = logging.getLogger("jackfield.fronts")
+STATEFUL = ("/v1/responses", "/v1/files", "/v1/batches")
+"""Prefixes of the stateful routes."""
+HOP = frozenset(
+    ("connection", "keep-alive", "transfer-encoding", "upgrade", "te", "trailer",
+     "proxy-authenticate", "proxy-authorization", "authorization", "x-api-key", "date", "server",
+     "expect")
+)  # fmt: skip
+"""Headers of a single connection, and headers that each server writes itself."""
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+def is_stateful(resource: web.AbstractResource | None) -> bool:
+    """Whether a route is one of STATEFUL."""
+    path = "" if resource is None else resource.canonical
+    return any(path == kept or path.startswith(f"{kept}/") for kept in STATEFUL)
+
+
+def serve_stateful(
+    path: Path, errors: Middleware
+) -> Callable[[web.Application], AsyncIterator[None]]:
+    """Serve the stateful routes to other front ends; for `Application.cleanup_ctx`.
+
+    errors: the middleware that converts errors. Add it after everything that these routes need.
+    """
+
+    async def context(app: web.Application) -> AsyncIterator[None]:
+        inner = web.Application(
+            middlewares=[errors, forwarded_tenant], client_max_size=app[OPTIONS].max_body_bytes
+        )
+        for key in app:
+            if isinstance(key, web.AppKey):
+                inner[key] = app[key]
+        for route in app.router.routes():
+            if route.resource is not None and is_stateful(route.resource):
+                inner.router.add_route(route.method, route.resource.canonical, route.handler)
+        runner = web.AppRunner(inner, handler_cancellation=True, access_log=None)
+        await runner.setup()
+        try:
+            await web.UnixSite(runner, str(path)).start()
+            yield
+        finally:
+            await runner.cleanup()
+
+    return context
+
+
+def forward_to(path: Path) -> Middleware:
+    """Return a middleware that forwards requests to stateful routes to the first front end."""
+
+    @web.middleware
+    async def forward(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if not is_stateful(request.match_info.route.resource):
+            return await handler(request)
+        headers = _end_to_end(request.headers)
+        headers[HEADER] = tenant_header(tenant_of(request))
+        if headers.popall("Content-Encoding", None):  # The body was decompressed on arrival.
+            headers.popall("Content-Length", None)
+        streamed = request.content_type == "multipart/form-data"
+        body = request.content if streamed else await request.read()
+        # One connection per request: it closes with the client's, which aborts the request there.
+        async with aiohttp.ClientSession(
+            connector=aiohttp.UnixConnector(str(path), force_close=True),
+            timeout=aiohttp.ClientTimeout(),
+            auto_decompress=False,
+            cookie_jar=aiohttp.DummyCookieJar(),
+        ) as session:
+            try:
+                answer = await session.request(
+                    request.method,
+                    yarl.URL(f"http://stateful{request.raw_path}", encoded=True),
+                    headers=headers,
+                    data=body or None,
+                    allow_redirects=False,
+                )
+            except aiohttp.ClientConnectionError:
+                raise EngineStopped(
+                    "the process that keeps responses and files is being restarted; try again"
+                ) from None
+            return await _pass_on(request, answer)
+
+    return forward
+
+
+async def _pass_on(request: web.Request, answer: aiohttp.ClientResponse) -> web.StreamResponse:
+    """Forward a response as it arrives, until either side disconnects."""
+    response = web.StreamResponse(status=answer.status, headers=_end_to_end(answer.headers))
+    try:
+        await response.prepare(request)
+        async for piece in answer.content.iter_any():
+            await response.write(piece)
+        await response.write_eof()
+    except ConnectionError:
+        pass  # The client has disconnected; leaving ends the request at the first front end, too.
+    except aiohttp.ClientError:
+        logger.warning("%s breaks off: the first front end has ended", request.path)
+        if request.transport is not None:
+            request.transport.abort()  # Too late for a status; it must not look complete.
+    finally:
+        answer.close()
+    return response
+
+
+def _end_to_end(headers: Mapping[str, str]) -> CIMultiDict[str]:
+    kept = ((name, value) for name, value in headers.items() if name.lower() not in HOP)
+    return CIMultiDict(kept)

@@ -1,0 +1,147 @@
+"""The small routes: models, tokenize, detokenize, health, version, plugins, metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from typing import Any
+
+from aiohttp import web
+
+from ... import __version__
+from ...core.errors import InvalidRequest
+from ..http.context import ENGINE, OPTIONS, check_model, in_text_threads, reply, tokenizer_of
+from ..inventory import inventory
+from ..openai.common.openapi import documented
+from ..openai.common.protocol import DetokenizeRequest, TokenizeRequest
+from ..openai.common.request_body import decode_body
+from ..openai.common.response_schemas import (
+    DetokenizeResponse,
+    ModelCard,
+    ModelList,
+    PluginList,
+    TokenizeResponse,
+    VersionResponse,
+)
+
+OWN_METRIC = re.compile(rb"^(# (?:HELP|TYPE) |)jackfield:", re.M)
+VLLM_METRIC = re.compile(rb"(# (?:HELP|TYPE) )?vllm:")
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+@documented("models", answer=ModelList)
+async def models(request: web.Request) -> web.Response:
+    """GET /v1/models: the served model names."""
+    engine = request.app[ENGINE]
+    cards = [_card(request, name) for name in engine.served_model_names]
+    return reply({"object": "list", "data": cards})
+
+
+@documented("models", answer=ModelCard, refused=(404,))
+async def model(request: web.Request) -> web.Response:
+    """GET /v1/models/{name}: one of the served model names."""
+    name = check_model(request.app[ENGINE], request.match_info["name"])
+    return reply(_card(request, name))
+
+
+def _card(request: web.Request, name: str) -> dict[str, Any]:
+    engine = request.app[ENGINE]
+    return {
+        "id": name,
+        "object": "model",
+        "created": request.app[OPTIONS].started,
+        "owned_by": "jackfield",
+        "root": engine.config.model or engine.served_model_names[0],
+        "parent": None,
+        "max_model_len": engine.model_config.max_model_len,
+    }
+
+
+@documented("tokens", request=TokenizeRequest, answer=TokenizeResponse)
+async def tokenize(request: web.Request) -> web.Response:
+    """POST /tokenize: convert a prompt, or messages, to token ids."""
+    engine = request.app[ENGINE]
+    asked = await decode_body(request, TokenizeRequest)
+    check_model(engine, asked.model)
+    tokenizer = tokenizer_of(engine)
+    if (asked.prompt is None) == (asked.messages is None):
+        raise InvalidRequest("prompt: give either prompt or messages", param="prompt")
+    if asked.messages is not None:
+        tokens = await engine.tokenize_chat(
+            asked.messages,
+            tools=asked.tools,
+            chat_template_kwargs=asked.chat_template_kwargs,
+            add_generation_prompt=asked.add_generation_prompt and not asked.continue_final_message,
+            continue_final_message=asked.continue_final_message,
+        )
+    else:
+        [tokens] = await engine.tokenize_texts(
+            [asked.prompt or ""], add_special_tokens=asked.add_special_tokens
+        )
+
+    def answer() -> web.Response:
+        names = [tokenizer.token_text(t) for t in tokens] if asked.return_token_strs else None
+        told = {"count": len(tokens), "max_model_len": engine.model_config.max_model_len}
+        return reply({**told, "tokens": tokens, "token_strs": names})
+
+    return await in_text_threads(engine, len(tokens), answer)
+
+
+@documented("tokens", request=DetokenizeRequest, answer=DetokenizeResponse)
+async def detokenize(request: web.Request) -> web.Response:
+    """POST /detokenize: convert token ids to text."""
+    engine = request.app[ENGINE]
+    asked = await decode_body(request, DetokenizeRequest)
+    check_model(engine, asked.model)
+    tokenizer = tokenizer_of(engine)
+    most = engine.tokenize_limit("tokens").tokens
+    if len(asked.tokens) > most:
+        raise InvalidRequest(
+            f"tokens: at most {most} at once, got {len(asked.tokens)}", param="tokens"
+        )
+
+    def answer() -> web.Response:
+        tokenizer.check_ids(asked.tokens, param="tokens")
+        return reply({"prompt": tokenizer.decode(asked.tokens, skip_special_tokens=False)})
+
+    return await in_text_threads(engine, len(asked.tokens), answer)
+
+
+@documented("server", refused=(503,))
+async def health(request: web.Request) -> web.Response:
+    """GET /health: 200 while the step loop and the worker respond."""
+    await request.app[ENGINE].check_health()
+    return web.Response()
+
+
+@documented("server", answer=VersionResponse)
+async def version(request: web.Request) -> web.Response:
+    """GET /version: Jackfield's version."""
+    return reply({"version": __version__})
+
+
+@documented("server", answer=PluginList)
+async def plugins(request: web.Request) -> web.Response:
+    """GET /v1/plugins: what is plugged in, if the server was started with that option."""
+    rows = await asyncio.to_thread(inventory, request.app[ENGINE].plugins)
+    return reply({"object": "list", "data": rows})
+
+
+@documented("server", answer=str, content_type="text/plain")
+async def metrics(request: web.Request) -> web.Response:
+    """GET /metrics: metrics for Prometheus."""
+    text = await request.app[ENGINE].render_metrics()
+    text = with_prefix(text, request.app[OPTIONS].metrics_prefix)
+    return web.Response(body=text, headers={"Content-Type": METRICS_TYPE})
+
+
+def with_prefix(text: bytes, prefix: str) -> bytes:
+    """Return the rendered metrics under vLLM's prefix or under both. Metrics of
+    others, which do not begin with `jackfield:`, stay unchanged and appear once."""
+    if prefix == "jackfield":
+        return text
+    renamed = OWN_METRIC.sub(rb"\1vllm:", text)
+    if prefix == "vllm":
+        return renamed
+    ours = (line for line in renamed.splitlines(keepends=True) if VLLM_METRIC.match(line))
+    return text + b"".join(ours)

@@ -1,0 +1,140 @@
+"""Routes and middlewares of plugins (`register_routes`): all of a plugin's, or none.
+
+A plugin gets the application itself. Its additions are checked afterwards: a route that an earlier
+one hides is refused, unless its handler says `override = True`. If the hook raises or is refused,
+the application is restored.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable, MutableSequence
+from typing import Any, NamedTuple
+
+from aiohttp import web
+from aiohttp.abc import AbstractView
+
+from ...core.engine.async_engine import AsyncEngine
+from ...core.errors import PluginError
+from ...core.registry import Provenance
+
+OWNERS: web.AppKey[dict[web.AbstractRoute, Provenance]] = web.AppKey("owners", dict)
+"""Route of a plugin → the plugin's origin."""
+METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "CONNECT")
+
+
+def add_plugin_routes(app: web.Application, engine: AsyncEngine) -> None:
+    """Call each plugin's `register_routes`. If one raises or is refused, it adds nothing, and the
+    log says so. Raises PluginError if that plugin is required."""
+    app[OWNERS] = {}
+    for impl in engine.plugins.implementations("register_routes"):
+        # So that aiohttp does not add a plugin's route to the last existing resource.
+        app.router.add_resource("/.plugin-routes")
+        restore = _restorer(app)
+        before = list(app.router.routes())
+        given = {"app": app, "engine": engine}
+        try:
+            impl.function(**{name: given[name] for name in impl.argnames})
+            known = set(before)
+            new = [route for route in app.router.routes() if route not in known]
+            for route in new:
+                _take_place(app, route, before)
+        except (Exception, SystemExit) as error:
+            restore()
+            engine.plugins.fail(impl, "register_routes", error)
+            continue
+        provenance = engine.plugins.source(impl)
+        app[OWNERS] |= dict.fromkeys(new, provenance)
+
+
+def owner(request: web.Request) -> Provenance | None:
+    """Return the plugin whose route matched a request, if any."""
+    return request.app.get(OWNERS, {}).get(request.match_info.route)
+
+
+# ---------------------------------------------------------------- routes that hide others
+
+
+class _Place(NamedTuple):
+    """The part of the URL space that a route matches."""
+
+    methods: frozenset[str]
+    prefix: str
+    """The path up to its first variable; the router tries the longest prefix first."""
+    sample: str
+    """An example of a path that it matches."""
+    pattern: re.Pattern[str]
+
+
+def _place(route: web.AbstractRoute) -> _Place | None:
+    """Return what a route matches; None without a path: static files, subapplications."""
+    info = {} if route.resource is None else route.resource.get_info()
+    methods = frozenset(METHODS if route.method == "*" else (route.method,))
+    if (path := info.get("path")) is not None:
+        return _Place(methods, path.rstrip("/") or "/", path, re.compile(re.escape(path)))
+    if (pattern := info.get("pattern")) is not None:
+        formatter: str = info["formatter"]
+        prefix = formatter.partition("{")[0].rpartition("/")[0] or "/"
+        return _Place(methods, prefix, re.sub(r"{\w+}", "0", formatter), pattern)
+    return None
+
+
+def _take_place(
+    app: web.Application, route: web.AbstractRoute, before: list[web.AbstractRoute]
+) -> None:
+    """Move a new route to where it is reached. Raises PluginError if an earlier one hides it,
+    unless its handler overrides that."""
+    place = _place(route)
+    if place is None:
+        return
+    for earlier in before:
+        other = _place(earlier)
+        if other is None or not place.methods & other.methods:
+            continue
+        if len(other.prefix) < len(place.prefix) or not other.pattern.fullmatch(place.sample):
+            continue
+        if not _overrides(route.handler):
+            assert route.resource is not None and earlier.resource is not None
+            who = app[OWNERS].get(earlier)
+            whose = "Jackfield's" if who is None else f"that of {who.distribution}"
+            raise PluginError(
+                f"{route.method} {route.resource.canonical} would never be reached: "
+                f"{earlier.method} {earlier.resource.canonical} is {whose}; take another path, or "
+                "set override = True on the handler to take its place"
+            )
+        for resources in app.router._resource_index.values():
+            if route.resource in resources:
+                resources.remove(route.resource)
+                resources.insert(0, route.resource)
+
+
+def _overrides(handler: Callable[..., Any] | type[AbstractView]) -> bool:
+    return getattr(handler, "override", False) is True
+
+
+# ---------------------------------------------------------------- as it was before
+
+
+def _restorer(app: web.Application) -> Callable[[], None]:
+    """Return a function that restores the current state of the application.
+
+    aiohttp cannot remove a route, so its containers are copied and refilled: those of the
+    application, of its router with the lists in its index, and of each resource.
+    """
+    kept: list[tuple[Any, Any]] = []
+    for holder in (app, app.router, *app.router.resources()):
+        for value in vars(holder).values():
+            if isinstance(value, dict | set | MutableSequence):
+                kept.append((value, copy.copy(value) if isinstance(value, dict) else [*value]))
+    kept += [(resources, [*resources]) for resources in app.router._resource_index.values()]
+
+    def restore() -> None:
+        for container, content in kept:
+            if isinstance(container, dict | set):
+                container.clear()
+                container.update(content)
+            else:
+                container[:] = content
+
+    return restore

@@ -1,0 +1,155 @@
+"""The command line of `jackfield serve`: its parser, and the checked options."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import logging
+import os
+from typing import Annotated, Literal, NamedTuple
+
+from msgspec import Meta
+
+from ...core.config import EngineConfig
+from ...core.errors import ConfigError
+from ...core.registry import Plugins, load_plugins
+from ..flags.config_file import add_config, with_config, without_config
+from ..flags.dataclass_flags import Flag, add_flags, fields_of, from_flags
+from ..flags.engine_flags import Parser, add_engine_options, engine_config
+from ..flags.vllm_flags import MISSING, add_vllm_flags, without_effect
+from ..http.options import ServerOptions
+from ..http.tls import Tls
+from .listen import Listen
+
+logger = logging.getLogger("jackfield.serve")
+KEY_VARIABLES = ("JACKFIELD_API_KEY", "VLLM_API_KEY")
+"""Environment variables with API keys, separated by commas."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ServeOptions:
+    """Options of the command itself, besides the server's and the engine's."""
+
+    api_server_count: Annotated[
+        int,
+        Meta(
+            ge=1,
+            description="front-end processes that share the port, before one engine process; 1: "
+            "all in one",
+        ),
+        Flag(aliases=("-asc",), group="server", metavar="N"),
+    ] = 1
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error", "critical"],
+        Meta(description="least level that is logged"),
+        Flag(aliases=("--uvicorn-log-level",), group="server"),
+    ] = "warning"
+    enable_auto_tool_choice: Annotated[
+        bool,
+        Meta(
+            description="let the model decide whether to call tools; always on where there is a "
+            "--tool-call-parser, which it needs"
+        ),
+        Flag(group="chat"),
+    ] = False
+
+
+def make_parser() -> Parser:
+    """Return the parser of `jackfield serve`."""
+    parser = Parser(prog="jackfield serve", description="Serve a model over HTTP, as OpenAI does.")
+    parser.add_argument(
+        "model", nargs="?", default="", help="checkpoint folder or hub name; none: the embedded one"
+    )
+    parser.add_argument("--model", dest="model_flag", help=argparse.SUPPRESS)
+    server, *_ = map(parser.add_argument_group, ("server", "batches", "TLS", "HTTP", "chat"))
+    for options in (Listen, ServeOptions, ServerOptions):
+        add_flags(parser, options)
+    add_config(server)
+    add_engine_options(parser)
+    add_vllm_flags(parser)
+    parser.missing = MISSING
+    return parser
+
+
+class Settings(NamedTuple):
+    """The checked options of a server."""
+
+    config: EngineConfig
+    plugins: Plugins
+    listen: Listen
+    options: ServerOptions
+    fronts: int
+    argv: list[str]
+    """Return the command line, with the flags of a configuration file inserted."""
+
+
+def settings(argv: list[str], *, remarks: bool = True) -> Settings:
+    """Parse, check, load the plugins, set up logging. Raises ConfigError, PluginError.
+
+    remarks: whether to log which flags have no effect.
+    """
+    parser = make_parser()
+    args = parser.parse_args(argv)
+    if args.config is not None:
+        argv = without_config(with_config(parser, argv, args))
+        args = parser.parse_args(argv)
+    serve = from_flags(ServeOptions, args)
+    logging.basicConfig(
+        level=serve.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    for sentence in without_effect(args) if remarks else ():
+        logger.warning("%s", sentence)
+    config = engine_config(args, args.model_flag or args.model)
+    if serve.enable_auto_tool_choice:
+        check_tool_parser(config)
+    options = server_options(args)
+    plugins = load_plugins(disable=config.disable_plugins)
+    from ..http import request_log
+
+    request_log.set_up(options.access_log, options.log_requests)
+    return Settings(config, plugins, listen(args), options, serve.api_server_count, argv)
+
+
+def server_options(args: argparse.Namespace) -> ServerOptions:
+    """Return the server's options, with the keys of the environment; key files are checked.
+
+    Raises ConfigError, with the line of a file.
+    """
+    from ..http.auth.api_keys import read_keys
+
+    options = from_flags(ServerOptions, args)
+    keys = [*options.api_keys]
+    for name in KEY_VARIABLES:
+        keys += os.environ.get(name, "").split(",")
+    for path in options.api_key_files:
+        read_keys(path)
+    stripped = (key.strip() for key in keys)
+    return dataclasses.replace(options, api_keys=tuple(dict.fromkeys(filter(None, stripped))))
+
+
+def listen(args: argparse.Namespace) -> Listen:
+    """Return where to listen. Raises ConfigError, for TLS with the option's name."""
+    place = from_flags(Listen, args)
+    if place.tls is not None:
+        place.tls.context()  # Report invalid files before a model is loaded.
+        return place
+    for field in fields_of(Tls):
+        if getattr(args, field.dest):
+            raise ConfigError(f"{field.option}: needs --ssl-certfile", param=field.dest)
+    return place
+
+
+def check_tool_parser(config: EngineConfig) -> None:
+    """Raise ConfigError unless the options or the checkpoint name a tool parser."""
+    from ...core.engine.resolve_config import NONE
+    from ...core.loading.dialects import read_dialects
+    from ...core.loading.model_config import checkpoint_folder
+
+    name = config.tool_call_parser
+    if name is None:
+        folder = checkpoint_folder(config.model, config.revision)
+        name = read_dialects(folder).tool_call_parser
+    if name in (None, NONE):
+        raise ConfigError(
+            "--enable-auto-tool-choice: needs --tool-call-parser", param="enable_auto_tool_choice"
+        )

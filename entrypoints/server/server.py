@@ -1,0 +1,221 @@
+"""Runs the application: start the engine, listen, drain on SIGTERM, stop the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import gc
+import logging
+import signal
+import socket
+import ssl
+import sys
+import time
+from collections.abc import AsyncIterator, Coroutine, Iterator
+from typing import Any
+
+from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
+
+from ...core.config import EngineConfig
+from ...core.engine.async_engine import AsyncEngine
+from ...core.registry import Plugins
+from ..http.auth.api_keys import KeyRing
+from ..http.auth.tenants import TENANCY
+from ..http.connections import Runner, raise_descriptors, watching_descriptors
+from ..http.options import ServerOptions
+from ..http.request_log import KINDS, access
+from ..http.tls import refreshing
+from .app import make_app
+from .listen import Listen
+
+logger = logging.getLogger("jackfield.server")
+SWITCH_INTERVAL = 0.00005
+"""Seconds after which a thread releases the interpreter to another one, short so that a launch does
+not wait."""
+http_logger = logging.getLogger("jackfield.http")
+DEAD = object()
+BACKLOG = 2048
+"""Length of the queue of connections to be accepted; beyond it, a client retries after a second."""
+CLOSE_SECONDS = 5.0
+"""Time for unfinished responses when the server closes."""
+
+
+def not_a_clients_fault(record: logging.LogRecord) -> bool:
+    """A log filter: a port scan, which sends no HTTP, is logged as one line without a traceback."""
+    error = record.exc_info[1] if record.exc_info else None
+    if not isinstance(error, HttpProcessingError | web.RequestPayloadError):
+        return True
+    logger.info("refused what is not HTTP: %s", " ".join(str(error).split()))
+    return False
+
+
+http_logger.addFilter(not_a_clients_fault)
+
+
+@contextlib.asynccontextmanager
+async def listening(
+    engine: AsyncEngine, listen: Listen, options: ServerOptions | None = None
+) -> AsyncIterator[str]:
+    """Serve a started engine while the context lasts; yield the address, as a URL or a socket's
+    path.
+
+    If a client disconnects, its handler is cancelled, which aborts its request.
+    """
+    options = options or ServerOptions()
+    logs: dict[str, Any] = {"access_log": None}
+    if options.access_log != "off":
+        logs = {"access_log": access, "access_log_class": KINDS[options.access_log]}
+    raise_descriptors()
+    context = listen.tls.context() if listen.tls is not None else None
+    app = make_app(engine, options, None if listen.uds else listen.host)
+    runner = Runner(
+        app,
+        options.connections,
+        shutdown_timeout=CLOSE_SECONDS,
+        logger=http_logger,
+        **logs,
+    )
+    try:
+        await runner.setup()
+        sites: list[web.BaseSite]
+        if listen.sockets:
+            sites = [_BoundSite(runner, one, context) for one in listen.sockets]
+        elif listen.uds:
+            sites = [web.UnixSite(runner, listen.uds, backlog=BACKLOG, ssl_context=context)]
+        else:
+            sites = [
+                web.TCPSite(runner, listen.host, listen.port, backlog=BACKLOG, ssl_context=context)
+            ]
+        for site in sites:
+            await site.start()
+        async with contextlib.AsyncExitStack() as stack:
+            await stack.enter_async_context(watching_descriptors())
+            if options.api_key_files:
+                stack.enter_context(_reading_again(app[TENANCY].keys))
+            if listen.tls is not None and context is not None and listen.tls.refresh:
+                await stack.enter_async_context(refreshing(listen.tls, context))
+            yield listen.uds or address(listen, runner.addresses[0][1])
+    finally:
+        await runner.cleanup()
+
+
+@contextlib.contextmanager
+def _reading_again(keys: KeyRing) -> Iterator[None]:
+    """Read the key files again on SIGHUP; does nothing outside the main thread."""
+    loop = asyncio.get_running_loop()
+    try:
+        loop.add_signal_handler(signal.SIGHUP, keys.reload)
+    except (RuntimeError, ValueError):
+        yield
+        return
+    try:
+        yield
+    finally:
+        loop.remove_signal_handler(signal.SIGHUP)
+
+
+async def serve(
+    config: EngineConfig, plugins: Plugins, listen: Listen, options: ServerOptions
+) -> int:
+    """Serve until a signal; return the exit status: 0 after a clean end, 1 if the engine died.
+
+    The first signal drains: no new requests, running ones finish within `shutdown_timeout`. A
+    second one aborts them.
+    """
+    began = time.monotonic()
+    sys.setswitchinterval(SWITCH_INTERVAL)
+    signals: asyncio.Queue[None] = asyncio.Queue()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, signals.put_nowait, None)
+    engine = AsyncEngine(config, plugins=plugins)
+    await engine.start()
+    try:
+        async with listening(engine, listen, options) as where:
+            freeze()
+            print(ready_line(engine, where, began), flush=True)
+            if await first_of(death(engine), signals.get()) is DEAD:
+                logger.error("the engine died: %s", engine.dead_reason)
+                return 1
+            print("Draining", flush=True)
+            if not await first_of(engine.drain(options.shutdown_timeout), signals.get()):
+                logger.warning("running requests are cut off")
+                await engine.stop()
+            return 0
+    finally:
+        await engine.stop()
+
+
+async def first_of(*waits: Coroutine[Any, Any, Any]) -> Any:
+    """Return the result of the coroutine that ends first; the others are cancelled."""
+    tasks = [asyncio.ensure_future(wait) for wait in waits]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        return done.pop().result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def ready_line(engine: AsyncEngine, where: str, began: float) -> str:
+    """Return the line that is printed when clients can connect. began: start of the startup, by
+    `time.monotonic`."""
+    info = engine.info
+    return (
+        f"Serving {engine.served_model_names[0]} on {where} ({info.device}, "
+        f"attention: {info.attention_backend}, {info.attention_reason}; "
+        f"{info.num_blocks} KV blocks), ready in {time.monotonic() - began:.1f} s"
+    )
+
+
+async def death(engine: AsyncEngine) -> object:
+    """Return DEAD when the engine has died."""
+    while engine.dead_reason is None:
+        await asyncio.sleep(0.5)
+    return DEAD
+
+
+def address(listen: Listen, port: int) -> str:
+    """Return the server's URL."""
+    host = f"[{listen.host}]" if ":" in listen.host else listen.host
+    return f"{'http' if listen.tls is None else 'https'}://{host}:{port}"
+
+
+def freeze() -> None:
+    """Exclude all current objects from garbage collection until the process exits.
+
+    The last collection includes them again: native modules (Triton's) report objects that remain
+    after it as leaks.
+    """
+    gc.collect()
+    gc.freeze()
+    atexit.register(gc.unfreeze)
+
+
+class _BoundSite(web.BaseSite):
+    """A site on an already bound socket, TCP or Unix."""
+
+    def __init__(
+        self, runner: web.AppRunner, bound: socket.socket, context: ssl.SSLContext | None
+    ) -> None:
+        super().__init__(runner, ssl_context=context, backlog=BACKLOG)
+        self._bound = bound
+
+    @property
+    def name(self) -> str:
+        """The address, for logs."""
+        return str(self._bound.getsockname())
+
+    async def start(self) -> None:
+        """Listen."""
+        await super().start()
+        loop = asyncio.get_running_loop()
+        assert self._runner.server is not None
+        unix = self._bound.family == socket.AF_UNIX
+        create: Any = loop.create_unix_server if unix else loop.create_server
+        self._server = await create(
+            self._runner.server, sock=self._bound, backlog=self._backlog, ssl=self._ssl_context
+        )

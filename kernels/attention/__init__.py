@@ -1,0 +1,1 @@
+"""Attention over a paged KV cache, and what prepares queries, keys and values."""

@@ -1,0 +1,403 @@
+"""Decode attention straight from the fused projection: norm, rotation, cache write, attention.
+
+One launch per layer instead of three (norm and rotation, attention, join of its splits), which
+at small batches cost more than the bytes they move. Each program computes its queries from
+the projection; the program with the end of the sequence also computes the new key and value, writes
+them to the cache, and attends to them from registers. The program that finishes a row's last split
+joins all splits.
+
+Memory and operations as in paged_attention_decode.py, and the projection once for each split.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from ..launch import launch
+from ..pdl import gdc_launch_dependents, gdc_wait, pdl_options
+from .paged_attention_decode import (
+    MIN_SPLIT_TILES,
+    DecodeConfig,
+    _split_tiles,
+    decode_config,
+    workspace_elements,
+)
+
+EARLY_WIDTH = 4096
+"""Total width of the heads from which on the next kernel may start at once, as in gemv.py: the
+weight is then large."""
+JOIN_SPLITS = 8
+"""Splits that are joined per iteration."""
+
+
+@triton.jit
+def _head(
+    head_ptr,
+    weight_ptr,
+    eps,
+    cos,
+    sin,
+    mask,
+    NORM: tl.constexpr,
+    ROTATE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Heads [n, BLOCK_D], normed and rotated, float32. `sin` is negative in the first half.
+
+    Each channel is read together with its partner in the rotation.
+    """
+    dim = tl.arange(0, BLOCK_D)
+    partner = (dim + HEAD_DIM // 2) % HEAD_DIM
+    x = tl.load(head_ptr + dim[None, :], mask=mask, other=0.0).to(tl.float32)
+    if ROTATE:
+        y = tl.load(head_ptr + partner[None, :], mask=mask, other=0.0).to(tl.float32)
+    if NORM:
+        in_head = dim < HEAD_DIM
+        scale = tl.rsqrt(tl.sum(x * x, axis=1) / HEAD_DIM + eps)[:, None]
+        x *= scale * tl.load(weight_ptr + dim, mask=in_head, other=0.0)[None, :]
+        if ROTATE:
+            y *= scale * tl.load(weight_ptr + partner, mask=in_head, other=0.0)[None, :]
+    if ROTATE:
+        x = x * cos[None, :] + y * sin[None, :]
+    return x
+
+
+@triton.jit(do_not_specialize=["num_splits", "stride_table"])
+def _fused_decode_kernel(
+    out_ptr,
+    partial_ptr,
+    lse_ptr,
+    counter_ptr,
+    qkv_ptr,
+    key_cache_ptr,
+    value_cache_ptr,
+    block_table_ptr,
+    seq_lens_ptr,
+    slot_ptr,
+    cos_sin_ptr,
+    query_weight_ptr,
+    key_weight_ptr,
+    query_eps,
+    key_eps,
+    scale,
+    key_factor,
+    value_scale,
+    num_splits,
+    stride_out,
+    stride_qkv,
+    stride_cos_sin,
+    stride_block,
+    stride_slot,
+    stride_head,
+    stride_table,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    ROTATE: tl.constexpr,
+    NORM_QUERY: tl.constexpr,
+    NORM_KEY: tl.constexpr,
+    MIN_TILES: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    FP8: tl.constexpr,
+    PDL: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """One program per (row, kv head, split). Scores are kept in units of log2."""
+    GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
+    HALF: tl.constexpr = HEAD_DIM // 2
+    LOG2E: tl.constexpr = 1.4426950408889634
+    row = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    split = tl.program_id(2)
+    row64 = row.to(tl.int64)
+    if PDL and EARLY:
+        gdc_launch_dependents()
+    seq_len = tl.load(seq_lens_ptr + row)
+    lower, first_tile, end, per_split = _split_tiles(
+        seq_len, num_splits, BLOCK_N, MIN_TILES, WINDOW
+    )
+    begin_tile = first_tile + split * per_split
+    end_tile = tl.minimum(begin_tile + per_split, end)
+    if begin_tile >= end_tile:
+        return
+    active = tl.cdiv(end - first_tile, per_split)
+
+    offs_m = tl.arange(0, BLOCK_M)
+    offs_n = tl.arange(0, BLOCK_N)
+    dim = tl.arange(0, BLOCK_D)
+    in_head = dim < HEAD_DIM
+    mask_q = (offs_m < GROUP)[:, None] & in_head[None, :]
+    dtype = qkv_ptr.dtype.element_ty
+    newest = seq_len - 1
+    cos = tl.zeros([BLOCK_D], tl.float32)
+    sin = tl.zeros([BLOCK_D], tl.float32)
+    if ROTATE:
+        angles = cos_sin_ptr + newest.to(tl.int64) * stride_cos_sin + dim % HALF
+        cos = tl.load(angles, mask=in_head, other=0.0)
+        sin = tl.load(angles + HALF, mask=in_head, other=0.0)
+        sin = tl.where(dim < HALF, -sin, sin)
+    if PDL:
+        gdc_wait()
+
+    head = kv_head * GROUP + offs_m
+    projected = qkv_ptr + row64 * stride_qkv
+    query = _head(
+        projected + head[:, None] * HEAD_DIM,
+        query_weight_ptr,
+        query_eps,
+        cos,
+        sin,
+        mask_q,
+        NORM_QUERY,
+        ROTATE,
+        HEAD_DIM,
+        BLOCK_D,
+    ).to(dtype)
+    m = tl.full([BLOCK_M], -float("inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    if end_tile == end:
+        # The new token: computed here, written to the cache, and attended to from registers.
+        mask_new = in_head[None, :]
+        new = projected + (NUM_HEADS + kv_head) * HEAD_DIM + tl.zeros([1, 1], tl.int32)
+        new_key = _head(
+            new,
+            key_weight_ptr,
+            key_eps,
+            cos,
+            sin,
+            mask_new,
+            NORM_KEY,
+            ROTATE,
+            HEAD_DIM,
+            BLOCK_D,
+        ).to(dtype)
+        new_value = tl.load(new + NUM_KV_HEADS * HEAD_DIM + dim[None, :], mask=mask_new, other=0.0)
+        slot = tl.load(slot_ptr + row).to(tl.int64)
+        place = (slot // BLOCK_SIZE) * stride_block + (slot % BLOCK_SIZE) * stride_slot
+        place = place + kv_head * stride_head + dim[None, :]
+        if FP8:
+            # Rounded to the cache's type, as later steps will read it.
+            kept = key_cache_ptr.dtype.element_ty
+            new_key = (new_key.to(tl.float32) * key_factor).to(kept)
+            new_value = (new_value.to(tl.float32) / value_scale).to(kept)
+        tl.store(key_cache_ptr + place, new_key, mask=mask_new)
+        tl.store(value_cache_ptr + place, new_value, mask=mask_new)
+        m = tl.sum(query.to(tl.float32) * new_key.to(tl.float32), axis=1) * scale
+        if SOFT_CAP > 0.0:
+            m = SOFT_CAP * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * m / SOFT_CAP)))
+        m *= LOG2E
+        total += 1.0
+        acc += new_value.to(tl.float32)
+
+    table = block_table_ptr + row64 * stride_table
+    for tile in range(begin_tile, end_tile):
+        position = tile * BLOCK_N + offs_n
+        valid = (position >= lower) & (position < newest)
+        block = tl.load(table + position // BLOCK_SIZE, mask=valid, other=0).to(tl.int64)
+        base = block * stride_block + (position % BLOCK_SIZE) * stride_slot + kv_head * stride_head
+        offsets = base[:, None] + dim[None, :]
+        mask_kv = valid[:, None] & in_head[None, :]
+        key = tl.load(key_cache_ptr + offsets, mask=mask_kv, other=0.0).to(dtype)
+        value = tl.load(value_cache_ptr + offsets, mask=mask_kv, other=0.0).to(dtype)
+        scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
+        if SOFT_CAP > 0.0:
+            scores = SOFT_CAP * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * scores / SOFT_CAP)))
+        scores = tl.where(valid[None, :], scores * LOG2E, -float("inf"))
+        # m_new is finite: the newest token is in m, or the tile holds a visible position.
+        m_new = tl.maximum(m, tl.max(scores, axis=1))
+        weights = tl.exp2(scores - m_new[:, None])
+        decay = tl.exp2(m - m_new)
+        total = total * decay + tl.sum(weights, axis=1)
+        acc = acc * decay[:, None] + tl.dot(weights.to(dtype), value, input_precision="ieee")
+        m = m_new
+
+    if PDL and not EARLY:
+        gdc_launch_dependents()
+    acc = acc * (value_scale / total)[:, None]
+    if active == 1:
+        target = out_ptr + row64 * stride_out + head[:, None] * HEAD_DIM + dim[None, :]
+        tl.store(target, acc.to(dtype), mask=mask_q)
+        return
+    at = (row64 * NUM_HEADS + head) * num_splits + split
+    tl.store(lse_ptr + at, m + tl.log2(total), mask=offs_m < GROUP)
+    tl.store(partial_ptr + at[:, None] * HEAD_DIM + dim[None, :], acc, mask=mask_q)
+    tl.debug_barrier()
+    counter = counter_ptr + row * NUM_KV_HEADS + kv_head
+    if tl.atomic_add(counter, 1, sem="acq_rel") != active - 1:
+        return
+    tl.store(counter, 0)
+    _join(
+        out_ptr + row64 * stride_out,
+        partial_ptr,
+        lse_ptr,
+        row64,
+        kv_head,
+        active,
+        num_splits,
+        NUM_HEADS,
+        GROUP,
+        HEAD_DIM,
+        BLOCK_G,
+        BLOCK_S,
+        BLOCK_D,
+        dtype,
+    )
+
+
+@triton.jit
+def _join(
+    out_ptr,
+    partial_ptr,
+    lse_ptr,
+    row,
+    kv_head,
+    active,
+    num_splits,
+    NUM_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    dtype: tl.constexpr,
+):
+    """Weight a group's splits by their part of the sum, BLOCK_S at a time."""
+    dim = tl.arange(0, BLOCK_D)
+    in_head = dim < HEAD_DIM
+    group = tl.arange(0, BLOCK_G)
+    splits = tl.arange(0, BLOCK_S)
+    in_group = group < GROUP
+    head = kv_head * GROUP + group
+    m = tl.full([BLOCK_G], -float("inf"), tl.float32)
+    total = tl.zeros([BLOCK_G], tl.float32)
+    acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+    for start in range(0, active, BLOCK_S):
+        split = start + splits
+        live = in_group[:, None] & (split < active)[None, :]
+        at = (row * NUM_HEADS + head)[:, None] * num_splits + split[None, :]
+        lse = tl.load(lse_ptr + at, mask=live, other=-float("inf"), cache_modifier=".cg")
+        # Heads beyond the group have no splits.
+        m_new = tl.where(in_group, tl.maximum(m, tl.max(lse, axis=1)), 0.0)
+        weights = tl.exp2(lse - m_new[:, None])
+        decay = tl.exp2(m - m_new)
+        part = tl.load(
+            partial_ptr + at[:, :, None] * HEAD_DIM + dim[None, None, :],
+            mask=live[:, :, None] & in_head[None, None, :],
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        total = total * decay + tl.sum(weights, axis=1)
+        acc = acc * decay[:, None] + tl.sum(part * weights[:, :, None], axis=1)
+        m = m_new
+    out = acc / tl.where(in_group, total, 1.0)[:, None]
+    target = out_ptr + head[:, None] * HEAD_DIM + dim[None, :]
+    tl.store(target, out.to(dtype), mask=in_group[:, None] & in_head[None, :])
+
+
+def fused_decode_attention(
+    qkv: torch.Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    *,
+    scale: float,
+    counters: torch.Tensor,
+    workspace: torch.Tensor,
+    num_splits: int = 1,
+    cos_sin: torch.Tensor | None = None,
+    query_norm: tuple[torch.Tensor, float] | None = None,
+    key_norm: tuple[torch.Tensor, float] | None = None,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    config: DecodeConfig | None = None,
+    cache_scales: tuple[float, float] = (1.0, 1.0),
+) -> torch.Tensor:
+    """qkv: [num_rows, (num_heads + 2 * num_kv_heads) * head_dim], one new token per row, not
+    changed → [num_rows, num_heads, head_dim]
+
+    kv_cache: [2, num_blocks, block_size, num_kv_heads, head_dim] of qkv's type, or fp8 that is
+    multiplied by `cache_scales` (keys, values), last stride 1: the new key and value are written to
+    slot_mapping [num_rows] int64. block_table: [num_rows, max_blocks] int32; seq_lens: [num_rows]
+    int32, at least 1, including the new token. cos_sin: [max_positions, head_dim] float32: the
+    whole head is rotated; norms: (weight [head_dim], eps). counters: [at least num_rows *
+    num_kv_heads] int32, zeros before and after; workspace: float32, `workspace_elements(...)`.
+    No host synchronisation; safe to capture.
+    """
+    num_rows, width = qkv.shape
+    head_dim = width // (num_heads + 2 * num_kv_heads)
+    out = torch.empty((num_rows, num_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
+    if num_rows == 0:
+        return out
+    if cos_sin is not None and cos_sin.shape[1] != head_dim:
+        raise ValueError(f"cos_sin rotates {cos_sin.shape[1]} channels; a head has {head_dim}")
+    needed = workspace_elements(num_rows, num_heads, head_dim, num_splits)
+    if workspace.numel() < needed:
+        raise ValueError(f"workspace has {workspace.numel()} elements, not {needed}")
+    group = num_heads // num_kv_heads
+    programs = num_rows * num_kv_heads
+    block_n, num_warps, num_stages = config or decode_config(head_dim, qkv.dtype, programs)
+    options = pdl_options(qkv.device)
+    launch(_fused_decode_kernel, (num_rows, num_kv_heads, num_splits))(
+        out,
+        workspace,
+        workspace[num_rows * num_heads * num_splits * head_dim :],
+        counters,
+        qkv,
+        kv_cache[0],
+        kv_cache[1],
+        block_table,
+        seq_lens,
+        slot_mapping,
+        cos_sin,
+        None if query_norm is None else query_norm[0],
+        None if key_norm is None else key_norm[0],
+        0.0 if query_norm is None else query_norm[1],
+        0.0 if key_norm is None else key_norm[1],
+        scale * cache_scales[0],
+        1.0 / cache_scales[0],
+        cache_scales[1],
+        num_splits,
+        out.stride(0),
+        qkv.stride(0),
+        0 if cos_sin is None else cos_sin.stride(0),
+        kv_cache.stride(1),
+        kv_cache.stride(2),
+        kv_cache.stride(3),
+        block_table.stride(0),
+        NUM_HEADS=num_heads,
+        NUM_KV_HEADS=num_kv_heads,
+        HEAD_DIM=head_dim,
+        BLOCK_SIZE=kv_cache.shape[2],
+        WINDOW=sliding_window or 0,
+        SOFT_CAP=soft_cap or 0.0,
+        ROTATE=cos_sin is not None,
+        NORM_QUERY=query_norm is not None,
+        NORM_KEY=key_norm is not None,
+        MIN_TILES=MIN_SPLIT_TILES,
+        BLOCK_M=max(16, triton.next_power_of_2(group)),
+        BLOCK_G=triton.next_power_of_2(group),
+        BLOCK_N=block_n,
+        BLOCK_S=min(JOIN_SPLITS, triton.next_power_of_2(num_splits)),
+        BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
+        FP8=kv_cache.element_size() == 1,
+        PDL=bool(options),
+        EARLY=num_heads * head_dim >= EARLY_WIDTH,
+        num_warps=num_warps,
+        num_stages=num_stages,
+        **options,
+    )
+    return out

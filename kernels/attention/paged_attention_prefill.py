@@ -1,0 +1,350 @@
+"""Causal attention of ragged rows over a paged cache: prefill, chunked prefill or mixed steps.
+
+A program takes a tile of one row's queries for one key head. The query heads that share the key
+head (GQA) are packed into the tile's rows, token-major, so each key is read once for all of them.
+The device finds the row of a tile by a binary search over query_start: the host computes and copies
+nothing per step.
+
+Operations: 4 * head_dim * num_heads * sum over queries of the keys each one sees, plus what a
+tile of BLOCK_M / group queries by BLOCK_N keys rounds up; blocks beyond the diagonal or before the
+window are skipped. Memory: query and output once, and each row's keys and values once for each of
+its query tiles (from the L2 cache, mostly).
+
+Source: Dao, "FlashAttention-2", 2023.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from ..launch import launch
+
+
+@triton.jit
+def _attend(
+    acc,
+    m,
+    total,
+    query,
+    position_q,
+    tile_begin,
+    tile_end,
+    key_base,
+    value_base,
+    table,
+    lower,
+    seq_len,
+    slope,
+    scale,
+    stride_block,
+    stride_slot,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    ALIBI: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Fold the keys of tiles [tile_begin, tile_end) into the running softmax.
+
+    Without MASKED every query of the tile sees all of these keys. No query sees a key before
+    `lower`: blocks before the window may have been freed.
+    """
+    LOG2E: tl.constexpr = 1.4426950408889634
+    offs_n = tl.arange(0, BLOCK_N)
+    offs_d = tl.arange(0, BLOCK_D)
+    mask_d = (offs_d < HEAD_DIM)[None, :]
+    for tile in range(tile_begin, tile_end):
+        position = tile * BLOCK_N + offs_n
+        if MASKED:
+            valid = position < seq_len
+            if WINDOW > 0:
+                valid = valid & (position >= lower)
+            block = tl.load(table + position // BLOCK_SIZE, mask=valid, other=0).to(tl.int64)
+        else:
+            block = tl.load(table + position // BLOCK_SIZE).to(tl.int64)
+        base = block * stride_block + (position % BLOCK_SIZE) * stride_slot
+        offsets = base[:, None] + offs_d[None, :]
+        if MASKED:
+            key = tl.load(key_base + offsets, mask=valid[:, None] & mask_d, other=0.0)
+            value = tl.load(value_base + offsets, mask=valid[:, None] & mask_d, other=0.0)
+        elif HEAD_DIM != BLOCK_D:
+            key = tl.load(key_base + offsets, mask=mask_d, other=0.0)
+            value = tl.load(value_base + offsets, mask=mask_d, other=0.0)
+        else:
+            key = tl.load(key_base + offsets)
+            value = tl.load(value_base + offsets)
+        key, value = key.to(query.dtype), value.to(query.dtype)
+        scores = tl.dot(query, tl.trans(key), input_precision="ieee")
+        if SOFT_CAP > 0.0:
+            scores = SOFT_CAP * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * scale * scores / SOFT_CAP)))
+            scores = scores * LOG2E
+        else:
+            scores = scores * (scale * LOG2E)
+        if ALIBI:
+            away = position[None, :] - position_q[:, None]
+            scores += (slope * LOG2E)[:, None] * away
+        if MASKED:
+            visible = position[None, :] <= position_q[:, None]
+            if WINDOW > 0:
+                visible = visible & (position[None, :] > position_q[:, None] - WINDOW)
+            scores = tl.where(visible, scores, -float("inf"))
+        m_new = tl.maximum(m, tl.max(scores, axis=1))
+        # In masked tiles before its first visible key a query sees no key: stay at 0, not NaN.
+        pivot = m_new
+        if MASKED:
+            pivot = tl.where(m_new == -float("inf"), 0.0, m_new)
+        weights = tl.exp2(scores - pivot[:, None])
+        decay = tl.exp2(m - pivot)
+        total = total * decay + tl.sum(weights, axis=1)
+        acc = acc * decay[:, None]
+        acc = tl.dot(weights.to(value.dtype), value, acc, input_precision="ieee")
+        m = m_new
+    return acc, m, total
+
+
+@triton.jit(
+    do_not_specialize=["first_row", "num_rows", "stride_table"],
+    do_not_specialize_on_alignment=["bounds_ptr"],
+)
+def _prefill_kernel(
+    out_ptr,
+    query_ptr,
+    key_cache_ptr,
+    value_cache_ptr,
+    block_table_ptr,
+    query_start_ptr,
+    seq_lens_ptr,
+    bounds_ptr,
+    slopes_ptr,
+    sinks_ptr,
+    scale,
+    value_scale,
+    first_row,
+    num_rows,
+    stride_out_token,
+    stride_out_head,
+    stride_query_token,
+    stride_query_head,
+    stride_block,
+    stride_slot,
+    stride_head,
+    stride_table,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    ALIBI: tl.constexpr,
+    SINKS: tl.constexpr,
+    MIXED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """One program per (tile of BLOCK_M // GROUP queries, kv head). Scores are in units of log2."""
+    BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
+    # Later tiles see more keys: start them first.
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    kv_head = tl.program_id(1)
+
+    if MIXED:
+        first_row = tl.load(bounds_ptr)
+        num_rows = tl.load(bounds_ptr + 1)
+        if num_rows == 0:
+            return
+
+    # Row r's tiles begin at (its first token) // BLOCK_Q + r, which gives each row enough tiles
+    # and needs no table: find the last row that begins at or before this tile.
+    origin = tl.load(query_start_ptr + first_row)
+    low = 0
+    high = num_rows
+    while high - low > 1:
+        middle = (low + high) // 2
+        begins = (tl.load(query_start_ptr + first_row + middle) - origin) // BLOCK_Q + middle
+        if begins <= tile:
+            low = middle
+        else:
+            high = middle
+    row = first_row + low
+    row_start = tl.load(query_start_ptr + row)
+    query_len = tl.load(query_start_ptr + row + 1) - row_start
+    tile_start = (tile - (row_start - origin) // BLOCK_Q - low) * BLOCK_Q
+    if tile_start >= query_len:
+        return
+
+    seq_len = tl.load(seq_lens_ptr + row)
+    offs_m = tl.arange(0, BLOCK_M)
+    offs_d = tl.arange(0, BLOCK_D)
+    local = tile_start + offs_m // GROUP
+    head = kv_head * GROUP + offs_m % GROUP
+    mask_m = (offs_m < BLOCK_Q * GROUP) & (local < query_len)
+    mask_q = mask_m[:, None] & (offs_d < HEAD_DIM)[None, :]
+    token = (row_start + local).to(tl.int64)
+    query = tl.load(
+        query_ptr
+        + token[:, None] * stride_query_token
+        + head[:, None] * stride_query_head
+        + offs_d[None, :],
+        mask=mask_q,
+        other=0.0,
+    )
+
+    # first, last: cache positions of the tile's queries. Every query sees keys
+    # [last - WINDOW + 1, first]; some query sees keys [first - WINDOW + 1, last].
+    context = seq_len - query_len
+    first = context + tile_start
+    last = tl.minimum(first + BLOCK_Q, seq_len) - 1
+    position_q = context + local
+    end = last // BLOCK_N + 1
+    full_end = (first + 1) // BLOCK_N
+    lower = 0
+    begin = 0
+    full_begin = 0
+    if WINDOW > 0:
+        lower = tl.maximum(first - WINDOW + 1, 0)
+        begin = lower // BLOCK_N
+        full_begin = tl.minimum(tl.cdiv(tl.maximum(last - WINDOW + 1, 0), BLOCK_N), end)
+
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    m = tl.full([BLOCK_M], -float("inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    LOG2E: tl.constexpr = 1.4426950408889634
+    slope = 0.0
+    if ALIBI:
+        slope = tl.load(slopes_ptr + head, mask=mask_m, other=0.0)
+    if SINKS:
+        # The sink acts as a key that every query sees, with this logit and a value of zeros.
+        m = tl.load(sinks_ptr + head, mask=mask_m, other=0.0).to(tl.float32) * LOG2E
+        total += 1.0
+    table = block_table_ptr + row.to(tl.int64) * stride_table
+    key_base = key_cache_ptr + kv_head * stride_head
+    value_base = value_cache_ptr + kv_head * stride_head
+    if WINDOW > 0:
+        acc, m, total = _attend(
+            acc, m, total, query, position_q, begin, full_begin, key_base, value_base, table,
+            lower, seq_len, slope, scale, stride_block, stride_slot, HEAD_DIM, BLOCK_SIZE, WINDOW,
+            SOFT_CAP, ALIBI, BLOCK_N, BLOCK_D, True,
+        )  # fmt: skip
+    acc, m, total = _attend(
+        acc, m, total, query, position_q, full_begin, full_end, key_base, value_base, table,
+        lower, seq_len, slope, scale, stride_block, stride_slot, HEAD_DIM, BLOCK_SIZE, WINDOW,
+        SOFT_CAP, ALIBI, BLOCK_N, BLOCK_D, False,
+    )  # fmt: skip
+    acc, m, total = _attend(
+        acc, m, total, query, position_q, tl.maximum(full_begin, full_end), end, key_base,
+        value_base, table, lower, seq_len, slope, scale, stride_block, stride_slot, HEAD_DIM,
+        BLOCK_SIZE, WINDOW, SOFT_CAP, ALIBI, BLOCK_N, BLOCK_D, True,
+    )  # fmt: skip
+
+    acc = acc * (value_scale / tl.where(total > 0.0, total, 1.0))[:, None]
+    target = out_ptr + token[:, None] * stride_out_token + head[:, None] * stride_out_head
+    tl.store(target + offs_d[None, :], acc.to(out_ptr.dtype.element_ty), mask=mask_q)
+
+
+def _tile_shape(
+    max_query_len: int, group: int, head_dim: int, dtype: torch.dtype, mixed: bool
+) -> tuple[int, int, int, int]:
+    """Return (BLOCK_M, BLOCK_N, num_warps, num_stages): few different ones, so few compilations;
+    fewer still for `mixed` rows, whose kernels must all be compiled before an engine is ready."""
+    least = max(16, triton.next_power_of_2(group))
+    if dtype == torch.float32:
+        return max(least, 32), 32, 4, 2
+    rows = max_query_len * group
+    if rows <= 16:
+        return least, 64 if head_dim <= 128 else 32, 4, 3
+    if rows <= (128 if mixed else 64):
+        return max(least, 64), 64 if head_dim <= 128 else 32, 4, 3
+    if head_dim <= 128:
+        return (256, 64, 8, 3) if rows > 128 else (max(least, 128), 64, 4, 3)
+    return max(least, 64), 32, 4, 3
+
+
+def paged_attention_prefill(
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    query_start: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    scale: float,
+    max_query_len: int,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    first_row: int = 0,
+    num_tokens: int | None = None,
+    out: torch.Tensor | None = None,
+    cache_scales: tuple[float, float] = (1.0, 1.0),
+    bounds: torch.Tensor | None = None,
+    max_rows: int = 0,
+) -> torch.Tensor:
+    """query: [all_tokens, num_heads, head_dim] → the same shape; rows from first_row on.
+
+    kv_cache: [2, num_blocks, block_size, num_kv_heads, head_dim], of query's type (float16,
+    bfloat16 or float32), or fp8 that is multiplied by `cache_scales` (keys, values); block_table:
+    [num_rows, max_blocks] int32; query_start: [num_rows + 1] int32, row r's tokens in query;
+    seq_lens: [num_rows] int32. A row's queries are the last positions of its sequence. Last strides
+    are 1, others free. `num_tokens`: tokens of the computed rows (all of query's by default); with
+    max_query_len it sizes the launch. alibi_slopes: [num_heads] float32, times (key's position -
+    query's) added to the logits; sinks: [num_heads], one additional logit per head in the
+    softmax's sum. Cache positions beyond a row's length or before its first query's window are
+    never read. bounds: [2] int32, first_row and the number of rows, if only the device knows them;
+    then `max_rows` is the largest possible number of rows, and tokens of other rows are not
+    written. No host synchronisation.
+    """
+    all_tokens, num_heads, head_dim = query.shape
+    _, _, block_size, num_kv_heads, _ = kv_cache.shape
+    out = torch.empty_like(query) if out is None else out
+    num_rows = max_rows if bounds is not None else seq_lens.shape[0] - first_row
+    num_tokens = all_tokens if num_tokens is None else num_tokens
+    if num_rows == 0 or num_tokens == 0:
+        return out
+    group = num_heads // num_kv_heads
+    block_m, block_n, num_warps, num_stages = _tile_shape(
+        max_query_len, group, head_dim, query.dtype, bounds is not None
+    )
+    num_tiles = num_tokens // (block_m // group) + num_rows
+    launch(_prefill_kernel, (num_tiles, num_kv_heads))(
+        out,
+        query,
+        kv_cache[0],
+        kv_cache[1],
+        block_table,
+        query_start,
+        seq_lens,
+        seq_lens if bounds is None else bounds,
+        seq_lens if alibi_slopes is None else alibi_slopes,
+        seq_lens if sinks is None else sinks,
+        scale * cache_scales[0],
+        cache_scales[1],
+        first_row,
+        num_rows,
+        out.stride(0),
+        out.stride(1),
+        query.stride(0),
+        query.stride(1),
+        kv_cache.stride(1),
+        kv_cache.stride(2),
+        kv_cache.stride(3),
+        block_table.stride(0),
+        GROUP=group,
+        HEAD_DIM=head_dim,
+        BLOCK_SIZE=block_size,
+        WINDOW=sliding_window or 0,
+        SOFT_CAP=soft_cap or 0.0,
+        ALIBI=alibi_slopes is not None,
+        SINKS=sinks is not None,
+        MIXED=bounds is not None,
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
+        num_warps=num_warps,
+        num_stages=num_stages,
+    )
+    return out

@@ -1,0 +1,19 @@
+"""Launches every kernel of this project; in a `Precompiler`, compiles it only."""
+
+from __future__ import annotations
+
+import contextvars
+import functools
+from collections.abc import Callable
+from typing import Any
+
+compile_only: contextvars.ContextVar[bool] = contextvars.ContextVar("compile_only", default=False)
+"""Set by `Precompiler` for its thread: launches compile and run nothing."""
+
+
+def launch(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
+    """Return `kernel[grid]`; in a `Precompiler`, a function that compiles but does not run it."""
+    if compile_only.get():
+        return functools.partial(kernel.run, grid=grid, warmup=True)
+    launcher: Callable[..., Any] = kernel[grid]
+    return launcher

@@ -1,0 +1,1 @@
+"""Linear layers: products with few tokens, dense and quantized."""

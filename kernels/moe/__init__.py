@@ -1,0 +1,1 @@
+"""Mixtures of experts: routing, sorting, products, combination."""

@@ -1,0 +1,73 @@
+"""Weighted sum of the outputs of a token's experts.
+
+    out[t] = residual[t] + Σ_j weights[t, j] * parts[t * top_k + j]
+
+Memory: reads top_k + 1 rows per token and writes one; bound by it. Sums in a fixed order.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from ..launch import launch
+from ..pdl import gdc_launch_dependents, gdc_wait, pdl_options
+
+LARGEST_BLOCK = 1024
+
+
+@triton.jit
+def _combine_kernel(
+    out_ptr,
+    parts_ptr,
+    weights_ptr,
+    residual_ptr,
+    stride_out,
+    stride_residual,
+    SIZE: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program: BLOCK elements of one token."""
+    token = tl.program_id(0).to(tl.int64)
+    offs_n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = offs_n < SIZE
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    total = tl.load(residual_ptr + token * stride_residual + offs_n, mask=mask, other=0.0)
+    total = total.to(tl.float32)
+    for place in tl.static_range(TOP_K):
+        part = tl.load(parts_ptr + (token * TOP_K + place) * SIZE + offs_n, mask=mask, other=0.0)
+        total += part.to(tl.float32) * tl.load(weights_ptr + token * TOP_K + place)
+    tl.store(out_ptr + token * stride_out + offs_n, total.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def combine(
+    parts: torch.Tensor, weights: torch.Tensor, residual: torch.Tensor, out: torch.Tensor
+) -> torch.Tensor:
+    """parts: [num_tokens * top_k, size] and weights: [num_tokens, top_k] float32, contiguous;
+    residual, out: [num_tokens, size], perhaps the same, last strides 1 → out. Sums in float32,
+    rounded once."""
+    num_tokens, size = residual.shape
+    if num_tokens == 0:
+        return out
+    block = min(triton.next_power_of_2(size), LARGEST_BLOCK)
+    options = pdl_options(residual.device)
+    launch(_combine_kernel, (num_tokens, triton.cdiv(size, block)))(
+        out,
+        parts,
+        weights,
+        residual,
+        out.stride(0),
+        residual.stride(0),
+        SIZE=size,
+        TOP_K=weights.shape[1],
+        BLOCK=block,
+        PDL=bool(options),
+        num_warps=4,
+        **options,
+    )
+    return out

@@ -1,0 +1,296 @@
+"""Few tokens through layers of experts, slot by slot: bound by reading the experts' weights.
+
+    out[s] = silu(g) * u of x[s // top_k] W_eᵀ     or     out[t] = residual[t] + Σ_s c_s x[s] W_eᵀ
+
+with an expert's bias on either product, and another activation, if the model has them.
+
+A slot is a token's choice of an expert e = experts[s]; in the second form, s are a token's slots
+and c their weights. The method is gemv.py's, over rows of several weights. A layer takes two
+launches and no sorting. Memory: an expert's weight once per slot (programs that read the same one
+run side by side and share it in the L2 cache); x once per program.
+
+With programmatic dependent launch the second product's weights are prefetched while the first one
+still reads its own: the experts are known before the first product begins.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from ..activations import Clamp
+from ..launch import launch
+from ..pdl import gdc_launch_dependents, gdc_wait, pdl_options
+from ..quant.dequant_tile import dequant_tile, load_scale, load_zero
+from ..quant.quantized_weight import Weight, even_tile, values_of, weight_arguments
+from ..tiles import apply_bias_and_gate, load_tile, prefetch_l2
+
+PREFETCH_BYTES = 32 << 20
+"""Most bytes of weights prefetched before their kernel runs: half of an H200's L2 cache."""
+
+
+@triton.jit
+def _dequantized(
+    tile,
+    scale_ptr,
+    zero_ptr,
+    rows,
+    in_n,
+    group,
+    stride_scale,
+    stride_zero,
+    PART: tl.constexpr,
+    FORMAT: tl.constexpr,
+):
+    """Return part PART of a tile as float32."""
+    if FORMAT.quantized:
+        scale = load_scale(scale_ptr, rows, in_n, group, stride_scale, FORMAT)
+        zero = load_zero(zero_ptr, rows, in_n, group, stride_zero, FORMAT)
+        return dequant_tile(tile, scale, zero, PART, tl.float32, FORMAT, True)
+    else:
+        return tile.to(tl.float32)
+
+
+@triton.jit
+def _expert_gemv_kernel(
+    out_ptr,
+    x_ptr,
+    experts_ptr,
+    factor_ptr,
+    residual_ptr,
+    weight_ptr,
+    scale_ptr,
+    zero_ptr,
+    bias_ptr,
+    stride_out,
+    stride_x,
+    stride_residual,
+    stride_weight,
+    stride_scale,
+    stride_zero,
+    E: tl.constexpr,
+    N: tl.constexpr,
+    FORMAT: tl.constexpr,
+    COUNT: tl.constexpr,
+    DIVIDE: tl.constexpr,
+    GATED: tl.constexpr,
+    FACTOR: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    BIAS: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    UNROLL: tl.constexpr,
+    PREFETCH: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    BLOCK_COUNT: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program: BLOCK_N outputs (and as many gates) of COUNT slots, which are added up; one row
+    of weights per output and slot."""
+    WIDTH: tl.constexpr = FORMAT.width
+    PACK_FACTOR: tl.constexpr = FORMAT.pack_factor
+    ROWS: tl.constexpr = N * 2 if GATED else N
+    EVEN_N: tl.constexpr = N % BLOCK_N == 0 and COUNT == BLOCK_COUNT
+    EVEN_K: tl.constexpr = WIDTH % BLOCK_K == 0
+    target = tl.program_id(0)
+    tile_n = tl.program_id(1)
+    offs_r = tl.arange(0, BLOCK_COUNT * BLOCK_N)
+    offs_n = tile_n * BLOCK_N + offs_r % BLOCK_N
+    in_r = (offs_n < N) & (offs_r // BLOCK_N < COUNT)
+    slot = target * COUNT + tl.minimum(offs_r // BLOCK_N, COUNT - 1)
+    offs_k = tl.arange(0, BLOCK_K)
+    if PREFETCH is not None:
+        # One chunk per thread. If the ids are not written yet, this prefetches wrong weights and
+        # does no other harm: ids read here bypass the cache that they are read from below.
+        chunk = tl.arange(0, BLOCK_COUNT * BLOCK_N * CHUNKS)
+        place = tl.minimum(chunk // (BLOCK_N * CHUNKS), COUNT - 1)
+        ids = tl.load(experts_ptr + target * COUNT + place, cache_modifier=".cg")
+        rows = tl.minimum(tl.maximum(ids, 0), E - 1).to(tl.int64) * ROWS
+        rows += tile_n * BLOCK_N + chunk // CHUNKS % BLOCK_N
+        prefetch_l2(
+            weight_ptr + rows * stride_weight + chunk % CHUNKS * (WIDTH // CHUNKS), PREFETCH
+        )
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    # Clamped, so that no other memory is read if the router wrote an invalid id.
+    expert = tl.minimum(tl.maximum(tl.load(experts_ptr + slot), 0), E - 1)
+    rows = expert.to(tl.int64) * ROWS + offs_n
+    ptrs = weight_ptr + rows[:, None] * stride_weight + offs_k[None, :]
+    if COUNT == 1:
+        x_ptrs = x_ptr + (target // DIVIDE).to(tl.int64) * stride_x + offs_k[None, :]
+    else:
+        x_ptrs = x_ptr + (slot // DIVIDE).to(tl.int64)[:, None] * stride_x + offs_k[None, :]
+    acc = tl.zeros([BLOCK_COUNT * BLOCK_N, BLOCK_K], tl.float32)
+    up_acc = tl.zeros([BLOCK_COUNT * BLOCK_N, BLOCK_K], tl.float32) if GATED else acc
+    for base in range(0, WIDTH, BLOCK_K * UNROLL):
+        for step in tl.static_range(UNROLL):
+            start = base + step * BLOCK_K
+            in_k = start + offs_k < WIDTH
+            tile = load_tile(ptrs + start, in_r, in_k, EVEN_N, EVEN_K, "evict_first")
+            up_tile = tile
+            if GATED:
+                up_ptrs = ptrs + N * stride_weight + start
+                up_tile = load_tile(up_ptrs, in_r, in_k, EVEN_N, EVEN_K, "evict_first")
+            for part in tl.static_range(PACK_FACTOR):
+                k = part * WIDTH + start
+                if EVEN_K:
+                    x = tl.load(x_ptrs + k).to(tl.float32)
+                else:
+                    x = tl.load(x_ptrs + k, mask=in_k[None, :], other=0.0).to(tl.float32)
+                group = k // FORMAT.group_size
+                value = _dequantized(
+                    tile, scale_ptr, zero_ptr, rows, in_r, group, stride_scale, stride_zero, part,
+                    FORMAT,
+                )  # fmt: skip
+                acc += value * x
+                if GATED:
+                    value = _dequantized(
+                        up_tile, scale_ptr, zero_ptr, rows + N, in_r, group, stride_scale,
+                        stride_zero, part, FORMAT,
+                    )  # fmt: skip
+                    up_acc += value * x
+    sums = tl.sum(acc, axis=1)
+    up_sums = tl.sum(up_acc, axis=1) if GATED else sums
+    sums = apply_bias_and_gate(sums, up_sums, bias_ptr, rows, in_r, N, GATED, BIAS, ALPHA, LIMIT)
+    if FACTOR:
+        sums *= tl.load(factor_ptr + slot, mask=in_r, other=0.0)
+    out = tl.sum(tl.reshape(sums, [BLOCK_COUNT, BLOCK_N]), axis=0)
+    offs_n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    in_n = offs_n < N
+    if RESIDUAL:
+        residual_ptrs = residual_ptr + target.to(tl.int64) * stride_residual + offs_n
+        out += tl.load(residual_ptrs, mask=in_n, other=0.0).to(tl.float32)
+    out_ptrs = out_ptr + target.to(tl.int64) * stride_out + offs_n
+    tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=in_n)
+
+
+class ExpertGemvConfig(NamedTuple):
+    """Tiles of a product slot by slot."""
+
+    block_n: int
+    """Outputs per program"""
+    block_k: int
+    """Elements of a row (numbers, or words) at a time"""
+    unroll: int
+    """Tiles that are loaded at once, at most"""
+    num_warps: int
+
+
+def expert_gemv_config(weight: Weight, count: int) -> ExpertGemvConfig:
+    """Return the tiles, from what was measured on an H200 at Qwen3-30B-A3B's sizes, dense, in fp8
+    and in 4 bits.
+
+    `count`: slots that are added up. One: tiles as wide as the row, so that a token has a thousand
+    programs. Several: a program has a few rows of each slot. For bytes in groups narrower than the
+    measured ones (mxfp4's): enough rows to give each thread 16 bytes of a tile.
+    """
+    values = values_of(weight)
+    item = values.element_size()
+    words = values.dtype == torch.int32
+    if item == 1 and (narrow := even_tile(weight, 64)) < 64:
+        block_n = max(512 // narrow // triton.next_power_of_2(count), 1)
+        return ExpertGemvConfig(block_n, narrow, unroll=2, num_warps=1)
+    if count == 1 and words:
+        return ExpertGemvConfig(block_n=4, block_k=even_tile(weight, 128), unroll=1, num_warps=1)
+    if count == 1:
+        block_k = even_tile(weight, 512 if item == 4 else 1024)
+        if item == 1:
+            return ExpertGemvConfig(2, block_k, unroll=2, num_warps=1)
+        num_warps = min(max(block_k * item // 512, 1), 4)
+        block_n = 2 if num_warps > 1 else min(max(1024 // (block_k * item), 2), 8)
+        return ExpertGemvConfig(block_n, block_k, unroll=1, num_warps=num_warps)
+    rows = 32 if words else 8
+    block_n = max(rows // triton.next_power_of_2(count), 1)
+    if words:
+        return ExpertGemvConfig(block_n, even_tile(weight, 32), unroll=1, num_warps=4)
+    return ExpertGemvConfig(
+        block_n, even_tile(weight, 256), unroll=4 if item == 1 else 1, num_warps=2
+    )
+
+
+def expert_gemv(
+    x: torch.Tensor,
+    experts: torch.Tensor,
+    weight: Weight,
+    num_experts: int,
+    *,
+    factor: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    clamp: Clamp | None = None,
+    config: ExpertGemvConfig | None = None,
+    known: bool = False,
+) -> torch.Tensor:
+    """Without `factor`, compute gate and up of each slot: x [num_tokens, K] → [num_tokens * top_k,
+    N / 2] of x's type. With it, compute down and the sum: x [num_tokens * top_k, K] and factor
+    [num_tokens, top_k] float32 → residual + sum, [num_tokens, N].
+
+    experts: [num_tokens, top_k] int32, contiguous; weight: [num_experts * N, K]; last strides 1;
+    `out` may be the residual; bias: [num_experts * N], contiguous; `clamp`: in place of
+    silu(g) * u. `known`: experts were written before the last kernel on the stream began.
+    """
+    num_tokens, top_k = experts.shape
+    gated = factor is None
+    values = values_of(weight)
+    rows = values.shape[0] // num_experts
+    outputs = rows // 2 if gated else rows
+    count, targets = (1, num_tokens * top_k) if gated else (top_k, num_tokens)
+    if out is None:
+        out = torch.empty((targets, outputs), dtype=x.dtype, device=x.device)
+    if num_tokens == 0:
+        return out
+    config = config or expert_gemv_config(weight, count)
+    arguments = weight_arguments(weight)
+    item, width = values.element_size(), arguments.format.width
+    tiles = triton.cdiv(width, config.block_k)
+    unroll = max(n for n in range(1, config.unroll + 1) if tiles % n == 0)
+    options = pdl_options(x.device)
+    block_count = triton.next_power_of_2(count)
+    chunks = max(32 * config.num_warps // (block_count * config.block_n), 1)
+    aligned = not (width * item % (16 * chunks) or arguments.strides[0] * item % 16)
+    aligned = aligned and values.data_ptr() % 16 == 0
+    even = outputs % config.block_n == 0 and width % chunks == 0
+    # More would evict the first prefetched weights.
+    fits = targets * count * outputs * width * item <= PREFETCH_BYTES
+    prefetch = known and not gated and aligned and even and fits and bool(options)
+    launch(_expert_gemv_kernel, (targets, triton.cdiv(outputs, config.block_n)))(
+        out,
+        x,
+        experts,
+        factor,
+        residual,
+        *arguments.tensors,
+        bias,
+        out.stride(0),
+        x.stride(0),
+        0 if residual is None else residual.stride(0),
+        *arguments.strides,
+        E=num_experts,
+        N=outputs,
+        FORMAT=arguments.format,
+        COUNT=count,
+        DIVIDE=top_k if gated else 1,
+        GATED=gated,
+        FACTOR=not gated,
+        RESIDUAL=residual is not None,
+        BIAS=bias is not None,
+        ALPHA=clamp.alpha if clamp else None,
+        LIMIT=clamp.limit if clamp else None,
+        BLOCK_N=config.block_n,
+        BLOCK_K=config.block_k,
+        UNROLL=unroll,
+        PREFETCH=str(width * item // chunks) if prefetch else None,
+        CHUNKS=chunks,
+        BLOCK_COUNT=block_count,
+        PDL=bool(options),
+        num_warps=config.num_warps,
+        **options,
+    )
+    return out

@@ -1,0 +1,1 @@
+"""Quantized weights in kernels: layouts, dequantization, quantization of rows."""

@@ -1,0 +1,129 @@
+"""A linear layer's weight as kernels read it: dense, or quantized in one of a few layouts.
+
+W[n, k] = (value[n, k] - zero[g, n]) * scale[g, n // scale_rows], g = k // group_size. Values are
+float8_e4m3fn or int8, one per element, or unsigned numbers of 4 or 8 bits in int32 words: part i
+(from the low bits) of word j in a row of `width` words is column i * width + j. So a tile of words
+holds, part by part, runs of neighbouring columns, and inputs are read as contiguously as weights.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import NamedTuple, TypeAlias
+
+import torch
+import triton
+
+WORD_BITS = 32
+
+
+class QuantizedWeight(NamedTuple):
+    """A quantized weight of [N, K]."""
+
+    values: torch.Tensor
+    """[N, K] float8_e4m3fn or int8, or [N, K * bits / 32] int32; last stride 1"""
+    scale: torch.Tensor
+    """[groups, ceil(N / scale_rows)], last stride 1"""
+    zero: torch.Tensor | None
+    """[groups, N] uint8, last stride 1; None: 0, and for words 2 ** (bits - 1)"""
+    group_size: int
+    scale_rows: int
+    bits: int
+
+    @property
+    def pack_factor(self) -> int:
+        """Columns per element of `values`."""
+        return WORD_BITS // self.bits if self.values.dtype == torch.int32 else 1
+
+    @property
+    def size(self) -> int:
+        """K, the number of columns."""
+        return int(self.values.shape[1]) * self.pack_factor
+
+    @property
+    def grouped(self) -> bool:
+        """Whether a row has several scales."""
+        return self.group_size < self.size
+
+
+Weight: TypeAlias = torch.Tensor | QuantizedWeight
+"""[N, K], last stride 1; of experts [num_experts * N, K], an expert's rows side by side."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TileFormat:
+    """A weight's layout, a constant of the kernels that read it."""
+
+    quantized: bool
+    width: int
+    """Elements (numbers, or words) of a row"""
+    pack_factor: int
+    """Columns per element"""
+    bits: int
+    group_size: int
+    scale_rows: int
+    grouped: bool
+    has_zero: bool
+    offset: int
+    """Subtracted from each number if there are no zeros."""
+
+
+class WeightArguments(NamedTuple):
+    """A kernel's launch arguments for a weight."""
+
+    tensors: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
+    """weight_ptr, scale_ptr, zero_ptr"""
+    strides: tuple[int, int, int]
+    """stride_weight, stride_scale, stride_zero: from row to row"""
+    format: TileFormat
+
+
+def weight_arguments(weight: Weight) -> WeightArguments:
+    if not isinstance(weight, QuantizedWeight):
+        width = int(weight.shape[1])
+        dense = TileFormat(False, width, 1, 8, width, 1, False, False, 0)
+        return WeightArguments((weight, None, None), (weight.stride(0), 0, 0), dense)
+    values, scale, zero = weight.values, weight.scale, weight.zero
+    pack_factor = weight.pack_factor
+    return WeightArguments(
+        (values, scale, zero),
+        (values.stride(0), scale.stride(0), 0 if zero is None else zero.stride(0)),
+        TileFormat(
+            quantized=True,
+            width=int(values.shape[1]),
+            pack_factor=pack_factor,
+            bits=weight.bits,
+            group_size=weight.group_size,
+            scale_rows=weight.scale_rows,
+            grouped=weight.grouped,
+            has_zero=zero is not None,
+            offset=1 << (weight.bits - 1) if pack_factor > 1 else 0,
+        ),
+    )
+
+
+def values_of(weight: Weight) -> torch.Tensor:
+    """Return the [N, width] elements or words of a weight."""
+    return weight.values if isinstance(weight, QuantizedWeight) else weight
+
+
+def largest_tile(weight: Weight, limit: int) -> int:
+    """Return the elements of a row per tile, a power of two up to `limit`.
+
+    With several scales per row, a tile's columns share one scale per part.
+    """
+    width = int(values_of(weight).shape[1])
+    if isinstance(weight, QuantizedWeight) and weight.grouped:
+        common = math.gcd(width, weight.group_size)
+        return int(min(limit, common & -common))
+    return int(min(limit, triton.next_power_of_2(width)))
+
+
+def even_tile(weight: Weight, limit: int) -> int:
+    """Return `largest_tile`, or a smaller one, down to a quarter of `limit`, that divides a row."""
+    width = int(values_of(weight).shape[1])
+    if isinstance(weight, QuantizedWeight) and weight.grouped:
+        return largest_tile(weight, limit)
+    even = min(width & -width, limit)
+    return even if 4 * even >= limit else largest_tile(weight, limit)

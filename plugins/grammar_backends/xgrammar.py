@@ -1,0 +1,357 @@
+"""Grammars by xgrammar: masks precomputed at compile time, so that a step's mask is cheap."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+import os
+import threading
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+
+from ...core.grammars.schemas.keywords import subschemas
+from ...core.grammars.spec import tag_formats
+from ...core.protocols.grammars import GrammarSpec, Vocabulary
+from .structural_tags import read
+
+MAX_WHITESPACE = 32
+"""Whitespace characters at most between two parts of a JSON text, so that repeated newlines end."""
+LONGEST_EXPRESSION = 128
+"""Strings of at most this length are written as expressions: longer ones compile slowly."""
+THREADS = max(1, min(8, (os.cpu_count() or 1) - 2))
+"""Threads that fill the masks of many rows. The package starts them anew at each call."""
+
+_IGNORED = frozenset(
+    (
+        "allOf", "contains", "dependencies", "dependentRequired", "dependentSchemas", "else", "if",
+        "maxContains", "minContains", "not", "propertyNames", "then", "unevaluatedItems",
+        "uniqueItems", "$dynamicRef",
+    )
+)  # fmt: skip
+"""Keywords that the package ignores, in whole or in part."""
+_FORMATS = frozenset(("date", "date-time", "email", "hostname", "ipv4", "ipv6", "time", "uuid"))
+_TYPED = frozenset(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"))
+_LENGTHS = frozenset(("minLength", "maxLength"))
+_BESIDE_LENGTHS = frozenset(
+    ("enum", "const", "format", "pattern", "anyOf", "oneOf", "$ref", "$recursiveRef")
+)
+"""Keywords that constrain a string in more than its length."""
+
+_NOT_IN_LENGTHS = r'"\\\r\n'
+"""Characters that strings with a length never contain in the package: those of JSON's escapes."""
+
+_ANY_TEXT = r'[^"\\\x01-\x1F]*'
+"""Characters of a JSON string that need no escape."""
+
+_CLOSED = frozenset(
+    ("const_string", "json_schema", "sequence", "or", "optional", "tag", "tags_with_separator")
+)
+"""Formats whose text is entirely JSON or fixed by the format."""
+
+
+class XGrammar:
+    """Covers most of JSON Schema; `refusal` names the keywords that it would ignore."""
+
+    bounded: ClassVar[bool] = False
+
+    @classmethod
+    def unavailable(cls) -> str | None:
+        """None when the package is installed."""
+        if importlib.util.find_spec("xgrammar") is None:
+            return "the package xgrammar is not installed (pip install 'jackfield[structured]')"
+        return None
+
+    @classmethod
+    def refusal(cls, spec: GrammarSpec) -> str | None:
+        """Return the first keyword that it would not enforce."""
+        if spec.kind == "json":
+            return _unheld(json.loads(spec.text))
+        if spec.kind == "structural_tag":
+            return _unheld_tag(spec.text)
+        return None
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        import xgrammar
+
+        self._xgrammar = xgrammar
+        self._vocabulary = vocabulary
+        self._compact = vocabulary.compact_json
+        info = xgrammar.TokenizerInfo(
+            vocabulary.token_bytes,
+            xgrammar.VocabType.RAW,
+            vocab_size=vocabulary.size,
+            stop_token_ids=list(vocabulary.eos_token_ids),
+        )
+        self._clean = _clean_tokens(vocabulary)
+        self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
+
+    def compile(self, spec: GrammarSpec) -> XGrammarGrammar:
+        """Compile a grammar. Raises ValueError describing the error in it."""
+        try:
+            compiled = self._compile(spec)
+        except (RuntimeError, TypeError) as error:
+            raise ValueError(_first_line(error)) from None
+        closed = spec.kind in ("json", "json_object") or (
+            spec.kind == "structural_tag" and not _has_free_text({"format": _format(spec.text)})
+        )
+        clean = self._clean if closed else None
+        return XGrammarGrammar(self._xgrammar, compiled, clean)
+
+    def _compile(self, spec: GrammarSpec) -> Any:
+        compiler = self._compiler
+        match spec.kind:
+            case "json":
+                return self._schema(spec.text)
+            case "json_object":
+                return self._schema('{"type":"object"}')
+            case "regex":
+                return compiler.compile_regex(spec.text)
+            case "choice":
+                options = " | ".join(_quoted(option) for option in json.loads(spec.text))
+                return compiler.compile_grammar(f"root ::= {options}")
+            case "grammar" if "::=" in spec.text:
+                return compiler.compile_grammar(spec.text)
+            case "grammar":
+                return compiler.compile_lark(spec.text)
+            case "structural_tag":
+                return compiler.compile_structural_tag(self._tag(spec.text))
+
+    def _schema(self, text: str) -> Any:
+        schema = json.loads(text)
+        return self._compiler.compile_json_schema(
+            json.dumps(schema) if _write_expressions(schema) else text,
+            any_whitespace=not self._compact,
+            max_whitespace_cnt=None if self._compact else MAX_WHITESPACE,
+        )
+
+    def _tag(self, text: str) -> str:
+        tag = {"type": "structural_tag", "format": read(text)}
+        for part in tag_formats(tag):
+            if part.get("type") == "json_schema" and not self._compact:
+                part["max_whitespace_cnt"] = MAX_WHITESPACE
+            if part.get("type") == "json_schema":
+                _write_expressions(part.get("json_schema"))
+            texts = [part.get(key) for key in ("begin", "end", "value", "separator")]
+            for token in self._vocabulary.special_tokens:
+                if token and any(isinstance(one, str) and token in one for one in texts):
+                    raise ValueError(f"the special token {token} in a structural tag")
+        return json.dumps(tag)
+
+
+class XGrammarGrammar:
+    """A compiled grammar."""
+
+    def __init__(self, xgrammar: Any, compiled: Any, clean: np.ndarray | None) -> None:
+        """clean: [ceil(size / 32)] int32, the only tokens that any mask may allow; None: any."""
+        self._xgrammar = xgrammar
+        self._compiled = compiled
+        self._clean = clean
+
+    def matcher(self) -> XGrammarMatcher:
+        """Return a new matcher, in the initial state."""
+        return XGrammarMatcher(self._xgrammar.GrammarMatcher(self._compiled), self._clean)
+
+
+class XGrammarMatcher:
+    """One output on its way through a grammar."""
+
+    def __init__(self, matcher: Any, clean: np.ndarray | None) -> None:
+        self._matcher = matcher
+        self._clean = clean
+
+    def accept(self, token_ids: Sequence[int]) -> bool:
+        """Return False if the grammar does not allow the tokens."""
+        accept = self._matcher.accept_token
+        for token_id in token_ids:
+            if not accept(token_id):
+                return False
+        return True
+
+    @classmethod
+    def accept_each(
+        cls, matchers: Sequence[XGrammarMatcher], token_ids: Sequence[int]
+    ) -> list[bool]:
+        """Accept one token per matcher, releasing the interpreter lock once."""
+        import xgrammar
+
+        raw = [one._matcher for one in matchers]
+        return list(xgrammar.BatchGrammarMatcher.batch_accept_token(raw, list(token_ids)))
+
+    def fill_bitmask(self, row: np.ndarray) -> None:
+        """row: [ceil(size / 32)] int32"""
+        self._matcher.fill_next_token_bitmask(row.reshape(1, -1), 0)
+        if self._clean is not None:
+            np.bitwise_and(row, self._clean, out=row)
+
+    @classmethod
+    def fill_bitmasks(
+        cls, matchers: Sequence[XGrammarMatcher], bits: np.ndarray, rows: Sequence[int]
+    ) -> list[Exception | None]:
+        """Fill many masks at once, on the package's threads, without the interpreter lock. Its
+        errors do not name a row: after one, each row must be filled separately.
+
+        bits: [count, ceil(size / 32)] int32
+        """
+        raw = [one._matcher for one in matchers]
+        together = _together(threading.get_ident(), min(THREADS, len(raw)))
+        together.batch_fill_next_token_bitmask(raw, bits, list(rows))
+        cleans = {id(one._clean) for one in matchers}
+        if len(rows) == len(bits) and len(cleans) == 1:
+            if (clean := matchers[0]._clean) is not None:
+                np.bitwise_and(bits, clean, out=bits)
+        else:
+            for one, row in zip(matchers, rows, strict=True):
+                if one._clean is not None:
+                    bits[row] &= one._clean
+        return [None] * len(raw)
+
+    def is_terminated(self) -> bool:
+        """Return whether an end token was accepted."""
+        return bool(self._matcher.is_terminated())
+
+    def rollback(self, num_tokens: int) -> None:
+        """Undo the last tokens."""
+        self._matcher.rollback(num_tokens)
+
+
+@functools.lru_cache(maxsize=64)
+def _together(thread: int, threads: int) -> Any:
+    """Return the batch matcher of a thread; each thread has its own."""
+    import xgrammar
+
+    return xgrammar.BatchGrammarMatcher(threads)
+
+
+def _write_expressions(schema: Any) -> bool:
+    """Rewrite in place: strings of bounded length to equivalent expressions, and patterns, which
+    the package matches against the whole string, to patterns of all strings that contain a match.
+    Return whether any was rewritten.
+
+    Near a bound, the package computes masks of lengths token by token at every step, in tens of
+    milliseconds; masks of expressions are computed at compile time.
+    """
+    written = False
+    for part in list(subschemas(schema)):
+        least, most = part.get("minLength", 0), part.get("maxLength", LONGEST_EXPRESSION + 1)
+        pattern = part.get("pattern")
+        if isinstance(pattern, str) and (whole := _whole(pattern)) != pattern:
+            part["pattern"] = whole
+            written = True
+        named = part.get("patternProperties")
+        if isinstance(named, dict) and any(_whole(key) != key for key in named):
+            part["patternProperties"] = {_whole(key): value for key, value in named.items()}
+            written = True
+        if part.get("type") != "string" or _BESIDE_LENGTHS & part.keys():
+            continue
+        if least <= most <= LONGEST_EXPRESSION:
+            del part["maxLength"]
+            part.pop("minLength", None)
+            part["pattern"] = f"^[^{_NOT_IN_LENGTHS}]{{{least},{most}}}$"
+            written = True
+    return written
+
+
+def _whole(pattern: str) -> str:
+    """Return an expression for all strings in which `pattern` is found; `pattern` itself if it is
+    anchored at both ends."""
+    begin, end = pattern.startswith("^"), pattern.endswith("$") and not pattern.endswith("\\$")
+    if begin and end:
+        return pattern
+    body = pattern.removeprefix("^").removesuffix("$") if begin or end else pattern
+    return f"^{'' if begin else _ANY_TEXT}({body}){'' if end else _ANY_TEXT}$"
+
+
+def _unheld(schema: Any) -> str | None:
+    for part in subschemas(schema):
+        keywords = part.keys()
+        if found := sorted(_IGNORED & keywords):
+            return f"JSON schema keyword {found[0]} is not supported"
+        if "format" in part and str(part["format"]) not in _FORMATS:
+            return f"format {part['format']!r} is not supported"
+        if "pattern" in part and _LENGTHS & keywords:
+            return "pattern together with minLength or maxLength is not supported"
+        if any(map(_half_anchored, (part.get("pattern"), *_names_in(part)))):
+            return "pattern with ^ or $ on one side and | is not supported"
+        if "type" not in part and (found := sorted(_TYPED & keywords)):
+            return f"{found[0]} without a type is not supported"
+        if "multipleOf" in part and part.get("type") != "integer":
+            return "multipleOf of another type than integer is not supported"
+        reference = part.get("$ref", "#")
+        if not isinstance(reference, str) or not reference.startswith("#"):
+            return f"$ref {reference!r} is not one inside the schema"
+        for name in (*_LENGTHS, "minItems", "maxItems", "minProperties", "maxProperties"):
+            if name in part and not (type(part[name]) is int and part[name] >= 0):
+                return f"{name} must be an integer of at least 0"
+    return None
+
+
+def _names_in(part: dict[str, Any]) -> list[str]:
+    named = part.get("patternProperties")
+    return list(named) if isinstance(named, dict) else []
+
+
+def _half_anchored(pattern: Any) -> bool:
+    """Whether ^ or $ may belong to one alternative only."""
+    if not isinstance(pattern, str) or "|" not in pattern:
+        return False
+    return pattern.startswith("^") is not pattern.endswith("$")
+
+
+def _unheld_tag(text: str) -> str | None:
+    tag = {"format": _format(text)}
+    free = _has_free_text(tag)
+    for part in tag_formats(tag):
+        if found := sorted({"never", "never_first"} & part.keys()):
+            return f"{found[0]} is not supported"
+        if part.get("type") == "regex" and part.get("excludes"):
+            return "excludes beside an expression is not supported"
+        if part.get("type") == "json_schema":
+            schema = part.get("json_schema")
+            if reason := _unheld(schema) or (_unclean(schema) if free else None):
+                return reason
+    return None
+
+
+def _format(text: str) -> Any:
+    try:
+        return read(text)
+    except ValueError:
+        return None  # `compile` says what is wrong with it
+
+
+def _has_free_text(tag: dict[str, Any]) -> bool:
+    return any(part.get("type") not in _CLOSED for part in tag_formats(tag))
+
+
+def _unclean(schema: Any) -> str | None:
+    """Return where a tab or another control character could enter a string (see
+    `_clean_tokens`)."""
+    if any(_LENGTHS & part.keys() for part in subschemas(schema)):
+        return "minLength and maxLength inside a structural tag are not supported"
+    return None
+
+
+def _clean_tokens(vocabulary: Vocabulary) -> np.ndarray:
+    """Tokens without control characters but newlines: [ceil(size / 32)] int32
+
+    Strings with a minLength or maxLength would take control characters as they are, which JSON
+    does not; newlines they would not take. What this bars besides is a tab between JSON's parts.
+    """
+    barred = bytes(set(range(32)) - {10, 13})
+    bits = np.zeros(-(-vocabulary.size // 32) * 32, dtype=np.uint8)
+    for token_id, written in enumerate(vocabulary.token_bytes):
+        bits[token_id] = written.translate(None, barred) == written
+    return np.packbits(bits, bitorder="little").view(np.int32)
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _first_line(error: Exception) -> str:
+    """Return the message without the time and source file at its beginning."""
+    line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    return line.partition("] ")[2].partition(": ")[2] or line

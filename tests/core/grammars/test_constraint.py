@@ -1,0 +1,181 @@
+"""One output on its way: what a backend or a thought may do to it, without a model."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import jackfield
+from jackfield import SamplingParams
+from jackfield.core.grammars.constraint import Constraint
+from jackfield.core.grammars.reasoning_gate import ReasoningGate, make_reasoning_gate
+from jackfield.core.registry import load_plugins
+from jackfield.core.step import GrammarStart, SlotStart
+from jackfield.core.text.tokenizer import Tokenizer
+from jackfield.plugins.reasoning.think_tags import Qwen3Reasoning
+
+EMBEDDED = Path(jackfield.__file__).parent / "plugins" / "models" / "embedded"
+END = 70
+BYTES = {
+    10: b"<tool_call>",
+    11: b"\n{",
+    1: b"a",
+    2: b"b",
+    3: b"<thi",
+    4: b"nk>",
+    5: b"</think>",
+    6: b"<think>",
+    END: b"",
+}
+
+
+class Letters:
+    """`a`, then `b`, then the end: a grammar small enough to see through."""
+
+    def __init__(self, wrong: str = "") -> None:
+        self.wrong = wrong
+        self.place = 0
+
+    def matcher(self) -> Any:
+        if self.wrong == "matcher":
+            raise OSError("no matcher today")
+        return Letters(self.wrong)
+
+    def accept(self, token_ids: Any) -> bool:
+        if self.wrong == "accept":
+            raise RuntimeError("past its limits")
+        for token_id in token_ids:
+            if token_id != (1, 2, END)[self.place]:
+                return False
+            self.place += 1
+        return True
+
+    def fill_bitmask(self, row: np.ndarray) -> None:
+        if self.wrong == "fill":
+            raise KeyError("lost")
+        row[:] = 0
+        token = (1, 2, END)[self.place]
+        row[token >> 5] |= 1 << (token & 31)
+
+    def is_terminated(self) -> bool:
+        return self.place == 3
+
+
+def constraint(
+    grammar: Any = None, generated: tuple[int, ...] = (), gate: Any = None, **params: Any
+) -> Constraint:
+    start = GrammarStart(
+        grammar=grammar or Letters(),
+        eos_token_ids=(END,),
+        token_bytes=lambda token_id: BYTES.get(token_id, b"x"),
+        reasoning_gate=gate,
+        encode=lambda text: [{"<tool_call>\n{": 1}.get(text, 2)],
+    )
+    slot = SlotStart(
+        slot=0, request_id="r", token_ids=(9, 9, *generated), num_prompt_tokens=2,
+        num_computed_tokens=0, params=SamplingParams(**params), seed=0,
+        stop_token_ids=(END, 33), grammar=start,
+    )  # fmt: skip
+    return Constraint(slot, mask_timeout=5.0)
+
+
+def allowed(made: Constraint) -> set[int]:
+    row = np.zeros(3, dtype=np.int32)
+    made.fill(row)
+    return set(np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little")).tolist())
+
+
+EVERYTHING = set(range(96))
+
+
+def test_it_follows_the_grammar_to_its_end() -> None:
+    made = constraint()
+    for token in (1, 2, END):
+        assert allowed(made) == {token}
+        made.advance(token)
+    assert made.ended and allowed(made) == EVERYTHING
+    made.advance(7)  # a step that was in flight
+    assert made.failure is None
+
+
+def test_a_resumed_output_stands_where_it_was() -> None:
+    assert allowed(constraint(generated=(1,))) == {2}
+    assert allowed(constraint(generated=(1, 2), min_tokens=9)) == {END}, "nothing else is possible"
+
+
+@pytest.mark.parametrize("wrong", ["matcher", "accept", "fill"])
+def test_a_backend_that_raises_fails_its_request_alone(wrong: str) -> None:
+    made = constraint(Letters(wrong))
+    if wrong != "matcher":
+        allowed(made)
+    made.advance(1)
+    assert made.failure is not None and made.failure.startswith("structured_outputs: ")
+    assert allowed(made) == EVERYTHING
+
+
+def test_a_token_that_the_grammar_does_not_allow_is_a_failure() -> None:
+    made = constraint()
+    made.advance(2)
+    assert made.failure is not None and "token 2" in made.failure
+
+
+def test_a_row_without_a_token_has_ended() -> None:
+    made = constraint()
+    made.advance(-1)
+    assert made.ended and made.failure is None
+
+
+def test_inside_a_thought_anything_goes_but_the_end() -> None:
+    parser = functools.partial(Qwen3Reasoning, thinking=True)
+    made = constraint(gate=ReasoningGate(parser, None))
+    for token in (2, 1, 3, 4, 40):
+        assert allowed(made) == EVERYTHING - {END, 33}
+        made.advance(token)
+    made.advance(5)
+    assert allowed(made) == {1}
+
+
+def test_a_model_that_may_think_chooses_with_its_first_token() -> None:
+    parser = functools.partial(Qwen3Reasoning, thinking=True)
+    made = constraint(gate=ReasoningGate(parser, (6,)))
+    assert allowed(made) == {1, 6}
+    made.advance(1)
+    assert allowed(made) == {2}
+    made = constraint(gate=ReasoningGate(parser, (6,)))
+    made.advance(6)
+    assert allowed(made) == EVERYTHING - {END, 33}
+    assert allowed(constraint(generated=(6, 1, 5), gate=ReasoningGate(parser, (6,)))) == {1}
+
+
+def test_a_call_that_ends_a_thought_is_answer_already() -> None:
+    parser = functools.partial(Qwen3Reasoning, thinking=True)
+    made = constraint(gate=ReasoningGate(parser, None))
+    for token in (40, 10):
+        made.advance(token)
+        assert allowed(made) == EVERYTHING - {END, 33}
+    made.advance(11)
+    assert made.failure is None and allowed(made) == {2}, "it counts as the grammar's first token"
+
+
+def test_a_call_that_the_grammar_forbids_cannot_end_a_thought() -> None:
+    made = constraint(generated=(1,), gate=None)
+    assert allowed(made) == {2}
+    parser = functools.partial(Qwen3Reasoning, thinking=True)
+    made = constraint(gate=ReasoningGate(parser, None))
+    BYTES[12] = b"\n<function="
+    for token in (10, 12):
+        made.advance(token)
+    assert made.failure is not None and "the thought ended with" in made.failure
+
+
+def test_a_model_that_thinks_when_it_likes_may_where_any_text_may_come() -> None:
+    tokenizer = Tokenizer.load(str(EMBEDDED))
+    parser = load_plugins()["reasoning_parser"].load("think_tags")
+    assert make_reasoning_gate(parser, {}, tokenizer) is None
+    gate = make_reasoning_gate(parser, {}, tokenizer, free=True)
+    assert gate is not None and gate.opening_ids
+    assert make_reasoning_gate(parser, {"enable_thinking": False}, tokenizer, free=True) is None

@@ -1,0 +1,178 @@
+"""What becomes of keywords that grammars do not know: dropped, said otherwise, refused, logged."""
+
+from __future__ import annotations
+
+import json
+import logging
+from typing import Any
+
+import pytest
+
+from jackfield import StructuredOutputsParams
+from jackfield.core.config import StructuredOutputsConfig
+from jackfield.core.errors import InvalidRequest
+from jackfield.core.grammars.schemas import json_schemas as schemas
+from jackfield.core.grammars.schemas.json_schemas import adapted
+from jackfield.core.grammars.spec import grammar_spec
+
+CONFIG = StructuredOutputsConfig()
+INTEGER = {"type": "integer"}
+OPEN = {"type": "object", "additionalProperties": INTEGER}
+
+
+@pytest.mark.parametrize(
+    ("schema", "same"),
+    [
+        ({**OPEN, "propertyNames": {"type": "string"}}, OPEN),
+        ({**OPEN, "propertyNames": {}}, OPEN),
+        ({**OPEN, "propertyNames": True}, OPEN),
+        ({**OPEN, "propertyNames": {"type": "string", "description": "a name"}}, OPEN),
+        ({"items": {"type": "array", "uniqueItems": False}}, {"items": {"type": "array"}}),
+        ({"type": "string", "minLength": 0}, {"type": "string"}),
+        ({"type": "integer", "format": "int32"}, {"type": "integer"}),
+        ({"type": ["number", "null"], "format": "x"}, {"type": ["number", "null"]}),
+    ],
+)
+@pytest.mark.parametrize("strict", [False, True])
+def test_constraints_that_constrain_nothing_are_dropped(
+    schema: Any, same: Any, strict: bool
+) -> None:
+    assert adapted(schema, strict=strict) == (same, [])
+
+
+@pytest.mark.parametrize(
+    ("schema", "same"),
+    [
+        (
+            {**OPEN, "propertyNames": {"enum": ["a", "b"]}, "required": ["b"]},
+            {
+                "type": "object",
+                "additionalProperties": False,
+                "required": ["b"],
+                "properties": {"a": INTEGER, "b": INTEGER},
+            },
+        ),
+        (
+            {"propertyNames": {"const": "a"}, "properties": {"a": {"const": 1}, "b": {}}},
+            {"properties": {"a": {"const": 1}}, "additionalProperties": False},
+        ),
+        (
+            {"propertyNames": {"pattern": "^x"}},
+            {"patternProperties": {"^x": True}, "additionalProperties": False},
+        ),
+        (
+            {**OPEN, "propertyNames": {"type": "string", "maxLength": 3}},
+            {
+                "type": "object",
+                "additionalProperties": False,
+                "patternProperties": {r"^(.|\n){0,3}$": INTEGER},
+            },
+        ),
+        (
+            {"additionalProperties": False, "propertyNames": {"pattern": "^x"}},
+            {"additionalProperties": False},
+        ),
+        ({"propertyNames": False}, {"properties": {}, "additionalProperties": False}),
+    ],
+)
+def test_names_of_properties_become_properties(schema: Any, same: Any) -> None:
+    assert adapted(schema, strict=True) == (same, [])
+
+
+@pytest.mark.parametrize(
+    ("schema", "word"),
+    [
+        ({"propertyNames": {"format": "email"}}, "propertyNames: format"),
+        ({"propertyNames": {"pattern": "a", "maxLength": 3}}, "propertyNames: maxLength"),
+        ({"propertyNames": {"pattern": "a"}, "properties": {"b": {}}}, "beside properties"),
+        ({"propertyNames": {"enum": ["a"]}, "patternProperties": {}}, "patternProperties"),
+        ({"propertyNames": {"type": "integer"}}, "type must be string"),
+        ({"propertyNames": {"maxLength": "3"}}, "propertyNames: maxLength"),
+        ({"propertyNames": {"enum": "a"}}, "list"),
+        ({"propertyNames": 3}, "schema"),
+        (
+            {
+                "propertyNames": {"enum": [str(i) for i in range(1000)]},
+                "additionalProperties": {"const": "x" * 1000},
+            },
+            "too many names",
+        ),
+    ],
+)
+def test_names_of_properties_that_cannot_be_held_are_refused_by_name(
+    schema: Any, word: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=word) as caught:
+        grammar_spec(StructuredOutputsParams(json=schema), CONFIG)
+    assert caught.value.param == "structured_outputs.json"
+
+
+def test_names_that_are_listed_inside_each_other_are_bounded() -> None:
+    def listed(levels: int) -> Any:
+        schema: Any = INTEGER
+        for _ in range(levels):
+            schema = {"propertyNames": {"enum": ["a", "b", "c"]}, "additionalProperties": schema}
+        return schema
+
+    made, _ = adapted(listed(3), strict=True)
+    assert made["properties"]["b"]["properties"]["c"]["properties"]["a"] == INTEGER
+    with pytest.raises(ValueError, match="too many names"):
+        adapted(listed(40), strict=True)
+
+
+FORMATS = ("path", "binary", "password", "base64", "byte", "uri-reference", "regex", "cidrv4")
+UNHELD: list[tuple[Any, Any, str]] = [
+    *(({"type": "string", "format": one}, {"type": "string"}, f"'{one}'") for one in FORMATS),
+    ({"type": "array", "uniqueItems": True}, {"type": "array"}, "uniqueItems"),
+    (
+        {"anyOf": [{"type": "string", "format": "cidrv4", "pattern": "a"}, {"type": "null"}]},
+        {"anyOf": [{"type": "string", "pattern": "a"}, {"type": "null"}]},
+        "'cidrv4'",
+    ),
+    (
+        {"type": "string", "format": "email", "pattern": "^(?!\\.)a"},
+        {"type": "string", "format": "email"},
+        "pattern.*'email'",
+    ),
+]
+
+
+@pytest.mark.parametrize(("schema", "same", "word"), UNHELD, ids=lambda value: str(value)[:40])
+def test_what_no_grammar_can_hold_is_left_unchecked_and_told_or_refused_where_strict(
+    schema: Any,
+    same: Any,
+    word: str,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(schemas, "_logged", set())
+    with caplog.at_level(logging.INFO, logger="jackfield.structured"):
+        for _ in range(3):
+            spec = grammar_spec(StructuredOutputsParams(json=schema), CONFIG)
+    assert json.loads(spec.text) == same
+    (line,) = caplog.messages
+    assert "is not checked" in line
+    with pytest.raises(InvalidRequest, match=word) as caught:
+        grammar_spec(StructuredOutputsParams(json=schema, strict=True), CONFIG)
+    assert caught.value.param == "structured_outputs.json"
+
+
+def test_formats_that_outputs_are_held_to_stay() -> None:
+    for format in schemas.CHECKED_FORMATS:
+        schema = {"type": "string", "format": format}
+        assert adapted(dict(schema), strict=True) == (schema, [])
+
+
+def test_schemas_in_structural_tags_are_adapted_too() -> None:
+    schema = {"type": "object", "propertyNames": {"type": "string"}}
+    for tag in (
+        {"structures": [{"begin": "<", "schema": schema, "end": ">"}], "triggers": ["<"]},
+        {"format": {"type": "json_schema", "json_schema": schema}},
+    ):
+        spec = grammar_spec(StructuredOutputsParams(structural_tag=tag), CONFIG)
+        assert "propertyNames" not in spec.text and '{"type":"object"}' in spec.text
+
+
+def test_properties_of_these_names_are_properties() -> None:
+    schema = {"properties": {"propertyNames": {"type": "null"}, "uniqueItems": {}, "format": {}}}
+    assert adapted(schema, strict=True) == (schema, [])

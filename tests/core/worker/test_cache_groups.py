@@ -1,0 +1,356 @@
+"""Layers with windows in groups of their own: the same tokens from fewer blocks."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from jackfield import AsyncEngine, EngineConfig, SamplingParams
+from jackfield.core.cache.groups import CacheGroup, sequence_blocks
+from jackfield.core.hooks import hookimpl
+from jackfield.core.nn.attention import Attention
+from jackfield.core.nn.operations import Operations
+from jackfield.core.registry import Provenance, load_plugins
+from jackfield.core.request import Request
+from jackfield.core.scheduling.scheduler import Scheduler
+from jackfield.core.step import StepResult
+from jackfield.core.worker.graphs import Ending
+from jackfield.plugins.attention.torch import TorchAttention
+from jackfield.plugins.executors.inprocess import InProcessExecutor
+from jackfield.plugins.policies.builtin import FirstComeFirstServed
+
+from helpers import VOCAB, edit_json, make_checkpoint
+
+MODELS = ("gemma2", "gemma3", "gpt-oss", "mistral-window", "olmo3", "phi3")
+WINDOWS = {"gemma2": 24, "gemma3": 24, "gpt-oss": 12, "mistral-window": 24, "olmo3": 24, "phi3": 24}
+
+
+class WholeTorch(TorchAttention):
+    """A backend that knows of no groups: every layer keeps everything."""
+
+    cache_groups = False
+
+
+class StaticTorch(TorchAttention):
+    """Fit to be called again and again with the same metadata: lengths are the device's, and the
+    host's upper bounds say nothing of where a window begins."""
+
+    graph_safe = True
+
+    def _decode_chunk(self, spec: Any, metadata: Any, first: int, end: int) -> Any:
+        whole = msgspec.structs.replace(spec, sliding_window=None)
+        chunk = super()._decode_chunk(whole, metadata, first, end)
+        visible = chunk.visible
+        if spec.sliding_window is not None:
+            positions = torch.arange(visible.shape[1])
+            lengths = metadata.layout.seq_lens[first:end, None]
+            visible = visible & (positions >= lengths - spec.sliding_window)
+        return replace(chunk, visible=visible, num_shared=0)
+
+    def forward(self, spec: Any, query: Any, key: Any, value: Any, kv_cache: Any, metadata: Any,
+                **more: Any) -> Any:  # fmt: skip
+        metadata.chunks.clear()
+        return super().forward(spec, query, key, value, kv_cache, metadata, **more)
+
+
+class CountingOperations(Operations):
+    calls: Counter[str] = Counter()
+
+    def decode_inputs(self, *args: Any) -> Any:
+        self.calls["decode_inputs"] += 1
+        return super().decode_inputs(*args)
+
+    def slot_mappings(self, *args: Any) -> Any:
+        self.calls["slot_mappings"] += 1
+        return super().slot_mappings(*args)
+
+    def scatter(self, *args: Any) -> Any:
+        self.calls["scatter"] += 1
+        return super().scatter(*args)
+
+
+class Recorder:
+    """Where there are no CUDA graphs, calling the function again is a replay."""
+
+    def __init__(self) -> None:
+        self.replays = 0
+
+    def __call__(self, function: Any) -> Any:
+        function()
+
+        def replay() -> None:
+            self.replays += 1
+            function()
+
+        return replay
+
+
+class RecordingExecutor(InProcessExecutor):
+    recorders: list[Recorder] = []
+
+    def __init__(self, config: Any, model_config: Any, plugins: Any) -> None:
+        super().__init__(config, model_config, plugins)
+        recorder = Recorder()
+        self.recorders.append(recorder)
+        self._worker._recorder = lambda: recorder  # type: ignore[method-assign]
+
+
+class Plugin:
+    @hookimpl
+    def register_attention_backends(self, registry: Any) -> None:
+        registry.add("whole", WholeTorch)
+        registry.add("static", StaticTorch)
+
+    @hookimpl
+    def register_executors(self, registry: Any) -> None:
+        registry.add("recording", RecordingExecutor)
+
+    @hookimpl
+    def register_operations(self, registry: Any) -> None:
+        registry.add("counting", CountingOperations)
+
+
+def plugins() -> Any:
+    made = load_plugins()
+    made.add_plugin(Plugin(), Provenance("tests", "0", "groups"))
+    return made
+
+
+class Folders(dict[str, Path]):
+    """Random checkpoints, each made when it is first asked for."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__()
+        self.root = root
+
+    def __missing__(self, name: str) -> Path:
+        self[name] = make_checkpoint(name, self.root / name)
+        return self[name]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
+    return Folders(tmp_path_factory.mktemp("models"))
+
+
+COMMON: dict[str, Any] = {
+    "device": "cpu", "dtype": "float32", "skip_tokenizer_init": True, "max_model_len": 128,
+    "max_num_seqs": 5, "max_num_batched_tokens": 40, "block_size": 4, "operations": "torch",
+}  # fmt: skip
+
+
+def requests() -> list[tuple[list[int], SamplingParams]]:
+    """Of many lengths, some with a beginning in common, some with several answers."""
+    draw = random.Random(4)
+    shared = [draw.randrange(3, VOCAB) for _ in range(70)]
+    made = []
+    for number in range(9):
+        prompt = [draw.randrange(3, VOCAB) for _ in range(draw.randrange(1, 90))]
+        if number % 3 == 0:
+            prompt = shared[: draw.randrange(20, 70)] + prompt[:20]
+        params = SamplingParams(
+            max_tokens=draw.randrange(2, 36), ignore_eos=True, detokenize=False,
+            temperature=0.0 if number % 4 else 0.8, seed=number, n=2 if number % 5 == 0 else 1,
+        )  # fmt: skip
+        made.append((prompt, params))
+    for number in range(4):
+        # They begin small and grow.
+        params = SamplingParams(max_tokens=70, temperature=0.0, ignore_eos=True, detokenize=False)
+        made.append(([5 + number, 6], params))
+    return made
+
+
+async def answers(config: EngineConfig, *, at_once: bool) -> tuple[list[Any], Any, Any]:
+    """→ tokens of each request, twice; statistics; what the executor said"""
+
+    async def one(engine: AsyncEngine, prompt: list[int], params: SamplingParams) -> Any:
+        async for out in engine.generate(prompt, params):
+            last = out
+        assert last.error is None
+        return sorted(choice.token_ids for choice in last.outputs)
+
+    async with AsyncEngine(config, plugins=plugins()) as engine:
+        made = []
+        for _ in range(2):
+            if at_once:
+                made += await asyncio.gather(*(one(engine, *each) for each in requests()))
+            else:
+                made += [await one(engine, *each) for each in requests()]
+        engine.core.scheduler.check_invariants()
+        while engine.stats().kv_blocks_used:  # A connector's saves come to their end.
+            await asyncio.sleep(0.01)
+        return made, engine.stats(), engine.info
+
+
+_expected: dict[Path, list[Any]] = {}
+
+
+async def expected(folder: Path) -> list[Any]:
+    """One request after the other, with a cache that keeps everything."""
+    if folder not in _expected:
+        config = EngineConfig(
+            **COMMON, model=str(folder), attention_backend="whole", enable_prefix_caching=False
+        )
+        _expected[folder], _, info = await answers(config, at_once=False)
+        assert len(info.cache_groups) == 1 and info.cache_groups[0].window is None
+    return _expected[folder]
+
+
+@pytest.mark.parametrize("name", MODELS)
+async def test_tokens_are_the_same(name: str, folders: Folders) -> None:
+    """With chunks, prefix hits, several answers, preemption, and blocks that go back."""
+    config = EngineConfig(
+        **COMMON, model=str(folders[name]), attention_backend="torch", num_gpu_blocks_override=74,
+    )  # fmt: skip
+    made, stats, info = await answers(config, at_once=True)
+    assert {group.window for group in info.cache_groups} - {None} == {WINDOWS[name]}
+    assert made == await expected(folders[name])
+    assert stats.prefix_cache_hits > 0
+    if len(info.cache_groups) > 1:
+        assert stats.num_preemptions > 0
+
+
+async def test_a_cache_smaller_than_a_sequence_serves_it_where_all_layers_have_windows(
+    folders: Folders,
+) -> None:
+    config = EngineConfig(
+        **{**COMMON, "max_num_batched_tokens": 8, "max_num_seqs": 2},
+        model=str(folders["mistral-window"]), attention_backend="torch",
+        num_gpu_blocks_override=20,
+    )  # fmt: skip
+    made, stats, _ = await answers(config, at_once=True)
+    assert made == await expected(folders["mistral-window"])
+    assert stats.kv_blocks_total == 19 < 88 // 4
+
+
+@pytest.mark.parametrize("name", ["gemma3", "mistral-window"])
+async def test_replayed_steps_give_the_same(name: str, folders: Folders) -> None:
+    """Recorded decode steps write several tables' blocks, and see no released one."""
+    config = EngineConfig(
+        **COMMON, model=str(folders[name]), attention_backend="static", executor="recording"
+    )
+    made, _, info = await answers(config, at_once=True)
+    assert any(group.window for group in info.cache_groups)
+    assert RecordingExecutor.recorders[-1].replays > 20
+    assert made == await expected(folders[name])
+
+
+async def test_kernels_give_the_same_with_recorded_prompts(folders: Folders) -> None:
+    pytest.importorskip("triton")
+    short = requests()[:3]
+
+    async def tokens(**more: Any) -> list[Any]:
+        config = EngineConfig(**{**COMMON, **more}, model=str(folders["gemma3"]))
+        async with AsyncEngine(config, plugins=plugins()) as engine:
+
+            async def one(prompt: list[int], params: SamplingParams) -> list[int]:
+                stream = engine.generate(prompt, SamplingParams(
+                    max_tokens=min(params.max_tokens or 4, 4), temperature=0.0, ignore_eos=True,
+                    detokenize=False,
+                ))  # fmt: skip
+                async for out in stream:
+                    last = out
+                return list(last.outputs[0].token_ids)
+
+            return await asyncio.gather(*(one(*each) for each in short))
+
+    launched = await tokens(attention_backend="whole")
+    assert await tokens(attention_backend="triton") == launched
+    assert await tokens(attention_backend="triton", executor="recording") == launched
+    assert RecordingExecutor.recorders[-1].replays > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "calls"),
+    [
+        ("gemma2", {"decode_inputs": 1, "slot_mappings": 1, "scatter": 1}),
+        ("mistral-window", {"decode_inputs": 1}),
+    ],
+)
+async def test_a_recorded_step_of_one_group_launches_nothing_more(
+    name: str, calls: dict[str, int], folders: Folders
+) -> None:
+    config = EngineConfig(
+        **{**COMMON, "operations": "counting"}, model=str(folders[name]),
+        attention_backend="static", executor="recording",
+    )  # fmt: skip
+    async with AsyncEngine(config, plugins=plugins()) as engine:
+        executor: Any = engine.core.executor
+        graphs = executor._worker.runner.graphs
+
+        @torch.inference_mode()
+        def step() -> dict[str, int]:
+            graphs._inputs.fill_scratch(4)
+            CountingOperations.calls.clear()
+            graphs._step(4, Ending.PLAIN)
+            return dict(CountingOperations.calls)
+
+        assert await executor._thread.call(step) == calls
+
+
+async def test_a_connector_keeps_whole_prompts(folders: Folders, tmp_path: Path) -> None:
+    config = EngineConfig(
+        **COMMON, model=str(folders["gemma3"]), attention_backend="torch",
+        kv_transfer_config={
+            "kv_connector": "file_store", "kv_connector_extra_config": {"path": str(tmp_path)},
+        },
+    )  # fmt: skip
+    made, _, info = await answers(config, at_once=True)
+    assert [group.window for group in info.cache_groups] == [None]
+    assert made == await expected(folders["gemma3"])
+
+
+async def test_32768_tokens_hold_a_third_of_what_whole_layers_hold(
+    tmp_path: Path, folders: Folders
+) -> None:
+    """Five windows of 1,024 to one full layer, as Gemma 3 has them."""
+    length, block_size, budget = 32768, 16, 2048
+    folder = make_checkpoint("gemma3", tmp_path)
+    edit_json(
+        folder / "config.json",
+        num_hidden_layers=6, sliding_window=1024, max_position_embeddings=length,
+        layer_types=["sliding_attention"] * 5 + ["full_attention"],
+    )  # fmt: skip
+    config = EngineConfig(
+        model=str(folder), device="cpu", dtype="float32", skip_tokenizer_init=True,
+        load_format="dummy", max_num_batched_tokens=budget, max_num_seqs=2, block_size=block_size,
+        attention_backend="torch", num_gpu_blocks_override=4000,
+    )  # fmt: skip
+    async with AsyncEngine(config) as engine:
+        info = engine.info
+        executor: Any = engine.core.executor
+        modules = executor._worker.runner.model.modules()
+        caches = [layer.kv_cache for layer in modules if isinstance(layer, Attention)]
+    page = info.kv_cache_bytes // info.num_blocks
+    assert {cache[:, 0].nbytes for cache in caches} == {page}, "every group's blocks are of a size"
+    assert len({cache.data_ptr() for cache in caches}) == 1, "and of one pool"
+    groups = info.cache_groups
+    assert groups == (CacheGroup((5,)), *(CacheGroup((n,), 1024) for n in range(5)))
+
+    scheduler = Scheduler(
+        max_num_seqs=2, max_num_batched_tokens=budget, max_model_len=length,
+        num_blocks=info.num_blocks, block_size=block_size, enable_prefix_caching=True,
+        enable_chunked_prefill=True, policy=FirstComeFirstServed(), groups=groups,
+    )  # fmt: skip
+    prompt = length - 200
+    request = Request("r", [7] * prompt, SamplingParams(), max_tokens=199, seed=0)
+    scheduler.add_requests(request)
+    today = 6 * page * scheduler.kv.blocks_for(length)
+    most = 0
+    while not request.finished:
+        plan = scheduler.schedule()
+        assert plan is not None
+        most = max(most, page * scheduler.kv.num_used_blocks)
+        token_ids = [7 if samples else -1 for samples in plan.samples]
+        scheduler.update(plan, StepResult(plan.step, token_ids))
+    assert len(request.output_token_ids) == 199
+    assert most < today / 3
+    assert most <= page * sequence_blocks(groups, length, block_size, budget)

@@ -1,0 +1,143 @@
+"""The rooms of the package: which way imports run between them, and how many files each has.
+
+Imports under TYPE_CHECKING are left out; imports within functions count. A `__init__.py` belongs
+to its folder.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+import jackfield
+
+ROOT = Path(jackfield.__file__).resolve().parent
+FACES = ("core/text/parsing.py", "core/types.py", "entrypoints/openai/server.py")
+"""Public paths that only re-export what is elsewhere: nothing inside the package needs them."""
+FLOORS = (
+    ("entrypoints/flags",),
+    ("entrypoints/http",),
+    ("entrypoints/openai/common",),
+    ("entrypoints/openai/chat", "entrypoints/openai/completions", "entrypoints/openai/pooling"),
+    ("entrypoints/openai/responses",),
+    ("entrypoints/anthropic", "entrypoints/batch", "entrypoints/web"),
+    ("entrypoints/server",),
+    ("entrypoints/bench",),
+    ("entrypoints/cli",),
+)
+"""Lowest first: a room imports from those below it; of its own floor, from itself alone."""
+MAX_FILES = 15
+KINDS_OF_PLUGIN = "plugins"
+"""Each folder in it holds plugins of one kind, however many there are."""
+
+
+def _source_files() -> dict[str, Path]:
+    rooms = ("core", "plugins", "kernels", "entrypoints")
+    paths = (path for room in rooms for path in (ROOT / room).rglob("*.py"))
+    return {path.relative_to(ROOT).as_posix(): path for path in paths}
+
+
+FILES = _source_files()
+
+
+def _file_of(module: str) -> str | None:
+    """Return the file of a module of this package; None for any other name."""
+    base = module.replace(".", "/").removeprefix("jackfield/")
+    return next((name for name in (f"{base}.py", f"{base}/__init__.py") if name in FILES), None)
+
+
+def _import_nodes(node: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Import | ast.ImportFrom):
+            yield child
+        elif isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+            for other in child.orelse:
+                yield from _import_nodes(other)
+        else:
+            yield from _import_nodes(child)
+
+
+def _imports(name: str, path: Path) -> set[str]:
+    """Return the files of this package that one of them imports when it runs."""
+    package = ["jackfield", *Path(name).parent.parts]
+    files: set[str | None] = set()
+    for node in _import_nodes(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            files |= {_file_of(alias.name) for alias in node.names}
+            continue
+        base = package[: len(package) - node.level + 1] if node.level else []
+        module = ".".join([*base, *filter(None, [node.module])])
+        files |= {_file_of(f"{module}.{alias.name}") or _file_of(module) for alias in node.names}
+    return {file for file in files if file is not None} - {name}
+
+
+IMPORTS = {name: _imports(name, path) for name, path in FILES.items() if name not in FACES}
+INNER = {name: targets - set(FACES) for name, targets in IMPORTS.items()}
+"""As IMPORTS, without the faces."""
+
+
+def _cycle(graph: dict[str, set[str]]) -> list[str]:
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def test_no_circle_of_files() -> None:
+    assert not _cycle(INNER)
+
+
+@pytest.mark.parametrize("room", sorted({str(Path(name).parent) for name in FILES} | {"."}))
+def test_no_circle_of_folders(room: str) -> None:
+    """Folders beside each other import in one direction."""
+    depth = 0 if room == "." else len(Path(room).parts)
+    folders: dict[str, set[str]] = {}
+    for name, targets in INNER.items():
+        for target in targets:
+            both = [Path(file).parts for file in (name, target)]
+            if any(len(parts) < depth + 2 for parts in both):
+                continue
+            if depth and any(not file.startswith(f"{room}/") for file in (name, target)):
+                continue
+            first, second = (parts[depth] for parts in both)
+            if first != second:
+                folders.setdefault(first, set()).add(second)
+    assert not _cycle(folders)
+
+
+def test_entrypoints_import_from_the_floors_below() -> None:
+    floor_of = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
+
+    def room_of(file: str) -> str | None:
+        return next((room for room in floor_of if file.startswith(f"{room}/")), None)
+
+    assert floor_of.keys() <= {str(parent) for name in FILES for parent in Path(name).parents}
+    for name, targets in INNER.items():
+        room = room_of(name)
+        for target in targets:
+            other = room_of(target)
+            if room is not None and other is not None and room != other:
+                assert floor_of[other] < floor_of[room], f"{name} imports {target}"
+
+
+def test_no_room_has_too_many_files() -> None:
+    sizes: dict[str, int] = {}
+    for name in FILES:
+        parent = Path(name).parent
+        if str(parent.parent) != KINDS_OF_PLUGIN and Path(name).name != "__init__.py":
+            sizes[str(parent)] = sizes.get(str(parent), 0) + 1
+    assert {room: size for room, size in sizes.items() if size > MAX_FILES} == {}
+
+
+@pytest.mark.parametrize("name", FACES)
+def test_faces_only_re_export(name: str) -> None:
+    for node in ast.parse(FILES[name].read_text()).body:
+        docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        names = isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+        assert docstring or names or isinstance(node, ast.ImportFrom), ast.unparse(node)
+    assert [file for file, targets in IMPORTS.items() if name in targets] == []
