@@ -31,7 +31,7 @@ from torch.profiler import ProfilerActivity, profile
 from jackfield import AsyncEngine, EngineConfig, OutputKind, SamplingParams
 from jackfield.entrypoints.bench.report import Emitter, add_output_options, environment, table
 from jackfield.entrypoints.bench.workloads import ARCHITECTURES, write_model
-from jackfield.entrypoints.openai.server import SWITCH_INTERVAL
+from jackfield.entrypoints.server.server import SWITCH_INTERVAL
 
 GAP = 1.0
 """Microseconds; less is the pause between two launches in a graph."""

@@ -57,7 +57,7 @@ class Case:
     def expected(self, rotate: bool, norms: bool, **options: float) -> tuple[torch.Tensor, ...]:
         qkv, cache = self.qkv.clone(), self.cache.clone()
         query_norm, key_norm = self.norms if norms else (None, None)
-        reference.heads(
+        reference.qk_norm_rope_cache(
             qkv, self.heads, self.kv_heads, self.seq_lens.long() - 1,
             self.cos_sin if rotate else None, query_norm, key_norm, cache, self.slots,
         )  # fmt: skip
