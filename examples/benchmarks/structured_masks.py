@@ -73,7 +73,7 @@ def measure(backend: str, batch: int, steps: int) -> dict[str, float]:
                 seed=0,
                 grammar=GrammarStart(
                     grammar=grammar, eos_token_ids=words.eos_token_ids,
-                    token_bytes=words.token_bytes.__getitem__, thought=None,
+                    token_bytes=words.token_bytes.__getitem__,
                 ),
             )
         )  # fmt: skip

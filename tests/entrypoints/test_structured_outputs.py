@@ -535,31 +535,56 @@ async def test_hostile_grammars_cost_their_request_alone(server: Server, asynchr
             check_event(answer["content"])
 
 
-async def test_chains_of_references_are_refused_on_every_way_in(asynchronous: Any) -> None:
-    """The process lives: the last request is answered."""
-    long = chain(1000)
-    schema = {"type": "object", "properties": {"x": {"$ref": "#/$defs/a0"}}, "$defs": long["$defs"]}
+def _chain_requests(count: int) -> list[tuple[str, dict[str, Any], str]]:
+    """Return (route, fields, the parameter to blame) of each way in for a schema."""
+    defs = chain(count)["$defs"]
+    schema = {"type": "object", "properties": {"x": {"$ref": "#/$defs/a0"}}, "$defs": defs}
     function = {"name": "f", "parameters": schema}
     tools = [{"type": "function", "function": function}]
+    strict = [{"type": "function", "function": {**function, "strict": True}}]
     format = {"type": "json_schema", "json_schema": {"name": "f", "schema": schema}}
-    asked: list[tuple[str, dict[str, Any], str]] = [
+    flat = [{"type": "function", **function}]
+    return [
         ("chat/completions", {"response_format": format}, "response_format"),
-        ("chat/completions", {"tools": tools, "tool_choice": "required"}, "tools"),
-        ("chat/completions", {"tools": [
-            {"type": "function", "function": {**function, "strict": True}}]}, "tools"),
         ("chat/completions", {"structured_outputs": {"json": schema}}, "structured_outputs.json"),
         ("responses", {"text": {"format": {"type": "json_schema", "name": "f", "schema": schema}}},
          "text.format"),
-        ("responses", {"tools": [{"type": "function", **function}], "tool_choice": "required"},
-         "tools"),
+        ("chat/completions", {"tools": tools, "tool_choice": "required"}, "tools"),
+        ("chat/completions", {"tools": strict}, "tools"),
+        ("responses", {"tools": flat, "tool_choice": "required"}, "tools"),
     ]  # fmt: skip
-    for route, fields, param in asked:
-        body = {"model": MODEL, "messages": MESSAGES, "input": "Hi", "max_tokens": 4, **fields}
-        body.pop("messages" if route == "responses" else "input")
-        with pytest.raises(openai.BadRequestError) as caught:
-            await asynchronous.post(f"/{route}", body=body, cast_to=object)
-        # Tools stand in the prompt, too, which is checked first and is too long for this model.
-        if caught.value.code != "context_length_exceeded" or "tools" not in fields:
-            assert "max_grammar_references" in caught.value.message
-            assert caught.value.body["param"] == param  # type: ignore[index]
+
+
+async def _assert_chain_refused(
+    client: openai.AsyncOpenAI, route: str, fields: dict[str, Any], param: str
+) -> None:
+    body = {"model": MODEL, "messages": MESSAGES, "input": "Hi", "max_tokens": 4, **fields}
+    body.pop("messages" if route == "responses" else "input")
+    with pytest.raises(openai.BadRequestError, match="max_grammar_references") as caught:
+        await client.post(f"/{route}", body=body, cast_to=object)
+    assert caught.value.body["param"] == param  # type: ignore[index]
+
+
+async def test_chains_of_references_are_refused_on_every_way_in(asynchronous: Any) -> None:
+    """The process lives: the last request is answered.
+
+    Tools stand in the prompt, too, which is checked first and would be too long for this model."""
+    for route, fields, param in _chain_requests(1000):
+        if param != "tools":
+            await _assert_chain_refused(asynchronous, route, fields, param)
     assert (await whole(asynchronous, response_format=FORMAT, seed=1))["content"]
+
+
+async def test_chains_in_tools_are_refused() -> None:
+    limits = {"max_grammar_references": 8}
+    config = EngineConfig(
+        dtype="float32", device="cpu", served_model_name=(MODEL,), num_gpu_blocks_override=800,
+        attention_backend="torch", tool_call_parser="hermes",
+        structured_outputs_config=limits,  # type: ignore[arg-type]
+    )  # fmt: skip
+    with running(config) as server:
+        client = openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+        async with client:
+            for route, fields, param in _chain_requests(12):
+                await _assert_chain_refused(client, route, fields, param)
+            assert (await whole(client, response_format=FORMAT, seed=1))["content"]
