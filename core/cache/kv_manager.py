@@ -86,7 +86,7 @@ class KVCacheManager:
     def find_hits(self, request: Request) -> PrefixHits:
         """Return the cached blocks of the longest prefix that all groups have; change nothing.
 
-        Always leaves one token to compute. Returns [] if the request needs every position (prompt
+        Always leaves one token to compute. No hits if the request needs every position (prompt
         logprobs, mean pooling).
         """
         caches = self.enable_prefix_caching or request.private_salt is not None
