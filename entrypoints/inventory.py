@@ -69,14 +69,14 @@ def output_aside() -> Iterator[None]:
     """Redirect what plugins print during import to standard error, because our standard output is
     for programs."""
     sys.stdout.flush()
-    kept = os.dup(1)
+    stdout = os.dup(1)
     try:
         os.dup2(2, 1)
         with contextlib.redirect_stdout(sys.stderr):
             yield
     finally:
-        os.dup2(kept, 1)
-        os.close(kept)
+        os.dup2(stdout, 1)
+        os.close(stdout)
 
 
 def _row(kind: str, name: str, provenance: Provenance, status: str) -> Row:
@@ -92,21 +92,21 @@ def _summary(plugin: LoadedPlugin) -> str:
 
 def _status(registry: Registry[Any], name: str) -> str:
     try:
-        loaded = registry.load(name)
+        plugin = registry.load(name)
     except PluginError as error:
         return f"does not load: {error.__cause__ or error}"
     try:
-        reason = _refusal(registry.kind, loaded)
+        reason = _refusal(registry.kind, plugin)
     except Exception as error:
         return f"not here: it raised {type(error).__name__}: {error}"
     return "works here" if reason is None else f"not here: {reason}"
 
 
-def _refusal(kind: str, loaded: Any) -> str | None:
+def _refusal(kind: str, plugin: Any) -> str | None:
     """Return why a plugin does not support this machine or its default dtype, if it can tell."""
     reason: str | None
     if kind == "structured_backend":
-        reason = loaded.unavailable()
+        reason = plugin.unavailable()
         return reason
     if kind not in ("attention_backend", "operations", "quantization"):
         return None
@@ -119,7 +119,7 @@ def _refusal(kind: str, loaded: Any) -> str | None:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     if kind == "attention_backend":
         spec = AttentionSpec(num_heads=8, num_kv_heads=2, head_dim=128, scale=0.1)
-        reason = attention_refusal(loaded, spec, device, dtype)
+        reason = attention_refusal(plugin, spec, device, dtype)
     else:
-        reason = loaded.supports(device, dtype)
+        reason = plugin.supports(device, dtype)
     return reason

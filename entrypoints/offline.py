@@ -62,8 +62,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Complete one prompt (text, token ids) or a list; return outputs in the same order."""
 
-        def start(prompt: Any, one: SamplingParams) -> OutputStream:
-            return self.engine.generate(prompt, one)
+        def start(prompt: Any, params: SamplingParams) -> OutputStream:
+            return self.engine.generate(prompt, params)
 
         return self._all(_listed(prompts), params, start, use_tqdm)
 
@@ -82,12 +82,12 @@ class LLM:
     ) -> list[RequestOutput]:
         """Respond to one conversation or a list of them; return outputs in the same order."""
         _check_many("messages", messages)
-        one = len(messages) > 0 and isinstance(messages[0], Mapping)
-        items: list[Any] = [messages] if one else list(messages)
+        single = len(messages) > 0 and isinstance(messages[0], Mapping)
+        items: list[Any] = [messages] if single else list(messages)
 
-        def start(conversation: Any, one: SamplingParams) -> OutputStream:
+        def start(conversation: Any, params: SamplingParams) -> OutputStream:
             return self.engine.chat(
-                conversation, one, tools=tools, chat_template_kwargs=chat_template_kwargs
+                conversation, params, tools=tools, chat_template_kwargs=chat_template_kwargs
             )
 
         return self._all(items, params, start, use_tqdm)
@@ -107,10 +107,10 @@ class LLM:
             each = list(params)
         _check_as_many(each, items)
 
-        async def one(prompt: Any, wanted: PoolingParams) -> PoolingRequestOutput:
-            return await self.engine.encode(prompt, wanted)
+        async def encode_one(prompt: Any, params: PoolingParams) -> PoolingRequestOutput:
+            return await self.engine.encode(prompt, params)
 
-        return self._run(_collect(map(one, items, each), use_tqdm))
+        return self._run(_collect(map(encode_one, items, each), use_tqdm))
 
     def embed(
         self,
@@ -179,10 +179,10 @@ class LLM:
         _check_as_many(each, items)
         each = [msgspec.structs.replace(p, output_kind=OutputKind.FINAL_ONLY) for p in each]
 
-        async def one(item: Any, wanted: SamplingParams) -> RequestOutput:
-            return await anext(start(item, wanted))
+        async def finish_one(item: Any, params: SamplingParams) -> RequestOutput:
+            return await anext(start(item, params))
 
-        return self._run(_collect(map(one, items, each), use_tqdm))
+        return self._run(_collect(map(finish_one, items, each), use_tqdm))
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
         if not self._end.alive:
@@ -207,7 +207,7 @@ async def _collect(work: Iterable[Coroutine[Any, Any, T]], use_tqdm: bool) -> li
     """Return all results in order, with a progress bar; the first error cancels the others."""
     from tqdm import tqdm
 
-    tasks = [asyncio.ensure_future(one) for one in work]
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in work]
     with tqdm(total=len(tasks), disable=not use_tqdm, unit="request") as bar:
         for task in tasks:
             task.add_done_callback(lambda _: bar.update())
@@ -230,11 +230,11 @@ def _listed(prompts: Any) -> list[Any]:
     return list(prompts)
 
 
-def _check_many(name: str, given: Any) -> None:
+def _check_many(name: str, value: Any) -> None:
     """Raise InvalidRequest unless the value is a sequence, such as a list or an array."""
-    places = hasattr(given, "__len__") and hasattr(given, "__getitem__")
-    if not places or isinstance(given, str | bytes | Mapping):
-        raise InvalidRequest(f"{name}: must be a list, got {type(given).__name__}", param=name)
+    places = hasattr(value, "__len__") and hasattr(value, "__getitem__")
+    if not places or isinstance(value, str | bytes | Mapping):
+        raise InvalidRequest(f"{name}: must be a list, got {type(value).__name__}", param=name)
 
 
 def _check_as_many(params: list[Any], prompts: list[Any]) -> None:

@@ -55,11 +55,11 @@ class FieldText(msgspec.Struct, frozen=True):
 def fields_of(schema: type[msgspec.Struct]) -> list[FieldText]:
     """Return each field of a Struct whose fields have defaults."""
     hints = typing.get_type_hints(schema, include_extras=True)
-    found = []
+    fields = []
     for field in msgspec.structs.fields(schema):
         hint = hints[field.name]
         value = (
             field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory()
         )
-        found.append(FieldText(field.encode_name, type_text(hint), repr(value), described(hint)))
-    return found
+        fields.append(FieldText(field.encode_name, type_text(hint), repr(value), described(hint)))
+    return fields

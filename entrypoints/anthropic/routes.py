@@ -25,7 +25,7 @@ def add_messages(app: web.Application) -> None:
 @documented(
     "messages",
     request=MessagesRequest,
-    answer=MessageResponse,
+    response=MessageResponse,
     event=MessageEvent,
     error=MessageError,
     ends_with_done=False,
@@ -44,7 +44,7 @@ async def messages(request: web.Request) -> web.StreamResponse:
         raise in_own_terms(error) from None
 
 
-@documented("messages", request=CountTokensRequest, answer=TokensResponse, error=MessageError)
+@documented("messages", request=CountTokensRequest, response=TokensResponse, error=MessageError)
 async def count_tokens(request: web.Request) -> web.Response:
     """POST /v1/messages/count_tokens: count the tokens of such a message's prompt."""
     try:

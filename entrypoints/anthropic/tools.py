@@ -49,11 +49,11 @@ def chat_choice(
     """Return a chat's `tool_choice` and `parallel_tool_calls`. Raises InvalidRequest."""
     if choice is None:
         return None, None
-    one = choice.get("disable_parallel_tool_use")
-    if not isinstance(one, bool | None):
+    disable_parallel = choice.get("disable_parallel_tool_use")
+    if not isinstance(disable_parallel, bool | None):
         field = "tool_choice.disable_parallel_tool_use"
         raise InvalidRequest(f"{field}: must be true or false", param=field)
-    parallel = False if one else None
+    parallel = False if disable_parallel else None
     kind = choice.get("type")
     if kind in ("any", "tool") and not tools:
         raise InvalidRequest(f"tool_choice: {kind} needs tools", param="tool_choice")

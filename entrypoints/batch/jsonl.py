@@ -100,34 +100,36 @@ class LineReader:
         if isinstance(decoded, dict) and isinstance(decoded.get("custom_id"), str):
             custom_id = decoded["custom_id"][:MAX_CUSTOM_ID]
         try:
-            asked = msgspec.convert(decoded, _Request)
+            request = msgspec.convert(decoded, _Request)
         except msgspec.ValidationError as error:
             return wrong("invalid_request_line", str(error), _param(str(error)))
-        if not 1 <= len(asked.custom_id) <= MAX_CUSTOM_ID:
+        if not 1 <= len(request.custom_id) <= MAX_CUSTOM_ID:
             return wrong(
                 "invalid_custom_id",
                 f"custom_id: needs 1 to {MAX_CUSTOM_ID} characters",
                 "custom_id",
             )
-        key = hashlib.blake2b(asked.custom_id.encode("utf-8", "surrogatepass"), digest_size=8)
+        key = hashlib.blake2b(request.custom_id.encode("utf-8", "surrogatepass"), digest_size=8)
         before = self._seen.setdefault(key.digest(), number)
         if before != number:
             return wrong(
                 "duplicate_custom_id",
-                f"custom_id: {asked.custom_id!r} is that of line {before} too",
+                f"custom_id: {request.custom_id!r} is that of line {before} too",
                 "custom_id",
             )
-        if asked.method != "POST":
-            return wrong("invalid_method", f"method: must be POST, got {asked.method!r}", "method")
-        if asked.url not in self.urls:
-            allowed = ", ".join(self.urls)
-            return wrong("invalid_url", f"url: must be {allowed}; got {asked.url!r}", "url")
+        if request.method != "POST":
+            return wrong(
+                "invalid_method", f"method: must be POST, got {request.method!r}", "method"
+            )
+        if request.url not in self.urls:
+            urls = ", ".join(self.urls)
+            return wrong("invalid_url", f"url: must be {urls}; got {request.url!r}", "url")
         for field in ("stream", "background"):
-            if asked.body.get(field):
+            if request.body.get(field):
                 return wrong(
                     "invalid_body", f"{field}: a batch is answered in whole", f"body.{field}"
                 )
-        return Line(number, name, asked.custom_id, asked.url, asked.body, None)
+        return Line(number, name, request.custom_id, request.url, request.body, None)
 
 
 def _name(number: int, raw: bytes) -> str:
@@ -136,8 +138,8 @@ def _name(number: int, raw: bytes) -> str:
 
 def _param(message: str) -> str | None:
     """Return the field that msgspec's error names."""
-    found = re.search(r"at `\$\.([\w.]+)`|field `(\w+)`", message)
-    return None if found is None else found[1] or found[2]
+    match = re.search(r"at `\$\.([\w.]+)`|field `(\w+)`", message)
+    return None if match is None else match[1] or match[2]
 
 
 class Result(NamedTuple):
@@ -160,8 +162,8 @@ def answered(line: Line, response: RouteResponse, request_id: str) -> Result:
         error = {"code": str(details["code"])} | {
             name: details[name] for name in ("message", "param")
         }
-    sent = {"status_code": response.status, "request_id": request_id, "body": body}
-    return Result(line, ok, _encode(line, sent, error))
+    response_fields = {"status_code": response.status, "request_id": request_id, "body": body}
+    return Result(line, ok, _encode(line, response_fields, error))
 
 
 def refused(line: Line, code: str, message: str) -> Result:
@@ -173,12 +175,12 @@ def refused(line: Line, code: str, message: str) -> Result:
 
 
 def _encode(line: Line, response: Any, error: Any) -> bytes:
-    made = {"id": line.id, "custom_id": line.custom_id, "response": response, "error": error}
-    return encoder.encode(made) + b"\n"
+    fields = {"id": line.id, "custom_id": line.custom_id, "response": response, "error": error}
+    return encoder.encode(fields) + b"\n"
 
 
-def id_of(encoded: bytes) -> tuple[str, int] | None:
+def id_of(line: bytes) -> tuple[str, int] | None:
     """Return the id and the input line number of an output line; None if this server did not write
     it."""
-    found = _ID.match(encoded)
-    return None if found is None else (found[1].decode("ascii"), int(found[2]))
+    match = _ID.match(line)
+    return None if match is None else (match[1].decode("ascii"), int(match[2]))

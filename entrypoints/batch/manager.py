@@ -98,14 +98,16 @@ class BatchWork:
 
     async def get(self, batch_id: str, owner: str | None = None) -> Batch:
         """Return the current state of a batch. Raises NotFound."""
-        stored = await self.store.call(self.store.batch, batch_id, owner)
+        batch = await self.store.call(self.store.batch, batch_id, owner)
         job = self._jobs.get(batch_id)
-        return job.batch if job else stored
+        return job.batch if job else batch
 
     async def list(self, after: str | None, limit: int, owner: str | None = None) -> list[Batch]:
         """Return a page of batches, as `Store.batches`."""
-        stored = await self.store.call(self.store.batches, after, limit, owner)
-        return [self._jobs[one.id].batch if one.id in self._jobs else one for one in stored]
+        batches = await self.store.call(self.store.batches, after, limit, owner)
+        return [
+            self._jobs[batch.id].batch if batch.id in self._jobs else batch for batch in batches
+        ]
 
     async def cancel(self, batch_id: str, owner: str | None = None) -> Batch:
         """Cancel a batch. Raises NotFound, and Conflict if it has ended."""
@@ -166,8 +168,8 @@ class _Job:
             await self._end("cancelled")
         except Exception:
             logger.exception("%s failed", self.batch.id)
-            told = BatchError("server_error", "the server failed on this batch")
-            await self._end("failed", [told])
+            error = BatchError("server_error", "the server failed on this batch")
+            await self._end("failed", [error])
         finally:
             self._close_files()
 
@@ -204,8 +206,8 @@ class _Job:
                 text = f"a batch has {MAX_REQUESTS} requests at most"
                 return total, [BatchError("too_many_requests", text, param="input_file_id")]
             if line.error is not None and len(errors) < MAX_TOLD:
-                found = line.error
-                errors.append(BatchError(found.code, found.message, found.line, found.param))
+                error = line.error
+                errors.append(BatchError(error.code, error.message, error.line, error.param))
         if not total:
             errors.append(BatchError("empty_file", "the file has no requests"))
         return total, errors
@@ -231,9 +233,9 @@ class _Job:
             await asyncio.gather(running, stop, return_exceptions=True)
 
     def _missing(self) -> Iterator[Line]:
-        done = [file.done for file in self._files.values()]
+        results = [file.done for file in self._files.values()]
         for line in self._reader:
-            if not any(line.id in ids for ids in done):
+            if not any(line.id in ids for ids in results):
                 yield line
 
     async def _deliver(self, result: Result) -> None:

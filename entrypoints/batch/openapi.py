@@ -36,50 +36,50 @@ FORM = {
 
 def describe() -> None:
     """Set the attribute `openapi` of each handler."""
-    _put(routes.upload, FileObject, body=("multipart/form-data", FORM), refused=(400, 408, 415))
+    _put(routes.upload, FileObject, body=("multipart/form-data", FORM), errors=(400, 408, 415))
     _put(
-        routes.list_files, _page(FileObject), refused=(400, 404),
+        routes.list_files, _page(FileObject), errors=(400, 404),
         query=[AFTER, _limit(10_000), _choice("order", "asc", "desc"), _choice("purpose")],
     )  # fmt: skip
-    _put(routes.get_file, FileObject, refused=(404,))
-    _put(routes.delete_file, DELETED, refused=(404, 409))
-    _put(routes.file_content, TEXT, refused=(404,), kind="application/octet-stream")
+    _put(routes.get_file, FileObject, errors=(404,))
+    _put(routes.delete_file, DELETED, errors=(404, 409))
+    _put(routes.file_content, TEXT, errors=(404,), kind="application/octet-stream")
     _put(
         routes.create_batch,
         Batch,
         body=(JSON, CreateBatch),
-        refused=(400, 404, 408, 409, 413, 415, 503),
+        errors=(400, 404, 408, 409, 413, 415, 503),
     )
-    _put(routes.list_batches, _page(Batch), query=[AFTER, _limit(100)], refused=(400, 404))
-    _put(routes.get_batch, Batch, refused=(404,))
-    _put(routes.cancel_batch, Batch, refused=(404, 409))
+    _put(routes.list_batches, _page(Batch), query=[AFTER, _limit(100)], errors=(400, 404))
+    _put(routes.get_batch, Batch, errors=(404,))
+    _put(routes.cancel_batch, Batch, errors=(404, 409))
 
 
 def _put(
     handler: Callable[..., Any],
-    answer: Any,
+    response: Any,
     *,
-    refused: tuple[int, ...],
+    errors: tuple[int, ...],
     body: tuple[str, Any] | None = None,
     query: list[Any] | None = None,
     kind: str = JSON,
 ) -> None:
-    told: dict[str, Any] = {
+    operation: dict[str, Any] = {
         "tags": ["files and batches"],
         "summary": (handler.__doc__ or "").partition(": ")[2].rstrip(".").capitalize(),
         "responses": {
-            "200": {"description": "Done", "content": {kind: {"schema": answer}}},
+            "200": {"description": "Done", "content": {kind: {"schema": response}}},
             **{
                 str(status): {"description": "Refused", "content": {JSON: {"schema": ERROR}}}
-                for status in (*refused, 500)
+                for status in (*errors, 500)
             },
         },
     }
     if query is not None:
-        told["parameters"] = query
+        operation["parameters"] = query
     if body is not None:
-        told["requestBody"] = {"required": True, "content": {body[0]: {"schema": body[1]}}}
-    handler.openapi = told  # type: ignore[attr-defined]
+        operation["requestBody"] = {"required": True, "content": {body[0]: {"schema": body[1]}}}
+    handler.openapi = operation  # type: ignore[attr-defined]
 
 
 def _page(kind: type) -> dict[str, Any]:

@@ -50,7 +50,7 @@ class ResultsFile:
         end = 0
         for number, raw in enumerate(self._file, 1):
             whole = raw.endswith(b"\n")
-            if (found := id_of(raw)) is None:
+            if (ids := id_of(raw)) is None:
                 if whole or not b'{"id":"batch_req_'.startswith(raw[:17]):
                     raise InvalidRequest(
                         f"{self.path}: line {number} is no result of a batch; give another file, "
@@ -59,8 +59,9 @@ class ResultsFile:
                 break
             if not whole:
                 break
-            self.done[found[0]] = found[1]
-            self._places.append((found[1], end, len(raw)))
+            custom_id, place = ids
+            self.done[custom_id] = place
+            self._places.append((place, end, len(raw)))
             end += len(raw)
         return end
 
@@ -80,9 +81,9 @@ class ResultsFile:
 
     def _write(self, data: bytes) -> None:
         """Unbuffered: a buffer would keep what did not fit and write it later."""
-        written = 0
-        while written < len(data):
-            written += os.pwrite(self._file.fileno(), data[written:], self._size + written)
+        offset = 0
+        while offset < len(data):
+            offset += os.pwrite(self._file.fileno(), data[offset:], self._size + offset)
 
     def put_in_order(self) -> None:
         """Sort the lines in the input's order; the file is replaced atomically."""

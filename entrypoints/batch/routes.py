@@ -51,12 +51,12 @@ async def upload(request: web.Request) -> web.Response:
     await store.call(store.check_room, request.content_length or 0)
     try:
         fields, name, size = await _form(request, path)
-        made = _file_object(file_id, fields, name, size)
-        await store.call(store.add_file, made, path, tenant_of(request).owner)
+        file = _file_object(file_id, fields, name, size)
+        await store.call(store.add_file, file, path, tenant_of(request).owner)
     finally:
         with storage("file"):
             await asyncio.to_thread(path.unlink, missing_ok=True)
-    return reply(made)
+    return reply(file)
 
 
 async def _form(request: web.Request, path: Any) -> tuple[dict[str, str], str | None, int]:
@@ -114,9 +114,9 @@ async def _content(part: BodyPartReader, path: Any, limit: int) -> int:
 
 
 def _write(file: Any, data: bytes | bytearray) -> None:
-    left = memoryview(data)
-    while left:
-        left = left[file.write(left) :]
+    rest = memoryview(data)
+    while rest:
+        rest = rest[file.write(rest) :]
 
 
 def _file_object(file_id: str, fields: dict[str, str], name: str | None, size: int) -> FileObject:
@@ -139,12 +139,12 @@ def _file_object(file_id: str, fields: dict[str, str], name: str | None, size: i
         after.check("expires_after")
         expires = now + after.seconds
     # Only shown to clients, never used as a path.
-    shown = "".join(c for c in re.split(r"[/\\]", name)[-1] if c.isprintable())[:255]
+    filename = "".join(c for c in re.split(r"[/\\]", name)[-1] if c.isprintable())[:255]
     return FileObject(
         id=file_id,
         bytes=size,
         created_at=now,
-        filename=shown or "file",
+        filename=filename or "file",
         purpose="batch",
         expires_at=expires,
     )
@@ -157,7 +157,7 @@ async def list_files(request: web.Request) -> web.Response:
     order = request.query.get("order", "desc")
     if order not in ("asc", "desc"):
         raise InvalidRequest(f"order: must be asc or desc, got {order!r}", param="order")
-    found = await store.call(
+    files = await store.call(
         store.files,
         request.query.get("after") or None,
         limit,
@@ -165,7 +165,7 @@ async def list_files(request: web.Request) -> web.Response:
         request.query.get("purpose") or None,
         tenant_of(request).owner,
     )
-    return reply(page(found, limit))
+    return reply(page(files, limit))
 
 
 async def get_file(request: web.Request) -> web.Response:
@@ -199,19 +199,19 @@ async def file_content(request: web.Request) -> web.StreamResponse:
 
 async def create_batch(request: web.Request) -> web.Response:
     """POST /v1/batches: answer the requests in a file."""
-    asked = await decode_body(request, CreateBatch)
+    body = await decode_body(request, CreateBatch)
     work = _work(request)
-    asked.check(tuple(ROUTES))
+    body.check(tuple(ROUTES))
     now = int(time.time())
     batch = Batch(
         id=f"batch_{uuid.uuid4().hex}",
-        endpoint=asked.endpoint,
-        input_file_id=asked.input_file_id,
-        completion_window=asked.completion_window,
+        endpoint=body.endpoint,
+        input_file_id=body.input_file_id,
+        completion_window=body.completion_window,
         created_at=now,
-        expires_at=now + window_seconds(asked.completion_window),
-        metadata=asked.metadata,
-        output_expires_after=asked.output_expires_after,
+        expires_at=now + window_seconds(body.completion_window),
+        metadata=body.metadata,
+        output_expires_after=body.output_expires_after,
     )
     return reply(await work.create(batch, tenant_of(request)))
 
@@ -220,8 +220,8 @@ async def list_batches(request: web.Request) -> web.Response:
     """GET /v1/batches: the batches, newest first."""
     limit = _limit(request, 20, 100)
     after, owner = request.query.get("after") or None, tenant_of(request).owner
-    found = await _work(request).list(after, limit, owner)
-    return reply(page(found, limit))
+    batches = await _work(request).list(after, limit, owner)
+    return reply(page(batches, limit))
 
 
 async def get_batch(request: web.Request) -> web.Response:
@@ -241,7 +241,7 @@ def _work(request: web.Request) -> BatchWork:
 
 
 def _limit(request: web.Request, default: int, most: int) -> int:
-    given = request.query.get("limit", str(default))
-    if not re.fullmatch("[0-9]{1,6}", given) or not 1 <= int(given) <= most:
-        raise InvalidRequest(f"limit: must be from 1 to {most}, got {given!r}", param="limit")
-    return int(given)
+    text = request.query.get("limit", str(default))
+    if not re.fullmatch("[0-9]{1,6}", text) or not 1 <= int(text) <= most:
+        raise InvalidRequest(f"limit: must be from 1 to {most}, got {text!r}", param="limit")
+    return int(text)

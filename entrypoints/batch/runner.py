@@ -88,11 +88,11 @@ class BatchRunner:
             # If it is not a number, the route refuses it.
             if type(own) is int:
                 body = {**body, "priority": max(own, 0) + self.priority}
-        encoded = encoder.encode(body)
+        payload = encoder.encode(body)
         request_id = uuid.uuid4().hex
         wait = FIRST_WAIT
         while True:
-            response = await call_route(self.app, line.url, encoded, self.tenant)
+            response = await call_route(self.app, line.url, payload, self.tenant)
             if response.status == 503 and b'"overloaded_error"' in response.body:
                 await asyncio.sleep(wait)
                 wait = min(2 * wait, LONGEST_WAIT)

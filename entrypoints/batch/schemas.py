@@ -150,8 +150,8 @@ class CreateBatch(msgspec.Struct):
 def window_seconds(window: str) -> int:
     """Return a window such as "24h" in seconds. OpenAI allows only that one; here it may be any
     number of s, m, h or d."""
-    found = re.fullmatch(r"([1-9][0-9]{0,6})([smhd])", window)
-    seconds = int(found[1]) * _UNITS[found[2]] if found else 0
+    match = re.fullmatch(r"([1-9][0-9]{0,6})([smhd])", window)
+    seconds = int(match[1]) * _UNITS[match[2]] if match else 0
     if not 1 <= seconds <= MAX_WINDOW:
         raise InvalidRequest(
             f"completion_window: must be like 24h, at most 30d; got {window!r}",
@@ -166,11 +166,11 @@ def new_file_id() -> str:
 
 def page(items: list[Any], limit: int) -> dict[str, Any]:
     """Return OpenAI's list of the first `limit` items; one more item means that there are more."""
-    shown = items[:limit]
+    data = items[:limit]
     return {
         "object": "list",
-        "data": shown,
-        "first_id": shown[0].id if shown else None,
-        "last_id": shown[-1].id if shown else None,
+        "data": data,
+        "first_id": data[0].id if data else None,
+        "last_id": data[-1].id if data else None,
         "has_more": len(items) > limit,
     }

@@ -116,15 +116,15 @@ class Store:
             path.unlink()
         for batch in self.unfinished():
             for part in ("output", "errors"):
-                made = self.content(self.result_id(batch, part))
-                if made.exists():
-                    made.replace(self.results(batch, part))
+                unfinished = self.content(self.result_id(batch, part))
+                if unfinished.exists():
+                    unfinished.replace(self.results(batch, part))
                     self._db.execute(
                         "DELETE FROM files WHERE id = ?", (self.result_id(batch, part),)
                     )
-        known = {name for (name,) in self._db.execute("SELECT id FROM files")}
+        file_ids = {name for (name,) in self._db.execute("SELECT id FROM files")}
         for path in (self.folder / "files").iterdir():
-            if path.name not in known:
+            if path.name not in file_ids:
                 path.unlink()
         self.drop_expired()
 
@@ -141,8 +141,8 @@ class Store:
     def check_room(self, size: int) -> None:
         """Raise InvalidRequest unless `size` more bytes fit within the limit."""
         self.drop_expired()
-        (used,) = self._db.execute("SELECT COALESCE(SUM(bytes), 0) FROM files").fetchone()
-        if used + size > self.max_bytes:
+        (num_bytes,) = self._db.execute("SELECT COALESCE(SUM(bytes), 0) FROM files").fetchone()
+        if num_bytes + size > self.max_bytes:
             raise InvalidRequest(
                 f"file: the server keeps {self.max_bytes} bytes at most; delete other files first",
                 param="file",

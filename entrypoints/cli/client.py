@@ -89,13 +89,13 @@ def _say(args: argparse.Namespace, messages: list[dict[str, str]]) -> str:
     thinking = False
     for event in _events(args, "/v1/chat/completions", {"messages": messages}):
         for choice in event["choices"]:
-            thought = choice["delta"].get("reasoning_content") or ""
-            answer = choice["delta"].get("content") or ""
-            if answer and thinking:
+            reasoning = choice["delta"].get("reasoning_content") or ""
+            content = choice["delta"].get("content") or ""
+            if content and thinking:
                 print("\n")
-            thinking = bool(thought) or (thinking and not answer)
-            text += answer
-            print(thought + answer, end="", flush=True)
+            thinking = bool(reasoning) or (thinking and not content)
+            text += content
+            print(reasoning + content, end="", flush=True)
     print()
     return text
 

@@ -22,16 +22,20 @@ def run(argv: list[str]) -> int:
     )
     new = commands.add_parser("new", help="make a key, and the line for its file")
     add = commands.add_parser("add", help="make the line for a key that standard input brings")
-    for one in (new, add):
-        one.add_argument("name", help="of who has the key; keys of one name are one owner's")
-        one.add_argument("--file", metavar="PATH", help="append the line; otherwise it is printed")
-        one.add_argument(
+    for command in (new, add):
+        command.add_argument("name", help="of who has the key; keys of one name are one owner's")
+        command.add_argument(
+            "--file", metavar="PATH", help="append the line; otherwise it is printed"
+        )
+        command.add_argument(
             "--max-concurrency", type=positive_int, metavar="N", help="requests at once"
         )
-        one.add_argument(
+        command.add_argument(
             "--requests-per-minute", type=positive_int, metavar="N", help="requests a minute"
         )
-        one.add_argument("--max-tokens", type=positive_int, metavar="N", help="tokens of an answer")
+        command.add_argument(
+            "--max-tokens", type=positive_int, metavar="N", help="tokens of an answer"
+        )
     args = parser.parse_args(argv)
     try:
         return _make(args)
@@ -54,8 +58,8 @@ def _make(args: argparse.Namespace) -> int:
         requests_per_minute=args.requests_per_minute,
         max_tokens=args.max_tokens,
     )
-    told = {k: v for k, v in msgspec.to_builtins(entry).items() if v is not None}
-    line = msgspec.json.encode(told).decode()
+    fields = {k: v for k, v in msgspec.to_builtins(entry).items() if v is not None}
+    line = msgspec.json.encode(fields).decode()
     if args.file is None:
         print(line)
         if args.command == "new":

@@ -82,10 +82,10 @@ def main(argv: list[str] | None = None) -> int:
     if argv[0] in ("-V", "--version"):
         print(f"jackfield {__version__}")
         return 0
-    name, rest = argv[0], argv[1:]
+    name, arguments = argv[0], argv[1:]
     if name in COMMANDS:
-        return COMMANDS[name][0](rest)
-    return _from_plugin(name, rest)
+        return COMMANDS[name][0](arguments)
+    return _from_plugin(name, arguments)
 
 
 def _from_plugin(name: str, argv: list[str]) -> int:
@@ -120,11 +120,11 @@ def _from_plugin(name: str, argv: list[str]) -> int:
         return fail(error)
 
 
-def _status(returned: object) -> int:
+def _status(value: object) -> int:
     """Return the exit status. Raises TypeError for a value that is not one."""
-    if returned is None or isinstance(returned, int):
-        return int(returned or 0)
-    kind = type(returned).__name__
+    if value is None or isinstance(value, int):
+        return int(value or 0)
+    kind = type(value).__name__
     raise TypeError(f"it returned {kind}, and an exit status is a whole number or None")
 
 
@@ -146,13 +146,13 @@ def _usage_of_plugins() -> list[str]:
         entries = load_plugins()["command"].entries()
     except PluginError as error:
         return ["", f"commands of plugins: {error}"]
-    found = [entry for entry in entries if entry.name not in COMMANDS]
-    if not found:
+    commands = [entry for entry in entries if entry.name not in COMMANDS]
+    if not commands:
         return []
-    width = max(10, *(len(entry.name) for entry in found))
+    width = max(10, *(len(entry.name) for entry in commands))
     lines = [
         f"  {e.name:{width}} {e.help} ({e.provenance.distribution})".replace("  (", " (")
-        for e in found
+        for e in commands
     ]
     return ["", "commands of plugins:", *lines]
 

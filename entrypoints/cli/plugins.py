@@ -82,27 +82,29 @@ def run(argv: list[str]) -> int:
         with output_aside():
             plugins = load_plugins(disable=args.no_plugin)
             rows = inventory(plugins, check=args.check)
-            found = None if args.action == "list" else _details(plugins, rows, args.action)
+            details = None if args.action == "list" else _details(plugins, rows, args.action)
     except (ConfigError, OSError) as error:
         return fail(error)
     except PluginError as error:
         print(f"jackfield: {error}", file=sys.stderr)
         return 1
     if args.json:
-        print(msgspec.json.format(msgspec.json.encode(rows if found is None else found)).decode())
+        print(
+            msgspec.json.format(msgspec.json.encode(rows if details is None else details)).decode()
+        )
     else:
-        print(as_text(rows) if found is None else "\n\n".join(map(_described, found)))
+        print(as_text(rows) if details is None else "\n\n".join(map(_described, details)))
     return 0
 
 
 def _details(plugins: Plugins, rows: list[Row], name: str) -> list[Detail]:
     """Return the plugins of this name. Raises ConfigError if there is none."""
-    found, known = [], set()
+    details, names_seen = [], set()
     for plugin in plugins.loaded.values():
         where = plugin.provenance
         schemas = [e.name for e in plugins["options"].entries() if e.provenance == where]
         names = {where.entry_point, where.distribution, *schemas}
-        known |= names
+        names_seen |= names
         if _normal(name) not in map(_normal, names):
             continue
         mine = [
@@ -110,20 +112,20 @@ def _details(plugins: Plugins, rows: list[Row], name: str) -> list[Detail]:
             for row in rows
             if (row.distribution, row.plugin) == (where.distribution, where.entry_point)
         ]
-        options = {one: fields_of(plugins["options"].load(one)) for one in schemas}
-        found.append(Detail(where.entry_point, where.distribution, where.version, mine, options))
-    if not found:
-        raise ConfigError(f"NAME: no plugin {name!r} here{near(name, known)}", param="name")
-    return found
+        options = {schema: fields_of(plugins["options"].load(schema)) for schema in schemas}
+        details.append(Detail(where.entry_point, where.distribution, where.version, mine, options))
+    if not details:
+        raise ConfigError(f"NAME: no plugin {name!r} here{near(name, names_seen)}", param="name")
+    return details
 
 
 def _normal(name: str) -> str:
     return name.replace("_", "-").lower()
 
 
-def _described(one: Detail) -> str:
-    lines = [f"{one.plugin} of {one.distribution} {one.version}", "", as_text(one.rows)]
-    for name, fields in one.options.items():
+def _described(detail: Detail) -> str:
+    lines = [f"{detail.plugin} of {detail.distribution} {detail.version}", "", as_text(detail.rows)]
+    for name, fields in detail.options.items():
         head = [f"options, as --plugin-option {name}.KEY=VALUE", ""]
         lines += ["", *head, _columns(fields, FieldText.__struct_fields__)]
     return "\n".join(lines)

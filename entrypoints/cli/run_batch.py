@@ -103,7 +103,7 @@ async def _run(args: argparse.Namespace, config: EngineConfig, plugins: Plugins)
     sys.setswitchinterval(SWITCH_INTERVAL)
     source, output = Path(args.input_file), Path(args.output_file)
     results = await asyncio.to_thread(ResultsFile, output, anew=args.overwrite)
-    failed, began, before = 0, time.monotonic(), len(results.done)
+    failed, start, before = 0, time.monotonic(), len(results.done)
     try:
         ids = await asyncio.to_thread(LineReader(source, (), args.max_body_bytes).ids)
         _check_results(results, ids)
@@ -140,7 +140,7 @@ async def _run(args: argparse.Namespace, config: EngineConfig, plugins: Plugins)
         return 1
     finally:
         results.close()
-    _say(len(ids), before, failed, time.monotonic() - began, output)
+    _say(len(ids), before, failed, time.monotonic() - start, output)
     return 0
 
 

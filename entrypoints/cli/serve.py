@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 def run(argv: list[str]) -> int:
     """Return the exit status."""
     try:
-        found = settings(argv)
-        if found.fronts > 1:
+        options = settings(argv)
+        if options.fronts > 1:
             from ..server.frontends.supervisor import serve_fronts
 
-            return run_on_loop(serve_fronts(found))
-        _check_address(found.listen)
+            return run_on_loop(serve_fronts(options))
+        _check_address(options.listen)
         from ..server.server import serve
 
-        return run_on_loop(serve(found.config, found.plugins, found.listen, found.options))
+        return run_on_loop(serve(options.config, options.plugins, options.listen, options.options))
     except (JackfieldError, OSError) as error:
         return fail(error)
 
@@ -46,8 +46,8 @@ def _check_address(listen: Listen) -> None:
         if isinstance(error, OSError) and error.errno == errno.EAFNOSUPPORT:
             return  # One of the host's addresses has a family that this machine does not support.
         elsewhere = isinstance(error, OSError) and error.errno == errno.EADDRNOTAVAIL
-        named = elsewhere or isinstance(error, socket.gaierror | UnicodeError)
-        flag = "host" if named else "port"
+        has_host = elsewhere or isinstance(error, socket.gaierror | UnicodeError)
+        flag = "host" if has_host else "port"
         raise ConfigError(
             f"--{flag}: cannot listen at {listen.host}:{listen.port}: {error}", param=flag
         ) from None

@@ -37,42 +37,42 @@ def with_config(
     args: the result of `parser` for `argv`. Raises ConfigError with the key's name.
     """
     flags = parser._option_string_actions
-    given = {flags[name].dest for name in (word.split("=")[0] for word in argv) if name in flags}
+    dests = {flags[name].dest for name in (word.split("=")[0] for word in argv) if name in flags}
     if getattr(args, "model", None) or getattr(args, "model_flag", None):
-        given.add("model_flag")
-    made = list(argv)
+        dests.add("model_flag")
+    words = list(argv)
     for key, value in _read(args.config).items():
         flag, action = _action(parser, key, args.config)
-        if action.dest not in given and value is not None:
-            made += _words(flag, action, value, args.config)
-    return made
+        if action.dest not in dests and value is not None:
+            words += _words(flag, action, value, args.config)
+    return words
 
 
 def without_config(argv: list[str]) -> list[str]:
     """Return the command line without `--config` itself."""
     words = iter(argv)
-    made = []
+    remaining = []
     for word in words:
         if word == "--config":
             next(words, None)
         elif not word.startswith("--config="):
-            made.append(word)
-    return made
+            remaining.append(word)
+    return remaining
 
 
 def _read(path: str) -> dict[str, Any]:
     import yaml
 
     try:
-        found = yaml.safe_load(Path(path).read_text("utf-8"))
+        content = yaml.safe_load(Path(path).read_text("utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         text = " ".join(str(error).split())
         raise ConfigError(f"--config: {path}: {text}", param="config") from None
-    if found is None:
+    if content is None:
         return {}
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise ConfigError(f"--config: {path}: must be a mapping of flags", param="config")
-    return found
+    return content
 
 
 def _action(parser: argparse.ArgumentParser, key: Any, path: str) -> tuple[str, argparse.Action]:
@@ -86,8 +86,8 @@ def _action(parser: argparse.ArgumentParser, key: Any, path: str) -> tuple[str, 
     missing: Mapping[str, str] = getattr(parser, "missing", {})
     if (why := missing.get(f"--{name.replace('_', '-')}")) is not None:
         raise ConfigError(f"--config: {path}: {name}: {why}", param=name)
-    known = [flag.removeprefix("--") for flag in flags if flag.startswith("--")]
-    near = difflib.get_close_matches(name.replace("_", "-"), known, n=1)
+    names = [flag.removeprefix("--") for flag in flags if flag.startswith("--")]
+    near = difflib.get_close_matches(name.replace("_", "-"), names, n=1)
     hint = f"; did you mean {near[0]}?" if near else ""
     raise ConfigError(f"--config: {path}: {name}: no such flag{hint}", param=name)
 
@@ -106,9 +106,9 @@ def _words(flag: str, action: argparse.Action, value: Any, path: str) -> list[st
         return [opposite] if opposite in action.option_strings else []
     if isinstance(value, list):
         if action.nargs == "+":
-            return [flag, *(_text(one) for one in value)] if value else []
+            return [flag, *(_text(item) for item in value)] if value else []
         if isinstance(action, argparse._AppendAction):
-            return [f"{flag}={_text(one)}" for one in value]
+            return [f"{flag}={_text(item)}" for item in value]
     return [f"{flag}={_text(value)}"]
 
 

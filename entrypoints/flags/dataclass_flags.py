@@ -80,8 +80,8 @@ def fields_of(kind: type[Any]) -> Iterator[FlagField]:
         base, meta, flag = hints[field.name], msgspec.Meta(), Flag()
         if typing.get_origin(base) is typing.Annotated:
             base, *extras = typing.get_args(base)
-            meta = next((one for one in extras if isinstance(one, msgspec.Meta)), meta)
-            flag = next((one for one in extras if isinstance(one, Flag)), flag)
+            meta = next((extra for extra in extras if isinstance(extra, msgspec.Meta)), meta)
+            flag = next((extra for extra in extras if isinstance(extra, Flag)), flag)
         optional = typing.get_origin(base) in (types.UnionType, typing.Union)
         if optional:
             (base,) = (part for part in typing.get_args(base) if part is not type(None))
@@ -107,8 +107,8 @@ def from_flags(kind: type[T], args: argparse.Namespace) -> T:
         if dataclasses.is_dataclass(field.kind):
             inner = typing.cast(type[Any], field.kind)
             first = next(fields_of(inner))
-            given = not field.optional or getattr(args, first.dest) is not None
-            values[field.name] = from_flags(inner, args) if given else None
+            is_set = not field.optional or getattr(args, first.dest) is not None
+            values[field.name] = from_flags(inner, args) if is_set else None
         elif field.meta.description:
             value = getattr(args, field.dest)
             if field.flag.turns_off:

@@ -123,27 +123,27 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     """Return the engine options among parsed flags."""
     fields = set(EngineConfig.__struct_fields__) - {"model"}
     flags = vars(args)
-    given = {name: value for name, value in flags.items() if name in fields}
+    options = {name: value for name, value in flags.items() if name in fields}
     for name, value in flags.items():
         field, dot, part = name.partition(".")
         if dot and field in fields:
-            whole = given.get(field, {})
+            whole = options.get(field, {})
             if not isinstance(whole, dict):
                 raise ConfigError(f"{field}: must be a JSON object, got {whole!r}", param=field)
-            given[field] = {**whole, part: value}
+            options[field] = {**whole, part: value}
     for text in args.plugin_option:
-        given["plugin_options"] = with_option(given.get("plugin_options", {}), text)
+        options["plugin_options"] = with_option(options.get("plugin_options", {}), text)
     if args.no_plugin:
-        given["disable_plugins"] = (*given.get("disable_plugins", ()), *args.no_plugin)
-    return given
+        options["disable_plugins"] = (*options.get("disable_plugins", ()), *args.no_plugin)
+    return options
 
 
 def engine_config(args: argparse.Namespace, model: str) -> EngineConfig:
     """Return the configuration of parsed flags. Raises ConfigError."""
-    given = engine_options(args)
+    options = engine_options(args)
     if not model:
-        given.setdefault("served_model_name", ("jackfield-tiny",))
-    return EngineConfig.from_options({"model": model, **given})
+        options.setdefault("served_model_name", ("jackfield-tiny",))
+    return EngineConfig.from_options({"model": model, **options})
 
 
 def fail(error: Exception) -> int:

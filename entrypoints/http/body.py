@@ -76,12 +76,12 @@ def unpack(packed: bytes, window: int, max_bytes: int) -> bytes:
         window = -15  # Some clients send deflate without zlib's header.
     unpacker = zlib.decompressobj(window)
     parts: list[bytes] = []
-    size, rest = 0, packed
+    size, remainder = 0, packed
     try:
-        while rest and not unpacker.eof:
-            parts.append(unpacker.decompress(rest, STEP_BYTES))
+        while remainder and not unpacker.eof:
+            parts.append(unpacker.decompress(remainder, STEP_BYTES))
             size += len(parts[-1])
-            rest = unpacker.unconsumed_tail
+            remainder = unpacker.unconsumed_tail
             if size > limit:
                 raise BodyTooLarge(
                     f"the body unpacks to more than {limit} bytes, from {len(packed)} "
@@ -102,11 +102,11 @@ def check_json(request: web.Request) -> None:
 
     A browser needs a preflight before it sends that type from another site's page.
     """
-    given = request.headers.get("Content-Type", "").partition(";")[0].strip().lower()
-    if given != "application/json" and not given.endswith("+json"):
-        hint = " (curl: -H content-type:application/json)" if "urlencoded" in given else ""
+    content_type = request.headers.get("Content-Type", "").partition(";")[0].strip().lower()
+    if content_type != "application/json" and not content_type.endswith("+json"):
+        hint = " (curl: -H content-type:application/json)" if "urlencoded" in content_type else ""
         raise UnsupportedMediaType(
-            f"Content-Type: must be application/json, got {given[:80] or 'none'}{hint}"
+            f"Content-Type: must be application/json, got {content_type[:80] or 'none'}{hint}"
         )
 
 

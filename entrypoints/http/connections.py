@@ -192,12 +192,12 @@ class Connection(web.RequestHandler):
         body, seconds = self._body, self._open.limits.body_seconds
         if body is None or body.is_eof():
             return
-        came = body.total_bytes - self._body_seen
-        if self._reading_paused or came >= MIN_BODY_RATE * seconds:
+        num_bytes = body.total_bytes - self._body_seen
+        if self._reading_paused or num_bytes >= MIN_BODY_RATE * seconds:
             self._body_seen = body.total_bytes
             self._watch_body()
             return
-        body.set_exception(BodyTooSlow(f"{came} bytes in {seconds:g} seconds"))
+        body.set_exception(BodyTooSlow(f"{num_bytes} bytes in {seconds:g} seconds"))
         self._body = None
         self.close()
 
@@ -277,12 +277,12 @@ def raw_response(error: JackfieldError, status: int | None = None) -> bytes:
 class _Server(web.Server):
     """Creates `Connection`s."""
 
-    def __init__(self, app: web.Application, made: web.Server, open: Connections, **options: Any):
+    def __init__(self, app: web.Application, server: web.Server, open: Connections, **options: Any):
         factory = functools.partial(app._make_request, _cls=Request)
         super().__init__(
-            made.request_handler,
+            server.request_handler,
             request_factory=factory,
-            handler_cancellation=made.handler_cancellation,
+            handler_cancellation=server.handler_cancellation,
         )
         self._open = open
         self._options = options
@@ -327,11 +327,11 @@ class Runner(web.AppRunner):
 def raise_descriptors() -> int:
     """Raise the soft limit of open descriptors as far as possible; return the limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MOST_DESCRIPTORS)
-    if soft == resource.RLIM_INFINITY or soft >= wanted:
+    limit = MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MOST_DESCRIPTORS)
+    if soft == resource.RLIM_INFINITY or soft >= limit:
         return MOST_DESCRIPTORS if soft == resource.RLIM_INFINITY else soft
-    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-    return wanted
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    return limit
 
 
 def max_connections() -> int:

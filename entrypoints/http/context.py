@@ -113,12 +113,12 @@ def usage(
     prompt: int, completion: int, cached: int, reasoning: int | None = None
 ) -> dict[str, Any]:
     """Return OpenAI's usage object, in tokens."""
-    made: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": cached},
     }
     if reasoning is not None:
-        made["completion_tokens_details"] = {"reasoning_tokens": reasoning}
-    return made
+        fields["completion_tokens_details"] = {"reasoning_tokens": reasoning}
+    return fields

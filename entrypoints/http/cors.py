@@ -30,17 +30,17 @@ def origin_headers(cors: Cors, origin: str) -> dict[str, str]:
 def preflight(cors: Cors, origin: str, method: str, headers: str) -> web.Response:
     """Respond to a preflight: 204, or 400 with what is refused."""
     names = [name.strip().lower() for name in headers.split(",") if name.strip()]
-    allowed = {name.lower() for name in cors.headers}
-    refused = []
+    header_names = {name.lower() for name in cors.headers}
+    problems = []
     if not cors.allows(origin):
-        refused.append("origin")
+        problems.append("origin")
     if "*" not in cors.methods and method not in cors.methods:
-        refused.append("method")
-    if "*" not in allowed and not allowed.issuperset(names):
-        refused.append("headers")
+        problems.append("method")
+    if "*" not in header_names and not header_names.issuperset(names):
+        problems.append("headers")
     response_headers = origin_headers(cors, origin)
-    if refused:
-        text = f"CORS: not allowed: {', '.join(refused)}"
+    if problems:
+        text = f"CORS: not allowed: {', '.join(problems)}"
         return web.Response(status=400, text=text, headers=response_headers)
     response_headers["Access-Control-Allow-Methods"] = method
     if names:

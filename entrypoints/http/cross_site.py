@@ -38,10 +38,10 @@ def is_loopback(host: str) -> bool:
     return host == "localhost" if address is None else address.is_loopback
 
 
-def allows(hosts: Iterable[str], given: str) -> bool:
+def allows(hosts: Iterable[str], header: str) -> bool:
     """Return whether a `Host` header names one of `hosts`, ignoring case and port. `*.name` matches
     all names under it, `*` matches all. An IP address always matches: DNS cannot redirect it."""
-    name, _ = split(given)
+    name, _ = split(header)
     if _address(name) is not None:
         return True
     name = name.rstrip(".")
@@ -85,11 +85,10 @@ def check_host(hosts: tuple[str, ...]) -> Middleware:
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
-        given = request.headers.get("Host", "")
-        if not allows(hosts, given):
+        host = request.headers.get("Host", "")
+        if not allows(hosts, host):
             raise Forbidden(
-                f"Host: this server does not answer to {given[:80]!r}; start it with "
-                "--allowed-hosts"
+                f"Host: this server does not answer to {host[:80]!r}; start it with --allowed-hosts"
             )
         return await handler(request)
 

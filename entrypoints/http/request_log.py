@@ -61,8 +61,8 @@ def _facts(
 
 def set_up(kind: str, log_bodies: bool) -> None:
     """Enable these loggers, independent of the level of the others."""
-    for logger, wanted in ((access, kind != "off"), (bodies, log_bodies)):
-        logger.setLevel(logging.INFO if wanted else logging.NOTSET)
+    for logger, enabled in ((access, kind != "off"), (bodies, log_bodies)):
+        logger.setLevel(logging.INFO if enabled else logging.NOTSET)
     if kind == "json" and not access.handlers:
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("%(message)s"))
@@ -78,10 +78,10 @@ def log_bodies(max_len: int | None) -> Middleware:
     async def log(request: web.Request, handler: Handler) -> web.StreamResponse:
         if request.can_read_body and request.content_type != "multipart/form-data":
             body = (await request.read()).decode("utf-8", "replace")
-            shown = body if max_len is None else body[:max_len]
-            left = "" if len(shown) == len(body) else f" … ({len(body)} characters)"
+            excerpt = body if max_len is None else body[:max_len]
+            suffix = "" if len(excerpt) == len(body) else f" … ({len(body)} characters)"
             bodies.info(
-                "%s %s %s%s", request.method, json.dumps(request.path), json.dumps(shown), left
+                "%s %s %s%s", request.method, json.dumps(request.path), json.dumps(excerpt), suffix
             )
         return await handler(request)
 

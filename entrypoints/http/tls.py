@@ -57,21 +57,21 @@ class Tls:
 
     def context(self) -> ssl.SSLContext:
         """Return the context for these files. Raises ConfigError with the option's name."""
-        made = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        made.minimum_version = ssl.TLSVersion.TLSv1_2
-        self.load(made)
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        self.load(context)
         if self.ssl_ciphers is not None:
             try:
-                made.set_ciphers(self.ssl_ciphers)
+                context.set_ciphers(self.ssl_ciphers)
             except ssl.SSLError:
                 raise _wrong("ssl_ciphers", f"{self.ssl_ciphers!r} names no cipher") from None
         try:
-            made.verify_mode = ssl.VerifyMode(self.ssl_cert_reqs)
+            context.verify_mode = ssl.VerifyMode(self.ssl_cert_reqs)
         except ValueError:
             raise _wrong("ssl_cert_reqs", f"must be 0, 1 or 2, got {self.ssl_cert_reqs}") from None
         if self.ssl_cert_reqs and self.ssl_ca_certs is None:
             raise _wrong("ssl_cert_reqs", "needs --ssl-ca-certs, to check clients against")
-        return made
+        return context
 
     def load(self, context: ssl.SSLContext) -> None:
         """Load certificate, key and trusted authorities; new connections use them."""
@@ -110,11 +110,11 @@ async def refreshing(
     that, and keep the previous ones."""
 
     async def watch() -> None:
-        seen = tls.times()
+        last = tls.times()
         while True:
             await asyncio.sleep(seconds)
             now = tls.times()
-            if now in (seen, ()):
+            if now in (last, ()):
                 continue
             try:
                 Tls.context(tls)  # Checked first: a key that does not match would break `context`.
@@ -123,7 +123,7 @@ async def refreshing(
                 logger.warning("the new certificate is not used: %s", error)
             else:
                 logger.info("a new certificate is in use")
-            seen = now
+            last = now
 
     task = asyncio.create_task(watch())
     try:

@@ -26,8 +26,8 @@ def with_integers(raw: dict[str, Any], fields: dict[str, Read]) -> dict[str, Any
 
 
 def _fields(struct: msgspec.inspect.StructType) -> dict[str, Read]:
-    found = {field.encode_name: _reader(field.type) for field in struct.fields}
-    return {name: read for name, read in found.items() if read is not None}
+    readers = {field.encode_name: _reader(field.type) for field in struct.fields}
+    return {name: read for name, read in readers.items() if read is not None}
 
 
 def _reader(kind: msgspec.inspect.Type) -> Read | None:
@@ -36,9 +36,9 @@ def _reader(kind: msgspec.inspect.Type) -> Read | None:
         case msgspec.inspect.IntType():
             return _integer
         case msgspec.inspect.UnionType(types=types):
-            if any(isinstance(one, msgspec.inspect.FloatType) for one in types):
+            if any(isinstance(field_type, msgspec.inspect.FloatType) for field_type in types):
                 return None
-            readers = [read for one in types if (read := _reader(one)) is not None]
+            readers = [read for field_type in types if (read := _reader(field_type)) is not None]
             return functools.partial(_through, readers) if readers else None
         case msgspec.inspect.ListType(item_type=inner):
             item = _reader(inner)
@@ -63,7 +63,7 @@ def _through(readers: list[Read], value: Any) -> Any:
 
 
 def _list(item: Read, value: Any) -> Any:
-    return [item(one) for one in value] if isinstance(value, list) else value
+    return [item(entry) for entry in value] if isinstance(value, list) else value
 
 
 def _dict(item: Read, value: Any) -> Any:

@@ -155,9 +155,9 @@ def _check_sites(app: web.Application, host: str | None) -> None:
 async def _tell_request_id(request: web.Request, response: web.StreamResponse) -> None:
     """Set the header with the caller's id or a new one on every response, streams and errors
     included."""
-    given = request.headers.get("X-Request-Id", "")[:128]
-    usable = given.isascii() and given.isprintable()
-    response.headers["X-Request-Id"] = given if given and usable else uuid.uuid4().hex
+    request_id = request.headers.get("X-Request-Id", "")[:128]
+    usable = request_id.isascii() and request_id.isprintable()
+    response.headers["X-Request-Id"] = request_id if request_id and usable else uuid.uuid4().hex
 
 
 @web.middleware
@@ -167,14 +167,14 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
         return await handler(request)
     except JackfieldError as error:
         return error_reply(error)
-    except web.HTTPRequestEntityTooLarge as refused:
-        return _refusal(413, f"the body is too large: {refused.text}")
-    except web.HTTPException as refused:
-        if refused.status < 400:
+    except web.HTTPRequestEntityTooLarge as refusal:
+        return _refusal(413, f"the body is too large: {refusal.text}")
+    except web.HTTPException as refusal:
+        if refusal.status < 400:
             raise
-        response = _refusal(refused.status, f"{request.method} {request.path}: {refused.reason}")
-        if "Allow" in refused.headers:
-            response.headers["Allow"] = refused.headers["Allow"]
+        response = _refusal(refusal.status, f"{request.method} {request.path}: {refusal.reason}")
+        if "Allow" in refusal.headers:
+            response.headers["Allow"] = refusal.headers["Allow"]
         return response
     except BodyTooSlow as error:
         return _refusal(408, f"the body did not come in time: {error}")
@@ -183,8 +183,8 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     except (ConnectionError, TimeoutError):
         raise
     except Exception:
-        who = owner(request)
-        of = "" if who is None else f" in a route of plugin {who}"
+        plugin = owner(request)
+        of = "" if plugin is None else f" in a route of plugin {plugin}"
         logger.exception("%s %s failed%s", request.method, request.path, of)
         return error_reply(RequestFailed("the server failed on this request"))
 

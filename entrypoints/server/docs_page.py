@@ -53,27 +53,27 @@ async def docs(request: web.Request) -> web.Response:
 def _document(request: web.Request) -> dict[str, Any]:
     """Return the document, created at the first request, when all plugins have added their
     routes."""
-    kept = request.app[DOCUMENT]
-    if not kept:
+    cached = request.app[DOCUMENT]
+    if not cached:
         options = request.app[OPTIONS]
-        made = document(
+        openapi = document(
             request.app,
             root_path=options.root_path,
             keys=request.app[TENANCY].required,
             open_routes=request.app[OPEN],
         )
-        kept.update(made)
-    return kept
+        cached.update(openapi)
+    return cached
 
 
-def page(made: dict[str, Any]) -> str:
+def page(openapi: dict[str, Any]) -> str:
     """Return a document as an HTML page."""
     groups: dict[str, list[str]] = {}
-    for path, methods in made["paths"].items():
+    for path, methods in openapi["paths"].items():
         for method, operation in methods.items():
             (tag, *_) = operation.get("tags") or ["others"]
             groups.setdefault(tag, []).append(_operation(method, path, operation))
-    info = made["info"]
+    info = openapi["info"]
     title = escape(f"{info['title']} {info['version']}")
     parts = [
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
@@ -85,7 +85,7 @@ def page(made: dict[str, Any]) -> str:
     for tag, operations in groups.items():
         parts += [f"<h2>{escape(tag)}</h2>", *operations]
     parts.append("<h2>Objects</h2>")
-    for name, schema in made["components"]["schemas"].items():
+    for name, schema in openapi["components"]["schemas"].items():
         parts.append(
             f'<section id="{escape(name)}"><h3>{escape(name)}</h3>'
             f"<p>{escape(schema.get('description', ''))}</p>{_fields(schema)}</section>"
@@ -100,11 +100,11 @@ def _operation(method: str, path: str, operation: dict[str, Any]) -> str:
     for parameter in operation.get("parameters", ()):
         text = f"<code>{escape(parameter['name'])}</code>: {_type(parameter.get('schema', {}))}"
         rows.append([f"In the {escape(parameter['in'])}", text])
-    for status, answer in operation["responses"].items():
-        told = [escape(answer.get("description", ""))]
-        for kind, content in answer.get("content", {}).items():
-            told.append(f"<code>{escape(kind)}</code>: {_type(content.get('schema', {}))}")
-        rows.append([escape(status), "<br>".join(told)])
+    for status, response in operation["responses"].items():
+        parts = [escape(response.get("description", ""))]
+        for kind, content in response.get("content", {}).items():
+            parts.append(f"<code>{escape(kind)}</code>: {_type(content.get('schema', {}))}")
+        rows.append([escape(status), "<br>".join(parts)])
     if operation.get("security"):
         rows.append(["Key", "<code>Authorization: Bearer KEY</code>"])
     about = operation.get("description", "")
@@ -118,10 +118,10 @@ def _operation(method: str, path: str, operation: dict[str, Any]) -> str:
 
 
 def _fields(schema: dict[str, Any]) -> str:
-    needed = set(schema.get("required", ()))
+    required = set(schema.get("required", ()))
     rows = []
     for name, field in schema.get("properties", {}).items():
-        default = "required" if name in needed else ""
+        default = "required" if name in required else ""
         if field.get("default") is not None:
             default = f"<code>{escape(encoder.encode(field['default']).decode())}</code>"
         about = escape(field.get("description", ""))

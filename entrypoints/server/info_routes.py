@@ -29,7 +29,7 @@ VLLM_METRIC = re.compile(rb"(# (?:HELP|TYPE) )?vllm:")
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
-@documented("models", answer=ModelList)
+@documented("models", response=ModelList)
 async def models(request: web.Request) -> web.Response:
     """GET /v1/models: the served model names."""
     engine = request.app[ENGINE]
@@ -37,7 +37,7 @@ async def models(request: web.Request) -> web.Response:
     return reply({"object": "list", "data": cards})
 
 
-@documented("models", answer=ModelCard, refused=(404,))
+@documented("models", response=ModelCard, errors=(404,))
 async def model(request: web.Request) -> web.Response:
     """GET /v1/models/{name}: one of the served model names."""
     name = check_model(request.app[ENGINE], request.match_info["name"])
@@ -57,77 +57,77 @@ def _card(request: web.Request, name: str) -> dict[str, Any]:
     }
 
 
-@documented("tokens", request=TokenizeRequest, answer=TokenizeResponse)
+@documented("tokens", request=TokenizeRequest, response=TokenizeResponse)
 async def tokenize(request: web.Request) -> web.Response:
     """POST /tokenize: convert a prompt, or messages, to token ids."""
     engine = request.app[ENGINE]
-    asked = await decode_body(request, TokenizeRequest)
-    check_model(engine, asked.model)
+    body = await decode_body(request, TokenizeRequest)
+    check_model(engine, body.model)
     tokenizer = tokenizer_of(engine)
-    if (asked.prompt is None) == (asked.messages is None):
+    if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("prompt: give either prompt or messages", param="prompt")
-    if asked.messages is not None:
+    if body.messages is not None:
         tokens = await engine.tokenize_chat(
-            asked.messages,
-            tools=asked.tools,
-            chat_template_kwargs=asked.chat_template_kwargs,
-            add_generation_prompt=asked.add_generation_prompt and not asked.continue_final_message,
-            continue_final_message=asked.continue_final_message,
+            body.messages,
+            tools=body.tools,
+            chat_template_kwargs=body.chat_template_kwargs,
+            add_generation_prompt=body.add_generation_prompt and not body.continue_final_message,
+            continue_final_message=body.continue_final_message,
         )
     else:
         [tokens] = await engine.tokenize_texts(
-            [asked.prompt or ""], add_special_tokens=asked.add_special_tokens
+            [body.prompt or ""], add_special_tokens=body.add_special_tokens
         )
 
-    def answer() -> web.Response:
-        names = [tokenizer.token_text(t) for t in tokens] if asked.return_token_strs else None
-        told = {"count": len(tokens), "max_model_len": engine.model_config.max_model_len}
-        return reply({**told, "tokens": tokens, "token_strs": names})
+    def respond() -> web.Response:
+        names = [tokenizer.token_text(t) for t in tokens] if body.return_token_strs else None
+        fields = {"count": len(tokens), "max_model_len": engine.model_config.max_model_len}
+        return reply({**fields, "tokens": tokens, "token_strs": names})
 
-    return await in_text_threads(engine, len(tokens), answer)
+    return await in_text_threads(engine, len(tokens), respond)
 
 
-@documented("tokens", request=DetokenizeRequest, answer=DetokenizeResponse)
+@documented("tokens", request=DetokenizeRequest, response=DetokenizeResponse)
 async def detokenize(request: web.Request) -> web.Response:
     """POST /detokenize: convert token ids to text."""
     engine = request.app[ENGINE]
-    asked = await decode_body(request, DetokenizeRequest)
-    check_model(engine, asked.model)
+    body = await decode_body(request, DetokenizeRequest)
+    check_model(engine, body.model)
     tokenizer = tokenizer_of(engine)
     most = engine.tokenize_limit("tokens").tokens
-    if len(asked.tokens) > most:
+    if len(body.tokens) > most:
         raise InvalidRequest(
-            f"tokens: at most {most} at once, got {len(asked.tokens)}", param="tokens"
+            f"tokens: at most {most} at once, got {len(body.tokens)}", param="tokens"
         )
 
-    def answer() -> web.Response:
-        tokenizer.check_ids(asked.tokens, param="tokens")
-        return reply({"prompt": tokenizer.decode(asked.tokens, skip_special_tokens=False)})
+    def respond() -> web.Response:
+        tokenizer.check_ids(body.tokens, param="tokens")
+        return reply({"prompt": tokenizer.decode(body.tokens, skip_special_tokens=False)})
 
-    return await in_text_threads(engine, len(asked.tokens), answer)
+    return await in_text_threads(engine, len(body.tokens), respond)
 
 
-@documented("server", refused=(503,))
+@documented("server", errors=(503,))
 async def health(request: web.Request) -> web.Response:
     """GET /health: 200 while the step loop and the worker respond."""
     await request.app[ENGINE].check_health()
     return web.Response()
 
 
-@documented("server", answer=VersionResponse)
+@documented("server", response=VersionResponse)
 async def version(request: web.Request) -> web.Response:
     """GET /version: Jackfield's version."""
     return reply({"version": __version__})
 
 
-@documented("server", answer=PluginList)
+@documented("server", response=PluginList)
 async def plugins(request: web.Request) -> web.Response:
     """GET /v1/plugins: what is plugged in, if the server was started with that option."""
     rows = await asyncio.to_thread(inventory, request.app[ENGINE].plugins)
     return reply({"object": "list", "data": rows})
 
 
-@documented("server", answer=str, content_type="text/plain")
+@documented("server", response=str, content_type="text/plain")
 async def metrics(request: web.Request) -> web.Response:
     """GET /metrics: metrics for Prometheus."""
     text = await request.app[ENGINE].render_metrics()

@@ -33,11 +33,11 @@ def add_plugin_routes(app: web.Application, engine: AsyncEngine) -> None:
         app.router.add_resource("/.plugin-routes")
         restore = _restorer(app)
         before = list(app.router.routes())
-        given = {"app": app, "engine": engine}
+        arguments = {"app": app, "engine": engine}
         try:
-            impl.function(**{name: given[name] for name in impl.argnames})
-            known = set(before)
-            new = [route for route in app.router.routes() if route not in known]
+            impl.function(**{name: arguments[name] for name in impl.argnames})
+            routes = set(before)
+            new = [route for route in app.router.routes() if route not in routes]
             for route in new:
                 _take_place(app, route, before)
         except (Exception, SystemExit) as error:
@@ -96,11 +96,11 @@ def _take_place(
             continue
         if not _overrides(route.handler):
             assert route.resource is not None and earlier.resource is not None
-            who = app[OWNERS].get(earlier)
-            whose = "Jackfield's" if who is None else f"that of {who.distribution}"
+            plugin = app[OWNERS].get(earlier)
+            holder = "Jackfield's" if plugin is None else f"that of {plugin.distribution}"
             raise PluginError(
                 f"{route.method} {route.resource.canonical} would never be reached: "
-                f"{earlier.method} {earlier.resource.canonical} is {whose}; take another path, or "
+                f"{earlier.method} {earlier.resource.canonical} is {holder}; take another path, or "
                 "set override = True on the handler to take its place"
             )
         for resources in app.router._resource_index.values():
@@ -122,15 +122,17 @@ def _restorer(app: web.Application) -> Callable[[], None]:
     aiohttp cannot remove a route, so its containers are copied and refilled: those of the
     application, of its router with the lists in its index, and of each resource.
     """
-    kept: list[tuple[Any, Any]] = []
+    saved_lists: list[tuple[Any, Any]] = []
     for holder in (app, app.router, *app.router.resources()):
         for value in vars(holder).values():
             if isinstance(value, dict | set | MutableSequence):
-                kept.append((value, copy.copy(value) if isinstance(value, dict) else [*value]))
-    kept += [(resources, [*resources]) for resources in app.router._resource_index.values()]
+                saved_lists.append(
+                    (value, copy.copy(value) if isinstance(value, dict) else [*value])
+                )
+    saved_lists += [(resources, [*resources]) for resources in app.router._resource_index.values()]
 
     def restore() -> None:
-        for container, content in kept:
+        for container, content in saved_lists:
             if isinstance(container, dict | set):
                 container.clear()
                 container.update(content)

@@ -81,7 +81,7 @@ async def listening(
         await runner.setup()
         sites: list[web.BaseSite]
         if listen.sockets:
-            sites = [_BoundSite(runner, one, context) for one in listen.sockets]
+            sites = [_BoundSite(runner, listener, context) for listener in listen.sockets]
         elif listen.uds:
             sites = [web.UnixSite(runner, listen.uds, backlog=BACKLOG, ssl_context=context)]
         else:
@@ -124,7 +124,7 @@ async def serve(
     The first signal drains: no new requests, running ones finish within `shutdown_timeout`. A
     second one aborts them.
     """
-    began = time.monotonic()
+    start = time.monotonic()
     sys.setswitchinterval(SWITCH_INTERVAL)
     signals: asyncio.Queue[None] = asyncio.Queue()
     loop = asyncio.get_running_loop()
@@ -135,7 +135,7 @@ async def serve(
     try:
         async with listening(engine, listen, options) as where:
             freeze()
-            print(ready_line(engine, where, began), flush=True)
+            print(ready_line(engine, where, start), flush=True)
             if await first_of(death(engine), signals.get()) is DEAD:
                 logger.error("the engine died: %s", engine.dead_reason)
                 return 1
@@ -160,14 +160,14 @@ async def first_of(*waits: Coroutine[Any, Any, Any]) -> Any:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def ready_line(engine: AsyncEngine, where: str, began: float) -> str:
+def ready_line(engine: AsyncEngine, where: str, start: float) -> str:
     """Return the line that is printed when clients can connect. began: start of the startup, by
     `time.monotonic`."""
     info = engine.info
     return (
         f"Serving {engine.served_model_names[0]} on {where} ({info.device}, "
         f"attention: {info.attention_backend}, {info.attention_reason}; "
-        f"{info.num_blocks} KV blocks), ready in {time.monotonic() - began:.1f} s"
+        f"{info.num_blocks} KV blocks), ready in {time.monotonic() - start:.1f} s"
     )
 
 

@@ -57,8 +57,8 @@ async def page(request: web.Request) -> web.Response:
     file = request.app[FILES].get(request.match_info.get("name", "index.html"))
     if file is None:
         raise web.HTTPNotFound
-    known = request.if_none_match or ()
-    if any(tag.value in (file.tag, "*") for tag in known):
+    etags = request.if_none_match or ()
+    if any(tag.value in (file.tag, "*") for tag in etags):
         response = web.Response(status=304, headers=HEADERS)
     else:
         response = web.Response(

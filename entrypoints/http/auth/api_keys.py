@@ -68,14 +68,14 @@ def read_keys(path: Path) -> list[ApiKey]:
         lines = [line.strip() for line in path.read_text("utf-8").splitlines()]
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--api-key-file: {path}: {error}", param="api_key_file") from None
-    found = [
+    keys = [
         _read(line, f"{path}:{number}")
         for number, line in enumerate(lines, 1)
         if line and not line.startswith("#")
     ]
-    if not found:
+    if not keys:
         raise ConfigError(f"--api-key-file: no key in {path}", param="api_key_file")
-    return found
+    return keys
 
 
 def _read(line: str, where: str) -> ApiKey:

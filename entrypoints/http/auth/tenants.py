@@ -46,11 +46,11 @@ class Tenancy:
         )
         if (tenant := self.keys.authenticate(head)) is not None:
             return tenant
-        async for who, tenant in self._hook.results(request=head):
+        async for plugin, tenant in self._hook.results(request=head):
             if isinstance(tenant, Tenant):
                 return tenant
             if tenant is not None:
-                raise self._hook.failure(who, f"authenticate gave {type(tenant).__name__}")
+                raise self._hook.failure(plugin, f"authenticate gave {type(tenant).__name__}")
         raise KeyRing.refusal()
 
 
@@ -104,7 +104,7 @@ async def forwarded_tenant(request: web.Request, handler: Handler) -> web.Stream
 async def received(tenancy: Tenancy, request: ReceivedRequest) -> dict[str, Any]:
     """Return a decoded body after plugins have seen it. Raises their refusals, PluginError."""
     hook = tenancy.received
-    async for who, _ in hook.results(request=request):
+    async for plugin, _ in hook.results(request=request):
         if not isinstance(request.body, dict):
-            raise hook.failure(who, f"body became {type(request.body).__name__}")
+            raise hook.failure(plugin, f"body became {type(request.body).__name__}")
     return request.body

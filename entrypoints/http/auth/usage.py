@@ -73,7 +73,7 @@ class Usage:
         with self._locked():
             row = self._find(tenant, now)
             at = row * self._row
-            digest, left, since = _HEAD.unpack_from(self._table, at)
+            digest, tokens, since = _HEAD.unpack_from(self._table, at)
             running = sum(self._running.unpack_from(self._table, at + _HEAD.size))
             if limits.max_concurrency is not None and running >= limits.max_concurrency:
                 raise RateLimited(
@@ -81,13 +81,13 @@ class Usage:
                     "try again when one has ended"
                 )
             if (rate := limits.requests_per_minute) is not None:
-                left = min(float(rate), left + max(now - since, 0.0) * rate / 60)
-                if left < 1:
+                tokens = min(float(rate), tokens + max(now - since, 0.0) * rate / 60)
+                if tokens < 1:
                     error = RateLimited(f"{tenant.name}: {rate} requests a minute are allowed")
-                    error.retry_after = max(1, round((1 - left) * 60 / rate + 0.5))
+                    error.retry_after = max(1, round((1 - tokens) * 60 / rate + 0.5))
                     raise error
-                left -= 1
-            _HEAD.pack_into(self._table, at, digest, left, now)
+                tokens -= 1
+            _HEAD.pack_into(self._table, at, digest, tokens, now)
             self._add(row, 1)
 
     def end(self, tenant: Tenant) -> None:

@@ -51,12 +51,12 @@ def thinking_switch(engine: AsyncEngine) -> str | None:
     return name
 
 
-def _check_known(kwargs: dict[str, Any], known: frozenset[str] | set[str]) -> None:
+def _check_known(kwargs: dict[str, Any], names: frozenset[str] | set[str]) -> None:
     for name in kwargs:
-        if name in known:
+        if name in names:
             continue
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"it takes {', '.join(sorted(known))}"
+        near = difflib.get_close_matches(name, names, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"it takes {', '.join(sorted(names))}"
         raise InvalidRequest(
             f"chat_template_kwargs.{name}: this model's chat template has no such argument; {hint}",
             param=f"chat_template_kwargs.{name}",

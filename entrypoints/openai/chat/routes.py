@@ -23,7 +23,7 @@ from .request import ChatCompletion
 from .stream import ChatStream
 
 
-@documented("chat", request=ChatRequest, answer=ChatResponse, event=ChatChunk)
+@documented("chat", request=ChatRequest, response=ChatResponse, event=ChatChunk)
 async def chat_completions(request: web.Request) -> web.StreamResponse:
     """Answer a conversation."""
     params = await decode_body(request, ChatRequest)

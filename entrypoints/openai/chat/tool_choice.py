@@ -18,21 +18,21 @@ def apply_allowed_tools(request: ChatRequest) -> None:
     if not isinstance(choice, dict) or choice.get("type") != "allowed_tools":
         return
     field = "tool_choice.allowed_tools"
-    allowed: Any = choice.get("allowed_tools")
-    tools = allowed.get("tools") if isinstance(allowed, dict) else None
+    subset: Any = choice.get("allowed_tools")
+    tools = subset.get("tools") if isinstance(subset, dict) else None
     if not isinstance(tools, list) or not tools:
         raise InvalidRequest(f"{field}: needs mode and tools", param=field)
-    mode = allowed.get("mode", "auto")
+    mode = subset.get("mode", "auto")
     if mode not in ("auto", "required"):
         raise InvalidRequest(
             f"{field}.mode: must be auto or required, got {mode!r}", param=f"{field}.mode"
         )
-    known = {_name(tool) for tool in request.tools or ()}
+    defined = {_name(tool) for tool in request.tools or ()}
     names = {_name(tool) for tool in tools}
-    for name in names - known:
+    for name in names - defined:
         raise InvalidRequest(
             f"{field}.tools: {name!r} is none of tools "
-            f"({', '.join(sorted(filter(None, known))) or 'there are none'})",
+            f"({', '.join(sorted(filter(None, defined))) or 'there are none'})",
             param=f"{field}.tools",
         )
     request.tools = [tool for tool in request.tools or () if _name(tool) in names]

@@ -51,7 +51,7 @@ def completion_logprobs(
     as_ids: write tokens as `token_id:N`. offset: of the first token. Returns (lists, offset of the
     next token).
     """
-    made: dict[str, list[Any]] = {
+    fields: dict[str, list[Any]] = {
         "tokens": [],
         "token_logprobs": [],
         "top_logprobs": [],
@@ -62,23 +62,23 @@ def completion_logprobs(
         return f"token_id:{token}" if as_ids else _shown(token, tokenizer)
 
     for token, position in zip(token_ids, positions, strict=True):
-        made["tokens"].append(name(token))
-        made["text_offset"].append(offset)
+        fields["tokens"].append(name(token))
+        fields["text_offset"].append(offset)
         # A character of several tokens counts at its first byte.
         offset += sum(byte & 0xC0 != 0x80 for byte in tokenizer.token_bytes(token))
         if position is None:
-            made["token_logprobs"].append(None)
-            made["top_logprobs"].append(None)
+            fields["token_logprobs"].append(None)
+            fields["top_logprobs"].append(None)
             continue
-        shown = {token: position[token], **dict(_ranked(position)[:count])}
-        made["token_logprobs"].append(max(position[token].logprob, LOWEST))
+        entries = {token: position[token], **dict(_ranked(position)[:count])}
+        fields["token_logprobs"].append(max(position[token].logprob, LOWEST))
         top: dict[str, float] = {}
-        for other, entry in shown.items():
+        for other, entry in entries.items():
             # If several tokens have the same text, keep the likeliest.
             text = name(other)
             top[text] = max(entry.logprob, top.get(text, LOWEST))
-        made["top_logprobs"].append(top)
-    return made, offset
+        fields["top_logprobs"].append(top)
+    return fields, offset
 
 
 def _shown(token: int, tokenizer: Tokenizer) -> str:

@@ -49,32 +49,32 @@ def documented(
     tag: str,
     *,
     request: Any = None,
-    answer: Any = None,
+    response: Any = None,
     event: Any = None,
-    refused: tuple[int, ...] = (),
+    errors: tuple[int, ...] = (),
     content_type: str = "application/json",
     error: Any = ErrorResponse,
     ends_with_done: bool = True,
 ) -> Callable[[F], F]:
     """Return a decorator that describes a handler; its docstring becomes the summary.
 
-    request, answer, event, error: types of the request's body, the response's body, a stream's
-    events (if any), and an error's body; refused: statuses of ERRORS, besides those of every route
+    request, response, event, error: types of the request's body, the response's body, a stream's
+    events (if any), and an error's body; errors: statuses of ERRORS, besides those of every route
     with a body or a key; ends_with_done: whether a stream's last event is `data: [DONE]`.
     """
 
-    def put(handler: F) -> F:
-        operation = {"tags": [tag], **_told(handler)}
-        answers: dict[str, Any] = {"description": "Done"}
-        if answer is not None:
-            answers["content"] = {content_type: {"schema": answer}}
+    def decorate(handler: F) -> F:
+        operation = {"tags": [tag], **_description(handler)}
+        success: dict[str, Any] = {"description": "Done"}
+        if response is not None:
+            success["content"] = {content_type: {"schema": response}}
         if event is not None:
-            done = ", and the last is `data: [DONE]`" if ends_with_done else ""
-            answers["description"] = f"Done. {EVENTS}{done}"
-            answers["content"]["text/event-stream"] = {
+            ending = ", and the last is `data: [DONE]`" if ends_with_done else ""
+            success["description"] = f"Done. {EVENTS}{ending}"
+            success["content"]["text/event-stream"] = {
                 "schema": _event(event, error, ends_with_done)
             }
-        statuses = set(refused) | {500}
+        statuses = set(errors) | {500}
         if request is not None:
             operation["requestBody"] = {
                 "required": True,
@@ -82,11 +82,11 @@ def documented(
             }
             statuses |= {400, 404, 408, 413, 415, 501, 503}
         refusals = {str(status): _error(status, error) for status in sorted(statuses)}
-        operation["responses"] = {"200": answers} | refusals
+        operation["responses"] = {"200": success} | refusals
         handler.openapi = operation  # type: ignore[attr-defined]
         return handler
 
-    return put
+    return decorate
 
 
 def internal(handler: F) -> F:
@@ -104,21 +104,24 @@ def document(
     """
     paths: dict[str, dict[str, Any]] = {}
     for method, path, handler in routes(app):
-        told = getattr(handler, "openapi", _undocumented(handler))
-        if told is None:
+        description = getattr(handler, "openapi", _undocumented(handler))
+        if description is None:
             continue
-        operation = copy.copy(told)
+        operation = copy.copy(description)
         operation["operationId"] = re.sub(r"\W+", "_", f"{method.lower()}{path}").strip("_")
         names = re.findall(r"{(\w+)}", path)
         if names:
-            operation["parameters"] = [*_missing(names, operation), *told.get("parameters", ())]
+            operation["parameters"] = [
+                *_missing(names, operation),
+                *description.get("parameters", ()),
+            ]
         if keys and path not in open_routes:
             operation["security"] = [{"key": []}]
             operation["responses"] = operation["responses"] | {"401": _keyless(operation)}
         paths.setdefault(path, {})[method.lower()] = operation
     types = list(_types(paths))
     schemas, components = msgspec.json.schema_components(types, ref_template=REFERENCE)
-    made: dict[str, Any] = {
+    openapi: dict[str, Any] = {
         "openapi": "3.1.0",
         "info": {
             "title": "Jackfield",
@@ -130,8 +133,8 @@ def document(
         "components": {"schemas": components},
     }
     if keys:
-        made["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
-    return made
+        openapi["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+    return openapi
 
 
 def routes(app: web.Application) -> Iterator[tuple[str, str, Any]]:
@@ -160,36 +163,40 @@ def _event(kind: Any, error: Any, ends_with_done: bool) -> dict[str, Any]:
         "contentSchema": {"anyOf": [kind, error]},
     }
     datas = (data, {"const": "[DONE]"}) if ends_with_done else (data,)
-    events = [{"properties": {"data": one}} for one in datas]
+    events = [{"properties": {"data": data}} for data in datas]
     return {"type": "object", "required": ["data"], "anyOf": events}
 
 
-def _told(handler: Any) -> dict[str, Any]:
+def _description(handler: Any) -> dict[str, Any]:
     """Return summary and description, from a docstring."""
-    first, _, rest = (inspect.getdoc(handler) or handler.__name__).partition("\n\n")
+    first, _, description = (inspect.getdoc(handler) or handler.__name__).partition("\n\n")
     text = re.sub(r"^((?:GET|POST|PUT|PATCH|DELETE|/)[\w/{}.]*(?:,| and)? ?)+:? *", "", first)
     text = " ".join((text or first).split()).rstrip(".")
-    told = {"summary": text[:1].upper() + text[1:]}
-    if rest:
-        told["description"] = rest
-    return told
+    operation = {"summary": text[:1].upper() + text[1:]}
+    if description:
+        operation["description"] = description
+    return operation
 
 
 def _undocumented(handler: Any) -> dict[str, Any]:
     return {
         "tags": ["others"],
-        **_told(handler),
+        **_description(handler),
         "responses": {"default": {"description": "Not described by the plugin that answers"}},
     }
 
 
 def _missing(names: list[str], operation: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the path parameters that the operation does not describe itself."""
-    described = {one["name"] for one in operation.get("parameters", ()) if one["in"] == "path"}
+    parameters = {
+        parameter["name"]
+        for parameter in operation.get("parameters", ())
+        if parameter["in"] == "path"
+    }
     return [
         {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
         for name in names
-        if name not in described
+        if name not in parameters
     ]
 
 

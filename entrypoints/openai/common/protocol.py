@@ -138,7 +138,7 @@ class SamplingRequest(msgspec.Struct, kw_only=True, dict=True):
     ) -> SamplingParams:
         """Return the sampling parameters. Raises InvalidRequest with the field's name."""
         stop = self.stop
-        given: dict[str, Any] = {
+        fields: dict[str, Any] = {
             "n": self.n,
             "temperature": self.temperature,
             "top_p": self.top_p,
@@ -150,7 +150,7 @@ class SamplingRequest(msgspec.Struct, kw_only=True, dict=True):
             "min_tokens": self.min_tokens,
         }
         return SamplingParams(
-            **defaults.values | {name: v for name, v in given.items() if v is not None},
+            **defaults.values | {name: v for name, v in fields.items() if v is not None},
             max_tokens=capped(defaults.limited(max_tokens), self.token_cap),
             max_tokens_field=self.token_limit_field,
             seed=self.seed,
@@ -205,7 +205,7 @@ class CompletionRequest(SamplingRequest, kw_only=True):
             return [prompt]
         if len(prompt) > MAX_PROMPTS:
             raise InvalidRequest(f"prompt: at most {MAX_PROMPTS} at once", param="prompt")
-        if not all(isinstance(one, str) or _is_token_ids(one) for one in prompt):
+        if not all(isinstance(item, str) or _is_token_ids(item) for item in prompt):
             raise InvalidRequest(
                 "prompt: must be text, a list of token ids, or a list of such", param="prompt"
             )
@@ -253,13 +253,13 @@ class ChatRequest(SamplingRequest, kw_only=True):
                 _refuse("top_logprobs", "at least 0", self.top_logprobs)
         if self.max_completion_tokens is not None and self.max_completion_tokens < 1:
             _refuse("max_completion_tokens", "at least 1", self.max_completion_tokens)
-        for name, known in (
+        for name, values in (
             ("reasoning_effort", EFFORTS),
             ("verbosity", VERBOSITIES),
             ("service_tier", SERVICE_TIERS),
         ):
-            if (value := getattr(self, name)) is not None and value not in known:
-                _refuse(name, f"one of {', '.join(known)}", value)
+            if (value := getattr(self, name)) is not None and value not in values:
+                _refuse(name, f"one of {', '.join(values)}", value)
         for modality in self.modalities or ():
             if modality != "text":
                 _refuse("modalities", '["text"]', self.modalities)
@@ -312,8 +312,8 @@ def capped(tokens: int | None, cap: int | None) -> int | None:
     return min((limit for limit in (tokens, cap) if limit is not None), default=None)
 
 
-def _refuse(field: str, wanted: str, given: Any) -> None:
-    raise InvalidRequest(f"{field}: must be {wanted}, got {shown(given)}", param=field)
+def _refuse(field: str, expected: str, value: Any) -> None:
+    raise InvalidRequest(f"{field}: must be {expected}, got {shown(value)}", param=field)
 
 
 def _is_token_ids(value: Any) -> bool:
@@ -348,8 +348,8 @@ def parse(body: bytes) -> dict[str, Any]:
 def convert(raw: dict[str, Any], kind: type[T]) -> T:
     """Convert a decoded object, as `decode` does."""
     for name, why in UNSUPPORTED.items():
-        asks = name in raw and raw[name] not in (*EMPTY, *NOTHING.get(name, ()))
-        if asks and name not in kind.__struct_fields__:  # type: ignore[attr-defined]
+        is_set = name in raw and raw[name] not in (*EMPTY, *NOTHING.get(name, ()))
+        if is_set and name not in kind.__struct_fields__:  # type: ignore[attr-defined]
             raise InvalidRequest(f"{name}: is not supported: {why}", param=name)
     for name in IGNORED.keys() & raw.keys():
         if raw[name] not in EMPTY:

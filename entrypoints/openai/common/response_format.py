@@ -24,26 +24,26 @@ GUIDED = {
 """vLLM's older field names → kinds."""
 
 
-def requested(asked: Any) -> StructuredOutputsParams | None:
+def requested(body: Any) -> StructuredOutputsParams | None:
     """Return the constraint of `response_format`, `structured_outputs` or a `guided_*` field. If
     several are given they have to be equal: some clients also send a field under its older name.
 
     Raises InvalidRequest with the field's name.
     """
-    found: dict[str, StructuredOutputsParams] = {}
-    if (format := _from_format(asked.response_format)) is not None:
-        found["response_format"] = format
-    if asked.structured_outputs is not None:
-        found["structured_outputs"] = structured_outputs_from(asked.structured_outputs)
+    constraints: dict[str, StructuredOutputsParams] = {}
+    if (format := _from_format(body.response_format)) is not None:
+        constraints["response_format"] = format
+    if body.structured_outputs is not None:
+        constraints["structured_outputs"] = structured_outputs_from(body.structured_outputs)
     for name, kind in GUIDED.items():
-        if (value := getattr(asked, name)) is not None:
-            found[name] = made(name, kind, value)
-    first = next(iter(found.values()), None)
-    for name, params in found.items():
+        if (value := getattr(body, name)) is not None:
+            constraints[name] = made(name, kind, value)
+    first = next(iter(constraints.values()), None)
+    for name, params in constraints.items():
         if first is not None and _meaning(params) != _meaning(first):
             raise InvalidRequest(
-                f"{next(iter(found))} and {name}: only one of them may be given, unless they say "
-                "the same",
+                f"{next(iter(constraints))} and {name}: only one of them may be given, unless they "
+                "say the same",
                 param=name,
             )
     return first
@@ -59,17 +59,17 @@ def _meaning(params: StructuredOutputsParams) -> tuple[str, Any]:
     return kind, value
 
 
-def _from_format(given: dict[str, Any] | None) -> StructuredOutputsParams | None:
+def _from_format(response_format: dict[str, Any] | None) -> StructuredOutputsParams | None:
     field = "response_format"
-    if given is None:
+    if response_format is None:
         return None
-    match given.get("type"):
+    match response_format.get("type"):
         case "text":
             return None
         case "json_object":
             return made(field, "json_object", True)
         case "json_schema":
-            wrapped = given.get("json_schema")
+            wrapped = response_format.get("json_schema")
             schema = wrapped.get("schema") if isinstance(wrapped, dict) else None
             if wrapped is None or not isinstance(schema, dict | bool):
                 raise InvalidRequest(
@@ -78,7 +78,7 @@ def _from_format(given: dict[str, Any] | None) -> StructuredOutputsParams | None
                 )
             return made(field, "json", schema, strict=_strict(wrapped))
         case "structural_tag":
-            return made(field, "structural_tag", given)
+            return made(field, "structural_tag", response_format)
         case other:
             raise InvalidRequest(
                 "response_format.type: must be text, json_object, json_schema or structural_tag, "

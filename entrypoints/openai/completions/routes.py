@@ -38,7 +38,7 @@ STARTED_AT_ONCE = 4
 
 
 @documented(
-    "completions", request=CompletionRequest, answer=CompletionResponse, event=CompletionChunk
+    "completions", request=CompletionRequest, response=CompletionResponse, event=CompletionChunk
 )
 async def completions(request: web.Request) -> web.StreamResponse:
     """Complete one prompt or several."""
@@ -113,8 +113,8 @@ class TextCompletion:
                 add_special_tokens=self.request.add_special_tokens,
                 limit=self.engine.prompt_limit(self.params),
             )
-        encoded = iter(encoded_texts)
-        self.token_ids = [next(encoded) if isinstance(p, str) else p for p in self.prompts]
+        token_ids = iter(encoded_texts)
+        self.token_ids = [next(token_ids) if isinstance(p, str) else p for p in self.prompts]
 
     def streams(self) -> list[OutputStream]:
         """Submit each prompt to the engine."""
@@ -288,7 +288,9 @@ async def _all(streams: list[Any]) -> list[RequestOutput]:
     """Return the final output of each stream; the first error ends the others."""
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(_last(one)) async for one in spread(streams)]
+            tasks = [
+                group.create_task(_last(output_stream)) async for output_stream in spread(streams)
+            ]
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None
     return [task.result() for task in tasks]
@@ -297,8 +299,8 @@ async def _all(streams: list[Any]) -> list[RequestOutput]:
 async def spread(streams: list[Any]) -> AsyncIterator[Any]:
     """Yield the streams to be started, a few per turn of the event loop, because starting each
     takes time in proportion to n."""
-    for number, one in enumerate(streams, 1):
-        yield one
+    for number, output_stream in enumerate(streams, 1):
+        yield output_stream
         if number % STARTED_AT_ONCE == 0:
             await asyncio.sleep(0)
 
@@ -317,23 +319,23 @@ async def merge(streams: list[Any]) -> AsyncIterator[tuple[int, RequestOutput]]:
         async for output in streams[0]:
             yield 0, output
         return
-    waiting: dict[asyncio.Future[Any], int] = {}
+    numbers: dict[asyncio.Future[Any], int] = {}
     try:
-        async for one in spread(streams):
-            waiting[asyncio.ensure_future(anext(one))] = len(waiting)
-        while waiting:
-            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        async for output_stream in spread(streams):
+            numbers[asyncio.ensure_future(anext(output_stream))] = len(numbers)
+        while numbers:
+            done, _ = await asyncio.wait(numbers, return_when=asyncio.FIRST_COMPLETED)
             for task in sorted(done, key=lambda task: task.exception() is None):
-                number = waiting.pop(task)
+                number = numbers.pop(task)
                 try:
                     output = task.result()
                 except StopAsyncIteration:
                     continue
-                waiting[asyncio.ensure_future(anext(streams[number]))] = number
+                numbers[asyncio.ensure_future(anext(streams[number]))] = number
                 yield number, output
     finally:
-        for task in waiting:
+        for task in numbers:
             task.cancel()
-        await asyncio.gather(*waiting, return_exceptions=True)
-        for one in streams:
-            await one.aclose()
+        await asyncio.gather(*numbers, return_exceptions=True)
+        for output_stream in streams:
+            await output_stream.aclose()

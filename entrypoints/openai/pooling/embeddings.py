@@ -14,7 +14,7 @@ from .protocol import EmbeddingRequest
 from .routes import body, check_task, encoded, numbers, prompts_of
 
 
-@documented("vectors and scores", request=EmbeddingRequest, answer=EmbeddingResponse)
+@documented("vectors and scores", request=EmbeddingRequest, response=EmbeddingResponse)
 async def embeddings(request: web.Request) -> web.Response:
     """A vector for each text."""
     params = await decode_body(request, EmbeddingRequest)

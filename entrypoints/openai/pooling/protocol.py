@@ -173,18 +173,18 @@ class RerankRequest(PoolingFields, kw_only=True):
         )
 
 
-def inputs(given: str | list[Any] | None) -> list[str | list[int]]:
+def inputs(value: str | list[Any] | None) -> list[str | list[int]]:
     """Return the items of a field named input as a list. Raises InvalidRequest."""
-    if given is None or given == [] or given == "":
+    if value is None or value == [] or value == "":
         raise InvalidRequest("input: must not be empty", param="input")
-    if isinstance(given, str) or _is_token_ids(given):
-        return [given]
-    _check_count("input", len(given))
-    if not all(isinstance(one, str) or _is_token_ids(one) for one in given):
+    if isinstance(value, str) or _is_token_ids(value):
+        return [value]
+    _check_count("input", len(value))
+    if not all(isinstance(item, str) or _is_token_ids(item) for item in value):
         raise InvalidRequest(
             "input: must be text, a list of token ids, or a list of such", param="input"
         )
-    return given
+    return value
 
 
 def _is_token_ids(value: Any) -> bool:

@@ -23,7 +23,7 @@ from .protocol import ClassifyRequest, EmbeddingRequest, PoolingRequest, inputs
 T = TypeVar("T")
 
 
-@documented("vectors and scores", request=PoolingRequest, answer=PoolingResponse)
+@documented("vectors and scores", request=PoolingRequest, response=PoolingResponse)
 async def pooling(request: web.Request) -> web.Response:
     """POST /pooling: the model's pooled data, whatever its kind."""
     params = await decode_body(request, PoolingRequest)
@@ -44,7 +44,7 @@ async def pooling_response(call: Call, params: PoolingRequest) -> dict[str, Any]
     return body(name, model, data, outputs)
 
 
-@documented("vectors and scores", request=ClassifyRequest, answer=ClassifyResponse)
+@documented("vectors and scores", request=ClassifyRequest, response=ClassifyResponse)
 async def classify(request: web.Request) -> web.Response:
     """POST /classify: one probability per label."""
     params = await decode_body(request, ClassifyRequest)
@@ -85,27 +85,27 @@ def check_task(engine: AsyncEngine, path: str, *tasks: str) -> None:
         )
 
 
-async def prompts_of(engine: AsyncEngine, asked: EmbeddingRequest) -> list[Any]:
+async def prompts_of(engine: AsyncEngine, request: EmbeddingRequest) -> list[Any]:
     """Return the prompts from `input`, or from `messages` through the chat template."""
-    if asked.messages is None:
-        return list(inputs(asked.input))
-    if asked.input is not None:
+    if request.messages is None:
+        return list(inputs(request.input))
+    if request.input is not None:
         raise InvalidRequest("messages: give either input or messages", param="messages")
     token_ids = await engine.tokenize_chat(
-        asked.messages,
-        chat_template_kwargs=asked.chat_template_kwargs,
-        add_generation_prompt=asked.add_generation_prompt,
-        continue_final_message=asked.continue_final_message,
+        request.messages,
+        chat_template_kwargs=request.chat_template_kwargs,
+        add_generation_prompt=request.add_generation_prompt,
+        continue_final_message=request.continue_final_message,
     )
     return [token_ids]
 
 
 async def encoded(
-    engine: AsyncEngine, prompts: Sequence[Any], asked: Any, name: str
+    engine: AsyncEngine, prompts: Sequence[Any], request: Any, name: str
 ) -> list[PoolingRequestOutput]:
     """Pool all prompts of a request, with its parameters."""
-    work = encode_all(engine, prompts, asked.params(), **asked.options(name))
-    return await naming(work, "input" if getattr(asked, "messages", None) is None else "messages")
+    work = encode_all(engine, prompts, request.params(), **request.options(name))
+    return await naming(work, "input" if getattr(request, "messages", None) is None else "messages")
 
 
 async def naming(work: Awaitable[T], field: str) -> T:

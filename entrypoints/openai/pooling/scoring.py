@@ -16,7 +16,7 @@ from .protocol import RerankRequest, ScoreRequest
 from .routes import body, check_task, naming, usage_of
 
 
-@documented("vectors and scores", request=ScoreRequest, answer=ScoreResponse)
+@documented("vectors and scores", request=ScoreRequest, response=ScoreResponse)
 async def score(request: web.Request) -> web.Response:
     """POST /score, /v1/score: one score per pair of texts."""
     params = await decode_body(request, ScoreRequest)
@@ -38,7 +38,7 @@ async def score_response(call: Call, params: ScoreRequest) -> dict[str, Any]:
     return body(name, model, data, outputs)
 
 
-@documented("vectors and scores", request=RerankRequest, answer=RerankResponse)
+@documented("vectors and scores", request=RerankRequest, response=RerankResponse)
 async def rerank(request: web.Request) -> web.Response:
     """POST /rerank, /v1/rerank, /v2/rerank: documents ranked by how well they match a query."""
     params = await decode_body(request, RerankRequest)

@@ -53,13 +53,13 @@ class Running:
     async def follow(self, first: int) -> AsyncIterator[bytes]:
         """Yield the frames from this sequence number on, up to the last."""
         while True:
-            changed = self._changed
+            event = self._changed
             while first < len(self.frames):
                 yield self.frames[first]
                 first += 1
             if self.ended:
                 return
-            await changed.wait()
+            await event.wait()
 
 
 class Responses:
@@ -71,7 +71,7 @@ class Responses:
 
     async def close(self, _: web.Application) -> None:
         """Cancel all background responses."""
-        tasks = [one.task for one in self.running.values() if one.task is not None]
+        tasks = [run.task for run in self.running.values() if run.task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -84,8 +84,8 @@ class Responses:
         """Validate a request, together with the earlier responses of this owner that it continues.
         Raises InvalidRequest, EngineOverloaded."""
         body.check()
-        stored = self.store.enabled and body.store is not False
-        if body.background and not stored:
+        store = self.store.enabled and body.store is not False
+        if body.background and not store:
             raise InvalidRequest(
                 "background: this server stores no responses (--max-stored-responses 0)",
                 param="background",
@@ -105,7 +105,7 @@ class Responses:
             own = read()
         else:
             own = await engine.in_text_threads(rough_size(body.input), read)
-        completion = ResponseCompletion(engine, body, earlier, own, stored=stored)
+        completion = ResponseCompletion(engine, body, earlier, own, stored=store)
         await completion.truncate()
         return completion
 
@@ -116,15 +116,15 @@ class Responses:
             raise InvalidRequest(
                 f"previous_response_id: {id!r} is still running", param="previous_response_id"
             )
-        stored = self.store.get(id, owner)
-        if stored is None:
+        response = self.store.get(id, owner)
+        if response is None:
             error = InvalidRequest(
                 f"previous_response_id: no response {id!r} is stored here",
                 param="previous_response_id",
             )
             error.code = "previous_response_not_found"
             raise error
-        return stored.conversation()
+        return response.conversation()
 
     def keep(
         self, completion: ResponseCompletion, owner: str, frames: list[bytes] | None = None
@@ -218,12 +218,12 @@ class Responses:
         the background."""
         running = self._running(id, owner)
         if running is None:
-            stored = self.stored(id, owner)
-            if not msgspec.json.decode(stored.body)["background"]:
+            response = self.stored(id, owner)
+            if not msgspec.json.decode(response.body)["background"]:
                 raise InvalidRequest(
                     "response_id: only background responses can be cancelled", param="response_id"
                 )
-            return stored.body
+            return response.body
         await self._abort(running)
         return encoder.encode(running.completion.snapshot())
 
@@ -245,5 +245,5 @@ class Responses:
 
 
 async def _replay(events: bytes, first: int) -> AsyncIterator[bytes]:
-    for one in events.split(b"\n\n")[first:-1]:
-        yield one + b"\n\n"
+    for frame in events.split(b"\n\n")[first:-1]:
+        yield frame + b"\n\n"

@@ -94,8 +94,8 @@ class OutputItems:
     def close(self, status: str) -> list[Event]:
         """End the last item. status: completed or incomplete"""
         events: list[Event] = []
-        answered = any(item["type"] != "reasoning" for item in self._items)
-        if self._kind in (None, "reasoning") and not answered:
+        has_output = any(item["type"] != "reasoning" for item in self._items)
+        if self._kind in (None, "reasoning") and not has_output:
             space = self._space
             if space or status == "completed":
                 self._begin("message", events, role="assistant", content=[])

@@ -25,17 +25,17 @@ def item_id(kind: str) -> str:
     return f"{PREFIXES[kind]}_{uuid.uuid4().hex}"
 
 
-def read_items(given: str | list[Any] | None, find: Callable[[str], Item | None]) -> list[Item]:
+def read_items(value: str | list[Any] | None, find: Callable[[str], Item | None]) -> list[Item]:
     """Return `input` as items, in the form in which they are listed.
 
     find: returns the item of an `item_reference`. Raises InvalidRequest with the item's path.
     """
-    if given is None or given == "" or given == []:
+    if value is None or value == "" or value == []:
         raise InvalidRequest("input: must not be empty", param="input")
-    if isinstance(given, str):
-        return [_message({"role": "user", "content": given}, "input")]
-    check_count(len(given))
-    return [_read_item(item, f"input[{index}]", find) for index, item in enumerate(given)]
+    if isinstance(value, str):
+        return [_message({"role": "user", "content": value}, "input")]
+    check_count(len(value))
+    return [_read_item(item, f"input[{index}]", find) for index, item in enumerate(value)]
 
 
 def check_count(count: int) -> None:
@@ -122,9 +122,9 @@ def _message(item: Item, path: str) -> Item:
         texts = [content]
     else:
         texts = _texts(content, f"{path}.content")
-    said: Item = {"type": "output_text" if role == "assistant" else "input_text"}
+    part: Item = {"type": "output_text" if role == "assistant" else "input_text"}
     extra: Item = {"annotations": [], "logprobs": []} if role == "assistant" else {}
-    parts = [{**said, "text": text, **extra} for text in texts]
+    parts = [{**part, "text": text, **extra} for text in texts]
     return _identified(item, "message", role=role, content=parts)
 
 

@@ -224,10 +224,10 @@ def chat_tools(
     if isinstance(choice, dict):
         choice = _checked_choice(choice)
         if choice["type"] == "allowed_tools":
-            allowed = [_function_name(t, "tool_choice.tools") for t in choice["tools"]]
-            for name in allowed:
+            names = [_function_name(t, "tool_choice.tools") for t in choice["tools"]]
+            for name in names:
                 _check_known(name, functions)
-            functions = {name: functions[name] for name in allowed}
+            functions = {name: functions[name] for name in names}
             choice = choice["mode"]
         else:
             name = _function_name(choice, "tool_choice")
@@ -248,7 +248,7 @@ def _function(tool: dict[str, Any], path: str) -> dict[str, Any]:
             "functions only",
             param=f"{path}.type",
         )
-    kept = {k: tool[k] for k in ("name", "description", "parameters", "strict") if k in tool}
+    fields = {k: tool[k] for k in ("name", "description", "parameters", "strict") if k in tool}
     checks = (
         ("name", isinstance(tool.get("name"), str) and bool(tool["name"]), "a non-empty text"),
         ("description", isinstance(tool.get("description"), str | None), "a text"),
@@ -258,7 +258,7 @@ def _function(tool: dict[str, Any], path: str) -> dict[str, Any]:
     for name, right, what in checks:
         if not right:
             raise InvalidRequest(f"{path}.{name}: must be {what}", param=f"{path}.{name}")
-    return {key: value for key, value in kept.items() if value is not None}
+    return {key: value for key, value in fields.items() if value is not None}
 
 
 def _checked_choice(choice: dict[str, Any]) -> dict[str, Any]:
@@ -293,10 +293,10 @@ def _check_known(name: str, functions: dict[str, Any]) -> None:
         )
 
 
-def _one_of(field: str, value: Any, known: tuple[str, ...]) -> None:
-    if value is not None and value not in known:
+def _one_of(field: str, value: Any, values: tuple[str, ...]) -> None:
+    if value is not None and value not in values:
         raise InvalidRequest(
-            f"{field}: {value!r} is not supported (there is: {', '.join(known)})", param=field
+            f"{field}: {value!r} is not supported (there is: {', '.join(values)})", param=field
         )
 
 

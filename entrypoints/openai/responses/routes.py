@@ -27,20 +27,20 @@ def add_responses(app: web.Application) -> None:
     """Add the routes, and the application's stored and running responses."""
     app[RESPONSES] = Responses(app[OPTIONS])
     app.on_shutdown.append(app[RESPONSES].close)
-    one = "/v1/responses/{response_id:(?!input_tokens$)[^{}/]+}"
+    path = "/v1/responses/{response_id:(?!input_tokens$)[^{}/]+}"
     app.add_routes(
         [
             web.post("/v1/responses", create),
             web.post("/v1/responses/input_tokens", input_tokens),
-            web.get(one, retrieve),
-            web.delete(one, delete),
-            web.post(f"{one}/cancel", cancel),
-            web.get(f"{one}/input_items", input_items),
+            web.get(path, retrieve),
+            web.delete(path, delete),
+            web.post(f"{path}/cancel", cancel),
+            web.get(f"{path}/input_items", input_items),
         ]
     )
 
 
-@documented("Responses", request=ResponsesRequest, answer=dict[str, Any], event=dict[str, Any])
+@documented("Responses", request=ResponsesRequest, response=dict[str, Any], event=dict[str, Any])
 async def create(request: web.Request) -> web.StreamResponse:
     """POST /v1/responses"""
     responses = request.app[RESPONSES]
@@ -72,7 +72,7 @@ async def _full_response(
     return response
 
 
-@documented("Responses", request=ResponsesRequest, answer=InputTokensResponse)
+@documented("Responses", request=ResponsesRequest, response=InputTokensResponse)
 async def input_tokens(request: web.Request) -> web.Response:
     """POST /v1/responses/input_tokens: count the tokens of such a response's prompt."""
     body = await decode_body(request, ResponsesRequest)
@@ -86,7 +86,7 @@ async def input_tokens(request: web.Request) -> web.Response:
     return reply({"object": "response.input_tokens", "input_tokens": count})
 
 
-@documented("Responses", answer=dict[str, Any], event=dict[str, Any], refused=(400, 404))
+@documented("Responses", response=dict[str, Any], event=dict[str, Any], errors=(400, 404))
 async def retrieve(request: web.Request) -> web.StreamResponse:
     """GET /v1/responses/{response_id}: its current state; with `stream`, its events again."""
     responses, id = request.app[RESPONSES], request.match_info["response_id"]
@@ -98,20 +98,20 @@ async def retrieve(request: web.Request) -> web.StreamResponse:
     )
 
 
-@documented("Responses", answer=dict[str, Any], refused=(404,))
+@documented("Responses", response=dict[str, Any], errors=(404,))
 async def delete(request: web.Request) -> web.Response:
     """DELETE /v1/responses/{response_id}"""
     return reply(await request.app[RESPONSES].delete(*_named(request)))
 
 
-@documented("Responses", answer=dict[str, Any], refused=(400, 404))
+@documented("Responses", response=dict[str, Any], errors=(400, 404))
 async def cancel(request: web.Request) -> web.Response:
     """POST /v1/responses/{response_id}/cancel"""
     body = await request.app[RESPONSES].cancel(*_named(request))
     return web.Response(body=body, content_type="application/json")
 
 
-@documented("Responses", answer=dict[str, Any], refused=(400, 404))
+@documented("Responses", response=dict[str, Any], errors=(400, 404))
 async def input_items(request: web.Request) -> web.Response:
     """GET /v1/responses/{response_id}/input_items, the newest first unless `order` is asc."""
     items = request.app[RESPONSES].input(*_named(request))

@@ -46,12 +46,12 @@ class StoredResponse(msgspec.Struct, frozen=True):
     def conversation(self) -> list[Item]:
         """Return input and output, which a following response continues, without incomplete calls,
         because they cannot have results."""
-        said = [
+        messages = [
             item
             for item in self.response()["output"]
             if item["type"] != "function_call" or item["status"] == "completed"
         ]
-        return self.items() + said
+        return self.items() + messages
 
 
 class ResponseStore:
@@ -102,11 +102,11 @@ class ResponseStore:
 
     def delete(self, id: str) -> bool:
         """Delete a response; return whether it was stored."""
-        gone = self._responses.pop(id, None)
-        if gone is None:
+        response = self._responses.pop(id, None)
+        if response is None:
             return False
-        self.num_bytes -= gone.num_bytes
-        for item in gone.own:
+        self.num_bytes -= response.num_bytes
+        for item in response.own:
             if self._brought_by.get(item) == id:
                 del self._brought_by[item]
         return True
@@ -119,9 +119,11 @@ class ResponseStore:
         def find(id: str) -> Item | None:
             brought_by = self._brought_by.get(id, "")
             if brought_by not in read:
-                kept = self.get(brought_by, owner)
-                known = [] if kept is None else [*kept.items(), *kept.response()["output"]]
-                read[brought_by] = {item["id"]: item for item in reversed(known)}
+                response = self.get(brought_by, owner)
+                items = (
+                    [] if response is None else [*response.items(), *response.response()["output"]]
+                )
+                read[brought_by] = {item["id"]: item for item in reversed(items)}
             return read[brought_by].get(id)
 
         return find

@@ -28,8 +28,8 @@ class FrontendMetrics:
         """The metric families, with current values."""
         requests, cpu = self.describe()
         requests.add_metric(self._labels, self._num_requests())
-        used = resource.getrusage(resource.RUSAGE_SELF)
-        cpu.add_metric(self._labels, used.ru_utime + used.ru_stime)
+        rusage = resource.getrusage(resource.RUSAGE_SELF)
+        cpu.add_metric(self._labels, rusage.ru_utime + rusage.ru_stime)
         return [requests, cpu]
 
     def _family(self, name: str, text: str) -> CounterMetricFamily:

@@ -40,14 +40,14 @@ def main() -> int:
         return fail(error)
 
 
-async def front(spec: LaunchSpec, found: Settings) -> int:
+async def front(spec: LaunchSpec, base: Settings) -> int:
     """Serve clients until the engine ends, or SIGTERM; return the exit status."""
     parent = os.getppid()
     stop_requested = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop_requested.set)
     stateful_at, first = stateful_socket(spec.folder), spec.index == 0
     options = dataclasses.replace(
-        found.options,
+        base.options,
         started=spec.started,
         keeps_at=stateful_at if first else None,
         kept_at=None if first else stateful_at,
@@ -57,11 +57,11 @@ async def front(spec: LaunchSpec, found: Settings) -> int:
     )
     sockets = tuple(socket.socket(fileno=number) for number in spec.sockets)
     engine, core = remote_engine(
-        found.config, engine_socket(spec.folder), front=spec.index, plugins=found.plugins
+        base.config, engine_socket(spec.folder), front=spec.index, plugins=base.plugins
     )
     try:
         await engine.start()
-        async with listening(engine, dataclasses.replace(found.listen, sockets=sockets), options):
+        async with listening(engine, dataclasses.replace(base.listen, sockets=sockets), options):
             freeze()
             core.send_listening()
             await first_of(core.closed.wait(), stop_requested.wait())

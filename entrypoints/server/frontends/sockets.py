@@ -26,26 +26,26 @@ def bound(listen: Listen, count: int) -> Iterator[list[tuple[socket.socket, ...]
     """Yield the sockets of each of `count` front ends, bound but not listening. Raises OSError."""
     with contextlib.ExitStack() as stack:
         if listen.uds:
-            one = stack.enter_context(_unix(Path(listen.uds)))
-            yield [(one,)] * count
+            listener = stack.enter_context(_unix(Path(listen.uds)))
+            yield [(listener,)] * count
             return
         port = listen.port
         if port:
             check_free(listen.host, port)
-        made: list[tuple[socket.socket, ...]] = []
+        sockets: list[tuple[socket.socket, ...]] = []
         for _ in range(count):
             own = []
             for family, address in _addresses(listen.host, port):
-                one = stack.enter_context(socket.socket(family, socket.SOCK_STREAM))
-                one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+                listener = stack.enter_context(socket.socket(family, socket.SOCK_STREAM))
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
                 if family == socket.AF_INET6:
-                    one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-                one.bind((address[0], port, *address[2:]))
-                port = one.getsockname()[1]
-                own.append(one)
-            made.append(tuple(own))
-        yield made
+                    listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+                listener.bind((address[0], port, *address[2:]))
+                port = listener.getsockname()[1]
+                own.append(listener)
+            sockets.append(tuple(own))
+        yield sockets
 
 
 def check_free(host: str, port: int) -> None:
@@ -62,8 +62,8 @@ def check_free(host: str, port: int) -> None:
 
 
 def _addresses(host: str, port: int) -> list[tuple[int, tuple[Any, ...]]]:
-    found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    return list(dict.fromkeys((family, address) for family, _, _, _, address in found))
+    infos = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    return list(dict.fromkeys((family, address) for family, _, _, _, address in infos))
 
 
 @contextlib.contextmanager
@@ -72,10 +72,10 @@ def _unix(path: Path) -> Iterator[socket.socket]:
     with contextlib.suppress(FileNotFoundError):
         if stat.S_ISSOCK(path.stat().st_mode):
             path.unlink()
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as made:
-        made.bind(str(path))
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.bind(str(path))
         try:
-            yield made
+            yield probe
         finally:
             with contextlib.suppress(OSError):
                 os.unlink(path)

@@ -36,7 +36,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 def is_stateful(resource: web.AbstractResource | None) -> bool:
     """Whether a route is one of STATEFUL."""
     path = "" if resource is None else resource.canonical
-    return any(path == kept or path.startswith(f"{kept}/") for kept in STATEFUL)
+    return any(path == prefix or path.startswith(f"{prefix}/") for prefix in STATEFUL)
 
 
 def serve_stateful(
@@ -89,7 +89,7 @@ def forward_to(path: Path) -> Middleware:
             cookie_jar=aiohttp.DummyCookieJar(),
         ) as session:
             try:
-                answer = await session.request(
+                response = await session.request(
                     request.method,
                     yarl.URL(f"http://stateful{request.raw_path}", encoded=True),
                     headers=headers,
@@ -100,17 +100,17 @@ def forward_to(path: Path) -> Middleware:
                 raise EngineStopped(
                     "the process that keeps responses and files is being restarted; try again"
                 ) from None
-            return await _pass_on(request, answer)
+            return await _pass_on(request, response)
 
     return forward
 
 
-async def _pass_on(request: web.Request, answer: aiohttp.ClientResponse) -> web.StreamResponse:
+async def _pass_on(request: web.Request, upstream: aiohttp.ClientResponse) -> web.StreamResponse:
     """Forward a response as it arrives, until either side disconnects."""
-    response = web.StreamResponse(status=answer.status, headers=_end_to_end(answer.headers))
+    response = web.StreamResponse(status=upstream.status, headers=_end_to_end(upstream.headers))
     try:
         await response.prepare(request)
-        async for piece in answer.content.iter_any():
+        async for piece in upstream.content.iter_any():
             await response.write(piece)
         await response.write_eof()
     except ConnectionError:
@@ -120,10 +120,10 @@ async def _pass_on(request: web.Request, answer: aiohttp.ClientResponse) -> web.
         if request.transport is not None:
             request.transport.abort()  # Too late for a status; it must not look complete.
     finally:
-        answer.close()
+        upstream.close()
     return response
 
 
 def _end_to_end(headers: Mapping[str, str]) -> CIMultiDict[str]:
-    kept = ((name, value) for name, value in headers.items() if name.lower() not in HOP)
-    return CIMultiDict(kept)
+    pairs = ((name, value) for name, value in headers.items() if name.lower() not in HOP)
+    return CIMultiDict(pairs)

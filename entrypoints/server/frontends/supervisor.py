@@ -91,7 +91,7 @@ class FrontEnds:
             logger.error("front end %d ended with status %s and is restarted", index, status)
 
     async def _start(self, index: int) -> asyncio.subprocess.Process:
-        numbers = tuple(one.fileno() for one in self._sockets[index])
+        numbers = tuple(listener.fileno() for listener in self._sockets[index])
         spec = LaunchSpec(
             self._settings.argv, index, self._folder, numbers, self._started, len(self._sockets)
         )
@@ -121,19 +121,19 @@ class FrontEnds:
         """Wait for all processes to exit; kill those still alive after END_SECONDS. If the start
         has failed, none of them serves clients yet, and all are killed at once."""
         self._ending = True
-        waiting = [asyncio.ensure_future(one.wait()) for one in self._processes.values()]
-        if waiting and self.complete:
-            await asyncio.wait(waiting, timeout=END_SECONDS)
+        exits = [asyncio.ensure_future(process.wait()) for process in self._processes.values()]
+        if exits and self.complete:
+            await asyncio.wait(exits, timeout=END_SECONDS)
         for process in self._processes.values():
             if process.returncode is None:
                 with contextlib.suppress(ProcessLookupError):
                     process.kill()
-        await asyncio.gather(*waiting)
+        await asyncio.gather(*exits)
 
 
 async def serve_fronts(settings: Settings) -> int:
     """Serve as `serve` does, with front ends in processes of their own. Raises FrontEndsFailed."""
-    began = time.monotonic()
+    start = time.monotonic()
     sys.setswitchinterval(SWITCH_INTERVAL)
     signals: asyncio.Queue[None] = asyncio.Queue()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -148,7 +148,7 @@ async def serve_fronts(settings: Settings) -> int:
             freeze()
             uds = settings.listen.uds
             where = uds or address(settings.listen, sockets[0][0].getsockname()[1])
-            line = ready_line(engine, where, began)
+            line = ready_line(engine, where, start)
             print(f"{line}, {settings.fronts} front ends", flush=True)
             await first_of(death(engine), signals.get(), failing())
             if engine.dead_reason is not None:
