@@ -9,14 +9,16 @@ import msgspec
 
 
 class CachePart(msgspec.Struct, frozen=True):
-    """One tensor of a layer's cache."""
+    """One tensor of a layer's cache: [count, num_blocks, block_size, *shape]."""
 
     name: str
-    """"key", "value", …"""
+    """"kv", …"""
     shape: tuple[int, ...]
     """Shape for one token."""
     dtype: str
     """Torch's name: "bfloat16", …"""
+    count: int = 1
+    """Number of such entries per token: keys and values are one part with two."""
 
 
 class TokenCache(msgspec.Struct, frozen=True, tag="tokens"):

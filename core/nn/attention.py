@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import nn
 
@@ -14,9 +16,10 @@ from .rotary import Rotary
 
 
 class Attention(nn.Module):
-    """Causal attention over the paged cache that the worker binds to `kv_cache`."""
+    """Causal attention over the paged cache that the worker binds."""
 
     kv_cache: torch.Tensor | None
+    """[2 (key, value), num_blocks, block_size, num_kv_heads, head_dim]"""
     group: int
     """Number of the cache group whose block table the layer reads; set by the worker."""
     cache_scales: tuple[float, float]
@@ -36,8 +39,12 @@ class Attention(nn.Module):
         """Return the layer's cache contents, for a cache of this type."""
         spec = self.spec
         shape, name = (spec.num_kv_heads, spec.head_dim), str(dtype).removeprefix("torch.")
-        parts = (CachePart("key", shape, name), CachePart("value", shape, name))
-        return TokenCache(parts, spec.sliding_window)
+        return TokenCache((CachePart("kv", shape, name, count=2),), spec.sliding_window)
+
+    def bind(self, parts: Mapping[str, torch.Tensor]) -> None:
+        """Use this cache: the parts of `cache_spec` by name, each [count, num_blocks, block_size,
+        *shape]."""
+        self.kv_cache = parts["kv"]
 
     def forward(
         self,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
+from ..cache.groups import CachePart
 from ..step import KVReport
 
 if TYPE_CHECKING:
@@ -25,12 +26,10 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
     """Number of blocks, the null block (0) included."""
     block_size: int
     """Tokens in a block."""
-    dtype: str
-    """Torch's name of the type: "bfloat16", …"""
-    layers: tuple[tuple[int, int], ...]
-    """[num_layers] (num_kv_heads, head_dim) of each layer's cache."""
+    layers: tuple[tuple[CachePart, ...], ...]
+    """[num_layers] The parts of each layer's cache."""
     block_bytes: int
-    """Bytes of one block over all layers, keys and values."""
+    """Bytes of one block: all parts of all layers."""
     fingerprint: bytes
     """[32] Digest of everything besides tokens that KV content depends on: the model's
     configuration and weights, dtype and layout. Engines with equal fingerprints may read each
@@ -137,9 +136,10 @@ class KVConnectorWorker(Protocol):
     """
 
     def bind(self, kv_caches: Sequence[torch.Tensor]) -> None:
-        """Receive the caches; called once, before the first step. [num_layers] tensors
-        [2 (key, value), num_blocks, block_size, num_kv_heads, head_dim], as `KVLayout` says. They
-        are inference tensors: write to them within `torch.inference_mode()`."""
+        """Receive the caches; called once, before the first step. One tensor for each part of each
+        layer, in the order of `KVLayout.layers`: [count, num_blocks, block_size, *shape], with the
+        part's count and shape. They are inference tensors: write to them within
+        `torch.inference_mode()`."""
 
     def start(self, metadata: Any) -> None:
         """Start transfers; gets what `build_metadata` returned, before its step is launched. Also

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Sequence
 from hashlib import blake2b
 
+import msgspec
 import torch
 from torch import nn
 
+from ..cache.groups import TokenCache
 from ..config import EngineConfig
 from ..loading.model_config import ModelConfig
 from ..protocols.kv import KVLayout
+from .memory import bytes_per_token
 
 SAMPLES = 64
 """Elements of each weight that the fingerprint looks at, spread over it."""
@@ -23,12 +26,11 @@ def kv_layout(
     config: EngineConfig,
     model_config: ModelConfig,
     model: nn.Module,
-    kv_caches: Iterable[torch.Tensor],
+    specs: Sequence[TokenCache],
+    num_blocks: int,
 ) -> KVLayout:
-    """`kv_caches`: one per layer, [2, num_blocks, block_size, num_kv_heads, head_dim]."""
-    caches = list(kv_caches)
-    dtype = str(caches[0].dtype).removeprefix("torch.")
-    layers = tuple((cache.shape[3], cache.shape[4]) for cache in caches)
+    """Return the layout of caches for `specs`, [num_layers]."""
+    layers = tuple(spec.parts for spec in specs)
     hf_config = dict(model_config.hf_config.to_dict())
     for name in ("_name_or_path", "transformers_version"):
         hf_config.pop(name, None)
@@ -37,19 +39,17 @@ def kv_layout(
         "config": hf_config,
         "weights": str(model_config.dtype),
         "quantization": config.quantization,
-        "cache": dtype,
-        "layers": layers,
+        "layers": msgspec.to_builtins(layers),
         "block_size": config.block_size,
     }
     digest = blake2b(FORMAT, digest_size=32)
     digest.update(json.dumps(facts, sort_keys=True, default=str).encode())
     _hash_weights(model, digest)
     return KVLayout(
-        num_blocks=caches[0].shape[1],
+        num_blocks=num_blocks,
         block_size=config.block_size,
-        dtype=dtype,
         layers=layers,
-        block_bytes=sum(cache[:, 0].nbytes for cache in caches),
+        block_bytes=config.block_size * sum(bytes_per_token(spec) for spec in specs),
         fingerprint=digest.digest(),
     )
 

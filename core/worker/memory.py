@@ -16,7 +16,24 @@ GIB = 1 << 30
 
 def bytes_per_token(spec: TokenCache) -> int:
     """Bytes that one layer caches per token."""
-    return sum(math.prod(part.shape) * getattr(torch, part.dtype).itemsize for part in spec.parts)
+    return sum(
+        part.count * math.prod(part.shape) * getattr(torch, part.dtype).itemsize
+        for part in spec.parts
+    )
+
+
+def allocate_cache(
+    spec: TokenCache, num_blocks: int, block_size: int, device: torch.device
+) -> dict[str, torch.Tensor]:
+    """Return a layer's cache of zeros: part name → [count, num_blocks, block_size, *shape]."""
+    return {
+        part.name: torch.zeros(
+            (part.count, num_blocks, block_size, *part.shape),
+            dtype=getattr(torch, part.dtype),
+            device=device,
+        )
+        for part in spec.parts
+    }
 
 
 def bytes_per_block(

@@ -10,13 +10,13 @@ import gc
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 import torch
 from torch import nn
 
-from ..cache.groups import CacheGroup, form_groups
+from ..cache.groups import CacheGroup, TokenCache, form_groups
 from ..config import EngineConfig
 from ..errors import ConfigError
 from ..loading.build import build_model
@@ -35,7 +35,7 @@ from .graphs import CudaRecorder, DecodeGraphs, Ending, Recorder
 from .guarded_half import EmptyStep, GuardedHalf, TransferringStep
 from .kv_scales import finding_scales, to_be_scaled, unscaled
 from .kv_transfer import kv_layout
-from .memory import bytes_per_block, explain_oom, num_kv_blocks
+from .memory import allocate_cache, bytes_per_block, explain_oom, num_kv_blocks
 from .mixed_graphs import MixedGraphs
 from .pooling_runner import PoolingRunner
 from .runner import LaunchedStep, ModelRunner
@@ -219,8 +219,8 @@ class Worker:
         trials = self._trials = self._trial_steps(self.runner)
         self._bind_cache(layers, groups, 2, kv_dtype)
         trials.precompile(operations, graphs)
-        caches = [layer.cache_spec(kv_dtype) for layer in layers]
-        block_bytes = bytes_per_block(caches, groups, config.block_size)
+        cache_specs = [layer.cache_spec(kv_dtype) for layer in layers]
+        block_bytes = bytes_per_block(cache_specs, groups, config.block_size)
         num_blocks = num_kv_blocks(
             config,
             available=self._available(held_before, trials),
@@ -230,7 +230,7 @@ class Worker:
             groups=groups,
             max_chunk=self.max_num_batched_tokens,
         )
-        self._bind_cache(layers, groups, num_blocks, kv_dtype)
+        caches = self._bind_cache(layers, groups, num_blocks, kv_dtype)
         trials.warm_up()
         if graphs is not None:
             assert isinstance(self.runner, ModelRunner)
@@ -247,7 +247,7 @@ class Worker:
             weight_bytes=weight_bytes,
             kv_cache_bytes=num_blocks * block_bytes,
             load_seconds=time.monotonic() - began,
-            kv_layout=self._connect(model, layers),
+            kv_layout=self._connect(model, cache_specs, caches),
             cache_groups=groups,
         )
 
@@ -401,13 +401,21 @@ class Worker:
         runner.update_slots(plan)
         return EmptyStep(plan)
 
-    def _connect(self, model: nn.Module, layers: list[Attention]) -> KVLayout | None:
-        """Create the worker half of the KV connector, if one is configured."""
+    def _connect(
+        self,
+        model: nn.Module,
+        specs: Sequence[TokenCache],
+        caches: Sequence[Mapping[str, torch.Tensor]],
+    ) -> KVLayout | None:
+        """Create the worker half of the KV connector, if one is configured.
+
+        specs, caches: [num_layers], of the one group that connectors support.
+        """
         transfer = self.config.kv_transfer_config
         if transfer is None:
             return None
-        caches = [layer.kv_cache for layer in layers if layer.kv_cache is not None]
-        layout = kv_layout(self.config, self.model_config, model, caches)
+        parts = [part for cache in caches for part in cache.values()]
+        layout = kv_layout(self.config, self.model_config, model, specs, parts[0].shape[1])
         setup = KVConnectorSetup(
             transfer=transfer,
             layout=layout,
@@ -426,7 +434,7 @@ class Worker:
             half = connector.make_worker(setup)
         self.connector = GuardedHalf(half, self.device, who, setup.notify)
         with connectors.calling(name, "bind"):
-            self.connector.bind(caches)
+            self.connector.bind(parts)
         return layout
 
     @torch.inference_mode()
@@ -514,18 +522,18 @@ class Worker:
         groups: Sequence[CacheGroup],
         num_blocks: int,
         dtype: torch.dtype,
-    ) -> None:
+    ) -> list[dict[str, torch.Tensor]]:
         """Allocate the cache. Layers at the same index of different groups share memory, but no
-        blocks."""
-        shared: list[torch.Tensor] = []
+        blocks. Return the parts at each index."""
+        shared: list[dict[str, torch.Tensor]] = []
         for number, group in enumerate(groups):
             for place, layer in enumerate(layers[index] for index in group.layers):
                 if place == len(shared):
-                    shape = (2, num_blocks, self.config.block_size)
-                    heads = (layer.spec.num_kv_heads, layer.spec.head_dim)
-                    shared.append(torch.zeros(*shape, *heads, dtype=dtype, device=self.device))
+                    spec, size = layer.cache_spec(dtype), self.config.block_size
+                    shared.append(allocate_cache(spec, num_blocks, size, self.device))
                 layer.group = number
-                layer.kv_cache = shared[place]
+                layer.bind(shared[place])
+        return shared
 
     def _trial_steps(self, runner: ModelRunner | PoolingRunner) -> Warmup:
         return Warmup(runner, self.config, self.model_config.max_model_len, self.device)

@@ -519,7 +519,7 @@ def run_layer(
 ) -> torch.Tensor:
     """`Attention.forward` over the batch's cache: [num_tokens, num_heads * head_dim]."""
     layer = Attention(spec, BuildContext(qkv.device, qkv.dtype, Operations()))
-    layer.kv_cache = batch.cache
+    layer.bind({"kv": batch.cache})
     metadata = backend.build_metadata(batch.layout)
     context = ForwardContext(backend, metadata, batch.layout, batch.positions)
     query_norm, key_norm = (None if norm is None else SimpleNamespace(norm=norm) for norm in norms)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ...core.cache.groups import CachePart
 from ...core.config import KVTransferConfig
 from ...core.protocols.kv import KVConnectorSetup, KVLayout
 from ...core.registry import Plugins
@@ -34,7 +35,7 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def random_cache(blocks: int, size: int, heads: int, dim: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return a cache [2, blocks, size, heads, dim] of any bit patterns."""
+    """Return a cache of keys and values [2, blocks, size, heads, dim], of any bit patterns."""
     shape = (2, blocks, size, heads, dim * dtype.itemsize)
     with torch.inference_mode():
         return torch.randint(0, 256, shape, dtype=torch.uint8).view(dtype)
@@ -44,14 +45,16 @@ def make_setup(
     name: str, extra: dict[str, Any], plugins: Plugins, caches: list[torch.Tensor]
 ) -> KVConnectorSetup:
     """Return the setup that an engine with these caches would pass to both halves."""
-    dtype = str(caches[0].dtype).removeprefix("torch.")
+    layers = tuple(
+        (CachePart("kv", tuple(cache.shape[3:]), str(cache.dtype)[6:], count=cache.shape[0]),)
+        for cache in caches
+    )
     layout = KVLayout(
         num_blocks=caches[0].shape[1],
         block_size=BLOCK,
-        dtype=dtype,
-        layers=tuple((cache.shape[3], cache.shape[4]) for cache in caches),
+        layers=layers,
         block_bytes=sum(cache[:, 0].nbytes for cache in caches),
-        fingerprint=f"the kit's own {dtype}".encode().ljust(32, b"."),
+        fingerprint=f"the kit's own {caches[0].dtype}".encode().ljust(32, b"."),
     )
     return KVConnectorSetup(
         transfer=KVTransferConfig(kv_connector=name, kv_connector_extra_config=extra),

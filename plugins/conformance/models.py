@@ -36,6 +36,7 @@ from ...core.nn.attention import Attention
 from ...core.nn.context import ForwardContext
 from ...core.registry import Plugins, load_plugins
 from ...core.sampling_params import SamplingParams
+from ...core.worker.memory import allocate_cache
 from ...core.worker.selection import attention_refusal, choose
 from .kit import Kit
 from .paged import make_layout
@@ -99,10 +100,8 @@ class PagedModel:
         )  # fmt: skip
         self.blocks_per_row = -(-LONGEST // BLOCK)
         for layer in layers:
-            layer.kv_cache = torch.zeros(
-                2, 1 + 8 * self.blocks_per_row, BLOCK, layer.spec.num_kv_heads,
-                layer.spec.head_dim, dtype=kind, device=device,
-            )  # fmt: skip
+            spec, num_blocks = layer.cache_spec(kind), 1 + 8 * self.blocks_per_row
+            layer.bind(allocate_cache(spec, num_blocks, BLOCK, device))
         self.computed = [0] * 8
 
     def run(self, rows: Mapping[int, Sequence[int]]) -> dict[int, torch.Tensor]:

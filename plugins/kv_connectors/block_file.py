@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from hashlib import blake2b
 
 from ...core.protocols.kv import KVLayout
@@ -19,27 +20,28 @@ MAX_HEADER = 1 << 20
 class BlockFormat:
     """Encodes and checks blocks of one layout.
 
-    One tensor per layer, `layer.N`: [2 (key, value), block_size, num_kv_heads, head_dim]; the
-    metadata hold the block's key, the fingerprint and a BLAKE2b digest of the tensors.
+    One tensor per layer and part of its cache, such as `layer.0.kv`: [count, block_size, *shape];
+    the metadata hold the block's key, the fingerprint and a BLAKE2b digest of the tensors.
     """
 
     def __init__(self, layout: KVLayout) -> None:
         self.layout = layout
         self._tensors = {}
-        dtype = DTYPES[layout.dtype]
         end = 0
-        for number, (num_kv_heads, head_dim) in enumerate(layout.layers):
-            shape = [2, layout.block_size, num_kv_heads, head_dim]
-            start = end
-            end += 2 * layout.block_size * num_kv_heads * head_dim * ITEM_BYTES.get(dtype, 1)
-            self._tensors[f"layer.{number}"] = {
-                "dtype": dtype,
-                "shape": shape,
-                "data_offsets": [start, end],
-            }
+        for number, parts in enumerate(layout.layers):
+            for part in parts:
+                dtype = DTYPES[part.dtype]
+                shape = [part.count, layout.block_size, *part.shape]
+                start = end
+                end += math.prod(shape) * ITEM_BYTES.get(dtype, 1)
+                self._tensors[f"layer.{number}.{part.name}"] = {
+                    "dtype": dtype,
+                    "shape": shape,
+                    "data_offsets": [start, end],
+                }
 
     def encode(self, key: bytes, block: memoryview) -> bytes:
-        """Encode a block; block: [block_bytes], layer after layer."""
+        """Encode a block; block: [block_bytes], layer after layer, part after part."""
         header = json.dumps({"__metadata__": self._metadata(key, block), **self._tensors})
         padded = header.encode() + b" " * (-len(header) % 8)
         return b"".join([len(padded).to_bytes(8, "little"), padded, block])

@@ -16,14 +16,14 @@ CHUNK_BYTES = 64 << 20
 
 
 class BlockCopier:
-    """A row is a block: the bytes of its keys and values, layer after layer.
+    """A row is a block: the bytes of all its parts, layer after layer.
 
     Each copier has a stream of its own, and belongs to one thread. Its methods return when the copy
     is done.
     """
 
     def __init__(self, kv_caches: Sequence[torch.Tensor]) -> None:
-        """kv_caches: [num_layers] tensors [2, num_blocks, block_size, num_kv_heads, head_dim]"""
+        """kv_caches: [num_parts] tensors [count, num_blocks, block_size, ...]"""
         self.device = kv_caches[0].device
         self.block_bytes = sum(cache[:, 0].nbytes for cache in kv_caches)
         width = math.gcd(8, *(cache.shape[-1] * cache.itemsize for cache in kv_caches))
@@ -92,9 +92,9 @@ class BlockCopier:
             yield list(block_ids[first:last]), list(rows[first:last])
 
     def _parts(self, chunk: torch.Tensor) -> list[torch.Tensor]:
-        """[n, words] → [num_layers] views [n, 2, block_size, num_kv_heads, words of a head]"""
+        """[n, words] → [num_parts] views [n, count, block_size, ...]"""
         return [
-            part.view(len(chunk), 2, *cache.shape[2:])
+            part.view(len(chunk), cache.shape[0], *cache.shape[2:])
             for cache, part in zip(
                 self._caches, torch.split(chunk, self._sizes, dim=1), strict=True
             )

@@ -17,6 +17,7 @@ import torch
 from test_kv_connector_kits import TestCpuOffload as CpuOffload
 
 from jackfield import AsyncEngine, EngineConfig, OutputKind, SamplingParams, hookimpl
+from jackfield.core.cache.groups import CachePart
 from jackfield.core.config import KVTransferConfig
 from jackfield.core.errors import ConfigError
 from jackfield.core.protocols.kv import KVConnectorSetup, KVLayout
@@ -32,9 +33,11 @@ from jackfield.plugins.kv_connectors.store import StoreConnector
 LAYOUT = KVLayout(
     num_blocks=4,
     block_size=4,
-    dtype="bfloat16",
-    layers=((2, 8), (1, 4)),
-    block_bytes=2 * 4 * (16 + 4) * 2,
+    layers=(
+        (CachePart("kv", (2, 8), "bfloat16", count=2),),
+        (CachePart("kv", (1, 4), "bfloat16", count=2), CachePart("scale", (1,), "float32")),
+    ),
+    block_bytes=2 * 4 * (16 + 4) * 2 + 4 * 4,
     fingerprint=b"f" * 32,
 )
 
@@ -67,16 +70,17 @@ def files_in(folder: Path) -> list[Path]:
 
 
 def test_a_block_file_is_safetensors() -> None:
-    caches = [random_cache(4, 4, heads, dim, torch.bfloat16) for heads, dim in LAYOUT.layers]
+    caches = [random_cache(4, 4, heads, dim, torch.bfloat16) for heads, dim in ((2, 8), (1, 4))]
+    with torch.inference_mode():
+        caches.append(torch.randn(1, 4, 4, 1))
     copier = BlockCopier(caches)
     rows = copier.new_rows(1)
     copier.read([2], rows, [0])
     data = BlockFormat(LAYOUT).encode(key(1), memoryview(rows[0].numpy()))
     read = safetensors.torch.load(data)
-    assert sorted(read) == ["layer.0", "layer.1"]
-    for number, cache in enumerate(caches):
-        stored = read[f"layer.{number}"]
-        assert stored.dtype == torch.bfloat16
+    assert sorted(read) == ["layer.0.kv", "layer.1.kv", "layer.1.scale"]
+    for stored, cache in zip((read[name] for name in sorted(read)), caches, strict=True):
+        assert stored.dtype == cache.dtype
         assert torch.equal(stored.view(torch.uint8), cache[:, 2].contiguous().view(torch.uint8))
 
 
@@ -111,8 +115,9 @@ def test_a_block_of_another_key_model_or_layout_is_refused() -> None:
     changes: list[tuple[KVLayout, bytes, bytes]] = [
         (LAYOUT, key(2), data),
         (layout_with(fingerprint=b"g" * 32), key(1), data),
-        (layout_with(dtype="float16"), key(1), data),
-        (layout_with(layers=((1, 16), (1, 4))), key(1), data),
+        (first_part(dtype="float16"), key(1), data),
+        (first_part(shape=(1, 16)), key(1), data),
+        (first_part(name="latent"), key(1), data),
     ]
     changes += [(LAYOUT, key(1), data[:cut]) for cut in (0, 7, 8, 60, len(data) - 1)]
     changes += [(LAYOUT, key(1), data + b"x"), (LAYOUT, key(1), b"\xff" * 300)]
@@ -127,6 +132,11 @@ def test_a_block_of_another_key_model_or_layout_is_refused() -> None:
 
 def layout_with(**changes: Any) -> KVLayout:
     return msgspec.structs.replace(LAYOUT, **changes)
+
+
+def first_part(**changes: Any) -> KVLayout:
+    (part,), *others = LAYOUT.layers
+    return layout_with(layers=((msgspec.structs.replace(part, **changes),), *others))
 
 
 # ---------------------------------------------------------------- file_store
