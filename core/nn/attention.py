@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import nn
 
 from ..cache.groups import CachePart, TokenCache
-from ..protocols.attention import AttentionSpec
-from .context import BuildContext, ForwardContext
+from ..protocols.attention import AttentionBackend, AttentionSpec
+from .context import BatchLayout, BuildContext, ForwardContext
 from .norm import RMSNorm
 from .operations import HeadLayout
 from .rotary import Rotary
@@ -62,28 +63,55 @@ class Attention(nn.Module):
         Queries and keys are normed over each head, then rotated, if norms and rotation are given.
         sinks: [num_heads], if the spec has them.
         """
-        assert self.kv_cache is not None, "the worker binds the cache before the first step"
-        backend = context.backend
-        layout, metadata = context.of_group(self.group)
-        assert backend is not None, "a model with a cache runs with a backend"
+        backend, layout, metadata, kv_cache = self._bound(context)
         cos_sin = rotary.cos_sin if rotary else None
         norms = (query_norm.norm if query_norm else None, key_norm.norm if key_norm else None)
-        out: torch.Tensor | None = None
         if sinks is None:
-            out = backend.forward_projection(
-                self.spec, qkv, cos_sin, *norms, self.kv_cache, metadata
+            out = backend.forward_projection(self.spec, qkv, cos_sin, *norms, kv_cache, metadata)
+            if out is not None:
+                return out.reshape(out.shape[0], -1)
+        cut = (qkv, self.layout, context.positions, cos_sin, *norms)
+        if not backend.standard_cache:
+            heads = self.operations.heads(*cut)
+        else:
+            heads = self.operations.cached_heads(
+                *cut, kv_cache, layout.slot_mapping, self._cache_scales
             )
-        if out is None:
-            cut = (qkv, self.layout, context.positions, cos_sin, *norms)
-            if backend.standard_cache:
-                heads = self.operations.cached_heads(
-                    *cut,
-                    self.kv_cache,
-                    layout.slot_mapping,
-                    (self.spec.key_scale, self.spec.value_scale),
-                )
-            else:
-                heads = self.operations.heads(*cut)
-            more = {} if sinks is None else {"sinks": sinks}
-            out = backend.forward(self.spec, *heads, self.kv_cache, metadata, **more)
+        return self.attend(*heads, context, sinks=sinks, cached=True)
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        context: ForwardContext,
+        *,
+        sinks: torch.Tensor | None = None,
+        cached: bool = False,
+    ) -> torch.Tensor:
+        """Write keys and values to the cache, and attend to it, with heads as they are.
+
+        query: [num_tokens, num_heads, head_dim]; key, value: [num_tokens, num_kv_heads, head_dim];
+        sinks: [num_heads], if the spec has them → [num_tokens, num_heads * head_dim]. `cached`: the
+        cache has them already, where this backend reads the standard cache.
+        """
+        backend, layout, metadata, kv_cache = self._bound(context)
+        if backend.standard_cache and not cached:
+            self.operations.write_cache(
+                key, value, kv_cache, layout.slot_mapping, self._cache_scales
+            )
+        more = {} if sinks is None else {"sinks": sinks}
+        out = backend.forward(self.spec, query, key, value, kv_cache, metadata, **more)
         return out.reshape(out.shape[0], -1)
+
+    @property
+    def _cache_scales(self) -> tuple[float, float]:
+        return self.spec.key_scale, self.spec.value_scale
+
+    def _bound(
+        self, context: ForwardContext
+    ) -> tuple[AttentionBackend, BatchLayout, Any, torch.Tensor]:
+        """Return the backend, the layer's layout and metadata in this step, and its cache."""
+        assert self.kv_cache is not None, "the worker binds the cache before the first step"
+        assert context.backend is not None, "a model with a cache runs with a backend"
+        return context.backend, *context.of_group(self.group), self.kv_cache

@@ -391,12 +391,24 @@ class Operations:
         slot_mapping: torch.Tensor,
         cache_scales: tuple[float, float] = (1.0, 1.0),
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Do as `heads`, and write keys and values to the cache.
+        """Do as `heads`, and then as `write_cache`."""
+        query, key, value = self.heads(qkv, layout, positions, cos_sin, query_norm, key_norm)
+        self.write_cache(key, value, kv_cache, slot_mapping, cache_scales)
+        return query, key, value
+
+    def write_cache(
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        cache_scales: tuple[float, float] = (1.0, 1.0),
+    ) -> None:
+        """Write keys and values, [T, num_kv_heads, head_dim] each, to the cache.
 
         kv_cache: [2, num_blocks, block_size, num_kv_heads, head_dim]; slot_mapping: [T] int64. An
         fp8 cache gets keys and values divided by `cache_scales`, and clamped to the type's range.
         """
-        query, key, value = self.heads(qkv, layout, positions, cos_sin, query_norm, key_norm)
         for cache, part, scale in zip(kv_cache, (key, value), cache_scales, strict=True):
             if cache.dtype.itemsize == 1:
                 largest = torch.finfo(cache.dtype).max
@@ -404,7 +416,6 @@ class Operations:
                 # As bytes: torch has no indexed copy for fp8.
                 cache, part = cache.view(torch.uint8), part.view(torch.uint8)
             cache.flatten(0, 1).index_copy_(0, slot_mapping, part.to(cache.dtype))
-        return query, key, value
 
     def decode_inputs(
         self,

@@ -119,14 +119,14 @@ class AttentionBackendKit(Kit):
     def attend(
         self, backend: AttentionBackend, spec: AttentionSpec, batch: Batch, metadata: Any = None
     ) -> torch.Tensor:
-        """Run one step as a layer does: write the cache if the backend does not, then attend."""
+        """`Attention.attend` over the batch's cache: [num_tokens, num_heads, head_dim]."""
         query, key, value = (batch.joined(part) for part in ("query", "key", "value"))
-        if backend.standard_cache:
-            write(batch.cache, batch.layout, key, value)
         if metadata is None:
             metadata = backend.build_metadata(batch.layout)
-        more = {"sinks": self.sinks(spec)} if spec.sinks else {}
-        return backend.forward(spec, query, key, value, batch.cache, metadata, **more)
+        context = ForwardContext(backend, metadata, batch.layout, batch.positions)
+        layer = bound_layer(spec, batch, query.dtype)
+        out = layer.attend(query, key, value, context, sinks=self.sinks(spec))
+        return out.view(query.shape)
 
     def assert_near(
         self, got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype, *, times: float = 1.0
@@ -508,6 +508,13 @@ def assert_same(cache: torch.Tensor, want: torch.Tensor) -> None:
     torch.testing.assert_close(cache, want, atol=0, rtol=0, equal_nan=True)
 
 
+def bound_layer(spec: AttentionSpec, batch: Batch, dtype: torch.dtype) -> Attention:
+    """Return a layer over the batch's cache."""
+    layer = Attention(spec, BuildContext(batch.cache.device, dtype, Operations()))
+    layer.bind({"kv": batch.cache})
+    return layer
+
+
 def run_layer(
     backend: AttentionBackend,
     spec: AttentionSpec,
@@ -518,8 +525,7 @@ def run_layer(
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`Attention.forward` over the batch's cache: [num_tokens, num_heads * head_dim]."""
-    layer = Attention(spec, BuildContext(qkv.device, qkv.dtype, Operations()))
-    layer.bind({"kv": batch.cache})
+    layer = bound_layer(spec, batch, qkv.dtype)
     metadata = backend.build_metadata(batch.layout)
     context = ForwardContext(backend, metadata, batch.layout, batch.positions)
     query_norm, key_norm = (None if norm is None else SimpleNamespace(norm=norm) for norm in norms)

@@ -440,6 +440,9 @@ class OperationsKit(Kit):
         ]
         for one, other in zip(*results, strict=True):
             self.near(one, other, qkv.dtype, times=4)
+        apart = empty.clone()
+        each[0].write_cache(*(part.clone() for part in results[0][1:]), apart, slots, scales)
+        assert torch.equal(apart.view(torch.uint8), caches[0].view(torch.uint8)), "write_cache"
         others = [n for n in range(32) if n not in slots.tolist()]
         after, before = (
             part.view(torch.uint8).flatten(1, 2)[:, others] for part in (caches[0], empty)
