@@ -53,9 +53,9 @@ def measure_ceilings(device_name: str = "cuda", dtype_name: str = "bfloat16") ->
     copy = median_seconds(lambda: target.copy_(source), device, repeats=20 if big else 5)
     read = median_seconds(lambda: torch.sum(source), device, repeats=20 if big else 5)
     size = 8192 if big else 512
-    left = torch.randn(size, size, device=device).to(dtype)
+    matrix = torch.randn(size, size, device=device).to(dtype)
     right = torch.randn(size, size, device=device).to(dtype)
-    product = median_seconds(lambda: left @ right, device, repeats=20 if big else 3)
+    product = median_seconds(lambda: matrix @ right, device, repeats=20 if big else 3)
     if big:
         torch.cuda.empty_cache()
     return Ceilings(
@@ -137,11 +137,11 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     def step_weight_bytes(self, tokens: float) -> float:
         """Return the bytes of weights that a step of `tokens` tokens reads. Of the experts, those
         count that are expected to be chosen at least once if each token chooses uniformly."""
-        chosen = 0.0
+        num_experts = 0.0
         if self.experts:
             missed = (1 - self.experts_per_token / self.experts) ** tokens
-            chosen = self.experts * (1 - missed)
-        layer = self.attention_weights + self._mlp_weights(chosen)
+            num_experts = self.experts * (1 - missed)
+        layer = self.attention_weights + self._mlp_weights(num_experts)
         return (self.layers * layer + self.head_weights) * self.weight_bytes
 
     @property

@@ -9,7 +9,7 @@ import msgspec
 
 from .engine.backends import Backend
 from .roofline import Ceilings, Extent, ModelShape
-from .workloads import Ask, Workload
+from .workloads import BenchRequest, Workload
 
 Record: TypeAlias = dict[str, Any]
 
@@ -36,11 +36,12 @@ Measurement: TypeAlias = Callable[[Bench, Workload], Iterator[Record]]
 result that a later one of the same workload replaces has `partial`."""
 
 
-def extents(asks: Sequence[Ask], cached: Sequence[int] | None = None) -> list[Extent]:
+def extents(requests: Sequence[BenchRequest], cached: Sequence[int] | None = None) -> list[Extent]:
     """Return the sizes of requests, for the floors."""
-    known = cached or [0] * len(asks)
+    num_cached = cached or [0] * len(requests)
     return [
-        Extent(len(ask.prompt), ask.output, held) for ask, held in zip(asks, known, strict=True)
+        Extent(len(request.prompt), request.output, count)
+        for request, count in zip(requests, num_cached, strict=True)
     ]
 
 

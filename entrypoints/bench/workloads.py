@@ -201,7 +201,7 @@ WORKLOADS: dict[str, Workload] = {
 }  # fmt: skip
 
 
-class Ask(msgspec.Struct, frozen=True):
+class BenchRequest(msgspec.Struct, frozen=True):
     """One request: a prompt of token ids, and the number of tokens to generate."""
 
     prompt: list[int]
@@ -213,7 +213,9 @@ class Ask(msgspec.Struct, frozen=True):
     """Number of chunks after which the client closes the connection."""
 
 
-def draw(workload: Workload, vocab_size: int, trial: int, *, requests: int = 0) -> list[Ask]:
+def draw(
+    workload: Workload, vocab_size: int, trial: int, *, requests: int = 0
+) -> list[BenchRequest]:
     """Return a trial's requests: every trial has the same lengths, but different tokens.
 
     Ranges are drawn as in nano-vllm's benchmark (seed 0, prompts first, then lengths of outputs),
@@ -227,7 +229,7 @@ def draw(workload: Workload, vocab_size: int, trial: int, *, requests: int = 0) 
     if low == high and least == most:
         source = random.Random(f"{workload.id} {trial} {count}")
         return [
-            Ask(source.choices(range(usable), k=low), least, workload.temperature)
+            BenchRequest(source.choices(range(usable), k=low), least, workload.temperature)
             for _ in range(count)
         ]
     source = random.Random(0)
@@ -237,7 +239,7 @@ def draw(workload: Workload, vocab_size: int, trial: int, *, requests: int = 0) 
     outputs = [source.randint(least, most) for _ in range(count)]
     shift = 10007 * trial
     return [
-        Ask([(token + shift) % usable for token in prompt], output, workload.temperature)
+        BenchRequest([(token + shift) % usable for token in prompt], output, workload.temperature)
         for prompt, output in zip(prompts, outputs, strict=True)
     ]
 
@@ -265,11 +267,11 @@ OPTIONS: tuple[tuple[float, Callable[[random.Random, int], dict[str, Any]]], ...
 output."""
 
 
-def _draw_mixed(workload: Workload, usable: int, trial: int, count: int) -> list[Ask]:
+def _draw_mixed(workload: Workload, usable: int, trial: int, count: int) -> list[BenchRequest]:
     """Return requests of uniform lengths; 70 % have a temperature. `stop_token_ids` may end an
     output."""
     source = random.Random(f"{workload.id} {trial}")
-    asks = []
+    requests = []
     for _ in range(count):
         prompt = source.choices(range(usable), k=source.randint(*workload.prompt))
         output = source.randint(*workload.output)
@@ -283,8 +285,8 @@ def _draw_mixed(workload: Workload, usable: int, trial: int, count: int) -> list
         if output > 4 and source.random() < LEAVING:
             leave_after = source.randint(1, output // 2)
         temperature = source.choice((0.0, 0.7, 1.0)) if source.random() < 0.9 else 0.3
-        asks.append(Ask(prompt, output, temperature, options, leave_after))
-    return asks
+        requests.append(BenchRequest(prompt, output, temperature, options, leave_after))
+    return requests
 
 
 def write_model(name: str, folder: Path, *, tokenizer: bool = False) -> Path:
@@ -314,9 +316,9 @@ def _write_tokenizer(folder: Path, vocab_size: int) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     words = {f"t{token}": token for token in range(vocab_size)}
-    made = Tokenizer(models.WordLevel(words, unk_token="t0"))
-    made.pre_tokenizer = pre_tokenizers.Whitespace()
-    made.save(str(folder / "tokenizer.json"))
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="t0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(folder / "tokenizer.json"))
     facts = {
         "tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "t151645",
         "pad_token": "t151643", "unk_token": "t0", "model_max_length": 131072,
@@ -326,11 +328,11 @@ def _write_tokenizer(folder: Path, vocab_size: int) -> None:
 
 def choose(names: Sequence[str], kinds: Sequence[Kind]) -> list[Workload]:
     """Return workloads by id, in the given order. Raises ValueError with the known ids."""
-    known = {each.id.lower(): each for each in WORKLOADS.values() if each.kind in kinds}
-    chosen = []
+    workloads = {each.id.lower(): each for each in WORKLOADS.values() if each.kind in kinds}
+    selection = []
     for name in names:
-        if name.lower() not in known:
-            there = ", ".join(each.id for each in known.values())
-            raise ValueError(f"workload: {name!r} is none of those that run here: {there}")
-        chosen.append(known[name.lower()])
-    return chosen
+        if name.lower() not in workloads:
+            known_names = ", ".join(each.id for each in workloads.values())
+            raise ValueError(f"workload: {name!r} is none of those that run here: {known_names}")
+        selection.append(workloads[name.lower()])
+    return selection

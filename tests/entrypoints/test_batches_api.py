@@ -416,8 +416,10 @@ async def test_a_folder_that_cannot_be_used_stops_the_start(
 
 def test_wrong_flags_are_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     flags = ["--batch-dir", str(tmp_path), "--batch-max-file-bytes", "0"]
-    assert main(["serve", "--device", "cpu", *flags]) == 2
-    assert "batch_max_file_bytes: must be at least 1, got 0" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as exit:
+        main(["serve", "--device", "cpu", *flags])
+    assert exit.value.code == 2
+    assert "--batch-max-file-bytes: must be at least 1, got 0" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 from ....core.config import EngineConfig
-from ..workloads import Ask
+from ..workloads import BenchRequest
 
 SWITCH_INTERVAL = 0.00005
 """Same value as in the server."""
@@ -38,7 +38,7 @@ class Backend(Protocol):
     details: dict[str, Any]
     """Facts about the engine: device, attention backend, KV blocks."""
 
-    def run(self, asks: Sequence[Ask]) -> Outcome:
+    def run(self, requests: Sequence[BenchRequest]) -> Outcome:
         """Run all requests at once, to their end."""
 
     def forget(self) -> None:
@@ -69,30 +69,30 @@ class JackfieldBackend:
         gc.collect()
         gc.freeze()
 
-    def run(self, asks: Sequence[Ask]) -> Outcome:
+    def run(self, requests: Sequence[BenchRequest]) -> Outcome:
         from ....core.sampling_params import OutputKind, SamplingParams
 
-        async def one(ask: Ask) -> Any:
+        async def finish_one(request: BenchRequest) -> Any:
             params = SamplingParams(
-                max_tokens=ask.output,
-                temperature=ask.temperature,
+                max_tokens=request.output,
+                temperature=request.temperature,
                 ignore_eos=True,
                 detokenize=False,
                 output_kind=OutputKind.FINAL_ONLY,
             )
-            return await anext(self._engine.generate(ask.prompt, params))
+            return await anext(self._engine.generate(request.prompt, params))
 
         async def everything() -> tuple[float, list[Any]]:
-            began = time.perf_counter()
-            outputs = await asyncio.gather(*(one(ask) for ask in asks))
-            return time.perf_counter() - began, outputs
+            start = time.perf_counter()
+            outputs = await asyncio.gather(*(finish_one(request) for request in requests))
+            return time.perf_counter() - start, outputs
 
         seconds, outputs = self._loop.run_until_complete(everything())
         for output in outputs:
             if output.error is not None:
                 raise RuntimeError(output.error)
         tokens = [output.outputs[0].token_ids for output in outputs]
-        _check(asks, tokens)
+        _check(requests, tokens)
         return Outcome(seconds, tokens, sum(output.num_cached_tokens for output in outputs))
 
     def forget(self) -> None:
@@ -110,32 +110,32 @@ class VLLMBackend:
         import vllm
 
         self.version = vllm.__version__
-        given: dict[str, Any] = {
+        arguments: dict[str, Any] = {
             "model": model, "skip_tokenizer_init": True, "max_model_len": max_model_len,
             "gpu_memory_utilization": 0.9, **options,
         }  # fmt: skip
         if dummy:
-            given |= {"load_format": "dummy", "dtype": "bfloat16"}
+            arguments |= {"load_format": "dummy", "dtype": "bfloat16"}
         self._vllm = vllm
-        self._llm = vllm.LLM(**given)
+        self._llm = vllm.LLM(**arguments)
         self.details: dict[str, Any] = {}
 
-    def run(self, asks: Sequence[Ask]) -> Outcome:
-        prompts = [{"prompt_token_ids": ask.prompt} for ask in asks]
+    def run(self, requests: Sequence[BenchRequest]) -> Outcome:
+        prompts = [{"prompt_token_ids": request.prompt} for request in requests]
         params = [
             self._vllm.SamplingParams(
-                max_tokens=ask.output,
-                temperature=ask.temperature,
+                max_tokens=request.output,
+                temperature=request.temperature,
                 ignore_eos=True,
                 detokenize=False,
             )
-            for ask in asks
+            for request in requests
         ]
-        began = time.perf_counter()
+        start = time.perf_counter()
         outputs = self._llm.generate(prompts, params, use_tqdm=False)
-        seconds = time.perf_counter() - began
+        seconds = time.perf_counter() - start
         tokens = [list(output.outputs[0].token_ids) for output in outputs]
-        _check(asks, tokens)
+        _check(requests, tokens)
         cached = sum(getattr(output, "num_cached_tokens", None) or 0 for output in outputs)
         return Outcome(seconds, tokens, cached)
 
@@ -163,42 +163,44 @@ class TransformersBackend:
         self.version = importlib.metadata.version("transformers")
         self._torch = torch
         self._device = torch.device(device)
-        wanted = getattr(torch, dtype)
+        torch_dtype = getattr(torch, dtype)
         if dummy:
             config = transformers.AutoConfig.from_pretrained(model)
             with self._device:
-                made = transformers.AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-                    config, dtype=wanted
+                loaded_model = transformers.AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+                    config, dtype=torch_dtype
                 )
         else:
-            made = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=wanted)
-        self._model = made.to(self._device).eval()
+            loaded_model = transformers.AutoModelForCausalLM.from_pretrained(
+                model, dtype=torch_dtype
+            )
+        self._model = loaded_model.to(self._device).eval()
         self.details = {"attention": self._model.config._attn_implementation, "dtype": dtype}
 
-    def run(self, asks: Sequence[Ask]) -> Outcome:
-        tokens: list[list[int]] = [[] for _ in asks]
-        order = sorted(range(len(asks)), key=lambda index: asks[index].output)
-        began = time.perf_counter()
+    def run(self, requests: Sequence[BenchRequest]) -> Outcome:
+        tokens: list[list[int]] = [[] for _ in requests]
+        order = sorted(range(len(requests)), key=lambda index: requests[index].output)
+        start = time.perf_counter()
         for first in range(0, len(order), self.BATCH):
-            chosen = order[first : first + self.BATCH]
-            rows = self._generate([asks[index] for index in chosen])
-            for index, row in zip(chosen, rows, strict=True):
-                tokens[index] = row[: asks[index].output]
-        seconds = time.perf_counter() - began
-        _check(asks, tokens)
+            indices = order[first : first + self.BATCH]
+            rows = self._generate([requests[index] for index in indices])
+            for index, row in zip(indices, rows, strict=True):
+                tokens[index] = row[: requests[index].output]
+        seconds = time.perf_counter() - start
+        _check(requests, tokens)
         return Outcome(seconds, tokens, 0)
 
-    def _generate(self, asks: list[Ask]) -> list[list[int]]:
+    def _generate(self, requests: list[BenchRequest]) -> list[list[int]]:
         torch = self._torch
-        width, longest = max(len(a.prompt) for a in asks), max(a.output for a in asks)
-        ids = torch.zeros(len(asks), width, dtype=torch.int64)
+        width, longest = max(len(a.prompt) for a in requests), max(a.output for a in requests)
+        ids = torch.zeros(len(requests), width, dtype=torch.int64)
         mask = torch.zeros_like(ids)
-        for row, ask in enumerate(asks):
-            ids[row, width - len(ask.prompt) :] = torch.tensor(ask.prompt)
-            mask[row, width - len(ask.prompt) :] = 1
+        for row, request in enumerate(requests):
+            ids[row, width - len(request.prompt) :] = torch.tensor(request.prompt)
+            mask[row, width - len(request.prompt) :] = 1
         sampling: dict[str, Any] = {"do_sample": False}
-        if asks[0].temperature > 0:
-            sampling = {"do_sample": True, "temperature": asks[0].temperature, "top_k": 0}
+        if requests[0].temperature > 0:
+            sampling = {"do_sample": True, "temperature": requests[0].temperature, "top_k": 0}
         out = self._model.generate(
             input_ids=ids.to(self._device),
             attention_mask=mask.to(self._device),
@@ -219,12 +221,12 @@ class TransformersBackend:
         gc.collect()
 
 
-def _check(asks: Sequence[Ask], tokens: Sequence[Sequence[int]]) -> None:
+def _check(requests: Sequence[BenchRequest], tokens: Sequence[Sequence[int]]) -> None:
     """Raise if a request has fewer tokens than it should, because its throughput would not
     count."""
-    wanted, got = [ask.output for ask in asks], [len(row) for row in tokens]
-    if wanted != got:
-        raise RuntimeError(f"{sum(got)} tokens came instead of {sum(wanted)}")
+    expected, lengths = [request.output for request in requests], [len(row) for row in tokens]
+    if expected != lengths:
+        raise RuntimeError(f"{sum(lengths)} tokens came instead of {sum(expected)}")
 
 
 def event_loop() -> asyncio.AbstractEventLoop:

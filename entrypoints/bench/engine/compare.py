@@ -35,14 +35,14 @@ def run(argv: list[str]) -> int:
     status = 0
     ceilings = "measure"
     for engine in args.engines or installed():
-        given = [*args.workloads, "--engine", engine, "--ceilings", ceilings, *rest]
-        records, ended = run_process(given, timeout=args.budget_s)
+        arguments = [*args.workloads, "--engine", engine, "--ceilings", ceilings, *rest]
+        records, exit_status = run_process(arguments, timeout=args.budget_s)
         for record in records:
             emitter.emit(record)
             if "ceilings" in record:
                 ceilings = json.dumps(record["ceilings"])
-        if ended:
-            say(f"{engine}: {'out of time' if ended < 0 else f'exit status {ended}'}")
+        if exit_status:
+            say(f"{engine}: {'out of time' if exit_status < 0 else f'exit status {exit_status}'}")
             status = 1
     print(ratios(emitter.records))
     return status
@@ -57,17 +57,17 @@ def ratios(records: Sequence[Record]) -> str:
     """Return a table: each workload's headline number by engine, and Jackfield's ratio to each
     peer."""
     engines = list(dict.fromkeys(record["engine"] for record in records))
-    found: dict[tuple[str, str, str], dict[str, float]] = {}
+    headlines: dict[tuple[str, str, str], dict[str, float]] = {}
     for record in records:
         workload = WORKLOADS.get(record["workload"])
         headline = "first_token_s" if workload is None else workload.headline
         if headline in record.get("measured", {}):
             at = ", ".join(f"{k}={v}" for k, v in record.get("at", {}).items())
-            row = found.setdefault((record["workload"], at, headline), {})
+            row = headlines.setdefault((record["workload"], at, headline), {})
             row[record["engine"]] = record["measured"][headline]
     peers = [engine for engine in engines if engine != "jackfield"]
     rows = []
-    for (name, at, headline), numbers in found.items():
+    for (name, at, headline), numbers in headlines.items():
         own = numbers.get("jackfield")
         shares = [
             own / numbers[peer] if own is not None and peer in numbers else None for peer in peers

@@ -15,11 +15,11 @@ import msgspec
 from ..report import percentile
 from ..roofline import decode_step_floor
 from ..types import Bench, Record, rounded
-from ..workloads import Ask, Workload, draw
+from ..workloads import BenchRequest, Workload, draw
 
 
-def cut(asks: list[Ask], output: int) -> list[Ask]:
-    return [Ask(ask.prompt, output, ask.temperature) for ask in asks]
+def cut(requests: list[BenchRequest], output: int) -> list[BenchRequest]:
+    return [BenchRequest(request.prompt, output, request.temperature) for request in requests]
 
 
 class Trials:
@@ -31,8 +31,8 @@ class Trials:
     def seconds(self, rows: int, output: int) -> float:
         """Return the time of `rows` concurrent requests with `output` tokens each."""
         self._trial += 1
-        asks = draw(self._workload, self._bench.vocab_size, self._trial, requests=rows)
-        return self._bench.backend.run(cut(asks, output)).seconds
+        requests = draw(self._workload, self._bench.vocab_size, self._trial, requests=rows)
+        return self._bench.backend.run(cut(requests, output)).seconds
 
 
 def measure_latency(bench: Bench, workload: Workload) -> Iterator[Record]:

@@ -27,7 +27,15 @@ from ...flags.engine_flags import Parser, add_engine_options, engine_options, fa
 from ..report import Emitter, add_output_options, environment, say, summary
 from ..roofline import Ceilings, ModelShape, given_ceilings, measure_ceilings
 from ..types import Bench, Measurement, Record
-from ..workloads import ARCHITECTURES, Ask, Kind, Workload, choose, model_config_dict, write_model
+from ..workloads import (
+    ARCHITECTURES,
+    BenchRequest,
+    Kind,
+    Workload,
+    choose,
+    model_config_dict,
+    write_model,
+)
 from .backends import Backend, JackfieldBackend, TransformersBackend, VLLMBackend
 
 BEGAN = time.time()
@@ -142,8 +150,8 @@ def checkpoint(model: str, *, tokenizer: bool = False) -> Iterator[tuple[str, bo
         yield model, False
         return
     with tempfile.TemporaryDirectory(prefix="jackfield-bench-") as folder:
-        made = write_model(names[model.lower()], Path(folder), tokenizer=tokenizer)
-        yield str(made), True
+        path = write_model(names[model.lower()], Path(folder), tokenizer=tokenizer)
+        yield str(path), True
 
 
 class Session:
@@ -182,7 +190,7 @@ class Session:
             emitter = Emitter(args.output, facts)
             try:
                 bench = self._bench(backend, model, ceilings)
-                backend.run([Ask([1, 2, 3], 1)])
+                backend.run([BenchRequest([1, 2, 3], 1)])
                 first = time.time() - args.began - apart
                 times = {"ready_s": round(ready, 3), "first_token_s": round(first, 3)}
                 started: Record = {"workload": "start", "measured": times}
@@ -212,9 +220,9 @@ class Session:
         return status
 
     def _device(self) -> str:
-        wanted = str(self.options.get("device", "auto"))
-        if wanted != "auto":
-            return wanted
+        device = str(self.options.get("device", "auto"))
+        if device != "auto":
+            return device
         if self.args.engine == "vllm":
             return "cuda"
         import torch
@@ -222,11 +230,11 @@ class Session:
         return "cuda" if torch.cuda.is_available() else "cpu"
 
     def _ceilings(self) -> Ceilings | None:
-        wanted = self.args.ceilings or ("none" if self.args.engine == "vllm" else "measure")
-        if wanted == "none":
+        source = self.args.ceilings or ("none" if self.args.engine == "vllm" else "measure")
+        if source == "none":
             return None
-        if wanted != "measure":
-            return given_ceilings(wanted)
+        if source != "measure":
+            return given_ceilings(source)
         say("measuring what this device can do")
         return measure_ceilings(self.device, self.dtype)
 
@@ -243,19 +251,19 @@ class Session:
             return TransformersBackend(
                 str(_folder(model)), dummy=dummy, device=self.device, dtype=self.dtype
             )
-        given: dict[str, Any] = {
+        options: dict[str, Any] = {
             "model": model, "max_model_len": length, "skip_tokenizer_init": True,
             "load_format": "dummy" if dummy else "auto",
         }  # fmt: skip
-        return JackfieldBackend(EngineConfig.from_options(given | self.options))
+        return JackfieldBackend(EngineConfig.from_options(options | self.options))
 
     def _bench(self, backend: Backend, model: str, ceilings: Ceilings | None) -> Bench:
         config = model_config_dict(_folder(model))
         size = ITEM_BYTES[self.dtype]
-        given = self.options | self.args.peer_options
+        options = self.options | self.args.peer_options
         if (
-            given.get("quantization")
-            or given.get("kv_cache_dtype", "auto") != "auto"
+            options.get("quantization")
+            or options.get("kv_cache_dtype", "auto") != "auto"
             or config.get("quantization_config")
         ):
             ceilings = None  # Floors count bytes of the unquantized dtype.

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from ..roofline import Extent, batch_floor, decode_step_floor, prefill_floor, prefill_flops
 from ..types import Bench, Record, extents, rounded
-from ..workloads import Ask, Kind, Workload, draw
+from ..workloads import BenchRequest, Kind, Workload, draw
 from .latency import cut, rounded_list
 
 
@@ -18,10 +18,13 @@ def measure_batch(bench: Bench, workload: Workload) -> Iterator[Record]:
         bench.backend.run(draw(workload, bench.vocab_size, trial))
     seconds: list[float] = []
     for done in range(1, repeats + 1):
-        asks = draw(workload, bench.vocab_size, warmup + done)
-        seconds.append(bench.backend.run(asks).seconds)
+        requests = draw(workload, bench.vocab_size, warmup + done)
+        seconds.append(bench.backend.run(requests).seconds)
         median = statistics.median(seconds)
-        prompt, output = sum(len(ask.prompt) for ask in asks), sum(ask.output for ask in asks)
+        prompt, output = (
+            sum(len(request.prompt) for request in requests),
+            sum(request.output for request in requests),
+        )
         measured = {
             "seconds": median,
             "output_tokens_per_second": output / median,
@@ -29,12 +32,12 @@ def measure_batch(bench: Bench, workload: Workload) -> Iterator[Record]:
         }
         record: Record = {"measured": measured}
         if bench.ceilings is not None:
-            floor = batch_floor(bench.shape, bench.ceilings, extents(asks))
+            floor = batch_floor(bench.shape, bench.ceilings, extents(requests))
             measured["share_of_floor"] = floor / median
             record["floor"] = rounded({"seconds": floor})
         record["measured"] = rounded(measured)
         record["repeats"] = {"seconds": rounded_list(seconds)}
-        record["at"] = {"requests": len(asks), "prompt_tokens": prompt, "output_tokens": output}
+        record["at"] = {"requests": len(requests), "prompt_tokens": prompt, "output_tokens": output}
         yield {**record, "partial": True} if done < repeats else record
 
 
@@ -59,22 +62,22 @@ def measure_prefill(bench: Bench, workload: Workload) -> Iterator[Record]:
         bench.backend.run(draw(workload, bench.vocab_size, trial, requests=few))
     seconds: list[float] = []
     for done in range(1, repeats + 1):
-        asks = draw(workload, bench.vocab_size, warmup + done)
-        seconds.append(bench.backend.run(asks).seconds)
+        requests = draw(workload, bench.vocab_size, warmup + done)
+        seconds.append(bench.backend.run(requests).seconds)
         median = statistics.median(seconds)
-        tokens = sum(len(ask.prompt) for ask in asks)
+        tokens = sum(len(request.prompt) for request in requests)
         measured = {"seconds": median, "prompt_tokens_per_second": tokens / median}
         record: Record = {"measured": measured}
         if bench.ceilings is not None:
-            floor = prefill_floor(bench.shape, bench.ceilings, extents(asks))
-            flops = prefill_flops(bench.shape, extents(asks))
+            floor = prefill_floor(bench.shape, bench.ceilings, extents(requests))
+            flops = prefill_flops(bench.shape, extents(requests))
             measured["share_of_floor"] = floor / median
             record["floor"] = rounded(
                 {"seconds": floor, "prompt_tokens_per_second": tokens / floor, "flops": flops}
             )
         record["measured"] = rounded(measured)
         record["repeats"] = {"seconds": rounded_list(seconds)}
-        record["at"] = {"requests": len(asks), "prompt": workload.prompt[0]}
+        record["at"] = {"requests": len(requests), "prompt": workload.prompt[0]}
         yield {**record, "partial": True} if done < repeats else record
 
 
@@ -85,34 +88,34 @@ def measure_context(bench: Bench, workload: Workload) -> Iterator[Record]:
     used.
     """
     _, repeats = bench.times(workload)
-    asks = draw(workload, bench.vocab_size, 0)
-    first = cut(asks, 1)
-    tokens = sum(len(ask.prompt) for ask in asks)
+    requests = draw(workload, bench.vocab_size, 0)
+    first = cut(requests, 1)
+    tokens = sum(len(request.prompt) for request in requests)
     cold = bench.backend.run(first).seconds
-    at = {"requests": len(asks), "prompt": workload.prompt[0], "output": workload.output[0]}
+    at = {"requests": len(requests), "prompt": workload.prompt[0], "output": workload.output[0]}
     prefilled: Record = {"prefill_tokens_per_second": tokens / cold, "prefill_seconds": cold}
     yield {"measured": rounded(prefilled), "at": at, "partial": True}
-    bench.backend.run(asks)
-    ones = [bench.backend.run(first).seconds for _ in range(repeats)]
+    bench.backend.run(requests)
+    seconds = [bench.backend.run(first).seconds for _ in range(repeats)]
     whole: list[float] = []
     for done in range(1, repeats + 1):
-        outcome = bench.backend.run(asks)
+        outcome = bench.backend.run(requests)
         whole.append(outcome.seconds)
-        step = (statistics.median(whole) - statistics.median(ones)) / (workload.output[0] - 1)
+        step = (statistics.median(whole) - statistics.median(seconds)) / (workload.output[0] - 1)
         measured = {
             "ms_per_step": 1e3 * step,
-            "decode_tokens_per_second": len(asks) / step,
+            "decode_tokens_per_second": len(requests) / step,
             "prompt_share_cached": outcome.cached_tokens / tokens,
             **prefilled,
         }
         record: Record = {"measured": measured}
         if bench.ceilings is not None:
-            context = tokens + len(asks) * workload.output[0] / 2
-            floor = decode_step_floor(bench.shape, bench.ceilings, len(asks), context)
+            context = tokens + len(requests) * workload.output[0] / 2
+            floor = decode_step_floor(bench.shape, bench.ceilings, len(requests), context)
             measured["share_of_floor"] = floor / step
             record["floor"] = rounded({"ms_per_step": 1e3 * floor})
         record["measured"] = rounded(measured)
-        record["repeats"] = {"whole_s": rounded_list(whole), "first_s": rounded_list(ones)}
+        record["repeats"] = {"whole_s": rounded_list(whole), "first_s": rounded_list(seconds)}
         record["at"] = at
         yield {**record, "partial": True} if done < repeats else record
 
@@ -155,21 +158,22 @@ def _chat(bench: Bench, workload: Workload, trial: int) -> tuple[float, list[lis
     usable = bench.vocab_size - bench.vocab_size // 150
     start = [(trial + 17 * token) % usable for token in range(workload.system)]
     histories = [list(start) for _ in range(workload.requests)]
-    known = [workload.system if chat else 0 for chat in range(workload.requests)]
+    num_cached = [workload.system if chat else 0 for chat in range(workload.requests)]
     seconds, cached, sizes = 0.0, 0, []
     for turn in range(workload.turns):
         words = draw(workload, bench.vocab_size, 1000 * trial + turn)
-        asks = [
-            Ask(history + said.prompt, said.output)
-            for history, said in zip(histories, words, strict=True)
+        requests = [
+            BenchRequest(history + addition.prompt, addition.output)
+            for history, addition in zip(histories, words, strict=True)
         ]
-        sizes.append(extents(asks, known))
-        outcome = bench.backend.run(asks)
+        sizes.append(extents(requests, num_cached))
+        outcome = bench.backend.run(requests)
         seconds, cached = seconds + outcome.seconds, cached + outcome.cached_tokens
         histories = [
-            ask.prompt + answer for ask, answer in zip(asks, outcome.token_ids, strict=True)
+            request.prompt + result
+            for request, result in zip(requests, outcome.token_ids, strict=True)
         ]
-        known = [len(history) - 1 for history in histories]
+        num_cached = [len(history) - 1 for history in histories]
     return seconds, sizes, cached
 
 

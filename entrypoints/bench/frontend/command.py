@@ -90,14 +90,14 @@ class Case(msgspec.Struct, frozen=True):
         the end."""
 
         def ids(text: str, length: int = 0) -> list[int]:
-            found = tokenizer.encode(text, add_special_tokens=False)
-            return (found * (length // len(found) + 1))[:length] if length else found
+            token_ids = tokenizer.encode(text, add_special_tokens=False)
+            return (token_ids * (length // len(token_ids) + 1))[:length] if length else token_ids
 
         if not self.parsers:
             return ids(ANSWER, tokens)
         begin, close, call = ids("<think>\n"), ids("</think>\n\n"), ids(CALL)
-        left = max(2, tokens - len(begin) - len(close) - len(call))
-        return begin + ids(THOUGHT, left // 2) + close + ids(ANSWER, left - left // 2) + call
+        budget = max(2, tokens - len(begin) - len(close) - len(call))
+        return begin + ids(THOUGHT, budget // 2) + close + ids(ANSWER, budget - budget // 2) + call
 
     @property
     def options(self) -> Record:
@@ -297,9 +297,11 @@ async def trial(
     before = yardstick()
     out, _ = await client.communicate(msgspec.json.encode(order))
     after = yardstick()
-    came = msgspec.json.decode(out, type=Drained)
-    if came.ok != streams:
-        raise RuntimeError(f"{came.ok} of {streams} streams ended well; the first: {came.first}")
+    drained = msgspec.json.decode(out, type=Drained)
+    if drained.ok != streams:
+        raise RuntimeError(
+            f"{drained.ok} of {streams} streams ended well; the first: {drained.first}"
+        )
     begin, end = executor.begin, executor.end
     if begin is None or end is None or begin.steps == end.steps:
         raise RuntimeError("never did all streams run together: more tokens, or fewer streams")
@@ -320,10 +322,10 @@ async def trial(
         **({} if others else {"kernel_us_per_token": 1e6 * system / count}),
         "tokens_per_cpu_second": count / (user + system),
         "tokens_per_second": count / (end.wall - begin.wall),
-        "frames_per_token": came.frames / (streams * tokens),
-        "bytes_per_token": came.num_bytes / (streams * tokens),
+        "frames_per_token": drained.frames / (streams * tokens),
+        "bytes_per_token": drained.num_bytes / (streams * tokens),
         **{f"{part} us": (end.parts[part] - begin.parts[part]) / 1e3 / count for part in end.parts},
-        "client_cpu_us_per_token": 1e6 * came.cpu_seconds / (streams * tokens),
+        "client_cpu_us_per_token": 1e6 * drained.cpu_seconds / (streams * tokens),
         "yardstick_ns": (before + after) / 2,
     }
 
@@ -337,7 +339,7 @@ def yardstick() -> float:
     """
     turns = 40_000
     words: dict[int, str] = {}
-    began = time.thread_time()
+    start = time.thread_time()
     for turn in range(turns):
         words[turn & 1023] = f"{turn}"
-    return 1e9 * (time.thread_time() - began) / turns
+    return 1e9 * (time.thread_time() - start) / turns

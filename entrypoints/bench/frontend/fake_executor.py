@@ -40,9 +40,9 @@ class Clock(msgspec.Struct):
 
     @classmethod
     def now(cls, steps: int, parts: dict[str, int], others: Sequence[int]) -> Clock:
-        used = resource.getrusage(resource.RUSAGE_SELF)
+        rusage = resource.getrusage(resource.RUSAGE_SELF)
         times = [cpu_seconds(pid) for pid in others]
-        return cls(steps, time.perf_counter(), used.ru_utime, used.ru_stime, dict(parts), times)
+        return cls(steps, time.perf_counter(), rusage.ru_utime, rusage.ru_stime, dict(parts), times)
 
 
 def cpu_seconds(pid: int) -> float:
@@ -120,17 +120,17 @@ class ScriptedExecutor:
 
     def tokens(self, plan: StepPlan) -> list[int]:
         """[num_rows]"""
-        said, script = self._said, self.script
+        positions, script = self._said, self.script
         for start in plan.starts:
-            said[start.slot] = len(start.token_ids) - start.num_prompt_tokens
+            positions[start.slot] = len(start.token_ids) - start.num_prompt_tokens
         length = len(script)
         token_ids = []
         for slot, samples in zip(plan.slots, plan.samples, strict=True):
             if not samples:
                 token_ids.append(-1)
                 continue
-            at = said[slot]
-            said[slot] = at + 1
+            at = positions[slot]
+            positions[slot] = at + 1
             token_ids.append(script[at % length])
         return token_ids
 

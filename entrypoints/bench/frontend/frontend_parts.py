@@ -32,11 +32,11 @@ def watch_steps(engine: AsyncEngine, executor: ScriptedExecutor) -> None:
         inner = getattr(owner, name)
 
         def timed(*arguments: Any) -> Any:
-            began = time.thread_time_ns()
+            start = time.thread_time_ns()
             try:
                 return inner(*arguments)
             finally:
-                parts[part] += time.thread_time_ns() - began
+                parts[part] += time.thread_time_ns() - start
 
         setattr(owner, name, timed)
 
@@ -54,30 +54,30 @@ def time_alone(
     engine: AsyncEngine, body: bytes, script: Sequence[int], streams: int
 ) -> dict[str, float]:
     """Return the microseconds per token of each per-token part of a chat, over all streams."""
-    asked = decode(body, ChatRequest)
-    jobs = [ChatCompletion(engine, asked) for _ in range(streams)]
+    request = decode(body, ChatRequest)
+    jobs = [ChatCompletion(engine, request) for _ in range(streams)]
     params = jobs[0].params
     tokens = [(token,) for token in script]
 
     def detokenizer() -> Callable[[int], object]:
-        one = IncrementalDetokenizer(
+        incremental = IncrementalDetokenizer(
             tokenizer_of(engine), (), skip_special_tokens=params.skip_special_tokens
         )
-        return lambda at: one.push(tokens[at])
+        return lambda at: incremental.push(tokens[at])
 
     def text() -> Callable[[int], object]:
-        one = OutputText(engine.tokenizer, (), params)
-        return lambda at: one.push(tokens[at], at + 1)
+        visible_text = OutputText(engine.tokenizer, (), params)
+        return lambda at: visible_text.push(tokens[at], at + 1)
 
-    shown = OutputText(engine.tokenizer, (), params)
+    output_text = OutputText(engine.tokenizer, (), params)
     outputs: list[RequestOutput] = []
     for at, token in enumerate(script):
-        shown.push([token], at + 1)
+        output_text.push([token], at + 1)
         completion = CompletionOutput(
             index=0,
-            text=shown.take_delta(),
+            text=output_text.take_delta(),
             token_ids=[token],
-            token_ends=shown.token_ends[-1:],
+            token_ends=output_text.token_ends[-1:],
         )
         outputs.append(
             RequestOutput(
@@ -120,8 +120,8 @@ def time_alone(
 def _microseconds(streams: Sequence[Callable[[int], object]], steps: int) -> float:
     """Return the microseconds of one call, averaged over all streams, called in turn at each
     step."""
-    began = time.thread_time()
+    start = time.thread_time()
     for step in range(steps):
         for stream in streams:
             stream(step)
-    return 1e6 * (time.thread_time() - began) / (steps * len(streams))
+    return 1e6 * (time.thread_time() - start) / (steps * len(streams))

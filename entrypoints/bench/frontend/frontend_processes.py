@@ -26,14 +26,14 @@ async def serving_fronts(
         "--port", "0", "--api-server-count", str(count), "--executor", "scripted",
         "--device", "cpu", "--max-num-seqs", str(streams), *flags,
     ]  # fmt: skip
-    found = settings(argv)
-    found.plugins["executor"].add("scripted", executor)
-    core = EngineCore(found.config, found.plugins)
-    engine = AsyncEngine(found.config, plugins=found.plugins, core=core)
+    base = settings(argv)
+    base.plugins["executor"].add("scripted", executor)
+    core = EngineCore(base.config, base.plugins)
+    engine = AsyncEngine(base.config, plugins=base.plugins, core=core)
     with (
         tempfile.TemporaryDirectory(prefix="jackfield-") as folder,
-        bound(found.listen, count) as sockets,
+        bound(base.listen, count) as sockets,
     ):
-        async with fronted(engine, core, found, folder, sockets) as (server, _):
+        async with fronted(engine, core, base, folder, sockets) as (server, _):
             executor.others = [front.pid for front in server.fronts]
-            yield address(found.listen, sockets[0][0].getsockname()[1]), engine
+            yield address(base.listen, sockets[0][0].getsockname()[1]), engine

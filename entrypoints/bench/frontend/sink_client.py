@@ -75,7 +75,7 @@ def drain(order: Drain) -> Drained:
         streams[stream.socket.fileno()] = stream
         poll.register(stream.socket, select.EPOLLIN)
     everything = list(streams.values())
-    began = time.process_time()
+    start = time.process_time()
     while streams:
         for number, _ in poll.poll(timeout=1.0):
             stream = streams[number]
@@ -92,7 +92,7 @@ def drain(order: Drain) -> Drained:
         frames=sum(stream.frames for stream in everything),
         num_bytes=sum(stream.num_bytes for stream in everything),
         ok=sum(stream.ok for stream in everything),
-        cpu_seconds=time.process_time() - began,
+        cpu_seconds=time.process_time() - start,
         first=b"".join(everything[0].kept or []).decode(),
     )
 

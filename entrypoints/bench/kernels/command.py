@@ -76,14 +76,14 @@ def _run(args: argparse.Namespace, device: str) -> int:
         "ceilings": msgspec.to_builtins(ceilings),
     }  # fmt: skip
     where = torch.device(device)
-    chosen = list(cases(QWEN3_8B if big else TINY, where, getattr(torch, dtype)))
-    there = dict.fromkeys(case.kernel for case in chosen)
+    selection = list(cases(QWEN3_8B if big else TINY, where, getattr(torch, dtype)))
+    kernels = dict.fromkeys(case.kernel for case in selection)
     for name in args.kernels:
-        if name not in there:
-            raise ConfigError(f"no such kernel: {name}; there are {', '.join(there)}")
+        if name not in kernels:
+            raise ConfigError(f"no such kernel: {name}; there are {', '.join(kernels)}")
     emitter = Emitter(args.output, facts)
     status = 0
-    for case in chosen:
+    for case in selection:
         if args.kernels and case.kernel not in args.kernels:
             continue
         try:
@@ -136,12 +136,12 @@ def kernel_table(records: list[Record]) -> str:
     """Return a table with one row per kernel and shape."""
     rows = []
     for record in records:
-        got, floor = record.get("measured", {}), record.get("floor", {})
-        share = got.get("share_of_floor")
+        measured, floor = record.get("measured", {}), record.get("floor", {})
+        share = measured.get("share_of_floor")
         rows.append([
-            record["workload"], record["at"]["shape"], got.get("us"), floor.get("us"),
-            floor.get("bound", record.get("error", "")[:60]), got.get("gb_per_second"),
-            got.get("tflops"), None if share is None else 100 * share,
+            record["workload"], record["at"]["shape"], measured.get("us"), floor.get("us"),
+            floor.get("bound", record.get("error", "")[:60]), measured.get("gb_per_second"),
+            measured.get("tflops"), None if share is None else 100 * share,
         ])  # fmt: skip
     header = ["kernel", "shape", "us", "floor us", "bound by", "GB/s", "TFLOP/s", "% of floor"]
     return table(rows, header)

@@ -56,11 +56,11 @@ def _cases(
 ) -> Iterator[ExpertCase]:
     num_experts, top_k, hidden, inner, _ = mixture
     num_slots, item = num_tokens * top_k, dtype.itemsize
-    made = torch.Generator().manual_seed(num_tokens)
-    logits = torch.randn(num_tokens, num_experts, generator=made)
-    chosen = logits.topk(top_k).indices.to(torch.int32)
+    generator = torch.Generator().manual_seed(num_tokens)
+    logits = torch.randn(num_tokens, num_experts, generator=generator)
+    expert_ids = logits.topk(top_k).indices.to(torch.int32)
     # The choice of experts decides how much has to be read.
-    read = int(torch.bincount(chosen.flatten()).count_nonzero())
+    read = int(torch.bincount(expert_ids.flatten()).count_nonzero())
     few = few_slots(num_tokens, top_k, num_experts)
 
     def random(*shape: int) -> torch.Tensor:
@@ -68,7 +68,7 @@ def _cases(
 
     def routing() -> Routing:
         weights = torch.full((num_tokens, top_k), 1 / top_k, device=device)
-        return Routing(weights, chosen.to(device))
+        return Routing(weights, expert_ids.to(device))
 
     def gate_up() -> torch.Tensor:
         return random(num_experts * 2 * inner, hidden).div_(hidden**0.5)
@@ -99,8 +99,8 @@ def _cases(
         return lambda: expert_matmul(x, slots, counts, stacked, top_k=top_k, gated=False)
 
     def choice() -> Work:
-        drawn = logits.to(device, dtype)
-        return lambda: topk_softmax(drawn, top_k, renormalize=True)
+        device_logits = logits.to(device, dtype)
+        return lambda: topk_softmax(device_logits, top_k, renormalize=True)
 
     def lists() -> Work:
         experts = routing().experts
@@ -120,9 +120,9 @@ def _cases(
         product, f"gate and up, {shape}", 2 * weight + rows + num_slots * inner * item,
         first_product, 2 * flops,
     )  # fmt: skip
-    written = 2 * rows if few else rows * top_k
+    num_rows = 2 * rows if few else rows * top_k
     yield ExpertCase(
-        product, f"down, {shape}", weight + num_slots * inner * item + written,
+        product, f"down, {shape}", weight + num_slots * inner * item + num_rows,
         second_product, flops,
     )  # fmt: skip
     ids = num_tokens * num_experts * item + num_slots * 8

@@ -164,8 +164,8 @@ class _Maker:
         def make() -> Work:
             x, weight = self.random(1, size), self.random(rows, size)
             scale = (self.random(size), EPS) if norm else None
-            added = self.random(1, rows) if residual else None
-            return lambda: gemv(x, weight, norm=scale, residual=added, gated=gated)
+            residual_row = self.random(1, rows) if residual else None
+            return lambda: gemv(x, weight, norm=scale, residual=residual_row, gated=gated)
 
         return Case(
             kernel="gemv", shape=f"{name} {rows} x {size}", bytes=rows * size * self.item, make=make
@@ -186,7 +186,7 @@ class _Maker:
 
         def make() -> Work:
             x, weight = self.random(rows, product.inputs), self.random(stacked, product.inputs)
-            added = None if product.gated else self.random(rows, product.outputs)
+            residual = None if product.gated else self.random(rows, product.outputs)
             config = small_m_config(product, rows, self.device) or small_m_rule(product, rows)
             assert config is not None
             room = split_k_floats(rows, product.outputs, config.split_k, product.gated)
@@ -195,7 +195,12 @@ class _Maker:
                 torch.zeros(MAX_TILES, dtype=torch.int32, device=self.device),
             )
             return lambda: small_m_matmul(
-                x, weight, residual=added, gated=product.gated, config=config, workspace=workspace
+                x,
+                weight,
+                residual=residual,
+                gated=product.gated,
+                config=config,
+                workspace=workspace,
             )
 
         return Case(
@@ -240,8 +245,8 @@ class _Maker:
             )  # fmt: skip
 
         read = s.qkv * self.item + s.head_dim * 4
-        written = (s.num_heads + s.num_kv_heads) * s.head_dim + s.kv
-        moved = tokens * (read + written * self.item)
+        num_values = (s.num_heads + s.num_kv_heads) * s.head_dim + s.kv
+        moved = tokens * (read + num_values * self.item)
         return Case(
             kernel="qk_norm_rope_cache", shape=f"{tokens} x {s.qkv}", bytes=moved, make=make
         )
@@ -352,8 +357,8 @@ class _Maker:
             slots = torch.arange(rows, device=self.device)
             lengths = torch.full_like(slots, 3)
             history = torch.zeros(rows, 8, dtype=torch.int32, device=self.device)
-            chosen = torch.zeros(rows, dtype=torch.int32, device=self.device)
-            return lambda: sample_gumbel(logits, ready, slots, lengths, history, chosen)
+            token_ids = torch.zeros(rows, dtype=torch.int32, device=self.device)
+            return lambda: sample_gumbel(logits, ready, slots, lengths, history, token_ids)
 
         return Case(
             kernel="sample_gumbel", shape=f"{rows} x {vocab}", bytes=rows * vocab * self.item,

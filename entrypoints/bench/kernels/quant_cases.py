@@ -63,11 +63,11 @@ def quant_cases(
         if bits == 4:
             group = min(GROUP, size)
             words, scale = round_to_words(random(rows, size), 4, group)
-            made = PackedWeight(words, scale, group, bits=4)
+            packed = PackedWeight(words, scale, group, bits=4)
         else:
             values, scales = round_to_fp8(random(rows, size))
-            made = PackedWeight(values, scales[None], size)
-        return QuantizedWeight(made.values, made.scale, None, made.group_size, 1, made.bits)
+            packed = PackedWeight(values, scales[None], size)
+        return QuantizedWeight(packed.values, packed.scale, None, packed.group_size, 1, packed.bits)
 
     def moved(bits: int, rows: int, size: int) -> float:
         scales = rows * -(-size // GROUP) * dtype.itemsize if bits == 4 else rows * 4

@@ -29,9 +29,9 @@ def median_seconds(
 
 
 def _clocked(work: Callable[[], object]) -> float:
-    began = time.perf_counter()
+    start = time.perf_counter()
     work()
-    return time.perf_counter() - began
+    return time.perf_counter() - start
 
 
 def graph_seconds(
@@ -46,11 +46,11 @@ def graph_seconds(
 
     Their results stay alive, so that each has memory of its own.
     """
-    kept = [work() for work in works]
+    results = [work() for work in works]
     torch.cuda.synchronize(device)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        kept += [work() for work in works]
+        results += [work() for work in works]
     seconds = median_seconds(graph.replay, device, repeats=repeats, warmup=warmup)
-    del kept
+    del results
     return seconds / len(works)

@@ -73,16 +73,16 @@ def _run(args: argparse.Namespace) -> int:
     say(f"compiling {len(jobs)} candidates in {args.processes} processes")
     with multiprocessing.get_context("spawn").Pool(args.processes) as pool:
         compiled = pool.map(compile_one, jobs, chunksize=8)
-    there = [job for job, done in zip(jobs, compiled, strict=True) if done]
+    jobs_compiled = [job for job, done in zip(jobs, compiled, strict=True) if done]
     measured: dict[str, list[dict[str, Any]]] = {kernel: [] for kernel in args.kernels}
-    for kernel, product, rows in dict.fromkeys(job[:3] for job in there):
-        configs = [job[3] for job in there if job[:3] == (kernel, product, rows)]
+    for kernel, product, rows in dict.fromkeys(job[:3] for job in jobs_compiled):
+        configs = [job[3] for job in jobs_compiled if job[:3] == (kernel, product, rows)]
         measured[kernel].append(best(kernel, product, rows, configs))
         say(json.dumps({"kernel": kernel, **measured[kernel][-1]}))
     path = args.output or file_for(torch.cuda.get_device_name())
     path.parent.mkdir(parents=True, exist_ok=True)
-    known = json.loads(path.read_text()) if path.exists() else {}
-    path.write_text(page(known, environment("cuda"), measured))
+    previous = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(page(previous, environment("cuda"), measured))
     print(path)
     return 0
 
@@ -92,10 +92,10 @@ def products(model: str) -> list[tuple[int, int, bool]]:
     config = ARCHITECTURES[model]
     hidden, inner, head = (config[k] for k in ("hidden_size", "intermediate_size", "head_dim"))
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-    found = [((heads + 2 * kv_heads) * head, hidden, False), (hidden, heads * head, False)]
+    shapes = [((heads + 2 * kv_heads) * head, hidden, False), (hidden, heads * head, False)]
     if "num_experts" not in config:
-        found += [(inner, hidden, True), (hidden, inner, False)]
-    return found
+        shapes += [(inner, hidden, True), (hidden, inner, False)]
+    return shapes
 
 
 def candidates(product: tuple[int, int, bool], rows: int) -> Iterator[tuple[Any, ...]]:
@@ -127,8 +127,8 @@ def _candidates(
 def _layer(
     kernel: str, product: tuple[int, int, bool], rows: int, copies: int
 ) -> _Product | tune_int4.Int4Product:
-    made = _Product if kernel == "small_m_matmul" else tune_int4.Int4Product
-    return made(product, rows, copies)
+    layer_class = _Product if kernel == "small_m_matmul" else tune_int4.Int4Product
+    return layer_class(product, rows, copies)
 
 
 def compile_one(job: tuple[str, tuple[int, int, bool], int, tuple[Any, ...]]) -> bool:
@@ -165,10 +165,10 @@ def best(
         return 1e6 * graph_seconds(works, device, repeats=5, warmup=1)
 
     library = time(layer.library)
-    wanted = layer.library(0).float()
+    expected = layer.library(0).float()
     timed = []
     for config in configs:
-        error = (layer.multiply(config, 0).float() - wanted).abs().max() / wanted.abs().max()
+        error = (layer.multiply(config, 0).float() - expected).abs().max() / expected.abs().max()
         if not error < 0.02:
             say(f"{kernel} {product} {rows} {config}: wrong by {float(error):.3f} of the largest")
             continue
@@ -223,16 +223,16 @@ class _Product:
 
 
 def page(
-    known: dict[str, Any], facts: dict[str, Any], measured: dict[str, list[dict[str, Any]]]
+    previous: dict[str, Any], facts: dict[str, Any], measured: dict[str, list[dict[str, Any]]]
 ) -> str:
     """Return the file's text, JSON with one line per entry: `known`, updated with the measured
     ones."""
     about = {key: facts[key] for key in ("date", "commit", "torch", "triton")}
-    when = {**known.get("measured", {}), **dict.fromkeys(measured, about)}
+    when = {**previous.get("measured", {}), **dict.fromkeys(measured, about)}
     parts = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in facts.items()]
     rows = ",\n  ".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in when.items())
     parts.append(f'"measured": {{\n  {rows}\n }}')
     for kernel in KERNELS:
-        rows = ",\n  ".join(map(json.dumps, measured.get(kernel, known.get(kernel, []))))
+        rows = ",\n  ".join(map(json.dumps, measured.get(kernel, previous.get(kernel, []))))
         parts.append(f"{json.dumps(kernel)}: [\n  {rows}\n ]")
     return "{\n " + ",\n ".join(parts) + "\n}\n"

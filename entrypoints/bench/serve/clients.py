@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
-from .load import Answer, Done, Load, Target, drive
+from .load import Done, Load, RequestResult, Target, drive
 
 MODULE = "jackfield.entrypoints.bench.serve.clients"
 LINE_BYTES = 1 << 28
@@ -34,10 +34,10 @@ class Job(msgspec.Struct, frozen=True):
     load: Load
 
 
-class Sent(NamedTuple):
+class LoadResult(NamedTuple):
     """The outcome of a load."""
 
-    answers: list[Answer]
+    results: list[RequestResult]
     seconds: float
     """From the first request's due time to the last token of all."""
     cpu_share: float
@@ -47,30 +47,30 @@ class Sent(NamedTuple):
 
 async def send_load(
     target: Target, load: Load, *, processes: int = 1, done: Done = lambda _: None
-) -> Sent:
+) -> LoadResult:
     """Send a load from this process, or from several if the flags say so."""
     if processes == 1:
         gc.collect()
         gc.freeze()
         try:
             cpu, begin = time.process_time(), time.perf_counter()
-            answers = await drive(target, load, begin=begin, done=done)
-            return _sent(answers, begin, [time.process_time() - cpu])
+            results = await drive(target, load, begin=begin, done=done)
+            return _sent(results, begin, [time.process_time() - cpu])
         finally:
             gc.unfreeze()
     shares = list(load.split(processes))
     async with contextlib.AsyncExitStack() as stack:
         clients = [await stack.enter_async_context(_client(target, share)) for share in shares]
         begin = time.perf_counter() + HEAD_START_SECONDS
-        results = await asyncio.gather(*(_collect(each, begin, done) for each in clients))
-    answers = [answer for answers, _ in results for answer in answers]
-    return _sent(answers, begin, [cpu for _, cpu in results])
+        outcomes = await asyncio.gather(*(_collect(each, begin, done) for each in clients))
+    results = [result for results, _ in outcomes for result in results]
+    return _sent(results, begin, [cpu for _, cpu in outcomes])
 
 
-def _sent(answers: list[Answer], begin: float, cpu: Sequence[float]) -> Sent:
-    last = max((answer.times[-1] for answer in answers if answer.times), default=begin)
+def _sent(results: list[RequestResult], begin: float, cpu: Sequence[float]) -> LoadResult:
+    last = max((result.times[-1] for result in results if result.times), default=begin)
     seconds = last - begin if last > begin else time.perf_counter() - begin
-    return Sent(answers, seconds, max(cpu) / seconds)
+    return LoadResult(results, seconds, max(cpu) / seconds)
 
 
 @contextlib.asynccontextmanager
@@ -96,18 +96,18 @@ async def _client(target: Target, load: Load) -> AsyncIterator[asyncio.subproces
 
 async def _collect(
     process: asyncio.subprocess.Process, begin: float, done: Done
-) -> tuple[list[Answer], float]:
+) -> tuple[list[RequestResult], float]:
     """Return (responses, seconds of CPU)."""
     assert process.stdin is not None and process.stdout is not None
     process.stdin.write(f"{begin!r}\n".encode())
     process.stdin.write_eof()
-    answers: list[Answer] = []
+    results: list[RequestResult] = []
     async for line in process.stdout:
         if not line.startswith(b"{"):
             await process.wait()
-            return answers, float(line)
-        answers.append(msgspec.json.decode(line, type=Answer))
-        done(answers[-1])
+            return results, float(line)
+        results.append(msgspec.json.decode(line, type=RequestResult))
+        done(results[-1])
     raise RuntimeError(f"a client process ended with status {await process.wait()}")
 
 
@@ -133,16 +133,16 @@ def main() -> None:
 
     # Responses are written after the end: written one by one, they would take time from those that
     # are still running.
-    answers = on_event_loop(drive(job.target, job.load, begin=begin))
-    spent = _cpu() - before
-    for answer in answers:
-        out.write(msgspec.json.encode(answer) + b"\n")
-    out.write(f"{spent!r}\n".encode())
+    results = on_event_loop(drive(job.target, job.load, begin=begin))
+    cpu = _cpu() - before
+    for result in results:
+        out.write(msgspec.json.encode(result) + b"\n")
+    out.write(f"{cpu!r}\n".encode())
 
 
 def _cpu() -> float:
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    return used.ru_utime + used.ru_stime
+    rusage = resource.getrusage(resource.RUSAGE_SELF)
+    return rusage.ru_utime + rusage.ru_stime
 
 
 if __name__ == "__main__":

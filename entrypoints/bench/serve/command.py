@@ -27,8 +27,8 @@ from ...flags.engine_flags import fail
 from ..engine.session import checkpoint
 from ..report import Emitter, Record, environment, say, table, version_of
 from ..types import rounded
-from ..workloads import Ask, Workload, model_config_dict
-from .clients import Sent, on_event_loop, send_load
+from ..workloads import BenchRequest, Workload, model_config_dict
+from .clients import LoadResult, on_event_loop, send_load
 from .latency_stats import (
     cache_counters,
     late_preparations,
@@ -126,10 +126,10 @@ class ServeBench:
                 self.server = server
                 target = self._target(server.url, SERVED)
                 async with connect(target) as session:
-                    answer = await send(session, target, Ask([1, 2, 3], 2))
-                if answer.error is not None:
-                    raise RuntimeError(f"the first request failed: {answer.error}")
-                first = answer.times[0] - server.began
+                    result = await send(session, target, BenchRequest([1, 2, 3], 2))
+                if result.error is not None:
+                    raise RuntimeError(f"the first request failed: {result.error}")
+                first = result.times[0] - server.began
                 yield target, {"ready_s": server.ready_seconds, "first_token_s": first}
 
     def _target(self, url: str, model: str) -> Target:
@@ -160,15 +160,17 @@ class ServeBench:
             emitter.emit({"workload": workload.id, "at": way.facts, **record})
             self._keep(runs, workload, way, emitter.facts)
 
-    async def _one(self, target: Target, workload: Workload, way: Way) -> tuple[list[Sent], Record]:
+    async def _one(
+        self, target: Target, workload: Workload, way: Way
+    ) -> tuple[list[LoadResult], Record]:
         """Measure one load. Return the outcome of each run, and their summary."""
         args = self.args
         await self._warm_up(target, workload, way)
         metrics_before = await metrics_of(target)
         before = cache_counters(metrics_before)
         loop_before = self.server.loop_seconds() if self.server else None
-        began = time.perf_counter()
-        runs: list[Sent] = []
+        start = time.perf_counter()
+        runs: list[LoadResult] = []
         for _ in range(workload.repeats):
             self.trial += 1
             chats = draw_chats(workload, self.vocab_size, self.trial, way.requests)
@@ -176,8 +178,8 @@ class ServeBench:
             runs.append(await self._send(target, load, way))
         record = summarize(runs, args.percentile_metrics, args.metric_percentiles)
         if self.server and loop_before is not None:
-            spent = (self.server.loop_seconds() or loop_before) - loop_before
-            share = spent / (time.perf_counter() - began)
+            loop_seconds = (self.server.loop_seconds() or loop_before) - loop_before
+            share = loop_seconds / (time.perf_counter() - start)
             record["measured"]["server_loop_cpu_share"] = float(f"{share:.4g}")
         metrics_after = await metrics_of(target)
         after = cache_counters(metrics_after)
@@ -191,8 +193,8 @@ class ServeBench:
             )
         looked_up = after.get("queries", 0.0) - before.get("queries", 0.0)
         if looked_up > 0:
-            found = after.get("hits", 0.0) - before.get("hits", 0.0)
-            record["measured"]["prefix_hit_rate"] = float(f"{found / looked_up:.6g}")
+            num_hits = after.get("hits", 0.0) - before.get("hits", 0.0)
+            record["measured"]["prefix_hit_rate"] = float(f"{num_hits / looked_up:.6g}")
         if way.share:
             record["measured"]["offered_requests_per_second"] = float(f"{way.rate:.6g}")
         if record["failed"]:
@@ -219,15 +221,18 @@ class ServeBench:
         self.trial += 1
         chats = draw_chats(workload, self.vocab_size, self.trial, count)
         short = [
-            [Ask(ask.prompt, max(2, ask.output // 8), ask.temperature) for ask in chat[:1]]
+            [
+                BenchRequest(request.prompt, max(2, request.output // 8), request.temperature)
+                for request in chat[:1]
+            ]
             for chat in chats
         ]
-        sent = await send_load(target, Load(chats=short, offsets=[0.0] * count))
-        for answer in sent.answers:
-            if answer.error is not None:
-                raise RuntimeError(f"a request before the load failed: {answer.error}")
+        outcome = await send_load(target, Load(chats=short, offsets=[0.0] * count))
+        for result in outcome.results:
+            if result.error is not None:
+                raise RuntimeError(f"a request before the load failed: {result.error}")
 
-    async def _send(self, target: Target, load: Load, way: Way) -> Sent:
+    async def _send(self, target: Target, load: Load, way: Way) -> LoadResult:
         total = sum(map(len, load.chats))
         off = True if self.args.disable_tqdm else None  # None: show it on a terminal only.
         with tqdm(total=total, desc=way.name, unit="req", disable=off, leave=False) as bar:
@@ -239,20 +244,20 @@ class ServeBench:
             )
 
     def _keep(
-        self, runs: Sequence[Sent], workload: Workload, way: Way, facts: dict[str, Any]
+        self, runs: Sequence[LoadResult], workload: Workload, way: Way, facts: dict[str, Any]
     ) -> None:
         """Write the files that the flags ask for."""
         args = self.args
         title = f"{facts['engine']} {workload.id} {way.name}"
         if args.save_result or args.save_detailed:
-            told = {
+            metadata = {
                 "date": datetime.datetime.now().strftime("%Y%m%d-%H%M%S"),
                 "backend": facts["engine"], "model_id": facts["model"],
                 "num_prompts": way.requests, "request_rate": f"{way.rate:g}",
                 "burstiness": way.burstiness, "max_concurrency": way.max_concurrency,
             }  # fmt: skip
             result = result_file(
-                runs, told, args.percentile_metrics, args.metric_percentiles,
+                runs, metadata, args.percentile_metrics, args.metric_percentiles,
                 detailed=args.save_detailed,
             )  # fmt: skip
             name = args.result_filename or f"{_file_name(title)}-{time.time():.0f}.json"
@@ -261,7 +266,7 @@ class ServeBench:
         if args.plot is not None:
             from .plots import plot_load
 
-            plot_load(runs[-1].answers, args.plot, title)
+            plot_load(runs[-1].results, args.plot, title)
 
 
 def overview(records: Sequence[Record]) -> str:
@@ -288,8 +293,8 @@ def _file_name(title: str) -> str:
 async def metrics_of(target: Target) -> str:
     """Return a server's /metrics; empty if it has none."""
     try:
-        async with connect(target) as session, session.get(f"{target.url}/metrics") as answer:
-            return await answer.text() if answer.status == 200 else ""
+        async with connect(target) as session, session.get(f"{target.url}/metrics") as response:
+            return await response.text() if response.status == 200 else ""
     except (aiohttp.ClientError, TimeoutError, UnicodeDecodeError):
         return ""
 
@@ -301,10 +306,12 @@ async def first_model(url: str, api_key: str) -> str:
     where = f"{url.rstrip('/')}/v1/models"
     async with aiohttp.ClientSession(headers=headers, timeout=timeout) as session:
         try:
-            async with session.get(where) as answer:
-                if answer.status != 200:
-                    raise RuntimeError(f"{where} answers with status {answer.status}; give --model")
-                return str((await answer.json(content_type=None))["data"][0]["id"])
+            async with session.get(where) as response:
+                if response.status != 200:
+                    raise RuntimeError(
+                        f"{where} answers with status {response.status}; give --model"
+                    )
+                return str((await response.json(content_type=None))["data"][0]["id"])
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise RuntimeError(f"no server answers at {where}: {error}") from error
         except (ValueError, LookupError, TypeError):

@@ -9,8 +9,8 @@ from typing import Any
 
 from ..report import percentile
 from ..types import Record, rounded
-from .clients import Sent
-from .load import Answer
+from .clients import LoadResult
+from .load import RequestResult
 
 METRICS = ("ttft", "tpot", "itl", "e2el")
 """Time to the first token, per token after it, between chunks, end to end."""
@@ -20,9 +20,9 @@ LAUNCH_WAIT = re.compile(r'^jackfield:launch_wait_seconds_bucket\{.*?le="([^"]+)
 LATE = re.compile(r"^jackfield:late_preparations_total(?:\{[^}]*\})? (\S+)", re.M)
 
 
-def samples(answers: Sequence[Answer]) -> dict[str, list[float]]:
+def samples(results: Sequence[RequestResult]) -> dict[str, list[float]]:
     """Return the seconds of each metric, of all successful requests."""
-    good = [each for each in answers if each.error is None and each.times]
+    good = [each for each in results if each.error is None and each.times]
     return {
         "ttft": [each.ttft for each in good],
         "tpot": [tpot for each in good if (tpot := each.tpot) is not None],
@@ -31,16 +31,22 @@ def samples(answers: Sequence[Answer]) -> dict[str, list[float]]:
     }
 
 
-def rates(sent: Sent) -> tuple[float, float, float]:
+def rates(outcome: LoadResult) -> tuple[float, float, float]:
     """Return requests, output tokens, and all tokens per second, of successful requests."""
-    good = [each for each in sent.answers if each.error is None]
+    good = [each for each in outcome.results if each.error is None]
     output = sum(each.output_tokens for each in good)
     prompt = sum(each.prompt_tokens for each in good)
-    return len(good) / sent.seconds, output / sent.seconds, (prompt + output) / sent.seconds
+    return (
+        len(good) / outcome.seconds,
+        output / outcome.seconds,
+        (prompt + output) / outcome.seconds,
+    )
 
 
 def summarize(
-    runs: Sequence[Sent], metrics: Sequence[str] = METRICS, percents: Sequence[float] = (50, 90, 99)
+    runs: Sequence[LoadResult],
+    metrics: Sequence[str] = METRICS,
+    percents: Sequence[float] = (50, 90, 99),
 ) -> Record:
     """Return `measured`, `failed`, the first failure's reason, and `repeats`.
 
@@ -50,13 +56,13 @@ def summarize(
     names = ("requests_per_second", "output_tokens_per_second", "tokens_per_second")
     for name, speeds in zip(names, zip(*map(rates, runs), strict=True), strict=True):
         measured[name] = statistics.median(speeds)
-    for name, values in samples([each for run in runs for each in run.answers]).items():
+    for name, values in samples([each for run in runs for each in run.results]).items():
         if name in metrics and values:
             measured[f"{name}_mean_ms"] = 1e3 * statistics.fmean(values)
             for percent in percents:
                 measured[f"{name}_p{percent:g}_ms"] = 1e3 * percentile(values, percent)
     measured["client_cpu_share"] = max(run.cpu_share for run in runs)
-    bad = [each for run in runs for each in run.answers if each.error is not None]
+    bad = [each for run in runs for each in run.results if each.error is not None]
     record: Record = {
         "measured": rounded(measured), "failed": len(bad),
         "repeats": {"seconds": [round(run.seconds, 4) for run in runs]},
@@ -69,17 +75,17 @@ def summarize(
 def cache_counters(metrics: str) -> dict[str, float]:
     """Return the prompt tokens looked up and found in the prefix cache, from a server's /metrics:
     `queries` and `hits`, each only if the server counts it."""
-    counted: dict[str, float] = {}
+    counters: dict[str, float] = {}
     for name, value in CACHE_COUNTER.findall(metrics):
-        counted[name] = counted.get(name, 0.0) + float(value)
-    return counted
+        counters[name] = counters.get(name, 0.0) + float(value)
+    return counters
 
 
 def late_preparations(metrics: str) -> float | None:
     """Return the number of kernels and graphs that steps have waited for; None if the server does
     not report it."""
-    found = LATE.search(metrics)
-    return float(found[1]) if found else None
+    match = LATE.search(metrics)
+    return float(match[1]) if match else None
 
 
 def launch_waits(metrics: str) -> dict[float, float]:
@@ -91,14 +97,14 @@ def launch_waits(metrics: str) -> dict[float, float]:
 def quantile(before: dict[float, float], after: dict[float, float], share: float) -> float | None:
     """Return the bound that this share of the new counts does not exceed; None if there are no new
     counts."""
-    grown = sorted((bound, count - before.get(bound, 0.0)) for bound, count in after.items())
-    if not grown or grown[-1][1] <= 0:
+    buckets = sorted((bound, count - before.get(bound, 0.0)) for bound, count in after.items())
+    if not buckets or buckets[-1][1] <= 0:
         return None
-    return next(bound for bound, count in grown if count >= share * grown[-1][1])
+    return next(bound for bound, count in buckets if count >= share * buckets[-1][1])
 
 
 def result_file(
-    runs: Sequence[Sent],
+    runs: Sequence[LoadResult],
     facts: Record,
     metrics: Sequence[str],
     percents: Sequence[float],
@@ -107,25 +113,25 @@ def result_file(
 ) -> Record:
     """Return the last run under the names of the file that `vllm bench serve --save-result`
     writes."""
-    sent = runs[-1]
-    good = [each for each in sent.answers if each.error is None]
-    requests, output, total = rates(sent)
+    outcome = runs[-1]
+    good = [each for each in outcome.results if each.error is None]
+    requests, output, total = rates(outcome)
     result: Record = {
         **facts,
-        "duration": sent.seconds,
+        "duration": outcome.seconds,
         "completed": len(good),
-        "failed": len(sent.answers) - len(good),
+        "failed": len(outcome.results) - len(good),
         "total_input_tokens": sum(each.prompt_tokens for each in good),
         "total_output_tokens": sum(each.output_tokens for each in good),
         "request_throughput": requests,
         "output_throughput": output,
         "total_token_throughput": total,
     }
-    for name, values in samples(sent.answers).items():
+    for name, values in samples(outcome.results).items():
         if name in metrics and values:
             result |= dict(_statistics(name, [1e3 * value for value in values], percents))
     if detailed:
-        result |= _details(sent.answers)
+        result |= _details(outcome.results)
     return result
 
 
@@ -139,13 +145,13 @@ def _statistics(
         yield f"p{percent:g}_{name}_ms", percentile(values, percent)
 
 
-def _details(answers: Sequence[Answer]) -> dict[str, list[Any]]:
+def _details(results: Sequence[RequestResult]) -> dict[str, list[Any]]:
     """Return a list with one value per request."""
     return {
-        "input_lens": [each.prompt_tokens for each in answers],
-        "output_lens": [each.output_tokens for each in answers],
-        "start_times": [each.sent for each in answers],
-        "ttfts": [each.ttft if each.times else 0.0 for each in answers],
-        "itls": [each.itl for each in answers],
-        "errors": [each.error or "" for each in answers],
+        "input_lens": [each.prompt_tokens for each in results],
+        "output_lens": [each.output_tokens for each in results],
+        "start_times": [each.sent for each in results],
+        "ttfts": [each.ttft if each.times else 0.0 for each in results],
+        "itls": [each.itl for each in results],
+        "errors": [each.error or "" for each in results],
     }

@@ -18,7 +18,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from ..workloads import Ask
+from ..workloads import BenchRequest
 
 DATA, DONE = b"data:", b"data: [DONE]"
 TOKENS = (b'"choices":[{', b'"choices": [{')
@@ -55,27 +55,27 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
         """URL of the requests."""
         return f"{self.url.rstrip('/')}{self.endpoint}"
 
-    def body(self, ask: Ask, *, token_ids: bool = False) -> bytes:
+    def body(self, request: BenchRequest, *, token_ids: bool = False) -> bytes:
         """Return the JSON of one request. `token_ids`: also request the response's token ids."""
-        made: dict[str, Any] = {
-            "model": self.model, "max_tokens": ask.output, "temperature": ask.temperature,
+        fields: dict[str, Any] = {
+            "model": self.model, "max_tokens": request.output, "temperature": request.temperature,
             "ignore_eos": self.ignore_eos, "stream": self.stream,
         }  # fmt: skip
         if self.stream:
-            made["stream_options"] = {"include_usage": True}
+            fields["stream_options"] = {"include_usage": True}
         if token_ids:
-            made["return_token_ids"] = True
+            fields["return_token_ids"] = True
         if self.is_chat:
-            words = " ".join(f"t{token}" for token in ask.prompt)
-            made["messages"] = [{"role": "user", "content": words}]
+            words = " ".join(f"t{token}" for token in request.prompt)
+            fields["messages"] = [{"role": "user", "content": words}]
         else:
-            made["prompt"] = ask.prompt
-        made |= ask.options | self.extra_body
-        kept = {name: value for name, value in made.items() if value is not None}
-        return msgspec.json.encode(kept)
+            fields["prompt"] = request.prompt
+        fields |= request.options | self.extra_body
+        present = {name: value for name, value in fields.items() if value is not None}
+        return msgspec.json.encode(present)
 
 
-class Answer(msgspec.Struct, kw_only=True):
+class RequestResult(msgspec.Struct, kw_only=True):
     """The outcome of one request. Times in seconds of `time.perf_counter`."""
 
     sent: float
@@ -84,7 +84,7 @@ class Answer(msgspec.Struct, kw_only=True):
     prompt_tokens: int = 0
     output_tokens: int = 0
     error: str | None = None
-    left: bool = False
+    closed_early: bool = False
     """The client closed the connection in mid-stream, as planned."""
     token_ids: list[int] = []
     """Only if they were requested."""
@@ -115,7 +115,7 @@ class Answer(msgspec.Struct, kw_only=True):
 class Load(msgspec.Struct, frozen=True, kw_only=True):
     """The requests to send, and their times."""
 
-    chats: list[list[Ask]]
+    chats: list[list[BenchRequest]]
     """Turns of each chat; a later turn's prompt follows everything before it. Most chats have one
     turn."""
     offsets: list[float]
@@ -159,21 +159,21 @@ def arrivals(count: int, rate: float, burstiness: float = 1.0, seed: int = 0) ->
     return offsets
 
 
-Done = Callable[[Answer], object]
+Done = Callable[[RequestResult], object]
 """Called as each request ends."""
 
 
 async def drive(
     target: Target, load: Load, *, begin: float | None = None, done: Done = lambda _: None
-) -> list[Answer]:
+) -> list[RequestResult]:
     """Send a load; return the outcome of each request, in the order in which they ended.
 
     begin: start of the offsets, by `time.perf_counter`; None: as soon as everything is ready.
     """
     token_ids = any(len(turns) > 1 for turns in load.chats)
     bodies = [target.body(turns[0], token_ids=token_ids) for turns in load.chats]
-    answers: list[Answer] = []
-    left = iter(range(len(load.chats)))
+    results: list[RequestResult] = []
+    chat_indices = iter(range(len(load.chats)))
     if begin is None:
         begin = time.perf_counter()
 
@@ -182,32 +182,34 @@ async def drive(
         async def chat(index: int) -> None:
             due = begin + load.offsets[index]
             await asyncio.sleep(due - time.perf_counter())
-            sent = due if load.max_concurrency is None else time.perf_counter()
+            start = due if load.max_concurrency is None else time.perf_counter()
             history: list[int] = []
             for number, turn in enumerate(load.chats[index]):
                 if number:
                     prompt = history + turn.prompt
-                    ask = Ask(prompt, turn.output, turn.temperature)
-                    sent = time.perf_counter()
-                    body = target.body(ask, token_ids=True)
+                    request = BenchRequest(prompt, turn.output, turn.temperature)
+                    start = time.perf_counter()
+                    body = target.body(request, token_ids=True)
                 else:
-                    ask, body = turn, bodies[index]
-                answer = await send(session, target, ask, body, sent=sent, token_ids=token_ids)
-                answers.append(answer)
-                done(answer)
-                if answer.error is not None:
-                    lost = f"not sent: turn {number + 1} of its chat failed"
+                    request, body = turn, bodies[index]
+                result = await send(
+                    session, target, request, body, start=start, token_ids=token_ids
+                )
+                results.append(result)
+                done(result)
+                if result.error is not None:
+                    error = f"not sent: turn {number + 1} of its chat failed"
                     rest = len(load.chats[index]) - number - 1
-                    answers.extend(Answer(sent=sent, error=lost) for _ in range(rest))
+                    results.extend(RequestResult(sent=start, error=error) for _ in range(rest))
                     return
-                history = ask.prompt + answer.token_ids
+                history = request.prompt + result.token_ids
 
         async def work() -> None:
-            for index in left:
+            for index in chat_indices:
                 await chat(index)
 
         await asyncio.gather(*(work() for _ in range(load.max_concurrency or len(load.chats))))
-    return answers
+    return results
 
 
 @contextlib.asynccontextmanager
@@ -228,48 +230,53 @@ async def client(target: Target) -> AsyncIterator[aiohttp.ClientSession]:
 async def send(
     session: aiohttp.ClientSession,
     target: Target,
-    ask: Ask,
+    request: BenchRequest,
     body: bytes | None = None,
     *,
-    sent: float | None = None,
+    start: float | None = None,
     token_ids: bool = False,
-) -> Answer:
+) -> RequestResult:
     """Send one request and read its response. A failure is recorded in `error`."""
-    body = target.body(ask, token_ids=token_ids) if body is None else body
-    answer = Answer(sent=time.perf_counter() if sent is None else sent)
+    body = target.body(request, token_ids=token_ids) if body is None else body
+    result = RequestResult(sent=time.perf_counter() if start is None else start)
     try:
         async with session.post(target.route, data=body) as response:
             if response.status != 200:
                 text = (await response.text())[:300]
-                answer.error = f"status {response.status}: {text}"
+                result.error = f"status {response.status}: {text}"
             elif target.stream:
-                await _read_stream(response, answer, token_ids, ask.leave_after)
+                await _read_stream(response, result, token_ids, request.leave_after)
             else:
-                _count(msgspec.json.decode(await response.read()), answer)
-                answer.times.append(time.perf_counter())
+                _count(msgspec.json.decode(await response.read()), result)
+                result.times.append(time.perf_counter())
     except (aiohttp.ClientError, TimeoutError, OSError, msgspec.DecodeError) as error:
-        answer.error = f"{type(error).__name__}: {error}"
-    if answer.left:
-        answer.output_tokens = len(answer.times)
-        answer.prompt_tokens = len(ask.prompt)
-    elif answer.error is None:
-        answer.error = _missing(target, ask, answer, token_ids)
-    return answer
+        result.error = f"{type(error).__name__}: {error}"
+    if result.closed_early:
+        result.output_tokens = len(result.times)
+        result.prompt_tokens = len(request.prompt)
+    elif result.error is None:
+        result.error = _missing(target, request, result, token_ids)
+    return result
 
 
-def _missing(target: Target, ask: Ask, answer: Answer, token_ids: bool) -> str | None:
-    if not answer.times or not answer.output_tokens:
+def _missing(
+    target: Target, request: BenchRequest, result: RequestResult, token_ids: bool
+) -> str | None:
+    if not result.times or not result.output_tokens:
         return "no tokens came, or no usage that counts them"
-    may_stop = "stop_token_ids" in ask.options
-    if target.ignore_eos and answer.output_tokens != ask.output and not may_stop:
-        return f"{answer.output_tokens} tokens came instead of {ask.output}"
-    if token_ids and len(answer.token_ids) != answer.output_tokens:
-        return f"{len(answer.token_ids)} token ids came for {answer.output_tokens} tokens"
+    may_stop = "stop_token_ids" in request.options
+    if target.ignore_eos and result.output_tokens != request.output and not may_stop:
+        return f"{result.output_tokens} tokens came instead of {request.output}"
+    if token_ids and len(result.token_ids) != result.output_tokens:
+        return f"{len(result.token_ids)} token ids came for {result.output_tokens} tokens"
     return None
 
 
 async def _read_stream(
-    response: aiohttp.ClientResponse, answer: Answer, token_ids: bool, leave_after: int | None
+    response: aiohttp.ClientResponse,
+    result: RequestResult,
+    token_ids: bool,
+    leave_after: int | None,
 ) -> None:
     """Record the time of each chunk. Chunks that arrive in one read have the same time."""
     rest, finished = b"", False
@@ -283,26 +290,26 @@ async def _read_stream(
                 finished = True
             elif TOKENS[0] in line or TOKENS[1] in line:
                 if token_ids or USAGE[0] in line or USAGE[1] in line:
-                    _count(msgspec.json.decode(line[len(DATA) :]), answer)
+                    _count(msgspec.json.decode(line[len(DATA) :]), result)
                 if b'"delta":' not in line or not any(mark in line for mark in EMPTY_DELTAS):
-                    answer.times.append(now)
-                    if leave_after is not None and len(answer.times) >= leave_after:
-                        answer.left = True
+                    result.times.append(now)
+                    if leave_after is not None and len(result.times) >= leave_after:
+                        result.closed_early = True
                         response.close()
                         return
             else:
                 frame = msgspec.json.decode(line[len(DATA) :])
                 if "error" in frame:
-                    answer.error = str(frame["error"])[:300]
+                    result.error = str(frame["error"])[:300]
                     return
-                _count(frame, answer)
+                _count(frame, result)
     if not finished:
-        answer.error = "the stream broke off"
+        result.error = "the stream broke off"
 
 
-def _count(frame: dict[str, Any], answer: Answer) -> None:
+def _count(frame: dict[str, Any], result: RequestResult) -> None:
     usage = frame.get("usage") or {}
-    answer.prompt_tokens = int(usage.get("prompt_tokens", answer.prompt_tokens))
-    answer.output_tokens = int(usage.get("completion_tokens", answer.output_tokens))
+    result.prompt_tokens = int(usage.get("prompt_tokens", result.prompt_tokens))
+    result.output_tokens = int(usage.get("completion_tokens", result.output_tokens))
     for choice in frame.get("choices") or ():
-        answer.token_ids += choice.get("token_ids") or ()
+        result.token_ids += choice.get("token_ids") or ()

@@ -16,7 +16,7 @@ import msgspec
 from ...flags.engine_flags import Parser
 from ..engine.session import add_model_options
 from ..report import Record, add_output_options
-from ..workloads import Ask, Kind, Workload, choose, draw
+from ..workloads import BenchRequest, Kind, Workload, choose, draw
 from .latency_stats import METRICS
 from .load import CHAT_ENDPOINT, Load, arrivals
 from .servers import SERVERS
@@ -58,7 +58,7 @@ class Way(msgspec.Struct, frozen=True, kw_only=True):
         """Short name, for progress bars and files."""
         return ", ".join(f"{key} {value}" for key, value in self.facts.items())
 
-    def load(self, chats: list[list[Ask]], seed: int) -> Load:
+    def load(self, chats: list[list[BenchRequest]], seed: int) -> Load:
         """Return the load that sends these chats."""
         offsets = arrivals(len(chats), self.rate, self.burstiness, seed)
         return Load(chats=chats, offsets=offsets, max_concurrency=self.max_concurrency)
@@ -83,21 +83,21 @@ def checked(
 
 
 def _metrics(text: str) -> list[str]:
-    chosen = text.split(",")
-    for name in chosen:
+    names = text.split(",")
+    for name in names:
         if name not in METRICS:
             raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(METRICS)}")
-    return chosen
+    return names
 
 
 def _percents(text: str) -> list[float]:
     try:
-        chosen = [float(each) for each in text.split(",")]
+        percents = [float(each) for each in text.split(",")]
     except ValueError:
-        chosen = [-1.0]
-    if not all(0 <= each <= 100 for each in chosen):
+        percents = [-1.0]
+    if not all(0 <= each <= 100 for each in percents):
         raise argparse.ArgumentTypeError(f"must be numbers from 0 to 100 and commas, got {text!r}")
-    return chosen
+    return percents
 
 
 def _body(text: str) -> dict[str, Any]:
@@ -204,8 +204,8 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 def chosen_workloads(args: argparse.Namespace) -> list[Workload]:
     """Return the workloads, changed as the flags say. Raises ValueError with the flag's name."""
-    known = choose(args.workloads, KINDS) if args.workloads else [RANDOM]
-    workloads = [_adapted(each.scaled(args.scale), args) for each in known]
+    named_workloads = choose(args.workloads, KINDS) if args.workloads else [RANDOM]
+    workloads = [_adapted(each.scaled(args.scale), args) for each in named_workloads]
     for each in workloads:
         if each.turns > 1 and args.endpoint.endswith(CHAT_ENDPOINT):
             raise ValueError(
@@ -218,11 +218,11 @@ def chosen_workloads(args: argparse.Namespace) -> list[Workload]:
 
 def _adapted(workload: Workload, args: argparse.Namespace) -> Workload:
     changes: dict[str, Any] = {}
-    for name, flag, given in (
+    for name, flag, value in (
         ("prompt", "--random-input-len", args.random_input_len),
         ("output", "--random-output-len", args.random_output_len),
     ):
-        low, high = _lengths(flag, given) if given else getattr(workload, name)
+        low, high = _lengths(flag, value) if value else getattr(workload, name)
         ratio = args.random_range_ratio
         if ratio is not None:
             if ratio >= 1 or low != high:
@@ -241,10 +241,10 @@ def _adapted(workload: Workload, args: argparse.Namespace) -> Workload:
     return msgspec.structs.replace(workload, **changes)
 
 
-def _lengths(flag: str, given: Sequence[int]) -> tuple[int, int]:
-    if len(given) > 2 or given[0] > given[-1]:
-        raise ValueError(f"{flag}: one length or a range, got {' '.join(map(str, given))}")
-    return given[0], given[-1]
+def _lengths(flag: str, bounds: Sequence[int]) -> tuple[int, int]:
+    if len(bounds) > 2 or bounds[0] > bounds[-1]:
+        raise ValueError(f"{flag}: one length or a range, got {' '.join(map(str, bounds))}")
+    return bounds[0], bounds[-1]
 
 
 def ways(workload: Workload, args: argparse.Namespace) -> Iterator[Way]:
@@ -274,7 +274,9 @@ def _count(workload: Workload, places: int, args: argparse.Namespace) -> int:
     return min(8 * places, max(workload.requests, 2 * places))
 
 
-def draw_chats(workload: Workload, vocab_size: int, trial: int, count: int) -> list[list[Ask]]:
+def draw_chats(
+    workload: Workload, vocab_size: int, trial: int, count: int
+) -> list[list[BenchRequest]]:
     """Return the turns of `count` chats; the first turn begins with a prefix that all chats of the
     trial share."""
     usable = vocab_size - vocab_size // 150
@@ -283,5 +285,8 @@ def draw_chats(workload: Workload, vocab_size: int, trial: int, count: int) -> l
         draw(workload, vocab_size, 1000 * trial + turn, requests=count)
         for turn in range(workload.turns)
     ]
-    turns[0] = [Ask(prefix + ask.prompt, ask.output, ask.temperature) for ask in turns[0]]
+    turns[0] = [
+        BenchRequest(prefix + request.prompt, request.output, request.temperature)
+        for request in turns[0]
+    ]
     return [list(chat) for chat in zip(*turns, strict=True)]

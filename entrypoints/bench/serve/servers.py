@@ -31,23 +31,31 @@ def server_command(
     common += ["--max-model-len", str(max_model_len)]
     if dummy:
         common += ["--load-format", "dummy"]
-    named = [model] if model else []
+    model_args = [model] if model else []
     if engine == "jackfield":
         module = "jackfield.entrypoints.cli.main"
-        return [sys.executable, "-m", module, "serve", *named, *common, *flags]
+        return [sys.executable, "-m", module, "serve", *model_args, *common, *flags]
     if dummy:
         common += ["--dtype", "bfloat16"]
     common += ["--gpu-memory-utilization", "0.9"]
-    return [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", *named, *common, *flags]
+    return [
+        sys.executable,
+        "-m",
+        "vllm.entrypoints.cli.main",
+        "serve",
+        *model_args,
+        *common,
+        *flags,
+    ]
 
 
 class Server:
     """A running server."""
 
-    def __init__(self, url: str, began: float, log: Path, pid: int) -> None:
+    def __init__(self, url: str, start: float, log: Path, pid: int) -> None:
         self.url = url
         self.pid = pid
-        self.began = began
+        self.began = start
         """When its process was started, by `time.perf_counter`."""
         self.log = log
         self.ready_seconds = 0.0
@@ -74,18 +82,18 @@ async def serving(
     with tempfile.TemporaryDirectory(prefix="jackfield-server-") as folder:
         log = Path(folder) / "log"
         with log.open("wb") as out:
-            began = time.perf_counter()
+            start = time.perf_counter()
             process = subprocess.Popen(  # noqa: ASYNC220
                 command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT,
                 start_new_session=True,
             )  # fmt: skip
-        server = Server(f"http://127.0.0.1:{port}", began, log, process.pid)
+        server = Server(f"http://127.0.0.1:{port}", start, log, process.pid)
         try:
             try:
                 await asyncio.wait_for(_healthy(server, process), timeout)
             except TimeoutError:
                 raise RuntimeError(f"not ready after {timeout:.0f} s:\n{_tail(log)}") from None
-            server.ready_seconds = time.perf_counter() - began
+            server.ready_seconds = time.perf_counter() - start
             yield server
         finally:
             end_group(process)
@@ -99,8 +107,8 @@ async def _healthy(server: Server, process: subprocess.Popen[bytes]) -> None:
                     f"the server ended with status {process.returncode}:\n{_tail(server.log)}"
                 )
             with contextlib.suppress(aiohttp.ClientError, OSError):
-                async with session.get(f"{server.url}/health") as answer:
-                    if answer.status == 200:
+                async with session.get(f"{server.url}/health") as response:
+                    if response.status == 200:
                         return
             await asyncio.sleep(0.02)
 

@@ -15,7 +15,7 @@ from aiohttp import web
 
 from jackfield.core.metrics.metrics import EngineMetrics
 from jackfield.core.outputs import EngineStats
-from jackfield.entrypoints.bench.serve.clients import Sent, send_load
+from jackfield.entrypoints.bench.serve.clients import LoadResult, send_load
 from jackfield.entrypoints.bench.serve.latency_stats import (
     cache_counters,
     late_preparations,
@@ -24,8 +24,8 @@ from jackfield.entrypoints.bench.serve.latency_stats import (
     summarize,
 )
 from jackfield.entrypoints.bench.serve.load import (
-    Answer,
     Load,
+    RequestResult,
     Target,
     arrivals,
     client,
@@ -33,7 +33,7 @@ from jackfield.entrypoints.bench.serve.load import (
     send,
 )
 from jackfield.entrypoints.bench.serve.plots import plot_load
-from jackfield.entrypoints.bench.workloads import Ask
+from jackfield.entrypoints.bench.workloads import BenchRequest
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 PIECE = {"choices": [{"index": 0, "text": "t1", "finish_reason": None}]}
@@ -77,12 +77,12 @@ def usage(tokens: int) -> dict[str, Any]:
     return {"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": tokens}}
 
 
-def one(handler: Handler, output: int = 3, **changes: Any) -> Answer:
-    async def main() -> Answer:
+def one(handler: Handler, output: int = 3, **changes: Any) -> RequestResult:
+    async def main() -> RequestResult:
         async with serving(handler) as target:
             changed = Target(url=target.url, model="m", **changes)
             async with client(changed) as session:
-                return await send(session, changed, Ask([1, 2, 3], output))
+                return await send(session, changed, BenchRequest([1, 2, 3], output))
 
     return asyncio.run(main())
 
@@ -132,7 +132,7 @@ def test_an_answer_that_is_not_whole_is_an_error(handler: Handler, told: str) ->
 
 
 def whole(*, output: int = 1, count: int = 1, **changes: Any) -> Load:
-    chats = [[Ask([1, 2, 3], output)] for _ in range(count)]
+    chats = [[BenchRequest([1, 2, 3], output)] for _ in range(count)]
     return Load(**{"chats": chats, "offsets": [0.0] * count, **changes})
 
 
@@ -154,9 +154,9 @@ def test_pieces_cut_anywhere_are_the_same_pieces() -> None:
 def test_a_server_that_is_not_there_is_an_error() -> None:
     target = Target(url="http://127.0.0.1:9", model="m")
     sent = asyncio.run(send_load(target, whole(count=3, max_concurrency=2)))
-    assert [answer.error is not None for answer in sent.answers] == [True] * 3
+    assert [answer.error is not None for answer in sent.results] == [True] * 3
     record = summarize([sent])
-    assert record["failed"] == 3 and record["first_failure"] == sent.answers[0].error
+    assert record["failed"] == 3 and record["first_failure"] == sent.results[0].error
     assert record["measured"]["requests_per_second"] == 0
 
 
@@ -172,20 +172,20 @@ def test_a_closed_loop_keeps_so_many_open_and_no_more(processes: int) -> None:
         open_now -= 1
         return web.json_response(usage(1))
 
-    async def main() -> Sent:
+    async def main() -> LoadResult:
         async with serving(answer) as target:
             quiet = Target(url=target.url, model="m", stream=False)
             load = whole(count=20, max_concurrency=4)
             return await send_load(quiet, load, processes=processes)
 
     sent = asyncio.run(main())
-    assert len(sent.answers) == 20 and not [a.error for a in sent.answers if a.error]
+    assert len(sent.results) == 20 and not [a.error for a in sent.results if a.error]
     assert most == 4 or (processes > 1 and 2 <= most <= 4)
     assert sent.seconds > 0 and sent.cpu_share > 0
 
 
 def test_shares_of_a_load_are_the_load() -> None:
-    chats = [[Ask([number], 1)] for number in range(7)]
+    chats = [[BenchRequest([number], 1)] for number in range(7)]
     load = Load(chats=chats, offsets=[float(n) for n in range(7)], max_concurrency=5)
     shares = list(load.split(3))
     assert sorted(chat[0].prompt[0] for share in shares for chat in share.chats) == list(range(7))
@@ -208,7 +208,7 @@ def test_an_open_loop_waits_for_nobody() -> None:
         await all_came.wait()
         return web.json_response(usage(1))
 
-    async def main() -> list[Answer]:
+    async def main() -> list[RequestResult]:
         async with serving(answer) as target:
             quiet = Target(url=target.url, model="m", stream=False)
             return await drive(quiet, whole(count=10, offsets=arrivals(10, 50.0, float("inf"))))
@@ -231,9 +231,14 @@ def test_a_chat_sends_all_that_was_said_and_ends_with_its_first_error() -> None:
         said = {"index": 0, "text": "", "token_ids": [70 + len(prompts)] * body["max_tokens"]}
         return await streaming({"choices": [said]}, usage(2), "[DONE]")(request)
 
-    async def main() -> list[Answer]:
+    async def main() -> list[RequestResult]:
         async with serving(answer) as target:
-            turns = [Ask([1, 2], 2), Ask([3], 2), Ask([4], 2), Ask([5], 2)]
+            turns = [
+                BenchRequest([1, 2], 2),
+                BenchRequest([3], 2),
+                BenchRequest([4], 2),
+                BenchRequest([5], 2),
+            ]
             return await drive(target, Load(chats=[turns], offsets=[0.0]))
 
     answers = asyncio.run(main())
@@ -260,15 +265,15 @@ def test_arrivals_at_once_and_evenly() -> None:
     assert arrivals(4, 2.0, float("inf")) == [0.0, 0.5, 1.0, 1.5]
 
 
-def made_up(sent: float, *times: float) -> Answer:
-    return Answer(sent=sent, times=list(times), prompt_tokens=10, output_tokens=len(times))
+def made_up(sent: float, *times: float) -> RequestResult:
+    return RequestResult(sent=sent, times=list(times), prompt_tokens=10, output_tokens=len(times))
 
 
 def test_percentiles_are_over_all_requests_and_rates_over_repeats() -> None:
     quick = made_up(0.0, 0.1, 0.2, 0.3)
     slow = made_up(1.0, 1.3, 1.6, 1.9)
-    lost = Answer(sent=0.0, error="gone")
-    runs = [Sent([quick, slow, lost], 1.0, 0.2), Sent([quick, slow], 2.0, 0.3)]
+    lost = RequestResult(sent=0.0, error="gone")
+    runs = [LoadResult([quick, slow, lost], 1.0, 0.2), LoadResult([quick, slow], 2.0, 0.3)]
     record = summarize(runs, ("ttft", "tpot", "itl", "e2el"), (50, 99))
     told = record["measured"]
     assert record["failed"] == 1 and record["first_failure"] == "gone"
@@ -299,7 +304,11 @@ def test_prefix_hits_are_read_from_any_engine() -> None:
 
 def test_a_plot_is_a_picture(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    answers = [made_up(0.0, 0.1, 0.2, 0.3), made_up(1.0, 1.3, 1.6), Answer(sent=0.0, error="no")]
+    answers = [
+        made_up(0.0, 0.1, 0.2, 0.3),
+        made_up(1.0, 1.3, 1.6),
+        RequestResult(sent=0.0, error="no"),
+    ]
     path = plot_load(answers, tmp_path / "plots", "jackfield W5 concurrency 1, requests 2")
     assert path.read_bytes().startswith(b"\x89PNG") and path.parent == tmp_path / "plots"
 
