@@ -322,23 +322,23 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     @classmethod
     def from_options(cls, options: dict[str, Any]) -> EngineConfig:
         """Build from a plain dict. The error for an unknown name suggests the nearest valid one."""
-        known = set(cls.__struct_fields__)
+        field_names = set(cls.__struct_fields__)
         for name in options:
-            if name not in known:
-                near = difflib.get_close_matches(name, known, n=1)
+            if name not in field_names:
+                near = difflib.get_close_matches(name, field_names, n=1)
                 hint = f"; did you mean {near[0]}?" if near else ""
                 raise ConfigError(f"{name}: no such engine option{hint}", param=name)
         return cls(**options)
 
 
-def _transfer_config(given: dict[str, Any] | KVTransferConfig) -> KVTransferConfig:
-    if isinstance(given, KVTransferConfig):  # Its constructor checks nothing.
-        given = msgspec.structs.asdict(given)
+def _transfer_config(value: dict[str, Any] | KVTransferConfig) -> KVTransferConfig:
+    if isinstance(value, KVTransferConfig):  # Its constructor checks nothing.
+        value = msgspec.structs.asdict(value)
     try:
-        return msgspec.convert(given, KVTransferConfig)
+        return msgspec.convert(value, KVTransferConfig)
     except msgspec.ValidationError as error:
         raise ConfigError(
-            f"kv_transfer_config: {error} (got {given!r})", param="kv_transfer_config"
+            f"kv_transfer_config: {error} (got {value!r})", param="kv_transfer_config"
         ) from None
 
 

@@ -19,9 +19,9 @@ def shown(value: object) -> str:
 def listed(names: Iterable[str], limit: int = 8) -> str:
     """Return "a, b, c" for messages; of a long list, the first items and the number of the
     others."""
-    found = list(names)
-    more = f" and {len(found) - limit} more" if len(found) > limit else ""
-    return ", ".join(found[:limit]) + more
+    items = list(names)
+    more = f" and {len(items) - limit} more" if len(items) > limit else ""
+    return ", ".join(items[:limit]) + more
 
 
 class JackfieldError(Exception):

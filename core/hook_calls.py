@@ -34,7 +34,7 @@ class RequestHook:
         """Call the implementations in order; yield (plugin, result) for each. Raises
         JackfieldError."""
         for impl in self._impls:
-            who = self._who(impl.plugin_name)
+            plugin = self._who(impl.plugin_name)
             try:
                 result = impl.function(**{name: arguments[name] for name in impl.argnames})
                 if inspect.isawaitable(result):
@@ -42,13 +42,13 @@ class RequestHook:
             except JackfieldError:
                 raise
             except Exception as error:
-                logger.exception("plugin %s failed in %s", who, self.name)
-                raise self.failure(who, f"{type(error).__name__} in {self.name}") from error
-            yield who, result
+                logger.exception("plugin %s failed in %s", plugin, self.name)
+                raise self.failure(plugin, f"{type(error).__name__} in {self.name}") from error
+            yield plugin, result
 
-    def failure(self, who: str, what: str) -> PluginError:
+    def failure(self, plugin: str, what: str) -> PluginError:
         """Return the PluginError for a failed implementation."""
-        return PluginError(f"plugin {who} failed on this request: {what}")
+        return PluginError(f"plugin {plugin} failed on this request: {what}")
 
     def _who(self, plugin_name: str) -> str:
         origin = self._plugins.provenance.get(plugin_name)

@@ -39,9 +39,9 @@ class PoolingParams(msgspec.Struct, frozen=True, kw_only=True):
     many as the model takes. None: longer prompts are refused."""
 
     def __post_init__(self) -> None:
-        def refuse(param: str, wanted: str) -> None:
+        def refuse(param: str, expected: str) -> None:
             raise InvalidRequest(
-                f"{param} must be {wanted}, got {getattr(self, param)!r}", param=param
+                f"{param} must be {expected}, got {getattr(self, param)!r}", param=param
             )
 
         if self.task is not None and self.task not in POOLING_TASKS:

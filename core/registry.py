@@ -112,7 +112,7 @@ class Plugins:
         return {name: plugin.provenance for name, plugin in self.loaded.items()}
 
     def add_plugin(
-        self, plugin: object, provenance: Provenance, *, began: _Began | None = None
+        self, plugin: object, provenance: Provenance, *, timer: _Began | None = None
     ) -> None:
         """Register one plugin object and run its registration hooks.
 
@@ -120,7 +120,7 @@ class Plugins:
         another hook API or a hook that cannot run, and pluggy's own error on a wrong signature;
         nothing of the plugin is then registered.
         """
-        began = began or _Began()
+        timer = timer or _Began()
         own = provenance.distribution == hooks.PROJECT
         refusal = api_refusal(getattr(plugin, API_ATTRIBUTE, None))
         if refusal is not None and not own:
@@ -144,25 +144,25 @@ class Plugins:
             for kind, entries in saved.items():
                 self.registries[kind]._entries = entries
             raise
-        told = list(remarks(plugin))
+        notes = list(remarks(plugin))
         if not self.manager.get_hookcallers(self.manager.get_plugin(name)):
-            told.append("it has no hooks (functions marked @hookimpl), so it plugs in nothing")
+            notes.append("it has no hooks (functions marked @hookimpl), so it plugs in nothing")
         elif not self._has_effect(name):
-            told.append("it registers no name and listens to no event, so it plugs in nothing")
-        self.loaded[name] = began.ended(provenance, () if own else tuple(told))
-        for remark in () if own else told:
+            notes.append("it registers no name and listens to no event, so it plugs in nothing")
+        self.loaded[name] = timer.ended(provenance, () if own else tuple(notes))
+        for remark in () if own else notes:
             logger.warning("plugin %s: %s", provenance, remark)
 
-    def configure(self, given: Mapping[str, Any]) -> None:
+    def configure(self, options: Mapping[str, Any]) -> None:
         """Check `EngineConfig.plugin_options` and pass every plugin its own (`options_ready`).
 
         Done once for equal options. Raises ConfigError for options that do not fit a plugin's
         schema, and PluginError if a plugin that was given options fails.
         """
-        if given == self._options_given:
+        if options == self._options_given:
             return
         registry = self.registries["options"]
-        for name in given:
+        for name in options:
             if name not in registry:
                 raise ConfigError(
                     f"{FIELD}.{name}: no plugin takes options under this name"
@@ -172,18 +172,18 @@ class Plugins:
                 )
         for entry in registry.entries():
             try:
-                made = typed_options(entry.name, registry.load(entry.name),
-                                     given.get(entry.name, {}))  # fmt: skip
-                self._options[entry.name] = made
+                typed = typed_options(entry.name, registry.load(entry.name),
+                                     options.get(entry.name, {}))  # fmt: skip
+                self._options[entry.name] = typed
                 for impl in self.implementations("options_ready", entry.provenance.plugin):
-                    impl.function(**{name: made for name in impl.argnames})
+                    impl.function(**{name: typed for name in impl.argnames})
             except ConfigError:
                 raise
             except (Exception, SystemExit) as error:
-                if entry.name in given:
+                if entry.name in options:
                     self.required.add(entry.provenance.plugin)
                 self.remove(entry.provenance, "options_ready", error)
-        self._options_given = dict(given)
+        self._options_given = dict(options)
 
     def _left_out(self, name: str) -> str:
         """Return, for messages, why a plugin of this name is not loaded, if that is known."""
@@ -196,9 +196,9 @@ class Plugins:
     def options(self, schema: type[S]) -> S:
         """Return a plugin's options as an instance of its registered class. Raises PluginError if
         no plugin registered that class, or the engine has not been created yet."""
-        for made in self._options.values():
-            if isinstance(made, schema):
-                return made
+        for options in self._options.values():
+            if isinstance(options, schema):
+                return options
         raise PluginError(f"no plugin of this engine has options of the class {schema.__name__}")
 
     def remove(self, provenance: Provenance, hook: str, error: BaseException) -> None:
@@ -218,8 +218,8 @@ class Plugins:
     def implementations(self, hook: str, plugin: str | None = None) -> list[pluggy.HookImpl]:
         """Return the implementations of a hook in order of registration; of one plugin alone, if it
         is given."""
-        found = getattr(self.manager.hook, hook).get_hookimpls()
-        return [impl for impl in found if plugin in (None, impl.plugin_name)]
+        impls = getattr(self.manager.hook, hook).get_hookimpls()
+        return [impl for impl in impls if plugin in (None, impl.plugin_name)]
 
     def source(self, impl: pluggy.HookImpl) -> Provenance:
         """Return the provenance of a hook's plugin; "unknown" for one put into `manager`
@@ -248,12 +248,16 @@ class Plugins:
     def _note_failure(
         self, provenance: Provenance, hook: str, error: BaseException, cost: str
     ) -> None:
-        told = str(error) if isinstance(error, PluginError) else f"{type(error).__name__}: {error}"
+        message = (
+            str(error) if isinstance(error, PluginError) else f"{type(error).__name__}: {error}"
+        )
         if provenance.plugin in self.required:
-            raise PluginError(f"plugin {provenance} failed in {hook}: {told}") from error
-        logger.error("plugin %s failed in %s, %s: %s", provenance, hook, cost, told, exc_info=error)
+            raise PluginError(f"plugin {provenance} failed in {hook}: {message}") from error
+        logger.error(
+            "plugin %s failed in %s, %s: %s", provenance, hook, cost, message, exc_info=error
+        )
         text = "".join(traceback.format_exception(error))
-        self.failed.append(FailedPlugin(provenance, f"{hook}: {told}", text))
+        self.failed.append(FailedPlugin(provenance, f"{hook}: {message}", text))
 
     def has_listeners(self, event: str) -> bool:
         """Return whether any plugin implements an event hook."""
@@ -278,7 +282,7 @@ class _Began:
         self._at = time.perf_counter()
         self._present = {name for name in HEAVY if name in sys.modules}
 
-    def ended(self, provenance: Provenance, told: tuple[str, ...]) -> LoadedPlugin:
+    def ended(self, provenance: Provenance, notes: tuple[str, ...]) -> LoadedPlugin:
         """Return the plugin's record, once it is imported and registered."""
         seconds = time.perf_counter() - self._at
         new = tuple(name for name in HEAVY if name in sys.modules and name not in self._present)
@@ -288,7 +292,7 @@ class _Began:
                 "'module:attribute' and import there",
                 provenance, ", ".join(new), seconds,
             )  # fmt: skip
-        return LoadedPlugin(provenance, seconds, new, told)
+        return LoadedPlugin(provenance, seconds, new, notes)
 
 
 def load_plugins(
@@ -311,28 +315,30 @@ def load_plugins(
     plugins = Plugins()
     if only is None and os.environ.get("JACKFIELD_PLUGINS"):
         only = os.environ["JACKFIELD_PLUGINS"].split(",")
-    refused = {_normal(name): name for name in disable if name.strip()}
-    named = None if only is None else {_normal(n): n.strip() for n in only if n.strip()}
-    found: set[str] = set()
+    disabled = {_normal(name): name for name in disable if name.strip()}
+    selected = None if only is None else {_normal(n): n.strip() for n in only if n.strip()}
+    known_names: set[str] = set()
     for entry_point, provenance in _discover():
         names = {_normal(provenance.entry_point), _normal(provenance.distribution)}
-        found |= names
+        known_names |= names
         own = provenance.distribution == hooks.PROJECT
-        if names & refused.keys():
+        if names & disabled.keys():
             plugins.unwanted.append(FailedPlugin(provenance, "disabled"))
-        elif named is not None and not own and not names & named.keys():
+        elif selected is not None and not own and not names & selected.keys():
             plugins.unwanted.append(FailedPlugin(provenance, "not among the ones asked for"))
         else:
-            needed = own or (named is not None and bool(names & named.keys()))
-            _add_found(plugins, entry_point, provenance, needed)
-    if missing := sorted((named or {}).keys() - found):
-        told = ", ".join(f"{(named or {})[name]}{near(name, found)}" for name in missing)
-        raise PluginError(f"no such plugin installed: {told}")
-    for name in sorted(refused.keys() - found):
+            required = own or (selected is not None and bool(names & selected.keys()))
+            _add_found(plugins, entry_point, provenance, required)
+    if missing := sorted((selected or {}).keys() - known_names):
+        listing = ", ".join(
+            f"{(selected or {})[name]}{near(name, known_names)}" for name in missing
+        )
+        raise PluginError(f"no such plugin installed: {listing}")
+    for name in sorted(disabled.keys() - known_names):
         logger.warning(
             "no plugin %s to leave out%s (give an entry point or a distribution)",
-            refused[name],
-            near(name, found),
+            disabled[name],
+            near(name, known_names),
         )
     for number, plugin in enumerate(extra):
         provenance = Provenance("(given by the caller)", "", f"extra-{number}")
@@ -342,26 +348,28 @@ def load_plugins(
 
 
 def _add_found(
-    plugins: Plugins, entry_point: metadata.EntryPoint, provenance: Provenance, needed: bool
+    plugins: Plugins, entry_point: metadata.EntryPoint, provenance: Provenance, required: bool
 ) -> None:
     """Import and register one installed plugin, or note why that failed. Raises PluginError if
     `needed`."""
-    began = _Began()
+    timer = _Began()
     try:
-        plugins.add_plugin(entry_point.load(), provenance, began=began)
-        if needed:
+        plugins.add_plugin(entry_point.load(), provenance, timer=timer)
+        if required:
             plugins.required.add(provenance.plugin)
     except NameConflict:
         raise
     except (Exception, SystemExit) as error:
-        told = str(error) if isinstance(error, PluginError) else f"{type(error).__name__}: {error}"
+        message = (
+            str(error) if isinstance(error, PluginError) else f"{type(error).__name__}: {error}"
+        )
         if provenance.distribution != hooks.PROJECT:
             # A plugin for another version of the API often fails to import.
-            told = api_refusal(stated_api(entry_point)) or told
-        if needed:
-            raise PluginError(f"plugin {provenance} failed: {told}") from error
-        plugins.failed.append(FailedPlugin(provenance, told, traceback.format_exc()))
-        logger.warning("plugin %s is left out: %s", provenance, told)
+            message = api_refusal(stated_api(entry_point)) or message
+        if required:
+            raise PluginError(f"plugin {provenance} failed: {message}") from error
+        plugins.failed.append(FailedPlugin(provenance, message, traceback.format_exc()))
+        logger.warning("plugin %s is left out: %s", provenance, message)
 
 
 _NO_HEADERS = {"Name": "", "Version": ""}
@@ -372,13 +380,13 @@ def _discover() -> Iterator[tuple[metadata.EntryPoint, Provenance]]:
     twice)."""
     seen: set[tuple[str, str]] = set()
     points = []
-    known: dict[int, tuple[str, str]] = {}
+    sources: dict[int, tuple[str, str]] = {}
     """Name and version by distribution object: reading them parses a file."""
     for point in metadata.entry_points(group=hooks.PROJECT):
-        if id(point.dist) not in known:
+        if id(point.dist) not in sources:
             headers: Any = (point.dist and point.dist.metadata) or _NO_HEADERS
-            known[id(point.dist)] = (headers["Name"] or "unknown", headers["Version"] or "")
-        provenance = Provenance(*known[id(point.dist)], point.name)
+            sources[id(point.dist)] = (headers["Name"] or "unknown", headers["Version"] or "")
+        provenance = Provenance(*sources[id(point.dist)], point.name)
         key = (provenance.distribution, point.name)
         if key not in seen:
             seen.add(key)

@@ -149,8 +149,8 @@ class Request:
         num_outputs = len(self.output_token_ids)
         # With a grammar, an end token before min_tokens is sampled only if no other token was
         # allowed.
-        early = num_outputs < self.params.min_tokens and self.grammar is None
-        if token_id in self.stop_ids and not early:
+        too_early = num_outputs < self.params.min_tokens and self.grammar is None
+        if token_id in self.stop_ids and not too_early:
             return "stop", None if token_id in self.eos_token_ids else token_id
         if self.num_known_tokens >= self.max_total_tokens:
             return "length", None

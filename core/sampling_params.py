@@ -74,25 +74,25 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if isinstance(self.choice, list):
             msgspec.structs.force_setattr(self, "choice", tuple(self.choice))
-        given = [name for name in STRUCTURED_KINDS if getattr(self, name) not in (None, False)]
+        kinds = [name for name in STRUCTURED_KINDS if getattr(self, name) not in (None, False)]
         if self.json is False:
-            given.insert(0, "json")
-        if len(given) != 1:
-            found = " and ".join(given) or "none"
+            kinds.insert(0, "json")
+        if len(kinds) != 1:
+            listing = " and ".join(kinds) or "none"
             raise InvalidRequest(
                 f"structured_outputs: exactly one of {', '.join(STRUCTURED_KINDS)} must be given, "
-                f"got {found}",
+                f"got {listing}",
                 param="structured_outputs",
             )
-        (kind,) = given
+        (kind,) = kinds
         value = getattr(self, kind)
-        wanted: Any = {
+        types: Any = {
             "json": (str, dict, bool),
             "choice": tuple,
             "json_object": bool,
             "structural_tag": (str, dict),
         }.get(kind, str)
-        if not isinstance(value, wanted) or value in ("", ()):
+        if not isinstance(value, types) or value in ("", ()):
             raise InvalidRequest(
                 f"structured_outputs: {kind} is empty or of the wrong type "
                 f"({type(value).__name__})",
@@ -196,16 +196,16 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
                 value = ()
             msgspec.structs.force_setattr(self, name, value)
         if isinstance(self.structured_outputs, dict):
-            made = structured_outputs_from(self.structured_outputs)
-            msgspec.structs.force_setattr(self, "structured_outputs", made)
+            params = structured_outputs_from(self.structured_outputs)
+            msgspec.structs.force_setattr(self, "structured_outputs", params)
         self._check()
 
     def _check(self) -> None:
-        def refuse(param: str, wanted: str) -> None:
-            given = getattr(self, param)
+        def refuse(param: str, expected: str) -> None:
+            value = getattr(self, param)
             if param == "max_tokens":
                 param = self.max_tokens_field or param
-            raise InvalidRequest(f"{param} must be {wanted}, got {shown(given)}", param=param)
+            raise InvalidRequest(f"{param} must be {expected}, got {shown(value)}", param=param)
 
         def number(param: str) -> float:
             value = getattr(self, param)
@@ -287,10 +287,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             ("allowed_token_ids", MAX_ALLOWED_TOKEN_IDS),
             ("logit_bias", MAX_LOGIT_BIAS),
         ):
-            given = getattr(self, name)
-            if given is not None and hasattr(given, "__len__") and len(given) > most:
+            value = getattr(self, name)
+            if value is not None and hasattr(value, "__len__") and len(value) > most:
                 raise InvalidRequest(
-                    f"{name}: must be at most {most} entries, got {len(given)}", param=name
+                    f"{name}: must be at most {most} entries, got {len(value)}", param=name
                 )
         if any(not isinstance(s, str) or not 0 < len(s) <= MAX_STOP_LENGTH for s in self.stop):
             refuse("stop", f"non-empty strings of at most {MAX_STOP_LENGTH} characters")
@@ -329,13 +329,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-def structured_outputs_from(given: dict[str, Any]) -> StructuredOutputsParams:
+def structured_outputs_from(fields: dict[str, Any]) -> StructuredOutputsParams:
     """Build from a decoded JSON object. Raises InvalidRequest with the field's name."""
-    known = (*STRUCTURED_KINDS, "after_reasoning")
-    for name in given:
-        if name not in known:
+    names = (*STRUCTURED_KINDS, "after_reasoning")
+    for name in fields:
+        if name not in names:
             raise InvalidRequest(
-                f"structured_outputs: {name!r} is none of {', '.join(known)}",
+                f"structured_outputs: {name!r} is none of {', '.join(names)}",
                 param=f"structured_outputs.{name}",
             )
-    return StructuredOutputsParams(**given)
+    return StructuredOutputsParams(**fields)

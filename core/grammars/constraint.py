@@ -133,17 +133,17 @@ class Constraint:
         matcher = self.begin_fill(row)
         if matcher is None:
             return
-        began = time.perf_counter()
+        start = time.perf_counter()
         try:
             matcher.fill_bitmask(row)
         except Exception as error:
             self.finish_fill(row, error)
             return
-        taken = time.perf_counter() - began
+        seconds = time.perf_counter() - start
         self.finish_fill(row, None)
-        if taken > self._mask_timeout:
+        if seconds > self._mask_timeout:
             self.failure = (
-                f"structured_outputs: the mask of one token took {taken:.2f} s, more than "
+                f"structured_outputs: the mask of one token took {seconds:.2f} s, more than "
                 f"mask_timeout ({self._mask_timeout} s)"
             )
 

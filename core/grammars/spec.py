@@ -68,8 +68,8 @@ def check_bounds(
 
 def field_of(params: StructuredOutputsParams) -> str:
     """Return the name of the request's field for errors."""
-    given = (kind for kind in STRUCTURED_KINDS if getattr(params, kind) is not None)
-    return params.field or f"structured_outputs.{next(given)}"
+    kinds = (kind for kind in STRUCTURED_KINDS if getattr(params, kind) is not None)
+    return params.field or f"structured_outputs.{next(kinds)}"
 
 
 def _canonical(params: StructuredOutputsParams) -> GrammarSpec:
@@ -163,8 +163,8 @@ def begins_free(spec: GrammarSpec) -> bool:
     return False
 
 
-def _decoded(given: Any) -> Any:
-    return msgspec.json.decode(given) if isinstance(given, str) else given
+def _decoded(value: Any) -> Any:
+    return msgspec.json.decode(value) if isinstance(value, str) else value
 
 
 def _text(value: Any) -> str:

@@ -14,11 +14,11 @@ def make_vocabulary(
     """Return the vocabulary. size: the model's vocab_size; ids past the tokenizer's own are
     empty."""
 
-    def written(token_id: int) -> bytes:
+    def bytes_of(token_id: int) -> bytes:
         return b"" if token_id in tokenizer.special_ids else tokenizer.token_bytes(token_id)
 
     return Vocabulary(
-        token_bytes=[written(token_id) for token_id in range(size)],
+        token_bytes=[bytes_of(token_id) for token_id in range(size)],
         size=size,
         eos_token_ids=tuple(sorted(eos_token_ids)),
         encode=lambda text: tokenizer.encode(text, add_special_tokens=False),

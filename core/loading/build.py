@@ -30,7 +30,7 @@ def build_model(
 
     A quantization method's wish for the cache is the module's `kv_cache_dtype`.
     """
-    began = time.monotonic()
+    start = time.monotonic()
     registry = plugins["model"]
     if model_config.architecture not in registry:
         raise ConfigError(
@@ -66,5 +66,5 @@ def build_model(
                 module.after_loading()  # type: ignore[operator]
     model.eval()
     model.requires_grad_(False)
-    logger.info("weights: %s in %.2f s", load_format, time.monotonic() - began)
+    logger.info("weights: %s in %.2f s", load_format, time.monotonic() - start)
     return model

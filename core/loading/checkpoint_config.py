@@ -181,8 +181,8 @@ def checkpoint_config(folder: Path, raw: dict[str, Any]) -> Any:
     No code of the checkpoint runs. Raises ConfigError for what `transformers` does not take.
     """
     raw = {name: value for name, value in raw.items() if name != "auto_map"}
-    answers = _answers(raw)
-    return _whole(folder, raw) if answers is None else Configuration(folder, raw, answers)
+    fields = _answers(raw)
+    return _whole(folder, raw) if fields is None else Configuration(folder, raw, fields)
 
 
 def plugin_config(folder: Path, raw: dict[str, Any], configs: Registry[Any]) -> Any:
@@ -207,8 +207,10 @@ def plugin_config(folder: Path, raw: dict[str, Any], configs: Registry[Any]) -> 
     except PluginError as error:
         raise ConfigError(f"model: {folder}/config.json: {error}", param="model") from error
     if config is None:
-        who = entry.provenance.distribution
-        raise ConfigError(f"model: the configuration class of {who} gave None", param="model")
+        distribution = entry.provenance.distribution
+        raise ConfigError(
+            f"model: the configuration class of {distribution} gave None", param="model"
+        )
     if getattr(config, "model_type", None) in (None, ""):
         config.model_type = name
     return config
@@ -220,8 +222,8 @@ class Configuration:
 
     __slots__ = ("_answers", "_folder", "_made", "_raw")
 
-    def __init__(self, folder: Path, raw: dict[str, Any], answers: dict[str, Any]) -> None:
-        for name, value in zip(self.__slots__, (answers, folder, None, raw), strict=True):
+    def __init__(self, folder: Path, raw: dict[str, Any], fields: dict[str, Any]) -> None:
+        for name, value in zip(self.__slots__, (fields, folder, None, raw), strict=True):
             object.__setattr__(self, name, value)
 
     def __getattr__(self, name: str) -> Any:
@@ -271,8 +273,8 @@ def _whole(folder: Path, raw: dict[str, Any]) -> Any:
     raw = copy.deepcopy(raw)
     model_type = raw.pop("model_type", None)
     try:
-        known = model_type in CONFIG_MAPPING
-        config: Any = (CONFIG_MAPPING[model_type] if known else PreTrainedConfig)(**raw)
+        supported = model_type in CONFIG_MAPPING
+        config: Any = (CONFIG_MAPPING[model_type] if supported else PreTrainedConfig)(**raw)
     except Exception as error:  # transformers validates with errors of many kinds
         raise ConfigError(
             f"model: {folder}/config.json is not a valid {model_type!r} configuration: "
@@ -312,10 +314,10 @@ def _answers(raw: dict[str, Any]) -> dict[str, Any] | None:
 def _is_plain(raw: dict[str, Any], family: Family) -> bool:
     """Return whether `transformers` would neither refuse, warn of, change, nor hide any of the
     values."""
-    known = family.fields
+    field_names = family.fields
     for name, value in raw.items():
-        if name in known:
-            if type(value) not in known[name]:
+        if name in field_names:
+            if type(value) not in field_names[name]:
                 return False
         elif name not in FREE and name not in IGNORED and name != "model_type":
             return False

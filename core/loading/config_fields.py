@@ -114,10 +114,10 @@ def check_fields(file: Path, raw: dict[str, Any]) -> None:
                 _check(file, value, ROPE_KINDS, f"{name}.{key}.")
 
 
-def wrong(file: Path, field: str, value: Any, wanted: str) -> ConfigError:
+def wrong(file: Path, field: str, value: Any, expected: str) -> ConfigError:
     """Return the error for a field's value."""
     return ConfigError(
-        f"model: {file}: {field} must be {wanted}, got {shown(value)}", param="model"
+        f"model: {file}: {field} must be {expected}, got {shown(value)}", param="model"
     )
 
 
@@ -127,10 +127,10 @@ def _check(
     kinds: dict[str, tuple[Callable[[Any], bool], Iterable[str]]],
     prefix: str,
 ) -> None:
-    for wanted, (fits, names) in kinds.items():
+    for expected, (fits, names) in kinds.items():
         for name in names:
             value = fields.get(name)
             if value is not None and not fits(value):
-                raise wrong(file, prefix + name, value, wanted)
+                raise wrong(file, prefix + name, value, expected)
             if name in POSITIVE and value is not None and value <= 0:
                 raise wrong(file, prefix + name, value, "positive")

@@ -182,10 +182,12 @@ def _resolve_dtype(config: EngineConfig, hf_config: Any) -> torch.dtype:
         return DTYPES[config.dtype]
     if config.device == "cpu":
         return torch.float32
-    stored = getattr(hf_config, "dtype", None) or getattr(hf_config, "torch_dtype", None)
-    if isinstance(stored, str):
-        stored = DTYPES.get(stored.removeprefix("torch."))
-    return stored if stored in (torch.float16, torch.bfloat16) else torch.bfloat16
+    checkpoint_dtype = getattr(hf_config, "dtype", None) or getattr(hf_config, "torch_dtype", None)
+    if isinstance(checkpoint_dtype, str):
+        checkpoint_dtype = DTYPES.get(checkpoint_dtype.removeprefix("torch."))
+    return (
+        checkpoint_dtype if checkpoint_dtype in (torch.float16, torch.bfloat16) else torch.bfloat16
+    )
 
 
 def _resolve_length(config: EngineConfig, hf_config: Any) -> int:

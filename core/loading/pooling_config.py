@@ -101,8 +101,8 @@ class PoolingConfig:
                 "(its config.json has neither is_matryoshka nor matryoshka_dimensions)",
                 param="dimensions",
             )
-        allowed = dimensions in self.matryoshka if self.matryoshka else dimensions <= self.size
-        if not allowed:
+        supported = dimensions in self.matryoshka if self.matryoshka else dimensions <= self.size
+        if not supported:
             some = ", ".join(map(str, self.matryoshka)) or f"1 to {self.size}"
             raise InvalidRequest(
                 f"dimensions: {dimensions} is not one of this model's ({some})", param="dimensions"

@@ -39,11 +39,11 @@ def _load(spec: Projection, device: torch.device) -> tuple[torch.Tensor, torch.T
         tensors = load_file(file, device=str(device))
     except (OSError, SafetensorError) as error:
         raise LoadError(f"{file} cannot be read: {error}") from error
-    wanted = {"linear.weight": (spec.out_features, spec.in_features)}
+    expected = {"linear.weight": (spec.out_features, spec.in_features)}
     if spec.bias:
-        wanted["linear.bias"] = (spec.out_features,)  # type: ignore[assignment]
-    found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    if found != wanted:
-        raise LoadError(f"{file} holds {found}, its config.json says {wanted}")
+        expected["linear.bias"] = (spec.out_features,)  # type: ignore[assignment]
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    if shapes != expected:
+        raise LoadError(f"{file} holds {shapes}, its config.json says {expected}")
     bias = tensors["linear.bias"].float() if spec.bias else None
     return tensors["linear.weight"].float(), bias

@@ -23,16 +23,20 @@ class ConfigReader:
         self.values = values
         self.name = name
 
-    def refuse(self, field: str, wanted: str) -> ConfigError:
+    def refuse(self, field: str, expected: str) -> ConfigError:
         """Return the error for a field whose value is not `wanted`."""
         name = f"{self.name}.{field}"
-        return ConfigError(f"{name}: must be {wanted}, got {self.values.get(field)!r}", param=name)
+        return ConfigError(
+            f"{name}: must be {expected}, got {self.values.get(field)!r}", param=name
+        )
 
     def choice(self, field: str, allowed: Sequence[Any], default: Any) -> Any:
         """Read one of `allowed`."""
         value = self._get(field, default)
-        if not any(value == one and type(value) is type(one) for one in [*allowed, default]):
-            raise self.refuse(field, " or ".join(repr(one) for one in allowed))
+        if not any(
+            value == choice and type(value) is type(choice) for choice in [*allowed, default]
+        ):
+            raise self.refuse(field, " or ".join(repr(choice) for choice in allowed))
         return value
 
     def flag(self, field: str, default: bool) -> bool:
@@ -81,15 +85,17 @@ def is_ignored(spec: LinearSpec, patterns: Iterable[str], field: str) -> bool:
     Raises ConfigError where it names some shards of a merged layer and not others.
     """
     patterns = tuple(patterns)
-    named = {
+    matches = {
         source: any(name_matches(source, pattern) for pattern in patterns)
         for source in spec.sources.values()
     }
-    if any(named.values()) and not all(named.values()):
-        (some, others) = ([n for n, hit in named.items() if hit is want] for want in (True, False))
+    if any(matches.values()) and not all(matches.values()):
+        (some, others) = (
+            [n for n, hit in matches.items() if hit is ignored] for ignored in (True, False)
+        )
         raise ConfigError(
             f"quantization_config.{field}: names {listed(some, 4)} but not {listed(others, 4)}, "
             "which are computed as one layer",
             param=f"quantization_config.{field}",
         )
-    return all(named.values())
+    return all(matches.values())

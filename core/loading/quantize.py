@@ -32,9 +32,9 @@ def choose_method(
 
     Raises ConfigError where the two disagree, or the method refuses its configuration.
     """
-    stored: Mapping[str, Any] = model_config.quantization_config or {}
-    own = stored.get("quant_method")
-    if stored and not isinstance(own, str):
+    settings: Mapping[str, Any] = model_config.quantization_config or {}
+    own = settings.get("quant_method")
+    if settings and not isinstance(own, str):
         raise ConfigError(
             f"quantization_config.quant_method: must be the name of a method, got {own!r}",
             param="quantization_config.quant_method",
@@ -61,15 +61,15 @@ def choose_method(
     if reason is not None:
         raise ConfigError(f"quantization: {name!r} cannot run here: {reason}", param="quantization")
     with registry.calling(name, "from_config"):
-        return method_class.from_config(stored)
+        return method_class.from_config(settings)
 
 
 def _load(plugins: Plugins, name: str, field: str) -> type[QuantizationMethod]:
     try:
-        loaded: type[QuantizationMethod] = plugins["quantization"].load(name)
+        method: type[QuantizationMethod] = plugins["quantization"].load(name)
     except PluginError as error:
         raise ConfigError(f"{field}: {error}", param="quantization") from error
-    return loaded
+    return method
 
 
 def place_layers(
@@ -77,7 +77,7 @@ def place_layers(
 ) -> None:
     """Replace each layer that `method` takes, and allocate the weights of the others."""
     heads = {name.removesuffix(".weight") for name in weight_map.tied}
-    taken = left = 0
+    num_quantized = num_plain = 0
     for prefix, module in list(model.named_modules()):
         if not isinstance(module, Linear | Embedding):
             continue
@@ -88,20 +88,22 @@ def place_layers(
             role = "head" if prefix in heads else "embedding"
         layer = method.layer(_spec(prefix, module, role, weight_map, build))
         if layer is None:
-            left += 1
+            num_plain += 1
             module.weight = nn.Parameter(build.empty(*module.weight.shape))
             continue
-        taken += 1
+        num_quantized += 1
         if (bias := getattr(module, "bias", None)) is not None:
             layer.bias = bias
         parent, _, name = prefix.rpartition(".")
         placed = QuantizedEmbedding(layer) if role == "embedding" else layer
         setattr(model.get_submodule(parent), name, placed)
-    if not taken:
+    if not num_quantized:
         raise ConfigError(
             f"quantization: {method.name!r} takes none of this model's layers", param="quantization"
         )
-    logger.info("quantization: %s, %d layers; %d left as they are", method.name, taken, left)
+    logger.info(
+        "quantization: %s, %d layers; %d left as they are", method.name, num_quantized, num_plain
+    )
 
 
 def _spec(

@@ -167,8 +167,8 @@ def _token_classifier(hf: Any) -> TokenClassifier | None:
 def _labels(hf: Any, tokens: TokenClassifier | None) -> tuple[str, ...]:
     if tokens is not None:
         return tokens.tokens[-1:] if tokens.difference else tokens.tokens
-    named: Mapping[Any, Any] = getattr(hf, "id2label", None) or {}
-    return tuple(str(named.get(i, f"LABEL_{i}")) for i in range(int(hf.num_labels)))
+    labels: Mapping[Any, Any] = getattr(hf, "id2label", None) or {}
+    return tuple(str(labels.get(i, f"LABEL_{i}")) for i in range(int(hf.num_labels)))
 
 
 def _activation(hf: Any, num_labels: int) -> tuple[Activation, bool]:

@@ -55,7 +55,7 @@ def read_sentence_transformer(folder: Path) -> SentenceTransformer:
         files.max_length = length if isinstance(length, int) and length > 0 else None
         files.lower_case = settings.get("do_lower_case") is True
     modules = json_if_there(folder / "modules.json") or []
-    if not isinstance(modules, list) or not all(isinstance(one, dict) for one in modules):
+    if not isinstance(modules, list) or not all(isinstance(module, dict) for module in modules):
         raise LoadError(f"model: {folder}/modules.json is no list of modules", param="model")
     for module in modules:
         kind = str(module.get("type", "")).rpartition(".")[2]
@@ -103,8 +103,8 @@ def _projection(folder: Path) -> Projection:
 
 def _pooling_mode(folder: Path) -> PoolingType:
     settings = object_if_there(folder / "config.json")
-    named = settings.get("pooling_mode")
-    on = {str(named)} if named else set()
+    mode = settings.get("pooling_mode")
+    on = {str(mode)} if mode else set()
     on |= {
         key.removeprefix("pooling_mode_")
         for key, value in settings.items()

@@ -91,8 +91,8 @@ class RowOrder:
     def halves(cls, head_dim: int, rotary_dim: int | None = None) -> RowOrder:
         """Of heads that turn pairs of neighbours among their first `rotary_dim` rows: half against
         half, which is what `Rotary` turns. For queries and keys alike."""
-        turned = head_dim if rotary_dim is None else rotary_dim
-        return cls((*range(0, turned, 2), *range(1, turned, 2), *range(turned, head_dim)))
+        rotated = head_dim if rotary_dim is None else rotary_dim
+        return cls((*range(0, rotated, 2), *range(1, rotated, 2), *range(rotated, head_dim)))
 
     @classmethod
     def by_part(cls, num_heads: int, num_parts: int, head_dim: int) -> RowOrder:
@@ -344,7 +344,7 @@ class ParameterFiller:
         missing = sorted(self.missing, key=str)
         for prefix, layer in self.quantized.items():
             missing += [(f"{prefix}.{leaf}", shard or None) for shard, leaf in layer.missing]
-        return list(dict.fromkeys(self.weight_map.source(*one) for one in missing))
+        return list(dict.fromkeys(self.weight_map.source(*parameter) for parameter in missing))
 
     def finish(self) -> None:
         """Raise LoadError with the names of tensors that the checkpoint does not have."""

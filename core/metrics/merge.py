@@ -34,28 +34,31 @@ def families(registry: prometheus.CollectorRegistry) -> list[Family]:
             metric.name,
             metric.documentation,
             metric.type,
-            [Sample(one.name, dict(one.labels), float(one.value)) for one in metric.samples],
+            [
+                Sample(sample.name, dict(sample.labels), float(sample.value))
+                for sample in metric.samples
+            ],
         )
         for metric in registry.collect()
     ]
 
 
-def merged(told: Iterable[list[Family]]) -> list[Family]:
+def merged(scrapes: Iterable[list[Family]]) -> list[Family]:
     """Add up equal series; keep the earliest creation time."""
-    found: dict[str, Family] = {}
+    by_name: dict[str, Family] = {}
     values: dict[str, dict[tuple[str, tuple[tuple[str, str], ...]], float]] = {}
-    for some in told:
+    for some in scrapes:
         for family in some:
-            found.setdefault(family.name, family)
+            by_name.setdefault(family.name, family)
             series = values.setdefault(family.name, {})
-            for one in family.samples:
-                key = (one.name, tuple(sorted(one.labels.items())))
+            for sample in family.samples:
+                key = (sample.name, tuple(sorted(sample.labels.items())))
                 if key not in series:
-                    series[key] = one.value
-                elif one.name.endswith("_created"):
-                    series[key] = min(series[key], one.value)
+                    series[key] = sample.value
+                elif sample.name.endswith("_created"):
+                    series[key] = min(series[key], sample.value)
                 else:
-                    series[key] += one.value
+                    series[key] += sample.value
     return [
         Family(
             family.name,
@@ -63,7 +66,7 @@ def merged(told: Iterable[list[Family]]) -> list[Family]:
             family.kind,
             [Sample(key[0], dict(key[1]), value) for key, value in values[family.name].items()],
         )
-        for family in found.values()
+        for family in by_name.values()
     ]
 
 
@@ -72,8 +75,8 @@ def render(some: Iterable[Family]) -> bytes:
     metrics = []
     for family in some:
         metric = Metric(family.name, family.text, family.kind)
-        for one in family.samples:
-            metric.add_sample(one.name, one.labels, one.value)
+        for sample in family.samples:
+            metric.add_sample(sample.name, sample.labels, sample.value)
         metrics.append(metric)
     text: bytes = prometheus.generate_latest(_Told(metrics))
     return text

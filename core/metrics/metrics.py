@@ -106,13 +106,13 @@ class EngineMetrics:
         self._waiting.set(stats.num_requests_waiting)
         self._usage.set(stats.kv_cache_usage)
         for name, counter in self._counters.items():
-            grown = getattr(stats, name) - getattr(self._seen, name)
-            if grown:
-                counter.inc(grown)
+            increase = getattr(stats, name) - getattr(self._seen, name)
+            if increase:
+                counter.inc(increase)
         for reason, count in stats.requests_finished.items():
-            grown = count - self._seen.requests_finished.get(reason, 0)
-            if grown:
-                self._success.labels(self._model, reason).inc(grown)
+            increase = count - self._seen.requests_finished.get(reason, 0)
+            if increase:
+                self._success.labels(self._model, reason).inc(increase)
         self._seen = stats
 
     def observe_cache_config(self, **facts: object) -> None:

@@ -23,21 +23,21 @@ def add_plugin_metrics(
 
     Raises PluginError if such a plugin is required.
     """
-    taken = {family.name: "jackfield" for family in registry.collect()}
+    owners = {family.name: "jackfield" for family in registry.collect()}
     for impl in plugins.implementations("register_metrics"):
         provenance = plugins.source(impl)
         own = prometheus.CollectorRegistry()
-        given = {"registry": own, "engine": engine}
+        arguments = {"registry": own, "engine": engine}
         try:
-            impl.function(**{name: given[name] for name in impl.argnames})
+            impl.function(**{name: arguments[name] for name in impl.argnames})
             names = {family.name for family in own.collect()}
-            for name in sorted(names & taken.keys()):
-                raise PluginError(f"a metric {name!r} is there already, of {taken[name]}")
+            for name in sorted(names & owners.keys()):
+                raise PluginError(f"a metric {name!r} is there already, of {owners[name]}")
         except (Exception, SystemExit) as error:
             plugins.fail(impl, "register_metrics", error)
             continue
-        taken |= dict.fromkeys(names, provenance.distribution)
-        registry.register(_OfPlugin(provenance, own, frozenset(taken.keys() - names)))
+        owners |= dict.fromkeys(names, provenance.distribution)
+        registry.register(_OfPlugin(provenance, own, frozenset(owners.keys() - names)))
 
 
 class _OfPlugin(prometheus.registry.Collector):

@@ -171,10 +171,10 @@ class OutputParser:
         if len(events) == 1:
             event = events[0]
             return self._feed_tools(event.text) if isinstance(event, Content) else events
-        passed: list[ParserEvent] = []
+        events_out: list[ParserEvent] = []
         for event in events:
-            passed += self._feed_tools(event.text) if isinstance(event, Content) else [event]
-        return passed
+            events_out += self._feed_tools(event.text) if isinstance(event, Content) else [event]
+        return events_out
 
 
 def hides_markers(tokenizer: Tokenizer, parsers: Iterable[type]) -> bool:

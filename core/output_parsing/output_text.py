@@ -68,8 +68,8 @@ class OutputText:
         if len(self._parts) > 1:
             joined = "".join(self._parts)
             if self._taken:
-                taken = sum(map(len, self._parts[: self._taken]))
-                self._parts = [joined[:taken], joined[taken:]]
+                start = sum(map(len, self._parts[: self._taken]))
+                self._parts = [joined[:start], joined[start:]]
                 self._taken = 1
                 return joined
             self._parts = [joined]
@@ -117,9 +117,9 @@ class OutputText:
 
     def take_delta(self) -> str:
         """Return the text that has become safe to show since the last call."""
-        parts, taken = self._parts, self._taken
+        parts, start = self._parts, self._taken
         self._taken = len(parts)
-        return parts[-1] if self._taken == taken + 1 else "".join(parts[taken:])
+        return parts[-1] if self._taken == start + 1 else "".join(parts[start:])
 
     def _show(self, text: str) -> None:
         if text:

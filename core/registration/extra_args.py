@@ -39,12 +39,12 @@ class ExtraArgs:
         """Raises InvalidRequest; PluginError if a processor fails."""
         if not params.extra_args:
             return
-        known = frozenset[str]().union(*(p.parameters for p in self._active.values()))
+        names = frozenset[str]().union(*(p.parameters for p in self._active.values()))
         for key in params.extra_args:
-            if key not in known:
+            if key not in names:
                 raise InvalidRequest(
                     f"extra_args (vllm_xargs): no active logits processor reads {key!r} "
-                    f"(there are: {', '.join(sorted(known)) or 'none'})",
+                    f"(there are: {', '.join(sorted(names)) or 'none'})",
                     param="extra_args",
                 )
         for name, processor in self._active.items():

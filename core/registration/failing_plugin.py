@@ -41,10 +41,10 @@ def plugin_failure(plugins: Plugins, error: BaseException, doing: str) -> Plugin
     errors of the device. `doing`: "a step"."""
     if isinstance(error, JackfieldError) or type(error).__name__ == "OutOfMemoryError":
         return None
-    who = failing_plugin(plugins, error)
-    if who is None:
+    plugin = failing_plugin(plugins, error)
+    if plugin is None:
         return None
-    return PluginError(f"{who} failed in {doing}: {type(error).__name__}: {error}")
+    return PluginError(f"{plugin} failed in {doing}: {type(error).__name__}: {error}")
 
 
 def failing_plugin(plugins: Plugins, error: BaseException) -> str | None:
@@ -88,8 +88,8 @@ def _module(thing: Any) -> str:
 def _num_shared(module: str, other: str) -> int:
     """Return the number of leading parts that two dotted names have in common."""
     count = 0
-    for one, two in zip(module.split("."), other.split("."), strict=False):
-        if one != two:
+    for left, right in zip(module.split("."), other.split("."), strict=False):
+        if left != right:
             break
         count += 1
     return count

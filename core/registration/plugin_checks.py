@@ -74,10 +74,10 @@ def _functions(plugin: object) -> Iterator[tuple[str, Any]]:
             yield name, value
 
 
-def near(name: str, known: Any, cutoff: float = 0.6) -> str:
+def near(name: str, names: Any, cutoff: float = 0.6) -> str:
     """Return "; did you mean …?", or an empty text."""
-    found = difflib.get_close_matches(name, sorted(known), n=1, cutoff=cutoff)
-    return f"; did you mean {found[0]!r}?" if found else ""
+    matches = difflib.get_close_matches(name, sorted(names), n=1, cutoff=cutoff)
+    return f"; did you mean {matches[0]!r}?" if matches else ""
 
 
 # ---------------------------------------------------------------- hook API
@@ -85,16 +85,16 @@ def near(name: str, known: Any, cutoff: float = 0.6) -> str:
 
 def api_refusal(stated: object) -> str | None:
     """Return why a plugin that states this hook API cannot be used; None if it can."""
-    wanted = 1 if stated is None else stated
-    if type(wanted) is not int:
+    version = 1 if stated is None else stated
+    if type(version) is not int:
         return f"{API_ATTRIBUTE}: {stated!r} is no hook API version, which is a whole number"
-    if wanted == hooks.API_VERSION:
+    if version == hooks.API_VERSION:
         return None
     has = f"this Jackfield has {hooks.API_VERSION}"
-    if wanted > hooks.API_VERSION:
-        return f"it is built for hook API {wanted}, {has}: update Jackfield"
+    if version > hooks.API_VERSION:
+        return f"it is built for hook API {version}, {has}: update Jackfield"
     silent = f" (it states no {API_ATTRIBUTE})" if stated is None else ""
-    return f"it is built for hook API {wanted}{silent}, {has}: update the plugin"
+    return f"it is built for hook API {version}{silent}, {has}: update the plugin"
 
 
 def stated_api(entry_point: metadata.EntryPoint) -> object:
@@ -106,8 +106,8 @@ def stated_api(entry_point: metadata.EntryPoint) -> object:
     try:
         for end in range(1, len(parts) + 1):
             name = ".".join(parts[:end])
-            found = (f.find_spec(name, path) for f in sys.meta_path if hasattr(f, "find_spec"))
-            spec = next(s for s in found if s is not None)
+            specs = (f.find_spec(name, path) for f in sys.meta_path if hasattr(f, "find_spec"))
+            spec = next(s for s in specs if s is not None)
             path = spec.submodule_search_locations
         with open(spec.origin, encoding="utf-8") as file:  # type: ignore[union-attr, arg-type]
             match = re.search(rf"^{API_ATTRIBUTE}\b[^=\n]*=\s*(\d+)", file.read(), re.M)

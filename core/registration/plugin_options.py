@@ -13,25 +13,25 @@ from .plugin_checks import near
 FIELD = "plugin_options"
 
 
-def typed_options(name: str, schema: type[msgspec.Struct], given: Any) -> msgspec.Struct:
+def typed_options(name: str, schema: type[msgspec.Struct], value: Any) -> msgspec.Struct:
     """Return an instance of `schema`, with defaults for missing options. Raises ConfigError with
     the name of the invalid option.
     """
     param = f"{FIELD}.{name}"
-    if not isinstance(given, Mapping):
-        raise ConfigError(f"{param}: must be an object of options, got {given!r}", param=param)
-    known = {field.encode_name for field in msgspec.structs.fields(schema)}
-    for key in given:
-        if key not in known:
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{param}: must be an object of options, got {value!r}", param=param)
+    names = {field.encode_name for field in msgspec.structs.fields(schema)}
+    for key in value:
+        if key not in names:
             raise ConfigError(
-                f"{param}.{key}: no such option{near(str(key), known)} (there are: "
-                f"{', '.join(sorted(known)) or 'none'})",
+                f"{param}.{key}: no such option{near(str(key), names)} (there are: "
+                f"{', '.join(sorted(names)) or 'none'})",
                 param=f"{param}.{key}",
             )
     try:
-        return msgspec.convert(dict(given), schema)
+        return msgspec.convert(dict(value), schema)
     except (msgspec.ValidationError, ConfigError) as error:
-        raise ConfigError(f"{param}: {error} (got {given!r})", param=param) from None
+        raise ConfigError(f"{param}: {error} (got {value!r})", param=param) from None
 
 
 def parsed_option(text: str) -> tuple[str, list[str], Any]:
@@ -53,8 +53,8 @@ def parsed_option(text: str) -> tuple[str, list[str], Any]:
 def with_option(options: Mapping[str, Any], text: str) -> dict[str, Any]:
     """Return `options` (name → its options) with one more, `NAME.key=value`. Raises ConfigError."""
     name, keys, value = parsed_option(text)
-    made = dict(options)
-    inner = made
+    merged = dict(options)
+    inner = merged
     for key in (name, *keys[:-1]):
         below = inner.get(key, {})
         if not isinstance(below, Mapping):
@@ -64,4 +64,4 @@ def with_option(options: Mapping[str, Any], text: str) -> dict[str, Any]:
         inner[key] = dict(below)
         inner = inner[key]
     inner[keys[-1]] = value
-    return made
+    return merged

@@ -109,22 +109,22 @@ class Registry(Generic[T]):
                 f"no {self.kind.replace('_', ' ')} named {name!r}{near(name, self._entries)} "
                 f"(there are: {', '.join(sorted(self._entries)) or 'none'})"
             )
-        loaded = entry.reference
-        if isinstance(loaded, str):
-            module, _, attribute = loaded.partition(":")
+        reference = entry.reference
+        if isinstance(reference, str):
+            module, _, attribute = reference.partition(":")
             try:
-                loaded = getattr(importlib.import_module(module), attribute)
+                reference = getattr(importlib.import_module(module), attribute)
             except (Exception, SystemExit) as error:
                 raise PluginError(
                     f"{self.kind} {name!r} of {entry.provenance.distribution} cannot be loaded "
                     f"from {entry.reference}: {type(error).__name__}: {error}"
                 ) from error
-        if (reason := violation(self.kind, loaded)) is not None:
+        if (reason := violation(self.kind, reference)) is not None:
             raise PluginError(
                 f"{self.kind} {name!r} of {entry.provenance.distribution} is none: {reason}"
             )
-        self._loaded[name] = loaded
-        return loaded  # type: ignore[no-any-return]
+        self._loaded[name] = reference
+        return reference  # type: ignore[no-any-return]
 
     def in_use(self) -> dict[str, T]:
         """Objects imported so far, by name."""

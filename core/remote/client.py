@@ -35,18 +35,18 @@ from .channel import Channel
 from .frames import (
     Abort,
     AddRequest,
-    Answer,
     Change,
     Close,
+    ErrorReply,
     Hello,
     Listening,
-    Refused,
+    Reply,
     Report,
+    ReportRequest,
     Status,
     Stop,
     ToFront,
     Tokens,
-    WantReport,
     Welcome,
 )
 from .pending_calls import PendingCalls
@@ -146,17 +146,17 @@ class RemoteCore:
         if not self.requests.healthy:
             raise EngineStopped(self.requests.dead_reason or "the engine is not running")
         try:
-            await asyncio.wait_for(self._calls.ask("health"), timeout)
+            await asyncio.wait_for(self._calls.query("health"), timeout)
         except TimeoutError:
             raise EngineStopped(f"the engine has not answered for {timeout:g} seconds") from None
 
     async def reset_prefix_cache(self) -> bool:
         """Forget cached blocks. Return False if some are in use."""
-        return bool(await self._calls.ask("reset_prefix_cache"))
+        return bool(await self._calls.query("reset_prefix_cache"))
 
     async def render_metrics(self) -> bytes:
         """Return the metrics of the engine, with those of all its front ends added up."""
-        return bytes(await self._calls.ask("metrics"))
+        return bytes(await self._calls.query("metrics"))
 
     def report_load(self, count: Callable[[], int]) -> None:
         """Register `count`, which is called when the engine asks for this process's load."""
@@ -164,7 +164,7 @@ class RemoteCore:
 
     async def server_load(self) -> int:
         """Return the number of inference requests that all front ends serve."""
-        return int(await self._calls.ask("load"))
+        return int(await self._calls.query("load"))
 
     def stats(self) -> EngineStats:
         """Return a snapshot of the engine, at most a second old while it works."""
@@ -191,7 +191,7 @@ class RemoteCore:
         for index, completion in enumerate(state.completions):
             self._open[number + index] = (state, completion)
         try:
-            await self._calls.answer(number, AddRequest(number, spec))
+            await self._calls.call(number, AddRequest(number, spec))
         except asyncio.CancelledError:
             self.abort_request(state)
             raise
@@ -237,7 +237,7 @@ class RemoteCore:
         match message:
             case Tokens():
                 self._take_tokens(message)
-            case Answer() | Refused():
+            case Reply() | ErrorReply():
                 self._calls.settle(message)
             case Status():
                 self._stats = message.stats
@@ -245,7 +245,7 @@ class RemoteCore:
                     self._fail(message.dead_reason)
                 if not message.accepting:
                     self.requests.accepting = False
-            case WantReport():
+            case ReportRequest():
                 counts = families(self.registry)
                 load = sum(count() for count in self._loads)
                 self._calls.send(Report(message.number, load, counts))
@@ -261,9 +261,9 @@ class RemoteCore:
     def _take_tokens(self, tokens: Tokens) -> None:
         """Apply a step's tokens, and notify the streams."""
         now = time.monotonic()
-        known = self._open
+        streams = self._open
         for number, token_id in zip(tokens.numbers, tokens.token_ids, strict=True):
-            entry = known.get(number)
+            entry = streams.get(number)
             if entry is None or number in self._stops:
                 continue  # It has ended here, and the engine is being notified.
             state, completion = entry
@@ -273,7 +273,7 @@ class RemoteCore:
                 self._stop(number, stop)
             self.requests.notify(state)
         for change in tokens.changes:
-            entry = known.get(change.number)
+            entry = streams.get(change.number)
             if entry is None:
                 continue
             state, completion = entry
@@ -291,12 +291,12 @@ class RemoteCore:
         self, state: RequestState, completion: Completion, change: Change, now: float
     ) -> None:
         number, request = change.number, completion.request
-        ended = change.finish_reason is not None
+        finished = change.finish_reason is not None
         if change.num_cached_tokens is not None:
             request.num_cached_tokens = change.num_cached_tokens
             request.first_scheduled = change.first_scheduled
             request.num_preemptions = change.num_preemptions
-        if ended:
+        if finished:
             request.finish_reason = change.finish_reason
             request.stop_reason = change.stop_reason
             request.kv_transfer_params = change.kv_transfer_params
@@ -307,11 +307,11 @@ class RemoteCore:
         if change.token_ids and stop is None:
             state.mark_tokens(now)
             stop = completion.apply(
-                Update(request, change.token_ids, change.logprobs or None, finished=ended)
+                Update(request, change.token_ids, change.logprobs or None, finished=finished)
             )
-            if stop is not None and not ended:
+            if stop is not None and not finished:
                 self._stop(number, stop)
-        if ended:
+        if finished:
             if stop is not None and change.finish_reason != "error":
                 completion.set_finished("stop", stop)
             else:

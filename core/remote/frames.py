@@ -61,7 +61,7 @@ class Listening(msgspec.Struct, frozen=True, tag="listening"):
 class AddRequest(msgspec.Struct, frozen=True, tag="request"):
     """A request that the front end has admitted.
 
-    An Answer or a Refused with its number comes back, then its Changes.
+    A Reply or an ErrorReply with its number comes back, then its Changes.
     """
 
     number: int
@@ -82,18 +82,18 @@ class Abort(msgspec.Struct, frozen=True, tag="abort"):
     numbers: list[int]
 
 
-class Ask(msgspec.Struct, frozen=True, tag="ask"):
+class Query(msgspec.Struct, frozen=True, tag="query"):
     """A question about the engine, or about all front ends; see `EngineServer`."""
 
     number: int
-    what: str
+    name: str
 
 
 class Report(msgspec.Struct, frozen=True, tag="report"):
-    """A front end's reply to WantReport."""
+    """A front end's reply to ReportRequest."""
 
     number: int
-    """Number of the WantReport."""
+    """Number of the ReportRequest."""
     load: int
     """Number of inference requests in progress."""
     families: list[Family]
@@ -111,15 +111,15 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
     info: ExecutorInfo
 
 
-class Answer(msgspec.Struct, frozen=True, tag="answer"):
-    """The reply to an Ask, or to a request that was accepted."""
+class Reply(msgspec.Struct, frozen=True, tag="reply"):
+    """The reply to a Query, or to a request that was accepted."""
 
     number: int
     value: bytes | bool | int | None = None
 
 
-class Refused(msgspec.Struct, frozen=True, tag="refused"):
-    """An error in place of an Answer."""
+class ErrorReply(msgspec.Struct, frozen=True, tag="error"):
+    """An error in place of a Reply."""
 
     number: int
     kind: str
@@ -129,7 +129,7 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
     code: str | None
 
     @classmethod
-    def because(cls, number: int, error: JackfieldError) -> Refused:
+    def because(cls, number: int, error: JackfieldError) -> ErrorReply:
         """Encode an error as the nearest class that the other side knows."""
         kind = next(base.__name__ for base in type(error).__mro__ if base.__name__ in _ERRORS)
         message = error.message.encode("utf-8", "replace").decode()
@@ -173,8 +173,8 @@ class Tokens(msgspec.Struct, frozen=True, tag="tokens"):
     changes: list[Change] = []
 
 
-class WantReport(msgspec.Struct, frozen=True, tag="want_report"):
-    """Ask a front end for a Report."""
+class ReportRequest(msgspec.Struct, frozen=True, tag="report_request"):
+    """Requests a Report from a front end."""
 
     number: int
 
@@ -191,8 +191,8 @@ class Close(msgspec.Struct, frozen=True, tag="close"):
     """Nothing more will come: end what is left, and the process."""
 
 
-ToEngine: TypeAlias = Hello | Listening | AddRequest | Stop | Abort | Ask | Report
-ToFront: TypeAlias = Welcome | Answer | Refused | Tokens | WantReport | Status | Close
+ToEngine: TypeAlias = Hello | Listening | AddRequest | Stop | Abort | Query | Report
+ToFront: TypeAlias = Welcome | Reply | ErrorReply | Tokens | ReportRequest | Status | Close
 
 _encoder = msgspec.msgpack.Encoder()
 

@@ -7,13 +7,13 @@ from typing import Any
 
 from ..errors import EngineStopped, InvalidRequest
 from .channel import Channel
-from .frames import Answer, Ask, Refused, ToEngine, ToFront
+from .frames import ErrorReply, Query, Reply, ToEngine, ToFront
 
 
 class PendingCalls:
     """Numbers calls, and matches replies to them.
 
-    Numbers increase for as long as the connection lasts. Each Ask has a number, and so has each
+    Numbers increase for as long as the connection lasts. Each Query has a number, and so has each
     completion of a request.
     """
 
@@ -35,28 +35,28 @@ class PendingCalls:
         except ValueError as error:
             raise InvalidRequest(str(error)) from None
 
-    async def ask(self, what: str) -> Any:
-        """Return the reply to an Ask. Raises as `answer` does."""
+    async def query(self, name: str) -> Any:
+        """Return the reply to a Query. Raises as `call` does."""
         number = self.numbers()
-        return await self.answer(number, Ask(number, what))
+        return await self.call(number, Query(number, name))
 
-    async def answer(self, number: int, question: ToEngine) -> Any:
+    async def call(self, number: int, message: ToEngine) -> Any:
         """Send a message and return its reply. Raises the engine's error, or EngineStopped."""
         if self._channel.closed:
             raise EngineStopped("the engine is not running")
         future = self._waiting[number] = asyncio.get_running_loop().create_future()
         try:
-            self.send(question)
+            self.send(message)
             return await future
         finally:
             self._waiting.pop(number, None)
 
-    def settle(self, message: Answer | Refused) -> None:
+    def settle(self, message: Reply | ErrorReply) -> None:
         """Resolve the call that a reply belongs to, unless it was cancelled."""
         future = self._waiting.pop(message.number, None)
         if future is None or future.done():
             return
-        if isinstance(message, Answer):
+        if isinstance(message, Reply):
             future.set_result(message.value)
         else:
             future.set_exception(message.error())

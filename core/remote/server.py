@@ -18,19 +18,19 @@ from .channel import Channel
 from .frames import (
     Abort,
     AddRequest,
-    Answer,
-    Ask,
     BadFrame,
     Close,
+    ErrorReply,
     Hello,
     Listening,
-    Refused,
+    Query,
+    Reply,
     Report,
+    ReportRequest,
     Status,
     Stop,
     ToEngine,
     ToFront,
-    WantReport,
     Welcome,
 )
 from .outbox import Forwarded, ForwardedPoolingState, ForwardedState, Outbox
@@ -115,7 +115,7 @@ class EngineServer:
                 self._tickets += 1
                 waiting[self._tickets] = asyncio.get_running_loop().create_future()
                 self._reports[self._tickets] = waiting[self._tickets]
-                front.send(WantReport(self._tickets))
+                front.send(ReportRequest(self._tickets))
         try:
             if waiting:
                 await asyncio.wait(waiting.values(), timeout=REPORT_SECONDS)
@@ -130,9 +130,9 @@ class EngineServer:
         if future is not None and not future.done():
             future.set_result(report)
 
-    async def answer(self, what: str) -> bytes | bool | int | None:
-        """Return the reply to an Ask. Raises InvalidRequest for an unknown question."""
-        match what:
+    async def reply_to(self, name: str) -> bytes | bool | int | None:
+        """Return the reply to a Query. Raises InvalidRequest for an unknown question."""
+        match name:
             case "health":
                 await self.core.check_health(HEALTH_SECONDS)
                 return None
@@ -143,7 +143,7 @@ class EngineServer:
                 return sum(report.load for report in await self.reports())
             case "reset_prefix_cache":
                 return await self.core.reset_prefix_cache()
-        raise InvalidRequest(f"an engine does not know what {what[:64]!r} is")
+        raise InvalidRequest(f"unknown query: {name[:64]!r}")
 
     @property
     def is_started(self) -> bool:
@@ -200,8 +200,8 @@ class FrontendConnection:
         match message:
             case AddRequest():
                 self._run(message.number, self._add_request(message), message.spec.params.n)
-            case Ask():
-                self._run(message.number, self._answer(message))
+            case Query():
+                self._run(message.number, self._reply(message))
             case Abort():
                 self._abort(message.numbers)
             case Stop():
@@ -230,18 +230,18 @@ class FrontendConnection:
                     raise EngineStopped("the engine has not started")
                 await work
             except JackfieldError as error:
-                self.send(Refused.because(number, error))
+                self.send(ErrorReply.because(number, error))
             except Exception:
                 logger.exception("a request failed")
                 failed = RequestFailed("the engine failed on this request")
-                self.send(Refused.because(number, failed))
+                self.send(ErrorReply.because(number, failed))
 
-        def done(_: asyncio.Task[None]) -> None:
+        def discard(_: asyncio.Task[None]) -> None:
             self._tasks.pop(number, None)
             work.close()  # Not started if its task was cancelled at once.
 
         task = self._tasks[number] = asyncio.create_task(run())
-        task.add_done_callback(done)
+        task.add_done_callback(discard)
 
     async def _add_request(self, message: AddRequest) -> None:
         """Run a request that the front end has validated: only conditions on all requests of the
@@ -256,10 +256,10 @@ class FrontendConnection:
         state = await self.core.add_request(message.spec, make_state)
         for index in range(len(state.requests)):
             outbox.open[number + index] = state
-        self.send(Answer(number))
+        self.send(Reply(number))
 
-    async def _answer(self, asked: Ask) -> None:
-        self.send(Answer(asked.number, await self._server.answer(asked.what)))
+    async def _reply(self, query: Query) -> None:
+        self.send(Reply(query.number, await self._server.reply_to(query.name)))
 
     def _abort(self, numbers: Iterable[int]) -> None:
         for number in numbers:

@@ -140,11 +140,11 @@ def check_messages(
 def _counting(guard: Guard) -> Guard:
     """Return a guard that changes nothing, but counts the text."""
 
-    def passed(text: str) -> str:
+    def count(text: str) -> str:
         guard(text)
         return text
 
-    return passed
+    return count
 
 
 def _split_reasoning(message: Mapping[str, Any]) -> Mapping[str, Any]:

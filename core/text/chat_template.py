@@ -72,8 +72,8 @@ class ChatTemplate:
             for name, value in (tokenizer.special_tokens if tokenizer else {}).items()
         }
         if tokenizer is not None:
-            named = {"bos_token": tokenizer.bos_token, "eos_token": tokenizer.eos_token}
-            self._tokens.update({k: v for k, v in named.items() if v is not None})
+            special_tokens = {"bos_token": tokenizer.bos_token, "eos_token": tokenizer.eos_token}
+            self._tokens.update({k: v for k, v in special_tokens.items() if v is not None})
 
     @functools.cached_property
     def variables(self) -> frozenset[str]:

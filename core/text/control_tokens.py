@@ -56,7 +56,7 @@ class ControlTokens:
             text = f"{head}{tail[0]}{MARK}{tail[1:]}"
         else:
             text = _shown(text)
-        return self._replaced(self._typed, text, lambda found: f"{found[1]}{MARK}")
+        return self._replaced(self._typed, text, lambda match: f"{match[1]}{MARK}")
 
     def _found(self, pattern: re.Pattern[str], text: str) -> Iterator[re.Match[str]]:
         """As `pattern.finditer`, slice by slice: a search holds the interpreter's lock to its end,
@@ -97,9 +97,9 @@ class ControlTokens:
         """Return the token ids of a rendered text: unbroken control tokens are tokens, broken ones
         text."""
         twin, names = self._twin
-        named = self._replaced(self._standing, text, lambda found: _TWIN + found[0])
-        named = named.replace(MARK, "")
-        ids = encode_text(twin, named, add_special_tokens=add_special_tokens).ids
+        twin_text = self._replaced(self._standing, text, lambda match: _TWIN + match[0])
+        twin_text = twin_text.replace(MARK, "")
+        ids = encode_text(twin, twin_text, add_special_tokens=add_special_tokens).ids
         return [names.get(token, token) for token in ids]
 
     def encode_plain(self, text: str, *, add_special_tokens: bool) -> list[int]:

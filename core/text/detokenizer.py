@@ -28,18 +28,18 @@ class IncrementalDetokenizer:
     ) -> None:
         self._tokenizer = tokenizer
         self._hidden = tokenizer.special_ids if skip_special_tokens else frozenset()
-        shown: list[int] = []
+        context: list[int] = []
         for id in reversed(prompt_token_ids):
             if id not in self._hidden and 0 <= id <= tokenizer.max_token_id:
-                shown.append(id)
-                if len(shown) == _CONTEXT:
+                context.append(id)
+                if len(context) == _CONTEXT:
                     break
-        shown.reverse()
+        context.reverse()
         if tokenizer.pieces is not None:
-            self._source: _Bytes | _Neighbours = _Bytes(tokenizer, shown)
+            self._source: _Bytes | _Neighbours = _Bytes(tokenizer, context)
         else:
             split = tokenizer.joins_with_spaces and not spaces_between_special_tokens
-            self._source = _Neighbours(tokenizer, shown, split_at_added=split)
+            self._source = _Neighbours(tokenizer, context, split_at_added=split)
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Return the text that these tokens complete; "" while a character is incomplete."""
@@ -87,9 +87,9 @@ class _Bytes:
         self._pushed = self._pushed or bool(data)
         text = self._decoder.decode(data)
         if self._strip and text:
-            kept = strip_spaces(text, self._strip)
-            self._strip = 0 if kept else self._strip - len(text)
-            return kept
+            stripped = strip_spaces(text, self._strip)
+            self._strip = 0 if stripped else self._strip - len(text)
+            return stripped
         return text
 
     def finish(self) -> str:

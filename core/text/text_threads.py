@@ -60,7 +60,7 @@ class TextThreads:
                 )
             self._characters += size
 
-        def done(_: Future[T]) -> None:
+        def release(_: Future[T]) -> None:
             with self._lock:
                 self._characters -= size
 
@@ -74,9 +74,9 @@ class TextThreads:
         try:
             future = self._pools[size >= LONG_JOB].submit(trimmed)
         except BaseException:
-            done(Future())
+            release(Future())
             raise
-        future.add_done_callback(done)
+        future.add_done_callback(release)
         return await asyncio.wrap_future(future)
 
     def close(self) -> None:
@@ -89,16 +89,16 @@ def rough_size(*values: Any) -> int:
     """Return the characters in JSON values; at least LONG_JOB if there are too many values to
     count."""
     size = seen = 0
-    left = list(values)
-    while left:
-        value = left.pop()
+    stack = list(values)
+    while stack:
+        value = stack.pop()
         seen += 1
         if isinstance(value, str):
             size += len(value)
         elif isinstance(value, Mapping | Sequence):
-            if seen + len(left) + len(value) > _NODES:
+            if seen + len(stack) + len(value) > _NODES:
                 return max(size, LONG_JOB)
-            left.extend(value.values() if isinstance(value, Mapping) else value)
+            stack.extend(value.values() if isinstance(value, Mapping) else value)
     return size
 
 

@@ -42,8 +42,8 @@ class BytePieces(msgspec.Struct, frozen=True):
                 return bytes([ALPHABET[char] for char in token])
             except KeyError:
                 return token.encode("utf-8", "replace")
-        for found, instead in self.replacements:
-            token = token.replace(found, instead)
+        for old, new in self.replacements:
+            token = token.replace(old, new)
         if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
             try:
                 return bytes([int(token[3:5], 16)])

@@ -185,8 +185,8 @@ class Tokenizer:
         pair = None if pair is None else _without_surrogates(pair)
         if limit is None:
             if most is not None:
-                for one in (text, pair or ""):
-                    self._check_fits(one, most)
+                for item in (text, pair or ""):
+                    self._check_fits(item, most)
             whole = encode_text(self.backend, text, pair, add_special_tokens=add_special_tokens)
             return whole.ids, whole.type_ids
         room = limit
@@ -197,7 +197,7 @@ class Tokenizer:
                 f"truncate_prompt_tokens: {limit} leaves no room beside the special tokens",
                 param="truncate_prompt_tokens",
             )
-        parts = [self._encode_start(one, room) for one in (text, pair) if one is not None]
+        parts = [self._encode_start(item, room) for item in (text, pair) if item is not None]
         for part, length in zip(parts, _kept([len(part) for part in parts], room), strict=True):
             part.truncate(length)
         second = parts[1] if len(parts) > 1 else None
@@ -435,10 +435,10 @@ def _template_text(template: str) -> str:
 def _add_from_config(backend: Backend, config: dict[str, Any], tokens: dict[str, str]) -> None:
     """Add tokens that tokenizer_config.json declares special and tokenizer.json does not."""
     declared = config.get("added_tokens_decoder")
-    known = backend.get_added_tokens_decoder()
+    existing = backend.get_added_tokens_decoder()
     special = [AddedToken(t, special=True, normalized=False) for t in tokens.values()]
     for id, entry in (declared if isinstance(declared, dict) else {}).items():
-        if not isinstance(entry, dict) or "content" not in entry or int(id) in known:
+        if not isinstance(entry, dict) or "content" not in entry or int(id) in existing:
             continue
         flags = {
             k: bool(entry[k])
@@ -447,7 +447,7 @@ def _add_from_config(backend: Backend, config: dict[str, Any], tokens: dict[str,
         }
         if backend.token_to_id(entry["content"]) in (None, int(id)):
             backend.add_tokens([AddedToken(entry["content"], **flags)])
-    contents = {t.content for t in known.values()}
+    contents = {t.content for t in existing.values()}
     missing = [t for t in special if t.content not in contents and backend.token_to_id(t.content)]
     if missing:
         backend.add_special_tokens(missing)
@@ -466,9 +466,9 @@ def _from_transformers(folder: Path) -> tuple[Backend, dict[str, str]]:
             f"tokenizer: {type(tokenizer).__name__} in {folder} has no fast implementation; save "
             "one with `tokenizer.json` beside it"
         )
-    named = {
+    special_tokens = {
         key: str(value)
         for key, value in tokenizer.special_tokens_map.items()
         if key.endswith("_token")
     }
-    return backend, named
+    return backend, special_tokens

@@ -25,12 +25,12 @@ def probe(grammar: Grammar, vocabulary: Vocabulary) -> float:
     row = np.empty(-(-vocabulary.size // 32), dtype=np.int32)
     slowest = 0.0
     for step in range(STEPS):
-        began = time.perf_counter()
+        start = time.perf_counter()
         try:
             matcher.fill_bitmask(row)
         except RuntimeError as error:
             raise ValueError(str(error)) from None
-        slowest = max(slowest, time.perf_counter() - began)
+        slowest = max(slowest, time.perf_counter() - start)
         bits = np.unpackbits(row.view(np.uint8), bitorder="little")[: vocabulary.size]
         if not bits.any():
             raise ValueError("it allows no output" if step == 0 else "it leads to a dead end")
@@ -54,12 +54,12 @@ def walk(grammar: Grammar, vocabulary: Vocabulary, seed: int = 0) -> float:
     """
     draw = random.Random(seed)
     row = np.empty((1, -(-vocabulary.size // 32)), dtype=np.int32)
-    began = time.thread_time()
+    start = time.thread_time()
     slowest = 0.0
     matcher = grammar.matcher()
     for _ in range(WALK_STEPS):
         before = time.thread_time()
-        if before - began > WALK_SECONDS:
+        if before - start > WALK_SECONDS:
             break
         try:
             matcher.fill_bitmask(row[0])

@@ -52,7 +52,7 @@ def _backend(setup: Setup, vocabulary: Vocabulary) -> Any:
 
 
 def _vocabulary(setup: Setup) -> Vocabulary:
-    single = {written: i for i, written in enumerate(setup.token_bytes) if len(written) == 1}
+    single = {text: i for i, text in enumerate(setup.token_bytes) if len(text) == 1}
 
     def encode(text: str) -> list[int]:
         """Byte by byte: right, if not as the tokenizer would cut it."""

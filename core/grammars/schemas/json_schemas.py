@@ -109,8 +109,8 @@ def _name_properties(part: dict[str, Any], room: int) -> int:
     if "patternProperties" in part:
         raise ValueError("propertyNames beside patternProperties is not supported")
     if keywords in ({"enum"}, {"const"}):
-        allowed = names["enum"] if "enum" in names else [names["const"]]
-        return _list_properties(part, allowed, room)
+        values = names["enum"] if "enum" in names else [names["const"]]
+        return _list_properties(part, values, room)
     if part.get("properties"):
         raise ValueError("propertyNames beside properties is not supported, but with enum")
     if keywords == {"pattern"} and isinstance(names["pattern"], str):
@@ -129,19 +129,19 @@ def _name_properties(part: dict[str, Any], room: int) -> int:
     return 0
 
 
-def _list_properties(part: dict[str, Any], allowed: Any, room: int) -> int:
+def _list_properties(part: dict[str, Any], names: Any, room: int) -> int:
     """Every property gets a copy: in it may be names that are listed in turn."""
-    if not isinstance(allowed, list):
+    if not isinstance(names, list):
         raise ValueError("propertyNames: enum must be a list")
-    given = part.get("properties")
-    properties = given if isinstance(given, dict) else {}
+    existing = part.get("properties")
+    properties = existing if isinstance(existing, dict) else {}
     extra = part.get("additionalProperties", True)
-    listed = dict.fromkeys(name for name in allowed if isinstance(name, str))
-    named = {name: schema for name, schema in properties.items() if name in listed}
-    new = [name for name in listed if name not in named] if extra is not False else []
+    listed = dict.fromkeys(name for name in names if isinstance(name, str))
+    kept = {name: schema for name, schema in properties.items() if name in listed}
+    new = [name for name in listed if name not in kept] if extra is not False else []
     copied = len(json.dumps(extra)) * len(new)
     if copied > room:
         raise ValueError("propertyNames: too many names for so large a schema")
-    part["properties"] = named | {name: copy.deepcopy(extra) for name in new}
+    part["properties"] = kept | {name: copy.deepcopy(extra) for name in new}
     part["additionalProperties"] = False
     return copied

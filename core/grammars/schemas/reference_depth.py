@@ -66,7 +66,7 @@ def _schema_chain(schema: Any) -> int:
 
     def references(pointer: str) -> list[str]:
         nonlocal visited
-        found: list[str] = []
+        targets: list[str] = []
         todo = [_target(schema, pointer)]
         while todo:
             part = todo.pop()
@@ -78,9 +78,9 @@ def _schema_chain(schema: Any) -> int:
             elif isinstance(part, dict):
                 reference = part.get("$ref")
                 if isinstance(reference, str) and reference.startswith("#"):
-                    found.append(reference)
+                    targets.append(reference)
                 todo.extend(_subschemas(part))
-        return found
+        return targets
 
     return _chain("#", references)
 

@@ -65,14 +65,14 @@ def arguments_format(form: ArgumentForm, schema: Mapping[str, Any] | None) -> Fo
     required = set(schema.get("required") or ())
     if unknown := sorted(required - properties.keys()):
         raise ValueError(f"required: {unknown[0]} is none of properties")
-    referring = sum("$ref" in json.dumps(one) for one in properties.values())
+    referring = sum("$ref" in json.dumps(value) for value in properties.values())
     if referring * len(json.dumps(schema)) > MAX_COPIED:
         raise ValueError("too many parameters refer to a large schema")
-    made = [
+    entries = [
         (_argument(form, key, _value(form, key, properties[key], schema)), key in required)
         for key in properties
     ]
-    return _in_order(made, form.between)
+    return _in_order(entries, form.between)
 
 
 def _in_order(arguments: Sequence[tuple[Format, bool]], between: str) -> Format:
@@ -87,8 +87,8 @@ def _in_order(arguments: Sequence[tuple[Format, bool]], between: str) -> Format:
 
     if not between:
         return _sequence(rest(0))
-    if next((i for i, (_, needed) in enumerate(arguments) if needed), 0) > MAX_OPTIONAL or (
-        len(arguments) > MAX_OPTIONAL and not any(needed for _, needed in arguments)
+    if next((i for i, (_, required) in enumerate(arguments) if required), 0) > MAX_OPTIONAL or (
+        len(arguments) > MAX_OPTIONAL and not any(required for _, required in arguments)
     ):
         raise ValueError(f"more than {MAX_OPTIONAL} parameters that are not required")
     ways: list[Format] = []
@@ -105,11 +105,11 @@ def _any_arguments(form: ArgumentForm) -> Format:
     if form.plain:
         value = _free(form)
     key: Format = {"type": "regex", "pattern": ANY_KEY}
-    one = _sequence([_text(before), key, {**_tagged(form, value), "begin": after}])
+    pair = _sequence([_text(before), key, {**_tagged(form, value), "begin": after}])
     if not form.between:
-        return {"type": "star", "content": one}
-    more = {"type": "star", "content": _sequence([_text(form.between), one])}
-    return {"type": "optional", "content": _sequence([one, more])}
+        return {"type": "star", "content": pair}
+    more = {"type": "star", "content": _sequence([_text(form.between), pair])}
+    return {"type": "optional", "content": _sequence([pair, more])}
 
 
 def _argument(form: ArgumentForm, key: str, value: Format) -> Format:
@@ -130,7 +130,7 @@ def _value(form: ArgumentForm, key: str, schema: Any, root: Mapping[str, Any]) -
         alternatives = _alternatives(schema, root)
     except ValueError as error:
         raise ValueError(f"{key}: {error}") from None
-    kinds = {_kind(one) for one in alternatives}
+    kinds = {_kind(alternative) for alternative in alternatives}
     if form.plain and "string" in kinds and kinds - {"string", "null"}:
         raise ValueError(
             f"{key}: strings and other values cannot be told apart in this model's calls"
@@ -139,25 +139,25 @@ def _value(form: ArgumentForm, key: str, schema: Any, root: Mapping[str, Any]) -
         if len(alternatives) > 1 or _constraints(alternatives[0]):
             raise ValueError(f"{key}: needs a type, to be held in this model's calls")
         return _free(form)
-    return _either([_alternative(form, key, one, root) for one in alternatives])
+    return _either([_alternative(form, key, alternative, root) for alternative in alternatives])
 
 
 def _alternatives(schema: Any, root: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """The schema as schemas of one type each, as far as its outside tells."""
-    made: list[Mapping[str, Any]] = []
+    alternatives: list[Mapping[str, Any]] = []
     todo = [schema]
     for _ in range(MAX_ALTERNATIVES):
         if not todo:
-            return made
-        one = todo.pop()
-        if not isinstance(one, Mapping):
-            made.append({})
-        elif isinstance(one.get("$ref"), str) and not _constraints(one) - {"$ref"}:
-            todo.append(_referred(one["$ref"], root))
-        elif (inner := _inner(one)) is not None:
+            return alternatives
+        current = todo.pop()
+        if not isinstance(current, Mapping):
+            alternatives.append({})
+        elif isinstance(current.get("$ref"), str) and not _constraints(current) - {"$ref"}:
+            todo.append(_referred(current["$ref"], root))
+        elif (inner := _inner(current)) is not None:
             todo.extend(reversed(inner))
         else:
-            made.append(one)
+            alternatives.append(current)
     raise ValueError("has too many alternatives")
 
 
@@ -223,17 +223,17 @@ def _plain_text(form: ArgumentForm, key: str, schema: Mapping[str, Any]) -> Form
         if any(mark and mark in text for mark in (form.end, *form.never)):
             raise ValueError(f"{key}: {text!r} cannot be written in this model's calls")
         return _text(text)
-    found = _constraints(schema)
-    if not found:
+    constraints = _constraints(schema)
+    if not constraints:
         return _free(form)
-    if found <= {"minLength", "maxLength"}:
+    if constraints <= {"minLength", "maxLength"}:
         least, most = schema.get("minLength", 0), schema.get("maxLength", "")
         return _expression(form, f"{ANY_CHARACTER}{{{least},{most}}}")
-    if found == {"format"} and schema["format"] in _FORMATS:
+    if constraints == {"format"} and schema["format"] in _FORMATS:
         return _expression(form, _FORMATS[schema["format"]])
-    if found == {"pattern"}:
+    if constraints == {"pattern"}:
         return _expression(form, _unanchored(key, schema["pattern"]))
-    name = sorted(found - {"pattern", "minLength", "maxLength"} or found)[0]
+    name = sorted(constraints - {"pattern", "minLength", "maxLength"} or constraints)[0]
     raise ValueError(f"{key}: {name} of a string cannot be held in this model's calls")
 
 

@@ -21,12 +21,12 @@ from jackfield.core.remote.frames import (
     MAX_FRAME,
     Abort,
     AddRequest,
-    Answer,
     BadFrame,
     Change,
+    ErrorReply,
     FrameReader,
     Hello,
-    Refused,
+    Reply,
     Stop,
     ToEngine,
     ToFront,
@@ -102,7 +102,7 @@ to_engine = (
     | st.builds(Stop, numbers, texts)
 )
 to_front = st.builds(Tokens, ids, ids, st.lists(changes, max_size=3)) | st.builds(
-    Answer, numbers, st.none() | st.binary(max_size=9) | st.booleans()
+    Reply, numbers, st.none() | st.binary(max_size=9) | st.booleans()
 )
 
 
@@ -245,7 +245,7 @@ KINDS = [
 def test_an_error_is_raised_over_there_as_it_was_here(kind: type[JackfieldError]) -> None:
     error = kind("what is wrong", param="field")
     error.code = "own_code"
-    (came,) = FrameReader[Any](ToFront).read_frames(encode(Refused.because(3, error)))
+    (came,) = FrameReader[Any](ToFront).read_frames(encode(ErrorReply.because(3, error)))
     raised = came.error()
     assert type(raised) is kind
     assert (raised.message, raised.param, raised.code) == ("what is wrong", "field", "own_code")
@@ -256,4 +256,4 @@ def test_an_error_of_a_kind_of_its_own_travels_as_the_nearest_known_one() -> Non
     class Special(errors.InvalidRequest):
         status = 409
 
-    assert type(Refused.because(1, Special("x")).error()) is errors.InvalidRequest
+    assert type(ErrorReply.because(1, Special("x")).error()) is errors.InvalidRequest
