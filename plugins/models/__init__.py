@@ -8,22 +8,28 @@ from ...core.hooks import hookimpl
 
 ARCHITECTURES = {
     "bert": ("BertModel", "BertForSequenceClassification"),
+    "cohere": ("CohereForCausalLM", "Cohere2ForCausalLM"),
     "gemma": ("GemmaForCausalLM", "GemmaModel", "GemmaForSequenceClassification"),
     "gemma2": ("Gemma2ForCausalLM", "Gemma2Model", "Gemma2ForSequenceClassification"),
     "gemma3": ("Gemma3ForCausalLM", "Gemma3TextModel", "Gemma3TextForSequenceClassification"),
     "glm4": ("Glm4ForCausalLM", "Glm4Model", "Glm4ForSequenceClassification"),
+    "gpt2": ("GPT2LMHeadModel", "GPTBigCodeForCausalLM"),
+    "gpt_neox": ("GPTNeoXForCausalLM",),
     "gpt_oss": ("GptOssForCausalLM",),
+    "gptj": ("GPTJForCausalLM", "CodeGenForCausalLM"),
     "granite": ("GraniteForCausalLM", "GraniteModel"),
     "llama": ("LlamaForCausalLM", "LlamaModel", "LlamaForSequenceClassification"),
     "mistral": ("MistralForCausalLM", "MistralModel", "MistralForSequenceClassification"),
     "mixtral": ("MixtralForCausalLM",),
     "olmo2": ("Olmo2ForCausalLM", "Olmo2Model", "Olmo2ForSequenceClassification"),
     "olmo3": ("Olmo3ForCausalLM", "Olmo3Model", "Olmo3ForSequenceClassification"),
+    "phi": ("PhiForCausalLM", "PersimmonForCausalLM"),
     "phi3": ("Phi3ForCausalLM", "Phi3Model", "Phi3ForSequenceClassification"),
     "qwen2": ("Qwen2ForCausalLM", "Qwen2Model", "Qwen2ForSequenceClassification"),
     "qwen3": ("Qwen3ForCausalLM", "Qwen3Model", "Qwen3ForSequenceClassification"),
     "qwen3_moe": ("Qwen3MoeForCausalLM",),
     "roberta": ("RobertaModel", "RobertaForSequenceClassification"),
+    "starcoder2": ("Starcoder2ForCausalLM",),
 }
 """Module → its architectures, by class name."""
 SAME = {

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar, TypeAlias
 
 import torch
@@ -15,7 +16,7 @@ from torch import nn
 
 from ...core.errors import ConfigError
 from ...core.loading.model_config import ModelConfig
-from ...core.loading.weight_map import Shard, WeightMap
+from ...core.loading.weight_map import RowOrder, Shard, WeightMap
 from ...core.nn.attention import Attention
 from ...core.nn.context import BuildContext, ForwardContext
 from ...core.nn.embedding import Embedding
@@ -33,7 +34,7 @@ class SelfAttention(nn.Module):
     def __init__(self, config: ModelConfig, layer: int, build: BuildContext) -> None:
         super().__init__()
         hf = config.hf_config
-        self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
+        self.num_heads, self.num_kv_heads = config.num_heads, self.kv_heads(config)
         self.head_dim = config.head_dim
         sizes = {
             "q": self.num_heads * self.head_dim,
@@ -46,6 +47,11 @@ class SelfAttention(nn.Module):
         self.q_norm: RMSNorm | None = None
         self.k_norm: RMSNorm | None = None
         self.sinks: nn.Parameter | None = None
+
+    @staticmethod
+    def kv_heads(config: ModelConfig) -> int:
+        """Return the number of key heads, where the configuration calls it otherwise."""
+        return config.num_kv_heads
 
     def spec(self, hf: Any, layer: int) -> AttentionSpec:
         """Return what this layer requires of the backend."""
@@ -78,7 +84,7 @@ class SelfAttention(nn.Module):
         self,
         hidden: torch.Tensor,
         norm: nn.Module | None,
-        rotary: Rotary,
+        rotary: Rotary | None,
         context: ForwardContext,
         *,
         add: bool = True,
@@ -93,14 +99,16 @@ class SelfAttention(nn.Module):
         self,
         hidden: torch.Tensor,
         norm: nn.Module | None,
-        rotary: Rotary,
+        rotary: Rotary | None,
         context: ForwardContext,
     ) -> torch.Tensor:
         """Attention output of all heads for norm(hidden): [num_tokens, hidden_size] → [num_tokens,
         num_heads * head_dim]"""
         return self.heads(self.qkv_proj(hidden, norm=norm), rotary, context)
 
-    def heads(self, qkv: torch.Tensor, rotary: Rotary, context: ForwardContext) -> torch.Tensor:
+    def heads(
+        self, qkv: torch.Tensor, rotary: Rotary | None, context: ForwardContext
+    ) -> torch.Tensor:
         """Attention output of all heads: [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim],
         may be overwritten → [num_tokens, num_heads * head_dim]"""
         out: torch.Tensor = self.attention(
@@ -135,14 +143,18 @@ class Block(nn.Module):
         mlp: MakeMLP,
     ) -> None:
         super().__init__()
-        hf = config.hf_config
         for name in filter(None, self.norms):
-            setattr(self, name, self.norm(hf.hidden_size, norm_eps(hf, self.norm), build))
+            setattr(self, name, self.make_norm(config.hf_config, build))
         self.self_attn = attention(config, layer, build)
         self.mlp = mlp(config, layer, build)
 
+    @classmethod
+    def make_norm(cls, hf: Any, build: BuildContext) -> nn.Module:
+        """Create one of the block's norms, or the decoder's last one."""
+        return cls.norm(hf.hidden_size, norm_eps(hf, cls.norm), build)
+
     def forward(
-        self, hidden: torch.Tensor, rotary: Rotary, context: ForwardContext
+        self, hidden: torch.Tensor, rotary: Rotary | None, context: ForwardContext
     ) -> torch.Tensor:
         """[num_tokens, hidden_size] → the same shape; `hidden` may be overwritten."""
         hidden = self.self_attn(hidden, self.input_layernorm, rotary, context)
@@ -159,7 +171,7 @@ class NormedBlock(Block):
     mlp: GatedMLP
 
     def forward(
-        self, hidden: torch.Tensor, rotary: Rotary, context: ForwardContext
+        self, hidden: torch.Tensor, rotary: Rotary | None, context: ForwardContext
     ) -> torch.Tensor:
         """[num_tokens, hidden_size] → the same shape; `hidden` may be overwritten."""
         norms: list[Any] = [getattr(self, name, None) for name in self.norms]
@@ -177,11 +189,11 @@ class ParallelBlock(Block):
     `norms`: one for both, or one for attention and one for the MLP.
     """
 
-    norms = ("input_layernorm",)
+    norms: ClassVar[tuple[str, ...]] = ("input_layernorm",)
     mlp: GatedMLP | PlainMLP
 
     def forward(
-        self, hidden: torch.Tensor, rotary: Rotary, context: ForwardContext
+        self, hidden: torch.Tensor, rotary: Rotary | None, context: ForwardContext
     ) -> torch.Tensor:
         """[num_tokens, hidden_size] → the same shape; `hidden` may be overwritten."""
         normed = [getattr(self, name)(hidden) for name in self.norms]
@@ -216,17 +228,16 @@ class Decoder(nn.Module):
         hf = config.hf_config
         self.embed_tokens = Embedding(config.vocab_size, hf.hidden_size, build)
         self.scale = self.embedding_scale(config, build)
-        self.rotaries = nn.ModuleList(self.rotaries_of(config, build))
+        self.rotaries = nn.ModuleList(self.rotaries_of(config, build))  # type: ignore[arg-type]
         block = self.block_of(config)
         self.layers = nn.ModuleList(
             block(config, layer, build, attention, mlp) for layer in range(hf.num_hidden_layers)
         )
-        norm = block.norm
-        self.norm = norm(hf.hidden_size, norm_eps(hf, norm), build)
+        self.norm = block.make_norm(hf, build)
 
     def forward(self, input_ids: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         """[num_tokens] → [num_tokens, hidden_size], not normed."""
-        hidden = self.embed(input_ids)
+        hidden = self.embed(input_ids, context.positions)
         layers = zip(self.layers, self.rotaries, strict=True)
         for layer, rotary in self.unlike_layers() if context.precompiling else layers:
             hidden = layer(hidden, rotary, context)
@@ -237,7 +248,8 @@ class Decoder(nn.Module):
         kernels."""
         kinds: dict[tuple[Any, ...], tuple[nn.Module, nn.Module]] = {}
         for layer, rotary in zip(self.layers, self.rotaries, strict=True):
-            kinds.setdefault((*_shapes(layer), *_shapes(rotary)), (layer, rotary))
+            shapes = () if rotary is None else _shapes(rotary)
+            kinds.setdefault((*_shapes(layer), *shapes), (layer, rotary))
         return list(kinds.values())
 
     @classmethod
@@ -246,12 +258,14 @@ class Decoder(nn.Module):
         return cls.block
 
     @staticmethod
-    def rotaries_of(config: ModelConfig, build: BuildContext) -> list[Rotary]:
-        """Return one rotary embedding per layer; by default all layers share one."""
+    def rotaries_of(config: ModelConfig, build: BuildContext) -> Sequence[Rotary | None]:
+        """Return one rotary embedding per layer, None for a layer that does not rotate; by default
+        all layers share one."""
         return [Rotary(config, build)] * config.num_layers
 
-    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """Embed token ids: [num_tokens] → input of the first layer, [num_tokens, hidden_size]."""
+    def embed(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Embed token ids: both [num_tokens] → input of the first layer, [num_tokens,
+        hidden_size]."""
         hidden: torch.Tensor = self.embed_tokens(input_ids)
         return hidden if self.scale is None else hidden * self.scale
 
@@ -286,7 +300,7 @@ class HeadlessLM(nn.Module):
 
     attention: ClassVar[type[SelfAttention]] = SelfAttention
     decoder: ClassVar[type[Decoder]] = Decoder
-    weight_map: ClassVar[WeightMap] = WeightMap(
+    weight_map: WeightMap = WeightMap(
         stacked={
             **QKV_SHARDS,
             "gate_proj": Shard("gate_up_proj", "gate"),
@@ -299,6 +313,13 @@ class HeadlessLM(nn.Module):
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
         super().__init__()
         self.model = self.decoder(config, build, self.attention, self.mlp)
+        if rows := self.row_orders(config):
+            self.weight_map = replace(self.weight_map, rows=rows)
+
+    @staticmethod
+    def row_orders(config: ModelConfig) -> dict[str, RowOrder]:
+        """Return the `rows` of the weight map, for families whose sizes decide them."""
+        return {}
 
     def forward(self, input_ids: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         """[num_tokens] → [num_tokens, hidden_size]"""
@@ -326,10 +347,15 @@ class HeadlessLM(nn.Module):
 class CausalLM(HeadlessLM):
     """A decoder and its head; the head is not used for pooling."""
 
+    head_bias: ClassVar[bool] = False
+    """Whether the head, which is then not tied, has a bias."""
+
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
         super().__init__(config, build)
         if config.pooling is None and not config.hf_config.tie_word_embeddings:
-            self.lm_head = Embedding(config.vocab_size, config.hidden_size, build)
+            self.lm_head = Embedding(
+                config.vocab_size, config.hidden_size, build, bias=self.head_bias
+            )
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[num_rows, hidden_size] → [num_rows, vocab_size]"""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -31,8 +31,11 @@ class Glm4Attention(SelfAttention):
     def output_bias(hf: object) -> bool:
         return False
 
-    def heads(self, qkv: torch.Tensor, rotary: Rotary, context: ForwardContext) -> torch.Tensor:
+    def heads(
+        self, qkv: torch.Tensor, rotary: Rotary | None, context: ForwardContext
+    ) -> torch.Tensor:
         heads = qkv.view(qkv.shape[0], -1, self.head_dim)
+        assert rotary is not None, "all layers rotate"
         turned = heads[:, : self.num_heads + self.num_kv_heads, : rotary.rotary_dim]
         turned.copy_(torch.cat([turned[..., ::2], turned[..., 1::2]], dim=-1))
         return super().heads(qkv, rotary, context)
@@ -52,7 +55,7 @@ class Glm4Decoder(Decoder):
 class Glm4Model(HeadlessLM):
     attention = Glm4Attention
     decoder = Glm4Decoder
-    weight_map: ClassVar[WeightMap] = WeightMap(
+    weight_map = WeightMap(
         stacked=QKV_SHARDS,
         tied=HeadlessLM.weight_map.tied,
         prefixes=HeadlessLM.weight_map.prefixes,

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any
 
 import msgspec
 from torch import nn
 
 from ...core.errors import ConfigError
 from ...core.loading.model_config import ModelConfig
-from ...core.loading.weight_map import Together, WeightMap
+from ...core.loading.weight_map import Together
 from ...core.nn.context import BuildContext
 from ...core.nn.experts import SparseMLP
 from ...core.nn.operations import ClampedSwiGLU
@@ -39,7 +39,7 @@ class GptOssAttention(SelfAttention):
 
 class GptOssForCausalLM(CausalLM):
     attention = GptOssAttention
-    weight_map: ClassVar[WeightMap] = dataclasses.replace(
+    weight_map = dataclasses.replace(
         CausalLM.weight_map,
         stacked={
             part: CausalLM.weight_map.stacked[part] for part in ("q_proj", "k_proj", "v_proj")

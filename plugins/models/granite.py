@@ -41,7 +41,7 @@ class GraniteBlock(Block):
         self.multiplier = float(config.hf_config.residual_multiplier)
 
     def forward(
-        self, hidden: torch.Tensor, rotary: Rotary, context: ForwardContext
+        self, hidden: torch.Tensor, rotary: Rotary | None, context: ForwardContext
     ) -> torch.Tensor:
         answer = self.self_attn(hidden, self.input_layernorm, rotary, context, add=False)
         hidden = torch.add(hidden, answer, alpha=self.multiplier)

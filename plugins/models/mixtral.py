@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
 
 from torch import nn
 
 from ...core.loading.model_config import ModelConfig
-from ...core.loading.weight_map import Shard, WeightMap
+from ...core.loading.weight_map import Shard
 from ...core.nn.context import BuildContext
 from ...core.nn.experts import SparseMLP
 from .decoder import CausalLM
@@ -17,7 +16,7 @@ from .mistral import MistralAttention
 
 class MixtralForCausalLM(CausalLM):
     attention = MistralAttention
-    weight_map: ClassVar[WeightMap] = dataclasses.replace(
+    weight_map = dataclasses.replace(
         CausalLM.weight_map,
         stacked={
             **{part: CausalLM.weight_map.stacked[part] for part in ("q_proj", "k_proj", "v_proj")},

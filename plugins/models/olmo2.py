@@ -30,7 +30,9 @@ class Olmo2Attention(SelfAttention):
         self.q_norm = RMSNorm(self.num_heads * self.head_dim, eps, build)
         self.k_norm = RMSNorm(self.num_kv_heads * self.head_dim, eps, build)
 
-    def heads(self, qkv: torch.Tensor, rotary: Rotary, context: ForwardContext) -> torch.Tensor:
+    def heads(
+        self, qkv: torch.Tensor, rotary: Rotary | None, context: ForwardContext
+    ) -> torch.Tensor:
         queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         query, key = qkv[:, :queries], qkv[:, queries : queries + keys]
         query.copy_(self.q_norm(query))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import nn
 
@@ -26,9 +26,7 @@ class Phi3Model(HeadlessLM):
     """Merges nothing on loading: a quantized layer has the scales of the whole tensor."""
 
     attention = Phi3Attention
-    weight_map: ClassVar[WeightMap] = WeightMap(
-        tied=HeadlessLM.weight_map.tied, prefixes=HeadlessLM.weight_map.prefixes
-    )
+    weight_map = WeightMap(tied=HeadlessLM.weight_map.tied, prefixes=HeadlessLM.weight_map.prefixes)
 
     @staticmethod
     def mlp(config: ModelConfig, layer: int, build: BuildContext) -> nn.Module:

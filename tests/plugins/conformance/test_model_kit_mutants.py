@@ -44,7 +44,7 @@ class LastNorm(Decoder):
 
 class OneLayerShort(Decoder):
     def forward(self, input_ids: torch.Tensor, context: Any) -> torch.Tensor:
-        hidden = self.embed(input_ids)
+        hidden = self.embed(input_ids, context.positions)
         for layer, rotary in list(zip(self.layers, self.rotaries, strict=True))[:-1]:
             hidden = layer(hidden, rotary, context)
         return hidden

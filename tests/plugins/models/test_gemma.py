@@ -77,7 +77,8 @@ def test_embeddings_are_scaled_as_transformers_rounds_it(
     tokens = torch.arange(50)
     with torch.no_grad():
         want = theirs.model.embed_tokens(tokens)
-        got = ours.model.embed(tokens.to(ours.model.embed_tokens.weight.device))  # type: ignore[union-attr, operator]
+        here = tokens.to(ours.model.embed_tokens.weight.device)  # type: ignore[union-attr]
+        got = ours.model.embed(here, here)  # type: ignore[union-attr, operator]
     assert torch.equal(got.cpu(), want)
 
 

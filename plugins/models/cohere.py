@@ -1,0 +1,79 @@
+"""Cohere 1 (Command R) and 2 (Command R7B, Command A): attention and MLP side by side over one norm
+without biases, pairs of neighbours rotated, scaled logits. 2 rotates only in layers with a window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+
+from ...core.loading.model_config import ModelConfig
+from ...core.loading.weight_map import RowOrder
+from ...core.nn.context import BuildContext
+from ...core.nn.norm import BiaslessLayerNorm
+from ...core.nn.rotary import Rotary
+from .decoder import CausalLM, Decoder, HeadlessLM, ParallelBlock, SelfAttention
+from .parts import HeadNormAttention, HeadsLayerNorm
+from .qwen2 import window_of_layer
+
+
+class CohereAttention(HeadNormAttention):
+    def __init__(self, config: ModelConfig, layer: int, build: BuildContext) -> None:
+        super().__init__(config, layer, build)
+        hf = config.hf_config
+        if hf.use_qk_norm:
+            order = RowOrder.halves(self.head_dim)
+            sizes = (self.num_heads, self.head_dim), (self.num_kv_heads, self.head_dim)
+            self.q_norm, self.k_norm = None, None
+            self.q_layernorm = HeadsLayerNorm(*sizes[0], hf.layer_norm_eps, build, order)
+            self.k_layernorm = HeadsLayerNorm(*sizes[1], hf.layer_norm_eps, build, order)
+
+
+class CohereBlock(ParallelBlock):
+    norm = BiaslessLayerNorm
+
+
+class CohereDecoder(Decoder):
+    block = CohereBlock
+
+
+class CohereForCausalLM(CausalLM):
+    attention: ClassVar[type[SelfAttention]] = CohereAttention
+    decoder = CohereDecoder
+    weight_map = replace(
+        HeadlessLM.weight_map, names={"q_layernorm": "q_norm", "k_layernorm": "k_norm"}
+    )
+
+    def __init__(self, config: ModelConfig, build: BuildContext) -> None:
+        super().__init__(config, build)
+        self.logit_scale = float(config.hf_config.logit_scale)
+
+    @staticmethod
+    def row_orders(config: ModelConfig) -> dict[str, RowOrder]:
+        order = RowOrder.halves(config.head_dim)
+        return {"q_proj": order, "k_proj": order}
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return super().compute_logits(hidden).mul_(self.logit_scale)
+
+
+class Cohere2Attention(SelfAttention):
+    @staticmethod
+    def sliding_window(hf: Any, layer: int) -> int | None:
+        return window_of_layer(hf, layer)
+
+
+class Cohere2Decoder(CohereDecoder):
+    @staticmethod
+    def rotaries_of(config: ModelConfig, build: BuildContext) -> Sequence[Rotary | None]:
+        rotary = Rotary(config, build)
+        types = config.hf_config.layer_types
+        return [rotary if kind == "sliding_attention" else None for kind in types]
+
+
+class Cohere2ForCausalLM(CohereForCausalLM):
+    attention = Cohere2Attention
+    decoder = Cohere2Decoder

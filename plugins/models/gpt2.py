@@ -1,0 +1,79 @@
+"""GPT-2 and GPT-BigCode (SantaCoder, StarCoder): learned positions, layer norms, an MLP without a
+gate. GPT-2 stores matrices transposed; of GPT-BigCode all heads may share one key and value."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import msgspec
+from torch import nn
+
+from ...core.loading.model_config import ModelConfig
+from ...core.loading.weight_map import RowOrder
+from ...core.nn.context import BuildContext
+from ...core.nn.mlp import PlainMLP
+from ...core.protocols.attention import AttentionSpec
+from .decoder import CausalLM
+from .parts import FusedAttention, LayerNormBlock, OldWeightMap, PositionDecoder, grouped_rows
+
+
+class Gpt2Attention(FusedAttention):
+    @staticmethod
+    def qkv_bias(hf: object) -> bool:
+        return True
+
+    output_bias = qkv_bias
+
+    def spec(self, hf: Any, layer: int) -> AttentionSpec:
+        spec = super().spec(hf, layer)
+        scale = spec.scale if hf.scale_attn_weights else 1.0
+        if getattr(hf, "scale_attn_by_inverse_layer_idx", False):
+            scale /= layer + 1
+        return msgspec.structs.replace(spec, scale=scale)
+
+
+class Gpt2Decoder(PositionDecoder):
+    block = LayerNormBlock
+
+
+class GPT2LMHeadModel(CausalLM):
+    attention: ClassVar[type[Gpt2Attention]] = Gpt2Attention
+    decoder = Gpt2Decoder
+    weight_map = OldWeightMap(
+        tied={"lm_head.weight": "model.embed_tokens.weight"},
+        prefixes={"transformer.": "model."} | {f"{p}.": f"model.{p}." for p in
+                                               ("wte", "wpe", "h", "ln_f")},
+        parts={"attn.c_proj": "attn.o_proj"},
+        names={
+            "embed_tokens": "wte", "embed_positions": "wpe", "layers": "h", "norm": "ln_f",
+            "input_layernorm": "ln_1", "post_attention_layernorm": "ln_2", "self_attn": "attn",
+            "qkv_proj": "c_attn", "up_proj": "c_fc", "down_proj": "c_proj",
+        },
+        masks=(".attn.bias", ".attn.masked_bias"),
+        transposed=(".c_attn.weight", ".c_proj.weight", ".c_fc.weight"),
+    )  # fmt: skip
+
+    @staticmethod
+    def mlp(config: ModelConfig, layer: int, build: BuildContext) -> nn.Module:
+        hf: Any = config.hf_config
+        inner = hf.n_inner or 4 * hf.hidden_size
+        return PlainMLP(
+            hf.hidden_size, inner, hf.activation_function, build, field="activation_function"
+        )
+
+
+class BigCodeAttention(Gpt2Attention):
+    @staticmethod
+    def kv_heads(config: ModelConfig) -> int:
+        return 1 if config.hf_config.multi_query else config.num_heads
+
+
+class GPTBigCodeForCausalLM(GPT2LMHeadModel):
+    attention = BigCodeAttention
+
+    weight_map = replace(GPT2LMHeadModel.weight_map, transposed=())
+
+    @staticmethod
+    def row_orders(config: ModelConfig) -> dict[str, RowOrder]:
+        return {"qkv_proj": grouped_rows(config, BigCodeAttention.kv_heads(config))}

@@ -1,0 +1,204 @@
+"""Parts that several families of decoders share: positions, norms, and names of older checkpoints.
+
+`decoder.py` has what nearly all of them are made of.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ...core.loading.model_config import ModelConfig
+from ...core.loading.weight_map import RowOrder, WeightMap
+from ...core.nn.context import BuildContext, ForwardContext
+from ...core.nn.embedding import Embedding
+from ...core.nn.linear import Linear
+from ...core.nn.norm import LayerNorm
+from ...core.nn.rotary import Rotary
+from .decoder import Block, Decoder, MakeMLP, ParallelBlock, SelfAttention
+
+# ---------------------------------------------------------------- blocks
+
+
+class LayerNormBlock(Block):
+    norm = LayerNorm
+
+
+class LayerNormDecoder(Decoder):
+    block: ClassVar[type[Block]] = LayerNormBlock
+
+
+class ParallelLayerNormBlock(ParallelBlock):
+    norm = LayerNorm
+
+
+class ParallelLayerNormDecoder(Decoder):
+    block = ParallelLayerNormBlock
+
+
+# ---------------------------------------------------------------- positions
+
+
+def alibi_slopes(num_heads: int, largest: float = 8.0) -> tuple[float, ...]:
+    """Return a slope for each head, 2^-largest the smallest.
+
+    Source: ALiBi (arXiv 2108.12409), and its code for numbers of heads that are no power of two.
+    """
+    power = 2 ** math.ceil(math.log2(num_heads))
+    slopes = [2.0 ** (-largest * head / power) for head in range(1, power + 1)]
+    return tuple(slopes if power == num_heads else (slopes[1::2] + slopes[::2])[:num_heads])
+
+
+class UnrotatedDecoder(Decoder):
+    """No layer rotates: positions are in the attention's slopes, or in the embeddings."""
+
+    @staticmethod
+    def rotaries_of(config: ModelConfig, build: BuildContext) -> Sequence[Rotary | None]:
+        return [None] * config.num_layers
+
+
+class PositionDecoder(UnrotatedDecoder):
+    """Adds a learned embedding of its position to each token's."""
+
+    offset: ClassVar[int] = 0
+    """Row of position 0."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        build: BuildContext,
+        attention: type[SelfAttention],
+        mlp: MakeMLP,
+    ) -> None:
+        super().__init__(config, build, attention, mlp)
+        rows = config.hf_config.max_position_embeddings + self.offset
+        self.embed_positions = Embedding(rows, config.hidden_size, build)
+
+    def embed(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        places: torch.Tensor = self.embed_positions(positions + self.offset)
+        return super().embed(input_ids, positions) + places
+
+
+# ---------------------------------------------------------------- attention
+
+
+class FusedAttention(SelfAttention):
+    """Queries, keys and values are one tensor of the checkpoint, which `grouped_rows` may have to
+    put in order."""
+
+    def projection(self, hf: Any, sizes: dict[str, int], build: BuildContext) -> Linear:
+        return Linear(hf.hidden_size, sum(sizes.values()), build, bias=self.qkv_bias(hf))
+
+
+class HeadNormAttention(SelfAttention):
+    """Queries and keys are normed by `q_layernorm` and `k_layernorm`, if it has them, before the
+    rotation.
+
+    For norms that are no RMSNorm of one head: those are `q_norm` and `k_norm`, which kernels apply.
+    """
+
+    q_layernorm: nn.Module
+    k_layernorm: nn.Module
+    whole: ClassVar[bool] = False
+    """One norm of all heads together: [num_tokens, num_heads * head_dim]. Otherwise each norm gets
+    [num_tokens, num_heads, head_dim]."""
+
+    def heads(
+        self, qkv: torch.Tensor, rotary: Rotary | None, context: ForwardContext
+    ) -> torch.Tensor:
+        start = 0
+        for name, heads in (("q_layernorm", self.num_heads), ("k_layernorm", self.num_kv_heads)):
+            norm: nn.Module | None = getattr(self, name, None)
+            part = qkv[:, start : start + heads * self.head_dim]
+            start += heads * self.head_dim
+            if norm is not None:
+                view = part if self.whole else part.view(-1, heads, self.head_dim)
+                view.copy_(norm(view))
+        return super().heads(qkv, rotary, context)
+
+
+def grouped_rows(config: ModelConfig, kv_heads: int) -> RowOrder:
+    """Return the order for a tensor [kv_heads, (queries of the group, key, value), head_dim]."""
+    group, size = config.num_heads // kv_heads, config.head_dim
+    heads = [range(group), range(group, group + 1), range(group + 1, group + 2)]
+    return RowOrder(tuple(
+        (kv_head * (group + 2) + head) * size + row
+        for part in heads for kv_head in range(kv_heads) for head in part for row in range(size)
+    ))  # fmt: skip
+
+
+# ---------------------------------------------------------------- norms
+
+
+class OffsetLayerNorm(LayerNorm):
+    """(x - mean) / deviation * (1 + weight) + bias. The sum is rounded to the weight's type, as
+    where these models were trained."""
+
+    def after_loading(self) -> None:
+        self.weight.data.add_(1.0)
+
+
+class WeightlessLayerNorm(LayerNorm):
+    """(x - mean) / deviation"""
+
+    def __init__(self, size: int, eps: float, build: BuildContext) -> None:
+        super().__init__(size, eps, build, bias=False)
+        ones = torch.ones_like(self.weight)
+        del self.weight
+        self.register_buffer("weight", ones, persistent=False)
+
+
+class HeadsLayerNorm(nn.Module):
+    """(x - mean) / deviation * weight over each head, which has factors of its own.
+
+    weight: [num_heads, head_dim], as checkpoints have it.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_dim: int,
+        eps: float,
+        build: BuildContext,
+        order: RowOrder | None = None,
+    ) -> None:
+        """`order`: how the rows of the heads' projection are put in order."""
+        super().__init__()
+        self.weight = nn.Parameter(build.empty(num_heads, head_dim))
+        self.eps, self.order = eps, order
+
+    def after_loading(self) -> None:
+        if self.order is not None:
+            self.weight.data = self.order.apply("weight", self.weight.data.t()).t().contiguous()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., num_heads, head_dim] → the same shape"""
+        wide = F.layer_norm(x.float(), x.shape[-1:], eps=self.eps)
+        return (wide * self.weight.float()).to(x.dtype)
+
+
+# ---------------------------------------------------------------- checkpoints
+
+
+@dataclass(frozen=True)
+class OldWeightMap(WeightMap):
+    """For checkpoints that hold attention masks, or matrices as [in_features, out_features]."""
+
+    masks: tuple[str, ...] = ()
+    """Ends of names of what is no weight."""
+    transposed: tuple[str, ...] = ()
+    """Ends of names of matrices whose rows are the columns here."""
+
+    def pieces(
+        self, name: str, tensor: torch.Tensor
+    ) -> Iterator[tuple[str, str | None, torch.Tensor]]:
+        if not name.endswith(self.masks):
+            yield from super().pieces(
+                name, tensor.t() if name.endswith(self.transposed) else tensor
+            )

@@ -1,0 +1,118 @@
+"""Each family that differs little from another says what `transformers` says, through the engine.
+
+What all families share is in the kit (test_model_kit.py); here is what each of them adds. A case's
+first part is the architecture, the second one what it shows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from jackfield import AsyncEngine, EngineConfig, SamplingParams
+from jackfield.plugins.conformance.models import VOCAB, PagedModel, tiny
+
+CASES: dict[str, dict[str, Any]] = {
+    "CodeGenForCausalLM": {"rotary_dim": 8},
+    "CohereForCausalLM": {"logit_scale": 0.5},
+    "CohereForCausalLM:head norms": {"use_qk_norm": True, "tie_word_embeddings": False},
+    "Cohere2ForCausalLM": {
+        "logit_scale": 0.5, "sliding_window": 12, "attention_bias": True,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
+    "GPT2LMHeadModel": {"scale_attn_by_inverse_layer_idx": True},
+    "GPTBigCodeForCausalLM": {"multi_query": True},
+    "GPTBigCodeForCausalLM:many keys": {"multi_query": False, "n_inner": 48},
+    "GPTJForCausalLM": {"rotary_dim": 8, "tie_word_embeddings": False},
+    "GPTNeoXForCausalLM": {"use_parallel_residual": True},
+    "GPTNeoXForCausalLM:serial": {
+        "use_parallel_residual": False, "attention_bias": False, "tie_word_embeddings": True,
+    },
+    "PersimmonForCausalLM": {"qk_layernorm": True},
+    "PhiForCausalLM": {},
+    "PhiForCausalLM:head norms": {"qk_layernorm": True},
+    "Starcoder2ForCausalLM": {"sliding_window": 12, "use_bias": True},
+}  # fmt: skip
+PROMPTS = [[3 + (7 * i * n) % (VOCAB - 3) for i in range(1, n)] for n in (6, 42)]
+OUTPUT = 3
+
+
+def make_reference(case: str) -> Any:
+    """A random model whose every parameter counts, float32, eager attention."""
+    kind = getattr(transformers, case.partition(":")[0])
+    config = kind.config_class(**{**tiny(kind.config_class), **CASES[case]})
+    config._attn_implementation = "eager"
+    torch.manual_seed(7)
+    model = kind(config).float().eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 1 or "norm" in name:
+                parameter.add_((0.3 if "bias" in name else 0.1) * torch.randn_like(parameter))
+    return model
+
+
+def checkpoint(reference: Any, architecture: str, folder: Path) -> Path:
+    """Save a model, to be served as `architecture`."""
+    reference.save_pretrained(folder)
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"architectures": [architecture]}))
+    return folder
+
+
+@torch.no_grad()
+def score(model: Any, tokens: list[int]) -> torch.Tensor:
+    """[tokens, vocab] float32 log-probabilities"""
+    logits: torch.Tensor = model(torch.tensor([tokens]), use_cache=False).logits[0]
+    return logits.float().log_softmax(-1)
+
+
+async def check_engine(folder: Path, expected: Callable[[list[int]], torch.Tensor]) -> None:
+    """Both prompts at once, the long one in chunks, and again from the cache of prefixes."""
+    config = EngineConfig(
+        model=str(folder), dtype="float32", skip_tokenizer_init=True, max_model_len=64,
+        max_num_seqs=4, max_num_batched_tokens=16, block_size=4, num_gpu_blocks_override=96,
+    )  # fmt: skip
+    params = SamplingParams(temperature=0.0, max_tokens=OUTPUT, ignore_eos=True, logprobs=1)
+
+    async def answer(engine: AsyncEngine, prompt: list[int]) -> Any:
+        *_, last = [output async for output in engine.generate(prompt, params)]
+        return last
+
+    async with AsyncEngine(config) as engine:
+        answers = list(await asyncio.gather(*(answer(engine, prompt) for prompt in PROMPTS)))
+        again = await answer(engine, PROMPTS[1])
+    assert again.num_cached_tokens >= 36
+    for prompt, output in zip([*PROMPTS, PROMPTS[1]], [*answers, again], strict=True):
+        chosen = output.outputs[0]
+        wanted = expected(prompt + chosen.token_ids)[len(prompt) - 1 : -1]
+        for row, token, told in zip(wanted, chosen.token_ids, chosen.logprobs, strict=True):
+            assert float(row.max() - row[token]) <= 1e-3
+            assert told[token].logprob == pytest.approx(float(row[token]), abs=1e-3)
+
+
+def check_logits(folder: Path, reference: Any) -> None:
+    """Every position of a prompt in two steps: in float32, and in bfloat16 about as near as the
+    reference comes in bfloat16."""
+    prompt = PROMPTS[1]
+    want = score(reference, prompt)
+    rounded = score(copy.deepcopy(reference).to(torch.bfloat16), prompt)
+    for dtype, bound in (("float32", 1e-3), ("bfloat16", 3 * float((rounded - want).abs().max()))):
+        model = PagedModel(folder, dtype)
+        got = torch.cat([model.run({0: part})[0] for part in (prompt[:11], prompt[11:])])
+        torch.testing.assert_close(got.log_softmax(-1).cpu(), want, atol=bound, rtol=0)
+
+
+@pytest.mark.parametrize("case", CASES)
+async def test_a_family_equals_transformers(case: str, tmp_path: Path) -> None:
+    reference = make_reference(case)
+    folder = checkpoint(reference, case.partition(":")[0], tmp_path)
+    check_logits(folder, reference)
+    await check_engine(folder, lambda tokens: score(reference, tokens))
