@@ -38,7 +38,8 @@ PUBLIC: dict[str, dict[str, tuple[str, ...]]] = {
             "WeightLoader",
         ),
         "jackfield.core.types": (
-            "KVDetached", "KVReport", "SlotStart", "StepPlan", "StepResult", "TableWrite",
+            "CompiledGrammar", "GrammarStart", "InProcess", "KVDetached", "KVReport",
+            "ReasoningGate", "SlotStart", "StepPlan", "StepResult", "TableWrite",
         ),
         "jackfield.core.text.parsing": ("OutputParser", "ParsedMessage", "ParsedToolCall", "fold"),
     },

@@ -13,7 +13,7 @@ import msgspec
 from .outputs import FinishReason
 from .pooling_params import PooledRow, PoolingParams
 from .sampling_params import SamplingParams
-from .step import GrammarStart, TokenLogprobs
+from .step import CompiledGrammar, TokenLogprobs
 
 
 class Status(enum.Enum):
@@ -41,7 +41,7 @@ class Request:
     eos_token_ids: frozenset[int] = frozenset()
     """Empty if `ignore_eos` is set."""
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
-    grammar: GrammarStart | None = None
+    grammar: CompiledGrammar | None = None
     external_id: str = ""
     """The caller's id of the request, for messages only; siblings share it."""
     priority: int = 0
@@ -194,12 +194,12 @@ class RequestSpec(msgspec.Struct, frozen=True, kw_only=True):
     token_type_ids: tuple[int, ...] = ()
     reads_cache: bool = True
 
-    def requests(self, *, seed: int = 0, grammar: GrammarStart | None = None) -> list[Request]:
+    def requests(self, *, seed: int = 0, grammar: CompiledGrammar | None = None) -> list[Request]:
         """Return `params.n` scheduler requests, the first one leading.
 
         Their ids are drawn here: none that a caller may choose can equal one of them.
         """
-        eos = self.eos_token_ids if grammar is None else frozenset(grammar.eos_token_ids)
+        eos = self.eos_token_ids if grammar is None else frozenset(grammar.start.eos_token_ids)
         name, count = new_scheduler_id(), self.params.n
         requests: list[Request] = []
         for index in range(count):

@@ -1,32 +1,43 @@
 """The contract between scheduler and worker: `StepPlan` out, `StepResult` back.
 
-Plain `msgspec.Struct`s without torch, so that a plan can be recorded, replayed and simulated.
+Plain `msgspec.Struct`s without torch, so that a plan can be sent, recorded, replayed and simulated:
+`decode(encode(plan)) == plan`. What a step needs of this process travels beside its plan, in
+`InProcess`.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
 from .pooling_params import PooledRow, PoolingParams
 from .sampling_params import SamplingParams
 
+if TYPE_CHECKING:
+    from .protocols.grammars import Grammar
+    from .protocols.parsers import ReasoningParser
 
-class GrammarStart(msgspec.Struct, frozen=True, kw_only=True):
-    """The grammar that constrains a slot's output."""
 
-    grammar: Any
-    """The compiled grammar (`protocols.Grammar`): an object of this process. An executor elsewhere
-    compiles `SlotStart.params.structured_outputs` itself."""
+class ReasoningGate(msgspec.Struct, frozen=True):
+    """Delays a grammar until the reasoning ends, as the reasoning parser finds it."""
+
+    prompt_end: str = ""
+    """What the prompt ends with; "" where it is not known."""
+    opening_ids: tuple[int, ...] | None = None
+    """Tokens that begin the reasoning, for a model that may also do without; None: the output
+    begins with reasoning."""
+
+
+class GrammarStart(msgspec.Struct, frozen=True):
+    """The grammar that constrains a slot's output: that of `SlotStart.params.structured_outputs`,
+    compiled in `InProcess.grammars`. An executor elsewhere compiles it itself."""
+
     eos_token_ids: tuple[int, ...]
     """End tokens: allowed only where the grammar may end."""
-    token_bytes: Any
-    """(token id) → the bytes that it adds to a text"""
-    encode: Any = None
-    """(text) → token ids, for content in the same token as the end of the reasoning"""
-    reasoning_gate: Any = None
-    """`core.grammars.reasoning_gate.ReasoningGate`: the grammar begins where the reasoning ends."""
+    reasoning_gate: ReasoningGate | None = None
+    """Where the grammar begins; None: with the first token."""
 
 
 class SlotStart(msgspec.Struct, frozen=True):
@@ -51,6 +62,32 @@ class SlotStart(msgspec.Struct, frozen=True):
     tokens."""
     token_type_ids: tuple[int, ...] = ()
     """[len(token_ids)] Which of two texts each token belongs to, for encoders; empty: all 0."""
+
+
+class CompiledGrammar(NamedTuple):
+    """A grammar in this process."""
+
+    start: GrammarStart
+    grammar: Grammar
+    token_bytes: Callable[[int], bytes]
+    """Token id → the bytes that it adds to a text."""
+    encode: Callable[[str], list[int]] | None = None
+    """Text → token ids, for content in the same token as the end of the reasoning."""
+    reasoning_parser: Callable[[], ReasoningParser] | None = None
+    """Creates the reasoning parser of one output; set with `start.reasoning_gate`. It is one of its
+    own: a mask depends on the token sampled right before it, which the worker knows before any text
+    of it is made."""
+
+
+class InProcess(NamedTuple):
+    """Objects of this process that a plan refers to: they travel beside it, never in it."""
+
+    grammars: Mapping[int, CompiledGrammar]
+    """Slot → its grammar, for each of the plan's `starts` that has a `GrammarStart`."""
+
+
+NOTHING_IN_PROCESS = InProcess({})
+"""For a plan that starts no slot with a grammar."""
 
 
 class TableWrite(msgspec.Struct, frozen=True, gc=False):
@@ -85,8 +122,9 @@ class StepPlan(msgspec.Struct, frozen=True):
     starts: tuple[SlotStart, ...] = ()
     table_writes: tuple[TableWrite, ...] = ()
     """Tables of the slots that start, and new blocks of the others."""
-    kv_metadata: Any = None
-    """Data from the KV connector's scheduler half to its worker half. A plan may have only this."""
+    kv_metadata: bytes | None = None
+    """Data from the KV connector's scheduler half to its worker half, encoded as the connector's
+    `metadata_type`. A plan may have only this."""
 
     @property
     def total_tokens(self) -> int:
@@ -116,7 +154,8 @@ class KVReport(msgspec.Struct, frozen=True):
     failed: dict[int, tuple[int, ...]] = {}
     """Transfers that have failed → the block ids that were not filled (of a load)."""
     payload: Any = None
-    """Data of the connector's own for its scheduler half."""
+    """Data of the connector's own for its scheduler half, of its `payload_type`; in a `StepResult`,
+    that encoded: bytes."""
 
 
 class KVDetached(msgspec.Struct, frozen=True):

@@ -25,7 +25,7 @@ from ..registry import Plugins
 from ..request import Request, RequestSpec
 from ..scheduling.guarded_connector import GuardedConnector
 from ..scheduling.scheduler import Scheduler
-from ..step import GrammarStart, StepPlan, StepResult
+from ..step import CompiledGrammar, StepPlan, StepResult
 from .admission import check_limits, request_limits
 from .core_client import S
 from .grammars import Grammars
@@ -233,7 +233,7 @@ class EngineCore:
 
     async def add_request(self, spec: RequestSpec, make_state: Callable[[list[Request]], S]) -> S:
         """Compile the request's grammar, and hand the request to the scheduler."""
-        grammar: GrammarStart | None = None
+        grammar: CompiledGrammar | None = None
         if spec.params.structured_outputs is not None:
             grammar = await self.grammars.prepare(
                 spec.params,

@@ -8,14 +8,14 @@ from typing import Any
 
 from ..config import EngineConfig
 from ..errors import InvalidRequest
-from ..grammars.reasoning_gate import make_reasoning_gate
+from ..grammars.reasoning_gate import gate_parser, make_reasoning_gate
 from ..grammars.spec import begins_free, field_of, grammar_spec
 from ..grammars.store import GrammarStore
 from ..grammars.vocabulary import make_vocabulary
 from ..protocols.grammars import Vocabulary
 from ..registry import Plugins
 from ..sampling_params import SamplingParams
-from ..step import GrammarStart
+from ..step import CompiledGrammar, GrammarStart
 from ..text.tokenizer import Tokenizer
 
 
@@ -55,7 +55,7 @@ class Grammars:
         *,
         chat: bool,
         template_arguments: Mapping[str, Any] | None = None,
-    ) -> GrammarStart | None:
+    ) -> CompiledGrammar | None:
         """Compile a request's grammar. Return None for a request without one.
 
         template_arguments: the chat template's, which may turn reasoning off.
@@ -65,8 +65,9 @@ class Grammars:
         structured = params.structured_outputs
         if structured is None:
             return None
-        if self._tokenizer is None or not self._eos_token_ids:
-            missing = "no tokenizer" if self._tokenizer is None else "no end token"
+        tokenizer = self._tokenizer
+        if tokenizer is None or not self._eos_token_ids:
+            missing = "no tokenizer" if tokenizer is None else "no end token"
             raise InvalidRequest(
                 f"structured_outputs: this engine has {missing}", param="structured_outputs"
             )
@@ -82,16 +83,16 @@ class Grammars:
             gate = make_reasoning_gate(
                 self._parser,
                 template_arguments or {},
-                self._tokenizer,
+                tokenizer,
                 prompt_end=self._prompt_end(template_arguments),
                 free=begins_free(spec),
             )
-        return GrammarStart(
-            grammar=grammar,
-            eos_token_ids=self._eos_token_ids,
-            token_bytes=self._tokenizer.token_bytes,
-            encode=functools.partial(self._tokenizer.encode, add_special_tokens=False),
-            reasoning_gate=gate,
+        return CompiledGrammar(
+            GrammarStart(self._eos_token_ids, gate),
+            grammar,
+            token_bytes=tokenizer.token_bytes,
+            encode=functools.partial(tokenizer.encode, add_special_tokens=False),
+            reasoning_parser=None if gate is None else gate_parser(self._parser, gate),
         )
 
     async def close(self) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from ..config import EngineConfig
 from ..errors import ConfigError
 from ..protocols.executors import Executor, ExecutorInfo
-from ..protocols.kv import KVConnectorScheduler, KVConnectorSetup
+from ..protocols.kv import KVCodec, KVConnectorScheduler, KVConnectorSetup
 from ..registration.failing_plugin import failing_plugin
 from ..registry import Plugins
 from ..scheduling.guarded_connector import GuardedConnector
@@ -53,9 +53,11 @@ def connect(
     connector = plugins["kv_connector"].load(name)
     with plugins["kv_connector"].calling(name, "make_scheduler"):
         half: KVConnectorScheduler = connector.make_scheduler(setup)
+    with plugins["kv_connector"].calling(name, "its metadata_type"):
+        codec = KVCodec(connector)
 
     def who(error: BaseException) -> str:
         # The connector may consist of others (`multi`).
         return failing_plugin(plugins, error) or plugins["kv_connector"].described(name)
 
-    return GuardedConnector(half, who)
+    return GuardedConnector(half, codec, who)

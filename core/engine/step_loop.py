@@ -121,7 +121,7 @@ class StepLoop:
             if plan is None:
                 return
             try:
-                future = self.executor.submit(plan)
+                future = self.executor.submit(plan, self.scheduler.in_process(plan))
             except Exception as error:
                 self.scheduler.not_taken(plan)
                 future = asyncio.get_running_loop().create_future()

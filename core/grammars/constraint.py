@@ -5,14 +5,13 @@ from __future__ import annotations
 import codecs
 import functools
 import time
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..protocols.grammars import GrammarMatcher
 from ..protocols.parsers import Content
-from ..step import SlotStart
-from .reasoning_gate import ReasoningGate
+from ..step import CompiledGrammar, SlotStart
 
 ANY = -1
 """A word of a bitmask with every bit set."""
@@ -35,11 +34,11 @@ class Constraint:
     - With min_tokens or ignore_eos, end tokens are masked as long as another token is possible.
     """
 
-    def __init__(self, start: SlotStart, mask_timeout: float) -> None:
+    def __init__(self, start: SlotStart, compiled: CompiledGrammar, mask_timeout: float) -> None:
         """Replays what was generated before a preemption. mask_timeout: seconds"""
         assert start.grammar is not None
-        self._token_bytes = start.grammar.token_bytes
-        self._encode = start.grammar.encode
+        self._token_bytes = compiled.token_bytes
+        self._encode = compiled.encode
         self._mask_timeout = mask_timeout
         self.matcher: GrammarMatcher | None = None
         self._eos = frozenset(start.grammar.eos_token_ids)
@@ -47,11 +46,14 @@ class Constraint:
         """The same object for all outputs with the same end tokens."""
         self._min_tokens = start.params.min_tokens
         self._ignore_eos = start.params.ignore_eos
-        gate: ReasoningGate | None = start.grammar.reasoning_gate
+        gate = start.grammar.reasoning_gate
         self._opening_ids = None if gate is None else gate.opening_ids
         """Before the first token: tokens that may begin reasoning, besides the grammar's."""
-        self._parser = None if gate is None else gate.parser()
+        self._parser: Any = None
         """The reasoning parser, until the reasoning ends."""
+        if gate is not None:
+            assert compiled.reasoning_parser is not None, "a reasoning gate without its parser"
+            self._parser = compiled.reasoning_parser()
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._num_output = 0
         self.ended = False
@@ -59,7 +61,7 @@ class Constraint:
         self.failure: str | None = None
         """Why the request fails; None if it does not."""
         try:
-            self.matcher = start.grammar.grammar.matcher()
+            self.matcher = compiled.grammar.matcher()
         except Exception as error:
             self._fail(error)
         for token_id in start.token_ids[start.num_prompt_tokens :]:

@@ -6,24 +6,14 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import msgspec
-
 from ..output_parsing.reasoning_parser import is_thinking, make_parser, thinking_kwarg
+from ..step import ReasoningGate
 from ..text.tokenizer import Tokenizer
 
 
-class ReasoningGate(msgspec.Struct, frozen=True):
-    """Delays a grammar until the reasoning ends.
-
-    The parser is one of its own: a mask depends on the token sampled right before it, which the
-    worker knows before any text of it is made.
-    """
-
-    parser: Callable[[], Any]
-    """Creates the reasoning parser of one output."""
-    opening_ids: tuple[int, ...] | None
-    """Tokens that begin the reasoning, for a model that may also do without; None: the output
-    begins with reasoning."""
+def gate_parser(parser_class: Any, gate: ReasoningGate) -> Callable[[], Any]:
+    """Return what creates the reasoning parser of one output."""
+    return functools.partial(make_parser, parser_class, thinking=True, prompt_end=gate.prompt_end)
 
 
 def make_reasoning_gate(
@@ -43,8 +33,7 @@ def make_reasoning_gate(
     """
     if not is_thinking(parser_class, template_arguments):
         return None
-    make = functools.partial(make_parser, parser_class, thinking=True, prompt_end=prompt_end)
-    probe = make()
+    probe = gate_parser(parser_class, ReasoningGate(prompt_end))()
     if getattr(probe, "reasoning_ended", True):
         return None
     probe.feed("A")
@@ -55,4 +44,4 @@ def make_reasoning_gate(
             return None
         ids = (tokenizer.backend.token_to_id(marker) for marker in parser_class.markers[:1])
         opening = tuple(token_id for token_id in ids if token_id is not None)
-    return ReasoningGate(make, opening)
+    return ReasoningGate(prompt_end, opening)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import msgspec
 
 from ..cache.groups import ONE_GROUP, CacheGroup
-from ..step import StepPlan, StepResult
+from ..step import InProcess, StepPlan, StepResult
 
 if TYPE_CHECKING:
     import asyncio
@@ -39,9 +39,13 @@ class Executor(Protocol):
     async def start(self) -> ExecutorInfo:
         """Load the model, size the cache, warm up."""
 
-    def submit(self, plan: StepPlan) -> asyncio.Future[StepResult]:
+    def submit(self, plan: StepPlan, in_process: InProcess) -> asyncio.Future[StepResult]:
         """Queue one step; plans run in order. The future fails if the step as a whole does.
-        Raises if it does not accept the plan."""
+        Raises if it does not accept the plan.
+
+        The plan can be encoded and sent. `in_process` has the objects of this process that belong
+        to it: a worker elsewhere makes its own, from `SlotStart.params` and `SlotStart.grammar`.
+        """
 
     async def recover(self) -> None:
         """Reset after a failed step, with no step queued: release every slot, and check the device.

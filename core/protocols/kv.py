@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import msgspec
 
@@ -108,9 +108,10 @@ class KVConnectorScheduler(Protocol):
         """
 
     def build_metadata(self) -> Any:
-        """Return data on the calls above for the worker half; None: nothing. Called once for each
-        planned step, and when there is something to send but nothing to compute: return each piece
-        of data once. Plain data, so that a plan may be sent to another process.
+        """Return data on the calls above for the worker half, of the connector's `metadata_type`;
+        None: nothing. Called once for each planned step, and when there is something to send but
+        nothing to compute: return each piece of data once. It is encoded at once, because a plan
+        may be sent to another process.
         """
 
     def update(self, report: KVReport) -> None:
@@ -142,8 +143,9 @@ class KVConnectorWorker(Protocol):
         `torch.inference_mode()`."""
 
     def start(self, metadata: Any) -> None:
-        """Start transfers; gets what `build_metadata` returned, before its step is launched. Also
-        called if the step then fails, or is not run because an earlier one has failed."""
+        """Start transfers; gets what `build_metadata` returned, decoded as `metadata_type`, before
+        its step is launched. Also called if the step then fails, or is not run because an earlier
+        one has failed."""
 
     def poll(self) -> KVReport | None:
         """Return the transfers that ended since the last call. Called with every step, so it must
@@ -164,6 +166,13 @@ class KVConnector(Protocol):
     Damaged blocks of the far side are never used, and are replaced when they are computed again.
     """
 
+    metadata_type: ClassVar[Any]
+    """Type of what `build_metadata` returns, as msgspec takes it: a Struct, `dict[int, int]`, …; or
+    None, if it always returns None. What the worker half gets is decoded as this type, so a value
+    of another one detaches that half with an error that names the field."""
+    payload_type: ClassVar[Any]
+    """The same for `KVReport.payload`. Optional: without it, no report has a payload."""
+
     @classmethod
     def make_scheduler(cls, setup: KVConnectorSetup) -> KVConnectorScheduler:
         """Raises ConfigError with the name of an invalid or unknown option."""
@@ -171,3 +180,33 @@ class KVConnector(Protocol):
     @classmethod
     def make_worker(cls, setup: KVConnectorSetup) -> KVConnectorWorker:
         """As `make_scheduler`."""
+
+
+class KVCodec:
+    """Encodes what the two halves of a connector send each other, by the types that it declares."""
+
+    def __init__(self, connector: KVConnector) -> None:
+        """Raises TypeError or AttributeError for a type that is missing or cannot be decoded."""
+        self._encoder = msgspec.msgpack.Encoder()
+        self._metadata = msgspec.msgpack.Decoder(connector.metadata_type)
+        self._payload = msgspec.msgpack.Decoder(getattr(connector, "payload_type", None))
+
+    def encode_metadata(self, metadata: Any) -> bytes | None:
+        """Return what a plan carries; None for None. Raises TypeError, or what msgspec raises."""
+        return None if metadata is None else self._encoder.encode(metadata)
+
+    def decode_metadata(self, metadata: bytes) -> Any:
+        """Return the connector's own object. Raises msgspec.ValidationError, with the field."""
+        return self._metadata.decode(metadata)
+
+    def encode_report(self, report: KVReport) -> KVReport:
+        """Return the report with its payload encoded."""
+        if report.payload is None:
+            return report
+        return msgspec.structs.replace(report, payload=self._encoder.encode(report.payload))
+
+    def decode_report(self, report: KVReport) -> KVReport:
+        """Return the report with its payload decoded. Raises msgspec.ValidationError."""
+        if report.payload is None:
+            return report
+        return msgspec.structs.replace(report, payload=self._payload.decode(report.payload))

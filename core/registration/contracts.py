@@ -42,7 +42,9 @@ CONTRACTS = {
     "quantization": Contract("protocols.QuantizationMethod", ("supports", "from_config", "layer")),
     "reasoning_parser": Contract("protocols.ReasoningParser", ("feed", "finish")),
     "tool_parser": Contract("protocols.ToolParser", ("feed", "finish")),
-    "kv_connector": Contract("protocols.KVConnector", ("make_scheduler", "make_worker")),
+    "kv_connector": Contract(
+        "protocols.KVConnector", ("make_scheduler", "make_worker", "metadata_type")
+    ),
     "structured_backend": Contract(
         "protocols.GrammarBackend", ("bounded", "unavailable", "refusal", "compile")
     ),

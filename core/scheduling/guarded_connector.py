@@ -7,7 +7,7 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from ..protocols.kv import KVConnectorScheduler
+from ..protocols.kv import KVCodec, KVConnectorScheduler
 from ..request import Request
 from ..step import KVReport
 
@@ -23,10 +23,14 @@ class GuardedConnector:
     """
 
     def __init__(
-        self, connector: KVConnectorScheduler, who: Callable[[BaseException], str] | None = None
+        self,
+        connector: KVConnectorScheduler,
+        codec: KVCodec,
+        who: Callable[[BaseException], str] | None = None,
     ) -> None:
         """who: error → the connector's name in the log, with its distribution."""
         self._connector = connector
+        self._codec = codec
         self._who = who or (lambda error: "the KV connector")
         self.failure: str | None = None
         """Why the connector is not called any more; None: it works."""
@@ -82,13 +86,20 @@ class GuardedConnector:
         without: tuple[bool, dict[str, Any] | None] = (False, None)
         return self._call("request_finished", ask, without)
 
-    def build_metadata(self) -> Any:
-        """Return None after a failure."""
-        return self._call("build_metadata", self._connector.build_metadata, None)
+    def build_metadata(self) -> bytes | None:
+        """Return the metadata encoded; None after a failure."""
+
+        def ask() -> bytes | None:
+            return self._codec.encode_metadata(self._connector.build_metadata())
+
+        without: bytes | None = None
+        return self._call("build_metadata", ask, without)
 
     def update(self, report: KVReport) -> None:
-        """Do nothing after a failure."""
-        self._call("update", lambda: self._connector.update(report), None)
+        """Pass on a report of a step result. Do nothing after a failure."""
+        self._call(
+            "update", lambda: self._connector.update(self._codec.decode_report(report)), None
+        )
 
     def close(self) -> None:
         """Close the connector, also after a failure. Raises what the connector raises."""

@@ -8,7 +8,6 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count
-from typing import Any
 
 from ..cache.kv_manager import KVCacheManager, PrefixHits
 from ..request import Request, Status
@@ -69,7 +68,7 @@ class KVTransfers:
         self._failure_seen = False
         self._detached: KVDetached | None = None
         """State of a worker half that has failed."""
-        self._not_taken: deque[Any] = deque()
+        self._not_taken: deque[bytes] = deque()
         """Metadata of plans that the executor did not take, to be sent again."""
         self.num_lost_blocks = 0
         """Blocks that are lost: held until the engine ends."""
@@ -285,8 +284,8 @@ class KVTransfers:
         """Held block ids, one entry per reference."""
         return (block_id for held in self._held.values() for block_id in held)
 
-    def metadata(self) -> Any:
-        """Return the metadata that the step being planned sends to the worker half."""
+    def metadata(self) -> bytes | None:
+        """Return the metadata that the step being planned sends to the worker half, encoded."""
         if self._not_taken:
             return self._not_taken.popleft()
         metadata = self.connector.build_metadata()
@@ -294,7 +293,7 @@ class KVTransfers:
             self._unsent.clear()
         return metadata
 
-    def send_again(self, metadata: Any) -> None:
+    def send_again(self, metadata: bytes) -> None:
         """Keep metadata to send again, after the executor did not take its plan."""
         self._not_taken.append(metadata)
 

@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any
 
 import msgspec
 
@@ -18,7 +17,15 @@ from ..config import KVTransferConfig
 from ..outputs import EngineStats, FinishReason
 from ..protocols.executors import SchedulePolicy
 from ..request import Request, Status, Update
-from ..step import SlotStart, StepPlan, StepResult, TableWrite, TokenLogprobs
+from ..step import (
+    NOTHING_IN_PROCESS,
+    InProcess,
+    SlotStart,
+    StepPlan,
+    StepResult,
+    TableWrite,
+    TokenLogprobs,
+)
 from .guarded_connector import GuardedConnector
 from .kv_transfers import KVTransfers, LoadDecision
 from .limits import RequestLimits
@@ -361,7 +368,7 @@ class Scheduler:
         if request.num_computed_tokens == request.num_tokens:
             request.num_tokens += 1
 
-    def _build_plan(self, builder: _PlanBuilder, metadata: Any = None) -> StepPlan:
+    def _build_plan(self, builder: _PlanBuilder, metadata: bytes | None = None) -> StepPlan:
         rows = builder.decodes + builder.prefills
         num_decodes = len(builder.decodes)
         first_positions = {
@@ -384,6 +391,14 @@ class Scheduler:
             table_writes=tuple(builder.table_writes),
             kv_metadata=metadata,
         )
+
+    def in_process(self, plan: StepPlan) -> InProcess:
+        """Return what goes to the executor beside a plan, right after `schedule` has made it."""
+        if not plan.starts:
+            return NOTHING_IN_PROCESS
+        grammars = {r.slot: r.grammar for r in self._in_flight[plan.step].rows}
+        starting = (start.slot for start in plan.starts if start.grammar is not None)
+        return InProcess({slot: g for slot in starting if (g := grammars[slot]) is not None})
 
     # ------------------------------------------------------------ results
 
@@ -624,7 +639,7 @@ def _slot_start(request: Request) -> SlotStart:
         seed=request.seed,
         stop_token_ids=tuple(sorted(request.stop_ids)),
         bad_words_token_ids=request.bad_words_token_ids,
-        grammar=request.grammar,
+        grammar=None if request.grammar is None else request.grammar.start,
         pooling=request.pooling,
         token_type_ids=request.token_type_ids,
     )

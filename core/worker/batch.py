@@ -183,6 +183,13 @@ class PersistentBatch:
         """The same as `writes`, for block tables alone: [N, 2] int32."""
         return _scattered(self._table_pieces(table_writes))
 
+    def write(self, plan: StepPlan) -> None:
+        """Bring the slots up to date with a plan that has no rows."""
+        writes = self.writes(plan)
+        if len(writes):
+            count, sent = self.upload([np.asarray([len(writes)], np.int32), writes.reshape(-1)])
+            self.operations.scatter(self.storage, sent.view(-1, 2), count)
+
     def _table_pieces(self, table_writes: Sequence[TableWrite]) -> list[tuple[int, Sequence[int]]]:
         """Return (first place in `storage`, numbers) for each write."""
         start, columns, groups = self._table_start, self._columns, self.num_groups

@@ -7,12 +7,11 @@ import operator
 import queue
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import msgspec
 import torch
 
-from ..protocols.kv import KVConnectorWorker
+from ..protocols.kv import KVCodec, KVConnectorWorker
 from ..step import KVDetached, KVReport, StepPlan, StepResult
 from .threads import PendingStep
 
@@ -32,6 +31,7 @@ class GuardedHalf:
     def __init__(
         self,
         half: KVConnectorWorker,
+        codec: KVCodec,
         device: torch.device,
         who: Callable[[BaseException], str],
         notify: Callable[[], None],
@@ -39,6 +39,7 @@ class GuardedHalf:
         """who: error → the connector's name for the log, with its provenance; notify: requests a
         step that delivers reports; called from any thread."""
         self._half = half
+        self._codec = codec
         self._device = device
         self._who = who
         self._notify = notify
@@ -53,10 +54,10 @@ class GuardedHalf:
         """Register the caches, before any step. Raises what the half raises: the start fails."""
         self._half.bind(kv_caches)
 
-    def start(self, metadata: Any) -> None:
-        """Pass on the metadata of a step; None: no call."""
+    def start(self, metadata: bytes | None) -> None:
+        """Decode and pass on the metadata of a step; None: no call."""
         if metadata is not None:
-            self._call("start", lambda: self._half.start(metadata))
+            self._call("start", lambda: self._half.start(self._codec.decode_metadata(metadata)))
 
     def poll(self) -> None:
         """Collect the reports of the half; if it is detached, check whether it has been closed."""
@@ -100,7 +101,8 @@ class GuardedHalf:
             operator.index(transfer): tuple(map(operator.index, block_ids))
             for transfer, block_ids in report.failed.items()
         }
-        self._reports.put(KVReport(finished=finished, failed=failed, payload=report.payload))
+        taken = KVReport(finished=finished, failed=failed, payload=report.payload)
+        self._reports.put(self._codec.encode_report(taken))
 
     @torch.inference_mode()
     def _call(self, method: str, call: Callable[[], None]) -> None:

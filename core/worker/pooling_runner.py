@@ -20,7 +20,7 @@ from ..loading.projection import Projections
 from ..nn.context import ForwardContext
 from ..pooling_params import PooledRow, PoolingParams
 from ..protocols.attention import AttentionBackend
-from ..step import SlotStart, StepPlan, StepResult
+from ..step import NOTHING_IN_PROCESS, InProcess, SlotStart, StepPlan, StepResult
 from .batch import PersistentBatch, StepInputs, releasing_all
 
 
@@ -86,8 +86,8 @@ class PoolingRunner:
         """Slot → states [tokens, hidden_size] of earlier chunks, for a vector per token."""
 
     @torch.inference_mode()
-    def launch(self, plan: StepPlan) -> LaunchedPooling:
-        """Queue one step on the device and return at once."""
+    def launch(self, plan: StepPlan, in_process: InProcess = NOTHING_IN_PROCESS) -> LaunchedPooling:
+        """Queue one step on the device and return at once. `in_process` has nothing for pooling."""
         launched = time.monotonic()
         self.update_slots(plan)
         inputs = self.batch.apply(plan)
@@ -106,7 +106,7 @@ class PoolingRunner:
         """Run the costliest pooling on a step's states, to measure its memory."""
         return self._states(hidden).float()
 
-    def update_slots(self, plan: StepPlan) -> None:
+    def update_slots(self, plan: StepPlan, in_process: InProcess = NOTHING_IN_PROCESS) -> None:
         """Update the kept states for the slots that the plan releases and starts."""
         for slot in plan.released:
             self._forget(slot)

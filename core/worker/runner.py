@@ -14,7 +14,7 @@ from torch import nn
 from ..nn.context import ForwardContext
 from ..nn.operations import SampleOutputs
 from ..protocols.attention import AttentionBackend
-from ..step import StepPlan, StepResult, TokenLogprobs
+from ..step import NOTHING_IN_PROCESS, InProcess, StepPlan, StepResult, TokenLogprobs
 from .batch import PersistentBatch, StepInputs, StepRows, releasing_all
 from .graphs import DecodeGraphs, Ending
 from .mixed_graphs import MixedGraphs
@@ -145,10 +145,10 @@ class ModelRunner:
         """Whether kernels are only compiled, not run."""
 
     @torch.inference_mode()
-    def launch(self, plan: StepPlan) -> LaunchedStep:
+    def launch(self, plan: StepPlan, in_process: InProcess = NOTHING_IN_PROCESS) -> LaunchedStep:
         """Queue one step on the device and return at once."""
         launched = time.monotonic()
-        self.update_slots(plan)
+        self.update_slots(plan, in_process)
         if self.graphs is not None and self.graphs.is_decode_step(plan):
             step = self._replay(plan, self.graphs, launched)
             if step is not None:
@@ -320,7 +320,7 @@ class ModelRunner:
         logits: torch.Tensor = self.model.compute_logits(hidden)  # type: ignore[operator]
         return logits[:, : self.vocab_size]
 
-    def update_slots(self, plan: StepPlan) -> None:
+    def update_slots(self, plan: StepPlan, in_process: InProcess = NOTHING_IN_PROCESS) -> None:
         """Update the sampling state of the slots that the plan releases and starts."""
         processors = self.sampler.processors
         for slot in plan.released:
@@ -331,7 +331,7 @@ class ModelRunner:
             self._prompt_logprobs.pop(slot, None)
         for start in plan.starts:
             self.sampling.start(start, processed=bool(processors) and processors.start(start))
-            self.masks.start(start)
+            self.masks.start(start, in_process.grammars.get(start.slot))
             for table, k in (
                 (self._logprobs, start.params.logprobs),
                 (self._prompt_logprobs, start.params.prompt_logprobs),

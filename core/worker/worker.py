@@ -25,11 +25,11 @@ from ..nn.attention import Attention
 from ..nn.operations import Operations
 from ..protocols.attention import AttentionBackend, AttentionSpec
 from ..protocols.executors import ExecutorInfo
-from ..protocols.kv import KVConnectorSetup, KVLayout
+from ..protocols.kv import KVCodec, KVConnectorSetup, KVLayout
 from ..protocols.logits_processors import LogitsProcessorSetup
 from ..registration.failing_plugin import failing_plugin, plugin_failure
 from ..registry import Plugins
-from ..step import StepPlan
+from ..step import NOTHING_IN_PROCESS, InProcess, StepPlan
 from .batch import PersistentBatch
 from .graphs import CudaRecorder, DecodeGraphs, Ending, Recorder
 from .guarded_half import EmptyStep, GuardedHalf, TransferringStep
@@ -323,7 +323,7 @@ class Worker:
             load_seconds=time.monotonic() - began,
         )
 
-    def step(self, plan: StepPlan) -> PendingStep:
+    def step(self, plan: StepPlan, in_process: InProcess = NOTHING_IN_PROCESS) -> PendingStep:
         """Launch one step. None is launched after one that failed, until `recover`.
 
         A KV connector's worker half gets the plan's metadata in both cases, since it is sent only
@@ -338,7 +338,7 @@ class Worker:
         before = self._num_prepared()
         began, worked = time.perf_counter(), time.thread_time()
         try:
-            step = self._launched(plan, self.runner)
+            step = self._launched(plan, in_process, self.runner)
             if isinstance(step, LaunchedStep):
                 step.late_preparations = self._num_prepared() - before
                 worked = time.thread_time() - worked
@@ -372,21 +372,25 @@ class Worker:
         self.runner.forget_slots()
         self._step_failed = False
 
-    def _launched(self, plan: StepPlan, runner: ModelRunner | PoolingRunner) -> PendingStep:
+    def _launched(
+        self, plan: StepPlan, in_process: InProcess, runner: ModelRunner | PoolingRunner
+    ) -> PendingStep:
         try:
             if self._unscaled and plan.slots:
-                return self._first_step(plan, runner)
-            if self.connector is not None and not plan.slots:
-                return self._without_rows(plan, runner)
-            return runner.launch(plan)
+                return self._first_step(plan, in_process, runner)
+            if not plan.slots:
+                return self._without_rows(plan, in_process, runner)
+            return runner.launch(plan, in_process)
         except torch.OutOfMemoryError as error:
             raise explain_oom(error, f"running a step of {plan.total_tokens} tokens") from error
 
     @torch.inference_mode()
-    def _first_step(self, plan: StepPlan, runner: ModelRunner | PoolingRunner) -> PendingStep:
+    def _first_step(
+        self, plan: StepPlan, in_process: InProcess, runner: ModelRunner | PoolingRunner
+    ) -> PendingStep:
         """Run the step that computes the scales of the cache. Nothing has been cached before it."""
         with finding_scales(self._unscaled):
-            step = runner.launch(plan)
+            step = runner.launch(plan, in_process)
         self._unscaled = []
         if self._graphs_later is not None and isinstance(runner, ModelRunner):
             self._use(self._graphs_later, runner)
@@ -395,10 +399,12 @@ class Worker:
         return step
 
     @torch.inference_mode()
-    def _without_rows(self, plan: StepPlan, runner: ModelRunner | PoolingRunner) -> EmptyStep:
-        """Create a step for the KV connector alone."""
-        assert isinstance(runner, ModelRunner), "connectors are for models that generate"
-        runner.update_slots(plan)
+    def _without_rows(
+        self, plan: StepPlan, in_process: InProcess, runner: ModelRunner | PoolingRunner
+    ) -> EmptyStep:
+        """Apply a plan that computes nothing: it changes slots, or is for the KV connector."""
+        runner.update_slots(plan, in_process)
+        runner.batch.write(plan)
         return EmptyStep(plan)
 
     def _connect(
@@ -430,9 +436,11 @@ class Worker:
             # The connector may consist of others (`multi`).
             return failing_plugin(self.plugins, error) or connectors.described(name)
 
+        with connectors.calling(name, "its metadata_type"):
+            codec = KVCodec(connector)
         with connectors.calling(name, "make_worker"):
             half = connector.make_worker(setup)
-        self.connector = GuardedHalf(half, self.device, who, setup.notify)
+        self.connector = GuardedHalf(half, codec, self.device, who, setup.notify)
         with connectors.calling(name, "bind"):
             self.connector.bind(parts)
         return layout

@@ -29,7 +29,7 @@ from structured_outputs import BACKENDS, MODELS, SCHEMA, vocabulary
 from jackfield import SamplingParams
 from jackfield.core.protocols.grammars import GrammarSpec, Vocabulary
 from jackfield.core.registry import load_plugins
-from jackfield.core.step import GrammarStart, SlotStart
+from jackfield.core.step import CompiledGrammar, GrammarStart, SlotStart
 from jackfield.core.worker.sampling.masks import GrammarMasks
 
 
@@ -65,17 +65,15 @@ def measure(backend: str, batch: int, steps: int) -> dict[str, float]:
     kind = load_plugins()["structured_backend"].load(backend)
     grammar = kind(words).compile(GrammarSpec("json", json.dumps(SCHEMA)))
     masks = GrammarMasks(vocab_size=words.size, device=torch.device("cpu"), mask_timeout=5.0)
+    start = GrammarStart(words.eos_token_ids)
     for slot in range(batch):
         masks.start(
             SlotStart(
                 slot=slot, request_id=str(slot), token_ids=(1,), num_prompt_tokens=1,
-                num_computed_tokens=0, params=SamplingParams(ignore_eos=True),
-                seed=0,
-                grammar=GrammarStart(
-                    grammar=grammar, eos_token_ids=words.eos_token_ids,
-                    token_bytes=words.token_bytes.__getitem__,
-                ),
-            )
+                num_computed_tokens=0, params=SamplingParams(ignore_eos=True), seed=0,
+                grammar=start,
+            ),
+            CompiledGrammar(start, grammar, words.token_bytes.__getitem__),
         )  # fmt: skip
     draw, crc = random.Random(0), 0
     taken: dict[str, list[float]] = {"wall": [], "launch_thread": [], "process": []}

@@ -157,9 +157,9 @@ async def mask_microseconds(
 ) -> tuple[float, float]:
     """Accept a token and fill a mask, for one row on one thread, without the model: mean, p95."""
     params = SamplingParams(structured_outputs=schema)
-    start = await engine.core.grammars.prepare(params, chat=False)
-    assert start is not None
-    matcher, draw, taken = start.grammar.matcher(), random.Random(0), []
+    compiled = await engine.core.grammars.prepare(params, chat=False)
+    assert compiled is not None
+    matcher, draw, taken = compiled.grammar.matcher(), random.Random(0), []
     row = np.empty(-(-engine.model_config.vocab_size // 32), dtype=np.int32)
     token: int | None = None
     for _ in range(300):

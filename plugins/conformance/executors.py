@@ -25,7 +25,7 @@ from ...core.protocols.executors import Executor, ExecutorInfo
 from ...core.request import Request
 from ...core.sampling_params import OutputKind, SamplingParams
 from ...core.scheduling.scheduler import Scheduler
-from ...core.step import StepPlan, StepResult
+from ...core.step import NOTHING_IN_PROCESS, StepPlan, StepResult
 from ..policies.builtin import FirstComeFirstServed
 from .kit import Kit
 
@@ -95,7 +95,7 @@ class ExecutorKit(Kit):
         flying: list[tuple[StepPlan, asyncio.Future[StepResult]]] = []
         while True:
             while len(flying) < ahead and (plan := scheduler.schedule()) is not None:
-                flying.append((plan, executor.submit(plan)))
+                flying.append((plan, executor.submit(plan, scheduler.in_process(plan))))
             if not flying:
                 return
             plan, future = flying.pop(0)
@@ -190,7 +190,7 @@ class ExecutorKit(Kit):
             scheduler.add_requests(self.request(2))
             plan = scheduler.schedule()
             assert plan is not None
-            future = executor.submit(plan)
+            future = executor.submit(plan, scheduler.in_process(plan))
             assert asyncio.isfuture(future)
             assert not future.done(), "submit ran the step itself"
             scheduler.update(plan, await future)
@@ -209,8 +209,11 @@ class ExecutorKit(Kit):
             scheduler.add_requests(self.request(2))
             plans = [scheduler.schedule(), scheduler.schedule()]
             assert plans[0] is not None and plans[1] is not None
-            first = executor.submit(plans[0])
-            failed = [executor.submit(self.broken(plans[1])), executor.submit(plans[1])]
+            first = executor.submit(plans[0], NOTHING_IN_PROCESS)
+            failed = [
+                executor.submit(plan, NOTHING_IN_PROCESS)
+                for plan in (self.broken(plans[1]), plans[1])
+            ]
             assert (await first).step == plans[0].step, "a step before the one that fails is done"
             for future in failed:
                 with pytest.raises(Exception):  # noqa: B017 - whatever the worker raises
@@ -248,7 +251,7 @@ class ExecutorKit(Kit):
             scheduler.add_requests(self.request(2))
             plan = scheduler.schedule()
             assert plan is not None
-            future = executor.submit(plan)
+            future = executor.submit(plan, scheduler.in_process(plan))
             await ping()
             assert future.done(), "it answered before the step was done"
             await executor.stop()
@@ -261,7 +264,9 @@ class ExecutorKit(Kit):
             scheduler = self.scheduler(config, await executor.start())
             scheduler.add_requests(self.request(2))
             plans = [scheduler.schedule(), scheduler.schedule()]
-            futures = [executor.submit(plan) for plan in plans if plan is not None]
+            futures = [
+                executor.submit(plan, NOTHING_IN_PROCESS) for plan in plans if plan is not None
+            ]
             assert futures
             await executor.stop()
             for future in futures:

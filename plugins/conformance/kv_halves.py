@@ -10,7 +10,7 @@ import torch
 
 from ...core.cache.groups import CachePart
 from ...core.config import KVTransferConfig
-from ...core.protocols.kv import KVConnectorSetup, KVLayout
+from ...core.protocols.kv import KVCodec, KVConnectorSetup, KVLayout
 from ...core.registry import Plugins
 from ...core.request import Request
 from ...core.sampling_params import SamplingParams
@@ -75,6 +75,7 @@ class Halves:
         self.scheduler = connector.make_scheduler(setup)
         self.worker = connector.make_worker(setup)
         self.worker.bind(caches)
+        self._codec = KVCodec(connector)
         self._number = 0
 
     def _request(self, keys: Sequence[bytes]) -> Request:
@@ -119,7 +120,7 @@ class Halves:
     async def begin_load(self, keys: Sequence[bytes], block_ids: list[int]) -> None:
         """Start a load without waiting for its end."""
         await self._ask_for(keys, block_ids)
-        self.worker.start(self.scheduler.build_metadata())
+        self._send(self.scheduler.build_metadata())
 
     async def _ask_for(self, keys: Sequence[bytes], block_ids: list[int]) -> None:
         request = self._request(keys)
@@ -129,11 +130,17 @@ class Halves:
             await asyncio.sleep(0.001)
         self.scheduler.start_load(self._number, request, keys, block_ids)
 
+    def _send(self, metadata: Any) -> None:
+        """Pass metadata to the worker half, by way of bytes as an engine does."""
+        sent = self._codec.encode_metadata(metadata)
+        if sent is not None:
+            self.worker.start(self._codec.decode_metadata(sent))
+
     async def _ended(self) -> KVReport:
         metadata = self.scheduler.build_metadata()
         assert metadata is not None, "nothing is sent to the worker half"
         assert self.scheduler.build_metadata() is None, "the same is sent twice"
-        self.worker.start(metadata)
+        self._send(metadata)
         reports: list[KVReport] = []
 
         def told() -> bool:
@@ -143,7 +150,7 @@ class Halves:
 
         await until(told)
         for report in reports:
-            self.scheduler.update(report)
+            self.scheduler.update(self._codec.decode_report(self._codec.encode_report(report)))
         return next(r for r in reports if self._number in (*r.finished, *r.failed))
 
     def close(self) -> None:

@@ -7,20 +7,40 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import msgspec
 import torch
 
 from ...core.config import KVTransferConfig
 from ...core.hooks import hookimpl
-from ...core.protocols.kv import KVConnectorScheduler, KVConnectorSetup, KVConnectorWorker
+from ...core.protocols.kv import (
+    KVCodec,
+    KVConnectorScheduler,
+    KVConnectorSetup,
+    KVConnectorWorker,
+)
 from ...core.request import Request
 from ...core.step import KVReport
 
 NAME = "conformance_watch"
 
 
+class WatchMetadata(msgspec.Struct, frozen=True):
+    """The connector's metadata, with what the watch knows of the transfers in it."""
+
+    inner: bytes | None
+    """Encoded as the connector's `metadata_type`."""
+    loads: dict[int, list[int]]
+    """Transfer → blocks."""
+    saves: dict[int, list[int]]
+
+
 class Watch:
     """Registers a watched connector: pass it to an engine as a plugin, with `NAME` as its
     connector."""
+
+    metadata_type = WatchMetadata
+    payload_type = bytes
+    """The connector's own payload, encoded."""
 
     def __init__(self, connector: str, extra_config: dict[str, Any]) -> None:
         self.inner = KVTransferConfig(
@@ -58,13 +78,13 @@ class Watch:
     def make_scheduler(self, setup: KVConnectorSetup) -> WatchedScheduler:
         """Create the connector's scheduler half, with the watch around it."""
         setup, connector = self._of_inner(setup)
-        return WatchedScheduler(self, connector.make_scheduler(setup))
+        return WatchedScheduler(self, connector.make_scheduler(setup), KVCodec(connector))
 
     def make_worker(self, setup: KVConnectorSetup) -> WatchedWorker:
         """Create the connector's worker half, with the watch around it."""
         self._notify.append(setup.notify)
         setup, connector = self._of_inner(setup)
-        return WatchedWorker(self, connector.make_worker(setup))
+        return WatchedWorker(self, connector.make_worker(setup), KVCodec(connector))
 
     def _of_inner(self, setup: KVConnectorSetup) -> tuple[KVConnectorSetup, Any]:
         made = KVConnectorSetup(
@@ -98,8 +118,9 @@ class _Noted:
 class WatchedScheduler:
     """Passes every call on, and records which blocks a transfer uses."""
 
-    def __init__(self, watch: Watch, inner: KVConnectorScheduler) -> None:
+    def __init__(self, watch: Watch, inner: KVConnectorScheduler, codec: KVCodec) -> None:
         self._watch = watch
+        self._codec = codec
         self._inner: KVConnectorScheduler = _Noted(watch, inner)
         self._loads: dict[int, list[int]] = {}
         self._saves: dict[int, list[int]] = {}
@@ -133,16 +154,16 @@ class WatchedScheduler:
             self._saves[transfer] = list(request.block_ids)
         return held, params
 
-    def build_metadata(self) -> Any:
-        metadata = self._inner.build_metadata()
+    def build_metadata(self) -> WatchMetadata | None:
+        metadata = self._codec.encode_metadata(self._inner.build_metadata())
         loads, saves = self._loads, self._saves
         if metadata is None and not loads and not saves:
             return None
         self._loads, self._saves = {}, {}
-        return metadata, loads, saves
+        return WatchMetadata(metadata, loads, saves)
 
     def update(self, report: KVReport) -> None:
-        self._inner.update(report)
+        self._inner.update(self._codec.decode_report(report))
 
     def close(self) -> None:
         self._inner.close()
@@ -152,8 +173,9 @@ class WatchedWorker:
     """Compares blocks: of a save from its start to its end, of a load from its arrival to its
     report to the engine."""
 
-    def __init__(self, watch: Watch, inner: KVConnectorWorker) -> None:
+    def __init__(self, watch: Watch, inner: KVConnectorWorker, codec: KVCodec) -> None:
         self._watch = watch
+        self._codec = codec
         self._inner: KVConnectorWorker = _Noted(watch, inner)
         self._loads: dict[int, list[int]] = {}
         self._seen: dict[int, tuple[list[int], list[torch.Tensor]]] = {}
@@ -164,19 +186,18 @@ class WatchedWorker:
         self._caches = list(kv_caches)
         self._inner.bind(kv_caches)
 
-    def start(self, metadata: Any) -> None:
-        inner, loads, saves = metadata
-        self._loads.update(loads)
-        for transfer, block_ids in saves.items():
+    def start(self, metadata: WatchMetadata) -> None:
+        self._loads.update(metadata.loads)
+        for transfer, block_ids in metadata.saves.items():
             self._seen[transfer] = block_ids, self._content(block_ids)
-        if inner is not None:
-            self._inner.start(inner)
+        if metadata.inner is not None:
+            self._inner.start(self._codec.decode_metadata(metadata.inner))
 
     @torch.inference_mode()
     def poll(self) -> KVReport | None:
         report = self._inner.poll()
         if report is not None:
-            report = self._judge(report)
+            report = self._judge(self._codec.encode_report(report))
             self._held.append(report)
             self._watch.held_reports += 1
         if not self._held or not self._watch.is_open:

@@ -11,7 +11,7 @@ from ...core.config import EngineConfig
 from ...core.loading.model_config import ModelConfig
 from ...core.protocols.executors import ExecutorInfo
 from ...core.registry import Plugins
-from ...core.step import StepPlan, StepResult
+from ...core.step import InProcess, StepPlan, StepResult
 from ...core.worker.device_init import initialize_device
 from ...core.worker.threads import WorkerThread
 from ...core.worker.worker import Worker
@@ -48,10 +48,10 @@ class InProcessExecutor:
         prepare()
         return info
 
-    def submit(self, plan: StepPlan) -> asyncio.Future[StepResult]:
+    def submit(self, plan: StepPlan, in_process: InProcess) -> asyncio.Future[StepResult]:
         """Queue one step."""
         assert self._thread is not None, "start() comes first"
-        return self._thread.step(lambda: self._worker.step(plan))
+        return self._thread.step(lambda: self._worker.step(plan, in_process))
 
     async def recover(self) -> None:
         """Reset after a failed step. Raises the device's error if the device is lost."""

@@ -33,6 +33,7 @@ class CpuOffloadConnector:
     """Keeps blocks in pinned host memory, for this engine only."""
 
     shared = False
+    metadata_type = Jobs
 
     @classmethod
     def make_scheduler(cls, setup: KVConnectorSetup) -> CpuOffloadScheduler:

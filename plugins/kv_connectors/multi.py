@@ -13,7 +13,13 @@ from msgspec import Meta
 
 from ...core.config import KVTransferConfig
 from ...core.errors import ConfigError, PluginError
-from ...core.protocols.kv import KVConnectorScheduler, KVConnectorSetup, KVConnectorWorker
+from ...core.protocols.kv import (
+    KVCodec,
+    KVConnector,
+    KVConnectorScheduler,
+    KVConnectorSetup,
+    KVConnectorWorker,
+)
 from ...core.request import Request
 from ...core.step import KVReport
 from .options import read_options
@@ -32,23 +38,30 @@ class MultiMetadata(msgspec.Struct, frozen=True):
 
     shares: dict[int, int]
     """New transfer → how many connectors take part in it."""
-    parts: tuple[Any, ...]
-    """[num_connectors]"""
+    parts: tuple[bytes | None, ...]
+    """[num_connectors] Each encoded as its connector's `metadata_type`."""
 
 
 class MultiConnector:
     """Combines several connectors in order."""
 
+    metadata_type = MultiMetadata
+    payload_type = tuple[KVReport | None, ...]
+    """[num_connectors] The report of each, with its payload encoded as its own `payload_type`."""
+
     @classmethod
     def make_scheduler(cls, setup: KVConnectorSetup) -> MultiScheduler:
         """Return a half that combines the scheduler half of each."""
-        made = [(part, _load(part).make_scheduler(part)) for part in _parts(setup)]
-        return MultiScheduler(made)
+        parts = [(part, _load(part)) for part in _parts(setup)]
+        return MultiScheduler(
+            [(part, loaded.make_scheduler(part), KVCodec(loaded)) for part, loaded in parts]
+        )
 
     @classmethod
     def make_worker(cls, setup: KVConnectorSetup) -> MultiWorker:
         """Return a half that combines the worker half of each."""
-        return MultiWorker([_load(part).make_worker(part) for part in _parts(setup)])
+        parts = [(part, _load(part)) for part in _parts(setup)]
+        return MultiWorker([(loaded.make_worker(part), KVCodec(loaded)) for part, loaded in parts])
 
 
 def _parts(setup: KVConnectorSetup) -> list[KVConnectorSetup]:
@@ -56,9 +69,10 @@ def _parts(setup: KVConnectorSetup) -> list[KVConnectorSetup]:
     return [replace(setup, transfer=transfer) for transfer in options.connectors]
 
 
-def _load(part: KVConnectorSetup) -> Any:
+def _load(part: KVConnectorSetup) -> KVConnector:
     try:
-        return part.plugins["kv_connector"].load(part.transfer.kv_connector)
+        connector: KVConnector = part.plugins["kv_connector"].load(part.transfer.kv_connector)
+        return connector
     except PluginError as error:
         raise ConfigError(
             f"kv_connector_extra_config.connectors: {error}", param="kv_transfer_config"
@@ -74,10 +88,13 @@ def _close(halves: Sequence[KVConnectorScheduler | KVConnectorWorker]) -> None:
 class MultiScheduler:
     """Asks connectors in order, and tracks which take part in which transfer."""
 
-    def __init__(self, parts: Sequence[tuple[KVConnectorSetup, KVConnectorScheduler]]) -> None:
-        self._halves = [half for _, half in parts]
-        self._loading = [setup.transfer.kv_role != "kv_producer" for setup, _ in parts]
-        self._saving = [setup.transfer.kv_role != "kv_consumer" for setup, _ in parts]
+    def __init__(
+        self, parts: Sequence[tuple[KVConnectorSetup, KVConnectorScheduler, KVCodec]]
+    ) -> None:
+        self._halves = [half for _, half, _ in parts]
+        self._codecs = [codec for _, _, codec in parts]
+        self._loading = [setup.transfer.kv_role != "kv_producer" for setup, _, _ in parts]
+        self._saving = [setup.transfer.kv_role != "kv_consumer" for setup, _, _ in parts]
         self._asking: dict[str, int] = {}
         """Request → the connector whose result is awaited; earlier ones have no blocks."""
         self._chosen: dict[str, int] = {}
@@ -137,7 +154,10 @@ class MultiScheduler:
 
     def build_metadata(self) -> MultiMetadata | None:
         """Return the metadata of all connectors."""
-        parts = tuple(half.build_metadata() for half in self._halves)
+        parts = tuple(
+            codec.encode_metadata(half.build_metadata())
+            for half, codec in zip(self._halves, self._codecs, strict=True)
+        )
         if not self._shares and all(part is None for part in parts):
             return None
         shares, self._shares = self._shares, {}
@@ -145,9 +165,9 @@ class MultiScheduler:
 
     def update(self, report: KVReport) -> None:
         """Pass to each connector the report of its own worker half."""
-        for half, part in zip(self._halves, report.payload, strict=True):
+        for half, codec, part in zip(self._halves, self._codecs, report.payload, strict=True):
             if part is not None:
-                half.update(part)
+                half.update(codec.decode_report(part))
 
     def close(self) -> None:
         """Close all, even if one raises."""
@@ -157,8 +177,9 @@ class MultiScheduler:
 class MultiWorker:
     """Ends a transfer when all connectors that take part have ended it."""
 
-    def __init__(self, halves: Sequence[KVConnectorWorker]) -> None:
-        self._halves = halves
+    def __init__(self, parts: Sequence[tuple[KVConnectorWorker, KVCodec]]) -> None:
+        self._halves = [half for half, _ in parts]
+        self._codecs = [codec for _, codec in parts]
         self._open: dict[int, int] = {}
         self._failed: dict[int, tuple[int, ...]] = {}
         """Failed blocks of open transfers."""
@@ -170,9 +191,9 @@ class MultiWorker:
     def start(self, metadata: MultiMetadata) -> None:
         """Start each half with its own part."""
         self._open.update(metadata.shares)
-        for half, part in zip(self._halves, metadata.parts, strict=True):
+        for half, codec, part in zip(self._halves, self._codecs, metadata.parts, strict=True):
             if part is not None:
-                half.start(part)
+                half.start(codec.decode_metadata(part))
 
     def poll(self) -> KVReport | None:
         """Return the transfers that all have ended, with the report of each connector."""
@@ -195,7 +216,11 @@ class MultiWorker:
                     failed[transfer] = self._failed.pop(transfer)
                 else:
                     finished.append(transfer)
-        return KVReport(finished=tuple(finished), failed=failed, payload=tuple(parts))
+        sent = tuple(
+            None if part is None else codec.encode_report(part)
+            for part, codec in zip(parts, self._codecs, strict=True)
+        )
+        return KVReport(finished=tuple(finished), failed=failed, payload=sent)
 
     def close(self) -> None:
         """Close all, even if one raises."""

@@ -65,6 +65,7 @@ class StoreConnector:
 
     store_class: ClassVar[Any]
     """Called with the KVConnectorSetup, once for each half. → BlockStore; raises ConfigError."""
+    metadata_type = Jobs
 
     @classmethod
     def make_scheduler(cls, setup: KVConnectorSetup) -> StoreScheduler:

@@ -24,7 +24,7 @@ class Job(msgspec.Struct, frozen=True):
     transfer: int
     block_ids: tuple[int, ...]
     places: tuple[Any, ...]
-    """[len(block_ids)] Location of each block's content on the far side."""
+    """[len(block_ids)] Location of each block's content on the far side: a key or a number."""
 
 
 class Jobs(msgspec.Struct, frozen=True):

@@ -14,7 +14,7 @@ from serving import engine_config as config
 from jackfield import EngineConfig
 from jackfield.core.engine.resolve_config import resolve_parsers
 from jackfield.core.errors import ConfigError
-from jackfield.core.grammars.reasoning_gate import make_reasoning_gate
+from jackfield.core.grammars.reasoning_gate import gate_parser, make_reasoning_gate
 from jackfield.core.loading.model_config import EMBEDDED_MODEL, resolve_model_config
 from jackfield.core.registry import load_plugins
 from jackfield.core.text.tokenizer import Tokenizer
@@ -134,5 +134,5 @@ def test_a_grammar_waits_for_the_end_of_a_thought_that_the_prompt_opened() -> No
     tokenizer = Tokenizer.load(str(EMBEDDED_MODEL))
     gate = make_reasoning_gate(parser, {}, tokenizer, prompt_end="<|assistant|><think>")
     assert gate is not None and gate.opening_ids is None
-    assert not gate.parser().reasoning_ended
+    assert not gate_parser(parser, gate)().reasoning_ended
     assert make_reasoning_gate(parser, {}, tokenizer, prompt_end="<|assistant|></think>") is None

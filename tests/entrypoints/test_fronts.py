@@ -502,11 +502,11 @@ from jackfield.plugins.executors.inprocess import InProcessExecutor
 
 class Dying(InProcessExecutor):
     steps, recover = 0, None
-    def submit(self, plan):
+    def submit(self, plan, in_process):
         self.steps += 1
         if self.steps > 20:
             raise RuntimeError("the device is gone")
-        return super().submit(plan)
+        return super().submit(plan, in_process)
 
 found = settings(sys.argv[1:])
 found.plugins["executor"].add("dying", Dying)

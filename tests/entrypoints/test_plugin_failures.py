@@ -124,6 +124,7 @@ class BadLoader:
 
 
 class BadConnector:
+    metadata_type = None
     make_scheduler = staticmethod(bang)
     make_worker = staticmethod(bang)
 
@@ -539,6 +540,8 @@ class FailingScheduler:
 class FailingConnector:
     """`cpu_offload`, whose scheduler half is a FailingScheduler."""
 
+    metadata_type = CpuOffloadConnector.metadata_type
+
     def __init__(self, method: str) -> None:
         self.method = method
 
@@ -681,6 +684,8 @@ class FailingWorker:
 
 class HalfConnector:
     """`cpu_offload`, whose worker half is a FailingWorker."""
+
+    metadata_type = CpuOffloadConnector.metadata_type
 
     def __init__(self, fails: Callable[[str, Any, Any], bool]) -> None:
         self.fails = fails

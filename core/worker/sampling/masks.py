@@ -20,7 +20,7 @@ import torch
 
 from ...grammars.batch_masks import advance_all, batch_method, fill_masks
 from ...grammars.constraint import Constraint
-from ...step import SlotStart
+from ...step import CompiledGrammar, SlotStart
 
 FILL_THREADS = max(0, min(8, (os.cpu_count() or 1) // 2) - 1)
 """Threads that help to fill masks. Backends fill outside the interpreter lock."""
@@ -73,12 +73,15 @@ class GrammarMasks:
         step."""
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def start(self, start: SlotStart) -> None:
+    def start(self, start: SlotStart, compiled: CompiledGrammar | None = None) -> None:
         """Start a request in a slot; a grammar resumed after preemption is advanced by the tokens
-        so far."""
+        so far. Raises RuntimeError if the grammar of a constrained slot is missing."""
         self._constraints.pop(start.slot, None)
-        if start.grammar is not None:
-            self._constraints[start.slot] = Constraint(start, self._mask_timeout)
+        if start.grammar is None:
+            return
+        if compiled is None:
+            raise RuntimeError(f"slot {start.slot}: its grammar is missing beside the plan")
+        self._constraints[start.slot] = Constraint(start, compiled, self._mask_timeout)
 
     def release(self, slot: int) -> None:
         """Release the slot of a request that ended or was preempted."""

@@ -16,7 +16,7 @@ from ....core.config import EngineConfig
 from ....core.loading.model_config import ModelConfig
 from ....core.protocols.executors import ExecutorInfo
 from ....core.registry import Plugins
-from ....core.step import StepPlan, StepResult
+from ....core.step import InProcess, StepPlan, StepResult
 
 NUM_BLOCKS = 1 << 16
 LOOK = 16
@@ -103,7 +103,7 @@ class ScriptedExecutor:
             load_seconds=0.0,
         )
 
-    def submit(self, plan: StepPlan) -> asyncio.Future[StepResult]:
+    def submit(self, plan: StepPlan, in_process: InProcess) -> asyncio.Future[StepResult]:
         """Start a step that returns the script's next token for each row that samples."""
         self._note(plan)
         future: asyncio.Future[StepResult] = self._loop.create_future()

@@ -6,6 +6,7 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from jackfield import AsyncEngine, EngineConfig, SamplingParams
@@ -13,6 +14,7 @@ from jackfield.core.engine.step_loop import MAX_FAILED_STEPS
 from jackfield.core.errors import EngineStopped
 from jackfield.core.step import StepPlan
 from jackfield.core.worker.runner import LaunchedStep, ModelRunner
+from jackfield.plugins.kv_connectors.threads import Jobs
 
 from helpers import make_checkpoint
 
@@ -61,12 +63,12 @@ class Failures:
         self.count = 0
         launch = ModelRunner.launch
 
-        def failing(runner: ModelRunner, plan: StepPlan) -> Any:
+        def failing(runner: ModelRunner, plan: StepPlan, *beside: Any) -> Any:
             if plan.slots and self.chosen(plan):
                 self.count += 1
-                runner.update_slots(plan)  # Half of it has happened.
+                runner.update_slots(plan, *beside)  # Half of it has happened.
                 raise RuntimeError("no luck")
-            return launch(runner, plan)
+            return launch(runner, plan, *beside)
 
         monkeypatch.setattr(ModelRunner, "launch", failing)
 
@@ -188,12 +190,12 @@ async def test_a_plan_that_is_not_taken_counts_as_a_failed_step(checkpoint: Path
     async with engine_of(checkpoint) as engine:
         submit, calls = engine.core.executor.submit, 0
 
-        def refuse(plan: StepPlan) -> Any:
+        def refuse(plan: StepPlan, in_process: Any) -> Any:
             nonlocal calls
             calls += 1
             if calls == 1:
                 raise TypeError("on purpose")
-            return submit(plan)
+            return submit(plan, in_process)
 
         engine.core.executor.submit = refuse  # type: ignore[method-assign]
         assert "on purpose" in (await final(engine.generate(PROMPT, greedy(8)))).error
@@ -223,7 +225,7 @@ def has_transfers(plan: StepPlan) -> bool:
 
 
 def has_loads(plan: StepPlan) -> bool:
-    return has_transfers(plan) and bool(plan.kv_metadata.loads)
+    return has_transfers(plan) and bool(msgspec.msgpack.decode(plan.kv_metadata, type=Jobs).loads)
 
 
 @pytest.mark.parametrize("chosen", [has_poison, has_transfers, has_loads])
@@ -293,12 +295,12 @@ async def test_transfers_of_a_plan_that_is_not_taken_go_with_the_next(checkpoint
     async with engine_of(checkpoint, **OFFLOAD) as engine:
         submit, refused = engine.core.executor.submit, 0
 
-        def refuse(plan: StepPlan) -> Any:
+        def refuse(plan: StepPlan, in_process: Any) -> Any:
             nonlocal refused
             if has_transfers(plan) and refused < 2:
                 refused += 1
                 raise TypeError("on purpose")
-            return submit(plan)
+            return submit(plan, in_process)
 
         alone = (await final(engine.generate(PROMPT, greedy(8)))).outputs[0].token_ids
         await settled(engine)

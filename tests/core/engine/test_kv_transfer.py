@@ -21,6 +21,9 @@ class Handover:
     """Keeps the blocks of each request that asks for it until `fetched` is called, as the producer
     of a prefill elsewhere would."""
 
+    metadata_type = dict[int, list[int]]
+    payload_type = str
+
     def __init__(self) -> None:
         self.reports: list[int] = []
         self.started: list[dict[int, list[int]]] = []

@@ -12,9 +12,9 @@ import pytest
 import jackfield
 from jackfield import SamplingParams
 from jackfield.core.grammars.constraint import Constraint
-from jackfield.core.grammars.reasoning_gate import ReasoningGate, make_reasoning_gate
+from jackfield.core.grammars.reasoning_gate import make_reasoning_gate
 from jackfield.core.registry import load_plugins
-from jackfield.core.step import GrammarStart, SlotStart
+from jackfield.core.step import CompiledGrammar, GrammarStart, ReasoningGate, SlotStart
 from jackfield.core.text.tokenizer import Tokenizer
 from jackfield.plugins.reasoning.think_tags import Qwen3Reasoning
 
@@ -68,19 +68,20 @@ class Letters:
 def constraint(
     grammar: Any = None, generated: tuple[int, ...] = (), gate: Any = None, **params: Any
 ) -> Constraint:
-    start = GrammarStart(
-        grammar=grammar or Letters(),
-        eos_token_ids=(END,),
+    start = GrammarStart((END,), gate)
+    compiled = CompiledGrammar(
+        start,
+        grammar or Letters(),
         token_bytes=lambda token_id: BYTES.get(token_id, b"x"),
-        reasoning_gate=gate,
         encode=lambda text: [{"<tool_call>\n{": 1}.get(text, 2)],
+        reasoning_parser=functools.partial(Qwen3Reasoning, thinking=True),
     )
     slot = SlotStart(
         slot=0, request_id="r", token_ids=(9, 9, *generated), num_prompt_tokens=2,
         num_computed_tokens=0, params=SamplingParams(**params), seed=0,
         stop_token_ids=(END, 33), grammar=start,
     )  # fmt: skip
-    return Constraint(slot, mask_timeout=5.0)
+    return Constraint(slot, compiled, mask_timeout=5.0)
 
 
 def allowed(made: Constraint) -> set[int]:
@@ -130,8 +131,7 @@ def test_a_row_without_a_token_has_ended() -> None:
 
 
 def test_inside_a_thought_anything_goes_but_the_end() -> None:
-    parser = functools.partial(Qwen3Reasoning, thinking=True)
-    made = constraint(gate=ReasoningGate(parser, None))
+    made = constraint(gate=ReasoningGate())
     for token in (2, 1, 3, 4, 40):
         assert allowed(made) == EVERYTHING - {END, 33}
         made.advance(token)
@@ -140,20 +140,18 @@ def test_inside_a_thought_anything_goes_but_the_end() -> None:
 
 
 def test_a_model_that_may_think_chooses_with_its_first_token() -> None:
-    parser = functools.partial(Qwen3Reasoning, thinking=True)
-    made = constraint(gate=ReasoningGate(parser, (6,)))
+    made = constraint(gate=ReasoningGate(opening_ids=(6,)))
     assert allowed(made) == {1, 6}
     made.advance(1)
     assert allowed(made) == {2}
-    made = constraint(gate=ReasoningGate(parser, (6,)))
+    made = constraint(gate=ReasoningGate(opening_ids=(6,)))
     made.advance(6)
     assert allowed(made) == EVERYTHING - {END, 33}
-    assert allowed(constraint(generated=(6, 1, 5), gate=ReasoningGate(parser, (6,)))) == {1}
+    assert allowed(constraint(generated=(6, 1, 5), gate=ReasoningGate(opening_ids=(6,)))) == {1}
 
 
 def test_a_call_that_ends_a_thought_is_answer_already() -> None:
-    parser = functools.partial(Qwen3Reasoning, thinking=True)
-    made = constraint(gate=ReasoningGate(parser, None))
+    made = constraint(gate=ReasoningGate())
     for token in (40, 10):
         made.advance(token)
         assert allowed(made) == EVERYTHING - {END, 33}
@@ -164,8 +162,7 @@ def test_a_call_that_ends_a_thought_is_answer_already() -> None:
 def test_a_call_that_the_grammar_forbids_cannot_end_a_thought() -> None:
     made = constraint(generated=(1,), gate=None)
     assert allowed(made) == {2}
-    parser = functools.partial(Qwen3Reasoning, thinking=True)
-    made = constraint(gate=ReasoningGate(parser, None))
+    made = constraint(gate=ReasoningGate())
     BYTES[12] = b"\n<function="
     for token in (10, 12):
         made.advance(token)

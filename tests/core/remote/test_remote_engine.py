@@ -465,6 +465,8 @@ async def test_a_dead_engine_ends_the_streams_of_its_front_ends(tmp_path: Path) 
 class Giver:
     """A KV connector that loads and saves nothing, and gives parameters out at the end."""
 
+    metadata_type = None
+
     @hookimpl
     def register_kv_connectors(self, registry: Any) -> None:
         registry.add("giver", self)

@@ -13,7 +13,7 @@ import torch
 
 from jackfield import SamplingParams
 from jackfield.core.grammars.constraint import _ends, mask_ends
-from jackfield.core.step import GrammarStart, SlotStart
+from jackfield.core.step import CompiledGrammar, GrammarStart, SlotStart
 from jackfield.core.worker.sampling import masks as masks_module
 from jackfield.core.worker.sampling.masks import GrammarMasks
 
@@ -59,15 +59,13 @@ def started(
         vocab_size=VOCABULARY, device=torch.device("cpu"), mask_timeout=5.0, threads=threads
     )
     for slot, grammar in enumerate(grammars):
+        start = GrammarStart((END,))
         masks.start(
             SlotStart(
                 slot=slot, request_id=str(slot), token_ids=(1,), num_prompt_tokens=1,
-                num_computed_tokens=0, params=SamplingParams(), seed=0,
-                grammar=GrammarStart(
-                    grammar=grammar, eos_token_ids=(END,), token_bytes=lambda _: b"x",
-                    reasoning_gate=None,
-                ),
-            )
+                num_computed_tokens=0, params=SamplingParams(), seed=0, grammar=start,
+            ),
+            CompiledGrammar(start, grammar, token_bytes=lambda _: b"x"),
         )  # fmt: skip
     return masks
 

@@ -32,7 +32,7 @@ from jackfield.plugins.operations.triton import TritonOperations
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SLOTS = 8
-GRAMMAR = GrammarStart(grammar=None, eos_token_ids=(), token_bytes=None)
+GRAMMAR = GrammarStart(eos_token_ids=())
 
 
 class KernelBench(Bench):

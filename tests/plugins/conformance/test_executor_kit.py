@@ -38,39 +38,39 @@ async def start_on_the_loop(self: Any) -> Any:
     return self._worker.start()
 
 
-def run_at_once(self: Any, plan: Any) -> Any:
+def run_at_once(self: Any, plan: Any, in_process: Any) -> Any:
     future = asyncio.get_running_loop().create_future()
     try:
-        future.set_result(self._worker.step(plan).wait())
+        future.set_result(self._worker.step(plan, in_process).wait())
     except Exception as error:
         future.set_exception(error)
     return future
 
 
-def one_off(self: Any, plan: Any) -> Any:
+def one_off(self: Any, plan: Any, in_process: Any) -> Any:
     async def later() -> Any:
-        result = await InProcessExecutor.submit(self, plan)
+        result = await InProcessExecutor.submit(self, plan, in_process)
         tokens = [token + 1 if token >= 0 else token for token in result.token_ids]
         return msgspec.structs.replace(result, token_ids=tokens)
 
     return asyncio.ensure_future(later())
 
 
-def every_row_samples(self: Any, plan: Any) -> Any:
+def every_row_samples(self: Any, plan: Any, in_process: Any) -> Any:
     async def later() -> Any:
-        result = await InProcessExecutor.submit(self, plan)
+        result = await InProcessExecutor.submit(self, plan, in_process)
         tokens = [max(token, 0) for token in result.token_ids]
         return msgspec.structs.replace(result, token_ids=tokens)
 
     return asyncio.ensure_future(later())
 
 
-def swallows(self: Any, plan: Any) -> Any:
+def swallows(self: Any, plan: Any, in_process: Any) -> Any:
     from jackfield.core.step import StepResult
 
     async def later() -> Any:
         try:
-            return await InProcessExecutor.submit(self, plan)
+            return await InProcessExecutor.submit(self, plan, in_process)
         except Exception:
             return StepResult(step=plan.step, token_ids=[5] * len(plan.slots))
 
@@ -91,8 +91,8 @@ async def drops_the_queue(self: Any) -> None:
     await InProcessExecutor.stop(self)
 
 
-def remembered(self: Any, plan: Any) -> Any:
-    future = InProcessExecutor.submit(self, plan)
+def remembered(self: Any, plan: Any, in_process: Any) -> Any:
+    future = InProcessExecutor.submit(self, plan, in_process)
     self.__dict__.setdefault("futures", []).append(future)
     return future
 
