@@ -213,7 +213,7 @@ async def test_the_lack_of_descriptors_is_logged(
 def test_the_soft_limit_of_descriptors_is_raised() -> None:
     code = (
         "import resource\n"
-        "from jackfield.entrypoints.openai import connections\n"
+        "from jackfield.entrypoints.http import connections\n"
         "_, hard = resource.getrlimit(resource.RLIMIT_NOFILE)\n"
         "hard = min(hard, 4096)\n"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (512, hard))\n"

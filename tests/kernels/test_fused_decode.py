@@ -116,7 +116,7 @@ def test_it_refuses_a_partial_rotation_and_a_small_workspace():
     case = Case(4, 2, 64, torch.float32)
     arguments = (case.qkv, 4, 2, case.cache, case.table, case.seq_lens, case.slots)
     counters = torch.zeros(64, dtype=torch.int32, device=DEVICE)
-    with pytest.raises(ValueError, match="turns 32 channels"):
+    with pytest.raises(ValueError, match="rotates 32 channels"):
         fused_decode_attention(
             *arguments, scale=1.0, counters=counters, workspace=case.qkv.view(-1),
             cos_sin=case.cos_sin[:, :32],
