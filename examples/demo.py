@@ -77,19 +77,19 @@ def tool_call(client: OpenAI, model: str) -> bool:
     messages: list = [{"role": "user", "content": "What is the weather in Lisbon?"}]
     print(f"\n=== A tool call\nuser:      {messages[0]['content']}")
     options = {"chat_template_kwargs": {"enable_thinking": False}}
-    answer = client.chat.completions.create(
+    response = client.chat.completions.create(
         model=model, messages=messages, tools=[WEATHER], temperature=0, max_tokens=128,
         extra_body=options,
     )  # fmt: skip
-    calls = answer.choices[0].message.tool_calls or []
-    if answer.choices[0].finish_reason != "tool_calls" or not calls:
-        print(f"assistant: {answer.choices[0].message.content!r} (no tool call)")
+    calls = response.choices[0].message.tool_calls or []
+    if response.choices[0].finish_reason != "tool_calls" or not calls:
+        print(f"assistant: {response.choices[0].message.content!r} (no tool call)")
         return False
     call = calls[0].function
     print(f"assistant: calls {call.name}({call.arguments})")
     result = json.dumps({"city": "Lisbon", "temperature": 21, "condition": "sunny"})
     print(f"tool:      {result}")
-    messages.append(answer.choices[0].message.model_dump(exclude_none=True))
+    messages.append(response.choices[0].message.model_dump(exclude_none=True))
     messages.append({"role": "tool", "tool_call_id": calls[0].id, "content": result})
     final = client.chat.completions.create(
         model=model, messages=messages, tools=[WEATHER], temperature=0, max_tokens=128,
@@ -104,36 +104,36 @@ def reasoning(client: OpenAI, model: str) -> bool:
     """A word problem: thought apart from the answer."""
     question = "Tom has 5 apples and buys 3 more. Then he gives away 2. How many apples are left?"
     print(f"\n=== A reasoning answer\nuser:      {question}")
-    answer = client.chat.completions.create(
+    response = client.chat.completions.create(
         model=model,
         messages=[{"role": "user", "content": question}],
         temperature=0,
         max_tokens=256,
         extra_body={"chat_template_kwargs": {"enable_thinking": True}},
     )
-    message = answer.choices[0].message
-    thought = getattr(message, "reasoning_content", None) or ""
-    print(f"thought:   {thought.strip()}\nassistant: {message.content}")
-    return bool(thought.strip()) and "6" in (message.content or "")
+    message = response.choices[0].message
+    reasoning_text = getattr(message, "reasoning_content", None) or ""
+    print(f"thought:   {reasoning_text.strip()}\nassistant: {message.content}")
+    return bool(reasoning_text.strip()) and "6" in (message.content or "")
 
 
 def main() -> int:
     port = free_port()
     url = f"http://127.0.0.1:{port}"
-    began = time.monotonic()
+    start = time.monotonic()
     print("Starting: jackfield serve (the embedded model)", flush=True)
     server = subprocess.Popen(
         [sys.executable, "-m", "jackfield.entrypoints.cli.main", "serve", "--port", str(port)],
         start_new_session=True,
     )
-    done: dict[str, bool] = {}
+    outcomes: dict[str, bool] = {}
     try:
         wait_until_ready(server, url)
-        print(f"Ready after {time.monotonic() - began:.1f} s at {url}")
+        print(f"Ready after {time.monotonic() - start:.1f} s at {url}")
         client = OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
         model = client.models.list().data[0].id
         for part in (chat, tool_call, reasoning):
-            done[part.__name__] = part(client, model)
+            outcomes[part.__name__] = part(client, model)
     finally:
         server.send_signal(signal.SIGTERM)
         try:
@@ -141,9 +141,9 @@ def main() -> int:
         except subprocess.TimeoutExpired:
             server.kill()
             status = server.wait()
-    done["shutdown"] = status == 0
-    print("\n" + ", ".join(f"{name}: {'ok' if ok else 'FAILED'}" for name, ok in done.items()))
-    return 0 if len(done) == 4 and all(done.values()) else 1
+    outcomes["shutdown"] = status == 0
+    print("\n" + ", ".join(f"{name}: {'ok' if ok else 'FAILED'}" for name, ok in outcomes.items()))
+    return 0 if len(outcomes) == 4 and all(outcomes.values()) else 1
 
 
 if __name__ == "__main__":

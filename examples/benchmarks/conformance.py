@@ -64,11 +64,11 @@ def run_pytest(arguments: list[str], seconds: float) -> tuple[list[Outcome], str
             f"--junitxml={report}", "-o", "junit_family=xunit2", *arguments,
         ]  # fmt: skip
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
+            process = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
         except subprocess.TimeoutExpired:
             return [], f"not through after {seconds:.0f} s"
         if not report.is_file():
-            return [], (done.stderr or done.stdout).strip()[-500:]
+            return [], (process.stderr or process.stdout).strip()[-500:]
         return [read_case(case) for case in ElementTree.parse(report).iter("testcase")], ""
 
 
@@ -76,10 +76,10 @@ def read_case(case: ElementTree.Element) -> Outcome:
     """One test of a JUnit report."""
     result, reason = "passed", ""
     for tag in ("failure", "error", "skipped"):
-        found = case.find(tag)
-        if found is not None:
+        element = case.find(tag)
+        if element is not None:
             result = "skipped" if tag == "skipped" else "failed"
-            reason = " ".join(found.get("message", "").split())[:200]
+            reason = " ".join(element.get("message", "").split())[:200]
     return Outcome(case.get("classname", ""), case.get("name", ""), result, reason)
 
 
@@ -99,17 +99,17 @@ def summary(outcomes: Iterable[Outcome]) -> dict[str, Any]:
 def from_tests(folders: list[str], seconds: float) -> Iterator[dict[str, Any]]:
     """Each class in these folders of tests/plugins; a folder's loose tests under its module."""
     for folder in folders:
-        began = time.monotonic()
+        start = time.monotonic()
         arguments = [str(TESTS / folder), "--rootdir", str(ROOT), "-m", "gpu or not slow"]
-        outcomes, ended = run_pytest(arguments, seconds)
-        taken = round(time.monotonic() - began, 1)
-        if ended:
-            yield {"kind": folder, "name": "all", "failed": 1, "ended": ended}
+        outcomes, status = run_pytest(arguments, seconds)
+        duration = round(time.monotonic() - start, 1)
+        if status:
+            yield {"kind": folder, "name": "all", "failed": 1, "ended": status}
         groups: dict[str, list[Outcome]] = {}
         for outcome in outcomes:
             groups.setdefault(outcome.group.rpartition(".")[2], []).append(outcome)
         for name, members in groups.items():
-            yield {"kind": folder, "name": name, **summary(members), "folder_seconds": taken}
+            yield {"kind": folder, "name": name, **summary(members), "folder_seconds": duration}
 
 
 def from_names(kinds: list[str], names: list[str], seconds: float) -> Iterator[dict[str, Any]]:
@@ -117,12 +117,12 @@ def from_names(kinds: list[str], names: list[str], seconds: float) -> Iterator[d
     plugins = load_plugins()
     for kind in kinds:
         for name in names or sorted(plugins[kind]):
-            began = time.monotonic()
+            start = time.monotonic()
             arguments = ["--pyargs", PACKAGE, KITS[kind].option, name]
-            outcomes, ended = run_pytest(arguments, seconds)
-            taken = round(time.monotonic() - began, 1)
-            more = {"failed": 1, "ended": ended} if ended else {}
-            yield {"kind": kind, "name": name, **summary(outcomes), **more, "seconds": taken}
+            outcomes, status = run_pytest(arguments, seconds)
+            duration = round(time.monotonic() - start, 1)
+            more = {"failed": 1, "ended": status} if status else {}
+            yield {"kind": kind, "name": name, **summary(outcomes), **more, "seconds": duration}
 
 
 def main() -> int:

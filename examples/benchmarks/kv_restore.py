@@ -33,21 +33,21 @@ GIB = 1 << 30
 
 async def timed(engine: AsyncEngine, prompt: list[int]) -> tuple[float, RequestOutput]:
     """→ seconds from asking to the token, and the output."""
-    began = time.perf_counter()
+    start = time.perf_counter()
     async for output in engine.generate(prompt, PARAMS):
         last = output
     assert last.error is None, last.error
-    return time.perf_counter() - began, last
+    return time.perf_counter() - start, last
 
 
 async def emptied(engine: AsyncEngine) -> float:
     """Wait for the saves under way, and empty the prefix cache. → seconds waited"""
-    began = time.perf_counter()
+    start = time.perf_counter()
     while engine.stats().kv_blocks_used:
         await asyncio.sleep(0.001)
-    waited = time.perf_counter() - began
+    wait_seconds = time.perf_counter() - start
     assert await engine.reset_prefix_cache()
-    return waited
+    return wait_seconds
 
 
 async def measure(args: argparse.Namespace, options: dict[str, Any]) -> dict[str, Any]:
@@ -78,11 +78,11 @@ async def measure(args: argparse.Namespace, options: dict[str, Any]) -> dict[str
             seconds, output = await timed(engine, prompt)
             restore.append(seconds)
             restored = output.num_cached_tokens
-            wanted = (args.tokens - 1) // layout.block_size * layout.block_size
-            assert restored == wanted, f"{restored} of {wanted} tokens were restored"
+            num_tokens = (args.tokens - 1) // layout.block_size * layout.block_size
+            assert restored == num_tokens, f"{restored} of {num_tokens} tokens were restored"
             same += output.outputs[0].token_ids == expected
             await emptied(engine)
-        moved = restored // layout.block_size * layout.block_bytes
+        num_bytes = restored // layout.block_size * layout.block_bytes
     middle = {
         name: statistics.median(values[1:])
         for name, values in (
@@ -95,8 +95,8 @@ async def measure(args: argparse.Namespace, options: dict[str, Any]) -> dict[str
     return {
         **middle,
         "speedup": middle["recompute_s"] / middle["restore_s"],
-        "restored_bytes": moved,
-        "restored_bytes_per_second": moved / middle["restore_s"],
+        "restored_bytes": num_bytes,
+        "restored_bytes_per_second": num_bytes / middle["restore_s"],
         "same_tokens": same / len(prompts),
     }
 

@@ -103,9 +103,9 @@ def check(report: Report) -> bool:
 
     fine = True
 
-    def compare(what: str, got: torch.Tensor, want: torch.Tensor, bound: float) -> None:
+    def compare(what: str, actual: torch.Tensor, expected: torch.Tensor, bound: float) -> None:
         nonlocal fine
-        error = float((got.float() - want.float()).norm() / want.float().norm())
+        error = float((actual.float() - expected.float()).norm() / expected.float().norm())
         right = error <= bound
         fine &= right
         report.add(check=what, error=error, bound=bound, right=right)
@@ -114,11 +114,19 @@ def check(report: Report) -> bool:
     x = torch.randn(300, 4096, device="cuda", dtype=BF16)
     norm = (torch.rand(4096, device="cuda", dtype=BF16) + 0.5, 1e-6)
     for dtype in (torch.float8_e4m3fn, torch.int8):
-        for given in (None, torch.tensor([0.02], device="cuda")):
-            values, scales = quantize_rows(x, dtype, norm=norm, scale=given)
-            want, want_scales = reference.quantize_rows(x, dtype, norm=norm, scale=given)
-            made, meant = values.float() * scales[:, None], want.float() * want_scales[:, None]
-            compare(f"quantize_rows {dtype} given={given is not None}", made, meant, 5e-3)
+        for static_scale in (None, torch.tensor([0.02], device="cuda")):
+            values, scales = quantize_rows(x, dtype, norm=norm, scale=static_scale)
+            expected, want_scales = reference.quantize_rows(x, dtype, norm=norm, scale=static_scale)
+            actual, target = (
+                values.float() * scales[:, None],
+                expected.float() * want_scales[:, None],
+            )
+            compare(
+                f"quantize_rows {dtype} given={static_scale is not None}",
+                actual,
+                target,
+                5e-3,
+            )
     triton, plain = TritonOperations(), Operations()
     for name, (projection, (rows, size, gated)) in itertools.product(
         FORMATS[1:], PROJECTIONS.items()
@@ -133,17 +141,19 @@ def check(report: Report) -> bool:
             scale = Norm(torch.rand(size, device="cuda", dtype=BF16) + 0.5, 1e-6)
             bias = torch.randn(rows, device="cuda", dtype=BF16) / 10
             residual = None if gated else torch.randn(tokens, rows, device="cuda", dtype=BF16)
-            kept = None if residual is None else residual.clone()
-            got = triton.packed_linear(x, weight, bias, norm=scale, residual=residual, gated=gated)
+            residual_before = None if residual is None else residual.clone()
+            output = triton.packed_linear(
+                x, weight, bias, norm=scale, residual=residual, gated=gated
+            )
             wide = Norm(scale.weight.float(), scale.eps)
-            want = plain.linear(x.float(), dense, bias.float(), norm=wide)
+            expected = plain.linear(x.float(), dense, bias.float(), norm=wide)
             if gated:
-                want = plain.silu_mul(want)
-            elif kept is not None:
-                want = want + kept.float()
+                expected = plain.silu_mul(expected)
+            elif residual_before is not None:
+                expected = expected + residual_before.float()
             # Inputs are rounded to 8 bits as well from 17 tokens on, but for int4.
             rounded = tokens > 16 and name != "int4"
-            compare(f"{name} {projection} x{tokens}", got, want, 4e-2 if rounded else 1e-2)
+            compare(f"{name} {projection} x{tokens}", output, expected, 4e-2 if rounded else 1e-2)
     graph_check(triton, compare)
     return fine
 
@@ -172,7 +182,7 @@ def seconds(make: Callable[[], Callable[[], object]], copies: int) -> float:
         work()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        kept = [work() for work in works]
+        results = [work() for work in works]
     times = []
     for _ in range(12):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -181,7 +191,7 @@ def seconds(make: Callable[[], Callable[[], object]], copies: int) -> float:
         end.record()
         end.synchronize()
         times.append(begin.elapsed_time(end) / 1e3)
-    del kept
+    del results
     return statistics.median(times[2:]) / copies
 
 
@@ -266,16 +276,16 @@ def sweep_configs(report: Report, name: str, tokens: int) -> None:
     """The fastest tiles of a projection."""
     for projection, (rows, size, gated) in PROJECTIONS.items():
         copies = max(2, int(3e8 // (rows * size * BYTES[name])) + 1)
-        found = []
+        timings = []
         for config in _configs(tokens):
             make = product(name, rows, size, gated and tokens == 1, tokens, config=config)
             try:
-                found.append((seconds(make, copies), config))
+                timings.append((seconds(make, copies), config))
             except Exception as error:  # Tiles that do not fit the chip.
                 report.add(
                     sweep=name, projection=projection, config=list(config), refused=str(error)[:80]
                 )
-        for took, config in sorted(found)[:3]:
+        for took, config in sorted(timings)[:3]:
             report.add(
                 sweep=name, projection=projection, tokens=tokens, us=round(took * 1e6, 2),
                 config=config._asdict(),
@@ -309,11 +319,11 @@ async def model(report: Report, method: str, layers: int | None) -> None:
             model=folder, load_format="dummy", skip_tokenizer_init=True, max_model_len=4096,
             max_num_seqs=64, enable_prefix_caching=False, **METHODS[method],
         )  # fmt: skip
-        began = time.monotonic()
+        start = time.monotonic()
         async with AsyncEngine(options) as engine:
             info = engine.info
             report.add(
-                model=method, ready_s=round(time.monotonic() - began, 2),
+                model=method, ready_s=round(time.monotonic() - start, 2),
                 weight_gib=round(info.weight_bytes / 2**30, 2) if info else None,
             )  # fmt: skip
             for batch in (1, 16, 64):
@@ -346,14 +356,14 @@ async def together(engine: Any, batch: int, prompt: int, output: int) -> float:
 
     params = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
 
-    async def one() -> None:
+    async def generate_one() -> None:
         tokens = [random.randrange(1000, 100000) for _ in range(prompt)]
         async for _ in engine.generate(tokens, params):
             pass
 
-    began = time.perf_counter()
-    await asyncio.gather(*(one() for _ in range(batch)))
-    return time.perf_counter() - began
+    start = time.perf_counter()
+    await asyncio.gather(*(generate_one() for _ in range(batch)))
+    return time.perf_counter() - start
 
 
 def main() -> int:

@@ -82,25 +82,25 @@ def start(slot: int, names: list[str], vocab: int) -> SlotStart:
 
 def mixes(rows: int, vocab: int) -> dict[str, list[SlotStart]]:
     """Each option alone on every row, the richest mix, and everything everywhere."""
-    made = {name: [start(slot, [name], vocab) for slot in range(rows)] for name in OPTIONS}
+    mix = {name: [start(slot, [name], vocab) for slot in range(rows)] for name in OPTIONS}
     draw = random.Random(rows)
-    made["richest"] = [
+    mix["richest"] = [
         start(slot, [name for name, chance in CHANCES.items() if draw.random() < chance], vocab)
         for slot in range(rows)
     ]
     rich = [name for name in OPTIONS if name not in ("plain", "greedy", "allowed")]
-    made["everything"] = [start(slot, rich, vocab) for slot in range(rows)]
-    return made
+    mix["everything"] = [start(slot, rich, vocab) for slot in range(rows)]
+    return mix
 
 
 def logits_of(kind: str, rows: int, vocab: int, device: torch.device) -> torch.Tensor:
     """[rows, vocab] bfloat16"""
-    drawn = torch.randn(rows, vocab, device=device)
+    logits = torch.randn(rows, vocab, device=device)
     if kind == "peaked":
-        drawn = drawn * 2.2
+        logits = logits * 2.2
         index = torch.randint(vocab, (rows, 40), device=device)
-        drawn.scatter_add_(1, index, torch.rand(rows, 40, device=device) * 14 + 6)
-    return drawn.bfloat16()
+        logits.scatter_add_(1, index, torch.rand(rows, 40, device=device) * 14 + 6)
+    return logits.bfloat16()
 
 
 class Bench:
@@ -113,13 +113,13 @@ class Bench:
         history = torch.zeros((rows + 1, 1024), dtype=torch.int32, device=device)
         self.state = SamplingState(rows + 1, vocab, device, history, kernels=operations.samples)
         self.sampler = Sampler(self.state, operations=operations)
-        began = time.perf_counter()
-        for one in starts:
-            tokens = torch.tensor(one.token_ids, dtype=torch.int32)
-            history[one.slot, : len(tokens)] = tokens.to(device)
-            self.state.start(one)
+        start_time = time.perf_counter()
+        for row in starts:
+            tokens = torch.tensor(row.token_ids, dtype=torch.int32)
+            history[row.slot, : len(tokens)] = tokens.to(device)
+            self.state.start(row)
         self.state.upload()
-        self.start_seconds = (time.perf_counter() - began) / rows
+        self.start_seconds = (time.perf_counter() - start_time) / rows
         self.slots = torch.arange(rows, device=device)
         self.rows_host = list(range(rows))
         self.lengths = torch.full((rows,), PROMPT + OUTPUT, device=device)
@@ -140,10 +140,10 @@ def check(name: str, starts: list[SlotStart], logits: torch.Tensor) -> dict[str,
     bench.step(logits)
     out = bench.sampler.outputs.first(len(starts))
     twin = Bench(starts, vocab, device, Operations())
-    want = twin.sampler.sample(logits, twin.slots, twin.rows_host, twin.lengths)
-    different = int((out.chosen.long() != want.token_ids).sum())
+    expected = twin.sampler.sample(logits, twin.slots, twin.rows_host, twin.lengths)
+    different = int((out.chosen.long() != expected.token_ids).sum())
     failed = different > max(1, len(starts) // 50)
-    scored = [one.slot for one in starts if one.params.logprobs is not None]
+    scored = [row.slot for row in starts if row.params.logprobs is not None]
     worst = 0.0
     if scored:
         own = token_logprobs(logits[scored], out.chosen[scored].long(), 20)
@@ -185,10 +185,10 @@ def torch_microseconds(bench: Bench, logits: torch.Tensor) -> float:
     times = []
     for _ in range(4):
         torch.cuda.synchronize()
-        began = time.perf_counter()
+        begin = time.perf_counter()
         bench.sampler.sample(logits, bench.slots, bench.rows_host, bench.lengths)
         torch.cuda.synchronize()
-        times.append((time.perf_counter() - began) * 1e6)
+        times.append((time.perf_counter() - begin) * 1e6)
     return min(times[1:])
 
 
@@ -222,10 +222,10 @@ def main() -> int:
                 checked = check(name, starts, logits)
                 failed |= checked["failed"]
                 bench = Bench(starts, args.vocab, device, TritonOperations())
-                spent = graph_microseconds(lambda b=bench, t=logits: b.step(t), args.seconds)
+                microseconds = graph_microseconds(lambda b=bench, t=logits: b.step(t), args.seconds)
                 line = {
                     **about, "logits": kind, "rows": rows, "mix": name,
-                    "microseconds": round(spent, 1), **checked,
+                    "microseconds": round(microseconds, 1), **checked,
                     "start_microseconds": round(bench.start_seconds * 1e6, 1),
                 }  # fmt: skip
                 if name in ("richest", "everything") and rows == args.rows[-1]:
@@ -233,7 +233,7 @@ def main() -> int:
                     line["torch_microseconds"] = round(torch_microseconds(twin, logits), 1)
                 lines.append(line)
                 mark = "!" if checked["failed"] else "~" if checked["different"] else ""
-                table.setdefault(name, []).append(f"{spent:.1f}{mark}")
+                table.setdefault(name, []).append(f"{microseconds:.1f}{mark}")
         for name, cells in table.items():
             print(f"{name:32}" + "".join(f"{cell:>10}" for cell in cells))
     for line in lines:

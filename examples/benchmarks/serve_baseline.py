@@ -61,12 +61,12 @@ async def one_stream(
         "prompt": prompt, "max_tokens": output, "ignore_eos": True, "stream": True,
         "temperature": 0, "return_token_ids": True, "stream_options": {"include_usage": True},
     }  # fmt: skip
-    began = time.perf_counter()
+    start = time.perf_counter()
     times: list[float] = []
     tokens = 0
-    async with session.post(f"{url}/v1/completions", json=body) as answer:
-        answer.raise_for_status()
-        async for line in answer.content:
+    async with session.post(f"{url}/v1/completions", json=body) as response:
+        response.raise_for_status()
+        async for line in response.content:
             if not line.startswith(b"data: {"):
                 continue
             event = json.loads(line[6:])
@@ -77,7 +77,7 @@ async def one_stream(
                 tokens += len(choice["token_ids"])
     if tokens != output:
         raise RuntimeError(f"{tokens} tokens instead of {output}")
-    return {"ttft": times[0] - began, "e2e": times[-1] - began, "tokens": tokens}
+    return {"ttft": times[0] - start, "e2e": times[-1] - start, "tokens": tokens}
 
 
 async def load(url: str, streams: int, prompt: int, output: int) -> dict[str, Any]:
@@ -87,9 +87,9 @@ async def load(url: str, streams: int, prompt: int, output: int) -> dict[str, An
     connector = aiohttp.TCPConnector(limit=0)
     timeout = aiohttp.ClientTimeout(total=300)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
-        began = time.perf_counter()
+        start = time.perf_counter()
         results = await asyncio.gather(*(one_stream(session, url, p, output) for p in prompts))
-        seconds = time.perf_counter() - began
+        seconds = time.perf_counter() - start
     ttft = sorted(r["ttft"] for r in results)
     tpot = [(r["e2e"] - r["ttft"]) / (output - 1) for r in results]
     return {
@@ -108,8 +108,8 @@ async def wait_ready(url: str, server: subprocess.Popen[bytes]) -> None:
             if server.poll() is not None:
                 raise SystemExit(f"the server ended with status {server.returncode}")
             try:
-                async with session.get(f"{url}/health") as answer:
-                    if answer.status == 200:
+                async with session.get(f"{url}/health") as response:
+                    if response.status == 200:
                         return
             except aiohttp.ClientError:
                 await asyncio.sleep(0.05)
@@ -124,7 +124,7 @@ async def run(args: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as folder:
         config = {**QWEN3, **MODELS[args.model]}
         (Path(folder) / "config.json").write_text(json.dumps(config))
-        began = time.perf_counter()
+        start = time.perf_counter()
         server = subprocess.Popen(  # noqa: ASYNC220
             [sys.executable, "-m", "jackfield.entrypoints.cli.main", "serve", folder, "--port",
              str(port), "--load-format", "dummy", "--skip-tokenizer-init", "--max-model-len",
@@ -133,10 +133,10 @@ async def run(args: argparse.Namespace) -> None:
         )  # fmt: skip
         try:
             await wait_ready(url, server)
-            ready = time.perf_counter() - began
+            ready = time.perf_counter() - start
             first = await load(url, 1, 128, 2)
             started = {"ready_s": round(ready, 2), "first_token_s": round(
-                time.perf_counter() - began, 2)}  # fmt: skip
+                time.perf_counter() - start, 2)}  # fmt: skip
             rows = [{"workload": "start", **started, "first_request_ttft_ms": first["ttft_p50_ms"]}]
             await load(url, args.streams, 512, 16)
             for streams, prompt, output in ((1, 128, 128), (args.streams, 512, 128)):

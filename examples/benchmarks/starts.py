@@ -51,23 +51,25 @@ WAIT_SECONDS = 240
 
 def write_models(folder: Path) -> list[Path]:
     """→ their folders"""
-    made = []
+    paths = []
     for name, changes in SMALL.items():
         target = folder / name
         target.mkdir()
         config = {**ARCHITECTURES[name], **changes, **TOKENS}
         (target / "config.json").write_text(json.dumps(config))
-        made.append(target)
-    return made
+        paths.append(target)
+    return paths
 
 
 def start_llm(model: Path, device: str) -> str:
     """→ what went wrong, or nothing"""
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(model), device], capture_output=True, text=True,
         timeout=WAIT_SECONDS,
     )  # fmt: skip
-    return "" if done.returncode == 0 else done.stderr[-2000:] or f"status {done.returncode}"
+    return (
+        "" if process.returncode == 0 else process.stderr[-2000:] or f"status {process.returncode}"
+    )
 
 
 def start_server(model: Path, device: str) -> str:
@@ -120,13 +122,13 @@ def main(argv: list[str] | None = None) -> int:
         list(pool.map(lambda model: start_llm(model, args.device), models))
         ways = (start_llm, start_server)
         jobs = [(ways[n % 2], models[n // 2 % len(models)]) for n in range(args.starts)]
-        began = time.monotonic()
+        start = time.monotonic()
         for (way, model), error in zip(
             jobs, pool.map(lambda job: job[0](job[1], args.device), jobs), strict=True
         ):
             if error:
                 failures.append(f"{way.__name__} {model.name}: {error}")
-        seconds = time.monotonic() - began
+        seconds = time.monotonic() - start
     counts = collections.Counter(model.name for _, model in jobs)
     measured = {"started": args.starts - len(failures), "starts": args.starts, "seconds": seconds}
     emitter.emit({"workload": "starts", "at": {"models": dict(counts)}, "measured": measured})

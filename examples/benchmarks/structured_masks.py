@@ -76,22 +76,22 @@ def measure(backend: str, batch: int, steps: int) -> dict[str, float]:
             CompiledGrammar(start, grammar, words.token_bytes.__getitem__),
         )  # fmt: skip
     draw, crc = random.Random(0), 0
-    taken: dict[str, list[float]] = {"wall": [], "launch_thread": [], "process": []}
+    microseconds: dict[str, list[float]] = {"wall": [], "launch_thread": [], "process": []}
     for number in range(steps):
-        began = time.perf_counter(), time.thread_time(), time.process_time()
+        clocks_before = time.perf_counter(), time.thread_time(), time.process_time()
         rows = masks.rows(range(batch))
         bits = masks.fill(rows, batch).bits.numpy()
-        ended = time.perf_counter(), time.thread_time(), time.process_time()
+        clocks_after = time.perf_counter(), time.thread_time(), time.process_time()
         if number >= 10:
-            for name, start, end in zip(taken, began, ended, strict=True):
-                taken[name].append(1e6 * (end - start))
+            for name, start, end in zip(microseconds, clocks_before, clocks_after, strict=True):
+                microseconds[name].append(1e6 * (end - start))
         crc = zlib.crc32(bits.tobytes(), crc)
         if failures := masks.failures(rows):
             raise RuntimeError(str(failures))
         allowed = (np.unpackbits(row.view(np.uint8), bitorder="little") for row in bits)
         masks.sampled(Step([int(draw.choice(np.flatnonzero(row))) for row in allowed]), rows)
     measured: dict[str, float] = {"masks_crc32": crc}
-    for name, times in taken.items():
+    for name, times in microseconds.items():
         measured[f"{name}_us"] = round(statistics.median(times))
         measured[f"{name}_us_mean"] = round(statistics.mean(times))
     return measured

@@ -111,8 +111,8 @@ def save_checkpoint(folder: Path, model: str) -> None:
     size = int(config["vocab_size"]) - 17  # A padded vocabulary, as most are.
     characters = {byte: character for character, byte in ALPHABET.items()}
     words: dict[str, int] = {}
-    for written in vocabulary(size):
-        words.setdefault("".join(characters[byte] for byte in written), len(words))
+    for token in vocabulary(size):
+        words.setdefault("".join(characters[byte] for byte in token), len(words))
         if len(words) == size - 1:
             break
     end = {"id": size - 1, "content": END, "single_word": False, "lstrip": False,
@@ -134,22 +134,22 @@ async def tokens_per_second(
 ) -> float:
     """One batch, all at once: tokens that come once all have begun, by the time until the last."""
 
-    async def one(number: int) -> list[tuple[float, int]]:
+    async def stream_one(number: int) -> list[tuple[float, int]]:
         prompt = [random.Random(number).randrange(256, 1000) for _ in range(128)]
         params = SamplingParams(
             max_tokens=length, seed=number, ignore_eos=True, structured_outputs=schema
         )
-        came: list[tuple[float, int]] = []
+        arrivals: list[tuple[float, int]] = []
         async for output in engine.generate(prompt, params):
-            came.append((time.perf_counter(), len(output.outputs[0].token_ids)))
-        if output.error is not None or came[-1][1] != length:
-            raise RuntimeError(f"{came[-1][1]} tokens instead of {length}: {output.error}")
-        return came
+            arrivals.append((time.perf_counter(), len(output.outputs[0].token_ids)))
+        if output.error is not None or arrivals[-1][1] != length:
+            raise RuntimeError(f"{arrivals[-1][1]} tokens instead of {length}: {output.error}")
+        return arrivals
 
-    rows = await asyncio.gather(*(one(number) for number in range(batch)))
-    began, ended = max(row[0][0] for row in rows), max(row[-1][0] for row in rows)
-    before = sum(max(made for moment, made in row if moment <= began) for row in rows)
-    return (batch * length - before) / (ended - began)
+    rows = await asyncio.gather(*(stream_one(number) for number in range(batch)))
+    start, end = max(row[0][0] for row in rows), max(row[-1][0] for row in rows)
+    before = sum(max(total for moment, total in row if moment <= start) for row in rows)
+    return (batch * length - before) / (end - start)
 
 
 async def mask_microseconds(
@@ -159,18 +159,18 @@ async def mask_microseconds(
     params = SamplingParams(structured_outputs=schema)
     compiled = await engine.core.grammars.prepare(params, chat=False)
     assert compiled is not None
-    matcher, draw, taken = compiled.grammar.matcher(), random.Random(0), []
+    matcher, draw, times = compiled.grammar.matcher(), random.Random(0), []
     row = np.empty(-(-engine.model_config.vocab_size // 32), dtype=np.int32)
     token: int | None = None
     for _ in range(300):
-        began = time.perf_counter()
+        begin = time.perf_counter()
         if token is not None and not matcher.accept([token]):
             raise RuntimeError("the grammar refuses what it allowed")
         matcher.fill_bitmask(row)
-        taken.append(time.perf_counter() - began)
+        times.append(time.perf_counter() - begin)
         bits = np.unpackbits(row.view(np.uint8), bitorder="little")
         token = int(draw.choice(np.flatnonzero(bits)))
-    return 1e6 * statistics.mean(taken), 1e6 * sorted(taken)[int(0.95 * len(taken))]
+    return 1e6 * statistics.mean(times), 1e6 * sorted(times)[int(0.95 * len(times))]
 
 
 async def measure(args: argparse.Namespace, backend: str) -> dict[str, Any]:
@@ -187,18 +187,18 @@ async def measure(args: argparse.Namespace, backend: str) -> dict[str, Any]:
             structured_outputs_config={"backend": backend},  # type: ignore[arg-type]
         )
         async with AsyncEngine(config) as engine:
-            began = time.perf_counter()
+            start = time.perf_counter()
             await tokens_per_second(engine, 1, 8, schema)
-            first = time.perf_counter() - began
-            for held in (False, True):  # Kernels, graphs.
+            first = time.perf_counter() - start
+            for constrained in (False, True):  # Kernels, graphs.
                 await tokens_per_second(
-                    engine, args.batch, min(args.output, 48), schema if held else None
+                    engine, args.batch, min(args.output, 48), schema if constrained else None
                 )
             for number in range(args.repeats):
-                for held in (False, True) if number % 2 == 0 else (True, False):
-                    speeds[held].append(
+                for constrained in (False, True) if number % 2 == 0 else (True, False):
+                    speeds[constrained].append(
                         await tokens_per_second(
-                            engine, args.batch, args.output, schema if held else None
+                            engine, args.batch, args.output, schema if constrained else None
                         )
                     )
             mask, slow = await mask_microseconds(engine, schema)
@@ -249,10 +249,10 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=None)
     args = parser.parse_args()
     if args.backend == "all":
-        there = [name for name in BACKENDS if importlib.util.find_spec(name) is not None]
-        if not there:
+        installed = [name for name in BACKENDS if importlib.util.find_spec(name) is not None]
+        if not installed:
             print("install one of " + ", ".join(BACKENDS), file=sys.stderr)
-        return in_processes(there) if there else 1
+        return in_processes(installed) if installed else 1
     sys.setswitchinterval(SWITCH_INTERVAL)
     line = uvloop.run(measure(args, args.backend))
     print(json.dumps(line, indent=1), flush=True)

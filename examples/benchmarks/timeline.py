@@ -50,12 +50,12 @@ class Watch:
 
         @functools.wraps(plain)
         def timed(*args: Any, **options: Any) -> Any:
-            began = time.perf_counter()
+            start = time.perf_counter()
             try:
                 return plain(*args, **options)
             finally:
                 if self.on:
-                    self.seconds[part].append(time.perf_counter() - began)
+                    self.seconds[part].append(time.perf_counter() - start)
 
         setattr(owner, name, timed)
 
@@ -76,21 +76,21 @@ async def measure(args: argparse.Namespace, options: dict[str, Any]) -> dict[str
         watch.method(steps, "publish", "outputs")
         watch.method(engine.core.executor._worker, "step", "launch")
 
-        async def one(number: int) -> None:
+        async def generate_one(number: int) -> None:
             prompt = [(number * 7919 + place) % 500 for place in range(args.prompt)]
             async for _ in engine.generate(prompt, params):
                 pass
 
-        tasks = [asyncio.create_task(one(number)) for number in range(args.rows)]
+        tasks = [asyncio.create_task(generate_one(number)) for number in range(args.rows)]
         await _all_decode(engine, args.rows)
         start = engine.stats().steps
         await _until(engine, start + 20)
         kinds = [ProfilerActivity.CUDA] if config.device != "cpu" else []
         context: Any = profile(activities=kinds) if kinds else contextlib.nullcontext()
         with context as profiler:
-            first, watch.on, began = engine.stats().steps, True, time.perf_counter()
+            first, watch.on, begin = engine.stats().steps, True, time.perf_counter()
             await _until(engine, first + args.steps)
-            seconds, watch.on = time.perf_counter() - began, False
+            seconds, watch.on = time.perf_counter() - begin, False
             count = engine.stats().steps - first
         for task in tasks:
             task.cancel()

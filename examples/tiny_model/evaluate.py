@@ -42,10 +42,10 @@ def correct(example: Example, text: str) -> bool:
     call = re.search(r"<tool_call>\n(.*)\n</tool_call>", text)
     if example.kind == "json" or (example.kind == "tools" and expected.startswith("{")):
         try:
-            got = json.loads(call.group(1) if call else text)
+            value = json.loads(call.group(1) if call else text)
         except ValueError:
             return False
-        return got == json.loads(expected) and (example.kind == "json") == (call is None)
+        return value == json.loads(expected) and (example.kind == "json") == (call is None)
     return text.strip() == expected
 
 
@@ -69,17 +69,17 @@ def evaluate(folder: Path, count: int, seed: int = 99) -> dict[str, float]:
     model.to("cuda" if torch.cuda.is_available() else "cpu")
     scores = {}
     for kind in KINDS:
-        chosen = list(itertools.islice(examples(seed, "held-out", kind), count))
+        cases = list(itertools.islice(examples(seed, "held-out", kind), count))
         right = 0
         for start in range(0, count, BATCH):
-            part = chosen[start : start + BATCH]
+            part = cases[start : start + BATCH]
             texts = answer(model, tokenizer, [prompt(e) for e in part])
             judged = [correct(e, t) for e, t in zip(part, texts, strict=True)]
             right += sum(judged)
             wrong = [(e, t) for e, t, ok in zip(part, texts, judged, strict=True) if not ok]
             for example, text in wrong[:1]:
-                asked = example.messages[-2]["content"]
-                print(f"  wrong: {asked!r} -> {text[:150]!r}, not {example.accept[0]!r}")
+                question = example.messages[-2]["content"]
+                print(f"  wrong: {question!r} -> {text[:150]!r}, not {example.accept[0]!r}")
         scores[kind] = round(right / count, 4)
         print(f"{kind:12} {scores[kind]:.1%}", flush=True)
     return scores

@@ -40,13 +40,13 @@ def held_out(*key: Any) -> bool:
 def examples(seed: int, split: str, kind: str | None = None) -> Iterator[Example]:
     """Without end. split: train or held-out."""
     rng = random.Random(f"{seed}-{split}-{kind}")
-    wanted = split != "train"
+    is_held_out = split != "train"
     weights = {"talk": 1, "facts": 1.3, "arithmetic": 2.2, "json": 1.6, "copy": 1.6, "tools": 3.2,
                "reasoning": 2.2}  # fmt: skip
     while True:
-        chosen = kind or rng.choices(list(weights), list(weights.values()))[0]
-        key, example = MAKERS[chosen](rng)
-        if held_out(chosen, *key) != wanted:
+        name = kind or rng.choices(list(weights), list(weights.values()))[0]
+        key, example = MAKERS[name](rng)
+        if held_out(name, *key) != is_held_out:
             continue
         finish(rng, example, split)
         yield example
@@ -279,7 +279,7 @@ def make_json(rng: random.Random) -> Any:
     sentence, data = rng.choice(shapes)
     fields = list(data)
     listed = ", ".join(fields[:-1]) + " and " + fields[-1]
-    asks = [
+    questions = [
         f"Extract {listed} as JSON: {sentence}",
         f"{sentence} Give me {listed} as JSON.",
         f"Turn this into JSON with {listed}: {sentence}",
@@ -287,7 +287,7 @@ def make_json(rng: random.Random) -> Any:
     ]
     answer = json.dumps(data)
     key = (sentence,)
-    return key, Example("json", turn(rng.choice(asks), answer), accept=[answer])
+    return key, Example("json", turn(rng.choice(questions), answer), accept=[answer])
 
 
 def make_copy(rng: random.Random) -> Any:
@@ -298,29 +298,29 @@ def make_copy(rng: random.Random) -> Any:
         for _ in range(count)
     ]  # fmt: skip
     text = " ".join(words)
-    asks = [f"Repeat exactly: {text}", f"Repeat after me: {text}", f"Copy this: {text}",
+    questions = [f"Repeat exactly: {text}", f"Repeat after me: {text}", f"Copy this: {text}",
             f"Say this again: {text}", f"Echo: {text}"]  # fmt: skip
-    return (text,), Example("copy", turn(rng.choice(asks), text), accept=[text])
+    return (text,), Example("copy", turn(rng.choice(questions), text), accept=[text])
 
 
 # ---------------------------------------------------------------- tools
 
 
 def text_field(rng: random.Random, description: str, **extra: Any) -> dict[str, Any]:
-    made: dict[str, Any] = {"type": "string", **extra}
+    schema: dict[str, Any] = {"type": "string", **extra}
     if rng.random() < 0.6:
-        made["description"] = description
-    return made
+        schema["description"] = description
+    return schema
 
 
 def function(rng: random.Random, name: str, about: str, fields: dict[str, Any]) -> dict[str, Any]:
-    made: dict[str, Any] = {"name": name}
+    schema: dict[str, Any] = {"name": name}
     if rng.random() < 0.8:
-        made["description"] = about
-    made["parameters"] = {"type": "object", "properties": fields}
+        schema["description"] = about
+    schema["parameters"] = {"type": "object", "properties": fields}
     if rng.random() < 0.8:
-        made["parameters"]["required"] = list(fields)
-    return {"type": "function", "function": made}
+        schema["parameters"]["required"] = list(fields)
+    return {"type": "function", "function": schema}
 
 
 def tool_weather(rng: random.Random) -> Any:
@@ -331,14 +331,14 @@ def tool_weather(rng: random.Random) -> Any:
     tool = function(
         rng, name, about, {"city": text_field(rng, rng.choice(["The city", "City name"]))}
     )
-    ask = rng.choice(["What is the weather in {0}?", "How is the weather in {0}?",
+    question = rng.choice(["What is the weather in {0}?", "How is the weather in {0}?",
                       "Is it sunny in {0}?", "Tell me the weather in {0}.", "Weather in {0}?",
                       "Do I need an umbrella in {0}?"])  # fmt: skip
     degrees = rng.randint(-20, 40)
     sky = rng.choice(["sunny", "cloudy", "rainy", "snowy", "windy", "foggy", "clear"])
     result = {"city": place, "temperature": degrees, "condition": sky}
-    said = f"It is {degrees} degrees and {sky} in {place}."
-    return tool, ask.format(place), name, {"city": place}, result, said
+    reply = f"It is {degrees} degrees and {sky} in {place}."
+    return tool, question.format(place), name, {"city": place}, result, reply
 
 
 def tool_time(rng: random.Random) -> Any:
@@ -346,10 +346,10 @@ def tool_time(rng: random.Random) -> Any:
     name = rng.choice(["get_time", "current_time", "clock"])
     tool = function(rng, name, "Get the current time in a city",
                     {"city": text_field(rng, "The city")})  # fmt: skip
-    ask = rng.choice(["What time is it in {0}?", "Tell me the time in {0}.", "Time in {0}?",
+    question = rng.choice(["What time is it in {0}?", "Tell me the time in {0}.", "Time in {0}?",
                       "How late is it in {0}?"])  # fmt: skip
     hour = f"{rng.randint(0, 23):02d}:{rng.randint(0, 59):02d}"
-    return (tool, ask.format(place), name, {"city": place}, {"city": place, "time": hour},
+    return (tool, question.format(place), name, {"city": place}, {"city": place, "time": hour},
             f"It is {hour} in {place}.")  # fmt: skip
 
 
@@ -359,10 +359,10 @@ def tool_calculator(rng: random.Random) -> Any:
     name = rng.choice(["calculator", "calculate", "evaluate"])
     tool = function(rng, name, "Evaluate an expression",
                     {"expression": text_field(rng, "The expression")})  # fmt: skip
-    ask = rng.choice(["Use the calculator for {0}.", "Please calculate {0} with the tool.",
+    question = rng.choice(["Use the calculator for {0}.", "Please calculate {0} with the tool.",
                       "Evaluate {0} for me.", "Compute {0} with the calculator."])  # fmt: skip
     value = rng.randint(0, 99999)
-    return (tool, ask.format(expression), name, {"expression": expression}, {"result": value},
+    return (tool, question.format(expression), name, {"expression": expression}, {"result": value},
             f"The result is {value}.")  # fmt: skip
 
 
@@ -370,10 +370,17 @@ def tool_search(rng: random.Random) -> Any:
     query = " ".join(rng.choice(WORDS) for _ in range(rng.randint(1, 4)))
     name = rng.choice(["search", "web_search", "find"])
     tool = function(rng, name, "Search the web", {"query": text_field(rng, "What to look for")})
-    ask = rng.choice(["Search for {0}.", "Look up {0}.", "Find something about {0}.",
+    question = rng.choice(["Search for {0}.", "Look up {0}.", "Find something about {0}.",
                       "Search the web for {0}."])  # fmt: skip
     title = " ".join(rng.choice(WORDS) for _ in range(2))
-    return (tool, ask.format(query), name, {"query": query}, {"title": title}, f"I found: {title}.")
+    return (
+        tool,
+        question.format(query),
+        name,
+        {"query": query},
+        {"title": title},
+        f"I found: {title}.",
+    )
 
 
 def tool_convert(rng: random.Random) -> Any:
@@ -384,11 +391,11 @@ def tool_convert(rng: random.Random) -> Any:
         "amount": {"type": "number"}, "from": text_field(rng, "Currency"),
         "to": text_field(rng, "Currency"),
     })  # fmt: skip
-    ask = rng.choice(["Convert {0} {1} to {2}.", "How much is {0} {1} in {2}?",
+    question = rng.choice(["Convert {0} {1} to {2}.", "How much is {0} {1} in {2}?",
                       "Change {0} {1} into {2}."]).format(amount, *units)  # fmt: skip
     value = rng.randint(1, 9999)
     arguments = {"amount": amount, "from": units[0], "to": units[1]}
-    return (tool, ask, name, arguments, {"value": value, "currency": units[1]},
+    return (tool, question, name, arguments, {"value": value, "currency": units[1]},
             f"That is {value} {units[1]}.")  # fmt: skip
 
 
@@ -397,8 +404,8 @@ def tool_message(rng: random.Random) -> Any:
     name = rng.choice(["send_message", "message", "send_text"])
     tool = function(rng, name, "Send a message to a person",
                     {"to": text_field(rng, "Who"), "text": text_field(rng, "What")})  # fmt: skip
-    ask = rng.choice(["Tell {0}: {1}", "Send {0} this message: {1}", "Write to {0}: {1}"])
-    return (tool, ask.format(to, text), name, {"to": to, "text": text}, {"status": "sent"},
+    question = rng.choice(["Tell {0}: {1}", "Send {0} this message: {1}", "Write to {0}: {1}"])
+    return (tool, question.format(to, text), name, {"to": to, "text": text}, {"status": "sent"},
             f"I sent your message to {to}.")  # fmt: skip
 
 
@@ -407,28 +414,28 @@ TOOLS = (tool_weather, tool_weather, tool_time, tool_calculator, tool_search, to
 
 
 def make_tools(rng: random.Random) -> Any:
-    made = [maker(rng) for maker in rng.sample(TOOLS, rng.randint(1, 3))]
-    tools = list({m[0]["function"]["name"]: m[0] for m in made}.values())
+    calls = [maker(rng) for maker in rng.sample(TOOLS, rng.randint(1, 3))]
+    tools = list({m[0]["function"]["name"]: m[0] for m in calls}.values())
     if rng.random() < 0.15:
         key, plain = rng.choice((make_talk, make_facts))(rng)
         plain.kind, plain.tools = "tools", tools
         return (*key, "plain"), plain
-    tool, ask, name, arguments, result, said = made[0]
+    tool, question, name, arguments, result, reply = calls[0]
     if tool not in tools:
         tools.append(tool)
         tools = [t for t in tools if t is tool or t["function"]["name"] != name]
     rng.shuffle(tools)
     call = {"type": "function", "function": {"name": name, "arguments": arguments}}
     messages: list[dict[str, Any]] = [
-        {"role": "user", "content": ask},
+        {"role": "user", "content": question},
         {"role": "assistant", "content": "", "tool_calls": [call]},
     ]
     accept = [json.dumps({"name": name, "arguments": arguments})]
     if rng.random() < 0.4:
         messages.append({"role": "tool", "content": json.dumps(result)})
-        messages.append({"role": "assistant", "content": said})
-        accept = [said]
-    return (ask,), Example("tools", messages, tools=tools, accept=accept)
+        messages.append({"role": "assistant", "content": reply})
+        accept = [reply]
+    return (question,), Example("tools", messages, tools=tools, accept=accept)
 
 
 # ---------------------------------------------------------------- reasoning
@@ -437,7 +444,7 @@ THINGS = "apples books coins cards pens stamps shells eggs cups balls marbles st
 
 
 def make_reasoning(rng: random.Random) -> Any:
-    who, other, thing = person(rng), person(rng), rng.choice(THINGS)
+    name, other, thing = person(rng), person(rng), rng.choice(THINGS)
     a, b = rng.randint(2, 50), rng.randint(1, 40)
     total = a + b
     c = rng.randint(1, total)
@@ -445,23 +452,23 @@ def make_reasoning(rng: random.Random) -> Any:
     kind = rng.randrange(4)
     if kind == 0:
         question = (
-            f"{who} has {a} {thing} and {rng.choice(['buys', 'finds', 'gets'])} {b} more. "
+            f"{name} has {a} {thing} and {rng.choice(['buys', 'finds', 'gets'])} {b} more. "
             f"Then {he} {rng.choice(['gives away', 'loses', 'sells'])} {c}. "
             f"How many {thing} {rng.choice(['are left', f'does {he} have now'])}?"
         )
-        left = total - c
-        thought = f"Start with {a}.\n{a} + {b} = {total}.\n{total} - {c} = {left}."
-        answer = f"There are {left} {thing} left."
-        result = left
+        remainder = total - c
+        reasoning = f"Start with {a}.\n{a} + {b} = {total}.\n{total} - {c} = {remainder}."
+        answer = f"There are {remainder} {thing} left."
+        result = remainder
     elif kind == 1:
         c = rng.randint(1, 40)
         question = (
-            f"{who} has {a} {thing}. {other} has {b} more than {who}. "
+            f"{name} has {a} {thing}. {other} has {b} more than {name}. "
             f"How many {thing} do they have together?"
         )
         theirs = a + b
         result = a + theirs
-        thought = f"{other} has {a} + {b} = {theirs}.\nTogether: {a} + {theirs} = {result}."
+        reasoning = f"{other} has {a} + {b} = {theirs}.\nTogether: {a} + {theirs} = {result}."
         answer = f"Together they have {result} {thing}."
     elif kind == 2:
         boxes, each = rng.randint(2, 10), rng.randint(2, 10)
@@ -469,23 +476,23 @@ def make_reasoning(rng: random.Random) -> Any:
         more = rng.randint(1, 20)
         result = inside + more
         question = (
-            f"{who} has {boxes} boxes with {each} {thing} each and {more} loose ones. "
+            f"{name} has {boxes} boxes with {each} {thing} each and {more} loose ones. "
             f"How many {thing} are there?"
         )
         a, b, c = boxes, each, more
-        thought = f"{boxes} * {each} = {inside}.\n{inside} + {more} = {result}."
+        reasoning = f"{boxes} * {each} = {inside}.\n{inside} + {more} = {result}."
         answer = f"There are {result} {thing}."
     else:
         c = rng.randint(1, 40)
         result = total + c
         question = (
-            f"On Monday {who} reads {a} pages, on Tuesday {b} and on Wednesday {c}. "
+            f"On Monday {name} reads {a} pages, on Tuesday {b} and on Wednesday {c}. "
             f"How many pages is that?"
         )
-        thought = f"{a} + {b} = {total}.\n{total} + {c} = {result}."
+        reasoning = f"{a} + {b} = {total}.\n{total} + {c} = {result}."
         answer = f"That is {result} pages."
-    key = (kind, who, thing, a, b, c)
-    messages = turn(question, f"<think>\n{thought}\n</think>\n\n{answer}")
+    key = (kind, name, thing, a, b, c)
+    messages = turn(question, f"<think>\n{reasoning}\n</think>\n\n{answer}")
     return key, Example("reasoning", messages, accept=[str(result)])
 
 

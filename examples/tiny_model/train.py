@@ -94,7 +94,7 @@ def batches(data: dict[int, torch.Tensor], seed: int):
 
 
 def train(args: argparse.Namespace) -> None:
-    began = time.monotonic()
+    start = time.monotonic()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     args.out.mkdir(parents=True, exist_ok=True)
     sample = itertools.islice(examples(7, "train"), args.tokenizer_examples)
@@ -103,7 +103,7 @@ def train(args: argparse.Namespace) -> None:
     shutil.copy(TEMPLATE, args.out / "chat_template.jinja")
     data = make_data(tokenizer, args.examples, args.processes)
     tokens = sum(rows.numel() for rows in data.values())
-    print(f"{time.monotonic() - began:.0f} s: {tokens / 1e6:.0f} M tokens", flush=True)
+    print(f"{time.monotonic() - start:.0f} s: {tokens / 1e6:.0f} M tokens", flush=True)
     data = {length: rows.to(device) for length, rows in data.items()}
 
     torch.manual_seed(0)
@@ -138,12 +138,12 @@ def train(args: argparse.Namespace) -> None:
         if step % 250 == 0:
             losses.append(loss.item())
             print(
-                f"{time.monotonic() - began:.0f} s: step {step}, loss {losses[-1]:.4f}", flush=True
+                f"{time.monotonic() - start:.0f} s: step {step}, loss {losses[-1]:.4f}", flush=True
             )
         if step % 2500 == 2499:
             export(model, args.out)
     export(model, args.out)
-    print(f"{time.monotonic() - began:.0f} s: done after {step} steps", flush=True)
+    print(f"{time.monotonic() - start:.0f} s: done after {step} steps", flush=True)
 
 
 def export(model: Qwen3ForCausalLM, folder: Path) -> None:

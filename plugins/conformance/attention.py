@@ -91,8 +91,8 @@ class AttentionBackendKit(Kit):
         """float32, and bfloat16 or, if that is refused, float16."""
         if request.param == "float32":
             return torch.float32
-        refused = attention_refusal(self.backend_class, make_spec(), self.device, torch.bfloat16)
-        return torch.bfloat16 if refused is None else torch.float16
+        reason = attention_refusal(self.backend_class, make_spec(), self.device, torch.bfloat16)
+        return torch.bfloat16 if reason is None else torch.float16
 
     def make(self, spec: AttentionSpec, dtype: torch.dtype, block_size: int) -> AttentionBackend:
         """Create an instance that serves `spec`; the test is skipped if it is refused."""
@@ -129,10 +129,15 @@ class AttentionBackendKit(Kit):
         return out.view(query.shape)
 
     def assert_near(
-        self, got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype, *, times: float = 1.0
+        self,
+        actual: torch.Tensor,
+        expected: torch.Tensor,
+        dtype: torch.dtype,
+        *,
+        times: float = 1.0,
     ) -> None:
         bound = self.tolerance[dtype] * times
-        torch.testing.assert_close(got.float(), want.float(), atol=bound, rtol=bound)
+        torch.testing.assert_close(actual.float(), expected.float(), atol=bound, rtol=bound)
 
     def check(
         self, sizes: Sizes, spec: AttentionSpec, dtype: torch.dtype, block_size: int, seed: int = 0
@@ -144,9 +149,9 @@ class AttentionBackendKit(Kit):
             sizes, spec, block_size, self.device, dtype, seed=seed, released=backend.cache_groups
         )
         before = batch.cache.clone()
-        got = self.attend(backend, spec, batch)
-        assert got.dtype == dtype
-        self.assert_near(got, dense_attention(spec, batch.rows, self.sinks(spec)), dtype)
+        actual = self.attend(backend, spec, batch)
+        assert actual.dtype == dtype
+        self.assert_near(actual, dense_attention(spec, batch.rows, self.sinks(spec)), dtype)
         if backend.standard_cache:
             write(before, batch.layout, batch.joined("key"), batch.joined("value"))
             assert_same(batch.cache, before)
@@ -186,8 +191,8 @@ class AttentionBackendKit(Kit):
         spec = msgspec.structs.replace(make_spec((2, 1, 64, 16)), scale=8.0)
         backend = self.make(spec, torch.float32, 16)
         batch = make_batch([(50, 1), (30, 30)], spec, 16, self.device, torch.float32)
-        got = self.attend(backend, spec, batch)
-        self.assert_near(got, dense_attention(spec, batch.rows), torch.float32, times=20)
+        actual = self.attend(backend, spec, batch)
+        self.assert_near(actual, dense_attention(spec, batch.rows), torch.float32, times=20)
 
     # -------------------------------------------------------------- features
 
@@ -232,9 +237,9 @@ class AttentionBackendKit(Kit):
                 for number, batch in enumerate(batches)
             ]
             for _ in range(2):
-                for batch, made in zip(batches, metadata, strict=True):
-                    got = self.attend(backend, spec, batch, made)
-                    self.assert_near(got, dense_attention(spec, batch.rows), torch.float32)
+                for batch, group_metadata in zip(batches, metadata, strict=True):
+                    actual = self.attend(backend, spec, batch, group_metadata)
+                    self.assert_near(actual, dense_attention(spec, batch.rows), torch.float32)
 
     def test_fresh_prompts_with_features(self) -> None:
         """Rows with nothing cached often have a separate implementation."""
@@ -245,8 +250,8 @@ class AttentionBackendKit(Kit):
             {"sliding_window": 24},
         ):
             spec = make_spec(**features)
-            refused = attention_refusal(self.backend_class, spec, self.device, torch.float32)
-            if refused is None:
+            reason = attention_refusal(self.backend_class, spec, self.device, torch.float32)
+            if reason is None:
                 self.check([(70, 70)], spec, torch.float32, 16)
 
     @pytest.mark.parametrize("batch", BATCHES)
@@ -262,24 +267,24 @@ class AttentionBackendKit(Kit):
         fields = dict(zip(("key_scale", "value_scale"), scales, strict=True))
         spec = msgspec.structs.replace(make_spec((4, 2, 64, 16)), **fields)
         backend = self.make(spec, dtype, 16)
-        made = make_batch(BATCHES[batch], spec, 16, self.device, dtype)
+        paged = make_batch(BATCHES[batch], spec, 16, self.device, dtype)
         fp8 = getattr(torch, kind)
-        for row in made.rows:
+        for row in paged.rows:
             for part, scale in zip((row.key, row.value), scales, strict=True):
                 part.copy_((part.float() / scale).to(fp8).float() * scale)
-        qkv = torch.cat([made.joined(p).flatten(1) for p in ("query", "key", "value")], dim=1)
+        qkv = torch.cat([paged.joined(p).flatten(1) for p in ("query", "key", "value")], dim=1)
         by = torch.tensor(scales, device=self.device)[:, None, None, None, None]
-        cached = replace(made, cache=(made.cache.float() / by).to(fp8))
+        cached = replace(paged, cache=(paged.cache.float() / by).to(fp8))
         before = cached.cache.view(torch.uint8).clone()
-        got = run_layer(backend, spec, cached, qkv, None, (None, None))
-        self.assert_near(got, dense_attention(spec, made.rows).flatten(1), dtype, times=2)
-        kept = torch.ones(before.flatten(1, 2).shape[1], dtype=torch.bool, device=self.device)
-        kept[made.layout.slot_mapping] = False
+        actual = run_layer(backend, spec, cached, qkv, None, (None, None))
+        self.assert_near(actual, dense_attention(spec, paged.rows).flatten(1), dtype, times=2)
+        untouched = torch.ones(before.flatten(1, 2).shape[1], dtype=torch.bool, device=self.device)
+        untouched[paged.layout.slot_mapping] = False
         after = cached.cache.view(torch.uint8)
-        assert torch.equal(after.flatten(1, 2)[:, kept], before.flatten(1, 2)[:, kept])
+        assert torch.equal(after.flatten(1, 2)[:, untouched], before.flatten(1, 2)[:, untouched])
         for part, name, scale in zip(cached.cache.float(), ("key", "value"), scales, strict=True):
-            new = part.flatten(0, 1)[made.layout.slot_mapping] * scale
-            assert torch.equal(new, made.joined(name).float())
+            new = part.flatten(0, 1)[paged.layout.slot_mapping] * scale
+            assert torch.equal(new, paged.joined(name).float())
 
     # -------------------------------------------------------------- as layers use it
 
@@ -290,8 +295,8 @@ class AttentionBackendKit(Kit):
         if the backend has it and takes the step."""
         spec = make_spec((4, 2, 64, 16))
         backend = self.make(spec, dtype, 16)
-        made = make_batch(BATCHES[batch], spec, 16, self.device, dtype)
-        qkv = torch.cat([made.joined(p).flatten(1) for p in ("query", "key", "value")], dim=1)
+        paged = make_batch(BATCHES[batch], spec, 16, self.device, dtype)
+        qkv = torch.cat([paged.joined(p).flatten(1) for p in ("query", "key", "value")], dim=1)
         cos_sin = None
         norms: tuple[Norm | None, Norm | None] = (None, None)
         if turned:
@@ -300,10 +305,10 @@ class AttentionBackendKit(Kit):
             weight = torch.linspace(0.5, 1.5, 64, device=self.device, dtype=dtype)
             norms = (Norm(weight, 1e-6), Norm(weight.flip(0), 1e-6))
         wide = tuple(n and Norm(n.weight.float(), n.eps) for n in norms)
-        cut = Operations().heads(qkv.float(), HeadLayout(4, 2, 64), made.positions, cos_sin, *wide)
-        before = made.cache.clone()
+        cut = Operations().heads(qkv.float(), HeadLayout(4, 2, 64), paged.positions, cos_sin, *wide)
+        before = paged.cache.clone()
         rows, first = [], 0
-        for row in made.rows:
+        for row in paged.rows:
             tokens = slice(first, first + len(row.query))
             earlier = len(row.key) - len(row.query)
             keys, values = (
@@ -312,13 +317,13 @@ class AttentionBackendKit(Kit):
             )
             rows.append(Row(cut[0][tokens], keys, values))
             first = tokens.stop
-        got = run_layer(backend, spec, made, qkv, cos_sin, norms)
-        self.assert_near(got, dense_attention(spec, rows).flatten(1), dtype, times=2)
+        actual = run_layer(backend, spec, paged, qkv, cos_sin, norms)
+        self.assert_near(actual, dense_attention(spec, rows).flatten(1), dtype, times=2)
         if backend.standard_cache:
-            written = made.cache.flatten(1, 2)[:, made.layout.slot_mapping]
+            written = paged.cache.flatten(1, 2)[:, paged.layout.slot_mapping]
             self.assert_near(written, torch.stack(cut[1:]), dtype, times=2)
-            write(before, made.layout, *written)
-            assert_same(made.cache, before)
+            write(before, paged.layout, *written)
+            assert_same(paged.cache, before)
 
     @pytest.mark.parametrize("batch", ["decode", "mixed"])
     @pytest.mark.parametrize(
@@ -330,12 +335,12 @@ class AttentionBackendKit(Kit):
         """A fast path from the projection must not omit features of the general path."""
         spec = make_spec((4, 2, 64, 16), **features)
         backend = self.make(spec, torch.float32, 16)
-        made = make_batch(BATCHES[batch], spec, 16, self.device, torch.float32)
-        qkv = torch.cat([made.joined(p).flatten(1) for p in ("query", "key", "value")], dim=1)
+        paged = make_batch(BATCHES[batch], spec, 16, self.device, torch.float32)
+        qkv = torch.cat([paged.joined(p).flatten(1) for p in ("query", "key", "value")], dim=1)
         sinks = self.sinks(spec)
-        got = run_layer(backend, spec, made, qkv, None, (None, None), sinks)
-        want = dense_attention(spec, made.rows, sinks).flatten(1)
-        self.assert_near(got, want, torch.float32)
+        actual = run_layer(backend, spec, paged, qkv, None, (None, None), sinks)
+        expected = dense_attention(spec, paged.rows, sinks).flatten(1)
+        self.assert_near(actual, expected, torch.float32)
 
     def test_one_instance_serves_many_steps_and_layers(self) -> None:
         """Layers of two shapes share a step's metadata; state of a step does not affect later
@@ -352,8 +357,8 @@ class AttentionBackendKit(Kit):
                 batch = make_batch(sizes, spec, 16, self.device, torch.float32, seed=number)
                 if metadata is None:
                     metadata = backend.build_metadata(batch.layout)
-                got = self.attend(backend, spec, batch, metadata)
-                self.assert_near(got, dense_attention(spec, batch.rows), torch.float32)
+                actual = self.attend(backend, spec, batch, metadata)
+                self.assert_near(actual, dense_attention(spec, batch.rows), torch.float32)
 
     def test_padding_rows_touch_the_null_block_alone(self, dtype: torch.dtype) -> None:
         """A decode step is padded with rows of one token in block 0, all in the same slot."""
@@ -371,10 +376,10 @@ class AttentionBackendKit(Kit):
         ]
         layout = make_layout([(30, 1), (17, 1), *[(1, 1)] * padding], table, slots, self.device)
         padded = replace(batch, rows=batch.rows + junk, layout=layout)
-        want = dense_attention(spec, batch.rows)
+        expected = dense_attention(spec, batch.rows)
         before = batch.cache.clone()
-        got = self.attend(backend, spec, padded)
-        self.assert_near(got[:2], want, dtype)
+        actual = self.attend(backend, spec, padded)
+        self.assert_near(actual[:2], expected, dtype)
         if backend.standard_cache:
             write(before, layout, padded.joined("key"), padded.joined("value"))
         assert_same(padded.cache[:, 1:], before[:, 1:])
@@ -389,8 +394,8 @@ class AttentionBackendKit(Kit):
             table = torch.zeros(len(sizes), 3, dtype=torch.int32)
             slots = torch.zeros(batch.layout.num_tokens, dtype=torch.int64)
             warm = replace(batch, layout=make_layout(sizes, table, slots, self.device))
-            got = self.attend(backend, spec, warm)
-            assert got.shape == (warm.layout.num_tokens, 4, 64)
+            actual = self.attend(backend, spec, warm)
+            assert actual.shape == (warm.layout.num_tokens, 4, 64)
             assert_same(warm.cache[:, 1:], before[:, 1:])
 
     # -------------------------------------------------------------- refusals
@@ -421,8 +426,8 @@ class AttentionBackendKit(Kit):
         spec = FutureSpec(num_heads=2, num_kv_heads=2, head_dim=64, scale=0.1, invented_later=1)
         reason = attention_refusal(self.backend_class, spec, self.device, torch.float32)
         assert reason is not None and "invented_later" in reason
-        known = {field.name for field in msgspec.structs.fields(AttentionSpec)}
-        assert self.backend_class.features <= known, "it lists what no layer has"
+        names = {field.name for field in msgspec.structs.fields(AttentionSpec)}
+        assert self.backend_class.features <= names, "it lists what no layer has"
 
     # -------------------------------------------------------------- graphs
 
@@ -444,8 +449,8 @@ class AttentionBackendKit(Kit):
 
     def _decode_graph(self, capture: bool, **features: Any) -> None:
         spec = make_spec((8, 2, 128, 16), **features)
-        refused = attention_refusal(self.backend_class, spec, self.device, torch.bfloat16)
-        dtype = torch.float32 if refused else torch.bfloat16
+        reason = attention_refusal(self.backend_class, spec, self.device, torch.bfloat16)
+        dtype = torch.float32 if reason else torch.bfloat16
         backend = self.make(spec, dtype, 16)
         if not backend.graph_safe:
             pytest.skip(f"{self.name} does not claim to be graph_safe")
@@ -503,9 +508,9 @@ def write(cache: torch.Tensor, layout: BatchLayout, key: torch.Tensor, value: to
         part.flatten(0, 1)[layout.slot_mapping] = new.to(cache.dtype)
 
 
-def assert_same(cache: torch.Tensor, want: torch.Tensor) -> None:
+def assert_same(cache: torch.Tensor, expected: torch.Tensor) -> None:
     """Compare bitwise; NaN equals NaN."""
-    torch.testing.assert_close(cache, want, atol=0, rtol=0, equal_nan=True)
+    torch.testing.assert_close(cache, expected, atol=0, rtol=0, equal_nan=True)
 
 
 def bound_layer(spec: AttentionSpec, batch: Batch, dtype: torch.dtype) -> Attention:

@@ -86,36 +86,36 @@ def wrong(name: str, arguments: Any) -> str | None:
     return "no such tool" if check is None else check(arguments)
 
 
-def _wrong_trip(made: dict[str, Any]) -> str | None:
-    known = set(TOOLS[0].schema["properties"])
+def _wrong_trip(arguments: dict[str, Any]) -> str | None:
+    names = set(TOOLS[0].schema["properties"])
     checks = {
-        "keys": {"city", "class", "seats", "legs"} <= made.keys() <= known,
-        "city": isinstance(made.get("city"), str),
-        "class": made.get("class") in ("éco", "first 🙂", "a<b"),
-        "seats": type(made.get("seats")) is int and 1 <= made["seats"] <= 9,
-        "note": isinstance(made.get("note", ""), str) and len(made.get("note", "")) <= 6,
-        "round": isinstance(made.get("round", True), bool),
-        "memo": isinstance(made.get("memo"), str | None),
-        "price": isinstance(made.get("price", 0), int | float),
-        "legs": isinstance(made.get("legs"), list)
-        and len(made["legs"]) <= 2
+        "keys": {"city", "class", "seats", "legs"} <= arguments.keys() <= names,
+        "city": isinstance(arguments.get("city"), str),
+        "class": arguments.get("class") in ("éco", "first 🙂", "a<b"),
+        "seats": type(arguments.get("seats")) is int and 1 <= arguments["seats"] <= 9,
+        "note": isinstance(arguments.get("note", ""), str) and len(arguments.get("note", "")) <= 6,
+        "round": isinstance(arguments.get("round", True), bool),
+        "memo": isinstance(arguments.get("memo"), str | None),
+        "price": isinstance(arguments.get("price", 0), int | float),
+        "legs": isinstance(arguments.get("legs"), list)
+        and len(arguments["legs"]) <= 2
         and all(
             leg.get("day") in ("lun\n", 7)
             and leg.get("direct", True) is True
             and leg.keys() <= {"day", "direct"}
-            for leg in made["legs"]
+            for leg in arguments["legs"]
         ),
     }
     return next((key for key, fine in checks.items() if not fine), None)
 
 
-def _wrong_stop(made: dict[str, Any]) -> str | None:
-    return "arguments" if made else None
+def _wrong_stop(arguments: dict[str, Any]) -> str | None:
+    return "arguments" if arguments else None
 
 
-def _wrong_search(made: dict[str, Any]) -> str | None:
-    limit, code = made.get("limit", 0), made.get("code", "AA-0")
-    if made.keys() - {"limit", "code"} or type(limit) is not int or not 0 <= limit <= 3:
+def _wrong_search(arguments: dict[str, Any]) -> str | None:
+    limit, code = arguments.get("limit", 0), arguments.get("code", "AA-0")
+    if arguments.keys() - {"limit", "code"} or type(limit) is not int or not 0 <= limit <= 3:
         return "limit"
     head, _, tail = code.partition("-")
     fine = len(head) == 2 and head.isascii() and head.isupper() and tail.isdecimal()
@@ -147,11 +147,11 @@ class Writer:
         return ids
 
     def _written(self, ids: Sequence[int]) -> str:
-        made = b"".join(
+        text = b"".join(
             self._special[id].encode() if id in self._special else self.vocabulary.token_bytes[id]
             for id in ids
         )
-        return made.decode("utf-8", "replace")
+        return text.decode("utf-8", "replace")
 
     def walk(self, draw: random.Random, hints: Sequence[str]) -> str | None:
         """Return a random text, shortened by texts that may end a part of it; None: no end yet."""
@@ -207,12 +207,12 @@ class _Output:
 
 def hints(forms: Sequence[CallForm]) -> list[str]:
     """Return texts that end a part of a call."""
-    found = {'"', "]", "}", ", "}
+    texts = {'"', "]", "}", ", "}
     for form in forms:
-        found |= {form.end, form.between, form.close}
+        texts |= {form.end, form.between, form.close}
         if form.arguments is not None:
-            found |= {form.arguments.end, form.arguments.between}
-    return sorted(filter(None, found))
+            texts |= {form.arguments.end, form.arguments.between}
+    return sorted(filter(None, texts))
 
 
 def mistakes(
@@ -220,8 +220,8 @@ def mistakes(
 ) -> list[tuple[str, str, str | None]]:
     """Return the complete calls in a text that violate their tools' schemas. parse: → (name,
     arguments)"""
-    found = [(name, given, wrong(name, json.loads(given))) for name, given in parse(text)]
-    return [one for one in found if one[2] is not None]
+    calls = [(name, source, wrong(name, json.loads(source))) for name, source in parse(text)]
+    return [call for call in calls if call[2] is not None]
 
 
 def spoiled(text: str, draw: random.Random) -> str:
@@ -246,20 +246,20 @@ def _vocabulary(marks: tuple[str, ...]) -> tuple[Vocabulary, dict[int, int]]:
     end = tokenizer.eos_token_id
     assert end is not None
     size = tokenizer.vocab_size
-    made = make_vocabulary(tokenizer, size, [end], compact_json=False)
+    full = make_vocabulary(tokenizer, size, [end], compact_json=False)
     special = {mark: size + index for index, mark in enumerate(marks)}
     vocabulary = Vocabulary(
         token_bytes=[
             b"" if written.decode("utf-8", "replace") in special else written
-            for written in made.token_bytes
+            for written in full.token_bytes
         ]
         + [b""] * len(special),
         size=size + len(special),
-        eos_token_ids=made.eos_token_ids,
-        encode=made.encode,
+        eos_token_ids=full.eos_token_ids,
+        encode=full.encode,
         special_tokens=special,
     )
-    return vocabulary, {w[0]: id for id, w in enumerate(made.token_bytes) if len(w) == 1}
+    return vocabulary, {w[0]: id for id, w in enumerate(full.token_bytes) if len(w) == 1}
 
 
 @functools.cache
@@ -287,8 +287,8 @@ class CallFormChecks:
     def _read(self, pieces: Sequence[str]) -> list[ParserEvent]:
         parser = self.parser_class(
             tools=[
-                {"type": "function", "function": {"name": one.name, "parameters": one.schema}}
-                for one in TOOLS
+                {"type": "function", "function": {"name": tool.name, "parameters": tool.schema}}
+                for tool in TOOLS
             ]
         )
         events: list[ParserEvent] = [event for piece in pieces for event in parser.feed(piece)]
@@ -300,9 +300,11 @@ class CallFormChecks:
         events = self._read([text])
         assert fold(self._read(list(text))) == fold(events), repr(text)
         self.check_events(events)
-        ended = {event.index for event in events if isinstance(event, ToolCallEnd)}
-        made = fold(events).tool_calls
-        return [(one.name, one.arguments) for index, one in enumerate(made) if index in ended]
+        complete = {event.index for event in events if isinstance(event, ToolCallEnd)}
+        calls = fold(events).tool_calls
+        return [
+            (call.name, call.arguments) for index, call in enumerate(calls) if index in complete
+        ]
 
     def test_forced_calls_are_read_back(self) -> None:
         """A grammar of `call_form` allows only calls, according to their schemas."""
@@ -317,8 +319,8 @@ class CallFormChecks:
                     calls = self._calls(text)
                     assert calls and not mistakes(self._calls, text), text
                     assert parallel or len(calls) == 1, text
-                    found = fold(self._read([text]))
-                    assert found.content is None, (found.content, text)
+                    message = fold(self._read([text]))
+                    assert message.content is None, (message.content, text)
                 assert not parallel or any(len(self._calls(text)) > 1 for text in whole)
 
     def test_no_call_escapes_a_strict_grammar(self) -> None:
@@ -329,8 +331,8 @@ class CallFormChecks:
             lenient = Writer(required_tag(forms, LENIENT, parallel=True), marks)
             texts = [sample.text for sample in self.samples]
             for seed in range(12):
-                made = lenient.walk(random.Random(seed), hints(forms))
-                texts += [made, f"Well. {made}"] if made else []
+                output = lenient.walk(random.Random(seed), hints(forms))
+                texts += [output, f"Well. {output}"] if output else []
             assert len(texts) > len(self.samples), "no call with any arguments"
             for seed, text in enumerate(texts * 3):
                 let_through = writer.squeeze(spoiled(text, random.Random(seed)))

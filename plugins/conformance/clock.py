@@ -30,9 +30,9 @@ def growth(
 
 
 def _seconds(work: Callable[[], object]) -> float:
-    began = time.process_time()
+    start = time.process_time()
     work()
-    return time.process_time() - began
+    return time.process_time() - start
 
 
 def processor_seconds(work: Callable[[], object], bar: float, attempts: int = 6) -> float:
@@ -56,11 +56,11 @@ def _pace(span: float) -> float:
     """Return how many times as long as usual a little work on generators and texts takes now,
     averaged over `span` processor seconds.
     """
-    taken, count = 0.0, 0
-    while taken < min(span, _MAX_SPAN):
-        taken += _little_work()
+    seconds, count = 0.0, 0
+    while seconds < min(span, _MAX_SPAN):
+        seconds += _little_work()
         count += 1
-    return taken / count / USUAL_SECONDS
+    return seconds / count / USUAL_SECONDS
 
 
 def _little_work() -> float:
@@ -70,9 +70,9 @@ def _little_work() -> float:
         for number in range(count):
             yield "ab"[number & 1]
 
-    began = time.process_time()
-    found: dict[str, list[str]] = {"a": [], "b": []}
+    start = time.process_time()
+    groups: dict[str, list[str]] = {"a": [], "b": []}
     for letter in letters(100_000):
-        found[letter].append(letter + letter)
-    "".join(found["a"])
-    return time.process_time() - began
+        groups[letter].append(letter + letter)
+    "".join(groups["a"])
+    return time.process_time() - start

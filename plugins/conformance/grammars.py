@@ -101,15 +101,15 @@ class GrammarBackendKit(Kit):
 
     def test_masks_are_exactly_what_the_language_allows(self) -> None:
         """Compare masks at every place in every output with the enumerated outputs."""
-        held = 0
+        num_checked = 0
         for spec, outputs in self._languages():
-            held += 1
+            num_checked += 1
             texts = [output.encode() for output in outputs]
             for prefix in sorted({text[:end] for text in texts for end in range(len(text) + 1)}):
                 matcher = self._grammar(spec).matcher()
                 assert matcher.accept(list(prefix)), f"{spec}: {prefix!r} is not accepted"
                 _compare(_mask(matcher), texts, prefix, f"{spec} after {prefix!r}")
-        assert held, "none of the kit's grammars is held"
+        assert num_checked, "none of the kit's grammars is held"
 
     def test_every_bit_of_a_row_is_written_and_nothing_else(self) -> None:
         words = -(-SIZE // 32)
@@ -135,23 +135,23 @@ class GrammarBackendKit(Kit):
             for token, written in enumerate(vocab.token_bytes):
                 other = grammar.matcher()
                 assert other.accept(list(start))
-                answer = other.accept([token])
-                assert isinstance(answer, bool), f"{spec}: accept returns {answer!r}"
+                accepted = other.accept([token])
+                assert isinstance(accepted, bool), f"{spec}: accept returns {accepted!r}"
                 where = (
-                    f"{spec}: token {token} after {start!r}: mask {bits[token]}, accept {answer}"
+                    f"{spec}: token {token} after {start!r}: mask {bits[token]}, accept {accepted}"
                 )
                 if bits[token] or not written:
-                    assert answer is bool(bits[token]), where
-                elif answer:
+                    assert accepted is bool(bits[token]), where
+                elif accepted:
                     assert any(text.startswith(start + written) for text in texts), where
 
     def test_tokens_are_as_good_as_their_bytes(self) -> None:
         vocab = vocabulary()
         for spec, outputs in self._languages():
             for output in outputs:
-                one, other = (self._grammar(spec).matcher() for _ in range(2))
-                assert one.accept(vocab.encode(output)) and other.accept(list(output.encode()))
-                assert (_mask(one) == _mask(other)).all(), f"{spec}: {output!r}"
+                first, other = (self._grammar(spec).matcher() for _ in range(2))
+                assert first.accept(vocab.encode(output)) and other.accept(list(output.encode()))
+                assert (_mask(first) == _mask(other)).all(), f"{spec}: {output!r}"
 
     # ------------------------------------------------------------ ends
 
@@ -177,16 +177,16 @@ class GrammarBackendKit(Kit):
         grammar = self._grammar(spec)
         if grammar is None:
             return
-        ended = 0
+        num_complete = 0
         for seed in range(12):
             text = _walk(grammar, random.Random(seed))
             if text is not None:
-                ended += 1
-                made = json.loads(text)
-                assert list(made) == ["name", "tags"] and isinstance(made["name"], str)
-                assert len(made["tags"]) <= 3
-                assert all(tag in ("ab", 12, None) for tag in made["tags"])
-        assert ended >= 6, "hardly any walk comes to an end"
+                num_complete += 1
+                value = json.loads(text)
+                assert list(value) == ["name", "tags"] and isinstance(value["name"], str)
+                assert len(value["tags"]) <= 3
+                assert all(tag in ("ab", 12, None) for tag in value["tags"])
+        assert num_complete >= 6, "hardly any walk comes to an end"
 
     # ------------------------------------------------------------ schemas
 
@@ -228,17 +228,17 @@ class GrammarBackendKit(Kit):
     def test_matchers_do_not_share_their_place(self) -> None:
         for spec, outputs in self._languages():
             grammar = self._grammar(spec)
-            one, other = grammar.matcher(), grammar.matcher()
+            first, other = grammar.matcher(), grammar.matcher()
             before = _mask(other)
-            assert one.accept(list(outputs[0].encode()))
+            assert first.accept(list(outputs[0].encode()))
             assert (_mask(other) == before).all(), f"{spec}: one goes on with the other"
             assert (_mask(grammar.matcher()) == before).all(), f"{spec}: not at the beginning"
 
     def test_grammars_do_not_share_anything(self) -> None:
         """Grammars compiled one after another by one backend stay unchanged."""
-        chosen = list(self._languages())
-        grammars = [self._grammar(spec) for spec, _ in chosen]
-        for (spec, outputs), grammar in zip(chosen, grammars, strict=True):
+        languages = list(self._languages())
+        grammars = [self._grammar(spec) for spec, _ in languages]
+        for (spec, outputs), grammar in zip(languages, grammars, strict=True):
             texts = [output.encode() for output in outputs]
             _compare(_mask(grammar.matcher()), texts, b"", f"{spec}")
 
@@ -247,11 +247,11 @@ class GrammarBackendKit(Kit):
             grammar = self._grammar(spec)
             alone = [_trace(grammar, output) for output in outputs]
             with ThreadPoolExecutor(4) as pool:
-                for made in pool.map(
+                for mask in pool.map(
                     lambda output: _trace(grammar, output),  # noqa: B023
                     list(outputs) * 4,
                 ):
-                    assert any(np.array_equal(made, one) for one in alone), f"{spec}"
+                    assert any(np.array_equal(mask, other) for other in alone), f"{spec}"
 
     # ------------------------------------------------------------ what is optional
 
@@ -297,11 +297,11 @@ class GrammarBackendKit(Kit):
             return
         tokens = [int(np.flatnonzero(_mask(matcher))[-1]) for matcher in matchers]
         tokens[1] = FIRST_EOS + 2  # A special token; no grammar here allows it.
-        answers = list(accept(matchers, tokens))
-        assert len(answers) == len(matchers)
+        results = list(accept(matchers, tokens))
+        assert len(results) == len(matchers)
         for number, (copy, token) in enumerate(zip(copies, tokens, strict=True)):
-            assert (answers[number] is True) is copy.accept([token]), f"matcher {number}"
-            if answers[number] is True and not copy.is_terminated():
+            assert (results[number] is True) is copy.accept([token]), f"matcher {number}"
+            if results[number] is True and not copy.is_terminated():
                 assert (_mask(matchers[number]) == _mask(copy)).all(), f"matcher {number}"
 
     # ------------------------------------------------------------ parts
@@ -340,7 +340,7 @@ class GrammarBackendKit(Kit):
                 matcher = self._grammar(spec).matcher()
                 assert matcher.accept(list(outputs[0].encode()[:end]))
                 matchers.append(matcher)
-        return [one for one in matchers if type(one) is type(matchers[0])]
+        return [matcher for matcher in matchers if type(matcher) is type(matchers[0])]
 
     def _fits(self, grammar: Grammar, text: str) -> bool:
         """Return whether an output may be exactly this text."""
@@ -359,13 +359,16 @@ def _compare(bits: np.ndarray, texts: Sequence[bytes], prefix: bytes, where: str
         if written and any(text.startswith(prefix + written) for text in texts)
     }
     ends = set(vocab.eos_token_ids) if prefix in texts else set()
-    made = set(np.flatnonzero(bits).tolist())
-    wrong = [vocab.token_bytes[one] or f"id {one}" for one in sorted(made - right - ends)]
+    mask_ids = set(np.flatnonzero(bits).tolist())
+    wrong = [
+        vocab.token_bytes[token_id] or f"id {token_id}"
+        for token_id in sorted(mask_ids - right - ends)
+    ]
     assert not wrong, f"{where}: allows {wrong[:5]}"
-    assert ends <= made, f"{where}: does not allow every end token"
-    wanted = {text[len(prefix)] for text in texts if text.startswith(prefix) and text != prefix}
-    begun = {vocab.token_bytes[one][0] for one in made & right}
-    assert begun == wanted, f"{where}: no token begins with {bytes(sorted(wanted - begun))!r}"
+    assert ends <= mask_ids, f"{where}: does not allow every end token"
+    expected = {text[len(prefix)] for text in texts if text.startswith(prefix) and text != prefix}
+    begun = {vocab.token_bytes[token_id][0] for token_id in mask_ids & right}
+    assert begun == expected, f"{where}: no token begins with {bytes(sorted(expected - begun))!r}"
 
 
 @functools.lru_cache(maxsize=8)
@@ -411,7 +414,7 @@ def _walk(grammar: Grammar, draw: random.Random) -> str | None:
         if FIRST_EOS in tokens:
             assert matcher.accept([FIRST_EOS])
             return output.decode()
-        closing = [one for one in tokens if written[one] in (b'"', b"]", b"}", b'"}', b'b"')]
+        closing = [token for token in tokens if written[token] in (b'"', b"]", b"}", b'"}', b'b"')]
         token = draw.choice(closing if closing and step > 8 else tokens)
         assert matcher.accept([token]), f"allowed, and not accepted: {written[token]!r}"
         output += written[token]

@@ -119,10 +119,10 @@ class KVConnectorKit(Kit):
             assert await halves.found(keys) == 3 * BLOCK
             assert await halves.found([keys[0], b"other" * 6 + b"!!", keys[2]]) == BLOCK
             before = [cache.clone() for cache in caches]
-            wanted = [cache[:, [3, 12, 1]].clone() for cache in saved]
+            expected = [cache[:, [3, 12, 1]].clone() for cache in saved]
             assert await halves.load(keys, [5, 6, 11]) == ()
             halves.close()
-            for cache, old, new in zip(caches, before, wanted, strict=True):
+            for cache, old, new in zip(caches, before, expected, strict=True):
                 assert torch.equal(bits(cache[:, [5, 6, 11]]), bits(new))
                 others = [n for n in range(14) if n not in (5, 6, 11)]
                 assert torch.equal(bits(cache[:, others]), bits(old[:, others]))
@@ -304,11 +304,11 @@ class KVConnectorKit(Kit):
         for option, value in {"no_such_option": 1, **self.wrong_options}.items():
             setup = make_setup(self.name, {**good, option: value}, self.plugins(), cache)
             for half in ("make_scheduler", "make_worker"):
-                made: Any = None
+                half_object: Any = None
                 with pytest.raises(ConfigError) as caught:
-                    made = getattr(self.registered(), half)(setup)
-                if made is not None:
-                    made.close()
+                    half_object = getattr(self.registered(), half)(setup)
+                if half_object is not None:
+                    half_object.close()
                 assert option in str(caught.value), f"{half}: {option} is not named"
 
     # ------------------------------------------------------------ aborts
@@ -341,8 +341,8 @@ class KVConnectorKit(Kit):
                 watch.hold_reports()
                 await self._check(engine, prompt(1))
                 await until(lambda: watch.num_saves > 0)
-                held = engine.stats().kv_blocks_used
-                assert held > 0, "blocks of a save are not held"
+                used = engine.stats().kv_blocks_used
+                assert used > 0, "blocks of a save are not held"
                 assert not await engine.reset_prefix_cache()
                 rest = [asyncio.create_task(self._check(engine, prompt(n))) for n in range(2, 6)]
                 await until(lambda: watch.num_saves > 1 or rest[0].done())
@@ -378,9 +378,9 @@ class KVConnectorKit(Kit):
                 await self._forget(engine)
 
         async def scenario() -> None:
-            async with self._engine(tmp_path) as (one, _), self._engine(tmp_path) as (two, _):
-                await asyncio.gather(traffic(one, (0, 1, 2, 3)), traffic(two, (3, 2, 1, 0)))
-                assert one.stats().external_prefix_cache_hits > 0
+            async with self._engine(tmp_path) as (first, _), self._engine(tmp_path) as (two, _):
+                await asyncio.gather(traffic(first, (0, 1, 2, 3)), traffic(two, (3, 2, 1, 0)))
+                assert first.stats().external_prefix_cache_hits > 0
                 assert two.stats().external_prefix_cache_hits > 0
             async with self._engine(tmp_path) as (engine, _):
                 output = await self._check(engine, prompts[0])
@@ -396,7 +396,7 @@ class KVConnectorKit(Kit):
         rng = random.Random(seed)
         bases = [prompt(n, 40) for n in range(3)]
 
-        async def one(engine: AsyncEngine, watch: Watch) -> None:
+        async def run_one(engine: AsyncEngine, watch: Watch) -> None:
             tokens = rng.choice(bases)[: rng.choice((8, 17, 32, 40))] + prompt(rng.randrange(4), 5)
             if rng.random() < 0.2:
                 stream = engine.generate(tokens, PARAMS)
@@ -416,7 +416,7 @@ class KVConnectorKit(Kit):
                 for _ in range(4):
                     if rng.random() < 0.5:
                         watch.hold_reports()
-                    tasks = [asyncio.create_task(one(engine, watch)) for _ in range(6)]
+                    tasks = [asyncio.create_task(run_one(engine, watch)) for _ in range(6)]
                     for _ in range(50):
                         await asyncio.sleep(0)
                     watch.let_reports_go()

@@ -93,23 +93,23 @@ class Halves:
     async def found(self, keys: Sequence[bytes]) -> int:
         """Return the scheduler half's result, once it has one."""
         request = self._request(keys)
-        answer: int | None = None
+        count: int | None = None
 
         def answered() -> bool:
-            nonlocal answer
-            answer = self.scheduler.num_external_tokens(request, 0)
-            return answer is not None
+            nonlocal count
+            count = self.scheduler.num_external_tokens(request, 0)
+            return count is not None
 
         await until(answered)
         self.scheduler.request_finished(1_000_000 + self._number, request)
-        assert answer is not None
-        return answer // BLOCK * BLOCK
+        assert count is not None
+        return count // BLOCK * BLOCK
 
     async def save(self, keys: Sequence[bytes], block_ids: list[int]) -> None:
         """Save blocks, and wait for the end of the transfer."""
         request = self._request(keys)
-        wanted = self.scheduler.start_save(self._number, request, keys, block_ids)
-        assert list(wanted) == block_ids, "it saves none, or not all, of three blocks"
+        accepted = self.scheduler.start_save(self._number, request, keys, block_ids)
+        assert list(accepted) == block_ids, "it saves none, or not all, of three blocks"
         assert self._number in (await self._ended()).finished
 
     async def load(self, keys: Sequence[bytes], block_ids: list[int]) -> tuple[int, ...]:

@@ -87,10 +87,10 @@ class Watch:
         return WatchedWorker(self, connector.make_worker(setup), KVCodec(connector))
 
     def _of_inner(self, setup: KVConnectorSetup) -> tuple[KVConnectorSetup, Any]:
-        made = KVConnectorSetup(
+        inner_setup = KVConnectorSetup(
             transfer=self.inner, layout=setup.layout, plugins=setup.plugins, notify=setup.notify
         )
-        return made, setup.plugins["kv_connector"].load(self.inner.kv_connector)
+        return inner_setup, setup.plugins["kv_connector"].load(self.inner.kv_connector)
 
 
 class _Noted:
@@ -108,8 +108,8 @@ class _Noted:
             try:
                 return method(*args)
             except Exception as error:
-                told = f"{name} raises {type(error).__name__}: {error}"
-                self._watch.violations.append(told)
+                message = f"{name} raises {type(error).__name__}: {error}"
+                self._watch.violations.append(message)
                 raise
 
         return call
@@ -138,21 +138,21 @@ class WatchedScheduler:
     def start_save(
         self, transfer: int, request: Request, keys: Sequence[bytes], block_ids: Sequence[int]
     ) -> Sequence[int]:
-        wanted = self._inner.start_save(transfer, request, keys, block_ids)
-        if not set(wanted) <= set(block_ids):
+        accepted = self._inner.start_save(transfer, request, keys, block_ids)
+        if not set(accepted) <= set(block_ids):
             self._watch.violations.append("start_save asks for blocks that it was not offered")
-        if wanted:
+        if accepted:
             self._watch.num_saves += 1
-            self._saves[transfer] = list(wanted)
-        return wanted
+            self._saves[transfer] = list(accepted)
+        return accepted
 
     def request_finished(
         self, transfer: int, request: Request
     ) -> tuple[bool, dict[str, Any] | None]:
-        held, params = self._inner.request_finished(transfer, request)
-        if held and request.block_ids:
+        is_saving, params = self._inner.request_finished(transfer, request)
+        if is_saving and request.block_ids:
             self._saves[transfer] = list(request.block_ids)
-        return held, params
+        return is_saving, params
 
     def build_metadata(self) -> WatchMetadata | None:
         metadata = self._codec.encode_metadata(self._inner.build_metadata())
@@ -202,13 +202,13 @@ class WatchedWorker:
             self._watch.held_reports += 1
         if not self._held or not self._watch.is_open:
             return None
-        told = self._held.pop(0)
+        result = self._held.pop(0)
         self._watch.held_reports -= 1
-        for transfer in (*told.finished, *told.failed):
+        for transfer in (*result.finished, *result.failed):
             self._compare(transfer)
         if self._held:
             self._watch.let_reports_go()
-        return told
+        return result
 
     def close(self) -> None:
         self._inner.close()

@@ -137,13 +137,13 @@ class WeightLoaderKit(Kit):
         filler.finish()
         return model
 
-    def same(self, got: nn.Module, want: nn.Module) -> None:
+    def same(self, actual: nn.Module, expected: nn.Module) -> None:
         """Compare every parameter of two models."""
-        wanted = dict(want.named_parameters())
-        found = dict(got.named_parameters())
-        assert found.keys() == wanted.keys()
-        for name, parameter in found.items():
-            other = wanted[name]
+        expected_parameters = dict(expected.named_parameters())
+        parameters = dict(actual.named_parameters())
+        assert parameters.keys() == expected_parameters.keys()
+        for name, parameter in parameters.items():
+            other = expected_parameters[name]
             assert parameter.dtype == other.dtype, f"{name} is {parameter.dtype} now"
             assert parameter.shape == other.shape and parameter.device == other.device, name
             assert not parameter.isnan().any(), f"{name} was not filled"
@@ -207,25 +207,25 @@ class WeightLoaderKit(Kit):
         folder = self.checkpoint(tmp_path, tensors)
         layers = quantized_layers(self.load(folder, quantization="int8"))
         assert layers
-        wanted = {}
+        expected = {}
         if self.reads:
-            wanted = quantized_layers(self.expected(folder, tensors, quantization="int8"))
+            expected = quantized_layers(self.expected(folder, tensors, quantization="int8"))
         for name, layer in layers.items():
             assert layer.processed, f"{name} was never processed"
             eye = torch.eye(layer.spec.in_features)
             product = layer(eye)
             assert torch.isfinite(product).all()
             if self.reads:
-                want = wanted[name](eye)
+                dense = expected[name](eye)
                 # A number near a tie may be rounded to the next of 127 steps.
-                bound = (1e-5 + 2 * (self.tolerance > 0) / 127) * float(want.abs().max())
-                assert float((product - want).abs().max()) <= bound, name
+                bound = (1e-5 + 2 * (self.tolerance > 0) / 127) * float(dense.abs().max())
+                assert float((product - dense).abs().max()) <= bound, name
 
     def test_loading_twice_gives_the_same(self, tensors: Any, tmp_path: Path) -> None:
         folder = self.checkpoint(tmp_path, tensors)
         first, second = self.load(folder), self.load(folder)
-        for one, other in zip(first.parameters(), second.parameters(), strict=True):
-            assert torch.equal(one, other)
+        for left, other in zip(first.parameters(), second.parameters(), strict=True):
+            assert torch.equal(left, other)
 
     def test_the_checkpoint_is_only_read(self, tensors: Any, tmp_path: Path) -> None:
         folder = self.checkpoint(tmp_path, tensors)
@@ -261,8 +261,8 @@ class WeightLoaderKit(Kit):
         for number, name in enumerate(
             ("model.norm.weight", "model.layers.1.self_attn.k_proj.weight", "lm_head.weight")
         ):
-            left = {key: part for key, part in tensors.items() if key != name}
-            folder = self.checkpoint(tmp_path / str(number), left)
+            remaining = {key: part for key, part in tensors.items() if key != name}
+            folder = self.checkpoint(tmp_path / str(number), remaining)
             with self.refused(name):
                 self.load(folder)
 

@@ -81,19 +81,19 @@ class Bench:
             self.processor.batch_changed(self._rows)
         index = torch.tensor(slots, dtype=torch.int64)
         lengths = torch.tensor([len(self.tokens[slot]) for slot in slots])
-        made = self.processor.apply(logits.clone(), ProcessedRows(self._rows, index, lengths))
-        assert isinstance(made, torch.Tensor), "apply must give a tensor"
-        assert made.shape == logits.shape, f"apply gave {tuple(made.shape)}"
-        assert made.dtype == torch.float32, f"apply gave {made.dtype}"
-        return made.clone()
+        result = self.processor.apply(logits.clone(), ProcessedRows(self._rows, index, lengths))
+        assert isinstance(result, torch.Tensor), "apply must give a tensor"
+        assert result.shape == logits.shape, f"apply gave {tuple(result.shape)}"
+        assert result.dtype == torch.float32, f"apply gave {result.dtype}"
+        return result.clone()
 
 
-def same(got: torch.Tensor, want: torch.Tensor) -> bool:
+def same(actual: torch.Tensor, expected: torch.Tensor) -> bool:
     """Compare, except for rounding."""
-    finite = want.isfinite()
-    if not torch.equal(got.isfinite(), finite):
+    finite = expected.isfinite()
+    if not torch.equal(actual.isfinite(), finite):
         return False
-    return torch.allclose(got[finite], want[finite], rtol=1e-5, atol=1e-5)
+    return torch.allclose(actual[finite], expected[finite], rtol=1e-5, atol=1e-5)
 
 
 class LogitsProcessorKit(Kit):
@@ -169,11 +169,11 @@ class LogitsProcessorKit(Kit):
             logits = self.logits(len(slots), seed)
             if seed % 2:
                 logits[:, seed::3] = -torch.inf
-            made = bench.apply(slots, logits)
-            assert not made.isnan().any(), "NaN"
-            assert not made.isposinf().any(), "+inf"
+            result = bench.apply(slots, logits)
+            assert not result.isnan().any(), "NaN"
+            assert not result.isposinf().any(), "+inf"
             if not seed % 2:
-                assert made.isfinite().any(dim=1).all(), "a row has no token left"
+                assert result.isfinite().any(dim=1).all(), "a row has no token left"
 
     def test_it_does_something(self, processor_type: type[LogitsProcessor]) -> None:
         """Each example changes some logits at some step."""
@@ -201,8 +201,8 @@ class LogitsProcessorKit(Kit):
         for seed in range(20):
             logits = self.logits(len(slots), seed)
             logits[:, seed] = logits.max(dim=1).values + 1e-3
-            got = bench.apply(slots, logits).argmax(dim=1)
-            assert torch.equal(got, logits.argmax(dim=1)), "the largest logit is another one"
+            actual = bench.apply(slots, logits).argmax(dim=1)
+            assert torch.equal(actual, logits.argmax(dim=1)), "the largest logit is another one"
 
     # ------------------------------------------------------------ what it may depend on
 
@@ -264,10 +264,10 @@ class LogitsProcessorKit(Kit):
                     slot = 10 + step
                     assert torn.start(slot, args, tokens)
                 logits = self.logits(1, step)
-                made = whole.apply([2], logits)
-                assert same(torn.apply([slot], logits), made), f"{args}, step {step}"
-                whole.append(2, int(made.argmax()))
-                torn.append(slot, int(made.argmax()))
+                result = whole.apply([2], logits)
+                assert same(torn.apply([slot], logits), result), f"{args}, step {step}"
+                whole.append(2, int(result.argmax()))
+                torn.append(slot, int(result.argmax()))
 
     def test_what_is_the_engines_stays(self, processor_type: type[LogitsProcessor]) -> None:
         """Tokens of slots are only read, and only those of requests."""
@@ -276,11 +276,11 @@ class LogitsProcessorKit(Kit):
         self.crowd(bench, processor_type, slots)
         before = bench.history.clone()
         logits = self.logits(3)
-        made = bench.apply(slots, logits)
+        result = bench.apply(slots, logits)
         assert torch.equal(bench.history, before), "it wrote to `history`"
         for slot in range(SLOTS + 1):
             bench.history[slot, len(bench.tokens.get(slot, [])) :] = 0
-        assert same(bench.apply(slots, logits), made), "it reads behind `lengths`"
+        assert same(bench.apply(slots, logits), result), "it reads behind `lengths`"
 
     def test_a_full_batch_is_served(self, processor_type: type[LogitsProcessor]) -> None:
         """Serve as many rows as there are slots, then few again."""

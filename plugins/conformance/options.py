@@ -89,17 +89,17 @@ def pytest_load_initial_conftests(early_config: Any, parser: Any, args: list[str
 def pytest_configure(config: pytest.Config) -> None:
     """Look the names up. Raises UsageError for one that is not registered."""
     config.addinivalue_line("markers", "gpu: needs a CUDA device")
-    wanted = {
+    enabled = {
         kind: names
         for kind in KITS
         if (names := config.getoption(_destination(kind), default=None))
     }
-    chosen: dict[str, list[str]] = {}
-    if wanted:
+    flags: dict[str, list[str]] = {}
+    if enabled:
         from ...core.registry import load_plugins
 
         plugins = load_plugins()
-        for kind, names in wanted.items():
+        for kind, names in enabled.items():
             registered = sorted(plugins[kind])
             for name in names:
                 if name != "all" and name not in registered:
@@ -107,8 +107,8 @@ def pytest_configure(config: pytest.Config) -> None:
                         f"{KITS[kind].option}: no {kind.replace('_', ' ')} named {name!r} is "
                         f"registered (there are: {', '.join(registered) or 'none'})"
                     )
-            chosen[kind] = registered if "all" in names else list(dict.fromkeys(names))
-    config.stash[CHOSEN] = chosen
+            flags[kind] = registered if "all" in names else list(dict.fromkeys(names))
+    config.stash[CHOSEN] = flags
 
 
 def pytest_pycollect_makemodule(module_path: Path, parent: Any) -> pytest.Module | None:

@@ -156,8 +156,8 @@ class ParserKit(Kit):
         """Raise AssertionError if a text in pieces of one size takes more than `seconds`."""
         sample = self.samples[0] if self.samples else None
         pieces = [text[at : at + size] for at in range(0, len(text), size)]
-        taken = processor_seconds(lambda: run(self.make(sample), pieces), self.seconds)
-        assert taken < self.seconds, f"{len(text)} characters, … {text[-60:]!r}: {taken:.2f} s"
+        seconds = processor_seconds(lambda: run(self.make(sample), pieces), self.seconds)
+        assert seconds < self.seconds, f"{len(text)} characters, … {text[-60:]!r}: {seconds:.2f} s"
 
     # ------------------------------------------------------------ tests
 
@@ -166,23 +166,23 @@ class ParserKit(Kit):
         for pieces in ([sample.text], list(sample.text)):
             events = run(self.make(sample), pieces)
             self.check_events(events)
-            found = fold(events)
-            assert found.content == sample.content, found
-            assert found.reasoning == sample.reasoning, found
+            message = fold(events)
+            assert message.content == sample.content, message
+            assert message.reasoning == sample.reasoning, message
             names = [name for name, _ in sample.calls]
-            assert [call.name for call in found.tool_calls] == names, found
-            ended = {event.index for event in events if isinstance(event, ToolCallEnd)}
-            for index, (call, (_, wanted)) in enumerate(
-                zip(found.tool_calls, sample.calls, strict=True)
+            assert [call.name for call in message.tool_calls] == names, message
+            finished = {event.index for event in events if isinstance(event, ToolCallEnd)}
+            for index, (call, (_, expected)) in enumerate(
+                zip(message.tool_calls, sample.calls, strict=True)
             ):
-                if isinstance(wanted, str):
-                    assert index not in ended, f"call {index} is cut off, and has an end"
-                    assert call.arguments == wanted, call
+                if isinstance(expected, str):
+                    assert index not in finished, f"call {index} is cut off, and has an end"
+                    assert call.arguments == expected, call
                 else:
-                    assert index in ended, f"call {index} has no end: {call.arguments}"
-                    assert strictly(call.arguments) == wanted, call
+                    assert index in finished, f"call {index} has no end: {call.arguments}"
+                    assert strictly(call.arguments) == expected, call
             if sample.ids is not None:
-                assert [call.id for call in found.tool_calls] == list(sample.ids), found
+                assert [call.id for call in message.tool_calls] == list(sample.ids), message
 
     def test_a_sample_cut_anywhere_means_the_same(self, sample: Sample) -> None:
         """Compare all splits into two pieces."""
@@ -242,8 +242,10 @@ class ParserKit(Kit):
                 parser.feed("ab\n" * (count // 3))
             small, large = (functools.partial(_feed, parser) for parser in parsers)
             ratio = growth(small, large, BAR)
-            told = f"after {lead[-60:]!r} and a megabyte of words a piece takes {ratio:.0f} times"
-            assert ratio < BAR, f"{told} as long as after 500 letters"
+            message = (
+                f"after {lead[-60:]!r} and a megabyte of words a piece takes {ratio:.0f} times"
+            )
+            assert ratio < BAR, f"{message} as long as after 500 letters"
 
 
 EARLIER = 1_000_000
@@ -277,9 +279,9 @@ def spoiled(text: str) -> Iterator[str]:
     for place in quotes:
         for raw in ("\n", "\x01", "\t"):
             yield text[:place] + raw + text[place:]
-    for found in itertools.islice(_SCALAR.finditer(text), 12):
+    for match in itertools.islice(_SCALAR.finditer(text), 12):
         for value in _WRONG_VALUES:
-            yield text[: found.start(2)] + value + text[found.end(2) :]
+            yield text[: match.start(2)] + value + text[match.end(2) :]
 
 
 _PIECES = [*'{}[]()<>|=:,"\'\\/;', "\n", " ", "é🙂", '"name"', '"arguments"', '"parameters"',
@@ -433,11 +435,11 @@ class ReasoningParserKit(ParserKit):
 
         def check(text: str) -> None:
             parser = self.make()
-            ended = parser.reasoning_ended
+            finished = parser.reasoning_ended
             for char in text:
                 parser.feed(char)
-                assert parser.reasoning_ended or not ended
-                ended = parser.reasoning_ended
+                assert parser.reasoning_ended or not finished
+                finished = parser.reasoning_ended
 
         self.property(check, text=self.texts())
 
@@ -446,9 +448,9 @@ class ReasoningParserKit(ParserKit):
 
         def check(text: str, thinking: bool) -> None:
             parser = self.parser_class(thinking=thinking)
-            found = fold(run(parser, [text]))
-            assert (found.reasoning or "") + (found.content or "") in self.unchanged(text), repr(
-                text
+            message = fold(run(parser, [text]))
+            assert (message.reasoning or "") + (message.content or "") in self.unchanged(text), (
+                repr(text)
             )
 
         self.property(check, text=st.text("aZé🙂.,", max_size=40), thinking=st.booleans())
@@ -461,5 +463,5 @@ class ReasoningParserKit(ParserKit):
         """The chain does not pass reasoning to the tool parser."""
         tools = self.plugins()["tool_parser"].load("hermes")()
         chain = OutputParser(self.make(sample), tools)
-        found: ParsedMessage = fold(run(chain, list(sample.text)))
-        assert found.reasoning == sample.reasoning
+        message: ParsedMessage = fold(run(chain, list(sample.text)))
+        assert message.reasoning == sample.reasoning

@@ -158,16 +158,16 @@ class QuantizationKit(Kit):
                 if name.endswith(".bias"):
                     parameter.normal_(std=0.3)
         tensors: dict[str, torch.Tensor] = {}
-        taken = set()
+        written = set()
         for layer, weight in linear_weights(model).items():
             if self.is_quantized(layer):
                 stored, dequantised = self.quantize(weight.clone())
                 tensors |= {f"{layer}.{leaf}": part.contiguous() for leaf, part in stored.items()}
                 weight.copy_(dequantised)
-                taken.add(f"{layer}.weight")
+                written.add(f"{layer}.weight")
         model.save_pretrained(folder)
         plain = load_file(folder / "model.safetensors")
-        plain = {name: tensor for name, tensor in plain.items() if name not in taken}
+        plain = {name: tensor for name, tensor in plain.items() if name not in written}
         save_file({**plain, **tensors}, folder / "model.safetensors", {"format": "pt"})
         if self.config:
             self.set_config(folder)
@@ -182,12 +182,12 @@ class QuantizationKit(Kit):
 
     def engine_config(self, folder: Path, **options: Any) -> EngineConfig:
         """Return the configuration for a checkpoint of this method."""
-        chosen: dict[str, Any] = {
+        settings: dict[str, Any] = {
             "model": str(folder), "device": self.device, "dtype": "float32",
             "quantization": None if self.config else self.name, "skip_tokenizer_init": True,
             "max_model_len": 128, "max_num_seqs": 4, "max_num_batched_tokens": 16,
         }  # fmt: skip
-        return EngineConfig(**{**chosen, **options})
+        return EngineConfig(**{**settings, **options})
 
     def build(self, folder: Path, **options: Any) -> nn.Module:
         """Return the loaded model, without an engine."""
@@ -207,9 +207,11 @@ class QuantizationKit(Kit):
         layers = quantized_layers(self.build(folder))
         assert layers, "no layer is quantized"
         for layer in layers.values():
-            wanted = torch.cat([weights[s] for s in layer.spec.sources.values()])
-            got = self.dense(layer).cpu()
-            assert (got - wanted).abs().max() <= self.exact * wanted.abs().max(), layer.spec.prefix
+            expected = torch.cat([weights[s] for s in layer.spec.sources.values()])
+            actual = self.dense(layer).cpu()
+            assert (actual - expected).abs().max() <= self.exact * expected.abs().max(), (
+                layer.spec.prefix
+            )
 
     def dense(self, layer: QuantizedLinear) -> torch.Tensor:
         """Return the matrix by which the layer multiplies, [out_features, in_features], determined
@@ -243,8 +245,8 @@ class QuantizationKit(Kit):
                 bias = nn.functional.silu(gate) * up
             for rows in (1, 3):
                 zeros = torch.zeros(rows, layer.spec.in_features, device=layer.spec.device)
-                got = layer(zeros).cpu()
-                worst = (got - bias).abs().max()
+                actual = layer(zeros).cpu()
+                worst = (actual - bias).abs().max()
                 assert worst <= 1e-5, f"{layer.spec.prefix}: a bias is left out or wrong"
         if not biased:
             pytest.skip("layers of this family have no biases")
@@ -267,10 +269,10 @@ class QuantizationKit(Kit):
                 continue
             x = torch.randn(3, layer.spec.in_features, device=layer.spec.device).bfloat16()
             for rows in (1, 3):
-                got, want = layer(x[:rows]), wide[name](x[:rows].float())
-                assert got.dtype == torch.bfloat16, f"{name} gives {got.dtype} for bfloat16"
-                worst = (got.float() - want).abs().max()
-                assert worst <= (self.half_error + self.product_error) * want.abs().max(), name
+                actual, expected = layer(x[:rows]), wide[name](x[:rows].float())
+                assert actual.dtype == torch.bfloat16, f"{name} gives {actual.dtype} for bfloat16"
+                worst = (actual.float() - expected).abs().max()
+                assert worst <= (self.half_error + self.product_error) * expected.abs().max(), name
 
     def test_every_number_of_the_config_counts(self, checkpoint: Any) -> None:
         """The same tensors under another `group_size`, for example, are another weight, or
@@ -310,17 +312,17 @@ class QuantizationKit(Kit):
             for rows in (1, 3, 40):
                 x = torch.randn(rows, size, device=device)
                 wide = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5) * norm.weight
-                wanted = wide @ dense.t()
+                expected = wide @ dense.t()
                 if layer.bias is not None:
-                    wanted = wanted + layer.bias
+                    expected = expected + layer.bias
                 if layer.spec.gated:
-                    gate, up = wanted.chunk(2, dim=-1)
-                    wanted = nn.functional.silu(gate) * up
-                residual = torch.randn_like(wanted) if with_residual else None
-                given = None if residual is None else residual.clone()
-                got = layer(x, norm=norm, residual=given)
-                wanted = wanted if residual is None else wanted + residual
-                assert (got - wanted).abs().max() <= self.product_error * wanted.abs().max()
+                    gate, up = expected.chunk(2, dim=-1)
+                    expected = nn.functional.silu(gate) * up
+                residual = torch.randn_like(expected) if with_residual else None
+                added = None if residual is None else residual.clone()
+                actual = layer(x, norm=norm, residual=added)
+                expected = expected if residual is None else expected + residual
+                assert (actual - expected).abs().max() <= self.product_error * expected.abs().max()
 
     def test_rounding_error_is_bounded(self) -> None:
         """Check normal random weights, and rows of zeros."""
@@ -354,11 +356,11 @@ class QuantizationKit(Kit):
             tokens = [*prompt, *output.outputs[0].token_ids]
             with torch.no_grad():
                 logits = reference(torch.tensor([tokens])).logits[0]
-            wanted = torch.log_softmax(logits.float(), -1)
+            expected = torch.log_softmax(logits.float(), -1)
             tables = [*output.prompt_logprobs[1:], *output.outputs[0].logprobs]
             for position, table in enumerate(tables):
-                for token, found in table.items():
-                    error = abs(found.logprob - float(wanted[position, token]))
+                for token, logprob in table.items():
+                    error = abs(logprob.logprob - float(expected[position, token]))
                     assert error <= self.logprob_error, (len(prompt), position, token, error)
 
     def test_mismatched_config_is_refused_by_the_fields_name(self, checkpoint: Any) -> None:
@@ -394,7 +396,7 @@ class QuantizationKit(Kit):
         with pytest.raises(LoadError, match=name.replace(".", r"\.")):
             self.build(tmp_path)
         weights = {
-            key: self.dense(one) for key, one in quantized_layers(self.build(folder)).items()
+            key: self.dense(layer_) for key, layer_ in quantized_layers(self.build(folder)).items()
         }
         for missing in names:
             cut = {key: tensor for key, tensor in tensors.items() if key != missing}
@@ -407,8 +409,8 @@ class QuantizationKit(Kit):
                 assert named, f"{missing} is not named: {error}"
                 continue
             assert missing != name, f"{missing} may be missing, and nobody minds"
-            for key, one in layers.items():
-                worst = (self.dense(one) - weights[key]).abs().max()
+            for key, layer_ in layers.items():
+                worst = (self.dense(layer_) - weights[key]).abs().max()
                 bound = self.exact * weights[key].abs().max()
                 assert worst <= bound, f"without {missing} there is another weight, and no error"
 
@@ -429,16 +431,16 @@ class QuantizationKit(Kit):
         layers = quantized_layers(model)
         assert "model.layers.1.mlp.down_proj" not in layers
         assert "model.layers.0.mlp.down_proj" in layers
-        kept = model.get_parameter("model.layers.1.mlp.down_proj.weight")
-        wanted = reference.get_parameter("model.layers.1.mlp.down_proj.weight")
-        torch.testing.assert_close(kept.cpu(), wanted.data, rtol=0, atol=0)
+        parameter = model.get_parameter("model.layers.1.mlp.down_proj.weight")
+        expected = reference.get_parameter("model.layers.1.mlp.down_proj.weight")
+        torch.testing.assert_close(parameter.cpu(), expected.data, rtol=0, atol=0)
 
     def test_dummy_weights_can_be_made(self, checkpoint: Any) -> None:
         """`load_format=dummy` allows speed measurements without a checkpoint."""
         model = self.build(checkpoint[0], load_format="dummy")
         for layer in quantized_layers(model).values():
-            made = layer(torch.randn(2, layer.spec.in_features, device=layer.spec.device))
-            assert torch.isfinite(made).all() and made.any(), layer.spec.prefix
+            result = layer(torch.randn(2, layer.spec.in_features, device=layer.spec.device))
+            assert torch.isfinite(result).all() and result.any(), layer.spec.prefix
 
 
 EXPERT = re.compile(r"\.experts(\.|$)")
@@ -464,17 +466,17 @@ def linear_weights(model: nn.Module) -> dict[str, torch.Tensor]:
 
     Experts, which share one tensor there, are returned one by one, as views of it.
     """
-    found = {}
+    weights = {}
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear):
-            found[name] = module.weight.data
+            weights[name] = module.weight.data
         elif name.endswith(".experts"):
             gate_up, down = module.gate_up_proj.data, module.down_proj.data
-            for expert, (both, one) in enumerate(zip(gate_up, down, strict=True)):
+            for expert, (both, down_weight) in enumerate(zip(gate_up, down, strict=True)):
                 gate, up = both.chunk(2)
-                parts = {"gate_proj": gate, "up_proj": up, "down_proj": one}
-                found |= {f"{name}.{expert}.{part}": weight for part, weight in parts.items()}
-    return found
+                parts = {"gate_proj": gate, "up_proj": up, "down_proj": down_weight}
+                weights |= {f"{name}.{expert}.{part}": weight for part, weight in parts.items()}
+    return weights
 
 
 async def _last(engine: AsyncEngine, prompt: list[int], params: SamplingParams) -> Any:

@@ -93,8 +93,8 @@ class _Writer:
         schema = format["json_schema"]
         if schema is False or not isinstance(schema, Mapping | bool):
             raise ValueError(f"{path}.json_schema: must be a schema")
-        made = {**(schema if isinstance(schema, Mapping) else {}), "x-guidance": self._options}
-        return self._rule(f"%json {json.dumps(made)}")
+        document = {**(schema if isinstance(schema, Mapping) else {}), "x-guidance": self._options}
+        return self._rule(f"%json {json.dumps(document)}")
 
     def write_regex(self, format: Mapping[str, Any], path: str) -> str:
         return self._terminal(_Free(format, format["pattern"]))
@@ -106,16 +106,16 @@ class _Writer:
 
     def write_sequence(self, format: Mapping[str, Any], path: str) -> str:
         parts = [
-            self.expression(one, f"{path}.elements[{index}]")
-            for index, one in enumerate(format["elements"])
+            self.expression(element, f"{path}.elements[{index}]")
+            for index, element in enumerate(format["elements"])
         ]
         return " ".join(filter(None, parts))
 
     def write_or(self, format: Mapping[str, Any], path: str) -> str:
         return self._either(
             [
-                self.expression(one, f"{path}.elements[{index}]")
-                for index, one in enumerate(format["elements"])
+                self.expression(element, f"{path}.elements[{index}]")
+                for index, element in enumerate(format["elements"])
             ]
         )
 
@@ -144,10 +144,10 @@ class _Writer:
             self.write_tag(tag, f"{path}.tags[{index}]") for index, tag in enumerate(format["tags"])
         ]
         item = self._rule(self._either(tags))
-        made = item
+        text = item
         if not format.get("stop_after_first"):
-            made = f"{item} ({self._text(format['separator'])} {item})*"
-        return made if format.get("at_least_one") else f"({made})?"
+            text = f"{item} ({self._text(format['separator'])} {item})*"
+        return text if format.get("at_least_one") else f"({text})?"
 
     def write_triggered_tags(self, format: Mapping[str, Any], path: str) -> str:
         tags = self._by_trigger(format, path)
@@ -164,17 +164,19 @@ class _Writer:
 
     def _by_trigger(self, format: Mapping[str, Any], path: str) -> list[tuple[str, str]]:
         """Return (trigger, text that follows it) for each tag."""
-        made: list[tuple[str, str]] = []
+        pairs: list[tuple[str, str]] = []
         for index, tag in enumerate(format["tags"]):
-            found = [t for t in format["triggers"] if t and tag["begin"].startswith(t)]
-            if len(found) != 1:
+            triggers = [t for t in format["triggers"] if t and tag["begin"].startswith(t)]
+            if len(triggers) != 1:
                 raise ValueError(
                     f"{path}.tags[{index}].begin: must start with exactly one of the triggers"
                 )
-            made.append((found[0], self.write_tag(tag, f"{path}.tags[{index}]", len(found[0]))))
-        if not made:
+            pairs.append(
+                (triggers[0], self.write_tag(tag, f"{path}.tags[{index}]", len(triggers[0])))
+            )
+        if not pairs:
             raise ValueError(f"{path}: triggers and tags must not be empty")
-        return made
+        return pairs
 
     def _after_text(self, tags: Sequence[tuple[str, str]], free: _Free) -> str:
         """Return free text, then a trigger, then what follows it."""
@@ -207,8 +209,8 @@ class _Writer:
         some = list(dict.fromkeys(filter(None, ways)))
         if not some:
             return ""
-        made = some[0] if len(ways) == 1 else f"({' | '.join(some)})"
-        return made if all(ways) else f"({made})?"
+        text = some[0] if len(ways) == 1 else f"({' | '.join(some)})"
+        return text if all(ways) else f"({text})?"
 
     def _rule(self, body: str) -> str:
         name = f"r{len(self.rules)}"
@@ -242,9 +244,9 @@ class _Writer:
             raise ValueError(f"{text!r} must be a text")
         parts: list[str] = []
         at = 0
-        for found in self._tokens.finditer(text):
-            parts += [_quoted(text[at : found.start()]), f"<[{self._special[found[0]]}]>"]
-            at = found.end()
+        for match in self._tokens.finditer(text):
+            parts += [_quoted(text[at : match.start()]), f"<[{self._special[match[0]]}]>"]
+            at = match.end()
         return " ".join(filter(None, [*parts, _quoted(text[at:])]))
 
 
@@ -264,7 +266,7 @@ class _Free:
 
     def terminal(self) -> str:
         """Return the expression of a terminal."""
-        return " & ".join([_regex(self._pattern), *(f"~{_regex(one)}" for one in self._not)])
+        return " & ".join([_regex(self._pattern), *(f"~{_regex(name)}" for name in self._not)])
 
 
 def _quoted(text: str) -> str:
@@ -272,13 +274,13 @@ def _quoted(text: str) -> str:
 
 
 def _escaped(text: str) -> str:
-    return _LITERAL.sub(lambda found: "\\" + found[0], text)
+    return _LITERAL.sub(lambda match: "\\" + match[0], text)
 
 
 def _regex(pattern: str) -> str:
     """Return the pattern between slashes."""
 
-    def mend(found: re.Match[str]) -> str:
-        return {"/": "\\/", "\n": "\\n"}.get(found[0], found[0])
+    def mend(match: re.Match[str]) -> str:
+        return {"/": "\\/", "\n": "\\n"}.get(match[0], match[0])
 
     return f"/{_SLASH.sub(mend, pattern)}/"

@@ -106,26 +106,26 @@ class LLGuidance:
         return matcher
 
     def _grammar(self, spec: GrammarSpec) -> str:
-        made = self._llguidance.LLMatcher
+        matcher_class = self._llguidance.LLMatcher
         match spec.kind:
             case "json":
                 return self._schema(spec.text)
             case "json_object":
                 return self._schema('{"type":"object"}')
             case "regex":
-                return made.grammar_from_regex(spec.text)
+                return matcher_class.grammar_from_regex(spec.text)
             case "choice":
                 options = " | ".join(_quoted(option) for option in json.loads(spec.text))
-                return made.grammar_from_lark(f"start: {options}")
+                return matcher_class.grammar_from_lark(f"start: {options}")
             case "grammar":
-                return made.grammar_from_lark(spec.text)
+                return matcher_class.grammar_from_lark(spec.text)
             case "structural_tag":
-                return made.grammar_from_lark(self._tags(spec.text))
+                return matcher_class.grammar_from_lark(self._tags(spec.text))
         raise ValueError(f"no such kind: {spec.kind}")
 
     def _schema(self, text: str) -> str:
-        made = self._llguidance.LLMatcher
-        return made.grammar_from_json_schema(text, overrides=self._options)
+        matcher_class = self._llguidance.LLMatcher
+        return matcher_class.grammar_from_json_schema(text, overrides=self._options)
 
     def _tags(self, text: str) -> str:
         return lark_of(read(text), self._special_tokens, self._options)
@@ -196,15 +196,15 @@ class LLGuidanceMatcher:
     ) -> list[bool | Exception]:
         """Accept one token per matcher; too fast for other threads to pay off. A token that is not
         accepted is an error."""
-        answers: list[bool | Exception] = []
-        for one, token_id in zip(matchers, token_ids, strict=True):
-            if one._terminated or token_id in one._eos:
-                answers.append(one._accept(token_id))
-            elif one._matcher.consume_token(token_id):
-                answers.append(True)
+        results: list[bool | Exception] = []
+        for matcher, token_id in zip(matchers, token_ids, strict=True):
+            if matcher._terminated or token_id in matcher._eos:
+                results.append(matcher._accept(token_id))
+            elif matcher._matcher.consume_token(token_id):
+                results.append(True)
             else:
-                answers.append(RuntimeError(_first_line(one._matcher.get_error())))
-        return answers
+                results.append(RuntimeError(_first_line(matcher._matcher.get_error())))
+        return results
 
     def fill_bitmask(self, row: np.ndarray) -> None:
         """row: [ceil(size / 32)] int32. Raises RuntimeError if a limit was reached."""
@@ -220,7 +220,7 @@ class LLGuidanceMatcher:
 
         bits: [count, ceil(size / 32)] int32
         """
-        pairs = [(one._matcher, row) for one, row in zip(matchers, rows, strict=True)]
+        pairs = [(matcher._matcher, row) for matcher, row in zip(matchers, rows, strict=True)]
         # Each thread gets neighbours: rows that wait for each other go to one thread.
         order = sorted(range(len(pairs)), key=lambda place: matchers[place]._root)
         _executor().unsafe_compute_mask_ptr(

@@ -136,7 +136,7 @@ class XGrammar:
                 _write_expressions(part.get("json_schema"))
             texts = [part.get(key) for key in ("begin", "end", "value", "separator")]
             for token in self._vocabulary.special_tokens:
-                if token and any(isinstance(one, str) and token in one for one in texts):
+                if token and any(isinstance(text, str) and token in text for text in texts):
                     raise ValueError(f"the special token {token} in a structural tag")
         return json.dumps(tag)
 
@@ -177,7 +177,7 @@ class XGrammarMatcher:
         """Accept one token per matcher, releasing the interpreter lock once."""
         import xgrammar
 
-        raw = [one._matcher for one in matchers]
+        raw = [matcher._matcher for matcher in matchers]
         return list(xgrammar.BatchGrammarMatcher.batch_accept_token(raw, list(token_ids)))
 
     def fill_bitmask(self, row: np.ndarray) -> None:
@@ -195,17 +195,17 @@ class XGrammarMatcher:
 
         bits: [count, ceil(size / 32)] int32
         """
-        raw = [one._matcher for one in matchers]
+        raw = [matcher._matcher for matcher in matchers]
         together = _together(threading.get_ident(), min(THREADS, len(raw)))
         together.batch_fill_next_token_bitmask(raw, bits, list(rows))
-        cleans = {id(one._clean) for one in matchers}
+        cleans = {id(matcher._clean) for matcher in matchers}
         if len(rows) == len(bits) and len(cleans) == 1:
             if (clean := matchers[0]._clean) is not None:
                 np.bitwise_and(bits, clean, out=bits)
         else:
-            for one, row in zip(matchers, rows, strict=True):
-                if one._clean is not None:
-                    bits[row] &= one._clean
+            for matcher, row in zip(matchers, rows, strict=True):
+                if matcher._clean is not None:
+                    bits[row] &= matcher._clean
         return [None] * len(raw)
 
     def is_terminated(self) -> bool:
@@ -267,16 +267,16 @@ def _whole(pattern: str) -> str:
 def _unheld(schema: Any) -> str | None:
     for part in subschemas(schema):
         keywords = part.keys()
-        if found := sorted(_IGNORED & keywords):
-            return f"JSON schema keyword {found[0]} is not supported"
+        if keys := sorted(_IGNORED & keywords):
+            return f"JSON schema keyword {keys[0]} is not supported"
         if "format" in part and str(part["format"]) not in _FORMATS:
             return f"format {part['format']!r} is not supported"
         if "pattern" in part and _LENGTHS & keywords:
             return "pattern together with minLength or maxLength is not supported"
         if any(map(_half_anchored, (part.get("pattern"), *_names_in(part)))):
             return "pattern with ^ or $ on one side and | is not supported"
-        if "type" not in part and (found := sorted(_TYPED & keywords)):
-            return f"{found[0]} without a type is not supported"
+        if "type" not in part and (keys := sorted(_TYPED & keywords)):
+            return f"{keys[0]} without a type is not supported"
         if "multipleOf" in part and part.get("type") != "integer":
             return "multipleOf of another type than integer is not supported"
         reference = part.get("$ref", "#")
@@ -304,8 +304,8 @@ def _unheld_tag(text: str) -> str | None:
     tag = {"format": _format(text)}
     free = _has_free_text(tag)
     for part in tag_formats(tag):
-        if found := sorted({"never", "never_first"} & part.keys()):
-            return f"{found[0]} is not supported"
+        if keys := sorted({"never", "never_first"} & part.keys()):
+            return f"{keys[0]} is not supported"
         if part.get("type") == "regex" and part.get("excludes"):
             return "excludes beside an expression is not supported"
         if part.get("type") == "json_schema":

@@ -93,11 +93,11 @@ class GgufLoader:
                 f"{self.file.name} has tensors that the model has no place for: "
                 f"{listed(sorted(unused))}"
             )
-        found = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
+        listing = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
         logger.info(
             "gguf: tensors are dequantised at load, and run as %s: %s",
             str(self.model_config.dtype).removeprefix("torch."),
-            found,
+            listing,
         )
 
     def _metadata(self, reader: Any, key: str) -> Any:
@@ -117,8 +117,8 @@ class GgufLoader:
             ) from error
         shape = tuple(int(size) for size in reversed(tensor.shape))
         # A copy: what is stored plain comes as a read-only view of the file.
-        made = torch.from_numpy(numbers.copy()).reshape(shape)
-        return (made - less if less else made).to(self.model_config.dtype)
+        dense = torch.from_numpy(numbers.copy()).reshape(shape)
+        return (dense - less if less else dense).to(self.model_config.dtype)
 
     def _unturned(self, stem: str, dense: torch.Tensor) -> torch.Tensor:
         """Queries and keys of `NEIGHBOURS` have their channels so paired; ours are halves."""

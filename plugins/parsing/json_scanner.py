@@ -68,12 +68,12 @@ class JsonScanner:
         while position < size:
             char = text[position]
             if expect == "string":
-                found = _STRING_STOP.search(text, position, size)
-                if found is None:
+                match = _STRING_STOP.search(text, position, size)
+                if match is None:
                     position = size
                     break
-                position = found.end()
-                if found[0] == "\\":
+                position = match.end()
+                if match[0] == "\\":
                     expect = "escape"
                     continue
                 expect = "colon" if self._is_key else "after"

@@ -40,10 +40,10 @@ def parameter_types(schema: Any, name: str) -> frozenset[str]:
 def _types(schema: Any, root: Mapping[str, Any], seen: set[str], depth: int) -> frozenset[str]:
     if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
         return frozenset()
-    said = schema.get("type")
-    types = {said} if isinstance(said, str) else set()
-    if isinstance(said, list):
-        types.update(one for one in said if isinstance(one, str))
+    declared = schema.get("type")
+    types = {declared} if isinstance(declared, str) else set()
+    if isinstance(declared, list):
+        types.update(name for name in declared if isinstance(name, str))
     if types:
         return frozenset(_TYPES[name] for name in types if name in _TYPES)
     if "const" in schema:

@@ -85,8 +85,10 @@ class TaggedCallsParser(ToolMachine):
                 continue
             answer.arguments(f"{'' if first else ', '}{json.dumps(_unquoted(key[0]))}: ")
             first = False
-            ended = yield from self._value(name, _unquoted(key[0]), opened=key[1] != self.key_end)
-            if not ended:
+            finished = yield from self._value(
+                name, _unquoted(key[0]), opened=key[1] != self.key_end
+            )
+            if not finished:
                 return
             mark = yield from text.until(self._next_or_over, _drop)
         if not mark:
@@ -105,7 +107,7 @@ class TaggedCallsParser(ToolMachine):
         if self.newlines:
             yield from text.accept(_NEWLINE)
         types = parameter_types(self.schemas.get(name), key) or self.untyped
-        value = Held(self.newlines)
+        value = TrailingNewlineFilter(self.newlines)
         if types == _STRING:
             answer.arguments('"')
             value.say = lambda part: answer.arguments(json.dumps(part, ensure_ascii=False)[1:-1])
@@ -129,20 +131,20 @@ def _drop(text: str) -> None:
     """Drop the text."""
 
 
-class Held:
+class TrailingNewlineFilter:
     """Passes text on except for a newline at its end."""
 
-    def __init__(self, holds: bool) -> None:
+    def __init__(self, enabled: bool) -> None:
         self.parts: list[str] = []
         self.say = self.parts.append
-        self._holds = holds
-        self._held = ""
+        self._enabled = enabled
+        self._pending = ""
 
     def add(self, part: str) -> None:
         """Add the next piece of text."""
-        part = self._held + part
-        self._held = "\n" if self._holds and part.endswith("\n") else ""
-        part = part[: len(part) - len(self._held)]
+        part = self._pending + part
+        self._pending = "\n" if self._enabled and part.endswith("\n") else ""
+        part = part[: len(part) - len(self._pending)]
         if part:
             self.say(part)
 

@@ -92,12 +92,14 @@ class AwqLinear(PackedLinear):
 
     def pack(self, shards: Mapping[str, Mapping[str, torch.Tensor]]) -> PackedWeight:
         """Unpack, and repack all shards as one."""
-        made = []
+        parts = []
         for shard in self.spec.shards:
-            got = shards[shard]
-            zeros = _rows(got["qzeros"]) if self.zeros else None
-            made.append(Grouped(_rows(got["qweight"]).t(), got["scales"], zeros))
-        return join(made, BITS, self.group_size)
+            shard_tensors = shards[shard]
+            zeros = _rows(shard_tensors["qzeros"]) if self.zeros else None
+            parts.append(
+                Grouped(_rows(shard_tensors["qweight"]).t(), shard_tensors["scales"], zeros)
+            )
+        return join(parts, BITS, self.group_size)
 
 
 def _rows(packed: torch.Tensor) -> torch.Tensor:

@@ -106,32 +106,38 @@ class BitsAndBytesLinear(QuantizedLinear):
     def ready(self, shards: Mapping[str, Mapping[str, torch.Tensor]]) -> bool:
         """Whether each shard's weight has arrived, with its state if it is packed."""
         for shard in self.spec.shards:
-            got = shards.get(shard, {})
-            if "weight" not in got or (got["weight"].dtype == torch.uint8 and self._lacks(got)):
+            shard_tensors = shards.get(shard, {})
+            if "weight" not in shard_tensors or (
+                shard_tensors["weight"].dtype == torch.uint8 and self._lacks(shard_tensors)
+            ):
                 return False
         return True
 
-    def _lacks(self, got: Mapping[str, torch.Tensor]) -> list[str]:
-        wanted = ["weight.absmax", "weight.quant_map", self._state]
+    def _lacks(self, tensors: Mapping[str, torch.Tensor]) -> list[str]:
+        names = ["weight.absmax", "weight.quant_map", self._state]
         if self.nested:
-            wanted += ["weight.nested_absmax", "weight.nested_quant_map"]
-        return [name for name in wanted if name not in got]
+            names += ["weight.nested_absmax", "weight.nested_quant_map"]
+        return [name for name in names if name not in tensors]
 
     def process(self, shards: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
         """Round plain weights; unpack those that the package saved."""
         for index, (shard, rows) in enumerate(self.spec.shards.items()):
-            got, source = shards[shard], self.spec.sources[shard]
-            weight = got["weight"]
+            shard_tensors, source = shards[shard], self.spec.sources[shard]
+            weight = shard_tensors["weight"]
             if weight.dtype != torch.uint8:
                 packed, state = self.functional.quantize_4bit(
                     weight.to(self.spec.dtype).contiguous(), blocksize=64, quant_type=self.kind
                 )
             else:
-                if lacks := self._lacks(got):
+                if lacks := self._lacks(shard_tensors):
                     raise LoadError(f"{source} is packed and has no {', '.join(lacks)}")
                 packed = weight
                 state = self.functional.QuantState.from_dict(
-                    qs_dict={n.removeprefix("weight."): t for n, t in got.items() if n != "weight"},
+                    qs_dict={
+                        n.removeprefix("weight."): t
+                        for n, t in shard_tensors.items()
+                        if n != "weight"
+                    },
                     device=self.spec.device,
                 )
             shape = (rows, self.spec.in_features)

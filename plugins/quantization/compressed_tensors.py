@@ -90,14 +90,14 @@ class CompressedTensors:
         products."""
         if spec.role == "embedding" or is_ignored(spec, self.ignored, "ignore"):
             return None
-        found = {self._find(source) for source in spec.sources.values()}
-        if len(found) > 1:
+        schemes = {self._find(source) for source in spec.sources.values()}
+        if len(schemes) > 1:
             raise ConfigError(
                 f"quantization_config.config_groups: {listed(spec.sources.values(), 4)} are in "
                 "different groups, and are computed as one layer",
                 param="quantization_config.config_groups",
             )
-        (scheme,) = found
+        (scheme,) = schemes
         if scheme is None:
             return None
         static, wide = scheme.inputs == "static", scheme.inputs == "wide"
@@ -196,24 +196,24 @@ class PackQuantizedLinear(PackedLinear):
         size, parts = self.spec.in_features, WORD_BITS // self.scheme.bits
         groups = -(-size // self.group_size)
         step = 2.0 / (1 << self.scheme.bits) * (3.0 / size) ** 0.5
-        found = {
+        specs = {
             "weight_packed": TensorSpec((out_features, size // parts), (torch.int32,)),
             "weight_scale": TensorSpec((out_features, groups), dummy=step),
             "weight_shape": TensorSpec((2,), (torch.int64, torch.int32), optional=True),
             "weight_g_idx": TensorSpec((size,), (torch.int32, torch.int64), optional=True),
         }
         if not self.scheme.symmetric:
-            found["weight_zero_point"] = TensorSpec(
+            specs["weight_zero_point"] = TensorSpec(
                 (-(-out_features // parts), groups), (torch.int32,)
             )
-        return found
+        return specs
 
     def pack(self, shards: Mapping[str, Mapping[str, torch.Tensor]]) -> PackedWeight:
         """Unpack, and repack all shards as one."""
-        made = []
+        parts = []
         for shard, rows in self.spec.shards.items():
-            got = shards[shard]
-            shape = got.get("weight_shape")
+            shard_tensors = shards[shard]
+            shape = shard_tensors.get("weight_shape")
             if shape is not None and shape.tolist() != [rows, self.spec.in_features]:
                 raise LoadError(
                     f"weight_shape of {self.spec.sources[shard]} is {shape.tolist()}, not "
@@ -221,8 +221,10 @@ class PackQuantizedLinear(PackedLinear):
                 )
             zeros = None
             if not self.scheme.symmetric:
-                zeros = unpack_along(got["weight_zero_point"], self.scheme.bits, 0)[:rows].t()
-            values = unpack_along(got["weight_packed"], self.scheme.bits, 1)
-            scales = got["weight_scale"].t()
-            made.append(Grouped(values, scales, zeros, got.get("weight_g_idx")))
-        return join(made, self.scheme.bits, self.group_size)
+                zeros = unpack_along(shard_tensors["weight_zero_point"], self.scheme.bits, 0)[
+                    :rows
+                ].t()
+            values = unpack_along(shard_tensors["weight_packed"], self.scheme.bits, 1)
+            scales = shard_tensors["weight_scale"].t()
+            parts.append(Grouped(values, scales, zeros, shard_tensors.get("weight_g_idx")))
+        return join(parts, self.scheme.bits, self.group_size)

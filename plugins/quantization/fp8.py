@@ -67,8 +67,8 @@ class Fp8:
 
     def layer(self, spec: LinearSpec) -> Fp8Linear | None:
         """Quantize every product; the head if requested."""
-        wanted = spec.role in PRODUCTS or (spec.role == "head" and self.head)
-        if not wanted or is_ignored(spec, self.ignored, IGNORE_FIELDS[-1]):
+        applies = spec.role in PRODUCTS or (spec.role == "head" and self.head)
+        if not applies or is_ignored(spec, self.ignored, IGNORE_FIELDS[-1]):
             return None
         return Fp8Linear(spec, static=self.static, blocks=self.blocks)
 
@@ -92,42 +92,42 @@ class Fp8Linear(PackedLinear):
         size = self.spec.in_features
         plain = (self.spec.dtype, torch.bfloat16, torch.float16, torch.float32)
         types = (*plain, FP8) if self.rounds else (FP8,)
-        found = {"weight": TensorSpec((out_features, size), types)}
+        specs = {"weight": TensorSpec((out_features, size), types)}
         grid = (-(-out_features // BLOCK), -(-size // BLOCK)) if self.blocks else None
         for name in SCALE_NAMES:
-            found[name] = TensorSpec(grid, optional=True)
+            specs[name] = TensorSpec(grid, optional=True)
         for name in INPUT_SCALE_NAMES:
-            found[name] = TensorSpec((), optional=True)
+            specs[name] = TensorSpec((), optional=True)
         if not self.rounds:
-            found[SCALE_NAMES[0]] = TensorSpec(grid, optional=True, dummy=1.0)
-            found[INPUT_SCALE_NAMES[0]] = TensorSpec((), optional=True, dummy=0.01)
-        return found
+            specs[SCALE_NAMES[0]] = TensorSpec(grid, optional=True, dummy=1.0)
+            specs[INPUT_SCALE_NAMES[0]] = TensorSpec((), optional=True, dummy=0.01)
+        return specs
 
     def ready(self, shards: Mapping[str, Mapping[str, torch.Tensor]]) -> bool:
         """Whether each shard's weight has arrived, with its scales if it is float8."""
         return all(self._complete(shards.get(shard, {})) for shard in self.spec.shards)
 
-    def _complete(self, got: Mapping[str, torch.Tensor]) -> bool:
-        if "weight" not in got:
+    def _complete(self, tensors: Mapping[str, torch.Tensor]) -> bool:
+        if "weight" not in tensors:
             return False
-        if got["weight"].dtype != FP8:
+        if tensors["weight"].dtype != FP8:
             return True
-        scaled = _first(got, SCALE_NAMES) is not None
-        return scaled and (not self.static or _first(got, INPUT_SCALE_NAMES) is not None)
+        scaled = _first(tensors, SCALE_NAMES) is not None
+        return scaled and (not self.static or _first(tensors, INPUT_SCALE_NAMES) is not None)
 
     def pack(self, shards: Mapping[str, Mapping[str, torch.Tensor]]) -> PackedWeight:
         """Stack the shards; each keeps its own scales."""
         values, scales, input_scales = [], [], []
         for shard in self.spec.shards:
-            got = shards[shard]
-            weight = got["weight"]
+            shard_tensors = shards[shard]
+            weight = shard_tensors["weight"]
             if weight.dtype == FP8:
-                scale = _first(got, SCALE_NAMES)
+                scale = _first(shard_tensors, SCALE_NAMES)
                 if scale is None:
-                    wanted = " or ".join(SCALE_NAMES)
-                    raise LoadError(f"{self.spec.sources[shard]} is float8 and has no {wanted}")
+                    names = " or ".join(SCALE_NAMES)
+                    raise LoadError(f"{self.spec.sources[shard]} is float8 and has no {names}")
                 if self.static:
-                    input_scale = _first(got, INPUT_SCALE_NAMES)
+                    input_scale = _first(shard_tensors, INPUT_SCALE_NAMES)
                     if input_scale is None:
                         raise LoadError(
                             f"{self.spec.sources[shard]} has no input_scale, and "
@@ -162,5 +162,5 @@ class Fp8Linear(PackedLinear):
         return scale.reshape(-1).expand(rows).reshape(1, rows)
 
 
-def _first(got: Mapping[str, torch.Tensor], names: tuple[str, ...]) -> torch.Tensor | None:
-    return next((got[name] for name in names if name in got), None)
+def _first(tensors: Mapping[str, torch.Tensor], names: tuple[str, ...]) -> torch.Tensor | None:
+    return next((tensors[name] for name in names if name in tensors), None)

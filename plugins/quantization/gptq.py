@@ -148,15 +148,15 @@ class GptqLinear(PackedLinear):
     def pack(self, shards: Mapping[str, Mapping[str, torch.Tensor]]) -> PackedWeight:
         """Unpack, and repack all shards as one."""
         mask = (1 << self.bits) - 1
-        made = []
+        parts = []
         for shard in self.spec.shards:
-            got = shards[shard]
-            zeros = (unpack_along(got["qzeros"], self.bits, 1) + self.zero_offset) & mask
-            groups = got.get("g_idx")
+            shard_tensors = shards[shard]
+            zeros = (unpack_along(shard_tensors["qzeros"], self.bits, 1) + self.zero_offset) & mask
+            groups = shard_tensors.get("g_idx")
             if groups is not None and int(groups.max()) == IN_ORDER:
                 groups = None
             if groups is not None and int(groups.max()) >= len(zeros):
                 raise LoadError(f"g_idx names group {int(groups.max())} of {len(zeros)}")
-            values = unpack_along(got["qweight"], self.bits, 0).t()
-            made.append(Grouped(values, got["scales"], zeros, groups))
-        return join(made, self.bits, self.group_size)
+            values = unpack_along(shard_tensors["qweight"], self.bits, 0).t()
+            parts.append(Grouped(values, shard_tensors["scales"], zeros, groups))
+        return join(parts, self.bits, self.group_size)

@@ -38,8 +38,8 @@ class Int8:
 
     def layer(self, spec: LinearSpec) -> Int8Linear | None:
         """Quantize every product; the head if requested."""
-        wanted = spec.role in PRODUCTS or (spec.role == "head" and self.head)
-        if not wanted or is_ignored(spec, self.ignored, "modules_to_not_convert"):
+        applies = spec.role in PRODUCTS or (spec.role == "head" and self.head)
+        if not applies or is_ignored(spec, self.ignored, "modules_to_not_convert"):
             return None
         return Int8Linear(spec)
 
@@ -70,12 +70,12 @@ class Int8Linear(PackedLinear):
     def ready(self, shards: Mapping[str, Mapping[str, torch.Tensor]]) -> bool:
         """Whether each shard's weight has arrived, with its scales if it is int8."""
         for shard in self.spec.shards:
-            got = shards.get(shard, {})
-            if "weight" not in got:
+            shard_tensors = shards.get(shard, {})
+            if "weight" not in shard_tensors:
                 return False
-            if got["weight"].dtype == torch.int8:
-                wanted = {"weight_scale", "input_scale"} if self.static else {"weight_scale"}
-                if not wanted <= got.keys():
+            if shard_tensors["weight"].dtype == torch.int8:
+                names = {"weight_scale", "input_scale"} if self.static else {"weight_scale"}
+                if not names <= shard_tensors.keys():
                     return False
         return True
 
@@ -83,16 +83,18 @@ class Int8Linear(PackedLinear):
         """Stack the shards; each keeps its own scales."""
         values, scales, input_scales = [], [], []
         for shard, rows in self.spec.shards.items():
-            got, source = shards[shard], self.spec.sources[shard]
-            weight = got["weight"]
+            shard_tensors, source = shards[shard], self.spec.sources[shard]
+            weight = shard_tensors["weight"]
             if weight.dtype == torch.int8:
-                if "weight_scale" not in got or (self.static and "input_scale" not in got):
+                if "weight_scale" not in shard_tensors or (
+                    self.static and "input_scale" not in shard_tensors
+                ):
                     raise LoadError(f"{source} is int8 and has no weight_scale or input_scale")
-                scale = got["weight_scale"].float().reshape(-1)
+                scale = shard_tensors["weight_scale"].float().reshape(-1)
                 if scale.numel() not in (1, rows):
                     raise LoadError(f"{source} has {scale.numel()} scales for {rows} rows")
                 if self.static:
-                    input_scales.append(got["input_scale"].float().reshape(1))
+                    input_scales.append(shard_tensors["input_scale"].float().reshape(1))
             else:
                 weight, scale = round_to_int8(weight)
             values.append(weight)

@@ -108,7 +108,7 @@ class Mxfp4Linear(PackedLinear):
 
 def _pairs() -> torch.Tensor:
     """[256] int16: the two e4m3 numbers of a byte, the earlier one first in memory."""
-    signed = torch.tensor([*MAGNITUDES, *(-one for one in MAGNITUDES)])
+    signed = torch.tensor([*MAGNITUDES, *(-magnitude for magnitude in MAGNITUDES)])
     numbers = signed.to(torch.float8_e4m3fn).view(torch.uint8)
     byte = torch.arange(256)
     return torch.stack([numbers[byte & 15], numbers[byte >> 4]], dim=1).view(torch.int16)[:, 0]

@@ -78,13 +78,13 @@ class RtnLinear(PackedLinear):
     def pack(self, shards: Mapping[str, Mapping[str, torch.Tensor]]) -> PackedWeight:
         """Round each shard."""
         group = min(self.group_size, self.spec.in_features)
-        made = [
+        parts = [
             round_to_words(shards[shard]["weight"].to(self.spec.dtype), self.bits, group)
             for shard in self.spec.shards
         ]
         return PackedWeight(
-            values=torch.cat([words for words, _ in made]),
-            scale=torch.cat([scale for _, scale in made], dim=1).contiguous(),
+            values=torch.cat([words for words, _ in parts]),
+            scale=torch.cat([scale for _, scale in parts], dim=1).contiguous(),
             group_size=group,
             bits=self.bits,
         )

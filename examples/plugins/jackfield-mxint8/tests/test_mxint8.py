@@ -48,8 +48,8 @@ class TestStored(QuantizationKit):
 
     def quantize(self, weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
         integers, scales, dequantised = parts(weight)
-        stored = {"weight": integers, "weight_scale": scales.to(torch.float8_e8m0fnu)}
-        return stored, dequantised
+        tensors = {"weight": integers, "weight_scale": scales.to(torch.float8_e8m0fnu)}
+        return tensors, dequantised
 
 
 class TestRoundedAtLoad(QuantizationKit):
@@ -65,7 +65,7 @@ def test_large_small_and_zero_blocks() -> None:
     weight *= torch.tensor([1.0, 2.0**100, 2.0**-100, 0.0, 1.9999, 1e-3])[:, None]
     weight[4, 0] = 1.99999
     integers, scales = round_to_blocks(weight)
-    wanted, _, dequantised = parts(weight)
-    assert torch.equal(integers, wanted)
+    expected, _, dequantised = parts(weight)
+    assert torch.equal(integers, expected)
     assert torch.equal(whole(integers, scales), dequantised)
     assert integers.abs().max() == 127

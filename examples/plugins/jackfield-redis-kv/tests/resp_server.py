@@ -111,7 +111,7 @@ def encode(reply: Reply, version: int) -> bytes:
         case bytes():
             return b"$%d\r\n%s\r\n" % (len(reply), reply)
         case list():
-            return b"*%d\r\n%s" % (len(reply), b"".join(encode(one, version) for one in reply))
+            return b"*%d\r\n%s" % (len(reply), b"".join(encode(item, version) for item in reply))
         case dict():
             words = [encode(word, version) for pair in reply.items() for word in pair]
             mark, size = (b"%", len(reply)) if version == 3 else (b"*", 2 * len(reply))

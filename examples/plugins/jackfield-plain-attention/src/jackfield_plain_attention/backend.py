@@ -50,8 +50,8 @@ class PlainAttention(AttentionBackend):
         starts = layout.query_start_cpu.tolist()
         rows = []
         for number, length in enumerate(layout.seq_lens_cpu[: layout.num_rows].tolist()):
-            used = -(-length // self.block_size)
-            blocks = layout.block_table[number, :used]
+            num_blocks = -(-length // self.block_size)
+            blocks = layout.block_table[number, :num_blocks]
             rows.append(Row(starts[number], starts[number + 1], length, blocks))
         return rows
 

@@ -51,8 +51,8 @@ class RedisStore:
         with self._client.pipeline(transaction=False) as pipeline:
             for key in keys:
                 pipeline.exists(_name(key))
-            answers = pipeline.execute()
-        return next((n for n, present in enumerate(answers) if not present), len(keys))
+            replies = pipeline.execute()
+        return next((n for n, present in enumerate(replies) if not present), len(keys))
 
     def get(self, key: bytes) -> bytes | None:
         """The value; the server counts it as used."""
