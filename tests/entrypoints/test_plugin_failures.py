@@ -649,7 +649,6 @@ async def test_the_connector_among_several_that_raises_is_the_one_that_is_named(
     parts = {"connectors": [{"kv_connector": "cpu_offload"}, {"kv_connector": "bad"}]}
     connector = FailingConnector("start_save")
     chosen = {"kv_connector": "multi", "kv_connector_extra_config": parts}
-    before = set(threading.enumerate())
     async with connected(checkpoint, connector, **chosen) as engine:
         assert len(await tokens_of(engine, list(range(5, 45)))) == 6
         await settled(engine)
