@@ -8,6 +8,7 @@ Plain `msgspec.Struct`s without torch, so that a plan can be sent, recorded, rep
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -173,10 +174,12 @@ class StepResult(msgspec.Struct, frozen=True):
     """Results of a step, row by row as in its plan."""
 
     step: int
+    counts: list[int]
+    """[num_rows] Tokens of each row: 0 where it does not sample, is pooled, or has failed."""
     token_ids: list[int]
-    """[num_rows] The sampled token, or -1 where the row does not sample."""
-    logprobs: dict[int, TokenLogprobs] = {}
-    """Row → log-probabilities of its sampled token, if requested."""
+    """[sum(counts)] The tokens of all rows, row after row, each row's in order."""
+    logprobs: dict[int, list[TokenLogprobs]] = {}
+    """Row → log-probabilities of its tokens, if requested: [counts[row]]."""
     prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
     """Row → log-probabilities of the prompt tokens that FOLLOW the positions computed in this
     step (position p predicts token p + 1), in order, if requested."""
@@ -196,3 +199,14 @@ class StepResult(msgspec.Struct, frozen=True):
     launch_wait_seconds: float = 0.0
     """Seconds of the launch in which the thread could not run, mostly waiting for the interpreter
     lock."""
+
+    def rows(self) -> list[list[int]]:
+        """Return the tokens of each row, in new lists. Raises ValueError if `counts` and
+        `token_ids` contradict each other."""
+        counts, token_ids = self.counts, self.token_ids
+        if counts.count(1) == len(counts) == len(token_ids):
+            return [[token_id] for token_id in token_ids]
+        if sum(counts) != len(token_ids):
+            raise ValueError(f"step {self.step}: {len(token_ids)} tokens, not {sum(counts)}")
+        ends = accumulate(counts)
+        return [token_ids[end - count : end] for end, count in zip(ends, counts, strict=True)]

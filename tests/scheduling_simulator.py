@@ -131,7 +131,7 @@ def simulate(
         elif in_flight:
             plan, done = in_flight.popleft()
             now = max(now, done)
-            result = StepResult(plan.step, [7 if sampled else -1 for sampled in plan.samples])
+            result = StepResult(plan.step, list(map(int, plan.samples)), [7] * sum(plan.samples))
             clock = time.perf_counter()
             scheduler.update(plan, result)
             scheduling += time.perf_counter() - clock

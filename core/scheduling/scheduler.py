@@ -405,43 +405,49 @@ class Scheduler:
     def update(self, plan: StepPlan, result: StepResult) -> list[Update]:
         """Process a step's result: append tokens, end finished requests.
 
-        Rows of requests that have ended or were preempted since the plan was made are dropped.
+        Rows of requests that have ended or were preempted since the plan was made are dropped, and
+        so are a row's tokens after one that ends its request.
         """
         step = self._in_flight.pop(plan.step)
         updates = self.take_failures()
         self._take_transfers(result, updates)
-        logprobs = result.logprobs
+        logprobs, failed, first_positions = result.logprobs, result.failed, step.first_positions
+        transfers = self.transfers
         num_new = 0
-        rows = zip(step.rows, step.epochs, plan.samples, result.token_ids, strict=True)
-        for row, (request, epoch, sampled, token_id) in enumerate(rows):
+        rows = zip(step.rows, step.epochs, result.rows(), strict=True)
+        for row, (request, epoch, new) in enumerate(rows):
             if request.epoch != epoch:
                 continue
-            if row in result.failed:
-                self._fail(request, result.failed[row], updates)
+            if failed and row in failed:
+                self._fail(request, failed[row], updates)
                 continue
-            if self.transfers is not None:
-                self.transfers.offer_save(request, step.ends[row])
+            if transfers is not None:
+                transfers.offer_save(request, step.ends[row])
             if request.pooling is not None:
-                if sampled:
+                if plan.samples[row]:
                     self._end(request, "stop")
                     updates.append(Update(request, [], pooled=result.pooled[row], finished=True))
                 continue
-            update = Update(request, [token_id] if sampled else [])
-            if row in step.first_positions:
+            update = Update(request, new)
+            if first_positions and row in first_positions:
                 update.prompt_logprobs = _new_prompt_logprobs(
-                    request, step.first_positions[row], result.prompt_logprobs.get(row)
+                    request, first_positions[row], result.prompt_logprobs.get(row)
                 )
-            if sampled:
-                num_new += 1
+            if new:
+                token_id = new[0] if len(new) == 1 else self._take_all_but_last(request, new)
                 request.output_token_ids.append(token_id)
-                if row in logprobs:
-                    update.logprobs = [logprobs[row]]
                 # Cheap conditions first: few tokens can be the last.
                 if token_id in request.stop_ids or request.num_tokens >= request.max_total_tokens:
                     stop = request.stop_on(token_id)
                     if stop is not None:
                         self._end(request, *stop)
                         update.finished = True
+                num_new += len(new)
+                if logprobs and row in logprobs:
+                    update.logprobs = logprobs[row][: len(new)]
+            elif plan.samples[row]:
+                self._fail(request, "the step brought no token for it", updates)
+                continue
             elif update.prompt_logprobs is None:
                 continue
             updates.append(update)
@@ -449,6 +455,22 @@ class Scheduler:
         self._stats.generation_tokens += num_new
         self._stats.late_preparations += result.late_preparations
         return updates
+
+    def _take_all_but_last(self, request: Request, new: list[int]) -> int:
+        """Append a row's tokens up to the one before the last, and return the last.
+
+        A token that ends the request is the last: those after it are removed from `new`.
+        """
+        # One token was pending; the KV of the others, but the last, is written, too.
+        request.num_tokens += len(new) - 1
+        request.num_computed_tokens += len(new) - 1
+        outputs = request.output_token_ids
+        for number, token_id in enumerate(new):
+            outputs.append(token_id)
+            if number == len(new) - 1 or request.stop_on(token_id) is not None:
+                break
+        del new[number + 1 :]
+        return outputs.pop()
 
     def _detach_connector(self) -> bool:
         """Queue requests again whose load will never begin, if the KV connector has failed.

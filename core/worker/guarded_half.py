@@ -162,4 +162,4 @@ class EmptyStep:
 
     def wait(self) -> StepResult:
         """Return an empty result; nothing was launched."""
-        return StepResult(self._plan.step, [])
+        return StepResult(self._plan.step, [], [])

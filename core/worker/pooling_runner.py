@@ -51,7 +51,8 @@ class LaunchedPooling:
                 failed[row] = "the result is not a number (NaN or infinite hidden states)"
         return StepResult(
             step=self.plan.step,
-            token_ids=[-1] * len(self.plan.slots),
+            counts=[0] * len(self.plan.slots),
+            token_ids=[],
             pooled=pooled,
             failed=failed,
             device_seconds=time.monotonic() - self.launched,

@@ -64,22 +64,28 @@ class LaunchedStep:
         if self.event is not None:
             self.event.synchronize()
         self.keep.clear()
-        token_ids = [-1] * len(self.plan.slots)
         failed = dict(self.failed)
         chosen = self._sampled() if self.sample_rows else []
         for row, token in zip(self.sample_rows, chosen, strict=True):
-            token_ids[row] = max(token, 0)
             if token < 0 and row not in failed:
                 failed[row] = "no token can be chosen: NaN logits, or every token is masked"
+        counts, token_ids = [0] * len(self.plan.slots), chosen
+        for row in self.sample_rows:
+            counts[row] = 1
+        if failed:
+            for row in failed:
+                counts[row] = 0
+            sampled = zip(self.sample_rows, chosen, strict=True)
+            token_ids = [token for row, token in sampled if row not in failed]
         logprobs = {}
         if self.wanted_logprobs:
             tables = {name: self.output[name].tolist() for name in _LOGPROB_FIELDS}
             # A recorded step has results for all of its rows.
             whole = len(tables["rank"]) != len(self.sample_rows)
             for index, row in enumerate(self.sample_rows):
-                if (k := self.wanted_logprobs.get(row)) is not None:
+                if (k := self.wanted_logprobs.get(row)) is not None and counts[row]:
                     at = row if whole else index
-                    logprobs[row] = _position(tables, at, token_ids[row], k)
+                    logprobs[row] = [_position(tables, at, chosen[index], k)]
         prompts = {}
         for scores in self.prompt_scores:
             tables = {name: scores[name].tolist() for name in _LOGPROB_FIELDS}
@@ -90,6 +96,7 @@ class LaunchedStep:
             ]
         return StepResult(
             step=self.plan.step,
+            counts=counts,
             token_ids=token_ids,
             logprobs=logprobs,
             prompt_logprobs=prompts,

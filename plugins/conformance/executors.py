@@ -15,6 +15,7 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any, ClassVar
 
+import msgspec
 import pytest
 
 from ...core.config import Device, EngineConfig
@@ -102,9 +103,11 @@ class ExecutorKit(Kit):
             result = await asyncio.shield(future)
             assert result.step == plan.step, "the result of another step"
             assert not result.failed
-            assert len(result.token_ids) == len(plan.slots)
-            for token, sampled in zip(result.token_ids, plan.samples, strict=True):
-                assert (token >= 0) == sampled, "-1 where a row does not sample, and only there"
+            assert len(result.counts) == len(plan.slots)
+            assert sum(result.counts) == len(result.token_ids)
+            for count, sampled in zip(result.counts, plan.samples, strict=True):
+                assert (count > 0) == sampled, "0 where a row does not sample, and only there"
+            assert all(token >= 0 for token in result.token_ids)
             scheduler.update(plan, result)
 
     def broken(self, plan: StepPlan) -> StepPlan:
@@ -167,6 +170,29 @@ class ExecutorKit(Kit):
             return [request.output_token_ids for request in requests]
 
         assert self.run(scenario(ahead)) == self.run(scenario(1))
+
+    def test_a_plan_may_have_no_rows(self) -> None:
+        """What a plan changes in slots holds for the rows of later plans; a result comes back."""
+
+        async def scenario(apart: bool) -> list[list[int]]:
+            executor, config = self.make()
+            scheduler = self.scheduler(config, await executor.start())
+            requests = [self.request(number) for number in range(4)]
+            for request in requests:
+                scheduler.add_requests(request)
+            while (plan := scheduler.schedule()) is not None:
+                in_process = scheduler.in_process(plan)
+                if apart:
+                    empty = msgspec.structs.replace(plan, slots=(), num_tokens=(), samples=())
+                    result = await executor.submit(empty, in_process)
+                    assert (result.step, result.counts, result.token_ids) == (plan.step, [], [])
+                    plan = StepPlan(plan.step, plan.slots, plan.num_tokens, plan.samples)
+                    in_process = NOTHING_IN_PROCESS
+                scheduler.update(plan, await executor.submit(plan, in_process))
+            await executor.stop()
+            return [request.output_token_ids for request in requests]
+
+        assert self.run(scenario(True)) == self.run(scenario(False))
 
     def test_submitting_does_not_wait(self) -> None:
         """`submit` returns before the step is done, and `start` does not block the event loop."""

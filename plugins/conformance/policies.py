@@ -188,8 +188,9 @@ class SchedulePolicyKit(Kit):
             plan = scheduler.schedule()
             if plan is None:
                 continue
-            tokens = [draw.randrange(50) if sampled else -1 for sampled in plan.samples]
-            for update in scheduler.update(plan, StepResult(step=plan.step, token_ids=tokens)):
+            tokens = [draw.randrange(50) for sampled in plan.samples if sampled]
+            result = StepResult(plan.step, list(map(int, plan.samples)), tokens)
+            for update in scheduler.update(plan, result):
                 assert update.error is None, update.error
                 if update.finished:
                     ended.add(update.request.request_id)

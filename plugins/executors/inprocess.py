@@ -76,4 +76,4 @@ class _Nothing:
     """A step without work."""
 
     def wait(self) -> StepResult:
-        return StepResult(step=-1, token_ids=[])
+        return StepResult(step=-1, counts=[], token_ids=[])

@@ -107,7 +107,8 @@ class ScriptedExecutor:
         """Start a step that returns the script's next token for each row that samples."""
         self._note(plan)
         future: asyncio.Future[StepResult] = self._loop.create_future()
-        self._running.append((future, StepResult(plan.step, self.tokens(plan))))
+        result = StepResult(plan.step, list(map(int, plan.samples)), self.tokens(plan))
+        self._running.append((future, result))
         if self.begin is not None and len(self._running) > 1:
             if self.seconds:
                 self._due = max(self._due, self._loop.time()) + self.seconds
@@ -119,7 +120,7 @@ class ScriptedExecutor:
         return future
 
     def tokens(self, plan: StepPlan) -> list[int]:
-        """[num_rows]"""
+        """[number of rows that sample]"""
         positions, script = self._said, self.script
         for start in plan.starts:
             positions[start.slot] = len(start.token_ids) - start.num_prompt_tokens
@@ -127,7 +128,6 @@ class ScriptedExecutor:
         token_ids = []
         for slot, samples in zip(plan.slots, plan.samples, strict=True):
             if not samples:
-                token_ids.append(-1)
                 continue
             at = positions[slot]
             positions[slot] = at + 1

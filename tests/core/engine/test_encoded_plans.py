@@ -14,7 +14,7 @@ from jackfield.core.hooks import hookimpl
 from jackfield.core.protocols import LogitsProcessor, LogitsProcessorSetup, ProcessedRows
 from jackfield.core.registry import Plugins, load_plugins
 from jackfield.core.sampling_params import OutputKind, StructuredOutputsParams
-from jackfield.core.step import InProcess, SlotStart, StepPlan, StepResult
+from jackfield.core.step import NOTHING_IN_PROCESS, InProcess, SlotStart, StepPlan, StepResult
 from jackfield.plugins.executors.inprocess import InProcessExecutor
 
 PLANS = msgspec.msgpack.Decoder(StepPlan)
@@ -152,6 +152,9 @@ async def test_so_does_one_that_pools() -> None:
                 await engine.encode(TEXT[: 4 + number], PoolingParams(dimensions=None))
                 for number in range(3)
             ]
+            empty = StepPlan(99, (), (), (), released=(0,))
+            result = await engine.core.executor.submit(empty, NOTHING_IN_PROCESS)
+            assert (result.step, result.counts) == (99, [])
             return [output.outputs.data.tobytes() for output in outputs]
 
     assert await vectors("encoding") == await vectors("inprocess")

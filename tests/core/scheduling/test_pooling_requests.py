@@ -55,8 +55,8 @@ def run(scheduler: Scheduler, plan: StepPlan, **result: Any) -> list[Update]:
         for row, ends in enumerate(plan.samples)
         if ends and row not in result.get("failed", {})
     }
-    tokens = [-1] * len(plan.slots)
-    return scheduler.update(plan, StepResult(plan.step, tokens, pooled=pooled, **result))
+    counts = [0] * len(plan.slots)
+    return scheduler.update(plan, StepResult(plan.step, counts, [], pooled=pooled, **result))
 
 
 def test_the_vector_comes_with_the_last_chunk_and_ends_the_request() -> None:
@@ -104,7 +104,7 @@ def test_the_vector_of_a_request_that_has_ended_is_dropped() -> None:
 
 def test_results_travel() -> None:
     row = PooledRow((2,), struct.pack("2f", 1.0, -0.5))
-    result = StepResult(3, [-1], pooled={0: row})
+    result = StepResult(3, [0], [], pooled={0: row})
     decoded = msgspec.msgpack.decode(msgspec.msgpack.encode(result), type=StepResult)
     assert decoded.pooled[0].array().tolist() == [1.0, -0.5]
 

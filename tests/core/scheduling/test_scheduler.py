@@ -51,8 +51,8 @@ def add(scheduler: Scheduler, *requests: Request) -> None:
 
 def run(scheduler: Scheduler, plan: StepPlan, token: int = 50, **result) -> list[Update]:
     """The worker's part: every sampling row gets the same token."""
-    tokens = [token if sampled else -1 for sampled in plan.samples]
-    return scheduler.update(plan, StepResult(plan.step, tokens, **result))
+    counts = [int(sampled) for sampled in plan.samples]
+    return scheduler.update(plan, StepResult(plan.step, counts, [token] * sum(counts), **result))
 
 
 def drain(scheduler: Scheduler, token: int = 50) -> None:
@@ -134,9 +134,9 @@ def test_a_stop_found_one_step_late_discards_the_extra_token():
     request, other = make_request(4), make_request(4)
     add(scheduler, request, other)
     first, second = scheduler.schedule(), scheduler.schedule()
-    scheduler.update(first, StepResult(first.step, [EOS, 5]))
+    scheduler.update(first, StepResult(first.step, [1, 1], [EOS, 5]))
     assert request.finished and request.finish_reason == "stop" and request.stop_reason is None
-    updates = scheduler.update(second, StepResult(second.step, [6, 7]))
+    updates = scheduler.update(second, StepResult(second.step, [1, 1], [6, 7]))
     assert [u.request for u in updates] == [other]
     assert request.output_token_ids == [EOS] and other.output_token_ids == [5, 7]
     third = scheduler.schedule()
@@ -458,12 +458,46 @@ def test_prompt_logprobs_are_passed_on_once_though_the_prompt_is_computed_twice(
     assert got == list(range(1, 20))
 
 
+def test_a_row_may_bring_several_tokens_and_those_after_a_stop_are_dropped():
+    """All rows stay within the block of their prompts, so there is one for each token."""
+    scheduler = make_scheduler(block_size=64)
+    stops, ends, goes_on, waits = (make_request(4, max_tokens=m) for m in (9, 3, 9, 9))
+    add(scheduler, stops, ends, goes_on, waits)
+    plan = scheduler.schedule()
+    entries = [TokenLogprobs(token, -1.0, 1, [], []) for token in (5, EOS, 8)]
+    tokens = [5, EOS, 8, 6, 7, 8, 9, 6, 7, 6]
+    result = StepResult(plan.step, [3, 4, 2, 1], tokens, logprobs={0: entries})
+    updates = scheduler.update(plan, result)
+    assert [u.new_token_ids for u in updates] == [[5, EOS], [6, 7, 8], [6, 7], [6]]
+    assert [u.finished for u in updates] == [True, True, False, False]
+    assert updates[0].logprobs == entries[:2] and updates[1].logprobs is None
+    assert stops.finish_reason == "stop" and ends.finish_reason == "length"
+    assert (goes_on.num_computed_tokens, goes_on.num_tokens) == (5, 6)
+    assert scheduler.stats.generation_tokens == 8
+    scheduler.check_invariants()
+    plan = scheduler.schedule()
+    assert plan.slots == (goes_on.slot, waits.slot) and plan.num_tokens == (1, 1)
+    run(scheduler, plan, token=6)
+    drain(scheduler, token=6)
+    assert goes_on.output_token_ids == [6, 7, *[6] * 7]
+
+
+def test_a_row_that_should_bring_a_token_and_brings_none_fails_alone():
+    scheduler = make_scheduler()
+    lost, other = make_request(4), make_request(4)
+    add(scheduler, lost, other)
+    plan = scheduler.schedule()
+    updates = scheduler.update(plan, StepResult(plan.step, [0, 1], [5]))
+    assert [u.error for u in updates] == ["the step brought no token for it", None]
+    assert lost.finish_reason == "error" and other.output_token_ids == [5]
+
+
 def test_logprobs_go_to_their_row():
     scheduler = make_scheduler()
     a, b = make_request(4), make_request(4)
     add(scheduler, a, b)
     entry = TokenLogprobs(50, -0.5, 1, [50], [-0.5])
-    updates = run(scheduler, scheduler.schedule(), logprobs={1: entry})
+    updates = run(scheduler, scheduler.schedule(), logprobs={1: [entry]})
     assert [u.logprobs for u in updates] == [None, [entry]]
 
 

@@ -122,13 +122,13 @@ class ReplayingWorker:
                     assert prefix == tuple(self.tokens[slot][: position + 1]), "another's KV"
                     assert salt == self.salts[slot], "another tenant's KV"
                     assert owner == number, "another layer's KV"
-            token = -1
             if sampled:
                 prefix, salt, _ = self.kv[self._place(slot, 0, end - 1)]
                 token = next_token(prefix, salt)
                 self.tokens[slot].append(token)
-            sampled_ids.append(token)
-        return StepResult(plan.step, sampled_ids, kv_report=report)
+                sampled_ids.append(token)
+        counts = [int(sampled) for sampled in plan.samples]
+        return StepResult(plan.step, counts, sampled_ids, kv_report=report)
 
     def _place(self, slot: int, group: int, position: int) -> tuple[int, int]:
         block = self.tables[slot][group][position // self.block_size]
@@ -299,7 +299,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         for start in plan.starts:
             self.slots[start.slot] = start.request_id
         self.owners[plan.step] = dict(self.slots)
-        self.flying.append((plan, StepResult(plan.step, [])))
+        self.flying.append((plan, StepResult(plan.step, [], [])))
         self.fail_step(False)
 
     @precondition(lambda self: self.flying)

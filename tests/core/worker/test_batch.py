@@ -42,3 +42,21 @@ def test_pointers_that_kernels_read_are_aligned_for_any_number_of_rows() -> None
             assert getattr(layout, name).data_ptr() % 16 == 0, (name, rows)
         for name in ("input_ids", "positions", "sample_slots", "sample_lengths"):
             assert getattr(inputs, name).data_ptr() % 16 == 0, (name, rows)
+
+
+def test_a_plan_without_rows_changes_its_slots() -> None:
+    def batch() -> PersistentBatch:
+        return PersistentBatch(
+            max_num_seqs=2, max_model_len=64, block_size=16, device=torch.device("cpu")
+        )
+
+    changes = {"starts": (start(1, 5),), "table_writes": (TableWrite(1, 0, 0, (7,)),)}
+    rows = ((1,), (5,), (True,))
+    whole, parts = batch(), batch()
+    wanted = whole.apply(StepPlan(0, *rows, **changes))
+    parts.write(StepPlan(0, (), (), (), **changes))
+    parts.write(StepPlan(1, (), (), ()))
+    got = parts.apply(StepPlan(2, *rows))
+    assert got.input_ids.tolist() == wanted.input_ids.tolist() == list(range(5))
+    assert got.layout.slot_mapping.tolist() == wanted.layout.slot_mapping.tolist()
+    assert torch.equal(parts.storage[:-1], whole.storage[:-1])

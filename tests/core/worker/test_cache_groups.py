@@ -349,8 +349,8 @@ async def test_32768_tokens_hold_a_third_of_what_whole_layers_hold(
         plan = scheduler.schedule()
         assert plan is not None
         most = max(most, page * scheduler.kv.num_used_blocks)
-        token_ids = [7 if samples else -1 for samples in plan.samples]
-        scheduler.update(plan, StepResult(plan.step, token_ids))
+        counts = list(map(int, plan.samples))
+        scheduler.update(plan, StepResult(plan.step, counts, [7] * sum(counts)))
     assert len(request.output_token_ids) == 199
     assert most < today / 3
     assert most <= page * sequence_blocks(groups, length, block_size, budget)

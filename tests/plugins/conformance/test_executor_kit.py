@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import msgspec
 from mutants import Mutant, mutant_tests, plugin_of, subclass
 
+from jackfield.core.step import StepResult
 from jackfield.plugins.conformance.executors import ExecutorKit
 from jackfield.plugins.executors.inprocess import InProcessExecutor
 
@@ -50,7 +51,7 @@ def run_at_once(self: Any, plan: Any, in_process: Any) -> Any:
 def one_off(self: Any, plan: Any, in_process: Any) -> Any:
     async def later() -> Any:
         result = await InProcessExecutor.submit(self, plan, in_process)
-        tokens = [token + 1 if token >= 0 else token for token in result.token_ids]
+        tokens = [token + 1 for token in result.token_ids]
         return msgspec.structs.replace(result, token_ids=tokens)
 
     return asyncio.ensure_future(later())
@@ -59,20 +60,27 @@ def one_off(self: Any, plan: Any, in_process: Any) -> Any:
 def every_row_samples(self: Any, plan: Any, in_process: Any) -> Any:
     async def later() -> Any:
         result = await InProcessExecutor.submit(self, plan, in_process)
-        tokens = [max(token, 0) for token in result.token_ids]
-        return msgspec.structs.replace(result, token_ids=tokens)
+        counts = [1] * len(plan.slots)
+        tokens = [*result.token_ids, *counts][: len(counts)]
+        return msgspec.structs.replace(result, counts=counts, token_ids=tokens)
 
     return asyncio.ensure_future(later())
 
 
-def swallows(self: Any, plan: Any, in_process: Any) -> Any:
-    from jackfield.core.step import StepResult
+def skips_what_is_empty(self: Any, plan: Any, in_process: Any) -> Any:
+    if plan.slots:
+        return InProcessExecutor.submit(self, plan, in_process)
+    future = asyncio.get_running_loop().create_future()
+    future.set_result(StepResult(plan.step, [], []))
+    return future
 
+
+def swallows(self: Any, plan: Any, in_process: Any) -> Any:
     async def later() -> Any:
         try:
             return await InProcessExecutor.submit(self, plan, in_process)
         except Exception:
-            return StepResult(step=plan.step, token_ids=[5] * len(plan.slots))
+            return StepResult(plan.step, [1] * len(plan.slots), [5] * len(plan.slots))
 
     return asyncio.ensure_future(later())
 
@@ -135,6 +143,7 @@ def silent(self: Any) -> Any:
 
 INFO = "test_what_it_tells_of_itself"
 TOKENS = "test_tokens_are_those_of_the_executor_in_the_box"
+EMPTY = "test_a_plan_may_have_no_rows"
 ORDER, WAITS = "test_plans_run_in_order", "test_submitting_does_not_wait"
 WHY = "test_a_start_that_fails_says_why"
 FAILS = "test_a_step_that_fails_says_so_and_is_recovered_from"
@@ -148,6 +157,7 @@ MUTANTS = {
     "runs a step on the event loop": Mutant(planted(submit=run_at_once), (WAITS,)),
     "tokens are one off": Mutant(planted(submit=one_off), (TOKENS, PING, QUEUED)),
     "every row samples": Mutant(planted(submit=every_row_samples), (ORDER, PING, QUEUED)),
+    "skips plans without rows": Mutant(planted(submit=skips_what_is_empty), (EMPTY,)),
     "a failed step succeeds": Mutant(planted(submit=swallows), (FAILS, PING)),
     "no step after a failed one": Mutant(planted(recover=recovers_nothing), (FAILS,)),
     "answers a ping at once": Mutant(planted(ping=pong), (PING,)),
@@ -155,7 +165,7 @@ MUTANTS = {
     "stops only once": Mutant(planted(stop=stop_once), (TWICE,)),
     "leaves a thread": Mutant(
         planted(stop=leaves_a_thread),
-        (INFO, PING, WHY, FAILS, ORDER, QUEUED, TWICE, WAITS, TOKENS, TWO),
+        (INFO, PING, WHY, FAILS, ORDER, QUEUED, TWICE, WAITS, TOKENS, TWO, EMPTY),
     ),
     "stops its neighbour": Mutant(StopsAll, (TWO,)),
     "says not why it failed": Mutant(planted(start=silent), (WHY,)),
