@@ -37,6 +37,8 @@ SIZES = (
 )  # fmt: skip
 """Where config.json has one of these numbers, it is 1 to LARGEST_SIZE."""
 LARGEST_SIZE = 2**31 - 1
+LENGTHS = ("max_position_embeddings", "max_seq_len", "model_max_length", "seq_length")
+"""Names of the context length; the first that a configuration has."""
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "*.txt"]
 
@@ -197,7 +199,8 @@ def _resolve_length(config: EngineConfig, hf_config: Any) -> int:
     whose original length equals it. A dynamic rope may be stretched, but is so only on demand: it
     changes what the model says about short texts too.
     """
-    own = int(getattr(hf_config, "max_position_embeddings", 0) or 2048)
+    lengths = (getattr(hf_config, name, None) for name in LENGTHS)
+    own = next((int(length) for length in lengths if length), 2048)
     reach = own
     rope = rope_parameters(hf_config)
     factor = float(rope.get("factor") or 1.0)

@@ -153,7 +153,7 @@ class WeightMap:
     parts: Mapping[str, str] = field(default_factory=dict)
     """Dotted parts anywhere in a checkpoint name → theirs here; one after the other."""
     names: Mapping[str, str] = field(default_factory=dict)
-    """One part of a name here → what checkpoints call it, where that is one to one."""
+    """One part of a name here, or two → what checkpoints call it, where that is one to one."""
     together: Mapping[str, Together] = field(default_factory=dict)
     """Last part of a checkpoint name below `experts` → how that tensor comes apart."""
     rows: Mapping[str, RowOrder] = field(default_factory=dict)
@@ -221,9 +221,7 @@ class WeightMap:
         for last, together in self.together.items():
             prefix, _, rest = parameter.partition(f".{EXPERTS}.")
             if rest in (together.parameter, together.parameter.partition(".")[0]):
-                return ".".join(self.names.get(part, part) for part in prefix.split(".")) + (
-                    f".{EXPERTS}.{last}"
-                )
+                return f"{self._stored(prefix.split('.'))}.{EXPERTS}.{last}"
         parts = parameter.split(".")
         expert, _, inner = (shard or "").partition(".") if EXPERTS in parts else ("", "", shard)
         if expert:
@@ -235,7 +233,16 @@ class WeightMap:
                 break
         if inner:
             return f"{parameter} (shard {shard})"
-        return ".".join(self.names.get(part, part) for part in parts)
+        return self._stored(parts)
+
+    def _stored(self, parts: list[str]) -> str:
+        """Return the parts of a name here by their names in checkpoints."""
+        found = []
+        while parts:
+            count = 2 if ".".join(parts[:2]) in self.names else 1
+            name, parts = ".".join(parts[:count]), parts[count:]
+            found.append(self.names.get(name, name))
+        return ".".join(found)
 
 
 class ParameterFiller:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 import torch
@@ -52,7 +52,7 @@ class Gemma2Decoder(GemmaDecoder):
 
 class Gemma2Model(HeadlessLM):
     attention = Gemma2Attention
-    decoder = Gemma2Decoder
+    decoder: ClassVar[type[GemmaDecoder]] = Gemma2Decoder
 
     @staticmethod
     def mlp(config: ModelConfig, layer: int, build: BuildContext) -> nn.Module:

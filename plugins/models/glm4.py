@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -54,7 +54,7 @@ class Glm4Decoder(Decoder):
 
 class Glm4Model(HeadlessLM):
     attention = Glm4Attention
-    decoder = Glm4Decoder
+    decoder: ClassVar[type[Decoder]] = Glm4Decoder
     weight_map = WeightMap(
         stacked=QKV_SHARDS,
         tied=HeadlessLM.weight_map.tied,

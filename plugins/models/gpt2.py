@@ -7,15 +7,19 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 import msgspec
-from torch import nn
 
 from ...core.loading.model_config import ModelConfig
 from ...core.loading.weight_map import RowOrder
-from ...core.nn.context import BuildContext
-from ...core.nn.mlp import PlainMLP
 from ...core.protocols.attention import AttentionSpec
 from .decoder import CausalLM
-from .parts import FusedAttention, LayerNormBlock, OldWeightMap, PositionDecoder, grouped_rows
+from .parts import (
+    FusedAttention,
+    LayerNormBlock,
+    OldWeightMap,
+    PositionDecoder,
+    grouped_rows,
+    plain_mlp,
+)
 
 
 class Gpt2Attention(FusedAttention):
@@ -44,9 +48,9 @@ class GPT2LMHeadModel(CausalLM):
         tied={"lm_head.weight": "model.embed_tokens.weight"},
         prefixes={"transformer.": "model."} | {f"{p}.": f"model.{p}." for p in
                                                ("wte", "wpe", "h", "ln_f")},
-        parts={"attn.c_proj": "attn.o_proj"},
         names={
             "embed_tokens": "wte", "embed_positions": "wpe", "layers": "h", "norm": "ln_f",
+            "self_attn.o_proj": "attn.c_proj",
             "input_layernorm": "ln_1", "post_attention_layernorm": "ln_2", "self_attn": "attn",
             "qkv_proj": "c_attn", "up_proj": "c_fc", "down_proj": "c_proj",
         },
@@ -54,13 +58,7 @@ class GPT2LMHeadModel(CausalLM):
         transposed=(".c_attn.weight", ".c_proj.weight", ".c_fc.weight"),
     )  # fmt: skip
 
-    @staticmethod
-    def mlp(config: ModelConfig, layer: int, build: BuildContext) -> nn.Module:
-        hf: Any = config.hf_config
-        inner = hf.n_inner or 4 * hf.hidden_size
-        return PlainMLP(
-            hf.hidden_size, inner, hf.activation_function, build, field="activation_function"
-        )
+    mlp = staticmethod(plain_mlp)
 
 
 class BigCodeAttention(Gpt2Attention):

@@ -3,15 +3,11 @@ and MLP side by side over two norms or one after the other."""
 
 from __future__ import annotations
 
-from torch import nn
-
 from ...core.loading.model_config import ModelConfig
 from ...core.loading.weight_map import RowOrder
-from ...core.nn.context import BuildContext
-from ...core.nn.mlp import PlainMLP
 from ...core.nn.norm import LayerNorm
 from .decoder import Block, CausalLM, Decoder, ParallelBlock
-from .parts import FusedAttention, LayerNormBlock, OldWeightMap, grouped_rows
+from .parts import FusedAttention, LayerNormBlock, OldWeightMap, grouped_rows, plain_mlp
 
 
 class TwoNormBlock(ParallelBlock):
@@ -43,7 +39,4 @@ class GPTNeoXForCausalLM(CausalLM):
     def row_orders(config: ModelConfig) -> dict[str, RowOrder]:
         return {"qkv_proj": grouped_rows(config, config.num_heads)}
 
-    @staticmethod
-    def mlp(config: ModelConfig, layer: int, build: BuildContext) -> nn.Module:
-        hf = config.hf_config
-        return PlainMLP(hf.hidden_size, hf.intermediate_size, hf.hidden_act, build)
+    mlp = staticmethod(plain_mlp)

@@ -4,17 +4,13 @@ in a part of each head, a head with a bias. CodeGen has queries, values and keys
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
-
-from torch import nn
 
 from ...core.loading.model_config import ModelConfig
 from ...core.loading.weight_map import RowOrder
 from ...core.nn.context import BuildContext
-from ...core.nn.mlp import PlainMLP
 from ...core.nn.rotary import Rotary
 from .decoder import QKV_SHARDS, CausalLM
-from .parts import FusedAttention, OldWeightMap, ParallelLayerNormDecoder
+from .parts import FusedAttention, OldWeightMap, ParallelLayerNormDecoder, plain_mlp
 
 GROUPS = 4
 """Of CodeGen's projection; each has its heads' queries, values and keys, in this order."""
@@ -46,13 +42,7 @@ class GPTJForCausalLM(CausalLM):
         halves = RowOrder.halves(config.head_dim, config.hf_config.rotary_dim)
         return {"q_proj": halves, "k_proj": halves}
 
-    @staticmethod
-    def mlp(config: ModelConfig, layer: int, build: BuildContext) -> nn.Module:
-        hf: Any = config.hf_config
-        inner = hf.n_inner or 4 * hf.hidden_size
-        return PlainMLP(
-            hf.hidden_size, inner, hf.activation_function, build, field="activation_function"
-        )
+    mlp = staticmethod(plain_mlp)
 
 
 class CodeGenForCausalLM(GPTJForCausalLM):

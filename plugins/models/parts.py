@@ -19,7 +19,9 @@ from ...core.loading.weight_map import RowOrder, WeightMap
 from ...core.nn.context import BuildContext, ForwardContext
 from ...core.nn.embedding import Embedding
 from ...core.nn.linear import Linear
-from ...core.nn.norm import LayerNorm
+from ...core.nn.mlp import PlainMLP
+from ...core.nn.norm import LayerNorm, RMSNorm
+from ...core.nn.operations import rotate
 from ...core.nn.rotary import Rotary
 from .decoder import Block, Decoder, MakeMLP, ParallelBlock, SelfAttention
 
@@ -40,6 +42,30 @@ class ParallelLayerNormBlock(ParallelBlock):
 
 class ParallelLayerNormDecoder(Decoder):
     block = ParallelLayerNormBlock
+
+
+INNER_SIZES = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
+ACTIVATION_FIELDS = ("hidden_act", "activation_function", "activation")
+BIAS_FIELDS = ("mlp_bias", "use_bias", "enable_bias", "bias")
+
+
+def plain_mlp(config: ModelConfig, layer: int, build: BuildContext) -> nn.Module:
+    """Create an MLP without a gate: a `MakeMLP`.
+
+    Sizes, activation and biases by the names that families use; 4 * hidden_size, and biases, where
+    the configuration does not say.
+    """
+    hf: Any = config.hf_config
+    sizes = (getattr(hf, name, None) for name in INNER_SIZES)
+    field = next(name for name in ACTIVATION_FIELDS if hasattr(hf, name))
+    return PlainMLP(
+        hf.hidden_size,
+        next(filter(None, sizes), 4 * hf.hidden_size),
+        getattr(hf, field),
+        build,
+        bias=next((bool(getattr(hf, name)) for name in BIAS_FIELDS if hasattr(hf, name)), True),
+        field=field,
+    )
 
 
 # ---------------------------------------------------------------- positions
@@ -123,6 +149,38 @@ class HeadNormAttention(SelfAttention):
         return super().heads(qkv, rotary, context)
 
 
+class ClippedAttention(SelfAttention):
+    """Queries, keys and values are at most `clip` from 0."""
+
+    def __init__(self, config: ModelConfig, layer: int, build: BuildContext) -> None:
+        super().__init__(config, layer, build)
+        self.limit = self.clip(config.hf_config)
+
+    @staticmethod
+    def clip(hf: Any) -> float | None:
+        raise NotImplementedError
+
+    def heads(
+        self, qkv: torch.Tensor, rotary: Rotary | None, context: ForwardContext
+    ) -> torch.Tensor:
+        if self.limit is not None:
+            qkv.clamp_(-self.limit, self.limit)
+        return super().heads(qkv, rotary, context)
+
+
+class RotatedFirstAttention(SelfAttention):
+    """Queries and keys are rotated, then normed by `q_norm` and `k_norm`."""
+
+    def heads(
+        self, qkv: torch.Tensor, rotary: Rotary | None, context: ForwardContext
+    ) -> torch.Tensor:
+        assert rotary is not None, "all layers rotate"
+        count = self.num_heads + self.num_kv_heads
+        turned = qkv[:, : count * self.head_dim].view(-1, count, self.head_dim)
+        turned.copy_(rotate(turned, rotary.cos_sin[context.positions][:, None].to(qkv.dtype)))
+        return super().heads(qkv, None, context)
+
+
 def grouped_rows(config: ModelConfig, kv_heads: int) -> RowOrder:
     """Return the order for a tensor [kv_heads, (queries of the group, key, value), head_dim]."""
     group, size = config.num_heads // kv_heads, config.head_dim
@@ -149,6 +207,16 @@ class WeightlessLayerNorm(LayerNorm):
 
     def __init__(self, size: int, eps: float, build: BuildContext) -> None:
         super().__init__(size, eps, build, bias=False)
+        ones = torch.ones_like(self.weight)
+        del self.weight
+        self.register_buffer("weight", ones, persistent=False)
+
+
+class WeightlessRMSNorm(RMSNorm):
+    """x / rms(x)"""
+
+    def __init__(self, size: int, eps: float, build: BuildContext) -> None:
+        super().__init__(size, eps, build)
         ones = torch.ones_like(self.weight)
         del self.weight
         self.register_buffer("weight", ones, persistent=False)

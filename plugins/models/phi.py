@@ -5,12 +5,9 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from torch import nn
-
 from ...core.loading.model_config import ModelConfig
 from ...core.loading.weight_map import RowOrder, WeightMap
 from ...core.nn.context import BuildContext
-from ...core.nn.mlp import PlainMLP
 from ...core.nn.norm import LayerNorm
 from .decoder import QKV_SHARDS, CausalLM, Decoder
 from .parts import (
@@ -19,6 +16,7 @@ from .parts import (
     LayerNormDecoder,
     ParallelLayerNormDecoder,
     grouped_rows,
+    plain_mlp,
 )
 
 
@@ -46,10 +44,7 @@ class PhiForCausalLM(CausalLM):
         names={"norm": "final_layernorm", "o_proj": "dense", "up_proj": "fc1", "down_proj": "fc2"},
     )
 
-    @staticmethod
-    def mlp(config: ModelConfig, layer: int, build: BuildContext) -> nn.Module:
-        hf = config.hf_config
-        return PlainMLP(hf.hidden_size, hf.intermediate_size, hf.hidden_act, build)
+    mlp = staticmethod(plain_mlp)
 
 
 class PersimmonAttention(FusedAttention, PhiAttention):

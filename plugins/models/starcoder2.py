@@ -4,15 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
-
-from ...core.loading.model_config import ModelConfig
 from ...core.loading.weight_map import WeightMap
-from ...core.nn.context import BuildContext
-from ...core.nn.mlp import PlainMLP
 from .decoder import QKV_SHARDS, CausalLM, HeadlessLM
 from .mistral import MistralAttention
-from .parts import LayerNormDecoder
+from .parts import LayerNormDecoder, plain_mlp
 
 
 class Starcoder2Attention(MistralAttention):
@@ -32,9 +27,4 @@ class Starcoder2ForCausalLM(CausalLM):
         names={"up_proj": "c_fc", "down_proj": "c_proj"},
     )
 
-    @staticmethod
-    def mlp(config: ModelConfig, layer: int, build: BuildContext) -> nn.Module:
-        hf = config.hf_config
-        return PlainMLP(
-            hf.hidden_size, hf.intermediate_size, hf.hidden_act, build, bias=hf.use_bias
-        )
+    mlp = staticmethod(plain_mlp)

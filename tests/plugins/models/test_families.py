@@ -16,31 +16,148 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 
 from jackfield import AsyncEngine, EngineConfig, SamplingParams
 from jackfield.plugins.conformance.models import VOCAB, PagedModel, tiny
 
+LEFT_OUT = ...
+"""Of a field of the kit's tiny configuration that a family cannot take."""
 CASES: dict[str, dict[str, Any]] = {
+    "ApertusForCausalLM": {},
+    "ArceeForCausalLM": {},
+    "BioGptForCausalLM": {},
+    "BloomForCausalLM": {},
     "CodeGenForCausalLM": {"rotary_dim": 8},
+    "Cohere2ForCausalLM": {
+        "logit_scale": 0.5,
+        "sliding_window": 12,
+        "attention_bias": True,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
     "CohereForCausalLM": {"logit_scale": 0.5},
     "CohereForCausalLM:head norms": {"use_qk_norm": True, "tie_word_embeddings": False},
-    "Cohere2ForCausalLM": {
-        "logit_scale": 0.5, "sliding_window": 12, "attention_bias": True,
+    "CwmForCausalLM": {
+        "sliding_window": 12,
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    },
+    "Ernie4_5ForCausalLM": {"use_bias": True},
+    "Exaone4ForCausalLM": {
+        "sliding_window": 12,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
+    "Exaone4ForCausalLM:no windows": {
+        "sliding_window": None,
+        "layer_types": ["full_attention", "full_attention", "full_attention"],
+    },
+    "FalconForCausalLM": {
+        "head_dim": LEFT_OUT,
+        "new_decoder_architecture": True,
+        "num_kv_heads": 2,
+        "ffn_hidden_size": 96,
+    },
+    "FalconForCausalLM:one key": {"head_dim": LEFT_OUT, "multi_query": True},
+    "FalconForCausalLM:one norm": {
+        "head_dim": LEFT_OUT,
+        "new_decoder_architecture": True,
+        "num_kv_heads": 2,
+        "num_ln_in_parallel_attn": 1,
+        "bias": True,
+    },
+    "FalconForCausalLM:slopes": {
+        "head_dim": LEFT_OUT,
+        "multi_query": False,
+        "alibi": True,
+        "parallel_attn": False,
+        "bias": True,
+        "num_kv_heads": 4,
     },
     "GPT2LMHeadModel": {"scale_attn_by_inverse_layer_idx": True},
     "GPTBigCodeForCausalLM": {"multi_query": True},
     "GPTBigCodeForCausalLM:many keys": {"multi_query": False, "n_inner": 48},
     "GPTJForCausalLM": {"rotary_dim": 8, "tie_word_embeddings": False},
+    "GPTNeoForCausalLM": {
+        "attention_types": [[["global", "local"], 1], [["global"], 1]],
+        "window_size": 12,
+    },
     "GPTNeoXForCausalLM": {"use_parallel_residual": True},
     "GPTNeoXForCausalLM:serial": {
-        "use_parallel_residual": False, "attention_bias": False, "tie_word_embeddings": True,
+        "use_parallel_residual": False,
+        "attention_bias": False,
+        "tie_word_embeddings": True,
     },
+    "GlmForCausalLM": {"attention_bias": True, "partial_rotary_factor": 0.5},
+    "GraniteSWAForCausalLM": {
+        "sliding_window": 12,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.4,
+        "attention_multiplier": 0.6,
+        "logits_scaling": 2.5,
+        "layer_rope_theta": [100.0, 0.0, 10000.0],
+    },
+    "HeliumForCausalLM": {},
+    "HunYuanDenseV1ForCausalLM": {
+        "rope_parameters": {
+            "rope_type": "dynamic",
+            "rope_theta": 10000.0,
+            "alpha": 50.0,
+            "factor": 1.0,
+        }
+    },
+    "HyperCLOVAXForCausalLM": {
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.4,
+        "attention_multiplier": 0.6,
+        "logits_scaling": 2.5,
+    },
+    "Jais2ForCausalLM": {},
+    "Ministral3ForCausalLM": {
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 16.0,
+            "original_max_position_embeddings": 16,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.3,
+        }
+    },
+    "MinistralForCausalLM": {
+        "sliding_window": 12,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
+    "MptForCausalLM": {"attn_config": {"clip_qkv": 1.5, "softmax_scale": 0.3}},
+    "MptForCausalLM:six heads": {"n_heads": 6, "d_model": 96},
+    "NanoChatForCausalLM": {},
+    "NemotronForCausalLM": {"mlp_bias": True},
+    "OPTForCausalLM": {"ffn_dim": 96, "word_embed_proj_dim": 64, "init_std": 0.2},
+    "OlmoForCausalLM": {"clip_qkv": 1.5},
     "PersimmonForCausalLM": {"qk_layernorm": True},
     "PhiForCausalLM": {},
     "PhiForCausalLM:head norms": {"qk_layernorm": True},
+    "SeedOssForCausalLM": {"attention_out_bias": True},
+    "SmolLM3ForCausalLM": {
+        "no_rope_layers": [1, 0, 1],
+        "use_sliding_window": True,
+        "sliding_window": 12,
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+    },
     "Starcoder2ForCausalLM": {"sliding_window": 12, "use_bias": True},
-}  # fmt: skip
+    "VaultGemmaForCausalLM": {
+        "sliding_window": 12,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "query_pre_attn_scalar": 40,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 3.0,
+    },
+    "XGLMForCausalLM": {"ffn_dim": 96, "init_std": 0.2},
+}
+EAGER_IS_WRONG = {"FalconForCausalLM:slopes": "sdpa"}
+"""Falcon's eager attention of transformers 5.23 adds the slopes twice."""
 PROMPTS = [[3 + (7 * i * n) % (VOCAB - 3) for i in range(1, n)] for n in (6, 42)]
 OUTPUT = 3
 
@@ -48,8 +165,9 @@ OUTPUT = 3
 def make_reference(case: str) -> Any:
     """A random model whose every parameter counts, float32, eager attention."""
     kind = getattr(transformers, case.partition(":")[0])
-    config = kind.config_class(**{**tiny(kind.config_class), **CASES[case]})
-    config._attn_implementation = "eager"
+    fields = {**tiny(kind.config_class), **CASES[case]}
+    config = kind.config_class(**{k: v for k, v in fields.items() if v is not LEFT_OUT})
+    config._attn_implementation = EAGER_IS_WRONG.get(case, "eager")
     torch.manual_seed(7)
     model = kind(config).float().eval()
     with torch.no_grad():
@@ -98,6 +216,13 @@ async def check_engine(folder: Path, expected: Callable[[list[int]], torch.Tenso
             assert told[token].logprob == pytest.approx(float(row[token]), abs=1e-3)
 
 
+def check_names(folder: Path, model: Any) -> None:
+    """Errors and quantization call tensors by their names in the checkpoint."""
+    for name in load_file(folder / "model.safetensors"):
+        said = model.weight_map.source(*model.weight_map.target(name))
+        assert name.endswith(said.split(".", 1)[1]) or said.startswith("lm_head."), (name, said)
+
+
 def check_logits(folder: Path, reference: Any) -> None:
     """Every position of a prompt in two steps: in float32, and in bfloat16 about as near as the
     reference comes in bfloat16."""
@@ -108,6 +233,7 @@ def check_logits(folder: Path, reference: Any) -> None:
         model = PagedModel(folder, dtype)
         got = torch.cat([model.run({0: part})[0] for part in (prompt[:11], prompt[11:])])
         torch.testing.assert_close(got.log_softmax(-1).cpu(), want, atol=bound, rtol=0)
+    check_names(folder, model.model)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -1,0 +1,61 @@
+"""Apertus: norms of heads, and an MLP without a gate whose activation has weights (xIELU)."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ...core.errors import ConfigError
+from ...core.loading.model_config import ModelConfig
+from ...core.loading.weight_map import WeightMap
+from ...core.nn.context import BuildContext
+from ...core.nn.mlp import PlainMLP
+from .decoder import QKV_SHARDS, CausalLM, HeadlessLM
+from .qwen3 import Qwen3Attention
+
+
+class XIELU(nn.Module):
+    """Source: xIELU (arXiv 2411.13010): a parabola above 0, an exponential one below."""
+
+    alpha_p: nn.Parameter
+    alpha_n: nn.Parameter
+    beta: nn.Parameter
+    eps: nn.Parameter
+
+    def __init__(self, build: BuildContext) -> None:
+        super().__init__()
+        for name, shape in (("alpha_p", (1,)), ("alpha_n", (1,)), ("beta", ()), ("eps", ())):
+            setattr(self, name, nn.Parameter(build.empty(*shape)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[any] → the same shape"""
+        linear = self.beta * x
+        above = F.softplus(self.alpha_p) * x * x + linear
+        below = self.beta + F.softplus(self.alpha_n)
+        return torch.where(x > 0, above, (torch.expm1(torch.min(x, self.eps)) - x) * below + linear)
+
+
+class XieluMLP(PlainMLP):
+    def __init__(self, hidden_size: int, intermediate_size: int, build: BuildContext) -> None:
+        super().__init__(hidden_size, intermediate_size, "silu", build, bias=False)
+        self.act_fn = self.activation = XIELU(build)
+
+
+class ApertusForCausalLM(CausalLM):
+    attention = Qwen3Attention
+    weight_map = WeightMap(
+        stacked=QKV_SHARDS,
+        tied=HeadlessLM.weight_map.tied,
+        names={
+            "input_layernorm": "attention_layernorm",
+            "post_attention_layernorm": "feedforward_layernorm",
+        },
+    )
+
+    @staticmethod
+    def mlp(config: ModelConfig, layer: int, build: BuildContext) -> nn.Module:
+        hf = config.hf_config
+        if hf.hidden_act != "xielu":
+            raise ConfigError(f"hidden_act: {hf.hidden_act!r} is not supported", param="hidden_act")
+        return XieluMLP(hf.hidden_size, hf.intermediate_size, build)

@@ -1,0 +1,72 @@
+"""BLOOM: slopes for positions, a norm of the embeddings, layer norms, an MLP without a gate."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import torch
+from torch import nn
+
+from ...core.errors import ConfigError
+from ...core.loading.model_config import ModelConfig
+from ...core.loading.weight_map import RowOrder
+from ...core.nn.context import BuildContext
+from ...core.nn.mlp import PlainMLP
+from ...core.protocols.attention import AttentionSpec
+from .decoder import CausalLM, MakeMLP, SelfAttention
+from .falcon import FalconForCausalLM
+from .gpt2 import Gpt2Attention
+from .parts import LayerNormBlock, UnrotatedDecoder, alibi_slopes, grouped_rows
+
+
+class BloomAttention(Gpt2Attention):
+    def spec(self, hf: Any, layer: int) -> AttentionSpec:
+        spec = SelfAttention.spec(self, hf, layer)
+        return msgspec.structs.replace(spec, alibi_slopes=alibi_slopes(self.num_heads))
+
+
+class BloomDecoder(UnrotatedDecoder):
+    block = LayerNormBlock
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        build: BuildContext,
+        attention: type[SelfAttention],
+        mlp: MakeMLP,
+    ) -> None:
+        super().__init__(config, build, attention, mlp)
+        self.word_embeddings_layernorm = self.block.make_norm(config.hf_config, build)
+
+    def embed(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        normed: torch.Tensor = self.word_embeddings_layernorm(super().embed(input_ids, positions))
+        return normed
+
+
+class BloomForCausalLM(CausalLM):
+    """Checkpoints may lack the prefix `transformer.`"""
+
+    attention = BloomAttention
+    decoder = BloomDecoder
+    weight_map = replace(
+        FalconForCausalLM.weight_map,
+        prefixes={"transformer.": "model."} | {part: f"model.{part}" for part in
+                  ("word_embeddings", "h.", "ln_f.")},
+    )  # fmt: skip
+
+    def __init__(self, config: ModelConfig, build: BuildContext) -> None:
+        field = "apply_residual_connection_post_layernorm"
+        if getattr(config.hf_config, field):
+            raise ConfigError(f"{field}: true is not supported", param=field)
+        super().__init__(config, build)
+
+    @staticmethod
+    def row_orders(config: ModelConfig) -> dict[str, RowOrder]:
+        return {"qkv_proj": grouped_rows(config, config.num_heads)}
+
+    @staticmethod
+    def mlp(config: ModelConfig, layer: int, build: BuildContext) -> nn.Module:
+        size = config.hidden_size
+        return PlainMLP(size, 4 * size, "gelu_pytorch_tanh", build)

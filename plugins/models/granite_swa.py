@@ -1,0 +1,76 @@
+"""Granite with windows and sinks, and HyperCLOVA X: Granite with norms also behind attention and
+MLP, and logits that are multiplied, not divided."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import torch
+from torch import nn
+
+from ...core.loading.model_config import ModelConfig
+from ...core.nn.context import BuildContext, ForwardContext
+from ...core.nn.rotary import Rotary
+from ...core.protocols.attention import AttentionSpec
+from .decoder import CausalLM
+from .granite import GraniteAttention, GraniteBlock, GraniteDecoder, GraniteForCausalLM
+from .qwen2 import window_of_layer
+
+
+class GraniteSwaAttention(GraniteAttention):
+    def __init__(self, config: ModelConfig, layer: int, build: BuildContext) -> None:
+        super().__init__(config, layer, build)
+        self.sinks = nn.Parameter(build.empty(self.num_heads))
+
+    def spec(self, hf: Any, layer: int) -> AttentionSpec:
+        return msgspec.structs.replace(super().spec(hf, layer), sinks=True)
+
+    @staticmethod
+    def sliding_window(hf: Any, layer: int) -> int | None:
+        return window_of_layer(hf, layer)
+
+
+class GraniteSwaDecoder(GraniteDecoder):
+    @staticmethod
+    def rotaries_of(config: ModelConfig, build: BuildContext) -> Sequence[Rotary | None]:
+        """A base for each layer; 0 where it does not rotate."""
+        bases = getattr(config.hf_config, "layer_rope_theta", None)
+        if bases is None:
+            return [Rotary(config, build)] * config.num_layers
+        rope = config.rope_parameters
+        made = {b: Rotary(config, build, rope | {"rope_theta": b}) for b in set(bases) if b}
+        return [made.get(base) for base in bases]
+
+
+class GraniteSWAForCausalLM(GraniteForCausalLM):
+    attention = GraniteSwaAttention
+    decoder = GraniteSwaDecoder
+
+
+class ClovaBlock(GraniteBlock):
+    norms = (*GraniteBlock.norms, "post_norm1", "post_norm2")
+    post_norm1: nn.Module
+    post_norm2: nn.Module
+
+    def forward(
+        self, hidden: torch.Tensor, rotary: Rotary | None, context: ForwardContext
+    ) -> torch.Tensor:
+        answer = self.self_attn(hidden, self.input_layernorm, rotary, context, add=False)
+        hidden = torch.add(hidden, self.post_norm1(answer), alpha=self.multiplier)
+        answer = self.mlp.down_proj(self.mlp.inner(hidden, self.post_attention_layernorm))
+        return torch.add(hidden, self.post_norm2(answer), alpha=self.multiplier)
+
+
+class ClovaDecoder(GraniteDecoder):
+    @classmethod
+    def block_of(cls, config: ModelConfig) -> type[GraniteBlock]:
+        return ClovaBlock if config.hf_config.use_post_norm else GraniteBlock
+
+
+class HyperCLOVAXForCausalLM(GraniteForCausalLM):
+    decoder = ClovaDecoder
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return CausalLM.compute_logits(self, hidden).mul_(self.logits_scaling)

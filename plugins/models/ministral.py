@@ -1,0 +1,62 @@
+"""Ministral (windows in some layers), Ministral 3 (queries grow with their position), Seed-OSS (its
+output has a bias of its own), CWM (Llama with windows): Mistral and Llama but for one thing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ...core.loading.model_config import ModelConfig
+from ...core.nn.context import BuildContext, ForwardContext
+from ...core.nn.rotary import Rotary
+from .decoder import CausalLM, SelfAttention
+from .mistral import MistralAttention
+from .qwen2 import window_of_layer
+
+
+class MinistralAttention(MistralAttention):
+    @staticmethod
+    def sliding_window(hf: Any, layer: int) -> int | None:
+        return window_of_layer(hf, layer)
+
+
+class MinistralForCausalLM(CausalLM):
+    attention = MinistralAttention
+
+
+class GrowingAttention(MistralAttention):
+    """Multiplies queries by 1 + beta * ln(1 + floor(position / original length))."""
+
+    def __init__(self, config: ModelConfig, layer: int, build: BuildContext) -> None:
+        super().__init__(config, layer, build)
+        rope = config.rope_parameters
+        self.beta = float(rope.get("llama_4_scaling_beta") or 0.0)
+        self.original = int(rope.get("original_max_position_embeddings") or config.max_model_len)
+
+    def heads(
+        self, qkv: torch.Tensor, rotary: Rotary | None, context: ForwardContext
+    ) -> torch.Tensor:
+        if self.beta:
+            times = torch.log1p((context.positions // self.original).float())
+            queries = qkv[:, : self.num_heads * self.head_dim]
+            queries.mul_((1 + self.beta * times).to(qkv.dtype)[:, None])
+        return super().heads(qkv, rotary, context)
+
+
+class Ministral3ForCausalLM(CausalLM):
+    attention = GrowingAttention
+
+
+class SeedOssAttention(SelfAttention):
+    @staticmethod
+    def output_bias(hf: Any) -> bool:
+        return bool(hf.attention_out_bias)
+
+
+class SeedOssForCausalLM(CausalLM):
+    attention = SeedOssAttention
+
+
+class CwmForCausalLM(CausalLM):
+    attention = MinistralAttention

@@ -1,0 +1,67 @@
+"""MPT: slopes for positions, layer norms without biases, an MLP without a gate, no biases."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from torch import nn
+
+from ...core.errors import ConfigError
+from ...core.loading.model_config import ModelConfig
+from ...core.loading.weight_map import WeightMap
+from ...core.nn.context import BuildContext
+from ...core.nn.mlp import PlainMLP
+from ...core.nn.norm import BiaslessLayerNorm
+from ...core.protocols.attention import AttentionSpec
+from .decoder import Block, CausalLM
+from .parts import ClippedAttention, FusedAttention, UnrotatedDecoder, alibi_slopes
+
+
+class MptAttention(ClippedAttention, FusedAttention):
+    @staticmethod
+    def clip(hf: Any) -> float | None:
+        limit: float | None = hf.attn_config.clip_qkv
+        return limit
+
+    def spec(self, hf: Any, layer: int) -> AttentionSpec:
+        """Raises ConfigError for variants that `transformers` has not."""
+        options = hf.attn_config
+        for field, wanted in (("alibi", True), ("qk_ln", False), ("prefix_lm", False)):
+            if bool(getattr(options, field, wanted)) is not wanted:
+                name = f"attn_config.{field}"
+                raise ConfigError(f"{name}: {not wanted} is not supported", param=name)
+        spec = super().spec(hf, layer)
+        return msgspec.structs.replace(
+            spec,
+            scale=options.softmax_scale or spec.scale,
+            alibi_slopes=alibi_slopes(self.num_heads, options.alibi_bias_max),
+        )
+
+
+class MptBlock(Block):
+    norm = BiaslessLayerNorm
+
+
+class MptDecoder(UnrotatedDecoder):
+    block = MptBlock
+
+
+class MptForCausalLM(CausalLM):
+    attention = MptAttention
+    decoder = MptDecoder
+    weight_map = WeightMap(
+        tied={"lm_head.weight": "model.embed_tokens.weight"},
+        prefixes={"transformer.": "model."},
+        names={
+            "embed_tokens": "wte", "layers": "blocks", "norm": "norm_f",
+            "input_layernorm": "norm_1", "post_attention_layernorm": "norm_2",
+            "self_attn": "attn", "qkv_proj": "Wqkv", "o_proj": "out_proj", "mlp": "ffn",
+        },
+    )  # fmt: skip
+
+    @staticmethod
+    def mlp(config: ModelConfig, layer: int, build: BuildContext) -> nn.Module:
+        hf: Any = config.hf_config
+        size = config.hidden_size
+        return PlainMLP(size, hf.expansion_ratio * size, "gelu", build, bias=False)

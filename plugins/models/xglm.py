@@ -1,0 +1,50 @@
+"""XGLM: OPT with sines and cosines of positions instead of learned embeddings."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from ...core.loading.model_config import ModelConfig
+from ...core.loading.weight_map import WeightMap
+from ...core.nn.context import BuildContext
+from .decoder import QKV_SHARDS, MakeMLP, SelfAttention
+from .opt import NAMES, OFFSET, OptBlock, OPTForCausalLM, scale_of
+from .parts import UnrotatedDecoder
+
+
+class XglmDecoder(UnrotatedDecoder):
+    """Adds sines and cosines of each position, sines first."""
+
+    block = OptBlock
+    embedding_scale = staticmethod(scale_of)
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        build: BuildContext,
+        attention: type[SelfAttention],
+        mlp: MakeMLP,
+    ) -> None:
+        super().__init__(config, build, attention, mlp)
+        half = config.hidden_size // 2
+        steps = torch.exp(torch.arange(half).float() * -(math.log(10000) / (half - 1)))
+        places = torch.arange(config.max_model_len) + OFFSET
+        angles = torch.outer(places.float(), steps)
+        table = torch.cat([angles.sin(), angles.cos()], dim=1).to(build.device, build.dtype)
+        self.places: torch.Tensor
+        self.register_buffer("places", table, persistent=False)
+
+    def embed(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return super().embed(input_ids, positions) + self.places[positions]
+
+
+class XGLMForCausalLM(OPTForCausalLM):
+    decoder = XglmDecoder
+    weight_map = WeightMap(
+        stacked=QKV_SHARDS,
+        tied={"lm_head.weight": "model.embed_tokens.weight"},
+        prefixes={"model.layer_norm.": "model.norm."},
+        names=NAMES,
+    )
