@@ -1,4 +1,4 @@
-"""Inputs of a decode step from four numbers per row, in one launch.
+"""Inputs of a decode step from two numbers per row, in one launch.
 
 Memory: one row of the block table per row is read and written; everything else is a few numbers per
 row. Replaces a dozen indexing operations of one launch each.
@@ -15,15 +15,17 @@ from .launch import launch
 BLOCK = 1024
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows", "last_slot"])
 def _decode_inputs_kernel(
     longs_ptr,
     seq_lens_ptr,
     rows_table_ptr,
     packed_ptr,
+    lengths_ptr,
     history_ptr,
     table_ptr,
     num_rows,
+    last_slot,
     stride_history,
     stride_table,
     width,
@@ -33,9 +35,10 @@ def _decode_inputs_kernel(
     """One program per row."""
     row = tl.program_id(0)
     slot = tl.load(packed_ptr + row).to(tl.int64)
-    position = tl.load(packed_ptr + num_rows + row)
-    column = tl.load(packed_ptr + 2 * num_rows + row)
-    new_block = tl.load(packed_ptr + 3 * num_rows + row)
+    new_block = tl.load(packed_ptr + num_rows + row)
+    position = tl.load(lengths_ptr + slot)
+    own = position // BLOCK_SIZE
+    gets_block = new_block > 0
     token = tl.load(history_ptr + slot * stride_history + position)
     source = table_ptr + slot * stride_table
     target = rows_table_ptr + row.to(tl.int64) * width
@@ -43,13 +46,14 @@ def _decode_inputs_kernel(
         at = start + tl.arange(0, BLOCK)
         inside = at < width
         blocks = tl.load(source + at, mask=inside, other=0)
-        blocks = tl.where(at == column, new_block, blocks)
+        blocks = tl.where((at == own) & gets_block, new_block, blocks)
         tl.store(target + at, blocks, mask=inside)
-    # Read before it is written: the padding rows share a row of the table.
-    own = position // BLOCK_SIZE
     block = tl.load(source + own)
-    block = tl.where(own == column, new_block, block).to(tl.int64)
-    tl.store(source + column, new_block)
+    block = tl.where(gets_block, new_block, block).to(tl.int64)
+    # All threads have read the length before one writes it.
+    tl.debug_barrier()
+    tl.store(source + own, new_block, mask=gets_block)
+    tl.store(lengths_ptr + slot, position + 1, mask=slot < last_slot)
     tl.store(longs_ptr + row, slot)
     tl.store(longs_ptr + num_rows + row, token.to(tl.int64))
     tl.store(longs_ptr + 2 * num_rows + row, position.to(tl.int64))
@@ -59,12 +63,17 @@ def _decode_inputs_kernel(
 
 
 def decode_inputs(
-    packed: torch.Tensor, token_history: torch.Tensor, block_table: torch.Tensor, block_size: int
+    packed: torch.Tensor,
+    lengths: torch.Tensor,
+    token_history: torch.Tensor,
+    block_table: torch.Tensor,
+    block_size: int,
 ) -> tuple[torch.Tensor, ...]:
-    """packed: [4, R] int32, contiguous: each row's slot, its position, and the column and id of a
-    block that its slot gets (the last column if it gets none); token_history: [slots, positions]
-    int32; block_table: [slots, columns] int32, to which the new blocks are written. All rows have
-    different slots, except that padding rows may share one.
+    """packed: [2, R] int32, contiguous: each row's slot, and the block that it gets for its token
+    (0: it has one); lengths: [slots] int32: each row's position, and 1 more afterwards;
+    token_history: [slots, positions] int32; block_table: [slots, columns] int32, to which the new
+    blocks are written. All rows have different slots, except that padding rows share the last one,
+    whose length is 0 and stays so.
     → slots, input ids, positions, lengths (positions + 1), slot mapping: [R] int64 each; lengths
     again as int32; the rows' block tables [R, columns] int32.
     """
@@ -78,9 +87,11 @@ def decode_inputs(
         seq_lens,
         rows_table,
         packed,
+        lengths,
         token_history,
         block_table,
         num_rows,
+        lengths.shape[0] - 1,
         token_history.stride(0),
         block_table.stride(0),
         width,

@@ -1,4 +1,5 @@
-"""Inputs of a step of ragged rows from four numbers per row, in one launch; and scattered writes.
+"""Inputs of a step of ragged rows from three numbers per row; the slots' new lengths; scattered
+writes: one launch each.
 
 Memory: a row of the block table is read and written for each row of the step; everything else is a
 few numbers per token. Replaces some twenty indexing operations of one launch each. The launches
@@ -19,8 +20,10 @@ COLUMNS = 1024
 """Columns of the block table that are copied at a time."""
 WRITES = 1024
 """Writes per program."""
+ROWS = 512
+"""Rows per program, where it does nothing but count."""
 
-_PLACES = ["query_start_ptr", "slots_ptr", "first_ptr", "sample_slots_ptr"]
+_PLACES = ["query_start_ptr", "slots_ptr", "sample_slots_ptr"]
 
 
 @triton.jit
@@ -58,8 +61,8 @@ def _step_inputs_kernel(
     rows_table_ptr,
     query_start_ptr,
     slots_ptr,
-    first_ptr,
     sample_slots_ptr,
+    lengths_ptr,
     history_ptr,
     table_ptr,
     num_rows,
@@ -81,7 +84,7 @@ def _step_inputs_kernel(
         inside = token < num_tokens
         low = _rows_of(query_start_ptr, token, num_rows, TOKENS)
         slot = tl.load(slots_ptr + low).to(tl.int64)
-        position = tl.load(first_ptr + low) + token - tl.load(query_start_ptr + low)
+        position = tl.load(lengths_ptr + slot) + token - tl.load(query_start_ptr + low)
         ids = tl.load(history_ptr + slot * stride_history + position, mask=inside, other=0)
         block = tl.load(
             table_ptr + slot * stride_table + position // BLOCK_SIZE, mask=inside, other=0
@@ -94,7 +97,7 @@ def _step_inputs_kernel(
         row = program - token_programs
         row_slot = tl.load(slots_ptr + row).to(tl.int64)
         end = tl.load(query_start_ptr + row + 1)
-        length = tl.load(first_ptr + row) + end - tl.load(query_start_ptr + row)
+        length = tl.load(lengths_ptr + row_slot) + end - tl.load(query_start_ptr + row)
         source = table_ptr + row_slot * stride_table
         target = rows_table_ptr + row.to(tl.int64) * width
         for start in range(0, width, COLUMNS):
@@ -111,9 +114,9 @@ def _step_inputs_kernel(
 def step_inputs(
     query_start: torch.Tensor,
     slots: torch.Tensor,
-    first_positions: torch.Tensor,
     sample_slots: torch.Tensor,
     num_tokens: int,
+    lengths: torch.Tensor,
     token_history: torch.Tensor,
     block_table: torch.Tensor,
     block_size: int,
@@ -138,8 +141,8 @@ def step_inputs(
         rows_table,
         query_start,
         slots,
-        first_positions,
         sample_slots,
+        lengths,
         token_history,
         block_table,
         num_rows,
@@ -156,6 +159,40 @@ def step_inputs(
         num_warps=4,
     )
     return token_longs[:, :num_tokens], row_longs[:, :num_rows], seq_lens, rows_table
+
+
+@triton.jit(
+    do_not_specialize=["num_rows", "last_slot"],
+    do_not_specialize_on_alignment=["slots_ptr", "query_start_ptr"],
+)
+def _advance_kernel(
+    lengths_ptr, slots_ptr, query_start_ptr, num_rows, last_slot, ROWS: tl.constexpr
+):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = row < num_rows
+    slot = tl.load(slots_ptr + row, mask=inside, other=0)
+    inside = inside & (slot < last_slot)
+    start = tl.load(query_start_ptr + row, mask=inside, other=0)
+    end = tl.load(query_start_ptr + row + 1, mask=inside, other=0)
+    length = tl.load(lengths_ptr + slot, mask=inside, other=0)
+    tl.store(lengths_ptr + slot, length + end - start, mask=inside)
+
+
+def advance(lengths: torch.Tensor, slots: torch.Tensor, query_start: torch.Tensor) -> None:
+    """See `core.nn.operations.Operations.advance`, whose arguments these are.
+
+    A launch of its own: programs of `step_inputs` read the length of a row that another writes.
+    """
+    num_rows = slots.shape[0]
+    launch(_advance_kernel, (triton.cdiv(num_rows, ROWS),))(
+        lengths,
+        slots,
+        query_start,
+        num_rows,
+        lengths.shape[0] - 1,
+        ROWS=ROWS,
+        num_warps=4,
+    )
 
 
 @triton.jit(

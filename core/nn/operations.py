@@ -420,26 +420,31 @@ class Operations:
     def decode_inputs(
         self,
         packed: torch.Tensor,
+        lengths: torch.Tensor,
         token_history: torch.Tensor,
         block_table: torch.Tensor,
         block_size: int,
     ) -> DecodeTensors:
-        """Compute the inputs of a decode step of R rows, and write new blocks to `block_table`.
+        """Compute the inputs of a decode step of R rows, each at its slot's length; write new
+        blocks to `block_table`, and add 1 to the lengths.
 
-        packed: [4, R] int32: each row's slot, its position, and the column and id of a block that
-        its slot gets (the table's last column for none); token_history: [slots, positions] int32;
-        block_table: [slots, columns] int32. Padding rows may share a slot.
+        packed: [2, R] int32: each row's slot, and the block that it gets for its token (0: it has
+        one); lengths: [slots] int32; token_history: [slots, positions] int32; block_table: [slots,
+        columns] int32. Padding rows share the last slot, whose length stays 0.
         """
-        slots, positions, columns, _ = packed.long()
-        block_table.index_put_((slots, columns), packed[3])
-        blocks = block_table[slots, positions // block_size].long()
+        slots, new_blocks = packed[0].long(), packed[1]
+        positions = lengths[slots].long()
+        own = (slots, positions // block_size)
+        blocks = torch.where(new_blocks > 0, new_blocks, block_table[own])
+        block_table.index_put_(own, blocks)
+        lengths.index_add_(0, slots, (slots < lengths.shape[0] - 1).int())
         return DecodeTensors(
             slots=slots,
             input_ids=token_history[slots, positions].long(),
             positions=positions,
             lengths=positions + 1,
-            slot_mapping=blocks * block_size + positions % block_size,
-            seq_lens=packed[1] + 1,
+            slot_mapping=blocks.long() * block_size + positions % block_size,
+            seq_lens=positions.int() + 1,
             block_table=block_table[slots],
         )
 
@@ -447,24 +452,25 @@ class Operations:
         self,
         query_start: torch.Tensor,
         slots: torch.Tensor,
-        first_positions: torch.Tensor,
         sample_slots: torch.Tensor,
         num_tokens: int,
+        lengths: torch.Tensor,
         token_history: torch.Tensor,
         block_table: torch.Tensor,
         block_size: int,
     ) -> StepTensors:
-        """Compute the inputs of a step of R ragged rows.
+        """Compute the inputs of a step of R ragged rows, each from its slot's length on.
 
         query_start: [R + 1] int32, row r's tokens are query_start[r] .. query_start[r + 1], and
-        rows without tokens come last; slots, first_positions: [R] int32, each row's slot and the
-        position of its first token; sample_slots: [R] int32, returned as int64; num_tokens: T, the
-        last of query_start; token_history: [slots, positions] int32; block_table: [slots, columns]
-        int32.
+        rows without tokens come last; slots: [R] int32, each row's slot; sample_slots: [R] int32,
+        returned as int64; num_tokens: T, the last of query_start; lengths: [slots] int32;
+        token_history: [slots, positions] int32; block_table: [slots, columns] int32.
         """
         tokens = torch.arange(num_tokens, dtype=torch.int32, device=slots.device)
         rows = torch.searchsorted(query_start[1:].contiguous(), tokens, right=True)
-        slot_of_token = slots[rows].long()
+        slot_of_row = slots.long()
+        slot_of_token = slot_of_row[rows]
+        first_positions = lengths[slot_of_row]
         positions = (first_positions[rows] + tokens - query_start[rows]).long()
         blocks = block_table[slot_of_token, positions // block_size].long()
         ends = query_start[1:]
@@ -477,8 +483,19 @@ class Operations:
             lengths=seq_lens.long(),
             last_tokens=(ends - 1).clamp(min=0).long(),
             seq_lens=seq_lens,
-            block_table=block_table[slots.long()],
+            block_table=block_table[slot_of_row],
         )
+
+    def advance(
+        self, lengths: torch.Tensor, slots: torch.Tensor, query_start: torch.Tensor
+    ) -> None:
+        """Add the tokens of each of R rows to its slot's length, but nothing to the last slot's,
+        which padding rows share.
+
+        All int32: lengths [slots], slots [R], query_start [R + 1], as for `step_inputs`.
+        """
+        counts = query_start[1:] - query_start[:-1]
+        lengths.index_add_(0, slots, counts * (slots < lengths.shape[0] - 1))
 
     def slot_mappings(
         self,

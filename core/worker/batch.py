@@ -1,13 +1,13 @@
-"""The persistent batch: device state of each slot, and its update by a plan.
+"""The persistent batch: from a plan to the inputs of a forward pass.
 
-A slot keeps its tokens and its block table on the device from admission to end. A plan is packed
-into one int32 array, copied once, and expanded there: token ids are gathered from the history, so a
-decode step reads the token that the previous step sampled without a copy to the host.
+A slot keeps its tokens, its block tables and its length on the device from admission to end
+(`SlotTable`). A plan is packed into one int32 array, copied once, and expanded there: token ids are
+gathered from the history, so a decode step reads the token that the previous step sampled without
+a copy to the host.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,12 +16,11 @@ import torch
 
 from ..nn.context import BatchLayout
 from ..nn.operations import DecodeTensors, Operations, StepTensors
-from ..step import StepPlan, TableWrite
+from ..step import StepPlan
+from .slot_table import NO_WRITES, SlotTable
 
 STAGING_BUFFERS = 4
 """More than the steps in flight, so that no buffer is rewritten while a copy still reads it."""
-ALIGNMENT = 4
-"""int32 numbers in 16 bytes."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,8 @@ class StepRows:
     slots: np.ndarray
     """[R]"""
     first_positions: np.ndarray
-    """[R] of each row's first token"""
+    """[R] of each row's first token; upper bounds (`SlotTable.length_bounds`). The device knows the
+    exact ones."""
     query_start: np.ndarray
     """[R + 1] Row r has tokens query_start[r] .. query_start[r + 1]."""
     sample_slots: np.ndarray
@@ -95,22 +95,8 @@ class StepRows:
         return self.first_positions + self.query_lens
 
 
-NO_WRITES = np.zeros((0, 2), dtype=np.int32)
-
-
-def _scattered(pieces: list[tuple[int, Sequence[int]]]) -> np.ndarray:
-    """Flatten (first place, numbers) pairs → [N, 2] int32: a place and the number there."""
-    writes = np.empty((sum(len(numbers) for _, numbers in pieces), 2), dtype=np.int32)
-    end = 0
-    for first, numbers in pieces:
-        begin, end = end, end + len(numbers)
-        writes[begin:end, 0] = np.arange(first, first + len(numbers))
-        writes[begin:end, 1] = numbers
-    return writes
-
-
 class PersistentBatch:
-    """Per-slot state on the device, with host twins of the counters."""
+    """Lays out the rows of each plan over the slot table."""
 
     def __init__(
         self,
@@ -128,24 +114,14 @@ class PersistentBatch:
         self.num_slots = max_num_seqs
         self.block_size = block_size
         self.max_model_len = max_model_len
-        self.max_blocks = -(-max_model_len // block_size)
         self.num_groups = num_groups
-        # One row more than slots, and one column more than a sequence has: scratch, for padding.
-        rows, positions, columns = max_num_seqs + 1, max_model_len + 1, self.max_blocks + 1
-        if num_groups > 1:
-            # Each group's part of a slot's table is aligned.
-            columns = -(-columns // ALIGNMENT) * ALIGNMENT
-        self._columns = columns
-        self._table_start = -(-rows * positions // ALIGNMENT) * ALIGNMENT
-        table_end = self._table_start + rows * num_groups * columns
-        self.storage = torch.zeros(table_end + 1, dtype=torch.int32, device=device)
-        """History and block table in one; its last number belongs to no slot."""
-        self.token_history = self.storage[: rows * positions].view(rows, positions)
-        """[max_num_seqs + 1, max_model_len + 1]"""
-        self.block_table = self.storage[self._table_start : table_end].view(rows, -1)
-        """[max_num_seqs + 1, num_groups * columns]: max_blocks columns per group, and padding."""
-        self.num_computed = np.zeros(max_num_seqs, dtype=np.int32)
-        self.num_prompt = np.zeros(max_num_seqs, dtype=np.int32)
+        self.table = SlotTable(
+            num_slots=max_num_seqs,
+            max_model_len=max_model_len,
+            block_size=block_size,
+            device=device,
+            num_groups=num_groups,
+        )
         self._staging: list[torch.Tensor] = []
         self._next_buffer = 0
 
@@ -154,56 +130,22 @@ class PersistentBatch:
         """The slot that padding uses."""
         return self.num_slots
 
-    @property
-    def nbytes(self) -> int:
-        """Return the bytes of device memory in use."""
-        return self.storage.nbytes
-
     # ------------------------------------------------------------ from a plan to rows
-
-    def writes(self, plan: StepPlan) -> np.ndarray:
-        """Return what `plan` writes into slots, [N, 2] int32: a place in `storage` and the number
-        there.
-
-        Updates the counters of the slots.
-        """
-        if not plan.starts and not plan.table_writes:
-            return NO_WRITES
-        pieces: list[tuple[int, Sequence[int]]] = []
-        positions = self.token_history.shape[1]
-        for start in plan.starts:
-            slot = start.slot
-            self.num_computed[slot] = start.num_computed_tokens
-            self.num_prompt[slot] = start.num_prompt_tokens
-            pieces.append((slot * positions, start.token_ids))
-        pieces += self._table_pieces(plan.table_writes)
-        return _scattered(pieces)
-
-    def table_writes(self, table_writes: Sequence[TableWrite]) -> np.ndarray:
-        """The same as `writes`, for block tables alone: [N, 2] int32."""
-        return _scattered(self._table_pieces(table_writes))
 
     def write(self, plan: StepPlan) -> None:
         """Bring the slots up to date with a plan that has no rows."""
-        writes = self.writes(plan)
+        writes = self.table.writes(plan)
         if len(writes):
             count, sent = self.upload([np.asarray([len(writes)], np.int32), writes.reshape(-1)])
-            self.operations.scatter(self.storage, sent.view(-1, 2), count)
-
-    def _table_pieces(self, table_writes: Sequence[TableWrite]) -> list[tuple[int, Sequence[int]]]:
-        """Return (first place in `storage`, numbers) for each write."""
-        start, columns, groups = self._table_start, self._columns, self.num_groups
-        return [
-            (start + (write.slot * groups + write.group) * columns + write.column, write.block_ids)
-            for write in table_writes
-        ]
+            self.operations.scatter(self.table.storage, sent.view(-1, 2), count)
 
     def rows(self, plan: StepPlan) -> StepRows:
-        """Return the rows of the plan, and count their tokens as computed. Call `writes` before."""
+        """Return the rows of the plan, and count their tokens in the host's bounds. Call
+        `SlotTable.writes` before."""
         slots = np.asarray(plan.slots, dtype=np.int32)
         counts = np.asarray(plan.num_tokens, dtype=np.int32)
-        first_positions = self.num_computed[slots]
-        self.num_computed[slots] = first_positions + counts
+        first_positions = self.table.length_bounds[slots]
+        self.table.length_bounds[slots] = first_positions + counts
         samples = np.asarray(plan.samples, dtype=bool)
         sample_slots = np.where(samples, slots, np.int32(self.scratch_slot)).astype(np.int32)
         return StepRows.of(slots, first_positions, counts, sample_slots)
@@ -212,7 +154,7 @@ class PersistentBatch:
 
     def apply(self, plan: StepPlan) -> StepInputs:
         """Bring the slots up to date with `plan` and lay out its rows. No synchronisation."""
-        writes = self.writes(plan)
+        writes = self.table.writes(plan)
         rows = self.rows(plan)
         sample_rows = np.flatnonzero(np.asarray(plan.samples, dtype=bool)).astype(np.int32)
         return self.lay_out(rows, sample_rows, writes)
@@ -223,24 +165,21 @@ class PersistentBatch:
         """Send the rows of a step, and the writes that must precede their computation."""
         count = np.asarray([len(writes)], dtype=np.int32)
         sent = self.upload([
-            rows.query_start, rows.slots, rows.first_positions, rows.sample_slots, sample_rows,
-            count, writes.reshape(-1),
+            rows.query_start, rows.slots, rows.sample_slots, sample_rows, count,
+            writes.reshape(-1),
         ])  # fmt: skip
         if len(writes):
-            self.operations.scatter(self.storage, sent[6].view(-1, 2), sent[5])
+            self.operations.scatter(self.table.storage, sent[5].view(-1, 2), sent[4])
         num_rows, num_tokens = len(rows.slots), int(rows.query_start[-1])
-        query_start, slots, first_positions, passed_on = sent[:4]
-        tensors = self.operations.step_inputs(
-            query_start, slots, first_positions, passed_on, num_tokens,
-            self.token_history, self.block_table, self.block_size,
-        )  # fmt: skip
+        query_start, slots, sample_slots = sent[:3]
+        tensors = self.step_tensors(query_start, slots, sample_slots, num_tokens)
         sample_slots, lengths, last_tokens = (
             tensors.sample_slots,
             tensors.lengths,
             tensors.last_tokens,
         )
         if len(sample_rows) < num_rows:
-            index = sent[4].long()
+            index = sent[3].long()
             sample_slots, lengths, last_tokens = (
                 part[index] for part in (sample_slots, lengths, last_tokens)
             )
@@ -256,6 +195,23 @@ class PersistentBatch:
             sample_rows=sample_rows.tolist(),
         )
 
+    def step_tensors(
+        self,
+        query_start: torch.Tensor,
+        slots: torch.Tensor,
+        sample_slots: torch.Tensor,
+        num_tokens: int,
+    ) -> StepTensors:
+        """Expand rows on the device from where their slots are, and move the slots on. All int32:
+        query_start [R + 1], slots and sample_slots [R]."""
+        table = self.table
+        tensors = self.operations.step_inputs(
+            query_start, slots, sample_slots, num_tokens, table.lengths,
+            table.token_history, table.block_table, self.block_size,
+        )  # fmt: skip
+        self.operations.advance(table.lengths, slots, query_start)
+        return tensors
+
     def layouts(
         self,
         made: DecodeTensors | StepTensors,
@@ -266,7 +222,7 @@ class PersistentBatch:
     ) -> tuple[BatchLayout, ...]:
         """Return the layout of each group, from tensors made on the device. `bounds`: see
         `BatchLayout.of`."""
-        count, columns = self.num_groups, self._columns
+        count, columns = self.num_groups, self.table.columns
         places = [made.slot_mapping]
         if count > 1:
             places += self.operations.slot_mappings(
@@ -286,12 +242,6 @@ class PersistentBatch:
             for number, slot_mapping in enumerate(places)
         )
 
-    def record_sampled(
-        self, slots: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor
-    ) -> None:
-        """Write sampled ids to the history, where the next step reads them. All [S] int64."""
-        self.token_history[slots, positions] = token_ids.int()
-
     # ------------------------------------------------------------ to the device
 
     def upload(self, parts: list[np.ndarray]) -> list[torch.Tensor]:
@@ -305,6 +255,16 @@ class PersistentBatch:
             np.concatenate(parts, out=staging.numpy()[:total])
             packed = staging[:total].to(self.device, non_blocking=True)
         return list(torch.split(packed, sizes))
+
+    def copy_into(self, target: torch.Tensor, numbers: np.ndarray) -> None:
+        """Copy int32 numbers to the front of an array on the device."""
+        size = len(numbers)
+        if self.device.type == "cpu":
+            target[:size].copy_(torch.from_numpy(numbers))
+            return
+        staging = self.staging(size)
+        staging.numpy()[:size] = numbers
+        target[:size].copy_(staging[:size], non_blocking=True)
 
     def staging(self, size: int) -> torch.Tensor:
         """Return the next pinned buffer of the ring, with room for `size` int32 numbers."""

@@ -18,8 +18,9 @@ import torch
 
 from ..nn.operations import Operations
 from ..step import StepPlan
-from .batch import NO_WRITES, PersistentBatch, StepInputs
+from .batch import PersistentBatch, StepInputs
 from .sampling.sampler import Sampler
+from .slot_table import NO_WRITES
 
 logger = logging.getLogger("jackfield.worker")
 
@@ -71,6 +72,9 @@ class DecodeGraphs:
         self.logits = torch.empty(0, device=device)
         """[max_num_seqs, vocab_size] Logits of the step launched last without sampling; made when
         such a step is first recorded."""
+        self._sampling_inputs: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        """Rows of a graph without sampling → slots and lengths, which it writes: kept, so that no
+        other graph is given their memory while the sampler reads them."""
         self.num_recorded = 0
         """Number of graphs recorded so far."""
 
@@ -113,8 +117,9 @@ class DecodeGraphs:
         return True
 
     def sampling_inputs(self, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return slots and lengths of the step launched last, [num_rows] int64."""
-        return self._inputs.sampling_inputs(num_rows)
+        """Return slots and lengths of the step launched last without sampling, [num_rows] int64."""
+        slots, lengths = self._sampling_inputs[self._inputs.rows]
+        return slots[:num_rows], lengths[:num_rows]
 
     def _recorded_rows(self, num_rows: int, ending: Ending) -> int | None:
         """Return the smallest recorded number of rows that serves a step."""
@@ -174,6 +179,7 @@ class DecodeGraphs:
         if not self.logits.numel():
             self.logits = logits.new_empty(self._counts[-1], logits.shape[1])
         self.logits[:rows].copy_(logits)
+        self._sampling_inputs[rows] = inputs.sample_slots, inputs.sample_lengths
 
 
 def sample_rows(
@@ -198,83 +204,74 @@ def sampling_endings(sampler: Sampler) -> list[Ending]:
 
 
 class DecodeInputs:
-    """The static input of decode graphs: slots, lengths and one new block per row; with several
-    groups of layers, writes to block tables instead of the block."""
+    """The static input of decode graphs: each row's slot, and the block that it gets; with several
+    groups of layers, writes to block tables instead of the blocks."""
 
     def __init__(self, batch: PersistentBatch, operations: Operations, max_rows: int) -> None:
         self._batch = batch
         self._operations = operations
         self._most_writes = batch.num_groups * max_rows if batch.num_groups > 1 else 0
-        size = 4 * max_rows + (4 + 2 * self._most_writes if self._most_writes else 0)
+        size = 2 * max_rows + (4 + 2 * self._most_writes if self._most_writes else 0)
         self._device_array = torch.zeros(size, dtype=torch.int32, device=batch.device)
         self._query_start = torch.arange(max_rows + 1, dtype=torch.int32, device=batch.device)
         self._query_start_cpu = np.arange(max_rows + 1, dtype=np.int32)
-        self._rows = max_rows
+        self.rows = max_rows
+        """Rows of the step sent last, padding included."""
         self._row_of_slot = np.zeros(batch.num_slots + 1, dtype=np.int32)
 
     def fill(self, plan: StepPlan, rows: int) -> bool:
         """Send a step's rows, and count its tokens; False, with nothing done, if the step is not an
-        ordinary one (a row gets several blocks, or one outside the step gets any)."""
-        batch = self._batch
+        ordinary one: a row gets a block other than that of its new token, or a slot outside the
+        step gets any."""
+        batch, table = self._batch, self._batch.table
         slots = np.asarray(plan.slots, dtype=np.int32)
         num_rows = len(slots)
-        new_blocks, writes = plan.table_writes, NO_WRITES
+        numbers = np.zeros(2 * rows, dtype=np.int32)
+        numbers[:num_rows], numbers[num_rows:rows] = slots, batch.scratch_slot
+        writes = NO_WRITES
         if self._most_writes:
-            new_blocks, writes = (), batch.table_writes(plan.table_writes)
+            writes = table.table_writes(plan.table_writes)
             if len(writes) > self._most_writes:
                 return False
-        if new_blocks:
+        elif plan.table_writes:
             self._row_of_slot[slots] = np.arange(num_rows, dtype=np.int32)
-            for write in new_blocks:
+            for write in plan.table_writes:
                 row = self._row_of_slot[write.slot]
                 outside = row >= num_rows or plan.slots[row] != write.slot
-                if len(write.block_ids) != 1 or outside:
+                if outside or len(write.block_ids) != 1:
                     return False
-        host = np.zeros((4, rows), dtype=np.int32)
-        host[0] = batch.num_slots
-        host[2] = batch.max_blocks
-        host[0, :num_rows] = slots
-        host[1, :num_rows] = batch.num_computed[slots]
-        for write in new_blocks:
-            row = self._row_of_slot[write.slot]
-            host[2, row] = write.column
-            host[3, row] = write.block_ids[0]
-        batch.num_computed[slots] += 1
-        self._send(host, writes)
+                if write.column != table.length_bounds[write.slot] // batch.block_size:
+                    return False
+                numbers[rows + row] = write.block_ids[0]
+        table.length_bounds[slots] += 1
+        self._send(rows, numbers, writes)
         return True
 
     def fill_scratch(self, rows: int) -> None:
         """Set all rows to padding."""
-        host = np.zeros((4, rows), dtype=np.int32)
-        host[0] = self._batch.num_slots
-        host[2] = self._batch.max_blocks
-        self._send(host)
+        numbers = np.zeros(2 * rows, dtype=np.int32)
+        numbers[:rows] = self._batch.scratch_slot
+        self._send(rows, numbers)
 
-    def sampling_inputs(self, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return slots and lengths of the step sent last, [num_rows] int64."""
-        packed = self._device_array[: 4 * self._rows].view(4, self._rows)[:2, :num_rows].long()
-        return packed[0], packed[1] + 1
-
-    def _send(self, host: np.ndarray, writes: np.ndarray = NO_WRITES) -> None:
-        self._rows = host.shape[1]
-        numbers = host.reshape(-1)
+    def _send(self, rows: int, numbers: np.ndarray, writes: np.ndarray = NO_WRITES) -> None:
+        self.rows = rows
         if self._most_writes:
             count = np.asarray([len(writes), 0, 0, 0], dtype=np.int32)
             numbers = np.concatenate([numbers, count, writes.reshape(-1)])
-        (sent,) = self._batch.upload([numbers])
-        self._device_array[: numbers.size].copy_(sent)
+        self._batch.copy_into(self._device_array, numbers)
 
     def expand(self, rows: int) -> StepInputs:
         """Compute the inputs of the forward pass and the sampler on the device."""
-        batch = self._batch
+        batch, table = self._batch, self._batch.table
         if self._most_writes:
-            count, _, writes = self._device_array[4 * rows :].tensor_split((1, 4))
+            count, _, writes = self._device_array[2 * rows :].tensor_split((1, 4))
             writes = writes[: 2 * self._most_writes].view(-1, 2)
-            self._operations.scatter(batch.storage, writes, count)
+            self._operations.scatter(table.storage, writes, count)
         made = self._operations.decode_inputs(
-            self._device_array[: 4 * rows].view(4, rows),
-            batch.token_history,
-            batch.block_table,
+            self._device_array[: 2 * rows].view(2, rows),
+            table.lengths,
+            table.token_history,
+            table.block_table,
             batch.block_size,
         )
         return StepInputs(

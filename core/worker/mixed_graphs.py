@@ -322,8 +322,11 @@ class MixedGraphs:
         rows = len(inputs.last_tokens)
         self.states[: key.tokens].copy_(states)
         torch.index_select(states, 0, inputs.last_tokens, out=self._last_states[:rows])
-        self._slots[:rows].copy_(inputs.sample_slots)
-        self._lengths[:rows].copy_(inputs.sample_lengths)
+        # Both in one launch.
+        torch._foreach_copy_(
+            [self._slots[:rows], self._lengths[:rows]],
+            [inputs.sample_slots, inputs.sample_lengths],
+        )
 
     def _end(self, rows: int, ending: Ending) -> None:
         logits = self._logits(self._last_states[:rows])
@@ -361,17 +364,16 @@ class MixedInputs:
         self._most = max_rows
         stride = -(-(max_rows + 1) // 4) * 4  # Each array begins at a multiple of 16 bytes.
         self._stride = stride
-        header = 4 * stride + 4
+        header = 3 * stride + 4
         self._device_array = torch.zeros(
             header + 2 * MAX_WRITES, dtype=torch.int32, device=batch.device
         )
         array = self._device_array
         self._query_start = array[:stride]
         self._slots = array[stride : 2 * stride]
-        self._first_positions = array[2 * stride : 3 * stride]
-        self._sample_slots = array[3 * stride : 4 * stride]
-        self._bounds = array[4 * stride : 4 * stride + 2]
-        self._num_writes = array[4 * stride + 2 : 4 * stride + 3]
+        self._sample_slots = array[2 * stride : 3 * stride]
+        self._bounds = array[3 * stride : 3 * stride + 2]
+        self._num_writes = array[3 * stride + 2 : 3 * stride + 3]
         self._writes = array[header:].view(-1, 2)
         self._header = header
         self.key = MixedKey(0, 0)
@@ -383,19 +385,16 @@ class MixedInputs:
         if len(writes) > MAX_WRITES:
             count = np.asarray([len(writes)], dtype=np.int32)
             sent, many = batch.upload([writes.reshape(-1), count])
-            batch.operations.scatter(batch.storage, sent.view(-1, 2), many)
+            batch.operations.scatter(batch.table.storage, sent.view(-1, 2), many)
             writes = writes[:0]
         num_rows, stride = len(rows.slots), self._stride
         size = self._header + 2 * len(writes)
         on_cpu = batch.device.type == "cpu"
         staging = torch.empty(size, dtype=torch.int32) if on_cpu else batch.staging(size)
         host = staging.numpy()[:size]
-        starts, slots, first, sample_slots = (
-            host[at * stride : (at + 1) * stride] for at in range(4)
-        )
+        starts, slots, sample_slots = (host[at * stride : (at + 1) * stride] for at in range(3))
         starts[: num_rows + 1] = rows.query_start
         slots[:num_rows], slots[num_rows:] = rows.slots, batch.scratch_slot
-        first[:num_rows], first[num_rows:] = rows.first_positions, 0
         sample_slots[:num_rows], sample_slots[num_rows:] = rows.sample_slots, batch.scratch_slot
         end, padding = num_rows, key.tokens - shape.tokens
         while padding > 0:
@@ -403,7 +402,7 @@ class MixedInputs:
             starts[end] = starts[end - 1] + min(padding, batch.max_model_len)
             padding -= batch.max_model_len
         starts[end + 1 :] = key.tokens
-        bounds = host[4 * stride : 4 * stride + 3]
+        bounds = host[3 * stride : 3 * stride + 3]
         bounds[:] = shape.decode_rows, end - shape.decode_rows, len(writes)
         if len(writes):
             host[self._header :] = writes.reshape(-1)
@@ -419,21 +418,14 @@ class MixedInputs:
     def write(self, key: MixedKey) -> None:
         """Apply to slots the writes that were sent with the rows."""
         batch = self._batch
-        batch.operations.scatter(batch.storage, self._writes, self._num_writes)
+        batch.operations.scatter(batch.table.storage, self._writes, self._num_writes)
 
     def expand(self, key: MixedKey, num_rows: int) -> StepInputs:
         """Compute the inputs of the forward pass and the ending on the device."""
         batch = self._batch
         query_start = self._query_start[: num_rows + 1]
-        tensors = batch.operations.step_inputs(
-            query_start,
-            self._slots[:num_rows],
-            self._first_positions[:num_rows],
-            self._sample_slots[:num_rows],
-            key.tokens,
-            batch.token_history,
-            batch.block_table,
-            batch.block_size,
+        tensors = batch.step_tensors(
+            query_start, self._slots[:num_rows], self._sample_slots[:num_rows], key.tokens
         )
         return StepInputs(
             input_ids=tensors.input_ids,

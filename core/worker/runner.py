@@ -160,7 +160,7 @@ class ModelRunner:
             step = self._replay(plan, self.graphs, launched)
             if step is not None:
                 return step
-        writes = self.batch.writes(plan)
+        writes = self.batch.table.writes(plan)
         rows = self.batch.rows(plan)
         if self.mixed_graphs is not None:
             step = self._replay_mixed(plan, rows, writes, self.mixed_graphs, launched)
@@ -365,11 +365,11 @@ class ModelRunner:
             if (k := self._prompt_logprobs.get(slot)) is None:
                 continue
             first = int(ends[row]) - plan.num_tokens[row]
-            count = min(int(ends[row]), int(self.batch.num_prompt[slot]) - 1) - first
+            count = min(int(ends[row]), int(self.batch.table.num_prompt[slot]) - 1) - first
             if count <= 0:
                 continue
             begin = int(starts[row])
-            targets = self.batch.token_history[slot, first + 1 : first + 1 + count].long()
+            targets = self.batch.table.token_history[slot, first + 1 : first + 1 + count].long()
             parts = [
                 self.sampler.prompt_logprobs(
                     self.logits(hidden[begin + at : begin + min(at + SCORED_ROWS, count)]),

@@ -146,9 +146,9 @@ class Warmup:
         counts = np.minimum(np.asarray(row_lengths, dtype=np.int32), self._max_model_len)
         host_slots = np.asarray(slots, dtype=np.int32)
         rows = StepRows.of(host_slots, np.zeros_like(host_slots), counts, host_slots)
-        # A write, too, into the number that belongs to no slot.
-        nowhere = np.asarray([[runner.batch.storage.shape[0] - 1, 0]], dtype=np.int32)
-        inputs = runner.batch.lay_out(rows, np.arange(num_rows, dtype=np.int32), nowhere)
+        # From position 0, whatever an earlier such step has left.
+        writes = runner.batch.table.emptied(slots)
+        inputs = runner.batch.lay_out(rows, np.arange(num_rows, dtype=np.int32), writes)
         layout = inputs.layout
         # In a rehearsal no kernel has filled them, and torch would dereference the values.
         for places in (inputs.input_ids, *(p for each in inputs.layouts for p in each.places)):

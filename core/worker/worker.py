@@ -33,9 +33,9 @@ from ..step import NOTHING_IN_PROCESS, InProcess, StepPlan
 from .batch import PersistentBatch
 from .graphs import CudaRecorder, DecodeGraphs, Ending, Recorder
 from .guarded_half import EmptyStep, GuardedHalf, TransferringStep
-from .kv_scales import finding_scales, to_be_scaled, unscaled
-from .kv_transfer import kv_layout
-from .memory import allocate_cache, bytes_per_block, explain_oom, num_kv_blocks
+from .kv_cache.layout import kv_layout
+from .kv_cache.memory import allocate_cache, bytes_per_block, explain_oom, num_kv_blocks
+from .kv_cache.scales import finding_scales, to_be_scaled, unscaled
 from .mixed_graphs import MixedGraphs
 from .pooling_runner import PoolingRunner
 from .runner import LaunchedStep, ModelRunner
@@ -198,7 +198,7 @@ class Worker:
             )
         else:
             sampling = SamplingState(
-                config.max_num_seqs + 1, model_config.vocab_size, device, batch.token_history,
+                config.max_num_seqs + 1, model_config.vocab_size, device, batch.table.token_history,
                 kernels=operations.samples,
             )  # fmt: skip
             self.runner = ModelRunner(
@@ -257,7 +257,7 @@ class Worker:
             num_slots=self.config.max_num_seqs,
             max_model_len=self.model_config.max_model_len,
             device=self.device,
-            history=batch.token_history,
+            history=batch.table.token_history,
         )
         return Processors.load(self.plugins, self.config, setup)
 

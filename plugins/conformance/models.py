@@ -36,7 +36,7 @@ from ...core.nn.attention import Attention
 from ...core.nn.context import ForwardContext
 from ...core.registry import Plugins, load_plugins
 from ...core.sampling_params import SamplingParams
-from ...core.worker.memory import allocate_cache
+from ...core.worker.kv_cache.memory import allocate_cache
 from ...core.worker.selection import attention_refusal, choose
 from .kit import Kit
 from .paged import make_layout

@@ -469,22 +469,25 @@ class OperationsKit(Kit):
     # -------------------------------------------------------------- decode steps
 
     def test_decode_inputs(self) -> None:
-        """New blocks are written to the table; padding rows share a slot."""
+        """New blocks are written to the table, and slots are counted on; padding rows share the
+        last slot."""
         operations = self.make(torch.float32)
         draw = torch.Generator().manual_seed(2)
         history = torch.randint(0, 999, (7, 90), generator=draw, dtype=torch.int32)
         table = torch.randint(1, 99, (7, 40), generator=draw, dtype=torch.int32)
-        packed = torch.tensor(
-            [[3, 0, 5, 6, 6], [0, 16, 47, 0, 0], [39, 1, 39, 39, 39], [0, 77, 0, 0, 0]],
-            dtype=torch.int32,
-        )
-        given = [part.to(self.device) for part in (packed, history, table)]
-        want_table, got_table = given[2].clone(), given[2].clone()
-        want = REFERENCE.decode_inputs(given[0], given[1], want_table, 16)
-        got = DecodeTensors(*operations.decode_inputs(given[0], given[1], got_table, 16))
+        lengths = torch.tensor([16, 9, 9, 0, 9, 47, 0], dtype=torch.int32)
+        packed = torch.tensor([[3, 0, 5, 6, 6], [0, 77, 0, 0, 0]], dtype=torch.int32)
+        given = [part.to(self.device) for part in (packed, lengths, history, table)]
+        results = []
+        for each in (operations, REFERENCE):
+            packed, lengths, history, table = (part.clone() for part in given)
+            made = DecodeTensors(*each.decode_inputs(packed, lengths, history, table, 16))
+            results.append((made, lengths, table))
+        (got, *got_tables), (want, *want_tables) = results
         for name, one, other in zip(want._fields, got, want, strict=True):
             assert one.dtype == other.dtype and torch.equal(one, other), name
-        assert torch.equal(got_table, want_table)
+        for name, one, other in zip(("lengths", "table"), got_tables, want_tables, strict=True):
+            assert torch.equal(one, other), name
 
     @pytest.mark.parametrize("counts", [[1], [1, 1, 7, 40, 1, 0, 0], [70, 1]], ids=str)
     def test_step_inputs(self, counts: list[int]) -> None:
@@ -495,11 +498,12 @@ class OperationsKit(Kit):
         table = torch.randint(0, 99, (9, 27), generator=draw, dtype=torch.int32)
         start = torch.tensor([0, *counts]).cumsum(0).to(torch.int32)
         slots = torch.randperm(9, generator=draw)[:rows].to(torch.int32)
-        first = torch.randint(0, 90, (rows,), generator=draw, dtype=torch.int32)
+        lengths = torch.randint(0, 90, (9,), generator=draw, dtype=torch.int32)
         sampled = torch.randint(0, 9, (rows,), generator=draw, dtype=torch.int32)
-        row_parts = [part.to(self.device) for part in (start, slots, first, sampled)]
-        given: list[Any] = [*row_parts, sum(counts), history.to(self.device),
-                            table.to(self.device), 16]  # fmt: skip
+        start, slots, sampled, lengths, history, table = (
+            part.to(self.device) for part in (start, slots, sampled, lengths, history, table)
+        )
+        given: list[Any] = [start, slots, sampled, sum(counts), lengths, history, table, 16]
         want = REFERENCE.step_inputs(*given)
         got = self.make(torch.float32).step_inputs(*given)
         for name, one, other in zip(want._fields, got, want, strict=True):
@@ -508,6 +512,21 @@ class OperationsKit(Kit):
                 sum(count > 0 for count in counts)
             )  # fmt: skip
             assert one.dtype == other.dtype and torch.equal(one[kept], other[kept]), name
+
+    @pytest.mark.parametrize("counts", [[1], [1, 1, 7, 40, 1, 0, 0], [70, 1]], ids=str)
+    def test_advance(self, counts: list[int]) -> None:
+        """Slots are counted on by the tokens of their rows; the last slot, padding's, is not."""
+        rows = len(counts)
+        slots = torch.arange(rows, 0, -1, dtype=torch.int32)
+        start = torch.tensor([0, *counts, 3]).cumsum(0).to(torch.int32)
+        lengths = torch.arange(rows + 2, dtype=torch.int32) * 5
+        lengths[-1] = 0
+        want = lengths.clone()
+        want[slots.long()] += torch.tensor(counts, dtype=torch.int32)
+        padded = torch.cat([slots, torch.tensor([rows + 1], dtype=torch.int32)])
+        got = lengths.to(self.device, copy=True)
+        self.make(torch.float32).advance(got, padded.to(self.device), start.to(self.device))
+        assert got.tolist() == want.tolist()
 
     @pytest.mark.parametrize("counts", [[1], [1, 1, 7, 40, 1, 0, 0], [70, 1]], ids=str)
     @pytest.mark.parametrize("tables", [2, 5])

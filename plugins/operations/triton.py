@@ -42,7 +42,7 @@ try:
     from ...kernels.sampling.mask_tokens import mask_tokens
     from ...kernels.sampling.sample_gumbel import sample_gumbel
     from ...kernels.sampling.sample_tokens import sample_tokens
-    from ...kernels.step_inputs import scatter, slot_mappings, step_inputs
+    from ...kernels.step_inputs import advance, scatter, slot_mappings, step_inputs
     from ...kernels.tuning import Product, small_m_config
     from .experts import experts_product, experts_serve
     from .packed import packed_product
@@ -253,31 +253,40 @@ class TritonOperations(Operations):
     def decode_inputs(
         self,
         packed: torch.Tensor,
+        lengths: torch.Tensor,
         token_history: torch.Tensor,
         block_table: torch.Tensor,
         block_size: int,
     ) -> DecodeTensors:
         """All of them in one launch."""
-        return DecodeTensors(*decode_inputs(packed, token_history, block_table, block_size))
+        return DecodeTensors(
+            *decode_inputs(packed, lengths, token_history, block_table, block_size)
+        )
 
     def step_inputs(
         self,
         query_start: torch.Tensor,
         slots: torch.Tensor,
-        first_positions: torch.Tensor,
         sample_slots: torch.Tensor,
         num_tokens: int,
+        lengths: torch.Tensor,
         token_history: torch.Tensor,
         block_table: torch.Tensor,
         block_size: int,
     ) -> StepTensors:
         """All of them in one launch."""
         tokens, rows, seq_lens, tables = step_inputs(
-            query_start, slots, first_positions, sample_slots, num_tokens, token_history,
-            block_table, block_size,
+            query_start, slots, sample_slots, num_tokens, lengths, token_history, block_table,
+            block_size,
         )  # fmt: skip
-        (ids, positions, places), (sampled, lengths, last) = tokens, rows
-        return StepTensors(ids, positions, places, sampled, lengths, last, seq_lens, tables)
+        (ids, positions, places), (sampled, ends, last) = tokens, rows
+        return StepTensors(ids, positions, places, sampled, ends, last, seq_lens, tables)
+
+    def advance(
+        self, lengths: torch.Tensor, slots: torch.Tensor, query_start: torch.Tensor
+    ) -> None:
+        """In one launch."""
+        advance(lengths, slots, query_start)
 
     def slot_mappings(
         self,

@@ -56,6 +56,7 @@ FP8 = {"FORMAT": TileFormat(True, 4096, 1, 8, 4096, 1, False, False, 0), "N": 40
        "RESIDUAL": True}
 INT4 = {**FP8, "FORMAT": words(512, True), "WIDTH": 512, "GROUP_SIZE": 128, "ZERO": True}
 GEMV = {"UNROLL": 2, "NORM": True, "GATED": False, "PDL": True, "EARLY": True, "BLOCK_N": 4}
+SLOT_TABLE = {"lengths_ptr": "*i32"}
 FP8_TYPES = {"weight_ptr": "*fp8e4nv", "scale_ptr": "*fp32"}
 FP8_CACHE = {"key_cache_ptr": "*fp8e4nv", "value_cache_ptr": "*fp8e4nv"}
 INT4_TYPES = {"weight_ptr": "*i32", "zero_ptr": "*u8"}
@@ -140,7 +141,7 @@ KERNELS = [
      TABLES),
     (edit_logits._edit_kernel, {"PART_SIZE": 2048}, 4, {**TABLES, "out_ptr": "*fp32"}),
     (sample_gumbel._row_kernel, {"BLOCK": 128}, 1),
-    (decode_inputs._decode_inputs_kernel, {"BLOCK_SIZE": 16, "BLOCK": 1024}, 4),
+    (decode_inputs._decode_inputs_kernel, {"BLOCK_SIZE": 16, "BLOCK": 1024}, 4, SLOT_TABLE),
     (fused_decode_attention._fused_decode_kernel,
      {**COMMON, **DECODE, "NUM_KV_HEADS": 8, "ROTATE": True, "NORM_QUERY": True, "NORM_KEY": True,
       "BLOCK_G": 4, "FP8": False, "PDL": True, "EARLY": True}, 4),
@@ -179,10 +180,11 @@ KERNELS = [
     (paged_attention_prefill._prefill_kernel,
      {**COMMON, "GROUP": 4, "MIXED": True, "BLOCK_M": 256, "BLOCK_N": 64, "BLOCK_D": 128}, 8),
     (step_inputs._step_inputs_kernel, {"BLOCK_SIZE": 16, "TOKENS": 128, "COLUMNS": 1024}, 4,
-     {"slots_ptr": "*i32"}),
+     {**SLOT_TABLE, "slots_ptr": "*i32"}),
     (step_inputs._slot_mappings_kernel, {"BLOCK_SIZE": 16, "TOKENS": 128}, 4,
      {"out_ptr": "*i64"}),
     (step_inputs._scatter_kernel, {"WRITES": 1024}, 4),
+    (step_inputs._advance_kernel, {"ROWS": 512}, 4, {**SLOT_TABLE, "slots_ptr": "*i32"}),
     (paged_attention_prefill._prefill_kernel, {**WIDE, "BLOCK_M": 64, "BLOCK_N": 32}, 4),
     (paged_attention_decode._decode_kernel,
      {**DECODE, **WIDE, "BLOCK_N": 32, "SPLIT": True, "PDL": True}, 4),
@@ -220,7 +222,7 @@ TYPES = {
     "token_ptr": "*i32", "settings_ptr": "*i32", "slots_ptr": "*i64", "lengths_ptr": "*i64",
     "history_ptr": "*i32", "chosen_ptr": "*i32", "longs_ptr": "*i64", "rows_table_ptr": "*i32",
     "packed_ptr": "*i32", "table_ptr": "*i32", "block_table_ptr": "*i32", "seq_lens_ptr": "*i32",
-    "query_start_ptr": "*i32", "bounds_ptr": "*i32", "first_ptr": "*i32", "storage_ptr": "*i32",
+    "query_start_ptr": "*i32", "bounds_ptr": "*i32", "storage_ptr": "*i32",
     "sample_slots_ptr": "*i32", "writes_ptr": "*i32", "count_ptr": "*i32",
     "token_longs_ptr": "*i64", "row_longs_ptr": "*i64", "slot_ptr": "*i64", "positions_ptr": "*i64",
     "slopes_ptr": "*fp32", "sinks_ptr": "*bf16",
@@ -252,4 +254,4 @@ def test_every_kernel_compiles_for_a_hopper_gpu() -> None:
         [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert len(done.stdout.split()) == 66
+    assert len(done.stdout.split()) == 67

@@ -232,16 +232,44 @@ def test_step_inputs_equal_those_of_torch(counts):
     table = torch.randint(0, 99, (9, 27), generator=random, dtype=torch.int32).to(DEVICE)
     start = torch.tensor([0, *counts]).cumsum(0).to(torch.int32).to(DEVICE)
     slots = torch.randperm(9, generator=random)[:rows].to(torch.int32).to(DEVICE)
-    first = torch.randint(0, 90, (rows,), generator=random, dtype=torch.int32).to(DEVICE)
+    lengths = torch.randint(0, 90, (9,), generator=random, dtype=torch.int32).to(DEVICE)
     sampled = torch.randint(0, 9, (rows,), generator=random, dtype=torch.int32).to(DEVICE)
-    given = (start, slots, first, sampled, int(start[-1]), history, table, 16)
+    given = (start, slots, sampled, int(start[-1]), lengths, history, table, 16)
     want = Operations().step_inputs(*given)
     tokens, per_row, seq_lens, tables = step_inputs(*given)
-    (ids, positions, places), (passed_on, lengths, last) = tokens, per_row
-    got = StepTensors(ids, positions, places, passed_on, lengths, last, seq_lens, tables)
+    (ids, positions, places), (passed_on, ends, last) = tokens, per_row
+    got = StepTensors(ids, positions, places, passed_on, ends, last, seq_lens, tables)
     for name, a, b in zip(StepTensors._fields, got, want, strict=True):
         assert torch.equal(a, b), name
         assert a.dtype == b.dtype and a.data_ptr() % 16 == 0, name
+    firsts = lengths[slots.long()].tolist()
+    assert positions.tolist() == [
+        first + offset for first, n in zip(firsts, counts, strict=True) for offset in range(n)
+    ]
+
+
+@pytest.mark.parametrize("rows", [1, 6, 700])
+def test_slots_advance_by_the_tokens_of_their_rows(rows):
+    from jackfield.core.nn.operations import Operations
+    from jackfield.kernels.step_inputs import advance
+
+    random = torch.Generator().manual_seed(rows)
+    counts = torch.randint(0, 9, (rows,), generator=random)
+    slots = torch.randperm(rows + 3, generator=random)[:rows].int()
+    # Padding shares the last slot.
+    slots[rows // 2 :][slots[rows // 2 :] % 3 == 0] = rows + 2
+    lengths = torch.randint(0, 90, (rows + 3,), generator=random, dtype=torch.int32)
+    lengths[-1] = 0
+    want = lengths.clone()
+    for slot, count in zip(slots.tolist(), counts.tolist(), strict=True):
+        want[slot] += count
+    want[-1] = 0
+    start = torch.cat([torch.zeros(1), counts.cumsum(0)]).int().to(DEVICE)
+    for operation in (advance, Operations().advance):
+        got = lengths.to(DEVICE)
+        got = got.clone() if got is lengths else got
+        operation(got, slots.to(DEVICE), start)
+        assert torch.equal(got.cpu(), want)
 
 
 @pytest.mark.parametrize("count", [0, 1, 1500, 3000])
@@ -265,21 +293,22 @@ def test_decode_inputs_equal_those_of_torch():
     from jackfield.core.nn.operations import DecodeTensors, Operations
     from jackfield.kernels.decode_inputs import decode_inputs
 
-    made = torch.Generator().manual_seed(2)
-    history = torch.randint(0, 999, (7, 90), generator=made, dtype=torch.int32).to(DEVICE)
-    table = torch.randint(1, 99, (7, 1300), generator=made, dtype=torch.int32).to(DEVICE)
-    # Slot 6 is the padding's, column 1299 takes what nobody gets.
-    packed = torch.tensor(
-        [[3, 0, 5, 6, 6], [0, 16, 47, 0, 0], [1299, 1, 1299, 1299, 1299], [0, 77, 0, 0, 0]],
-        dtype=torch.int32, device=DEVICE,
-    )  # fmt: skip
+    random = torch.Generator().manual_seed(2)
+    history = torch.randint(0, 999, (7, 90), generator=random, dtype=torch.int32).to(DEVICE)
+    table = torch.randint(1, 99, (7, 1300), generator=random, dtype=torch.int32).to(DEVICE)
+    lengths = torch.tensor([16, 9, 9, 0, 9, 47, 0], dtype=torch.int32, device=DEVICE)
+    # Slot 6 is the padding's.
+    packed = torch.tensor([[3, 0, 5, 6, 6], [0, 77, 0, 0, 0]], dtype=torch.int32, device=DEVICE)
     want_table, got_table = table.clone(), table.clone()
-    want = Operations().decode_inputs(packed, history, want_table, 16)
-    got = DecodeTensors(*decode_inputs(packed, history, got_table, 16))
+    want_lengths, got_lengths = lengths.clone(), lengths.clone()
+    want = Operations().decode_inputs(packed, want_lengths, history, want_table, 16)
+    got = DecodeTensors(*decode_inputs(packed, got_lengths, history, got_table, 16))
     for name, a, b in zip(want._fields, got, want, strict=True):
         assert a.dtype == b.dtype and torch.equal(a, b), name
     assert torch.equal(got_table, want_table)
+    assert got_lengths.tolist() == want_lengths.tolist() == [17, 9, 9, 1, 9, 48, 0]
     assert int(got.slot_mapping[1]) == 77 * 16
+    assert int(got_table[0, 1]) == int(got.block_table[1, 1]) == 77
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

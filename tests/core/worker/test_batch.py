@@ -59,4 +59,4 @@ def test_a_plan_without_rows_changes_its_slots() -> None:
     got = parts.apply(StepPlan(2, *rows))
     assert got.input_ids.tolist() == wanted.input_ids.tolist() == list(range(5))
     assert got.layout.slot_mapping.tolist() == wanted.layout.slot_mapping.tolist()
-    assert torch.equal(parts.storage[:-1], whole.storage[:-1])
+    assert torch.equal(parts.table.storage[:-1], whole.table.storage[:-1])

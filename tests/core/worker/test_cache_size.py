@@ -9,7 +9,7 @@ import pytest
 from jackfield import EngineConfig
 from jackfield.core.cache.groups import CacheGroup, CachePart, TokenCache, sequence_blocks
 from jackfield.core.errors import OutOfMemory
-from jackfield.core.worker.memory import bytes_per_block, num_kv_blocks
+from jackfield.core.worker.kv_cache.memory import bytes_per_block, num_kv_blocks
 
 WHOLE = (CacheGroup((0, 1, 2)),)
 WINDOWS = (CacheGroup((1,)), CacheGroup((0,), 24), CacheGroup((2,), 24))

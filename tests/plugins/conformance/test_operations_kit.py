@@ -123,8 +123,16 @@ def first_rows_masked(self: Any, logits: Any, bits: Any, rows: Any) -> None:
     Operations.mask_tokens(self, logits[: len(bits)], bits, None)
 
 
-def no_new_blocks(self: Any, packed: Any, history: Any, table: Any, size: int) -> Any:
-    return Operations.decode_inputs(self, packed, history, table.clone(), size)
+def no_new_blocks(self: Any, packed: Any, lengths: Any, history: Any, table: Any, size: int) -> Any:
+    return Operations.decode_inputs(self, packed, lengths, history, table.clone(), size)
+
+
+def stays(self: Any, packed: Any, lengths: Any, *args: Any) -> Any:
+    return Operations.decode_inputs(self, packed, lengths.clone(), *args)
+
+
+def counts_padding(self: Any, lengths: Any, slots: Any, query_start: Any) -> None:
+    lengths.index_add_(0, slots, query_start.diff())
 
 
 def first_table_alone(self: Any, table: Any, columns: int, *args: Any) -> Any:
@@ -206,6 +214,10 @@ MUTANTS = {
     "new blocks are forgotten": Mutant(
         planted(decode_inputs=no_new_blocks), ("test_decode_inputs",)
     ),
+    "decode rows stay where they are": Mutant(
+        planted(decode_inputs=stays), ("test_decode_inputs",)
+    ),
+    "padding is counted": Mutant(planted(advance=counts_padding), ("test_advance",)),
     "greedy whatever was asked": Mutant(planted(samples=True, sample=greedy), ("test_sampling",)),
     "all tables are the first": Mutant(
         planted(slot_mappings=first_table_alone), ("test_slot_mappings",)

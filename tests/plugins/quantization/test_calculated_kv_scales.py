@@ -18,7 +18,7 @@ from jackfield.core.errors import ConfigError
 from jackfield.core.nn.attention import Attention
 from jackfield.core.registry import load_plugins
 from jackfield.core.worker.graphs import DecodeGraphs
-from jackfield.core.worker.kv_scales import KEY_RANGE, VALUE_RANGE
+from jackfield.core.worker.kv_cache.scales import KEY_RANGE, VALUE_RANGE
 from jackfield.plugins.executors.inprocess import InProcessExecutor
 
 from helpers import VOCAB, make_checkpoint, reference_model

@@ -10,10 +10,10 @@ import msgspec
 import torch
 from torch import nn
 
-from ..cache.groups import TokenCache
-from ..config import EngineConfig
-from ..loading.model_config import ModelConfig
-from ..protocols.kv import KVLayout
+from ...cache.groups import TokenCache
+from ...config import EngineConfig
+from ...loading.model_config import ModelConfig
+from ...protocols.kv import KVLayout
 from .memory import bytes_per_token
 
 SAMPLES = 64

@@ -16,13 +16,13 @@ from typing import Any
 import msgspec
 import torch
 
-from ..config import EngineConfig
-from ..errors import ConfigError
-from ..nn.attention import Attention
-from ..nn.context import ForwardContext
-from ..nn.norm import RMSNorm
-from ..nn.rotary import Rotary
-from ..protocols.attention import AttentionSpec
+from ...config import EngineConfig
+from ...errors import ConfigError
+from ...nn.attention import Attention
+from ...nn.context import ForwardContext
+from ...nn.norm import RMSNorm
+from ...nn.rotary import Rotary
+from ...protocols.attention import AttentionSpec
 
 logger = logging.getLogger("jackfield.worker")
 

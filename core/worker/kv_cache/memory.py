@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import torch
 
-from ..cache.groups import CacheGroup, TokenCache, longest_sequence, sequence_blocks
-from ..config import EngineConfig
-from ..errors import OutOfMemory
+from ...cache.groups import CacheGroup, TokenCache, longest_sequence, sequence_blocks
+from ...config import EngineConfig
+from ...errors import OutOfMemory
 
 GIB = 1 << 30
 

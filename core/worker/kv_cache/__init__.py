@@ -1,0 +1,1 @@
+"""The KV cache on the device: its size, its layout for connectors, its scales."""

@@ -1,0 +1,126 @@
+"""What a recorded step launches, and what a decode step sends: counted, so that neither grows."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from jackfield import AsyncEngine, EngineConfig
+from jackfield.core.nn.operations import Operations
+from jackfield.core.step import StepPlan, TableWrite
+from jackfield.core.worker.graphs import DecodeInputs, Ending
+
+from helpers import make_checkpoint
+
+pytest.importorskip("triton")
+
+LAYERS = 3
+MODEL = {
+    "_fused_decode_kernel": LAYERS, "_gated_activation_kernel": LAYERS,
+    "_rms_norm_kernel": 2 * LAYERS + 1, "linear": 2 * LAYERS + 1, "addmm": 2 * LAYERS,
+    "embedding": 1,
+}  # fmt: skip
+"""A pass of a dense model of three layers, and its logits."""
+
+
+class Launches(TorchDispatchMode):
+    """Counts what is a launch on a GPU: Triton kernels, and torch's operations that compute or
+    copy."""
+
+    FREE = (
+        "view", "reshape", "empty", "new_empty", "slice", "select", "split", "split_with_sizes",
+        "transpose", "expand", "alias", "detach", "as_strided", "unbind", "t", "permute", "squeeze",
+        "unsqueeze",
+    )  # fmt: skip
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+        from triton.runtime.interpreter import GridExecutor
+
+        run = GridExecutor.__call__
+
+        def launch(executor: Any, *args: Any, **options: Any) -> None:
+            before = self.counts.copy()
+            run(executor, *args, **options)
+            # The interpreter itself uses torch.
+            self.counts = before + Counter([executor.fn.__name__])
+
+        monkeypatch.setattr(GridExecutor, "__call__", launch)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__.strip("_")
+        if name not in self.FREE:
+            self.counts[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+async def test_recorded_steps_launch_these_kernels_and_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = EngineConfig(
+        model=str(make_checkpoint("qwen3", tmp_path)), device="cpu", dtype="float32",
+        skip_tokenizer_init=True, max_model_len=64, max_num_seqs=4, max_num_batched_tokens=16,
+        block_size=8, operations="triton", attention_backend="triton", num_gpu_blocks_override=40,
+    )  # fmt: skip
+    async with AsyncEngine(config) as engine:
+        executor: Any = engine.core.executor
+        worker = executor._worker
+        worker._recorder = lambda: lambda function: function
+
+        def counted(step: Any) -> dict[str, int]:
+            launches = Launches(monkeypatch)
+            with launches:
+                step()
+            return dict(launches.counts)
+
+        @torch.inference_mode()
+        def steps() -> tuple[dict[str, int], ...]:
+            graphs = worker._step_graphs(worker._operations)
+            graphs.decode.record(4, Ending.PLAIN)
+            smallest = graphs.mixed._smallest()
+            graphs.mixed.record(smallest)
+            return (
+                counted(lambda: graphs.decode._step(4, Ending.PLAIN)),
+                counted(lambda: graphs.mixed._step(smallest)),
+            )
+
+        decode, mixed = await executor._thread.call(steps)
+        sent = await executor._thread.call(lambda: numbers_sent(worker.runner.batch))
+    assert decode == {**MODEL, "_decode_inputs_kernel": 1, "_part_kernel": 1, "_row_kernel": 1}
+    assert mixed == {
+        **{name: count for name, count in MODEL.items() if name != "_fused_decode_kernel"},
+        "_prefill_kernel": LAYERS, "_qk_norm_rope_cache_kernel": LAYERS,
+        # Logits are a step of their own: one norm and one product less.
+        "_rms_norm_kernel": 2 * LAYERS, "linear": 2 * LAYERS,
+        "_scatter_kernel": 1, "_step_inputs_kernel": 1, "_advance_kernel": 1,
+        "index_select": 1, "copy": 1, "foreach_copy": 1,
+    }  # fmt: skip
+    assert sent == [2 * 4, 2 * 4]
+
+
+def numbers_sent(batch: Any) -> list[int]:
+    """Count the numbers of decode steps of three rows in a graph of four: without a new block, and
+    with one."""
+    inputs = DecodeInputs(batch, Operations(), batch.num_slots)
+    sent: list[int] = []
+    copy_into = batch.copy_into
+
+    def counting(target: torch.Tensor, numbers: Any) -> None:
+        sent.append(len(numbers))
+        copy_into(target, numbers)
+
+    batch.copy_into = counting
+    for table_writes in ((), (TableWrite(1, 0, 0, (5,)),)):
+        plan = StepPlan(
+            step=0, slots=(0, 1, 2), num_tokens=(1, 1, 1), samples=(True,) * 3,
+            table_writes=table_writes,
+        )  # fmt: skip
+        assert inputs.fill(plan, 4)
+    batch.copy_into = copy_into
+    return sent
