@@ -1,4 +1,4 @@
-"""The contract between scheduler and worker: `StepPlan` out, `StepResult` back.
+"""The contract between engine and worker: `StepPlan` out, `StepResult` back; jobs between steps.
 
 Plain `msgspec.Struct`s without torch, so that a plan can be sent, recorded, replayed and simulated:
 `decode(encode(plan)) == plan`. What a step needs of this process travels beside its plan, in
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import msgspec
 
@@ -210,3 +210,33 @@ class StepResult(msgspec.Struct, frozen=True):
             raise ValueError(f"step {self.step}: {len(token_ids)} tokens, not {sum(counts)}")
         ends = accumulate(counts)
         return [token_ids[end - count : end] for end, count in zip(ends, counts, strict=True)]
+
+
+# ---------------------------------------------------------------- jobs
+
+
+class Ping(msgspec.Struct, frozen=True, tag="ping"):
+    """Does nothing, once the results of all plans before it are there. → None"""
+
+
+class Recover(msgspec.Struct, frozen=True, tag="recover"):
+    """Reset after a failed step, with no step queued: release every slot, and check the device.
+    → None
+
+    Raises if the device is lost. From a step's failure until this job, queued steps fail without
+    running, because their inputs may be missing. Communication of KV connectors continues: the
+    worker half gets the `kv_metadata` of every plan, also of those that fail or are not run, and a
+    report that a failed step did not deliver comes with the next result.
+    """
+
+
+class PrepareAhead(msgspec.Struct, frozen=True, tag="prepare_ahead"):
+    """Prepare one more thing for later steps: record a graph, compile a kernel. → whether there is
+    more to prepare
+
+    Asked while no step is in flight. Short: a step that arrives meanwhile waits for it.
+    """
+
+
+WorkerJob: TypeAlias = Ping | Recover | PrepareAhead
+"""What an engine asks of the worker apart from steps: see `Executor.ask`."""

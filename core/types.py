@@ -6,11 +6,15 @@ from .step import (
     InProcess,
     KVDetached,
     KVReport,
+    Ping,
+    PrepareAhead,
     ReasoningGate,
+    Recover,
     SlotStart,
     StepPlan,
     StepResult,
     TableWrite,
+    WorkerJob,
 )
 
 __all__ = [
@@ -19,9 +23,13 @@ __all__ = [
     "InProcess",
     "KVDetached",
     "KVReport",
+    "Ping",
+    "PrepareAhead",
     "ReasoningGate",
+    "Recover",
     "SlotStart",
     "StepPlan",
     "StepResult",
     "TableWrite",
+    "WorkerJob",
 ]

@@ -8,6 +8,7 @@ import logging
 import random
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import msgspec
 import prometheus_client as prometheus
@@ -25,7 +26,7 @@ from ..registry import Plugins
 from ..request import Request, RequestSpec
 from ..scheduling.guarded_connector import GuardedConnector
 from ..scheduling.scheduler import Scheduler
-from ..step import CompiledGrammar, StepPlan, StepResult
+from ..step import CompiledGrammar, Ping, StepPlan, StepResult
 from .admission import check_limits, request_limits
 from .core_client import S
 from .grammars import Grammars
@@ -70,7 +71,7 @@ class EngineCore:
         """None before the start."""
         self._connector: GuardedConnector | None = None
         self._seeds = random.Random(config.seed)
-        self._ping: asyncio.Future[None] | None = None
+        self._ping: asyncio.Future[Any] | None = None
         """Shared by concurrent health checks, so that they do not queue up after a hung step."""
         self._loads: list[Callable[[], int]] = []
 
@@ -149,6 +150,9 @@ class EngineCore:
     def _build(self, texts: TextProcessor, events: PluginEvents) -> None:
         """Make the parts that need the executor's info, and begin stepping."""
         config, model_config = self.config, self.model_config
+        if self.info.steps_in_flight < 1:
+            name = self.plugins["executor"].described(config.executor)
+            raise PluginError(f"{name}: its steps_in_flight must be at least 1")
         limits = request_limits(config, model_config, self.info)
         self.events = events
         self.metrics = EngineMetrics(config.served_names[0])
@@ -188,6 +192,7 @@ class EngineCore:
         self.steps = StepLoop(
             self.scheduler,
             self.executor,
+            steps_in_flight=self.info.steps_in_flight,
             publish=self.outputs.publish,
             stepped=self._step_finished,
             died=self._die,
@@ -265,19 +270,18 @@ class EngineCore:
         """Raise EngineStopped unless the step loop and the worker are alive."""
         if self.steps is None or not (self.requests.healthy and self.steps.running):
             raise EngineStopped(self.requests.dead_reason or "the engine is not running")
-        ping = getattr(self.executor, "ping", None)
-        if ping is None:
-            return
         before = self.scheduler.num_steps
         try:
             if self._ping is None or self._ping.done():
-                self._ping = asyncio.ensure_future(ping())
+                self._ping = self.executor.ask(Ping())
             await asyncio.wait_for(asyncio.shield(self._ping), timeout)
         except TimeoutError:
             if self.scheduler.num_steps == before:
                 raise EngineStopped(
                     f"the worker has not answered for {timeout:g} seconds"
                 ) from None
+        except NotImplementedError:
+            return
         except RuntimeError as error:
             raise EngineStopped(f"the worker does not answer: {error}") from None
 

@@ -12,10 +12,11 @@ from ..errors import PluginError
 from ..protocols.executors import Executor
 from ..request import Update
 from ..scheduling.scheduler import Scheduler
-from ..step import StepPlan, StepResult
+from ..step import PrepareAhead, Recover, StepPlan, StepResult
 
 logger = logging.getLogger("jackfield.engine")
-STEPS_IN_FLIGHT = 2
+IDLE_SECONDS = 0.05
+"""Seconds without a step after which the worker is asked to prepare for later ones."""
 MAX_FAILED_STEPS = 3
 """Consecutive failed steps after which the loop ends."""
 InFlight: TypeAlias = collections.deque[tuple[StepPlan, asyncio.Future[StepResult]]]
@@ -25,7 +26,7 @@ class StepLoop:
     """Keeps steps in flight on the executor. Everything here runs on the event loop.
 
     `publish` gets each result's updates; `died` gets the error that ended the loop. A step that
-    fails ends its own requests, and the loop goes on, where the executor can `recover`.
+    fails ends its own requests, and the loop goes on, where the executor can recover.
     """
 
     def __init__(
@@ -33,17 +34,21 @@ class StepLoop:
         scheduler: Scheduler,
         executor: Executor,
         *,
+        steps_in_flight: int,
         publish: Callable[[list[Update]], None],
         stepped: Callable[[StepPlan, StepResult], None],
         died: Callable[[BaseException], None],
     ) -> None:
         self.scheduler = scheduler
         self.executor = executor
+        self.steps_in_flight = steps_in_flight
         self.publish = publish
         self.stepped = stepped
         self.died = died
         self._num_failed = 0
         """Steps that have failed since the last one with rows that ended well."""
+        self._prepares = True
+        """Whether the executor prepares for later steps (`PrepareAhead`)."""
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -75,7 +80,7 @@ class StepLoop:
                 self._fill(in_flight)
                 if not in_flight:
                     self.publish(self.scheduler.take_failures())
-                    await self._wake.wait()
+                    await self._idle()
                     continue
                 plan, future = in_flight.popleft()
                 try:
@@ -95,18 +100,42 @@ class StepLoop:
             await asyncio.gather(*(future for _, future in in_flight), return_exceptions=True)
             self.died(error)
 
+    async def _idle(self) -> None:
+        """Wait for work. The worker prepares for later steps meanwhile, until nothing is left."""
+        more = True
+        while more and self._prepares:
+            try:
+                await asyncio.wait_for(self._wake.wait(), IDLE_SECONDS)
+            except TimeoutError:
+                more = await self._prepare_ahead()
+            else:
+                return
+        await self._wake.wait()
+
+    async def _prepare_ahead(self) -> bool:
+        """Return whether there is more to prepare."""
+        try:
+            return bool(await asyncio.shield(self.executor.ask(PrepareAhead())))
+        except NotImplementedError:
+            self._prepares = False
+        except Exception:
+            logger.exception("preparing for later steps failed; it is given up")
+            self._prepares = False
+        return False
+
     async def _recover(self, plan: StepPlan, error: Exception, in_flight: InFlight) -> None:
         """End the requests of a failed step. Raises its error if the loop cannot continue."""
         self._num_failed += 1
-        recover = getattr(self.executor, "recover", None)
-        if recover is None or self._num_failed >= MAX_FAILED_STEPS:
+        if self._num_failed >= MAX_FAILED_STEPS:
             raise error
-        # Steps planned after it are not run (`Executor.recover`).
+        # Steps planned after it are not run (`Recover`).
         behind = await asyncio.gather(*(future for _, future in in_flight), return_exceptions=True)
         in_flight.clear()
         logger.error("a step failed; its requests end, others go on", exc_info=error)
         try:
-            await recover()
+            await self.executor.ask(Recover())
+        except NotImplementedError:
+            raise error from None
         except Exception as lost:
             logger.error("the executor cannot go on after it", exc_info=lost)
             raise error from lost
@@ -116,7 +145,7 @@ class StepLoop:
         self.publish(self.scheduler.fail_step(plan, f"the step failed: {kind}{error}", dropped))
 
     def _fill(self, in_flight: InFlight) -> None:
-        while len(in_flight) < STEPS_IN_FLIGHT:
+        while len(in_flight) < self.steps_in_flight:
             plan = self.scheduler.schedule()
             if plan is None:
                 return

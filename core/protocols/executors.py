@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import msgspec
 
 from ..cache.groups import ONE_GROUP, CacheGroup
-from ..step import InProcess, StepPlan, StepResult
+from ..step import InProcess, StepPlan, StepResult, WorkerJob
 
 if TYPE_CHECKING:
     import asyncio
@@ -47,27 +47,17 @@ class Executor(Protocol):
         to it: a worker elsewhere makes its own, from `SlotStart.params` and `SlotStart.grammar`.
         """
 
-    async def recover(self) -> None:
-        """Reset after a failed step, with no step queued: release every slot, and check the device.
+    def ask(self, job: WorkerJob) -> asyncio.Future[Any]:
+        """Queue a job behind the plans and jobs before it → what its class says.
 
-        From a step's failure until this is called, queued steps must fail without running, because
-        their inputs may be missing. Raises if the device is lost. With an executor without this
-        method, a failed step ends the engine; so it does when several steps fail in a row.
-
-        Communication of KV connectors continues: the worker half gets the `kv_metadata` of every
-        plan, also of those that fail or are not run, and a report that a failed step did not
-        deliver comes with the next result.
+        The future fails with NotImplementedError for a job that this executor does not do. Without
+        `Ping`, it counts as alive until a step fails (`AsyncEngine.check_health`); without
+        `Recover`, a failed step ends the engine; without `PrepareAhead`, nothing is prepared while
+        the engine is idle.
         """
 
     async def stop(self) -> None:
         """Finish what is queued, free the device. Safe to call twice."""
-
-    async def ping(self) -> None:
-        """Return when the worker has finished all queued work and responds.
-
-        Called by `AsyncEngine.check_health`; an executor without this method counts as alive until
-        a step fails.
-        """
 
     def watch_transfers(self, callback: Callable[[], None]) -> None:
         """Call `callback` on the event loop when a KV connector's worker half has something to
@@ -95,6 +85,8 @@ class ExecutorInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Set if a KV connector is configured."""
     cache_groups: tuple[CacheGroup, ...] = ONE_GROUP
     """Layers that share a block table."""
+    steps_in_flight: int = 2
+    """Plans that are submitted before the result of the first one is there, at most."""
 
 
 class SchedulePolicy(Protocol):

@@ -52,7 +52,7 @@ CONTRACTS = {
         "protocols.LogitsProcessor", base="jackfield.core.protocols:LogitsProcessor"
     ),
     "weight_loader": Contract("protocols.WeightLoader", ("load",)),
-    "executor": Contract("protocols.Executor", ("start", "submit", "stop")),
+    "executor": Contract("protocols.Executor", ("start", "submit", "ask", "stop")),
     "schedule_policy": Contract("protocols.SchedulePolicy", ("key",)),
     "command": Contract("a function of (argv: list[str])", ("__call__",)),
 }

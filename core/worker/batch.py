@@ -19,7 +19,9 @@ from ..nn.operations import DecodeTensors, Operations, StepTensors
 from ..step import StepPlan
 from .slot_table import NO_WRITES, SlotTable
 
-STAGING_BUFFERS = 4
+STEPS_IN_FLIGHT = 2
+"""Steps that are launched before the result of the first one is there."""
+STAGING_BUFFERS = STEPS_IN_FLIGHT + 2
 """More than the steps in flight, so that no buffer is rewritten while a copy still reads it."""
 
 

@@ -8,27 +8,25 @@ interpreter lock, and hands the result to the event loop.
 from __future__ import annotations
 
 import asyncio
-import logging
 import queue
 import threading
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 from ..step import StepPlan, StepResult
 
-logger = logging.getLogger("jackfield.worker")
 T = TypeVar("T")
-
-IDLE_SECONDS = 0.05
-"""Seconds without a job after which the launch thread does idle work."""
-_WAKE = object()
+T_co = TypeVar("T_co", covariant=True)
 
 
-class PendingStep(Protocol):
-    """A launched step."""
+class Pending(Protocol[T_co]):
+    """Something launched."""
 
-    def wait(self) -> StepResult:
+    def wait(self) -> T_co:
         """Block until the device is done; runs on the completion thread."""
+
+
+PendingStep: TypeAlias = Pending[StepResult]
 
 
 class WorkerThread:
@@ -37,10 +35,6 @@ class WorkerThread:
     def __init__(self, loop: asyncio.AbstractEventLoop, name: str = "jackfield-worker") -> None:
         self._loop = loop
         self._jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._spare: Callable[[], bool] | None = None
-        # Each has one writer: the launch thread, the completion thread.
-        self._num_launched = 0
-        self._num_completed = 0
         self._launched: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._threads = [
             threading.Thread(target=self._launch, name=name, daemon=True),
@@ -59,22 +53,14 @@ class WorkerThread:
             self._jobs.put((function, future, False))
         return future
 
-    def step(self, launch: Callable[[], PendingStep]) -> asyncio.Future[StepResult]:
+    def step(self, launch: Callable[[], Pending[T]]) -> asyncio.Future[T]:
         """Launch a step; the future is done when the device has finished it."""
-        future: asyncio.Future[StepResult] = self._loop.create_future()
+        future: asyncio.Future[T] = self._loop.create_future()
         if self._closed:
             future.set_exception(RuntimeError("the worker thread is closed"))
         else:
             self._jobs.put((launch, future, True))
         return future
-
-    def when_idle(self, work: Callable[[], bool]) -> None:
-        """Call `work` on the launch thread whenever it has been idle, until it returns False.
-
-        Each call should be short: steps that arrive meanwhile wait for it.
-        """
-        self._spare = work
-        self._jobs.put(_WAKE)
 
     async def close(self) -> None:
         """Finish what is queued and end both threads. Safe to call twice."""
@@ -85,29 +71,8 @@ class WorkerThread:
         for thread in self._threads:
             await asyncio.to_thread(thread.join)
 
-    def _next_job(self) -> Any:
-        while self._spare is not None:
-            try:
-                return self._jobs.get(timeout=IDLE_SECONDS)
-            except queue.Empty:
-                self._use_spare_time(self._spare)
-        return self._jobs.get()
-
-    def _use_spare_time(self, work: Callable[[], bool]) -> None:
-        if self._num_launched != self._num_completed:
-            return
-        try:
-            more = work()
-        except Exception:
-            logger.exception("work in spare time failed; it is given up")
-            more = False
-        if not more:
-            self._spare = None
-
     def _launch(self) -> None:
-        while (job := self._next_job()) is not None:
-            if job is _WAKE:
-                continue
+        while (job := self._jobs.get()) is not None:
             function, future, is_step = job
             try:
                 result = function()
@@ -115,7 +80,6 @@ class WorkerThread:
                 self._hand_over(future, None, error)
                 continue
             if is_step:
-                self._num_launched += 1
                 self._launched.put((result, future))
             else:
                 self._hand_over(future, result, None)
@@ -131,7 +95,6 @@ class WorkerThread:
                 self._hand_over(future, None, error)
             else:
                 self._hand_over(future, result, None)
-            self._num_completed += 1
 
     def _hand_over(
         self, future: asyncio.Future[Any], result: Any, error: BaseException | None

@@ -11,6 +11,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import msgspec
 import torch
@@ -29,8 +30,15 @@ from ..protocols.kv import KVCodec, KVConnectorSetup, KVLayout
 from ..protocols.logits_processors import LogitsProcessorSetup
 from ..registration.failing_plugin import failing_plugin, plugin_failure
 from ..registry import Plugins
-from ..step import NOTHING_IN_PROCESS, InProcess, StepPlan
-from .batch import PersistentBatch
+from ..step import (
+    NOTHING_IN_PROCESS,
+    InProcess,
+    PrepareAhead,
+    Recover,
+    StepPlan,
+    WorkerJob,
+)
+from .batch import STEPS_IN_FLIGHT, PersistentBatch
 from .graphs import CudaRecorder, DecodeGraphs, Ending, Recorder
 from .guarded_half import EmptyStep, GuardedHalf, TransferringStep
 from .kv_cache.layout import kv_layout
@@ -91,8 +99,6 @@ class Worker:
         self.connector: GuardedHalf | None = None
         self.transfer_news: Callable[[], None] = _nobody
         """Called, on any thread, when the connector has something to report."""
-        self.more_ahead: Callable[[], None] = _nobody_listens
-        """Called, on the launch thread, when `prepare_ahead` has new work."""
         self._trials: Warmup | None = None
         self._operations = Operations()
         self._graphs: StepGraphs | None = None
@@ -247,6 +253,7 @@ class Worker:
             weight_bytes=weight_bytes,
             kv_cache_bytes=num_blocks * block_bytes,
             load_seconds=time.monotonic() - began,
+            steps_in_flight=STEPS_IN_FLIGHT,
             kv_layout=self._connect(model, cache_specs, caches),
             cache_groups=groups,
         )
@@ -321,6 +328,7 @@ class Worker:
             weight_bytes=weight_bytes,
             kv_cache_bytes=0,
             load_seconds=time.monotonic() - began,
+            steps_in_flight=STEPS_IN_FLIGHT,
         )
 
     def step(self, plan: StepPlan, in_process: InProcess = NOTHING_IN_PROCESS) -> PendingStep:
@@ -363,6 +371,15 @@ class Worker:
                 recorded += graphs.mixed.num_recorded
         return self._operations.num_loaded() + recorded
 
+    def run_job(self, job: WorkerJob) -> Any:
+        """Return what the job's class says. Raises NotImplementedError for one that is not done
+        here."""
+        if isinstance(job, Recover):
+            return self.recover()
+        if isinstance(job, PrepareAhead):
+            return self.prepare_ahead()
+        raise NotImplementedError(f"the worker does no {type(job).__name__}")
+
     @torch.inference_mode()
     def recover(self) -> None:
         """Reset every slot after a failed step. Raises the device's error if the device is lost."""
@@ -395,7 +412,6 @@ class Worker:
         if self._graphs_later is not None and isinstance(runner, ModelRunner):
             self._use(self._graphs_later, runner)
             self._graphs_later = None
-            self.more_ahead()
         return step
 
     @torch.inference_mode()
@@ -565,10 +581,6 @@ class Worker:
         held = torch.cuda.memory_allocated(self.device) - held_before
         budget = int(total * self.config.gpu_memory_utilization) - peak
         return max(0, min(budget, free - (peak - held)))
-
-
-def _nobody_listens() -> None:
-    """Do nothing: default of a worker without spare time."""
 
 
 def _nobody() -> None:

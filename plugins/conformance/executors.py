@@ -26,7 +26,15 @@ from ...core.protocols.executors import Executor, ExecutorInfo
 from ...core.request import Request
 from ...core.sampling_params import OutputKind, SamplingParams
 from ...core.scheduling.scheduler import Scheduler
-from ...core.step import NOTHING_IN_PROCESS, StepPlan, StepResult
+from ...core.step import (
+    NOTHING_IN_PROCESS,
+    Ping,
+    PrepareAhead,
+    Recover,
+    StepPlan,
+    StepResult,
+    WorkerJob,
+)
 from ..policies.builtin import FirstComeFirstServed
 from .kit import Kit
 
@@ -109,6 +117,14 @@ class ExecutorKit(Kit):
                 assert (count > 0) == sampled, "0 where a row does not sample, and only there"
             assert all(token >= 0 for token in result.token_ids)
             scheduler.update(plan, result)
+
+    async def does(self, executor: Executor, job: WorkerJob) -> bool:
+        """Return whether the executor did this job; False: it does not do it at all."""
+        try:
+            await executor.ask(job)
+        except NotImplementedError:
+            return False
+        return True
 
     def broken(self, plan: StepPlan) -> StepPlan:
         """Return a plan with a row in a slot that does not exist."""
@@ -225,7 +241,7 @@ class ExecutorKit(Kit):
         self.run(scenario())
 
     def test_a_step_that_fails_says_so_and_is_recovered_from(self) -> None:
-        """The future of the step raises, and those of steps queued after it; after `recover` there
+        """The future of the step raises, and those of steps queued after it; after `Recover` there
         are new slots, and steps run."""
 
         async def scenario() -> None:
@@ -244,9 +260,7 @@ class ExecutorKit(Kit):
             for future in failed:
                 with pytest.raises(Exception):  # noqa: B017 - whatever the worker raises
                     await future
-            recover = getattr(executor, "recover", None)
-            if recover is not None:
-                await recover()
+            if await self.does(executor, Recover()):
                 fresh, request = self.scheduler(config, info), self.request(1)
                 fresh.add_requests(request)
                 await self.drive(executor, fresh)
@@ -269,20 +283,45 @@ class ExecutorKit(Kit):
     def test_a_ping_comes_after_what_was_queued(self) -> None:
         async def scenario() -> None:
             executor, config = self.make()
-            ping = getattr(executor, "ping", None)
-            if ping is None:
-                pytest.skip("it has no ping")
             scheduler = self.scheduler(config, await executor.start())
-            await ping()
+            if not await self.does(executor, Ping()):
+                await executor.stop()
+                pytest.skip("it does no pings")
             scheduler.add_requests(self.request(2))
             plan = scheduler.schedule()
             assert plan is not None
             future = executor.submit(plan, scheduler.in_process(plan))
-            await ping()
+            await executor.ask(Ping())
             assert future.done(), "it answered before the step was done"
             await executor.stop()
 
         self.run(scenario())
+
+    def test_jobs_run_in_order_with_plans(self) -> None:
+        """Jobs between the steps change no token, and a job that it does not know is refused."""
+
+        class Unknown(msgspec.Struct, frozen=True, tag="unknown"):
+            pass
+
+        async def scenario(jobs: bool) -> list[list[int]]:
+            executor, config = self.make()
+            info = await executor.start()
+            assert info.steps_in_flight > 0
+            scheduler = self.scheduler(config, info)
+            requests = [self.request(number) for number in range(4)]
+            scheduler.add_requests(*requests)
+            if jobs:
+                assert not await self.does(executor, Unknown())  # type: ignore[arg-type]
+            while (plan := scheduler.schedule()) is not None:
+                result = executor.submit(plan, scheduler.in_process(plan))
+                if jobs and await self.does(executor, PrepareAhead()):
+                    more = await executor.ask(PrepareAhead())
+                    assert isinstance(more, bool)
+                scheduler.update(plan, await result)
+            await executor.stop()
+            return [request.output_token_ids for request in requests]
+
+        assert self.run(scenario(True)) == self.run(scenario(False))
 
     def test_stopping_finishes_what_is_queued(self) -> None:
         async def scenario() -> None:

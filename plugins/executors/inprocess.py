@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 from collections.abc import Callable
+from typing import Any
 
 from ...core.config import EngineConfig
 from ...core.loading.model_config import ModelConfig
 from ...core.protocols.executors import ExecutorInfo
 from ...core.registry import Plugins
-from ...core.step import InProcess, StepPlan, StepResult
+from ...core.step import InProcess, Ping, StepPlan, StepResult, WorkerJob
 from ...core.worker.device_init import initialize_device
 from ...core.worker.threads import WorkerThread
 from ...core.worker.worker import Worker
@@ -42,26 +42,19 @@ class InProcessExecutor:
     async def start(self) -> ExecutorInfo:
         """Load the model on the worker thread."""
         self._thread = WorkerThread(asyncio.get_running_loop())
-        info = await self._thread.call(self._worker.start)
-        prepare = functools.partial(self._thread.when_idle, self._worker.prepare_ahead)
-        self._worker.more_ahead = prepare
-        prepare()
-        return info
+        return await self._thread.call(self._worker.start)
 
     def submit(self, plan: StepPlan, in_process: InProcess) -> asyncio.Future[StepResult]:
         """Queue one step."""
         assert self._thread is not None, "start() comes first"
         return self._thread.step(lambda: self._worker.step(plan, in_process))
 
-    async def recover(self) -> None:
-        """Reset after a failed step. Raises the device's error if the device is lost."""
+    def ask(self, job: WorkerJob) -> asyncio.Future[Any]:
+        """Queue one job on the launch thread; a ping passes through both threads."""
         assert self._thread is not None, "start() comes first"
-        await self._thread.call(self._worker.recover)
-
-    async def ping(self) -> None:
-        """Pass through both threads, after the queued steps."""
-        assert self._thread is not None, "start() comes first"
-        await self._thread.step(_Nothing)
+        if isinstance(job, Ping):
+            return self._thread.step(_Nothing)
+        return self._thread.call(lambda: self._worker.run_job(job))
 
     async def stop(self) -> None:
         """Finish what is queued, free the device."""
@@ -75,5 +68,5 @@ class InProcessExecutor:
 class _Nothing:
     """A step without work."""
 
-    def wait(self) -> StepResult:
-        return StepResult(step=-1, counts=[], token_ids=[])
+    def wait(self) -> None:
+        return None

@@ -9,6 +9,7 @@ import resource
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -16,7 +17,7 @@ from ....core.config import EngineConfig
 from ....core.loading.model_config import ModelConfig
 from ....core.protocols.executors import ExecutorInfo
 from ....core.registry import Plugins
-from ....core.step import InProcess, StepPlan, StepResult
+from ....core.step import InProcess, StepPlan, StepResult, WorkerJob
 
 NUM_BLOCKS = 1 << 16
 LOOK = 16
@@ -133,6 +134,10 @@ class ScriptedExecutor:
             positions[slot] = at + 1
             token_ids.append(script[at % length])
         return token_ids
+
+    def ask(self, job: WorkerJob) -> asyncio.Future[Any]:
+        """Do no job."""
+        raise NotImplementedError
 
     async def stop(self) -> None:
         """Do nothing: there is nothing to free."""

@@ -12,7 +12,7 @@ import pytest
 from jackfield import AsyncEngine, EngineConfig, SamplingParams
 from jackfield.core.engine.step_loop import MAX_FAILED_STEPS
 from jackfield.core.errors import EngineStopped
-from jackfield.core.step import StepPlan
+from jackfield.core.step import StepPlan, WorkerJob
 from jackfield.core.worker.runner import LaunchedStep, ModelRunner
 from jackfield.plugins.kv_connectors.threads import Jobs
 
@@ -164,10 +164,10 @@ async def test_steps_that_fail_now_and_then_do_not_end_the_engine(
 async def test_a_lost_device_ends_the_engine_at_once(checkpoint: Path, failures: Failures) -> None:
     async with engine_of(checkpoint) as engine:
 
-        async def lost() -> None:
+        async def lost(job: WorkerJob) -> None:
             raise RuntimeError("an illegal memory access")
 
-        engine.core.executor.recover = lost  # type: ignore[method-assign]
+        engine.core.executor.ask = lost  # type: ignore[method-assign,assignment]
         failures.chosen = lambda plan: True
         running = asyncio.gather(*(final(engine.generate(PROMPT, greedy(8))) for _ in range(6)))
         outputs = await running
@@ -180,7 +180,12 @@ async def test_an_executor_that_cannot_recover_ends_with_its_first_failed_step(
     checkpoint: Path, failures: Failures
 ) -> None:
     async with engine_of(checkpoint) as engine:
-        engine.core.executor.recover = None  # type: ignore[method-assign,assignment]
+
+        def refuse(job: WorkerJob) -> Any:
+            raise NotImplementedError
+
+        engine.core.executor.ask = refuse  # type: ignore[method-assign]
+        await engine.check_health()
         failures.chosen = lambda plan: True
         assert (await final(engine.generate(PROMPT, greedy(8)))).error is not None
         assert not engine.healthy

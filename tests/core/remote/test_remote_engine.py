@@ -448,7 +448,7 @@ async def test_a_dead_engine_ends_the_streams_of_its_front_ends(tmp_path: Path) 
     async with fronted(tmp_path) as (server, (there,)):
         stream = there.generate([5], LONG)
         await anext(stream)
-        server.core.executor.recover = None  # type: ignore[method-assign,assignment]
+        server.core.executor.ask = None  # type: ignore[method-assign,assignment]
         server.core.executor.submit = None  # type: ignore[method-assign,assignment]
         last = await final(stream)
         assert last.outputs[0].finish_reason == "error"

@@ -15,6 +15,7 @@ import torch
 from jackfield import AsyncEngine, EngineConfig, SamplingParams
 from jackfield.core.hooks import hookimpl
 from jackfield.core.registry import Provenance, load_plugins
+from jackfield.core.step import Ping
 from jackfield.core.worker.graphs import Ending, row_counts
 from jackfield.core.worker.worker import Worker
 from jackfield.plugins.attention.torch import TorchAttention
@@ -217,7 +218,8 @@ async def test_larger_graphs_serve_and_nothing_is_recorded_in_a_step(checkpoint:
     async with AsyncEngine(config, plugins=plugins) as engine:
         executor: Any = engine.core.executor
         graphs = executor._worker.runner.graphs
-        executor._thread.when_idle(lambda: False)
+        engine.core.steps._prepares = False
+        await executor.ask(Ping())
         plain, replay = Ending.PLAIN, lambda: None
         graphs._replays = {(1, plain): replay, (16, plain): replay}
         before = graphs.num_recorded

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import msgspec
 from mutants import Mutant, mutant_tests, plugin_of, subclass
 
-from jackfield.core.step import StepResult
+from jackfield.core.step import Ping, PrepareAhead, Recover, StepResult
 from jackfield.plugins.conformance.executors import ExecutorKit
 from jackfield.plugins.executors.inprocess import InProcessExecutor
 
@@ -85,12 +85,22 @@ def swallows(self: Any, plan: Any, in_process: Any) -> Any:
     return asyncio.ensure_future(later())
 
 
-async def recovers_nothing(self: Any) -> None:
-    """As if all were well."""
+def doing_nothing_for(kind: type, value: Any = None) -> Any:
+    """Replies to jobs of this kind at once, as if all were well."""
+
+    def ask(self: Any, job: Any) -> Any:
+        if not isinstance(job, kind):
+            return InProcessExecutor.ask(self, job)
+        future = asyncio.get_running_loop().create_future()
+        future.set_result(value)
+        return future
+
+    return ask
 
 
-async def pong(self: Any) -> None:
-    """At once."""
+def takes_any_job(self: Any, job: Any) -> Any:
+    known = isinstance(job, Ping | Recover | PrepareAhead)
+    return InProcessExecutor.ask(self, job if known else Ping())
 
 
 async def drops_the_queue(self: Any) -> None:
@@ -143,6 +153,7 @@ def silent(self: Any) -> Any:
 
 INFO = "test_what_it_tells_of_itself"
 TOKENS = "test_tokens_are_those_of_the_executor_in_the_box"
+JOBS = "test_jobs_run_in_order_with_plans"
 EMPTY = "test_a_plan_may_have_no_rows"
 ORDER, WAITS = "test_plans_run_in_order", "test_submitting_does_not_wait"
 WHY = "test_a_start_that_fails_says_why"
@@ -159,13 +170,15 @@ MUTANTS = {
     "every row samples": Mutant(planted(submit=every_row_samples), (ORDER, PING, QUEUED)),
     "skips plans without rows": Mutant(planted(submit=skips_what_is_empty), (EMPTY,)),
     "a failed step succeeds": Mutant(planted(submit=swallows), (FAILS, PING)),
-    "no step after a failed one": Mutant(planted(recover=recovers_nothing), (FAILS,)),
-    "answers a ping at once": Mutant(planted(ping=pong), (PING,)),
+    "no step after a failed one": Mutant(planted(ask=doing_nothing_for(Recover)), (FAILS,)),
+    "answers a ping at once": Mutant(planted(ask=doing_nothing_for(Ping)), (PING,)),
+    "takes any job": Mutant(planted(ask=takes_any_job), (JOBS,)),
+    "says nothing of what is left": Mutant(planted(ask=doing_nothing_for(PrepareAhead)), (JOBS,)),
     "drops what is queued": Mutant(planted(submit=remembered, stop=drops_the_queue), (QUEUED,)),
     "stops only once": Mutant(planted(stop=stop_once), (TWICE,)),
     "leaves a thread": Mutant(
         planted(stop=leaves_a_thread),
-        (INFO, PING, WHY, FAILS, ORDER, QUEUED, TWICE, WAITS, TOKENS, TWO, EMPTY),
+        (INFO, PING, WHY, FAILS, ORDER, QUEUED, TWICE, WAITS, TOKENS, TWO, EMPTY, JOBS),
     ),
     "stops its neighbour": Mutant(StopsAll, (TWO,)),
     "says not why it failed": Mutant(planted(start=silent), (WHY,)),
