@@ -89,8 +89,9 @@ IGNORED = frozenset({"_name_or_path", "gradient_checkpointing", "output_past"})
 """Like `FREE`, in many a config.json, and read by nothing here."""
 SOMETIMES = frozenset({
     "attention_bias", "head_dim", "layer_types", "mlp_bias", "moe_intermediate_size",
-    "num_experts", "num_experts_per_tok", "num_key_value_heads", "num_local_experts",
-    "rope_parameters", "rope_scaling", "sliding_window", "type_vocab_size",
+    "n_routed_experts", "num_experts", "num_experts_per_tok", "num_key_value_heads",
+    "num_local_experts", "rope_parameters", "rope_scaling", "shared_expert_intermediate_size",
+    "sliding_window", "type_vocab_size",
 })  # fmt: skip
 """What models ask for although only some families have it."""
 ROPES: dict[str, frozenset[str]] = {

@@ -34,6 +34,7 @@ SIZES = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim", "vocab_size", "max_position_embeddings",
     "moe_intermediate_size", "num_experts", "num_experts_per_tok", "num_local_experts",
+    "n_routed_experts", "shared_expert_intermediate_size",
 )  # fmt: skip
 """Where config.json has one of these numbers, it is 1 to LARGEST_SIZE."""
 LARGEST_SIZE = 2**31 - 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
+import dataclasses
 from typing import Any
 
 import torch
@@ -11,8 +11,10 @@ from torch import nn
 from ..errors import ConfigError
 from .context import BuildContext
 from .linear import MergedLinear
+from .mlp import GatedMLP
 from .operations import ClampedSwiGLU, ExpertWeight, Operations
 from .quantized import QuantizedLinear
+from .routing import RoutingRule
 
 MOST_EXPERTS = 1 << 14
 """Sanity bound: layers of published models have less than a tenth of it."""
@@ -20,14 +22,37 @@ MOST_EXPERTS = 1 << 14
 
 class Router(nn.Module):
     """weight: [num_experts, hidden_size], bias: [num_experts]. Never quantized: it is small, and
-    rounding would change the choice of experts."""
+    rounding would change the choice of experts.
+
+    `score_bias`: e_score_correction_bias, [num_experts] float32, is the rule's `bias`. `wide`:
+    logits are computed in float32.
+    """
+
+    e_score_correction_bias: nn.Parameter | None
 
     def __init__(
-        self, num_experts: int, hidden_size: int, build: BuildContext, *, bias: bool = False
+        self,
+        num_experts: int,
+        hidden_size: int,
+        build: BuildContext,
+        *,
+        bias: bool = False,
+        score_bias: bool = False,
+        wide: bool = False,
     ) -> None:
         super().__init__()
-        self.weight = nn.Parameter(build.empty(num_experts, hidden_size))
+        float32 = dataclasses.replace(build, dtype=torch.float32)
+        self.operations, self.wide = build.operations, wide
+        self.weight = nn.Parameter((float32 if wide else build).empty(num_experts, hidden_size))
         self.bias = nn.Parameter(build.empty(num_experts)) if bias else None
+        self.e_score_correction_bias = (
+            nn.Parameter(float32.empty(num_experts)) if score_bias else None
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[num_tokens, hidden_size] → logits [num_tokens, num_experts]"""
+        x = x.float() if self.wide else x
+        return self.operations.linear(x, self.weight, self.bias)
 
 
 class ExpertLinear(MergedLinear):
@@ -92,23 +117,32 @@ class Experts(nn.Module):
 
 
 class SparseMLP(nn.Module):
-    """hidden + the sum of the chosen experts' outputs, each times its router's weight."""
+    """hidden + the sum of the chosen experts' outputs, each times its router's weight, + the output
+    of experts that all tokens share."""
+
+    shared_expert_gate: Router | None
+    shared_experts: GatedMLP | None
 
     def __init__(
         self,
         num_experts: int,
-        top_k: int,
+        rule: RoutingRule,
         hidden_size: int,
         intermediate_size: int,
         activation: str,
         build: BuildContext,
         *,
-        renormalize: bool,
         bias: bool = False,
+        score_bias: bool = False,
+        wide_router: bool = False,
         clamped: ClampedSwiGLU | None = None,
+        shared: GatedMLP | None = None,
+        shared_gate: bool = False,
     ) -> None:
-        """`renormalize`: the weights of a token's experts sum to 1; `bias`: router and experts have
-        biases; `clamped`: in place of silu(gate) * up. Raises ConfigError."""
+        """`rule`: without its bias, which the router has with `score_bias`; `bias`: router and
+        experts have biases; `wide_router`: its logits are computed in float32; `clamped`: in place
+        of silu(gate) * up; `shared`: experts for all tokens, as one MLP, with `shared_gate` times
+        the sigmoid of a logit per token. Raises ConfigError."""
         super().__init__()
         if activation not in ("silu", "swish"):
             raise ConfigError(f"hidden_act: {activation!r} is not supported", param="hidden_act")
@@ -116,42 +150,68 @@ class SparseMLP(nn.Module):
             raise ConfigError(
                 f"num_experts: {num_experts} is more than {MOST_EXPERTS}", param="num_experts"
             )
-        if not 1 <= top_k <= num_experts:
+        _check_groups(num_experts, rule)
+        in_reach = num_experts // rule.groups * rule.top_groups
+        if not 1 <= rule.top_k <= in_reach:
             raise ConfigError(
-                f"num_experts_per_tok: {top_k} of {num_experts} experts cannot be chosen",
+                f"num_experts_per_tok: {rule.top_k} of {in_reach} experts cannot be chosen",
                 param="num_experts_per_tok",
             )
-        asked = {"gate_up_bias": bias, "down_bias": bias, "activation": clamped is not None}
-        _refuse_older(build.operations, [name for name, wanted in asked.items() if wanted])
-        self.gate = Router(num_experts, hidden_size, build, bias=bias)
+        needs = {"experts.bias": bias, "experts.activation": clamped, "route.bias": score_bias}
+        _check_features(build.operations, rule.features | {name for name in needs if needs[name]})
+        self.gate = Router(
+            num_experts, hidden_size, build, bias=bias, score_bias=score_bias, wide=wide_router
+        )
         self.experts = Experts(num_experts, hidden_size, intermediate_size, build, bias=bias)
+        self.shared_experts = shared
+        self.shared_expert_gate = Router(1, hidden_size, build) if shared_gate else None
         self.clamped = clamped
-        self.top_k = top_k
-        self.renormalize = renormalize
+        self.rule = rule
         self.operations = build.operations
 
     def forward(self, hidden: torch.Tensor, norm: nn.Module) -> torch.Tensor:
         """hidden + mlp(norm(hidden)): [num_tokens, hidden_size] → the same shape; `hidden` may be
         overwritten."""
         x = norm(hidden)
-        logits = self.operations.linear(x, self.gate.weight, self.gate.bias)
-        routing = self.operations.route(logits, self.top_k, renormalize=self.renormalize)
+        rule = self.rule._replace(bias=self.gate.e_score_correction_bias)
+        routing = self.operations.route(self.gate(x), rule)
         gate_up, down = self.experts.gate_up_proj, self.experts.down_proj
         more: dict[str, Any] = {
             "gate_up_bias": gate_up.bias, "down_bias": down.bias, "activation": self.clamped
         }  # fmt: skip
         more = {name: value for name, value in more.items() if value is not None}
-        return self.operations.experts(x, routing, gate_up.bank, down.bank, residual=hidden, **more)
+        hidden = self.operations.experts(
+            x, routing, gate_up.bank, down.bank, residual=hidden, **more
+        )
+        if self.shared_experts is None:
+            return hidden
+        inner = self.shared_experts.inner(x)
+        if self.shared_expert_gate is not None:
+            # Before the product: it is linear, and so adds to the residual as any other.
+            inner = inner * torch.sigmoid(self.shared_expert_gate(x))
+        out: torch.Tensor = self.shared_experts.down_proj(inner, residual=hidden)
+        return out
 
 
-def _refuse_older(operations: Operations, wanted: list[str]) -> None:
-    """Raise ConfigError if an override of `experts` lacks arguments that this layer needs."""
-    taken = inspect.signature(operations.experts).parameters
-    if any(one.kind is inspect.Parameter.VAR_KEYWORD for one in taken.values()):
-        return
-    if lacking := [name for name in wanted if name not in taken]:
+def _check_groups(num_experts: int, rule: RoutingRule) -> None:
+    """Raise ConfigError, with the name of the field, for groups that cannot be."""
+    if rule.groups < 1 or num_experts % rule.groups:
         raise ConfigError(
-            f"operations: {operations.name!r} cannot compute this model's experts: its method "
-            f"`experts` takes no {', '.join(lacking)}",
+            f"n_group: {num_experts} experts cannot be in {rule.groups} equal groups",
+            param="n_group",
+        )
+    if not 1 <= rule.top_groups <= rule.groups:
+        raise ConfigError(
+            f"topk_group: {rule.top_groups} of {rule.groups} groups cannot be chosen",
+            param="topk_group",
+        )
+
+
+def _check_features(operations: Operations, needed: frozenset[str]) -> None:
+    """Raise ConfigError if the operations lack options that this layer needs."""
+    if lacking := needed - operations.features:
+        raise ConfigError(
+            f"operations: {operations.name!r} cannot compute this model's experts: it lacks "
+            f"{', '.join(sorted(lacking))}",
             param="operations",
         )

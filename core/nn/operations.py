@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import ClassVar, NamedTuple, Protocol, TypeAlias
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
 
 import torch
 import torch.nn.functional as F
 
 from .packed import PackedWeight, dequantize
 from .ragged import RaggedRows
+from .routing import Routing, RoutingRule, choose_experts
 
 
 class Norm(NamedTuple):
@@ -31,15 +32,6 @@ class HeadLayout(NamedTuple):
     num_heads: int
     num_kv_heads: int
     head_dim: int
-
-
-class Routing(NamedTuple):
-    """The experts of each token."""
-
-    weights: torch.Tensor
-    """[T, top_k] float32: the weight of each expert's output."""
-    experts: torch.Tensor
-    """[T, top_k] int32, all different in a row, by descending weight"""
 
 
 class ClampedSwiGLU(NamedTuple):
@@ -169,6 +161,20 @@ class Operations:
     """
 
     name: ClassVar[str] = "torch"
+    features: ClassVar[frozenset[str]] = frozenset({
+        "experts.activation", "experts.bias",
+        "route.bias", "route.factor", "route.groups", "route.sigmoid",
+    })  # fmt: skip
+    """Options of methods that these operations support, as "method.option"; a model that needs
+    another one is refused. A subclass that overrides such a method sets it; without that, it
+    supports none of the method's options, so that an override never ignores one that is newer."""
+
+    def __init_subclass__(cls, **more: Any) -> None:
+        super().__init_subclass__(**more)
+        if "features" not in vars(cls):
+            cls.features = frozenset(
+                name for name in cls.features if name.partition(".")[0] not in vars(cls)
+            )
 
     @classmethod
     def supports(cls, device: torch.device, dtype: torch.dtype) -> str | None:
@@ -291,18 +297,10 @@ class Operations:
             return self.gated_linear(x, dense, bias, norm=norm)
         return self.linear(x, dense, bias, norm=norm, residual=residual)
 
-    def route(self, logits: torch.Tensor, top_k: int, *, renormalize: bool) -> Routing:
-        """Choose the `top_k` experts of largest probability, by a softmax over all experts.
-
-        logits: [T, num_experts]; of equal ones, the lower number is chosen. `renormalize`: the
-        weights of a token sum to 1.
-        """
-        probabilities = logits.float().softmax(dim=-1)
-        order = probabilities.sort(dim=-1, descending=True, stable=True)
-        weights, experts = order.values[:, :top_k], order.indices[:, :top_k]
-        if renormalize:
-            weights = weights / weights.sum(dim=-1, keepdim=True)
-        return Routing(weights.contiguous(), experts.to(torch.int32).contiguous())
+    def route(self, logits: torch.Tensor, rule: RoutingRule) -> Routing:
+        """Choose each token's experts. logits: [T, num_experts]; of equal scores, the lower number
+        is chosen."""
+        return choose_experts(logits, rule)
 
     def experts(
         self,
@@ -322,8 +320,7 @@ class Operations:
         down: E experts' [hidden_size, inner] → [T, hidden_size]. `residual` may be overwritten.
         Biases: [E * 2 * inner] and [E * hidden_size], added to the products of each expert's
         layers; `activation`: in place of silu(gate) * up. Only models that have these three pass
-        them: an override without them serves all other models, and is refused when such a model is
-        built.
+        them (`features`).
 
         The reference computes one expert at a time. On a device that runs asynchronously to the
         host, each expert computes all tokens: the launches then do not depend on the routing, and a

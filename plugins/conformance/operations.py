@@ -25,7 +25,6 @@ from ...core.nn.operations import (
     HeadLayout,
     Norm,
     Operations,
-    Routing,
 )
 from ...core.nn.packed import (
     PackedWeight,
@@ -35,6 +34,7 @@ from ...core.nn.packed import (
     round_to_words,
 )
 from ...core.nn.ragged import RaggedRows
+from ...core.nn.routing import Routing, RoutingRule
 from ...core.sampling_params import SamplingParams
 from ...core.step import SlotStart
 from ...core.worker.sampling.sampler import Sampler
@@ -48,6 +48,15 @@ SAMPLING: tuple[dict[str, Any], ...] = (
     {"logit_bias": {3: 50.0, 8: -100.0}}, {"allowed_token_ids": (4, 5, 6, 250)},
 )  # fmt: skip
 """What requests ask of the sampler besides a temperature."""
+BIAS = torch.zeros(0)
+"""Stands for a bias of random numbers."""
+RULES: tuple[dict[str, Any], ...] = (
+    {}, {"renormalize": True}, {"renormalize": True, "factor": 2.5},
+    {"scoring": "sigmoid"}, {"scoring": "sigmoid", "bias": BIAS, "renormalize": True},
+    {"scoring": "sigmoid", "bias": BIAS, "groups": 4, "top_groups": 2, "factor": 0.5},
+    {"groups": 2},
+)  # fmt: skip
+"""Routing rules, besides `top_k`."""
 TOKENS = (1, 2, 5, 33)
 """One and few tokens often have separate implementations."""
 SIZE, OUTPUTS = 256, 96
@@ -307,18 +316,28 @@ class OperationsKit(Kit):
 
     # -------------------------------------------------------------- experts
 
-    @pytest.mark.parametrize("renormalize", [True, False])
+    @pytest.mark.parametrize("options", RULES, ids=lambda options: "+".join(options) or "plain")
     @pytest.mark.parametrize("shape", [(1, 8, 2), (9, 60, 4), (6, 5, 5), (40, 128, 8)])
     def test_route(
-        self, shape: tuple[int, int, int], renormalize: bool, dtype: torch.dtype
+        self, shape: tuple[int, int, int], options: dict[str, Any], dtype: torch.dtype
     ) -> None:
         """Of equal logits, the lower expert number goes first."""
         tokens, experts, top_k = shape
-        logits = self.draw(tokens, experts, dtype=dtype) * 4
+        # Sigmoids of large logits are almost equal.
+        logits = self.draw(tokens, experts, dtype=dtype) * (1 if "scoring" in options else 4)
         logits[0, 1::2] = logits[0].max()
+        rule = RoutingRule(top_k)._replace(**options)
+        if rule.bias is not None:
+            bias = self.draw(experts, dtype=torch.float32, seed=3)
+            bias[1::2] = bias[1]
+            rule = rule._replace(bias=bias)
+        if experts % rule.groups or top_k > experts // rule.groups * rule.top_groups:
+            pytest.skip("these experts cannot be chosen by groups")
         operations = self.make(dtype)
-        want = REFERENCE.route(logits.float(), top_k, renormalize=renormalize)
-        got = operations.route(logits.clone(), top_k, renormalize=renormalize)
+        if lacking := rule.features - operations.features:
+            pytest.skip(f"{operations.name} does not claim {', '.join(sorted(lacking))}")
+        want = REFERENCE.route(logits.float(), rule)
+        got = operations.route(logits.clone(), rule)
         assert got.experts.dtype == torch.int32 and got.weights.dtype == torch.float32
         assert torch.equal(got.experts, want.experts)
         self.near(got.weights, want.weights, torch.float32)
@@ -331,7 +350,7 @@ class OperationsKit(Kit):
         x = self.draw(tokens, SIZE, dtype=dtype)
         logits = self.draw(tokens, number, dtype=torch.float32, seed=2)
         logits[:, 4] = -100.0
-        routing = REFERENCE.route(logits, top_k, renormalize=True)
+        routing = REFERENCE.route(logits, RoutingRule(top_k, renormalize=True))
         more: dict[str, Any] = {}
         if kind in ("4 bits", "fp8"):
             gate_up: Any = self.packed(kind, number * 2 * inner, dtype)

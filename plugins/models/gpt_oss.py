@@ -14,6 +14,7 @@ from ...core.loading.weight_map import Together
 from ...core.nn.context import BuildContext
 from ...core.nn.experts import SparseMLP
 from ...core.nn.operations import ClampedSwiGLU
+from ...core.nn.routing import RoutingRule
 from ...core.protocols.attention import AttentionSpec
 from .decoder import CausalLM, SelfAttention
 from .qwen2 import window_of_layer
@@ -64,12 +65,11 @@ class GptOssForCausalLM(CausalLM):
         hf = config.hf_config
         return SparseMLP(
             hf.num_local_experts,
-            hf.num_experts_per_tok,
+            RoutingRule(hf.num_experts_per_tok, renormalize=True),
             hf.hidden_size,
             hf.intermediate_size,
             hf.hidden_act,
             build,
-            renormalize=True,
             bias=True,
             clamped=ClampedSwiGLU(
                 alpha=_positive(hf, "swiglu_alpha", 1.702),

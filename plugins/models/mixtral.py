@@ -10,6 +10,7 @@ from ...core.loading.model_config import ModelConfig
 from ...core.loading.weight_map import Shard
 from ...core.nn.context import BuildContext
 from ...core.nn.experts import SparseMLP
+from ...core.nn.routing import RoutingRule
 from .decoder import CausalLM
 from .mistral import MistralAttention
 
@@ -33,10 +34,9 @@ class MixtralForCausalLM(CausalLM):
         hf = config.hf_config
         return SparseMLP(
             hf.num_local_experts,
-            hf.num_experts_per_tok,
+            RoutingRule(hf.num_experts_per_tok, renormalize=True),
             hf.hidden_size,
             hf.intermediate_size,
             hf.hidden_act,
             build,
-            renormalize=True,
         )

@@ -10,6 +10,7 @@ from ...core.errors import ConfigError
 from ...core.loading.model_config import ModelConfig
 from ...core.nn.context import BuildContext
 from ...core.nn.experts import SparseMLP
+from ...core.nn.routing import RoutingRule
 from .decoder import CausalLM
 from .qwen3 import Qwen3Attention
 
@@ -28,21 +29,25 @@ class Qwen3MoeForCausalLM(CausalLM):
 
     @staticmethod
     def mlp(config: ModelConfig, layer: int, build: BuildContext) -> nn.Module:
-        """A mixture in every `decoder_sparse_step`th layer, but for those of `mlp_only_layers`."""
         hf = config.hf_config
-        if hf.decoder_sparse_step < 1:
-            raise ConfigError(
-                f"decoder_sparse_step: {hf.decoder_sparse_step} is no number of layers",
-                param="decoder_sparse_step",
-            )
-        if layer in hf.mlp_only_layers or (layer + 1) % hf.decoder_sparse_step:
+        if not is_sparse(hf, layer):
             return CausalLM.mlp(config, layer, build)
         return SparseMLP(
             hf.num_experts,
-            hf.num_experts_per_tok,
+            RoutingRule(hf.num_experts_per_tok, renormalize=hf.norm_topk_prob),
             hf.hidden_size,
             hf.moe_intermediate_size,
             hf.hidden_act,
             build,
-            renormalize=hf.norm_topk_prob,
         )
+
+
+def is_sparse(hf: Any, layer: int) -> bool:
+    """Return whether the layer has a mixture: every `decoder_sparse_step`th one, but for those of
+    `mlp_only_layers`. Raises ConfigError."""
+    if hf.decoder_sparse_step < 1:
+        raise ConfigError(
+            f"decoder_sparse_step: {hf.decoder_sparse_step} is no number of layers",
+            param="decoder_sparse_step",
+        )
+    return layer not in hf.mlp_only_layers and (layer + 1) % hf.decoder_sparse_step == 0

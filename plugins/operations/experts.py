@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from ...core.nn.operations import ClampedSwiGLU, DenseRows, ExpertWeight, Routing
+from ...core.nn.operations import ClampedSwiGLU, DenseRows, ExpertWeight
 from ...core.nn.packed import PackedWeight
+from ...core.nn.routing import Routing
 from ...kernels.activations import Clamp
 from ...kernels.moe.combine import combine
 from ...kernels.moe.expert_gemv import expert_gemv

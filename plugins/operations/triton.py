@@ -15,13 +15,13 @@ from ...core.nn.operations import (
     HeadLayout,
     Norm,
     Operations,
-    Routing,
     SampleOutputs,
     SlotTables,
     StepTensors,
     split_heads,
 )
 from ...core.nn.packed import PackedWeight
+from ...core.nn.routing import Routing, RoutingRule
 
 try:
     from ...kernels.activations import gelu_mul, silu_mul
@@ -36,7 +36,7 @@ try:
         small_m_matmul,
         split_k_floats,
     )
-    from ...kernels.moe.topk_softmax import topk_softmax
+    from ...kernels.moe.topk_experts import topk_experts
     from ...kernels.rms_norm import rms_norm
     from ...kernels.sampling.edit_logits import edit_logits
     from ...kernels.sampling.mask_tokens import mask_tokens
@@ -61,6 +61,7 @@ class TritonOperations(Operations):
     was measured to be faster, more by cuBLAS with kernels around it."""
 
     name: ClassVar[str] = "triton"
+    features: ClassVar[frozenset[str]] = Operations.features
 
     @classmethod
     def supports(cls, device: torch.device, dtype: torch.dtype) -> str | None:
@@ -177,9 +178,15 @@ class TritonOperations(Operations):
             workspace=self._workspace,
         )  # fmt: skip
 
-    def route(self, logits: torch.Tensor, top_k: int, *, renormalize: bool) -> Routing:
-        """In one launch."""
-        return Routing(*topk_softmax(logits, top_k, renormalize=renormalize))
+    def route(self, logits: torch.Tensor, rule: RoutingRule) -> Routing:
+        """In one launch, unless experts are in groups."""
+        if rule.groups > 1:
+            return super().route(logits, rule)
+        weights, experts = topk_experts(
+            logits, rule.top_k, renormalize=rule.renormalize, sigmoid=rule.scoring == "sigmoid",
+            bias=rule.bias, factor=rule.factor,
+        )  # fmt: skip
+        return Routing(weights, experts)
 
     def experts(
         self,

@@ -28,7 +28,7 @@ from jackfield.kernels.attention import (
 from jackfield.kernels.linear import (
     gemv, int4_gemv, quant_matmul, small_m_matmul, split_k_sum,
 )
-from jackfield.kernels.moe import combine, expert_gemv, expert_matmul, sort_tokens, topk_softmax
+from jackfield.kernels.moe import combine, expert_gemv, expert_matmul, sort_tokens, topk_experts
 from jackfield.kernels.quant import dequantize, quantize_rows
 from jackfield.kernels.quant.quantized_weight import TileFormat
 from jackfield.kernels.sampling import (
@@ -82,9 +82,12 @@ TABLES = {
     "top_ids_ptr": "*i32", "top_logprobs_ptr": "*fp32", "logprob_ptr": "*fp32", "rank_ptr": "*i32",
 }
 KERNELS = [
-    (topk_softmax._topk_softmax_kernel,
-     {"E": 128, "TOP_K": 8, "RENORMALIZE": True, "ROWS": 4, "BLOCK_E": 128, "BLOCK_TOP": 8,
-      "PDL": True}, 4),
+    (topk_experts._topk_experts_kernel,
+     {"E": 128, "TOP_K": 8, "SIGMOID": False, "BIAS": False, "RENORMALIZE": True, "FACTOR": 1.0,
+      "ROWS": 4, "BLOCK_E": 128, "BLOCK_TOP": 8, "PDL": True}, 4),
+    (topk_experts._topk_experts_kernel,
+     {"E": 160, "TOP_K": 8, "SIGMOID": True, "BIAS": True, "RENORMALIZE": True, "FACTOR": 2.5,
+      "ROWS": 4, "BLOCK_E": 256, "BLOCK_TOP": 8, "PDL": True}, 4),
     (sort_tokens._sort_tokens_kernel,
      {"TOP_K": 8, "BLOCK_TOP": 8, "BLOCK": 1024, "PDL": True}, 8),
     (combine._combine_kernel, {"SIZE": 2048, "TOP_K": 8, "BLOCK": 1024, "PDL": True}, 4),

@@ -29,6 +29,7 @@ from triton.runtime import driver
 
 from jackfield.core.nn.operations import ClampedSwiGLU
 from jackfield.core.nn.packed import PackedWeight
+from jackfield.core.nn.routing import RoutingRule
 from jackfield.kernels.compile import Precompiler
 from jackfield.plugins.operations.triton import TritonOperations
 
@@ -94,7 +95,7 @@ for kind, tokens in kinds.items():
         x = torch.empty(num_tokens, HIDDEN, dtype=torch.bfloat16)
         logits = torch.empty(num_tokens, E, dtype=torch.bfloat16)
         with Precompiler(torch.device("cpu"), threads=1) as rehearsal:
-            routing = operations.route(logits, TOP_K, renormalize=True)
+            routing = operations.route(logits, RoutingRule(TOP_K, renormalize=True))
             residual = torch.empty_like(x)
             made = operations.experts(x, routing, gate_up, down, residual=residual, **more)
             assert made.shape == x.shape

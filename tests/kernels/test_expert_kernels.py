@@ -19,8 +19,9 @@ pytest.importorskip("triton")
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jackfield.core.nn.operations import ClampedSwiGLU, ExpertWeight, Operations, Routing
+from jackfield.core.nn.operations import ClampedSwiGLU, ExpertWeight, Operations
 from jackfield.core.nn.packed import PackedWeight, dequantize, pack_words
+from jackfield.core.nn.routing import Routing, RoutingRule
 from jackfield.kernels.moe.combine import combine
 from jackfield.kernels.moe.expert_matmul import expert_matmul, most_tiles
 from jackfield.kernels.moe.sort_tokens import sort_tokens
@@ -42,7 +43,9 @@ def draw(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torc
 
 
 def routing(num_tokens: int, top_k: int, num_experts: int, seed: int = 0) -> Routing:
-    return REFERENCE.route(draw(num_tokens, num_experts, seed=seed), top_k, renormalize=True)
+    return REFERENCE.route(
+        draw(num_tokens, num_experts, seed=seed), RoutingRule(top_k, renormalize=True)
+    )
 
 
 def dense(num_experts: int, rows: int, size: int, dtype: torch.dtype) -> torch.Tensor:
@@ -105,8 +108,8 @@ def test_a_routing_equals_its_twin(
     logits[0, 1::2] = logits[0].max()
     logits[-1] = 1.0
     logits[-1, 0] = 300.0
-    got = KERNELS.route(logits, top_k, renormalize=renormalize)
-    want = REFERENCE.route(logits, top_k, renormalize=renormalize)
+    got = KERNELS.route(logits, RoutingRule(top_k, renormalize=renormalize))
+    want = REFERENCE.route(logits, RoutingRule(top_k, renormalize=renormalize))
     assert torch.equal(got.experts, want.experts)
     torch.testing.assert_close(got.weights, want.weights)
 
@@ -114,7 +117,7 @@ def test_a_routing_equals_its_twin(
 def test_a_routing_of_no_numbers_stays_among_the_experts() -> None:
     logits = torch.full((3, 37), float("nan"), device=DEVICE)
     logits[1] = float("-inf")
-    chosen = KERNELS.route(logits, 4, renormalize=True).experts
+    chosen = KERNELS.route(logits, RoutingRule(4, renormalize=True)).experts
     assert ((chosen >= 0) & (chosen < 37)).all()
     assert all(len(set(row)) == 4 for row in chosen.tolist())
 
@@ -408,8 +411,8 @@ def big_layer() -> tuple[torch.Tensor, torch.Tensor]:
 def test_experts_of_a_real_size_equal_their_twin(num_tokens: int) -> None:
     gate_up, down = big_layer()
     logits, x = big(num_tokens, E, seed=3), big(num_tokens, HIDDEN, seed=4)
-    chosen = KERNELS.route(logits, TOP_K, renormalize=True)
-    wanted = REFERENCE.route(logits, TOP_K, renormalize=True)
+    chosen = KERNELS.route(logits, RoutingRule(TOP_K, renormalize=True))
+    wanted = REFERENCE.route(logits, RoutingRule(TOP_K, renormalize=True))
     torch.testing.assert_close(chosen.weights, wanted.weights)
     # Logits of few digits are often equal: order decides, and must not differ.
     assert torch.equal(chosen.experts, wanted.experts)
@@ -426,7 +429,7 @@ def test_packed_experts_of_a_real_size_equal_their_twin(num_tokens: int, kind: s
         return packed(kind.split()[0], total, size, group, torch.float32)
 
     gate_up, down = bank(16 * 2 * INNER, HIDDEN), bank(16 * HIDDEN, INNER)
-    chosen = KERNELS.route(big(num_tokens, 16, seed=3), TOP_K, renormalize=True)
+    chosen = KERNELS.route(big(num_tokens, 16, seed=3), RoutingRule(TOP_K, renormalize=True))
     check(big(num_tokens, HIDDEN, seed=4), chosen, gate_up, down)
 
 
@@ -446,7 +449,7 @@ def test_whole_layers_in_8_bits_stay_near_their_twin(num_tokens: int, kind: str)
     """As near as rounding inputs to 8 bits, twice, leaves them."""
     gate_up = packed(kind, 16 * 2 * INNER, HIDDEN, HIDDEN, torch.float32)
     down = packed(kind, 16 * HIDDEN, INNER, INNER, torch.float32)
-    chosen = KERNELS.route(big(num_tokens, 16, seed=3), TOP_K, renormalize=True)
+    chosen = KERNELS.route(big(num_tokens, 16, seed=3), RoutingRule(TOP_K, renormalize=True))
     x, residual = big(num_tokens, HIDDEN, seed=4), big(num_tokens, HIDDEN, seed=9)
     want = REFERENCE.experts(x.float(), chosen, gate_up, down, residual=residual.float())
     gate_up, down = (bank._replace(inputs="quantized") for bank in (gate_up, down))
@@ -472,7 +475,7 @@ def test_experts_of_gpt_oss_equal_their_twin(num_tokens: int, mxfp4: bool) -> No
             )
             for bank in (gate_up, down)
         ]
-    chosen = KERNELS.route(big(num_tokens, experts, seed=3), 4, renormalize=True)
+    chosen = KERNELS.route(big(num_tokens, experts, seed=3), RoutingRule(4, renormalize=True))
     more = {
         "gate_up_bias": big(experts * 2 * size, seed=5),
         "down_bias": big(down.shape[0], seed=6),
@@ -489,7 +492,7 @@ def test_a_captured_layer_goes_where_other_inputs_send_it(num_tokens: int) -> No
     logits, x = big(num_tokens, E, seed=3), big(num_tokens, HIDDEN, seed=4)
 
     def layer() -> torch.Tensor:
-        chosen = KERNELS.route(logits, TOP_K, renormalize=True)
+        chosen = KERNELS.route(logits, RoutingRule(TOP_K, renormalize=True))
         return KERNELS.experts(x, chosen, gate_up, down, residual=x.clone())
 
     aside = torch.cuda.Stream()

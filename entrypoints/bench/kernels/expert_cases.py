@@ -8,12 +8,12 @@ from typing import NamedTuple
 
 import torch
 
-from ....core.nn.operations import Routing
+from ....core.nn.routing import Routing
 from ....kernels.moe.combine import combine
 from ....kernels.moe.expert_gemv import expert_gemv
 from ....kernels.moe.expert_matmul import expert_matmul
 from ....kernels.moe.sort_tokens import sort_tokens
-from ....kernels.moe.topk_softmax import topk_softmax
+from ....kernels.moe.topk_experts import topk_experts
 from ....plugins.operations.experts import experts_product, few_slots
 
 Work = Callable[[], object]
@@ -100,7 +100,7 @@ def _cases(
 
     def choice() -> Work:
         device_logits = logits.to(device, dtype)
-        return lambda: topk_softmax(device_logits, top_k, renormalize=True)
+        return lambda: topk_experts(device_logits, top_k, renormalize=True)
 
     def lists() -> Work:
         experts = routing().experts
@@ -126,7 +126,7 @@ def _cases(
         second_product, flops,
     )  # fmt: skip
     ids = num_tokens * num_experts * item + num_slots * 8
-    yield ExpertCase("topk_softmax", shape, ids, choice, 0.0)
+    yield ExpertCase("topk_experts", shape, ids, choice, 0.0)
     if not few:
         yield ExpertCase("sort_tokens", shape, num_slots * 8 + num_experts * 4, lists, 0.0)
         yield ExpertCase("combine", shape, (top_k + 2) * rows, sums, 0.0)

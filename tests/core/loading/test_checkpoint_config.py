@@ -66,6 +66,11 @@ GEMMA = {
     "query_pre_attn_scalar", "use_bidirectional_attention",
 }  # fmt: skip
 """What only families ask whose config.json `transformers` reads."""
+SHARED_EXPERTS = {
+    "first_k_dense_replace", "n_group", "n_shared_experts", "num_nextn_predict_layers", "qkv_bias",
+    "routed_scaling_factor", "topk_group", "use_qk_norm",
+}  # fmt: skip
+"""As `GEMMA`, for mixtures with shared experts."""
 LLAMA3 = {
     "factor": 8.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
     "original_max_position_embeddings": 8192, "rope_type": "llama3",
@@ -300,7 +305,7 @@ def assert_plain(raw: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.delattr(module, "_whole")
         config = checkpoint_config(FOLDER, given)
-        asked = set(NAMES) - NOT_OF[kind] - GEMMA
+        asked = set(NAMES) - NOT_OF[kind] - GEMMA - SHARED_EXPERTS
         for name in asked - NOT_OF_FAMILY.get(raw["model_type"], EXPERTS | MULTIPLIERS):
             found = getattr(config, name, NOTHING)
             assert (name, found, type(found)) == (name, wanted[name], type(wanted[name]))

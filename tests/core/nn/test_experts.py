@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,11 @@ from jackfield.core.errors import ConfigError, LoadError
 from jackfield.core.loading.build import build_model
 from jackfield.core.loading.model_config import resolve_model_config
 from jackfield.core.loading.quantize import quantized_layers
-from jackfield.core.nn.operations import ClampedSwiGLU, ExpertWeight, Operations, Routing
+from jackfield.core.nn.context import BuildContext
+from jackfield.core.nn.experts import SparseMLP
+from jackfield.core.nn.operations import ClampedSwiGLU, ExpertWeight, Operations
 from jackfield.core.nn.packed import PackedWeight, dequantize, round_to_fp8, round_to_words
+from jackfield.core.nn.routing import Routing, RoutingRule
 from jackfield.core.registry import load_plugins
 from jackfield.plugins.models.gpt_oss import GptOssForCausalLM
 from jackfield.plugins.models.mixtral import MixtralForCausalLM
@@ -90,7 +94,7 @@ def test_routing_is_a_softmax_and_the_largest_of_it(tokens: int, count: int, dat
     renormalize = data.draw(st.booleans())
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
     logits = torch.randint(-3, 4, (tokens, count), generator=generator).float()
-    weights, experts = OPERATIONS.route(logits, top_k, renormalize=renormalize)
+    weights, experts = OPERATIONS.route(logits, RoutingRule(top_k, renormalize=renormalize))
     assert weights.shape == experts.shape == (tokens, top_k)
     assert weights.dtype == torch.float32 and experts.dtype == torch.int32
     for row, chosen, found in zip(logits, experts.tolist(), weights, strict=True):
@@ -119,7 +123,7 @@ def test_the_reference_sums_what_each_expert_says(packed: bool, tokens: int) -> 
     torch.manual_seed(2)
     experts, hidden, inner, top_k = 5, 16, 24, 3
     x, residual = torch.randn(tokens, hidden), torch.randn(tokens, hidden)
-    routing = OPERATIONS.route(torch.randn(tokens, experts), top_k, renormalize=False)
+    routing = OPERATIONS.route(torch.randn(tokens, experts), RoutingRule(top_k, renormalize=False))
     banks: list[Any] = [
         torch.randn(experts * 2 * inner, hidden),
         torch.randn(experts * hidden, inner),
@@ -142,7 +146,7 @@ def test_the_reference_adds_biases_and_clamps(tokens: int) -> None:
     gate_up, down = torch.randn(count, 2 * inner, hidden), torch.randn(count, hidden, inner)
     gate_up_bias, down_bias = torch.randn(count, 2 * inner), torch.randn(count, hidden)
     x = torch.randn(tokens, hidden)
-    routing = OPERATIONS.route(torch.randn(tokens, count), 3, renormalize=True)
+    routing = OPERATIONS.route(torch.randn(tokens, count), RoutingRule(3, renormalize=True))
     wanted = x.clone()
     for token in range(tokens):
         for weight, e in zip(routing.weights[token], routing.experts[token], strict=True):
@@ -185,7 +189,7 @@ def test_older_operations_serve_mixtures_that_need_no_more(tmp_path: Path) -> No
     x = torch.randn(4, 64)
     assert layer.mlp(x.clone(), layer.post_attention_layernorm).isfinite().all()
     make_checkpoint("gpt-oss", tmp_path)
-    with pytest.raises(ConfigError, match=r"'older' .* gate_up_bias, down_bias, activation") as got:
+    with pytest.raises(ConfigError, match=r"'older' .* experts.activation, experts.bias") as got:
         made()
     assert got.value.param == "operations"
 
@@ -271,3 +275,61 @@ def test_experts_of_a_list_of_layers_to_leave_alone(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"experts\.3\.down_proj but not .* and 2 more") as caught:
         build(folder)
     assert caught.value.param == "quantization_config.modules_to_not_convert"
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_routing_by_sigmoids_of_groups_is_what_it_says(data: Any) -> None:
+    groups, size = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 4))
+    top_groups = data.draw(st.integers(1, groups))
+    top_k = data.draw(st.integers(1, top_groups * size))
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
+    logits = torch.randn(3, groups * size, generator=generator)
+    bias = torch.randn(groups * size, generator=generator)
+    rule = RoutingRule(top_k, "sigmoid", True, bias, groups, top_groups, factor=2.5)
+    weights, experts = OPERATIONS.route(logits, rule)
+    for row, found, chosen in zip(logits.tolist(), weights.tolist(), experts.tolist(), strict=True):
+        scores = [1 / (1 + math.exp(-logit)) for logit in row]
+        biased = [score + float(more) for score, more in zip(scores, bias, strict=True)]
+        members = [range(first, first + size) for first in range(0, len(row), size)]
+        best = sorted(
+            members, key=lambda group: -sum(sorted((biased[e] for e in group), reverse=True)[:2])
+        )
+        within = [expert for group in best[:top_groups] for expert in group]
+        assert chosen == sorted(within, key=lambda e: -biased[e])[:top_k]
+        total = sum(scores[e] for e in chosen)
+        assert found == pytest.approx([2.5 * scores[e] / total for e in chosen], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"groups": 4}, "n_group"),
+        ({"groups": 0}, "n_group"),
+        ({"groups": 3, "top_groups": 4}, "topk_group"),
+        ({"groups": 3, "top_groups": 1, "top_k": 3}, "num_experts_per_tok"),
+    ],
+)
+def test_groups_that_cannot_be_are_refused_by_name(changes: dict[str, int], field: str) -> None:
+    context = BuildContext(torch.device("cpu"), torch.float32, OPERATIONS)
+    rule = RoutingRule(2)._replace(**changes)
+    with pytest.raises(ConfigError) as caught:
+        SparseMLP(6, rule, 8, 8, "silu", context)
+    assert caught.value.param == field
+
+
+def test_an_override_has_no_options_that_it_does_not_state() -> None:
+    class Routes(Operations):
+        name = "routes"
+
+        def route(self, logits: torch.Tensor, rule: RoutingRule) -> Routing:
+            return super().route(logits, rule)
+
+    class States(Routes):
+        features = Operations.features
+
+    assert {"experts.bias", "experts.activation"} == Routes.features
+    assert Operations.features == States.features
+    context = BuildContext(torch.device("cpu"), torch.float32, Routes())
+    with pytest.raises(ConfigError, match=r"'routes' .* route.bias, route.sigmoid"):
+        SparseMLP(6, RoutingRule(2, "sigmoid"), 8, 8, "silu", context, score_bias=True)

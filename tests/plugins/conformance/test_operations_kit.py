@@ -8,7 +8,8 @@ import pytest
 import torch
 from mutants import Mutant, mutant_tests, plugin_of, subclass
 
-from jackfield.core.nn.operations import Norm, Operations, Routing
+from jackfield.core.nn.operations import Norm, Operations
+from jackfield.core.nn.routing import Routing
 from jackfield.plugins.conformance.operations import OperationsKit
 
 CUDA = torch.cuda.is_available()
@@ -89,8 +90,8 @@ def exact_gelu(self: Any, x: Any) -> Any:
     return torch.nn.functional.gelu(gate) * up
 
 
-def last_of_equal(self: Any, logits: Any, top_k: int, *, renormalize: bool) -> Routing:
-    made = Operations.route(self, logits.flip(1), top_k, renormalize=renormalize)
+def last_of_equal(self: Any, logits: Any, rule: Any) -> Routing:
+    made = Operations.route(self, logits.flip(1), rule)
     return Routing(made.weights, logits.shape[1] - 1 - made.experts)
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 
 from jackfield.plugins.conformance.models import TINY, ModelKit
 
@@ -128,6 +131,55 @@ class TestQwen3Moe(ModelKit):
         "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48,
         "norm_topk_prob": True, "decoder_sparse_step": 2,
     }  # fmt: skip
+
+
+class TestQwen2Moe(ModelKit):
+    name = "Qwen2MoeForCausalLM"
+    config = {
+        "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 48,
+        "shared_expert_intermediate_size": 80, "decoder_sparse_step": 2,
+    }  # fmt: skip
+
+
+class DeepseekMoeKit(ModelKit):
+    """With biases that decide which experts, in groups, are chosen."""
+
+    config = {
+        "n_routed_experts": 8, "n_shared_experts": 2, "num_experts_per_tok": 3, "n_group": 4,
+        "topk_group": 2, "moe_intermediate_size": 48, "first_k_dense_replace": 1,
+        "norm_topk_prob": True, "routed_scaling_factor": 1.7, "head_dim": 16,
+    }  # fmt: skip
+
+    @classmethod
+    def make_reference(cls) -> Any:
+        model = super().make_reference()
+        with torch.no_grad():
+            for name, buffer in model.named_buffers():
+                if name.endswith("e_score_correction_bias"):
+                    buffer.copy_(0.2 * torch.randn_like(buffer))
+        return model
+
+
+class TestDots1(DeepseekMoeKit):
+    name = "Dots1ForCausalLM"
+    config = DeepseekMoeKit.config | {"sliding_window": 24, "max_window_layers": 2}
+
+
+class TestGlm4Moe(DeepseekMoeKit):
+    name = "Glm4MoeForCausalLM"
+    config = DeepseekMoeKit.config | {
+        "use_qk_norm": True, "attention_bias": True, "partial_rotary_factor": 0.5,
+    }  # fmt: skip
+
+    def test_layers_that_predict_further_tokens_are_left_out(
+        self, folder: Path, tmp_path: Path
+    ) -> None:
+        own = shutil.copytree(folder, tmp_path / "own")
+        tensors = load_file(own / "model.safetensors")
+        for name, size in (("enorm.weight", 64), ("mlp.experts.0.up_proj.weight", 48)):
+            tensors[f"model.layers.{TINY['num_hidden_layers']}.{name}"] = torch.zeros(size)
+        save_file(tensors, own / "model.safetensors", {"format": "pt"})
+        assert self.parameters(own).keys() == self.parameters(folder).keys()
 
 
 class TestMixtral(ModelKit):

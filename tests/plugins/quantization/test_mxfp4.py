@@ -23,6 +23,7 @@ from jackfield.core.loading.model_config import resolve_model_config
 from jackfield.core.loading.quantize import quantized_layers
 from jackfield.core.nn.operations import ClampedSwiGLU, Operations
 from jackfield.core.nn.packed import PackedWeight, dequantize
+from jackfield.core.nn.routing import RoutingRule
 from jackfield.core.registry import load_plugins
 
 from helpers import edit_json, make_checkpoint, reference_model
@@ -175,7 +176,7 @@ def test_kernels_read_the_bank(checkpoint: Any, num_tokens: int) -> None:
     made = torch.Generator().manual_seed(num_tokens)
     x = torch.randn(num_tokens, HIDDEN, generator=made).to(device, torch.float16)
     logits = torch.randn(num_tokens, EXPERTS, generator=made).to(device)
-    routing = Operations().route(logits, 3, renormalize=True)
+    routing = Operations().route(logits, RoutingRule(3, renormalize=True))
     banks = []
     for layer in (experts.gate_up_proj, experts.down_proj):
         # Moved as parameters, the bank's tensors are the module's.

@@ -1,0 +1,85 @@
+"""DeepSeek's mixture of experts in models with ordinary attention: GLM-4.5 and dots.llm1.
+
+The first layers have an MLP; in the others, experts are chosen by the sigmoid of their logits plus
+a bias (`RoutingRule`), and beside them are experts that all tokens share.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from torch import nn
+
+from ...core.loading.model_config import ModelConfig
+from ...core.nn.context import BuildContext
+from ...core.nn.experts import SparseMLP
+from ...core.nn.mlp import GatedMLP
+from ...core.nn.norm import RMSNorm
+from ...core.nn.routing import RoutingRule
+from .decoder import CausalLM, SelfAttention
+from .qwen3 import Qwen3Attention
+
+
+class DeepseekMoeForCausalLM(CausalLM):
+    """Decoder with such mixtures. Further layers of the checkpoint, which predict more than one
+    token, are not loaded."""
+
+    def __init__(self, config: ModelConfig, build: BuildContext) -> None:
+        super().__init__(config, build)
+        more: int = getattr(config.hf_config, "num_nextn_predict_layers", None) or 0
+        first = config.num_layers
+        ignored = tuple(f"model.layers.{layer}." for layer in range(first, first + more))
+        self.weight_map = dataclasses.replace(  # type: ignore[misc]
+            type(self).weight_map, ignored=ignored
+        )
+
+    @staticmethod
+    def mlp(config: ModelConfig, layer: int, build: BuildContext) -> nn.Module:
+        hf = config.hf_config
+        if layer < (hf.first_k_dense_replace or 0):
+            return CausalLM.mlp(config, layer, build)
+        inner, shared = hf.moe_intermediate_size, hf.n_shared_experts or 0
+        rule = RoutingRule(
+            hf.num_experts_per_tok,
+            scoring="sigmoid",
+            renormalize=bool(hf.norm_topk_prob),
+            groups=hf.n_group or 1,
+            top_groups=hf.topk_group or 1,
+            factor=hf.routed_scaling_factor,
+        )
+        return SparseMLP(
+            hf.n_routed_experts,
+            rule,
+            hf.hidden_size,
+            inner,
+            hf.hidden_act,
+            build,
+            score_bias=True,
+            wide_router=True,
+            shared=GatedMLP(hf.hidden_size, shared * inner, hf.hidden_act, build)
+            if shared
+            else None,
+        )
+
+
+class Glm4MoeAttention(SelfAttention):
+    """Attention with norms on each head's queries and keys, if the configuration says so."""
+
+    def __init__(self, config: ModelConfig, layer: int, build: BuildContext) -> None:
+        super().__init__(config, layer, build)
+        if config.hf_config.use_qk_norm:
+            eps = config.hf_config.rms_norm_eps
+            self.q_norm = RMSNorm(self.head_dim, eps, build)
+            self.k_norm = RMSNorm(self.head_dim, eps, build)
+
+    @staticmethod
+    def output_bias(hf: object) -> bool:
+        return False
+
+
+class Glm4MoeForCausalLM(DeepseekMoeForCausalLM):
+    attention = Glm4MoeAttention
+
+
+class Dots1ForCausalLM(DeepseekMoeForCausalLM):
+    attention = Qwen3Attention

@@ -1,0 +1,49 @@
+"""Qwen2-MoE: a mixture in most layers, with one expert that all tokens share, times a gate."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar
+
+from torch import nn
+
+from ...core.loading.model_config import ModelConfig
+from ...core.loading.weight_map import WeightMap
+from ...core.nn.context import BuildContext
+from ...core.nn.experts import SparseMLP
+from ...core.nn.mlp import GatedMLP
+from ...core.nn.routing import RoutingRule
+from .decoder import CausalLM
+from .qwen2 import Qwen2Attention
+from .qwen3_moe import is_sparse
+
+
+class Qwen2MoeAttention(Qwen2Attention):
+    @staticmethod
+    def qkv_bias(hf: Any) -> bool:
+        return bool(hf.qkv_bias)
+
+
+class Qwen2MoeForCausalLM(CausalLM):
+    attention = Qwen2MoeAttention
+    weight_map: ClassVar[WeightMap] = dataclasses.replace(
+        CausalLM.weight_map, names={"shared_experts": "shared_expert"}
+    )
+
+    @staticmethod
+    def mlp(config: ModelConfig, layer: int, build: BuildContext) -> nn.Module:
+        hf = config.hf_config
+        if not is_sparse(hf, layer):
+            return CausalLM.mlp(config, layer, build)
+        return SparseMLP(
+            hf.num_experts,
+            RoutingRule(hf.num_experts_per_tok, renormalize=hf.norm_topk_prob),
+            hf.hidden_size,
+            hf.moe_intermediate_size,
+            hf.hidden_act,
+            build,
+            shared=GatedMLP(
+                hf.hidden_size, hf.shared_expert_intermediate_size, hf.hidden_act, build
+            ),
+            shared_gate=True,
+        )
