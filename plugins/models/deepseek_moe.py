@@ -29,9 +29,7 @@ class DeepseekMoeForCausalLM(CausalLM):
         more: int = getattr(config.hf_config, "num_nextn_predict_layers", None) or 0
         first = config.num_layers
         ignored = tuple(f"model.layers.{layer}." for layer in range(first, first + more))
-        self.weight_map = dataclasses.replace(  # type: ignore[misc]
-            type(self).weight_map, ignored=ignored
-        )
+        self.weight_map = dataclasses.replace(type(self).weight_map, ignored=ignored)
 
     @staticmethod
     def mlp(config: ModelConfig, layer: int, build: BuildContext) -> nn.Module:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import nn
 
 from ...core.loading.model_config import ModelConfig
-from ...core.loading.weight_map import WeightMap
 from ...core.nn.context import BuildContext
 from ...core.nn.experts import SparseMLP
 from ...core.nn.mlp import GatedMLP
@@ -26,9 +25,7 @@ class Qwen2MoeAttention(Qwen2Attention):
 
 class Qwen2MoeForCausalLM(CausalLM):
     attention = Qwen2MoeAttention
-    weight_map: ClassVar[WeightMap] = dataclasses.replace(
-        CausalLM.weight_map, names={"shared_experts": "shared_expert"}
-    )
+    weight_map = dataclasses.replace(CausalLM.weight_map, names={"shared_experts": "shared_expert"})
 
     @staticmethod
     def mlp(config: ModelConfig, layer: int, build: BuildContext) -> nn.Module:

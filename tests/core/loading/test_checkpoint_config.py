@@ -22,7 +22,7 @@ import jackfield
 from jackfield.core.config import EngineConfig
 from jackfield.core.errors import ConfigError
 from jackfield.core.loading import checkpoint_config as module
-from jackfield.core.loading.checkpoint_config import Configuration, checkpoint_config
+from jackfield.core.loading.checkpoint_config import FAMILIES, Configuration, checkpoint_config
 from jackfield.core.loading.model_config import EMBEDDED_MODEL, resolve_model_config
 
 pytestmark = pytest.mark.filterwarnings("ignore:`rope_scaling` is deprecated")
@@ -33,13 +33,19 @@ NOTHING = object()
 ODD: list[Any] = [None, "odd", -1, 0, 3, 2.5, True, [], ["a"], {}, {"a": 1}]
 
 
+FAMILY_FILES = ("decoder", *(name for name in FAMILIES if name != "xlm-roberta"))
+
+
 def asked_for() -> list[str]:
-    """Every attribute of a configuration that the package's code names."""
+    """Every attribute of a configuration that the package's code names; of model families, only
+    those whose config.json is answered here."""
     names = {"num_labels", "id2label", "pad_token_id", "bos_token_id"}
-    for folder in ("core", "plugins/models", "plugins/quantization", "plugins/attention"):
-        for path in (ROOT / folder).rglob("*.py"):
-            for found in ASKED.findall(path.read_text()):
-                names |= {name for name in found if name}
+    paths = [ROOT / "plugins" / "models" / f"{name}.py" for name in FAMILY_FILES]
+    for folder in ("core", "plugins/quantization", "plugins/attention"):
+        paths += (ROOT / folder).rglob("*.py")
+    for path in paths:
+        for found in ASKED.findall(path.read_text()):
+            names |= {name for name in found if name}
     return sorted(names - {"to_dict", "pop"})
 
 
@@ -61,16 +67,6 @@ NOT_OF_FAMILY = {
     "granite": EXPERTS,
 }
 """What no code for decoders, or for encoders, asks."""
-GEMMA = {
-    "attn_logit_softcapping", "final_logit_softcapping", "hidden_activation",
-    "query_pre_attn_scalar", "use_bidirectional_attention",
-}  # fmt: skip
-"""What only families ask whose config.json `transformers` reads."""
-SHARED_EXPERTS = {
-    "first_k_dense_replace", "n_group", "n_shared_experts", "num_nextn_predict_layers", "qkv_bias",
-    "routed_scaling_factor", "topk_group", "use_qk_norm",
-}  # fmt: skip
-"""As `GEMMA`, for mixtures with shared experts."""
 LLAMA3 = {
     "factor": 8.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
     "original_max_position_embeddings": 8192, "rope_type": "llama3",
@@ -305,7 +301,7 @@ def assert_plain(raw: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.delattr(module, "_whole")
         config = checkpoint_config(FOLDER, given)
-        asked = set(NAMES) - NOT_OF[kind] - GEMMA - SHARED_EXPERTS
+        asked = set(NAMES) - NOT_OF[kind]
         for name in asked - NOT_OF_FAMILY.get(raw["model_type"], EXPERTS | MULTIPLIERS):
             found = getattr(config, name, NOTHING)
             assert (name, found, type(found)) == (name, wanted[name], type(wanted[name]))
