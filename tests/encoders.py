@@ -26,23 +26,23 @@ FAMILIES = {"Bert": (0, 2), "Roberta": (1, 1), "XLMRoberta": (1, 1)}
 def save_word_tokenizer(folder: Path, **facts: Any) -> tokenizers.Tokenizer:
     """A word a token, [CLS] … [SEP] around one text, [CLS] … [SEP] … [SEP] around two."""
     vocab = {word: number for number, word in enumerate((*SPECIAL, *WORDS.split()))}
-    made = tokenizers.Tokenizer(models.WordLevel(vocab, unk_token="[UNK]"))
-    made.pre_tokenizer = pre_tokenizers.Whitespace()
-    made.post_processor = processors.TemplateProcessing(
+    tokenizer = tokenizers.Tokenizer(models.WordLevel(vocab, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.post_processor = processors.TemplateProcessing(
         single="[CLS] $A [SEP]",
         pair="[CLS] $A [SEP] $B:1 [SEP]:1",
         special_tokens=[(token, vocab[token]) for token in ("[CLS]", "[SEP]")],
     )
     folder.mkdir(parents=True, exist_ok=True)
-    made.save(str(folder / "tokenizer.json"))
+    tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"pad_token": "[PAD]", **facts}))
-    return made
+    return tokenizer
 
 
 def save_encoder(folder: Path, family: str, kind: str = "Model", **config: Any) -> Path:
     """A random encoder with a word tokenizer. `kind`: Model or ForSequenceClassification."""
     pad, types = FAMILIES[family]
-    made = getattr(transformers, f"{family}Config")(
+    hf_config = getattr(transformers, f"{family}Config")(
         **{
             "vocab_size": VOCAB,
             "hidden_size": 32,
@@ -56,15 +56,15 @@ def save_encoder(folder: Path, family: str, kind: str = "Model", **config: Any) 
             **config,
         }
     )
-    return _save(folder, getattr(transformers, f"{family}{kind}")(made))
+    return _save(folder, getattr(transformers, f"{family}{kind}")(hf_config))
 
 
 def save_decoder(folder: Path, family: str, kind: str, **config: Any) -> Path:
     """A random decoder with a word tokenizer. `kind`: ForCausalLM, Model, …"""
-    made = getattr(transformers, f"{family}Config")(
+    hf_config = getattr(transformers, f"{family}Config")(
         **{**COMMON, "num_hidden_layers": 2, "tie_word_embeddings": False, **config}
     )
-    return _save(folder, getattr(transformers, f"{family}{kind}")(made))
+    return _save(folder, getattr(transformers, f"{family}{kind}")(hf_config))
 
 
 def _save(folder: Path, model: Any) -> Path:
@@ -108,17 +108,17 @@ def minilm() -> Path:
 @torch.no_grad()
 def reference_states(folder: Path, token_ids: list[int], types: list[int] | None = None) -> Any:
     """`transformers`' last states of one prompt: [num_tokens, hidden_size] float32."""
-    given = {} if types is None else {"token_type_ids": torch.tensor([types])}
+    inputs = {} if types is None else {"token_type_ids": torch.tensor([types])}
     model = _reference("AutoModel", folder)
-    return model(torch.tensor([token_ids]), **given).last_hidden_state[0]
+    return model(torch.tensor([token_ids]), **inputs).last_hidden_state[0]
 
 
 @torch.no_grad()
 def reference_logits(folder: Path, token_ids: list[int], types: list[int] | None = None) -> Any:
     """`transformers`' logits of a classifier: [num_labels] float32."""
-    given = {} if types is None else {"token_type_ids": torch.tensor([types])}
+    inputs = {} if types is None else {"token_type_ids": torch.tensor([types])}
     model = _reference("AutoModelForSequenceClassification", folder)
-    return model(torch.tensor([token_ids]), **given).logits[0]
+    return model(torch.tensor([token_ids]), **inputs).logits[0]
 
 
 def _reference(kind: str, folder: Path) -> Any:

@@ -208,8 +208,8 @@ def few_interpreted(cases: Iterable[tuple[Any, ...]], few: Iterable[tuple[Any, .
 
     `few`: covers each value of each parameter once, and the branches of the kernel.
     """
-    kept = list(few)
+    unmarked = list(few)
     slow = () if torch.cuda.is_available() else (pytest.mark.slow,)
-    made = [pytest.param(*case, marks=() if case in kept else slow) for case in cases]
-    assert len(kept) == sum(not param.marks for param in made) or not slow, "one is no case"
-    return made
+    params = [pytest.param(*case, marks=() if case in unmarked else slow) for case in cases]
+    assert len(unmarked) == sum(not param.marks for param in params) or not slow, "one is no case"
+    return params

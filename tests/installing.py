@@ -17,7 +17,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
     """install(name, code): an installed distribution `name`, whose plugin module has this code."""
     monkeypatch.syspath_prepend(tmp_path)
 
-    def made(name: str, code: str, version: str = "1.0") -> str:
+    def write_package(name: str, code: str, version: str = "1.0") -> str:
         (tmp_path / f"{name}_plugin.py").write_text(
             "from jackfield import hookimpl\n" + textwrap.dedent(code)
         )
@@ -28,4 +28,4 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
         monkeypatch.delitem(sys.modules, f"{name}_plugin", raising=False)
         return name
 
-    return made
+    return write_package

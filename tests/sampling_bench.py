@@ -88,8 +88,8 @@ def murmur(x: np.ndarray) -> np.ndarray:
 
 
 def oracle_gumbel(seed: int, position: int, vocab_size: int) -> np.ndarray:
-    one = splitmix(seed % 2**64)
-    lanes = np.array([one % 2**32, one >> 32, splitmix(one) % 2**32], dtype=U32)
+    first = splitmix(seed % 2**64)
+    lanes = np.array([first % 2**32, first >> 32, splitmix(first) % 2**32], dtype=U32)
     steps = np.array([0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D], dtype=U32)
     keys = murmur(lanes + U32(position) * steps) | np.array([0, 1, 1], dtype=U32)
     x = murmur(np.arange(vocab_size, dtype=U32) + U32(0x9E3779B9)) * keys[1] + keys[0]

@@ -32,23 +32,23 @@ def test_package_list_is_complete() -> None:
     listed = set(
         tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
     )
-    found = {"jackfield"}
+    names = {"jackfield"}
     for path in modules():
-        found.add(".".join(("jackfield", *path.parent.relative_to(ROOT).parts)))
-    assert listed == found
+        names.add(".".join(("jackfield", *path.parent.relative_to(ROOT).parts)))
+    assert listed == names
 
 
 def imports(path: Path) -> set[str]:
     """Absolute names of what a module imports, within the package, and top names of the rest."""
     package = ["jackfield", *path.relative_to(ROOT).parent.parts]
-    found = set()
+    names = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             base = package[: len(package) - node.level + 1] if node.level else []
-            found.add(".".join([*base, *(node.module or "").split(".")]).rstrip("."))
-    return found
+            names.add(".".join([*base, *(node.module or "").split(".")]).rstrip("."))
+    return names
 
 
 FORBIDDEN = {
@@ -81,10 +81,10 @@ def test_finding_plugins_imports_no_torch() -> None:
     code = (
         "import sys, jackfield.core.registry as r; r.load_plugins(); print('torch' in sys.modules)"
     )
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300
     )
-    assert done.stdout.strip() == "False"
+    assert completed.stdout.strip() == "False"
 
 
 def test_wheel_holds_the_package_and_nothing_else(tmp_path: Path) -> None:

@@ -69,13 +69,13 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         sys.path.pop(0)
     checkpoint = save_random(tmp_path_factory.mktemp("random"))
     options = ServerOptions(api_keys=("secret",), max_body_bytes=1 << 16)
-    with running(engine_config(checkpoint, scheduling_policy="priority"), options) as one:
-        yield one
+    with running(engine_config(checkpoint, scheduling_policy="priority"), options) as item:
+        yield item
 
 
 def post(server: Any, route: str, body: Any, **headers: str) -> httpx.Response:
-    given = {"Authorization": "Bearer secret", **headers}
-    return httpx.post(server.url + route, json=body, headers=given, timeout=300)
+    all_headers = {"Authorization": "Bearer secret", **headers}
+    return httpx.post(server.url + route, json=body, headers=all_headers, timeout=300)
 
 
 # ---------------------------------------------------------------- code execution
@@ -83,16 +83,16 @@ def post(server: Any, route: str, body: Any, **headers: str) -> httpx.Response:
 
 def test_pickle_is_never_read() -> None:
     forbidden = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
-    found = [(p, name) for p, name in imports() if name.split(".")[0] in forbidden]
-    assert not found
+    hits = [(p, name) for p, name in imports() if name.split(".")[0] in forbidden]
+    assert not hits
     loads = [(p, node.lineno) for p, name, node in calls() if name in ("torch.load", "np.load")]
     assert not loads
 
 
 def test_nothing_is_evaluated_and_no_shell_is_started() -> None:
     forbidden = {"eval", "exec", "compile", "os.system", "os.popen", "subprocess.getoutput"}
-    found = [(p, name) for p, name, _ in calls() if name in forbidden]
-    assert not found
+    hits = [(p, name) for p, name, _ in calls() if name in forbidden]
+    assert not hits
     shells = [
         path
         for path, name, node in calls()
@@ -171,8 +171,8 @@ def test_no_header_or_path_trick_goes_around_the_key(server: Any) -> None:
         ("/v1/models?/health", {}),
     ]
     for path, headers in tricks:
-        answer = httpx.get(server.url + path, headers=headers)
-        assert answer.status_code == 401, path
+        response = httpx.get(server.url + path, headers=headers)
+        assert response.status_code == 401, path
 
 
 # ---------------------------------------------------------------- exhaustion
@@ -187,9 +187,9 @@ def test_templates_of_a_request_are_refused(server: Any) -> None:
         {"chat_template_kwargs": {"tokenize": True}},
         {"chat_template_kwargs": {"messages": []}},
     ):
-        answer = post(server, "/v1/chat/completions", {"messages": messages, **extra})
-        assert answer.status_code == 400, extra
-        assert "chat_template" in answer.json()["error"]["param"]
+        response = post(server, "/v1/chat/completions", {"messages": messages, **extra})
+        assert response.status_code == 400, extra
+        assert "chat_template" in response.json()["error"]["param"]
 
 
 LOOP = "{% for i in range(9000) %}{% endfor %}"
@@ -229,7 +229,7 @@ def test_hostile_templates_end_soon_and_say_so(source: str) -> None:
 
 
 def test_counts_and_lists_of_a_request_are_bounded(server: Any) -> None:
-    asked: list[tuple[str, Any]] = [
+    requests: list[tuple[str, Any]] = [
         ("n", 10**6),
         ("n", -1),
         ("logprobs", 10**6),
@@ -240,10 +240,10 @@ def test_counts_and_lists_of_a_request_are_bounded(server: Any) -> None:
         ("best_of", 10**6),
         ("temperature", 1e300),
     ]
-    for field, value in asked:
+    for field, value in requests:
         body = {"prompt": "a", "max_tokens": 2, **{field: value}}
-        answer = post(server, "/v1/completions", body)
-        assert answer.status_code in (400, 413), (field, answer.text[:200])
+        response = post(server, "/v1/completions", body)
+        assert response.status_code in (400, 413), (field, response.text[:200])
     assert post(server, "/v1/completions", {"prompt": "a", "max_tokens": 1}).status_code == 200
 
 
@@ -269,9 +269,9 @@ def nasty_requests() -> Iterator[tuple[str, dict[str, Any]]]:
         ("/v1/chat/completions", ChatRequest, {"messages": [{"role": "user", "content": "a"}]}),
     ):
         fields = [*kind.__struct_fields__, "zebra"]
-        given = {**base, "max_tokens": 2}
+        base_body = {**base, "max_tokens": 2}
         for field in fields:
-            yield from ((route, {**given, field: value}) for value in NASTY)
+            yield from ((route, {**base_body, field: value}) for value in NASTY)
         accepted = {
             "n": [1, 3], "seed": [0, 2**63 - 1, -(2**63)], "temperature": [0, 1e-300, 1e-9, 100],
             "top_k": [-1, 1, 2**31, 2**63 - 1], "top_p": [1e-300, 1], "min_p": [0, 1],
@@ -283,12 +283,12 @@ def nasty_requests() -> Iterator[tuple[str, dict[str, Any]]]:
             "priority": [2**62, -(2**62)], "cache_salt": ["a"], "max_tokens": [1, 400],
         }  # fmt: skip
         for _ in range(150):
-            chosen = draw.sample(sorted(accepted), draw.randrange(2, 9))
-            body = {**given, **{field: draw.choice(accepted[field]) for field in chosen}}
+            selection = draw.sample(sorted(accepted), draw.randrange(2, 9))
+            body = {**base_body, **{field: draw.choice(accepted[field]) for field in selection}}
             if body["max_tokens"] > 2:
                 body["stop_token_ids"] = list(range(312))
                 body.pop("min_tokens", None)
-            elif "allowed_token_ids" in chosen:
+            elif "allowed_token_ids" in selection:
                 body.pop("stop_token_ids", None)  # With min_tokens, nothing would be left.
             yield route, body
 
@@ -299,12 +299,12 @@ def test_no_request_crashes_the_engine_or_the_server(server: Any) -> None:
     answered = refused = 0
     with httpx.Client(base_url=server.url, headers=headers, timeout=300) as client:
         for route, body in nasty_requests():
-            answer = client.post(route, content=json.dumps(body))
-            assert answer.status_code in (200, 400, 404, 501), (route, body, answer.text[:300])
-            assert '"finish_reason":"error"' not in answer.text, (route, body)
+            response = client.post(route, content=json.dumps(body))
+            assert response.status_code in (200, 400, 404, 501), (route, body, response.text[:300])
+            assert '"finish_reason":"error"' not in response.text, (route, body)
             assert server.engine.dead_reason is None, (route, body)
-            answered += answer.status_code == 200
-            refused += answer.status_code == 400
+            answered += response.status_code == 200
+            refused += response.status_code == 400
     assert answered > 300 and refused > 1000
     assert server.becomes(lambda engine: engine.stats().kv_blocks_used == 0)
 
@@ -323,10 +323,10 @@ def test_large_bodies_and_headers_are_refused(server: Any) -> None:
     assert post(server, "/v1/completions", {"prompt": "a" * (1 << 17)}).status_code == 413
     deep = '{"prompt":' + "[" * 20_000
     headers = {"Authorization": "Bearer secret", "Content-Type": "application/json"}
-    answer = httpx.post(server.url + "/v1/completions", content=deep, headers=headers)
-    assert answer.status_code == 400
-    answer = httpx.get(server.url + "/health", headers={"X-Long": "a" * 100_000})
-    assert answer.status_code in (400, 431)
+    response = httpx.post(server.url + "/v1/completions", content=deep, headers=headers)
+    assert response.status_code == 400
+    response = httpx.get(server.url + "/health", headers={"X-Long": "a" * 100_000})
+    assert response.status_code in (400, 431)
     assert httpx.get(server.url + "/health").status_code == 200
 
 
@@ -342,8 +342,10 @@ def test_a_small_body_cannot_unpack_into_a_large_one(server: Any) -> None:
         "Content-Type": "application/json",
         "Content-Encoding": "gzip",
     }
-    answer = httpx.post(server.url + "/v1/completions", content=bomb, headers=headers, timeout=300)
-    assert answer.status_code in (400, 413)
+    response = httpx.post(
+        server.url + "/v1/completions", content=bomb, headers=headers, timeout=300
+    )
+    assert response.status_code in (400, 413)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak < 20 << 10, "KiB"
     assert httpx.get(server.url + "/health").status_code == 200
 
@@ -359,23 +361,23 @@ def test_a_request_cannot_write_headers_or_make_metrics(server: Any) -> None:
         post(server, "/v1/completions", body)
         httpx.get(f"{server.url}/nowhere/{number}")
         body = {"prompt": "a", "max_tokens": 1, "request_id": f"a\r\nSet-Cookie: b={number}"}
-        answer = post(server, "/v1/completions", body)
-        assert "set-cookie" not in answer.headers
+        response = post(server, "/v1/completions", body)
+        assert "set-cookie" not in response.headers
     assert names() == before
-    answer = post(server, "/v1/completions", {"prompt": "a"}, **{"X-Request-Id": "a" * 5000})
-    assert len(answer.headers["X-Request-Id"]) <= 128
+    response = post(server, "/v1/completions", {"prompt": "a"}, **{"X-Request-Id": "a" * 5000})
+    assert len(response.headers["X-Request-Id"]) <= 128
 
 
 def test_tool_parsing_takes_linear_time() -> None:
     from jackfield.plugins.tools.hermes import HermesToolParser
 
     def seconds(text: str) -> float:
-        began = time.process_time()
+        begin = time.process_time()
         parser = HermesToolParser()
         for start in range(0, len(text), 7):
             parser.feed(text[start : start + 7])
         parser.finish()
-        return time.process_time() - began
+        return time.process_time() - begin
 
     for piece in ("{", "<tool_call>", '"\\', "[{", "<tool_call>{"):
         short = min(seconds(piece * (50_000 // len(piece))) for _ in range(2))
@@ -446,12 +448,12 @@ def test_errors_tell_no_internals(server: Any) -> None:
     ]
     for body in bodies:
         for route in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
-            answer = post(server, route, body)
-            if answer.status_code == 200:
+            response = post(server, route, body)
+            if response.status_code == 200:
                 continue
-            assert 400 <= answer.status_code < 500
+            assert 400 <= response.status_code < 500
             for secret in ("Traceback", "site-packages", str(ROOT), "0x", "File "):
-                assert secret not in answer.text
+                assert secret not in response.text
 
 
 def test_no_text_of_a_request_is_logged(server: Any, caplog: pytest.LogCaptureFixture) -> None:
@@ -460,23 +462,23 @@ def test_no_text_of_a_request_is_logged(server: Any, caplog: pytest.LogCaptureFi
     post(server, "/v1/completions", {"prompt": hostile, "max_tokens": 1})
     post(server, "/v1/completions", {"prompt": hostile, "temperature": hostile})
     httpx.get(server.url + "/v1/models%0aERROR%20root%20logged%20in")
-    said = [r.getMessage() for r in caplog.records if r.name.startswith("jackfield")]
-    assert not any("forged" in line or "\nERROR" in line for line in said)
+    log_lines = [r.getMessage() for r in caplog.records if r.name.startswith("jackfield")]
+    assert not any("forged" in line or "\nERROR" in line for line in log_lines)
 
 
 def test_the_server_fetches_nothing_for_a_request(server: Any) -> None:
     part = {"type": "image_url", "image_url": {"url": "http://169.254.169.254/latest"}}
     body = {"messages": [{"role": "user", "content": [part]}]}
-    answer = post(server, "/v1/chat/completions", body)
-    assert answer.status_code == 400
-    assert answer.json()["error"]["param"].startswith("messages[0].content")
+    response = post(server, "/v1/chat/completions", body)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"].startswith("messages[0].content")
     clients = {"requests", "urllib3", "httpx"}
-    found = [
+    hits = [
         (p, name)
         for p, name in imports()
         if name.split(".")[0] in clients and "entrypoints/bench" not in str(p)
     ]
-    assert not found
+    assert not hits
     sessions = {
         (path.name, "aiohttp.UnixConnector(" in ast.unparse(node))
         for path, name, node in calls()
@@ -487,8 +489,8 @@ def test_the_server_fetches_nothing_for_a_request(server: Any) -> None:
 
 def test_tensors_cannot_be_sent(server: Any) -> None:
     for field in ("prompt_embeds", "prompt_embedding"):
-        answer = post(server, "/v1/completions", {field: "AAAA", "max_tokens": 1})
-        assert answer.status_code == 400
+        response = post(server, "/v1/completions", {field: "AAAA", "max_tokens": 1})
+        assert response.status_code == 400
 
 
 async def test_a_request_that_breaks_the_model_ends_alone(tmp_path: Path) -> None:

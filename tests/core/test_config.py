@@ -21,9 +21,9 @@ NONSENSE: dict[str, list[Any]] = {
 def kind(name: str) -> str:
     """The plain kind of an option, from its default; '' when it has none."""
     default = getattr(EngineConfig(), name)
-    for made in ("bool", "int", "float", "str"):
-        if type(default).__name__ == made:
-            return made
+    for result in ("bool", "int", "float", "str"):
+        if type(default).__name__ == result:
+            return result
     return ""
 
 
@@ -115,10 +115,13 @@ async def test_the_name_of_no_plugin_is_refused_before_anything_runs(name: str) 
     with pytest.raises(ConfigError, match=f"^{name}: no .* named 'zebra' .there are: ") as caught:
         await engine.start()
     assert caught.value.param == name
-    left = {thread.name for thread in threading.enumerate()} - before
-    assert not [thread for thread in left if "jackfield" in thread]
+    remaining = {thread.name for thread in threading.enumerate()} - before
+    assert not [thread for thread in remaining if "jackfield" in thread]
 
 
 def test_lists_and_single_strings_become_tuples() -> None:
-    made = EngineConfig(served_model_name="one", disable_plugins=["a", "b"])  # type: ignore[arg-type]
-    assert (made.served_model_name, made.disable_plugins) == (("one",), ("a", "b"))
+    engine_config = EngineConfig(served_model_name="one", disable_plugins=["a", "b"])  # type: ignore[arg-type]
+    assert (engine_config.served_model_name, engine_config.disable_plugins) == (
+        ("one",),
+        ("a", "b"),
+    )

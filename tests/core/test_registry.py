@@ -79,13 +79,15 @@ def test_plugins_shows_the_failed_one(install: Install, tmp_path: Path) -> None:
     code = (
         "import sys; from jackfield.entrypoints.cli.main import main; sys.exit(main(['plugins']))"
     )
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(tmp_path)!r}); {code}"],
         capture_output=True, text=True, timeout=300,
     )  # fmt: skip
-    lines = done.stdout.splitlines()
-    assert any("good" in line and "goods" in line and "4.2" in line for line in lines), done
-    assert any("bad" in line and "bang" in line for line in lines), done.stdout + done.stderr
+    lines = completed.stdout.splitlines()
+    assert any("good" in line and "goods" in line and "4.2" in line for line in lines), completed
+    assert any("bad" in line and "bang" in line for line in lines), (
+        completed.stdout + completed.stderr
+    )
 
 
 def test_only_the_named_plugins_load_and_an_absent_one_stops_the_start(
@@ -139,7 +141,7 @@ NEWER = API_VERSION + 1
 
 
 @pytest.mark.parametrize(
-    ("code", "told"),
+    ("code", "message"),
     [
         (f"jackfield_api = {NEWER}", f"built for hook API {NEWER}, .* update Jackfield"),
         (
@@ -152,16 +154,16 @@ NEWER = API_VERSION + 1
     ],
 )
 def test_a_plugin_for_another_hook_api_is_left_out_with_a_clear_line(
-    install: Install, code: str, told: str
+    install: Install, code: str, message: str
 ) -> None:
     install("other", code + GOOD.replace("\n    ", "\n"))
     install("current", f"jackfield_api = {API_VERSION}" + GOOD.replace("\n    ", "\n"))
     plugins = load_plugins()
     (failed,) = plugins.failed
     assert failed.provenance.distribution == "other"
-    assert re.search(told, failed.error), failed.error
+    assert re.search(message, failed.error), failed.error
     assert plugins["tool_parser"].entries()[0].provenance.distribution == "current"
-    with pytest.raises(PluginError, match=told):
+    with pytest.raises(PluginError, match=message):
         load_plugins(only=["other"])
 
 
@@ -206,12 +208,12 @@ def test_fifty_plugins_are_found_in_little_more_time_than_their_imports_take(
         shutil.copy(tmp_path / f"many{number}_plugin.py", tmp_path / f"plain{number}.py")
     best = inf
     for _ in range(5):
-        done = subprocess.run(
+        completed = subprocess.run(
             [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n{FIFTY}"],
             capture_output=True, text=True, timeout=300, check=True, env=environment,
         )  # fmt: skip
-        ratio, found, torch = done.stdout.split()
-        assert (found, torch) == ("50", "False")
+        ratio, actual, torch = completed.stdout.split()
+        assert (actual, torch) == ("50", "False")
         best = min(best, float(ratio))
     assert best < 6, f"{best:.1f} times the time of their imports"
 
@@ -369,15 +371,15 @@ NO_EFFECT = [
 ]
 
 
-@pytest.mark.parametrize(("code", "told"), NO_EFFECT)
+@pytest.mark.parametrize(("code", "message"), NO_EFFECT)
 def test_a_hook_that_could_not_run_leaves_out_its_plugin(
-    install: Install, caplog: pytest.LogCaptureFixture, code: str, told: str
+    install: Install, caplog: pytest.LogCaptureFixture, code: str, message: str
 ) -> None:
     install("bad", code)
     plugins = load_plugins()
     (failed,) = plugins.failed
-    assert told in failed.error
-    assert f"plugin bad-point of bad 1.0 is left out: {told}" in caplog.text
+    assert message in failed.error
+    assert f"plugin bad-point of bad 1.0 is left out: {message}" in caplog.text
     assert "half" not in plugins["tool_parser"]
     with pytest.raises(PluginError, match=r"bad-point of bad 1\.0 failed"):
         load_plugins(only=["bad"])
@@ -401,15 +403,15 @@ REMARKS = [
 ]
 
 
-@pytest.mark.parametrize(("code", "told"), REMARKS)
+@pytest.mark.parametrize(("code", "message"), REMARKS)
 def test_what_a_plugin_probably_did_not_mean_is_told(
-    install: Install, caplog: pytest.LogCaptureFixture, code: str, told: str
+    install: Install, caplog: pytest.LogCaptureFixture, code: str, message: str
 ) -> None:
     install("odd", code)
     install("goods", GOOD)
     plugins = load_plugins()
-    assert told in plugins.loaded["odd:odd-point"].remarks
-    assert f"plugin odd-point of odd 1.0: {told}" in caplog.text
+    assert message in plugins.loaded["odd:odd-point"].remarks
+    assert f"plugin odd-point of odd 1.0: {message}" in caplog.text
     assert plugins.loaded["goods:goods-point"].remarks == ()
 
 
@@ -426,11 +428,11 @@ def test_a_heavy_import_is_attributed_to_its_plugin(install: Install, tmp_path: 
         "loaded = load_plugins().loaded.values()\n"
         "print([p.provenance.distribution for p in loaded if p.heavy])\n"
     )
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
     )
-    assert done.stdout.strip() == "['heavy']"
-    assert "plugin heavy-point of heavy 1.0 imports torch at every start" in done.stderr
+    assert completed.stdout.strip() == "['heavy']"
+    assert "plugin heavy-point of heavy 1.0 imports torch at every start" in completed.stderr
 
 
 async def test_a_listener_that_fails_is_logged_and_the_next_one_is_called(

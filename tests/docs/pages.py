@@ -53,7 +53,7 @@ class Block(NamedTuple):
 def blocks(page: Path) -> list[Block]:
     source = page.read_text()
     found = list(FENCE.finditer(source))
-    made = []
+    parts = []
     for number, match in enumerate(found):
         mark = MARK.search(source[: match.start()])
         after = found[number + 1] if number + 1 < len(found) else None
@@ -63,8 +63,8 @@ def blocks(page: Path) -> list[Block]:
                 expected = after[2]
         line = source[: match.start()].count("\n") + 1
         name = str(page.relative_to(ROOT))
-        made.append(Block(name, line, match[1], match[2], mark[1] if mark else "", expected))
-    return made
+        parts.append(Block(name, line, match[1], match[2], mark[1] if mark else "", expected))
+    return parts
 
 
 BLOCKS = [block for page in PAGES for block in blocks(page)]

@@ -166,10 +166,10 @@ def test_every_room_has_its_line() -> None:
 
 
 def known_flags() -> set[str]:
-    made = generator()
+    namespace = generator()
     flags = set()
     for command, _ in COMMANDS.values():
-        parser = made.command_parser(command)
+        parser = namespace.command_parser(command)
         if isinstance(parser, argparse.ArgumentParser):
             flags |= set(parser._option_string_actions)
     bench = make_parser("run", IN_PROCESS, ("W1",))
@@ -225,10 +225,10 @@ def test_links_resolve(page: Path) -> None:
 
 
 def test_generated_pages_are_up_to_date() -> None:
-    made = generator()
-    pages = made.render()
+    generated = generator()
+    pages = generated.render()
     stale = [n for n, text in pages.items() if (ROOT / "docs" / n).read_text() != text]
-    if made.index(pages) != (ROOT / "docs/index.md").read_text():
+    if generated.index(pages) != (ROOT / "docs/index.md").read_text():
         stale.append("index.md")
     assert not stale, "run: python docs/generate.py"
 
@@ -258,15 +258,15 @@ def test_scores_and_speeds_are_the_recorded_ones() -> None:
     page = (ROOT / "examples/tiny_model/README.md").read_text()
     assert (ROOT / "examples/tiny_model/scores.json").read_text().strip() in page
     readme = (ROOT / "README.md").read_text()
-    told = readme.partition("<!-- numbers from docs/benchmarks -->")[2]
-    told = told.partition("<!-- end of numbers -->")[0]
+    section = readme.partition("<!-- numbers from docs/benchmarks -->")[2]
+    section = section.partition("<!-- end of numbers -->")[0]
     recorded = [
         json.loads(line)
         for file in (ROOT / "docs/benchmarks").glob("*.jsonl")
         for line in file.read_text().splitlines()
     ]
     known = {number for record in recorded for number in numbers_in(record)}
-    rows = re.findall(r"^\| [^|]+ \| ([\d./ ]+) \| ([\d./ ]+) \| ([\d./ ]+) \|$", told, re.M)
+    rows = re.findall(r"^\| [^|]+ \| ([\d./ ]+) \| ([\d./ ]+) \| ([\d./ ]+) \|$", section, re.M)
     assert len(rows) > 5
     for own, peer, ratio in rows:
         own, peer, ratio = (cell.split(" / ") for cell in (own, peer, ratio))
@@ -289,11 +289,11 @@ def numbers_in(value: Any) -> Iterator[float]:
 
 
 def test_the_readme_counts_the_parsers_that_are_there() -> None:
-    found = re.search(
+    match = re.search(
         r"\[(\d+) tool-call and (\d+) reasoning dialects\]", (ROOT / "README.md").read_text()
     )
-    assert found is not None
+    assert match is not None
     plugins = load_plugins()
-    for count, kind in zip(found.groups(), ("tool_parser", "reasoning_parser"), strict=True):
+    for count, kind in zip(match.groups(), ("tool_parser", "reasoning_parser"), strict=True):
         box = [e for e in plugins[kind].entries() if e.provenance.distribution == "jackfield"]
         assert int(count) == len(box), kind

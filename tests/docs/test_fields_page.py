@@ -46,17 +46,17 @@ OPENAI: dict[str, Any] = {
 
 
 def table(title: str) -> dict[str, str]:
-    (found,) = (rows for name, rows in TABLES.items() if name.startswith(f"{title}:"))
-    return found
+    (rows_of_table,) = (rows for name, rows in TABLES.items() if name.startswith(f"{title}:"))
+    return rows_of_table
 
 
 def ask(kind: Any, body: dict[str, Any]) -> None:
     """As the routes do. Raises InvalidRequest."""
-    asked = protocol.decode(json.dumps(body).encode(), kind)
-    if isinstance(asked, responses_protocol.ResponsesRequest):
-        asked.check()
-    if isinstance(asked, pooling_protocol.RerankRequest):
-        asked.texts()
+    request = protocol.decode(json.dumps(body).encode(), kind)
+    if isinstance(request, responses_protocol.ResponsesRequest):
+        request.check()
+    if isinstance(request, pooling_protocol.RerankRequest):
+        request.texts()
 
 
 @pytest.mark.parametrize(("title", "kind", "least"), KINDS)
@@ -69,12 +69,12 @@ def test_the_table_says_what_becomes_of_a_field(
     assert {name for name, here in rows.items() if here in ("yes", "no effect")} <= own
     for name, here in rows.items():
         if here == "refused":
-            found = set()
+            names = set()
             for value in ("x", 1, ["x"], {"x": 1}):
                 with pytest.raises(InvalidRequest) as refused:
                     ask(kind, {**least, name: value})
-                found.add(str(refused.value))
-            assert any("is not supported" in text for text in found), found
+                names.add(str(refused.value))
+            assert any("is not supported" in text for text in names), names
         elif here == "ignored":
             ask(kind, {**least, name: "x"})
 

@@ -60,9 +60,9 @@ def test_the_page_has_one_form() -> None:
 @pytest.mark.parametrize("row", ROWS, ids=[row[0][:40] for row in ROWS])
 def test_a_limit_is_what_the_page_says(row: list[str]) -> None:
     what, default, holder, _ = row
-    if found := re.fullmatch(r"`(--[\w.-]+)`", holder):
-        assert of_flag(found[1]) == shown(default), what
+    if match := re.fullmatch(r"`(--[\w.-]+)`", holder):
+        assert of_flag(match[1]) == shown(default), what
     else:
-        found = re.fullmatch(r"`([\w/]+\.py)` `([A-Z_]+)`", holder)
-        assert found is not None, f"{what}: neither a flag nor a constant: {holder}"
-        assert of_constant(found[1], found[2]) == shown(default), what
+        match = re.fullmatch(r"`([\w/]+\.py)` `([A-Z_]+)`", holder)
+        assert match is not None, f"{what}: neither a flag nor a constant: {holder}"
+        assert of_constant(match[1], match[2]) == shown(default), what

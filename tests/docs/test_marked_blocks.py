@@ -38,8 +38,8 @@ def marked(mark: str) -> list[Block]:
 
 def environment(**more: str) -> dict[str, str]:
     """A reader's: kernels in the interpreter would take the place of the torch backend."""
-    kept = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    return {**kept, "PATH": f"{Path(sys.executable).parent}:{kept['PATH']}", **more}
+    subset = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    return {**subset, "PATH": f"{Path(sys.executable).parent}:{subset['PATH']}", **more}
 
 
 # ---------------------------------------------------------------- running
@@ -83,17 +83,17 @@ def program(
 
 def run_python(code: str, folder: Path, **more: str) -> Output:
     with program(code, folder, **more) as (process, printed):
-        told = printed.read()
+        output = printed.read()
         process.join()
-    return process.exitcode or 0, told, (folder / "stderr").read_text()
+    return process.exitcode or 0, output, (folder / "stderr").read_text()
 
 
 def run_command(command: str, folder: Path, **more: str) -> Output:
-    done = subprocess.run(
+    completed = subprocess.run(
         ["bash", "-c", command],
         cwd=folder, env=environment(**more), capture_output=True, text=True, timeout=300,
     )  # fmt: skip
-    return done.returncode, done.stdout, done.stderr
+    return completed.returncode, completed.stdout, completed.stderr
 
 
 @contextlib.contextmanager
@@ -104,9 +104,9 @@ def serving(*flags: str, folder: Path, **more: str) -> Iterator[str]:
     # As long as a busy machine takes for all blocks of a page.
     with program(code, folder, seconds=1800, **more) as (_, printed):
         line = printed.readline()
-        found = re.search(r"(https?)://[\d.]+(:\d+)", line)
-        assert found is not None, f"{flags}: {line}{(folder / 'stderr').read_text()}"
-        yield f"{found[1]}://127.0.0.1{found[2]}"
+        match = re.search(r"(https?)://[\d.]+(:\d+)", line)
+        assert match is not None, f"{flags}: {line}{(folder / 'stderr').read_text()}"
+        yield f"{match[1]}://127.0.0.1{match[2]}"
 
 
 def run_block(block: Block, url: str, folder: Path, **more: str) -> None:
@@ -115,16 +115,16 @@ def run_block(block: Block, url: str, folder: Path, **more: str) -> None:
         if other.page == block.page and other.mark.startswith("saved as "):
             (folder / other.mark.removeprefix("saved as ")).write_text(other.text)
     if block.language == "python":
-        done = run_python(block.text.replace(SHOWN, url), folder, **more)
-        compare(block.text, done, block.expected)
+        completed = run_python(block.text.replace(SHOWN, url), folder, **more)
+        compare(block.text, completed, block.expected)
         return
     assert block.language == "console"
     for command, shown in commands(block):
         compare(command, run_command(here(command, url), folder, **more), shown)
 
 
-def compare(what: str, done: Output, shown: str | None) -> None:
-    status, printed, errors = done
+def compare(what: str, completed: Output, shown: str | None) -> None:
+    status, printed, errors = completed
     assert status == 0, f"{what}\n{printed}{errors}"
     if shown is not None:
         assert re.fullmatch(pattern_of(shown), printed.rstrip() + "\n"), f"{what}\n{printed}"
@@ -155,9 +155,9 @@ def test_what_a_guide_shows_is_run_or_says_why_not() -> None:
 
 @pytest.mark.parametrize("language", ["python", "toml", "json"])
 def test_code_parses(language: str) -> None:
-    chosen = [block for block in BLOCKS if block.language == language]
-    assert chosen
-    for block in chosen:
+    selection = [block for block in BLOCKS if block.language == language]
+    assert selection
+    for block in selection:
         try:
             if language == "python":
                 text = block.text if block.text[0] != " " else f"if True:\n{block.text}"
@@ -235,8 +235,8 @@ def test_a_server_comes_up_as_the_page_shows(command: str, tmp_path: Path) -> No
             text = block.text.replace("path/to/checkpoint", str(EMBEDDED_MODEL))
             (tmp_path / block.mark.removeprefix("saved as ")).write_text(text)
     with serving(*flags, folder=tmp_path, **more) as url:
-        with urllib.request.urlopen(f"{url}/health", timeout=300, context=context) as answer:
-            assert answer.status == 200
+        with urllib.request.urlopen(f"{url}/health", timeout=300, context=context) as response:
+            assert response.status == 200
 
 
 def make_certificate(folder: Path) -> None:
@@ -288,10 +288,10 @@ def test_the_plugin_does_what_the_tutorial_shows(
 
 
 def test_the_plugins_own_tests_pass(installed: Path) -> None:
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "no:cacheprovider"],
         cwd=installed / "source", capture_output=True, text=True, timeout=300,
         env=environment(PYTHONPATH=path_with(installed)),
     )  # fmt: skip
-    assert done.returncode == 0, done.stdout
-    assert " passed" in done.stdout
+    assert completed.returncode == 0, completed.stdout
+    assert " passed" in completed.stdout

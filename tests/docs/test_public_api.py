@@ -40,7 +40,7 @@ def imported(source: str) -> Iterator[tuple[str, str]]:
 
 
 def private(source: str) -> list[tuple[str, str]]:
-    return [one for one in imported(source) if one not in NAMES]
+    return [item for item in imported(source) if item not in NAMES]
 
 
 def test_every_public_name_exists_and_is_listed_once() -> None:

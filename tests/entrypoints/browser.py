@@ -66,16 +66,16 @@ class Page:
 
     def value(self, expression: str) -> Any:
         """→ what JavaScript gives, promises awaited. Raises PageError."""
-        done = self.send(
+        reply = self.send(
             "Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True
         )
-        if "exceptionDetails" in done:
-            raise PageError(f"{expression}: {json.dumps(done['exceptionDetails'])[:600]}")
-        return done["result"].get("value")
+        if "exceptionDetails" in reply:
+            raise PageError(f"{expression}: {json.dumps(reply['exceptionDetails'])[:600]}")
+        return reply["result"].get("value")
 
     def until(self, condition: str, seconds: float = PATIENCE) -> None:
         """Wait, inside the page, until the condition holds. Raises PageError."""
-        held = self.value(
+        value = self.value(
             f"""new Promise((resolve) => {{
                 const deadline = performance.now() + {seconds * 1000};
                 const look = () => {{
@@ -88,7 +88,7 @@ class Page:
                 look();
             }})"""
         )
-        if not held:
+        if not value:
             raise PageError(
                 f"never came true: {condition}\n{self.value('document.body.innerText')}"
             )
@@ -157,12 +157,12 @@ class Browser:
                 text=True,
                 start_new_session=True,
             )  # fmt: skip
-            said = threading.Thread(target=_listen, args=(process, found := queue.Queue()))
+            reader = threading.Thread(target=_listen, args=(process, lines := queue.Queue()))
             browser = cls()
             try:
-                said.start()
+                reader.start()
                 try:
-                    address = found.get(timeout=PATIENCE)
+                    address = lines.get(timeout=PATIENCE)
                 except queue.Empty:
                     address = None
                 if address is None:
@@ -173,7 +173,7 @@ class Browser:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait(PATIENCE)
-                said.join(PATIENCE)
+                reader.join(PATIENCE)
                 with contextlib.suppress(Exception):
                     browser._run(browser._client.close())
                 browser._loop.close()
@@ -218,11 +218,11 @@ class Browser:
         return self._loop.run_until_complete(work)
 
 
-def _listen(process: subprocess.Popen[str], found: queue.Queue[str | None]) -> None:
+def _listen(process: subprocess.Popen[str], lines: queue.Queue[str | None]) -> None:
     """Read what the browser says until it ends (a full pipe would stop it); keep its address."""
     assert process.stderr is not None
     with process.stderr:
         for line in process.stderr:
             if line.startswith("DevTools listening on "):
-                found.put(line.removeprefix("DevTools listening on ").strip())
-    found.put(None)
+                lines.put(line.removeprefix("DevTools listening on ").strip())
+    lines.put(None)

@@ -129,32 +129,32 @@ class Folded:
 
 
 async def folded(stream: Any) -> Folded:
-    made = Folded()
+    result = Folded()
     async for event in stream:
-        made.take(event.to_dict())
-    assert made.final is not None
-    assert made.final["output"] == made.items
-    return made
+        result.take(event.to_dict())
+    assert result.final is not None
+    assert result.final["output"] == result.items
+    return result
 
 
 async def both(client: openai.AsyncOpenAI, **options: Any) -> Any:
     """Ask twice, whole and streamed: the same, but for ids and times."""
     options = {"model": MODEL, "max_output_tokens": 300, **options}
-    one = await client.responses.create(**options)
+    first = await client.responses.create(**options)
     other = await folded(await client.responses.create(stream=True, **options))
-    assert plain(one.output) == plain(other.items)
-    left, right = one.to_dict(), dict(other.final)
+    assert plain(first.output) == plain(other.items)
+    left, right = first.to_dict(), dict(other.final)
     for name in ("id", "created_at", "completed_at", "output"):
         left.pop(name, None), right.pop(name, None)
     cached: Any = [
-        one["usage"]["input_tokens_details"].pop("cached_tokens") for one in (left, right)
+        first["usage"]["input_tokens_details"].pop("cached_tokens") for first in (left, right)
     ]
     assert len(cached) == 2 and left == right
-    return one
+    return first
 
 
 async def polled(client: openai.AsyncOpenAI, id: str) -> Any:
     async with asyncio.timeout(300):
-        while (made := await client.responses.retrieve(id)).status in ("queued", "in_progress"):
+        while (response := await client.responses.retrieve(id)).status in ("queued", "in_progress"):
             await asyncio.sleep(0)
-    return made
+    return response

@@ -43,24 +43,24 @@ def save_tokenizer(
     folder: Path, script: Sequence[str] = SCRIPT, special: Sequence[str] = ()
 ) -> tokenizers.Tokenizer:
     """A byte-level BPE with a few merges, chat marks, and the script's tokens, some special."""
-    made = tokenizers.Tokenizer(tokenizers.models.BPE())
-    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
     trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=300,
         special_tokens=list(SPECIAL),
         initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    made.train_from_iterator(CORPUS, trainer)
+    tokenizer.train_from_iterator(CORPUS, trainer)
     for text in script:
         token = tokenizers.AddedToken(text, normalized=False, special=text in special)
-        (made.add_special_tokens if text in special else made.add_tokens)([token])
+        (tokenizer.add_special_tokens if text in special else tokenizer.add_tokens)([token])
     folder.mkdir(parents=True, exist_ok=True)
-    made.save(str(folder / "tokenizer.json"))
+    tokenizer.save(str(folder / "tokenizer.json"))
     facts = {"eos_token": "<|im_end|>", "pad_token": "<|pad|>", "chat_template": TEMPLATE}
     (folder / "tokenizer_config.json").write_text(json.dumps(facts))
-    return made
+    return tokenizer
 
 
 def _config(tokenizer: tokenizers.Tokenizer, **changes: Any) -> transformers.Qwen3Config:
@@ -107,8 +107,8 @@ def save_scripted(
     size = tokenizer.get_vocab_size()
     model = transformers.Qwen3ForCausalLM(_config(tokenizer, hidden_size=size, num_hidden_layers=1))
     last_of_prompt = tokenizer.encode(last, add_special_tokens=False).ids[-1]
-    said = [tokenizer.token_to_id(text) for text in script]
-    chain = [last_of_prompt, *said, tokenizer.token_to_id("<|im_end|>")]
+    token_ids = [tokenizer.token_to_id(text) for text in script]
+    chain = [last_of_prompt, *token_ids, tokenizer.token_to_id("<|im_end|>")]
     with torch.no_grad():
         layer = model.model.layers[0]
         layer.self_attn.o_proj.weight.zero_()
@@ -180,7 +180,7 @@ def running(
     torch.set_num_threads(1)
     ready: asyncio.Future[Server] | None = None
     started = threading.Event()
-    made: list[Any] = []
+    parts: list[Any] = []
 
     async def main() -> None:
         nonlocal ready
@@ -188,11 +188,11 @@ def running(
             async with AsyncEngine(config, plugins=plugins) as engine:
                 async with listening(engine, Listen(port=0), options) as url:
                     ready = asyncio.get_running_loop().create_future()
-                    made.append(Server(url, engine, asyncio.get_running_loop()))
+                    parts.append(Server(url, engine, asyncio.get_running_loop()))
                     started.set()
                     await ready
         except BaseException as error:
-            made.append(error)
+            parts.append(error)
             raise
         finally:
             started.set()
@@ -200,7 +200,7 @@ def running(
     thread = threading.Thread(target=asyncio.run, args=(main(),), daemon=True)
     thread.start()
     started.wait(120)
-    server = made[0]
+    server = parts[0]
     if isinstance(server, BaseException):
         raise server
     try:

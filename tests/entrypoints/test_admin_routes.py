@@ -34,8 +34,8 @@ def server(checkpoint: Path) -> Iterator[Server]:
         max_model_len=1024,
         num_gpu_blocks_override=400,
     )
-    with running(config, ServerOptions(enable_admin=True)) as made:
-        yield made
+    with running(config, ServerOptions(enable_admin=True)) as running_server:
+        yield running_server
 
 
 @pytest.mark.parametrize(
@@ -55,23 +55,25 @@ def test_admin_routes_need_the_key(checkpoint: Path) -> None:
         for method, route in (("POST", "/reset_prefix_cache"), ("GET", "/server_info")):
             assert httpx.request(method, guarded.url + route).status_code == 401
         assert httpx.get(guarded.url + "/load").status_code == 401
-        told = httpx.get(guarded.url + "/server_info", headers={"Authorization": "Bearer secret"})
-        assert told.status_code == 200 and "secret" not in told.text
+        response = httpx.get(
+            guarded.url + "/server_info", headers={"Authorization": "Bearer secret"}
+        )
+        assert response.status_code == 200 and "secret" not in response.text
 
 
 def test_the_prefix_cache_is_forgotten_unless_in_use(server: Server) -> None:
     body = {"prompt": "The quick brown fox jumps over the lazy dog. " * 4, "max_tokens": 1}
 
     def cached() -> int:
-        answer = httpx.post(server.url + "/v1/completions", json=body, timeout=300).json()
-        return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+        response = httpx.post(server.url + "/v1/completions", json=body, timeout=300).json()
+        return int(response["usage"]["prompt_tokens_details"]["cached_tokens"])
 
     cached()
     assert cached() > 0
     assert httpx.post(server.url + "/reset_prefix_cache").status_code == 200
     assert cached() == 0
-    with httpx.stream("POST", server.url + "/v1/completions", json=LONG, timeout=300) as answer:
-        answer_lines = answer.iter_lines()
+    with httpx.stream("POST", server.url + "/v1/completions", json=LONG, timeout=300) as response:
+        answer_lines = response.iter_lines()
         next(answer_lines)
         refused = httpx.post(server.url + "/reset_prefix_cache")
         assert refused.status_code == 409 and "in use" in refused.json()["error"]["message"]
@@ -79,9 +81,9 @@ def test_the_prefix_cache_is_forgotten_unless_in_use(server: Server) -> None:
 
 
 def test_server_info_tells_the_resolved_options(server: Server) -> None:
-    told = httpx.get(server.url + "/server_info").json()
-    assert told["config"]["max_num_seqs"] == 8 and told["device"] == "cpu"
-    assert told["attention_backend"] == "torch" and told["num_blocks"] == 400
+    info = httpx.get(server.url + "/server_info").json()
+    assert info["config"]["max_num_seqs"] == 8 and info["device"] == "cpu"
+    assert info["attention_backend"] == "torch" and info["num_blocks"] == 400
 
 
 def test_load_counts_requests_until_their_streams_end(server: Server) -> None:
@@ -89,8 +91,8 @@ def test_load_counts_requests_until_their_streams_end(server: Server) -> None:
         return int(httpx.get(server.url + "/load").json()["server_load"])
 
     assert load() == 0
-    with httpx.stream("POST", server.url + "/v1/completions", json=LONG, timeout=300) as one:
-        one_lines = one.iter_lines()
+    with httpx.stream("POST", server.url + "/v1/completions", json=LONG, timeout=300) as item:
+        one_lines = item.iter_lines()
         next(one_lines)
         assert load() == 1
         with httpx.stream("POST", server.url + "/v1/completions", json=LONG, timeout=300) as two:
@@ -115,8 +117,8 @@ def test_each_served_name_has_a_card_and_is_answered_under(
         assert card["max_model_len"] == 1024
         assert httpx.get(f"{server.url}/v1/models/{card['id']}").json() == card
         body = {"model": card["id"], "prompt": "x", "max_tokens": 1}
-        answer = httpx.post(server.url + "/v1/completions", json=body, timeout=300)
-        assert answer.json()["model"] == card["id"]
+        response = httpx.post(server.url + "/v1/completions", json=body, timeout=300)
+        assert response.json()["model"] == card["id"]
     missing = httpx.get(server.url + "/v1/models/gpt-6")
     assert missing.status_code == 404
     assert missing.json()["error"]["code"] == "model_not_found"
@@ -125,10 +127,10 @@ def test_each_served_name_has_a_card_and_is_answered_under(
 def test_tokenize_shows_the_tokens_of_messages(server: Server) -> None:
     messages = [{"role": "user", "content": "Hello there"}]
     body: dict[str, Any] = {"messages": messages, "return_token_strs": True}
-    told = httpx.post(server.url + "/tokenize", json=body).json()
-    assert told["count"] == len(told["tokens"]) == len(told["token_strs"])
-    assert told["token_strs"][0] == "<|im_start|>" and told["max_model_len"] == 1024
-    back = httpx.post(server.url + "/detokenize", json={"tokens": told["tokens"]}).json()
+    info = httpx.post(server.url + "/tokenize", json=body).json()
+    assert info["count"] == len(info["tokens"]) == len(info["token_strs"])
+    assert info["token_strs"][0] == "<|im_start|>" and info["max_model_len"] == 1024
+    back = httpx.post(server.url + "/detokenize", json={"tokens": info["tokens"]}).json()
     assert back["prompt"] == ("<|im_start|>user\nHello there<|im_end|>\n<|im_start|>assistant\n")
 
 
@@ -161,6 +163,6 @@ def test_health_asks_the_worker(checkpoint: Path) -> None:
 def test_health_tells_that_the_step_loop_ended(checkpoint: Path) -> None:
     with running(engine_config(checkpoint, device="cpu")) as server:
         server.call(lambda engine: engine.core.steps.stop())
-        answer = httpx.get(server.url + "/health")
-        assert answer.status_code == 503
-        assert answer.json()["error"]["type"] == "service_unavailable_error"
+        response = httpx.get(server.url + "/health")
+        assert response.status_code == 503
+        assert response.json()["error"]["type"] == "service_unavailable_error"

@@ -103,11 +103,11 @@ async def test_a_line_gets_the_response_of_the_server(checkpoint: Path) -> None:
             for route, body in bodies:
                 raw = json.dumps(body).encode()
                 line = await call_route(client.app, route, raw)
-                sent = await client.post(
+                direct = await client.post(
                     route, data=raw, headers={"Content-Type": "application/json"}
                 )
-                assert line.status == sent.status, (route, body)
-                expected, response = await sent.json(), json.loads(line.body)
+                assert line.status == direct.status, (route, body)
+                expected, response = await direct.json(), json.loads(line.body)
                 if line.status == 413:  # aiohttp words it.
                     expected["error"]["message"] = response["error"]["message"]
                 if line.status == 200:

@@ -23,7 +23,7 @@ def opened(folder: Path, max_bytes: int = 1000) -> Store:
 def stored(store: Store, content: bytes, file_id: str = "file-1", **facts: int) -> FileObject:
     path = store.incoming(file_id)
     path.write_bytes(content)
-    made = FileObject(
+    file = FileObject(
         id=file_id,
         bytes=len(content),
         created_at=int(time.time()),
@@ -31,12 +31,12 @@ def stored(store: Store, content: bytes, file_id: str = "file-1", **facts: int) 
         purpose="batch",
         expires_at=facts.get("expires_at"),
     )
-    store.add_file(made, path)
-    return made
+    store.add_file(file, path)
+    return file
 
 
 def batch(store: Store, status: str = "in_progress") -> Batch:
-    made = Batch(
+    record = Batch(
         id="batch_1",
         endpoint="/v1/completions",
         input_file_id="file-1",
@@ -44,9 +44,9 @@ def batch(store: Store, status: str = "in_progress") -> Batch:
         created_at=0,
         expires_at=1 << 40,
     )
-    made.turn(status)  # type: ignore[arg-type]
-    store.put(made)
-    return made
+    record.turn(status)  # type: ignore[arg-type]
+    store.put(record)
+    return record
 
 
 def result(number: int) -> Result:
@@ -57,23 +57,23 @@ def result(number: int) -> Result:
 def test_a_kill_while_finalizing_loses_no_result(tmp_path: Path) -> None:
     store = opened(tmp_path)
     stored(store, b"x")
-    one = batch(store)
-    results = ResultsFile(store.results(one, "errors"))
+    first = batch(store)
+    results = ResultsFile(store.results(first, "errors"))
     results.append(result(1))
     results.close()
-    content = store.results(one, "errors").read_bytes()
+    content = store.results(first, "errors").read_bytes()
     # The results became a file, and then the kill came: the batch is still in progress.
-    one.turn("finalizing")
-    store.put(one)
-    finished = Batch(**{name: getattr(one, name) for name in one.__struct_fields__})
+    first.turn("finalizing")
+    store.put(first)
+    finished = Batch(**{name: getattr(first, name) for name in first.__struct_fields__})
     finished.turn("completed")
     store.finish(finished)
     assert store.content(finished.error_file_id or "").read_bytes() == content
-    store.put(one)
+    store.put(first)
     store.close()
     store = opened(tmp_path)
-    assert [left.id for left in store.unfinished()] == [one.id]
-    assert store.results(one, "errors").read_bytes() == content
+    assert [record.id for record in store.unfinished()] == [first.id]
+    assert store.results(first, "errors").read_bytes() == content
     assert [file.id for file in store.files(None, 10, False, None)] == ["file-1"]
     store.finish(finished)
     assert store.file(finished.error_file_id or "").bytes == len(content)
@@ -94,13 +94,13 @@ def test_halves_of_uploads_and_of_deletions_are_cleared_away(tmp_path: Path) -> 
 
 def test_a_file_outlives_its_time_while_a_batch_reads_it(tmp_path: Path) -> None:
     store = opened(tmp_path)
-    one = batch(store)
+    first = batch(store)
     stored(store, b"x", expires_at=1)
     assert store.file("file-1").bytes == 1
     with pytest.raises(Conflict, match="batch_1 still reads file-1"):
         store.delete_file("file-1")
-    one.turn("cancelled")
-    store.finish(one)
+    first.turn("cancelled")
+    store.finish(first)
     with pytest.raises(NotFound):
         store.file("file-1")
     assert list((tmp_path / "files").iterdir()) == []
@@ -112,12 +112,12 @@ def test_a_full_store_takes_no_upload_but_every_result(tmp_path: Path) -> None:
     stored(store, b"12345678")
     with pytest.raises(InvalidRequest, match="keeps 10 bytes at most"):
         stored(store, b"123", "file-2")
-    one = batch(store)
-    results = ResultsFile(store.results(one, "output"))
+    first = batch(store)
+    results = ResultsFile(store.results(first, "output"))
     results.append(result(1))
     results.close()
-    one.turn("completed")
-    store.finish(one)
+    first.turn("completed")
+    store.finish(first)
     assert store.batch("batch_1").output_file_id is not None
     store.close()
 

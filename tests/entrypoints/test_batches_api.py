@@ -50,14 +50,14 @@ def server(checkpoint: Path, folder: Path) -> Iterator[Server]:
         batches=BatchOptions(folder, max_file_bytes=200_000, max_store_bytes=2_000_000),
     )
     config = engine_config(checkpoint, device="cpu", scheduling_policy="priority")
-    with running(config, options) as made:
-        yield made
+    with running(config, options) as running_server:
+        yield running_server
 
 
 @pytest.fixture(scope="module")
 def client(server: Server) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=server.url + "/v1", api_key=KEY, max_retries=0) as made:
-        yield made
+    with openai.OpenAI(base_url=server.url + "/v1", api_key=KEY, max_retries=0) as api_client:
+        yield api_client
 
 
 def line(custom_id: str, url: str = COMPLETE, **body: Any) -> dict[str, Any]:
@@ -68,7 +68,7 @@ def line(custom_id: str, url: str = COMPLETE, **body: Any) -> dict[str, Any]:
 
 def jsonl(lines: list[Any]) -> bytes:
     return "".join(
-        (one if isinstance(one, str) else json.dumps(one)) + "\n" for one in lines
+        (first if isinstance(first, str) else json.dumps(first)) + "\n" for first in lines
     ).encode()
 
 
@@ -100,7 +100,7 @@ def until(
 
 def results(client: openai.OpenAI, file_id: str | None) -> list[dict[str, Any]]:
     assert file_id is not None
-    return [json.loads(one) for one in client.files.content(file_id).text.splitlines()]
+    return [json.loads(item) for item in client.files.content(file_id).text.splitlines()]
 
 
 LONG = {"max_tokens": 400, "ignore_eos": True, "n": 4}
@@ -111,27 +111,27 @@ LONG = {"max_tokens": 400, "ignore_eos": True, "n": 4}
 
 def test_a_file_is_stored_listed_read_and_deleted(client: openai.OpenAI) -> None:
     content = jsonl([line("a"), line("b")])
-    made = client.files.create(file=("../../etc/été.jsonl", io.BytesIO(content)), purpose="batch")
-    assert (made.object, made.purpose, made.status) == ("file", "batch", "processed")
-    assert made.filename == "été.jsonl" and made.bytes == len(content)
-    assert abs(made.created_at - time.time()) < 60
-    assert client.files.retrieve(made.id) == made
-    assert client.files.content(made.id).read() == content
-    assert made in client.files.list(purpose="batch").data
+    file = client.files.create(file=("../../etc/été.jsonl", io.BytesIO(content)), purpose="batch")
+    assert (file.object, file.purpose, file.status) == ("file", "batch", "processed")
+    assert file.filename == "été.jsonl" and file.bytes == len(content)
+    assert abs(file.created_at - time.time()) < 60
+    assert client.files.retrieve(file.id) == file
+    assert client.files.content(file.id).read() == content
+    assert file in client.files.list(purpose="batch").data
     assert client.files.list(purpose="other").data == []
-    deleted = client.files.delete(made.id)
-    assert deleted.deleted and deleted.id == made.id
+    deleted = client.files.delete(file.id)
+    assert deleted.deleted and deleted.id == file.id
     for gone in (client.files.retrieve, client.files.content, client.files.delete):
         with pytest.raises(openai.NotFoundError, match="there is no file"):
-            gone(made.id)
+            gone(file.id)
 
 
 def test_files_are_listed_in_pages(client: openai.OpenAI) -> None:
-    made = [upload(client, [line(str(number))]).id for number in range(5)]
+    file_ids = [upload(client, [line(str(number))]).id for number in range(5)]
     newest = [file.id for file in client.files.list(limit=2)]  # The client turns the pages.
-    assert newest[:5] == made[::-1]
-    first = client.files.list(limit=2, order="asc", after=made[0])
-    assert [file.id for file in first.data] == made[1:3] and first.has_more
+    assert newest[:5] == file_ids[::-1]
+    first = client.files.list(limit=2, order="asc", after=file_ids[0])
+    assert [file.id for file in first.data] == file_ids[1:3] and first.has_more
     with pytest.raises(openai.BadRequestError, match="limit: must be from 1 to 10000"):
         client.files.list(limit=0)
     with pytest.raises(openai.NotFoundError, match="after"):
@@ -140,20 +140,20 @@ def test_files_are_listed_in_pages(client: openai.OpenAI) -> None:
 
 def test_a_file_expires(client: openai.OpenAI, folder: Path) -> None:
     after: Any = {"anchor": "created_at", "seconds": 3600}
-    made = upload(client, [line("a")], expires_after=after)
-    assert made.expires_at == made.created_at + 3600
+    file = upload(client, [line("a")], expires_after=after)
+    assert file.expires_at == file.created_at + 3600
     with sqlite3.connect(folder / "batches.sqlite3") as db:
-        db.execute("UPDATE files SET expires_at = 1 WHERE id = ?", (made.id,))
+        db.execute("UPDATE files SET expires_at = 1 WHERE id = ?", (file.id,))
     with pytest.raises(openai.NotFoundError):
-        client.files.retrieve(made.id)
-    assert not (folder / "files" / made.id).exists()
+        client.files.retrieve(file.id)
+    assert not (folder / "files" / file.id).exists()
     after["seconds"] = 1
     with pytest.raises(openai.BadRequestError, match="seconds: must be from 3600"):
         upload(client, [line("a")], expires_after=after)
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("form", "message"),
     [
         ({"data": {"purpose": "batch"}, "files": {"other": b"x"}}, "file: is missing"),
         ({"data": {"purpose": "batch"}, "files": {"file": b""}}, "file: is empty"),
@@ -177,12 +177,12 @@ def test_a_file_expires(client: openai.OpenAI, folder: Path) -> None:
     ],
 )
 def test_an_upload_that_is_wrong_is_refused_and_leaves_nothing(
-    given: dict[str, Any], message: str, server: Server, folder: Path
+    form: dict[str, Any], message: str, server: Server, folder: Path
 ) -> None:
     before = sorted((folder / "files").iterdir())
-    headers = {"Authorization": f"Bearer {KEY}", **given.pop("headers", {})}
-    answer = httpx.post(server.url + "/v1/files", headers=headers, **given)
-    assert answer.status_code == 400 and message in answer.json()["error"]["message"]
+    headers = {"Authorization": f"Bearer {KEY}", **form.pop("headers", {})}
+    response = httpx.post(server.url + "/v1/files", headers=headers, **form)
+    assert response.status_code == 400 and message in response.json()["error"]["message"]
     assert list((folder / "incoming").iterdir()) == []
     assert sorted((folder / "files").iterdir()) == before
 
@@ -199,9 +199,9 @@ def test_no_id_reaches_a_path(name: str, server: Server) -> None:
         ("GET", f"/v1/batches/{name}"),
         ("POST", f"/v1/batches/{name}/cancel"),
     ):
-        answer = httpx.request(method, server.url + route, headers=headers)
-        assert answer.status_code == 404, (method, route)
-        assert answer.json()["error"]["message"]
+        response = httpx.request(method, server.url + route, headers=headers)
+        assert response.status_code == 404, (method, route)
+        assert response.json()["error"]["message"]
 
 
 def test_every_route_needs_the_key(server: Server) -> None:
@@ -217,34 +217,34 @@ def test_every_route_needs_the_key(server: Server) -> None:
 
 
 def test_a_batch_answers_what_the_server_answers(client: openai.OpenAI, folder: Path) -> None:
-    asked = [
+    requests = [
         {"model": MODEL, "messages": [{"role": "user", "content": f"{n}?"}], "max_tokens": 5}
         for n in range(6)
     ]
-    lines = [line(f"c{n}", CHAT, seed=n, **body) for n, body in enumerate(asked)]
+    lines = [line(f"c{n}", CHAT, seed=n, **body) for n, body in enumerate(requests)]
     lines.append(line("hot", CHAT, messages=[], temperature=300))
     batch = start(client, lines, CHAT, metadata={"kind": "test"})
     assert (batch.object, batch.status, batch.endpoint) == ("batch", "validating", CHAT)
     assert batch.expires_at == batch.created_at + 86400
-    done = until(client, batch.id, "completed")
-    counts = done.request_counts
+    final = until(client, batch.id, "completed")
+    counts = final.request_counts
     assert (counts.total, counts.completed, counts.failed) == (7, 6, 1)
-    assert done.metadata == {"kind": "test"} and done.errors is None
-    moments = [done.created_at, done.in_progress_at, done.finalizing_at, done.completed_at]
+    assert final.metadata == {"kind": "test"} and final.errors is None
+    moments = [final.created_at, final.in_progress_at, final.finalizing_at, final.completed_at]
     assert moments == sorted(moments)
-    told = {one["custom_id"]: one for one in results(client, done.output_file_id)}
-    assert set(told) == {f"c{n}" for n in range(6)}
-    for number, body in enumerate(asked):
-        answer = client.chat.completions.create(seed=number, **body)  # type: ignore[call-overload]
-        response = told[f"c{number}"]["response"]
+    by_id = {result["custom_id"]: result for result in results(client, final.output_file_id)}
+    assert set(by_id) == {f"c{n}" for n in range(6)}
+    for number, body in enumerate(requests):
+        reply = client.chat.completions.create(seed=number, **body)  # type: ignore[call-overload]
+        response = by_id[f"c{number}"]["response"]
         assert response["status_code"] == 200 and response["request_id"]
         assert response["body"]["choices"][0]["message"]["content"] == (
-            answer.choices[0].message.content
+            reply.choices[0].message.content
         )
-    (failed,) = results(client, done.error_file_id)
+    (failed,) = results(client, final.error_file_id)
     assert failed["custom_id"] == "hot" and failed["response"]["status_code"] == 400
     assert failed["response"]["body"]["error"]["param"] == "temperature"
-    output = client.files.retrieve(done.output_file_id)
+    output = client.files.retrieve(final.output_file_id)
     assert output.purpose == "batch_output" and output.filename == f"{batch.id}_output.jsonl"
     assert list((folder / "results").iterdir()) == []
 
@@ -253,9 +253,9 @@ def test_a_file_with_wrong_lines_fails_as_a_whole_and_they_are_named(
     client: openai.OpenAI,
 ) -> None:
     lines = [line("a"), "{", line("a"), line("b", CHAT), line("c", stream=True), {"custom_id": "d"}]
-    done = until(client, start(client, lines).id, "failed")
-    assert done.failed_at is not None and done.output_file_id is None
-    assert [(error.line, error.code) for error in done.errors.data] == [
+    batch = until(client, start(client, lines).id, "failed")
+    assert batch.failed_at is not None and batch.output_file_id is None
+    assert [(error.line, error.code) for error in batch.errors.data] == [
         (2, "invalid_json_line"),
         (3, "duplicate_custom_id"),
         (4, "invalid_url"),
@@ -274,10 +274,10 @@ def test_a_batch_is_cancelled_and_keeps_what_it_has(client: openai.OpenAI, serve
     with pytest.raises(openai.ConflictError, match="still reads"):
         client.files.delete(batch.input_file_id)
     assert client.batches.cancel(batch.id).status == "cancelling"
-    done = until(client, batch.id, "cancelled")
-    assert done.cancelling_at is not None and done.cancelled_at is not None
-    told = {one["custom_id"] for one in results(client, done.output_file_id)}
-    assert "quick" in told and len(told) == done.request_counts.completed < 41
+    final = until(client, batch.id, "cancelled")
+    assert final.cancelling_at is not None and final.cancelled_at is not None
+    ids = {result["custom_id"] for result in results(client, final.output_file_id)}
+    assert "quick" in ids and len(ids) == final.request_counts.completed < 41
     assert server.becomes(lambda engine: engine.stats().num_requests_running == 0)
     assert server.call(lambda engine: engine.stats().requests_finished["abort"]) > aborted
     with pytest.raises(openai.ConflictError, match="is cancelled"):
@@ -288,13 +288,13 @@ def test_a_batch_is_cancelled_and_keeps_what_it_has(client: openai.OpenAI, serve
 def test_a_batch_expires_and_says_what_it_did_not_do(client: openai.OpenAI) -> None:
     lines = [line("quick")] + [line(f"slow{n}", **LONG) for n in range(60)]
     window: Any = "1s"
-    done = until(client, start(client, lines, completion_window=window).id, "expired")
-    assert done.expired_at is not None
-    counts = done.request_counts
+    batch = until(client, start(client, lines, completion_window=window).id, "expired")
+    assert batch.expired_at is not None
+    counts = batch.request_counts
     assert counts.total == 61 == counts.completed + counts.failed and counts.failed > 0
-    told = results(client, done.error_file_id)
-    assert {one["error"]["code"] for one in told} == {"batch_expired"}
-    assert len(told) == counts.failed
+    errors = results(client, batch.error_file_id)
+    assert {item["error"]["code"] for item in errors} == {"batch_expired"}
+    assert len(errors) == counts.failed
 
 
 def test_interactive_requests_go_before_batches(client: openai.OpenAI, server: Server) -> None:
@@ -315,12 +315,12 @@ def test_interactive_requests_go_before_batches(client: openai.OpenAI, server: S
 
 
 def test_batches_are_listed_in_pages_newest_first(client: openai.OpenAI) -> None:
-    made = [start(client, [line(str(number))]).id for number in range(3)]
+    batch_ids = [start(client, [line(str(number))]).id for number in range(3)]
     first = client.batches.list(limit=2)
-    assert [one.id for one in first.data] == made[:0:-1] and first.has_more
-    assert made[0] == client.batches.list(limit=1, after=made[1]).data[0].id
-    assert [one.id for one in client.batches.list(limit=2)][:3] == made[::-1]
-    for batch_id in made:
+    assert [item.id for item in first.data] == batch_ids[:0:-1] and first.has_more
+    assert batch_ids[0] == client.batches.list(limit=1, after=batch_ids[1]).data[0].id
+    assert [item.id for item in client.batches.list(limit=2)][:3] == batch_ids[::-1]
+    for batch_id in batch_ids:
         until(client, batch_id, "completed")
 
 
@@ -351,10 +351,10 @@ def test_a_batch_needs_a_file_that_is_there(client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError, match="there is no file 'file-none'") as caught:
         client.batches.create(input_file_id="file-none", endpoint=COMPLETE, completion_window="24h")
     assert caught.value.param == "input_file_id"
-    done = until(client, start(client, [line("a")]).id, "completed")
+    batch = until(client, start(client, [line("a")]).id, "completed")
     with pytest.raises(openai.ConflictError, match="batch_output"):
         client.batches.create(
-            input_file_id=done.output_file_id, endpoint=COMPLETE, completion_window="24h"
+            input_file_id=batch.output_file_id, endpoint=COMPLETE, completion_window="24h"
         )
 
 
@@ -362,15 +362,15 @@ def test_each_route_says_for_openapi_what_it_takes_and_answers(
     client: openai.OpenAI, tmp_path: Path
 ) -> None:
     options = ServerOptions(enable_admin=True, batches=BatchOptions(tmp_path))
-    told = {}
+    operations = {}
     for route in make_app(AsyncEngine(EngineConfig()), options).router.routes():
         path = route.resource.canonical if route.resource is not None else ""
         if path.startswith(("/v1/files", "/v1/batches", "/load", "/reset", "/server_info")):
             if route.method != "HEAD":
-                told[f"{route.method} {path}"] = route.handler.openapi  # type: ignore[attr-defined]
-    assert len(told) == 9 + 3
-    assert all(one["summary"] and "200" in one["responses"] for one in told.values())
-    content = told["POST /v1/batches"]["requestBody"]["content"]["application/json"]
+                operations[f"{route.method} {path}"] = route.handler.openapi  # type: ignore[attr-defined]
+    assert len(operations) == 9 + 3
+    assert all(value["summary"] and "200" in value["responses"] for value in operations.values())
+    content = operations["POST /v1/batches"]["requestBody"]["content"]["application/json"]
     assert set(msgspec.json.schema(content["schema"])["$defs"]["CreateBatch"]["required"]) == {
         "input_file_id", "endpoint",
     }  # fmt: skip
@@ -380,7 +380,7 @@ def test_each_route_says_for_openapi_what_it_takes_and_answers(
         ("GET /v1/batches/{batch_id}", f"/batches/{batch.id}"),
         ("GET /v1/files/{file_id}", f"/files/{batch.input_file_id}"),
     ):
-        kind = told[path]["responses"]["200"]["content"]["application/json"]["schema"]
+        kind = operations[path]["responses"]["200"]["content"]["application/json"]["schema"]
         body = client.get(answered, cast_to=object)
         assert set(body) == {field.name for field in msgspec.structs.fields(kind)}
 
@@ -440,9 +440,9 @@ def test_a_restarted_server_goes_on_with_its_batches(
     def begin() -> tuple[subprocess.Popen[str], openai.OpenAI]:
         process = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, env=environment)
         assert process.stdout is not None
-        found = re.search(r"http://127\.0\.0\.1:\d+", process.stdout.readline())
-        assert found is not None
-        return process, openai.OpenAI(base_url=found[0] + "/v1", api_key="x")
+        match = re.search(r"http://127\.0\.0\.1:\d+", process.stdout.readline())
+        assert match is not None
+        return process, openai.OpenAI(base_url=match[0] + "/v1", api_key="x")
 
     count = 20
     process, client = begin()
@@ -455,18 +455,18 @@ def test_a_restarted_server_goes_on_with_its_batches(
             assert process.stdout is not None and process.stdout.readline() == "Draining\n"
             process.send_signal(signal.SIGTERM)
         assert process.wait(40) == (-signal.SIGKILL if way == "killed" else 0)
-        (kept,) = (tmp_path / "batches" / "results").glob("*.output")
-        whole = kept.read_bytes().rpartition(b"\n")[0].splitlines()
+        (path,) = (tmp_path / "batches" / "results").glob("*.output")
+        whole = path.read_bytes().rpartition(b"\n")[0].splitlines()
         assert before.request_counts.completed <= len(whole) < count
-        assert not any(b'"finish_reason":"abort"' in one for one in whole)
+        assert not any(b'"finish_reason":"abort"' in item for item in whole)
         process, client = begin()
-        done = until(client, batch.id, "completed")
-        counts = done.request_counts
+        final = until(client, batch.id, "completed")
+        counts = final.request_counts
         assert (counts.total, counts.completed, counts.failed) == (count, count, 0)
-        made = client.files.content(done.output_file_id).read().splitlines()
-        assert made[: len(whole)] == whole
-        assert {json.loads(one)["custom_id"] for one in made} == {f"r{n}" for n in range(count)}
-        assert len(made) == count
+        rows = client.files.content(final.output_file_id).read().splitlines()
+        assert rows[: len(whole)] == whole
+        assert {json.loads(item)["custom_id"] for item in rows} == {f"r{n}" for n in range(count)}
+        assert len(rows) == count
         assert client.batches.retrieve(batch.id).in_progress_at == before.in_progress_at
     finally:
         process.kill()
@@ -485,6 +485,6 @@ def test_a_part_with_wrong_headers_is_the_client_s_fault(server: Server, header:
         + b"\r\n\r\n{}\r\n--b--\r\n"
     )
     headers = {"Content-Type": "multipart/form-data; boundary=b", "Authorization": f"Bearer {KEY}"}
-    answer = httpx.post(f"{server.url}/v1/files", content=body, headers=headers)
-    assert answer.status_code == 400, answer.text
-    assert "multipart/form-data" in answer.json()["error"]["message"]
+    response = httpx.post(f"{server.url}/v1/files", content=body, headers=headers)
+    assert response.status_code == 400, response.text
+    assert "multipart/form-data" in response.json()["error"]["message"]

@@ -27,13 +27,15 @@ JSON = {"Content-Type": "application/json"}
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     options = ServerOptions(api_keys=("secret",))
-    with running(engine_config(save_random(tmp_path_factory.mktemp("random"))), options) as made:
-        yield made
+    with running(
+        engine_config(save_random(tmp_path_factory.mktemp("random"))), options
+    ) as running_server:
+        yield running_server
 
 
 def post(server: Server, content: bytes, route: str = "/v1/completions", **headers: str) -> Any:
-    given = {"Authorization": "Bearer secret", **JSON, **headers}
-    return httpx.post(server.url + route, content=content, headers=given, timeout=120)
+    all_headers = {"Authorization": "Bearer secret", **JSON, **headers}
+    return httpx.post(server.url + route, content=content, headers=all_headers, timeout=120)
 
 
 def packed(encoding: str, data: bytes) -> bytes:
@@ -52,11 +54,11 @@ def bomb(unpacked: int) -> bytes:
 
 @pytest.mark.parametrize("encoding", ["gzip", "deflate"])
 def test_a_packed_body_is_read(server: Server, encoding: str) -> None:
-    answer = post(server, packed(encoding, ASK), **{"Content-Encoding": encoding})
-    assert answer.status_code == 200, answer.text
+    response = post(server, packed(encoding, ASK), **{"Content-Encoding": encoding})
+    assert response.status_code == 200, response.text
     large = json.dumps({"prompt": "the quick brown fox " * 5000, "max_tokens": 1}).encode()
-    answer = post(server, packed(encoding, large), **{"Content-Encoding": encoding})
-    assert answer.status_code == 400 and answer.json()["error"]["param"] == "prompt"
+    response = post(server, packed(encoding, large), **{"Content-Encoding": encoding})
+    assert response.status_code == 400 and response.json()["error"]["param"] == "prompt"
 
 
 @pytest.mark.parametrize(
@@ -87,14 +89,14 @@ def test_nothing_is_unpacked_for_a_request_that_is_not_taken(
 
     monkeypatch.setattr(aiohttp.http_parser.DeflateBuffer, "feed_data", counted)
     monkeypatch.setattr(bodies, "unpack", lambda *_: unpacked.append(1))
-    answer = httpx.request(
+    response = httpx.request(
         method,
         server.url + route,
         content=bomb(16 << 20),
         headers={**JSON, "Content-Encoding": "gzip", **headers},
         timeout=120,
     )
-    assert answer.status_code == status
+    assert response.status_code == status
     assert not unpacked
 
 
@@ -116,9 +118,9 @@ def test_unpacking_stops_at_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
             self._inner: Any = original(window)
 
         def decompress(self, data: bytes, most: int) -> bytes:
-            made: bytes = self._inner.decompress(data, most)
-            sizes.append(len(made))
-            return made
+            piece: bytes = self._inner.decompress(data, most)
+            sizes.append(len(piece))
+            return piece
 
         def __getattr__(self, name: str) -> Any:
             return getattr(self._inner, name)
@@ -130,9 +132,9 @@ def test_unpacking_stops_at_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_was_packed_comes_out_as_it_went_in() -> None:
-    made = random.Random(5)
+    rng = random.Random(5)
     for size in (0, 1, 100, bodies.STEP_BYTES, 3 * bodies.STEP_BYTES + 17):
-        data = made.randbytes(size)
+        data = rng.randbytes(size)
         raw = zlib.compressobj(6, wbits=-15)
         assert bodies.unpack(gzip.compress(data), 31, 1 << 30) == data
         assert bodies.unpack(zlib.compress(data), 15, 1 << 30) == data
@@ -151,26 +153,32 @@ def test_what_cannot_be_unpacked_is_refused(wrong: bytes) -> None:
 
 @pytest.mark.parametrize("encoding", ["br", "zstd", "compress", "gzip, gzip", "gzip2"])
 def test_another_packing_is_a_415(server: Server, encoding: str) -> None:
-    answer = post(server, b"whatever", **{"Content-Encoding": encoding})
-    assert answer.status_code == 415
-    assert answer.json()["error"]["message"].startswith("Content-Encoding: ")
+    response = post(server, b"whatever", **{"Content-Encoding": encoding})
+    assert response.status_code == 415
+    assert response.json()["error"]["message"].startswith("Content-Encoding: ")
 
 
 # ---------------------------------------------------------------- types
 
 
-@pytest.mark.parametrize("given", ["text/plain", "application/x-www-form-urlencoded", ""])
+@pytest.mark.parametrize("content_type", ["text/plain", "application/x-www-form-urlencoded", ""])
 @pytest.mark.parametrize("route", ["/v1/completions", "/v1/chat/completions", "/v1/responses",
                                    "/tokenize", "/detokenize", "/v1/embeddings"])  # fmt: skip
-def test_a_body_that_is_not_called_json_is_a_415(server: Server, route: str, given: str) -> None:
-    answer = post(server, ASK, route, **{"Content-Type": given})
-    assert answer.status_code == 415
-    assert "Content-Type: must be application/json" in answer.json()["error"]["message"]
+def test_a_body_that_is_not_called_json_is_a_415(
+    server: Server, route: str, content_type: str
+) -> None:
+    response = post(server, ASK, route, **{"Content-Type": content_type})
+    assert response.status_code == 415
+    assert "Content-Type: must be application/json" in response.json()["error"]["message"]
 
 
 def test_a_charset_and_other_kinds_of_json_are_taken(server: Server) -> None:
-    for given in ("application/json; charset=utf-8", "Application/JSON", "application/x+json"):
-        assert post(server, ASK, **{"Content-Type": given}).status_code == 200
+    for content_type in (
+        "application/json; charset=utf-8",
+        "Application/JSON",
+        "application/x+json",
+    ):
+        assert post(server, ASK, **{"Content-Type": content_type}).status_code == 200
 
 
 # ---------------------------------------------------------------- how many values
@@ -200,10 +208,10 @@ def test_more_values_than_can_be_decoded_in_a_moment_are_refused_undecoded(
         msgspec.json, "decode", lambda data, **k: decoded.append(data) or original(data, **k)
     )
     route = "/detokenize" if b"7,7" in large else "/v1/completions"
-    answer = post(server, large, route)
-    assert answer.status_code == 413, answer.text[:300]
-    assert "too many values" in answer.json()["error"]["message"]
-    assert not any(len(one) == len(large) for one in decoded)
+    response = post(server, large, route)
+    assert response.status_code == 413, response.text[:300]
+    assert "too many values" in response.json()["error"]["message"]
+    assert not any(len(item) == len(large) for item in decoded)
 
 
 def test_text_counts_as_one_value_whatever_is_in_it() -> None:
@@ -240,21 +248,21 @@ def test_the_weight_of_random_json_is_what_its_values_weigh() -> None:
     for _ in range(300):
         value = [some(5), 'q"[:,' * 50]
         text = json.dumps(value, ensure_ascii=False, indent=draw.choice([None, 1])).encode()
-        wanted = weight(value) + bodies.ESCAPE * text.count(b"\\")
-        bodies.check_weight(text, -(-wanted // bodies.VALUE))
+        expected = weight(value) + bodies.ESCAPE * text.count(b"\\")
+        bodies.check_weight(text, -(-expected // bodies.VALUE))
         with pytest.raises(BodyTooLarge):
-            bodies.check_weight(text, (wanted - 1) // bodies.VALUE)
+            bodies.check_weight(text, (expected - 1) // bodies.VALUE)
 
 
 def test_a_large_body_of_text_is_taken(server: Server) -> None:
-    answer = post(server, json.dumps({"prompt": 'a "b", [c] ' * 500_000}).encode())
-    assert answer.status_code == 400, "past decoding: the prompt is what is too long"
-    assert answer.json()["error"]["param"] == "prompt"
+    response = post(server, json.dumps({"prompt": 'a "b", [c] ' * 500_000}).encode())
+    assert response.status_code == 400, "past decoding: the prompt is what is too long"
+    assert response.json()["error"]["param"] == "prompt"
 
 
 def test_more_ids_than_a_context_holds_are_not_turned_into_text(server: Server) -> None:
-    answer = post(server, json.dumps({"tokens": [5] * 200_000}).encode(), "/detokenize")
-    assert answer.status_code == 400
-    assert answer.json()["error"]["message"] == "tokens: at most 131072 at once, got 200000"
-    answer = post(server, json.dumps({"tokens": [40] * 20_000}).encode(), "/detokenize")
-    assert answer.status_code == 200 and len(answer.json()["prompt"]) == 20_000
+    response = post(server, json.dumps({"tokens": [5] * 200_000}).encode(), "/detokenize")
+    assert response.status_code == 400
+    assert response.json()["error"]["message"] == "tokens: at most 131072 at once, got 200000"
+    response = post(server, json.dumps({"tokens": [40] * 20_000}).encode(), "/detokenize")
+    assert response.status_code == 200 and len(response.json()["prompt"]) == 20_000

@@ -92,15 +92,15 @@ def server() -> Iterator[Server]:
         tool_call_parser="hermes",
         max_num_seqs=32,
     )
-    with running(config, ServerOptions(trust_request_chat_template=True)) as one:
-        yield one
+    with running(config, ServerOptions(trust_request_chat_template=True)) as item:
+        yield item
 
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A random model, no parsers, no trust in templates."""
-    with running(engine_config(save_random(tmp_path_factory.mktemp("random")))) as one:
-        yield one
+    with running(engine_config(save_random(tmp_path_factory.mktemp("random")))) as item:
+        yield item
 
 
 @pytest.fixture(scope="module")
@@ -114,16 +114,16 @@ def asynchronous(server: Server) -> openai.AsyncOpenAI:
 
 
 def post(server: Server, body: dict[str, Any], status: int = 200, route: str = ROUTE) -> Any:
-    answer = httpx.post(server.url + route, json=body, timeout=300)
-    assert answer.status_code == status, answer.text
-    return answer.json()
+    response = httpx.post(server.url + route, json=body, timeout=300)
+    assert response.status_code == status, response.text
+    return response.json()
 
 
 def prompt_of(server: Server, **body: Any) -> str:
     """What the model reads for a chat."""
-    answer = post(server, {"messages": user("Hello"), "max_tokens": 1, **body, **RETURN_IDS})
+    response = post(server, {"messages": user("Hello"), "max_tokens": 1, **body, **RETURN_IDS})
     assert server.engine.tokenizer is not None
-    return server.engine.tokenizer.decode(answer["prompt_token_ids"], skip_special_tokens=False)
+    return server.engine.tokenizer.decode(response["prompt_token_ids"], skip_special_tokens=False)
 
 
 RETURN_IDS = {"return_token_ids": True}
@@ -133,13 +133,13 @@ RETURN_IDS = {"return_token_ids": True}
 
 def folded(chunks: list[Any]) -> dict[str, Any]:
     """The chunks of a stream as one answer, in the whole answer's shape."""
-    made: dict[str, Any] = {"choices": {}}
+    fold_state: dict[str, Any] = {"choices": {}}
     for chunk in (chunk.model_dump(exclude_unset=True) for chunk in chunks):
         for name in ("prompt_logprobs", "prompt_token_ids", "usage"):
             if chunk.get(name) is not None:
-                made[name] = chunk[name]
+                fold_state[name] = chunk[name]
         for piece in chunk["choices"]:
-            choice = made["choices"].setdefault(piece["index"], new_choice(piece["index"]))
+            choice = fold_state["choices"].setdefault(piece["index"], new_choice(piece["index"]))
             message, delta = choice["message"], piece["delta"]
             message["role"] = delta.get("role", message["role"])
             for name in ("content", "reasoning", "reasoning_content"):
@@ -158,8 +158,8 @@ def folded(chunks: list[Any]) -> dict[str, Any]:
                 if piece.get(name) is not None:
                     assert choice[name] is None
                     choice[name] = piece[name]
-    made["choices"] = [choice for _, choice in sorted(made["choices"].items())]
-    return made
+    fold_state["choices"] = [choice for _, choice in sorted(fold_state["choices"].items())]
+    return fold_state
 
 
 def new_choice(index: int) -> dict[str, Any]:
@@ -174,16 +174,16 @@ def new_choice(index: int) -> dict[str, Any]:
     }
 
 
-def whole(answer: Any) -> dict[str, Any]:
+def whole(response: Any) -> dict[str, Any]:
     """A whole answer in the shape of `folded`."""
-    given = answer.model_dump(exclude_unset=True)
-    made: dict[str, Any] = {
-        name: given[name]
+    fields = response.model_dump(exclude_unset=True)
+    full: dict[str, Any] = {
+        name: fields[name]
         for name in ("prompt_logprobs", "prompt_token_ids", "usage")
-        if given.get(name) is not None
+        if fields.get(name) is not None
     }
-    made["choices"] = []
-    for theirs in given["choices"]:
+    full["choices"] = []
+    for theirs in fields["choices"]:
         choice = new_choice(theirs["index"])
         message = theirs["message"]
         for name in ("role", "content", "reasoning", "reasoning_content"):
@@ -195,8 +195,8 @@ def whole(answer: Any) -> dict[str, Any]:
         choice["logprobs"] = (theirs.get("logprobs") or {}).get("content", [])
         choice["token_ids"] = theirs.get("token_ids") or []
         choice |= {name: theirs.get(name) for name in ("finish_reason", "stop_reason")}
-        made["choices"].append(choice)
-    return made
+        full["choices"].append(choice)
+    return full
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -232,12 +232,12 @@ async def test_a_folded_stream_is_the_whole_answer(asynchronous: Any, name: str)
     seen = set()
     # One after the other: what else is in a batch shows in the last digits of a logprob.
     for seed in SEEDS:
-        answer = whole(await create(**options, seed=seed))
+        response = whole(await create(**options, seed=seed))
         pieces = await create(
             **options, seed=seed, stream=True, stream_options={"include_usage": True}
         )
         stream = folded([piece async for piece in pieces])
-        assert stream == answer
+        assert stream == response
         assert len(stream["choices"]) == options.get("n", 1)
         seen.add(json.dumps(stream["choices"]))
     await asynchronous.close()
@@ -247,9 +247,9 @@ async def test_a_folded_stream_is_the_whole_answer(asynchronous: Any, name: str)
 @pytest.mark.parametrize("name", ["thought", "tools", "several"])
 def test_the_synchronous_client_folds_the_same(client: openai.OpenAI, name: str) -> None:
     options: Any = {"model": MODEL, "max_tokens": 80, "temperature": 0, **CASES[name]}
-    answer = client.chat.completions.create(**options)
+    response = client.chat.completions.create(**options)
     pieces = list(client.chat.completions.create(**options, stream=True))
-    stream, answered = folded(pieces), whole(answer)
+    stream, answered = folded(pieces), whole(response)
     assert stream["choices"] == answered["choices"]
     assert "usage" not in stream, "nobody asked for it"
 
@@ -275,23 +275,23 @@ async def test_strict_schemas_hold_for_every_seed(asynchronous: Any, name: str) 
     options = {"model": MODEL, "max_tokens": 160, "temperature": 1.2, **CASES[name]}
     if name == "required":
         options["parallel_tool_calls"] = False  # A hot model would never end its list of calls.
-    answers = await asyncio.gather(
+    responses = await asyncio.gather(
         *(asynchronous.chat.completions.create(**options, seed=seed) for seed in range(12))
     )
     await asynchronous.close()
-    for answer in answers:
-        (choice,) = answer.choices
+    for response in responses:
+        (choice,) = response.choices
         if choice.finish_reason == "length":
             continue
         if name == "schema":
-            made = json.loads(choice.message.content)
-            assert made.keys() == {"city", "celsius"} and -40 <= made["celsius"] <= 50
+            value = json.loads(choice.message.content)
+            assert value.keys() == {"city", "celsius"} and -40 <= value["celsius"] <= 50
             continue
         assert choice.message.tool_calls
         for call in choice.message.tool_calls:
-            made = json.loads(call.function.arguments)
-            assert made.keys() == {"add": {"a", "b"}, "get_weather": {"city"}}[call.function.name]
-    assert sum(answer.choices[0].finish_reason != "length" for answer in answers) > 6
+            value = json.loads(call.function.arguments)
+            assert value.keys() == {"add": {"a", "b"}, "get_weather": {"city"}}[call.function.name]
+    assert sum(response.choices[0].finish_reason != "length" for response in responses) > 6
 
 
 # ---------------------------------------------------------------- loops that send answers back
@@ -306,13 +306,13 @@ async def said(server: Server, how: str, **options: Any) -> tuple[dict[str, Any]
     options = {"model": MODEL, "temperature": 0, "extra_body": DIRECT, **options}
     if how == "sync":
         with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
-            answer = await asyncio.to_thread(client.chat.completions.create, **options)
-        (choice,) = answer.choices
+            response = await asyncio.to_thread(client.chat.completions.create, **options)
+        (choice,) = response.choices
         return choice.message.model_dump(exclude_none=True), choice.finish_reason
     async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
         if how == "async":
-            answer = await client.chat.completions.create(**options)
-            (choice,) = answer.choices
+            response = await client.chat.completions.create(**options)
+            (choice,) = response.choices
             return choice.message.model_dump(exclude_unset=True), choice.finish_reason
         pieces = await client.chat.completions.create(**options, stream=True)
         chunks = [piece async for piece in pieces]
@@ -352,11 +352,11 @@ async def test_a_tool_loop_of_several_turns(server: Server, how: str) -> None:
         assert call["function"]["name"] == "get_weather" and call["id"]
         assert json.loads(call["function"]["arguments"]).keys() == {"city"}
         messages.append({"role": "tool", "tool_call_id": call["id"], "content": weather_of(city)})
-        answer, reason = await said(server, how, **options, tool_choice="none", max_tokens=60)
-        assert reason in ("stop", "length") and "tool_calls" not in answer
+        response, reason = await said(server, how, **options, tool_choice="none", max_tokens=60)
+        assert reason in ("stop", "length") and "tool_calls" not in response
         if city == "Paris":
-            assert "7 degrees" in answer["content"]
-        messages.append(answer)
+            assert "7 degrees" in response["content"]
+        messages.append(response)
     assert [message["role"] for message in messages] == [
         "user",
         "assistant",
@@ -380,11 +380,11 @@ def test_calls_and_results_that_are_sent_back_read_the_same(server: Server) -> N
     rendered = set()
     for form in SENT_BACK:
         function = {"name": "get_weather", **form["function"]}
-        said = {name: value for name, value in form.items() if name != "function"}
+        flat = {name: value for name, value in form.items() if name != "function"}
         for result in ("sunny", [{"type": "text", "text": "sunny"}]):
             messages = [
                 *user("What is the weather in Paris?"),
-                {"role": "assistant", **said, "tool_calls": [{**CALL, "function": function}]},
+                {"role": "assistant", **flat, "tool_calls": [{**CALL, "function": function}]},
                 {
                     "role": "tool",
                     "tool_call_id": "call_1",
@@ -411,9 +411,9 @@ def test_a_thought_that_is_sent_back_has_both_its_names(server: Server) -> None:
 
 
 def test_developers_speak_as_the_system_where_the_template_knows_none(plain: Server) -> None:
-    said = [{"role": "system", "content": "Be brief."}, *user("Hi")]
+    messages = [{"role": "system", "content": "Be brief."}, *user("Hi")]
     developed = [{"role": "developer", "content": "Be brief."}, *user("Hi")]
-    assert prompt_of(plain, messages=developed) == prompt_of(plain, messages=said)
+    assert prompt_of(plain, messages=developed) == prompt_of(plain, messages=messages)
 
 
 def test_an_effort_turns_the_thought_on_and_off(server: Server) -> None:
@@ -423,11 +423,11 @@ def test_an_effort_turns_the_thought_on_and_off(server: Server) -> None:
 
     assert "reasoning_content" not in answer(reasoning_effort="none")
     assert answer(reasoning_effort="high")["reasoning_content"]
-    kept = answer(reasoning_effort="none", chat_template_kwargs={"enable_thinking": True})
-    assert kept["reasoning_content"], "what is said expressly wins"
+    response = answer(reasoning_effort="none", chat_template_kwargs={"enable_thinking": True})
+    assert response["reasoning_content"], "what is said expressly wins"
     template = "{{ reasoning_effort }} {{ verbosity }}: {{ messages[0].content }}"
-    told = {"reasoning_effort": "low", "verbosity": "high", "chat_template": template}
-    assert prompt_of(server, **told) == "low high: Hello"
+    template_options = {"reasoning_effort": "low", "verbosity": "high", "chat_template": template}
+    assert prompt_of(server, **template_options) == "low high: Hello"
 
 
 def test_a_template_of_the_request_is_used_where_it_is_trusted(
@@ -494,24 +494,24 @@ def test_calls_after_the_first_are_left_out_on_request(
         {"type": "function", "function": {"name": name, "parameters": {"type": "object"}}}
         for name in ("first", "second")
     ]
-    with running(engine_config(checkpoint, tool_call_parser="hermes")) as one:
-        client = openai.OpenAI(base_url=f"{one.url}/v1", api_key="none")
+    with running(engine_config(checkpoint, tool_call_parser="hermes")) as item:
+        client = openai.OpenAI(base_url=f"{item.url}/v1", api_key="none")
         for parallel, names in ((True, ["first", "second"]), (False, ["first"])):
             options: Any = {
                 "model": MODEL, "messages": user("go"), "tools": tools, "temperature": 0,
                 "parallel_tool_calls": parallel,
             }  # fmt: skip
-            answer = client.chat.completions.create(**options)
-            calls = answer.choices[0].message.tool_calls or []
+            response = client.chat.completions.create(**options)
+            calls = response.choices[0].message.tool_calls or []
             assert [call.function.name for call in calls] == names  # type: ignore[union-attr]
-            assert answer.choices[0].finish_reason == "tool_calls"
+            assert response.choices[0].finish_reason == "tool_calls"
             pieces = list(client.chat.completions.create(**options, stream=True))
-            assert folded(pieces)["choices"] == whole(answer)["choices"]
+            assert folded(pieces)["choices"] == whole(response)["choices"]
 
 
 def test_one_required_call_where_calls_may_not_be_parallel(client: openai.OpenAI) -> None:
     for seed in range(4):
-        answer = client.chat.completions.create(
+        response = client.chat.completions.create(
             model=MODEL,
             messages=user("Add 3 and 4, and 5 and 6."),
             tools=[ADD],
@@ -522,7 +522,7 @@ def test_one_required_call_where_calls_may_not_be_parallel(client: openai.OpenAI
             seed=seed,
             extra_body=DIRECT,
         )
-        assert len(answer.choices[0].message.tool_calls or ()) == 1
+        assert len(response.choices[0].message.tool_calls or ()) == 1
 
 
 def test_only_allowed_tools_are_shown_and_called(server: Server, client: openai.OpenAI) -> None:
@@ -533,7 +533,7 @@ def test_only_allowed_tools_are_shown_and_called(server: Server, client: openai.
     tools = [WEATHER, ADD]
     text = prompt_of(server, tools=tools, tool_choice=choice("auto", "add"))
     assert '"add"' in text and "get_weather" not in text
-    answer = client.chat.completions.create(
+    response = client.chat.completions.create(
         model=MODEL,
         messages=user("What is the weather in Paris?"),
         tools=tools,
@@ -542,7 +542,7 @@ def test_only_allowed_tools_are_shown_and_called(server: Server, client: openai.
         temperature=0,
         max_tokens=80,
     )
-    calls = answer.choices[0].message.tool_calls or []
+    calls = response.choices[0].message.tool_calls or []
     assert {call.function.name for call in calls} == {"add"}  # type: ignore[union-attr]
     body = {"messages": user("x"), "tools": tools, "tool_choice": choice("auto", "fly")}
     error = post(server, body, 400)["error"]

@@ -23,8 +23,10 @@ def jackfield(*argv: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_module_runs_as_a_program() -> None:
-    done = jackfield("--version")
-    assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith("jackfield 0.")
+    completed = jackfield("--version")
+    assert (completed.returncode, completed.stderr) == (0, "") and completed.stdout.startswith(
+        "jackfield 0."
+    )
     assert jackfield("serv").returncode == 2
 
 
@@ -52,12 +54,12 @@ def test_mistakes_are_explained(
 ) -> None:
     try:
         returned = main(argv)
-    except SystemExit as ended:
-        returned = int(ended.code or 0)
-    done = capsys.readouterr()
-    assert returned == status, done.err
-    assert says in done.out + done.err
-    assert "Traceback" not in done.err
+    except SystemExit as raised:
+        returned = int(raised.code or 0)
+    captured = capsys.readouterr()
+    assert returned == status, captured.err
+    assert says in captured.out + captured.err
+    assert "Traceback" not in captured.err
 
 
 def test_plugins_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -70,8 +72,8 @@ def test_plugins_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.fixture(scope="module")
 def llm() -> Any:
-    with LLM(max_num_seqs=16) as one:
-        yield one
+    with LLM(max_num_seqs=16) as item:
+        yield item
 
 
 def test_generate_keeps_the_order(llm: LLM) -> None:
@@ -123,12 +125,12 @@ def test_a_script_need_not_close_it(end: str) -> None:
         "from jackfield import LLM, SamplingParams; llm = LLM(max_num_seqs=4); "
         "print(len(llm.generate('Hello', SamplingParams(max_tokens=2), use_tqdm=False))); " + end
     )
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=300
     )
-    assert done.returncode == (3 if "3" in end else 0)
-    assert done.stdout == "1\n"
-    assert not any(word in done.stderr for word in ("Traceback", "Error", "pending", "died"))
+    assert completed.returncode == (3 if "3" in end else 0)
+    assert completed.stdout == "1\n"
+    assert not any(word in completed.stderr for word in ("Traceback", "Error", "pending", "died"))
 
 
 def test_a_part_of_a_structured_option_has_a_flag() -> None:

@@ -38,8 +38,8 @@ def server() -> Iterator[Server]:
         max_num_seqs=8,
         max_model_len=256,
     )
-    with running(config) as one:
-        yield one
+    with running(config) as item:
+        yield item
 
 
 @pytest.fixture(scope="module")
@@ -66,14 +66,16 @@ KINDS: list[tuple[Any, dict[str, Any]]] = [
 
 
 def takes_integers(kind: Any, *, listed: bool) -> list[str]:
-    found = []
+    names = []
     for field in msgspec.inspect.type_info(kind).fields:  # type: ignore[attr-defined]
         types = getattr(field.type, "types", (field.type,))
         if listed:
-            types = [one.item_type for one in types if isinstance(one, msgspec.inspect.ListType)]
-        if any(isinstance(one, msgspec.inspect.IntType) for one in types):
-            found.append(field.name)
-    return found
+            types = [
+                first.item_type for first in types if isinstance(first, msgspec.inspect.ListType)
+            ]
+        if any(isinstance(first, msgspec.inspect.IntType) for first in types):
+            names.append(field.name)
+    return names
 
 
 @pytest.mark.parametrize(("kind", "least"), KINDS)
@@ -88,7 +90,7 @@ def test_every_integer_may_be_written_as_a_float(kind: Any, least: dict[str, Any
         assert refused.value.param == name
     for name in lists:
         body = json.dumps({**least, name: [3.0, 4]}).encode()
-        assert [type(one) for one in getattr(decode(body, kind), name)] == [int, int]
+        assert [type(item) for item in getattr(decode(body, kind), name)] == [int, int]
 
 
 def test_ids_in_a_detokenize_request_and_large_floats() -> None:
@@ -102,8 +104,8 @@ def test_ids_in_a_detokenize_request_and_large_floats() -> None:
 @pytest.mark.parametrize(("route", "body"), ROUTES)
 def test_a_limit_written_as_a_float_holds(server: Server, route: str, body: dict[str, Any]) -> None:
     field = "max_output_tokens" if route == "/v1/responses" else "max_tokens"
-    made = post(server, route, {**body, field: 3.0, "ignore_eos": True})
-    usage = made["usage"]
+    response = post(server, route, {**body, field: 3.0, "ignore_eos": True})
+    usage = response["usage"]
     assert usage.get("completion_tokens", usage.get("output_tokens")) == 3
 
 
@@ -191,8 +193,8 @@ def test_input_tokens_are_counted_as_a_response_counts_them(client: openai.OpenA
     for request in requests:
         counted = client.responses.input_tokens.count(model=MODEL, **request)
         assert counted.object == "response.input_tokens"
-        made = client.responses.create(model=MODEL, max_output_tokens=1, **request)
-        assert made.usage and counted.input_tokens == made.usage.input_tokens
+        response = client.responses.create(model=MODEL, max_output_tokens=1, **request)
+        assert response.usage and counted.input_tokens == response.usage.input_tokens
         counts.append(counted.input_tokens)
     assert len(set(counts)) == len(counts)
 

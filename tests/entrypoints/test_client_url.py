@@ -13,8 +13,8 @@ from jackfield.entrypoints.cli.main import main
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with running(config(save_random(tmp_path_factory.mktemp("random")))) as made:
-        yield made
+    with running(config(save_random(tmp_path_factory.mktemp("random")))) as running_server:
+        yield running_server
 
 
 @pytest.mark.parametrize("end", ["", "/", "/v1", "/v1/"])
@@ -30,7 +30,7 @@ def test_the_address_may_be_openai_s_base_url(
 def test_what_is_no_address_is_refused_by_the_flag_s_name(
     command: str, url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as raised:
         main([command, "--url", url])
-    assert ended.value.code == 2
+    assert raised.value.code == 2
     assert f"--url: must be like http://127.0.0.1:8000, got '{url}'" in capsys.readouterr().err

@@ -37,15 +37,15 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(checkpoint: Path) -> Iterator[Server]:
-    with running(engine_config(checkpoint), ServerOptions(connections=LIMITS)) as made:
-        yield made
+    with running(engine_config(checkpoint), ServerOptions(connections=LIMITS)) as running_server:
+        yield running_server
 
 
 @contextlib.contextmanager
-def connected(server: Server, sent: bytes = b"") -> Iterator[socket.socket]:
+def connected(server: Server, data: bytes = b"") -> Iterator[socket.socket]:
     at = urlsplit(server.url)
     with socket.create_connection((at.hostname, at.port), timeout=60) as connection:
-        connection.sendall(sent)
+        connection.sendall(data)
         yield connection
 
 
@@ -54,9 +54,9 @@ def rest(connection: socket.socket) -> bytes:
     return b"".join(iter(lambda: connection.recv(65536), b""))
 
 
-def answered(server: Server, sent: bytes) -> tuple[int, dict[str, Any]]:
+def answered(server: Server, data: bytes) -> tuple[int, dict[str, Any]]:
     """→ status and error of the first response; the server closes the connection."""
-    with connected(server, sent) as connection:
+    with connected(server, data) as connection:
         head, _, body = rest(connection).partition(b"\r\n\r\n")
     assert b"application/json" in head
     return int(head.split()[1]), json.loads(body)["error"]
@@ -65,9 +65,9 @@ def answered(server: Server, sent: bytes) -> tuple[int, dict[str, Any]]:
 # ---------------------------------------------------------------- time
 
 
-@pytest.mark.parametrize("sent", [b"", b"GET /hea", b"GET /health HTTP/1.1\r\n" + HOST])
-def test_a_connection_whose_headers_do_not_come_is_closed(server: Server, sent: bytes) -> None:
-    status, error = answered(server, sent)
+@pytest.mark.parametrize("data", [b"", b"GET /hea", b"GET /health HTTP/1.1\r\n" + HOST])
+def test_a_connection_whose_headers_do_not_come_is_closed(server: Server, data: bytes) -> None:
+    status, error = answered(server, data)
     assert status == 408 and "headers did not come in time" in error["message"]
 
 
@@ -79,14 +79,14 @@ def test_headers_of_a_second_request_that_do_not_come_are_not_waited_for(server:
 
 
 @pytest.mark.parametrize(
-    "sent",
+    "data",
     [
         POST + b"Content-Length: 100\r\n\r\n{",
         POST + b"Transfer-Encoding: chunked\r\n\r\n1\r\n{\r\n",
     ],
 )
-def test_a_body_that_does_not_come_is_a_408(server: Server, sent: bytes) -> None:
-    status, error = answered(server, sent)
+def test_a_body_that_does_not_come_is_a_408(server: Server, data: bytes) -> None:
+    status, error = answered(server, data)
     assert status == 408 and "the body did not come in time" in error["message"]
 
 
@@ -152,7 +152,7 @@ def test_silent_connections_shut_nobody_out(checkpoint: Path) -> None:
     ):
         silent = [stack.enter_context(connected(server)) for _ in range(12)]
         assert httpx.get(server.url + "/health", timeout=60).status_code == 200
-        assert [rest(one) for one in silent[:8]] == [b""] * 8, "the oldest ones were closed"
+        assert [rest(item) for item in silent[:8]] == [b""] * 8, "the oldest ones were closed"
 
 
 def test_a_connection_beyond_those_with_requests_is_refused_and_logged(
@@ -160,20 +160,20 @@ def test_a_connection_beyond_those_with_requests_is_refused_and_logged(
 ) -> None:
     limits = ConnectionLimits(max_connections=3)
     body = b'{"prompt":"x","max_tokens":400,"ignore_eos":true,"stream":true}'
-    sent = POST + b"Content-Length: %d\r\n\r\n%b" % (len(body), body)
+    data = POST + b"Content-Length: %d\r\n\r\n%b" % (len(body), body)
     with (
         running(engine_config(checkpoint), ServerOptions(connections=limits)) as server,
         contextlib.ExitStack() as stack,
     ):
-        busy = [stack.enter_context(connected(server, sent)) for _ in range(3)]
-        assert all(one.recv(100).startswith(b"HTTP/1.1 200") for one in busy)
+        busy = [stack.enter_context(connected(server, data)) for _ in range(3)]
+        assert all(item.recv(100).startswith(b"HTTP/1.1 200") for item in busy)
         with connected(server) as refused:
-            answer = rest(refused)
-        assert answer.startswith(b"HTTP/1.1 503 ") and b"\r\nRetry-After: 1\r\n" in answer
-        assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["type"] == "overloaded_error"
+            response = rest(refused)
+        assert response.startswith(b"HTTP/1.1 503 ") and b"\r\nRetry-After: 1\r\n" in response
+        assert json.loads(response.partition(b"\r\n\r\n")[2])["error"]["type"] == "overloaded_error"
         assert any("3 are open, each with a request" in r.message for r in caplog.records)
-        for one in busy:
-            one.close()
+        for item in busy:
+            item.close()
         assert server.becomes(lambda engine: not engine.stats().num_requests_running)
         assert httpx.get(server.url + "/health").status_code == 200
 
@@ -195,8 +195,10 @@ def test_the_lack_of_descriptors_is_noticed() -> None:
         "    while True: os.dup(1)\n"
         "except OSError: print(descriptors_left())\n"
     )
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert told.stdout.strip() == "False", told.stderr
+    completed = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60
+    )
+    assert completed.stdout.strip() == "False", completed.stderr
 
 
 async def test_the_lack_of_descriptors_is_logged(
@@ -222,15 +224,17 @@ def test_the_soft_limit_of_descriptors_is_raised() -> None:
         "assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == hard\n"
         "print(connections.max_connections() == hard - connections.RESERVED)\n"
     )
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert told.stdout.split() == ["256", "True"], told.stderr
+    completed = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60
+    )
+    assert completed.stdout.split() == ["256", "True"], completed.stderr
 
 
 # ---------------------------------------------------------------- what is no HTTP
 
 
 @pytest.mark.parametrize(
-    ("sent", "status", "message"),
+    ("data", "status", "message"),
     [
         (b"BREW /health HTTP/1.1\r\n" + HOST + b"\r\n", 501, "method is unknown"),
         (b"GET /health HTTP/9.9\r\n" + HOST + b"\r\n", 400, "the request is malformed"),
@@ -239,19 +243,19 @@ def test_the_soft_limit_of_descriptors_is_raised() -> None:
     ],
 )
 def test_what_is_no_http_gets_an_error_body(
-    server: Server, sent: bytes, status: int, message: str
+    server: Server, data: bytes, status: int, message: str
 ) -> None:
-    got, error = answered(server, sent)
-    assert got == status and message in error["message"] and error["code"] == status
+    actual, error = answered(server, data)
+    assert actual == status and message in error["message"] and error["code"] == status
 
 
 def test_a_body_that_turns_bad_in_its_middle_is_answered(server: Server) -> None:
     with connected(server, POST + b"Transfer-Encoding: chunked\r\n\r\n1\r\n{\r\n") as connection:
         assert server.becomes(lambda _: True)  # The server's loop has seen the headers.
         connection.sendall(b"no size\r\n")
-        answer = rest(connection)
-    assert answer.startswith(b"HTTP/1.1 400 "), "and not silence, until the body's time is over"
-    assert answer.count(b"HTTP/1.") == 1
+        response = rest(connection)
+    assert response.startswith(b"HTTP/1.1 400 "), "and not silence, until the body's time is over"
+    assert response.count(b"HTTP/1.") == 1
 
 
 def test_a_connection_leaves_nothing_behind(server: Server) -> None:

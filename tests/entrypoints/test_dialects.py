@@ -28,27 +28,27 @@ CALL = ["<tool_call>", '{"name": "f", "arguments": {}}', "</tool_call>"]
 
 
 def message(server: Server, body: dict[str, Any] | None = None) -> dict[str, Any]:
-    answer = httpx.post(f"{server.url}/v1/chat/completions", json=body or QUESTION)
-    assert answer.status_code == 200, answer.text
-    found: dict[str, Any] = answer.json()["choices"][0]["message"]
-    return found
+    response = httpx.post(f"{server.url}/v1/chat/completions", json=body or QUESTION)
+    assert response.status_code == 200, response.text
+    reply: dict[str, Any] = response.json()["choices"][0]["message"]
+    return reply
 
 
 def streamed(server: Server) -> list[dict[str, Any]]:
     """The deltas."""
     url, body = f"{server.url}/v1/chat/completions", {**QUESTION, "stream": True}
-    with httpx.stream("POST", url, json=body) as answer:
-        lines = [line[6:] for line in answer.iter_lines() if line.startswith("data: {")]
+    with httpx.stream("POST", url, json=body) as response:
+        lines = [line[6:] for line in response.iter_lines() if line.startswith("data: {")]
     return [choice["delta"] for line in lines for choice in json.loads(line)["choices"]]
 
 
 def test_the_embedded_model_as_it_comes_makes_calls_and_shows_no_markup() -> None:
     with running(EngineConfig(device="cpu")) as server:
-        found = message(server)
-        (call,) = found["tool_calls"]
+        reply = message(server)
+        (call,) = reply["tool_calls"]
         assert "weather" in call["function"]["name"]
         assert json.loads(call["function"]["arguments"])["city"] == "Lisbon"
-        assert "<" not in (found["content"] or "")
+        assert "<" not in (reply["content"] or "")
         deltas = streamed(server)
         assert any("tool_calls" in delta for delta in deltas)
         assert not any("<" in (delta.get("content") or "") for delta in deltas)
@@ -81,30 +81,30 @@ def test_options_count_more_than_the_checkpoint(speaker: Path) -> None:
     (speaker / "jackfield.json").write_text(
         '{"tool_call_parser": "hermes", "reasoning_parser": "qwen3"}'
     )
-    asked: dict[str, Any]
-    for asked, tools, reasoning in (
+    options: dict[str, Any]
+    for options, tools, reasoning in (
         ({}, "hermes", "qwen3"),
         ({"tool_call_parser": "none"}, None, "qwen3"),
         ({"tool_call_parser": "jamba", "reasoning_parser": "none"}, "jamba", None),
     ):
-        made = config(speaker, **asked)
-        found = resolve_parsers(made, resolve_model_config(made), load_plugins())
-        assert (found.tool_call_parser, found.reasoning_parser) == (tools, reasoning)
+        engine_config = config(speaker, **options)
+        actual = resolve_parsers(engine_config, resolve_model_config(engine_config), load_plugins())
+        assert (actual.tool_call_parser, actual.reasoning_parser) == (tools, reasoning)
 
 
 @pytest.mark.parametrize(
-    ("said", "told"),
+    ("text", "reason"),
     [
         ('{"tool_call_parser": 3}', r"jackfield\.json: .*tool_call_parser"),
         ('{"tools": "hermes"}', r"jackfield\.json: .*`tools`"),
         ('{"reasoning_parser": "telepathy"}', "reasoning_parser: the checkpoint names one .*none"),
     ],
 )
-def test_what_a_checkpoint_says_wrongly_is_refused(speaker: Path, said: str, told: str) -> None:
-    (speaker / "jackfield.json").write_text(said)
-    made = config(speaker)
-    with pytest.raises(ConfigError, match=told):
-        resolve_parsers(made, resolve_model_config(made), load_plugins())
+def test_what_a_checkpoint_says_wrongly_is_refused(speaker: Path, text: str, reason: str) -> None:
+    (speaker / "jackfield.json").write_text(text)
+    engine_config = config(speaker)
+    with pytest.raises(ConfigError, match=reason):
+        resolve_parsers(engine_config, resolve_model_config(engine_config), load_plugins())
 
 
 OPENING = """{% if enable_thinking is defined and not enable_thinking %}<think></think>
@@ -118,8 +118,8 @@ def test_thought_that_the_template_opens_is_thought(tmp_path: Path) -> None:
     facts["chat_template"] = TEMPLATE + OPENING
     (folder / "tokenizer_config.json").write_text(json.dumps(facts))
     with running(config(folder, reasoning_parser="glm45")) as server:
-        found = message(server)
-        assert (found["reasoning_content"], found["content"]) == ("A section", "The rest")
+        reply = message(server)
+        assert (reply["reasoning_content"], reply["content"]) == ("A section", "The rest")
         server.call(check_prompt_ends)
 
 

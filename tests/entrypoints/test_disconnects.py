@@ -21,8 +21,8 @@ CLIENTS = 200
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
     """On the embedded model."""
-    with running(engine_config(EMBEDDED_MODEL)) as one:
-        yield one
+    with running(engine_config(EMBEDDED_MODEL)) as item:
+        yield item
 
 
 async def reset(url: str, body: dict[str, Any]) -> None:
@@ -45,9 +45,9 @@ async def vanish(session: aiohttp.ClientSession, url: str, number: int) -> str:
     words = "word " * draw.randrange(1, 30)
     chat = draw.random() < 0.5
     url += "/chat/completions" if chat else "/completions"
-    said = {"messages": [{"role": "user", "content": words}]} if chat else {"prompt": words}
+    prompt = {"messages": [{"role": "user", "content": words}]} if chat else {"prompt": words}
     body: dict[str, Any] = {
-        "model": MODEL, **said, "ignore_eos": True,
+        "model": MODEL, **prompt, "ignore_eos": True,
         "max_tokens": 60 if when != "after all of it" else 4, "stream": stream,
         "n": draw.choice([1, 1, 2]),
     }  # fmt: skip
@@ -57,19 +57,19 @@ async def vanish(session: aiohttp.ClientSession, url: str, number: int) -> str:
     if when == "before the answer":
         timeout = aiohttp.ClientTimeout(total=0.01 + 0.05 * draw.random())
         try:
-            async with session.post(url, json=body, timeout=timeout) as answer:
-                await answer.read()
+            async with session.post(url, json=body, timeout=timeout) as response:
+                await response.read()
         except (TimeoutError, aiohttp.ClientError):
             pass
         return when
-    async with session.post(url, json=body) as answer:
-        assert answer.status == 200, await answer.text()
+    async with session.post(url, json=body) as response:
+        assert response.status == 200, await response.text()
         if when == "after all of it":
-            assert await answer.read()
+            assert await response.read()
         elif stream:
             for _ in range(draw.randrange(1, 5)):
-                await answer.content.readline()
-            answer.close()
+                await response.content.readline()
+            response.close()
     return when
 
 
@@ -85,8 +85,8 @@ async def test_two_hundred_clients_that_vanish(server: Server) -> None:
             await asyncio.sleep(0.05)
         assert server.engine.stats().kv_blocks_used == 0
         assert server.engine.stats().requests_finished.get("abort", 0) > 20
-        async with session.get(f"{server.url}/health") as answer:
-            assert answer.status == 200
+        async with session.get(f"{server.url}/health") as response:
+            assert response.status == 200
         body = {"model": MODEL, "prompt": "a", "max_tokens": 3, "ignore_eos": True}
-        async with session.post(f"{url}/completions", json=body) as answer:
-            assert (await answer.json())["usage"]["completion_tokens"] == 3
+        async with session.post(f"{url}/completions", json=body) as response:
+            assert (await response.json())["usage"]["completion_tokens"] == 3

@@ -69,9 +69,9 @@ def client(server: Server) -> openai.OpenAI:
 
 
 def post(server: Server, path: str, status: int = 200, **body: Any) -> Any:
-    answer = httpx.post(f"{server.url}{path}", json={"model": MODEL, **body}, timeout=300)
-    assert answer.status_code == status, answer.text
-    return answer.json()
+    response = httpx.post(f"{server.url}{path}", json={"model": MODEL, **body}, timeout=300)
+    assert response.status_code == status, response.text
+    return response.json()
 
 
 def refused(server: Server, path: str, status: int = 400, **body: Any) -> dict[str, Any]:
@@ -83,7 +83,7 @@ def expected(folder: Path, texts: list[str]) -> np.ndarray:
     """MiniLM's vectors by `transformers`."""
     tokenizer = Tokenizer.load(str(folder))
     states = [reference_states(folder, tokenizer.encode(text)) for text in texts]
-    return np.stack([F.normalize(one.mean(0), dim=0).numpy() for one in states])
+    return np.stack([F.normalize(state.mean(0), dim=0).numpy() for state in states])
 
 
 def pair_score(folder: Path, first: str, second: str) -> float:
@@ -96,10 +96,14 @@ def pair_score(folder: Path, first: str, second: str) -> float:
 
 def test_minilm_is_served_as_transformers_has_it(embedder: Server) -> None:
     """The client asks for base64 unless told otherwise; both are the same vectors."""
-    answer = client(embedder).embeddings.create(model=MODEL, input=TEXTS)
-    assert [item.index for item in answer.data] == [0, 1, 2]
-    assert (answer.object, answer.data[0].object, answer.model) == ("list", "embedding", MODEL)
-    vectors = np.array([item.embedding for item in answer.data])
+    response = client(embedder).embeddings.create(model=MODEL, input=TEXTS)
+    assert [item.index for item in response.data] == [0, 1, 2]
+    assert (response.object, response.data[0].object, response.model) == (
+        "list",
+        "embedding",
+        MODEL,
+    )
+    vectors = np.array([item.embedding for item in response.data])
     np.testing.assert_allclose(vectors, expected(minilm(), TEXTS), atol=1e-5)
     floats = client(embedder).embeddings.create(model=MODEL, input=TEXTS, encoding_format="float")
     np.testing.assert_array_equal(vectors, [item.embedding for item in floats.data])
@@ -107,10 +111,10 @@ def test_minilm_is_served_as_transformers_has_it(embedder: Server) -> None:
 
 async def test_the_async_client_gets_the_same(embedder: Server) -> None:
     async with openai.AsyncOpenAI(base_url=f"{embedder.url}/v1", api_key="none") as api:
-        answers = await asyncio.gather(
+        responses = await asyncio.gather(
             *(api.embeddings.create(model=MODEL, input=text) for text in TEXTS)
         )
-    vectors = np.array([answer.data[0].embedding for answer in answers])
+    vectors = np.array([response.data[0].embedding for response in responses])
     np.testing.assert_allclose(vectors, expected(minilm(), TEXTS), atol=1e-5)
 
 
@@ -119,12 +123,12 @@ def test_every_form_of_input_and_its_usage(embedder: Server) -> None:
     ids = [tokenizer.encode(text) for text in TEXTS]
     api = client(embedder)
     by_text = api.embeddings.create(model=MODEL, input=TEXTS)
-    for given in (ids, [TEXTS[0], *ids[1:]]):
-        answer = api.embeddings.create(model=MODEL, input=given)  # type: ignore[arg-type]
+    for form in (ids, [TEXTS[0], *ids[1:]]):
+        response = api.embeddings.create(model=MODEL, input=form)  # type: ignore[arg-type]
         # Another order may batch otherwise, and sum in another order.
-        for one, other in zip(answer.data, by_text.data, strict=True):
-            np.testing.assert_allclose(one.embedding, other.embedding, atol=1e-6)
-        assert answer.usage.prompt_tokens == answer.usage.total_tokens == sum(map(len, ids))
+        for first, other in zip(response.data, by_text.data, strict=True):
+            np.testing.assert_allclose(first.embedding, other.embedding, atol=1e-6)
+        assert response.usage.prompt_tokens == response.usage.total_tokens == sum(map(len, ids))
     single = api.embeddings.create(model=MODEL, input=ids[0])
     assert len(single.data) == 1 and single.usage.prompt_tokens == len(ids[0])
     raw = post(embedder, "/v1/embeddings", input="x", encoding_format="base64")
@@ -165,10 +169,10 @@ def test_dimensions_of_a_matryoshka_model(tmp_path: Path) -> None:
     folder = save_encoder(tmp_path, "Roberta")
     edit_json(folder / "config.json", is_matryoshka=True)
     with running(config(folder)) as server:
-        answer = client(server).embeddings.create(model=MODEL, input="the cat", dimensions=6)
+        response = client(server).embeddings.create(model=MODEL, input="the cat", dimensions=6)
         ids = Tokenizer.load(str(folder)).encode("the cat")
-        wanted = F.normalize(reference_states(folder, ids)[0, :6], dim=0)
-        np.testing.assert_allclose(answer.data[0].embedding, wanted, atol=1e-5)
+        target = F.normalize(reference_states(folder, ids)[0, :6], dim=0)
+        np.testing.assert_allclose(response.data[0].embedding, target, atol=1e-5)
 
 
 def test_pooling_route_gives_a_vector_a_token(embedder: Server) -> None:
@@ -191,12 +195,14 @@ def test_a_decoder_embeds_over_chunks_and_conversations(tmp_path: Path) -> None:
     }  # fmt: skip
     with running(config(folder, **options)) as server:
         text = "the cat sat on the mat " * 20
-        answer = client(server).embeddings.create(model=MODEL, input=text)
+        response = client(server).embeddings.create(model=MODEL, input=text)
         ids = Tokenizer.load(str(folder)).encode(text)
-        wanted = F.normalize(reference_states(folder, ids)[-1], dim=0)
-        np.testing.assert_allclose(answer.data[0].embedding, wanted, atol=1e-4)
-        said = post(server, "/v1/embeddings", messages=[{"role": "user", "content": "the cat"}])
-        assert said["usage"]["prompt_tokens"] == 2
+        target = F.normalize(reference_states(folder, ids)[-1], dim=0)
+        np.testing.assert_allclose(response.data[0].embedding, target, atol=1e-4)
+        embedding_response = post(
+            server, "/v1/embeddings", messages=[{"role": "user", "content": "the cat"}]
+        )
+        assert embedding_response["usage"]["prompt_tokens"] == 2
         with pytest.raises(openai.APITimeoutError):
             client(server).with_options(timeout=0.05).embeddings.create(
                 model=MODEL, input=[[5 + i % 100] * 250 for i in range(200)]
@@ -218,29 +224,29 @@ def test_classify_gives_labels_and_probabilities(tmp_path: Path) -> None:
     )
     tokenizer = Tokenizer.load(str(folder))
     with running(config(folder)) as server:
-        answer = post(server, "/classify", input=DOCUMENTS)
-        for item, text in zip(answer["data"], DOCUMENTS, strict=True):
-            wanted = reference_logits(folder, tokenizer.encode(text)).softmax(0)
-            np.testing.assert_allclose(item["probs"], wanted, atol=1e-5)
-            assert item["label"] == ["bad", "good", "neither"][int(wanted.argmax())]
+        response = post(server, "/classify", input=DOCUMENTS)
+        for item, text in zip(response["data"], DOCUMENTS, strict=True):
+            target = reference_logits(folder, tokenizer.encode(text)).softmax(0)
+            np.testing.assert_allclose(item["probs"], target, atol=1e-5)
+            assert item["label"] == ["bad", "good", "neither"][int(target.argmax())]
             assert item["num_classes"] == 3
         raw = post(server, "/classify", input="a dog", use_activation=False)
-        wanted = reference_logits(folder, tokenizer.encode("a dog"))
-        np.testing.assert_allclose(raw["data"][0]["probs"], wanted, atol=1e-4)
+        target = reference_logits(folder, tokenizer.encode("a dog"))
+        np.testing.assert_allclose(raw["data"][0]["probs"], target, atol=1e-4)
         error = refused(server, "/score", text_1="a", text_2="b")
         assert "it does classify" in error["message"]
         assert "it does classify" in refused(server, "/v1/embeddings", input="a")["message"]
 
 
 def test_a_cross_encoder_scores_pairs(scorer: Server, cross_encoder: Path) -> None:
-    wanted = [pair_score(cross_encoder, QUERY, document) for document in DOCUMENTS]
+    target = [pair_score(cross_encoder, QUERY, document) for document in DOCUMENTS]
     for path in ("/score", "/v1/score"):
-        answer = post(scorer, path, text_1=QUERY, text_2=DOCUMENTS)
-        assert answer["data"][0]["object"] == "score"
-        np.testing.assert_allclose([i["score"] for i in answer["data"]], wanted, atol=1e-5)
+        response = post(scorer, path, text_1=QUERY, text_2=DOCUMENTS)
+        assert response["data"][0]["object"] == "score"
+        np.testing.assert_allclose([i["score"] for i in response["data"]], target, atol=1e-5)
     many = post(scorer, "/score", text_1=DOCUMENTS[:2], text_2=DOCUMENTS[2:])
-    wanted = [pair_score(cross_encoder, *pair) for pair in zip(DOCUMENTS, DOCUMENTS[2:])]  # noqa: B905
-    np.testing.assert_allclose([i["score"] for i in many["data"]], wanted, atol=1e-5)
+    target = [pair_score(cross_encoder, *pair) for pair in zip(DOCUMENTS, DOCUMENTS[2:])]  # noqa: B905
+    np.testing.assert_allclose([i["score"] for i in many["data"]], target, atol=1e-5)
     error = refused(scorer, "/score", text_1=DOCUMENTS[:3], text_2=DOCUMENTS[:2])
     assert error["param"] == "text_2" and "2 texts for 3" in error["message"]
     assert refused(scorer, "/score", text_1=[], text_2="a")["param"] == "text_1"
@@ -259,8 +265,8 @@ def test_rerank_sorts_documents(scorer: Server, cross_encoder: Path, path: str) 
     results = post(scorer, path, query=QUERY, documents=documents)["results"]
     assert [result["index"] for result in results] == order
     assert [result["document"]["text"] for result in results] == [DOCUMENTS[i] for i in order]
-    found = [result["relevance_score"] for result in results]
-    np.testing.assert_allclose(found, [scores[i] for i in order], atol=1e-5)
+    relevance = [result["relevance_score"] for result in results]
+    np.testing.assert_allclose(relevance, [scores[i] for i in order], atol=1e-5)
     short = post(scorer, path, query=QUERY, documents=DOCUMENTS, top_n=2, return_documents=False)
     assert [set(result) for result in short["results"]] == [{"index", "relevance_score"}] * 2
     assert len(post(scorer, path, query=QUERY, documents=DOCUMENTS, top_n=99)["results"]) == 4
@@ -304,9 +310,9 @@ def test_vllms_names_for_vectors_are_taken_or_refused(embedder: Server) -> None:
 
 def test_an_embedder_scores_by_cosine(embedder: Server) -> None:
     vectors = expected(minilm(), TEXTS)
-    answer = post(embedder, "/score", text_1=TEXTS[0], text_2=TEXTS)
-    found = [item["score"] for item in answer["data"]]
-    np.testing.assert_allclose(found, vectors @ vectors[0], atol=1e-5)
+    response = post(embedder, "/score", text_1=TEXTS[0], text_2=TEXTS)
+    scores = [item["score"] for item in response["data"]]
+    np.testing.assert_allclose(scores, vectors @ vectors[0], atol=1e-5)
     ranked = post(embedder, "/rerank", query="How is the weather?", documents=TEXTS)
     assert ranked["results"][0]["index"] == 1
 

@@ -79,25 +79,25 @@ class Fronted:
     @contextlib.contextmanager
     def one_of_each(self) -> Iterator[list[httpx.Client]]:
         """A client of front end 0, and one of front end 1."""
-        found: dict[str, httpx.Client] = {}
+        clients: dict[str, httpx.Client] = {}
         with contextlib.ExitStack() as stack:
             for _ in range(60):
                 client = stack.enter_context(self.client())
-                found.setdefault(self.front_of(client), client)
-                if len(found) == 2:
+                clients.setdefault(self.front_of(client), client)
+                if len(clients) == 2:
                     break
-            yield [found["0"], found["1"]]
+            yield [clients["0"], clients["1"]]
 
     def metrics(self, client: httpx.Client | None = None) -> dict[tuple[Any, ...], float]:
         with contextlib.ExitStack() as stack:
-            asked = client or stack.enter_context(self.client())
-            text = asked.get("/metrics").text
+            connection = client or stack.enter_context(self.client())
+            text = connection.get("/metrics").text
         return {
-            (one.name, *sorted((k, v) for k, v in one.labels.items() if k != "model_name")): (
-                one.value
+            (sample.name, *sorted((k, v) for k, v in sample.labels.items() if k != "model_name")): (
+                sample.value
             )
             for family in text_string_to_metric_families(text)
-            for one in family.samples
+            for sample in family.samples
         }
 
     def pids(self) -> dict[str, int]:
@@ -105,18 +105,18 @@ class Fronted:
         return dict(zip("01", sorted(children(self.process.pid)), strict=True))
 
     def idle(self) -> bool:
-        found = self.metrics()
+        samples = self.metrics()
         names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
-        return all(found[f"jackfield:{name}",] == 0 for name in names)
+        return all(samples[f"jackfield:{name}",] == 0 for name in names)
 
 
 def children(pid: int) -> list[int]:
     """Front-end processes of a server; the child of a grammar backend is none."""
-    found = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    pids = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     return [
-        int(one)
-        for one in found
-        if "entrypoints.server.frontends" in Path(f"/proc/{one}/cmdline").read_text()
+        int(item)
+        for item in pids
+        if "entrypoints.server.frontends" in Path(f"/proc/{item}/cmdline").read_text()
     ]
 
 
@@ -160,9 +160,9 @@ def fronted(
     try:
         assert process.stdout is not None
         line = process.stdout.readline()
-        found = re.search(r"https?://127\.0\.0\.1:\d+", line)
-        assert found or (uds and uds in line), process.communicate()[1]
-        yield Fronted(process, line, found[0] if found else "http://server", uds)
+        match = re.search(r"https?://127\.0\.0\.1:\d+", line)
+        assert match or (uds and uds in line), process.communicate()[1]
+        yield Fronted(process, line, match[0] if match else "http://server", uds)
     finally:
         process.kill()
         process.wait()
@@ -173,8 +173,8 @@ def fronted(
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fronted]:
     folder = tmp_path_factory.mktemp("batches")
-    with fronted("--batch-dir", str(folder), "--enable-admin") as made:
-        yield made
+    with fronted("--batch-dir", str(folder), "--enable-admin") as running_server:
+        yield running_server
 
 
 @pytest.fixture(scope="module")
@@ -184,8 +184,8 @@ def single() -> Iterator[Server]:
         served_model_name=(MODEL,), device="cpu", attention_backend="torch", max_model_len=512,
         num_gpu_blocks_override=400, reasoning_parser="think_tags", tool_call_parser="hermes",
     )  # fmt: skip
-    with running(config) as made:
-        yield made
+    with running(config) as running_server:
+        yield running_server
 
 
 ASKED: dict[str, tuple[str, dict[str, Any]]] = {
@@ -215,42 +215,42 @@ ASKED: dict[str, tuple[str, dict[str, Any]]] = {
 
 def folded(client: httpx.Client, path: str, body: dict[str, Any]) -> Any:
     """A stream put together, and the usage at its end."""
-    made: dict[int, dict[str, Any]] = {}
+    choices: dict[int, dict[str, Any]] = {}
     usage: Any = None
-    asked = {**body, "stream": True, "stream_options": {"include_usage": True}}
-    with client.stream("POST", path, json=asked) as answer:
-        assert answer.status_code == 200, answer.read()
-        lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
+    request = {**body, "stream": True, "stream_options": {"include_usage": True}}
+    with client.stream("POST", path, json=request) as response:
+        assert response.status_code == 200, response.read()
+        lines = [line.removeprefix("data: ") for line in response.iter_lines() if line]
     assert lines.pop() == "[DONE]"
     for event in map(json.loads, lines):
         usage = event.get("usage") or usage
         for choice in event["choices"]:
-            one = made.setdefault(choice["index"], {"logprobs": []})
+            first = choices.setdefault(choice["index"], {"logprobs": []})
             for name, value in (choice.get("delta") or {"text": choice.get("text")}).items():
                 if isinstance(value, str) and name != "role":
-                    one[name] = one.get(name, "") + value
+                    first[name] = first.get(name, "") + value
                 for call in value if name == "tool_calls" and value else ():
-                    calls = one.setdefault("calls", {}).setdefault(call["index"], "")
-                    one["calls"][call["index"]] = (
+                    calls = first.setdefault("calls", {}).setdefault(call["index"], "")
+                    first["calls"][call["index"]] = (
                         calls
                         + call["function"].get("name", "")
                         + (call["function"].get("arguments") or "")
                     )
-            one["logprobs"].append(choice.get("logprobs"))
-            one["finish"] = choice.get("finish_reason") or one.get("finish")
-    for one in made.values():
-        one["logprobs"] = merged_logprobs(one["logprobs"])
+            first["logprobs"].append(choice.get("logprobs"))
+            first["finish"] = choice.get("finish_reason") or first.get("finish")
+    for first in choices.values():
+        first["logprobs"] = merged_logprobs(first["logprobs"])
     if usage:
         usage.pop("prompt_tokens_details", None)
-    return made, usage
+    return choices, usage
 
 
 def merged_logprobs(pieces: list[Any]) -> Any:
-    made: dict[str, list[Any]] = {}
+    merged: dict[str, list[Any]] = {}
     for piece in pieces:
         for name, values in (piece or {}).items():
-            made.setdefault(name, []).extend(values or ())
-    return made
+            merged.setdefault(name, []).extend(values or ())
+    return merged
 
 
 def test_streams_are_those_of_one_process_whichever_front_end_answers(
@@ -261,11 +261,11 @@ def test_streams_are_those_of_one_process_whichever_front_end_answers(
             expected = folded(alone, path, body)
             for client in clients:
                 assert folded(client, path, body) == expected, name
-            whole = [one.post(path, json=body).json() for one in (alone, *clients)]
+            whole = [first.post(path, json=body).json() for first in (alone, *clients)]
             texts = [
                 [choice.get("message", {}).get("content") or choice.get("text")
-                 for choice in one["choices"]]
-                for one in whole
+                 for choice in first["choices"]]
+                for first in whole
             ]  # fmt: skip
             assert texts[0] == texts[1] == texts[2], name
 
@@ -290,14 +290,14 @@ def test_the_kernel_spreads_connections_that_come_at_once(server: Fronted) -> No
 
 def test_a_scrape_is_the_same_whichever_front_end_answers(server: Fronted) -> None:
     with server.one_of_each() as clients:
-        one, other = (server.metrics(client) for client in clients)
+        first, other = (server.metrics(client) for client in clients)
     cpu = "jackfield:frontend_cpu_seconds_total"
-    assert one.keys() == other.keys()
-    assert {k: v for k, v in one.items() if k[0] != cpu} == {
+    assert first.keys() == other.keys()
+    assert {k: v for k, v in first.items() if k[0] != cpu} == {
         k: v for k, v in other.items() if k[0] != cpu
     }
-    assert one["jackfield:generation_tokens_total",] > 0
-    assert set(requests_of(one)) == {"0", "1"}
+    assert first["jackfield:generation_tokens_total",] > 0
+    assert set(requests_of(first)) == {"0", "1"}
 
 
 def test_the_load_is_the_whole_servers(server: Fronted) -> None:
@@ -325,19 +325,19 @@ def test_admin_routes_and_health_reach_the_engine(server: Fronted) -> None:
 
 def test_responses_are_one_store_whichever_front_end_answers(server: Fronted) -> None:
     with server.one_of_each() as clients:
-        zero, one = (
+        zero, item = (
             openai.OpenAI(base_url=f"{server.url}/v1", api_key="x", http_client=client)
             for client in clients
         )
-        first = one.responses.create(model=MODEL, input="My name is Ada.", max_output_tokens=8)
+        first = item.responses.create(model=MODEL, input="My name is Ada.", max_output_tokens=8)
         assert zero.responses.retrieve(first.id).output_text == first.output_text
         second = zero.responses.create(
             model=MODEL, input="Hi", previous_response_id=first.id, max_output_tokens=8
         )
-        items = one.responses.input_items.list(second.id, order="asc").data
+        items = item.responses.input_items.list(second.id, order="asc").data
         assert len(items) == 3
         events = list(
-            one.responses.create(model=MODEL, input="Hi", stream=True, max_output_tokens=8)
+            item.responses.create(model=MODEL, input="Hi", stream=True, max_output_tokens=8)
         )
         kinds = [event.type for event in events]
         assert kinds[0] == "response.created"
@@ -346,22 +346,22 @@ def test_responses_are_one_store_whichever_front_end_answers(server: Fronted) ->
             model=MODEL, input="x", background=True, max_output_tokens=300,
             extra_body={"ignore_eos": True},
         )  # fmt: skip
-        assert one.responses.retrieve(running.id).status in ("queued", "in_progress")
-        assert one.responses.cancel(running.id).status == "cancelled"
-        one.responses.delete(first.id)
+        assert item.responses.retrieve(running.id).status in ("queued", "in_progress")
+        assert item.responses.cancel(running.id).status == "cancelled"
+        item.responses.delete(first.id)
         with pytest.raises(openai.NotFoundError):
             zero.responses.retrieve(first.id)
         with pytest.raises(openai.BadRequestError) as refused:
-            one.responses.create(model=MODEL, input="x", previous_response_id="resp_none")
+            item.responses.create(model=MODEL, input="x", previous_response_id="resp_none")
         assert refused.value.code == "previous_response_not_found"
 
 
 def test_leaving_a_forwarded_stream_aborts_its_request(server: Fronted) -> None:
     with server.one_of_each() as clients:
         body = {"input": "x", "max_output_tokens": 300, "ignore_eos": True, "stream": True}
-        with clients[1].stream("POST", "/v1/responses", json=body) as answer:
-            assert answer.status_code == 200
-            lines = answer.iter_lines()
+        with clients[1].stream("POST", "/v1/responses", json=body) as response:
+            assert response.status_code == 200
+            lines = response.iter_lines()
             assert next(lines) == "event: response.created"
             assert not server.idle()
     assert becomes(server.idle, 10)
@@ -372,9 +372,9 @@ def test_a_packed_body_is_unpacked_once(server: Fronted) -> None:
     headers = {"Content-Encoding": "gzip", "Content-Type": "application/json"}
     with server.one_of_each() as clients:
         for client in clients:
-            answer = client.post("/v1/responses", content=body, headers=headers)
-            assert answer.status_code == 200, answer.text
-            assert answer.headers["X-Request-Id"]
+            response = client.post("/v1/responses", content=body, headers=headers)
+            assert response.status_code == 200, response.text
+            assert response.headers["X-Request-Id"]
 
 
 def test_files_and_batches_are_one_store_whichever_front_end_answers(server: Fronted) -> None:
@@ -385,19 +385,19 @@ def test_files_and_batches_are_one_store_whichever_front_end_answers(server: Fro
         ).encode() + b"\n" for number in range(5)
     )  # fmt: skip
     with server.one_of_each() as clients:
-        zero, one = (
+        zero, first = (
             openai.OpenAI(base_url=f"{server.url}/v1", api_key="x", http_client=client)
             for client in clients
         )
-        file = one.files.create(file=("in.jsonl", lines), purpose="batch")
+        file = first.files.create(file=("in.jsonl", lines), purpose="batch")
         batch = zero.batches.create(
             input_file_id=file.id, endpoint="/v1/completions", completion_window="24h"
         )
-        assert becomes(lambda: one.batches.retrieve(batch.id).status == "completed")
-        done = one.batches.retrieve(batch.id)
-        output = one.files.content(done.output_file_id or "").read()
+        assert becomes(lambda: first.batches.retrieve(batch.id).status == "completed")
+        final = first.batches.retrieve(batch.id)
+        output = first.files.content(final.output_file_id or "").read()
         assert len(output.splitlines()) == 5
-        assert output == zero.files.content(done.output_file_id or "").read()
+        assert output == zero.files.content(final.output_file_id or "").read()
         refused = clients[1].get("/v1/batches?limit=zero")
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "limit")
 
@@ -408,11 +408,11 @@ def test_a_killed_front_end_takes_its_streams_alone_and_is_restarted(
 ) -> None:
     pids = server.pids()
     with server.one_of_each() as clients, contextlib.ExitStack() as stack:
-        lost, kept = (clients[int(front)], clients[1 - int(front)])
+        lost, original = (clients[int(front)], clients[1 - int(front)])
         asking = stack.enter_context(server.one_of_each())[1 - int(front)]
         streams = [
             stack.enter_context(client.stream("POST", "/v1/completions", json=LONG))
-            for client in (lost, kept)
+            for client in (lost, original)
         ]
         lines = [stream.iter_lines() for stream in streams]
         for some in lines:
@@ -461,8 +461,8 @@ def test_sigterm_drains(server: Fronted) -> None:
     """The last one: the server is gone then."""
     pids = children(server.process.pid)
     with server.client() as client, server.client() as other:
-        with client.stream("POST", "/v1/completions", json=LONG) as answer:
-            lines = answer.iter_lines()
+        with client.stream("POST", "/v1/completions", json=LONG) as response:
+            lines = response.iter_lines()
             next(lines)
             server.process.send_signal(signal.SIGTERM)
             assert server.process.stdout.readline() == "Draining\n"
@@ -483,8 +483,8 @@ def test_nothing_is_left_of_a_server_whose_engine_is_killed(tmp_path: Path) -> N
         (folder,) = tmp_path.glob("jackfield-*")
         assert folder.stat().st_mode & 0o777 == 0o700
         with server.client() as client:
-            with client.stream("POST", "/v1/completions", json=LONG) as answer:
-                lines = answer.iter_lines()
+            with client.stream("POST", "/v1/completions", json=LONG) as response:
+                lines = response.iter_lines()
                 next(lines)
                 server.process.kill()
                 rest = "".join(lines)
@@ -533,8 +533,8 @@ def test_an_engine_that_dies_ends_the_streams_and_the_server_with_a_status(tmp_p
             server.trusted = ssl.create_default_context(cafile=file + ".crt")
         pids = children(server.process.pid)
         with server.client() as client:
-            with client.stream("POST", "/v1/completions", json=LONG) as answer:
-                lines = [line for line in answer.iter_lines() if line]
+            with client.stream("POST", "/v1/completions", json=LONG) as response:
+                lines = [line for line in response.iter_lines() if line]
         assert lines[-1] == "data: [DONE]"
         assert any("the device is gone" in line or '"error"' in line for line in lines)
         assert server.process.wait(300) == 1
@@ -542,28 +542,28 @@ def test_an_engine_that_dies_ends_the_streams_and_the_server_with_a_status(tmp_p
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "text"),
     [
         (["--api-server-count", "0"], "must be at least 1"),
         (["--api-server-count", "2", "no/such/folder"], "no/such/folder"),
     ],
 )
-def test_a_start_that_fails_says_why_and_leaves_nothing(flags: list[str], said: str) -> None:
-    done = subprocess.run(
+def test_a_start_that_fails_says_why_and_leaves_nothing(flags: list[str], text: str) -> None:
+    completed = subprocess.run(
         [sys.executable, "-m", "jackfield.entrypoints.cli.main", "serve", "--port", "0", *flags],
         capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
-    assert done.returncode != 0
-    assert said in done.stderr and "Traceback" not in done.stderr
+    assert completed.returncode != 0
+    assert text in completed.stderr and "Traceback" not in completed.stderr
 
 
 def test_each_front_end_has_a_socket_of_its_own_on_one_port() -> None:
     with bound(Listen("localhost", 0), 3) as sockets:
-        addresses = {one.getsockname()[:2] for own in sockets for one in own}
+        addresses = {item.getsockname()[:2] for own in sockets for item in own}
         assert len({port for _, port in addresses}) == 1
         for own in sockets:
-            for one in own:
-                one.listen()
+            for item in own:
+                item.listen()
         port = addresses.pop()[1]
         with pytest.raises(OSError, match="in use"), bound(Listen("localhost", port), 2):
             pass
@@ -577,10 +577,10 @@ def test_a_unix_socket_takes_the_place_of_one_that_was_left_and_of_nothing_else(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "server"
-    with socket.socket(socket.AF_UNIX) as left:
-        left.bind(str(path))
-    with bound(Listen(uds=str(path)), 2) as ((one,), (other,)):
-        assert one is other and path.is_socket()
+    with socket.socket(socket.AF_UNIX) as remaining:
+        remaining.bind(str(path))
+    with bound(Listen(uds=str(path)), 2) as ((item,), (other,)):
+        assert item is other and path.is_socket()
     assert not path.exists()
     path.write_text("a file")
     with pytest.raises(OSError), bound(Listen(uds=str(path)), 2):
@@ -592,17 +592,17 @@ async def test_front_ends_that_keep_ending_are_not_started_forever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    found = settings(["--api-server-count", "2", *FLAGS])
-    async with AsyncEngine(found.config, plugins=found.plugins) as engine:
+    options = settings(["--api-server-count", "2", *FLAGS])
+    async with AsyncEngine(options.config, plugins=options.plugins) as engine:
         with bound(Listen(port=0), 2) as sockets:
-            fronts = FrontEnds(engine, found, str(tmp_path), sockets)
+            fronts = FrontEnds(engine, options, str(tmp_path), sockets)
             with pytest.raises(FrontEndsFailed, match="at its start"):
                 await asyncio.wait_for(fronts.run(), 300)
-            fronts = FrontEnds(engine, found, str(tmp_path), sockets)
+            fronts = FrontEnds(engine, options, str(tmp_path), sockets)
             fronts.complete = True
             with pytest.raises(FrontEndsFailed, match="ended 6 times within 60 seconds"):
                 await asyncio.wait_for(fronts.run(), 300)
-            fronts = FrontEnds(engine, found, str(tmp_path), sockets)
+            fronts = FrontEnds(engine, options, str(tmp_path), sockets)
             fronts.complete = True
             engine.core.requests.accepting = False
             await asyncio.wait_for(fronts.run(), 300)

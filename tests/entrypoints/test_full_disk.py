@@ -47,11 +47,11 @@ class Disk:
 
 @pytest.fixture
 def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Disk]:
-    made = Disk()
-    monkeypatch.setattr(results.os, "pwrite", made.pwrite)
+    fake_disk = Disk()
+    monkeypatch.setattr(results.os, "pwrite", fake_disk.pwrite)
     monkeypatch.setattr(manager, "RETRY_SECONDS", 0.02)
-    yield made
-    made.room = None
+    yield fake_disk
+    fake_disk.room = None
 
 
 @pytest.fixture(scope="module")
@@ -62,8 +62,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory, folder: Path) -> Iterator[Server]:
     options = ServerOptions(batches=BatchOptions(folder))
-    with running(engine_config(save_random(tmp_path_factory.mktemp("random"))), options) as made:
-        yield made
+    with running(
+        engine_config(save_random(tmp_path_factory.mktemp("random"))), options
+    ) as running_server:
+        yield running_server
 
 
 def upload(server: Server) -> httpx.Response:
@@ -87,24 +89,26 @@ def start(server: Server) -> str:
         "endpoint": "/v1/completions",
         "completion_window": "24h",
     }
-    answer = httpx.post(server.url + "/v1/batches", json=body)
-    assert answer.status_code == 200, answer.text
-    made: str = answer.json()["id"]
-    return made
+    response = httpx.post(server.url + "/v1/batches", json=body)
+    assert response.status_code == 200, response.text
+    batch_id: str = response.json()["id"]
+    return batch_id
 
 
-def becomes(server: Server, batch: str, wanted: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+def becomes(
+    server: Server, batch: str, condition: Callable[[dict[str, Any]], bool]
+) -> dict[str, Any]:
     deadline = time.monotonic() + 120
     while True:
         seen: dict[str, Any] = httpx.get(f"{server.url}/v1/batches/{batch}").json()
-        if wanted(seen):
+        if condition(seen):
             return seen
         assert time.monotonic() < deadline, seen
 
 
 def outputs(server: Server, batch: dict[str, Any]) -> list[dict[str, Any]]:
-    answer = httpx.get(f"{server.url}/v1/files/{batch['output_file_id']}/content")
-    return [json.loads(line) for line in answer.text.splitlines()]
+    response = httpx.get(f"{server.url}/v1/files/{batch['output_file_id']}/content")
+    return [json.loads(line) for line in response.text.splitlines()]
 
 
 def full(seen: dict[str, Any]) -> bool:
@@ -120,20 +124,20 @@ def test_a_batch_waits_for_room_says_so_and_goes_on(server: Server, disk: Disk) 
     refused = disk.refused
     becomes(server, batch, lambda _: disk.refused > refused)  # It tries again.
     disk.room = None
-    ended = becomes(server, batch, lambda seen: seen["status"] == "completed")
-    assert ended["errors"] is None and ended["request_counts"]["completed"] == COUNT
-    found = outputs(server, ended)
-    assert sorted(one["custom_id"] for one in found) == sorted(f"r{i}" for i in range(COUNT))
+    final = becomes(server, batch, lambda seen: seen["status"] == "completed")
+    assert final["errors"] is None and final["request_counts"]["completed"] == COUNT
+    rows = outputs(server, final)
+    assert sorted(item["custom_id"] for item in rows) == sorted(f"r{i}" for i in range(COUNT))
 
 
 def test_a_batch_that_waits_for_room_can_be_cancelled(server: Server, disk: Disk) -> None:
     disk.room = 2
     batch = start(server)
     becomes(server, batch, full)
-    answer = httpx.post(f"{server.url}/v1/batches/{batch}/cancel")
-    assert answer.status_code == 200 and answer.json()["status"] == "cancelling"
-    ended = becomes(server, batch, lambda seen: seen["status"] == "cancelled")
-    assert disk.room == 0 and len(outputs(server, ended)) == 2
+    response = httpx.post(f"{server.url}/v1/batches/{batch}/cancel")
+    assert response.status_code == 200 and response.json()["status"] == "cancelling"
+    final = becomes(server, batch, lambda seen: seen["status"] == "cancelled")
+    assert disk.room == 0 and len(outputs(server, final)) == 2
 
 
 @pytest.mark.parametrize("method", ["put", "finish", "add_file"])
@@ -141,14 +145,14 @@ def test_rows_that_cannot_be_written_are_written_later(
     server: Server, disk: Disk, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
     """`put` is refused after a batch was created; `finish` and `add_file` in their first calls."""
-    left = 3
+    remaining = 3
     real = getattr(Store, method)
 
     def refusing(self: Store, thing: Any, *rest: Any) -> Any:
-        nonlocal left
+        nonlocal remaining
         new = getattr(thing, "status", "") == "validating"
-        if left and not new and getattr(thing, "purpose", "") != "batch":
-            left -= 1
+        if remaining and not new and getattr(thing, "purpose", "") != "batch":
+            remaining -= 1
             if method == "finish":
                 real(self, thing, *rest)  # All of it, but for the end.
             error = sqlite3.OperationalError("database or disk is full")
@@ -158,9 +162,9 @@ def test_rows_that_cannot_be_written_are_written_later(
 
     monkeypatch.setattr(Store, method, refusing)
     batch = start(server)
-    ended = becomes(server, batch, lambda seen: seen["status"] == "completed")
-    assert left == 0 and ended["errors"] is None
-    assert len(outputs(server, ended)) == COUNT
+    final = becomes(server, batch, lambda seen: seen["status"] == "completed")
+    assert remaining == 0 and final["errors"] is None
+    assert len(outputs(server, final)) == COUNT
 
 
 def test_a_cancelled_batch_ends_though_its_row_could_not_be_written_at_once(
@@ -194,9 +198,9 @@ def test_an_upload_without_room_is_refused_clearly_and_leaves_nothing(
     before = sorted(folder.glob("*/*"))
     target = {"content": (routes, "_write"), "sync": (routes, "sync"), "row": (Store, "add_file")}
     monkeypatch.setattr(*target[place], refuse)
-    answer = upload(server)
-    assert answer.status_code == 507, answer.text
-    error = answer.json()["error"]
+    response = upload(server)
+    assert response.status_code == 507, response.text
+    error = response.json()["error"]
     assert error["code"] == "insufficient_storage" and "disk is full" in error["message"]
     assert sorted(folder.glob("*/*")) == before
     monkeypatch.undo()
@@ -207,15 +211,15 @@ def test_a_database_without_room_refuses_uploads_and_lets_files_be_deleted(
     server: Server, folder: Path
 ) -> None:
     store = store_of(folder)
-    kept = [upload(server).json()["id"] for _ in range(3)]
+    file_ids = [upload(server).json()["id"] for _ in range(3)]
     pages = server.call(lambda _: store.call(_limit_pages, store, None))
     try:
-        while (answer := upload(server)).status_code == 200:
-            kept.append(answer.json()["id"])
-        assert answer.status_code == 507
-        assert answer.json()["error"]["code"] == "insufficient_storage"
+        while (response := upload(server)).status_code == 200:
+            file_ids.append(response.json()["id"])
+        assert response.status_code == 507
+        assert response.json()["error"]["code"] == "insufficient_storage"
         assert not list((folder / "incoming").iterdir())
-        for file_id in kept:
+        for file_id in file_ids:
             assert httpx.delete(f"{server.url}/v1/files/{file_id}").status_code == 200
     finally:
         server.call(lambda _: store.call(_limit_pages, store, pages))
@@ -242,15 +246,15 @@ def test_a_line_that_does_not_fit_leaves_nothing_behind(tmp_path: Path, disk: Di
     file = ResultsFile(path)
     ids = [f"batch_req_{i}_{i:016x}" for i in range(3)]
     lines = [Line(i, id, f"r{i}", "/v1/completions", {}, None) for i, id in enumerate(ids)]
-    made = [refused(line, "code", "x" * (200 - 90 * line.number)) for line in lines]
-    file.append(made[0])
+    refusals = [refused(line, "code", "x" * (200 - 90 * line.number)) for line in lines]
+    file.append(refusals[0])
     disk.room = 0
     with pytest.raises(OSError):
-        file.append(made[1])
-    assert path.read_bytes() == made[0].encoded
+        file.append(refusals[1])
+    assert path.read_bytes() == refusals[0].encoded
     disk.room = None
-    file.append(made[2])
-    file.append(made[1])
-    assert path.read_bytes() == made[0].encoded + made[2].encoded + made[1].encoded
+    file.append(refusals[2])
+    file.append(refusals[1])
+    assert path.read_bytes() == refusals[0].encoded + refusals[2].encoded + refusals[1].encoded
     file.close()
-    assert list(ResultsFile(path).done) == [made[i].line.id for i in (0, 2, 1)]
+    assert list(ResultsFile(path).done) == [refusals[i].line.id for i in (0, 2, 1)]

@@ -25,15 +25,15 @@ CHAT: Any = [{"role": "user", "content": "Hello there"}]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = save_random(tmp_path_factory.mktemp("random"))
-    (made / "generation_config.json").write_text(json.dumps(STORED))
-    return made
+    path = save_random(tmp_path_factory.mktemp("random"))
+    (path / "generation_config.json").write_text(json.dumps(STORED))
+    return path
 
 
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[Server]:
-    with running(engine_config(folder)) as one:
-        yield one
+    with running(engine_config(folder)) as item:
+        yield item
 
 
 @pytest.fixture(scope="module")
@@ -103,12 +103,12 @@ def test_requests_that_leave_it_open_get_the_models(
 ) -> None:
     """Greedy, and six tokens at most: an answer that says nothing else."""
     texts = set()
-    for asked in ({}, {"temperature": 0}, {"max_tokens": 50}):
-        made = client.chat.completions.create(
-            model=MODEL, messages=CHAT, extra_body={"ignore_eos": True}, **asked
+    for request in ({}, {"temperature": 0}, {"max_tokens": 50}):
+        response = client.chat.completions.create(
+            model=MODEL, messages=CHAT, extra_body={"ignore_eos": True}, **request
         )
-        assert made.usage is not None and made.usage.completion_tokens == 6
-        texts.add(made.choices[0].message.content)
+        assert response.usage is not None and response.usage.completion_tokens == 6
+        texts.add(response.choices[0].message.content)
     assert len(texts) == 1
     ids = [3, 9, 27]
     texts = {
@@ -118,9 +118,9 @@ def test_requests_that_leave_it_open_get_the_models(
         for _ in range(3)
     }
     assert len(texts) == 1
-    told = client.responses.create(model=MODEL, input="Hello", max_output_tokens=40)
-    assert told.temperature == 0.0
-    assert told.usage is not None and told.usage.output_tokens <= 6
+    via_responses = client.responses.create(model=MODEL, input="Hello", max_output_tokens=40)
+    assert via_responses.temperature == 0.0
+    assert via_responses.usage is not None and via_responses.usage.output_tokens <= 6
 
 
 def test_what_a_request_says_counts(client: openai.OpenAI) -> None:
@@ -132,16 +132,16 @@ def test_what_a_request_says_counts(client: openai.OpenAI) -> None:
         for seed in range(6)
     }  # fmt: skip
     assert len(texts) > 1
-    told = client.responses.create(model=MODEL, input="Hello", temperature=0.25)
-    assert told.temperature == 0.25
+    response = client.responses.create(model=MODEL, input="Hello", temperature=0.25)
+    assert response.temperature == 0.25
 
 
 def test_it_holds_in_process_where_no_parameters_are_given(folder: Path) -> None:
     with LLM(str(folder), dtype="float32", num_gpu_blocks_override=50, max_model_len=64) as llm:
-        given = llm.get_default_sampling_params()
-        assert (given.temperature, given.top_k, given.max_tokens) == (0.0, 20, 6)
+        value = llm.get_default_sampling_params()
+        assert (value.temperature, value.top_k, value.max_tokens) == (0.0, 20, 6)
         (first,) = llm.generate([[3, 9, 27]], use_tqdm=False)
-        (same,) = llm.generate([[3, 9, 27]], given, use_tqdm=False)
+        (same,) = llm.generate([[3, 9, 27]], value, use_tqdm=False)
         assert first.outputs[0].token_ids == same.outputs[0].token_ids
         (own,) = llm.generate(
             [[3, 9, 27]], SamplingParams(max_tokens=12, ignore_eos=True), use_tqdm=False

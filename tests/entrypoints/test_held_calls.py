@@ -100,23 +100,23 @@ def config(parser: str | None, **options: Any) -> EngineConfig:
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def family(request: pytest.FixtureRequest) -> Iterator[tuple[str, Server]]:
-    with running(config(request.param)) as made:
-        yield request.param, made
+    with running(config(request.param)) as running_server:
+        yield request.param, running_server
 
 
 @pytest.fixture
 async def client(family: tuple[str, Server]) -> Any:
     url = f"{family[1].url}/v1"
-    async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as made:
-        yield made
+    async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as api_client:
+        yield api_client
 
 
 async def both(client: openai.AsyncOpenAI, **options: Any) -> dict[str, Any]:
     """The answer, streamed and not; they must be the same."""
-    given = {"model": MODEL, "messages": MESSAGES, "max_tokens": 300, **options}
-    one, stream = await asyncio.gather(
-        client.chat.completions.create(**given),
-        client.chat.completions.create(**given, stream=True),
+    body = {"model": MODEL, "messages": MESSAGES, "max_tokens": 300, **options}
+    first, stream = await asyncio.gather(
+        client.chat.completions.create(**body),
+        client.chat.completions.create(**body, stream=True),
     )
     content, finish, calls = "", None, {}
     async for chunk in stream:
@@ -127,47 +127,47 @@ async def both(client: openai.AsyncOpenAI, **options: Any) -> dict[str, Any]:
             name += call.function.name or ""
             calls[call.index] = (name, arguments + (call.function.arguments or ""))
         finish = choice.finish_reason or finish
-    (choice,) = one.choices
-    made = [(c.function.name, c.function.arguments) for c in choice.message.tool_calls or ()]
-    assert list(calls.values()) == made and choice.finish_reason == finish
+    (choice,) = first.choices
+    full_calls = [(c.function.name, c.function.arguments) for c in choice.message.tool_calls or ()]
+    assert list(calls.values()) == full_calls and choice.finish_reason == finish
     assert content == (choice.message.content or "")
-    return {"content": content, "calls": made, "finish": finish}
+    return {"content": content, "calls": full_calls, "finish": finish}
 
 
 def check(name: str, arguments: str) -> None:
-    made = json.loads(arguments)
+    parsed_arguments = json.loads(arguments)
     if name == "stop":
-        assert made == {}
+        assert parsed_arguments == {}
         return
-    assert name == "book" and list(made) == ["seats", "class", "legs"]
-    assert type(made["seats"]) is int and 1 <= made["seats"] <= 40
-    assert made["class"] in ("éco", "first") and 1 <= len(made["legs"]) <= 2
-    for leg in made["legs"]:
+    assert name == "book" and list(parsed_arguments) == ["seats", "class", "legs"]
+    assert type(parsed_arguments["seats"]) is int and 1 <= parsed_arguments["seats"] <= 40
+    assert parsed_arguments["class"] in ("éco", "first") and 1 <= len(parsed_arguments["legs"]) <= 2
+    for leg in parsed_arguments["legs"]:
         assert leg["day"] in ("mon", "fri") and isinstance(leg["direct"], bool)
 
 
 async def test_required_calls_follow_their_schemas(client: Any) -> None:
-    made = await asyncio.gather(
+    results = await asyncio.gather(
         *(
             both(client, tools=tools(strict=False), tool_choice="required", seed=seed,
                  temperature=1.5, parallel_tool_calls=seed % 2 == 0)
             for seed in range(4)
         )
     )  # fmt: skip
-    for seed, answer in enumerate(made):
-        assert seed % 2 == 0 or len(answer["calls"]) <= 1
-        if answer["finish"] != "length":
-            assert answer["finish"] == "tool_calls" and not answer["content"]
-            for call in answer["calls"]:
+    for seed, response in enumerate(results):
+        assert seed % 2 == 0 or len(response["calls"]) <= 1
+        if response["finish"] != "length":
+            assert response["finish"] == "tool_calls" and not response["content"]
+            for call in response["calls"]:
                 check(*call)
-    assert sum(answer["finish"] == "tool_calls" for answer in made) >= 2
+    assert sum(response["finish"] == "tool_calls" for response in results) >= 2
 
 
 async def test_a_named_tool_is_called_once(client: Any) -> None:
     choice = {"type": "function", "function": {"name": "book"}}
-    answer = await both(client, tools=tools(strict=False), tool_choice=choice, seed=1)
-    assert answer["finish"] == "stop" and not answer["content"]
-    ((name, arguments),) = answer["calls"]
+    response = await both(client, tools=tools(strict=False), tool_choice=choice, seed=1)
+    assert response["finish"] == "stop" and not response["content"]
+    ((name, arguments),) = response["calls"]
     assert name == "book"
     check(name, arguments)
 
@@ -177,15 +177,19 @@ async def test_strict_tools_are_held_when_the_model_calls_them(
 ) -> None:
     opening = Tokenizer.load(str(EMBEDDED)).encode(OPENING[family[0]], add_special_tokens=False)
     assert len(opening) == 1
-    asked = {"tools": tools(strict=True), "temperature": 1.5, "parallel_tool_calls": False}
+    request = {"tools": tools(strict=True), "temperature": 1.5, "parallel_tool_calls": False}
     bias = {str(opening[0]): 100.0}
-    held = await asyncio.gather(*(both(client, seed=s, logit_bias=bias, **asked) for s in range(3)))
-    called = [call for answer in held for call in answer["calls"]]
+    constrained = await asyncio.gather(
+        *(both(client, seed=s, logit_bias=bias, **request) for s in range(3))
+    )
+    called = [call for response in constrained for call in response["calls"]]
     if family[0] not in ("mistral", "deepseek_v3"):  # Whose mark is several tokens of this model.
-        assert len(called) == 3 and all(answer["finish"] == "tool_calls" for answer in held)
+        assert len(called) == 3 and all(
+            response["finish"] == "tool_calls" for response in constrained
+        )
     for call in called:
         check(*call)
-    free = await both(client, **{**asked, "max_tokens": 30}, seed=1)
+    free = await both(client, **{**request, "max_tokens": 30}, seed=1)
     assert free["content"] and not free["calls"], "a strict tool need not be called"
 
 
@@ -193,23 +197,23 @@ async def test_an_answer_follows_a_schema_or_calls_a_tool(
     client: Any, family: tuple[str, Server]
 ) -> None:
     opening = Tokenizer.load(str(EMBEDDED)).encode(OPENING[family[0]], add_special_tokens=False)
-    asked = {"tools": tools(strict=True), "response_format": FORMAT, "parallel_tool_calls": False}
+    request = {"tools": tools(strict=True), "response_format": FORMAT, "parallel_tool_calls": False}
     if OPENING[family[0]] != "{":
-        call = await both(client, **asked, seed=2, logit_bias={str(opening[0]): 100.0})
+        call = await both(client, **request, seed=2, logit_bias={str(opening[0]): 100.0})
         assert call["finish"] == "tool_calls" and not call["content"]
-        for one in call["calls"]:
-            check(*one)
+        for item in call["calls"]:
+            check(*item)
     brace = Tokenizer.load(str(EMBEDDED)).encode("{", add_special_tokens=False)
-    answers = [
-        await both(client, **asked, seed=seed, logit_bias={str(brace[0]): 100.0})
+    responses = [
+        await both(client, **request, seed=seed, logit_bias={str(brace[0]): 100.0})
         for seed in range(3)
     ]
-    for answer in answers:
-        if answer["calls"]:
+    for response in responses:
+        if response["calls"]:
             assert OPENING[family[0]] == "{"
         else:
-            assert answer["finish"] == "stop"
-            assert 0 <= json.loads(answer["content"])["left"] <= 99
+            assert response["finish"] == "stop"
+            assert 0 <= json.loads(response["content"])["left"] <= 99
 
 
 async def test_a_call_that_ends_the_thought_is_held_too() -> None:
@@ -218,23 +222,23 @@ async def test_a_call_that_ends_the_thought_is_held_too() -> None:
     with running(thinking) as server:
         async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
             for choice in ("required", "auto"):
-                answer = await both(
+                response = await both(
                     client, tools=[WEATHER], tool_choice=choice, temperature=0.3, seed=3,
                     messages=[{"role": "user", "content": "What is the weather in Lisbon?"}],
                 )  # fmt: skip
-                assert answer["finish"] == "tool_calls" and not answer["content"]
-                ((name, arguments),) = answer["calls"]
+                assert response["finish"] == "tool_calls" and not response["content"]
+                ((name, arguments),) = response["calls"]
                 assert name == "get_weather" and list(json.loads(arguments)) == ["city"]
 
 
 async def test_responses_hold_calls_the_same_way(client: Any, family: tuple[str, Server]) -> None:
-    given = [{"type": "function", **tool["function"]} for tool in tools(strict=True)]
-    made = await client.responses.create(
-        model=MODEL, input="Book a trip.", tools=given, tool_choice="required",
+    flat_tools = [{"type": "function", **tool["function"]} for tool in tools(strict=True)]
+    response = await client.responses.create(
+        model=MODEL, input="Book a trip.", tools=flat_tools, tool_choice="required",
         max_output_tokens=300, temperature=0.7, parallel_tool_calls=False,
     )  # fmt: skip
-    (item,) = made.output
-    if made.status == "completed":
+    (item,) = response.output
+    if response.status == "completed":
         assert item.type == "function_call"
         check(item.name, item.arguments)
 
@@ -257,8 +261,8 @@ def special(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
             structured_outputs_config=options,
             max_model_len=1024,
         )
-    ) as one:
-        yield one
+    ) as item:
+        yield item
 
 
 @pytest.mark.parametrize("choice", ["auto", "required"])
@@ -268,12 +272,12 @@ async def test_special_tokens_open_calls_that_are_held(special: Server, choice: 
         free = await both(client, tools=tools(strict=False), temperature=0)
         assert free["calls"] == [("book", '{"city": "Lisbon"}')]
         for seed in range(2):
-            answer = await both(
+            response = await both(
                 client, tools=tools(strict=True), tool_choice=choice, seed=seed, max_tokens=250,
                 parallel_tool_calls=False, temperature=0.2,
             )  # fmt: skip
-            assert answer["content"] == ("Let me look." if choice == "auto" else "")
-            ((name, arguments),) = answer["calls"]
+            assert response["content"] == ("Let me look." if choice == "auto" else "")
+            ((name, arguments),) = response["calls"]
             check(name, arguments)
 
 
@@ -312,7 +316,7 @@ async def test_strict_is_refused_where_nothing_can_hold_it(parser: str, reason: 
 async def test_forced_calls_are_json_where_the_form_cannot_hold_them(
     parser: str | None, options: dict[str, Any]
 ) -> None:
-    made = await ask(parser, hosted(strict=False), "required", **options)
-    (call, *_) = made.choices[0].message.tool_calls
-    made = json.loads(call.function.arguments)
-    assert call.function.name == "f" and re.fullmatch(r"[A-Za-z0-9.-]+", made["host"])
+    result = await ask(parser, hosted(strict=False), "required", **options)
+    (call, *_) = result.choices[0].message.tool_calls
+    result = json.loads(call.function.arguments)
+    assert call.function.name == "f" and re.fullmatch(r"[A-Za-z0-9.-]+", result["host"])

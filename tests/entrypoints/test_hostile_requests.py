@@ -19,22 +19,22 @@ CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with running(config(save_random(tmp_path_factory.mktemp("random")))) as made:
-        yield made
+    with running(config(save_random(tmp_path_factory.mktemp("random")))) as running_server:
+        yield running_server
 
 
 def refused(server: Server, route: str, body: dict[str, Any]) -> dict[str, Any]:
-    answer = httpx.post(server.url + route, json=body)
-    assert answer.status_code == 400
-    error: dict[str, Any] = answer.json()["error"]
+    response = httpx.post(server.url + route, json=body)
+    assert response.status_code == 400
+    error: dict[str, Any] = response.json()["error"]
     return error
 
 
-def raw(server: Server, sent: bytes) -> bytes:
+def raw(server: Server, data: bytes) -> bytes:
     """All that the server answers before it closes the connection."""
     at = urlsplit(server.url)
     with socket.create_connection((at.hostname, at.port), timeout=300) as connection:
-        connection.sendall(sent)
+        connection.sendall(data)
         return b"".join(iter(lambda: connection.recv(65536), b""))
 
 
@@ -66,26 +66,26 @@ def test_a_refusal_does_not_repeat_a_large_value(server: Server) -> None:
 
 
 def test_a_number_of_five_thousand_digits_is_not_called_bad_json(server: Server) -> None:
-    answer = httpx.post(
+    response = httpx.post(
         server.url + "/v1/completions",
         content=b'{"seed":' + b"9" * 5000 + b"}",
         headers=JSON,
     )
-    assert answer.status_code == 400
-    assert answer.json()["error"]["message"].startswith("the body cannot be read: Integer value")
+    assert response.status_code == 400
+    assert response.json()["error"]["message"].startswith("the body cannot be read: Integer value")
 
 
 def test_a_body_that_is_not_packed_as_it_says_is_the_client_s_fault(
     server: Server, caplog: pytest.LogCaptureFixture
 ) -> None:
-    answer = raw(
+    response = raw(
         server,
         b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Encoding: gzip\r\n"
         b"Content-Type: application/json\r\n"
         b"Content-Length: 4\r\nConnection: close\r\n\r\njunk",
     )
-    assert answer.startswith(b"HTTP/1.1 400 ")
-    assert b"the body cannot be unpacked: Error -3 while decompressing data" in answer
+    assert response.startswith(b"HTTP/1.1 400 ")
+    assert b"the body cannot be unpacked: Error -3 while decompressing data" in response
     assert [r.message for r in caplog.records if r.levelno >= logging.WARNING] == []
 
 
@@ -93,15 +93,15 @@ def test_what_is_not_http_leaves_no_traceback(
     server: Server, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "jackfield")
-    for sent in (
+    for data in (
         b"GET /health HTTP/9.9\r\nHost: x\r\n\r\n",
         b"GET /\xff HTTP/1.1\r\nHost: x\r\n\r\n",
     ):
-        assert raw(server, sent).startswith(b"HTTP/1.0 400 ")
+        assert raw(server, data).startswith(b"HTTP/1.0 400 ")
     mine = ("jackfield.server", "jackfield.http", "aiohttp.server")
-    told = [record for record in caplog.records if record.name in mine]
-    assert len(told) == 2
-    for record in told:
+    records = [record for record in caplog.records if record.name in mine]
+    assert len(records) == 2
+    for record in records:
         assert record.message.startswith("refused what is not HTTP: 400")
         assert record.exc_info is None and record.levelno == logging.INFO
     assert httpx.get(server.url + "/health").status_code == 200

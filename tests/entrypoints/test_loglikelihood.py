@@ -58,8 +58,8 @@ def server() -> Iterator[Server]:
         enable_prefix_caching=True,
         enable_chunked_prefill=True,
     )
-    with running(config) as one:
-        yield one
+    with running(config) as item:
+        yield item
 
 
 @pytest.fixture(scope="module")
@@ -105,9 +105,9 @@ def scored(choice: dict[str, Any], num_context: int, generated: int) -> Scored:
 
 def ask(server: Server, prompts: Any, **options: Any) -> list[dict[str, Any]]:
     body = {"prompt": prompts, "max_tokens": 1, "logprobs": 1, "echo": True, "temperature": 0}
-    answer = httpx.post(server.url + "/v1/completions", json=body | options, timeout=300)
-    assert answer.status_code == 200, answer.text
-    return sorted(answer.json()["choices"], key=lambda choice: choice["index"])
+    response = httpx.post(server.url + "/v1/completions", json=body | options, timeout=300)
+    assert response.status_code == 200, response.text
+    return sorted(response.json()["choices"], key=lambda choice: choice["index"])
 
 
 def same(mine: Scored, theirs: Scored) -> None:
@@ -130,21 +130,21 @@ def test_log_likelihoods_are_those_of_transformers(
     ]
     choices = ask(server, prompts, max_tokens=max_tokens)
     assert len(choices) == len(PAIRS)
-    found = []
+    scores = []
     for choice, (ids, num_context), pair in zip(choices, cases, PAIRS, strict=True):
         mine, theirs = (
             scored(choice, num_context, max_tokens),
             expected(reference, ids, num_context),
         )
         same(mine, theirs)
-        found.append(theirs.greedy)
+        scores.append(theirs.greedy)
         table = choice["logprobs"]
         assert table["token_logprobs"][0] is None and table["top_logprobs"][0] is None
         assert {len(column) for column in table.values()} == {len(ids) + max_tokens}
         assert choice["text"].startswith("".join(pair))
         if max_tokens == 0:
             assert choice["text"] == "".join(pair)
-    assert len(set(found)) == 2, "both greedy and other continuations are among the cases"
+    assert len(set(scores)) == 2, "both greedy and other continuations are among the cases"
 
 
 def test_the_likeliest_answer_wins(server: Server) -> None:
@@ -178,14 +178,14 @@ async def test_many_at_once_are_as_one_by_one(server: Server, reference: Any) ->
     cases = [split(server, *pair) for pair in PAIRS]
     body = {"max_tokens": 1, "logprobs": 1, "echo": True, "temperature": 0, "seed": 1234}
     async with httpx.AsyncClient(base_url=server.url, timeout=300) as client:
-        answers = await asyncio.gather(
+        responses = await asyncio.gather(
             *(
                 client.post("/v1/completions", json={"prompt": [ids, ids], **body})
                 for ids, _ in cases
             )
         )
-    for answer, (ids, num_context) in zip(answers, cases, strict=True):
-        for choice in answer.json()["choices"]:
+    for response, (ids, num_context) in zip(responses, cases, strict=True):
+        for choice in response.json()["choices"]:
             same(scored(choice, num_context, 1), expected(reference, ids, num_context))
 
 

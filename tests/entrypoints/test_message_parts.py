@@ -165,9 +165,9 @@ def test_a_wrong_request_is_refused_with_the_fields_path(
 ) -> None:
     body = {"messages": HELLO, "max_tokens": 8, **fields}
     with pytest.raises(InvalidRequest) as refused:
-        wanted = decode(json.dumps(body).encode(), MessagesRequest)
-        wanted.check()
-        wanted.chat("enable_thinking")
+        expected = decode(json.dumps(body).encode(), MessagesRequest)
+        expected.check()
+        expected.chat("enable_thinking")
     assert refused.value.param == param
     assert refused.value.message.startswith(param.partition("[")[0].partition(".")[0])
 
@@ -198,9 +198,9 @@ def test_thinking_turns_the_templates_switch(
     fields: dict[str, Any], switch: str | None, arguments: Any
 ) -> None:
     body = {"messages": HELLO, "max_tokens": 8, **fields}
-    wanted = decode(json.dumps(body).encode(), MessagesRequest)
-    wanted.check()
-    assert wanted.chat(switch).chat_template_kwargs == arguments
+    expected = decode(json.dumps(body).encode(), MessagesRequest)
+    expected.check()
+    assert expected.chat(switch).chat_template_kwargs == arguments
 
 
 def test_a_chats_errors_are_told_in_a_messages_fields() -> None:

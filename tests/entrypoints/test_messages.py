@@ -56,8 +56,8 @@ def server() -> Iterator[Server]:
         max_num_seqs=16,
         max_model_len=512,
     )
-    with running(config) as one:
-        yield one
+    with running(config) as item:
+        yield item
 
 
 @pytest.fixture(scope="module")
@@ -65,8 +65,8 @@ def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """It thinks, says something, and calls a tool."""
     checkpoint = save_scripted(tmp_path_factory.mktemp("scripted"))
     config = engine_config(checkpoint, reasoning_parser="qwen3", tool_call_parser="hermes")
-    with running(config) as one:
-        yield one
+    with running(config) as item:
+        yield item
 
 
 def client_of(server: Server, **options: Any) -> anthropic.Anthropic:
@@ -111,15 +111,21 @@ def kinds(message: anthropic.types.Message) -> list[str]:
 
 
 def test_a_message_has_every_field(client: anthropic.Anthropic) -> None:
-    made = ask(client, metadata={"user_id": "somebody"}, service_tier="auto")
-    assert made.id.startswith("msg_") and made.type == "message" and made.role == "assistant"
-    assert made.model == MODEL and made.stop_reason == "end_turn" and made.stop_sequence is None
-    (block,) = made.content
+    message = ask(client, metadata={"user_id": "somebody"}, service_tier="auto")
+    assert (
+        message.id.startswith("msg_") and message.type == "message" and message.role == "assistant"
+    )
+    assert (
+        message.model == MODEL
+        and message.stop_reason == "end_turn"
+        and message.stop_sequence is None
+    )
+    (block,) = message.content
     assert block.type == "text" and block.text.startswith("Hello")
-    usage = made.usage
+    usage = message.usage
     assert usage.output_tokens > 0 and usage.cache_creation_input_tokens == 0
     assert usage.output_tokens_details and usage.output_tokens_details.thinking_tokens == 0
-    assert made._request_id
+    assert message._request_id
 
 
 async def test_streaming_equals_not_streaming_for_every_seed(server: Server) -> None:
@@ -135,8 +141,8 @@ async def test_streaming_equals_not_streaming_for_every_seed(server: Server) -> 
             assert plain(await stream.get_final_message()) == plain(whole)
         return whole
 
-    made = await asyncio.gather(*(both(seed) for seed in range(8)))
-    assert len({json.dumps(plain(one), sort_keys=True) for one in made}) > 2
+    results = await asyncio.gather(*(both(seed) for seed in range(8)))
+    assert len({json.dumps(plain(item), sort_keys=True) for item in results}) > 2
     await client.close()
 
 
@@ -177,7 +183,7 @@ def test_system_and_turns_are_the_prompt_of_the_same_chat(
         {"role": "user", "content": [{"type": "text", "text": "And?", "cache_control":
                                       {"type": "ephemeral"}}]},
     ]  # fmt: skip
-    made = ask(client, system=[{"type": "text", "text": "Be brief."}], messages=turns)
+    message = ask(client, system=[{"type": "text", "text": "Be brief."}], messages=turns)
     chat = [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "Hi"},
@@ -185,11 +191,11 @@ def test_system_and_turns_are_the_prompt_of_the_same_chat(
         {"role": "user", "content": "And?"},
     ]
     counted = httpx.post(f"{server.url}/tokenize", json={"messages": chat}).json()["count"]
-    usage = made.usage
+    usage = message.usage
     assert usage.input_tokens + (usage.cache_read_input_tokens or 0) == counted
     body = {"messages": chat, "max_tokens": 300, **GREEDY}
     same = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60).json()
-    (block,) = made.content
+    (block,) = message.content
     assert block.type == "text" and same["choices"][0]["message"]["content"] == block.text
 
 
@@ -225,17 +231,17 @@ def test_max_tokens_past_the_context_is_as_much_as_fits(
 ) -> None:
     long: Any = [{"role": "user", "content": "a " * 200}]
     options: Any = {"extra_body": {"ignore_eos": True}, "timeout": 300}
-    made = ask(client, messages=long, max_tokens=100_000, **options)
+    message = ask(client, messages=long, max_tokens=100_000, **options)
     limit = server.engine.model_config.max_model_len
-    usage = made.usage
+    usage = message.usage
     total = usage.input_tokens + (usage.cache_read_input_tokens or 0) + usage.output_tokens
-    assert total == limit and made.stop_reason == "model_context_window_exceeded"
+    assert total == limit and message.stop_reason == "model_context_window_exceeded"
 
 
 def test_sampling_parameters_have_their_effect(client: anthropic.Anthropic) -> None:
     def said(**extra: Any) -> str:
-        made = ask(client, max_tokens=30, messages=ONCE, extra_body=extra)
-        return json.dumps(plain(made)["content"])
+        message = ask(client, max_tokens=30, messages=ONCE, extra_body=extra)
+        return json.dumps(plain(message)["content"])
 
     hot = {"temperature": 2.0, "seed": 5}
     assert said(**hot, top_k=1) == said(**hot, top_p=1e-6) == said(temperature=0)
@@ -256,26 +262,26 @@ def test_a_tool_is_called_and_its_result_comes_back(client: anthropic.Anthropic)
         {"role": "user", "content": [
             {"type": "tool_result", "tool_use_id": use.id, "content": "Sunny, 24 degrees"}]},
     ]  # fmt: skip
-    told = ask(client, messages=turns, tools=[WEATHER])
-    (block,) = told.content
-    assert block.type == "text" and told.stop_reason == "end_turn"
+    reply = ask(client, messages=turns, tools=[WEATHER])
+    (block,) = reply.content
+    assert block.type == "text" and reply.stop_reason == "end_turn"
 
 
 def test_the_sdks_tool_runner_goes_through(client: anthropic.Anthropic) -> None:
     """It begins with a thread that the server would keep, and goes on without on its refusal."""
-    asked = []
+    requests = []
 
     @anthropic.beta_tool
     def get_weather(city: str) -> str:
         """Get the current weather in a city."""
-        asked.append(city)
+        requests.append(city)
         return "Sunny, 24 degrees"
 
     runner = client.beta.messages.tool_runner(
         model=MODEL, max_tokens=100, tools=[get_weather], messages=ASKS, extra_body=GREEDY
     )
     reasons = [message.stop_reason for message in runner]
-    assert asked == ["Lisbon"] and reasons == ["tool_use", "end_turn"]
+    assert requests == ["Lisbon"] and reasons == ["tool_use", "end_turn"]
     with pytest.raises(anthropic.BadRequestError) as refused:
         client.messages.create(
             model=MODEL, max_tokens=1, messages=HELLO, extra_body={"thread": {"type": "create"}}
@@ -293,11 +299,11 @@ def test_tool_choice_forces_calls_and_forbids_them(
         ({"type": "tool", "name": "add"}, {"add"}),
         ({"type": "any"}, {"add", "get_weather"}),
     ):
-        made = ask(client, tools=tools, tool_choice={**kind, **parallel})
-        calls = [block for block in made.content if block.type == "tool_use"]
+        message = ask(client, tools=tools, tool_choice={**kind, **parallel})
+        calls = [block for block in message.content if block.type == "tool_use"]
         assert calls and {call.name for call in calls} <= names
         assert len(calls) == 1 or not parallel
-        assert made.stop_reason == "tool_use"
+        assert message.stop_reason == "tool_use"
         assert all(set(call.input) == {"a"} for call in calls if call.name == "add")
     none = ask(client, messages=ASKS, tools=tools, tool_choice={"type": "none"})
     assert "tool_use" not in kinds(none)
@@ -307,12 +313,12 @@ def test_tool_choice_forces_calls_and_forbids_them(
 
 def test_a_strict_tool_holds_to_its_schema(client: anthropic.Anthropic) -> None:
     for seed in range(4):
-        made = ask(
+        message = ask(
             client, messages=ASKS, tools=[{**WEATHER, "strict": True}],
             extra_body={"temperature": 1.5, "seed": seed},
         )  # fmt: skip
-        for block in made.content:
-            if block.type == "tool_use" and made.stop_reason == "tool_use":
+        for block in message.content:
+            if block.type == "tool_use" and message.stop_reason == "tool_use":
                 assert set(block.input) == {"city"}
 
 
@@ -320,9 +326,9 @@ def test_a_call_that_is_cut_off_has_the_arguments_so_far(scripted: Server) -> No
     client = client_of(scripted)
     seen = []
     for cut in range(1, 15):  # tokens: thought, text, and call are cut off in turn
-        made = ask(client, tools=[WEATHER], max_tokens=cut)
-        assert made.stop_reason == ("max_tokens" if cut < 13 else "tool_use")
-        seen.append((kinds(made), [b.input for b in made.content if b.type == "tool_use"]))
+        message = ask(client, tools=[WEATHER], max_tokens=cut)
+        assert message.stop_reason == ("max_tokens" if cut < 13 else "tool_use")
+        seen.append((kinds(message), [b.input for b in message.content if b.type == "tool_use"]))
     assert seen[0][0] in ([], ["thinking"]) and ([], []) != seen[3]
     assert (["thinking", "text", "tool_use"], [{}]) in seen
     assert seen[-1] == (["thinking", "text", "tool_use"], [{"city": "Lisbon"}])
@@ -336,8 +342,8 @@ def test_output_follows_a_schema(client: anthropic.Anthropic) -> None:
         "additionalProperties": False,
     }
     output: Any = {"format": {"type": "json_schema", "schema": schema}}
-    made = ask(client, output_config=output, thinking={"type": "disabled"})
-    (block,) = made.content
+    message = ask(client, output_config=output, thinking={"type": "disabled"})
+    (block,) = message.content
     assert block.type == "text" and json.loads(block.text)["city"] in ("Paris", "Lisbon")
 
 
@@ -346,26 +352,26 @@ def test_output_follows_a_schema(client: anthropic.Anthropic) -> None:
 
 def test_thought_is_a_signed_block_that_may_be_sent_back(scripted: Server) -> None:
     client = client_of(scripted)
-    made = ask(client, tools=[WEATHER], thinking={"type": "enabled", "budget_tokens": 1024})
-    assert kinds(made) == ["thinking", "text", "tool_use"]
-    thought, text, use = made.content
+    message = ask(client, tools=[WEATHER], thinking={"type": "enabled", "budget_tokens": 1024})
+    assert kinds(message) == ["thinking", "text", "tool_use"]
+    thought, text, use = message.content
     assert thought.type == "thinking" and thought.thinking == "two and two" and thought.signature
     assert text.type == "text" and text.text == "Let me look."
     assert use.type == "tool_use" and use.input == {"city": "Lisbon"}
-    details = made.usage.output_tokens_details
+    details = message.usage.output_tokens_details
     assert details and details.thinking_tokens == 2
     result: Any = {"type": "tool_result", "tool_use_id": use.id, "content": "Sunny"}
-    turns = [*HELLO, {"role": "assistant", "content": made.content},
+    turns = [*HELLO, {"role": "assistant", "content": message.content},
              {"role": "user", "content": [result]}]  # fmt: skip
     assert ask(client, tools=[WEATHER], messages=turns).content
     hidden = ask(client, tools=[WEATHER], thinking={"type": "adaptive", "display": "omitted"})
     first = hidden.content[0]
     assert first.type == "thinking" and first.thinking == "" and first.signature
-    assert kinds(hidden) == kinds(made)
+    assert kinds(hidden) == kinds(message)
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("fields", "text"),
     [
         ({"thinking": {"type": "enabled", "budget_tokens": 2048}}, "True "),
         ({"thinking": {"type": "adaptive"}}, "True "),
@@ -374,13 +380,13 @@ def test_thought_is_a_signed_block_that_may_be_sent_back(scripted: Server) -> No
         ({"output_config": {"effort": "low"}}, " low"),
     ],
 )
-def test_thinking_and_effort_reach_the_template(fields: dict[str, Any], said: str) -> None:
+def test_thinking_and_effort_reach_the_template(fields: dict[str, Any], text: str) -> None:
     template = "{{ messages[0].content }} {{ enable_thinking }} {{ reasoning_effort }}"
     with running(
         engine_config(EMBEDDED_MODEL, chat_template=template, reasoning_parser="think_tags")
     ) as server:
         counted = client_of(server).messages.count_tokens(model=MODEL, messages=HELLO, **fields)
-        same = httpx.post(f"{server.url}/tokenize", json={"prompt": f"Hello {said}"}).json()
+        same = httpx.post(f"{server.url}/tokenize", json={"prompt": f"Hello {text}"}).json()
         assert counted.input_tokens == same["count"]
 
 
@@ -421,7 +427,7 @@ def test_a_prompt_read_from_the_cache_is_told_apart(client: anthropic.Anthropic)
 
 
 @pytest.mark.parametrize(
-    ("fields", "kind", "told"),
+    ("fields", "kind", "message"),
     [
         ({"model": "other"}, anthropic.NotFoundError, "model: 'other' is not served here"),
         ({"messages": []}, anthropic.BadRequestError, "messages: must not be empty"),
@@ -442,7 +448,7 @@ def test_a_prompt_read_from_the_cache_is_told_apart(client: anthropic.Anthropic)
 )  # fmt: skip
 @pytest.mark.parametrize("streaming", [False, True])
 def test_a_refusal_is_anthropics(
-    client: anthropic.Anthropic, fields: Any, kind: Any, told: str, streaming: bool
+    client: anthropic.Anthropic, fields: Any, kind: Any, message: str, streaming: bool
 ) -> None:
     options = {"model": MODEL, "max_tokens": 8, "messages": HELLO, **fields}
     with pytest.raises(kind) as refused:
@@ -451,7 +457,7 @@ def test_a_refusal_is_anthropics(
     assert set(body) == {"type", "error"} and body["type"] == "error"
     assert set(body["error"]) == {"type", "message"}
     expected = "not_found_error" if kind is anthropic.NotFoundError else "invalid_request_error"
-    assert body["error"]["type"] == expected and body["error"]["message"].startswith(told)
+    assert body["error"]["type"] == expected and body["error"]["message"].startswith(message)
     assert refused.value.request_id
 
 
@@ -477,18 +483,18 @@ def test_what_no_route_answers_has_the_same_shape(server: Server) -> None:
 def test_keys_come_in_either_header(server: Server) -> None:
     with running(
         engine_config(EMBEDDED_MODEL), ServerOptions(api_keys=("right",), max_body_bytes=4096)
-    ) as kept:
+    ) as guarded:
         options: Any = {"model": MODEL, "max_tokens": 1, "messages": HELLO}
         for right in ({"api_key": "right"}, {"auth_token": "right", "api_key": None}):
-            assert client_of(kept, **right).messages.create(**options).usage.output_tokens == 1
+            assert client_of(guarded, **right).messages.create(**options).usage.output_tokens == 1
         for wrong in ({"api_key": "wrong"}, {"auth_token": "wrong", "api_key": None}):
             with pytest.raises(anthropic.AuthenticationError) as refused:
-                client_of(kept, **wrong).messages.create(**options)
+                client_of(guarded, **wrong).messages.create(**options)
             body: Any = refused.value.body
             assert body["error"]["type"] == "authentication_error" and body["type"] == "error"
         long = {**options, "messages": [{"role": "user", "content": "x" * 5000}]}
         with pytest.raises(anthropic.APIStatusError) as large:
-            client_of(kept, api_key="right").messages.create(**long)
+            client_of(guarded, api_key="right").messages.create(**long)
         assert large.value.status_code == 413
         assert large.value.body["error"]["type"] == "request_too_large"  # type: ignore[index]
 
@@ -497,11 +503,11 @@ def test_a_keys_limit_of_tokens_holds_for_messages(tmp_path: Path) -> None:
     digest = hashlib.sha256(b"secret").hexdigest()
     keys = tmp_path / "keys"
     keys.write_text(json.dumps({"name": "a", "digest": f"sha256:{digest}", "max_tokens": 3}))
-    with running(engine_config(EMBEDDED_MODEL), ServerOptions(api_key_files=(keys,))) as kept:
-        made = client_of(kept, api_key="secret").messages.create(
+    with running(engine_config(EMBEDDED_MODEL), ServerOptions(api_key_files=(keys,))) as guarded:
+        message = client_of(guarded, api_key="secret").messages.create(
             model=MODEL, max_tokens=50, messages=HELLO, extra_body={"ignore_eos": True}
         )
-        assert made.usage.output_tokens == 3 and made.stop_reason == "max_tokens"
+        assert message.usage.output_tokens == 3 and message.stop_reason == "max_tokens"
 
 
 def test_a_request_that_fails_says_so_in_a_stream_too(tmp_path: Path) -> None:
@@ -515,10 +521,10 @@ def test_a_request_that_fails_says_so_in_a_stream_too(tmp_path: Path) -> None:
         client = client_of(server)
         for streaming in (False, True):
             with pytest.raises(anthropic.APIStatusError) as failed:
-                made = client.messages.create(
+                message = client.messages.create(
                     model=MODEL, max_tokens=8, messages=HELLO, stream=streaming
                 )
-                for _ in made:
+                for _ in message:
                     pass
             assert failed.value.body["error"]["type"] == "api_error"  # type: ignore[index]
 
@@ -531,10 +537,10 @@ def test_an_abort_in_a_stream_is_an_error_event(server: Server) -> None:
         start = next(events)
         assert start.type == "message_start"
         assert server.call(lambda engine: engine.abort(start.message.id))
-        with pytest.raises(anthropic.APIStatusError) as ended:
+        with pytest.raises(anthropic.APIStatusError) as raised:
             for _ in events:
                 pass
-    assert ended.value.body["error"]["message"] == "the request was aborted"  # type: ignore[index]
+    assert raised.value.body["error"]["message"] == "the request was aborted"  # type: ignore[index]
 
 
 def test_a_client_that_leaves_ends_its_request(server: Server) -> None:

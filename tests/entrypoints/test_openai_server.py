@@ -83,9 +83,9 @@ class Server:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    one = Server(ServerOptions(api_keys=("secret", "other"), max_body_bytes=1 << 20))
-    yield one
-    one.close()
+    first = Server(ServerOptions(api_keys=("secret", "other"), max_body_bytes=1 << 20))
+    yield first
+    first.close()
 
 
 @pytest.fixture(scope="module")
@@ -111,26 +111,29 @@ def test_models_are_listed(client: openai.OpenAI) -> None:
 
 
 def test_chat_answers(client: openai.OpenAI) -> None:
-    answer = ask(client, "What is Jackfield?", extra_body=DIRECT)
-    assert "Jackfield is an LLM serving engine" in answer.choices[0].message.content
-    assert answer.choices[0].finish_reason == "stop"
-    assert answer.usage.completion_tokens > 5
-    assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
+    response = ask(client, "What is Jackfield?", extra_body=DIRECT)
+    assert "Jackfield is an LLM serving engine" in response.choices[0].message.content
+    assert response.choices[0].finish_reason == "stop"
+    assert response.usage.completion_tokens > 5
+    assert (
+        response.usage.total_tokens
+        == response.usage.prompt_tokens + response.usage.completion_tokens
+    )
 
 
 def folded(chunks: list[Any]) -> dict[str, Any]:
     """A stream as one message."""
-    made: dict[str, Any] = {"content": "", "reasoning": "", "calls": {}, "finish": None}
+    message: dict[str, Any] = {"content": "", "reasoning": "", "calls": {}, "finish": None}
     for chunk in chunks:
         for choice in chunk.choices:
-            made["content"] += choice.delta.content or ""
-            made["reasoning"] += getattr(choice.delta, "reasoning_content", None) or ""
-            made["finish"] = choice.finish_reason or made["finish"]
+            message["content"] += choice.delta.content or ""
+            message["reasoning"] += getattr(choice.delta, "reasoning_content", None) or ""
+            message["finish"] = choice.finish_reason or message["finish"]
             for call in choice.delta.tool_calls or []:
-                entry = made["calls"].setdefault(call.index, {"name": "", "arguments": ""})
+                entry = message["calls"].setdefault(call.index, {"name": "", "arguments": ""})
                 entry["name"] += call.function.name or ""
                 entry["arguments"] += call.function.arguments or ""
-    return made
+    return message
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -184,16 +187,16 @@ def test_tool_loop(client: openai.OpenAI) -> None:
 
 
 def test_reasoning_comes_apart(client: openai.OpenAI) -> None:
-    answer = ask(client, CASES["reasoning"]["text"])
-    message = answer.choices[0].message
+    response = ask(client, CASES["reasoning"]["text"])
+    message = response.choices[0].message
     assert "5 + 3 = 8" in message.reasoning_content
     assert "6" in message.content and "<think>" not in message.content
-    assert answer.usage.completion_tokens_details.reasoning_tokens > 5
+    assert response.usage.completion_tokens_details.reasoning_tokens > 5
 
 
 def test_tool_choice_none_calls_nothing(client: openai.OpenAI) -> None:
-    answer = ask(client, "Hello", tools=[WEATHER], tool_choice="none", extra_body=DIRECT)
-    assert answer.choices[0].message.tool_calls is None
+    response = ask(client, "Hello", tools=[WEATHER], tool_choice="none", extra_body=DIRECT)
+    assert response.choices[0].message.tool_calls is None
 
 
 def test_usage_in_the_stream(client: openai.OpenAI) -> None:
@@ -207,8 +210,8 @@ def test_usage_in_the_stream(client: openai.OpenAI) -> None:
 
 def test_n_seed_and_stop(client: openai.OpenAI) -> None:
     def sample() -> list[str]:
-        answer = ask(client, "Repeat exactly: river stone", temperature=1.0, n=3, seed=5)
-        return [choice.message.content for choice in answer.choices]
+        response = ask(client, "Repeat exactly: river stone", temperature=1.0, n=3, seed=5)
+        return [choice.message.content for choice in response.choices]
 
     assert len(sample()) == 3
     assert sample() == sample()
@@ -218,9 +221,9 @@ def test_n_seed_and_stop(client: openai.OpenAI) -> None:
 
 
 def test_chat_logprobs(client: openai.OpenAI) -> None:
-    answer = ask(client, "Hello", logprobs=True, top_logprobs=3, max_tokens=4, extra_body=DIRECT)
-    content = answer.choices[0].logprobs.content
-    assert len(content) == answer.usage.completion_tokens
+    response = ask(client, "Hello", logprobs=True, top_logprobs=3, max_tokens=4, extra_body=DIRECT)
+    content = response.choices[0].logprobs.content
+    assert len(content) == response.usage.completion_tokens
     for position in content:
         assert len(position.top_logprobs) == 3
         assert position.logprob == position.top_logprobs[0].logprob, "greedy takes the best"
@@ -228,10 +231,10 @@ def test_chat_logprobs(client: openai.OpenAI) -> None:
 
 
 def test_completions_echo_and_logprobs(client: openai.OpenAI) -> None:
-    answer = client.completions.create(
+    response = client.completions.create(
         model="tiny", prompt="12 + 7 =", max_tokens=3, echo=True, logprobs=2, temperature=0
     )
-    choice = answer.choices[0]
+    choice = response.choices[0]
     assert choice.text.startswith("12 + 7 =")
     assert choice.logprobs.token_logprobs[0] is None
     assert all(value <= 0 for value in choice.logprobs.token_logprobs[1:])
@@ -245,12 +248,12 @@ def test_completions_echo_and_logprobs(client: openai.OpenAI) -> None:
 
 
 def test_completions_of_several_prompts(client: openai.OpenAI) -> None:
-    one = client.completions.create(model="tiny", prompt="Hello", max_tokens=5, temperature=0)
+    first = client.completions.create(model="tiny", prompt="Hello", max_tokens=5, temperature=0)
     tokens = [5, 6, 7]
     many = client.completions.create(
         model="tiny", prompt=["Hello", "Copy"], max_tokens=5, temperature=0
     )
-    assert many.choices[0].text == one.choices[0].text
+    assert many.choices[0].text == first.choices[0].text
     assert [choice.index for choice in many.choices] == [0, 1]
     by_ids = client.completions.create(model="tiny", prompt=tokens, max_tokens=2)
     assert by_ids.usage.prompt_tokens == 3
@@ -266,7 +269,7 @@ def test_completions_of_several_prompts(client: openai.OpenAI) -> None:
 async def test_async_client(server: Server) -> None:
     client = openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="secret", max_retries=0)
 
-    async def one(number: int) -> str:
+    async def run_one(number: int) -> str:
         stream = await client.chat.completions.create(
             model="tiny",
             messages=[{"role": "user", "content": f"What is {number} + 4?"}],
@@ -276,9 +279,9 @@ async def test_async_client(server: Server) -> None:
         )
         return "".join([c.choices[0].delta.content or "" async for c in stream])
 
-    answers = await asyncio.gather(*(one(number) for number in range(12)))
+    responses = await asyncio.gather(*(run_one(number) for number in range(12)))
     await client.close()
-    right = sum(str(number + 4) in answer for number, answer in enumerate(answers))
+    right = sum(str(number + 4) in response for number, response in enumerate(responses))
     assert right >= 10
 
 
@@ -329,9 +332,9 @@ def test_unknown_model_is_not_found(client: openai.OpenAI) -> None:
 def test_keys_are_needed_where_they_should_be(server: Server) -> None:
     for header in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret"}):
         for path in ("/v1/models", "/version", "/no/such/route", "/health/../v1/models"):
-            answer = httpx.get(server.url + path, headers=header)
-            assert answer.status_code == 401, path
-            assert answer.json()["error"]["code"] == "invalid_api_key"
+            response = httpx.get(server.url + path, headers=header)
+            assert response.status_code == 401, path
+            assert response.json()["error"]["code"] == "invalid_api_key"
     for path in ("/health", "/ping", "/metrics"):
         assert httpx.get(server.url + path).status_code == 200
     other = httpx.get(server.url + "/v1/models", headers={"Authorization": "Bearer other"})
@@ -360,22 +363,22 @@ def test_garbage_gets_an_error_body(
     server: Server, method: str, path: str, body: bytes, status: int
 ) -> None:
     headers = {"Authorization": "Bearer secret", "Content-Type": "application/json"}
-    answer = httpx.request(method, server.url + path, content=body, headers=headers)
-    assert answer.status_code == status
-    assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
-    assert "Traceback" not in answer.text and "site-packages" not in answer.text
+    response = httpx.request(method, server.url + path, content=body, headers=headers)
+    assert response.status_code == status
+    assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+    assert "Traceback" not in response.text and "site-packages" not in response.text
 
 
 def test_tokenize_round_trip(server: Server) -> None:
     headers = {"Authorization": "Bearer secret"}
-    made = httpx.post(
+    response = httpx.post(
         server.url + "/tokenize",
         json={"prompt": "Grüße, 日本 😀", "return_token_strs": True},
         headers=headers,
     ).json()
-    assert made["count"] == len(made["tokens"]) == len(made["token_strs"])
+    assert response["count"] == len(response["tokens"]) == len(response["token_strs"])
     back = httpx.post(
-        server.url + "/detokenize", json={"tokens": made["tokens"]}, headers=headers
+        server.url + "/detokenize", json={"tokens": response["tokens"]}, headers=headers
     ).json()
     assert back["prompt"] == "Grüße, 日本 😀"
     chat = httpx.post(
@@ -404,8 +407,8 @@ def test_client_gone_means_request_aborted(server: Server) -> None:
     headers = {"Authorization": "Bearer secret"}
     with httpx.stream(
         "POST", server.url + "/v1/completions", json={**body, "stream": True}, headers=headers
-    ) as answer:
-        next(answer.iter_lines())
+    ) as response:
+        next(response.iter_lines())
     server.wait_idle()
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(server.url + "/v1/completions", json=body, headers=headers, timeout=0.3)
@@ -425,8 +428,8 @@ def test_sigterm_lets_a_stream_finish_and_exits_zero(tmp_path: Any) -> None:
         transport = httpx.HTTPTransport(uds=str(tmp_path / "socket"))
         with httpx.Client(transport=transport, base_url="http://server", timeout=300) as http:
             body = {"prompt": "Hello", "max_tokens": 200, "ignore_eos": True, "stream": True}
-            with http.stream("POST", "/v1/completions", json=body) as answer:
-                lines = answer.iter_lines()
+            with http.stream("POST", "/v1/completions", json=body) as response:
+                lines = response.iter_lines()
                 next(lines)
                 process.send_signal(signal.SIGTERM)
                 rest = [line for line in lines if line]

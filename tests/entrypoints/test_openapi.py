@@ -68,8 +68,8 @@ def server() -> Iterator[Server]:
         max_num_seqs=8,
         device="cpu",
     )
-    with running(config, ALL) as one:
-        yield one
+    with running(config, ALL) as item:
+        yield item
 
 
 @pytest.fixture(scope="module")
@@ -78,15 +78,15 @@ def pooler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     save_word_tokenizer(folder)
     save_encoder(folder, "Bert")
     config = EngineConfig(model=str(folder), served_model_name=("tiny",), device="cpu")
-    with running(config, ALL) as one:
-        yield one
+    with running(config, ALL) as item:
+        yield item
 
 
 @pytest.fixture(scope="module")
 def served(server: Server) -> dict[str, Any]:
-    answer = httpx.get(server.url + "/openapi.json")
-    assert answer.headers["Content-Type"].startswith("application/json")
-    return answer.json()
+    response = httpx.get(server.url + "/openapi.json")
+    assert response.headers["Content-Type"].startswith("application/json")
+    return response.json()
 
 
 def application(options: ServerOptions = ALL) -> web.Application:
@@ -108,12 +108,12 @@ def test_every_route_is_documented_or_internal() -> None:
 def test_what_a_handler_decodes_is_what_it_documents(served: dict[str, Any]) -> None:
     seen = 0
     for method, path, handler in routes(application()):
-        found = re.search(r"await decode_body\(request, (\w+)\)", inspect.getsource(handler))
-        if found is None or handler.openapi is None:
+        match = re.search(r"await decode_body\(request, (\w+)\)", inspect.getsource(handler))
+        if match is None or handler.openapi is None:
             continue
         seen += 1
         body = served["paths"][path][method.lower()]["requestBody"]["content"]["application/json"]
-        assert body["schema"] == {"$ref": f"#/components/schemas/{found[1]}"}, path
+        assert body["schema"] == {"$ref": f"#/components/schemas/{match[1]}"}, path
     assert seen > 8
 
 
@@ -133,13 +133,13 @@ def test_the_document_holds_together(served: dict[str, Any]) -> None:
 
 
 def test_keys_and_the_root_path_are_told() -> None:
-    made = document(application(), root_path="/llm", keys=True, open_routes={"/health"})
-    assert made["servers"] == [{"url": "/llm"}]
-    assert made["components"]["securitySchemes"]["key"]["scheme"] == "bearer"
-    assert made["paths"]["/v1/models"]["get"]["security"] == [{"key": []}]
-    assert "401" in made["paths"]["/v1/models"]["get"]["responses"]
-    assert "security" not in made["paths"]["/health"]["get"]
-    assert "401" not in made["paths"]["/health"]["get"]["responses"]
+    openapi = document(application(), root_path="/llm", keys=True, open_routes={"/health"})
+    assert openapi["servers"] == [{"url": "/llm"}]
+    assert openapi["components"]["securitySchemes"]["key"]["scheme"] == "bearer"
+    assert openapi["paths"]["/v1/models"]["get"]["security"] == [{"key": []}]
+    assert "401" in openapi["paths"]["/v1/models"]["get"]["responses"]
+    assert "security" not in openapi["paths"]["/health"]["get"]
+    assert "401" not in openapi["paths"]["/health"]["get"]["responses"]
 
 
 class Greeting:
@@ -159,11 +159,11 @@ class Greeting:
         async def hidden(request: web.Request) -> web.Response:
             return web.json_response("psst")
 
-        answer = {"type": "object", "properties": {"greeting": {"type": "string"}}}
+        response = {"type": "object", "properties": {"greeting": {"type": "string"}}}
         told.openapi = {  # type: ignore[attr-defined]
             "summary": "Say hello, told",
             "responses": {
-                "200": {"description": "", "content": {"application/json": {"schema": answer}}}
+                "200": {"description": "", "content": {"application/json": {"schema": response}}}
             },
         }
         hidden.openapi = None  # type: ignore[attr-defined]
@@ -176,12 +176,12 @@ def test_routes_of_plugins_are_listed() -> None:
     plugins = load_plugins()
     plugins.manager.register(Greeting())
 
-    made = document(make_app(AsyncEngine(EngineConfig(), plugins=plugins)))
-    assert made["paths"]["/hello"]["get"]["summary"] == "Say hello"
-    assert made["paths"]["/told/{who}"]["get"]["summary"] == "Say hello, told"
-    assert made["paths"]["/told/{who}"]["get"]["parameters"][0]["name"] == "who"
-    assert "/hidden" not in made["paths"] and "/docs" not in made["paths"]
-    assert "/told/{who}" in page(made)
+    engine_config = document(make_app(AsyncEngine(EngineConfig(), plugins=plugins)))
+    assert engine_config["paths"]["/hello"]["get"]["summary"] == "Say hello"
+    assert engine_config["paths"]["/told/{who}"]["get"]["summary"] == "Say hello, told"
+    assert engine_config["paths"]["/told/{who}"]["get"]["parameters"][0]["name"] == "who"
+    assert "/hidden" not in engine_config["paths"] and "/docs" not in engine_config["paths"]
+    assert "/told/{who}" in page(engine_config)
 
 
 # ---------------------------------------------------------------- the page
@@ -199,33 +199,33 @@ class Links(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: Any) -> None:
         self.tags.add(tag)
-        given = dict(attrs)
-        self.ids |= {given["id"]} if "id" in given else set()
-        assert "src" not in given
-        if "href" in given:
-            self.links.append(given["href"])
+        attributes = dict(attrs)
+        self.ids |= {attributes["id"]} if "id" in attributes else set()
+        assert "src" not in attributes
+        if "href" in attributes:
+            self.links.append(attributes["href"])
 
 
 def test_the_page_shows_all_and_asks_no_other_host(server: Server, served: dict[str, Any]) -> None:
-    answer = httpx.get(server.url + "/docs")
-    assert answer.headers["Content-Type"] == "text/html; charset=utf-8"
-    assert "default-src 'none'" in answer.headers["Content-Security-Policy"]
-    found = Links(answer.text)
+    response = httpx.get(server.url + "/docs")
+    assert response.headers["Content-Type"] == "text/html; charset=utf-8"
+    assert "default-src 'none'" in response.headers["Content-Security-Policy"]
+    links = Links(response.text)
     for path in served["paths"]:
-        assert f"<code>{path}</code>" in answer.text
-    assert found.ids == set(served["components"]["schemas"])
-    assert {link for link in found.links if not link.startswith("#")} == {"openapi.json"}
-    assert {link[1:] for link in found.links if link.startswith("#")} <= found.ids
-    assert not found.tags & {"script", "link", "img", "iframe"}
-    assert not re.search(r"https?://|url\(|@import", answer.text)
+        assert f"<code>{path}</code>" in response.text
+    assert links.ids == set(served["components"]["schemas"])
+    assert {link for link in links.links if not link.startswith("#")} == {"openapi.json"}
+    assert {link[1:] for link in links.links if link.startswith("#")} <= links.ids
+    assert not links.tags & {"script", "link", "img", "iframe"}
+    assert not re.search(r"https?://|url\(|@import", response.text)
 
 
 def test_what_a_plugin_writes_is_escaped() -> None:
-    made = document(application())
-    made["paths"]["/<b>"] = {
+    openapi = document(application())
+    openapi["paths"]["/<b>"] = {
         "get": {"tags": ["<i>"], "summary": "<script>", "responses": {"200": {}}}
     }
-    assert not {"script", "i"} & Links(page(made)).tags
+    assert not {"script", "i"} & Links(page(openapi)).tags
 
 
 @pytest.mark.parametrize("docs", [True, False])
@@ -258,7 +258,7 @@ def command(server: Server, examples: int, folder: Path) -> None:
     """Its command: what every schema's corners are, then `examples` of its own for each route."""
     (folder / "hooks.py").write_text(HOOKS)
     environment = {**os.environ, "SCHEMATHESIS_HOOKS": "hooks", "PYTHONPATH": str(folder)}
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-m", "schemathesis.cli", "run", server.url + "/openapi.json",
          "--phases", "coverage,fuzzing", "--generation-deterministic", "--no-color",
          "--max-examples", str(examples), "--suppress-health-check", "all",
@@ -267,9 +267,9 @@ def command(server: Server, examples: int, folder: Path) -> None:
          "--exclude-checks", "positive_data_acceptance"],
         capture_output=True, text=True, cwd=folder, env=environment,
     )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-6000:]
-    found = re.search(r"(\d+) generated, (\d+) passed", done.stdout)
-    assert found is not None and found[1] == found[2] and int(found[1]) > 500, done.stdout
+    assert completed.returncode == 0, completed.stdout[-6000:]
+    match = re.search(r"(\d+) generated, (\d+) passed", completed.stdout)
+    assert match is not None and match[1] == match[2] and int(match[1]) > 500, completed.stdout
 
 
 def test_schemathesis_finds_nothing(server: Server, tmp_path: Path) -> None:
@@ -343,15 +343,15 @@ def shaped(draw: Any, body: dict[str, Any], schema: dict[str, Any]) -> dict[str,
     wild = [name for name in body if name not in PLAUSIBLE and name in fields]
     names = [*schema["required"], *(n for n in ("prompt", "input") if n in fields)]
     names += draw(st.lists(st.sampled_from(likely), max_size=5))
-    made = {name: draw(PLAUSIBLE[name]) for name in names}
-    if "messages" in made:  # In place of the other one, where there are both.
-        made = {k: v for k, v in made.items() if k not in ("prompt", "input")}
-    made |= {name: body[name] for name in draw(st.lists(st.sampled_from(wild), max_size=1))} if (
+    result = {name: draw(PLAUSIBLE[name]) for name in names}
+    if "messages" in result:  # In place of the other one, where there are both.
+        result = {k: v for k, v in result.items() if k not in ("prompt", "input")}
+    result |= {name: body[name] for name in draw(st.lists(st.sampled_from(wild), max_size=1))} if (
         wild and draw(st.booleans())
     ) else {}  # fmt: skip
     if "max_tokens" in fields:
-        made["max_tokens"] = draw(st.integers(1, 5))
-    return made
+        result["max_tokens"] = draw(st.integers(1, 5))
+    return result
 
 
 def undocumented(value: Any, schema: dict[str, Any], components: dict[str, Any]) -> set[str]:
@@ -359,28 +359,28 @@ def undocumented(value: Any, schema: dict[str, Any], components: dict[str, Any])
     if "$ref" in schema:
         return undocumented(value, components[schema["$ref"].rpartition("/")[2]], components)
     if "anyOf" in schema:
-        return min((undocumented(value, one, components) for one in schema["anyOf"]), key=len)
+        return min((undocumented(value, first, components) for first in schema["anyOf"]), key=len)
     if isinstance(value, list) and "items" in schema:
-        return set().union(*(undocumented(one, schema["items"], components) for one in value))
+        return set().union(*(undocumented(first, schema["items"], components) for first in value))
     if not isinstance(value, dict) or "properties" not in schema:
         return set()
     known = schema["properties"]
-    found = {key for key in value if key not in known}
-    return found.union(
+    unknown = {key for key in value if key not in known}
+    return unknown.union(
         *(undocumented(part, known[key], components) for key, part in value.items() if key in known)
     )
 
 
-def check_shape(response: Any, operation: dict[str, Any], made: dict[str, Any]) -> None:
+def check_shape(response: Any, operation: dict[str, Any], openapi: dict[str, Any]) -> None:
     """No key that is not documented, and every event as documented."""
-    components = made["components"]["schemas"]
+    components = openapi["components"]["schemas"]
     content = operation["responses"]["200"]["content"]
     if not response.headers["content-type"][0].startswith("text/event-stream"):
         schema = content["application/json"]["schema"]
         assert not undocumented(response.json(), schema, components)
         return
-    told, _ = content["text/event-stream"]["schema"]["anyOf"]
-    schema = told["properties"]["data"]["contentSchema"]
+    event_schema, _ = content["text/event-stream"]["schema"]["anyOf"]
+    schema = event_schema["properties"]["data"]["contentSchema"]
     lines = [line for line in response.text.split("\n\n") if line]
     assert lines[-1] == "data: [DONE]"
     for line in lines[:-1]:
@@ -390,27 +390,27 @@ def check_shape(response: Any, operation: dict[str, Any], made: dict[str, Any]) 
 
 def guided(server: Server, examples: int, paths: tuple[str, ...] | None = None) -> dict[str, int]:
     """Requests that get through, a route each that takes a body; → route → answers with 200."""
-    made = httpx.get(server.url + "/openapi.json").json()
+    openapi = httpx.get(server.url + "/openapi.json").json()
     answered: collections.Counter[str] = collections.Counter()
-    for found in schemathesis.openapi.from_dict(made).get_all_operations():
-        operation = found.ok()
+    for described in schemathesis.openapi.from_dict(openapi).get_all_operations():
+        operation = described.ok()
         path = operation.path
-        raw = made["paths"][path][operation.method]
+        raw = openapi["paths"][path][operation.method]
         if "requestBody" not in raw or (paths is not None and path not in paths):
             continue
         content = raw["requestBody"]["content"]
         if "application/json" not in content:
             continue
         reference = content["application/json"]["schema"]["$ref"]
-        schema = made["components"]["schemas"][reference.rpartition("/")[2]]
+        schema = openapi["components"]["schemas"][reference.rpartition("/")[2]]
         if any(name not in PLAUSIBLE for name in schema["required"]):
             continue
 
-        answered[path] += _ask(server, operation, raw, schema, made, examples)
+        answered[path] += _ask(server, operation, raw, schema, openapi, examples)
     return answered
 
 
-def _ask(server: Server, operation: Any, raw: Any, schema: Any, made: Any, examples: int) -> int:
+def _ask(server: Server, operation: Any, raw: Any, schema: Any, openapi: Any, examples: int) -> int:
     """→ how many requests to one operation were answered with 200"""
     count = 0
 
@@ -423,7 +423,7 @@ def _ask(server: Server, operation: Any, raw: Any, schema: Any, made: Any, examp
         suppress_health_check=list(HealthCheck),
         phases=[Phase.generate],
     )
-    def ask(case: Any, data: Any) -> None:
+    def send_case(case: Any, data: Any) -> None:
         nonlocal count
         body = case.body if isinstance(case.body, dict) else {}
         case.body = shaped(data.draw, body, schema)
@@ -431,9 +431,9 @@ def _ask(server: Server, operation: Any, raw: Any, schema: Any, made: Any, examp
         case.validate_response(response, checks=CHECKS)
         if response.status_code == 200:
             count += 1
-            check_shape(response, raw, made)
+            check_shape(response, raw, openapi)
 
-    ask()
+    send_case()
     return count
 
 
@@ -454,7 +454,7 @@ def test_many_answers_have_the_documented_shape(server: Server, pooler: Server) 
 
 def test_names_of_models_may_hold_anything(server: Server) -> None:
     for name in ("a/b", "..", "%00", "é", "{name}"):
-        answer = httpx.get(f"{server.url}/v1/models/{urllib.parse.quote(name, safe='')}")
-        assert answer.status_code == 404 and answer.json()["error"]["type"] == (
+        response = httpx.get(f"{server.url}/v1/models/{urllib.parse.quote(name, safe='')}")
+        assert response.status_code == 404 and response.json()["error"]["type"] == (
             "invalid_request_error" if name == ".." else "not_found_error"
         ), name

@@ -26,8 +26,8 @@ FOCUS = "document.activeElement.id"
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    with Browser.started() as one:
-        yield one
+    with Browser.started() as item:
+        yield item
 
 
 @pytest.fixture(scope="module")
@@ -38,8 +38,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         reasoning_parser="think_tags",
         tool_call_parser="hermes",
     )
-    with running(config) as one:
-        yield one
+    with running(config) as item:
+        yield item
 
 
 @pytest.fixture(scope="module")
@@ -50,8 +50,8 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     facts["max_position_embeddings"] = 2 * LONG
     (checkpoint / "config.json").write_text(json.dumps(facts))
     config = engine_config(checkpoint, max_model_len=LONG + 1000, num_gpu_blocks_override=2000)
-    with running(config, ServerOptions(api_keys=(KEY,), shutdown_timeout=1)) as one:
-        yield one
+    with running(config, ServerOptions(api_keys=(KEY,), shutdown_timeout=1)) as item:
+        yield item
 
 
 @pytest.fixture
@@ -66,17 +66,17 @@ def locked(browser: Browser, guarded: Server) -> Iterator[Page]:
 
 
 def opened(browser: Browser, server: Server, ready: str) -> Iterator[Page]:
-    one = browser.page()
+    first = browser.page()
     try:
-        one.shape(1280, 800)
-        one.open(server.url)
-        one.until(ready)
-        yield one
-        elsewhere = [url for url in one.requests if not url.startswith((server.url, "data:"))]
-        assert one.requests and elsewhere == []
-        assert [error for error in one.errors if not told(error)] == []
+        first.shape(1280, 800)
+        first.open(server.url)
+        first.until(ready)
+        yield first
+        elsewhere = [url for url in first.requests if not url.startswith((server.url, "data:"))]
+        assert first.requests and elsewhere == []
+        assert [error for error in first.errors if not told(error)] == []
     finally:
-        one.close()
+        first.close()
 
 
 def told(error: str) -> bool:
@@ -123,8 +123,8 @@ def test_an_answer_has_its_thought_folded_and_its_speed_told(page: Page) -> None
     assert text(page, ".thought .text") == "two and two"
     counted, *rate, first = texts(page, ".facts span")  # No rate of what came in one piece.
     assert counted == "13 tokens" and len(rate) <= 1
-    for one in rate:
-        assert one.endswith(" tokens/s") and float(one.split()[0].replace(",", "")) > 0
+    for item in rate:
+        assert item.endswith(" tokens/s") and float(item.split()[0].replace(",", "")) > 0
     assert first.startswith("first token after ")
 
 
@@ -277,9 +277,9 @@ def test_the_page_needs_no_key_and_other_files_are_not_there(guarded: Server) ->
 
 
 def test_without_the_playground_there_is_no_page(tmp_path: Path) -> None:
-    asked = make_parser().parse_args(["--no-playground"]).playground
+    enabled = make_parser().parse_args(["--no-playground"]).playground
     config = engine_config(save_random(tmp_path))
-    with running(config, ServerOptions(playground=asked)) as one:
-        assert get(one.url + "/")[0] == 404
-        assert get(one.url + "/playground/playground.js")[0] == 404
-        assert get(one.url + "/v1/models")[0] == 200
+    with running(config, ServerOptions(playground=enabled)) as item:
+        assert get(item.url + "/")[0] == 404
+        assert get(item.url + "/playground/playground.js")[0] == 404
+        assert get(item.url + "/v1/models")[0] == 200

@@ -178,8 +178,8 @@ def with_field(checkpoint: Path, folder: Path, field: str, value: object) -> Pat
 async def test_what_raises_at_the_start_is_named(
     hook: str, checkpoint: Path, tmp_path: Path
 ) -> None:
-    kind, reference, chosen = STARTS[hook]
-    options = dict(chosen)
+    kind, reference, settings = STARTS[hook]
+    options = dict(settings)
     more = {}
     if "name" in options:  # What config.json names, and no option does.
         more["name"] = options.pop("name")
@@ -259,8 +259,8 @@ def parse(kind: str, option: str, checkpoint: Path, caplog: pytest.LogCaptureFix
         streamed = httpx.post(url, json=chat | {"stream": True}, timeout=60).text
         assert named in streamed
         other = {"prompt": "Hello", "max_tokens": 4, "ignore_eos": True, "model": "tiny"}
-        answer = httpx.post(f"{server.url}/v1/completions", json=other, timeout=60)
-        assert answer.json()["usage"]["completion_tokens"] == 4
+        reply = httpx.post(f"{server.url}/v1/completions", json=other, timeout=60)
+        assert reply.json()["usage"]["completion_tokens"] == 4
         assert server.becomes(lambda engine: engine.stats().num_requests_running == 0)
     assert "RuntimeError: bang" in caplog.text
 
@@ -276,10 +276,12 @@ def tools(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
 async def grammars(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
     backend = StructuredOutputsConfig(backend="bad")
     config = engine_config(checkpoint, structured_outputs_config=backend)
-    async with AsyncEngine(config, plugins=registering("structured_backend", BadGrammars)) as made:
+    async with AsyncEngine(
+        config, plugins=registering("structured_backend", BadGrammars)
+    ) as api_client:
         with pytest.raises(JackfieldError, match="bad: RuntimeError: bang"):
-            await texts(made, structured_outputs=StructuredOutputsParams(regex="a+"))
-        assert await texts(made) == 4
+            await texts(api_client, structured_outputs=StructuredOutputsParams(regex="a+"))
+        assert await texts(api_client) == 4
     assert "structured backend 'bad' of bad-dist 2.0 failed" in caplog.text
 
 
@@ -438,7 +440,7 @@ STEPS: dict[str, tuple[str, object, dict[str, Any]]] = {
 async def test_what_raises_in_a_step_is_named_and_costs_that_step(
     hook: str, checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    kind, reference, chosen = STEPS[hook]
+    kind, reference, settings = STEPS[hook]
     name = "bad"
     if kind == "model":
         name = "BadForCausalLM"
@@ -447,7 +449,7 @@ async def test_what_raises_in_a_step_is_named_and_costs_that_step(
     failed = (
         f"{kind.replace('_', ' ')} '{name}' of bad-dist 2.0 failed in a step: RuntimeError: bang"
     )
-    async with AsyncEngine(engine_config(checkpoint, **chosen), plugins=plugins) as engine:
+    async with AsyncEngine(engine_config(checkpoint, **settings), plugins=plugins) as engine:
         TRAP.set = True
         try:
             *_, last = [output async for output in engine.generate([5, 6, 7])]
@@ -554,8 +556,8 @@ class FailingConnector:
 
 
 def connected(checkpoint: Path, connector: object, **transfer: Any) -> AsyncEngine:
-    chosen = KVTransferConfig(**{"kv_connector": "bad", **transfer})
-    config = engine_config(checkpoint, kv_transfer_config=chosen, block_size=4)
+    transfer_config = KVTransferConfig(**{"kv_connector": "bad", **transfer})
+    config = engine_config(checkpoint, kv_transfer_config=transfer_config, block_size=4)
     return AsyncEngine(config, plugins=registering("kv_connector", connector))
 
 
@@ -585,17 +587,17 @@ async def test_a_connector_that_raises_is_detached_and_requests_go_on_without_it
     connector = FailingConnector(method)
     async with connected(checkpoint, connector) as engine:
         for _ in range(2):  # What the first round has saved, the second loads.
-            got = await asyncio.gather(*(tokens_of(engine, prompt) for prompt in prompts))
-            assert got == alone
+            actual = await asyncio.gather(*(tokens_of(engine, prompt) for prompt in prompts))
+            assert actual == alone
             await settled(engine)
             assert await engine.reset_prefix_cache()
         assert connector.half.raised and engine.healthy
         assert await tokens_of(engine, prompts[0]) == alone[0]
         await settled(engine)
-    told = (
+    message = (
         f"kv connector 'bad' of bad-dist 2.0 failed in {method}: RuntimeError: bang; it is detached"
     )
-    assert caplog.text.count(told) == 1
+    assert caplog.text.count(message) == 1
     assert connector.half.after == ["close"]
 
 
@@ -648,8 +650,8 @@ async def test_the_connector_among_several_that_raises_is_the_one_that_is_named(
 ) -> None:
     parts = {"connectors": [{"kv_connector": "cpu_offload"}, {"kv_connector": "bad"}]}
     connector = FailingConnector("start_save")
-    chosen = {"kv_connector": "multi", "kv_connector_extra_config": parts}
-    async with connected(checkpoint, connector, **chosen) as engine:
+    options_ = {"kv_connector": "multi", "kv_connector_extra_config": parts}
+    async with connected(checkpoint, connector, **options_) as engine:
         assert len(await tokens_of(engine, list(range(5, 45)))) == 6
         await settled(engine)
     assert "kv connector 'bad' of bad-dist 2.0 failed in start_save" in caplog.text
@@ -713,29 +715,31 @@ CHOSEN: dict[str, Callable[[str, Any, Any], bool]] = {
 }
 
 
-@pytest.mark.parametrize("chosen", CHOSEN)
+@pytest.mark.parametrize("selection", CHOSEN)
 async def test_a_worker_half_that_raises_is_detached_and_requests_go_on_without_it(
-    chosen: str, checkpoint: Path, caplog: pytest.LogCaptureFixture
+    selection: str, checkpoint: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     prompts = [[5 + (i * step) % 90 for i in range(40)] for step in (1, 3, 7)]
     async with AsyncEngine(engine_config(checkpoint)) as engine:
         alone = [await tokens_of(engine, prompt) for prompt in prompts]
-    connector = HalfConnector(CHOSEN[chosen])
+    connector = HalfConnector(CHOSEN[selection])
     async with connected(checkpoint, connector) as engine:
         for _ in range(2):  # What the first round has saved, the second loads.
-            got = await asyncio.gather(*(tokens_of(engine, prompt) for prompt in prompts))
-            assert got == alone
+            actual = await asyncio.gather(*(tokens_of(engine, prompt) for prompt in prompts))
+            assert actual == alone
             await settled(engine)
             assert await engine.reset_prefix_cache()
         assert connector.half.raised and engine.healthy
-        asked = len(connector.scheduler.after)
+        request = len(connector.scheduler.after)
         connector.scheduler.raised = True  # Notes what is called from now on.
         assert await tokens_of(engine, prompts[0]) == alone[0]
         await settled(engine)
-        assert len(connector.scheduler.after) == asked
-    method = chosen.partition(",")[0]
-    told = f"kv connector 'bad' of bad-dist 2.0 failed in {method}: RuntimeError: bang; it is det"
-    assert caplog.text.count(told) == caplog.text.count("is detached") == 1
+        assert len(connector.scheduler.after) == request
+    method = selection.partition(",")[0]
+    message = (
+        f"kv connector 'bad' of bad-dist 2.0 failed in {method}: RuntimeError: bang; it is det"
+    )
+    assert caplog.text.count(message) == caplog.text.count("is detached") == 1
     assert connector.half.after == ["close"]
     assert connector.scheduler.after == ["close"]
 
@@ -825,9 +829,9 @@ async def test_the_worker_half_among_several_that_raises_is_the_one_that_is_name
 ) -> None:
     parts = {"connectors": [{"kv_connector": "bad"}, {"kv_connector": "cpu_offload"}]}
     connector = HalfConnector(lambda method, args, result: method in ("poll", "close"))
-    chosen = {"kv_connector": "multi", "kv_connector_extra_config": parts}
+    options_ = {"kv_connector": "multi", "kv_connector_extra_config": parts}
     before = set(threading.enumerate())
-    async with connected(checkpoint, connector, **chosen) as engine:
+    async with connected(checkpoint, connector, **options_) as engine:
         assert len(await tokens_of(engine, list(range(5, 45)))) == 6
     assert "kv connector 'bad' of bad-dist 2.0 failed in poll" in caplog.text
     assert "kv connector 'bad' of bad-dist 2.0 failed in close" in caplog.text
@@ -867,11 +871,11 @@ async def test_a_listener_that_raises_is_named_and_changes_nothing(
 
 def test_the_engines_configuration_is_refused_by_the_options_name() -> None:
     plugins = registering("options", Options)
-    for given, told in [
+    for value, message in [
         ({"bd": {}}, "plugin_options.bd: no plugin takes options under this name; did you mean"),
         ({"bad": {"dept": 1}}, "plugin_options.bad.dept: no such option; did you mean 'depth'?"),
         ({"bad": {"depth": "x"}}, "plugin_options.bad: Expected `int`, got `str`"),
     ]:
-        with pytest.raises(JackfieldError, match=told.replace("?", r"\?")) as caught:
-            AsyncEngine(EngineConfig(plugin_options=given), plugins=plugins)
+        with pytest.raises(JackfieldError, match=message.replace("?", r"\?")) as caught:
+            AsyncEngine(EngineConfig(plugin_options=value), plugins=plugins)
         assert str(caught.value.param).startswith("plugin_options.b")

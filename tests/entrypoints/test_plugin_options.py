@@ -67,18 +67,18 @@ def mine(install: Install, tmp_path: Path) -> str:
 
 def given_by(*argv: str) -> Any:
     """The typed options of an engine that this command line makes."""
-    found = settings([*argv])
-    engine = AsyncEngine(found.config, plugins=found.plugins)
-    (name,) = found.plugins["options"]
-    return engine.plugins.options(found.plugins["options"].load(name))
+    options = settings([*argv])
+    engine = AsyncEngine(options.config, plugins=options.plugins)
+    (name,) = options.plugins["options"]
+    return engine.plugins.options(options.plugins["options"].load(name))
 
 
 def test_options_come_from_flags_json_and_defaults(mine: str) -> None:
-    made = given_by(
+    options = given_by(
         "--plugin-options", '{"mine": {"depth": 9, "words": ["a"]}}',
         "--plugin-option", "mine.depth=4", "--plugin-option", "mine.inner.name=who knows",
     )  # fmt: skip
-    assert (made.depth, made.words, made.inner.name) == (4, ["a"], "who knows")
+    assert (options.depth, options.words, options.inner.name) == (4, ["a"], "who knows")
     assert given_by().depth == 3
 
 
@@ -86,14 +86,14 @@ def test_options_come_from_a_file_and_the_command_line_wins(mine: str, tmp_path:
     file = tmp_path / "config.yaml"
     file.write_text("plugin-options: {mine: {depth: 5, words: [b]}}\n")
     assert (given_by("--config", str(file)).depth) == 5
-    made = given_by("--config", str(file), "--plugin-option", "mine.depth=6")
-    assert (made.depth, made.words) == (6, ["b"])
+    result = given_by("--config", str(file), "--plugin-option", "mine.depth=6")
+    assert (result.depth, result.words) == (6, ["b"])
     file.write_text("plugin-option: [mine.depth=7, mine.inner.name=x]\n")
     assert given_by("--config", str(file)).depth == 7
 
 
 @pytest.mark.parametrize(
-    ("flag", "told"),
+    ("flag", "message"),
     [
         ("mine.depth=0", "plugin_options.mine: Expected `int` >= 1 - at `$.depth`"),
         ("mine.depth=many", "plugin_options.mine: Expected `int`, got `str` - at `$.depth`"),
@@ -104,8 +104,8 @@ def test_options_come_from_a_file_and_the_command_line_wins(mine: str, tmp_path:
         (".depth=4", "is not NAME.key=value"),
     ],
 )
-def test_what_does_not_fit_is_refused_by_name(mine: str, flag: str, told: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(told)):
+def test_what_does_not_fit_is_refused_by_name(mine: str, flag: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
         given_by("--plugin-option", flag)
 
 
@@ -113,8 +113,8 @@ def test_options_of_a_plugin_that_was_left_out_are_refused_with_its_reason(
     install: Install,
 ) -> None:
     install("mine", "raise RuntimeError('bang')")
-    told = "plugin mine-point of mine 1.0 is left out: RuntimeError: bang"
-    with pytest.raises(ConfigError, match=re.escape(told)):
+    message = "plugin mine-point of mine 1.0 is left out: RuntimeError: bang"
+    with pytest.raises(ConfigError, match=re.escape(message)):
         given_by("--plugin-option", "mine.depth=4")
 
 
@@ -129,9 +129,9 @@ def test_several_front_ends_have_the_options_and_count_together(
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with fronted("--plugin-option", "mine.depth=4") as server, server.client() as client:
         assert client.get("/depth").json() == 4
-        found = server.metrics(client)
-        assert found["mine_processes_total", ("depth", "4")] == 3, "the engine and two front ends"
-        assert ("jackfield:num_requests_running",) in found
+        actual = server.metrics(client)
+        assert actual["mine_processes_total", ("depth", "4")] == 3, "the engine and two front ends"
+        assert ("jackfield:num_requests_running",) in actual
 
 
 # ---------------------------------------------------------------- configuration classes
@@ -173,8 +173,8 @@ async def test_a_configuration_class_is_there_before_the_model_and_lazily(
     assert isinstance(entry.reference, str)
     config = engine_config(checkpoint_of("newer", tmp_path / "model"))
     async with AsyncEngine(config, plugins=plugins) as engine:
-        found = engine.model_config.hf_config
-        assert (type(found).__name__, found.hidden_size, found.model_type) == (
+        hf_config = engine.model_config.hf_config
+        assert (type(hf_config).__name__, hf_config.hidden_size, hf_config.model_type) == (
             "Config",
             64,
             "newer",

@@ -103,16 +103,16 @@ HIDDEN = [
 ]
 
 
-@pytest.mark.parametrize(("method", "path", "told"), HIDDEN)
+@pytest.mark.parametrize(("method", "path", "message"), HIDDEN)
 def test_a_route_that_another_one_hides_is_refused_by_name(
-    checkpoint: Any, caplog: pytest.LogCaptureFixture, method: str, path: str, told: str
+    checkpoint: Any, caplog: pytest.LogCaptureFixture, method: str, path: str, message: str
 ) -> None:
     plugins = plugins_of(routes_of(("GET", "/new", other), (method, path, other)))
     with running(engine_config(checkpoint), plugins=plugins) as server:
         assert httpx.get(f"{server.url}/health").status_code == 200
         assert httpx.get(f"{server.url}/mine").text == "mine"
         assert httpx.get(f"{server.url}/new").status_code == 404, "all of a plugin, or nothing"
-    assert told in caplog.text
+    assert message in caplog.text
     assert "set override = True on the handler" in caplog.text
     assert [failed.provenance.distribution for failed in plugins.failed] == ["bad0"]
 

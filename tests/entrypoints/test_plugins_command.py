@@ -86,7 +86,7 @@ def test_no_plugin_joins_the_engine_option() -> None:
 
 
 @pytest.mark.parametrize(
-    ("argv", "told"),
+    ("argv", "output"),
     [
         (["new"], "give a KIND and a NAME"),
         (["new", "tool-parser"], "give a KIND and a NAME"),
@@ -101,14 +101,14 @@ def test_no_plugin_joins_the_engine_option() -> None:
     ],
 )
 def test_wrong_usage_is_refused_with_a_reason(
-    argv: list[str], told: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    argv: list[str], output: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     try:
         status = main(["plugins", *argv, "--into", str(tmp_path)])
-    except SystemExit as ended:
-        status = int(ended.code or 0)
+    except SystemExit as raised:
+        status = int(raised.code or 0)
     assert status == 2
-    assert told in capsys.readouterr().err
+    assert output in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 
@@ -144,12 +144,12 @@ def test_the_route_is_there_only_when_asked_for(tmp_path: Path) -> None:
     options = ServerOptions(enable_plugins_route=True, api_keys=("key",))
     with running(config, options) as server:
         assert httpx.get(f"{server.url}/v1/plugins").status_code == 401
-        answer = httpx.get(
+        response = httpx.get(
             f"{server.url}/v1/plugins", headers={"Authorization": "Bearer key"}, timeout=300
         ).json()
-    assert answer["object"] == "list"
+    assert response["object"] == "list"
     assert any(
-        row.items() >= {**EXPECTED, "status": "works here"}.items() for row in answer["data"]
+        row.items() >= {**EXPECTED, "status": "works here"}.items() for row in response["data"]
     )
 
 
@@ -190,12 +190,12 @@ def jackfield(folder: Path, *argv: str) -> subprocess.CompletedProcess[str]:
 
 def test_what_a_plugin_prints_does_not_break_json(install: Install, tmp_path: Path) -> None:
     install("noisy", NOISY)
-    done = jackfield(tmp_path, "plugins", "--json")
-    rows = {(row["kind"], row["name"]): row for row in json.loads(done.stdout)}
+    completed = jackfield(tmp_path, "plugins", "--json")
+    rows = {(row["kind"], row["name"]): row for row in json.loads(completed.stdout)}
     assert rows["tool_parser", "noisy"]["status"] == "works here"
     assert "warning: register_models has no @hookimpl" in rows["plugin", "noisy-point"]["status"]
-    assert "noise of the entry point" in done.stderr
-    assert "noise of a class" in done.stderr
+    assert "noise of the entry point" in completed.stderr
+    assert "noise of a class" in completed.stderr
 
 
 def test_one_plugin_is_shown_with_its_options(
@@ -232,31 +232,31 @@ def odd(argv):
 
 def test_commands_of_plugins_are_shown_with_their_help(install: Install, tmp_path: Path) -> None:
     install("polite", COMMANDS)
-    done = jackfield(tmp_path, "--help")
-    assert "  greet      Say hello to somebody (polite)" in done.stdout.splitlines()
+    completed = jackfield(tmp_path, "--help")
+    assert "  greet      Say hello to somebody (polite)" in completed.stdout.splitlines()
     assert jackfield(tmp_path, "greet", "you").stdout == "hello you\n"
     assert "did you mean 'greet'?" in jackfield(tmp_path, "gret").stderr
 
 
 def test_a_plugins_configuration_error_is_printed_as_ours(install: Install, tmp_path: Path) -> None:
     install("polite", COMMANDS)
-    done = jackfield(tmp_path, "refuse")
-    assert done.returncode == 2
-    assert done.stderr == "jackfield: configuration error: --name: must be given\n"
+    completed = jackfield(tmp_path, "refuse")
+    assert completed.returncode == 2
+    assert completed.stderr == "jackfield: configuration error: --name: must be given\n"
 
 
 @pytest.mark.parametrize(
-    ("command", "told"), [("crash", "RuntimeError: bang"), ("odd", "TypeError: it returned str")]
+    ("command", "message"), [("crash", "RuntimeError: bang"), ("odd", "TypeError: it returned str")]
 )
 def test_a_command_that_fails_is_named(
-    install: Install, tmp_path: Path, command: str, told: str
+    install: Install, tmp_path: Path, command: str, message: str
 ) -> None:
     install("polite", COMMANDS)
-    done = jackfield(tmp_path, command)
-    assert done.returncode == 1
-    last = done.stderr.splitlines()[-1]
+    completed = jackfield(tmp_path, command)
+    assert completed.returncode == 1
+    last = completed.stderr.splitlines()[-1]
     assert last.startswith(f"jackfield: command '{command}' of polite 1.0 failed in its function: ")
-    assert told in last
+    assert message in last
 
 
 @pytest.mark.parametrize("override", ["", ", override=True"])
@@ -265,8 +265,8 @@ def test_a_command_cannot_take_the_name_of_ours(
 ) -> None:
     code = f"commands.add('serve', 'greedy_plugin:x'{override})"
     install("greedy", f"@hookimpl\ndef register_commands(commands): {code}\n")
-    done = jackfield(tmp_path, "plugins", "--json", "--no-check")
-    rows = {(row["kind"], row["name"]): row for row in json.loads(done.stdout)}
+    completed = jackfield(tmp_path, "plugins", "--json", "--no-check")
+    rows = {(row["kind"], row["name"]): row for row in json.loads(completed.stdout)}
     assert rows["command", "serve"]["distribution"] == "jackfield"
     assert rows["plugin", "greedy-point"]["status"] == (
         "left out: command 'serve' is jackfield's own, and cannot be replaced: give yours another "

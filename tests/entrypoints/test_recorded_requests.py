@@ -39,8 +39,8 @@ def server() -> Iterator[Server]:
         override_generation_config={"max_new_tokens": 16},
         structured_outputs_config=StructuredOutputsConfig(mask_timeout=60, compile_timeout=60),
     )
-    with running(config) as one:
-        yield one
+    with running(config) as item:
+        yield item
 
 
 def test_every_library_has_its_requests() -> None:
@@ -62,10 +62,10 @@ def test_a_recorded_request_is_answered(server: Server, recorded: dict[str, Any]
     response = httpx.post(server.url + recorded["route"], json=body, timeout=120)
     assert response.status_code == 200, response.text
     if not body.get("stream"):
-        made = response.json()
-        assert made.get("error") is None and made.get("status") != "failed"
-        if body.get("tool_choice") == "required" and "choices" in made:
-            assert made["choices"][0]["message"]["tool_calls"]
+        response_body = response.json()
+        assert response_body.get("error") is None and response_body.get("status") != "failed"
+        if body.get("tool_choice") == "required" and "choices" in response_body:
+            assert response_body["choices"][0]["message"]["tool_calls"]
         return
     assert response.headers["content-type"].startswith("text/event-stream")
     events = [

@@ -98,8 +98,10 @@ def serving(site: Path, *flags: str) -> Iterator[str]:
 
 @pytest.fixture(scope="module", params=[(), ("--api-server-count", "2")], ids=["one", "fronts"])
 def url(site: Path, request: pytest.FixtureRequest) -> Iterator[str]:
-    with serving(site, "--api-key", "built-in", "--max-model-len", "256", *request.param) as found:
-        yield found
+    with serving(
+        site, "--api-key", "built-in", "--max-model-len", "256", *request.param
+    ) as address:
+        yield address
 
 
 ROUTES = {
@@ -127,9 +129,9 @@ def test_a_plugin_says_whose_a_request_is(url: str) -> None:
 
 
 def test_what_it_refuses_is_the_client_s_answer(url: str) -> None:
-    answer = ask(url, "banned")
-    assert answer.status_code == 401
-    assert answer.json()["error"]["message"] == "this account is closed"
+    response = ask(url, "banned")
+    assert response.status_code == 401
+    assert response.json()["error"]["message"] == "this account is closed"
 
 
 @pytest.mark.parametrize(
@@ -137,9 +139,9 @@ def test_what_it_refuses_is_the_client_s_answer(url: str) -> None:
     [("raises", "KeyError in authenticate"), ("odd", "authenticate gave str")],
 )
 def test_one_that_fails_lets_nobody_in_and_is_named(url: str, account: str, what: str) -> None:
-    answer = ask(url, account)
-    assert answer.status_code == 500
-    message = answer.json()["error"]["message"]
+    response = ask(url, account)
+    assert response.status_code == 500
+    message = response.json()["error"]["message"]
     assert message == (
         f"plugin accounts of accounts-for-jackfield 1.2 failed on this request: {what}"
     )
@@ -147,30 +149,35 @@ def test_one_that_fails_lets_nobody_in_and_is_named(url: str, account: str, what
 
 
 def test_its_tenants_own_what_they_store_and_have_its_limits(url: str) -> None:
-    made = ask(url, "ann", "/v1/responses").json()
+    result = ask(url, "ann", "/v1/responses").json()
     for account, status in (("ann", 200), ("bob", 404)):
-        found = httpx.get(f"{url}/v1/responses/{made['id']}", headers={"X-Account": account})
-        assert found.status_code == status
-    answer = ask(url, "ann", max_tokens=50, ignore_eos=True).json()
-    assert answer["usage"]["completion_tokens"] == 4
+        actual = httpx.get(f"{url}/v1/responses/{result['id']}", headers={"X-Account": account})
+        assert actual.status_code == status
+    body = ask(url, "ann", max_tokens=50, ignore_eos=True).json()
+    assert body["usage"]["completion_tokens"] == 4
 
 
 @pytest.mark.parametrize("route", ROUTES)
 def test_a_plugin_may_refuse_a_decoded_request(url: str, route: str) -> None:
-    answer = ask(url, "ann", route, wish="a pony")
-    assert answer.status_code == 400
-    assert answer.json()["error"]["message"] == f"wish: not at {route}"
-    assert answer.json()["error"]["param"] == "wish"
+    response = ask(url, "ann", route, wish="a pony")
+    assert response.status_code == 400
+    assert response.json()["error"]["message"] == f"wish: not at {route}"
+    assert response.json()["error"]["param"] == "wish"
 
 
 def test_a_plugin_may_change_a_decoded_request(url: str) -> None:
     plain = ask(url, "ann", "/tokenize", prompt="rewritten").json()["tokens"]
     assert ask(url, "ann", "/tokenize", rewrite=True).json()["tokens"] == plain
     for route in ("/v1/completions", "/v1/chat/completions"):
-        asked = {"rewrite": True, "temperature": 0, "return_token_ids": True, "prompt_logprobs": 0}
-        answer = ask(url, "ann", route, **asked).json()
-        first = answer["choices"][0]
-        ids = answer.get("prompt_token_ids") or first.get("prompt_token_ids")
+        request = {
+            "rewrite": True,
+            "temperature": 0,
+            "return_token_ids": True,
+            "prompt_logprobs": 0,
+        }
+        body = ask(url, "ann", route, **request).json()
+        first = body["choices"][0]
+        ids = body.get("prompt_token_ids") or first.get("prompt_token_ids")
         assert set(plain) <= set(ids)
 
 
@@ -181,9 +188,9 @@ def test_a_plugin_may_change_a_decoded_request(url: str) -> None:
 def test_one_that_raises_costs_that_request_alone(
     url: str, route: str, field: str, what: str
 ) -> None:
-    answer = ask(url, "ann", route, **{field: 1})
-    assert answer.status_code == 500
-    message = answer.json()["error"]["message"]
+    response = ask(url, "ann", route, **{field: 1})
+    assert response.status_code == 500
+    message = response.json()["error"]["message"]
     assert "accounts of accounts-for-jackfield 1.2" in message and what in message
     assert "inside" not in message
     assert ask(url, "ann", route).status_code == 200
@@ -191,7 +198,7 @@ def test_one_that_raises_costs_that_request_alone(
 
 def test_a_quota_is_a_plugin_of_a_few_lines(site: Path) -> None:
     with serving(site) as url:
-        answers = [ask(url, "poor") for _ in range(5)]
-        assert [answer.status_code for answer in answers] == [200, 200, 200, 429, 429]
-        assert answers[-1].headers["Retry-After"] == "7"
+        responses = [ask(url, "poor") for _ in range(5)]
+        assert [response.status_code for response in responses] == [200, 200, 200, 429, 429]
+        assert responses[-1].headers["Retry-After"] == "7"
         assert ask(url, "rich").status_code == 200

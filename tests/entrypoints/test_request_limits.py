@@ -23,8 +23,8 @@ COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     options = ServerOptions(max_completions_per_request=64)
-    with running(config(save_random(tmp_path_factory.mktemp("random"))), options) as made:
-        yield made
+    with running(config(save_random(tmp_path_factory.mktemp("random"))), options) as running_server:
+        yield running_server
 
 
 def post(server: Server, route: str, **body: Any) -> httpx.Response:
@@ -35,9 +35,9 @@ def post(server: Server, route: str, **body: Any) -> httpx.Response:
     return httpx.post(server.url + route, json=body, timeout=120)
 
 
-def error(answer: httpx.Response) -> dict[str, Any]:
-    made: dict[str, Any] = answer.json()["error"]
-    return made
+def error(response: httpx.Response) -> dict[str, Any]:
+    body: dict[str, Any] = response.json()["error"]
+    return body
 
 
 LISTS = {
@@ -51,10 +51,10 @@ LISTS = {
 @pytest.mark.parametrize("route", [COMPLETIONS, CHAT])
 @pytest.mark.parametrize("field", LISTS)
 def test_lists_of_a_request_are_bounded(server: Server, route: str, field: str) -> None:
-    one, most = LISTS[field]
-    assert post(server, route, **{field: one * most}, max_tokens=2).status_code == 200
-    answer = post(server, route, **{field: one * (most + 1)})
-    assert answer.status_code == 400 and error(answer)["param"] == field
+    first, most = LISTS[field]
+    assert post(server, route, **{field: first * most}, max_tokens=2).status_code == 200
+    response = post(server, route, **{field: first * (most + 1)})
+    assert response.status_code == 400 and error(response)["param"] == field
 
 
 @pytest.mark.parametrize(
@@ -70,19 +70,19 @@ def test_lists_of_a_request_are_bounded(server: Server, route: str, field: str) 
 )
 def test_what_a_request_names_is_bounded(server: Server, field: str, value: Any) -> None:
     for route in (COMPLETIONS, CHAT):
-        answer = post(server, route, **{field: value})
-        assert answer.status_code == 400 and error(answer)["param"] == field
+        response = post(server, route, **{field: value})
+        assert response.status_code == 400 and error(response)["param"] == field
 
 
 def test_many_bad_words_are_tokenized_off_the_loop(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads: dict[int, set[str]] = {}
-    found = Tokenizer.bad_words_ids
+    original = Tokenizer.bad_words_ids
 
     def noted(self: Tokenizer, words: Any) -> Any:
         threads.setdefault(len(words), set()).add(threading.current_thread().name)
-        return found(self, words)
+        return original(self, words)
 
     monkeypatch.setattr(Tokenizer, "bad_words_ids", noted)
     loop_thread = server.call(lambda engine: threading.current_thread().name)
@@ -100,9 +100,9 @@ def test_one_request_may_start_a_bounded_number_of_completions(
     assert refused.status_code == 400 and error(refused)["param"] == "n"
     assert "--max-completions-per-request" in error(refused)["message"]
     assert post(server, CHAT, n=65).status_code == 400
-    taken = post(server, COMPLETIONS, prompt=prompts, n=4, stream=stream)
-    assert taken.status_code == 200
-    assert stream or len(taken.json()["choices"]) == 64
+    seconds = post(server, COMPLETIONS, prompt=prompts, n=4, stream=stream)
+    assert seconds.status_code == 200
+    assert stream or len(seconds.json()["choices"]) == 64
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -126,10 +126,10 @@ def test_many_prompts_are_entered_a_few_in_a_turn_of_the_loop(
     ticking = True
     server._loop.call_soon_threadsafe(tick, server._loop)
     try:
-        answer = post(server, COMPLETIONS, prompt=[[i + 5] for i in range(60)], stream=stream)
+        response = post(server, COMPLETIONS, prompt=[[i + 5] for i in range(60)], stream=stream)
     finally:
         ticking = False
-    assert answer.status_code == 200 and turns.total() == 60
+    assert response.status_code == 200 and turns.total() == 60
     assert max(turns.values()) <= 8, turns
 
 
@@ -152,26 +152,28 @@ def test_parameters_that_leave_no_token_are_refused_by_name(
     if body["allowed_token_ids"] == [2]:
         body = {**body, "allowed_token_ids": [tokenizer.eos_token_id]}
     for route in (COMPLETIONS, CHAT):
-        answer = post(server, route, **body, max_tokens=4)
-        assert answer.status_code == 400, answer.text
-        assert error(answer)["param"] == "allowed_token_ids" and named in error(answer)["message"]
+        response = post(server, route, **body, max_tokens=4)
+        assert response.status_code == 400, response.text
+        assert (
+            error(response)["param"] == "allowed_token_ids" and named in error(response)["message"]
+        )
     less = {**body, "min_tokens": 0, "bad_words": []}
     assert post(server, COMPLETIONS, **less).status_code == 200
 
 
 def test_tokenize_and_detokenize_take_a_bounded_number_of_tokens(server: Server) -> None:
     most = server.engine.tokenize_limit("x").tokens
-    answer = post(server, "/detokenize", tokens=[5] * (most + 1))
-    assert answer.status_code == 400 and error(answer)["param"] == "tokens"
-    answer = post(server, "/tokenize", prompt="\u6f22" * most)
-    assert answer.status_code == 400 and error(answer)["param"] == "prompt"
+    response = post(server, "/detokenize", tokens=[5] * (most + 1))
+    assert response.status_code == 400 and error(response)["param"] == "tokens"
+    response = post(server, "/tokenize", prompt="\u6f22" * most)
+    assert response.status_code == 400 and error(response)["param"] == "prompt"
     messages = [{"role": "user", "content": "\u6f22" * most}]
-    answer = post(server, "/tokenize", messages=messages)
-    assert answer.status_code == 400 and error(answer)["param"] == "messages"
+    response = post(server, "/tokenize", messages=messages)
+    assert response.status_code == 400 and error(response)["param"] == "messages"
     longer = "one two three " * server.engine.model_config.max_model_len
-    answer = post(server, "/tokenize", prompt=longer, return_token_strs=True)
-    assert answer.json()["count"] > server.engine.model_config.max_model_len
-    assert post(server, "/detokenize", tokens=answer.json()["tokens"]).json()["prompt"] == longer
+    response = post(server, "/tokenize", prompt=longer, return_token_strs=True)
+    assert response.json()["count"] > server.engine.model_config.max_model_len
+    assert post(server, "/detokenize", tokens=response.json()["tokens"]).json()["prompt"] == longer
 
 
 def test_a_prompt_far_too_long_is_refused_with_the_contexts_sentence(server: Server) -> None:
@@ -180,9 +182,9 @@ def test_a_prompt_far_too_long_is_refused_with_the_contexts_sentence(server: Ser
         (CHAT, {"messages": [{"role": "user", "content": "x y " * 200_000}]}),
         (CHAT, {"messages": [{"role": "user", "content": "x"}] * 10_000}),
     ):
-        answer = post(server, route, **body)
-        assert answer.status_code == 400
-        assert error(answer)["code"] == "context_length_exceeded"
-        assert error(answer)["message"].startswith("This model's maximum context length is 512")
+        response = post(server, route, **body)
+        assert response.status_code == 400
+        assert error(response)["code"] == "context_length_exceeded"
+        assert error(response)["message"].startswith("This model's maximum context length is 512")
     cut = post(server, COMPLETIONS, prompt="x y " * 200_000, truncate_prompt_tokens=5)
     assert cut.json()["usage"]["prompt_tokens"] == 5

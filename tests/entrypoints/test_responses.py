@@ -18,8 +18,8 @@ from jackfield.core.loading.model_config import EMBEDDED_MODEL
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    with running(CONFIG) as made:
-        yield made
+    with running(CONFIG) as running_server:
+        yield running_server
 
 
 @pytest.fixture(scope="module")
@@ -31,8 +31,8 @@ def client(server: Server) -> openai.OpenAI:
 async def asynchronous(server: Server) -> Any:
     async with openai.AsyncOpenAI(
         base_url=f"{server.url}/v1", api_key="none", max_retries=0
-    ) as made:
-        yield made
+    ) as api_client:
+        yield api_client
 
 
 @pytest.fixture(scope="module")
@@ -40,63 +40,71 @@ def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """It thinks, says something, and calls a tool."""
     checkpoint = save_scripted(tmp_path_factory.mktemp("scripted"))
     config = engine_config(checkpoint, reasoning_parser="qwen3", tool_call_parser="hermes")
-    with running(config) as one:
-        yield one
+    with running(config) as item:
+        yield item
 
 
 # ---------------------------------------------------------------- text
 
 
 async def test_streaming_equals_not_streaming_for_every_seed(asynchronous: Any) -> None:
-    made = await asyncio.gather(
+    results = await asyncio.gather(
         *(
             both(asynchronous, input="Once upon a time", temperature=1.2, max_output_tokens=40,
                  include=LOGPROBS, top_logprobs=seed % 3, extra_body={"seed": seed})
             for seed in range(8)
         )
     )  # fmt: skip
-    assert len({one.output_text for one in made}) > 4
-    for seed, one in enumerate(made):
-        assert one.status in ("completed", "incomplete")
-        assert (one.status == "incomplete") == (one.incomplete_details is not None)
-        (message,) = (item for item in one.output if item.type == "message")
+    assert len({entry.output_text for entry in results}) > 4
+    for seed, entry in enumerate(results):
+        assert entry.status in ("completed", "incomplete")
+        assert (entry.status == "incomplete") == (entry.incomplete_details is not None)
+        (message,) = (item for item in entry.output if item.type == "message")
         (part,) = message.content
         assert part.logprobs and all(len(p.top_logprobs) == seed % 3 for p in part.logprobs)
         assert b"".join(bytes(p.bytes) for p in part.logprobs).decode(errors="replace") == part.text
 
 
 def test_a_response_has_every_field_of_openais(client: openai.OpenAI) -> None:
-    made = client.responses.create(
+    response = client.responses.create(
         model=MODEL, input="Hello", instructions="Be brief.", max_output_tokens=5,
         temperature=0.5, top_p=0.9, metadata={"a": "b"}, user="me",
     )  # fmt: skip
-    assert made.id.startswith("resp_") and made.object == "response" and made.model == MODEL
-    assert made.instructions == "Be brief." and made.metadata == {"a": "b"} and made.user == "me"
-    assert (made.temperature, made.top_p, made.max_output_tokens) == (0.5, 0.9, 5)
-    assert made.tool_choice == "auto" and made.tools == [] and made.parallel_tool_calls
-    assert made.text is not None and made.text.format is not None
-    assert made.text.format.type == "text" and made.truncation == "disabled"
-    usage = made.usage
+    assert (
+        response.id.startswith("resp_")
+        and response.object == "response"
+        and response.model == MODEL
+    )
+    assert (
+        response.instructions == "Be brief."
+        and response.metadata == {"a": "b"}
+        and response.user == "me"
+    )
+    assert (response.temperature, response.top_p, response.max_output_tokens) == (0.5, 0.9, 5)
+    assert response.tool_choice == "auto" and response.tools == [] and response.parallel_tool_calls
+    assert response.text is not None and response.text.format is not None
+    assert response.text.format.type == "text" and response.truncation == "disabled"
+    usage = response.usage
     assert usage is not None and usage.output_tokens == 5
     assert usage.total_tokens == usage.input_tokens + 5 and usage.input_tokens > 5
-    openai.types.responses.Response.model_validate(made.to_dict())
+    openai.types.responses.Response.model_validate(response.to_dict())
 
 
 async def test_thought_text_and_calls_are_items_in_order(scripted: Server) -> None:
     async with openai.AsyncOpenAI(base_url=f"{scripted.url}/v1", api_key="none") as client:
         tool: Any = {"type": "function", "name": "get_weather", "parameters": {"type": "object"}}
-        made = await both(
+        response = await both(
             client, input="Hi", tools=[tool], temperature=0, include=LOGPROBS, top_logprobs=1
         )
-        thought, message, call = made.output
+        thought, message, call = response.output
         assert thought.type == "reasoning" and thought.summary == []
         assert thought.content[0].text == "two and two"
         assert message.type == "message" and message.content[0].text == "Let me look."
         assert [p.token for p in message.content[0].logprobs] == ["Let me look."]
         assert call.type == "function_call" and call.status == "completed"
         assert call.name == "get_weather" and json.loads(call.arguments) == {"city": "Lisbon"}
-        assert made.usage.output_tokens_details.reasoning_tokens == 2
-        assert made.status == "completed" and made.completed_at >= made.created_at
+        assert response.usage.output_tokens_details.reasoning_tokens == 2
+        assert response.status == "completed" and response.completed_at >= response.created_at
 
         stream = await client.responses.create(
             model=MODEL, input="Hi", tools=[tool], temperature=0, stream=True
@@ -104,22 +112,24 @@ async def test_thought_text_and_calls_are_items_in_order(scripted: Server) -> No
         events = await folded(stream)
         order = [kind for kind, _ in itertools.groupby(events.types)]
         text = ["response.output_item.added", "response.content_part.added"]
-        done = ["response.content_part.done", "response.output_item.done"]
+        ending = ["response.content_part.done", "response.output_item.done"]
         assert order == [
             "response.created", "response.in_progress",
-            *text, "response.reasoning_text.delta", "response.reasoning_text.done", *done,
-            *text, "response.output_text.delta", "response.output_text.done", *done,
+            *text, "response.reasoning_text.delta", "response.reasoning_text.done", *ending,
+            *text, "response.output_text.delta", "response.output_text.done", *ending,
             "response.output_item.added", "response.function_call_arguments.delta",
             "response.function_call_arguments.done", "response.output_item.done",
             "response.completed",
         ]  # fmt: skip
 
         for cut in range(1, 12):  # tokens: thought, text, and call are cut off in turn
-            one = await both(client, input="Hi", tools=[tool], temperature=0, max_output_tokens=cut)
-            assert one.status == "incomplete"
-            assert one.incomplete_details.reason == "max_output_tokens"
-            assert all(item.status == "completed" for item in one.output[:-1])
-            for item in one.output[-1:]:
+            first = await both(
+                client, input="Hi", tools=[tool], temperature=0, max_output_tokens=cut
+            )
+            assert first.status == "incomplete"
+            assert first.incomplete_details.reason == "max_output_tokens"
+            assert all(item.status == "completed" for item in first.output[:-1])
+            for item in first.output[-1:]:
                 whole = item.type == "function_call" and cut == 11
                 assert item.status == ("completed" if whole else "incomplete")
 
@@ -137,61 +147,61 @@ async def test_a_call_that_was_cut_off_breaks_no_chain(scripted: Server) -> None
 
 
 @pytest.mark.parametrize(
-    ("effort", "said"),
+    ("effort", "text"),
     [("none", "False "), ("minimal", "True low"), ("high", "True high"), ("xhigh", "True high"),
      (None, " ")],
 )  # fmt: skip
-def test_the_effort_reaches_the_template(effort: Any, said: str) -> None:
+def test_the_effort_reaches_the_template(effort: Any, text: str) -> None:
     template = "{{ messages[0].content }} {{ enable_thinking }} {{ reasoning_effort }}"
     config = engine_config(EMBEDDED_MODEL, chat_template=template)
     with running(config) as server:
         client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
-        made = client.responses.create(
+        response = client.responses.create(
             model=MODEL, input="Hi", temperature=0, max_output_tokens=8,
             reasoning={"effort": effort},
         )  # fmt: skip
         expected = client.completions.create(
-            model=MODEL, prompt=f"Hi {said}", temperature=0, max_tokens=8
+            model=MODEL, prompt=f"Hi {text}", temperature=0, max_tokens=8
         )
-        assert made.output_text == expected.choices[0].text
-        assert made.usage and expected.usage
-        assert made.usage.input_tokens == expected.usage.prompt_tokens
-        assert made.reasoning is not None and made.reasoning.effort == effort
+        assert response.output_text == expected.choices[0].text
+        assert response.usage and expected.usage
+        assert response.usage.input_tokens == expected.usage.prompt_tokens
+        assert response.reasoning is not None and response.reasoning.effort == effort
 
 
 # ---------------------------------------------------------------- forms
 
 
 async def test_a_schema_holds_for_every_seed(asynchronous: Any) -> None:
-    made = await asyncio.gather(
+    results = await asyncio.gather(
         *(
             both(asynchronous, input="A pair", text={"format": FORMAT}, temperature=1.5,
                  extra_body={"seed": seed})
             for seed in range(8)
         )
     )  # fmt: skip
-    for one in made:
-        assert one.status == "completed" and one.text.format.name == "pair"
-        pair = json.loads(one.output_text)
+    for item in results:
+        assert item.status == "completed" and item.text.format.name == "pair"
+        pair = json.loads(item.output_text)
         assert list(pair) == ["left", "right"] and pair["left"] in ("a", "b")
         assert type(pair["right"]) is int and pair["right"] <= 99
-    assert len({one.output_text for one in made}) > 2
+    assert len({item.output_text for item in results}) > 2
 
 
 def test_the_client_parses_and_streams_into_a_class(client: openai.OpenAI) -> None:
-    made = client.responses.parse(model=MODEL, input="A pair", text_format=Flags)
-    assert isinstance(made.output_parsed, Flags)
+    response = client.responses.parse(model=MODEL, input="A pair", text_format=Flags)
+    assert isinstance(response.output_parsed, Flags)
     with client.responses.stream(model=MODEL, input="A pair", text_format=Flags) as stream:
         assert any(event.type == "response.output_text.delta" for event in stream)
         assert isinstance(stream.get_final_response().output_parsed, Flags)
 
 
 async def test_a_json_object_is_one(asynchronous: Any) -> None:
-    one = await both(
+    first = await both(
         asynchronous, input="A thing", text={"format": {"type": "json_object"}},
         extra_body={"seed": 1}, max_output_tokens=400,
     )  # fmt: skip
-    assert one.status == "incomplete" or isinstance(json.loads(one.output_text), dict)
+    assert first.status == "incomplete" or isinstance(json.loads(first.output_text), dict)
 
 
 # ---------------------------------------------------------------- tools
@@ -210,20 +220,20 @@ async def test_a_json_object_is_one(asynchronous: Any) -> None:
 async def test_a_forced_call_is_made_for_every_seed(
     asynchronous: Any, choice: Any, names: set[str]
 ) -> None:
-    made = await asyncio.gather(
+    results = await asyncio.gather(
         *(
             both(asynchronous, input="3 and 4", tools=[ADD, COLOR], tool_choice=choice,
                  parallel_tool_calls=False, temperature=1.5, extra_body={"seed": seed})
             for seed in range(6)
         )
     )  # fmt: skip
-    for one in made:
-        (call,) = one.output
+    for item in results:
+        (call,) = item.output
         assert call.type == "function_call" and call.name in names
         assert call.call_id.startswith("call_") and call.status == "completed"
-        asked = {"add": {"a", "b"}, "color": {"of"}}
-        assert set(json.loads(call.arguments)) == asked[call.name]
-        assert one.tool_choice == choice or one.to_dict()["tool_choice"] == choice
+        parameters = {"add": {"a", "b"}, "color": {"of"}}
+        assert set(json.loads(call.arguments)) == parameters[call.name]
+        assert item.tool_choice == choice or item.to_dict()["tool_choice"] == choice
 
 
 def test_a_tool_loop_by_previous_response_and_by_items(client: openai.OpenAI) -> None:
@@ -243,13 +253,13 @@ def test_a_tool_loop_by_previous_response_and_by_items(client: openai.OpenAI) ->
         "max_output_tokens": 20,
     }  # fmt: skip
     chained = client.responses.create(previous_response_id=first.id, input=[result], **options)
-    told: Any = [{"role": "user", "content": "3 and 4"}, *first.output, result]
-    listed = client.responses.create(input=told, store=False, **options)
+    conversation: Any = [{"role": "user", "content": "3 and 4"}, *first.output, result]
+    listed = client.responses.create(input=conversation, store=False, **options)
     assert chained.output_text == listed.output_text
     assert chained.usage and listed.usage
     assert chained.usage.input_tokens == listed.usage.input_tokens
     referenced = client.responses.create(
-        input=[told[0], {"type": "item_reference", "id": call.id or ""}, result], **options
+        input=[conversation[0], {"type": "item_reference", "id": call.id or ""}, result], **options
     )
     assert referenced.output_text == chained.output_text
     items = client.responses.input_items.list(chained.id, order="asc").data
@@ -259,8 +269,8 @@ def test_a_tool_loop_by_previous_response_and_by_items(client: openai.OpenAI) ->
 def test_a_chain_reads_as_the_conversation_it_is(client: openai.OpenAI) -> None:
     """Equal tokens, and so equal answers, as a chat with the same messages."""
     options: Any = {"model": MODEL, "temperature": 0, "max_output_tokens": 16}
-    one = client.responses.create(input="Hello", instructions="Be brief.", **options)
-    two = client.responses.create(input="And now?", previous_response_id=one.id, **options)
+    first = client.responses.create(input="Hello", instructions="Be brief.", **options)
+    two = client.responses.create(input="And now?", previous_response_id=first.id, **options)
     three = client.responses.create(
         input=[{"role": "developer", "content": [{"type": "input_text", "text": "Go on."}]},
                {"role": "user", "content": "So?"}],
@@ -269,7 +279,7 @@ def test_a_chain_reads_as_the_conversation_it_is(client: openai.OpenAI) -> None:
     messages: Any = [
         {"role": "system", "content": "Be long."},
         {"role": "user", "content": "Hello"},
-        {"role": "assistant", "content": one.output_text},
+        {"role": "assistant", "content": first.output_text},
         {"role": "user", "content": "And now?"},
         {"role": "assistant", "content": two.output_text},
         {"role": "system", "content": "Go on."},
@@ -291,5 +301,5 @@ async def test_the_asynchronous_helper_streams(asynchronous: Any) -> None:
         text = "".join(
             [event.delta async for event in stream if event.type == "response.output_text.delta"]
         )
-        made = await stream.get_final_response()
-    assert made.output_text == text and isinstance(made.output_parsed, Flags)
+        response = await stream.get_final_response()
+    assert response.output_text == text and isinstance(response.output_parsed, Flags)

@@ -27,8 +27,8 @@ LONG: Any = {"model": MODEL, "input": "Hello", "extra_body": {"ignore_eos": True
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    with running(CONFIG) as made:
-        yield made
+    with running(CONFIG) as running_server:
+        yield running_server
 
 
 @pytest.fixture(scope="module")
@@ -40,40 +40,40 @@ def client(server: Server) -> openai.OpenAI:
 async def asynchronous(server: Server) -> Any:
     async with openai.AsyncOpenAI(
         base_url=f"{server.url}/v1", api_key="none", max_retries=0
-    ) as made:
-        yield made
+    ) as api_client:
+        yield api_client
 
 
 # ---------------------------------------------------------------- kept ones
 
 
 def test_what_is_kept_is_retrieved_listed_and_deleted(client: openai.OpenAI) -> None:
-    made = client.responses.create(model=MODEL, input="Hello", max_output_tokens=5)
-    assert client.responses.retrieve(made.id) == made
-    (item,) = client.responses.input_items.list(made.id)
+    response = client.responses.create(model=MODEL, input="Hello", max_output_tokens=5)
+    assert client.responses.retrieve(response.id) == response
+    (item,) = client.responses.input_items.list(response.id)
     assert item.type == "message" and item.to_dict()["content"][0]["text"] == "Hello"  # type: ignore[index]
-    client.responses.delete(made.id)
+    client.responses.delete(response.id)
     for gone in (client.responses.retrieve, client.responses.delete, client.responses.cancel,
                  client.responses.input_items.list):  # fmt: skip
         with pytest.raises(openai.NotFoundError):
-            gone(made.id)
+            gone(response.id)
     with pytest.raises(openai.BadRequestError) as caught:
-        client.responses.create(model=MODEL, input="x", previous_response_id=made.id)
+        client.responses.create(model=MODEL, input="x", previous_response_id=response.id)
     assert caught.value.code == "previous_response_not_found"
     unkept = client.responses.create(model=MODEL, input="Hello", max_output_tokens=2, store=False)
     assert unkept.to_dict()["store"] is False
     with pytest.raises(openai.NotFoundError):
         client.responses.retrieve(unkept.id)
-    kept = client.responses.create(model=MODEL, input="Hello", max_output_tokens=2)
+    second = client.responses.create(model=MODEL, input="Hello", max_output_tokens=2)
     with pytest.raises(openai.BadRequestError):
-        client.responses.cancel(kept.id)
+        client.responses.cancel(second.id)
 
 
 def test_input_items_come_in_pages(client: openai.OpenAI) -> None:
-    told: Any = [{"role": "user", "content": str(n)} for n in range(7)]
-    made = client.responses.create(model=MODEL, input=told, max_output_tokens=2)
+    items: Any = [{"role": "user", "content": str(n)} for n in range(7)]
+    response = client.responses.create(model=MODEL, input=items, max_output_tokens=2)
     for order, numbers in (("asc", list("0123456")), ("desc", list("6543210"))):
-        pages = client.responses.input_items.list(made.id, limit=3, order=order)  # type: ignore[arg-type]
+        pages = client.responses.input_items.list(response.id, limit=3, order=order)  # type: ignore[arg-type]
         assert len(pages.data) == 3 and pages.has_more
         shown = [item.to_dict()["content"][0]["text"] for item in pages]  # type: ignore[index]
         assert shown == numbers
@@ -85,8 +85,8 @@ async def test_a_streamed_response_is_kept_when_its_last_event_comes(asynchronou
     )
     async for event in stream:
         if event.type in TERMINAL:
-            kept = await asynchronous.responses.retrieve(event.response.id)
-            assert kept.to_dict() == event.response.to_dict()
+            original = await asynchronous.responses.retrieve(event.response.id)
+            assert original.to_dict() == event.response.to_dict()
             break
     else:
         raise AssertionError("no terminal event")
@@ -98,15 +98,15 @@ def test_the_oldest_are_dropped_for_the_newest() -> None:
     with running(config, small) as server:
         client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
 
-        def made(text: str) -> str:
+        def create(text: str) -> str:
             return client.responses.create(model=MODEL, input=text, max_output_tokens=2).id
 
         def kept(ids: list[str]) -> list[bool]:
             return [httpx.get(f"{server.url}/v1/responses/{id}").status_code == 200 for id in ids]
 
-        ids = [made("a"), made("b"), made("c")]
+        ids = [create("a"), create("b"), create("c")]
         assert kept(ids) == [False, True, True]
-        ids.append(made("d " * 500))
+        ids.append(create("d " * 500))
         assert kept(ids) == [False, False, True, True]
         long = {"model": MODEL, "input": "e", "max_output_tokens": 2, "metadata": {
             str(n): "x" * 500 for n in range(16)}}  # fmt: skip
@@ -118,8 +118,8 @@ def test_the_oldest_are_dropped_for_the_newest() -> None:
 def test_a_server_may_keep_nothing() -> None:
     with running(engine_config(EMBEDDED_MODEL), ServerOptions(max_stored_responses=0)) as server:
         client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
-        made = client.responses.create(model=MODEL, input="a", max_output_tokens=2, store=True)
-        assert made.to_dict()["store"] is False
+        response = client.responses.create(model=MODEL, input="a", max_output_tokens=2, store=True)
+        assert response.to_dict()["store"] is False
         with pytest.raises(openai.BadRequestError, match="background"):
             client.responses.create(model=MODEL, input="a", background=True)
 
@@ -132,8 +132,8 @@ async def test_a_background_response_is_polled_to_its_end(asynchronous: Any) -> 
     assert begun.status == "queued" and begun.background and begun.usage is None
     with pytest.raises(openai.BadRequestError, match="still running"):
         await asynchronous.responses.create(model=MODEL, input="x", previous_response_id=begun.id)
-    ended = await polled(asynchronous, begun.id)
-    assert ended.status == "incomplete" and ended.usage.output_tokens == 30
+    final = await polled(asynchronous, begun.id)
+    assert final.status == "incomplete" and final.usage.output_tokens == 30
     assert (await asynchronous.responses.cancel(begun.id)).status == "incomplete"
 
 
@@ -166,14 +166,14 @@ async def test_a_stream_that_is_left_goes_on_only_in_the_background(
         await stream.close()
     with pytest.raises(openai.NotFoundError):
         await asynchronous.responses.retrieve(ids[0])
-    ended = await polled(asynchronous, ids[1])
-    assert ended.usage.output_tokens == 200
+    final = await polled(asynchronous, ids[1])
+    assert final.usage.output_tokens == 200
     assert server.becomes(lambda engine: engine.stats().num_requests_running == 0)
     assert server.call(lambda engine: engine.stats().requests_finished.get("abort", 0)) > 0
 
     again = await folded(await asynchronous.responses.retrieve(ids[1], stream=True))
     assert again.types[:3] == ["response.created", "response.queued", "response.in_progress"]
-    assert again.final == ended.to_dict()
+    assert again.final == final.to_dict()
     rest = await asynchronous.responses.retrieve(ids[1], stream=True, starting_after=4)
     numbers = [event.sequence_number async for event in rest]
     assert numbers == list(range(5, len(again.types)))
@@ -188,9 +188,9 @@ async def test_several_follow_one_response(asynchronous: Any) -> None:
     async def follow() -> Folded:
         return await folded(await asynchronous.responses.retrieve(first.response.id, stream=True))
 
-    one, other = await asyncio.gather(follow(), follow())
-    assert one.final == other.final and one.types == other.types
-    assert first.response.id == one.final["id"]
+    left, other = await asyncio.gather(follow(), follow())
+    assert left.final == other.final and left.types == other.types
+    assert first.response.id == left.final["id"]
     await stream.close()
     unstreamed = await asynchronous.responses.create(**LONG, background=True, max_output_tokens=2)
     with pytest.raises(openai.BadRequestError):
@@ -198,10 +198,10 @@ async def test_several_follow_one_response(asynchronous: Any) -> None:
 
 
 async def test_a_server_that_stops_leaves_no_background_work() -> None:
-    with running(engine_config(EMBEDDED_MODEL)) as one:
-        async with openai.AsyncOpenAI(base_url=f"{one.url}/v1", api_key="none") as client:
+    with running(engine_config(EMBEDDED_MODEL)) as item:
+        async with openai.AsyncOpenAI(base_url=f"{item.url}/v1", api_key="none") as client:
             await client.responses.create(**LONG, background=True, max_output_tokens=400)
-        engine = one.engine
+        engine = item.engine
     assert engine.stats().num_requests_running == 0
     assert engine.stats().requests_finished.get("abort") == 1
 
@@ -212,8 +212,8 @@ def test_a_stream_that_is_followed_ends_with_the_server() -> None:
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(running(engine_config(EMBEDDED_MODEL)))
         url = f"{server.url}/v1/responses"
-        with httpx.stream("POST", url, json=body, timeout=300) as answer:
-            lines = answer.iter_lines()
+        with httpx.stream("POST", url, json=body, timeout=300) as response:
+            lines = response.iter_lines()
             assert next(lines) == "event: response.created"
             stack.close()
             assert not any(line == "event: response.completed" for line in lines)
@@ -244,15 +244,15 @@ async def test_a_kept_response_holds_no_job_and_no_engine_request(
     def jobs(_: Any) -> int:
         gc.collect()
         kinds = (ResponseCompletion, RequestState)
-        return sum(type(one) in kinds for one in gc.get_objects())
+        return sum(type(item) in kinds for item in gc.get_objects())
 
     assert server.becomes(lambda engine: engine.stats().num_requests_running == 0)
     before = server.call(jobs)
     for way in ({}, {"background": True}):
-        made = await asynchronous.responses.create(
+        response = await asynchronous.responses.create(
             model=MODEL, input="Hello", max_output_tokens=3, **way
         )
-        await polled(asynchronous, made.id)
+        await polled(asynchronous, response.id)
     assert server.call(jobs) <= before
 
 
@@ -269,13 +269,15 @@ async def test_a_response_that_fails_says_so(tmp_path: Path) -> None:
         ) as client:
             with pytest.raises(openai.InternalServerError):
                 await client.responses.create(model=MODEL, input="Hi")
-            made = await folded(await client.responses.create(model=MODEL, input="Hi", stream=True))
-            assert made.types[-1] == "response.failed" and made.final["status"] == "failed"
-            assert made.final["error"]["code"] == "server_error"
-            assert made.final["error"]["message"]
+            response = await folded(
+                await client.responses.create(model=MODEL, input="Hi", stream=True)
+            )
+            assert response.types[-1] == "response.failed" and response.final["status"] == "failed"
+            assert response.final["error"]["code"] == "server_error"
+            assert response.final["error"]["message"]
             begun = await client.responses.create(model=MODEL, input="Hi", background=True)
-            ended = await polled(client, begun.id)
-            assert ended.status == "failed" and ended.error is not None
+            final = await polled(client, begun.id)
+            assert final.status == "failed" and final.error is not None
 
 
 def test_truncation_drops_the_oldest_turns() -> None:
@@ -299,7 +301,7 @@ def test_truncation_drops_the_oldest_turns() -> None:
                 fitting.append(client.responses.create(input=turns[start:], **options))
             except openai.BadRequestError:
                 continue
-        within = [one for one in fitting if one.usage and one.usage.input_tokens <= 120]
+        within = [item for item in fitting if item.usage and item.usage.input_tokens <= 120]
         assert within[0].usage and within[0].usage.input_tokens == cut.usage.input_tokens
         assert within[0].output_text == cut.output_text
         short = client.responses.create(input="So?", truncation="auto", **options)

@@ -54,15 +54,15 @@ def parsed(parts: list[tuple[str, str, bool]], pieces: list[int]) -> list[Parser
 def made(events: list[ParserEvent], sizes: list[int], status: str) -> tuple[Any, list[Any]]:
     """→ (items without ids, what was told), the events fed in batches of these sizes in turn."""
     items = OutputItems()
-    told: list[Any] = []
+    all_events: list[Any] = []
     lengths = itertools.cycle(sizes)
     while events:
         size = next(lengths)
-        told += items.add(events[:size])
+        all_events += items.add(events[:size])
         events = events[size:]
-    told += items.close(status)
+    all_events += items.close(status)
     bare = [{k: v for k, v in i.items() if k not in ("id", "call_id")} for i in items.snapshot()]
-    return bare, told
+    return bare, all_events
 
 
 @settings(max_examples=150, deadline=None)
@@ -76,21 +76,21 @@ def test_any_cutting_builds_the_same_items(
     parts: Any, pieces: list[int], sizes: list[int], status: str
 ) -> None:
     whole, _ = made(parsed(parts, [99]), [99], status)
-    cut, told = made(parsed(parts, pieces), sizes, status)
+    cut, events = made(parsed(parts, pieces), sizes, status)
     assert cut == whole
-    opened = [event for event in told if event["type"] == "response.output_item.added"]
-    ended = [event["item"] for event in told if event["type"] == "response.output_item.done"]
+    opened = [event for event in events if event["type"] == "response.output_item.added"]
+    complete = [event["item"] for event in events if event["type"] == "response.output_item.done"]
     assert [event["output_index"] for event in opened] == list(range(len(whole)))
-    assert [event["item"]["id"] for event in opened] == [item["id"] for item in ended]
-    for index, item in enumerate(ended):
+    assert [event["item"]["id"] for event in opened] == [item["id"] for item in complete]
+    for index, item in enumerate(complete):
         deltas = "".join(
-            e["delta"] for e in told if e.get("delta") and e.get("output_index") == index
+            e["delta"] for e in events if e.get("delta") and e.get("output_index") == index
         )
         shown = item["arguments"] if item["type"] == "function_call" else item["content"][0]["text"]
         assert deltas == shown
-        assert item["type"] != "message" or not shown.isspace() or len(ended) - 1 == index
+        assert item["type"] != "message" or not shown.isspace() or len(complete) - 1 == index
     if status == "completed":
-        assert any(item["type"] != "reasoning" for item in ended)
+        assert any(item["type"] != "reasoning" for item in complete)
 
 
 def test_space_between_items_is_no_message() -> None:
@@ -103,28 +103,28 @@ def test_space_between_items_is_no_message() -> None:
 
 
 def test_what_the_model_gave_in_a_row_is_one_message() -> None:
-    def said(role: str, text: str) -> dict[str, Any]:
+    def message(role: str, text: str) -> dict[str, Any]:
         return {"type": "message", "role": role, "content": [{"text": text}]}
 
     call = {"type": "function_call", "name": "f", "arguments": "{}", "call_id": "a"}
     items = [
-        said("developer", "Rules"), said("user", "Hi"),
-        {"type": "reasoning", "content": [{"text": "hm"}]}, said("assistant", "Wait."),
+        message("developer", "Rules"), message("user", "Hi"),
+        {"type": "reasoning", "content": [{"text": "hm"}]}, message("assistant", "Wait."),
         call, {**call, "call_id": "b"},
         {"type": "function_call_output", "call_id": "a", "output": "1"},
         {"type": "function_call_output", "call_id": "b", "output": [{"text": "2"}]},
-        said("assistant", "Done."), said("assistant", "Really."), said("user", "Ok"),
+        message("assistant", "Done."), message("assistant", "Really."), message("user", "Ok"),
     ]  # fmt: skip
-    system, user, answer, first, second, *rest = to_messages(items, "Be brief.")
+    system, user, response, first, second, *rest = to_messages(items, "Be brief.")
     assert system == {"role": "system", "content": "Be brief.\n\nRules"}
     assert user == {"role": "user", "content": "Hi"}
-    assert (answer["reasoning_content"], answer["content"]) == ("hm", "Wait.")
-    assert [one["id"] for one in answer["tool_calls"]] == ["a", "b"]
+    assert (response["reasoning_content"], response["content"]) == ("hm", "Wait.")
+    assert [item["id"] for item in response["tool_calls"]] == ["a", "b"]
     assert (first["role"], first["tool_call_id"], first["name"], first["content"]) == (
         "tool", "a", "f", "1",
     )  # fmt: skip
     assert second["content"] == "2"
-    assert [one["content"] for one in rest] == ["Done.", "Really.", "Ok"]
+    assert [item["content"] for item in rest] == ["Done.", "Really.", "Ok"]
     assert turns(items) == (1, [1, 10])
 
 
@@ -145,14 +145,14 @@ def test_the_store_keeps_within_its_limits_and_its_books(steps: Any) -> None:
         store.put({"id": id, "output": [item], "background": False}, [], [])
         order = [one for one in order if one != id] + [id]
         assert len(store) <= 4 and store.num_bytes <= 1500
-        kept = [one for one in order if store.get(one, "")]
-        assert order[len(order) - len(kept) :] == kept or store.get(id, "") is None
-        order = kept
-        entries = [store.get(one, "") for one in kept]
+        retained = [one for one in order if store.get(one, "")]
+        assert order[len(order) - len(retained) :] == retained or store.get(id, "") is None
+        order = retained
+        entries = [store.get(one, "") for one in retained]
         assert store.num_bytes == sum(entry.num_bytes for entry in entries if entry is not None)
         for other in range(10):
-            found = store.finder("")(f"msg_{other}")
-            assert (found is not None) == (f"resp_{other}" in kept)
+            match = store.finder("")(f"msg_{other}")
+            assert (match is not None) == (f"resp_{other}" in retained)
     for one in list(order):
         store.delete(one)
     assert store.num_bytes == 0 and len(store) == 0

@@ -18,8 +18,8 @@ JSON = {"Content-Type": "application/json"}
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    with running(CONFIG) as made:
-        yield made
+    with running(CONFIG) as running_server:
+        yield running_server
 
 
 USER = {"role": "user", "content": "x"}
@@ -79,9 +79,9 @@ def test_wrong_wishes_are_refused_by_name(
 ) -> None:
     for way in ({}, {"stream": True}, {"background": True}):
         body = {"model": MODEL, "input": "x", "max_output_tokens": 3, **way, **options}
-        answer = httpx.post(f"{server.url}/v1/responses", json=body)
-        assert answer.status_code == 400, answer.text
-        assert answer.json()["error"]["param"] == param, answer.text
+        response = httpx.post(f"{server.url}/v1/responses", json=body)
+        assert response.status_code == 400, response.text
+        assert response.json()["error"]["param"] == param, response.text
     listed = httpx.get(f"{server.url}/v1/responses/resp_none?stream=true")
     assert listed.status_code == 404
 
@@ -93,9 +93,9 @@ def test_fields_of_other_clients_are_taken(server: Server) -> None:
         "stream_options": {"include_obfuscation": False}, "reasoning": {"summary": "auto"},
         "include": ["reasoning.encrypted_content"], "text": {"verbosity": "medium"},
     }  # fmt: skip
-    answer = httpx.post(f"{server.url}/v1/responses", json=body).json()
-    assert answer["prompt_cache_key"] == "k" and answer["safety_identifier"] == "s"
-    assert answer["service_tier"] == "default" and answer["max_tool_calls"] == 3
+    response = httpx.post(f"{server.url}/v1/responses", json=body).json()
+    assert response["prompt_cache_key"] == "k" and response["safety_identifier"] == "s"
+    assert response["service_tier"] == "default" and response["max_tool_calls"] == 3
 
 
 ODD: list[Any] = [
@@ -126,13 +126,13 @@ def test_odd_values_in_any_field_are_refused_or_answered(server: Server) -> None
                 body = {"model": MODEL, "input": "x", "max_output_tokens": 1, field: value}
                 if field == "max_output_tokens" and value not in (0, -1, 1):
                     body["stop"] = ["e", "a", " "]
-                answer = client.post(
+                response = client.post(
                     "/v1/responses",
                     content=json.dumps(body),
                     headers={"Content-Type": "application/json"},
                 )
-                assert answer.status_code in (200, 400, 404), (body, answer.text[:300])
-                answered += answer.status_code == 200
-                refused += answer.status_code == 400
+                assert response.status_code in (200, 400, 404), (body, response.text[:300])
+                answered += response.status_code == 200
+                refused += response.status_code == 400
     assert answered > 200 and refused > 800
     assert server.becomes(lambda engine: engine.stats().kv_blocks_used == 0)

@@ -20,8 +20,8 @@ from jackfield.entrypoints.openai.responses.input_items import (
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with running(engine_config(save_random(tmp_path_factory.mktemp("random")))) as made:
-        yield made
+    with running(engine_config(save_random(tmp_path_factory.mktemp("random")))) as running_server:
+        yield running_server
 
 
 @pytest.fixture
@@ -56,37 +56,37 @@ def test_the_number_of_renderings_and_of_messages_in_them_does_not_grow_with_the
 ) -> None:
     loop_thread = server.call(lambda engine: threading.current_thread().name)
     context = server.engine.model_config.max_model_len
-    answer = ask(server, input=said(count), truncation="auto", instructions="Be brief.")
-    assert answer.status_code == 200, answer.text
-    assert answer.json()["usage"]["input_tokens"] <= context - 4
+    response = ask(server, input=said(count), truncation="auto", instructions="Be brief.")
+    assert response.status_code == 200, response.text
+    assert response.json()["usage"]["input_tokens"] <= context - 4
     assert len(renderings) <= 2 + context.bit_length()
     assert sum(messages for messages, _ in renderings) <= 4 * context
     assert loop_thread not in {thread for _, thread in renderings}
     # One turn more does not fit.
-    kept, _ = renderings[-1]
-    whole = ask(server, input=said(count)[-(kept - 1) :], instructions="Be brief.")
-    assert whole.json()["usage"]["input_tokens"] == answer.json()["usage"]["input_tokens"]
-    more = ask(server, input=said(count)[-(kept + 1) :], instructions="Be brief.")
+    num_messages, _ = renderings[-1]
+    whole = ask(server, input=said(count)[-(num_messages - 1) :], instructions="Be brief.")
+    assert whole.json()["usage"]["input_tokens"] == response.json()["usage"]["input_tokens"]
+    more = ask(server, input=said(count)[-(num_messages + 1) :], instructions="Be brief.")
     tokens = more.json().get("usage", {}).get("input_tokens", context)
     assert more.status_code == 400 or tokens > context - 4
 
 
 def test_the_input_has_a_bounded_number_of_items(server: Server) -> None:
-    answer = ask(server, input=said(MAX_ITEMS + 1), truncation="auto")
-    assert answer.status_code == 400 and answer.json()["error"]["param"] == "input"
+    response = ask(server, input=said(MAX_ITEMS + 1), truncation="auto")
+    assert response.status_code == 400 and response.json()["error"]["param"] == "input"
     first = ask(server, input="Hi").json()["id"]
-    answer = ask(server, input=said(MAX_ITEMS - 1), truncation="auto", previous_response_id=first)
-    assert answer.status_code == 400 and answer.json()["error"]["param"] == "input"
+    response = ask(server, input=said(MAX_ITEMS - 1), truncation="auto", previous_response_id=first)
+    assert response.status_code == 400 and response.json()["error"]["param"] == "input"
 
 
 def test_what_is_told_is_kept_and_a_last_turn_that_is_too_long_is_refused(server: Server) -> None:
-    told = {"role": "system", "content": "Be brief."}
-    answer = ask(server, input=[told, *said(301)], truncation="auto")
-    assert answer.status_code == 200
+    system = {"role": "system", "content": "Be brief."}
+    response = ask(server, input=[system, *said(301)], truncation="auto")
+    assert response.status_code == 200
     prompt = {"role": "user", "content": "word " * 2000}
-    answer = ask(server, input=[told, *said(301), prompt], truncation="auto")
-    assert answer.status_code == 400
-    assert answer.json()["error"]["code"] == "context_length_exceeded"
+    response = ask(server, input=[system, *said(301), prompt], truncation="auto")
+    assert response.status_code == 400
+    assert response.json()["error"]["code"] == "context_length_exceeded"
 
 
 class Counting(str):

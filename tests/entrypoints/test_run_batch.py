@@ -47,49 +47,51 @@ def read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def command(checkpoint: Path, given: Path, made: Path, *flags: str) -> list[str]:
+def command(checkpoint: Path, input_path: Path, output_path: Path, *flags: str) -> list[str]:
     return [
         sys.executable, "-m", "jackfield.entrypoints.cli.main", "run-batch",
-        "-i", str(given), "-o", str(made), "--model", str(checkpoint),
+        "-i", str(input_path), "-o", str(output_path), "--model", str(checkpoint),
         "--served-model-name", MODEL, "other", "--device", "cpu", "--dtype", "float32",
         "--attention-backend", "torch", "--max-model-len", "512",
         "--num-gpu-blocks-override", "200", "--max-num-seqs", "8", *flags,
     ]  # fmt: skip
 
 
-def run(checkpoint: Path, given: Path, made: Path, *flags: str) -> subprocess.CompletedProcess[str]:
-    argv = command(checkpoint, given, made, *flags)
+def run(
+    checkpoint: Path, input_path: Path, output_path: Path, *flags: str
+) -> subprocess.CompletedProcess[str]:
+    argv = command(checkpoint, input_path, output_path, *flags)
     return subprocess.run(argv, env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
 
 
 def test_results_are_the_servers_and_in_the_inputs_order(checkpoint: Path, tmp_path: Path) -> None:
-    asked = [
+    requests = [
         chat("first", "Hello", temperature=0.7),
         request("second", COMPLETE, prompt=["a", "b"], max_tokens=30, n=2, logprobs=1),
         chat("third", "How?", model="other", n=3),
         request("fourth", COMPLETE, prompt="The", max_tokens=3, temperature=0),
         request("large", COMPLETE, prompt="word " * 100_000, truncate_prompt_tokens=20),
     ]
-    made = tmp_path / "folder" / "out.jsonl"
-    done = run(checkpoint, write(tmp_path / "in.jsonl", asked), made)
-    assert done.returncode == 0, done.stderr
-    assert "Running batch: 100%" in done.stderr and "5/5" in done.stderr
-    assert done.stdout.startswith(f"5 results in {made}; 0 failed now; ")
-    results = read(made)
-    assert [line["custom_id"] for line in results] == [one["custom_id"] for one in asked]
+    output_path = tmp_path / "folder" / "out.jsonl"
+    completed = run(checkpoint, write(tmp_path / "in.jsonl", requests), output_path)
+    assert completed.returncode == 0, completed.stderr
+    assert "Running batch: 100%" in completed.stderr and "5/5" in completed.stderr
+    assert completed.stdout.startswith(f"5 results in {output_path}; 0 failed now; ")
+    results = read(output_path)
+    assert [line["custom_id"] for line in results] == [result["custom_id"] for result in requests]
     names = (MODEL, "other")
     with running(engine_config(checkpoint, served_model_name=names, device="cpu")) as server:
-        for line, one in zip(results, asked, strict=True):
-            answer = httpx.post(server.url + one["url"], json=one["body"], timeout=300)
-            assert line["error"] is None and line["response"]["status_code"] == answer.status_code
-            expected, body = answer.json(), line["response"]["body"]
+        for line, result in zip(results, requests, strict=True):
+            response = httpx.post(server.url + result["url"], json=result["body"], timeout=300)
+            assert line["error"] is None and line["response"]["status_code"] == response.status_code
+            expected, body = response.json(), line["response"]["body"]
             # Logits differ in their last bits with what else is in a step.
             for choice, other in zip(body["choices"], expected["choices"], strict=True):
-                told, wanted = choice.pop("logprobs"), other.pop("logprobs")
-                if wanted is not None:
-                    assert told["tokens"] == wanted["tokens"]
-                    assert told["token_logprobs"] == pytest.approx(
-                        wanted["token_logprobs"], abs=1e-4
+                logprobs, other_logprobs = choice.pop("logprobs"), other.pop("logprobs")
+                if other_logprobs is not None:
+                    assert logprobs["tokens"] == other_logprobs["tokens"]
+                    assert logprobs["token_logprobs"] == pytest.approx(
+                        other_logprobs["token_logprobs"], abs=1e-4
                     )
             assert body["choices"] == expected["choices"]
             assert body["model"] == expected["model"]
@@ -103,28 +105,28 @@ def test_vectors_and_scores_are_the_servers(
 ) -> None:
     """A cross-encoder scores and reranks, an encoder embeds; each refuses what the other does."""
     documents = ["a dog", "paris is in france"]
-    asked = [
+    requests = [
         request("vector", "/v1/embeddings", input=["the cat", "a dog"]),
         request("score", "/score", text_1="who is it", text_2=documents),
         request("rerank", "/v2/rerank", query="who is it", documents=documents, top_n=1),
     ]
-    given = write(tmp_path / "in.jsonl", asked)
+    input_path = write(tmp_path / "in.jsonl", requests)
     for kind, more, good in (
         ("Model", {}, {"vector", "score", "rerank"}),
         ("ForSequenceClassification", {"num_labels": 1}, {"score", "rerank"}),
     ):
         folder = save_encoder(tmp_path / kind, "Bert", kind, **more)
-        made = tmp_path / f"{kind}.jsonl"
+        output_path = tmp_path / f"{kind}.jsonl"
         flags = ["--model", str(folder), "--device", "cpu", "--dtype", "float32", "--disable-tqdm"]
-        assert main(["run-batch", "-i", str(given), "-o", str(made), *flags]) == 0
+        assert main(["run-batch", "-i", str(input_path), "-o", str(output_path), *flags]) == 0
         assert f"{3 - len(good)} failed now" in capsys.readouterr().out
         config = EngineConfig(model=str(folder), device="cpu", dtype="float32")
         with running(config) as server:
-            for line, one in zip(read(made), asked, strict=True):
-                answer = httpx.post(server.url + one["url"], json=one["body"], timeout=300)
-                assert line["response"]["status_code"] == answer.status_code
-                assert (answer.status_code == 200) == (one["custom_id"] in good)
-                expected, body = answer.json(), line["response"]["body"]
+            for line, item in zip(read(output_path), requests, strict=True):
+                response = httpx.post(server.url + item["url"], json=item["body"], timeout=300)
+                assert line["response"]["status_code"] == response.status_code
+                assert (response.status_code == 200) == (item["custom_id"] in good)
+                expected, body = response.json(), line["response"]["body"]
                 for name in ("id", "created"):
                     expected.pop(name, None), body.pop(name, None)
                 assert numbers(body) == pytest.approx(numbers(expected), abs=1e-5)
@@ -150,7 +152,7 @@ def without_numbers(value: Any) -> Any:
 def test_each_bad_line_is_an_error_with_its_number_and_stops_no_other(
     checkpoint: Path, tmp_path: Path
 ) -> None:
-    asked = [
+    requests = [
         "\ufeff" + json.dumps(chat("good", "Hello")),
         "{ not json",
         "",
@@ -167,16 +169,18 @@ def test_each_bad_line_is_an_error_with_its_number_and_stops_no_other(
         request("vectors", "/v1/embeddings", input="x"),
         chat("last", "Hello"),
     ]
-    made = tmp_path / "out.jsonl"
-    given = write(tmp_path / "in.jsonl", asked)
-    done = run(checkpoint, given, made, "--max-body-bytes", "4000", "--disable-tqdm")
-    assert done.returncode == 0 and done.stderr == ""
-    assert "12 failed now" in done.stdout
-    told = [
+    output_path = tmp_path / "out.jsonl"
+    input_path = write(tmp_path / "in.jsonl", requests)
+    completed = run(
+        checkpoint, input_path, output_path, "--max-body-bytes", "4000", "--disable-tqdm"
+    )
+    assert completed.returncode == 0 and completed.stderr == ""
+    assert "12 failed now" in completed.stdout
+    rows = [
         (line["custom_id"], line["error"] and (line["error"]["code"], line["error"].get("line")))
-        for line in read(made)
+        for line in read(output_path)
     ]
-    assert told == [
+    assert rows == [
         ("good", None),
         (None, ("invalid_json_line", 2)),
         ("no body", ("invalid_request_line", 4)),
@@ -192,45 +196,50 @@ def test_each_bad_line_is_an_error_with_its_number_and_stops_no_other(
         ("vectors", ("400", None)),
         ("last", None),
     ]
-    hot = read(made)[6]
+    hot = read(output_path)[6]
     assert hot["response"]["status_code"] == 400
     assert hot["response"]["body"]["error"]["param"] == hot["error"]["param"] == "temperature"
-    assert read(made)[2]["error"]["message"].startswith("line 4: ")
-    again = run(checkpoint, given, made, "--max-body-bytes", "4000", "--disable-tqdm")
+    assert read(output_path)[2]["error"]["message"].startswith("line 4: ")
+    again = run(checkpoint, input_path, output_path, "--max-body-bytes", "4000", "--disable-tqdm")
     assert "14 results" in again.stdout and "14 of them found there already" in again.stdout
 
 
 def test_a_killed_run_goes_on_with_what_is_missing(checkpoint: Path, tmp_path: Path) -> None:
-    asked = [
+    requests = [
         request(f"r{number}", COMPLETE, prompt=f"{number} ", max_tokens=40, ignore_eos=True)
         for number in range(60)
     ]
-    given, made = write(tmp_path / "in.jsonl", asked), tmp_path / "out.jsonl"
-    argv = command(checkpoint, given, made, "--max-concurrency", "4")
+    input_path, output_path = write(tmp_path / "in.jsonl", requests), tmp_path / "out.jsonl"
+    argv = command(checkpoint, input_path, output_path, "--max-concurrency", "4")
     process = subprocess.Popen(argv, env=ENVIRONMENT, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 300
-    while not made.exists() or made.read_bytes().count(b"\n") < 8:
+    while not output_path.exists() or output_path.read_bytes().count(b"\n") < 8:
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.005)
     process.send_signal(signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL
-    whole = made.read_bytes()
+    whole = output_path.read_bytes()
     count = whole.count(b"\n")
     assert 8 <= count < 60
     # As if the kill had come in the middle of a write.
     cut = whole[: whole.rstrip(b"\n").rindex(b"\n") + 200]
-    made.write_bytes(cut)
-    kept = {json.loads(line)["custom_id"]: line for line in cut.splitlines()[:-1]}
-    assert len(kept) < 60
+    output_path.write_bytes(cut)
+    lines_before = {json.loads(line)["custom_id"]: line for line in cut.splitlines()[:-1]}
+    assert len(lines_before) < 60
     # Now into an engine that is full most of the time: that is no failure, but waited for.
-    done = run(checkpoint, given, made, "--max-num-seqs", "4", "--max-waiting-requests", "1")
-    assert done.returncode == 0, done.stderr
-    assert f"60 results in {made}, {len(kept)} of them found there already" in done.stdout
-    lines = made.read_bytes().splitlines()
+    completed = run(
+        checkpoint, input_path, output_path, "--max-num-seqs", "4", "--max-waiting-requests", "1"
+    )
+    assert completed.returncode == 0, completed.stderr
+    assert (
+        f"60 results in {output_path}, {len(lines_before)} of them found there already"
+        in completed.stdout
+    )
+    lines = output_path.read_bytes().splitlines()
     assert [json.loads(line)["custom_id"] for line in lines] == [f"r{n}" for n in range(60)]
     assert all(json.loads(line)["error"] is None for line in lines)
     for line in lines:  # What was there is there still, to the byte: it was not computed again.
-        assert kept.get(json.loads(line)["custom_id"], line) == line
+        assert lines_before.get(json.loads(line)["custom_id"], line) == line
 
 
 @pytest.mark.parametrize(
@@ -244,11 +253,11 @@ def test_a_killed_run_goes_on_with_what_is_missing(checkpoint: Path, tmp_path: P
 def test_a_file_of_something_else_is_not_touched(
     content: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    given, made = write(tmp_path / "in.jsonl", [chat("a", "x")]), tmp_path / "out.jsonl"
-    made.write_text(content)
-    assert main(["run-batch", "-i", str(given), "-o", str(made)]) != 0
+    input_path, output_path = write(tmp_path / "in.jsonl", [chat("a", "x")]), tmp_path / "out.jsonl"
+    output_path.write_text(content)
+    assert main(["run-batch", "-i", str(input_path), "-o", str(output_path)]) != 0
     assert message in capsys.readouterr().err
-    assert made.read_text() == content
+    assert output_path.read_text() == content
 
 
 @pytest.mark.parametrize(

@@ -43,9 +43,9 @@ def serving(
     try:
         assert process.stdout is not None
         line = process.stdout.readline()
-        found = re.search(r"http://127\.0\.0\.1:\d+", line)
-        assert found is not None, process.communicate()[1]
-        yield process, line, found[0]
+        match = re.search(r"http://127\.0\.0\.1:\d+", line)
+        assert match is not None, process.communicate()[1]
+        yield process, line, match[0]
     finally:
         process.kill()
         process.wait()
@@ -65,8 +65,8 @@ def test_the_ready_line_tells_what_is_served_and_where(checkpoint: Path) -> None
 
 def test_a_second_signal_cuts_off_what_still_runs(checkpoint: Path) -> None:
     with serving(checkpoint, "--shutdown-timeout", "300") as (process, _, url):
-        with httpx.stream("POST", url + "/v1/completions", json=LONG, timeout=300) as answer:
-            lines = answer.iter_lines()
+        with httpx.stream("POST", url + "/v1/completions", json=LONG, timeout=300) as response:
+            lines = response.iter_lines()
             next(lines)
             process.send_signal(signal.SIGTERM)
             assert process.stdout is not None
@@ -108,8 +108,8 @@ def test_what_was_there_before_the_first_request_is_collected_at_exit(checkpoint
 
 def test_the_drain_ends_at_its_timeout(checkpoint: Path) -> None:
     with serving(checkpoint, "--shutdown-timeout", "0.05") as (process, _, url):
-        with httpx.stream("POST", url + "/v1/completions", json=LONG, timeout=300) as answer:
-            lines = answer.iter_lines()
+        with httpx.stream("POST", url + "/v1/completions", json=LONG, timeout=300) as response:
+            lines = response.iter_lines()
             next(lines)
             process.send_signal(signal.SIGTERM)
             rest = [line for line in lines if line]
@@ -120,10 +120,10 @@ def test_the_drain_ends_at_its_timeout(checkpoint: Path) -> None:
 def test_chat_and_complete_talk_to_a_server(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    said = "".join(SCRIPT)
+    text = "".join(SCRIPT)
     with running(config(save_scripted(tmp_path))) as server:
         assert main(["chat", "--url", server.url, "-m", "hi", "--temperature", "0"]) == 0
-        assert capsys.readouterr().out == said + "\n"
+        assert capsys.readouterr().out == text + "\n"
         flags = ["--url", server.url, "--temperature", "0", "--max-tokens", "4"]
         assert main(["complete", *flags, "assistant\n"]) == 0
         assert capsys.readouterr().out == "".join(SCRIPT[:4]) + "\n"
@@ -136,5 +136,5 @@ def test_help_imports_no_torch() -> None:
         "import sys; from jackfield.entrypoints.cli.main import main; main([{!r}]); "
         "sys.exit('torch' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code.format("--help")], capture_output=True)
-    assert done.returncode == 0
+    completed = subprocess.run([sys.executable, "-c", code.format("--help")], capture_output=True)
+    assert completed.returncode == 0

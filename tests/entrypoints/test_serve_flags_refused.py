@@ -10,7 +10,7 @@ from jackfield.entrypoints.cli.main import main
 
 
 @pytest.mark.parametrize(
-    ("flags", "told"),
+    ("flags", "output"),
     [
         (["--port", "99999"], "argument --port: must be at most 65535, got 99999"),
         (["--port", "-1"], "argument --port: must be at least 0, got -1"),
@@ -28,38 +28,38 @@ from jackfield.entrypoints.cli.main import main
     ],
 )
 def test_a_wrong_value_is_refused_by_the_flag_s_name(
-    flags: list[str], told: str, capsys: pytest.CaptureFixture[str]
+    flags: list[str], output: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     try:
         status = main(["serve", "/no/such/checkpoint", *flags])
     except SystemExit as stopped:
         status = int(str(stopped.code))
     assert status == 2
-    assert told in capsys.readouterr().err
+    assert output in capsys.readouterr().err
 
 
 def test_a_taken_port_is_told_before_a_model_is_looked_for(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
         assert main(["serve", "/no/such/checkpoint", "--port", str(port)]) == 2
-    told = capsys.readouterr().err
-    assert f"--port: cannot listen at 127.0.0.1:{port}: [Errno" in told
-    assert "Address already in use" in told
+    output = capsys.readouterr().err
+    assert f"--port: cannot listen at 127.0.0.1:{port}: [Errno" in output
+    assert "Address already in use" in output
 
 
 @pytest.mark.parametrize(
-    ("flags", "told"),
+    ("flags", "output"),
     [
         (["--host", "no.such.invalid"], "--host: cannot listen at no.such.invalid:8000: "),
         (["--uds", "/no/such/folder/socket"], "--uds: there is no folder for /no/such/folder"),
     ],
 )
 def test_a_place_that_is_not_there_is_told_by_its_flag(
-    flags: list[str], told: str, capsys: pytest.CaptureFixture[str]
+    flags: list[str], output: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["serve", "/no/such/checkpoint", *flags]) == 2
-    assert told in capsys.readouterr().err
+    assert output in capsys.readouterr().err

@@ -36,9 +36,9 @@ def merged(tmp_path: Path, text: str, *argv: str) -> argparse.Namespace:
     path = tmp_path / "serve.yaml"
     path.write_text(text)
     parser = make_parser()
-    given = ["--config", str(path), *argv]
-    args = parser.parse_args(given)
-    return parser.parse_args(with_config(parser, given, args))
+    arguments = ["--config", str(path), *argv]
+    args = parser.parse_args(arguments)
+    return parser.parse_args(with_config(parser, arguments, args))
 
 
 def test_the_command_line_wins_over_the_file(tmp_path: Path) -> None:
@@ -68,7 +68,7 @@ def test_the_command_line_wins_over_the_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "output"),
     [
         ("max-modle-len: 3", "max-modle-len: no such flag; did you mean max-model-len?"),
         ("max_num_seq: 3", "max_num_seq: no such flag; did you mean max-num-seqs?"),
@@ -79,11 +79,11 @@ def test_the_command_line_wins_over_the_file(tmp_path: Path) -> None:
     ],
 )
 def test_a_wrong_file_is_refused_by_the_key(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, told: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, output: str
 ) -> None:
     (tmp_path / "serve.yaml").write_text(text)
     assert main(["serve", "--config", str(tmp_path / "serve.yaml")]) == 2
-    assert told in capsys.readouterr().err
+    assert output in capsys.readouterr().err
 
 
 def test_a_missing_file_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -92,7 +92,7 @@ def test_a_missing_file_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("argv", "told"),
+    ("argv", "output"),
     [
         (["--ssl-keyfle", "x"], "did you mean --ssl-keyfile?"),
         (["--disable-fastapi-doc"], "did you mean --disable-fastapi-docs?"),
@@ -107,12 +107,12 @@ def test_a_missing_file_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )
 def test_wrong_flags_are_explained(
-    capsys: pytest.CaptureFixture[str], argv: list[str], told: str
+    capsys: pytest.CaptureFixture[str], argv: list[str], output: str
 ) -> None:
     with pytest.raises(SystemExit) as stop:
         flags(*argv)
     assert stop.value.code == 2
-    assert told in capsys.readouterr().err
+    assert output in capsys.readouterr().err
 
 
 def test_calls_by_themselves_need_a_parser_by_option_or_checkpoint(tmp_path: Path) -> None:
@@ -125,8 +125,8 @@ def test_calls_by_themselves_need_a_parser_by_option_or_checkpoint(tmp_path: Pat
 
 
 def test_vllms_names_mean_the_same() -> None:
-    made = options("--disable-fastapi-docs", "--disable-uvicorn-access-log")
-    assert not made.docs and made.access_log == "off"
+    parsed = options("--disable-fastapi-docs", "--disable-uvicorn-access-log")
+    assert not parsed.docs and parsed.access_log == "off"
     assert options("--enable-log-requests").log_requests
     assert not options("--enable-log-requests", "--disable-log-requests").log_requests
     assert flags("--uvicorn-log-level", "error").log_level == "error"
@@ -138,27 +138,31 @@ def test_without_flags_options_have_the_defaults_of_their_fields(
 ) -> None:
     monkeypatch.delenv("JACKFIELD_API_KEY", raising=False)
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
-    made = options()
-    assert made == ServerOptions(started=made.started)
+    parsed = options()
+    assert parsed == ServerOptions(started=parsed.started)
     assert listen(flags()) == Listen()
 
 
 def test_each_flag_reaches_its_field(tmp_path: Path) -> None:
     """Of options, and of those within them."""
-    made = options(
+    parsed = options(
         "--batch-dir", str(tmp_path), "--batch-max-concurrency", "3", "--max-connections", "9",
         "--timeout-keep-alive", "1.5", "--allowed-methods", '["get"]', "--allow-credentials",
         "--allowed-hosts", "a", "b", "--limit-concurrency", "4", "--no-playground",
         "--no-enable-request-id-headers", "--root-path", "/llm/", "--max-stored-responses", "0",
         "--shutdown-timeout", "0", "--access-log", "json",
     )  # fmt: skip
-    assert made.batches == BatchOptions(tmp_path, max_concurrency=3)
-    assert made.connections == ConnectionLimits(max_connections=9, idle_seconds=1.5)
-    assert made.cors == Cors(methods=("GET",), credentials=True)
-    assert (made.allowed_hosts, made.max_concurrency) == (("a", "b"), 4)
-    assert not made.playground and not made.request_id_headers
-    assert (made.root_path, made.max_stored_responses, made.shutdown_timeout) == ("/llm", 0, 0.0)
-    assert made.access_log == "json"
+    assert parsed.batches == BatchOptions(tmp_path, max_concurrency=3)
+    assert parsed.connections == ConnectionLimits(max_connections=9, idle_seconds=1.5)
+    assert parsed.cors == Cors(methods=("GET",), credentials=True)
+    assert (parsed.allowed_hosts, parsed.max_concurrency) == (("a", "b"), 4)
+    assert not parsed.playground and not parsed.request_id_headers
+    assert (parsed.root_path, parsed.max_stored_responses, parsed.shutdown_timeout) == (
+        "/llm",
+        0,
+        0.0,
+    )
+    assert parsed.access_log == "json"
     place = listen(flags("--host", "::", "--port", "0", "--uds", "x"))
     assert (place.host, place.port, place.uds, place.tls) == ("::", 0, "x", None)
 

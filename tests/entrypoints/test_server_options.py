@@ -103,10 +103,10 @@ def test_a_process_serves_https_with_keys_from_a_file(
     try:
         assert process.stdout is not None
         line = process.stdout.readline()
-        found = re.search(r"Serving tiny on (https://127\.0\.0\.1:\d+)", line)
-        assert found is not None, process.communicate()
+        match = re.search(r"Serving tiny on (https://127\.0\.0\.1:\d+)", line)
+        assert match is not None, process.communicate()
         context = ssl.create_default_context(cafile=str(certificates / "server.pem"))
-        with httpx.Client(base_url=found[1], verify=context) as client:
+        with httpx.Client(base_url=match[1], verify=context) as client:
             for key, status in (
                 ("first", 200), ("second", 200), ("third", 200), ("fourth", 200),
                 ("# ours", 401), ("x", 401), ("third,fourth", 401),
@@ -114,9 +114,9 @@ def test_a_process_serves_https_with_keys_from_a_file(
                 headers = {"Authorization": f"Bearer {key}"}
                 assert client.get("/v1/models", headers=headers).status_code == status, key
             headers = {"Authorization": "Bearer first", "X-Request-Id": "mine"}
-            answer = client.post("/v1/chat/completions?secret=1", json=CHAT, headers=headers)
-            assert answer.json()["choices"][0]["message"]["role"] == "robot"
-            assert answer.json()["model"] == "tiny"
+            response = client.post("/v1/chat/completions?secret=1", json=CHAT, headers=headers)
+            assert response.json()["choices"][0]["message"]["role"] == "robot"
+            assert response.json()["model"] == "tiny"
         process.send_signal(signal.SIGTERM)
         _, errors = process.communicate(timeout=300)
         assert process.returncode == 0
@@ -135,11 +135,11 @@ async def peer(port: int, context: ssl.SSLContext) -> tuple[bytes, str]:
     """→ (the certificate a server shows, the cipher)"""
     _, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context)
     secured = writer.get_extra_info("ssl_object")
-    found = secured.getpeercert(binary_form=True), secured.cipher()[0]
+    certificate = secured.getpeercert(binary_form=True), secured.cipher()[0]
     writer.close()
     with contextlib.suppress(ConnectionError, ssl.SSLError):
         await writer.wait_closed()
-    return found
+    return certificate
 
 
 def trusting_all() -> ssl.SSLContext:
@@ -180,9 +180,9 @@ async def test_a_new_certificate_is_used_without_a_restart(tmp_path: Path) -> No
             await asyncio.sleep(0.01)
             assert (await peer(port, trusting_all()))[0] == before
         (tmp_path / "new.key").replace(tmp_path / "server.key")
-        wanted = ssl.PEM_cert_to_DER_cert((tmp_path / "server.pem").read_text())
+        expected = ssl.PEM_cert_to_DER_cert((tmp_path / "server.pem").read_text())
         async with asyncio.timeout(300):
-            while (await peer(port, trusting_all()))[0] != wanted:
+            while (await peer(port, trusting_all()))[0] != expected:
                 await asyncio.sleep(0.01)
 
 
@@ -222,7 +222,7 @@ async def test_clients_without_a_trusted_certificate_are_refused(certificates: P
 
 
 @pytest.mark.parametrize(
-    ("argv", "told"),
+    ("argv", "message"),
     [
         (["--ssl-keyfile", "x"], "--ssl-keyfile: needs --ssl-certfile"),
         (["--enable-ssl-refresh"], "--enable-ssl-refresh: needs --ssl-certfile"),
@@ -235,7 +235,7 @@ async def test_clients_without_a_trusted_certificate_are_refused(certificates: P
     ],
 )
 def test_wrong_tls_options_are_named(
-    certificates: Path, tmp_path: Path, argv: list[str], told: str
+    certificates: Path, tmp_path: Path, argv: list[str], message: str
 ) -> None:
     both = tmp_path / "both.pem"
     both.write_text(
@@ -246,7 +246,7 @@ def test_wrong_tls_options_are_named(
         "OTHER": str(certificates / "other.key"),
         "BOTH": str(both),
     }
-    with pytest.raises(ConfigError, match=re.escape(told)):
+    with pytest.raises(ConfigError, match=re.escape(message)):
         listen(flags(*(files.get(word, word) for word in argv)))
 
 
@@ -264,9 +264,9 @@ async def test_a_unix_socket_answers(tmp_path: Path) -> None:
             assert where == path
             transport = httpx.AsyncHTTPTransport(uds=path)
             async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
-                answer = await client.post("/v1/chat/completions", json=CHAT)
-                assert answer.status_code == 200
-                assert answer.json()["usage"]["completion_tokens"] == 2
+                response = await client.post("/v1/chat/completions", json=CHAT)
+                assert response.status_code == 200
+                assert response.json()["usage"]["completion_tokens"] == 2
 
 
 def test_keys_come_from_flags_files_and_the_environment(
@@ -275,9 +275,9 @@ def test_keys_come_from_flags_files_and_the_environment(
     monkeypatch.setenv("JACKFIELD_API_KEY", "e1, e2")
     monkeypatch.setenv("VLLM_API_KEY", "e2")
     (tmp_path / "keys").write_text("f1\n# no\nf2\n")
-    made = options("--api-key", "a", "--api-key", "b", "--api-key-file", str(tmp_path / "keys"))
-    assert made.api_keys == ("a", "b", "e1", "e2")
-    ring = KeyRing(made.api_keys, made.api_key_files)
+    parsed = options("--api-key", "a", "--api-key", "b", "--api-key-file", str(tmp_path / "keys"))
+    assert parsed.api_keys == ("a", "b", "e1", "e2")
+    ring = KeyRing(parsed.api_keys, parsed.api_key_files)
     assert len(ring) == 6
     for key in ("a", "b", "f1", "f2", "e1", "e2"):
         head = RequestHead("GET", "/", "/", {"Authorization": f"Bearer {key}"}, None)
@@ -301,31 +301,31 @@ def test_a_file_without_keys_is_refused_and_opens_nothing(
 @pytest.fixture(scope="module")
 def guarded(checkpoint: Path) -> Iterator[Server]:
     """One site may talk to it, with a key; one request at once; bodies are logged."""
-    made = options(
+    parsed = options(
         "--api-key", "key", "--allowed-origins", SITE, "--allowed-methods", "get", "POST",
         "--allowed-headers", "Authorization", "content-type", "--allow-credentials",
         "--limit-concurrency", "1", "--enable-log-requests", "--max-log-len", "20",
         "--root-path", "/llm/", "--no-enable-request-id-headers",
     )  # fmt: skip
-    with running(config(checkpoint), made) as server:
+    with running(config(checkpoint), parsed) as server:
         yield server
 
 
 def preflight(server: Server, origin: str, method: str, headers: str = "") -> httpx.Response:
-    asked = {"Origin": origin, "Access-Control-Request-Method": method}
+    all_headers = {"Origin": origin, "Access-Control-Request-Method": method}
     if headers:
-        asked["Access-Control-Request-Headers"] = headers
-    return httpx.options(server.url + "/v1/chat/completions", headers=asked)
+        all_headers["Access-Control-Request-Headers"] = headers
+    return httpx.options(server.url + "/v1/chat/completions", headers=all_headers)
 
 
 def test_a_preflight_of_the_allowed_site_needs_no_key(guarded: Server) -> None:
-    answer = preflight(guarded, SITE, "POST", "authorization, Content-Type")
-    assert answer.status_code == 204
-    assert answer.headers["Access-Control-Allow-Origin"] == SITE
-    assert answer.headers["Access-Control-Allow-Methods"] == "POST"
-    assert answer.headers["Access-Control-Allow-Headers"] == "authorization, content-type"
-    assert answer.headers["Access-Control-Allow-Credentials"] == "true"
-    assert "Origin" in answer.headers["Vary"]
+    response = preflight(guarded, SITE, "POST", "authorization, Content-Type")
+    assert response.status_code == 204
+    assert response.headers["Access-Control-Allow-Origin"] == SITE
+    assert response.headers["Access-Control-Allow-Methods"] == "POST"
+    assert response.headers["Access-Control-Allow-Headers"] == "authorization, content-type"
+    assert response.headers["Access-Control-Allow-Credentials"] == "true"
+    assert "Origin" in response.headers["Vary"]
 
 
 @pytest.mark.parametrize(
@@ -341,10 +341,10 @@ def test_a_preflight_of_the_allowed_site_needs_no_key(guarded: Server) -> None:
 def test_a_preflight_says_what_is_refused(
     guarded: Server, origin: str, method: str, headers: str, refused: str
 ) -> None:
-    answer = preflight(guarded, origin, method, headers)
-    assert answer.status_code == 400
-    assert answer.text == f"CORS: not allowed: {refused}"
-    assert ("Access-Control-Allow-Origin" in answer.headers) == (refused != "origin")
+    response = preflight(guarded, origin, method, headers)
+    assert response.status_code == 400
+    assert response.text == f"CORS: not allowed: {refused}"
+    assert ("Access-Control-Allow-Origin" in response.headers) == (refused != "origin")
 
 
 def test_answers_errors_and_streams_carry_the_site(guarded: Server) -> None:
@@ -355,9 +355,9 @@ def test_answers_errors_and_streams_carry_the_site(guarded: Server) -> None:
     wrong = httpx.post(url, json={}, headers=keyed)
     no_key = httpx.post(url, json=CHAT, headers={"Origin": SITE})
     assert [a.status_code for a in (whole, stream, wrong, no_key)] == [200, 200, 400, 401]
-    for answer in (whole, stream, wrong, no_key):
-        assert answer.headers["Access-Control-Allow-Origin"] == SITE
-        assert "X-Request-Id" not in answer.headers
+    for response in (whole, stream, wrong, no_key):
+        assert response.headers["Access-Control-Allow-Origin"] == SITE
+        assert "X-Request-Id" not in response.headers
     other = httpx.post(url, json=CHAT, headers={**keyed, "Origin": "https://evil.example"})
     assert "Access-Control-Allow-Origin" not in other.headers
 
@@ -371,14 +371,18 @@ def test_any_site_is_a_star_unless_credentials_are_allowed() -> None:
 def test_no_site_is_let_in_by_default(checkpoint: Path) -> None:
     with running(config(checkpoint)) as server:
         assert preflight(server, SITE, "POST").status_code == 405
-        answer = httpx.get(server.url + "/version", headers={"Origin": SITE, "X-Request-Id": "me"})
-        assert not [name for name in answer.headers if name.startswith("access-control")]
-        assert answer.headers["X-Request-Id"] == "me"
+        response = httpx.get(
+            server.url + "/version", headers={"Origin": SITE, "X-Request-Id": "me"}
+        )
+        assert not [name for name in response.headers if name.startswith("access-control")]
+        assert response.headers["X-Request-Id"] == "me"
 
 
 def test_vllms_json_lists_are_words_too() -> None:
-    made = options("--allowed-origins", '["https://a", "https://b"]', "--allowed-methods", '["*"]')
-    assert made.cors == Cors(("https://a", "https://b"), ("*",), ("*",))
+    parsed = options(
+        "--allowed-origins", '["https://a", "https://b"]', "--allowed-methods", '["*"]'
+    )
+    assert parsed.cors == Cors(("https://a", "https://b"), ("*",), ("*",))
     assert options().cors == Cors()
 
 
@@ -411,9 +415,9 @@ def test_bodies_are_logged_cut_and_on_one_line(
         headers = {"Authorization": "Bearer key"}
         httpx.post(guarded.url + "/v1/completions", content=body, headers=headers)
         httpx.post(guarded.url + "/v1/completions", content=body)
-    (told,) = [r.getMessage() for r in caplog.records if r.name == "jackfield.requests"]
+    (messages,) = [r.getMessage() for r in caplog.records if r.name == "jackfield.requests"]
     shown = '"{\\"prompt\\":\\n\\"a secret" … (39 characters)'
-    assert told == f'POST "/v1/completions" {shown}'
+    assert messages == f'POST "/v1/completions" {shown}'
 
 
 def test_nothing_is_logged_by_default(
@@ -430,6 +434,6 @@ def test_a_text_line_cannot_be_forged(checkpoint: Path, caplog: pytest.LogCaptur
     with caplog.at_level(logging.INFO, "jackfield.access"):
         with running(config(checkpoint), options("--access-log", "text")) as server:
             httpx.get(server.url + "/none%0a127.0.0.1%20%22GET%20/")
-    (told,) = [r.getMessage() for r in caplog.records if r.name == "jackfield.access"]
-    assert "\n" not in told
-    assert re.search(r'"GET /none\\n127.0.0.1 \\"GET /" 404 \d+ bytes 0\.\d+ s \w+$', told)
+    (messages,) = [r.getMessage() for r in caplog.records if r.name == "jackfield.access"]
+    assert "\n" not in messages
+    assert re.search(r'"GET /none\\n127.0.0.1 \\"GET /" 404 \d+ bytes 0\.\d+ s \w+$', messages)

@@ -40,31 +40,31 @@ TOOL = {"type": "function", "function": {"name": "get_weather", "parameters": {"
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     checkpoint = save_random(tmp_path_factory.mktemp("random"))
-    with running(engine_config(checkpoint), ServerOptions(max_body_bytes=1 << 18)) as one:
-        yield one
+    with running(engine_config(checkpoint), ServerOptions(max_body_bytes=1 << 18)) as item:
+        yield item
 
 
 @pytest.fixture(scope="module")
 def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     checkpoint = save_scripted(tmp_path_factory.mktemp("scripted"))
     config = engine_config(checkpoint, reasoning_parser="qwen3", tool_call_parser="hermes")
-    with running(config) as one:
-        yield one
+    with running(config) as item:
+        yield item
 
 
 def post(server: Server, route: str, body: dict[str, Any], status: int = 200) -> Any:
-    answer = httpx.post(server.url + route, json={"model": MODEL, **body}, timeout=300)
-    assert answer.status_code == status, answer.text
-    return answer.json()
+    response = httpx.post(server.url + route, json={"model": MODEL, **body}, timeout=300)
+    assert response.status_code == status, response.text
+    return response.json()
 
 
 def stream(server: Server, route: str, body: dict[str, Any]) -> list[Any]:
     """The frames of a streamed answer, which must end with [DONE]."""
     body = {"model": MODEL, "stream": True, **body}
-    with httpx.stream("POST", server.url + route, json=body, timeout=300) as answer:
-        assert answer.status_code == 200
-        assert answer.headers["content-type"].startswith("text/event-stream")
-        lines = [line for line in answer.iter_lines() if line]
+    with httpx.stream("POST", server.url + route, json=body, timeout=300) as response:
+        assert response.status_code == 200
+        assert response.headers["content-type"].startswith("text/event-stream")
+        lines = [line for line in response.iter_lines() if line]
     assert all(line.startswith("data: ") for line in lines)
     assert lines[-1] == "data: [DONE]"
     return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
@@ -130,11 +130,11 @@ def test_streamed_completion_equals_the_whole_one(server: Server, name: str) -> 
 def test_echo_gives_the_prompt_back_with_its_probabilities(server: Server) -> None:
     prompt = "The quick <|im_end|> brown"
     body = {"prompt": prompt, "echo": True, "max_tokens": 3, "logprobs": 2}
-    answer = post(server, "/v1/completions", body)
-    (choice,) = answer["choices"]
+    response = post(server, "/v1/completions", body)
+    (choice,) = response["choices"]
     assert choice["text"].startswith(prompt)
     logprobs = choice["logprobs"]
-    count = answer["usage"]["prompt_tokens"]
+    count = response["usage"]["prompt_tokens"]
     assert len(logprobs["tokens"]) == count + 3
     assert logprobs["token_logprobs"][0] is None and logprobs["top_logprobs"][0] is None
     assert all(value < 0 for value in logprobs["token_logprobs"][1:])
@@ -232,16 +232,16 @@ def test_bytes_of_logprobs_spell_the_text(server: Server) -> None:
 def test_reasoning_and_tool_call_come_apart(scripted: Server) -> None:
     body = {"messages": MESSAGES, "temperature": 0, "tools": [TOOL]}
     post(scripted, "/v1/chat/completions", body)  # So that all find the same prefix cached.
-    answer = post(scripted, "/v1/chat/completions", body)
-    (choice,) = answer["choices"]
+    response = post(scripted, "/v1/chat/completions", body)
+    (choice,) = response["choices"]
     assert choice["finish_reason"] == "tool_calls"
     message = choice["message"]
     assert (message["reasoning_content"], message["content"]) == ("two and two", "Let me look.")
     (call,) = message["tool_calls"]
     assert call["function"]["name"] == "get_weather" and call["type"] == "function" and call["id"]
     assert json.loads(call["function"]["arguments"]) == {"city": "Lisbon"}
-    assert answer["usage"]["completion_tokens"] == len(SCRIPT) + 1
-    assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": 2}
+    assert response["usage"]["completion_tokens"] == len(SCRIPT) + 1
+    assert response["usage"]["completion_tokens_details"] == {"reasoning_tokens": 2}
 
     frames = stream(
         scripted,
@@ -255,16 +255,16 @@ def test_reasoning_and_tool_call_come_apart(scripted: Server) -> None:
     assert folded_choice["finish_reason"] == "tool_calls"
     counts = [frame["usage"]["completion_tokens"] for frame in frames]
     assert counts == sorted(counts) and counts[-1] == len(SCRIPT) + 1
-    assert frames[-1]["usage"] == answer["usage"]
+    assert frames[-1]["usage"] == response["usage"]
 
 
 def test_thought_and_calls_stay_when_nobody_asks_for_them(scripted: Server) -> None:
     body = {"messages": MESSAGES, "temperature": 0}
-    said = post(scripted, "/v1/chat/completions", {**body, "include_reasoning": False})
-    message = said["choices"][0]["message"]
+    response = post(scripted, "/v1/chat/completions", {**body, "include_reasoning": False})
+    message = response["choices"][0]["message"]
     assert "reasoning_content" not in message
     assert message["content"] == "".join(SCRIPT[4:]), "without tools, a call is text"
-    assert said["choices"][0]["finish_reason"] == "stop"
+    assert response["choices"][0]["finish_reason"] == "stop"
     body |= {"tools": [TOOL], "tool_choice": "none"}
     assert "tool_calls" not in post(scripted, "/v1/chat/completions", body)["choices"][0]["message"]
     frames = stream(scripted, "/v1/chat/completions", {**body, "include_reasoning": False})
@@ -350,19 +350,19 @@ def test_request_id_comes_back_on_answers_errors_and_streams(server: Server) -> 
         ("/v1/completions", {"prompt": "x", "max_tokens": 1, "stream": True}),
     ):
         method = "GET" if body is None else "POST"
-        for given, same in ((b"trace-7", True), (b"", False), (b"\xff\xfe", False)):
-            headers = {b"X-Request-Id": given}
-            answer = httpx.request(method, server.url + path, json=body, headers=headers)
-            told = answer.headers["x-request-id"]
-            assert (told == "trace-7") is same and told
+        for request_id, same in ((b"trace-7", True), (b"", False), (b"\xff\xfe", False)):
+            headers = {b"X-Request-Id": request_id}
+            response = httpx.request(method, server.url + path, json=body, headers=headers)
+            returned = response.headers["x-request-id"]
+            assert (returned == "trace-7") is same and returned
 
 
 def test_a_running_request_keeps_its_id_to_itself(server: Server) -> None:
     body = {**LONG, "request_id": "mine"}
     with httpx.stream(
         "POST", server.url + "/v1/completions", json={**body, "stream": True}, timeout=300
-    ) as answer:
-        lines = answer.iter_lines()  # Kept: dropping it would hang up.
+    ) as response:
+        lines = response.iter_lines()  # Kept: dropping it would hang up.
         next(lines)
         assert "mine" in post(server, "/v1/completions", body, 400)["error"]["message"]
     assert server.becomes(lambda engine: engine.stats().num_requests_running == 0)
@@ -388,8 +388,8 @@ def test_metrics_are_fresh_when_nobody_steps(server: Server) -> None:
         return float(line.split()[-1])
 
     body = {**LONG, "stream": True}
-    with httpx.stream("POST", server.url + "/v1/completions", json=body, timeout=300) as answer:
-        lines = answer.iter_lines()  # Kept: dropping it would hang up.
+    with httpx.stream("POST", server.url + "/v1/completions", json=body, timeout=300) as response:
+        lines = response.iter_lines()  # Kept: dropping it would hang up.
         next(lines)
         assert gauge("num_requests_running") == 8
         assert gauge("num_requests_waiting") == LONG["n"] - 8
@@ -424,9 +424,9 @@ def test_a_dead_engine_fails_health_and_requests(tmp_path_factory: Any) -> None:
     with running(engine_config(checkpoint)) as server:
         assert httpx.get(server.url + "/health").status_code == 200
         server.call(lambda engine: engine.core._die(RuntimeError("the device is gone")))
-        answer = httpx.get(server.url + "/health")
-        assert answer.status_code == 503
-        assert "the device is gone" in answer.json()["error"]["message"]
+        response = httpx.get(server.url + "/health")
+        assert response.status_code == 503
+        assert "the device is gone" in response.json()["error"]["message"]
         post(server, "/v1/completions", {"prompt": "x"}, 503)
 
 
@@ -434,11 +434,13 @@ def test_a_busy_moment_turns_no_client_away(server: Server) -> None:
     """Hundreds may connect while the loop does something else; a full queue costs them a second."""
     address = urlsplit(server.url)
     free = threading.Event()
-    held = threading.Thread(target=server.call, args=(lambda _: free.wait(300),))
+    thread = threading.Thread(target=server.call, args=(lambda _: free.wait(300),))
     with contextlib.ExitStack() as stack:
-        stack.callback(held.join)
+        stack.callback(thread.join)
         stack.callback(free.set)
-        held.start()
+        thread.start()
         for _ in range(300):
-            made = socket.create_connection((address.hostname or "", address.port or 0), timeout=5)
-            stack.enter_context(made)
+            connection = socket.create_connection(
+                (address.hostname or "", address.port or 0), timeout=5
+            )
+            stack.enter_context(connection)

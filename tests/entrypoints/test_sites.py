@@ -25,8 +25,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(checkpoint: Path) -> Iterator[Server]:
     """As `jackfield serve` comes, and one site let in."""
-    with running(engine_config(checkpoint), ServerOptions(cors=Cors((FRIEND,)))) as made:
-        yield made
+    with running(engine_config(checkpoint), ServerOptions(cors=Cors((FRIEND,)))) as running_server:
+        yield running_server
 
 
 def status(server: Server, route: str = "/v1/completions", **headers: str) -> int:
@@ -58,9 +58,9 @@ def test_its_own_page_and_sites_that_are_let_in_can(server: Server) -> None:
 @pytest.mark.parametrize("host", ["rebound.example", "localhost.example", "127.0.0.1.example"])
 def test_a_name_that_was_made_to_lead_here_is_not_answered_to(server: Server, host: str) -> None:
     for route in ("/v1/models", "/metrics", "/", "/v1/responses/x"):
-        answer = httpx.get(server.url + route, headers={"Host": host})
-        assert answer.status_code == 403, route
-        assert "--allowed-hosts" in answer.json()["error"]["message"]
+        response = httpx.get(server.url + route, headers={"Host": host})
+        assert response.status_code == 403, route
+        assert "--allowed-hosts" in response.json()["error"]["message"]
     assert status(server, Host=f"{host}:80", Origin=f"http://{host}") == 403
 
 
@@ -70,19 +70,19 @@ def test_names_and_addresses_of_this_machine_are(server: Server, host: str) -> N
 
 
 def test_a_key_stands_for_both_checks(checkpoint: Path) -> None:
-    with running(engine_config(checkpoint), ServerOptions(api_keys=("k",))) as one:
-        assert status(one, Origin=STRANGER, Authorization="Bearer k", Host="proxy.example") == 200
-        assert status(one, Origin=STRANGER) == 401
+    with running(engine_config(checkpoint), ServerOptions(api_keys=("k",))) as item:
+        assert status(item, Origin=STRANGER, Authorization="Bearer k", Host="proxy.example") == 200
+        assert status(item, Origin=STRANGER) == 401
 
 
 def test_allowed_hosts_hold_with_a_key_too(checkpoint: Path) -> None:
     options = ServerOptions(api_keys=("k",), allowed_hosts=("llm.example", "*.inner.example"))
-    with running(engine_config(checkpoint), options) as one:
-        for host, wanted in (
+    with running(engine_config(checkpoint), options) as item:
+        for host, expected in (
             ("llm.example", 200), ("LLM.example.:443", 200), ("a.b.inner.example", 200),
             ("inner.example", 403), ("xinner.example", 403), ("localhost", 403), ("10.0.0.7", 200),
         ):  # fmt: skip
-            assert status(one, Host=host, Authorization="Bearer k") == wanted, host
+            assert status(item, Host=host, Authorization="Bearer k") == expected, host
 
 
 @pytest.mark.parametrize(

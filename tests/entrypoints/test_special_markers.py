@@ -24,35 +24,37 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     checkpoint = save_scripted(tmp_path_factory.mktemp("special"), SCRIPT, SPECIAL)
     with running(
         engine_config(checkpoint, reasoning_parser="mistral", tool_call_parser="mistral")
-    ) as one:
-        yield one
+    ) as item:
+        yield item
 
 
 def post(server: Server, body: dict[str, Any]) -> Any:
-    answer = httpx.post(f"{server.url}/v1/chat/completions", json={**BODY, **body}, timeout=300)
-    assert answer.status_code == 200, answer.text
-    return answer.json()
+    response = httpx.post(f"{server.url}/v1/chat/completions", json={**BODY, **body}, timeout=300)
+    assert response.status_code == 200, response.text
+    return response.json()
 
 
 def streamed(server: Server, body: dict[str, Any]) -> list[Any]:
     options = {"include_usage": True, "continuous_usage_stats": True}
-    asked = {**BODY, **body, "stream": True, "stream_options": options}
-    with httpx.stream("POST", f"{server.url}/v1/chat/completions", json=asked, timeout=300) as got:
-        lines = [line[6:] for line in got.iter_lines() if line.startswith("data: ")]
+    request = {**BODY, **body, "stream": True, "stream_options": options}
+    with httpx.stream(
+        "POST", f"{server.url}/v1/chat/completions", json=request, timeout=300
+    ) as actual:
+        lines = [line[6:] for line in actual.iter_lines() if line.startswith("data: ")]
     return [json.loads(line) for line in lines if line != "[DONE]"]
 
 
 def test_special_marks_come_apart_and_thought_is_counted(server: Server) -> None:
-    answer = post(server, {"tools": [TOOL]})
-    (choice,) = answer["choices"]
+    response = post(server, {"tools": [TOOL]})
+    (choice,) = response["choices"]
     message = choice["message"]
     assert message["reasoning_content"] == "two and two"
     assert message["content"] == "Let me look."
     (call,) = message["tool_calls"]
     assert call["function"] == {"name": "get_weather", "arguments": '{"city": "Lisbon"}'}
     assert len(call["id"]) == 9 and call["id"].isalnum(), "the family's templates want nine letters"
-    assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": 2}
-    assert answer["usage"]["completion_tokens"] == len(SCRIPT) + 1
+    assert response["usage"]["completion_tokens_details"] == {"reasoning_tokens": 2}
+    assert response["usage"]["completion_tokens"] == len(SCRIPT) + 1
 
 
 def test_a_stream_counts_thought_as_it_comes(server: Server) -> None:
@@ -74,6 +76,6 @@ def test_a_stream_counts_thought_as_it_comes(server: Server) -> None:
 
 
 def test_thought_cut_off_by_max_tokens_is_counted(server: Server) -> None:
-    answer = post(server, {"max_tokens": 2})
-    assert answer["choices"][0]["message"]["reasoning_content"] == "two and"
-    assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": 1}
+    response = post(server, {"max_tokens": 2})
+    assert response["choices"][0]["message"]["reasoning_content"] == "two and"
+    assert response["usage"]["completion_tokens_details"] == {"reasoning_tokens": 1}

@@ -38,18 +38,18 @@ def pieces_of(case: Case, engine: Any, tokens: int) -> tuple[Any, Any, Any]:
     body = msgspec.json.encode(case.body(tokens))
     if case.path.endswith("/chat/completions"):
         job = ChatCompletion(engine, decode(body, ChatRequest))
-        made = [ChatStream(job) for _ in range(2)]
-        for one in made:
-            one._choices[0].new_call_id = lambda: "call-1"
+        streams = [ChatStream(job) for _ in range(2)]
+        for item in streams:
+            item._choices[0].new_call_id = lambda: "call-1"
         outputs = job.outputs()
     else:
-        asked = decode(body, CompletionRequest)
-        job = completions.TextCompletion(engine, asked, "m")
-        job.token_ids = [engine.tokenizer.encode(prompt) for prompt in asked.prompts()]
-        made = [completions.CompletionStream(job) for _ in range(2)]
+        request = decode(body, CompletionRequest)
+        job = completions.TextCompletion(engine, request, "m")
+        job.token_ids = [engine.tokenizer.encode(prompt) for prompt in request.prompts()]
+        streams = [completions.CompletionStream(job) for _ in range(2)]
         (outputs,) = job.streams()
-    made[1]._plain = False
-    return outputs, *made
+    streams[1]._plain = False
+    return outputs, *streams
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -84,16 +84,16 @@ async def test_a_client_that_does_not_read_gets_fewer_larger_pieces() -> None:
         await loop.sock_sendall(bare, head.encode() + body)
         while not engine.stats().requests_finished:
             await asyncio.sleep(0.01)
-        answer = b""
+        response = b""
         while data := await loop.sock_recv(bare, 1 << 20):
-            answer += data
+            response += data
         bare.close()
-    frames = [json.loads(line[6:]) for line in answer.split(b"\n") if line.startswith(b"data: {")]
+    frames = [json.loads(line[6:]) for line in response.split(b"\n") if line.startswith(b"data: {")]
     assert len(frames) < tokens // 2, "what waits for a client must not grow with the stream"
     text = "".join(choice["delta"].get("content", "") for f in frames for choice in f["choices"])
     assert text == engine.tokenizer.decode(executor.script)
     assert frames[-1]["choices"][0]["finish_reason"] == "length"
-    assert answer.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+    assert response.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
 
 
 async def test_a_reader_that_wakes_between_outputs_loses_nothing() -> None:
@@ -102,7 +102,7 @@ async def test_a_reader_that_wakes_between_outputs_loses_nothing() -> None:
     async with serving(case, 8, 64) as (executor, url, engine):
         async with aiohttp.ClientSession() as session:
 
-            async def one(tokens: int) -> str:
+            async def run_one(tokens: int) -> str:
                 said = []
                 async with session.post(url + case.path, json=case.body(tokens)) as answer:
                     async for line in answer.content:
@@ -110,7 +110,7 @@ async def test_a_reader_that_wakes_between_outputs_loses_nothing() -> None:
                             said += json.loads(line[6:])["choices"]
                 return "".join(choice["delta"].get("content", "") for choice in said)
 
-            texts = await asyncio.gather(*(one(tokens) for tokens in range(40, 48)))
+            texts = await asyncio.gather(*(run_one(tokens) for tokens in range(40, 48)))
         for tokens, text in zip(range(40, 48), texts, strict=True):
             assert text == engine.tokenizer.decode(executor.script[:tokens])
 
@@ -129,9 +129,9 @@ async def test_an_engine_that_dies_in_a_stream_ends_it_with_an_error() -> None:
 
         executor.submit = fail
         async with aiohttp.ClientSession() as session:
-            async with session.post(url + case.path, json=case.body(100)) as answer:
-                assert answer.status == 200
-                *_, error, done = (await answer.text()).strip().split("\n\n")
+            async with session.post(url + case.path, json=case.body(100)) as response:
+                assert response.status == 200
+                *_, error, done = (await response.text()).strip().split("\n\n")
         assert done == "data: [DONE]"
         assert json.loads(error[6:])["error"]["type"] == RequestFailed.error_type
         assert "no device" in error
@@ -178,12 +178,12 @@ async def test_a_client_of_http_1_0_gets_the_body_as_it_is() -> None:
         head = f"POST {case.path} HTTP/1.0\r\nHost: {host}:{port}\r\n"
         head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
         writer.write(head.encode() + body)
-        answer = await asyncio.wait_for(reader.read(), 300)
+        response = await asyncio.wait_for(reader.read(), 300)
         writer.close()
-    _, _, said = answer.partition(b"\r\n\r\n")
-    *frames, done = said.decode().strip().split("\n\n")
+    _, _, payload = response.partition(b"\r\n\r\n")
+    *frames, done = payload.decode().strip().split("\n\n")
     assert done == "data: [DONE]"
-    assert all(one.startswith("data: {") for one in frames), "nothing between the frames"
-    choices = [choice for one in frames for choice in json.loads(one[6:])["choices"]]
+    assert all(item.startswith("data: {") for item in frames), "nothing between the frames"
+    choices = [choice for item in frames for choice in json.loads(item[6:])["choices"]]
     text = "".join(choice["delta"].get("content", "") for choice in choices)
     assert text == engine.tokenizer.decode(executor.script)

@@ -128,8 +128,8 @@ def server() -> Iterator[Server]:
             "disable_any_whitespace": True, "compile_timeout": 5.0,
         },
     )  # fmt: skip
-    with running(config) as made:
-        yield made
+    with running(config) as running_server:
+        yield running_server
 
 
 @pytest.fixture(scope="module")
@@ -141,15 +141,15 @@ def client(server: Server) -> openai.OpenAI:
 async def asynchronous(server: Server) -> Any:
     async with openai.AsyncOpenAI(
         base_url=f"{server.url}/v1", api_key="none", max_retries=0
-    ) as made:
-        yield made
+    ) as api_client:
+        yield api_client
 
 
 async def whole(client: openai.AsyncOpenAI, **options: Any) -> dict[str, Any]:
-    made = await client.chat.completions.create(
+    response = await client.chat.completions.create(
         model=MODEL, messages=MESSAGES, max_tokens=300, **options
     )
-    (choice,) = made.choices
+    (choice,) = response.choices
     return {
         "content": choice.message.content,
         "calls": [
@@ -184,29 +184,29 @@ async def streamed(client: openai.AsyncOpenAI, **options: Any) -> dict[str, Any]
 
 
 def check_event(text: str) -> None:
-    made = json.loads(text)
-    assert list(made) == ["name", "day", "people"] and len(made["name"]) <= 16
-    assert made["day"] in ("monday", "friday") and len(made["people"]) <= 2
-    for person in made["people"]:
+    value = json.loads(text)
+    assert list(value) == ["name", "day", "people"] and len(value["name"]) <= 16
+    assert value["day"] in ("monday", "friday") and len(value["people"]) <= 2
+    for person in value["people"]:
         assert list(person) == ["first", "age"] and len(person["first"]) <= 8
         assert person["age"] is None or type(person["age"]) is int
 
 
 def check_call(name: str, arguments: str) -> None:
-    made = json.loads(arguments)
+    value = json.loads(arguments)
     if name == "add":
-        assert list(made) == ["a", "b"] and all(
-            type(v) is int and 0 <= v <= 99 for v in made.values()
+        assert list(value) == ["a", "b"] and all(
+            type(v) is int and 0 <= v <= 99 for v in value.values()
         )
     else:
-        assert name == "get_weather" and list(made) == ["city", "unit"]
-        assert 1 <= len(made["city"]) <= 12 and made["unit"] in ("celsius", "fahrenheit")
+        assert name == "get_weather" and list(value) == ["city", "unit"]
+        assert 1 <= len(value["city"]) <= 12 and value["unit"] in ("celsius", "fahrenheit")
 
 
 async def both(client: openai.AsyncOpenAI, **options: Any) -> dict[str, Any]:
-    one, other = await asyncio.gather(whole(client, **options), streamed(client, **options))
-    assert one == other
-    return one
+    first, other = await asyncio.gather(whole(client, **options), streamed(client, **options))
+    assert first == other
+    return first
 
 
 async def test_a_strict_schema_holds_for_every_seed_and_temperature(asynchronous: Any) -> None:
@@ -215,45 +215,45 @@ async def test_a_strict_schema_holds_for_every_seed_and_temperature(asynchronous
         for temperature in (0.0, 0.7, 1.0, 1.8)
         for seed in range(6)
     ]
-    made = await asyncio.gather(
-        *(both(asynchronous, response_format=FORMAT, **one) for one in settings)
+    results = await asyncio.gather(
+        *(both(asynchronous, response_format=FORMAT, **setting) for setting in settings)
     )
-    ended = [answer for answer in made if answer["finish"] == "stop"]
-    assert len(ended) >= 20
-    for answer in ended:
-        check_event(answer["content"])
-    assert len({answer["content"] for answer in made}) > 5
+    complete = [response for response in results if response["finish"] == "stop"]
+    assert len(complete) >= 20
+    for response in complete:
+        check_event(response["content"])
+    assert len({response["content"] for response in results}) > 5
 
 
 async def test_required_tools_are_called_for_every_seed(asynchronous: Any) -> None:
-    made = await asyncio.gather(
+    results = await asyncio.gather(
         *(
             both(asynchronous, tools=[WEATHER, ADD], tool_choice="required", seed=seed,
                  temperature=1.5, parallel_tool_calls=seed % 2 == 0)
             for seed in range(8)
         )
     )  # fmt: skip
-    for seed, answer in enumerate(made):
-        assert answer["content"] is None and answer["calls"]
-        if answer["finish"] == "length":
+    for seed, response in enumerate(results):
+        assert response["content"] is None and response["calls"]
+        if response["finish"] == "length":
             continue
-        assert answer["finish"] == "tool_calls"
-        assert seed % 2 == 0 or len(answer["calls"]) == 1
-        for call in answer["calls"]:
+        assert response["finish"] == "tool_calls"
+        assert seed % 2 == 0 or len(response["calls"]) == 1
+        for call in response["calls"]:
             check_call(*call)
-    assert sum(answer["finish"] == "tool_calls" for answer in made) >= 6
+    assert sum(response["finish"] == "tool_calls" for response in results) >= 6
 
 
 async def test_a_named_tool_is_called_for_every_seed(asynchronous: Any) -> None:
     for tool in (WEATHER, ADD):
         name: Any = tool["function"]["name"]  # type: ignore[index]
         choice = {"type": "function", "function": {"name": name}}
-        for answer in await asyncio.gather(
+        for response in await asyncio.gather(
             *(both(asynchronous, tools=[WEATHER, ADD], tool_choice=choice, seed=seed)
               for seed in range(4))
         ):  # fmt: skip
-            assert answer["finish"] == "stop" and answer["content"] is None
-            ((called, arguments),) = answer["calls"]
+            assert response["finish"] == "stop" and response["content"] is None
+            ((called, arguments),) = response["calls"]
             assert called == name
             check_call(called, arguments)
 
@@ -262,16 +262,16 @@ async def test_a_strict_tool_is_held_to_its_schema_when_it_is_called(asynchronou
     strict = json.loads(json.dumps(WEATHER))
     strict["function"]["strict"] = True
     opened = {"1532": 100.0}  # <tool_call>, so that the model does call something
-    made = await asyncio.gather(
+    results = await asyncio.gather(
         *(
             both(asynchronous, tools=[strict], seed=seed, temperature=1.8, logit_bias=opened,
                  parallel_tool_calls=False)
             for seed in range(6)
         )
     )  # fmt: skip
-    for answer in made:
-        ((name, arguments),) = answer["calls"]
-        assert answer["finish"] == "tool_calls" and answer["content"] is None
+    for response in results:
+        ((name, arguments),) = response["calls"]
+        assert response["finish"] == "tool_calls" and response["content"] is None
         check_call(name, arguments)
 
 
@@ -310,9 +310,11 @@ def test_every_kind_works_in_chat_and_completions(
 
 
 async def test_a_json_object_is_one(asynchronous: Any) -> None:
-    asked = (whole(asynchronous, response_format={"type": "json_object"}, seed=s) for s in range(8))
-    ended = [a["content"] for a in await asyncio.gather(*asked) if a["finish"] == "stop"]
-    assert ended and all(isinstance(json.loads(content), dict) for content in ended)
+    requests = (
+        whole(asynchronous, response_format={"type": "json_object"}, seed=s) for s in range(8)
+    )
+    complete = [a["content"] for a in await asyncio.gather(*requests) if a["finish"] == "stop"]
+    assert complete and all(isinstance(json.loads(content), dict) for content in complete)
 
 
 def test_the_client_parses_a_response_format(client: openai.OpenAI) -> None:
@@ -322,10 +324,10 @@ def test_the_client_parses_a_response_format(client: openai.OpenAI) -> None:
         left: int
         right: bool
 
-    made = client.chat.completions.parse(
+    response = client.chat.completions.parse(
         model=MODEL, messages=MESSAGES, max_tokens=100, seed=4, response_format=Pair
     )
-    assert isinstance(made.choices[0].message.parsed, Pair)
+    assert isinstance(response.choices[0].message.parsed, Pair)
 
 
 @pytest.mark.parametrize(
@@ -383,12 +385,12 @@ async def test_a_forced_call_wins_over_any_other_grammar(asynchronous: Any) -> N
     """As agents ask that want a call now and a format at last."""
     for choice in ("required", {"type": "function", "function": {"name": "add"}}):
         for extra in ({"response_format": FORMAT}, {"extra_body": {"guided_regex": "x"}}):
-            answer = await both(
+            reply = await both(
                 asynchronous, tools=[ADD], tool_choice=choice, seed=3, parallel_tool_calls=False,
                 **extra,
             )  # fmt: skip
-            assert answer["content"] is None
-            ((name, arguments),) = answer["calls"]
+            assert reply["content"] is None
+            ((name, arguments),) = reply["calls"]
             check_call(name, arguments)
     response = await asynchronous.responses.create(
         model=MODEL,
@@ -402,20 +404,20 @@ async def test_a_forced_call_wins_over_any_other_grammar(asynchronous: Any) -> N
 
 
 async def test_with_auto_the_answer_is_a_call_or_follows_the_format(asynchronous: Any) -> None:
-    asked = [
+    requests = [
         both(asynchronous, tools=[{**ADD, "function": {**ADD["function"], "strict": True}}],  # type: ignore[dict-item]
              response_format=FORMAT, seed=seed, parallel_tool_calls=False, logit_bias=bias)
         for seed in range(3)
         for bias in ({"1532": -100.0}, {"1532": 100.0})
     ]  # fmt: skip
-    made = await asyncio.gather(*asked)
-    for answer in made:
-        if answer["calls"]:
-            assert answer["content"] is None
-            check_call(*answer["calls"][0])
-        elif answer["finish"] == "stop":
-            check_event(answer["content"])
-    assert {bool(answer["calls"]) for answer in made} == {True, False}
+    results = await asyncio.gather(*requests)
+    for response in results:
+        if response["calls"]:
+            assert response["content"] is None
+            check_call(*response["calls"][0])
+        elif response["finish"] == "stop":
+            check_event(response["content"])
+    assert {bool(response["calls"]) for response in results} == {True, False}
 
 
 def test_older_fields_that_say_the_same_are_accepted(client: openai.OpenAI) -> None:
@@ -425,10 +427,10 @@ def test_older_fields_that_say_the_same_are_accepted(client: openai.OpenAI) -> N
         {"guided_json": '{"enum": [1]}', "structured_outputs": {"json": {"enum": [1]}}},
         {"guided_json": {"enum": [1]}, "structured_outputs": {"json": '{"enum": [1]}'}},
     ):
-        made = client.completions.create(
+        response = client.completions.create(
             model=MODEL, prompt="Once", max_tokens=20, extra_body=extra
         )
-        assert made.choices[0].text in ("abc", "ac", "1")
+        assert response.choices[0].text in ("abc", "ac", "1")
 
 
 def test_older_fields_without_a_meaning_here_are_ignored_and_logged(
@@ -441,10 +443,10 @@ def test_older_fields_without_a_meaning_here_are_ignored_and_logged(
     protocol.logger.addHandler(caplog.handler)  # A server's log goes nowhere else.
     with caplog.at_level("INFO", logger="jackfield.server"):
         for _ in range(2):
-            made = client.completions.create(
+            response = client.completions.create(
                 model=MODEL, prompt="Once", max_tokens=9, extra_body={"guided_regex": "ab", **older}
             )
-            assert made.choices[0].text == "ab"
+            assert response.choices[0].text == "ab"
     for name in older:
         assert len({m for m in caplog.messages if name in m}) == 1
     assert len(caplog.messages) <= 2 * len(older)
@@ -457,13 +459,13 @@ async def test_what_grammars_cannot_hold_is_left_unchecked_where_nothing_is_stri
     tool = {"type": "function", "function": {"name": "f", "parameters": PATHS}}
     format = {"type": "json_schema", "json_schema": {"name": "paths", "schema": PATHS}}
     for seed in range(2):
-        answer = await whole(asynchronous, response_format=format, seed=seed)
+        response = await whole(asynchronous, response_format=format, seed=seed)
         called = await whole(asynchronous, tools=[tool], tool_choice="required", seed=seed,
                              parallel_tool_calls=False)  # fmt: skip
-        for text in (answer["content"], called["calls"][0][1]):
-            made = json.loads(text)
-            assert list(made) == ["path", "tags", "sizes"] and made["sizes"] == {}
-            assert len(made["path"]) <= 5 and len(made["tags"]) <= 2
+        for text in (response["content"], called["calls"][0][1]):
+            value = json.loads(text)
+            assert list(value) == ["path", "tags", "sizes"] and value["sizes"] == {}
+            assert len(value["path"]) <= 5 and len(value["tags"]) <= 2
 
 
 HOSTILE: list[dict[str, Any]] = [
@@ -494,13 +496,13 @@ async def test_hostile_grammars_cost_their_request_alone(server: Server, asynchr
 
     async def longest_turn() -> float:
         """As a share of all the time."""
-        longest, began = 0.0, time.monotonic()
-        last = began
+        longest, start = 0.0, time.monotonic()
+        last = start
         while not done.is_set():
             await asyncio.sleep(0.005)
             now = time.monotonic()
             longest, last = max(longest, now - last), now
-        return longest / (last - began)
+        return longest / (last - start)
 
     async def hostile(extra: dict[str, Any]) -> int:
         try:
@@ -522,7 +524,7 @@ async def test_hostile_grammars_cost_their_request_alone(server: Server, asynchr
     done: asyncio.Event
     watching = asyncio.get_running_loop().run_in_executor(None, server.call, watch)
     plain = [whole(asynchronous, response_format=FORMAT, seed=seed) for seed in range(4)]
-    *statuses, answers = await asyncio.gather(
+    *statuses, responses = await asyncio.gather(
         *(hostile(extra) for extra in HOSTILE), asyncio.gather(*plain)
     )
     holder["loop"].call_soon_threadsafe(holder["done"].set)
@@ -530,9 +532,9 @@ async def test_hostile_grammars_cost_their_request_alone(server: Server, asynchr
     assert set(statuses) <= {200, 400}, list(zip(statuses, map(str, HOSTILE), strict=True))
     assert statuses.count(400) >= 13
     assert holder["longest"] < 0.25, "the event loop stood still"
-    for answer in answers:
-        if answer["finish"] == "stop":
-            check_event(answer["content"])
+    for response in responses:
+        if response["finish"] == "stop":
+            check_event(response["content"])
 
 
 def _chain_requests(count: int) -> list[tuple[str, dict[str, Any], str]]:

@@ -60,8 +60,10 @@ def server(tmp_path_factory: pytest.TempPathFactory, key_file: Path) -> Iterator
         api_key_files=(key_file,),
         batches=BatchOptions(tmp_path_factory.mktemp("batches")),
     )
-    with running(engine_config(save_random(tmp_path_factory.mktemp("random"))), options) as made:
-        yield made
+    with running(
+        engine_config(save_random(tmp_path_factory.mktemp("random"))), options
+    ) as running_server:
+        yield running_server
 
 
 def client(server: Server, key: str) -> openai.OpenAI:
@@ -70,8 +72,8 @@ def client(server: Server, key: str) -> openai.OpenAI:
 
 def complete(server: Server, key: str, **body: Any) -> httpx.Response:
     headers = {"Authorization": f"Bearer {key}"}
-    asked = {"prompt": "x", "max_tokens": 2, **body}
-    return httpx.post(server.url + "/v1/completions", json=asked, headers=headers, timeout=60)
+    request = {"prompt": "x", "max_tokens": 2, **body}
+    return httpx.post(server.url + "/v1/completions", json=request, headers=headers, timeout=60)
 
 
 # ---------------------------------------------------------------- owners
@@ -92,16 +94,16 @@ def test_files_and_batches_of_one_key_are_not_there_for_another(server: Server) 
     batch = ann.batches.create(
         input_file_id=file.id, endpoint="/v1/completions", completion_window="24h"
     )
-    while (done := ann.batches.retrieve(batch.id)).status != "completed":
+    while (final := ann.batches.retrieve(batch.id)).status != "completed":
         time.sleep(0.02)
-    assert done.output_file_id is not None
-    for file_id in (file.id, done.output_file_id):
-        for ask in (bob.files.retrieve, bob.files.delete, bob.files.content):
+    assert final.output_file_id is not None
+    for file_id in (file.id, final.output_file_id):
+        for method in (bob.files.retrieve, bob.files.delete, bob.files.content):
             with pytest.raises(openai.NotFoundError):
-                ask(file_id)
-    for ask in (bob.batches.retrieve, bob.batches.cancel):
+                method(file_id)
+    for method in (bob.batches.retrieve, bob.batches.cancel):
         with pytest.raises(openai.NotFoundError):
-            ask(batch.id)
+            method(batch.id)
     with pytest.raises(openai.NotFoundError):
         bob.batches.create(
             input_file_id=file.id, endpoint="/v1/completions", completion_window="24h"
@@ -112,48 +114,48 @@ def test_files_and_batches_of_one_key_are_not_there_for_another(server: Server) 
         bob.batches.list(after=batch.id)
     assert bob.files.list().data == [] and bob.batches.list().data == []
     renewed = client(server, "ann-2")
-    assert {one.id for one in renewed.files.list().data} == {file.id, done.output_file_id}
-    assert [one.id for one in renewed.batches.list().data] == [batch.id]
-    assert renewed.files.content(done.output_file_id).text
+    assert {item.id for item in renewed.files.list().data} == {file.id, final.output_file_id}
+    assert [item.id for item in renewed.batches.list().data] == [batch.id]
+    assert renewed.files.content(final.output_file_id).text
     renewed.files.delete(file.id)
 
 
 def test_responses_of_one_key_are_not_there_for_another(server: Server) -> None:
     ann, bob = client(server, "ann-1"), client(server, "bob")
-    made = ann.responses.create(input="hello", max_output_tokens=2)
-    item = ann.responses.input_items.list(made.id).data[0]
-    for ask in (bob.responses.retrieve, bob.responses.delete, bob.responses.cancel,
+    response = ann.responses.create(input="hello", max_output_tokens=2)
+    item = ann.responses.input_items.list(response.id).data[0]
+    for method in (bob.responses.retrieve, bob.responses.delete, bob.responses.cancel,
                 bob.responses.input_items.list):  # fmt: skip
         with pytest.raises(openai.NotFoundError):
-            ask(made.id)
-    for wish in ({"previous_response_id": made.id},
+            method(response.id)
+    for wish in ({"previous_response_id": response.id},
                  {"input": [{"type": "item_reference", "id": item.id}]}):  # fmt: skip
         with pytest.raises((openai.BadRequestError, openai.NotFoundError)):
             bob.responses.create(**{"input": "x", "max_output_tokens": 2, **wish})
         assert ann.responses.create(**{"input": "x", "max_output_tokens": 2, **wish})
-    assert client(server, "ann-2").responses.retrieve(made.id).id == made.id
+    assert client(server, "ann-2").responses.retrieve(response.id).id == response.id
 
 
 def test_a_background_response_is_its_owner_s_while_it_runs(server: Server) -> None:
     ann, bob = client(server, "ann-1"), client(server, "bob")
-    made = ann.responses.create(
+    response = ann.responses.create(
         input="hello", background=True, max_output_tokens=300, extra_body={"ignore_eos": True}
     )
-    for ask in (bob.responses.retrieve, bob.responses.cancel, bob.responses.delete):
+    for method in (bob.responses.retrieve, bob.responses.cancel, bob.responses.delete):
         with pytest.raises(openai.NotFoundError):
-            ask(made.id)
-    assert ann.responses.retrieve(made.id).status in ("queued", "in_progress", "completed")
-    ann.responses.delete(made.id)
+            method(response.id)
+    assert ann.responses.retrieve(response.id).status in ("queued", "in_progress", "completed")
+    ann.responses.delete(response.id)
 
 
 def test_a_client_cannot_name_its_tenant(server: Server) -> None:
     from jackfield.entrypoints.http.auth.tenants import HEADER, tenant_header
 
     ann = client(server, "ann-1")
-    made = ann.responses.create(input="hello", max_output_tokens=2)
+    response = ann.responses.create(input="hello", max_output_tokens=2)
     forged = tenant_header(Tenant("ann", KeyRing(["x"])._keys[0].tenant.owner))
     with pytest.raises(openai.NotFoundError):
-        client(server, "bob").responses.retrieve(made.id, extra_headers={HEADER: forged})
+        client(server, "bob").responses.retrieve(response.id, extra_headers={HEADER: forged})
 
 
 # ---------------------------------------------------------------- limits
@@ -174,12 +176,12 @@ def test_a_key_has_its_own_number_of_requests_at_once(server: Server) -> None:
 
 
 def test_no_answer_is_longer_than_the_key_allows(server: Server) -> None:
-    for asked in ({"max_tokens": 50}, {"max_tokens": None}, {"max_tokens": 2}):
-        answer = complete(server, "tight", ignore_eos=True, **asked).json()
-        assert answer["usage"]["completion_tokens"] == min(asked["max_tokens"] or 3, 3)
+    for request in ({"max_tokens": 50}, {"max_tokens": None}, {"max_tokens": 2}):
+        body = complete(server, "tight", ignore_eos=True, **request).json()
+        assert body["usage"]["completion_tokens"] == min(request["max_tokens"] or 3, 3)
     tight = client(server, "tight")
-    made = tight.responses.create(input="x", extra_body={"ignore_eos": True})
-    assert made.usage is not None and made.usage.output_tokens == 3
+    response = tight.responses.create(input="x", extra_body={"ignore_eos": True})
+    assert response.usage is not None and response.usage.output_tokens == 3
     chat = tight.chat.completions.create(
         model="tiny", messages=[{"role": "user", "content": "x"}], max_completion_tokens=9,
         extra_body={"ignore_eos": True},
@@ -193,10 +195,10 @@ def test_nor_in_a_batch(server: Server) -> None:
     batch = tight.batches.create(
         input_file_id=file.id, endpoint="/v1/completions", completion_window="24h"
     )
-    while (done := tight.batches.retrieve(batch.id)).status != "completed":
+    while (final := tight.batches.retrieve(batch.id)).status != "completed":
         time.sleep(0.02)
-    assert done.output_file_id is not None
-    for line in tight.files.content(done.output_file_id).text.splitlines():
+    assert final.output_file_id is not None
+    for line in tight.files.content(final.output_file_id).text.splitlines():
         assert json.loads(line)["response"]["body"]["usage"]["completion_tokens"] == 3
 
 
@@ -323,15 +325,17 @@ def test_front_ends_know_owners_limits_and_new_keys(tmp_path: Path) -> None:
             def status(key: str, route: str, body: Any = None) -> tuple[int, Any]:
                 headers = {"Authorization": f"Bearer {key}", "Connection": "close"}
                 method = "GET" if body is None else "POST"
-                answer = httpx.request(method, url + route, json=body, headers=headers, timeout=60)
-                return answer.status_code, answer.json()
+                response = httpx.request(
+                    method, url + route, json=body, headers=headers, timeout=60
+                )
+                return response.status_code, response.json()
 
-            asked = {"input": "x", "max_output_tokens": 2}
+            request = {"input": "x", "max_output_tokens": 2}
             for _ in range(4):  # Connections reach one front end or the other.
-                _, made = status("ann", "/v1/responses", asked)
-                assert status("ann", f"/v1/responses/{made['id']}")[0] == 200
-                assert status("bob", f"/v1/responses/{made['id']}")[0] == 404
-            statuses = [status("bob", "/v1/responses", asked)[0] for _ in range(6)]
+                _, created = status("ann", "/v1/responses", request)
+                assert status("ann", f"/v1/responses/{created['id']}")[0] == 200
+                assert status("bob", f"/v1/responses/{created['id']}")[0] == 404
+            statuses = [status("bob", "/v1/responses", request)[0] for _ in range(6)]
             assert statuses == [200, 200, 429, 429, 429, 429]
             assert status("new", "/v1/models")[0] == 401
             with path.open("a") as file:

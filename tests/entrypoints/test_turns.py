@@ -11,11 +11,11 @@ from jackfield.entrypoints.http.request_pacing import RequestPacer
 async def test_a_burst_goes_through_in_order_a_few_a_turn() -> None:
     pacer, turn, entered = RequestPacer(per_turn=3), 0, []
 
-    async def one(number: int) -> None:
+    async def run_one(number: int) -> None:
         await pacer.enter()
         entered.append((number, turn))
 
-    tasks = [asyncio.create_task(one(number)) for number in range(20)]
+    tasks = [asyncio.create_task(run_one(number)) for number in range(20)]
     while len(entered) < 20:
         turn += 1
         await asyncio.sleep(0)
@@ -30,11 +30,11 @@ async def test_a_burst_goes_through_in_order_a_few_a_turn() -> None:
 async def test_who_gives_up_takes_nobodys_place() -> None:
     pacer, entered = RequestPacer(per_turn=1), []
 
-    async def one(number: int) -> None:
+    async def run_one(number: int) -> None:
         await pacer.enter()
         entered.append(number)
 
-    tasks = [asyncio.create_task(one(number)) for number in range(6)]
+    tasks = [asyncio.create_task(run_one(number)) for number in range(6)]
     await asyncio.sleep(0)
     for number in (1, 2, 3):
         tasks[number].cancel()

@@ -32,9 +32,9 @@ def test_a_flag_without_effect_is_taken_and_changes_nothing(flag: str) -> None:
 
 @pytest.mark.parametrize("flag", MISSING)
 def test_a_missing_feature_is_named(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as raised:
         make_parser().parse_args(["model", flag, "1"])
-    assert ended.value.code == 2
+    assert raised.value.code == 2
     assert f"{flag}: {MISSING[flag]}" in capsys.readouterr().err
 
 
@@ -51,8 +51,10 @@ def test_in_a_file_too(tmp_path: Path) -> None:
 
 def test_the_log_says_it_once(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "jackfield.serve"):
-        found = settings(["-O3", "-O2", "--enable_prefix_caching", "-tp", "1", "--swap-space", "8"])
+        options = settings(
+            ["-O3", "-O2", "--enable_prefix_caching", "-tp", "1", "--swap-space", "8"]
+        )
     assert [record.message.split(":")[0] for record in caplog.records] == [
         "-O has no effect", "--swap-space has no effect",
     ]  # fmt: skip
-    assert found.config.enable_prefix_caching and found.config.tensor_parallel_size == 1
+    assert options.config.enable_prefix_caching and options.config.tensor_parallel_size == 1

@@ -40,12 +40,12 @@ class Only(LogitsProcessor):
         return self.tokens[slot] != -1
 
     def apply(self, logits: torch.Tensor, rows: ProcessedRows) -> torch.Tensor:
-        wanted = [self.tokens[slot] for slot in rows.slots]
-        if 71 in wanted:
+        expected = [self.tokens[slot] for slot in rows.slots]
+        if 71 in expected:
             raise RuntimeError("boom")
-        made = torch.full_like(logits, -torch.inf)
-        made[range(len(wanted)), wanted] = 0.0
-        return made
+        masked = torch.full_like(logits, -torch.inf)
+        masked[range(len(expected)), expected] = 0.0
+        return masked
 
 
 class Plugin:
@@ -74,8 +74,8 @@ def ask(client: httpx.Client, **more: Any) -> httpx.Response:
 
 
 def test_parameters_reach_the_processor(client: httpx.Client) -> None:
-    answer = ask(client, vllm_xargs={"only": 70}, return_token_ids=True).json()
-    assert answer["choices"][0]["token_ids"] == [70, 70, 70]
+    body = ask(client, vllm_xargs={"only": 70}, return_token_ids=True).json()
+    assert body["choices"][0]["token_ids"] == [70, 70, 70]
 
 
 def test_wrong_ones_are_refused_by_name(client: httpx.Client) -> None:
@@ -84,9 +84,9 @@ def test_wrong_ones_are_refused_by_name(client: httpx.Client) -> None:
         ({"only": "x"}, "vllm_xargs.only"),
         (3, "xargs"),
     ):
-        answer = ask(client, vllm_xargs=xargs)
-        assert answer.status_code == 400, answer.text
-        assert named in answer.json()["error"]["message"]
+        response = ask(client, vllm_xargs=xargs)
+        assert response.status_code == 400, response.text
+        assert named in response.json()["error"]["message"]
 
 
 def test_a_failure_is_told_and_costs_nobody_else(client: httpx.Client) -> None:

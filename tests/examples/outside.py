@@ -43,9 +43,9 @@ class Outside:
             script = self.bin / name
             script.write_text(f'#!/bin/sh\nexec {" ".join(argv)} "$@"\n')
             script.chmod(0o755)
-        kept = ("HOME", "LANG", "TMPDIR", "LD_LIBRARY_PATH")
+        names = ("HOME", "LANG", "TMPDIR", "LD_LIBRARY_PATH")
         self.environment = {
-            **{name: os.environ[name] for name in kept if name in os.environ},
+            **{name: os.environ[name] for name in names if name in os.environ},
             "PATH": f"{self.bin}:{os.environ['PATH']}",
             "CUDA_VISIBLE_DEVICES": "",
             "OMP_NUM_THREADS": "1",
@@ -62,12 +62,12 @@ class Outside:
 
     def run(self, *argv: str, cwd: Path | None = None, check: bool = True) -> str:
         """→ what the command prints. Raises AssertionError with all of it where it fails."""
-        done = subprocess.run(
+        completed = subprocess.run(
             argv, cwd=cwd or self.folder, env=self.environment, text=True, timeout=600,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )  # fmt: skip
-        assert not check or done.returncode == 0, f"{' '.join(argv)}\n{done.stdout}"
-        return done.stdout
+        assert not check or completed.returncode == 0, f"{' '.join(argv)}\n{completed.stdout}"
+        return completed.stdout
 
     def wheel(self, source: Path) -> Path:
         """Build the wheel of a project's folder, which it may litter."""
@@ -106,9 +106,9 @@ class Outside:
             try:
                 assert process.stdout is not None
                 line = process.stdout.readline()
-                found = re.search(r"http://127\.0\.0\.1:\d+", line)
-                assert found is not None, f"{flags}: {line}{log.read_text()}"
-                yield found[0]
+                match = re.search(r"http://127\.0\.0\.1:\d+", line)
+                assert match is not None, f"{flags}: {line}{log.read_text()}"
+                yield match[0]
             finally:
                 late.cancel()
                 process.terminate()
@@ -121,9 +121,9 @@ class Outside:
 def ask(url: str, body: dict[str, Any] | None = None) -> Any:
     """GET, or POST where there is a body; → the answer's JSON. Raises HTTPError."""
     data = None if body is None else json.dumps(body).encode()
-    asked = urllib.request.Request(url, data, {"Content-Type": "application/json"})
-    with urllib.request.urlopen(asked, timeout=300) as answer:
-        return json.load(answer)
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=300) as response:
+        return json.load(response)
 
 
 def names_of(rows: Sequence[dict[str, str]], distribution: str) -> dict[str, str]:

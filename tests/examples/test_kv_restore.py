@@ -14,12 +14,12 @@ SCRIPT = Path(jackfield.__file__).resolve().parent / "examples/benchmarks/kv_res
 
 def test_it_restores_the_whole_prefix_and_records_it(tmp_path: Path) -> None:
     output = tmp_path / "results.jsonl"
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, str(SCRIPT), "--tokens", "200", "--rounds", "1", "--offload-gib", "0.05",
          "--device", "cpu", "--output", str(output)],
         capture_output=True, text=True, timeout=300,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    assert completed.returncode == 0, completed.stderr
     (line,) = output.read_text().splitlines()
     record = json.loads(line)
     assert record["workload"] == "kv_restore" and record["at"]["tokens"] == 200

@@ -105,8 +105,8 @@ def test_an_outside_package_comes_serves_and_goes(
     shutil.rmtree(source / "src")
     names = names_of(outside.plugins(), about["name"])
     assert names and "plugin" not in names, "left out, or nothing registered"
-    told = outside.run("pytest", "-p", "no:cacheprovider", cwd=source)
-    assert " passed" in told, told
+    output = outside.run("pytest", "-p", "no:cacheprovider", cwd=source)
+    assert " passed" in output, output
     serve_and_compare(package, outside, about["name"], names, plain_text, tmp_path)
 
     outside.uninstall(about["name"])
@@ -170,8 +170,8 @@ def random_checkpoint(architecture: str, folder: Path) -> Path:
     shutil.copytree(EMBEDDED_MODEL, folder, ignore=shutil.ignore_patterns("*.py", "*.safetensors"),
                     dirs_exist_ok=True)  # fmt: skip
     (folder / "generation_config.json").unlink(missing_ok=True)
-    made = {**config.to_dict(), "architectures": [architecture]}
-    (folder / "config.json").write_text(json.dumps(made))
+    fields = {**config.to_dict(), "architectures": [architecture]}
+    (folder / "config.json").write_text(json.dumps(fields))
     return folder
 
 
@@ -195,14 +195,16 @@ def test_the_skeletons_of_all_kinds_pass_their_own_tests(
     for kind in kinds:
         name = "MineForCausalLM" if kind == "model" else f"mine_{kind.replace('-', '_')}"
         outside.run("jackfield", "plugins", "new", kind, name, cwd=tmp_path)
-    made = sorted(tmp_path.iterdir())
-    outside.install(*made)
+    folders = sorted(tmp_path.iterdir())
+    outside.install(*folders)
     rows = [row for row in outside.plugins() if row not in before]
     assert {row["kind"].replace("_", "-") for row in rows} == set(kinds)
-    tests = [str(path / "tests") for path in made]
-    told = outside.run("pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(tmp_path), *tests)
-    assert " passed" in told and "failed" not in told, told
-    outside.uninstall(*(path.name for path in made))
+    tests = [str(path / "tests") for path in folders]
+    output = outside.run(
+        "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(tmp_path), *tests
+    )
+    assert " passed" in output and "failed" not in output, output
+    outside.uninstall(*(path.name for path in folders))
     assert outside.plugins() == before
 
 
@@ -229,10 +231,10 @@ SHOWN = "http://127.0.0.1:8000"
 """The server's address as the page has it."""
 
 
-def assert_printed(told: str, expected: str, what: str) -> None:
+def assert_printed(output: str, expected: str, what: str) -> None:
     """`…` in what is expected stands for anything."""
     pattern = re.escape(expected.strip()).replace("…", ".*")
-    assert re.search(pattern, told, re.S), f"{what}\n{told}"
+    assert re.search(pattern, output, re.S), f"{what}\n{output}"
 
 
 def test_the_page_takes_a_newcomer_to_a_tool_parser_that_serves(
@@ -249,8 +251,8 @@ def test_the_page_takes_a_newcomer_to_a_tool_parser_that_serves(
                 assert (folder / path).is_file(), f"the skeleton has no {path}"
                 (folder / path).write_text(text)
             elif language == "python":
-                told = outside.run("python", "-c", text.replace(SHOWN, url), cwd=folder)
-                assert_printed(told, printed, text)
+                output = outside.run("python", "-c", text.replace(SHOWN, url), cwd=folder)
+                assert_printed(output, printed, text)
             else:
                 for part in text.split("$ ")[1:]:
                     command, _, expected = part.partition("\n")
@@ -260,6 +262,6 @@ def test_the_page_takes_a_newcomer_to_a_tool_parser_that_serves(
                         flags = shlex.split(command)[2:]
                         url = running.enter_context(outside.serving(*flags))
                     else:
-                        told = outside.run("bash", "-c", command, cwd=folder)
-                        assert_printed(told, expected, command)
+                        output = outside.run("bash", "-c", command, cwd=folder)
+                        assert_printed(output, expected, command)
     assert outside.plugins() == before

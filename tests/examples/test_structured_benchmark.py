@@ -17,11 +17,11 @@ def test_it_compares_a_batch_with_and_without_a_schema(tmp_path: Path) -> None:
     out = tmp_path / "results.jsonl"
     options = ["--model", "tiny", "--batch", "4", "--output", "16", "--repeats", "1"]
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, str(SCRIPT), *options, "--out", str(out)],
         env=environment, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    assert completed.returncode == 0, completed.stderr
     lines = [json.loads(text) for text in out.read_text().splitlines()]
     assert [line["backend"].split()[0] for line in lines] == ["llguidance", "xgrammar"]
     for line in lines:

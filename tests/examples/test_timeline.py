@@ -14,12 +14,12 @@ SCRIPT = Path(jackfield.__file__).resolve().parent / "examples/benchmarks/timeli
 
 def test_it_tells_what_a_step_costs_the_host(tmp_path: Path) -> None:
     output = tmp_path / "results.jsonl"
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, str(SCRIPT), "--rows", "6", "--prompt", "20", "--steps", "10",
          "--device", "cpu", "--streams", "--output", str(output)],
         capture_output=True, text=True, timeout=300,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    assert completed.returncode == 0, completed.stderr
     record = json.loads(output.read_text())
     assert record["workload"] == "timeline" and record["at"]["rows"] == 6
     measured = record["measured"]

@@ -48,8 +48,8 @@ def test_no_held_out_prompt_is_learned(made: Any) -> None:
     generator, evaluate = made
     learned = {evaluate.prompt(e) for e in itertools.islice(generator.examples(1, "train"), 3000)}
     for kind in ("arithmetic", "json", "copy", "tools", "reasoning"):
-        held = list(itertools.islice(generator.examples(2, "held-out", kind), 100))
-        assert not any(evaluate.prompt(example) in learned for example in held), kind
+        held_out = list(itertools.islice(generator.examples(2, "held-out", kind), 100))
+        assert not any(evaluate.prompt(example) in learned for example in held_out), kind
 
 
 def test_every_tool_call_that_is_taught_can_be_parsed(made: Any) -> None:
@@ -80,14 +80,14 @@ async def test_it_answers_held_out_prompts_of_each_kind(made: Any) -> None:
     generator, evaluate = made
     config = EngineConfig(device="cpu", attention_backend="torch", max_num_seqs=16)
     right: dict[str, int] = {}
-    asked = 4
+    count = 4
     async with AsyncEngine(config) as engine:
         for kind in sorted(KINDS):
-            for example in itertools.islice(generator.examples(77, "held-out", kind), asked):
+            for example in itertools.islice(generator.examples(77, "held-out", kind), count):
                 prompt = engine.tokenizer.encode(evaluate.prompt(example), add_special_tokens=False)
                 params = SamplingParams(temperature=0.0, max_tokens=200, skip_special_tokens=False)
                 async for out in engine.generate(prompt, params):
                     last = out
                 right[kind] = right.get(kind, 0) + evaluate.correct(example, last.outputs[0].text)
-    assert sum(right.values()) >= 0.9 * asked * len(KINDS), right
-    assert min(right.values()) >= asked - 2, right
+    assert sum(right.values()) >= 0.9 * count * len(KINDS), right
+    assert min(right.values()) >= count - 2, right

@@ -67,7 +67,7 @@ def test_held_out_questions_are_never_trained_on(made: Any) -> None:
     generator, _ = made
 
     def questions(split: str, count: int) -> set[str]:
-        drawn = itertools.islice(generator.examples(5, split, "arithmetic"), count)
-        return {example.messages[-2]["content"] for example in drawn}
+        values = itertools.islice(generator.examples(5, split, "arithmetic"), count)
+        return {example.messages[-2]["content"] for example in values}
 
     assert not questions("held-out", 300) & questions("train", 20000)

@@ -51,9 +51,9 @@ def make_rows(
         for index in range(count):
             block = order.pop()
             table[row, index] = block
-            held = min(block_size, length - index * block_size)
-            shape = (2, held, num_kv_heads, head_dim)
-            cache[:, block, :held] = torch.randn(shape, generator=random).to(dtype)
+            num_filled = min(block_size, length - index * block_size)
+            shape = (2, num_filled, num_kv_heads, head_dim)
+            cache[:, block, :num_filled] = torch.randn(shape, generator=random).to(dtype)
     query = torch.randn(sum(query_lens), num_heads, head_dim, generator=random).to(dtype)
     start = torch.tensor([0, *query_lens]).cumsum(0).to(torch.int32)
     seq_lens = torch.tensor(lengths, dtype=torch.int32)
@@ -85,9 +85,9 @@ def test_decode_kernel_equals_its_twin(dtype, heads, kv_heads, dim, block, windo
         dtype=dtype,
     )
     options = {"scale": dim**-0.5, "sliding_window": window, "soft_cap": cap}
-    got = paged_attention_decode(query, cache, table, seq_lens, num_splits=splits, **options)
-    want = reference.paged_attention_decode(query, cache, table, seq_lens, **options)
-    torch.testing.assert_close(got, want, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    actual = paged_attention_decode(query, cache, table, seq_lens, num_splits=splits, **options)
+    expected = reference.paged_attention_decode(query, cache, table, seq_lens, **options)
+    torch.testing.assert_close(actual, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("splits", [1, 3])
@@ -101,9 +101,9 @@ def test_decode_of_a_padding_row_gives_zeros(splits):
         block_size=4,
         dtype=torch.float32,
     )
-    got = paged_attention_decode(query, cache, table, seq_lens, scale=0.25, num_splits=splits)
-    assert torch.equal(got[0], torch.zeros_like(got[0]))
-    assert got[1].isfinite().all() and got[1].abs().max() > 0
+    actual = paged_attention_decode(query, cache, table, seq_lens, scale=0.25, num_splits=splits)
+    assert torch.equal(actual[0], torch.zeros_like(actual[0]))
+    assert actual[1].isfinite().all() and actual[1].abs().max() > 0
 
 
 def test_decode_refuses_a_small_workspace():
@@ -150,11 +150,11 @@ def test_prefill_kernel_equals_its_twin(dtype, heads, kv_heads, dim, block, wind
         dtype=dtype,
     )
     options = {"scale": dim**-0.5, "sliding_window": window, "soft_cap": cap}
-    got = paged_attention_prefill(
+    actual = paged_attention_prefill(
         query, cache, table, start, seq_lens, max_query_len=max(query_lens), **options
     )
-    want = reference.paged_attention(query, cache, table, start, seq_lens, **options)
-    torch.testing.assert_close(got, want, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    expected = reference.paged_attention(query, cache, table, start, seq_lens, **options)
+    torch.testing.assert_close(actual, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("query_len", [1, 4, 9])
@@ -169,11 +169,13 @@ def test_prefill_kernel_at_every_tile_height(query_len):
         block_size=4,
         dtype=DTYPES[1],
     )
-    got = paged_attention_prefill(
+    actual = paged_attention_prefill(
         query, cache, table, start, seq_lens, max_query_len=query_len, scale=0.2
     )
-    want = reference.paged_attention(query, cache, table, start, seq_lens, scale=0.2)
-    torch.testing.assert_close(got, want, atol=TOLERANCE[DTYPES[1]], rtol=TOLERANCE[DTYPES[1]])
+    expected = reference.paged_attention(query, cache, table, start, seq_lens, scale=0.2)
+    torch.testing.assert_close(
+        actual, expected, atol=TOLERANCE[DTYPES[1]], rtol=TOLERANCE[DTYPES[1]]
+    )
 
 
 @pytest.mark.parametrize("splits", [1, 3])
@@ -190,15 +192,17 @@ def test_slopes_and_sinks(splits, window):
     query, cache, table, _, seq_lens = make_rows(
         [1, 70, 200], [1] * 3, dtype=torch.float32, **shape
     )
-    got = paged_attention_decode(query, cache, table, seq_lens, num_splits=splits, **options)
-    want = reference.paged_attention_decode(query, cache, table, seq_lens, **options)
-    torch.testing.assert_close(got, want, atol=2e-5, rtol=2e-5)
+    actual = paged_attention_decode(query, cache, table, seq_lens, num_splits=splits, **options)
+    expected = reference.paged_attention_decode(query, cache, table, seq_lens, **options)
+    torch.testing.assert_close(actual, expected, atol=2e-5, rtol=2e-5)
     query, cache, table, start, seq_lens = make_rows(
         [90, 70, 5], [90, 20, 1], dtype=torch.float32, **shape
     )
-    got = paged_attention_prefill(query, cache, table, start, seq_lens, max_query_len=90, **options)
-    want = reference.paged_attention(query, cache, table, start, seq_lens, **options)
-    torch.testing.assert_close(got, want, atol=2e-5, rtol=2e-5)
+    actual = paged_attention_prefill(
+        query, cache, table, start, seq_lens, max_query_len=90, **options
+    )
+    expected = reference.paged_attention(query, cache, table, start, seq_lens, **options)
+    torch.testing.assert_close(actual, expected, atol=2e-5, rtol=2e-5)
 
 
 def test_prefill_from_a_row_on_leaves_the_rows_before_it_alone():
@@ -224,9 +228,9 @@ def test_prefill_from_a_row_on_leaves_the_rows_before_it_alone():
         num_tokens=33,
         out=out,
     )
-    want = reference.paged_attention(query, cache, table, start, seq_lens, scale=0.25)
+    expected = reference.paged_attention(query, cache, table, start, seq_lens, scale=0.25)
     assert torch.equal(out[:2], torch.full_like(out[:2], 7.0))
-    torch.testing.assert_close(out[2:], want[2:], atol=2e-5, rtol=2e-5)
+    torch.testing.assert_close(out[2:], expected[2:], atol=2e-5, rtol=2e-5)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -248,7 +252,7 @@ def test_rows_that_the_device_alone_knows_equal_the_twin(
     query, cache, table, start, seq_lens = make_rows(
         lengths, query_lens, num_heads=4, num_kv_heads=2, head_dim=32, block_size=8, dtype=dtype
     )
-    want = reference.paged_attention(
+    expected = reference.paged_attention(
         query, cache, table, start, seq_lens, scale=0.2, sliding_window=window
     )
     num_rows, max_decode_rows = len(decode_lens) + 6, len(decode_lens) + 2
@@ -262,17 +266,17 @@ def test_rows_that_the_device_alone_knows_equal_the_twin(
     )
     more = query.new_zeros(max(0, max_decode_rows - tokens), *query.shape[1:])
     query = torch.cat([query, more])
-    got = torch.full_like(query, float("nan"))
+    actual = torch.full_like(query, float("nan"))
     options = {"scale": 0.2, "sliding_window": window}
     paged_attention_decode(
         query[:max_decode_rows], cache, table, seq_lens, num_splits=splits,
-        out=got[:max_decode_rows], query_start=start, **options,
+        out=actual[:max_decode_rows], query_start=start, **options,
     )  # fmt: skip
     paged_attention_prefill(
-        query, cache, table, start, seq_lens, max_query_len=tokens, num_tokens=tokens, out=got,
+        query, cache, table, start, seq_lens, max_query_len=tokens, num_tokens=tokens, out=actual,
         bounds=bounds, max_rows=5, **options,
     )  # fmt: skip
     torch.testing.assert_close(
-        got[:tokens].float(), want.float(), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype]
+        actual[:tokens].float(), expected.float(), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype]
     )
-    assert got[tokens:].isnan().all(), "rows beyond the step were written"
+    assert actual[tokens:].isnan().all(), "rows beyond the step were written"

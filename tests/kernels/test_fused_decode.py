@@ -30,22 +30,22 @@ class Case:
     """A random layer in the middle of a decode step."""
 
     def __init__(self, heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> None:
-        made = torch.Generator().manual_seed(heads + dim)
+        generator = torch.Generator().manual_seed(heads + dim)
 
         def draw(*shape: int) -> torch.Tensor:
-            return torch.randn(*shape, generator=made).to(DEVICE, dtype)
+            return torch.randn(*shape, generator=generator).to(DEVICE, dtype)
 
         rows, block_size, per_row = len(LENGTHS), 16, 13
         self.heads, self.kv_heads, self.dim = heads, kv_heads, dim
         self.qkv = draw(rows, (heads + 2 * kv_heads) * dim)
         self.cache = draw(2, rows * per_row + 1, block_size, kv_heads, dim)
-        order = torch.randperm(rows * per_row, generator=made) + 1
+        order = torch.randperm(rows * per_row, generator=generator) + 1
         self.table = order.view(rows, per_row).int().to(DEVICE)
         self.seq_lens = torch.tensor(LENGTHS, dtype=torch.int32, device=DEVICE)
         newest = self.seq_lens.long() - 1
         blocks = self.table.gather(1, (newest // block_size)[:, None])[:, 0].long()
         self.slots = blocks * block_size + newest % block_size
-        turns = torch.rand(256, dim // 2, generator=made) * 6
+        turns = torch.rand(256, dim // 2, generator=generator) * 6
         self.cos_sin = torch.cat((turns.cos(), turns.sin()), dim=1).to(DEVICE)
         self.norms = [(draw(dim) * 0.1 + 1, 1e-6), (draw(dim).float() * 0.1 + 1, 1e-5)]
         # What lies beyond a sequence is never read.
@@ -95,17 +95,17 @@ def test_it_equals_its_parts(dtype, splits, sizes):
         (False, True, {"soft_cap": 5.0}),
     ]
     for rotate, norms, options in variants:
-        want, want_cache = case.expected(rotate, norms, **options)
+        expected, want_cache = case.expected(rotate, norms, **options)
         cache = case.cache.clone()
         query_norm, key_norm = case.norms if norms else (None, None)
-        got = fused_decode_attention(
+        actual = fused_decode_attention(
             case.qkv, heads, kv_heads, cache, case.table, case.seq_lens, case.slots,
             scale=dim**-0.5, counters=counters, workspace=workspace, num_splits=splits,
             cos_sin=case.cos_sin if rotate else None, query_norm=query_norm, key_norm=key_norm,
             **options,
         )  # fmt: skip
         tolerance = TOLERANCE[dtype]
-        torch.testing.assert_close(got, want, atol=tolerance, rtol=tolerance)
+        torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance)
         torch.testing.assert_close(
             cache, want_cache, atol=tolerance, rtol=tolerance, equal_nan=True
         )

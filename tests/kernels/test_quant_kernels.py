@@ -40,10 +40,10 @@ DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * torch.cuda.is_avail
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3.2e-2}
 
 
-def close(got: torch.Tensor, want: torch.Tensor) -> None:
-    tolerance = TOLERANCE[want.dtype]
-    assert got.dtype == want.dtype
-    torch.testing.assert_close(got, want, atol=tolerance, rtol=tolerance)
+def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    tolerance = TOLERANCE[expected.dtype]
+    assert actual.dtype == expected.dtype
+    torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance)
 
 
 def draw(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
@@ -54,29 +54,29 @@ def quantized(
     kind: str, rows: int, size: int, group: int, scale_dtype: torch.dtype
 ) -> QuantizedWeight:
     """A random weight of about unit rows."""
-    made = torch.Generator().manual_seed(rows + size)
+    generator = torch.Generator().manual_seed(rows + size)
     groups = -(-size // group)
     bits, scale_rows = 8, 1
     zero = None
     if kind == "fp8":
-        values = (torch.randn(rows, size, generator=made) * 64).to(FP8)
+        values = (torch.randn(rows, size, generator=generator) * 64).to(FP8)
         spread = 64.0
     elif kind == "int8":
-        values = torch.randint(-127, 128, (rows, size), generator=made, dtype=torch.int8)
+        values = torch.randint(-127, 128, (rows, size), generator=generator, dtype=torch.int8)
         spread = 74.0
     else:
         bits = int(kind[-1])
         spread = 0.29 * (1 << bits)
-        numbers = torch.randint(0, 1 << bits, (rows, size), generator=made)
+        numbers = torch.randint(0, 1 << bits, (rows, size), generator=generator)
         values = pack_words(numbers, bits)
         if kind.startswith("zero"):
             shape = (groups, rows)
-            zero = torch.randint(0, (1 << bits) + 1 - bits // 8, shape, generator=made).to(
+            zero = torch.randint(0, (1 << bits) + 1 - bits // 8, shape, generator=generator).to(
                 torch.uint8
             )
     if kind == "fp8" and groups > 1:
         scale_rows = 16
-    scale = torch.rand(groups, -(-rows // scale_rows), generator=made) + 0.5
+    scale = torch.rand(groups, -(-rows // scale_rows), generator=generator) + 0.5
     scale = (scale / spread / size**0.5).to(scale_dtype)
     parts = (values.to(DEVICE), scale.to(DEVICE), None if zero is None else zero.to(DEVICE))
     return QuantizedWeight(*parts, group, scale_rows, bits)
@@ -91,17 +91,17 @@ WEIGHTS = [
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("weight", WEIGHTS, ids=lambda w: f"{w[0]}-{w[3]}")
 def test_unpacked_weights_equal_their_references(dtype: torch.dtype, weight: Any) -> None:
-    made = quantized(*weight, dtype)
-    assert made.size == weight[2]
-    close(dequantize_weight(made, dtype), reference.dequantize_weight(made, dtype))
+    weights = quantized(*weight, dtype)
+    assert weights.size == weight[2]
+    close(dequantize_weight(weights, dtype), reference.dequantize_weight(weights, dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("weight", WEIGHTS, ids=lambda w: f"{w[0]}-{w[3]}")
 @pytest.mark.parametrize("after", ["gated", "residual", "nothing"])
 def test_quantized_gemv_equals_its_reference(dtype: torch.dtype, weight: Any, after: str) -> None:
-    made = quantized(*weight, torch.float32)
-    rows, size = made.values.shape[0], made.size
+    weights = quantized(*weight, torch.float32)
+    rows, size = weights.values.shape[0], weights.size
     if after == "gated" and rows % 2:
         pytest.skip("a gate needs two halves")
     x = draw(1, size, dtype=dtype)
@@ -112,9 +112,9 @@ def test_quantized_gemv_equals_its_reference(dtype: torch.dtype, weight: Any, af
         "residual": draw(1, rows, dtype=dtype, seed=2) if after == "residual" else None,
         "gated": after == "gated",
     }
-    want = reference.gemv(x, made, **options)
+    expected = reference.gemv(x, weights, **options)
     config = None if after == "nothing" else GemvConfig(8, 32, 1)
-    close(gemv(x, made, **options, config=config), want)
+    close(gemv(x, weights, **options, config=config), expected)
 
 
 def workspace() -> SplitKWorkspace:
@@ -129,51 +129,53 @@ def workspace() -> SplitKWorkspace:
 def test_few_rows_by_quantized_weights_equal_their_reference(
     dtype: torch.dtype, weight: Any, split_k: int
 ) -> None:
-    made = quantized(*weight, torch.float32)
-    x = draw(19, made.size, dtype=dtype)
+    weights = quantized(*weight, torch.float32)
+    x = draw(19, weights.size, dtype=dtype)
     options = {
-        "bias": draw(made.values.shape[0], dtype=dtype),
-        "residual": draw(19, made.values.shape[0], dtype=dtype, seed=2),
+        "bias": draw(weights.values.shape[0], dtype=dtype),
+        "residual": draw(19, weights.values.shape[0], dtype=dtype, seed=2),
     }
-    want = reference.small_m_matmul(x, made, **options)
+    expected = reference.small_m_matmul(x, weights, **options)
     config, room = SmallMConfig(16, 16, 16, split_k, 4, 2), workspace()
-    close(small_m_matmul(x, made, **options, config=config, workspace=room), want)
+    close(small_m_matmul(x, weights, **options, config=config, workspace=room), expected)
     assert not room.counters.any()
     if split_k == 1:
-        close(small_m_matmul(x[:3], made, config=config), reference.small_m_matmul(x[:3], made))
+        close(
+            small_m_matmul(x[:3], weights, config=config), reference.small_m_matmul(x[:3], weights)
+        )
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("weight", WEIGHTS, ids=lambda w: f"{w[0]}-{w[3]}")
 @pytest.mark.parametrize("split_k", [1, 3])
 def test_quant_matmul_equals_its_reference(dtype: torch.dtype, weight: Any, split_k: int) -> None:
-    made = quantized(*weight, torch.float32)
-    x = draw(19, made.size, dtype=dtype)
+    weights = quantized(*weight, torch.float32)
+    x = draw(19, weights.size, dtype=dtype)
     options = {
-        "bias": draw(made.values.shape[0], dtype=dtype),
-        "residual": draw(19, made.values.shape[0], dtype=dtype, seed=2),
+        "bias": draw(weights.values.shape[0], dtype=dtype),
+        "residual": draw(19, weights.values.shape[0], dtype=dtype, seed=2),
     }
-    want = reference.small_m_matmul(x, made, **options)
+    expected = reference.small_m_matmul(x, weights, **options)
     config = QuantMatmulConfig(16, 16, 16, split_k, 4, 2)
-    close(quant_matmul(x, made, **options, config=config), want)
+    close(quant_matmul(x, weights, **options, config=config), expected)
     if split_k == 1:
-        close(quant_matmul(x[:3], made), reference.small_m_matmul(x[:3], made))
+        close(quant_matmul(x[:3], weights), reference.small_m_matmul(x[:3], weights))
 
 
 def test_rows_narrower_than_a_tile_are_multiplied() -> None:
-    made = quantized("zeros4", 20, 64, 64, torch.float32)
+    weights = quantized("zeros4", 20, 64, 64, torch.float32)
     x = draw(3, 64, dtype=torch.float32)
-    close(quant_matmul(x, made), reference.small_m_matmul(x, made))
+    close(quant_matmul(x, weights), reference.small_m_matmul(x, weights))
 
 
 def test_groups_that_are_too_narrow_for_a_tile_are_refused() -> None:
-    made = quantized("words4", 16, 64, 8, torch.float32)
-    assert not quant_matmul_supports(made)
+    weights = quantized("words4", 16, 64, 8, torch.float32)
+    assert not quant_matmul_supports(weights)
     x = draw(2, 64, dtype=torch.float32)
     with pytest.raises(ValueError, match="groups of 8"):
-        quant_matmul(x, made)
+        quant_matmul(x, weights)
     with pytest.raises(ValueError, match="groups of 8"):
-        small_m_matmul(x, made, config=SmallMConfig(16, 16, 16, 1, 4, 2))
+        small_m_matmul(x, weights, config=SmallMConfig(16, 16, 16, 1, 4, 2))
 
 
 INT4 = [
@@ -187,8 +189,8 @@ SIXTEEN_BITS = [torch.float16] + [torch.bfloat16] * torch.cuda.is_available()
 @pytest.mark.parametrize("weight", INT4, ids=lambda w: f"{w[0]}-{w[3]}")
 @pytest.mark.parametrize("after", ["gated", "residual", "nothing"])
 def test_int4_gemv_equals_its_reference(dtype: torch.dtype, weight: Any, after: str) -> None:
-    made = quantized(*weight, torch.float32)
-    rows, size = made.values.shape[0], made.size
+    weights = quantized(*weight, torch.float32)
+    rows, size = weights.values.shape[0], weights.size
     x = draw(1, size, dtype=dtype)
     of_norm = torch.float32 if after == "gated" else dtype
     options = {
@@ -198,8 +200,8 @@ def test_int4_gemv_equals_its_reference(dtype: torch.dtype, weight: Any, after: 
         "gated": after == "gated",
     }
     config = Int4GemvConfig(32, 4, 2)
-    want = reference.gemv(x, made, **options)
-    close(int4_gemv(x, made, **options, config=config), want)
+    expected = reference.gemv(x, weights, **options)
+    close(int4_gemv(x, weights, **options, config=config), expected)
 
 
 @pytest.mark.parametrize("dtype", SIXTEEN_BITS, ids=str)
@@ -209,24 +211,24 @@ def test_int4_gemv_equals_its_reference(dtype: torch.dtype, weight: Any, after: 
 def test_few_rows_by_4_bits_equal_their_reference(
     dtype: torch.dtype, weight: Any, gated: bool, block_m: int
 ) -> None:
-    made = quantized(*weight, dtype)
-    rows = made.values.shape[0]
-    x = draw(19, made.size, dtype=dtype)
+    weights = quantized(*weight, dtype)
+    rows = weights.values.shape[0]
+    x = draw(19, weights.size, dtype=dtype)
     options = {
         "bias": draw(rows, dtype=dtype),
         "residual": None if gated else draw(19, rows, dtype=dtype, seed=2),
     }
-    want = reference.small_m_matmul(x, made, **options)
+    expected = reference.small_m_matmul(x, weights, **options)
     if gated:
-        gate, up = want.float().chunk(2, dim=1)
-        want = (torch.nn.functional.silu(gate) * up).to(dtype)
+        gate, up = expected.float().chunk(2, dim=1)
+        expected = (torch.nn.functional.silu(gate) * up).to(dtype)
     room = workspace()
     for split_k in (1, 3):
         config = SmallMConfig(block_m, 32, 16, split_k, 2, 2)
-        got = small_m_matmul(x, made, **options, gated=gated, config=config, workspace=room)
+        actual = small_m_matmul(x, weights, **options, gated=gated, config=config, workspace=room)
         # A gate's reference rounds before the gate, and numbers are rounded when they are scaled.
         tolerance = TOLERANCE[dtype] * (3 if gated or block_m >= 64 else 1)
-        torch.testing.assert_close(got, want, atol=tolerance, rtol=tolerance)
+        torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance)
         assert not room.counters.any()
 
 
@@ -243,27 +245,27 @@ def test_runs_of_words_keep_to_a_group_and_divide_the_row() -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("to", [FP8, torch.int8], ids=str)
 @pytest.mark.parametrize("norm", ["norm", "float32 norm", "no norm"])
-@pytest.mark.parametrize("given", [True, False], ids=["static", "dynamic"])
+@pytest.mark.parametrize("static", [True, False], ids=["static", "dynamic"])
 def test_quantized_rows_equal_their_reference(
-    dtype: torch.dtype, to: torch.dtype, norm: str, given: bool
+    dtype: torch.dtype, to: torch.dtype, norm: str, static: bool
 ) -> None:
     x = draw(5, 200, dtype=dtype) * 3
     x[3] = 0.0
     of_norm = torch.float32 if norm == "float32 norm" else dtype
     options = {
         "norm": (draw(200, dtype=of_norm, seed=1) + 1, 1e-6) if norm != "no norm" else None,
-        "scale": torch.tensor([0.02], device=DEVICE) if given else None,
+        "scale": torch.tensor([0.02], device=DEVICE) if static else None,
     }
     values, scales = quantize_rows(x, to, **options)
     want_values, want_scales = reference.quantize_rows(x, to, **options)
     torch.testing.assert_close(scales, want_scales, rtol=1e-3, atol=0)
-    got, want = (v.float() for v in (values, want_values))
+    actual, expected = (v.float() for v in (values, want_values))
     # A number at a border may fall to either side. The interpreter halves one that rounds up to a
     # power of two.
-    step = want.abs() / (8 if DEVICE.type == "cuda" else 2) + 2**-9
-    assert ((got - want).abs() <= (step if to == FP8 else torch.ones_like(want))).all()
-    assert (got == want).float().mean() > (0.98 if DEVICE.type == "cuda" else 0.95)
-    assert not got[3].any()
+    step = expected.abs() / (8 if DEVICE.type == "cuda" else 2) + 2**-9
+    assert ((actual - expected).abs() <= (step if to == FP8 else torch.ones_like(expected))).all()
+    assert (actual == expected).float().mean() > (0.98 if DEVICE.type == "cuda" else 0.95)
+    assert not actual[3].any()
 
 
 @pytest.mark.parametrize("scaled", [True, False], ids=["scaled", "plain"])
@@ -277,6 +279,6 @@ def test_finished_products_equal_their_reference(scaled: bool) -> None:
         "row_scale": torch.rand(5, device=DEVICE) / 1000 if scaled else None,
         "column_scale": torch.rand(1100, device=DEVICE) if scaled else None,
     }
-    got, want = (torch.empty(5, 1100, dtype=torch.float16, device=DEVICE) for _ in range(2))
-    split_k_sum(parts, got, **options)
-    close(got, reference.split_k_sum(parts, want, **options))
+    actual, expected = (torch.empty(5, 1100, dtype=torch.float16, device=DEVICE) for _ in range(2))
+    split_k_sum(parts, actual, **options)
+    close(actual, reference.split_k_sum(parts, expected, **options))

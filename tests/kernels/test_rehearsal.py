@@ -326,19 +326,19 @@ def run(program: str, folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_kernels_compile_aside_and_failures_come_at_the_launch(tmp_path: Path) -> None:
-    done = run(DRIVER + KERNELS, tmp_path)
-    assert done.returncode == 0, done.stderr[-3000:]
+    completed = run(DRIVER + KERNELS, tmp_path)
+    assert completed.returncode == 0, completed.stderr[-3000:]
 
 
 def test_after_a_rehearsed_start_no_step_compiles_anything(tmp_path: Path) -> None:
-    done = run(DRIVER + ENGINE + REQUESTS, tmp_path)
-    assert done.returncode == 0, done.stderr[-3000:]
+    completed = run(DRIVER + ENGINE + REQUESTS, tmp_path)
+    assert completed.returncode == 0, completed.stderr[-3000:]
 
 
 @pytest.mark.gpu
 def test_after_a_start_on_a_device_no_step_compiles_anything(tmp_path: Path) -> None:
-    done = run(DEVICE + REQUESTS, tmp_path)
-    assert done.returncode == 0, done.stderr[-3000:]
+    completed = run(DEVICE + REQUESTS, tmp_path)
+    assert completed.returncode == 0, completed.stderr[-3000:]
 
 
 def test_launchers_are_loaded_one_at_a_time() -> None:

@@ -74,12 +74,12 @@ def test_a_product_equals_torch(
     weight = torch.randn(stacked, inputs, device=DEVICE, dtype=DTYPE) * 0.1
     bias = torch.randn(stacked, device=DEVICE, dtype=DTYPE)
     residual = None if gated else torch.randn(rows, outputs, device=DEVICE, dtype=DTYPE)
-    wanted = reference(x, weight, bias, residual, gated)
+    expected = reference(x, weight, bias, residual, gated)
     config = CONFIG._replace(split_k=split)
-    got = small_m_matmul(
+    actual = small_m_matmul(
         x, weight, bias, residual=residual, gated=gated, config=config, workspace=room
     )
-    assert torch.allclose(got.double(), wanted, rtol=2e-2, atol=2e-2)
+    assert torch.allclose(actual.double(), expected, rtol=2e-2, atol=2e-2)
     assert not room.counters.any(), "the counters are to be zeros again"
 
 
@@ -87,10 +87,10 @@ def test_the_result_may_replace_the_residual() -> None:
     x = torch.randn(5, 64, device=DEVICE, dtype=DTYPE)
     weight = torch.randn(48, 64, device=DEVICE, dtype=DTYPE) * 0.1
     residual = torch.randn(5, 48, device=DEVICE, dtype=DTYPE)
-    wanted = reference(x, weight, None, residual, False)
-    got = small_m_matmul(x, weight, residual=residual, config=CONFIG, out=residual)
-    assert got is residual
-    assert torch.allclose(got.double(), wanted, rtol=2e-2, atol=2e-2)
+    expected = reference(x, weight, None, residual, False)
+    actual = small_m_matmul(x, weight, residual=residual, config=CONFIG, out=residual)
+    assert actual is residual
+    assert torch.allclose(actual.double(), expected, rtol=2e-2, atol=2e-2)
 
 
 def test_rows_do_not_depend_on_the_rows_beside_them() -> None:

@@ -39,9 +39,9 @@ def test_every_layer_is_in_one_group_and_little_is_wasted(windows, max_model_len
     assert sorted(layer for group in groups for layer in group.layers) == list(range(len(windows)))
     assert all(windows[layer] == group.window for group in groups for layer in group.layers)
     size = max(len(group.layers) for group in groups)
-    held = sum(group.most_blocks(max_model_len, 16, 1) * size for group in groups)
+    count = sum(group.most_blocks(max_model_len, 16, 1) * size for group in groups)
     needed = sum(CacheGroup((), w).most_blocks(max_model_len, 16, 1) for w in windows)
-    assert needed <= held <= needed * (1 + MAX_WASTE)
+    assert needed <= count <= needed * (1 + MAX_WASTE)
     assert groups[0].window is None, "the longest table is the first"
     assert len(groups) <= 9
 
@@ -76,15 +76,15 @@ def test_layers_of_other_sizes_keep_everything():
 def test_most_blocks_is_what_the_worst_alignment_needs(window, block_size, chunk):
     group = CacheGroup((), window)
     for length in (1, 7, 64, 200):
-        held = max(
+        count = max(
             math.ceil(min(start + chunk, length) / block_size)
             - group.first_block(start, block_size)
             for start in range(length)
         )
         most = group.most_blocks(length, block_size, chunk)
-        assert held <= most
+        assert count <= most
         if length == 200 and chunk < 50:
-            assert held == most
+            assert count == most
 
 
 def test_the_longest_sequence_is_the_longest_that_fits():

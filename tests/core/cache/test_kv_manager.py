@@ -105,7 +105,7 @@ def test_hashes_are_made_once_and_are_unpredictable_across_managers():
 
 
 @pytest.mark.parametrize(
-    ("one", "two"),
+    ("first", "second"),
     [
         ({"cache_salt": "a"}, {"cache_salt": "b"}),
         ({"cache_salt": None}, {"cache_salt": "None"}),
@@ -114,11 +114,11 @@ def test_hashes_are_made_once_and_are_unpredictable_across_managers():
         ({"cache_extra": (1,)}, {"cache_extra": ("1",)}),
     ],
 )
-def test_different_salts_and_extras_never_meet(one, two):
+def test_different_salts_and_extras_never_meet(first, second):
     kv = KVCacheManager(10, 4, True)
-    compute(kv, make_request(list(range(9)), **one))
-    assert len(find(kv, make_request(list(range(9)), **one))) == 2
-    assert find(kv, make_request(list(range(9)), **two)) == []
+    compute(kv, make_request(list(range(9)), **first))
+    assert len(find(kv, make_request(list(range(9)), **first))) == 2
+    assert find(kv, make_request(list(range(9)), **second)) == []
 
 
 GROUPS = (CacheGroup((0,)), CacheGroup((1,), 9), CacheGroup((2,), 14))
@@ -144,23 +144,23 @@ def test_a_hit_is_the_longest_prefix_that_all_groups_have(groups, seed):
 
     again = make_request([*range(80), 0])
     hits = kv.find_hits(again)
-    want = max(
+    expected = max(
         end for end in range(21)
         if all(has(n, range(g.first_block(end * 4, 4), end)) for n, g in enumerate(groups))
     )  # fmt: skip
-    assert hits.num_blocks == want
-    assert kv.allocate(again, 81 - 4 * want, hits) is not None
+    assert hits.num_blocks == expected
+    assert kv.allocate(again, 81 - 4 * expected, hits) is not None
     again.num_computed_tokens = 81
     kv.check([again])
 
 
 def test_a_hit_asks_few_blocks_where_nothing_is_cached():
     kv = KVCacheManager(200, 1, True, groups=(CacheGroup((0,), 101),))
-    asked = []
+    keys = []
     lookup = kv.pool.lookup
-    kv.pool.lookup = lambda key: asked.append(key) or lookup(key)  # type: ignore[method-assign]
+    kv.pool.lookup = lambda key: keys.append(key) or lookup(key)  # type: ignore[method-assign]
     assert kv.find_hits(make_request(list(range(10_001)))) == NO_HITS
-    assert len(asked) == 100
+    assert len(keys) == 100
 
 
 def test_what_a_failed_request_gave_back_is_not_found():

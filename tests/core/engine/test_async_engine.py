@@ -54,14 +54,14 @@ async def final(stream: Any) -> Any:
 async def test_cumulative_delta_and_final_outputs_agree(checkpoint: Path) -> None:
     async with AsyncEngine(config(checkpoint)) as engine:
 
-        def ask(kind: OutputKind) -> Any:
+        def generate(kind: OutputKind) -> Any:
             return engine.generate(
                 PROMPT, SamplingParams(temperature=0, max_tokens=9, output_kind=kind)
             )
 
-        cumulative = await collect(ask(OutputKind.CUMULATIVE))
-        delta = await collect(ask(OutputKind.DELTA))
-        only = await collect(ask(OutputKind.FINAL_ONLY))
+        cumulative = await collect(generate(OutputKind.CUMULATIVE))
+        delta = await collect(generate(OutputKind.DELTA))
+        only = await collect(generate(OutputKind.FINAL_ONLY))
         assert len(only) == 1
         tokens = only[0].outputs[0].token_ids
         assert cumulative[-1].outputs[0].token_ids == tokens
@@ -142,8 +142,8 @@ async def test_seeded_request_survives_preemption_unchanged(checkpoint: Path) ->
         )
         assert engine.stats().num_preemptions > 0
         assert engine.stats().kv_blocks_used == 0
-    for one, other in zip(expected, crowded, strict=True):
-        assert one.outputs[0].token_ids == other.outputs[0].token_ids
+    for first, other in zip(expected, crowded, strict=True):
+        assert first.outputs[0].token_ids == other.outputs[0].token_ids
 
 
 @pytest.mark.parametrize("caching", [True, False])
@@ -156,8 +156,8 @@ async def test_n_completions_share_the_prompt_blocks(checkpoint: Path, caching: 
         )
         most = 0
         outputs = []
-        async for one in stream:
-            outputs.append(one)
+        async for item in stream:
+            outputs.append(item)
             most = max(most, engine.stats().kv_blocks_used)
         output = outputs[-1]
         assert [c.index for c in output.outputs] == [0, 1, 2, 3]
@@ -274,9 +274,9 @@ async def test_drain_lets_running_requests_finish_and_refuses_new_ones(checkpoin
 
 async def test_two_engines_live_in_one_process(checkpoint: Path) -> None:
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-    async with AsyncEngine(config(checkpoint)) as one, AsyncEngine(config(checkpoint)) as two:
+    async with AsyncEngine(config(checkpoint)) as first, AsyncEngine(config(checkpoint)) as two:
         a, b = await asyncio.gather(
-            final(one.generate(PROMPT, params)), final(two.generate(PROMPT, params))
+            final(first.generate(PROMPT, params)), final(two.generate(PROMPT, params))
         )
     assert a.outputs[0].token_ids == b.outputs[0].token_ids
 
@@ -334,16 +334,16 @@ async def test_an_engine_that_was_not_started_says_so() -> None:
         await engine.encode("x")
     with pytest.raises(EngineStopped, match="has not started"):
         engine.stats()
-    for asked in (engine.render_metrics, engine.reset_prefix_cache):
+    for method in (engine.render_metrics, engine.reset_prefix_cache):
         with pytest.raises(EngineStopped, match="has not started"):
-            await asked()
+            await method()
 
 
 async def test_parameters_of_another_type_are_refused_by_name(checkpoint: Path) -> None:
     async with AsyncEngine(config(checkpoint)) as engine:
-        given: Any = {"max_tokens": 3}
+        fields: Any = {"max_tokens": 3}
         with pytest.raises(InvalidRequest, match="params: must be SamplingParams, got dict"):
-            await anext(engine.generate(PROMPT, given))
+            await anext(engine.generate(PROMPT, fields))
 
 
 @pytest.mark.parametrize(

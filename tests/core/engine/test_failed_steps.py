@@ -94,14 +94,14 @@ async def test_a_failed_step_ends_its_requests_and_others_get_their_tokens(
             final(engine.generate(POISON, greedy(20))),
             *(final(engine.generate(PROMPT, greedy(20))) for _ in range(6)),
         )
-        ended = [output for output in outputs if output.error is not None]
-        assert failures.count == 1 and 0 < len(ended) < len(outputs)
-        assert outputs[1] in ended
-        for output in ended:
+        complete = [output for output in outputs if output.error is not None]
+        assert failures.count == 1 and 0 < len(complete) < len(outputs)
+        assert outputs[1] in complete
+        for output in complete:
             assert output.outputs[0].finish_reason == "error"
             assert "RuntimeError: no luck" in output.error
         for output in outputs:
-            if output not in ended:
+            if output not in complete:
                 assert output.outputs[0].token_ids == alone
         assert engine.healthy
         await engine.check_health()
@@ -233,9 +233,9 @@ def has_loads(plan: StepPlan) -> bool:
     return has_transfers(plan) and bool(msgspec.msgpack.decode(plan.kv_metadata, type=Jobs).loads)
 
 
-@pytest.mark.parametrize("chosen", [has_poison, has_transfers, has_loads])
+@pytest.mark.parametrize("selection", [has_poison, has_transfers, has_loads])
 async def test_transfers_of_failed_steps_and_of_those_not_run_come_to_their_end(
-    checkpoint: Path, failures: Failures, chosen: Any
+    checkpoint: Path, failures: Failures, selection: Any
 ) -> None:
     prompts = prompts_of(5)
     async with engine_of(checkpoint) as engine:
@@ -245,7 +245,9 @@ async def test_transfers_of_failed_steps_and_of_those_not_run_come_to_their_end(
         for _ in range(2 * MAX_FAILED_STEPS):
             # One failure a round: the step after it must do well.
             before = failures.count
-            failures.chosen = lambda plan, before=before: failures.count == before and chosen(plan)
+            failures.chosen = lambda plan, before=before: (
+                failures.count == before and selection(plan)
+            )
             # Rows beside the loads, from a prompt too short to be loaded.
             beside = engine.generate(PROMPT[:3], greedy(60))
             await anext(beside)

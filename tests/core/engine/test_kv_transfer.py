@@ -57,15 +57,15 @@ class HandoverScheduler:
         return ()
 
     def request_finished(self, transfer: int, request: Any) -> tuple[bool, dict[str, Any] | None]:
-        given = request.params.kv_transfer_params or {}
-        if not given.get("do_remote_decode"):
+        options = request.params.kv_transfer_params or {}
+        if not options.get("do_remote_decode"):
             return False, None
         self.held[transfer] = list(request.block_ids)
-        return True, {"transfer": transfer, "blocks": len(request.block_ids), "given": given}
+        return True, {"transfer": transfer, "blocks": len(request.block_ids), "given": options}
 
     def build_metadata(self) -> Any:
-        held, self.held = self.held, {}
-        return held or None
+        pending, self.held = self.held, {}
+        return pending or None
 
     def update(self, report: KVReport) -> None:
         self.shared.events.append(f"update {report.finished} {report.payload}")
@@ -132,18 +132,18 @@ async def test_blocks_are_held_after_the_end_until_the_worker_half_lets_them_go(
         assert (await generate(engine)).kv_transfer_params is None
         assert engine.stats().kv_blocks_used == 0
         output = await generate(engine, kv_transfer_params=ASKED)
-        told = output.kv_transfer_params
-        assert told == {"transfer": told["transfer"], "blocks": 3, "given": ASKED}
+        params = output.kv_transfer_params
+        assert params == {"transfer": params["transfer"], "blocks": 3, "given": ASKED}
         # Without another request: the metadata travel in a step of their own.
         await until(lambda: shared.started)
-        assert list(shared.started[0]) == [told["transfer"]]
+        assert list(shared.started[0]) == [params["transfer"]]
         assert engine.stats().kv_blocks_used == 3
         assert not await engine.reset_prefix_cache()
         await generate(engine)
         assert engine.stats().kv_blocks_used == 3
-        shared.fetched(told["transfer"])
+        shared.fetched(params["transfer"])
         await until(lambda: engine.stats().kv_blocks_used == 0)
-        assert shared.events == [f"update ({told['transfer']},) hello"]
+        assert shared.events == [f"update ({params['transfer']},) hello"]
     assert shared.events[1:] == ["scheduler closed", "worker closed"]
 
 
@@ -226,12 +226,12 @@ async def test_a_worker_half_that_raises_is_closed_and_lets_the_blocks_go() -> N
         await generate(engine, kv_transfer_params=ASKED)
         await until(lambda: shared.started)
         assert engine.stats().kv_blocks_used == 3
-        HandoverWorker.start, kept = _broken, HandoverWorker.start
+        HandoverWorker.start, original = _broken, HandoverWorker.start
         try:
             await generate(engine, kv_transfer_params=ASKED)
             await until(lambda: engine.stats().kv_blocks_used == 0)
         finally:
-            HandoverWorker.start = kept
+            HandoverWorker.start = original
         assert shared.events == ["worker closed"] and engine.healthy
         assert (await generate(engine, kv_transfer_params=ASKED)).kv_transfer_params is None
     assert shared.events == ["worker closed", "scheduler closed"]

@@ -84,17 +84,17 @@ async def test_prompts_in_pieces_or_whole(checkpoint: Path, chunked: bool) -> No
     seen = StepSizes()
     plugins.add_plugin(seen, Provenance("tests", "0", "sizes"))
     options = {"max_num_seqs": 4, "max_num_batched_tokens": 130, "max_model_len": 100}
-    made = config(checkpoint, enable_chunked_prefill=chunked, **options)
+    engine_config = config(checkpoint, enable_chunked_prefill=chunked, **options)
     params = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True, detokenize=False)
 
-    async def one(engine: AsyncEngine, number: int) -> list[int]:
+    async def run_one(engine: AsyncEngine, number: int) -> list[int]:
         async for out in engine.generate([number] * 60, params):
             last = out
         return list(last.outputs[0].token_ids)
 
-    async with AsyncEngine(made, plugins=plugins) as engine:
-        together = await asyncio.gather(*(one(engine, n) for n in (3, 4, 5)))
-        alone = [await one(engine, n) for n in (3, 4, 5)]
+    async with AsyncEngine(engine_config, plugins=plugins) as engine:
+        together = await asyncio.gather(*(run_one(engine, n) for n in (3, 4, 5)))
+        alone = [await run_one(engine, n) for n in (3, 4, 5)]
     assert together == alone
     prompts = [size for step in seen.sizes for size in step if size > 1]
     assert all(sum(step) <= 130 for step in seen.sizes)
@@ -145,11 +145,11 @@ async def test_an_urgent_request_takes_the_blocks_of_a_running_one(checkpoint: P
         return list(last.outputs[0].token_ids)
 
     order: list[str] = []
-    made = config(
+    engine_config = config(
         checkpoint, scheduling_policy="priority", max_num_seqs=4, block_size=4,
         num_gpu_blocks_override=26, enable_prefix_caching=False,
     )  # fmt: skip
-    async with AsyncEngine(made) as engine:
+    async with AsyncEngine(engine_config) as engine:
         alone = await tokens(engine, "patient", 60, 9)
         order.clear()
         patient = asyncio.create_task(tokens(engine, "patient", 60, 9))

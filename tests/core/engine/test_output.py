@@ -24,6 +24,6 @@ def test_a_stop_string_ends_before_the_token_behind_it(logprobs: int | None, inc
     stop = completion.apply(Update(request, [*text, 7], finished=True))
     assert stop == "= 5"
     completion.set_finished("stop", stop)
-    made = completion.take_output(delta=False)
-    assert made.token_ids == text and made.stop_reason == "= 5"
-    assert made.text == ("2 + 3 = 5" if include else "2 + 3 ")
+    output = completion.take_output(delta=False)
+    assert output.token_ids == text and output.stop_reason == "= 5"
+    assert output.text == ("2 + 3 = 5" if include else "2 + 3 ")

@@ -80,16 +80,16 @@ def decoding(folder: Path, **options: Any) -> EngineConfig:
 
 
 async def encode_all(
-    engine: AsyncEngine, given: Sequence[Any], params: PoolingParams | None = None
+    engine: AsyncEngine, inputs: Sequence[Any], params: PoolingParams | None = None
 ) -> list[PoolingRequestOutput]:
-    async def one(prompt: Any) -> PoolingRequestOutput:
+    async def run_one(prompt: Any) -> PoolingRequestOutput:
         return await engine.encode(prompt, params)
 
-    return await asyncio.gather(*(one(prompt) for prompt in given))
+    return await asyncio.gather(*(run_one(prompt) for prompt in inputs))
 
 
-def close(got: Any, wanted: torch.Tensor, tolerance: float = 2e-5) -> None:
-    np.testing.assert_allclose(got, wanted.numpy(), atol=tolerance, rtol=tolerance)
+def close(actual: Any, expected: torch.Tensor, tolerance: float = 2e-5) -> None:
+    np.testing.assert_allclose(actual, expected.numpy(), atol=tolerance, rtol=tolerance)
 
 
 def settled(engine: AsyncEngine) -> None:
@@ -110,17 +110,17 @@ async def test_encoders_give_the_vectors_of_transformers(family: str, tmp_path: 
     async with AsyncEngine(config(folder)) as engine:
         assert engine.supported_tasks == ("embed", "token_embed")
         raw = PoolingParams(normalize=False)
-        for output, wanted in zip(await encode_all(engine, prompts(), raw), states, strict=True):
-            close(output.outputs.data, wanted[0])
-        for output, wanted in zip(await encode_all(engine, prompts()), states, strict=True):
-            close(output.outputs.data, F.normalize(wanted[0], dim=0))
+        for output, expected in zip(await encode_all(engine, prompts(), raw), states, strict=True):
+            close(output.outputs.data, expected[0])
+        for output, expected in zip(await encode_all(engine, prompts()), states, strict=True):
+            close(output.outputs.data, F.normalize(expected[0], dim=0))
         each = PoolingParams(task="token_embed", normalize=False)
-        for output, wanted in zip(await encode_all(engine, prompts(), each), states, strict=True):
-            close(output.outputs.data, wanted)
+        for output, expected in zip(await encode_all(engine, prompts(), each), states, strict=True):
+            close(output.outputs.data, expected)
         settled(engine)
     async with AsyncEngine(config(folder, pooler_config={"pooling_type": "MEAN"})) as engine:
-        for output, wanted in zip(await encode_all(engine, prompts(), raw), states, strict=True):
-            close(output.outputs.data, wanted.mean(0))
+        for output, expected in zip(await encode_all(engine, prompts(), raw), states, strict=True):
+            close(output.outputs.data, expected.mean(0))
 
 
 @pytest.mark.parametrize("num_labels", [1, 3])
@@ -136,9 +136,9 @@ async def test_classifiers_give_the_logits_of_transformers(
         )
         raw = await encode_all(engine, prompts(), PoolingParams(activation=False))
         outputs = await encode_all(engine, prompts())
-    for output, logit, wanted in zip(outputs, raw, logits, strict=True):
-        close(logit.outputs.data, wanted)
-        close(output.outputs.probs, wanted.sigmoid() if num_labels == 1 else wanted.softmax(0))
+    for output, logit, expected in zip(outputs, raw, logits, strict=True):
+        close(logit.outputs.data, expected)
+        close(output.outputs.probs, expected.sigmoid() if num_labels == 1 else expected.softmax(0))
 
 
 async def test_two_texts_are_told_apart_by_their_types(tmp_path: Path) -> None:
@@ -174,18 +174,18 @@ async def test_types_that_the_model_has_no_table_for_are_left_out(tmp_path: Path
 async def test_decoders_are_pooled_over_chunks(family: str, kind: str, tmp_path: Path) -> None:
     """Prompts of many chunks; the second round finds what the first left in the cache."""
     folder = save_decoder(tmp_path, family, kind)
-    given = prompts((1, 5, 24, 25, 70, 150), vocab=199)
-    states = [reference_states(folder, prompt) for prompt in given]
+    inputs = prompts((1, 5, 24, 25, 70, 150), vocab=199)
+    states = [reference_states(folder, prompt) for prompt in inputs]
     async with AsyncEngine(decoding(folder)) as engine:
         for expect_cached in (False, True):
-            outputs = await encode_all(engine, given)
-            for output, wanted in zip(outputs, states, strict=True):
-                close(output.outputs.data, F.normalize(wanted[-1], dim=0))
+            outputs = await encode_all(engine, inputs)
+            for output, expected in zip(outputs, states, strict=True):
+                close(output.outputs.data, F.normalize(expected[-1], dim=0))
             assert (outputs[-1].num_cached_tokens > 0) is expect_cached
-        each = await encode_all(engine, given, PoolingParams(task="token_embed", normalize=False))
-        for output, wanted in zip(each, states, strict=True):
+        each = await encode_all(engine, inputs, PoolingParams(task="token_embed", normalize=False))
+        for output, expected in zip(each, states, strict=True):
             assert output.num_cached_tokens == 0
-            close(output.outputs.data, wanted, 1e-4)
+            close(output.outputs.data, expected, 1e-4)
         settled(engine)
 
 
@@ -193,8 +193,8 @@ async def test_decoders_are_pooled_over_chunks(family: str, kind: str, tmp_path:
 async def test_a_mean_over_chunks_survives_preemption(mode: str, tmp_path: Path) -> None:
     """Blocks run out, so requests lose what they had summed up and begin again."""
     folder = save_decoder(tmp_path, "Qwen3", "ForCausalLM")
-    given = prompts((120, 130, 110, 33, 140, 90, 2), vocab=199)
-    states = [reference_states(folder, prompt) for prompt in given]
+    inputs = prompts((120, 130, 110, 33, 140, 90, 2), vocab=199)
+    states = [reference_states(folder, prompt) for prompt in inputs]
     options = {
         "pooler_config": {"pooling_type": mode, "normalize": False},
         "num_gpu_blocks_override": 16,
@@ -202,9 +202,9 @@ async def test_a_mean_over_chunks_survives_preemption(mode: str, tmp_path: Path)
     }
     async with AsyncEngine(decoding(folder, **options)) as engine:
         for _ in range(2):
-            outputs = await encode_all(engine, given)
-            for output, wanted in zip(outputs, states, strict=True):
-                close(output.outputs.data, wanted.mean(0) if mode == "MEAN" else wanted[0])
+            outputs = await encode_all(engine, inputs)
+            for output, expected in zip(outputs, states, strict=True):
+                close(output.outputs.data, expected.mean(0) if mode == "MEAN" else expected[0])
                 assert output.num_cached_tokens == 0
         assert engine.stats().num_preemptions > 0
         settled(engine)
@@ -213,10 +213,10 @@ async def test_a_mean_over_chunks_survives_preemption(mode: str, tmp_path: Path)
 @pytest.mark.parametrize("family", DECODERS)
 async def test_decoders_with_a_classifier(family: str, tmp_path: Path) -> None:
     folder = save_decoder(tmp_path, family, "ForSequenceClassification", num_labels=3)
-    given = prompts((1, 30, 80), vocab=199)
+    inputs = prompts((1, 30, 80), vocab=199)
     async with AsyncEngine(decoding(folder)) as engine:
-        outputs = await encode_all(engine, given)
-    for output, prompt in zip(outputs, given, strict=True):
+        outputs = await encode_all(engine, inputs)
+    for output, prompt in zip(outputs, inputs, strict=True):
         close(output.outputs.data, reference_logits(folder, prompt).softmax(0))
 
 
@@ -264,7 +264,7 @@ async def test_a_language_model_as_reranker(tied: bool, tmp_path: Path) -> None:
 async def test_names_that_leave_out_the_models_prefix(tmp_path: Path) -> None:
     """As published embedding models have them: a causal architecture, headless names."""
     folder = save_decoder(tmp_path, "Qwen3", "ForCausalLM")
-    [wanted] = [reference_states(folder, prompt) for prompt in prompts((30,))]
+    [expected] = [reference_states(folder, prompt) for prompt in prompts((30,))]
     file = folder / "model.safetensors"
     tensors = {
         name.removeprefix("model."): tensor
@@ -276,7 +276,7 @@ async def test_names_that_leave_out_the_models_prefix(tmp_path: Path) -> None:
     async with AsyncEngine(decoding(folder, runner="auto")) as engine:
         assert engine.supported_tasks == ("embed", "token_embed"), "by its modules.json"
         [output] = await encode_all(engine, prompts((30,)))
-        close(output.outputs.data, wanted[-1])
+        close(output.outputs.data, expected[-1])
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -293,8 +293,8 @@ async def test_decoders_compare_texts_as_one_where_they_were_trained_so(tmp_path
     async with AsyncEngine(decoding(folder)) as engine:
         apart = await engine.encode(pair)
     async with AsyncEngine(decoding(folder, hf_overrides={"use_pad_token": False})) as engine:
-        [joined, one] = await encode_all(engine, [pair, "who is it the cat"])
-    assert joined.prompt_token_ids == one.prompt_token_ids != apart.prompt_token_ids
+        [joined, item] = await encode_all(engine, [pair, "who is it the cat"])
+    assert joined.prompt_token_ids == item.prompt_token_ids != apart.prompt_token_ids
 
 
 async def test_minilm_gives_the_vectors_of_transformers() -> None:
@@ -338,8 +338,8 @@ async def test_not_a_number_ends_one_request_alone(bert: Path) -> None:
         assert isinstance(results[1], RequestFailed) and "not a number" in results[1].message
         for result, prompt in ((results[0], good[0]), (results[2], good[1])):
             assert not isinstance(result, BaseException)
-            wanted = reference_states(bert, prompt)[0]
-            close(result[0].outputs.data, F.normalize(wanted, dim=0))
+            expected = reference_states(bert, prompt)[0]
+            close(result[0].outputs.data, F.normalize(expected, dim=0))
         settled(engine)
 
 
@@ -429,11 +429,11 @@ async def test_matryoshka_vectors_are_cut_and_scaled(bert: Path) -> None:
 
 async def test_more_prompts_than_a_step_takes(bert: Path) -> None:
     """The token budget bounds the batch; a prompt it cannot hold is refused by name."""
-    given = prompts([30] * 30)
+    inputs = prompts([30] * 30)
     async with AsyncEngine(config(bert, max_num_batched_tokens=64, max_num_seqs=64)) as engine:
-        outputs = await encode_all(engine, given)
-        wanted = F.normalize(reference_states(bert, given[-1])[0], dim=0)
-        close(outputs[-1].outputs.data, wanted)
+        outputs = await encode_all(engine, inputs)
+        expected = F.normalize(reference_states(bert, inputs[-1])[0], dim=0)
+        close(outputs[-1].outputs.data, expected)
         assert engine.stats().steps >= 15
         with pytest.raises(InvalidRequest, match="max_num_batched_tokens"):
             await engine.encode([5] * 65)
@@ -445,8 +445,8 @@ async def test_the_default_budget_takes_the_longest_prompt(tmp_path: Path) -> No
     async with AsyncEngine(config(folder)) as engine:
         assert engine.config.max_num_batched_tokens == 2100
         output = await engine.encode([5, 6] * 1050)
-        wanted = F.normalize(reference_states(folder, [5, 6] * 1050)[0], dim=0)
-        close(output.outputs.data, wanted)
+        expected = F.normalize(reference_states(folder, [5, 6] * 1050)[0], dim=0)
+        close(output.outputs.data, expected)
 
 
 async def test_listeners_and_metrics_see_pooling_requests(bert: Path) -> None:
@@ -466,7 +466,7 @@ async def test_listeners_and_metrics_see_pooling_requests(bert: Path) -> None:
         text = (await engine.render_metrics()).decode()
         assert 'request_success_total{finished_reason="stop"' in text
         assert engine.stats().prompt_tokens == 2 * len(output.prompt_token_ids)
-    assert [type(one) for one in seen] == [PoolingRequestOutput] * 2
+    assert [type(item) for item in seen] == [PoolingRequestOutput] * 2
 
 
 class WordVectors(nn.Module):
@@ -574,12 +574,12 @@ async def test_dense_modules_of_sentence_transformers(bert: Path) -> None:
     first = add_dense(bert, 3, (32, 12), "activation.Tanh")
     second = add_dense(bert, 4, (12, 40), "linear.Identity")
     states = reference_states(bert, [4, 5, 6])
-    wanted = second @ torch.tanh(first @ states.mean(0) + 0.25)
+    expected = second @ torch.tanh(first @ states.mean(0) + 0.25)
     async with AsyncEngine(config(bert)) as engine:
         output = await engine.encode([4, 5, 6])
-        close(output.outputs.data, F.normalize(wanted, dim=0))
+        close(output.outputs.data, F.normalize(expected, dim=0))
         cut = await engine.encode([4, 5, 6], PoolingParams(dimensions=35, normalize=False))
-        close(cut.outputs.data, wanted[:35])
+        close(cut.outputs.data, expected[:35])
     edit_json(bert / "4_Dense" / "config.json", out_features=41)
     with pytest.raises(LoadError, match=r"model\.safetensors holds"):
         await AsyncEngine(config(bert)).start()
@@ -596,8 +596,8 @@ async def test_dense_modules_of_sentence_transformers(bert: Path) -> None:
 def test_sentence_transformers_modes(bert: Path) -> None:
     assert read_sentence_transformer(bert).pooling_type is None
     for mode, kind in (("cls_token", "CLS"), ("mean_tokens", "MEAN"), ("lasttoken", "LAST")):
-        found = read_sentence_transformer(as_sentence_transformer(bert, mode=mode))
-        assert (found.pooling_type, found.normalize, found.max_length) == (kind, True, None)
+        actual = read_sentence_transformer(as_sentence_transformer(bert, mode=mode))
+        assert (actual.pooling_type, actual.normalize, actual.max_length) == (kind, True, None)
     (bert / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode": "lasttoken"}))
     assert read_sentence_transformer(bert).pooling_type == "LAST"
 
@@ -659,14 +659,14 @@ async def test_a_classifiers_task_and_activation(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=match):
             await AsyncEngine(config(folder, task=task)).start()
     logits = reference_logits(folder, [4, 5])
-    for changes, wanted in (
+    for changes, expected in (
         ({"problem_type": "multi_label_classification"}, logits.sigmoid()),
         ({"problem_type": "regression"}, logits),
         ({"sbert_ce_default_activation_function": "torch.nn.modules.linear.Identity"}, logits),
         ({"sentence_transformers": {"activation_fn": "torch.nn.Sigmoid"}}, logits.sigmoid()),
     ):
         async with AsyncEngine(config(folder, hf_overrides=changes)) as engine:
-            close((await engine.encode([4, 5])).outputs.data, wanted)
+            close((await engine.encode([4, 5])).outputs.data, expected)
     strange = {"sentence_transformers": {"activation_fn": "os.system"}}
     with pytest.raises(ConfigError, match=r"'os\.system', which is not supported"):
         await AsyncEngine(config(folder, hf_overrides=strange)).start()

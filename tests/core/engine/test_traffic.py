@@ -80,7 +80,7 @@ async def check_traffic(
     streams = different = 0
     begin = time.monotonic()
     first = 0
-    held: list[int] = []
+    allocated: list[int] = []
     async with AsyncEngine(config) as engine:
         while True:
             numbers = iter(range(first, first + requests))
@@ -94,13 +94,13 @@ async def check_traffic(
                     streams += 1
                     different += ours != theirs[: len(ours)]
             if torch.cuda.is_available():
-                held.append(torch.cuda.memory_allocated())
+                allocated.append(torch.cuda.memory_allocated())
             first += requests
             if seconds is None or time.monotonic() - begin > seconds:
                 break
         assert engine.stats().kv_blocks_used == 0
     # Tables that grow with what requests ask for have grown after the first rounds.
-    assert len(held) < 4 or held[-1] <= held[len(held) // 2] * 1.01, held
+    assert len(allocated) < 4 or allocated[-1] <= allocated[len(allocated) // 2] * 1.01, allocated
     return streams, different
 
 

@@ -50,8 +50,8 @@ def _wrapper(draw: Draw) -> Callable[[Any, int], Any]:
         lambda inner, i: {"not": inner},
         lambda inner, i: {"if": inner, "then": inner, "else": {}},
     ]
-    chosen = draw.sample(wrappers, draw.choice((1, 1, 2)))
-    return lambda inner, i: chosen[i % len(chosen)](inner, i)
+    selection = draw.sample(wrappers, draw.choice((1, 1, 2)))
+    return lambda inner, i: selection[i % len(selection)](inner, i)
 
 
 def reference_chain(draw: Draw) -> tuple[str, Any]:

@@ -40,16 +40,16 @@ def texts(format: Mapping[str, Any]) -> set[str]:
         case "json_schema":
             return {"*"}
         case "sequence":
-            made = {""}
+            prefixes = {""}
             for element in format["elements"]:
-                made = {a + b for a in made for b in texts(element)}
-            return made
+                prefixes = {a + b for a in prefixes for b in texts(element)}
+            return prefixes
         case "or":
             return set().union(*map(texts, format["elements"]))
         case "optional":
             return {"", *texts(format["content"])}
         case "tag":
-            return {format["begin"] + one + format["end"] for one in texts(format["content"])}
+            return {format["begin"] + text + format["end"] for text in texts(format["content"])}
     raise AssertionError(format)
 
 
@@ -58,7 +58,7 @@ def schema(required: list[str], **properties: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("required", "wanted"),
+    ("required", "expected"),
     [
         ("ac", {"a=*, c=*", "a=*, b=*, c=*"}),
         ("b", {"b=*", "a=*, b=*", "b=*, c=*", "a=*, b=*, c=*"}),
@@ -66,10 +66,10 @@ def schema(required: list[str], **properties: Any) -> dict[str, Any]:
     ],
 )
 def test_arguments_come_in_order_with_separators_between_them(
-    required: str, wanted: set[str]
+    required: str, expected: set[str]
 ) -> None:
-    made = arguments_format(PYTHON, schema(list(required), a=NUMBER, b=NUMBER, c=NUMBER))
-    assert texts(made) == wanted
+    tag_format = arguments_format(PYTHON, schema(list(required), a=NUMBER, b=NUMBER, c=NUMBER))
+    assert texts(tag_format) == expected
 
 
 def test_constants_are_written_as_the_family_writes_them() -> None:
@@ -85,16 +85,16 @@ def test_constants_are_written_as_the_family_writes_them() -> None:
 
 def test_references_find_their_way() -> None:
     pair = {"type": "array", "items": {"$ref": "#/$defs/n"}}
-    given = {**schema(["a"], a=pair), "$defs": {"n": NUMBER}}
-    found = arguments_format(XML, given)["elements"][0]["content"]["json_schema"]
-    assert found["items"] == {"$ref": "#/$defs/parameters/$defs/n"}
-    assert found["$defs"]["parameters"]["$defs"]["n"] == NUMBER
+    parameters = {**schema(["a"], a=pair), "$defs": {"n": NUMBER}}
+    resolved = arguments_format(XML, parameters)["elements"][0]["content"]["json_schema"]
+    assert resolved["items"] == {"$ref": "#/$defs/parameters/$defs/n"}
+    assert resolved["$defs"]["parameters"]["$defs"]["n"] == NUMBER
     referred = {**schema(["a"], a={"$ref": "#/$defs/n"}), "$defs": {"n": {"enum": ["x"]}}}
     assert texts(arguments_format(XML, referred)) == {"<p=a>x</p>"}
 
 
 @pytest.mark.parametrize(
-    ("given", "reason"),
+    ("parameters", "reason"),
     [
         (schema(["a"], a={"type": "string", "format": "hostname"}), "a: format of a string"),
         (schema(["a"], a={"type": ["string", "integer"]}), "a: strings and other values"),
@@ -133,9 +133,9 @@ def test_references_find_their_way() -> None:
     ],
     ids=lambda value: str(value)[:50],
 )
-def test_what_cannot_be_held_is_said(given: dict[str, Any], reason: str) -> None:
+def test_what_cannot_be_held_is_said(parameters: dict[str, Any], reason: str) -> None:
     with pytest.raises(ValueError) as caught:
-        arguments_format(XML, given)
+        arguments_format(XML, parameters)
     assert reason in str(caught.value)
 
 
@@ -158,8 +158,8 @@ def test_every_optional_argument_doubles_the_ways() -> None:
     ],
 )
 def test_formats_of_plain_strings_are_expressions(format: str, right: str, wrong: str) -> None:
-    made = arguments_format(XML, schema(["a"], a={"type": "string", "format": format}))
-    pattern = made["elements"][0]["content"]["pattern"]
+    tag_format = arguments_format(XML, schema(["a"], a={"type": "string", "format": format}))
+    pattern = tag_format["elements"][0]["content"]["pattern"]
     assert re.fullmatch(pattern, right) and not re.fullmatch(pattern, wrong)
 
 
@@ -182,11 +182,11 @@ def test_only_strict_tools_are_held() -> None:
     tools = [CallableTool("f", {"type": "object", "properties": {"a": TEXT}}, strict=False)]
     (call,) = required_tag([FORM], tools, parallel=True)["format"]["content"]["tags"]
     assert call["content"]["json_schema"] == {"type": "object"}
-    made = optional_tag([FORM], tools, parallel=False)["format"]
-    assert made["triggers"] == ["<c>"] and made["stop_after_first"]
-    assert made["tags"][0]["content"]["stop_after_first"]
+    tag_format = optional_tag([FORM], tools, parallel=False)["format"]
+    assert tag_format["triggers"] == ["<c>"] and tag_format["stop_after_first"]
+    assert tag_format["tags"][0]["content"]["stop_after_first"]
     either = calls_or_schema_tag([FORM], tools, NUMBER, parallel=True)["format"]["elements"]
-    assert [one["type"] for one in either] == ["tag", "json_schema"]
+    assert [item["type"] for item in either] == ["tag", "json_schema"]
 
 
 def test_a_parser_has_one_form_or_more_or_none() -> None:

@@ -84,9 +84,9 @@ def constraint(
     return Constraint(slot, compiled, mask_timeout=5.0)
 
 
-def allowed(made: Constraint) -> set[int]:
+def allowed(row_constraint: Constraint) -> set[int]:
     row = np.zeros(3, dtype=np.int32)
-    made.fill(row)
+    row_constraint.fill(row)
     return set(np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little")).tolist())
 
 
@@ -94,13 +94,13 @@ EVERYTHING = set(range(96))
 
 
 def test_it_follows_the_grammar_to_its_end() -> None:
-    made = constraint()
+    row_constraint = constraint()
     for token in (1, 2, END):
-        assert allowed(made) == {token}
-        made.advance(token)
-    assert made.ended and allowed(made) == EVERYTHING
-    made.advance(7)  # a step that was in flight
-    assert made.failure is None
+        assert allowed(row_constraint) == {token}
+        row_constraint.advance(token)
+    assert row_constraint.ended and allowed(row_constraint) == EVERYTHING
+    row_constraint.advance(7)  # a step that was in flight
+    assert row_constraint.failure is None
 
 
 def test_a_resumed_output_stands_where_it_was() -> None:
@@ -110,63 +110,67 @@ def test_a_resumed_output_stands_where_it_was() -> None:
 
 @pytest.mark.parametrize("wrong", ["matcher", "accept", "fill"])
 def test_a_backend_that_raises_fails_its_request_alone(wrong: str) -> None:
-    made = constraint(Letters(wrong))
+    row_constraint = constraint(Letters(wrong))
     if wrong != "matcher":
-        allowed(made)
-    made.advance(1)
-    assert made.failure is not None and made.failure.startswith("structured_outputs: ")
-    assert allowed(made) == EVERYTHING
+        allowed(row_constraint)
+    row_constraint.advance(1)
+    assert row_constraint.failure is not None and row_constraint.failure.startswith(
+        "structured_outputs: "
+    )
+    assert allowed(row_constraint) == EVERYTHING
 
 
 def test_a_token_that_the_grammar_does_not_allow_is_a_failure() -> None:
-    made = constraint()
-    made.advance(2)
-    assert made.failure is not None and "token 2" in made.failure
+    row_constraint = constraint()
+    row_constraint.advance(2)
+    assert row_constraint.failure is not None and "token 2" in row_constraint.failure
 
 
 def test_a_row_without_a_token_has_ended() -> None:
-    made = constraint()
-    made.advance(-1)
-    assert made.ended and made.failure is None
+    row_constraint = constraint()
+    row_constraint.advance(-1)
+    assert row_constraint.ended and row_constraint.failure is None
 
 
 def test_inside_a_thought_anything_goes_but_the_end() -> None:
-    made = constraint(gate=ReasoningGate())
+    row_constraint = constraint(gate=ReasoningGate())
     for token in (2, 1, 3, 4, 40):
-        assert allowed(made) == EVERYTHING - {END, 33}
-        made.advance(token)
-    made.advance(5)
-    assert allowed(made) == {1}
+        assert allowed(row_constraint) == EVERYTHING - {END, 33}
+        row_constraint.advance(token)
+    row_constraint.advance(5)
+    assert allowed(row_constraint) == {1}
 
 
 def test_a_model_that_may_think_chooses_with_its_first_token() -> None:
-    made = constraint(gate=ReasoningGate(opening_ids=(6,)))
-    assert allowed(made) == {1, 6}
-    made.advance(1)
-    assert allowed(made) == {2}
-    made = constraint(gate=ReasoningGate(opening_ids=(6,)))
-    made.advance(6)
-    assert allowed(made) == EVERYTHING - {END, 33}
+    row_constraint = constraint(gate=ReasoningGate(opening_ids=(6,)))
+    assert allowed(row_constraint) == {1, 6}
+    row_constraint.advance(1)
+    assert allowed(row_constraint) == {2}
+    row_constraint = constraint(gate=ReasoningGate(opening_ids=(6,)))
+    row_constraint.advance(6)
+    assert allowed(row_constraint) == EVERYTHING - {END, 33}
     assert allowed(constraint(generated=(6, 1, 5), gate=ReasoningGate(opening_ids=(6,)))) == {1}
 
 
 def test_a_call_that_ends_a_thought_is_answer_already() -> None:
-    made = constraint(gate=ReasoningGate())
+    row_constraint = constraint(gate=ReasoningGate())
     for token in (40, 10):
-        made.advance(token)
-        assert allowed(made) == EVERYTHING - {END, 33}
-    made.advance(11)
-    assert made.failure is None and allowed(made) == {2}, "it counts as the grammar's first token"
+        row_constraint.advance(token)
+        assert allowed(row_constraint) == EVERYTHING - {END, 33}
+    row_constraint.advance(11)
+    assert row_constraint.failure is None and allowed(row_constraint) == {2}, (
+        "it counts as the grammar's first token"
+    )
 
 
 def test_a_call_that_the_grammar_forbids_cannot_end_a_thought() -> None:
-    made = constraint(generated=(1,), gate=None)
-    assert allowed(made) == {2}
-    made = constraint(gate=ReasoningGate())
+    row_constraint = constraint(generated=(1,), gate=None)
+    assert allowed(row_constraint) == {2}
+    row_constraint = constraint(gate=ReasoningGate())
     BYTES[12] = b"\n<function="
     for token in (10, 12):
-        made.advance(token)
-    assert made.failure is not None and "the thought ended with" in made.failure
+        row_constraint.advance(token)
+    assert row_constraint.failure is not None and "the thought ended with" in row_constraint.failure
 
 
 def test_a_model_that_thinks_when_it_likes_may_where_any_text_may_come() -> None:

@@ -73,6 +73,6 @@ def test_an_answer_is_calls_or_all_content(text: str, called: bool, size: int) -
 
     parser = CallsOrText.of(HermesToolParser, ["<tool_call>"])(tools=())
     events = [e for at in range(0, len(text), size) for e in parser.feed(text[at : at + size])]
-    found = fold([*events, *parser.finish()])
-    assert [call.name for call in found.tool_calls] == (["f"] if called else [])
-    assert (found.content or "") == ("" if called else text)
+    message = fold([*events, *parser.finish()])
+    assert [call.name for call in message.tool_calls] == (["f"] if called else [])
+    assert (message.content or "") == ("" if called else text)

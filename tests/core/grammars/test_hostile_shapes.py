@@ -20,15 +20,15 @@ def outcomes(backend: str, seed: int, *rest: int) -> list[dict[str, Any]]:
     """In a process of their own. Fails where that has not come to the end of all."""
     count = rest[0]
     pytest.importorskip(backend)
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, TRY, backend, *map(str, (seed, *rest))],
         capture_output=True,
         text=True,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         check=False,
     )
-    lines = [json.loads(line) for line in done.stdout.splitlines()]
-    assert done.returncode == 0, f"{len(lines)} of {count}: {done.stderr[-2000:]}"
+    lines = [json.loads(line) for line in completed.stdout.splitlines()]
+    assert completed.returncode == 0, f"{len(lines)} of {count}: {completed.stderr[-2000:]}"
     assert len(lines) == count
     return lines
 

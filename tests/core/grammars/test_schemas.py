@@ -114,8 +114,8 @@ def test_names_that_are_listed_inside_each_other_are_bounded() -> None:
             schema = {"propertyNames": {"enum": ["a", "b", "c"]}, "additionalProperties": schema}
         return schema
 
-    made, _ = adapted(listed(3), strict=True)
-    assert made["properties"]["b"]["properties"]["c"]["properties"]["a"] == INTEGER
+    result, _ = adapted(listed(3), strict=True)
+    assert result["properties"]["b"]["properties"]["c"]["properties"]["a"] == INTEGER
     with pytest.raises(ValueError, match="too many names"):
         adapted(listed(40), strict=True)
 

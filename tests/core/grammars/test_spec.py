@@ -27,7 +27,7 @@ def nested(depth: int) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("given", "kind", "text"),
+    ("value", "kind", "text"),
     [
         ({"json": '{ "b": 1,\n "a": 2}'}, "json", '{"b":1,"a":2}'),
         ({"json": {"b": 1, "a": [True]}}, "json", '{"b":1,"a":[true]}'),
@@ -39,13 +39,13 @@ def nested(depth: int) -> Any:
         ({"structural_tag": {"triggers": ["<"]}}, "structural_tag", '{"triggers":["<"]}'),
     ],
 )
-def test_equal_wishes_have_one_form(given: Any, kind: str, text: str) -> None:
-    spec = grammar_spec(StructuredOutputsParams(**given), CONFIG)
+def test_equal_wishes_have_one_form(value: Any, kind: str, text: str) -> None:
+    spec = grammar_spec(StructuredOutputsParams(**value), CONFIG)
     assert (spec.kind, spec.text) == (kind, text)
 
 
 @pytest.mark.parametrize(
-    ("given", "field"),
+    ("value", "field"),
     [
         ({}, "structured_outputs"),
         ({"regex": "a", "choice": ["b"]}, "structured_outputs"),
@@ -56,14 +56,14 @@ def test_equal_wishes_have_one_form(given: Any, kind: str, text: str) -> None:
         ({"json": 5}, "structured_outputs.json"),
     ],
 )
-def test_wrong_wishes_are_named(given: Any, field: str) -> None:
+def test_wrong_wishes_are_named(value: Any, field: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        StructuredOutputsParams(**given)
+        StructuredOutputsParams(**value)
     assert caught.value.param == field
 
 
 @pytest.mark.parametrize(
-    ("given", "word"),
+    ("value", "word"),
     [
         ({"json": "{not json"}, "JSON"),
         ({"json": "[1]"}, "object"),
@@ -81,10 +81,10 @@ def test_wrong_wishes_are_named(given: Any, field: str) -> None:
         ({"choice": ["\ud800"]}, "JSON"),
     ],
 )
-def test_hostile_grammars_are_refused_by_field(given: Any, word: str) -> None:
+def test_hostile_grammars_are_refused_by_field(value: Any, word: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        grammar_spec(StructuredOutputsParams(**given), CONFIG)
-    (kind,) = given
+        grammar_spec(StructuredOutputsParams(**value), CONFIG)
+    (kind,) = value
     assert caught.value.param == f"structured_outputs.{kind}" and word in caught.value.message
 
 
@@ -150,9 +150,9 @@ def test_only_ordinary_schemas_are_plain(schema: Any, plain: bool) -> None:
     ],
 )
 def test_objects_that_name_their_properties_are_closed(schema: Any, same: bool) -> None:
-    made = closed(json.loads(json.dumps(schema)))
-    assert (made == schema) is same
-    assert same or '"additionalProperties": false' in json.dumps(made)
+    value = closed(json.loads(json.dumps(schema)))
+    assert (value == schema) is same
+    assert same or '"additionalProperties": false' in json.dumps(value)
 
 
 def test_expressions_and_grammars_are_never_plain() -> None:
@@ -181,13 +181,13 @@ def test_subschemas_leave_data_alone() -> None:
         "anyOf": [{"const": {"not": 1}}, {"$ref": "#/$defs/a"}],
         "$defs": {"a": {"items": {"enum": [{"if": 1}]}}},
     }
-    found = {key for part in subschemas(schema) for key in part}
-    assert found == {"anyOf", "const", "$ref", "$defs", "items", "enum"}
+    actual = {key for part in subschemas(schema) for key in part}
+    assert actual == {"anyOf", "const", "$ref", "$defs", "items", "enum"}
 
 
 def test_the_configuration_names_a_wrong_field() -> None:
-    made = EngineConfig(structured_outputs_config={"backend": "xgrammar"})  # type: ignore[arg-type]
-    assert made.structured_outputs_config.backend == "xgrammar"
+    engine_config = EngineConfig(structured_outputs_config={"backend": "xgrammar"})  # type: ignore[arg-type]
+    assert engine_config.structured_outputs_config.backend == "xgrammar"
     for wrong in ({"compile_timeout": 0}, {"backends": "x"}, 3):
         with pytest.raises(ConfigError) as caught:
             EngineConfig(structured_outputs_config=wrong)  # type: ignore[arg-type]

@@ -85,9 +85,9 @@ def store(**backends: Any) -> GrammarStore:
 async def test_equal_grammars_are_compiled_once_and_on_other_threads() -> None:
     Counting.compiled.clear()
     grammars = store(counting=Counting)
-    found = await asyncio.gather(*(grammars.compile(REGEX) for _ in range(5)))
-    assert len({id(grammar) for grammar in found}) == 1
-    assert await grammars.compile(GrammarSpec("regex", "[a-c]{3}")) is found[0]
+    results = await asyncio.gather(*(grammars.compile(REGEX) for _ in range(5)))
+    assert len({id(grammar) for grammar in results}) == 1
+    assert await grammars.compile(GrammarSpec("regex", "[a-c]{3}")) is results[0]
     ((_, thread),) = Counting.compiled
     assert thread != threading.current_thread().name
     await grammars.close()
@@ -191,10 +191,10 @@ async def test_what_hangs_crashes_or_eats_memory_costs_one_grammar_alone() -> No
         ("segfault", "crashes.*SIGSEGV"),
         ("eat", "Memory"),
     ):
-        turns, began = 0, time.monotonic()
+        turns, start = 0, time.monotonic()
         with pytest.raises(ValueError, match=word):
             await grammars.compile(GrammarSpec("regex", text))
-        assert turns + 1 > (time.monotonic() - began) / 0.01 / 20
+        assert turns + 1 > (time.monotonic() - start) / 0.01 / 20
         grammar = await grammars.compile(GrammarSpec("regex", f"{text}[ab]"))
         assert grammar.matcher().accept(vocabulary().encode(text))
     ticking.cancel()

@@ -61,10 +61,10 @@ async def main(backend: str, seed: int, count: int, scale: int = 0) -> None:
         **dict.fromkeys(limits if scale else (), 10**9),  # type: ignore[arg-type]
     )
     store = GrammarStore(load_plugins()["structured_backend"], config, vocabulary)
-    for name, given in shapes(seed, count, scale or 1):
+    for name, value in shapes(seed, count, scale or 1):
         refusal, tokens = None, 0
         try:
-            grammar = await store.compile(grammar_spec(StructuredOutputsParams(**given), config))
+            grammar = await store.compile(grammar_spec(StructuredOutputsParams(**value), config))
             tokens = walk(grammar, 1536, random.Random(name))
         except (InvalidRequest, ValueError) as error:
             refusal = str(error)[:300]

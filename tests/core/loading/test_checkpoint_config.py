@@ -44,8 +44,8 @@ def asked_for() -> list[str]:
     for folder in ("core", "plugins/quantization", "plugins/attention"):
         paths += (ROOT / folder).rglob("*.py")
     for path in paths:
-        for found in ASKED.findall(path.read_text()):
-            names |= {name for name in found if name}
+        for groups in ASKED.findall(path.read_text()):
+            names |= {name for name in groups if name}
     return sorted(names - {"to_dict", "pop"})
 
 
@@ -152,8 +152,8 @@ def without(raw: dict[str, Any], *names: str) -> dict[str, Any]:
 
 def saved(family: str, **changes: Any) -> dict[str, Any]:
     """As `transformers` writes it, in full."""
-    made = getattr(transformers, f"{family}Config")(**{**SMALL, **changes})
-    written: dict[str, Any] = json.loads(made.to_json_string(use_diff=False))
+    hf_config = getattr(transformers, f"{family}Config")(**{**SMALL, **changes})
+    written: dict[str, Any] = json.loads(hf_config.to_json_string(use_diff=False))
     return written
 
 
@@ -284,9 +284,9 @@ def by_transformers(raw: dict[str, Any]) -> dict[str, Any]:
     model_type = raw.pop("model_type", None)
     known = model_type in transformers.CONFIG_MAPPING
     kind = transformers.CONFIG_MAPPING[model_type] if known else transformers.PreTrainedConfig
-    made = kind(**raw)
-    made.model_type = model_type
-    return answers(made)
+    config = kind(**raw)
+    config.model_type = model_type
+    return answers(config)
 
 
 def test_the_scan_finds_what_models_ask() -> None:
@@ -295,19 +295,19 @@ def test_the_scan_finds_what_models_ask() -> None:
 
 
 def assert_plain(raw: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    given = copy.deepcopy(raw)
+    raw_copy = copy.deepcopy(raw)
     kind = "decoder" if "rms_norm_eps" in raw else "encoder"
-    wanted = by_transformers(raw)
+    expected = by_transformers(raw)
     with monkeypatch.context() as patch:
         patch.delattr(module, "_whole")
-        config = checkpoint_config(FOLDER, given)
-        asked = set(NAMES) - NOT_OF[kind]
-        for name in asked - NOT_OF_FAMILY.get(raw["model_type"], EXPERTS | MULTIPLIERS):
-            found = getattr(config, name, NOTHING)
-            assert (name, found, type(found)) == (name, wanted[name], type(wanted[name]))
-    assert answers(config) == wanted
-    assert config.to_dict() == checkpoint_config(FOLDER, given).to_dict()
-    assert given == raw, "the caller's own is left as it is"
+        config = checkpoint_config(FOLDER, raw_copy)
+        field_names = set(NAMES) - NOT_OF[kind]
+        for name in field_names - NOT_OF_FAMILY.get(raw["model_type"], EXPERTS | MULTIPLIERS):
+            actual = getattr(config, name, NOTHING)
+            assert (name, actual, type(actual)) == (name, expected[name], type(expected[name]))
+    assert answers(config) == expected
+    assert config.to_dict() == checkpoint_config(FOLDER, raw_copy).to_dict()
+    assert raw_copy == raw, "the caller's own is left as it is"
 
 
 @pytest.mark.parametrize("name", PLAIN)
@@ -321,24 +321,24 @@ def test_a_plain_config_is_answered_without_transformers(
 def test_what_transformers_saves_is_plain(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = getattr(transformers, f"{family}Config")(**{**SMALL, **SAVED[family]})
-    made.architectures, made.dtype = [f"{family}Model"], "float32"
-    made.save_pretrained(tmp_path)
+    hf_config = getattr(transformers, f"{family}Config")(**{**SMALL, **SAVED[family]})
+    hf_config.architectures, hf_config.dtype = [f"{family}Model"], "float32"
+    hf_config.save_pretrained(tmp_path)
     assert_plain(json.loads((tmp_path / "config.json").read_text()), monkeypatch)
-    full = made.to_dict()
+    full = hf_config.to_dict()
     assert answers(checkpoint_config(FOLDER, full)) == by_transformers(full)
 
 
 def assert_same(raw: dict[str, Any]) -> None:
     """`transformers`' answers, or its words."""
     try:
-        wanted = by_transformers(raw)
+        expected = by_transformers(raw)
     except Exception as error:  # of many kinds
         with pytest.raises(ConfigError) as caught:
             checkpoint_config(FOLDER, raw)
         assert str(caught.value).endswith(" ".join(str(error).split()))
     else:
-        assert answers(checkpoint_config(FOLDER, raw)) == wanted
+        assert answers(checkpoint_config(FOLDER, raw)) == expected
 
 
 @pytest.mark.parametrize("name", PLAIN)
@@ -385,20 +385,20 @@ def test_of_any_rope_the_outcome_stays_that_of_transformers(
 
 @pytest.mark.parametrize("name", DOUBTFUL)
 def test_a_doubtful_config_has_the_answers_of_transformers(name: str) -> None:
-    found = answers(checkpoint_config(FOLDER, DOUBTFUL[name]))
-    assert found == by_transformers(DOUBTFUL[name])
+    actual = answers(checkpoint_config(FOLDER, DOUBTFUL[name]))
+    assert actual == by_transformers(DOUBTFUL[name])
 
 
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_config_is_refused_at_once_in_the_words_of_transformers(name: str) -> None:
-    with pytest.raises(Exception) as wanted:
+    with pytest.raises(Exception) as raised:
         by_transformers(WRONG[name])
     with pytest.raises(ConfigError) as caught:
         checkpoint_config(FOLDER, WRONG[name])
     family = WRONG[name]["model_type"]
-    said = " ".join(str(wanted.value).split())
+    text = " ".join(str(raised.value).split())
     assert str(caught.value) == (
-        f"model: {FOLDER}/config.json is not a valid {family!r} configuration: {said}"
+        f"model: {FOLDER}/config.json is not a valid {family!r} configuration: {text}"
     )
 
 
@@ -414,8 +414,8 @@ def test_a_wrong_config_is_refused_at_once_in_the_words_of_transformers(name: st
 def test_overrides_come_first(overrides: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(QWEN3))
     options = EngineConfig(model=str(tmp_path), hf_overrides=overrides, device="cpu")
-    found = resolve_model_config(options).hf_config
-    assert answers(found) == by_transformers(QWEN3 | overrides)
+    actual = resolve_model_config(options).hf_config
+    assert answers(actual) == by_transformers(QWEN3 | overrides)
 
 
 def test_it_passes_for_the_object_of_transformers() -> None:
@@ -460,11 +460,11 @@ def test_a_start_and_a_first_token_import_no_transformers(tmp_path: Path) -> Non
     (tmp_path / "config.json").write_text(json.dumps(QWEN3 | sizes))
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / name).write_bytes((EMBEDDED_MODEL / name).read_bytes())
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", START, str(tmp_path)], capture_output=True, text=True
     )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "False\n"
+    assert completed.returncode == 0, completed.stderr
+    assert completed.stdout == "False\n"
 
 
 SERVE = """
@@ -482,13 +482,13 @@ def test_a_server_and_its_first_token_import_no_transformers() -> None:
         [sys.executable, "-c", SERVE], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
         assert process.stdout is not None
-        found = re.search(r"http://127\.0\.0\.1:\d+", process.stdout.readline())
+        match = re.search(r"http://127\.0\.0\.1:\d+", process.stdout.readline())
         try:
-            assert found is not None
+            assert match is not None
             body = {"prompt": "Hello", "max_tokens": 1, "ignore_eos": True}
-            answer = httpx.post(f"{found[0]}/v1/completions", json=body, timeout=300)
-            assert answer.json()["usage"]["completion_tokens"] == 1
+            response = httpx.post(f"{match[0]}/v1/completions", json=body, timeout=300)
+            assert response.json()["usage"]["completion_tokens"] == 1
         finally:
             process.send_signal(signal.SIGINT)
-            said, complained = process.communicate(timeout=300)
-        assert said.splitlines()[-1] == "False", complained
+            stdout, complained = process.communicate(timeout=300)
+        assert stdout.splitlines()[-1] == "False", complained

@@ -46,19 +46,21 @@ def checkpoint(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def build(folder: Path, plugins: Plugins, changes: dict[str, Any]) -> None:
     """Everything that a start does with config.json, but for the weights."""
     file = folder / "config.json"
-    kept = file.read_text()
-    file.write_text(json.dumps(json.loads(kept) | changes))
+    original_text = file.read_text()
+    file.write_text(json.dumps(json.loads(original_text) | changes))
     try:
-        asked = EngineConfig(
+        engine_config = EngineConfig(
             model=str(folder), device="cpu", load_format="dummy", skip_tokenizer_init=True
         )
-        config = resolve_config(asked)
-        config, model_config = resolve_runner(asked, config, resolve_model_config(config), plugins)
+        config = resolve_config(engine_config)
+        config, model_config = resolve_runner(
+            engine_config, config, resolve_model_config(config), plugins
+        )
         operations = plugins["operations"].load("torch")()
         with torch.inference_mode():
             build_model(plugins, config, model_config, torch.device("cpu"), operations)
     finally:
-        file.write_text(kept)
+        file.write_text(original_text)
 
 
 def test_no_value_of_any_field_is_a_bare_error(checkpoint: Path, plugins: Plugins) -> None:

@@ -38,12 +38,12 @@ INDEX = "model.safetensors.index.json"
 @pytest.fixture(scope="session")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Each kind of checkpoint, saved once; tests copy it."""
-    made: dict[str, Path] = {}
+    folders: dict[str, Path] = {}
 
     def get(name: str) -> Path:
-        if name not in made:
-            made[name] = make_checkpoint(name, tmp_path_factory.mktemp("saved"))
-        return made[name]
+        if name not in folders:
+            folders[name] = make_checkpoint(name, tmp_path_factory.mktemp("saved"))
+        return folders[name]
 
     return get
 
@@ -88,9 +88,9 @@ def shard(folder: Path, **index: str) -> dict[str, str]:
 
 def assert_holds(model: nn.Module, tensors: dict[str, torch.Tensor]) -> None:
     """Each parameter equals the checkpoint's tensors, the merged ones stacked in order."""
-    found = dict(model.named_parameters())
+    actual = dict(model.named_parameters())
     merged = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-    for name, parameter in found.items():
+    for name, parameter in actual.items():
         for merged_name, parts in merged.items():
             if merged_name in name:
                 sources = [tensors[name.replace(merged_name, part)] for part in parts]
@@ -151,8 +151,8 @@ def test_tied_head_that_was_saved_all_the_same_is_ignored(checkpoint: Callable[.
 def test_weights_of_another_float_type_are_converted(checkpoint: Callable[..., Path]) -> None:
     folder = checkpoint()
     edit_weights(folder, lambda t: t.update({n: v.to(torch.bfloat16) for n, v in t.items()}))
-    wanted = {name: tensor.float() for name, tensor in load_file(folder / WEIGHTS).items()}
-    assert_holds(load(folder), wanted)
+    expected = {name: tensor.float() for name, tensor in load_file(folder / WEIGHTS).items()}
+    assert_holds(load(folder), expected)
 
 
 def test_old_buffers_in_a_checkpoint_are_ignored(checkpoint: Callable[..., Path]) -> None:
@@ -604,25 +604,25 @@ def test_rope_of_every_spelling_matches_transformers(
     hf = LlamaConfig(
         **COMMON, rope_parameters={"rope_type": kind, "rope_theta": 500.0, **ROPES[name]}
     )
-    wanted, wanted_factor = ROPE_INIT_FUNCTIONS[kind](hf, torch.device("cpu"), 512)
-    found, factor = inverse_frequencies(
+    expected, wanted_factor = ROPE_INIT_FUNCTIONS[kind](hf, torch.device("cpu"), 512)
+    frequencies, factor = inverse_frequencies(
         rope_parameters(model_config.hf_config), model_config.head_dim,
         model_config.max_model_len, hf.max_position_embeddings,
     )  # fmt: skip
-    torch.testing.assert_close(found, wanted)
+    torch.testing.assert_close(frequencies, expected)
     assert factor == pytest.approx(wanted_factor)
 
 
 def test_dynamic_rope_stretches_to_the_length_asked_for(tmp_path: Path) -> None:
     scaling = {"type": "dynamic", "factor": 4.0}
     config = write_config(tmp_path, rope_theta=500.0, rope_scaling=scaling)
-    asked = resolve_model_config(EngineConfig(model=config.model, max_model_len=2000))
+    engine_config = resolve_model_config(EngineConfig(model=config.model, max_model_len=2000))
     hf = LlamaConfig(
         **COMMON, rope_parameters={"rope_type": "dynamic", "rope_theta": 500.0, "factor": 4.0}
     )
-    wanted, _ = ROPE_INIT_FUNCTIONS["dynamic"](hf, torch.device("cpu"), 2000)
-    found, _ = inverse_frequencies(rope_parameters(asked.hf_config), 16, 2000, 512)
-    torch.testing.assert_close(found, wanted)
+    expected, _ = ROPE_INIT_FUNCTIONS["dynamic"](hf, torch.device("cpu"), 2000)
+    frequencies, _ = inverse_frequencies(rope_parameters(engine_config.hf_config), 16, 2000, 512)
+    torch.testing.assert_close(frequencies, expected)
 
 
 @pytest.mark.parametrize(("name", "reach"), [(n, 2048 if n == "dynamic" else LENGTHS[n])

@@ -62,8 +62,8 @@ class Plugin:
 
 
 def load(folder: Path, **options: Any) -> Any:
-    chosen = {"device": "cpu", "dtype": "float32", "quantization": "sign", **options}
-    config = EngineConfig(model=str(folder), **chosen)
+    settings = {"device": "cpu", "dtype": "float32", "quantization": "sign", **options}
+    config = EngineConfig(model=str(folder), **settings)
     return build_model(
         load_plugins(extra=[Plugin()]), config, resolve_model_config(config),
         torch.device("cpu"), Operations(),
@@ -91,8 +91,10 @@ def test_an_outsiders_method_takes_layers_over(folder: Path) -> None:
     torch.testing.assert_close(layer(x, residual=residual), x @ dense.t() + bias + residual)
     gate = quantized_layers(model)["model.layers.1.mlp.gate_up_proj"]
     assert gate.spec.gated and gate(x).shape == (3, 96)
-    kept = model.get_parameter("model.embed_tokens.weight")
-    assert torch.equal(kept, tensors["model.embed_tokens.weight"]), "embeddings were left alone"
+    embedding = model.get_parameter("model.embed_tokens.weight")
+    assert torch.equal(embedding, tensors["model.embed_tokens.weight"]), (
+        "embeddings were left alone"
+    )
     assert not any(parameter.is_meta for parameter in model.parameters())
 
 
@@ -124,7 +126,7 @@ def test_a_bias_of_zeros_is_dropped_and_any_other_refused(folder: Path, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("pattern", "name", "meant"),
+    ("pattern", "name", "expected"),
     [
         ("lm_head", "lm_head", True),
         ("q_proj", "model.layers.0.self_attn.q_proj", True),
@@ -135,8 +137,8 @@ def test_a_bias_of_zeros_is_dropped_and_any_other_refused(folder: Path, tmp_path
         ("re:layers", "model.layers.1.mlp.up_proj", False),
     ],
 )
-def test_ignore_lists_mean_whole_parts_of_names(pattern: str, name: str, meant: bool) -> None:
-    assert name_matches(name, pattern) is meant
+def test_ignore_lists_mean_whole_parts_of_names(pattern: str, name: str, expected: bool) -> None:
+    assert name_matches(name, pattern) is expected
 
 
 @pytest.mark.parametrize(

@@ -14,15 +14,15 @@ from jackfield.core.outputs import CompletionOutput, EngineStats, RequestTimings
 
 def samples(metrics: EngineMetrics) -> dict[str, float]:
     """Sample name, with its labels but the model's, → value."""
-    found = {}
+    entries = {}
     for family in text_string_to_metric_families(metrics.render().decode()):
         for sample in family.samples:
             labels = {k: v for k, v in sample.labels.items() if k != "model_name"}
             text = ",".join(f"{k}={v}" for k, v in sorted(labels.items()))
-            found[sample.name.removeprefix("jackfield:") + (f"[{text}]" if text else "")] = (
+            entries[sample.name.removeprefix("jackfield:") + (f"[{text}]" if text else "")] = (
                 sample.value
             )
-    return found
+    return entries
 
 
 def finished(reason: str = "stop", **timings: float) -> RequestOutput:
@@ -44,13 +44,13 @@ def test_counters_grow_by_what_the_snapshots_grew() -> None:
         metrics.observe_step(7, 0.005)
     metrics.observe_stats(EngineStats(prompt_tokens=5, generation_tokens=2))
     metrics.observe_stats(EngineStats(prompt_tokens=5, generation_tokens=9, num_preemptions=1))
-    found = samples(metrics)
-    assert found["prompt_tokens_total"] == 5
-    assert found["generation_tokens_total"] == 9
-    assert found["num_preemptions_total"] == 1
-    assert found["iteration_tokens_total_count"] == 2
-    assert found["iteration_tokens_total_sum"] == 14
-    assert found["iteration_seconds_sum"] == pytest.approx(0.01)
+    values = samples(metrics)
+    assert values["prompt_tokens_total"] == 5
+    assert values["generation_tokens_total"] == 9
+    assert values["num_preemptions_total"] == 1
+    assert values["iteration_tokens_total_count"] == 2
+    assert values["iteration_tokens_total_sum"] == 14
+    assert values["iteration_seconds_sum"] == pytest.approx(0.01)
 
 
 def test_gauges_show_the_last_snapshot() -> None:
@@ -58,11 +58,11 @@ def test_gauges_show_the_last_snapshot() -> None:
     metrics.observe_step(3, 0.01)
     metrics.observe_stats(EngineStats(num_requests_running=3, kv_cache_usage=0.5))
     metrics.observe_stats(EngineStats(num_requests_waiting=2))
-    found = samples(metrics)
-    assert found["num_requests_running"] == 0
-    assert found["num_requests_waiting"] == 2
-    assert found["kv_cache_usage_perc"] == 0
-    assert found["iteration_tokens_total_count"] == 1
+    values = samples(metrics)
+    assert values["num_requests_running"] == 0
+    assert values["num_requests_waiting"] == 2
+    assert values["kv_cache_usage_perc"] == 0
+    assert values["iteration_tokens_total_count"] == 1
 
 
 def test_a_finished_request_is_cut_into_its_phases() -> None:
@@ -71,7 +71,7 @@ def test_a_finished_request_is_cut_into_its_phases() -> None:
         finished(first_scheduled=11.0, first_token=13.0, last_token=16.0, finished=18.0),
         SamplingParams(n=2, max_tokens=20),
     )
-    found = samples(metrics)
+    values = samples(metrics)
     for name, seconds in (
         ("e2e_request_latency_seconds", 8),
         ("request_queue_time_seconds", 1),
@@ -84,45 +84,45 @@ def test_a_finished_request_is_cut_into_its_phases() -> None:
         ("request_params_n", 2),
         ("request_params_max_tokens", 20),
     ):
-        assert found[f"{name}_sum"] == seconds, name
-        assert found[f"{name}_count"] == 1, name
+        assert values[f"{name}_sum"] == seconds, name
+        assert values[f"{name}_count"] == 1, name
 
 
 def test_a_request_aborted_before_its_turn_has_no_phases() -> None:
     metrics = EngineMetrics("m")
     metrics.observe_finished(finished("abort", finished=12.0), SamplingParams())
-    found = samples(metrics)
-    assert found["e2e_request_latency_seconds_sum"] == 2
-    assert found["request_queue_time_seconds_count"] == 0
-    assert found["request_params_max_tokens_count"] == 0
+    values = samples(metrics)
+    assert values["e2e_request_latency_seconds_sum"] == 2
+    assert values["request_queue_time_seconds_count"] == 0
+    assert values["request_params_max_tokens_count"] == 0
 
 
 def test_finished_completions_are_counted_by_reason() -> None:
     metrics = EngineMetrics("m")
     metrics.observe_stats(EngineStats(requests_finished={"stop": 2}))
     metrics.observe_stats(EngineStats(requests_finished={"stop": 3, "abort": 1}))
-    found = samples(metrics)
-    assert found["request_success_total[finished_reason=stop]"] == 3
-    assert found["request_success_total[finished_reason=abort]"] == 1
+    values = samples(metrics)
+    assert values["request_success_total[finished_reason=stop]"] == 3
+    assert values["request_success_total[finished_reason=abort]"] == 1
 
 
 def test_token_latencies_count_each_token() -> None:
     metrics = EngineMetrics("m")
     metrics.observe_first_token(0.3)
     metrics.observe_inter_token(0.02, 3)
-    found = samples(metrics)
-    assert found["time_to_first_token_seconds_bucket[le=0.25]"] == 0
-    assert found["time_to_first_token_seconds_bucket[le=0.5]"] == 1
-    assert found["inter_token_latency_seconds_count"] == 3
-    assert found["inter_token_latency_seconds_sum"] == pytest.approx(0.06)
+    values = samples(metrics)
+    assert values["time_to_first_token_seconds_bucket[le=0.25]"] == 0
+    assert values["time_to_first_token_seconds_bucket[le=0.5]"] == 1
+    assert values["inter_token_latency_seconds_count"] == 3
+    assert values["inter_token_latency_seconds_sum"] == pytest.approx(0.06)
 
 
 def test_engines_keep_apart_and_say_how_their_cache_is_made() -> None:
-    one, other = EngineMetrics("one"), EngineMetrics("other")
-    one.observe_cache_config(block_size=16, num_gpu_blocks=100)
-    one.observe_first_token(1.0)
-    assert samples(one)["cache_config_info[block_size=16,num_gpu_blocks=100]"] == 1
-    assert b'model_name="one"' in one.render() and b"one" not in other.render()
+    first, other = EngineMetrics("one"), EngineMetrics("other")
+    first.observe_cache_config(block_size=16, num_gpu_blocks=100)
+    first.observe_first_token(1.0)
+    assert samples(first)["cache_config_info[block_size=16,num_gpu_blocks=100]"] == 1
+    assert b'model_name="one"' in first.render() and b"one" not in other.render()
     assert samples(other)["time_to_first_token_seconds_count"] == 0
 
 
@@ -138,10 +138,10 @@ def test_a_histogram_tells_what_the_library_s_own_would() -> None:
         for _ in range(times):
             reference.observe(value)
 
-    def told(registry: prometheus_client.CollectorRegistry) -> list[str]:
+    def exposition(registry: prometheus_client.CollectorRegistry) -> list[str]:
         lines = prometheus_client.generate_latest(registry).decode().splitlines()
         return [line for line in lines if not line.startswith("seconds_created")]
 
-    assert told(ours) == told(theirs)
+    assert exposition(ours) == exposition(theirs)
     with pytest.raises(ValueError, match="seconds"):
         Histogram("seconds", "Again.", (1,), {"model_name": "x"}, ours)

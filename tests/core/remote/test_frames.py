@@ -118,12 +118,12 @@ def cut(data: bytes, sizes: list[int]) -> list[bytes]:
 def test_any_cut_of_the_bytes_gives_the_messages(kind: Any, messages: Any) -> None:
     @settings(max_examples=60, deadline=None)
     @given(st.lists(messages, max_size=4), st.lists(st.integers(0, 90), max_size=8))
-    def check(sent: list[Any], sizes: list[int]) -> None:
+    def check(messages: list[Any], sizes: list[int]) -> None:
         reader: FrameReader[Any] = FrameReader(kind)
         came: list[Any] = []
-        for piece in cut(b"".join(map(encode, sent)), sizes):
+        for piece in cut(b"".join(map(encode, messages)), sizes):
             came += reader.read_frames(piece)
-        assert came == sent
+        assert came == messages
 
     check()
 
@@ -136,7 +136,9 @@ def test_bytes_that_are_no_message_are_refused_or_waited_for(data: bytes) -> Non
     for given_bytes in (data, framed):
         reader: FrameReader[Any] = FrameReader(ToEngine)
         try:
-            assert all(isinstance(one, msgspec.Struct) for one in reader.read_frames(given_bytes))
+            assert all(
+                isinstance(first, msgspec.Struct) for first in reader.read_frames(given_bytes)
+            )
         except BadFrame:
             continue
 

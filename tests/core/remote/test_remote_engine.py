@@ -87,18 +87,18 @@ async def final(stream: Any) -> Any:
 
 async def folded(stream: Any) -> list[tuple[Any, ...]]:
     """Deltas put together, a tuple a completion."""
-    made: dict[int, list[Any]] = {}
+    fields: dict[int, list[Any]] = {}
     async for output in stream:
-        for one in output.outputs:
-            text, token_ids, logprobs, _, _ = made.get(one.index, ["", [], [], None, None])
-            made[one.index] = [
-                text + one.text,
-                token_ids + one.token_ids,
-                logprobs + (one.logprobs or []),
-                one.finish_reason,
-                one.stop_reason,
+        for item in output.outputs:
+            text, token_ids, logprobs, _, _ = fields.get(item.index, ["", [], [], None, None])
+            fields[item.index] = [
+                text + item.text,
+                token_ids + item.token_ids,
+                logprobs + (item.logprobs or []),
+                item.finish_reason,
+                item.stop_reason,
             ]
-    return [tuple(made[index]) for index in sorted(made)]
+    return [tuple(fields[index]) for index in sorted(fields)]
 
 
 async def becomes(condition: Any) -> None:
@@ -131,21 +131,21 @@ ASKED: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def assert_alike(one: Any, other: Any, name: str) -> None:
+def assert_alike(item: Any, other: Any, name: str) -> None:
     """Equal; numbers nearly, since a prompt that is partly cached goes through other products."""
-    assert type(one) is type(other), name
-    if isinstance(one, dict):
-        assert list(one) == list(other), name
-        for key in one:
-            assert_alike(one[key], other[key], f"{name}: {key}")
-    elif isinstance(one, list):
-        assert len(one) == len(other), name
-        for number, pair in enumerate(zip(one, other, strict=True)):
+    assert type(item) is type(other), name
+    if isinstance(item, dict):
+        assert list(item) == list(other), name
+        for key in item:
+            assert_alike(item[key], other[key], f"{name}: {key}")
+    elif isinstance(item, list):
+        assert len(item) == len(other), name
+        for number, pair in enumerate(zip(item, other, strict=True)):
             assert_alike(*pair, f"{name}: {number}")
-    elif isinstance(one, float):
-        assert one == pytest.approx(other, abs=1e-4), name
+    elif isinstance(item, float):
+        assert item == pytest.approx(other, abs=1e-4), name
     else:
-        assert one == other, name
+        assert item == other, name
 
 
 async def test_outputs_are_those_of_an_engine_in_process(tmp_path: Path) -> None:
@@ -180,10 +180,10 @@ async def test_vectors_are_those_of_an_engine_in_process(tmp_path: Path) -> None
         fronted(tmp_path, **options) as (_, (there,)),
     ):
         for prompt in ("Once upon a time", [5, 6, 7]):
-            one, other = await here.encode(prompt), await there.encode(prompt)
-            assert one.prompt_token_ids == other.prompt_token_ids
-            assert one.prompt == other.prompt
-            assert one.outputs.data.tobytes() == other.outputs.data.tobytes()
+            first, other = await here.encode(prompt), await there.encode(prompt)
+            assert first.prompt_token_ids == other.prompt_token_ids
+            assert first.prompt == other.prompt
+            assert first.outputs.data.tobytes() == other.outputs.data.tobytes()
         with pytest.raises(InvalidRequest, match="gives vectors"):
             await final(there.generate("x"))
         assert there.supported_tasks == here.supported_tasks
@@ -192,7 +192,7 @@ async def test_vectors_are_those_of_an_engine_in_process(tmp_path: Path) -> None
 async def test_refusals_are_those_of_an_engine_in_process(tmp_path: Path) -> None:
     config = {"max_waiting_requests": 1, "max_num_seqs": 1}
     bad_schema = {"json": {"type": "no such type"}}
-    asked: list[tuple[Any, Any]] = [
+    params_: list[tuple[Any, Any]] = [
         ([10**9], SamplingParams()),
         ([], SamplingParams()),
         ([5] * 600, SamplingParams()),
@@ -204,14 +204,14 @@ async def test_refusals_are_those_of_an_engine_in_process(tmp_path: Path) -> Non
         AsyncEngine(EngineConfig(**CONFIG)) as here,
         fronted(tmp_path) as (server, (there,)),
     ):
-        for prompt, params in asked:
-            told = []
+        for prompt, params in params_:
+            messages = []
             for engine in (here, there):
                 with pytest.raises(InvalidRequest) as caught:
                     await final(engine.generate(prompt, params))
-                told.append((type(caught.value), caught.value.message, caught.value.param))
-            assert told[0] == told[1]
-        assert told[0][2] == "structured_outputs.regex"
+                messages.append((type(caught.value), caught.value.message, caught.value.param))
+            assert messages[0] == messages[1]
+        assert messages[0][2] == "structured_outputs.regex"
         with pytest.raises(ContextLengthExceeded):
             await final(there.generate([5] * 600))
         with pytest.raises(InvalidRequest, match="cannot be sent"):
@@ -232,8 +232,8 @@ async def test_refusals_are_those_of_an_engine_in_process(tmp_path: Path) -> Non
 
 
 async def test_an_id_is_in_use_whichever_front_end_has_it(tmp_path: Path) -> None:
-    async with fronted(tmp_path, count=2) as (server, (one, two)):
-        stream = one.generate([5], LONG, request_id="same")
+    async with fronted(tmp_path, count=2) as (server, (first, two)):
+        stream = first.generate([5], LONG, request_id="same")
         await anext(stream)
         with pytest.raises(InvalidRequest, match="in use"):
             await final(two.generate([5], LONG, request_id="same"))
@@ -269,13 +269,13 @@ async def test_leaving_a_stream_frees_its_blocks(tmp_path: Path) -> None:
 
 
 async def test_a_lost_front_end_loses_its_requests_alone(tmp_path: Path) -> None:
-    async with fronted(tmp_path, count=2) as (server, (one, two)):
-        lost = [one.generate([5, number], LONG) for number in range(3)]
-        kept = two.generate([5], SamplingParams(max_tokens=60, ignore_eos=True, seed=1))
-        for stream in (*lost, kept):
+    async with fronted(tmp_path, count=2) as (server, (first, two)):
+        lost = [first.generate([5, number], LONG) for number in range(3)]
+        survivor = two.generate([5], SamplingParams(max_tokens=60, ignore_eos=True, seed=1))
+        for stream in (*lost, survivor):
             await anext(stream)
-        one.core._channel.abort()
-        output = await final(kept)
+        first.core._channel.abort()
+        output = await final(survivor)
         assert len(output.outputs[0].token_ids) == 60
         for stream in lost:
             last = await final(stream)
@@ -283,11 +283,11 @@ async def test_a_lost_front_end_loses_its_requests_alone(tmp_path: Path) -> None
             assert "process has ended" in (last.error or "")
         await becomes(lambda: idle(server.core))
         assert server.core.stats().requests_finished == {"abort": 3, "length": 1}
-        assert one.core.closed.is_set() and not one.healthy
+        assert first.core.closed.is_set() and not first.healthy
         with pytest.raises(EngineStopped):
-            await final(one.generate([5]))
+            await final(first.generate([5]))
         with pytest.raises(EngineStopped):
-            await one.check_health()
+            await first.check_health()
 
 
 BAD = {
@@ -322,21 +322,21 @@ async def test_a_front_end_that_does_not_read_costs_its_tokens_alone(tmp_path: P
     """Its news waits, one frame for all steps, and it gets everything once it reads."""
     async with fronted(tmp_path) as (server, (there,)):
         (front,) = server.fronts
-        sent: list[Any] = []
+        messages: list[Any] = []
         send = front.channel.send
-        front.channel.send = lambda message: (sent.append(message), send(message))[1]  # type: ignore[method-assign]
+        front.channel.send = lambda message: (messages.append(message), send(message))[1]  # type: ignore[method-assign]
         stream = there.generate([5], SamplingParams(max_tokens=80, ignore_eos=True, temperature=0))
         first = await anext(stream)
         front.channel.pause_writing()
         await becomes(lambda: idle(server.core))
-        before = len(sent)
+        before = len(messages)
         assert not (await asyncio.wait([asyncio.ensure_future(asyncio.sleep(0.01))]))[1]
         front.channel.resume_writing()
         last = await final(stream)
         assert len(last.outputs[0].token_ids) == 80 and not first.finished
-        told = [one for one in sent[before:] if type(one).__name__ == "Tokens"]
-        assert len(told) == 1
-        assert len(told[0].token_ids) + len(told[0].changes[0].token_ids) > 10
+        token_frames = [item for item in messages[before:] if type(item).__name__ == "Tokens"]
+        assert len(token_frames) == 1
+        assert len(token_frames[0].token_ids) + len(token_frames[0].changes[0].token_ids) > 10
 
 
 async def test_what_is_too_large_to_cross_fails_alone(
@@ -348,7 +348,7 @@ async def test_what_is_too_large_to_cross_fails_alone(
         monkeypatch.setattr("jackfield.core.remote.frames.MAX_FRAME", 2000)
         params = SamplingParams(max_tokens=300, prompt_logprobs=20, n=2, ignore_eos=True)
         output = await final(there.generate([5] * 100, params))
-        assert [one.finish_reason for one in output.outputs] == ["error", "error"]
+        assert [item.finish_reason for item in output.outputs] == ["error", "error"]
         assert "at most 2000" in (output.error or "")
         assert server.core.stats().num_requests_running == 1, "the others are aborted"
         assert len((await final(other)).outputs[0].token_ids) == 60
@@ -365,9 +365,9 @@ async def test_metrics_are_the_engines_and_the_sum_of_the_front_ends(tmp_path: P
         texts = [(await front.render_metrics()).decode() for front in fronts]
         for text in texts:
             samples = {
-                (one.name, *sorted(one.labels.items())): one.value
+                (sample.name, *sorted(sample.labels.items())): sample.value
                 for family in text_string_to_metric_families(text)
-                for one in family.samples
+                for sample in family.samples
             }
             named = ("model_name", "tiny")
             assert samples["jackfield:generation_tokens_total", named] == 8
@@ -383,34 +383,34 @@ async def test_a_front_end_that_does_not_answer_is_left_out_of_the_metrics(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(remote_server, "REPORT_SECONDS", 0.1)
-    async with fronted(tmp_path, count=2) as (_, (one, two)):
-        for front in (one, two):
+    async with fronted(tmp_path, count=2) as (_, (first, two)):
+        for front in (first, two):
             front.core.report_load(lambda: 1)
         two.core._channel.received = None
-        assert await one.core.server_load() == 1
+        assert await first.core.server_load() == 1
 
 
 async def test_the_events_reach_plugins_once(tmp_path: Path) -> None:
-    told: list[str] = []
+    messages: list[str] = []
 
     class Listener:
         @hookimpl
         def engine_started(self, engine: Any) -> None:
-            told.append(f"started {type(engine).__name__}")
+            messages.append(f"started {type(engine).__name__}")
 
         @hookimpl
         def request_finished(self, output: Any) -> None:
-            told.append(f"finished {output.outputs[0].text}")
+            messages.append(f"finished {output.outputs[0].text}")
 
         @hookimpl
         def engine_stopping(self, engine: Any) -> None:
-            told.append("stopping")
+            messages.append("stopping")
 
     plugins = load_plugins(extra=[Listener()])
     async with fronted(tmp_path, plugins=plugins) as (_, (there,)):
         params = SamplingParams(structured_outputs={"choice": ["yes"]})  # type: ignore[arg-type]
         await final(there.generate("x", params))
-    assert told == ["started AsyncEngine", "finished yes", "stopping"]
+    assert messages == ["started AsyncEngine", "finished yes", "stopping"]
 
 
 async def test_the_prefix_cache_is_reset_through_the_socket(tmp_path: Path) -> None:
@@ -506,11 +506,11 @@ async def test_the_connectors_parameters_go_in_and_out(tmp_path: Path) -> None:
     options = {"kv_transfer_config": {"kv_connector": "giver"}}
     plugins = load_plugins(extra=[Giver()])
     async with fronted(tmp_path, plugins=plugins, **options) as (_, (there,)):
-        asked = {"to": ["elsewhere", 1, None, {"a": 1.5}]}
-        params = SamplingParams(temperature=0, stop=("=",), kv_transfer_params=asked)
+        request = {"to": ["elsewhere", 1, None, {"a": 1.5}]}
+        params = SamplingParams(temperature=0, stop=("=",), kv_transfer_params=request)
         output = await final(there.chat(CHAT, params))
         assert (output.outputs[0].finish_reason, output.outputs[0].stop_reason) == ("stop", "=")
-        assert output.kv_transfer_params == {"given": asked, "why": "stop"}
+        assert output.kv_transfer_params == {"given": request, "why": "stop"}
 
 
 @pytest.mark.parametrize("kind", [EngineCore, RemoteCore])

@@ -126,7 +126,7 @@ def test_rendering_agrees_with_transformers(generate: bool, kwargs: dict[str, An
     theirs = PreTrainedTokenizerFast(tokenizer_object=byte_level().backend)
     messages = [{"role": "system", "content": " Be. "}, *user("Hi <b>"), *user("Bye")]
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
-    want = theirs.apply_chat_template(
+    expected = theirs.apply_chat_template(
         messages,
         chat_template=CHATML,
         tools=tools,
@@ -134,10 +134,10 @@ def test_rendering_agrees_with_transformers(generate: bool, kwargs: dict[str, An
         add_generation_prompt=generate,
         **kwargs,
     )
-    got = TEMPLATE.render(
+    actual = TEMPLATE.render(
         messages, tools=tools, add_generation_prompt=generate, template_kwargs=kwargs
     )
-    assert got == want
+    assert actual == expected
 
 
 def test_the_fields_extras_work() -> None:
@@ -147,10 +147,10 @@ def test_the_fields_extras_work() -> None:
         "{{ {'b': 1, 'a': 'é'} | tojson(indent=1, sort_keys=true, separators=(',', ':')) }} "
         "{{ strftime_now('%Y') | length }} {{ x.y.z }}"
     )
-    got = ChatTemplate(source, TOKENIZER).render(
+    actual = ChatTemplate(source, TOKENIZER).render(
         [*user("1"), *user("2")], template_kwargs={"x": {"y": {"z": 5}}}
     )
-    assert got == '1g <|im_end|> {\n "a":"é",\n "b":1\n} 4 5'
+    assert actual == '1g <|im_end|> {\n "a":"é",\n "b":1\n} 4 5'
 
 
 def test_a_template_for_tools_serves_requests_with_tools() -> None:
@@ -302,8 +302,8 @@ def test_without_typed_control_tokens_the_tokens_are_those_of_the_text(texts: li
     for tokenizer in (TOKENIZER, UNIGRAM):
         template = ChatTemplate(CHATML, tokenizer)
         messages = [message for text in texts for message in user(text)]
-        want = tokenizer.encode(template.render(messages), add_special_tokens=False)
-        assert template.render_tokens(messages) == want
+        expected = tokenizer.encode(template.render(messages), add_special_tokens=False)
+        assert template.render_tokens(messages) == expected
 
 
 @settings(max_examples=200, deadline=None)

@@ -32,22 +32,22 @@ def test_a_long_text_has_the_tokens_that_the_library_gives_it(
     text = WORDS * (LONG_TEXT // len(WORDS) + 1)
     assert len(text) >= LONG_TEXT
     for pair in (None, text[::-1]):
-        made = encode_text(tokenizer.backend, text, pair, add_special_tokens=special)
+        result = encode_text(tokenizer.backend, text, pair, add_special_tokens=special)
         known = tokenizer.backend.encode(text, pair, add_special_tokens=special)
-        assert (made.ids, made.type_ids) == (known.ids, known.type_ids)
+        assert (result.ids, result.type_ids) == (known.ids, known.type_ids)
 
 
 async def shares(work: Awaitable[Any]) -> tuple[float, float]:
     """(seconds that `work` took, the longest of them without a turn of the loop)"""
     task = asyncio.ensure_future(work)
-    began = last = time.perf_counter()
+    start = last = time.perf_counter()
     longest = 0.0
     while not task.done():
         await asyncio.sleep(0.001)
         now = time.perf_counter()
         longest, last = max(longest, now - last), now
     await asyncio.gather(task, return_exceptions=True)
-    return last - began, longest
+    return last - start, longest
 
 
 @pytest.mark.parametrize("allow_special", [True, False])

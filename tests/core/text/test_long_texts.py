@@ -78,8 +78,8 @@ def test_a_text_that_is_cut_is_encoded_as_far_as_it_is_kept(side: str, tokens: i
     encode = Counted()
     limit = TokenLimit(tokens=tokens, context=50_000, cut=side)  # type: ignore[arg-type]
     ids = encode_within(text, limit, encode, lambda: 1)
-    kept = ids[:tokens] if side == "right" else ids[-tokens:]
-    assert kept == (whole[:tokens] if side == "right" else whole[-tokens:])
+    truncated = ids[:tokens] if side == "right" else ids[-tokens:]
+    assert truncated == (whole[:tokens] if side == "right" else whole[-tokens:])
     assert encode.longest <= 4 * max(PIECE, 4 * tokens)
 
 

@@ -202,12 +202,12 @@ def test_lone_surrogates_do_not_break_encoding() -> None:
 
 def test_bad_words_with_and_without_a_leading_space() -> None:
     tokenizer = KINDS["byte_level"]
-    found = tokenizer.bad_words_ids(["fox", " fox", "fox"])
-    assert len(found) == len(set(found)) >= 1
-    assert tuple(tokenizer.encode("fox")) in found
+    actual = tokenizer.bad_words_ids(["fox", " fox", "fox"])
+    assert len(actual) == len(set(actual)) >= 1
+    assert tuple(tokenizer.encode("fox")) in actual
     spaced = tuple(tokenizer.encode(" fox"))
-    fits = len(spaced) == len(found[0]) and spaced[0] != found[0][0]
-    assert (spaced in found) == fits
+    fits = len(spaced) == len(actual[0]) and spaced[0] != actual[0][0]
+    assert (spaced in actual) == fits
 
 
 def test_streaming_is_linear_even_for_bytes_that_never_form_a_character() -> None:
@@ -241,9 +241,9 @@ def test_loading_reads_tokens_and_templates(tmp_path: Path) -> None:
     assert tokenizer.chat_templates == {"default": "d", "tool_use": "t"}
     (tmp_path / "chat_template.jinja").write_text("{{ file }}")
     assert Tokenizer.load(path).chat_template == "{{ file }}"
-    given = tmp_path / "mine.jinja"
-    given.write_text("{{ mine }}")
-    assert Tokenizer.load(path, chat_template=str(given)).chat_template == "{{ mine }}"
+    input_path = tmp_path / "mine.jinja"
+    input_path.write_text("{{ mine }}")
+    assert Tokenizer.load(path, chat_template=str(input_path)).chat_template == "{{ mine }}"
     assert Tokenizer.load(path, chat_template="{{ x }}").chat_templates == {"default": "{{ x }}"}
     with pytest.raises(LoadError, match="no file"):
         Tokenizer.load(path, chat_template="nowhere.jinja")

@@ -106,8 +106,8 @@ def test_engines_are_compared_in_fresh_processes(
         ("transformers", "start"), ("transformers", "W1"),
     ]  # fmt: skip
     own, peer = lines[1]["measured"]["ms_per_token"], lines[3]["measured"]["ms_per_token"]
-    told = capsys.readouterr().out
-    assert "ours/transformers" in told and f"{own / peer:.4g}" in told
+    output = capsys.readouterr().out
+    assert "ours/transformers" in output and f"{own / peer:.4g}" in output
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
@@ -136,8 +136,8 @@ def test_mistakes_are_told(capsys: pytest.CaptureFixture[str]) -> None:
 def test_w2_draws_the_lengths_that_others_publish() -> None:
     """142,827 prompt and 133,966 output tokens, as nano-vllm's benchmark draws them."""
     asks = draw(WORKLOADS["W2"], 151936, 0)
-    assert sum(len(ask.prompt) for ask in asks) == 142_827
-    assert sum(ask.output for ask in asks) == 133_966
+    assert sum(len(request.prompt) for request in asks) == 142_827
+    assert sum(request.output for request in asks) == 133_966
     again = draw(WORKLOADS["W2"], 151936, 1)
     assert [len(a.prompt) for a in again] == [len(a.prompt) for a in asks]
     assert all(a.prompt[:16] != b.prompt[:16] for a, b in zip(asks, again, strict=True))
@@ -155,8 +155,8 @@ def test_the_floor_of_8b_is_its_bytes(tmp_path: Path) -> None:
         copy_bytes_per_second=4.2e12, read_bytes_per_second=4.2e12, matmul_flops=780e12,
         dtype="bfloat16", device="a card",
     )  # fmt: skip
-    one = batch_floor(shape, card, [Extent(1, 3, 0)])
-    assert one == pytest.approx(3 * 3.6e-3, rel=0.01)
+    first = batch_floor(shape, card, [Extent(1, 3, 0)])
+    assert first == pytest.approx(3 * 3.6e-3, rel=0.01)
 
 
 def test_the_front_end_is_timed_without_a_model(tmp_path: Path) -> None:

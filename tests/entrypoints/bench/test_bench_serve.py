@@ -42,8 +42,17 @@ def url() -> Iterator[str]:
 def bench(url: str, folder: Path, *options: str, status: int = 0) -> list[dict[str, Any]]:
     """→ the lines it wrote"""
     out = folder / "results.jsonl"
-    given = ["--base-url", url, "--vocab-size", "1500", "--output", str(out), "--num-warmups", "0"]
-    assert run(["serve", *options, *given]) == status
+    arguments = [
+        "--base-url",
+        url,
+        "--vocab-size",
+        "1500",
+        "--output",
+        str(out),
+        "--num-warmups",
+        "0",
+    ]
+    assert run(["serve", *options, *arguments]) == status
     return [json.loads(line) for line in out.read_text().splitlines()]
 
 
@@ -64,28 +73,30 @@ def test_percentiles_are_those_of_the_requests(url: str, tmp_path: Path, process
     )  # fmt: skip
     assert line["at"] == {"max_concurrency": 4, "requests": 12} and line["failed"] == 0
     assert line["engine"] == "server" and line["model"] == SERVED and line["url"] == url
-    told, result = line["measured"], json.loads((tmp_path / "one.json").read_text())
+    measured, result = line["measured"], json.loads((tmp_path / "one.json").read_text())
     assert result["completed"] == 12 and result["errors"] == [""] * 12
     lengths = result["input_lens"], result["output_lens"]
-    for found, (low, high) in zip(lengths, ((20, 40), (3, 9)), strict=True):
-        assert low <= min(found) < max(found) <= high
+    for actual, (low, high) in zip(lengths, ((20, 40), (3, 9)), strict=True):
+        assert low <= min(actual) < max(actual) <= high
     ttfts, itls, output = result["ttfts"], result["itls"], result["output_lens"]
     e2els = [first + sum(gaps) for first, gaps in zip(ttfts, itls, strict=True)]
     tpots = [sum(gaps) / (count - 1) for gaps, count in zip(itls, output, strict=True) if gaps]
-    gaps = [gap for one in itls for gap in one]
+    gaps = [gap for itl in itls for gap in itl]
     for name, values in (("ttft", ttfts), ("tpot", tpots), ("itl", gaps), ("e2el", e2els)):
         assert min(values) >= 0
         for percent in (50, 90, 99):
-            wanted = 1e3 * by_hand(values, percent)
-            assert told[f"{name}_p{percent}_ms"] == pytest.approx(wanted, rel=1e-4)
-            assert result[f"p{percent}_{name}_ms"] == pytest.approx(wanted, rel=1e-4)
-        assert told[f"{name}_mean_ms"] == pytest.approx(1e3 * statistics.fmean(values), rel=1e-4)
+            expected = 1e3 * by_hand(values, percent)
+            assert measured[f"{name}_p{percent}_ms"] == pytest.approx(expected, rel=1e-4)
+            assert result[f"p{percent}_{name}_ms"] == pytest.approx(expected, rel=1e-4)
+        assert measured[f"{name}_mean_ms"] == pytest.approx(
+            1e3 * statistics.fmean(values), rel=1e-4
+        )
         assert result[f"median_{name}_ms"] == pytest.approx(1e3 * statistics.median(values))
     ends = [start + whole for start, whole in zip(result["start_times"], e2els, strict=True)]
     assert result["duration"] >= max(ends) - min(result["start_times"]) - 5e-3
-    assert told["seconds"] == pytest.approx(result["duration"], rel=1e-4)
+    assert measured["seconds"] == pytest.approx(result["duration"], rel=1e-4)
     speed = sum(output) / result["duration"]
-    assert told["output_tokens_per_second"] == pytest.approx(speed, rel=1e-4)
+    assert measured["output_tokens_per_second"] == pytest.approx(speed, rel=1e-4)
     assert result["output_throughput"] == pytest.approx(speed)
 
 
@@ -111,17 +122,17 @@ def test_chats_find_what_was_said_in_the_prefix_cache(url: str, tmp_path: Path) 
     # 8 tokens said and 16 answered a turn: two turns, as W7 has 8 of them and 0.125 are two.
     prompts = [160 + 8, 160 + 8 + 16 + 8]
     chats = 8
-    found = (chats - 1) * 160 + chats * (160 + 16)  # Blocks of 16 tokens.
+    num_hits = (chats - 1) * 160 + chats * (160 + 16)  # Blocks of 16 tokens.
     assert line["measured"]["prefix_hit_rate"] == pytest.approx(
-        found / (chats * sum(prompts)), abs=0.02
+        num_hits / (chats * sum(prompts)), abs=0.02
     )
 
 
 def test_prompts_of_an_earlier_run_are_doubted(url: str, tmp_path: Path) -> None:
-    given = ["--num-prompts", "4", "--random-input-len", "64", "--random-output-len", "2"]
-    fresh = bench(url, tmp_path, *given, "--seed", "5")[-1]
+    arguments = ["--num-prompts", "4", "--random-input-len", "64", "--random-output-len", "2"]
+    fresh = bench(url, tmp_path, *arguments, "--seed", "5")[-1]
     assert fresh["measured"]["prefix_hit_rate"] == 0 and "doubt" not in fresh
-    again = bench(url, tmp_path, *given, "--seed", "5")[-1]
+    again = bench(url, tmp_path, *arguments, "--seed", "5")[-1]
     assert again["measured"]["prefix_hit_rate"] > 0.5 and "--seed" in again["doubt"]
 
 
@@ -162,7 +173,7 @@ def test_no_server_is_told(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "output"),
     [
         (["W2"], "'W2' is none of those"),
         (["--num-prompts", "0"], "--num-prompts: must be a number at least 1, got '0'"),
@@ -181,12 +192,12 @@ def test_no_server_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )
 def test_bad_flags_are_refused_by_name(
-    options: list[str], told: str, capsys: pytest.CaptureFixture[str]
+    options: list[str], output: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as raised:
         run(["serve", *options])
-    assert ended.value.code == 2
-    assert told in capsys.readouterr().err
+    assert raised.value.code == 2
+    assert output in capsys.readouterr().err
 
 
 def test_flags_mean_what_they_mean_to_vllm() -> None:
@@ -199,9 +210,9 @@ def test_flags_mean_what_they_mean_to_vllm() -> None:
     assert (way.requests, way.rate, way.max_concurrency) == (7, 3.0, 2)
     chats = draw_chats(workload, 1000, 1, 7)
     first = chats[0][0].prompt[:30]
-    for (ask,) in chats:
-        assert ask.prompt[:30] == first and 105 <= len(ask.prompt) <= 155
-    assert len({tuple(ask.prompt[30:40]) for (ask,) in chats}) == 7
+    for (request,) in chats:
+        assert request.prompt[:30] == first and 105 <= len(request.prompt) <= 155
+    assert len({tuple(request.prompt[30:40]) for (request,) in chats}) == 7
 
 
 def test_w7_shares_its_system_prompt_and_nothing_else() -> None:

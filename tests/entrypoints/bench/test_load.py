@@ -58,7 +58,7 @@ async def serving(handler: Handler) -> AsyncIterator[Target]:
 def streaming(*frames: Any, status: int = 200) -> Handler:
     """Sends these and ends; a float is a pause, a string is sent as it is."""
 
-    async def answer(request: web.Request) -> web.StreamResponse:
+    async def handler(request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse(status=status)
         await response.prepare(request)
         for frame in frames:
@@ -70,7 +70,7 @@ def streaming(*frames: Any, status: int = 200) -> Handler:
         await response.write_eof()
         return response
 
-    return answer
+    return handler
 
 
 def usage(tokens: int) -> dict[str, Any]:
@@ -89,33 +89,33 @@ def one(handler: Handler, output: int = 3, **changes: Any) -> RequestResult:
 
 def test_times_of_a_stream_are_those_of_its_pieces() -> None:
     for _ in range(8):
-        answer = one(streaming(0.05, PIECE, 0.1, PIECE, 0.2, PIECE, usage(3), "[DONE]"))
-        assert answer.error is None
-        assert (answer.prompt_tokens, answer.output_tokens) == (3, 3)
-        assert answer.ttft >= 0.05
-        assert answer.tpot == pytest.approx(sum(answer.itl) / 2)
-        assert answer.e2el == pytest.approx(answer.ttft + sum(answer.itl))
+        result = one(streaming(0.05, PIECE, 0.1, PIECE, 0.2, PIECE, usage(3), "[DONE]"))
+        assert result.error is None
+        assert (result.prompt_tokens, result.output_tokens) == (3, 3)
+        assert result.ttft >= 0.05
+        assert result.tpot == pytest.approx(sum(result.itl) / 2)
+        assert result.e2el == pytest.approx(result.ttft + sum(result.itl))
         # Pieces of a busy machine come late, but not each time.
-        if answer.ttft < 0.1 and answer.itl == pytest.approx([0.1, 0.2], abs=0.04):
+        if result.ttft < 0.1 and result.itl == pytest.approx([0.1, 0.2], abs=0.04):
             return
-    pytest.fail(f"the last of 8 streams: {answer.ttft}, {answer.itl}")
+    pytest.fail(f"the last of 8 streams: {result.ttft}, {result.itl}")
 
 
 def test_a_role_and_a_reason_are_no_tokens_of_a_chat() -> None:
     def delta(**fields: Any) -> dict[str, Any]:
         return {"choices": [{"index": 0, "delta": fields, "finish_reason": None}]}
 
-    answer = one(
+    result = one(
         streaming(delta(role="assistant", content=""), 0.1, delta(content="a"),
                   delta(content="b"), delta(), usage(2), "[DONE]"),
         output=2, endpoint="/v1/chat/completions",
     )  # fmt: skip
-    assert answer.error is None
-    assert len(answer.times) == 2 and answer.ttft >= 0.1
+    assert result.error is None
+    assert len(result.times) == 2 and result.ttft >= 0.1
 
 
 @pytest.mark.parametrize(
-    ("handler", "told"),
+    ("handler", "message"),
     [
         (streaming("no", status=503), "status 503"),
         (streaming(PIECE, {"error": {"message": "it broke"}}, "[DONE]"), "it broke"),
@@ -126,9 +126,9 @@ def test_a_role_and_a_reason_are_no_tokens_of_a_chat() -> None:
     ],
     ids=["refused", "failed", "cut", "short", "no JSON", "not counted"],
 )
-def test_an_answer_that_is_not_whole_is_an_error(handler: Handler, told: str) -> None:
-    answer = one(handler)
-    assert answer.error is not None and told in answer.error
+def test_an_answer_that_is_not_whole_is_an_error(handler: Handler, message: str) -> None:
+    result = one(handler)
+    assert result.error is not None and message in result.error
 
 
 def whole(*, output: int = 1, count: int = 1, **changes: Any) -> Load:
@@ -139,7 +139,7 @@ def whole(*, output: int = 1, count: int = 1, **changes: Any) -> Load:
 def test_pieces_cut_anywhere_are_the_same_pieces() -> None:
     """Frames come as the network cuts them."""
 
-    async def answer(request: web.Request) -> web.StreamResponse:
+    async def handler(request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse()
         await response.prepare(request)
         text = "".join(f"data: {json.dumps(each)}\n\n" for each in (PIECE, PIECE, usage(2)))
@@ -147,16 +147,16 @@ def test_pieces_cut_anywhere_are_the_same_pieces() -> None:
             await response.write(bytes([letter]))
         return response
 
-    told = one(answer, output=2)
-    assert told.error is None and len(told.times) == 2 and told.output_tokens == 2
+    result = one(handler, output=2)
+    assert result.error is None and len(result.times) == 2 and result.output_tokens == 2
 
 
 def test_a_server_that_is_not_there_is_an_error() -> None:
     target = Target(url="http://127.0.0.1:9", model="m")
-    sent = asyncio.run(send_load(target, whole(count=3, max_concurrency=2)))
-    assert [answer.error is not None for answer in sent.results] == [True] * 3
-    record = summarize([sent])
-    assert record["failed"] == 3 and record["first_failure"] == sent.results[0].error
+    outcome = asyncio.run(send_load(target, whole(count=3, max_concurrency=2)))
+    assert [result.error is not None for result in outcome.results] == [True] * 3
+    record = summarize([outcome])
+    assert record["failed"] == 3 and record["first_failure"] == outcome.results[0].error
     assert record["measured"]["requests_per_second"] == 0
 
 
@@ -164,7 +164,7 @@ def test_a_server_that_is_not_there_is_an_error() -> None:
 def test_a_closed_loop_keeps_so_many_open_and_no_more(processes: int) -> None:
     open_now, most = 0, 0
 
-    async def answer(request: web.Request) -> web.StreamResponse:
+    async def handler(request: web.Request) -> web.StreamResponse:
         nonlocal open_now, most
         open_now += 1
         most = max(most, open_now)
@@ -173,15 +173,15 @@ def test_a_closed_loop_keeps_so_many_open_and_no_more(processes: int) -> None:
         return web.json_response(usage(1))
 
     async def main() -> LoadResult:
-        async with serving(answer) as target:
+        async with serving(handler) as target:
             quiet = Target(url=target.url, model="m", stream=False)
             load = whole(count=20, max_concurrency=4)
             return await send_load(quiet, load, processes=processes)
 
-    sent = asyncio.run(main())
-    assert len(sent.results) == 20 and not [a.error for a in sent.results if a.error]
+    outcome = asyncio.run(main())
+    assert len(outcome.results) == 20 and not [a.error for a in outcome.results if a.error]
     assert most == 4 or (processes > 1 and 2 <= most <= 4)
-    assert sent.seconds > 0 and sent.cpu_share > 0
+    assert outcome.seconds > 0 and outcome.cpu_share > 0
 
 
 def test_shares_of_a_load_are_the_load() -> None:
@@ -200,7 +200,7 @@ def test_an_open_loop_waits_for_nobody() -> None:
     came = 0
     all_came = asyncio.Event()
 
-    async def answer(request: web.Request) -> web.StreamResponse:
+    async def handler(request: web.Request) -> web.StreamResponse:
         nonlocal came
         came += 1
         if came == 10:
@@ -209,13 +209,13 @@ def test_an_open_loop_waits_for_nobody() -> None:
         return web.json_response(usage(1))
 
     async def main() -> list[RequestResult]:
-        async with serving(answer) as target:
+        async with serving(handler) as target:
             quiet = Target(url=target.url, model="m", stream=False)
             return await drive(quiet, whole(count=10, offsets=arrivals(10, 50.0, float("inf"))))
 
-    answers = asyncio.run(main())
+    results = asyncio.run(main())
     assert came == 10
-    due = sorted(answer.sent for answer in answers)
+    due = sorted(handler.sent for handler in results)
     pauses = [after - before for before, after in itertools.pairwise(due)]
     assert pauses == pytest.approx([1 / 50] * 9), "counted from when each was due"
 
@@ -223,16 +223,16 @@ def test_an_open_loop_waits_for_nobody() -> None:
 def test_a_chat_sends_all_that_was_said_and_ends_with_its_first_error() -> None:
     prompts: list[list[int]] = []
 
-    async def answer(request: web.Request) -> web.StreamResponse:
+    async def handler(request: web.Request) -> web.StreamResponse:
         body = await request.json()
         prompts.append(body["prompt"])
         if len(prompts) == 3:
             return web.json_response({"error": "no more"}, status=400)
-        said = {"index": 0, "text": "", "token_ids": [70 + len(prompts)] * body["max_tokens"]}
-        return await streaming({"choices": [said]}, usage(2), "[DONE]")(request)
+        choice = {"index": 0, "text": "", "token_ids": [70 + len(prompts)] * body["max_tokens"]}
+        return await streaming({"choices": [choice]}, usage(2), "[DONE]")(request)
 
     async def main() -> list[RequestResult]:
-        async with serving(answer) as target:
+        async with serving(handler) as target:
             turns = [
                 BenchRequest([1, 2], 2),
                 BenchRequest([3], 2),
@@ -241,9 +241,9 @@ def test_a_chat_sends_all_that_was_said_and_ends_with_its_first_error() -> None:
             ]
             return await drive(target, Load(chats=[turns], offsets=[0.0]))
 
-    answers = asyncio.run(main())
+    results = asyncio.run(main())
     assert prompts == [[1, 2], [1, 2, 71, 71, 3], [1, 2, 71, 71, 3, 72, 72, 4]]
-    errors = [answer.error or "" for answer in answers]
+    errors = [handler.error or "" for handler in results]
     assert errors[:2] == ["", ""] and "status 400" in errors[2] and "turn 3" in errors[3]
 
 
@@ -254,8 +254,8 @@ def test_arrivals_come_at_the_rate(burstiness: float, deviation: float) -> None:
     pauses = [after - before for before, after in itertools.pairwise(due)]
     mean = sum(pauses) / len(pauses)
     assert mean == pytest.approx(0.1, rel=0.05)
-    found = (sum((pause - mean) ** 2 for pause in pauses) / len(pauses)) ** 0.5
-    assert found / mean == pytest.approx(deviation, rel=0.1)
+    spread = (sum((pause - mean) ** 2 for pause in pauses) / len(pauses)) ** 0.5
+    assert spread / mean == pytest.approx(deviation, rel=0.1)
     assert due == arrivals(8001, 10.0, burstiness, seed=3), "the same again"
     assert due != arrivals(8001, 10.0, burstiness, seed=4)
 
@@ -265,8 +265,8 @@ def test_arrivals_at_once_and_evenly() -> None:
     assert arrivals(4, 2.0, float("inf")) == [0.0, 0.5, 1.0, 1.5]
 
 
-def made_up(sent: float, *times: float) -> RequestResult:
-    return RequestResult(sent=sent, times=list(times), prompt_tokens=10, output_tokens=len(times))
+def made_up(start: float, *times: float) -> RequestResult:
+    return RequestResult(sent=start, times=list(times), prompt_tokens=10, output_tokens=len(times))
 
 
 def test_percentiles_are_over_all_requests_and_rates_over_repeats() -> None:
@@ -275,17 +275,17 @@ def test_percentiles_are_over_all_requests_and_rates_over_repeats() -> None:
     lost = RequestResult(sent=0.0, error="gone")
     runs = [LoadResult([quick, slow, lost], 1.0, 0.2), LoadResult([quick, slow], 2.0, 0.3)]
     record = summarize(runs, ("ttft", "tpot", "itl", "e2el"), (50, 99))
-    told = record["measured"]
+    measured = record["measured"]
     assert record["failed"] == 1 and record["first_failure"] == "gone"
-    assert told["seconds"] == 1.5 and told["client_cpu_share"] == 0.3
-    assert told["output_tokens_per_second"] == pytest.approx((6 / 1 + 6 / 2) / 2)
-    assert told["tokens_per_second"] == pytest.approx((26 / 1 + 26 / 2) / 2)
-    assert told["requests_per_second"] == pytest.approx((2 / 1 + 2 / 2) / 2)
-    assert told["ttft_mean_ms"] == told["ttft_p50_ms"] == pytest.approx(200)
-    assert told["ttft_p99_ms"] == pytest.approx(300)
-    assert told["tpot_p50_ms"] == told["itl_p50_ms"] == pytest.approx(200)
-    assert told["e2el_p50_ms"] == pytest.approx(600)
-    assert "ttft_p90_ms" not in told
+    assert measured["seconds"] == 1.5 and measured["client_cpu_share"] == 0.3
+    assert measured["output_tokens_per_second"] == pytest.approx((6 / 1 + 6 / 2) / 2)
+    assert measured["tokens_per_second"] == pytest.approx((26 / 1 + 26 / 2) / 2)
+    assert measured["requests_per_second"] == pytest.approx((2 / 1 + 2 / 2) / 2)
+    assert measured["ttft_mean_ms"] == measured["ttft_p50_ms"] == pytest.approx(200)
+    assert measured["ttft_p99_ms"] == pytest.approx(300)
+    assert measured["tpot_p50_ms"] == measured["itl_p50_ms"] == pytest.approx(200)
+    assert measured["e2el_p50_ms"] == pytest.approx(600)
+    assert "ttft_p90_ms" not in measured
     assert "itl_p50_ms" not in summarize(runs, ("ttft",))["measured"]
 
 
@@ -304,12 +304,12 @@ def test_prefix_hits_are_read_from_any_engine() -> None:
 
 def test_a_plot_is_a_picture(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    answers = [
+    results = [
         made_up(0.0, 0.1, 0.2, 0.3),
         made_up(1.0, 1.3, 1.6),
         RequestResult(sent=0.0, error="no"),
     ]
-    path = plot_load(answers, tmp_path / "plots", "jackfield W5 concurrency 1, requests 2")
+    path = plot_load(results, tmp_path / "plots", "jackfield W5 concurrency 1, requests 2")
     assert path.read_bytes().startswith(b"\x89PNG") and path.parent == tmp_path / "plots"
 
 

@@ -36,6 +36,6 @@ def test_4_bit_candidates_are_shapes_that_fit(product: tuple[int, int, bool]) ->
 
     for kernel, counts in tune_int4.ROWS.items():
         for rows in counts:
-            found = [CONFIGS[kernel](*c) for c in tune_int4.candidates(kernel, product, rows)]
-            assert found
-            assert len(set(found)) == len(found)
+            configs = [CONFIGS[kernel](*c) for c in tune_int4.candidates(kernel, product, rows)]
+            assert configs
+            assert len(set(configs)) == len(configs)

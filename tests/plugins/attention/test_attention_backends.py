@@ -52,9 +52,9 @@ def check(
     tolerance: float = 2e-5,
 ) -> None:
     batch = make_batch(sizes, spec, block_size, device, dtype)
-    got = attend(make_backend(cls, device, dtype, block_size), spec, batch)
-    want = dense_attention(spec, batch.rows)
-    torch.testing.assert_close(got.float(), want, atol=tolerance, rtol=tolerance)
+    actual = attend(make_backend(cls, device, dtype, block_size), spec, batch)
+    expected = dense_attention(spec, batch.rows)
+    torch.testing.assert_close(actual.float(), expected, atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.parametrize("rows", [2, 70])
@@ -63,14 +63,14 @@ def test_triton_decodes_few_rows_from_the_projection_and_leaves_the_rest(rows: i
     spec = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=16, scale=0.25)
     backend = make_backend(TritonAttention, device, dtype, 16)
     backend.max_num_seqs = 80
-    for sizes, taken in (([(9, 1)] * rows, rows * 2 <= 128), ([(9, 1), (9, 9)], False)):
+    for sizes, num_fused in (([(9, 1)] * rows, rows * 2 <= 128), ([(9, 1), (9, 9)], False)):
         batch = make_batch(sizes, spec, 16, device, dtype)
         parts = [batch.joined(name) for name in ("query", "key", "value")]
         qkv = torch.cat([part.flatten(1) for part in parts], dim=1)
         metadata = backend.build_metadata(batch.layout)
         cache = batch.cache.clone()
         fused = backend.forward_projection(spec, qkv, None, None, None, cache, metadata)
-        assert (fused is not None) == taken
+        assert (fused is not None) == num_fused
         plain = attend(backend, spec, batch)
         if fused is not None:
             torch.testing.assert_close(fused, plain)
@@ -120,10 +120,10 @@ def _ask_elsewhere(prelude: str) -> str:
         "print(TritonAttention.supports(spec, torch.device('cpu'), torch.float32))\n"
     )
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
     )
-    return done.stdout.strip()
+    return completed.stdout.strip()
 
 
 def test_triton_backend_without_a_gpu_or_without_triton_says_so():

@@ -62,13 +62,13 @@ def plugins() -> Plugins:
 
 def pick(plugins: Plugins, name: str, **features: Any) -> tuple[str, str]:
     spec = AttentionSpec(num_heads=2, num_kv_heads=2, head_dim=64, scale=0.125, **features)
-    chosen, _, reason = choose(
+    selection, _, reason = choose(
         plugins["attention_backend"],
         "attention_backend",
         name,
         lambda backend: attention_refusal(backend, spec, CPU, torch.float32),
     )
-    return chosen, reason
+    return selection, reason
 
 
 def test_auto_takes_the_first_that_serves_and_says_why(
@@ -80,8 +80,8 @@ def test_auto_takes_the_first_that_serves_and_says_why(
 
 
 def test_a_backend_older_than_a_feature_is_passed_over(plugins: Plugins) -> None:
-    chosen, reason = pick(plugins, "auto", sinks=True)
-    assert chosen in ("torch", "triton")
+    name, reason = pick(plugins, "auto", sinks=True)
+    assert name in ("torch", "triton")
     assert "old: it has no sinks" in reason
     assert re.search(r"'stranger' of .* is none: it does not subclass", reason)
     assert "broken: " in reason and "no_such_module_anywhere" in reason

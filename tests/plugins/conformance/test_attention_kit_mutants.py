@@ -34,12 +34,14 @@ def with_spec(**changes: Any) -> type:
     """It serves a layer as if some fields were others."""
 
     def forward(self: Any, spec: AttentionSpec, *args: Any, **more: Any) -> torch.Tensor:
-        made = {
+        new_fields = {
             name: change(getattr(spec, name)) if callable(change) else change
             for name, change in changes.items()
             if getattr(spec, name) is not None
         }
-        return TorchAttention.forward(self, msgspec.structs.replace(spec, **made), *args, **more)
+        return TorchAttention.forward(
+            self, msgspec.structs.replace(spec, **new_fields), *args, **more
+        )
 
     return planted(forward=forward)
 
@@ -76,8 +78,8 @@ def serves_anything(cls: Any, spec: Any, device: Any, dtype: Any) -> str | None:
 
 
 def integers_too(cls: Any, spec: Any, device: Any, dtype: Any) -> str | None:
-    asked = torch.float32 if dtype == torch.int8 else dtype
-    return TorchAttention.supports.__func__(cls, spec, device, asked)
+    computed_dtype = torch.float32 if dtype == torch.int8 else dtype
+    return TorchAttention.supports.__func__(cls, spec, device, computed_dtype)
 
 
 def refuses_caps(cls: Any, spec: Any, device: Any, dtype: Any) -> str | None:

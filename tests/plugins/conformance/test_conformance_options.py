@@ -27,7 +27,7 @@ BAD = Provenance("bad-dist", "2.0", "bad")
 def run_pytest(*arguments: str, folder: Path, **environment: str) -> tuple[int, str]:
     """→ (exit status, everything printed)"""
     quiet = ["-p", "no:cacheprovider", "-W", "ignore::pytest.PytestDeprecationWarning"]
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-m", "pytest", *quiet, *arguments],
         cwd=folder,
         env={**os.environ, **environment},
@@ -35,7 +35,7 @@ def run_pytest(*arguments: str, folder: Path, **environment: str) -> tuple[int, 
         text=True,
         timeout=300,
     )
-    return done.returncode, done.stdout + done.stderr
+    return completed.returncode, completed.stdout + completed.stderr
 
 
 def test_nothing_chosen_says_how_to_choose(tmp_path: Path) -> None:
@@ -82,8 +82,8 @@ def test_a_kit_tries_what_is_not_installed_too(kind: str) -> None:
         methods = dict.fromkeys(("__init__", "start", "apply"), lambda self, *_: None)
         subject = [Entry("none", type("Subject", (LogitsProcessor,), methods), BAD)]
     plugin = plugin_of(kind, "not_installed", subject[0].reference)
-    made = type("Made", (kit,), {"name": "not_installed", "plugin": plugin})
-    assert made.registered() is not None
+    kit_class = type("Made", (kit,), {"name": "not_installed", "plugin": plugin})
+    assert kit_class.registered() is not None
 
 
 def test_the_pytest_plugin_imports_no_torch_and_no_engine() -> None:
@@ -92,8 +92,8 @@ def test_the_pytest_plugin_imports_no_torch_and_no_engine() -> None:
         import jackfield.plugins.conformance.options
         print({"torch", "transformers", "jackfield.core.engine"} & set(sys.modules))
         """)
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.stdout.strip() == "set()", done.stderr
+    completed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert completed.stdout.strip() == "set()", completed.stderr
 
 
 # ---------------------------------------------------------------- as somebody else's package

@@ -144,18 +144,19 @@ class FillsRowsInOrder(Matcher):
     def fill_bitmasks(
         cls, matchers: Sequence[Any], bits: np.ndarray, rows: Sequence[int]
     ) -> list[None]:
-        for row, one in enumerate(matchers):
-            one.fill_bitmask(bits[row])
+        for row, matcher in enumerate(matchers):
+            matcher.fill_bitmask(bits[row])
         return [None] * len(rows)
 
 
 class ForgetsTheLast(Matcher):
     @classmethod
     def accept_each(cls, matchers: Sequence[Any], token_ids: Sequence[int]) -> list[bool]:
-        answers = [
-            one.accept([token]) for one, token in zip(matchers[:-1], token_ids[:-1], strict=True)
+        outputs = [
+            first.accept([token])
+            for first, token in zip(matchers[:-1], token_ids[:-1], strict=True)
         ]
-        return [*answers, True]
+        return [*outputs, True]
 
 
 MATCHERS = (
@@ -175,8 +176,8 @@ class OneMatcherForAll(Subject):
 
 class OneGrammarForAll(Subject):
     def compile(self, spec: GrammarSpec) -> Any:
-        made = vars(self).setdefault("made", {})
-        return made.setdefault(spec.kind, super().compile(spec))
+        cache = vars(self).setdefault("made", {})
+        return cache.setdefault(spec.kind, super().compile(spec))
 
 
 class RaisesRuntimeErrors(Subject):
@@ -202,8 +203,8 @@ class PassesOver(Subject):
 
     def compile(self, spec: GrammarSpec) -> Any:
         if spec.kind == "json" and isinstance(schema := json.loads(spec.text), dict):
-            kept = {key: value for key, value in schema.items() if key not in self.keywords}
-            spec = GrammarSpec("json", json.dumps(kept))
+            subset = {key: value for key, value in schema.items() if key not in self.keywords}
+            spec = GrammarSpec("json", json.dumps(subset))
         return super().compile(spec)
 
 

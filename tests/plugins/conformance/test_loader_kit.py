@@ -70,12 +70,12 @@ def filled(**changes: Any) -> type:
         def load(self, model: Any, device: Any) -> None:
             import jackfield.plugins.loaders.safetensors as module
 
-            kept = module.ParameterFiller
+            original = module.ParameterFiller
             module.ParameterFiller = filler
             try:
                 super().load(model, device)
             finally:
-                module.ParameterFiller = kept
+                module.ParameterFiller = original
 
     return Planted
 
@@ -114,10 +114,10 @@ def through_bfloat16(self: Any, name: str, tensor: torch.Tensor) -> None:
 
 
 def first_layer_everywhere(self: Any, name: str, tensor: torch.Tensor) -> None:
-    kept = self.__dict__.setdefault("kept", {})
+    cache = self.__dict__.setdefault("kept", {})
     first = name.replace("layers.1.", "layers.0.")
-    kept.setdefault(first, tensor)
-    fill(self, name, kept[first])
+    cache.setdefault(first, tensor)
+    fill(self, name, cache[first])
 
 
 def says_nothing(self: Any) -> None:
@@ -166,12 +166,12 @@ def leaves_a_file(load: Any, self: Any, model: Any, device: Any) -> None:
 def first_file_only(load: Any, self: Any, model: Any, device: Any) -> None:
     import jackfield.plugins.loaders.safetensors as module
 
-    kept = module.checkpoint_files
-    module.checkpoint_files = lambda folder: kept(folder)[:1]
+    original = module.checkpoint_files
+    module.checkpoint_files = lambda folder: original(folder)[:1]
     try:
         load(model, device)
     finally:
-        module.checkpoint_files = kept
+        module.checkpoint_files = original
 
 
 FILLED = "test_every_parameter_is_filled"

@@ -122,16 +122,16 @@ class CountsCalls(Avoid):
 
 class CountsStarts(Avoid):
     def start(self, slot: int, request: SlotStart) -> bool:
-        asked = super().start(slot, request)
+        is_active = super().start(slot, request)
         self.amounts[slot] += len(request.token_ids)
-        return asked
+        return is_active
 
 
 class WritesHistory(Avoid):
     def apply(self, logits: torch.Tensor, rows: ProcessedRows) -> torch.Tensor:
-        made = super().apply(logits, rows)
+        logits_out = super().apply(logits, rows)
         self.setup.history[rows.device_slots, rows.lengths - 1] = 0
-        return made
+        return logits_out
 
 
 class ReadsBehindTheEnd(Avoid):
@@ -171,9 +171,9 @@ class SaysItKeepsTheArgmax(Avoid):
 
 class HasRoomForFew(Avoid):
     def apply(self, logits: torch.Tensor, rows: ProcessedRows) -> torch.Tensor:
-        made = logits.clone()
-        made[:32] = super().apply(logits, rows)[:32]
-        return made
+        logits_out = logits.clone()
+        logits_out[:32] = super().apply(logits, rows)[:32]
+        return logits_out
 
 
 MUTANTS = [

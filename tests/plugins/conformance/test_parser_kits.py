@@ -64,11 +64,11 @@ def changed(change: Callable[[ParserEvent], Any]) -> type:
     """The parser with each event replaced: by one, by several, or by none."""
 
     def of(events: Events) -> Events:
-        made: Events = []
+        parts: Events = []
         for event in events:
             new = change(event)
-            made += new if isinstance(new, list) else [] if new is None else [new]
-        return made
+            parts += new if isinstance(new, list) else [] if new is None else [new]
+        return parts
 
     return subclass(
         HermesToolParser,
@@ -162,8 +162,8 @@ class Lax(HermesToolParser):
         head, mark, rest = text.partition("<tool_call>")
         source, end, tail = rest.partition("</tool_call>")
         try:
-            made = self.decode(source)
-            name, arguments = made["name"], made["arguments"]
+            values = self.decode(source)
+            name, arguments = values["name"], values["arguments"]
         except (ValueError, KeyError, TypeError, RecursionError):
             return [Content(text)] if text else []
         if not (mark and end and name and isinstance(name, str) and isinstance(arguments, dict)):
@@ -284,8 +284,8 @@ def shown(change: Callable[[ParserEvent], Any]) -> type:
     """The parser with each event replaced."""
 
     def of(events: Events) -> Events:
-        made = [change(event) for event in events]
-        return [one for new in made for one in (new if isinstance(new, list) else [new])]
+        shown_events = [change(event) for event in events]
+        return [item for new in shown_events for item in (new if isinstance(new, list) else [new])]
 
     return thinking(
         feed=lambda self, text, token_ids=(): of(ThinkTagsReasoning.feed(self, text, token_ids)),
@@ -378,8 +378,8 @@ def test_a_sample_that_says_something_else_fails() -> None:
 
 
 def test_spoiled_outputs_have_what_json_has_not() -> None:
-    made = list(spoiled(CALL))
-    assert any("\x01" in text for text in made) and any('"a": NaN' in text for text in made)
+    texts = list(spoiled(CALL))
+    assert any("\x01" in text for text in texts) and any('"a": NaN' in text for text in texts)
     for wrong in ("NaN", "[Infinity]", '"a\nb"', "01", "{'a': 1}"):
         with pytest.raises(ValueError):
             strictly(wrong)

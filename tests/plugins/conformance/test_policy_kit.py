@@ -43,7 +43,7 @@ class LooksThroughAll(Sound):
 
     def key(self, request: Any) -> tuple[Any, ...]:
         self.seen.append(request.request_id)
-        return (sum(1 for one in self.seen if one == ""), *super().key(request))
+        return (sum(1 for item in self.seen if item == ""), *super().key(request))
 
 
 class NeedsArguments(Sound):

@@ -63,9 +63,9 @@ class Sound:
     def layer(self, spec: LinearSpec) -> Any:
         if spec.role not in PRODUCTS or is_ignored(spec, self.ignored, "ignore"):
             return None
-        made = self.layers(spec)
-        made.group = self.group
-        return made
+        layer = self.layers(spec)
+        layer.group = self.group
+        return layer
 
 
 class Kit(QuantizationKit):
@@ -143,14 +143,14 @@ def group_from_shapes(self: Any, shards: Any) -> None:
 
 
 def any_shape(self: Any, out_features: int) -> Any:
-    made = dict(Rows.tensors(self, out_features))
-    return {**made, "scale": TensorSpec(None, dummy=0.01)}
+    specs = dict(Rows.tensors(self, out_features))
+    return {**specs, "scale": TensorSpec(None, dummy=0.01)}
 
 
 def optional_scale(self: Any, out_features: int) -> Any:
-    made = dict(Rows.tensors(self, out_features))
-    shape = made["scale"].shape
-    return {**made, "scale": TensorSpec(shape, optional=True, dummy=0.01)}
+    specs = dict(Rows.tensors(self, out_features))
+    shape = specs["scale"].shape
+    return {**specs, "scale": TensorSpec(shape, optional=True, dummy=0.01)}
 
 
 def or_ones(self: Any, shards: Any) -> None:
@@ -167,9 +167,9 @@ def any_bits(cls: Any, config: Mapping[str, Any]) -> Any:
 
 
 def ignores_nothing(cls: Any, config: Mapping[str, Any]) -> Any:
-    made = Sound.from_config.__func__(cls, config)
-    made.ignored = ()
-    return made
+    method = Sound.from_config.__func__(cls, config)
+    method.ignored = ()
+    return method
 
 
 def bare_errors(cls: Any, config: Mapping[str, Any]) -> Any:

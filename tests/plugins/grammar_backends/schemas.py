@@ -25,7 +25,7 @@ def wrong(value: Any, schema: Any, root: Any = None, path: str = "$") -> str | N
             target = target[part] if part else target
         return wrong(value, target, root, path)
     for name in ("anyOf", "oneOf"):
-        if name in schema and all(wrong(value, one, root, path) for one in schema[name]):
+        if name in schema and all(wrong(value, first, root, path) for first in schema[name]):
             return f"{path}: none of {name}"
     if "const" in schema and value != schema["const"]:
         return f"{path}: not the constant"
@@ -43,11 +43,11 @@ def wrong(value: Any, schema: Any, root: Any = None, path: str = "$") -> str | N
     if isinstance(value, list):
         if not schema.get("minItems", 0) <= len(value) <= schema.get("maxItems", len(value)):
             return f"{path}: {len(value)} items"
-        found = (
-            wrong(one, schema.get("items", True), root, f"{path}[{i}]")
-            for i, one in enumerate(value)
+        problems = (
+            wrong(first, schema.get("items", True), root, f"{path}[{i}]")
+            for i, first in enumerate(value)
         )
-        return next((reason for reason in found if reason), None)
+        return next((reason for reason in problems if reason), None)
     if isinstance(value, dict):
         return _object(value, schema, root, path)
     return None
@@ -74,8 +74,8 @@ def _object(value: Any, schema: Any, root: Any, path: str) -> str | None:
     for name in schema.get("required", ()):
         if name not in value:
             return f"{path}: {name} is missing"
-    for name, one in value.items():
+    for name, item in value.items():
         part = properties.get(name, schema.get("additionalProperties", True))
-        if (reason := wrong(one, part, root, f"{path}.{name}")) is not None:
+        if (reason := wrong(item, part, root, f"{path}.{name}")) is not None:
             return reason
     return None

@@ -115,21 +115,25 @@ CASES: list[tuple[str, Any, Callable[[str], bool]]] = [
 
 
 def _tag(text: str) -> bool:
-    found = re.fullmatch(r"<f=(one|two)>(.*)</f>", text, re.DOTALL)
-    assert found is not None, text
-    value = json.loads(found[2])
-    if found[1] == "two":
+    match = re.fullmatch(r"<f=(one|two)>(.*)</f>", text, re.DOTALL)
+    assert match is not None, text
+    value = json.loads(match[2])
+    if match[1] == "two":
         return isinstance(value, int)
     return wrong(value, PERSON["$defs"]["pair"]) is None
 
 
-@pytest.mark.parametrize(("kind", "given", "right"), CASES, ids=[str(c[:2])[:40] for c in CASES])
+@pytest.mark.parametrize(
+    ("kind", "spec_value", "right"), CASES, ids=[str(c[:2])[:40] for c in CASES]
+)
 def test_any_way_through_a_grammar_is_right(
-    backend: Any, vocabulary: Vocabulary, kind: Any, given: Any, right: Callable[[str], bool]
+    backend: Any, vocabulary: Vocabulary, kind: Any, spec_value: Any, right: Callable[[str], bool]
 ) -> None:
-    if kind == "regex" and "[^" in given and type(backend).__name__ == "XGrammar":
+    if kind == "regex" and "[^" in spec_value and type(backend).__name__ == "XGrammar":
         pytest.skip("its negated classes take bytes that are no UTF-8: docs/how-to says so")
-    spec = GrammarSpec(kind, given if isinstance(given, str) else json.dumps(given or {}))
+    spec = GrammarSpec(
+        kind, spec_value if isinstance(spec_value, str) else json.dumps(spec_value or {})
+    )
     ended = 0
     for seed in range(12):
         text = walk(backend, vocabulary, spec, seed)
@@ -188,9 +192,9 @@ def test_matchers_of_one_grammar_do_not_share_their_place(
     backend: Any, vocabulary: Vocabulary
 ) -> None:
     grammar = backend.compile(GrammarSpec("regex", "ab"))
-    one, other = grammar.matcher(), grammar.matcher()
-    assert one.accept(vocabulary.encode("a"))
-    assert allowed(one) != allowed(other)
+    first, other = grammar.matcher(), grammar.matcher()
+    assert first.accept(vocabulary.encode("a"))
+    assert allowed(first) != allowed(other)
 
 
 def test_compact_json_has_no_room_for_whitespace(backend: Any, tokenizer: Tokenizer) -> None:
@@ -340,14 +344,16 @@ def test_many_masks_at_once_are_those_of_each(backend: Any, vocabulary: Vocabula
     draw = random.Random(3)
     for number, matcher in enumerate(matchers):
         for _ in range(number):
-            left = [one for one in allowed(matcher) if one not in vocabulary.eos_token_ids]
-            assert matcher.accept([draw.choice(left)])
-    for chosen in (matchers, matchers[::2]):
-        for rows in (range(len(chosen)), range(len(chosen) + 2)[2:]):
-            bits = np.full((len(chosen) + rows[0], SIZE // 32), -1, dtype=np.int32)
-            assert type(chosen[0]).fill_bitmasks(chosen, bits, rows) == [None] * len(chosen)
+            remaining = [item for item in allowed(matcher) if item not in vocabulary.eos_token_ids]
+            assert matcher.accept([draw.choice(remaining)])
+    for selection in (matchers, matchers[::2]):
+        for rows in (range(len(selection)), range(len(selection) + 2)[2:]):
+            bits = np.full((len(selection) + rows[0], SIZE // 32), -1, dtype=np.int32)
+            assert type(selection[0]).fill_bitmasks(selection, bits, rows) == [None] * len(
+                selection
+            )
             assert (bits[: rows[0]] == -1).all(), "not asked for"
-            for matcher, row in zip(chosen, rows, strict=True):
+            for matcher, row in zip(selection, rows, strict=True):
                 ids = np.flatnonzero(np.unpackbits(bits[row].view(np.uint8), bitorder="little"))
                 assert ids.tolist() == allowed(matcher)
 
@@ -364,6 +370,6 @@ def test_a_token_each_at_once_is_as_one_by_one(backend: Any, vocabulary: Vocabul
         if place != end:
             assert (b in allowed(matcher)) == (place == a)
     rest = [matchers[0], matchers[1], matchers[3], matchers[4]]
-    answers = list(kind.accept_each(rest, [b, b, end, end]))
-    assert [answer is True for answer in answers] == [True, False, True, False]
+    outputs = list(kind.accept_each(rest, [b, b, end, end]))
+    assert [output is True for output in outputs] == [True, False, True, False]
     assert c in allowed(matchers[0]) and c in allowed(matchers[5])

@@ -90,7 +90,7 @@ def test_blocks_are_copied_in_chunks_whatever_their_width(
     dtype: torch.dtype, heads_and_dim: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caches = [random_cache(20, 4, *shape, dtype) for shape in ((2, 16), heads_and_dim)]
-    kept = [cache.clone() for cache in caches]
+    before = [cache.clone() for cache in caches]
     block_bytes = sum(cache[:, 0].nbytes for cache in caches)
     monkeypatch.setattr(copying, "CHUNK_BYTES", 3 * block_bytes)
     copier = BlockCopier(caches)
@@ -103,7 +103,7 @@ def test_blocks_are_copied_in_chunks_whatever_their_width(
             cache.view(torch.uint8).zero_()
     copier.write(blocks, rows, places)
     others = [n for n in range(20) if n not in blocks]
-    for cache, was in zip(caches, kept, strict=True):
+    for cache, was in zip(caches, before, strict=True):
         assert torch.equal(bits(cache[:, blocks]), bits(was[:, blocks]))
         assert not bits(cache[:, others]).any()
 
@@ -162,9 +162,9 @@ def test_file_store_keeps_its_limit_and_drops_what_was_not_read_for_longest(
 
 def test_file_store_counts_what_other_engines_have_written(tmp_path: Path) -> None:
     limit = 100_000 / (1 << 30)
-    one, two = (FileStore(setup_with(path=str(tmp_path), max_gib=limit)) for _ in range(2))
+    first, two = (FileStore(setup_with(path=str(tmp_path), max_gib=limit)) for _ in range(2))
     for number in range(400):
-        (one if number % 2 else two).put(key(number), bytes(1000))
+        (first if number % 2 else two).put(key(number), bytes(1000))
         size = sum(f.stat().st_size for f in files_in(tmp_path))
         assert size <= 100_000 * 1.1
 
@@ -179,9 +179,9 @@ def test_many_writers_and_readers_never_see_half_a_file(tmp_path: Path) -> None:
             for step in range(150):
                 number = (step * 7 + seed) % 40
                 store.put(key(number), bytes([number]) * 1000)
-                found = store.get(key((number * 3) % 40))
-                if found is not None and found != bytes([(number * 3) % 40]) * 1000:
-                    wrong.append(f"{number}: {len(found)}")
+                match = store.get(key((number * 3) % 40))
+                if match is not None and match != bytes([(number * 3) % 40]) * 1000:
+                    wrong.append(f"{number}: {len(match)}")
         except Exception as error:
             wrong.append(repr(error))
 
@@ -227,18 +227,18 @@ class Shelf:
 
     def count_present(self, keys: Sequence[bytes]) -> int:
         self._visit("count_present")
-        return next((n for n, one in enumerate(keys) if one not in self.content), len(keys))
+        return next((n for n, item in enumerate(keys) if item not in self.content), len(keys))
 
-    def get(self, one: bytes) -> bytes | None:
+    def get(self, item: bytes) -> bytes | None:
         self._visit("get")
-        return self.content.get(one)
+        return self.content.get(item)
 
-    def put(self, one: bytes, data: bytes) -> None:
+    def put(self, item: bytes, data: bytes) -> None:
         self._visit("put")
-        self.content[one] = data
+        self.content[item] = data
 
-    def remove(self, one: bytes) -> None:
-        self.content.pop(one, None)
+    def remove(self, item: bytes) -> None:
+        self.content.pop(item, None)
 
     def close(self) -> None:
         pass
@@ -356,7 +356,7 @@ def test_wrong_options_are_refused_by_name(name: str, extra: dict[str, Any], wor
 
 
 @pytest.mark.parametrize(
-    ("given", "word"),
+    ("options", "word"),
     [
         ({"kv_connector": "nobody"}, "nobody"),
         ({}, "kv_connector"),
@@ -366,9 +366,9 @@ def test_wrong_options_are_refused_by_name(name: str, extra: dict[str, Any], wor
         (KVTransferConfig(kv_connector="file_store", kv_role="all"), "kv_role"),  # type: ignore
     ],
 )
-async def test_a_wrong_kv_transfer_config_stops_the_start(given: Any, word: str) -> None:
+async def test_a_wrong_kv_transfer_config_stops_the_start(options: Any, word: str) -> None:
     with pytest.raises(ConfigError, match=word) as caught:
-        async with AsyncEngine(EngineConfig(device="cpu", kv_transfer_config=given)):
+        async with AsyncEngine(EngineConfig(device="cpu", kv_transfer_config=options)):
             pass
     assert caught.value.param == "kv_transfer_config"
 
@@ -431,8 +431,10 @@ async def test_the_failure_policy_fail_ends_the_request(tmp_path: Path) -> None:
     assert await external_hits(config) == 0
     for file in files_in(tmp_path):
         file.write_bytes(b"")
-    made = EngineConfig(**SMALL, kv_transfer_config={**config, "kv_load_failure_policy": "fail"})
-    async with AsyncEngine(made) as engine:
+    engine_config = EngineConfig(
+        **SMALL, kv_transfer_config={**config, "kv_load_failure_policy": "fail"}
+    )
+    async with AsyncEngine(engine_config) as engine:
         async for output in engine.generate(TOKENS, GREEDY):
             last = output
         assert last.outputs[0].finish_reason == "error"
@@ -444,11 +446,11 @@ async def test_another_model_finds_nothing(tmp_path: Path) -> None:
     fingerprints = set()
     for options in ({}, {"load_format": "dummy"}, {"load_format": "dummy", "seed": 1},
                     {"dtype": "bfloat16"}, {"block_size": 8}):  # fmt: skip
-        made = EngineConfig(
+        engine_config = EngineConfig(
             device="cpu", max_model_len=96, num_gpu_blocks_override=33,
             kv_transfer_config=config, **options,
         )  # fmt: skip
-        async with AsyncEngine(made) as engine:
+        async with AsyncEngine(engine_config) as engine:
             assert engine.info.kv_layout is not None
             fingerprints.add(engine.info.kv_layout.fingerprint)
     assert len(fingerprints) == 5

@@ -33,7 +33,7 @@ def test_blocks_come_back_in_chunks_while_the_device_computes(
 ) -> None:
     shapes = ((8, 128), (2, 64), (1, 10))
     caches = [random_cache(64, 16, heads, dim, dtype).cuda() for heads, dim in shapes]
-    kept = [cache.clone() for cache in caches]
+    before = [cache.clone() for cache in caches]
     block_bytes = sum(cache[:, 0].nbytes for cache in caches)
     monkeypatch.setattr(copying, "CHUNK_BYTES", 7 * block_bytes)
     copier = copying.BlockCopier(caches)
@@ -50,7 +50,7 @@ def test_blocks_come_back_in_chunks_while_the_device_computes(
     after: Any = torch.cuda.Event()
     after.record()
     copier.write(blocks, rows, places, after)
-    for cache, was in zip(caches, kept, strict=True):
+    for cache, was in zip(caches, before, strict=True):
         assert torch.equal(bits(cache[:, blocks]), bits(was[:, blocks]))
         others = [n for n in range(64) if n not in blocks]
         assert not bits(cache[:, others]).any()

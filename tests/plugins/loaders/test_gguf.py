@@ -31,9 +31,9 @@ SIZES: dict[str, Any] = {
 
 def random_blocks(kind: Any, rows: int, size: int) -> np.ndarray:
     """Bytes of a format that the package only reads: random numbers, scales of sensible size."""
-    made = np.random.default_rng(int(kind) + rows)
+    rng = np.random.default_rng(int(kind) + rows)
     elements, length = gguf.GGML_QUANT_SIZES[kind]
-    blocks = made.integers(0, 256, (rows * size // elements, length), dtype=np.uint8)
+    blocks = rng.integers(0, 256, (rows * size // elements, length), dtype=np.uint8)
     scale = np.array([0.001], dtype=np.float16).view(np.uint8)
     if kind == KIND.Q4_K:
         blocks[:, 0:2] = blocks[:, 2:4] = scale
@@ -55,7 +55,7 @@ def write(family: str, folder: Path, kind: Any, **changes: Any) -> dict[str, tor
     writer.add_block_count(SIZES["num_hidden_layers"])
     arch = {value: key for key, value in gguf.MODEL_ARCH_NAMES.items()}[name]
     names = gguf.get_tensor_name_map(arch, SIZES["num_hidden_layers"])
-    meant = {}
+    tensors = {}
     for key, parameter in model.state_dict().items():
         if key == "lm_head.weight" and config.tie_word_embeddings:
             continue
@@ -76,19 +76,19 @@ def write(family: str, folder: Path, kind: Any, **changes: Any) -> dict[str, tor
             if heads:
                 pairs = dense.reshape(heads, -1, 2, dense.shape[1])
                 dense = pairs.swapaxes(1, 2).reshape(dense.shape)
-            meant[key] = torch.from_numpy(dense.copy())
+            tensors[key] = torch.from_numpy(dense.copy())
         elif name.startswith("gemma"):
             parameter.normal_(std=0.3)
             writer.add_tensor(f"{names.get_name(stem)}.{leaf}", stored + 1)
-            meant[key] = parameter
+            tensors[key] = parameter
         else:
             writer.add_tensor(f"{names.get_name(stem)}.{leaf}", stored)
-            meant[key] = parameter
+            tensors[key] = parameter
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return meant
+    return tensors
 
 
 def load(folder: Path, **options: Any) -> Any:
@@ -104,35 +104,35 @@ def load(folder: Path, **options: Any) -> Any:
 def test_every_tensor_lands_in_its_place(
     family: str, kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    meant = write(family, tmp_path, KIND[kind])
+    tensors = write(family, tmp_path, KIND[kind])
     with caplog.at_level(logging.INFO, "jackfield.loading"):
         model = load(tmp_path)
-    matrices = sum(tensor.dim() == 2 for tensor in meant.values())
+    matrices = sum(tensor.dim() == 2 for tensor in tensors.values())
     assert "dequantised at load, and run as float32" in caplog.text
     assert f" {matrices} {kind}" in caplog.text
     parts = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
     for name, parameter in model.named_parameters():
         sources = [name]
         for merged, shards in parts.items():
-            if merged in name and name not in meant:
+            if merged in name and name not in tensors:
                 sources = [name.replace(merged, shard) for shard in shards]
-        wanted = torch.cat([meant[source] for source in sources])
-        assert torch.isfinite(wanted).all()
-        torch.testing.assert_close(parameter.data, wanted, rtol=0, atol=0)
+        expected = torch.cat([tensors[source] for source in sources])
+        assert torch.isfinite(expected).all()
+        torch.testing.assert_close(parameter.data, expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("family", ["Gemma", "Gemma2", "Gemma3"])
 def test_norms_that_are_stored_whole_lose_the_one(family: str, tmp_path: Path) -> None:
-    meant = write(family, tmp_path, KIND.Q8_0, tie_word_embeddings=True)
+    tensors = write(family, tmp_path, KIND.Q8_0, tie_word_embeddings=True)
     model = load(tmp_path)
-    norms = [name for name in meant if name.endswith("norm.weight")]
+    norms = [name for name in tensors if name.endswith("norm.weight")]
     assert len(norms) == {"Gemma": 5, "Gemma2": 9, "Gemma3": 13}[family]
     for name in norms:
-        torch.testing.assert_close(model.get_parameter(name).data, meant[name], rtol=0, atol=1e-6)
+        torch.testing.assert_close(model.get_parameter(name).data, tensors[name], rtol=0, atol=1e-6)
         factor = model.get_submodule(name.removesuffix(".weight")).norm.weight
-        torch.testing.assert_close(factor, meant[name] + 1, rtol=0, atol=1e-6)
+        torch.testing.assert_close(factor, tensors[name] + 1, rtol=0, atol=1e-6)
     name = "model.layers.1.mlp.down_proj.weight"
-    torch.testing.assert_close(model.get_parameter(name).data, meant[name], rtol=0, atol=0)
+    torch.testing.assert_close(model.get_parameter(name).data, tensors[name], rtol=0, atol=0)
 
 
 def test_gguf_may_be_rounded_again_by_a_method(tmp_path: Path) -> None:

@@ -41,10 +41,10 @@ def test_products_by_4_bits_equal_plain_ones(tokens: int, after: str, group: int
                 residual=stream.clone() if after == "residual" else None,
             )
         )  # fmt: skip
-    want, got = results
-    assert got.dtype == DTYPE
+    expected, actual = results
+    assert actual.dtype == DTYPE
     tolerance = 8e-2 if CUDA else 1.2e-2
-    torch.testing.assert_close(got, want, atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance)
 
 
 def test_what_is_large_before_its_norm_stays_finite_in_float16() -> None:
@@ -52,6 +52,6 @@ def test_what_is_large_before_its_norm_stays_finite_in_float16() -> None:
     weight = PackedWeight(words, scale, 64, bits=4)
     x = (draw(1, SIZE, seed=2) * 1000).half()
     norm = Norm(torch.full((SIZE,), 100.0, device=DEVICE, dtype=torch.float16), 1e-6)
-    want = Operations().packed_linear(x, weight, norm=norm)
-    got = TritonOperations().packed_linear(x, weight, norm=norm)
-    torch.testing.assert_close(got, want, atol=0.5, rtol=1e-2)
+    expected = Operations().packed_linear(x, weight, norm=norm)
+    actual = TritonOperations().packed_linear(x, weight, norm=norm)
+    torch.testing.assert_close(actual, expected, atol=0.5, rtol=1e-2)

@@ -27,7 +27,7 @@ def mechanism(parser: Any) -> type:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what is asked a second time as slow."""
-    asked: dict[tuple[str, Any], Any] = {}
+    seen: dict[tuple[str, Any], Any] = {}
     for item in items:
         kit, name = getattr(item, "cls", None), item.name
         if kit is None or not issubclass(kit, ParserKit):
@@ -38,5 +38,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             about = kit.registered()
         else:
             continue
-        if asked.setdefault((name, about), kit) is not kit:
+        if seen.setdefault((name, about), kit) is not kit:
             item.add_marker(pytest.mark.slow)

@@ -290,9 +290,9 @@ def test_the_prompt_s_end_says_whether_the_thought_is_open(name: str) -> None:
     for pieces in ([text], list(text)):
         parser = make_parser(reasoning, thinking=True, prompt_end=f"<|assistant|>{begin}\n")
         assert not parser.reasoning_ended
-        found = fold(run(parser, pieces))
-        assert found.reasoning == "This is a reasoning section"
-        assert found.content == "This is the rest"
+        message = fold(run(parser, pieces))
+        assert message.reasoning == "This is a reasoning section"
+        assert message.content == "This is the rest"
         closed = make_parser(reasoning, thinking=True, prompt_end=f"{begin}\n\n{end}\n\n")
         assert closed.reasoning_ended
         assert fold(run(closed, ["It is 4."])).content == "It is 4."
@@ -302,8 +302,8 @@ def test_calls_of_gpt_oss_are_not_shown_where_nothing_reads_them() -> None:
     text = HARMONY[1].text + "<|start|>assistant<|channel|>final<|message|>It is 4."
     reasoning = load_plugins()["reasoning_parser"].load("gptoss")
     for pieces in ([text], list(text)):
-        found = fold(run(OutputParser(reasoning(), None), pieces))
-        assert (found.reasoning, found.content) == ("One.\nTwo.", "I check.\nIt is 4.")
+        message = fold(run(OutputParser(reasoning(), None), pieces))
+        assert (message.reasoning, message.content) == ("One.\nTwo.", "I check.\nIt is 4.")
 
 
 def test_every_reasoning_parser_in_the_box_is_here() -> None:

@@ -61,8 +61,8 @@ THOUGHTS = [
 def test_thought_and_answer(
     thinking: bool, text: str, reasoning: str | None, content: str | None
 ) -> None:
-    found = parsed(Qwen3Reasoning(thinking=thinking), text)
-    assert (found.reasoning, found.content) == (reasoning, content)
+    message = parsed(Qwen3Reasoning(thinking=thinking), text)
+    assert (message.reasoning, message.content) == (reasoning, content)
 
 
 WEATHER = '{"city": "Paris",  "days": [1, 2.5e3, null], "note": "a \\"}\\" b"}'
@@ -278,9 +278,9 @@ def test_thought_then_text_then_calls_through_the_chain() -> None:
 
 def test_the_chain_says_when_thought_has_ended() -> None:
     parser = OutputParser(Qwen3Reasoning(), HermesToolParser())
-    said = []
+    texts = []
     for piece in ("<think>", "Hm.", "</think>", "Yes."):
         parser.feed(piece)
-        said.append(parser.reasoning_ended)
-    assert said == [False, False, True, True]
+        texts.append(parser.reasoning_ended)
+    assert texts == [False, False, True, True]
     assert OutputParser(None, HermesToolParser()).reasoning_ended

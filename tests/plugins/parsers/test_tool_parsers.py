@@ -40,21 +40,21 @@ class Kit(ToolParserKit):
             pytest.skip("nothing closes a call")
         opening = self.opening()
         text = next(sample.text for sample in self.samples if sample.text.startswith(opening))
-        sample = next(one for one in self.samples if one.text == text)
+        sample = next(item for item in self.samples if item.text == text)
         calls = fold(run(self.make(sample), [text])).tool_calls
         arguments = calls[0].arguments
         for end in range(len(opening), len(opening) + len(arguments) - 1):
             for after in (self.close, f"{self.close}\nDone.", self.close + text):
                 events = run(self.make(sample), [text[:end] + after])
-                found = fold(events)
-                first = found.tool_calls[0].arguments
+                message = fold(events)
+                first = message.tool_calls[0].arguments
                 assert arguments.startswith(first), (first, end, after)
-                shown = (found.content or "") + first
+                shown = (message.content or "") + first
                 assert not [mark for mark in self.marks() if mark in shown], (shown, end, after)
                 if self.close + text == after:
-                    assert found.tool_calls[1:] == calls, (end, found)
+                    assert message.tool_calls[1:] == calls, (end, message)
                 elif self.close != after:
-                    assert found.content == "Done.", (end, found)
+                    assert message.content == "Done.", (end, message)
 
 
 class TestHermes(Kit):

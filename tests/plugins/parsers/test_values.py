@@ -62,18 +62,18 @@ SOURCES = st.lists(
 @settings(max_examples=500, deadline=None)
 @given(text=SOURCES)
 def test_what_python_cannot_read_is_no_value(text: str) -> None:
-    made = python_value(text)
-    if made is None:
+    value = python_value(text)
+    if value is None:
         return
     try:
-        wanted = ast.literal_eval(text.strip())
+        expected = ast.literal_eval(text.strip())
     except (ValueError, SyntaxError):
         # More is let through than Python does: JSON's names, strings over several lines, a
         # parenthesis around one value.
-        json.loads(made)
+        json.loads(value)
         return
     if "(" not in text:  # Where it may be a tuple, or may not.
-        assert json.loads(made) == as_json(wanted)
+        assert json.loads(value) == as_json(expected)
 
 
 TYPED = [
@@ -106,8 +106,8 @@ DEFINITIONS = {"Loop": {"$ref": "#/$defs/Loop"}, "Size": {"oneOf": [{"type": "in
 @pytest.mark.parametrize(("text", "schema", "value"), TYPED)
 def test_text_is_typed_by_its_schema(text: str, schema: Any, value: Any) -> None:
     types = parameter_types({"properties": {"x": schema}, "$defs": DEFINITIONS}, "x")
-    found = json.loads(json_of(text, types))
-    assert found == value and type(found) is type(value)
+    typed = json.loads(json_of(text, types))
+    assert typed == value and type(typed) is type(value)
 
 
 @settings(max_examples=200, deadline=None)
@@ -122,8 +122,8 @@ def test_harmony_comes_apart_through_the_chain() -> None:
         "<|channel|>commentary<|message|>I check.<|end|><|start|>assistant<|channel|>commentary "
         'to=functions.get_weather <|constrain|>json<|message|>{"city": "Paris"}<|call|>'
     )
-    wanted = ParsedMessage(
+    expected = ParsedMessage(
         "I check.", "They want weather.", [ParsedToolCall("get_weather", '{"city": "Paris"}')]
     )
     for pieces in ([text], list(text)):
-        assert fold(run(OutputParser(HarmonyReasoning(), HarmonyToolParser()), pieces)) == wanted
+        assert fold(run(OutputParser(HarmonyReasoning(), HarmonyToolParser()), pieces)) == expected

@@ -59,8 +59,10 @@ def config(folder: Path, **options: Any) -> EngineConfig:
 
 async def answer(engine: AsyncEngine, prompt: list[int], **params: Any) -> Any:
     last = None
-    asked = SamplingParams(**{"temperature": 0.0, "max_tokens": 12, "ignore_eos": True, **params})
-    async for output in engine.generate(prompt, asked):
+    sampling_params = SamplingParams(
+        **{"temperature": 0.0, "max_tokens": 12, "ignore_eos": True, **params}
+    )
+    async for output in engine.generate(prompt, sampling_params):
         last = output
     return last
 
@@ -80,11 +82,11 @@ async def mean_error(folder: Path, **options: Any) -> float:
         for prompt in PROMPTS[1:]:
             output = await answer(engine, prompt, prompt_logprobs=1)
             with torch.no_grad():
-                wanted = torch.log_softmax(model(torch.tensor([prompt])).logits[0].float(), -1)
+                expected = torch.log_softmax(model(torch.tensor([prompt])).logits[0].float(), -1)
             errors += [
-                abs(found.logprob - float(wanted[position, token]))
+                abs(logprob.logprob - float(expected[position, token]))
                 for position, table in enumerate(output.prompt_logprobs[1:])
-                for token, found in table.items()
+                for token, logprob in table.items()
             ]
     return sum(errors) / len(errors)
 
@@ -106,8 +108,8 @@ async def test_next_tokens_are_those_of_the_float_cache(checkpoint: Path) -> Non
 
     async def tokens(**options: Any) -> list[int]:
         async with AsyncEngine(config(checkpoint, **options)) as engine:
-            made = await asyncio.gather(*(answer(engine, p, max_tokens=1) for p in prompts))
-        return [output.outputs[0].token_ids[0] for output in made]
+            results = await asyncio.gather(*(answer(engine, p, max_tokens=1) for p in prompts))
+        return [output.outputs[0].token_ids[0] for output in results]
 
     def agree(ours: list[int]) -> int:
         return sum(a == b for a, b in zip(ours, plain, strict=True))
@@ -137,15 +139,17 @@ async def test_scales_are_those_of_the_first_step_and_stay(checkpoint: Path) -> 
             (1.0, 1.0)
         }
         await answer(engine, PROMPTS[0])
-        found = [(layer.spec.key_scale, layer.spec.value_scale) for layer in layers(engine)]
-        assert found[0][0] == pytest.approx(seen["key"] / KEY_RANGE, rel=1e-4)
-        assert found[0][1] == pytest.approx(seen["value"] / VALUE_RANGE, rel=1e-4)
+        scales = [(layer.spec.key_scale, layer.spec.value_scale) for layer in layers(engine)]
+        assert scales[0][0] == pytest.approx(seen["key"] / KEY_RANGE, rel=1e-4)
+        assert scales[0][1] == pytest.approx(seen["value"] / VALUE_RANGE, rel=1e-4)
         alone = [await answer(engine, prompt) for prompt in PROMPTS]
         together = await asyncio.gather(*(answer(engine, prompt) for prompt in PROMPTS))
         assert together[0].num_cached_tokens > 0, "a prefix hit"
-        for one, other in zip(alone, together, strict=True):
-            assert one.outputs[0].token_ids == other.outputs[0].token_ids
-        assert found == [(layer.spec.key_scale, layer.spec.value_scale) for layer in layers(engine)]
+        for first, other in zip(alone, together, strict=True):
+            assert first.outputs[0].token_ids == other.outputs[0].token_ids
+        assert scales == [
+            (layer.spec.key_scale, layer.spec.value_scale) for layer in layers(engine)
+        ]
 
 
 async def test_requests_that_come_together_share_the_first_step(checkpoint: Path) -> None:
@@ -155,8 +159,8 @@ async def test_requests_that_come_together_share_the_first_step(checkpoint: Path
         first = await asyncio.gather(*(answer(engine, prompt) for prompt in PROMPTS))
         await engine.reset_prefix_cache()
         again = [await answer(engine, prompt) for prompt in PROMPTS]
-    for one, other in zip(first, again, strict=True):
-        assert one.outputs[0].token_ids == other.outputs[0].token_ids
+    for left, other in zip(first, again, strict=True):
+        assert left.outputs[0].token_ids == other.outputs[0].token_ids
 
 
 class Recording(InProcessExecutor):
@@ -192,8 +196,8 @@ async def test_decode_steps_are_recorded_with_the_final_scales_only(checkpoint: 
     Recording.recorded.clear()
     options: Any = {"executor": "recording", "attention_backend": "safe", "kv_cache_dtype": "fp8"}
     plugins = load_plugins(extra=[Plugin()])
-    asked = config(checkpoint, calculate_kv_scales=True, **options)
-    async with AsyncEngine(asked, plugins=plugins) as engine:
+    engine_config = config(checkpoint, calculate_kv_scales=True, **options)
+    async with AsyncEngine(engine_config, plugins=plugins) as engine:
         assert not Recording.recorded
         await answer(engine, PROMPTS[0])
         executor: Any = engine.core.executor

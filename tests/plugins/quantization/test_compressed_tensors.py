@@ -184,9 +184,9 @@ class TestMixed(TestW4A16):
     def quantize(self, weight: torch.Tensor) -> Any:
         """The kit asks layer by layer: shapes tell attention apart."""
         attention = weight.shape in self.of_attention
-        chosen = "group_0" if attention else "group_1"
+        group = "group_0" if attention else "group_1"
         inner = TestW4A16() if attention else TestFp8Dynamic()
-        inner.config = {"config_groups": {"group_0": self.config["config_groups"][chosen]}}
+        inner.config = {"config_groups": {"group_0": self.config["config_groups"][group]}}
         return inner.quantize(weight)
 
 

@@ -30,8 +30,8 @@ HEADS, KV_HEADS, DIM, BLOCK = 4, 2, 16, 4
 
 def draw(*shape: int, seed: int = 0) -> torch.Tensor:
     """Numbers that fp8 holds exactly, times any power of two."""
-    made = torch.randint(-7, 8, shape, generator=torch.Generator().manual_seed(seed)) / 4
-    return made.to(DEVICE, torch.float32)
+    generator = torch.randint(-7, 8, shape, generator=torch.Generator().manual_seed(seed)) / 4
+    return generator.to(DEVICE, torch.float32)
 
 
 def cache(dtype: torch.dtype, lengths: list[int]) -> tuple[torch.Tensor, ...]:
@@ -56,10 +56,10 @@ def test_decode_kernel_reads_an_fp8_cache(dtype: torch.dtype) -> None:
     kv, table, lengths = cache(dtype, [1, 9, 70])
     query = draw(3, HEADS, DIM, seed=5)
     options: Any = {"scale": 0.3, "cache_scales": SCALES}
-    want = reference.paged_attention_decode(query, kv, table, lengths, **options)
+    expected = reference.paged_attention_decode(query, kv, table, lengths, **options)
     for splits in (1, 2):
-        got = paged_attention_decode(query, kv, table, lengths, num_splits=splits, **options)
-        torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+        actual = paged_attention_decode(query, kv, table, lengths, num_splits=splits, **options)
+        torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_prefill_kernel_reads_an_fp8_cache() -> None:
@@ -69,9 +69,9 @@ def test_prefill_kernel_reads_an_fp8_cache() -> None:
     query = draw(11, HEADS, DIM, seed=5)
     starts = torch.tensor([0, 4, 11], dtype=torch.int32, device=DEVICE)
     options: Any = {"scale": 0.3, "cache_scales": SCALES}
-    want = reference.paged_attention(query, kv, table, starts, lengths, **options)
-    got = paged_attention_prefill(query, kv, table, starts, lengths, max_query_len=7, **options)
-    torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+    expected = reference.paged_attention(query, kv, table, starts, lengths, **options)
+    actual = paged_attention_prefill(query, kv, table, starts, lengths, max_query_len=7, **options)
+    torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_heads_kernel_writes_an_fp8_cache() -> None:
@@ -79,7 +79,7 @@ def test_heads_kernel_writes_an_fp8_cache() -> None:
 
     slots = torch.tensor([5, 0, 11], device=DEVICE)
     positions = torch.arange(3, device=DEVICE)
-    made = []
+    parts = []
     for function in (qk_norm_rope_cache, reference.qk_norm_rope_cache):
         kv = torch.zeros(2, 3, BLOCK, KV_HEADS, DIM, device=DEVICE).to(E4M3)
         fused = draw(3, (HEADS + 2 * KV_HEADS) * DIM)
@@ -89,11 +89,11 @@ def test_heads_kernel_writes_an_fp8_cache() -> None:
             fused, HEADS, KV_HEADS, positions,
             kv_cache=kv, slot_mapping=slots, cache_scales=SCALES,
         )  # fmt: skip
-        made.append(kv.float())
-    assert torch.equal(*made)
+        parts.append(kv.float())
+    assert torch.equal(*parts)
     if DEVICE.type == "cuda":
-        assert made[0][1].max() == 448.0, "values beyond the type's largest are cut off"
-    assert (made[0] != 0).any(dim=-1).sum() == 2 * 3 * KV_HEADS
+        assert parts[0][1].max() == 448.0, "values beyond the type's largest are cut off"
+    assert (parts[0] != 0).any(dim=-1).sum() == 2 * 3 * KV_HEADS
 
 
 def test_fused_decode_kernel_reads_and_writes_an_fp8_cache() -> None:
@@ -107,7 +107,7 @@ def test_fused_decode_kernel_reads_and_writes_an_fp8_cache() -> None:
         device=DEVICE,
     )
     other = kv.clone()
-    got = fused_decode_attention(
+    actual = fused_decode_attention(
         qkv, HEADS, KV_HEADS, kv, table, seq_lens, slots, scale=0.3, cache_scales=SCALES,
         counters=torch.zeros(64, dtype=torch.int32, device=DEVICE),
         workspace=torch.empty(10000, device=DEVICE), num_splits=2,
@@ -116,11 +116,11 @@ def test_fused_decode_kernel_reads_and_writes_an_fp8_cache() -> None:
         qkv, HEADS, KV_HEADS, seq_lens - 1, kv_cache=other, slot_mapping=slots, cache_scales=SCALES
     )
     query = qkv.view(3, -1, DIM)[:, :HEADS]
-    want = reference.paged_attention_decode(
+    expected = reference.paged_attention_decode(
         query, other, table, seq_lens, scale=0.3, cache_scales=SCALES
     )
     assert torch.equal(kv.view(torch.uint8), other.view(torch.uint8))
-    torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.fixture(scope="module")
@@ -165,11 +165,11 @@ def error(folder: Path, **options: Any) -> float:
     prompt, (output, _) = serve(folder, **options)
     model = reference_model(folder)
     with torch.no_grad():
-        wanted = torch.log_softmax(model(torch.tensor([prompt])).logits[0].float(), -1)
+        expected = torch.log_softmax(model(torch.tensor([prompt])).logits[0].float(), -1)
     errors = [
-        abs(found.logprob - float(wanted[position, token]))
+        abs(logprob.logprob - float(expected[position, token]))
         for position, table in enumerate(output.prompt_logprobs[1:])
-        for token, found in table.items()
+        for token, logprob in table.items()
     ]
     return sum(errors) / len(errors)
 
