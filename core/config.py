@@ -215,7 +215,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         _doc("Tool-call parser by name, or none; default: by the checkpoint's jackfield.json."),
     ] = None
     structured_outputs_config: Annotated[
-        StructuredOutputsConfig, _doc("How outputs are held to grammars: JSON, or a flag a field.")
+        StructuredOutputsConfig,
+        _doc("How outputs are constrained by grammars: JSON, or one flag per field."),
     ] = StructuredOutputsConfig()
     disable_plugins: Annotated[
         tuple[str, ...], _doc("Entry points or distributions not to load.")

@@ -1,4 +1,4 @@
-"""Where a grammar begins for a model that reasons first, according to its reasoning parser."""
+"""Finds where the grammar begins if the model reasons first, according to its reasoning parser."""
 
 from __future__ import annotations
 

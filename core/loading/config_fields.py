@@ -1,7 +1,7 @@
-"""The types of values that fields of a config.json have, whatever the family.
+"""Checks the types of fields of a config.json that all families share.
 
-Checked on the file's own content, before anything is made of it: so that a wrong value is refused
-with the file's and the field's name, and not by whatever stumbles over it first.
+The file's own content is checked before anything is built from it, so that the error for a wrong
+value names the file and the field.
 """
 
 from __future__ import annotations

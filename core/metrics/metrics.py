@@ -86,12 +86,12 @@ class EngineMetrics:
         self._prefill = histogram("request_prefill_time_seconds", "Schedule to first token.")
         self._decode = histogram("request_decode_time_seconds", "First to last token.")
         self._inference = histogram("request_inference_time_seconds", "Schedule to last token.")
-        self._prompt = histogram("request_prompt_tokens", "Prompt tokens a request.", TOKENS)
+        self._prompt = histogram("request_prompt_tokens", "Prompt tokens per request.", TOKENS)
         self._generated = histogram(
-            "request_generation_tokens", "Generated tokens a request.", TOKENS
+            "request_generation_tokens", "Generated tokens per request.", TOKENS
         )
         self._n = histogram("request_params_n", "n a request.", (1, 2, 5, 10, 20))
-        self._max_tokens = histogram("request_params_max_tokens", "max_tokens a request.", TOKENS)
+        self._max_tokens = histogram("request_params_max_tokens", "max_tokens per request.", TOKENS)
 
     def observe_step(self, num_tokens: int, seconds: float, launch_wait: float = 0.0) -> None:
         """Record a step: `num_tokens` computed, `seconds` on the device, `launch_wait` seconds in

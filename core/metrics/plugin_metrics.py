@@ -18,8 +18,8 @@ logger = logging.getLogger("jackfield.plugins")
 def add_plugin_metrics(
     plugins: Plugins, registry: prometheus.CollectorRegistry, engine: Any
 ) -> None:
-    """Let every plugin register its metrics, each in a registry of its own that is a part of
-    `registry`. A plugin that raises, or uses a name that is taken, has no metrics.
+    """Call `register_metrics` of every plugin, each with a registry of its own that is a part of
+    `registry`. A plugin that raises, or uses a name that exists, has no metrics.
 
     Raises PluginError if such a plugin is required.
     """

@@ -99,12 +99,12 @@ class KVConnectorScheduler(Protocol):
     def request_finished(
         self, transfer: int, request: Request
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Handle the end of a request (`request.finish_reason`) → (hold its blocks,
-        kv_transfer_params). After "error", the content of its blocks is undefined.
+        """Handle the end of a request (`request.finish_reason`); return (whether to retain its
+        blocks, kv_transfer_params). After "error", the content of its blocks is undefined.
 
-        With True, `request.block_ids` are held under `transfer` until the worker half reports its
-        end: for a far side that fetches them. The dictionary goes into the response. Blocks of a
-        request that never ran are an empty list, and are not held.
+        If True, `request.block_ids` are retained under `transfer` until the worker half reports its
+        end, for a remote side that fetches them. The dictionary goes into the response. A request
+        that never ran has no block ids, and nothing is retained.
         """
 
     def build_metadata(self) -> Any:
@@ -132,7 +132,7 @@ class KVConnectorWorker(Protocol):
 
     On a GPU, transfers run on the connector's own streams. A save needs no ordering: the blocks
     that it reads were final before `start` was called. A load must wait for an event that `start`
-    records on the current stream, since steps under way may still use the blocks' former content;
+    records on the current stream, since steps in progress may still use the blocks' former content;
     its end is reported after the device has finished it.
     """
 
@@ -152,7 +152,7 @@ class KVConnectorWorker(Protocol):
         be cheap."""
 
     def close(self) -> None:
-        """Finish the saves under way, drop the loads, and end all threads that access the cache:
+        """Finish pending saves, drop pending loads, and end all threads that access the cache:
         the engine stops, or a method has raised. Called once; after a method has raised, on a
         different thread, while steps continue. If it raises then, the blocks of all transfers are
         out of use until the engine is started anew."""

@@ -6,7 +6,7 @@ import importlib
 import sys
 
 BENCHMARKS = {
-    "latency": "milliseconds a token at batch 1 (W1), and a decode step by batch",
+    "latency": "milliseconds per token at batch 1 (W1), and a decode step by batch",
     "throughput": "many requests at once, in process (W2, W3, W4, W7)",
     "serve": "load on any OpenAI-style server, or on one started here (W5, W7)",
     "startup": "process start to ready to first token, cold and warm (W6)",

@@ -31,7 +31,7 @@ def run(argv: list[str]) -> int:
             "--max-concurrency", type=positive_int, metavar="N", help="requests at once"
         )
         command.add_argument(
-            "--requests-per-minute", type=positive_int, metavar="N", help="requests a minute"
+            "--requests-per-minute", type=positive_int, metavar="N", help="requests per minute"
         )
         command.add_argument(
             "--max-tokens", type=positive_int, metavar="N", help="tokens of an answer"

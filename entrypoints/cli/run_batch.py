@@ -38,7 +38,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     batch.add_argument(
         "--max-concurrency", type=int, metavar="N",
-        help="requests under way at once; default: twice max_num_seqs",
+        help="most requests running at once; default: twice max_num_seqs",
     )  # fmt: skip
     batch.add_argument("--max-body-bytes", type=int, default=32 << 20, help="refuse longer lines")
     batch.add_argument("--disable-tqdm", action="store_true", help="show no progress bar")

@@ -80,7 +80,7 @@ class BatchOptions:
         int | None,
         Meta(
             ge=1,
-            description="requests of batches under way at once; default: half of max_num_seqs",
+            description="most requests of batches running at once; default: half of max_num_seqs",
         ),
         Flag("--batch-max-concurrency", group="batches", metavar="N"),
     ] = None

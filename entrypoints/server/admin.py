@@ -11,7 +11,7 @@ from ..http.context import ENGINE, reply
 
 
 class CacheInUse(InvalidRequest):
-    """Cached blocks are held by running requests."""
+    """Running requests use cached blocks."""
 
     status = 409
 

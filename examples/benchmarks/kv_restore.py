@@ -41,7 +41,7 @@ async def timed(engine: AsyncEngine, prompt: list[int]) -> tuple[float, RequestO
 
 
 async def emptied(engine: AsyncEngine) -> float:
-    """Wait for the saves under way, and empty the prefix cache. → seconds waited"""
+    """Wait for the pending saves, and empty the prefix cache. → seconds waited"""
     start = time.perf_counter()
     while engine.stats().kv_blocks_used:
         await asyncio.sleep(0.001)

@@ -8,7 +8,7 @@
 if one is off. `kernels` times a product of each layer, by format and number of tokens, with the
 share of the bytes' floor; `--sweep` tries other tiles of the 8-bit kernels and names the best (of
 4 bits `jackfield bench tune` does). `model`
-runs the engine on random weights: milliseconds a step at batch 1, 16 and 64, and prompt tokens a
+runs the engine on random weights: milliseconds per step at batch 1, 16 and 64, and prompt tokens a
 second. Every number is also printed as a JSON line, and appended to `--out`.
 """
 
@@ -229,7 +229,7 @@ BYTES = {"bf16": 2.0, "fp8": 1.0, "int8": 1.0, "int4": 0.5 + 2 / 128}
 
 
 def kernels(report: Report, sweep: bool, bandwidth: float) -> None:
-    """Each projection; `bandwidth` in bytes a second is what the floor assumes."""
+    """Each projection; `bandwidth` in bytes per second is what the floor assumes."""
     for tokens, name in itertools.product((1, 4, 16, 64, 128, 256, 2048), FORMATS):
         whole = 0.0
         for projection, (rows, size, gated) in PROJECTIONS.items():
@@ -332,7 +332,7 @@ async def model(report: Report, method: str, layers: int | None) -> None:
 
 
 async def decode(report: Report, engine: Any, method: str, batch: int) -> None:
-    """Milliseconds a step: a long answer less a short one."""
+    """Milliseconds per step: a long answer less a short one."""
     await together(engine, batch, 128, 16)
     short = [await together(engine, batch, 128, 8) for _ in range(3)]
     whole = [await together(engine, batch, 128, 136) for _ in range(3)]
@@ -344,7 +344,7 @@ async def decode(report: Report, engine: Any, method: str, batch: int) -> None:
 
 
 async def prefill(report: Report, engine: Any, method: str) -> None:
-    """Prompt tokens a second: 32 prompts of 2,048 tokens, one token each."""
+    """Prompt tokens per second: 32 prompts of 2,048 tokens, one token each."""
     await together(engine, 4, 2048, 1)
     took = statistics.median([await together(engine, 32, 2048, 1) for _ in range(3)])
     report.add(model=method, prompt_tokens_per_second=round(32 * 2048 / took, 1))
@@ -371,7 +371,9 @@ def main() -> int:
     parser.add_argument("what", choices=("check", "kernels", "model"))
     parser.add_argument("--out", help="append JSON lines here")
     parser.add_argument("--sweep", action="store_true", help="kernels: try other tiles")
-    parser.add_argument("--bandwidth", type=float, default=4.58e12, help="kernels: bytes a second")
+    parser.add_argument(
+        "--bandwidth", type=float, default=4.58e12, help="kernels: bytes per second"
+    )
     parser.add_argument("--method", choices=METHODS, default="fp8", help="model: which weights")
     parser.add_argument("--layers", type=int, help="model: fewer layers, for a quick look")
     options = parser.parse_args()

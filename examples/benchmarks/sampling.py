@@ -214,7 +214,7 @@ def main() -> int:
     lines: list[dict[str, Any]] = []
     failed = False
     for kind in ("peaked", "flat"):
-        print(f"\n{kind} logits, µs a step{'':12}" + "".join(f"{rows:>10}" for rows in args.rows))
+        print(f"\n{kind} logits, µs per step{'':12}" + "".join(f"{rows:>10}" for rows in args.rows))
         table: dict[str, list[str]] = {}
         for rows in args.rows:
             logits = logits_of(kind, rows, args.vocab, device)

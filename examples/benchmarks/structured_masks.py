@@ -60,7 +60,7 @@ def made_up(size: int) -> Vocabulary:
 
 
 def measure(backend: str, batch: int, steps: int) -> dict[str, float]:
-    """Microseconds a step; `masks_crc32` is the same wherever the masks are."""
+    """Microseconds per step; `masks_crc32` is the same wherever the masks are."""
     words = made_up(int(MODELS["Qwen3-8B"]["vocab_size"]))
     kind = load_plugins()["structured_backend"].load(backend)
     grammar = kind(words).compile(GrammarSpec("json", json.dumps(SCHEMA)))

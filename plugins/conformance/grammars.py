@@ -2,7 +2,7 @@
 
 What it asks beyond the docstrings of `core/protocols/`:
 
-- A kind of grammar, a keyword or a syntax is held or refused, by `refusal` or a ValueError of
+- A kind of grammar, a keyword or a syntax is enforced or refused, by `refusal` or a ValueError of
   `compile`; it is never passed over.
 - A mask allows nothing that no right output goes on with, whether it ends inside a character or
   not; and of every byte that a right output may go on with, it allows a token that begins so. More
@@ -109,7 +109,7 @@ class GrammarBackendKit(Kit):
                 matcher = self._grammar(spec).matcher()
                 assert matcher.accept(list(prefix)), f"{spec}: {prefix!r} is not accepted"
                 _compare(_mask(matcher), texts, prefix, f"{spec} after {prefix!r}")
-        assert num_checked, "none of the kit's grammars is held"
+        assert num_checked, "none of the kit's grammars is enforced"
 
     def test_every_bit_of_a_row_is_written_and_nothing_else(self) -> None:
         words = -(-SIZE // 32)

@@ -68,9 +68,9 @@ class XGrammar:
     def refusal(cls, spec: GrammarSpec) -> str | None:
         """Return the first keyword that it would not enforce."""
         if spec.kind == "json":
-            return _unheld(json.loads(spec.text))
+            return _unsupported(json.loads(spec.text))
         if spec.kind == "structural_tag":
-            return _unheld_tag(spec.text)
+            return _unsupported_tag(spec.text)
         return None
 
     def __init__(self, vocabulary: Vocabulary) -> None:
@@ -264,7 +264,7 @@ def _whole(pattern: str) -> str:
     return f"^{'' if begin else _ANY_TEXT}({body}){'' if end else _ANY_TEXT}$"
 
 
-def _unheld(schema: Any) -> str | None:
+def _unsupported(schema: Any) -> str | None:
     for part in subschemas(schema):
         keywords = part.keys()
         if keys := sorted(_IGNORED & keywords):
@@ -300,7 +300,7 @@ def _half_anchored(pattern: Any) -> bool:
     return pattern.startswith("^") is not pattern.endswith("$")
 
 
-def _unheld_tag(text: str) -> str | None:
+def _unsupported_tag(text: str) -> str | None:
     tag = {"format": _format(text)}
     free = _has_free_text(tag)
     for part in tag_formats(tag):
@@ -310,7 +310,7 @@ def _unheld_tag(text: str) -> str | None:
             return "excludes beside an expression is not supported"
         if part.get("type") == "json_schema":
             schema = part.get("json_schema")
-            if reason := _unheld(schema) or (_unclean(schema) if free else None):
+            if reason := _unsupported(schema) or (_unclean(schema) if free else None):
                 return reason
     return None
 

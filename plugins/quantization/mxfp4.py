@@ -54,7 +54,7 @@ class Mxfp4:
         read.choice("bits", (4,), 4)
         read.choice("group_size", (GROUP,), GROUP)
         names = read.names(SKIPPED)
-        logger.info("mxfp4: experts' 4-bit floats are held in 8 bits, which changes none of them")
+        logger.info("mxfp4: experts' 4-bit floats are stored in 8 bits, without loss")
         return cls(tuple(_pattern(name) if "*" in name else name for name in names))
 
     def layer(self, spec: LinearSpec) -> Mxfp4Linear | None:

@@ -308,7 +308,7 @@ def test_interactive_requests_go_before_batches(client: openai.OpenAI, server: S
         }
 
     assert server.call(lambda engine: min(priorities(engine))) >= 1 << 20
-    # Half of max_num_seqs is the most that a batch has under way.
+    # Half of max_num_seqs is the most that a batch runs at once.
     assert server.call(lambda engine: len(engine.core.requests.states)) <= 4
     client.batches.cancel(batch.id)
     until(client, batch.id, "cancelled")

@@ -120,9 +120,9 @@ async def test_an_engine_that_dies_in_a_stream_ends_it_with_an_error() -> None:
     async with serving(case, 1, 100) as (executor, url, _):
         submit = executor.submit
 
-        def fail(plan: Any) -> Any:
+        def fail(plan: Any, *in_process: Any) -> Any:
             if plan.step < 20:
-                return submit(plan)
+                return submit(plan, *in_process)
             future = asyncio.get_running_loop().create_future()
             future.set_exception(RuntimeError("no device"))
             return future

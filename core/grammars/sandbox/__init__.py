@@ -1,1 +1,1 @@
-"""Compiles grammars in a process that may be killed."""
+"""Test-compiles grammars in separate processes, which can be killed."""

@@ -1,5 +1,5 @@
-"""Compiles grammars in processes of their own first, which can be killed: nothing else ends native
-code that takes too long or needs too much memory, and nothing else outlives its crash.
+"""Compiles grammars in separate processes first, which can be killed. Native code that runs too
+long, needs too much memory or crashes cannot be stopped within the engine's process.
 
 Frames are msgpack after four bytes of length; the process is `sandbox_process`.
 """
@@ -30,7 +30,7 @@ MAX_FRAME = 1 << 20
 
 
 class Setup(msgspec.Struct, frozen=True):
-    """The first frame to a process."""
+    """The first message to a process."""
 
     backend: str
     """module:qualified name of the class"""
@@ -48,7 +48,7 @@ class Setup(msgspec.Struct, frozen=True):
 
 
 class Result(msgspec.Struct, frozen=True):
-    """The answer to the setup, and to each grammar."""
+    """The reply to the setup, and to each grammar."""
 
     error: str | None = None
     seconds: float = 0.0
@@ -58,11 +58,11 @@ class Result(msgspec.Struct, frozen=True):
 
 
 class SandboxCrash(Exception):
-    """A process ended in the middle of a grammar."""
+    """A process ended while it compiled a grammar."""
 
 
 class CompileSandbox:
-    """Up to `processes` of them for one backend, each started when it is first needed."""
+    """Up to `processes` sandbox processes for one backend, each started when it is first needed."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class CompileSandbox:
         self._free = asyncio.Semaphore(processes)
 
     async def check(self, spec: GrammarSpec) -> None:
-        """Raises ValueError when the grammar is wrong, costs too much, or crashes the backend."""
+        """Raise ValueError if the grammar is invalid, costs too much, or crashes the backend."""
         try:
             await asyncio.wait_for(self._free.acquire(), self._compile_timeout)
         except TimeoutError:
@@ -105,8 +105,8 @@ class CompileSandbox:
         check_mask_time(result.seconds, self._mask_timeout)
 
     async def _result(self, spec: GrammarSpec) -> Result:
-        """A grammar that crashes a process which had others before gets one of its own: what
-        those left behind is not its fault."""
+        """Return the result for a grammar. If it crashes a process that compiled others before, it
+        is tried again in a new process, because the earlier ones may be the cause."""
         while self._idle:
             process = self._idle.pop()
             if process.returncode is None:
@@ -122,7 +122,7 @@ class CompileSandbox:
             ) from None
 
     async def _try(self, process: asyncio.subprocess.Process, spec: GrammarSpec) -> Result:
-        """Raises SandboxCrash; the process is idle again, or has ended."""
+        """Compile in this process, which is idle or ended afterwards. Raises SandboxCrash."""
         result = None
         try:
             result = await asyncio.wait_for(_exchange(process, spec), self._compile_timeout)
@@ -142,7 +142,7 @@ class CompileSandbox:
         return result
 
     async def _start(self) -> asyncio.subprocess.Process:
-        """Raises ValueError: without a sandbox, no grammar that needs one."""
+        """Return a new process, set up. Raises ValueError if it does not start."""
         pipe = asyncio.subprocess.PIPE
         command = ("-m", f"{__package__}.sandbox_process")
         process = await asyncio.create_subprocess_exec(
@@ -164,7 +164,7 @@ class CompileSandbox:
         raise ValueError(f"the sandbox that would try this grammar does not start: {error}")
 
     async def close(self) -> None:
-        """End the processes; the next grammar gets a new one."""
+        """End all processes; the next grammar starts a new one."""
         while self._idle:
             await _end(self._idle.pop())
 
@@ -178,7 +178,7 @@ async def _end(process: asyncio.subprocess.Process) -> None:
 
 
 def _ending(returncode: int | None) -> str:
-    """How a process ended, in words."""
+    """Return how a process ended: a signal's name, or its exit status."""
     if returncode is not None and returncode < 0:
         with contextlib.suppress(ValueError):
             return signal.Signals(-returncode).name
@@ -196,6 +196,6 @@ async def _exchange(process: asyncio.subprocess.Process, message: Any) -> Result
 
 
 def pack(message: Any) -> bytes:
-    """One frame."""
+    """Return the frame of a message."""
     body = msgspec.msgpack.encode(message)
     return struct.pack("<I", len(body)) + body

@@ -1,4 +1,4 @@
-"""The first steps of an output through a grammar that has just been compiled."""
+"""Runs the first steps of an output through a newly compiled grammar."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ WALK_SECONDS = 1.0
 
 
 def probe(grammar: Grammar, vocabulary: Vocabulary) -> float:
-    """→ seconds of the slowest mask.
+    """Return the seconds of the slowest mask of the first few tokens.
 
-    Raises ValueError when no output is possible, or the backend gives up within a few tokens:
-    better now than in the middle of an answer.
+    Raises ValueError if no output is possible, or the backend fails within these tokens; otherwise
+    the request would fail in the middle of its output.
     """
     matcher = grammar.matcher()
     row = np.empty(-(-vocabulary.size // 32), dtype=np.int32)
@@ -47,10 +47,9 @@ def probe(grammar: Grammar, vocabulary: Vocabulary) -> float:
 
 
 def walk(grammar: Grammar, vocabulary: Vocabulary, seed: int = 0) -> float:
-    """Take steps that are drawn at random, as an output's would be. → processor seconds of the
-    slowest mask.
+    """Accept random allowed tokens; return the processor seconds of the slowest mask.
 
-    For what a process does not survive; a walk that ends early is no reason to refuse.
+    This finds crashes of the backend; the grammar is not refused if the walk ends early.
     """
     draw = random.Random(seed)
     row = np.empty((1, -(-vocabulary.size // 32)), dtype=np.int32)
@@ -75,14 +74,14 @@ def walk(grammar: Grammar, vocabulary: Vocabulary, seed: int = 0) -> float:
 
 
 def _fill_together(matcher: GrammarMatcher, row: np.ndarray) -> None:
-    """On threads of the backend's own, whose stacks are what they are."""
+    """Fill a mask on the backend's own threads, whose stack size cannot be chosen."""
     fill = getattr(type(matcher), "fill_bitmasks", None)
     if fill is not None:
         fill([matcher], row, [0])
 
 
 def check_mask_time(seconds: float, limit: float) -> None:
-    """Raises ValueError past the limit."""
+    """Raise ValueError if a mask took longer than `limit` seconds."""
     if seconds > limit:
         raise ValueError(
             f"a token's mask takes {seconds:.2f} s, more than mask_timeout ({limit} s)"

@@ -1,4 +1,5 @@
-"""The process in which grammars are tried: reads frames, compiles, says how it went."""
+"""The sandbox process: reads grammars from its standard input, compiles them, and replies with
+the results."""
 
 from __future__ import annotations
 
@@ -55,7 +56,7 @@ def _vocabulary(setup: Setup) -> Vocabulary:
     single = {text: i for i, text in enumerate(setup.token_bytes) if len(text) == 1}
 
     def encode(text: str) -> list[int]:
-        """Byte by byte: right, if not as the tokenizer would cut it."""
+        """Return one token per byte: valid, but not the tokenizer's own tokens."""
         return [single[bytes([b])] for b in text.encode() if bytes([b]) in single]
 
     return Vocabulary(
@@ -69,7 +70,7 @@ def _vocabulary(setup: Setup) -> Vocabulary:
 
 
 def _try(backend: Any, spec: GrammarSpec, vocabulary: Vocabulary) -> Result:
-    """On stacks that are smaller than those that the same calls get in the engine's process."""
+    """Compile and probe a grammar, with smaller stacks than in the engine's process."""
     try:
         grammars = [call_with_stack(SANDBOX_STACK, backend.compile, spec)]
         return Result(seconds=call_with_stack(SANDBOX_WALK_STACK, _walk, grammars, vocabulary))
@@ -80,13 +81,14 @@ def _try(backend: Any, spec: GrammarSpec, vocabulary: Vocabulary) -> Result:
 
 
 def _walk(grammars: list[Any], vocabulary: Vocabulary) -> float:
-    """The grammar's end belongs to it: what is nested may be freed by recursion."""
+    """Probe the grammar, and free it on this thread, because nested parts may be freed by
+    recursion. Returns the seconds of the slowest mask."""
     grammar = grammars.pop()
     return max(probe(grammar, vocabulary), walk(grammar, vocabulary))
 
 
 def _limit_memory(more: int) -> None:
-    """`more` bytes of address space beyond what there is now (Linux; elsewhere no limit)."""
+    """Limit the address space to `more` bytes beyond its current size (on Linux only)."""
     statm = Path("/proc/self/statm")
     if statm.exists():
         now = int(statm.read_text().split()[0]) * resource.getpagesize()
@@ -94,7 +96,8 @@ def _limit_memory(more: int) -> None:
 
 
 def _limit_time(seconds: float) -> None:
-    """Of the processor, for the next grammar: the parent is sooner, as long as there is one."""
+    """Limit the processor time of the next grammar, in case the parent, whose limit is shorter,
+    has ended."""
     used = sum(resource.getrusage(resource.RUSAGE_SELF)[:2])
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)
     resource.setrlimit(resource.RLIMIT_CPU, (int(used + 8 * seconds) + 10, hard))

@@ -1,4 +1,4 @@
-"""Calls with a stack of a chosen size: native parsers recurse as deep as a grammar makes them."""
+"""Calls with a stack of a chosen size, for native parsers that recurse as deep as their input."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Which grammars are provably small, so that they need no sandbox.
+"""Decides which grammars are provably small, so that they need no sandbox.
 
-Two things bound a compiler's recursion, time and memory: how much there is to read, and how often
-it may repeat it. Both kinds here bound both, far below what a thread's stack holds.
+A compiler's recursion, time and memory are bounded by the size of its input and by the number of
+repetitions. `is_plain` and `is_tiny` bound both, far below the size of a thread's stack.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ where they stand alone: beside others, backends multiply out every combination."
 
 
 def is_plain(spec: GrammarSpec) -> bool:
-    """Whether any backend compiles this at once: a schema of ordinary size without expressions."""
+    """Return whether any backend compiles this quickly: a schema of ordinary size without regular
+    expressions."""
     if len(spec.text) > MAX_PLAIN_TEXT or spec.kind not in ("json_object", "choice", "json"):
         return False
     if spec.kind != "json":
@@ -54,7 +55,8 @@ def is_plain(spec: GrammarSpec) -> bool:
 
 
 def is_tiny(spec: GrammarSpec) -> bool:
-    """Whether a backend that bounds itself compiles this at once: a short text of any kind."""
+    """Return whether a backend with limits of its own compiles this quickly: a short text of any
+    kind."""
     if len(spec.text) > MAX_TINY_TEXT:
         return False
     product = math.prod(max(1, int(number)) for number in re.findall(r"[0-9]+", spec.text))
@@ -82,7 +84,7 @@ def _is_plain_part(part: dict[str, Any]) -> bool:
 
 
 def _values(value: Any) -> Iterator[Any]:
-    """A value and all inside it."""
+    """Yield a value and all values nested in it."""
     todo = [value]
     while todo:
         value = todo.pop()

@@ -1,4 +1,4 @@
-"""JSON schemas in the words that grammar backends know, and what is left unchecked in them."""
+"""Rewrites JSON schemas with keywords that grammar backends support; reports what is unchecked."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ logger = logging.getLogger("jackfield.structured")
 CHECKED_FORMATS = frozenset(
     ("date", "date-time", "time", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid")
 )
-"""Formats of strings that outputs are held to. Any other says what a string is for, and no more."""
+"""Formats of strings that are enforced. All others are annotations."""
 MAX_NAMED = 1 << 17
 """Characters of schemas, in one schema, that are copied because property names are listed."""
 
@@ -27,10 +27,10 @@ _logged: set[str] = set()
 
 
 def adapted(schema: Any, *, strict: bool) -> tuple[Any, list[str]]:
-    """Change a schema in place: what constrains nothing goes, `propertyNames` becomes properties.
-    → the schema; what its outputs will not be held to, in words.
+    """Change a schema in place: drop keywords without effect, and turn `propertyNames` into
+    properties. Returns (the schema, descriptions of what is not checked).
 
-    strict: nothing may be left unchecked. Raises ValueError with the keyword.
+    strict: nothing may stay unchecked; raises ValueError with the keyword.
     """
     unchecked: dict[str, None] = {}
     copied = 0
@@ -38,11 +38,11 @@ def adapted(schema: Any, *, strict: bool) -> tuple[Any, list[str]]:
         _drop_idle(part)
         if "propertyNames" in part:
             copied += _name_properties(part, MAX_NAMED - copied)
-        for keyword, words in _unheld(part):
+        for keyword, words in _unenforceable(part):
             if strict:
                 raise ValueError(
-                    f"{words} cannot be held by a grammar; leave it out, or strict, without which "
-                    "it is not checked"
+                    f"{words} cannot be enforced by a grammar; leave it out, or strict, without "
+                    "which it is not checked"
                 )
             del part[keyword]
             unchecked[words] = None
@@ -50,7 +50,7 @@ def adapted(schema: Any, *, strict: bool) -> tuple[Any, list[str]]:
 
 
 def log_unchecked(unchecked: list[str]) -> None:
-    """A line for each that has had none."""
+    """Log each description once per process."""
     for words in unchecked:
         if words not in _logged and len(_logged) < 100:
             _logged.add(words)
@@ -75,28 +75,29 @@ def _drop_idle(part: dict[str, Any]) -> None:
         del part["format"]  # Of a number, say: formats constrain strings alone.
 
 
-def _unheld(part: dict[str, Any]) -> list[tuple[str, str]]:
-    """Keywords that no grammar can hold an output to, and what to call each."""
-    unheld: list[tuple[str, str]] = []
+def _unenforceable(part: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return the keywords that no grammar can enforce, as (keyword, description)."""
+    keywords: list[tuple[str, str]] = []
     format = part.get("format")
     if isinstance(format, str) and format not in CHECKED_FORMATS:
-        unheld.append(("format", f"format {format[:60]!r}"))
+        keywords.append(("format", f"format {format[:60]!r}"))
     elif isinstance(format, str):
         pattern = part.get("pattern")
         if isinstance(pattern, str) and _LOOKS_AROUND.search(pattern):
-            unheld.append(("pattern", f"a pattern that looks around, beside format {format!r},"))
+            keywords.append(("pattern", f"a pattern that looks around, beside format {format!r},"))
     if part.get("uniqueItems") is True:
-        unheld.append(("uniqueItems", "uniqueItems"))
-    return unheld
+        keywords.append(("uniqueItems", "uniqueItems"))
+    return keywords
 
 
 # ---------------------------------------------------------------- names of properties
 
 
 def _name_properties(part: dict[str, Any], room: int) -> int:
-    """`propertyNames` → `properties`, or `patternProperties`. → characters that were copied.
+    """Turn `propertyNames` into `properties` or `patternProperties`; return the number of
+    characters copied.
 
-    room: for those. Raises ValueError with what of it there is no way to say.
+    room: the most characters to copy. Raises ValueError for keywords that cannot be converted.
     """
     names = part.pop("propertyNames")
     if names is False:
@@ -130,7 +131,8 @@ def _name_properties(part: dict[str, Any], room: int) -> int:
 
 
 def _list_properties(part: dict[str, Any], names: Any, room: int) -> int:
-    """Every property gets a copy: in it may be names that are listed in turn."""
+    """Give each named property its own copy of the schema for additional properties, since
+    `propertyNames` in a copy are listed in turn; return the number of characters copied."""
     if not isinstance(names, list):
         raise ValueError("propertyNames: enum must be a list")
     existing = part.get("properties")

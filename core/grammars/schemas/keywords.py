@@ -1,4 +1,4 @@
-"""The words of JSON Schema: which lead to other schemas, and which only tell of one."""
+"""Keywords of JSON Schema: those that contain other schemas, and those that are annotations."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NOTES = frozenset(
 
 
 def subschemas(schema: Any) -> Iterator[dict[str, Any]]:
-    """A schema and every schema inside it; what is data (`enum`, `const`) is not looked into."""
+    """Yield a schema and every schema nested in it, but not in data (`enum`, `const`)."""
     todo = [schema]
     while todo:
         part = todo.pop()

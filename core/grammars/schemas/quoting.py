@@ -1,4 +1,4 @@
-"""Telling quoted text in a grammar from what is around it, in one pass whatever the text is."""
+"""Separates quoted text in a grammar from the rest, in time linear in the text."""
 
 from __future__ import annotations
 

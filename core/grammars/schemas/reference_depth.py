@@ -1,4 +1,4 @@
-"""How far the references of a schema, or the rules of a grammar, lead from one to the next."""
+"""Measures the longest chain of references in a schema, or of rules in a grammar."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _GBNF_RULE = re.compile(r"^[ \t]*+([\w-]++)[ \t]*+::=", re.MULTILINE)
 
 
 def check_chains(spec: GrammarSpec, limit: int) -> None:
-    """Raises ValueError when references or rules lead through more than `limit` others."""
+    """Raise ValueError if a chain of references or rules is longer than `limit`."""
     match spec.kind:
         case "json":
             longest = _schema_chain(json.loads(spec.text))
@@ -42,7 +42,7 @@ def check_chains(spec: GrammarSpec, limit: int) -> None:
 
 
 def _chain(start: str, next_names: Callable[[str], Iterable[str]]) -> int:
-    """Depth of a search that enters each name once, as compilers do."""
+    """Return the depth of a search that enters each name once, as compilers do."""
     entered = {start}
     path = [iter(next_names(start))]
     deepest = 0
@@ -61,7 +61,8 @@ def _chain(start: str, next_names: Callable[[str], Iterable[str]]) -> int:
 
 
 def _schema_chain(schema: Any) -> int:
-    """0: no reference. References to other documents lead nowhere."""
+    """Return the length of the longest chain, 0 if there is no reference. References to other
+    documents do not count."""
     visited = 0
 
     def references(pointer: str) -> list[str]:
@@ -96,7 +97,7 @@ def _subschemas(part: dict[str, Any]) -> Iterator[Any]:
 
 
 def _target(schema: Any, pointer: str) -> Any:
-    """What a pointer of the form `#/$defs/name` leads to; None: nothing."""
+    """Return what a pointer of the form `#/$defs/name` refers to; None if nothing."""
     part = schema
     for key in pointer[1:].split("/")[1:]:
         key = key.replace("~1", "/").replace("~0", "~")

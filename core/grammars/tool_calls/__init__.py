@@ -1,1 +1,1 @@
-"""Grammars of tool calls, from how a model family writes them."""
+"""Grammars of tool calls, in the form in which a model family writes them."""

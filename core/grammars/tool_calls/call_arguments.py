@@ -1,4 +1,4 @@
-"""Formats of arguments that are written one by one, plain or as JSON, from a tool's schema."""
+"""Formats of arguments that are written separately, as plain text or JSON, from a tool's schema."""
 
 from __future__ import annotations
 
@@ -47,19 +47,20 @@ Format = dict[str, Any]
 
 
 def arguments_format(form: ArgumentForm, schema: Mapping[str, Any] | None) -> Format:
-    """schema: of the object that the arguments make; None: any arguments.
+    """Return the format of all arguments of a call, in the order of the schema's properties.
 
-    Properties come in the schema's order. Raises ValueError with what this form cannot hold.
+    schema: of the object of all arguments; None: any arguments. Raises ValueError with the keyword
+    that this form cannot enforce.
     """
     if schema is None:
         return _any_arguments(form)
     if other := sorted(schema.keys() - _OBJECT):
-        raise ValueError(f"{other[0]} of a whole object cannot be held in this model's calls")
+        raise ValueError(f"{other[0]} of a whole object cannot be enforced in this model's calls")
     properties = schema.get("properties")
     extra = schema.get("additionalProperties", not properties)
     if extra is not False:
         if properties:
-            raise ValueError("additionalProperties cannot be held in this model's calls")
+            raise ValueError("additionalProperties cannot be enforced in this model's calls")
         return _any_arguments(form)
     properties = properties if isinstance(properties, Mapping) else {}
     required = set(schema.get("required") or ())
@@ -76,7 +77,8 @@ def arguments_format(form: ArgumentForm, schema: Mapping[str, Any] | None) -> Fo
 
 
 def _in_order(arguments: Sequence[tuple[Format, bool]], between: str) -> Format:
-    """Each once, those that are not required or not at all, with `between` between them."""
+    """Return the format of arguments (format, required) in order, separated by `between`; those
+    that are not required may be missing."""
 
     def rest(start: int) -> list[Format]:
         parts: list[Format] = []
@@ -137,13 +139,14 @@ def _value(form: ArgumentForm, key: str, schema: Any, root: Mapping[str, Any]) -
         )
     if form.plain and "any" in kinds:
         if len(alternatives) > 1 or _constraints(alternatives[0]):
-            raise ValueError(f"{key}: needs a type, to be held in this model's calls")
+            raise ValueError(f"{key}: needs a type to be enforced in this model's calls")
         return _free(form)
     return _either([_alternative(form, key, alternative, root) for alternative in alternatives])
 
 
 def _alternatives(schema: Any, root: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The schema as schemas of one type each, as far as its outside tells."""
+    """Return alternatives of one type each that together equal the schema. Raises ValueError if
+    there are too many."""
     alternatives: list[Mapping[str, Any]] = []
     todo = [schema]
     for _ in range(MAX_ALTERNATIVES):
@@ -169,7 +172,7 @@ def _referred(reference: str, root: Mapping[str, Any]) -> Any:
 
 
 def _inner(schema: Mapping[str, Any]) -> list[Any] | None:
-    """What a schema leaves the choice of; None: it is one."""
+    """Return the alternatives that a schema lists at its top level; None if it lists none."""
     for key in ("anyOf", "oneOf"):
         if isinstance(schema.get(key), list) and not _constraints(schema) - {key}:
             return list(schema[key])
@@ -210,7 +213,7 @@ def _alternative(
 
 
 def _alone(schema: Mapping[str, Any], root: Mapping[str, Any]) -> dict[str, Any]:
-    """The schema, with what its references lead to."""
+    """Return the schema as a document of its own, with the definitions that it refers to."""
     if "$ref" not in json.dumps(schema):
         return dict(schema)
     place = "#/$defs/parameters"
@@ -234,16 +237,16 @@ def _plain_text(form: ArgumentForm, key: str, schema: Mapping[str, Any]) -> Form
     if constraints == {"pattern"}:
         return _expression(form, _unanchored(key, schema["pattern"]))
     name = sorted(constraints - {"pattern", "minLength", "maxLength"} or constraints)[0]
-    raise ValueError(f"{key}: {name} of a string cannot be held in this model's calls")
+    raise ValueError(f"{key}: {name} of a string cannot be enforced in this model's calls")
 
 
 def _unanchored(key: str, pattern: Any) -> str:
-    """An expression for the whole of a text that `pattern` is found in."""
+    """Return a regular expression for a whole text that contains a match of `pattern`."""
     if not isinstance(pattern, str):
         raise ValueError(f"{key}: pattern must be a text")
     bare = pattern.removeprefix("^").removesuffix("$")
     if bare != pattern and "|" in bare:
-        raise ValueError(f"{key}: pattern with ^ or $ beside | cannot be held")
+        raise ValueError(f"{key}: pattern with ^ or $ beside | cannot be enforced")
     begin = "" if pattern.startswith("^") else f"{ANY_CHARACTER}*"
     end = "" if pattern.endswith("$") and not pattern.endswith("\\$") else f"{ANY_CHARACTER}*"
     return f"{begin}({bare}){end}"
@@ -270,7 +273,7 @@ def _either(elements: list[Format]) -> Format:
 
 
 def moved(schema: Any, place: str) -> Any:
-    """A copy whose references to itself fit its new place."""
+    """Return a copy whose references are changed for its new place in a document."""
     if isinstance(schema, list):
         return [moved(part, place) for part in schema]
     if not isinstance(schema, Mapping):

@@ -1,4 +1,4 @@
-"""Structural tags for tool calls, from how a model family writes calls and a request's tools.
+"""Structural tags for tool calls, from a request's tools and the form of a model family's calls.
 
 The tags consist of formats of structural tags (`{"format": …}`): `const_string`, `regex`,
 `any_text`, `json_schema`, `sequence`, `or`, `optional`, `star`, `tag`, `triggered_tags`,

@@ -83,7 +83,7 @@ class Usage:
             if (rate := limits.requests_per_minute) is not None:
                 tokens = min(float(rate), tokens + max(now - since, 0.0) * rate / 60)
                 if tokens < 1:
-                    error = RateLimited(f"{tenant.name}: {rate} requests a minute are allowed")
+                    error = RateLimited(f"{tenant.name}: {rate} requests per minute are allowed")
                     error.retry_after = max(1, round((1 - tokens) * 60 / rate + 0.5))
                     raise error
                 tokens -= 1

@@ -117,7 +117,7 @@ def voluntary_calls(
         if schema is not None:
             return None
         raise InvalidRequest(
-            f"tools: strict is more than this model's calls can be held to: {error}; leave it out, "
+            f"tools: strict cannot be enforced in this model's calls: {error}; leave it out, "
             "or force a call with tool_choice",
             param="tools",
         ) from None

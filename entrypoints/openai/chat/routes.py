@@ -25,7 +25,7 @@ from .stream import ChatStream
 
 @documented("chat", request=ChatRequest, response=ChatResponse, event=ChatChunk)
 async def chat_completions(request: web.Request) -> web.StreamResponse:
-    """Answer a conversation."""
+    """Complete a conversation."""
     params = await decode_body(request, ChatRequest)
     chat = _completion(request.app, params)
     if params.stream:

@@ -144,7 +144,7 @@ def test_w2_draws_the_lengths_that_others_publish() -> None:
 
 
 def test_the_floor_of_8b_is_its_bytes(tmp_path: Path) -> None:
-    """15.1 GB of weights at 4.2 TB/s: 3.60 ms a token."""
+    """15.1 GB of weights at 4.2 TB/s: 3.60 ms per token."""
     assert set(ARCHITECTURES) == {
         "Qwen3-0.6B", "Qwen3-8B", "Qwen3-30B-A3B", "Qwen2.5-7B", "Gemma-2-9B",
     }  # fmt: skip
