@@ -183,8 +183,12 @@ def gemv_config(weight: Weight, gated: bool) -> GemvConfig:
     H200: few outputs need one program each, so that every multiprocessor has some; long rows of
     medium-sized matrices need many bytes in flight.
     """
-    outputs, width = values_of(weight).shape
+    values = values_of(weight)
+    outputs, width = values.shape
     outputs = outputs // 2 if gated else outputs
+    if values.device.type == "cpu":
+        # Triton's interpreter takes milliseconds per program, whatever its size.
+        return GemvConfig(32, 2048, 4)
     if not isinstance(weight, QuantizedWeight):
         if outputs <= 2048 and not gated:
             return GemvConfig(1, 2048, 4)

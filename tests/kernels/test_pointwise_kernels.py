@@ -145,7 +145,7 @@ def test_gemv_equals_its_twin(dtype, rows, size, norm, bias, after):
         "gated": after == "gated",
     }
     want = reference.gemv(x, weight, **options)
-    for config in (None, GemvConfig(4, 64, 1), GemvConfig(16, 32, 2)):
+    for config in (None, GemvConfig(1, 2048, 4), GemvConfig(4, 64, 1), GemvConfig(16, 32, 2)):
         close(gemv(x, weight, **options, config=config), want)
 
 

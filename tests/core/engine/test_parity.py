@@ -112,7 +112,7 @@ async def test_greedy_tokens_and_logprobs_equal_transformers(
 
 @pytest.mark.parametrize(
     ("name", "chosen", "count"),
-    [("qwen3", (0, 2, 5), OUTPUT), ("qwen3-moe", (0, 2, 5), OUTPUT), ("gpt-oss", (2,), 3)],
+    [("qwen3", (0, 2, 5), 4), ("qwen3-moe", (0, 5), 3), ("gpt-oss", (2,), 2)],
 )
 async def test_triton_backend_equals_transformers(
     name: str, chosen: tuple[int, ...], count: int, references: Any, device: str
