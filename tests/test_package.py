@@ -141,7 +141,7 @@ def test_conflict_names_both_distributions() -> None:
         load_plugins().add_plugin(Clash(), Provenance("other", "1.0", "clash"))
 
 
-def test_override_is_possible_when_asked_for() -> None:
+def test_override_is_possible_on_request() -> None:
     plugins = load_plugins(extra=[Override()])
     assert plugins["tool_parser"].load("hermes") is protocols.ToolParser
 

@@ -438,7 +438,7 @@ async def test_salts_keep_tenants_caches_apart(tmp_path: Path) -> None:
         assert await cached(engine, "a") == 64
 
 
-def test_errors_tell_no_internals(server: Any) -> None:
+def test_errors_reveal_no_internals(server: Any) -> None:
     bodies: list[Any] = [
         {"prompt": {"a": 1}},
         {"prompt": [10**9]},
@@ -525,7 +525,7 @@ async def test_a_request_that_breaks_the_model_ends_alone(tmp_path: Path) -> Non
         assert (await last(engine, [3, 4, 5])).outputs[0].token_ids == good.outputs[0].token_ids
 
 
-def test_the_server_listens_to_this_machine_alone_unless_told() -> None:
+def test_the_server_listens_on_localhost_by_default() -> None:
     from jackfield.entrypoints.server.listen import Listen
 
     assert Listen().host == "127.0.0.1"

@@ -41,7 +41,9 @@ def test_an_installed_plugin_is_found_with_where_it_came_from(install: Install) 
     assert plugins.failed == []
 
 
-def test_a_reference_is_imported_at_its_first_use_and_its_failure_told(install: Install) -> None:
+def test_a_reference_is_imported_at_its_first_use_and_its_failure_reported(
+    install: Install,
+) -> None:
     install("goods", GOOD)
     plugins = load_plugins()
     with pytest.raises(PluginError, match=r"'good' of goods .*no_such_module:Parser.*ModuleNot"):
@@ -116,7 +118,7 @@ def test_a_plugin_is_left_out_by_distribution_or_entry_point(install: Install, n
     ]
 
 
-def test_leaving_out_what_is_not_there_is_told_with_the_nearest_name(
+def test_disabling_an_unknown_plugin_is_reported_with_the_nearest_name(
     install: Install, caplog: pytest.LogCaptureFixture
 ) -> None:
     install("goods", GOOD)
@@ -132,7 +134,7 @@ def test_a_bad_reference_leaves_out_its_plugin_and_no_other(install: Install) ->
     assert "good" in plugins["tool_parser"]
 
 
-def test_a_plugin_that_exits_when_imported_stops_nobody(install: Install) -> None:
+def test_a_plugin_that_exits_when_imported_stops_no_other(install: Install) -> None:
     install("bad", "raise SystemExit(3)")
     assert [failed.error for failed in load_plugins().failed] == ["SystemExit: 3"]
 
@@ -404,7 +406,7 @@ REMARKS = [
 
 
 @pytest.mark.parametrize(("code", "message"), REMARKS)
-def test_what_a_plugin_probably_did_not_mean_is_told(
+def test_probable_mistakes_of_a_plugin_are_reported(
     install: Install, caplog: pytest.LogCaptureFixture, code: str, message: str
 ) -> None:
     install("odd", code)

@@ -80,7 +80,7 @@ def test_the_prefix_cache_is_forgotten_unless_in_use(server: Server) -> None:
     assert server.becomes(lambda engine: engine.stats().num_requests_running == 0)
 
 
-def test_server_info_tells_the_resolved_options(server: Server) -> None:
+def test_server_info_returns_the_resolved_options(server: Server) -> None:
     info = httpx.get(server.url + "/server_info").json()
     assert info["config"]["max_num_seqs"] == 8 and info["device"] == "cpu"
     assert info["attention_backend"] == "torch" and info["num_blocks"] == 400
@@ -160,7 +160,7 @@ def test_health_asks_the_worker(checkpoint: Path) -> None:
             assert asking.result(300).status_code == 200
 
 
-def test_health_tells_that_the_step_loop_ended(checkpoint: Path) -> None:
+def test_health_reports_that_the_step_loop_ended(checkpoint: Path) -> None:
     with running(engine_config(checkpoint, device="cpu")) as server:
         server.call(lambda engine: engine.core.steps.stop())
         response = httpx.get(server.url + "/health")

@@ -399,7 +399,7 @@ def test_calls_and_results_that_are_sent_back_read_the_same(server: Server) -> N
     assert "<tool_response>\nsunny\n</tool_response>" in text
 
 
-def test_a_thought_that_is_sent_back_has_both_its_names(server: Server) -> None:
+def test_reasoning_that_is_sent_back_has_both_its_names(server: Server) -> None:
     template = "{% for m in messages %}[{{ m.reasoning_content }}|{{ m.reasoning }}]{% endfor %}"
     for name in ("reasoning", "reasoning_content"):
         messages = [{"role": "assistant", "content": "4", name: "two and two"}]
@@ -416,7 +416,7 @@ def test_developers_speak_as_the_system_where_the_template_knows_none(plain: Ser
     assert prompt_of(plain, messages=developed) == prompt_of(plain, messages=messages)
 
 
-def test_an_effort_turns_the_thought_on_and_off(server: Server) -> None:
+def test_an_effort_turns_reasoning_on_and_off(server: Server) -> None:
     def answer(**options: Any) -> Any:
         body = {"messages": user(SUM), "temperature": 0, "max_tokens": 200, **options}
         return post(server, body)["choices"][0]["message"]
@@ -593,7 +593,7 @@ def test_a_field_that_is_null_is_left_out(server: Server) -> None:
     assert post(server, {"messages": None}, 400)["error"]["param"] == "messages"
 
 
-def test_tokens_of_logprobs_can_be_told_by_their_ids(server: Server) -> None:
+def test_tokens_of_logprobs_can_be_identified_by_their_ids(server: Server) -> None:
     body = {"messages": user("Hello"), "logprobs": True, "top_logprobs": 2, "max_tokens": 5}
     body |= {**RETURN_IDS, "return_tokens_as_token_ids": True, "seed": 1}
     (choice,) = post(server, body)["choices"]

@@ -144,7 +144,7 @@ def test_a_client_that_reads_nothing_is_let_go(
 # ---------------------------------------------------------------- how many
 
 
-def test_silent_connections_shut_nobody_out(checkpoint: Path) -> None:
+def test_silent_connections_exclude_no_client(checkpoint: Path) -> None:
     limits = ConnectionLimits(max_connections=4)
     with (
         running(engine_config(checkpoint), ServerOptions(connections=limits)) as server,

@@ -111,7 +111,7 @@ OPENING = """{% if enable_thinking is defined and not enable_thinking %}<think><
 {% else %}<think>{% endif %}"""
 
 
-def test_thought_that_the_template_opens_is_thought(tmp_path: Path) -> None:
+def test_reasoning_that_the_template_opens_is_reasoning(tmp_path: Path) -> None:
     script = ["A section", "</think>", "The rest"]
     folder = save_scripted(tmp_path, script, last="<think>")
     facts = json.loads((folder / "tokenizer_config.json").read_text())
@@ -129,7 +129,7 @@ def check_prompt_ends(engine: Any) -> None:
     assert engine.prompt_end({"enable_thinking": [1] * 9}) == engine.prompt_end()
 
 
-def test_a_grammar_waits_for_the_end_of_a_thought_that_the_prompt_opened() -> None:
+def test_a_grammar_waits_for_the_end_of_reasoning_that_the_prompt_opened() -> None:
     parser = load_plugins()["reasoning_parser"].load("glm45")
     tokenizer = Tokenizer.load(str(EMBEDDED_MODEL))
     gate = make_reasoning_gate(parser, {}, tokenizer, prompt_end="<|assistant|><think>")

@@ -283,7 +283,7 @@ def test_bad_rerank_requests_name_the_field(scorer: Server) -> None:
         assert refused(scorer, "/rerank", query=QUERY, **body)["param"] == param
 
 
-def test_rerank_gives_logits_where_they_are_asked_for(scorer: Server) -> None:
+def test_rerank_returns_logits_on_request(scorer: Server) -> None:
     plain = post(scorer, "/rerank", query=QUERY, documents=DOCUMENTS[:1])["results"][0]
     raw = post(scorer, "/rerank", query=QUERY, documents=DOCUMENTS[:1], use_activation=False)
     logit = raw["results"][0]["relevance_score"]

@@ -45,7 +45,7 @@ def test_a_limit_of_tokens_is_refused_under_the_name_that_it_came_under(server: 
         assert error["message"] == f"{name} must be a 64-bit integer, got {2**63}"
 
 
-def test_a_key_of_the_wrong_type_is_told_with_its_field(server: Server) -> None:
+def test_a_key_of_the_wrong_type_is_reported_with_its_field(server: Server) -> None:
     error = refused(server, "/v1/completions", {"prompt": "x", "logit_bias": {"x": 1}})
     assert error["param"] == "logit_bias"
     assert error["message"] == "logit_bias: Expected `int`, got `str`"

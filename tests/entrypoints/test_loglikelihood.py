@@ -189,7 +189,7 @@ async def test_many_at_once_are_as_one_by_one(server: Server, reference: Any) ->
             same(scored(choice, num_context, 1), expected(reference, ids, num_context))
 
 
-def test_tokens_can_be_told_by_their_ids(server: Server, reference: Any) -> None:
+def test_tokens_can_be_identified_by_their_ids(server: Server, reference: Any) -> None:
     ids, num_context = split(server, *PAIRS[2])
     (choice,) = ask(server, ids, return_tokens_as_token_ids=True)
     mine = scored(choice, num_context, 1)

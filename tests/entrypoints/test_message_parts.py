@@ -203,7 +203,7 @@ def test_thinking_turns_the_templates_switch(
     assert expected.chat(switch).chat_template_kwargs == arguments
 
 
-def test_a_chats_errors_are_told_in_a_messages_fields() -> None:
+def test_a_chats_errors_name_a_messages_fields() -> None:
     error = in_own_terms(InvalidRequest("stop: too many", param="stop"))
     assert (error.message, error.param) == ("stop_sequences: too many", "stop_sequences")
     error = in_own_terms(InvalidRequest("x", param="response_format.json_schema.a"))
@@ -259,7 +259,7 @@ def test_blocks_of_parser_events(parsed: list[ParserEvent], content: Any) -> Non
     assert built(*parsed) == content
 
 
-def test_a_thought_that_is_omitted_is_signed_and_empty() -> None:
+def test_omitted_reasoning_is_signed_and_empty() -> None:
     assert built(Reasoning("Hm."), Content("So."), show_thinking=False) == [
         {"type": "thinking", "thinking": ""},
         text("So."),

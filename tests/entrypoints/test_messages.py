@@ -350,7 +350,7 @@ def test_output_follows_a_schema(client: anthropic.Anthropic) -> None:
 # ---------------------------------------------------------------- thinking
 
 
-def test_thought_is_a_signed_block_that_may_be_sent_back(scripted: Server) -> None:
+def test_reasoning_is_a_signed_block_that_may_be_sent_back(scripted: Server) -> None:
     client = client_of(scripted)
     message = ask(client, tools=[WEATHER], thinking={"type": "enabled", "budget_tokens": 1024})
     assert kinds(message) == ["thinking", "text", "tool_use"]
@@ -413,7 +413,7 @@ def test_counted_tokens_are_those_of_the_message(client: anthropic.Anthropic) ->
     assert client.messages.count_tokens(model=MODEL, messages=long).input_tokens > 2000  # type: ignore
 
 
-def test_a_prompt_read_from_the_cache_is_told_apart(client: anthropic.Anthropic) -> None:
+def test_a_prompt_read_from_the_cache_is_counted_separately(client: anthropic.Anthropic) -> None:
     turns: Any = [{"role": "user", "content": "Tell me about the sea. " * 20}]
     first = client.messages.create(model=MODEL, max_tokens=2, messages=turns).usage
     again = client.messages.create(model=MODEL, max_tokens=2, messages=turns).usage

@@ -132,7 +132,7 @@ def test_the_document_holds_together(served: dict[str, Any]) -> None:
     assert (parameter["name"], parameter["in"]) == ("name", "path")
 
 
-def test_keys_and_the_root_path_are_told() -> None:
+def test_keys_and_the_root_path_are_described() -> None:
     openapi = document(application(), root_path="/llm", keys=True, open_routes={"/health"})
     assert openapi["servers"] == [{"url": "/llm"}]
     assert openapi["components"]["securitySchemes"]["key"]["scheme"] == "bearer"

@@ -105,7 +105,7 @@ def texts(page: Page, selector: str) -> list[str]:
     return list(page.value(script))
 
 
-def test_an_answer_has_its_thought_folded_and_its_speed_told(page: Page) -> None:
+def test_a_response_has_its_reasoning_folded_and_its_speed_shown(page: Page) -> None:
     page.until(f"{FOCUS} === 'prompt'")
     page.type("Hello there")
     page.press("Enter", shift=True)
@@ -152,7 +152,7 @@ def test_a_tool_call_is_a_card_whose_result_goes_back(page: Page) -> None:
     assert page.value("document.querySelectorAll('.call').length") == 3
 
 
-def test_a_refusal_is_told_plainly_and_can_be_tried_again(page: Page) -> None:
+def test_a_refusal_is_shown_plainly_and_can_be_retried(page: Page) -> None:
     fill(page, "[data-field=top_p]", "7")
     say(page, "Hello")
     page.until("document.querySelector('.error')")
@@ -167,7 +167,7 @@ def test_a_refusal_is_told_plainly_and_can_be_tried_again(page: Page) -> None:
     assert texts(page, ".turn > h2") == ["You", MODEL]
 
 
-def test_settings_that_are_no_json_are_told_beside_the_field(page: Page) -> None:
+def test_settings_that_are_no_json_are_reported_beside_the_field(page: Page) -> None:
     fill(page, "#extra", "{not json")
     say(page, "Hello")
     assert page.value(FOCUS) == "extra"
@@ -238,7 +238,7 @@ def test_the_plots_show_what_the_metrics_say(page: Page) -> None:
     assert "0 running" in page.value("document.getElementById('requests').ariaLabel")
 
 
-def test_a_key_is_asked_for_and_a_long_answer_stopped(locked: Page, guarded: Server) -> None:
+def test_a_key_is_requested_and_a_long_response_stopped(locked: Page, guarded: Server) -> None:
     page = locked
     assert text(page, "#status") == "This server needs an API key: put it in under Settings."
     assert page.value("document.getElementById('key').getAttribute('aria-invalid')") == "true"

@@ -744,7 +744,7 @@ async def test_a_worker_half_that_raises_is_detached_and_requests_go_on_without_
     assert connector.scheduler.after == ["close"]
 
 
-async def test_blocks_stay_held_until_a_worker_half_that_raised_has_closed(
+async def test_blocks_are_retained_until_a_worker_half_that_raised_has_closed(
     checkpoint: Path,
 ) -> None:
     """It may write to them until then; the request that waits for its load does not wait."""

@@ -118,7 +118,7 @@ def test_options_of_a_plugin_that_was_left_out_are_refused_with_its_reason(
         given_by("--plugin-option", "mine.depth=4")
 
 
-def test_options_that_nobody_registered_are_told(mine: str) -> None:
+def test_options_that_no_plugin_registered_are_reported(mine: str) -> None:
     with pytest.raises(PluginError, match="no plugin of this engine has options of the class"):
         AsyncEngine(EngineConfig(), plugins=load_plugins()).plugins.options(SamplingParams)
 

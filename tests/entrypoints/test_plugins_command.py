@@ -137,7 +137,7 @@ def test_every_kind_has_its_templates(kind: str, tmp_path: Path) -> None:
     assert "jackfield_api = 1\n" in (folder / "src/jackfield_mine/__init__.py").read_text()
 
 
-def test_the_route_is_there_only_when_asked_for(tmp_path: Path) -> None:
+def test_the_route_exists_only_on_request(tmp_path: Path) -> None:
     config = engine_config(save_random(tmp_path))
     with running(config) as server:
         assert httpx.get(f"{server.url}/v1/plugins").status_code == 404

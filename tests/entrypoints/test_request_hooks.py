@@ -138,7 +138,7 @@ def test_what_it_refuses_is_the_client_s_answer(url: str) -> None:
     ("account", "what"),
     [("raises", "KeyError in authenticate"), ("odd", "authenticate gave str")],
 )
-def test_one_that_fails_lets_nobody_in_and_is_named(url: str, account: str, what: str) -> None:
+def test_one_that_fails_admits_no_request_and_is_named(url: str, account: str, what: str) -> None:
     response = ask(url, account)
     assert response.status_code == 500
     message = response.json()["error"]["message"]

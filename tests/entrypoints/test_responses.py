@@ -90,7 +90,7 @@ def test_a_response_has_every_field_of_openais(client: openai.OpenAI) -> None:
     openai.types.responses.Response.model_validate(response.to_dict())
 
 
-async def test_thought_text_and_calls_are_items_in_order(scripted: Server) -> None:
+async def test_reasoning_text_and_calls_are_items_in_order(scripted: Server) -> None:
     async with openai.AsyncOpenAI(base_url=f"{scripted.url}/v1", api_key="none") as client:
         tool: Any = {"type": "function", "name": "get_weather", "parameters": {"type": "object"}}
         response = await both(
@@ -217,7 +217,7 @@ async def test_a_json_object_is_one(asynchronous: Any) -> None:
     ],
     ids=["required", "named", "allowed"],
 )  # fmt: skip
-async def test_a_forced_call_is_made_for_every_seed(
+async def test_a_required_call_is_made_for_every_seed(
     asynchronous: Any, choice: Any, names: set[str]
 ) -> None:
     results = await asyncio.gather(

@@ -222,7 +222,7 @@ def test_a_stream_that_is_followed_ends_with_the_server() -> None:
 # ---------------------------------------------------------------- limits
 
 
-async def test_a_whole_response_that_nobody_waits_for_is_aborted(
+async def test_a_full_response_that_no_client_waits_for_is_aborted(
     server: Server, asynchronous: Any
 ) -> None:
     before = server.call(lambda engine: engine.stats().requests_finished.get("abort", 0))

@@ -74,7 +74,7 @@ CALL = {"type": "function_call", "call_id": "c", "name": "add", "arguments": "{}
     ],
     ids=lambda value: str(value)[:50],
 )  # fmt: skip
-def test_wrong_wishes_are_refused_by_name(
+def test_wrong_values_are_refused_by_name(
     server: Server, options: dict[str, Any], param: str
 ) -> None:
     for way in ({}, {"stream": True}, {"background": True}):

@@ -79,7 +79,7 @@ def test_the_input_has_a_bounded_number_of_items(server: Server) -> None:
     assert response.status_code == 400 and response.json()["error"]["param"] == "input"
 
 
-def test_what_is_told_is_kept_and_a_last_turn_that_is_too_long_is_refused(server: Server) -> None:
+def test_instructions_are_kept_and_a_last_turn_that_is_too_long_is_refused(server: Server) -> None:
     system = {"role": "system", "content": "Be brief."}
     response = ask(server, input=[system, *said(301)], truncation="auto")
     assert response.status_code == 200

@@ -38,7 +38,7 @@ def test_a_wrong_value_is_refused_by_the_flag_s_name(
     assert output in capsys.readouterr().err
 
 
-def test_a_taken_port_is_told_before_a_model_is_looked_for(
+def test_a_port_in_use_is_reported_before_a_model_is_looked_up(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with socket.socket() as listener:
@@ -58,7 +58,7 @@ def test_a_taken_port_is_told_before_a_model_is_looked_for(
         (["--uds", "/no/such/folder/socket"], "--uds: there is no folder for /no/such/folder"),
     ],
 )
-def test_a_place_that_is_not_there_is_told_by_its_flag(
+def test_a_missing_path_is_reported_by_its_flag(
     flags: list[str], output: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["serve", "/no/such/checkpoint", *flags]) == 2

@@ -258,7 +258,7 @@ def test_reasoning_and_tool_call_come_apart(scripted: Server) -> None:
     assert frames[-1]["usage"] == response["usage"]
 
 
-def test_thought_and_calls_stay_when_nobody_asks_for_them(scripted: Server) -> None:
+def test_reasoning_and_calls_stay_in_the_text_unless_requested(scripted: Server) -> None:
     body = {"messages": MESSAGES, "temperature": 0}
     response = post(scripted, "/v1/chat/completions", {**body, "include_reasoning": False})
     message = response["choices"][0]["message"]
@@ -381,7 +381,7 @@ def test_keys_with_any_bytes_are_compared_and_not_crashed_on(tmp_path_factory: A
             assert status(wrong) == 401, wrong
 
 
-def test_metrics_are_fresh_when_nobody_steps(server: Server) -> None:
+def test_metrics_are_fresh_without_steps(server: Server) -> None:
     def gauge(name: str) -> float:
         text = httpx.get(server.url + "/metrics").text
         (line,) = [row for row in text.splitlines() if row.startswith(f"jackfield:{name}{{")]

@@ -44,7 +44,7 @@ def streamed(server: Server, body: dict[str, Any]) -> list[Any]:
     return [json.loads(line) for line in lines if line != "[DONE]"]
 
 
-def test_special_marks_come_apart_and_thought_is_counted(server: Server) -> None:
+def test_special_marks_are_separated_and_reasoning_is_counted(server: Server) -> None:
     response = post(server, {"tools": [TOOL]})
     (choice,) = response["choices"]
     message = choice["message"]
@@ -57,7 +57,7 @@ def test_special_marks_come_apart_and_thought_is_counted(server: Server) -> None
     assert response["usage"]["completion_tokens"] == len(SCRIPT) + 1
 
 
-def test_a_stream_counts_thought_as_it_comes(server: Server) -> None:
+def test_a_stream_counts_reasoning_as_it_arrives(server: Server) -> None:
     frames = streamed(server, {"tools": [TOOL]})
     counts = [f["usage"]["completion_tokens_details"]["reasoning_tokens"] for f in frames]
     assert counts == sorted(counts) and counts[-1] == 2
@@ -75,7 +75,7 @@ def test_a_stream_counts_thought_as_it_comes(server: Server) -> None:
     assert len(starts) == 1 and len(starts[0]) == 9
 
 
-def test_thought_cut_off_by_max_tokens_is_counted(server: Server) -> None:
+def test_reasoning_cut_off_by_max_tokens_is_counted(server: Server) -> None:
     response = post(server, {"max_tokens": 2})
     assert response["choices"][0]["message"]["reasoning_content"] == "two and"
     assert response["usage"]["completion_tokens_details"] == {"reasoning_tokens": 1}

@@ -258,7 +258,9 @@ async def test_a_named_tool_is_called_for_every_seed(asynchronous: Any) -> None:
             check_call(called, arguments)
 
 
-async def test_a_strict_tool_is_held_to_its_schema_when_it_is_called(asynchronous: Any) -> None:
+async def test_a_strict_tool_is_constrained_to_its_schema_when_it_is_called(
+    asynchronous: Any,
+) -> None:
     strict = json.loads(json.dumps(WEATHER))
     strict["function"]["strict"] = True
     opened = {"1532": 100.0}  # <tool_call>, so that the model does call something
@@ -361,7 +363,7 @@ def test_the_client_parses_a_response_format(client: openai.OpenAI) -> None:
     ],
     ids=lambda value: str(value)[:60],
 )  # fmt: skip
-def test_wrong_wishes_are_refused_by_name(
+def test_wrong_values_are_refused_by_name(
     client: openai.OpenAI, options: dict[str, Any], param: str
 ) -> None:
     for stream in (False, True):
@@ -381,7 +383,7 @@ def chain(count: int, last: str = "last") -> Any:
     return {"$ref": "#/$defs/a0", "$defs": {**schemas, "last": {"type": "string"}}}
 
 
-async def test_a_forced_call_wins_over_any_other_grammar(asynchronous: Any) -> None:
+async def test_a_required_call_wins_over_any_other_grammar(asynchronous: Any) -> None:
     """As agents ask that want a call now and a format at last."""
     for choice in ("required", {"type": "function", "function": {"name": "add"}}):
         for extra in ({"response_format": FORMAT}, {"extra_body": {"guided_regex": "x"}}):

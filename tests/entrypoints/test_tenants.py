@@ -282,7 +282,7 @@ def test_a_key_file_is_read_again_and_a_wrong_one_changes_nothing(
         ("{", "truncated"),
     ],
 )
-def test_a_wrong_line_is_told_with_its_place(tmp_path: Path, line: str, message: str) -> None:
+def test_a_wrong_line_is_reported_with_its_place(tmp_path: Path, line: str, message: str) -> None:
     path = tmp_path / "keys"
     path.write_text(f"# one\n\n{line}\n")
     with pytest.raises(ConfigError, match="api-key-file") as caught:

@@ -27,7 +27,7 @@ async def test_a_burst_goes_through_in_order_a_few_a_turn() -> None:
     assert all(after - before <= 1 for before, after in pairwise(turns[3:])), "none was wasted"
 
 
-async def test_who_gives_up_takes_nobodys_place() -> None:
+async def test_a_cancelled_waiter_takes_no_place() -> None:
     pacer, entered = RequestPacer(per_turn=1), []
 
     async def run_one(number: int) -> None:

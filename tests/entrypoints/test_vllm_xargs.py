@@ -89,7 +89,7 @@ def test_wrong_ones_are_refused_by_name(client: httpx.Client) -> None:
         assert named in response.json()["error"]["message"]
 
 
-def test_a_failure_is_told_and_costs_nobody_else(client: httpx.Client) -> None:
+def test_a_failure_is_reported_and_affects_no_other_request(client: httpx.Client) -> None:
     failed = ask(client, vllm_xargs={"only": 71})
     assert failed.status_code == 500
     assert "my-processors" in failed.text and "boom" in failed.text

@@ -12,7 +12,7 @@ import jackfield
 SCRIPT = Path(jackfield.__file__).resolve().parent / "examples/benchmarks/timeline.py"
 
 
-def test_it_tells_what_a_step_costs_the_host(tmp_path: Path) -> None:
+def test_it_reports_the_host_cost_of_a_step(tmp_path: Path) -> None:
     output = tmp_path / "results.jsonl"
     completed = subprocess.run(
         [sys.executable, str(SCRIPT), "--rows", "6", "--prompt", "20", "--steps", "10",

@@ -219,7 +219,7 @@ def test_a_block_of_prompt_and_output_is_hashed_over_both():
             assert request.known_tokens(start, end) == sequence[start:end]
 
 
-def test_reset_only_while_nothing_is_held():
+def test_reset_only_while_no_block_is_in_use():
     kv = KVCacheManager(10, 4, True)
     request = make_request(list(range(9)))
     compute(kv, request)

@@ -126,7 +126,7 @@ async def until(condition: Any) -> None:
             await asyncio.sleep(0.001)
 
 
-async def test_blocks_are_held_after_the_end_until_the_worker_half_lets_them_go() -> None:
+async def test_blocks_are_retained_after_the_end_until_the_worker_half_reports_it() -> None:
     shared = Handover()
     async with make_engine(shared) as engine:
         assert (await generate(engine)).kv_transfer_params is None
@@ -147,7 +147,7 @@ async def test_blocks_are_held_after_the_end_until_the_worker_half_lets_them_go(
     assert shared.events[1:] == ["scheduler closed", "worker closed"]
 
 
-async def test_each_completion_is_told_of_and_an_abort_too() -> None:
+async def test_each_completion_and_an_abort_are_reported() -> None:
     shared = Handover()
     async with make_engine(shared) as engine:
         output = await generate(engine, n=2, kv_transfer_params=ASKED)

@@ -141,7 +141,7 @@ async def test_classifiers_give_the_logits_of_transformers(
         close(output.outputs.probs, expected.sigmoid() if num_labels == 1 else expected.softmax(0))
 
 
-async def test_two_texts_are_told_apart_by_their_types(tmp_path: Path) -> None:
+async def test_two_texts_are_distinguished_by_their_types(tmp_path: Path) -> None:
     folder = save_encoder(tmp_path, "Bert", "ForSequenceClassification", num_labels=1)
     async with AsyncEngine(config(folder)) as engine:
         pair = {"text": "who is it", "text_pair": "the cat sat on the mat"}

@@ -133,7 +133,9 @@ def test_references_find_their_way() -> None:
     ],
     ids=lambda value: str(value)[:50],
 )
-def test_what_cannot_be_held_is_said(parameters: dict[str, Any], reason: str) -> None:
+def test_unenforceable_schemas_are_refused_with_a_reason(
+    parameters: dict[str, Any], reason: str
+) -> None:
     with pytest.raises(ValueError) as caught:
         arguments_format(XML, parameters)
     assert reason in str(caught.value)
@@ -178,7 +180,7 @@ def test_names_are_written_as_the_form_has_them() -> None:
     assert call["begin"] == "f:" and call["content"]["elements"][0]["type"] == "regex"
 
 
-def test_only_strict_tools_are_held() -> None:
+def test_only_strict_tools_are_constrained() -> None:
     tools = [CallableTool("f", {"type": "object", "properties": {"a": TEXT}}, strict=False)]
     (call,) = required_tag([FORM], tools, parallel=True)["format"]["content"]["tags"]
     assert call["content"]["json_schema"] == {"type": "object"}

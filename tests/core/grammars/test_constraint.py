@@ -132,7 +132,7 @@ def test_a_row_without_a_token_has_ended() -> None:
     assert row_constraint.ended and row_constraint.failure is None
 
 
-def test_inside_a_thought_anything_goes_but_the_end() -> None:
+def test_inside_reasoning_everything_but_the_end_is_allowed() -> None:
     row_constraint = constraint(gate=ReasoningGate())
     for token in (2, 1, 3, 4, 40):
         assert allowed(row_constraint) == EVERYTHING - {END, 33}
@@ -152,7 +152,7 @@ def test_a_model_that_may_think_chooses_with_its_first_token() -> None:
     assert allowed(constraint(generated=(6, 1, 5), gate=ReasoningGate(opening_ids=(6,)))) == {1}
 
 
-def test_a_call_that_ends_a_thought_is_answer_already() -> None:
+def test_a_call_that_ends_reasoning_belongs_to_the_content() -> None:
     row_constraint = constraint(gate=ReasoningGate())
     for token in (40, 10):
         row_constraint.advance(token)
@@ -163,7 +163,7 @@ def test_a_call_that_ends_a_thought_is_answer_already() -> None:
     )
 
 
-def test_a_call_that_the_grammar_forbids_cannot_end_a_thought() -> None:
+def test_a_call_that_the_grammar_forbids_cannot_end_reasoning() -> None:
     row_constraint = constraint(generated=(1,), gate=None)
     assert allowed(row_constraint) == {2}
     row_constraint = constraint(gate=ReasoningGate())

@@ -99,9 +99,7 @@ def test_names_of_properties_become_properties(schema: Any, same: Any) -> None:
         ),
     ],
 )
-def test_names_of_properties_that_cannot_be_held_are_refused_by_name(
-    schema: Any, word: str
-) -> None:
+def test_unenforceable_property_names_are_refused_by_keyword(schema: Any, word: str) -> None:
     with pytest.raises(InvalidRequest, match=word) as caught:
         grammar_spec(StructuredOutputsParams(json=schema), CONFIG)
     assert caught.value.param == "structured_outputs.json"
@@ -138,7 +136,7 @@ UNHELD: list[tuple[Any, Any, str]] = [
 
 
 @pytest.mark.parametrize(("schema", "same", "word"), UNHELD, ids=lambda value: str(value)[:40])
-def test_what_no_grammar_can_hold_is_left_unchecked_and_told_or_refused_where_strict(
+def test_unenforceable_keywords_are_unchecked_and_logged_or_refused_if_strict(
     schema: Any,
     same: Any,
     word: str,
@@ -157,7 +155,7 @@ def test_what_no_grammar_can_hold_is_left_unchecked_and_told_or_refused_where_st
     assert caught.value.param == "structured_outputs.json"
 
 
-def test_formats_that_outputs_are_held_to_stay() -> None:
+def test_enforced_formats_stay() -> None:
     for format in schemas.CHECKED_FORMATS:
         schema = {"type": "string", "format": format}
         assert adapted(dict(schema), strict=True) == (schema, [])

@@ -39,7 +39,7 @@ def nested(depth: int) -> Any:
         ({"structural_tag": {"triggers": ["<"]}}, "structural_tag", '{"triggers":["<"]}'),
     ],
 )
-def test_equal_wishes_have_one_form(value: Any, kind: str, text: str) -> None:
+def test_equal_constraints_have_one_form(value: Any, kind: str, text: str) -> None:
     spec = grammar_spec(StructuredOutputsParams(**value), CONFIG)
     assert (spec.kind, spec.text) == (kind, text)
 
@@ -56,7 +56,7 @@ def test_equal_wishes_have_one_form(value: Any, kind: str, text: str) -> None:
         ({"json": 5}, "structured_outputs.json"),
     ],
 )
-def test_wrong_wishes_are_named(value: Any, field: str) -> None:
+def test_wrong_constraints_are_named(value: Any, field: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         StructuredOutputsParams(**value)
     assert caught.value.param == field

@@ -207,7 +207,9 @@ def test_layer_that_the_model_does_not_have_is_unexpected(checkpoint: Callable[.
 
 
 @pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.0.self_attn.k_proj.weight"])
-def test_wrong_shape_is_told_with_both_shapes(checkpoint: Callable[..., Path], name: str) -> None:
+def test_a_wrong_shape_is_reported_with_both_shapes(
+    checkpoint: Callable[..., Path], name: str
+) -> None:
     folder = checkpoint()
     right = tuple(load_file(folder / WEIGHTS)[name].shape)
     wrong = (3, *right[1:])
@@ -377,7 +379,9 @@ async def test_end_tokens_beyond_the_vocabulary_never_come(
         assert len(last.outputs[0].token_ids) == 4
 
 
-async def test_a_cache_beyond_the_memory_is_told_as_such(checkpoint: Callable[..., Path]) -> None:
+async def test_a_cache_beyond_the_memory_is_reported_as_such(
+    checkpoint: Callable[..., Path],
+) -> None:
     config = EngineConfig(
         model=str(checkpoint()), device="cpu", skip_tokenizer_init=True,
         attention_backend="torch", num_gpu_blocks_override=2**40,
@@ -613,7 +617,7 @@ def test_rope_of_every_spelling_matches_transformers(
     assert factor == pytest.approx(wanted_factor)
 
 
-def test_dynamic_rope_stretches_to_the_length_asked_for(tmp_path: Path) -> None:
+def test_dynamic_rope_stretches_to_the_requested_length(tmp_path: Path) -> None:
     scaling = {"type": "dynamic", "factor": 4.0}
     config = write_config(tmp_path, rope_theta=500.0, rope_scaling=scaling)
     engine_config = resolve_model_config(EngineConfig(model=config.model, max_model_len=2000))

@@ -376,7 +376,7 @@ READS_THOUGHTS = (
 
 
 @pytest.mark.parametrize("thought", ["<think>\nhm\n</think>\n\n", "hm</think>", "<think></think>"])
-def test_a_thought_in_the_content_is_what_the_template_takes_it_for(thought: str) -> None:
+def test_reasoning_in_the_content_is_what_the_template_takes_it_for(thought: str) -> None:
     template = ChatTemplate(READS_THOUGHTS, TOKENIZER)
     for chat in (
         [{"role": "assistant", "content": thought + "Yes."}, *user("Why?")],
@@ -386,7 +386,7 @@ def test_a_thought_in_the_content_is_what_the_template_takes_it_for(thought: str
         assert template.render_tokens(chat) == apart
 
 
-def test_a_template_that_knows_no_thoughts_is_given_the_content_as_it_is() -> None:
+def test_a_template_without_reasoning_gets_the_content_unchanged() -> None:
     ids = TEMPLATE.render_tokens([{"role": "assistant", "content": "<think>a</think>b"}])
     text = TOKENIZER.decode(ids, skip_special_tokens=False)
     assert text.startswith("<|im_start|>assistant\n<think>a</think>b<|im_end|>\n")

@@ -149,7 +149,7 @@ def test_a_leading_space_is_kept_after_a_prompt_and_stripped_without_one() -> No
     assert tokenizer.token_text(word[0]) == " the"
 
 
-def test_an_unfinished_character_is_held_and_flushed() -> None:
+def test_an_incomplete_character_is_held_back_and_flushed() -> None:
     for kind in ("byte_level", "byte_fallback"):
         tokenizer = KINDS[kind]
         bytes_of = {tokenizer.token_bytes(i): i for i in range(tokenizer.vocab_size)}

@@ -123,7 +123,7 @@ def test_kernels_are_timed_beside_their_floors(tmp_path: Path) -> None:
     assert run(["kernels", "no_such_kernel", *options]) != 0
 
 
-def test_mistakes_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["latencies"]) == 2
     assert "no such benchmark: latencies" in capsys.readouterr().err
     with pytest.raises(SystemExit):

@@ -167,7 +167,7 @@ def test_a_server_that_cannot_start_says_why(capsys: pytest.CaptureFixture[str])
     assert "did you mean --max-model-len" in capsys.readouterr().err
 
 
-def test_no_server_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_server_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["serve", "--port", "9", "--output", "-"]) == 1
     assert "no server answers at http://127.0.0.1:9/v1/models" in capsys.readouterr().err
 

@@ -195,7 +195,7 @@ def test_shares_of_a_load_are_the_load() -> None:
     assert len(list(whole(count=2).split(5))) == 2
 
 
-def test_an_open_loop_waits_for_nobody() -> None:
+def test_an_open_loop_does_not_wait() -> None:
     """All requests arrive though none is answered before the last has come."""
     came = 0
     all_came = asyncio.Event()

@@ -219,7 +219,7 @@ def test_compact_json_has_no_room_for_whitespace(backend: Any, tokenizer: Tokeni
     ],
     ids=lambda spec: spec.text[:24],
 )
-def test_a_wrong_grammar_is_told_with_a_reason(backend: Any, spec: GrammarSpec) -> None:
+def test_a_wrong_grammar_is_reported_with_a_reason(backend: Any, spec: GrammarSpec) -> None:
     with pytest.raises(ValueError, match=r"\w{3}"):
         backend.compile(spec)
 

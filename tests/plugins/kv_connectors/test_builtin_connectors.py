@@ -287,7 +287,7 @@ async def test_a_store_that_hangs_costs_a_recompute(
         shelf.go_on.set()
 
 
-async def test_a_timer_that_is_early_leaves_nobody_waiting(
+async def test_a_timer_that_is_early_leaves_no_request_waiting(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As timers are: loops round their times, and keep them a while."""

@@ -36,7 +36,7 @@ class TestDeepSeekV3(ReasoningParserKit):
     name, thought_end = "deepseek_v3", "</think>"
     samples = [*OPENED, Sample("It is 4.", content="It is 4.", thinking=False)]
 
-    def test_it_is_off_unless_asked_for(self) -> None:
+    def test_it_is_off_by_default(self) -> None:
         assert self.parser_class.thinking_switch == ("thinking", False)
 
 
@@ -283,7 +283,7 @@ class TestIdentity(ReasoningParserKit):
 
 
 @pytest.mark.parametrize("name", ["glm45", "qwen3", "deepseek_r1", "think_tags", "seed_oss"])
-def test_the_prompt_s_end_says_whether_the_thought_is_open(name: str) -> None:
+def test_the_prompt_s_end_decides_whether_reasoning_is_open(name: str) -> None:
     reasoning = load_plugins()["reasoning_parser"].load(name)
     (begin,), (end,) = reasoning.open, reasoning.close
     text = f"This is a reasoning section{end}This is the rest"

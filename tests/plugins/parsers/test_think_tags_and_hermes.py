@@ -58,7 +58,7 @@ THOUGHTS = [
 
 
 @pytest.mark.parametrize(("thinking", "text", "reasoning", "content"), THOUGHTS)
-def test_thought_and_answer(
+def test_reasoning_and_content(
     thinking: bool, text: str, reasoning: str | None, content: str | None
 ) -> None:
     message = parsed(Qwen3Reasoning(thinking=thinking), text)
@@ -265,7 +265,7 @@ def test_the_parsers_are_registered() -> None:
     assert plugins["reasoning_parser"].load("qwen3") is Qwen3Reasoning
 
 
-def test_thought_then_text_then_calls_through_the_chain() -> None:
+def test_reasoning_then_text_then_calls_through_the_chain() -> None:
     text = (
         "<think>\nI need <tool_call>.\n</think>\n\nWait.\n"
         '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
@@ -276,7 +276,7 @@ def test_thought_then_text_then_calls_through_the_chain() -> None:
     assert fold(events(OutputParser(None, None), ["a", "", "b"])) == ParsedMessage("ab")
 
 
-def test_the_chain_says_when_thought_has_ended() -> None:
+def test_the_chain_reports_when_reasoning_has_ended() -> None:
     parser = OutputParser(Qwen3Reasoning(), HermesToolParser())
     texts = []
     for piece in ("<think>", "Hm.", "</think>", "Yes."):

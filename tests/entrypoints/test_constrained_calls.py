@@ -172,7 +172,7 @@ async def test_a_named_tool_is_called_once(client: Any) -> None:
     check(name, arguments)
 
 
-async def test_strict_tools_are_held_when_the_model_calls_them(
+async def test_strict_tools_are_constrained_when_the_model_calls_them(
     client: Any, family: tuple[str, Server]
 ) -> None:
     opening = Tokenizer.load(str(EMBEDDED)).encode(OPENING[family[0]], add_special_tokens=False)
@@ -216,7 +216,7 @@ async def test_an_answer_follows_a_schema_or_calls_a_tool(
             assert 0 <= json.loads(response["content"])["left"] <= 99
 
 
-async def test_a_call_that_ends_the_thought_is_held_too() -> None:
+async def test_a_call_that_ends_the_reasoning_is_constrained_too() -> None:
     """The model calls at once, where its reasoning parser waits for the end of a thought."""
     thinking = msgspec.structs.replace(config("hermes"), reasoning_parser="qwen3")
     with running(thinking) as server:
@@ -266,7 +266,7 @@ def special(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 @pytest.mark.parametrize("choice", ["auto", "required"])
-async def test_special_tokens_open_calls_that_are_held(special: Server, choice: str) -> None:
+async def test_special_tokens_open_constrained_calls(special: Server, choice: str) -> None:
     """The model would write other arguments."""
     async with openai.AsyncOpenAI(base_url=f"{special.url}/v1", api_key="none") as client:
         free = await both(client, tools=tools(strict=False), temperature=0)
@@ -281,7 +281,7 @@ async def test_special_tokens_open_calls_that_are_held(special: Server, choice: 
             check(name, arguments)
 
 
-# ---------------------------------------------------------------- what cannot be held
+# ---------------------------------------------------------------- what cannot be expressed
 
 
 async def ask(parser: str | None, tool: dict[str, Any], choice: Any, **options: Any) -> Any:
@@ -294,7 +294,7 @@ async def ask(parser: str | None, tool: dict[str, Any], choice: Any, **options: 
 
 
 def hosted(*, strict: bool) -> Any:
-    """A tool with an argument that no plain text can be held to."""
+    """A tool with an argument that plain text cannot express."""
     host = {"type": "string", "format": "hostname"}
     schema = {"type": "object", "properties": {"host": host}, "required": ["host"]}
     return {"type": "function", "function": {"name": "f", "parameters": schema, "strict": strict}}
@@ -313,7 +313,7 @@ async def test_strict_is_refused_where_nothing_can_hold_it(parser: str, reason: 
 @pytest.mark.parametrize(
     ("parser", "options"), [(None, {}), ("qwen3_coder", {}), ("hermes", {"backend": "xgrammar"})]
 )
-async def test_forced_calls_are_json_where_the_form_cannot_hold_them(
+async def test_required_calls_are_json_if_the_form_cannot_express_them(
     parser: str | None, options: dict[str, Any]
 ) -> None:
     result = await ask(parser, hosted(strict=False), "required", **options)
