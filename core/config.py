@@ -108,7 +108,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         bool,
         _doc(
             "Let control tokens in the text of assistant messages be tokens, for clients that send "
-            "back tool-call markup or thoughts as the model wrote them; off, no message's text "
+            "back tool-call markup or reasoning as the model wrote it; off, no message's text "
             "becomes a control token."
         ),
     ] = False
@@ -122,7 +122,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = "auto"
     task: Annotated[
         Literal["auto", "generate", "embed", "classify", "score"],
-        _doc("What the model is for, as older vLLM asks it: sets runner, and is checked."),
+        _doc("What the model is used for, as in older vLLM: sets runner, and is validated."),
     ] = "auto"
     pooler_config: Annotated[
         dict[str, Any] | None,
@@ -144,13 +144,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = None
     max_waiting_requests: Annotated[
         AtLeastOne | None,
-        _doc("Refuse new requests (503) past so many waiting; default: no limit."),
+        _doc("Refuse new requests (503) if this many are waiting; default: no limit."),
     ] = None
     enable_chunked_prefill: Annotated[
         bool, _doc("Split long prompts over several steps. Off: a prompt must fit in one budget.")
     ] = True
     long_prefill_token_threshold: Annotated[
-        int, _doc("At most so many tokens of one prompt in a step; 0: no limit.", ge=0)
+        int, _doc("Most tokens of one prompt in a step; 0: no limit.", ge=0)
     ] = 0
     scheduling_policy: Annotated[
         str, _doc("Who goes first: fcfs, priority (lower value first), or a plugin's.")
@@ -204,7 +204,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = 1
     enforce_eager: Annotated[bool, _doc("Never record CUDA graphs of decode steps.")] = False
     max_logprobs: Annotated[
-        int, _doc("Largest logprobs a request may ask for; -1: no limit.", ge=-1)
+        int, _doc("Largest logprobs that a request may have; -1: no limit.", ge=-1)
     ] = 20
     reasoning_parser: Annotated[
         str | None,
@@ -224,14 +224,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     logits_processors: Annotated[
         tuple[Name, ...] | None,
         _doc(
-            "Plugged-in logits processors that requests may ask for, by name, in the order they "
+            "Plugged-in logits processors that requests may use, by name, in the order they "
             "are applied; default: all that are registered."
         ),
     ] = None
     plugin_options: Annotated[
         dict[str, dict[str, Any]],
         _doc(
-            "Options of plugins' own: name → its options. `jackfield plugins NAME` lists them; "
+            "Options of plugins: name → its options. `jackfield plugins NAME` lists them; "
             "--plugin-option NAME.KEY=VALUE gives one."
         ),
     ] = {}

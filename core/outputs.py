@@ -57,9 +57,9 @@ class RequestTimings(msgspec.Struct, kw_only=True):
     first_scheduled: float | None = None
     """When its first tokens were planned."""
     first_token: float | None = None
-    """When the first token came back."""
+    """When the first token was received."""
     last_token: float | None = None
-    """When the latest token came back."""
+    """When the latest token was received."""
     finished: float | None = None
     """When the last completion ended."""
     num_preemptions: int = 0
@@ -82,7 +82,7 @@ class RequestOutput(msgspec.Struct, kw_only=True):
     finished: bool
     """Whether all completions have ended; the last output of a stream."""
     num_cached_tokens: int = 0
-    """Prompt tokens that came from the prefix cache."""
+    """Prompt tokens found in the prefix cache."""
     timings: RequestTimings
     """When what happened."""
     error: str | None = None
@@ -105,7 +105,7 @@ class PoolingRequestOutput(msgspec.Struct, kw_only=True):
     finished: bool = True
     """Always true: a pooling request has a single output."""
     num_cached_tokens: int = 0
-    """Prompt tokens that came from the prefix cache."""
+    """Prompt tokens found in the prefix cache."""
     timings: RequestTimings
     """When what happened."""
 
@@ -118,7 +118,7 @@ class EngineStats(msgspec.Struct, kw_only=True):
     num_slots: int = 0
     kv_blocks_total: int = 0
     kv_blocks_used: int = 0
-    """Blocks held by requests. Cached blocks that no request holds count as free."""
+    """Blocks in use by requests. Cached blocks that no request uses count as free."""
     kv_cache_usage: float = 0.0
     prefix_cache_queries: int = 0
     """Prompt tokens looked up, since the start."""

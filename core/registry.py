@@ -137,7 +137,7 @@ class Plugins:
                 for impl in self.implementations(hook, name):
                     if inspect.iscoroutine(result := impl.function(registry)):
                         result.close()
-                        raise PluginError(f"{hook}: it returns a coroutine, which nobody awaits")
+                        raise PluginError(f"{hook}: it returns a coroutine, which is never awaited")
         except BaseException:
             if self.manager.has_plugin(name):
                 self.manager.unregister(name=name)
@@ -325,7 +325,7 @@ def load_plugins(
         if names & disabled.keys():
             plugins.unwanted.append(FailedPlugin(provenance, "disabled"))
         elif selected is not None and not own and not names & selected.keys():
-            plugins.unwanted.append(FailedPlugin(provenance, "not among the ones asked for"))
+            plugins.unwanted.append(FailedPlugin(provenance, "not among the selected ones"))
         else:
             required = own or (selected is not None and bool(names & selected.keys()))
             _add_found(plugins, entry_point, provenance, required)

@@ -20,7 +20,7 @@ class TenantLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Inference requests per minute, over all front ends; more get a 429. A token bucket: this many
     may come at once, and the bucket refills evenly over a minute."""
     max_tokens: AtLeastOne | None = None
-    """Most tokens of a completion, whatever a request asks for; in batches, too."""
+    """Most tokens of a completion, also if a request has a larger limit; in batches, too."""
 
 
 class Tenant(msgspec.Struct, frozen=True):

@@ -70,7 +70,7 @@ class AsyncEngine:
     async def start(self) -> None:
         """Load the model and begin to serve. Raises ConfigError, LoadError, OutOfMemory."""
         if self._started:
-            raise EngineStopped("this engine was started before; make a new one")
+            raise EngineStopped("this engine was started before; create a new one")
         self._started = True
         core = self.core
         await core.start(self._texts, self._events)

@@ -37,7 +37,7 @@ def connect(
         return None
     if info.kv_layout is None:
         raise ConfigError(
-            "kv_transfer_config: the executor told no layout of its KV cache",
+            "kv_transfer_config: the executor reported no layout of its KV cache",
             param="kv_transfer_config",
         )
     loop = asyncio.get_running_loop()

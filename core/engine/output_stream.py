@@ -65,7 +65,7 @@ class OutputStream:
         submitted: no task is woken per token. Call this after the first output. The listener must
         not raise.
         """
-        assert self._state is not None, "the first output comes first"
+        assert self._state is not None, "await the first output before listening"
         self._state.listener = listener
 
     def take_output(self) -> RequestOutput | None:

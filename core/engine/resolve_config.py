@@ -32,7 +32,7 @@ def resolve_config(config: EngineConfig) -> EngineConfig:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError(
-            "device: cuda was asked for, but torch finds no CUDA device here; use cpu or auto",
+            "device: cuda was requested, but torch finds no CUDA device here; use cpu or auto",
             param="device",
         )
     budget = config.max_num_batched_tokens or max(TOKEN_BUDGET[device], config.max_num_seqs)

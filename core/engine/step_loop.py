@@ -16,7 +16,7 @@ from ..step import PrepareAhead, Recover, StepPlan, StepResult
 
 logger = logging.getLogger("jackfield.engine")
 IDLE_SECONDS = 0.05
-"""Seconds without a step after which the worker is asked to prepare for later ones."""
+"""Seconds without a step after which the worker prepares for later ones."""
 MAX_FAILED_STEPS = 3
 """Consecutive failed steps after which the loop ends."""
 InFlight: TypeAlias = collections.deque[tuple[StepPlan, asyncio.Future[StepResult]]]

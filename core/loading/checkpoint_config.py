@@ -84,7 +84,7 @@ FREE = frozenset({
     "matryoshka_dimensions", "method", "position_embedding_type", "quantization_config",
     "sbert_ce_default_activation_function", "sentence_transformers", "use_pad_token",
 })  # fmt: skip
-"""What no family has, so that it is kept as it stands, or is not there."""
+"""Fields of no family: kept unchanged if present."""
 IGNORED = frozenset({"_name_or_path", "gradient_checkpointing", "output_past"})
 """Like `FREE`, in many a config.json, and read by nothing here."""
 SOMETIMES = frozenset({
@@ -93,7 +93,7 @@ SOMETIMES = frozenset({
     "num_local_experts", "rope_parameters", "rope_scaling", "shared_expert_intermediate_size",
     "sliding_window", "type_vocab_size",
 })  # fmt: skip
-"""What models ask for although only some families have it."""
+"""Fields that models read although only some families have them."""
 ROPES: dict[str, frozenset[str]] = {
     "default": frozenset(),
     "linear": frozenset({"factor"}),
@@ -116,7 +116,7 @@ class Family:
 
     fields: dict[str, tuple[type, ...]]
     defaults: dict[str, Any] = field(default_factory=dict)
-    """Those of `transformers` that checkpoints leave out and models ask for."""
+    """Defaults of `transformers` for fields that checkpoints omit and models read."""
 
 
 MULTIPLIERS = (

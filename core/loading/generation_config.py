@@ -27,7 +27,7 @@ class SamplingDefaults(msgspec.Struct, frozen=True):
     values: dict[str, Any] = {}
     """Fields of SamplingParams, but for `max_tokens`."""
     max_tokens: int | None = None
-    """Tokens of an answer at most, whatever a request to the server says; None: no limit."""
+    """Most tokens of a completion, also if a request has a larger limit; None: no limit."""
 
     def params(self) -> SamplingParams:
         """The parameters of a request without any."""

@@ -43,7 +43,7 @@ class PoolingConfig:
     projections: tuple[Projection, ...] = ()
     """What embeddings go through before they are cut and scaled; vectors a token do not."""
     num_token_types: int = 0
-    """How many texts the model tells apart in one prompt; below 2: it does not."""
+    """Number of texts that the model distinguishes in one prompt; below 2: it does not."""
     matryoshka: tuple[int, ...] | None = None
     """Lengths that vectors may be cut to; empty: any; None: they may not be cut."""
     labels: tuple[str, ...] = ()
@@ -52,7 +52,7 @@ class PoolingConfig:
     activates: bool = True
     """Whether classifiers' logits go through `activation` unless a request says otherwise."""
     tokens: TokenClassifier | None = None
-    """Where the classifier is made of the head of a language model."""
+    """Tokens whose output weights form the classifier, if made from a language model's head."""
     joins_pairs: bool = False
     """Two texts become one, without the tokenizer's marks between them."""
 

@@ -51,7 +51,7 @@ def choose_method(
         and _load(plugins, own, "quant_method") is not method_class
     ):
         raise ConfigError(
-            f"quantization: {requested!r} was asked for, but the checkpoint is {own!r}; leave the "
+            f"quantization: {requested!r} was requested, but the checkpoint is {own!r}; leave the "
             "option out",
             param="quantization",
         )

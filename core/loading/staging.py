@@ -25,7 +25,7 @@ class Staging:
             for leaf, tensor in specs.items()
             if not tensor.optional
         }
-        """What must still come: until then nobody asks whether the layer is ready."""
+        """Missing required tensors; the layer is not checked for completeness before."""
 
     def add(self, name: str, leaf: str, shard: str | None, tensor: torch.Tensor) -> None:
         """Add one tensor; process the layer after the last one. Raises LoadError."""

@@ -47,13 +47,13 @@ class EngineMetrics:
             "prefix_cache_queries": counter("prefix_cache_queries", "Prompt tokens looked up."),
             "prefix_cache_hits": counter("prefix_cache_hits", "Prompt tokens found."),
             "external_prefix_cache_queries": counter(
-                "external_prefix_cache_queries", "Prompt tokens that a KV connector was asked for."
+                "external_prefix_cache_queries", "Prompt tokens looked up in a KV connector."
             ),
             "external_prefix_cache_hits": counter(
                 "external_prefix_cache_hits", "Tokens that a KV connector loaded."
             ),
             "num_kv_load_failures": counter(
-                "kv_load_failures", "Loads that brought less than a KV connector had promised."
+                "kv_load_failures", "Loads of fewer tokens than the KV connector had announced."
             ),
             "num_preemptions": counter("num_preemptions", "Preemptions."),
             "late_preparations": counter(

@@ -84,7 +84,7 @@ class Outbox:
                 except (TooLarge, ValueError) as wrong:
                     self._channel.send(Tokens([], [], self._failed(change.number, str(wrong))))
         except (TooLarge, ValueError):
-            logger.exception("a front end is too far behind and is let go")
+            logger.exception("a front end reads too slowly and is disconnected")
             self._channel.abort()
 
     def _failed(self, number: int, error: str) -> list[Change]:

@@ -20,7 +20,7 @@ from tokenizers import Tokenizer as Backend
 from .token_limit import encode_text
 
 MARK = "\ufdd0"
-"""Stands after the first character of a control token that a user typed."""
+"""Inserted after the first character of a control token that a user typed."""
 _TWIN = "\ufdd1"
 """Begins a control token's name in the twin tokenizer."""
 SLICE = 1 << 16

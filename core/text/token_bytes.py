@@ -33,7 +33,7 @@ class BytePieces(msgspec.Struct, frozen=True):
     replacements: tuple[tuple[str, str], ...] = ()
     """(found in a token, put in its place), in order."""
     strip_start: int = 0
-    """Leading spaces taken off the whole text, at most so many."""
+    """Most leading spaces to remove from the whole text."""
 
     def bytes_of(self, token: str) -> bytes:
         """Return the bytes that `token` (as written in the vocabulary) adds to a text."""

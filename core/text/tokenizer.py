@@ -64,7 +64,7 @@ class Tokenizer:
         self.bos_token_id = self._id_of(bos_token)
         self.eos_token_id = self._id_of(eos_token)
         self.unknown_id = self._id_of(self.special_tokens.get("unk_token"))
-        """What stands for text that the vocabulary does not have; None: there is no such token."""
+        """Id of the token for unknown text; None: there is none."""
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         """Tokens, added ones included."""
         self.max_token_id = max(self.vocab_size - 1, max(self.added_tokens, default=0))

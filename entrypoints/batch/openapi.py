@@ -11,7 +11,7 @@ from .schemas import Batch, CreateBatch, FileObject
 
 JSON = "application/json"
 TEXT = {"type": "string"}
-AFTER = {"name": "after", "in": "query", "schema": TEXT, "description": "Begin behind this id"}
+AFTER = {"name": "after", "in": "query", "schema": TEXT, "description": "Begin after this id"}
 ERROR = {
     "type": "object",
     "required": ["error"],

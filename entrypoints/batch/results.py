@@ -53,7 +53,7 @@ class ResultsFile:
             if (ids := id_of(raw)) is None:
                 if whole or not b'{"id":"batch_req_'.startswith(raw[:17]):
                     raise InvalidRequest(
-                        f"{self.path}: line {number} is no result of a batch; give another file, "
+                        f"{self.path}: line {number} is not a result of a batch; use another file, "
                         "or --overwrite"
                     )
                 break

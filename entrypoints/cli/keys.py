@@ -20,8 +20,8 @@ def run(argv: list[str]) -> int:
     commands = parser.add_subparsers(
         dest="command", required=True, parser_class=Parser, help="new: a new key; add: one you have"
     )
-    new = commands.add_parser("new", help="make a key, and the line for its file")
-    add = commands.add_parser("add", help="make the line for a key that standard input brings")
+    new = commands.add_parser("new", help="create a key, and the line for its file")
+    add = commands.add_parser("add", help="create the line for a key from standard input")
     for command in (new, add):
         command.add_argument("name", help="of who has the key; keys of one name are one owner's")
         command.add_argument(
@@ -48,7 +48,7 @@ def _make(args: argparse.Namespace) -> int:
 
     key = f"jf-{secrets.token_urlsafe(32)}" if args.command == "new" else sys.stdin.read().strip()
     if not key:
-        raise ConfigError("keys add: standard input brings no key")
+        raise ConfigError("keys add: standard input contains no key")
     if not 0 < len(args.name) <= 128:
         raise ConfigError(f"keys: a name has 1 to 128 characters, got {len(args.name)}")
     entry = KeyEntry(

@@ -59,7 +59,7 @@ COMMANDS: dict[str, tuple[Command, str]] = {
     "chat": (_chat, "talk to a running server"),
     "complete": (_complete, "complete a text on a running server"),
     "run-batch": (_run_batch, "answer a file of requests, without a server"),
-    "keys": (_keys, "make API keys with names and limits for a server"),
+    "keys": (_keys, "create API keys with names and limits for a server"),
     "bench": (_bench, "measure speed, here and against others"),
     "plugins": (_plugins, "list what is plugged in, and whether it works here"),
 }

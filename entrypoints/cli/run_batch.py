@@ -34,7 +34,9 @@ def make_parser() -> argparse.ArgumentParser:
         help="results, one a line; what it has already is not computed again",
     )  # fmt: skip
     batch.add_argument(
-        "--overwrite", action="store_true", help="start anew, whatever the output file holds"
+        "--overwrite",
+        action="store_true",
+        help="start from the beginning, and replace the output file",
     )
     batch.add_argument(
         "--max-concurrency", type=int, metavar="N",

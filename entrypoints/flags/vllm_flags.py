@@ -29,7 +29,7 @@ NO_EFFECT: dict[str, tuple[int | str, str]] = {
     "--enable-prompt-tokens-details": (0, "usage always has them"),
     "--enable-reasoning": (0, "--reasoning-parser is enough"),
     "--enable-server-load-tracking": (0, "/load always counts"),
-    "--prefix-caching-hash-algo": (1, "blocks are always found by a hash that nobody can forge"),
+    "--prefix-caching-hash-algo": (1, "blocks are always found by a hash that cannot be forged"),
     "--swap-space": (1, "preempted requests are computed again"),
     "--use-tqdm-on-load": (0, _LOADS),
     "--no-use-tqdm-on-load": (0, _LOADS),

@@ -72,8 +72,8 @@ def check_completions(num_prompts: int, n: int, options: ServerOptions) -> None:
     most = options.max_completions_per_request
     if num_prompts * n > most:
         raise InvalidRequest(
-            f"n: {n} for each of {num_prompts} prompts are {num_prompts * n} completions; one "
-            f"request may ask for {most} (--max-completions-per-request)",
+            f"n: {n} for each of {num_prompts} prompts are {num_prompts * n} completions; "
+            f"one request may have {most} (--max-completions-per-request)",
             param="n",
         )
 

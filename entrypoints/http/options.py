@@ -113,7 +113,9 @@ class ServerOptions:
     ] = 1024
     max_stored_responses: Annotated[
         int,
-        Meta(ge=0, description="keep so many of /v1/responses in memory, the newest ones; 0: none"),
+        Meta(
+            ge=0, description="number of /v1/responses to keep in memory, the newest ones; 0: none"
+        ),
         Flag(group="server"),
     ] = 1000
     max_stored_response_bytes: Annotated[
@@ -134,7 +136,7 @@ class ServerOptions:
     ] = True
     trust_request_chat_template: Annotated[
         bool,
-        Meta(description="let chats bring a template of their own (chat_template)"),
+        Meta(description="allow chats to bring their own template (chat_template)"),
         Flag(group="server"),
     ] = False
     shutdown_timeout: Annotated[
@@ -190,8 +192,7 @@ class ServerOptions:
         int | None,
         Meta(
             ge=1,
-            description="answer at most so many requests at once, more get a 503 "
-            "(default: no limit)",
+            description="most requests in flight; further ones get a 503 (default: no limit)",
         ),
         Flag("--limit-concurrency", metavar="N"),
     ] = None
@@ -209,7 +210,7 @@ class ServerOptions:
     metrics_prefix: Annotated[
         Literal["jackfield", "vllm", "both"],
         Meta(
-            description="prefix of the metrics at /metrics: with vllm, dashboards made for it "
+            description="prefix of the metrics at /metrics: with vllm, dashboards for vLLM "
             "find them"
         ),
     ] = "jackfield"
@@ -224,7 +225,7 @@ class ServerOptions:
     ] = False
     max_log_len: Annotated[
         int | None,
-        Meta(ge=0, description="log at most so many characters of a body (default: all)"),
+        Meta(ge=0, description="most characters of a body to log (default: all)"),
         Flag(metavar="N"),
     ] = None
     response_role: Annotated[

@@ -151,7 +151,7 @@ class _Delivery:
             if data:
                 transport = self._protocol.transport
                 if transport is None or transport.is_closing():
-                    raise ConnectionResetError("the client is gone")
+                    raise ConnectionResetError("the client has disconnected")
                 transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data)
             if output.finished:
                 wake.set_result(True)

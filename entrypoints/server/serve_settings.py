@@ -47,8 +47,8 @@ class ServeOptions:
     enable_auto_tool_choice: Annotated[
         bool,
         Meta(
-            description="let the model decide whether to call tools; always on where there is a "
-            "--tool-call-parser, which it needs"
+            description="allow the model to decide whether to call tools; requires "
+            "--tool-call-parser, with which it is always on"
         ),
         Flag(group="chat"),
     ] = False

@@ -41,8 +41,8 @@ DENSE_TOKENS = 2048
 """Number of tokens from which a row with nothing cached uses torch's dense attention (cuDNN).
 Measured on an H200: 532 against 371 TFLOP/s at 4,096 tokens, equal at 1,024."""
 DENSE_STEP, DENSE_ROWS = 6144, 4
-"""Tokens of such rows from which a step of few rows is launched instead of replayed: a recorded
-step does not know lengths, and uses our kernel for all rows."""
+"""Tokens of such rows from which a step of few rows is launched instead of replayed: a
+recorded step cannot depend on lengths, and uses our kernel for all rows."""
 FUSED_PROGRAMS = 128
 """Rows times kv heads up to which a decode step goes from the projection to the output in one
 launch. Beyond, the plain kernel's loop is faster by more than the launches it costs."""

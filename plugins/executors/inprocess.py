@@ -46,12 +46,12 @@ class InProcessExecutor:
 
     def submit(self, plan: StepPlan, in_process: InProcess) -> asyncio.Future[StepResult]:
         """Queue one step."""
-        assert self._thread is not None, "start() comes first"
+        assert self._thread is not None, "start() must be called first"
         return self._thread.step(lambda: self._worker.step(plan, in_process))
 
     def ask(self, job: WorkerJob) -> asyncio.Future[Any]:
         """Queue one job on the launch thread; a ping passes through both threads."""
-        assert self._thread is not None, "start() comes first"
+        assert self._thread is not None, "start() must be called first"
         if isinstance(job, Ping):
             return self._thread.step(_Nothing)
         return self._thread.call(lambda: self._worker.run_job(job))

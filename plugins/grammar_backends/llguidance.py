@@ -254,4 +254,4 @@ def _quoted(text: str) -> str:
 
 def _first_line(message: str) -> str:
     lines = message.strip().splitlines()
-    return lines[0][:500] if lines else "it gave up"
+    return lines[0][:500] if lines else "it exceeded its limits"

@@ -22,7 +22,7 @@ MAX_WHITESPACE = 32
 LONGEST_EXPRESSION = 128
 """Strings of at most this length are written as expressions: longer ones compile slowly."""
 THREADS = max(1, min(8, (os.cpu_count() or 1) - 2))
-"""Threads that fill the masks of many rows. The package starts them anew at each call."""
+"""Threads that fill the masks of many rows. The package starts new ones at each call."""
 
 _IGNORED = frozenset(
     (

@@ -36,7 +36,7 @@ from ...kernels.tuning import (
 SMALLEST_TILE = 16
 """Words of a row that the kernels of 4-bit numbers take at least."""
 FEW_TOKENS = 16
-"""Up to so many, reading the weight decides: inputs stay wide."""
+"""Most tokens for which reading the weight dominates: inputs are not quantized."""
 FEW_TOKENS_WIDE = 256
 """The same if inputs are never rounded: beyond, dequantising the weight costs less."""
 

@@ -31,7 +31,7 @@ _PARSERS = {
     "seed_oss": ("think_tags:SeedOssReasoning", "Seed-OSS"),
     "step3": ("think_tags:Step3Reasoning", "Step-3"),
     "step5": ("think_tags:DeepSeekR1Reasoning", "Step-5"),
-    "think_tags": ("think_tags:ThinkTagsReasoning", "any that thinks when it likes"),
+    "think_tags": ("think_tags:ThinkTagsReasoning", "any model with optional reasoning"),
 }
 """name → (module and class, model family)"""
 

@@ -368,7 +368,7 @@ NO_EFFECT = [
     (
         "async def add(registry): registry.add('half', 'a:b')\n"
         "@hookimpl\ndef register_tool_parsers(registry): return add(registry)",
-        "register_tool_parsers: it returns a coroutine, which nobody awaits",
+        "register_tool_parsers: it returns a coroutine, which is never awaited",
     ),
 ]
 

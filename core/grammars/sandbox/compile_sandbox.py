@@ -24,7 +24,7 @@ logger = logging.getLogger("jackfield.structured")
 START_SECONDS = 120.0
 """For a process to import its backend and take the vocabulary."""
 EXIT_SECONDS = 2.0
-"""For a process that has closed its pipe to be gone, so that its own exit status is seen."""
+"""Seconds to wait for the exit status of a process that has closed its pipe."""
 MAX_FRAME = 1 << 20
 """Bytes of a result: more is not one of ours."""
 
@@ -44,7 +44,7 @@ class Setup(msgspec.Struct, frozen=True):
     memory_bytes: int
     """What it may allocate beyond what it has when it is ready."""
     compile_seconds: float
-    """Of a grammar; the process ends itself when nobody is left to end it."""
+    """Limit per grammar; the process ends itself if its parent cannot."""
 
 
 class Result(msgspec.Struct, frozen=True):

@@ -28,7 +28,7 @@ MAX_PLAIN_NUMBER = 10**15
 MAX_TINY_TEXT = 256
 """Characters of a tiny grammar."""
 MAX_TINY_PRODUCT = 10_000
-"""Product of all numbers in its text: more copies of anything repetitions cannot ask for."""
+"""Product of all numbers in a text: an upper bound of the copies that repetitions can make."""
 
 _COUNTS = frozenset(("minItems", "maxItems"))
 _BOUNDS = frozenset(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"))

@@ -10,7 +10,7 @@ NAMED = frozenset(
 )
 """Keywords whose value maps names to schemas."""
 DATA = frozenset(("enum", "const", "default", "examples", "required", "type"))
-"""Keywords whose value is no schema, whatever it looks like."""
+"""Keywords whose value is data, even if it looks like a schema."""
 NOTES = frozenset(
     ("$schema", "$id", "$comment", "title", "description", "default", "examples", "deprecated",
      "readOnly", "writeOnly", "$defs", "definitions")

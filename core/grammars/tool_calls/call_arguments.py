@@ -135,7 +135,7 @@ def _value(form: ArgumentForm, key: str, schema: Any, root: Mapping[str, Any]) -
     kinds = {_kind(alternative) for alternative in alternatives}
     if form.plain and "string" in kinds and kinds - {"string", "null"}:
         raise ValueError(
-            f"{key}: strings and other values cannot be told apart in this model's calls"
+            f"{key}: strings and other values cannot be distinguished in this model's calls"
         )
     if form.plain and "any" in kinds:
         if len(alternatives) > 1 or _constraints(alternatives[0]):

@@ -36,7 +36,7 @@ UNSUPPORTED = {
     "documents": "only POST /v1/chat/completions takes them",
     "prompt_embeds": "send text or token ids",
     "moderation": "there is no model that moderates",
-    "logits_processors": "no code comes in with a request",
+    "logits_processors": "requests cannot contain code",
     "mm_processor_kwargs": "this server's models read text",
     "media_io_kwargs": "this server's models read text",
     "ec_transfer_params": "this server's models have no encoder",
@@ -44,7 +44,7 @@ UNSUPPORTED = {
     "return_prompt_text": "POST /tokenize renders a chat, POST /detokenize shows it",
     "return_token_offsets": "POST /tokenize gives each token's text: return_token_strs",
     "return_assistant_tokens_mask": "there is no route that renders a chat for training",
-    "thinking_token_budget": "a thought cannot be cut off; see max_tokens and reasoning_effort",
+    "thinking_token_budget": "reasoning cannot be cut off; see max_tokens and reasoning_effort",
 }
 """Field → why it is refused, or what to use instead."""
 IGNORED = {
