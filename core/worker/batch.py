@@ -8,8 +8,9 @@ a copy to the host.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -29,7 +30,7 @@ STAGING_BUFFERS = STEPS_IN_FLIGHT + 2
 class StepInputs:
     """What a forward pass and the sampler need, on the device.
 
-    T = tokens, R = rows, S = rows that sample.
+    T = tokens, R = rows of the plan, L = rows of logits.
     """
 
     input_ids: torch.Tensor
@@ -38,14 +39,15 @@ class StepInputs:
     """[T] int64"""
     layouts: tuple[BatchLayout, ...]
     """Layout per group of layers; only the block tables differ."""
-    last_tokens: torch.Tensor
-    """[S] int64: index into T of each sampling row's last token."""
+    logit_tokens: torch.Tensor
+    """[L] int64: index into T of each position whose logits are computed."""
     sample_slots: torch.Tensor
-    """[S] int64"""
+    """[L] int64"""
     sample_lengths: torch.Tensor
-    """[S] int64: tokens before the sampled one, which is its position."""
-    sample_rows: list[int]
-    """[S] The plan's row of each sampling row."""
+    """[L] int64: tokens before the one that these logits are of, which is its position."""
+    logit_rows: list[int]
+    """[L] The plan's row of each; a row may have none, one or several. Empty in recorded steps:
+    row r of the logits is row r of the plan."""
 
     @property
     def layout(self) -> BatchLayout:
@@ -95,6 +97,31 @@ class StepRows:
     def seq_lens(self) -> np.ndarray:
         """[R] Tokens in the cache once the step has written its own."""
         return self.first_positions + self.query_lens
+
+
+class LogitRows(NamedTuple):
+    """Positions of a step whose logits are computed, apart from its rows: none, one or several of
+    each row. On the host, [L] int32."""
+
+    rows: np.ndarray
+    """The plan's row of each."""
+    tokens: np.ndarray
+    """Index into the step's tokens."""
+
+    @classmethod
+    def sampled(cls, rows: StepRows, samples: Sequence[bool]) -> LogitRows:
+        """Return the last positions of the rows that sample."""
+        sampling = np.flatnonzero(np.asarray(samples, dtype=bool)).astype(np.int32)
+        return cls(sampling, rows.query_start[1:][sampling] - 1)
+
+    @classmethod
+    def leading(cls, rows: StepRows, which: Sequence[int], counts: Sequence[int]) -> LogitRows:
+        """Return the first positions of some rows, `counts` of each."""
+        numbers = np.asarray(counts, dtype=np.int32)
+        starts = rows.query_start[np.asarray(which, dtype=np.int32)]
+        before = np.cumsum(numbers, dtype=np.int32) - numbers
+        tokens = np.arange(numbers.sum(), dtype=np.int32) + np.repeat(starts - before, numbers)
+        return cls(np.repeat(np.asarray(which, dtype=np.int32), numbers), tokens)
 
 
 class PersistentBatch:
@@ -158,43 +185,41 @@ class PersistentBatch:
         """Bring the slots up to date with `plan` and lay out its rows. No synchronisation."""
         writes = self.table.writes(plan)
         rows = self.rows(plan)
-        sample_rows = np.flatnonzero(np.asarray(plan.samples, dtype=bool)).astype(np.int32)
-        return self.lay_out(rows, sample_rows, writes)
+        return self.lay_out(rows, LogitRows.sampled(rows, plan.samples), writes)
 
     def lay_out(
-        self, rows: StepRows, sample_rows: np.ndarray, writes: np.ndarray = NO_WRITES
+        self, rows: StepRows, logits: LogitRows, writes: np.ndarray = NO_WRITES
     ) -> StepInputs:
         """Send the rows of a step, and the writes that must precede their computation."""
         count = np.asarray([len(writes)], dtype=np.int32)
         sent = self.upload([
-            rows.query_start, rows.slots, rows.sample_slots, sample_rows, count,
+            rows.query_start, rows.slots, rows.sample_slots, count, logits.rows, logits.tokens,
             writes.reshape(-1),
         ])  # fmt: skip
         if len(writes):
-            self.operations.scatter(self.table.storage, sent[5].view(-1, 2), sent[4])
-        num_rows, num_tokens = len(rows.slots), int(rows.query_start[-1])
+            self.operations.scatter(self.table.storage, sent[6].view(-1, 2), sent[3])
+        num_tokens = int(rows.query_start[-1])
         query_start, slots, sample_slots = sent[:3]
         tensors = self.step_tensors(query_start, slots, sample_slots, num_tokens)
-        sample_slots, lengths, last_tokens = (
+        sample_slots, lengths, logit_tokens = (
             tensors.sample_slots,
             tensors.lengths,
             tensors.last_tokens,
         )
-        if len(sample_rows) < num_rows:
-            index = sent[3].long()
-            sample_slots, lengths, last_tokens = (
-                part[index] for part in (sample_slots, lengths, last_tokens)
-            )
+        if not np.array_equal(logits.tokens, rows.query_start[1:] - 1):
+            logit_tokens = sent[5].long()
+            sample_slots = sample_slots.index_select(0, sent[4])
+            lengths = tensors.positions.index_select(0, logit_tokens) + 1
         return StepInputs(
             input_ids=tensors.input_ids,
             positions=tensors.positions,
             layouts=self.layouts(
                 tensors, query_start, rows.query_start, rows.seq_lens, block_size=self.block_size
             ),
-            last_tokens=last_tokens,
+            logit_tokens=logit_tokens,
             sample_slots=sample_slots,
             sample_lengths=lengths,
-            sample_rows=sample_rows.tolist(),
+            logit_rows=logits.rows.tolist(),
         )
 
     def step_tensors(

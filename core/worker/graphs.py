@@ -283,10 +283,10 @@ class DecodeInputs:
                 self._query_start_cpu[: rows + 1],
                 np.full(rows, batch.max_model_len, dtype=np.int32),
             ),
-            last_tokens=self._query_start[:rows],
+            logit_tokens=self._query_start[:rows],
             sample_slots=made.slots,
             sample_lengths=made.lengths,
-            sample_rows=[],
+            logit_rows=[],
         )
 
 

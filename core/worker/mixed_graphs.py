@@ -305,7 +305,7 @@ class MixedGraphs:
         # Written by kernels that did not run, but memory addresses that torch would dereference.
         for places in (
             inputs.input_ids, inputs.positions, inputs.sample_slots, inputs.sample_lengths,
-            inputs.last_tokens, *(part for layout in inputs.layouts for part in layout.places),
+            inputs.logit_tokens, *(part for layout in inputs.layouts for part in layout.places),
         ):  # fmt: skip
             places.zero_()
         self._compute(key, inputs)
@@ -319,9 +319,9 @@ class MixedGraphs:
         if not self._last_states.numel():
             self._last_states = states.new_empty(len(self._slots), states.shape[1])
             self.states = states.new_empty(self._token_counts[-1], states.shape[1])
-        rows = len(inputs.last_tokens)
+        rows = len(inputs.logit_tokens)
         self.states[: key.tokens].copy_(states)
-        torch.index_select(states, 0, inputs.last_tokens, out=self._last_states[:rows])
+        torch.index_select(states, 0, inputs.logit_tokens, out=self._last_states[:rows])
         # Both in one launch.
         torch._foreach_copy_(
             [self._slots[:rows], self._lengths[:rows]],
@@ -438,8 +438,8 @@ class MixedInputs:
                 max_query_len=key.tokens,
                 mixed=MixedRows(self._bounds, key.decode_rows, key.prompt_rows),
             ),
-            last_tokens=tensors.last_tokens,
+            logit_tokens=tensors.last_tokens,
             sample_slots=tensors.sample_slots,
             sample_lengths=tensors.lengths,
-            sample_rows=[],
+            logit_rows=[],
         )

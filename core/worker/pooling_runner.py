@@ -22,6 +22,7 @@ from ..pooling_params import PooledRow, PoolingParams
 from ..protocols.attention import AttentionBackend
 from ..step import NOTHING_IN_PROCESS, InProcess, SlotStart, StepPlan, StepResult
 from .batch import PersistentBatch, StepInputs, releasing_all
+from .parts import PerSlot, update_parts
 
 
 @dataclass
@@ -59,7 +60,7 @@ class LaunchedPooling:
         )
 
 
-class PoolingRunner:
+class PoolingRunner(PerSlot):
     """Turns plans into launches: batch, forward, pooling, copies back."""
 
     graphs = None
@@ -108,18 +109,20 @@ class PoolingRunner:
         return self._states(hidden).float()
 
     def update_slots(self, plan: StepPlan, in_process: InProcess = NOTHING_IN_PROCESS) -> None:
-        """Update the kept states for the slots that the plan releases and starts."""
-        for slot in plan.released:
-            self._forget(slot)
-        for start in plan.starts:
-            self._forget(start.slot)
-            self._starts[start.slot] = start
+        """Update what is remembered of the slots that the plan releases and starts."""
+        update_parts((self,), plan, in_process)
 
     def forget_slots(self) -> None:
         """Reset the state of all slots. Called between steps."""
         self.update_slots(releasing_all(self.batch.num_slots))
 
-    def _forget(self, slot: int) -> None:
+    def start(self, start: SlotStart, in_process: InProcess = NOTHING_IN_PROCESS) -> None:
+        """Remember the request of a slot."""
+        self.release(start.slot)
+        self._starts[start.slot] = start
+
+    def release(self, slot: int) -> None:
+        """Forget the request of a slot and the states kept for it."""
         for table in (self._starts, self._kept, self._chunks):
             table.pop(slot, None)  # type: ignore[attr-defined]
 

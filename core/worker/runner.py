@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass, field
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,110 +14,18 @@ from torch import nn
 from ..nn.context import ForwardContext
 from ..nn.operations import SampleOutputs
 from ..protocols.attention import AttentionBackend
-from ..step import NOTHING_IN_PROCESS, InProcess, StepPlan, StepResult, TokenLogprobs
-from .batch import PersistentBatch, StepInputs, StepRows, releasing_all
+from ..step import NOTHING_IN_PROCESS, InProcess, StepPlan
+from .batch import LogitRows, PersistentBatch, StepInputs, StepRows, releasing_all
 from .graphs import DecodeGraphs, Ending
+from .launched_step import LOGPROB_FIELDS, LaunchedStep, PromptScores
 from .mixed_graphs import MixedGraphs
+from .parts import PerSlot, update_parts
 from .sampling.masks import GrammarMasks, TokenMask
-from .sampling.sampler import SCORED_ROWS, Logprobs, Sampler
+from .sampling.prompt_logprobs import PromptLogprobs
+from .sampling.sampler import Logprobs, Sampler
 from .sampling.sampling_state import SamplingState
 
 logger = logging.getLogger("jackfield.worker")
-
-
-@dataclass
-class LaunchedStep:
-    """A step in flight on the device; `wait` turns it into a StepResult."""
-
-    plan: StepPlan
-    sample_rows: list[int]
-    wanted_logprobs: dict[int, int]
-    """Row of the plan → k."""
-    output: dict[str, torch.Tensor]
-    prompt_scores: list[dict[str, Any]]
-    event: Any
-    launched: float
-    keep: list[Any] = field(default_factory=list)
-    """Device tensors that the copies read; held until they are done."""
-    failed: dict[int, str] = field(default_factory=dict)
-    """Row of the plan → why it failed before it was sampled."""
-
-    def chosen_tokens(self) -> list[int]:
-        """Block until the tokens are on the host: [num sampling rows], -1 where none could be
-        sampled."""
-        if self.event is not None:
-            self.event.synchronize()
-        return self._sampled()
-
-    def _sampled(self) -> list[int]:
-        tokens: list[int] = self.output["chosen"].tolist()
-        if len(tokens) != len(self.sample_rows):
-            # A recorded step samples for all of its rows.
-            tokens = [tokens[row] for row in self.sample_rows]
-        return tokens
-
-    late_preparations: int = 0
-    launch_wait_seconds: float = 0.0
-
-    def wait(self) -> StepResult:
-        """Block until the copies to the host are done."""
-        if self.event is not None:
-            self.event.synchronize()
-        self.keep.clear()
-        failed = dict(self.failed)
-        chosen = self._sampled() if self.sample_rows else []
-        for row, token in zip(self.sample_rows, chosen, strict=True):
-            if token < 0 and row not in failed:
-                failed[row] = "no token can be chosen: NaN logits, or every token is masked"
-        counts, token_ids = [0] * len(self.plan.slots), chosen
-        for row in self.sample_rows:
-            counts[row] = 1
-        if failed:
-            for row in failed:
-                counts[row] = 0
-            sampled = zip(self.sample_rows, chosen, strict=True)
-            token_ids = [token for row, token in sampled if row not in failed]
-        logprobs = {}
-        if self.wanted_logprobs:
-            tables = {name: self.output[name].tolist() for name in _LOGPROB_FIELDS}
-            # A recorded step has results for all of its rows.
-            whole = len(tables["rank"]) != len(self.sample_rows)
-            for index, row in enumerate(self.sample_rows):
-                if (k := self.wanted_logprobs.get(row)) is not None and counts[row]:
-                    at = row if whole else index
-                    logprobs[row] = [_position(tables, at, chosen[index], k)]
-        prompts = {}
-        for scores in self.prompt_scores:
-            tables = {name: scores[name].tolist() for name in _LOGPROB_FIELDS}
-            targets = scores["targets"].tolist()
-            prompts[scores["row"]] = [
-                _position(tables, index, target, scores["k"])
-                for index, target in enumerate(targets)
-            ]
-        return StepResult(
-            step=self.plan.step,
-            counts=counts,
-            token_ids=token_ids,
-            logprobs=logprobs,
-            prompt_logprobs=prompts,
-            failed=failed,
-            device_seconds=time.monotonic() - self.launched,
-            late_preparations=self.late_preparations,
-            launch_wait_seconds=self.launch_wait_seconds,
-        )
-
-
-_LOGPROB_FIELDS = ("top_ids", "top_logprobs", "logprob", "rank")
-
-
-def _position(tables: dict[str, Any], index: int, token_id: int, k: int) -> TokenLogprobs:
-    return TokenLogprobs(
-        token_id=token_id,
-        logprob=tables["logprob"][index],
-        rank=tables["rank"][index],
-        top_ids=tables["top_ids"][index][:k],
-        top_logprobs=tables["top_logprobs"][index][:k],
-    )
 
 
 class ModelRunner:
@@ -143,9 +51,9 @@ class ModelRunner:
         self.vocab_size = vocab_size
         self.device = device
         self.masks = masks
-        self._logprobs: dict[int, int] = {}
-        """Slot → k, for requests with log-probabilities."""
-        self._prompt_logprobs: dict[int, int] = {}
+        self.prompt_logprobs = PromptLogprobs(batch.table, sampler, self.logits, vocab_size)
+        self.parts: tuple[PerSlot, ...] = (sampler, masks, self.prompt_logprobs)
+        """All that the runner remembers of slots."""
         self.graphs: DecodeGraphs | None = None
         self.mixed_graphs: MixedGraphs | None = None
         self.precompiling = False
@@ -166,20 +74,19 @@ class ModelRunner:
             step = self._replay_mixed(plan, rows, writes, self.mixed_graphs, launched)
             if step is not None:
                 return step
-        sample_rows = np.flatnonzero(np.asarray(plan.samples, dtype=bool)).astype(np.int32)
-        inputs = self.batch.lay_out(rows, sample_rows, writes)
-        self.sampling.upload()
+        inputs = self.batch.lay_out(rows, LogitRows.sampled(rows, plan.samples), writes)
+        self._upload()
         hidden = self.forward(inputs)
-        if not inputs.sample_rows:
-            scores = self._score_prompts(plan, rows, hidden)
+        if not inputs.logit_rows:
+            scores = self.prompt_logprobs.score(rows, hidden)
             return self._copy_back(plan, [], {}, {}, scores, launched)
-        logits = self.logits(hidden[inputs.last_tokens])
-        scores = self._score_prompts(plan, rows, hidden)
-        rows_host = [plan.slots[row] for row in inputs.sample_rows]
+        logits = self.logits(hidden[inputs.logit_tokens])
+        scores = self.prompt_logprobs.score(rows, hidden)
+        rows_host = [plan.slots[row] for row in inputs.logit_rows]
         return self._sample(
             plan,
             logits,
-            inputs.sample_rows,
+            inputs.logit_rows,
             rows_host,
             inputs.sample_slots,
             inputs.sample_lengths,
@@ -205,8 +112,8 @@ class ModelRunner:
             self.mixed_graphs = None
             return None
         # Runs while the device computes.
-        self.sampling.upload()
-        scores = self._score_prompts(plan, rows, graphs.states)
+        self._upload()
+        scores = self.prompt_logprobs.score(rows, graphs.states)
         sample_rows = [row for row, samples in enumerate(plan.samples) if samples]
         if not sample_rows:
             return self._copy_back(plan, [], {}, {}, scores, launched)
@@ -229,7 +136,7 @@ class ModelRunner:
         """Run the step from a recorded graph; None if it is not a plain decode step."""
         rows, rows_host = list(range(len(plan.slots))), list(plan.slots)
         ending = self._ending(rows_host)
-        self.sampling.upload()
+        self._upload()
         try:
             if not graphs.launch(plan, ending):
                 return None
@@ -269,7 +176,7 @@ class ModelRunner:
         rows_host: list[int],
         slots: torch.Tensor,
         lengths: torch.Tensor,
-        scores: list[dict[str, Any]],
+        scores: list[PromptScores],
         launched: float,
     ) -> LaunchedStep:
         """Sample from the preceding forward pass, and start the copies to the host.
@@ -306,12 +213,11 @@ class ModelRunner:
 
     def _wanted(self, rows: list[int], rows_host: list[int]) -> dict[int, int]:
         """Row of the plan → k, for rows with log-probabilities."""
-        if not self._logprobs:
+        wanted = self.sampling.num_logprobs
+        if not wanted:
             return {}
         return {
-            row: self._logprobs[slot]
-            for row, slot in zip(rows, rows_host, strict=True)
-            if slot in self._logprobs
+            row: wanted[slot] for row, slot in zip(rows, rows_host, strict=True) if slot in wanted
         }
 
     def forward(self, inputs: StepInputs) -> torch.Tensor:
@@ -328,61 +234,17 @@ class ModelRunner:
         return logits[:, : self.vocab_size]
 
     def update_slots(self, plan: StepPlan, in_process: InProcess = NOTHING_IN_PROCESS) -> None:
-        """Update the sampling state of the slots that the plan releases and starts."""
-        processors = self.sampler.processors
-        for slot in plan.released:
-            processors.release(slot)
-            self.sampling.release(slot)
-            self.masks.release(slot)
-            self._logprobs.pop(slot, None)
-            self._prompt_logprobs.pop(slot, None)
-        for start in plan.starts:
-            self.sampling.start(start, processed=bool(processors) and processors.start(start))
-            self.masks.start(start, in_process.grammars.get(start.slot))
-            for table, k in (
-                (self._logprobs, start.params.logprobs),
-                (self._prompt_logprobs, start.params.prompt_logprobs),
-            ):
-                if k is not None:
-                    table[start.slot] = self.vocab_size if k == -1 else min(k, self.vocab_size)
-                else:
-                    table.pop(start.slot, None)
+        """Update what is remembered of the slots that the plan releases and starts."""
+        update_parts(self.parts, plan, in_process)
+
+    def _upload(self) -> None:
+        for part in self.parts:
+            part.upload()
 
     def forget_slots(self) -> None:
         """Reset the state of all slots. Called between steps."""
         self.update_slots(releasing_all(self.batch.num_slots))
         self.masks.forget_steps()
-
-    def _score_prompts(
-        self, plan: StepPlan, rows: StepRows, hidden: torch.Tensor
-    ) -> list[dict[str, Any]]:
-        """Score the prompt tokens that follow this step's positions, if requested."""
-        scored: list[dict[str, Any]] = []
-        if not self._prompt_logprobs:
-            return scored
-        starts, ends = rows.query_start, rows.seq_lens
-        for row, slot in enumerate(plan.slots):
-            if (k := self._prompt_logprobs.get(slot)) is None:
-                continue
-            first = int(ends[row]) - plan.num_tokens[row]
-            count = min(int(ends[row]), int(self.batch.table.num_prompt[slot]) - 1) - first
-            if count <= 0:
-                continue
-            begin = int(starts[row])
-            targets = self.batch.table.token_history[slot, first + 1 : first + 1 + count].long()
-            parts = [
-                self.sampler.prompt_logprobs(
-                    self.logits(hidden[begin + at : begin + min(at + SCORED_ROWS, count)]),
-                    targets[at : at + SCORED_ROWS],
-                    k,
-                )
-                for at in range(0, count, SCORED_ROWS)
-            ]
-            result = {
-                name: torch.cat([getattr(part, name) for part in parts]) for name in _LOGPROB_FIELDS
-            }
-            scored.append({**result, "targets": targets, "row": row, "k": k})
-        return scored
 
     def _copy_back(
         self,
@@ -390,7 +252,7 @@ class ModelRunner:
         sample_rows: list[int],
         wanted: dict[int, int],
         output: dict[str, torch.Tensor],
-        scores: list[dict[str, Any]],
+        scores: list[PromptScores],
         launched: float,
     ) -> LaunchedStep:
         """Start the copies to the host; no synchronisation."""
@@ -399,11 +261,8 @@ class ModelRunner:
         if self.device.type == "cuda":
             output = {name: _to_host(tensor) for name, tensor in output.items()}
             scores = [
-                {
-                    name: _to_host(value) if isinstance(value, torch.Tensor) else value
-                    for name, value in one.items()
-                }
-                for one in scores
+                replace(each, tables={name: _to_host(table) for name, table in each.tables.items()})
+                for each in scores
             ]
             event = torch.cuda.Event()
             event.record()
@@ -414,7 +273,7 @@ class ModelRunner:
 
 
 def _tensors(logprobs: Logprobs | None) -> dict[str, torch.Tensor]:
-    return {} if logprobs is None else {name: getattr(logprobs, name) for name in _LOGPROB_FIELDS}
+    return {} if logprobs is None else {name: getattr(logprobs, name) for name in LOGPROB_FIELDS}
 
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:

@@ -97,6 +97,10 @@ class SlotTable:
         """The same as `writes`, for block tables alone: [N, 2] int32."""
         return _scattered(self._table_pieces(table_writes))
 
+    def history_places(self, slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """Return where tokens are in `storage`. All [N] int."""
+        return self._history_start + slots * self.token_history.shape[1] + positions
+
     def emptied(self, slots: Sequence[int]) -> np.ndarray:
         """Return the writes that set the lengths of these slots to 0, [N, 2] int32."""
         return _scattered([(slot, (0,)) for slot in slots])

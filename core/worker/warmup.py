@@ -14,7 +14,7 @@ from ..config import EngineConfig
 from ..nn.operations import Operations
 from ..sampling_params import SamplingParams
 from ..step import SlotStart
-from .batch import StepRows
+from .batch import LogitRows, StepRows
 from .graphs import DecodeGraphs, row_counts
 from .mixed_graphs import MixedGraphs
 from .pooling_runner import PoolingRunner
@@ -148,7 +148,7 @@ class Warmup:
         rows = StepRows.of(host_slots, np.zeros_like(host_slots), counts, host_slots)
         # From position 0, whatever an earlier such step has left.
         writes = runner.batch.table.emptied(slots)
-        inputs = runner.batch.lay_out(rows, np.arange(num_rows, dtype=np.int32), writes)
+        inputs = runner.batch.lay_out(rows, LogitRows.sampled(rows, [True] * num_rows), writes)
         layout = inputs.layout
         # In a rehearsal no kernel has filled them, and torch would dereference the values.
         for places in (inputs.input_ids, *(p for each in inputs.layouts for p in each.places)):

@@ -44,9 +44,10 @@ from .guarded_half import EmptyStep, GuardedHalf, TransferringStep
 from .kv_cache.layout import kv_layout
 from .kv_cache.memory import allocate_cache, bytes_per_block, explain_oom, num_kv_blocks
 from .kv_cache.scales import finding_scales, to_be_scaled, unscaled
+from .launched_step import LaunchedStep
 from .mixed_graphs import MixedGraphs
 from .pooling_runner import PoolingRunner
-from .runner import LaunchedStep, ModelRunner
+from .runner import ModelRunner
 from .sampling.masks import GrammarMasks
 from .sampling.processors import Processors
 from .sampling.sampler import Sampler

@@ -29,7 +29,7 @@ from structured_outputs import BACKENDS, MODELS, SCHEMA, vocabulary
 from jackfield import SamplingParams
 from jackfield.core.protocols.grammars import GrammarSpec, Vocabulary
 from jackfield.core.registry import load_plugins
-from jackfield.core.step import CompiledGrammar, GrammarStart, SlotStart
+from jackfield.core.step import CompiledGrammar, GrammarStart, InProcess, SlotStart
 from jackfield.core.worker.sampling.masks import GrammarMasks
 
 
@@ -73,7 +73,7 @@ def measure(backend: str, batch: int, steps: int) -> dict[str, float]:
                 num_computed_tokens=0, params=SamplingParams(ignore_eos=True), seed=0,
                 grammar=start,
             ),
-            CompiledGrammar(start, grammar, words.token_bytes.__getitem__),
+            InProcess({slot: CompiledGrammar(start, grammar, words.token_bytes.__getitem__)}),
         )  # fmt: skip
     draw, crc = random.Random(0), 0
     microseconds: dict[str, list[float]] = {"wall": [], "launch_thread": [], "process": []}

@@ -20,7 +20,8 @@ import torch
 
 from ...grammars.batch_masks import advance_all, batch_method, fill_masks
 from ...grammars.constraint import Constraint
-from ...step import CompiledGrammar, SlotStart
+from ...step import NOTHING_IN_PROCESS, InProcess, SlotStart
+from ..parts import PerSlot
 
 FILL_THREADS = max(0, min(8, (os.cpu_count() or 1) // 2) - 1)
 """Threads that help to fill masks. Backends fill outside the interpreter lock."""
@@ -48,7 +49,7 @@ class TokenMask:
     """[num_rows] int64: where each row's bits are, -1 for a row without"""
 
 
-class GrammarMasks:
+class GrammarMasks(PerSlot):
     """Tracks the constraints of the slots, and the steps whose tokens they have not seen."""
 
     def __init__(
@@ -73,13 +74,13 @@ class GrammarMasks:
         step."""
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def start(self, start: SlotStart, compiled: CompiledGrammar | None = None) -> None:
+    def start(self, start: SlotStart, in_process: InProcess = NOTHING_IN_PROCESS) -> None:
         """Start a request in a slot; a grammar resumed after preemption is advanced by the tokens
         so far. Raises RuntimeError if the grammar of a constrained slot is missing."""
         self._constraints.pop(start.slot, None)
         if start.grammar is None:
             return
-        if compiled is None:
+        if (compiled := in_process.grammars.get(start.slot)) is None:
             raise RuntimeError(f"slot {start.slot}: its grammar is missing beside the plan")
         self._constraints[start.slot] = Constraint(start, compiled, self._mask_timeout)
 

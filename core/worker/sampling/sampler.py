@@ -32,6 +32,8 @@ import numpy as np
 import torch
 
 from ...nn.operations import GrammarBits, Operations, SampleOutputs, SlotTables
+from ...step import NOTHING_IN_PROCESS, InProcess, SlotStart
+from ..parts import PerSlot
 from .gumbel import TokenNoise
 from .masks import TokenMask
 from .processors import Processors
@@ -87,7 +89,7 @@ class SamplerOutput:
         return self.token_ids.int().masked_fill_(self.bad_rows, -1)
 
 
-class Sampler:
+class Sampler(PerSlot):
     """Chooses one token per row. Order of stages: vLLM's (v1).
 
     Raw log-probabilities come from the untouched logits. Then: the grammar, allowed tokens and
@@ -116,6 +118,24 @@ class Sampler:
         self._scoring: torch.Tensor | None = None
         self.processors = processors or Processors((), state.device)
         self._noise = TokenNoise(state.vocab_size, state.device)
+
+    # ------------------------------------------------------------ slots
+
+    def start(self, start: SlotStart, in_process: InProcess = NOTHING_IN_PROCESS) -> None:
+        """Start a request in a slot: its parameters, and the processors that serve it."""
+        processors = self.processors
+        self._state.start(start, processed=bool(processors) and processors.start(start))
+
+    def release(self, slot: int) -> None:
+        """Release the slot of a request that ended or was preempted."""
+        self.processors.release(slot)
+        self._state.release(slot)
+
+    def upload(self) -> None:
+        """Enqueue what changed since the last call."""
+        self._state.upload()
+
+    # ------------------------------------------------------------ in torch
 
     def sample(
         self,

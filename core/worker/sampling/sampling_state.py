@@ -212,7 +212,8 @@ class SamplingState:
         """Kept alive while kernels may read them: their addresses are in `packed`."""
         self._flags = np.zeros(max_num_seqs, dtype=np.int32)
         self._stages = np.zeros(max_num_seqs, dtype=np.int32)
-        self._num_logprobs = np.zeros(max_num_seqs, dtype=np.int64)
+        self.num_logprobs: dict[int, int] = {}
+        """Slot → top tokens, for requests with log-probabilities."""
         self._bias_row = np.full(max_num_seqs, -1, dtype=np.int64)
         self._lists: dict[int, SlotLists] = {}
         self._dirty: dict[int, SlotStart | None] = {}
@@ -296,7 +297,8 @@ class SamplingState:
         row[Column.LANES :] = seed_lanes(slot_start.seed)
         self._flags[slot] = int(flags)
         self._stages[slot] = int(stages)
-        self._num_logprobs[slot] = num_logprobs
+        if params.logprobs is not None:
+            self.num_logprobs[slot] = num_logprobs
         self._dirty[slot] = slot_start
 
     def release(self, slot: int) -> None:
@@ -312,7 +314,7 @@ class SamplingState:
             self._dirty[slot] = None
         self._flags[slot] = 0
         self._stages[slot] = 0
-        self._num_logprobs[slot] = 0
+        self.num_logprobs.pop(slot, None)
         self._lists.pop(slot, None)
         self._records.pop(slot, None)
         if self._bias_row[slot] >= 0:
@@ -345,7 +347,10 @@ class SamplingState:
             pack = PackedUpload(self.device)
             pack.add(found.astype(np.int64))
             batch = pack.send()[0]
-        return Rows(int(found.size), batch), int(self._num_logprobs[slots].max())
+        return Rows(int(found.size), batch), self._most_logprobs(slots)
+
+    def _most_logprobs(self, slots: np.ndarray) -> int:
+        return max(self.num_logprobs.get(slot, 0) for slot in slots.tolist())
 
     def upload(self) -> None:
         """Enqueue what changed since the last call: one copy, two with lists, none without
@@ -511,7 +516,7 @@ class SamplingState:
                 else None
             ),
             logprobs=plain_rows(logprobs),
-            max_logprobs=int(self._num_logprobs[slots].max()) if logprobs else 0,
+            max_logprobs=self._most_logprobs(slots) if logprobs else 0,
         )
 
     def _padded_stops(self, slots: np.ndarray) -> np.ndarray:

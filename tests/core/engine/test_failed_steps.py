@@ -13,7 +13,8 @@ from jackfield import AsyncEngine, EngineConfig, SamplingParams
 from jackfield.core.engine.step_loop import MAX_FAILED_STEPS
 from jackfield.core.errors import EngineStopped
 from jackfield.core.step import StepPlan, WorkerJob
-from jackfield.core.worker.runner import LaunchedStep, ModelRunner
+from jackfield.core.worker.launched_step import LaunchedStep
+from jackfield.core.worker.runner import ModelRunner
 from jackfield.plugins.kv_connectors.threads import Jobs
 
 from helpers import make_checkpoint

@@ -13,7 +13,7 @@ import torch
 
 from jackfield import SamplingParams
 from jackfield.core.grammars.constraint import _ends, mask_ends
-from jackfield.core.step import CompiledGrammar, GrammarStart, SlotStart
+from jackfield.core.step import CompiledGrammar, GrammarStart, InProcess, SlotStart
 from jackfield.core.worker.sampling import masks as masks_module
 from jackfield.core.worker.sampling.masks import GrammarMasks
 
@@ -65,7 +65,7 @@ def started(
                 slot=slot, request_id=str(slot), token_ids=(1,), num_prompt_tokens=1,
                 num_computed_tokens=0, params=SamplingParams(), seed=0, grammar=start,
             ),
-            CompiledGrammar(start, grammar, token_bytes=lambda _: b"x"),
+            InProcess({slot: CompiledGrammar(start, grammar, token_bytes=lambda _: b"x")}),
         )  # fmt: skip
     return masks
 

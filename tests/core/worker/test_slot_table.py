@@ -10,10 +10,11 @@ import torch
 
 from jackfield import SamplingParams
 from jackfield.core.nn.operations import Operations
-from jackfield.core.step import SlotStart, StepPlan, TableWrite
+from jackfield.core.step import NOTHING_IN_PROCESS, InProcess, SlotStart, StepPlan, TableWrite
 from jackfield.core.worker.batch import PersistentBatch
 from jackfield.core.worker.graphs import DecodeInputs
 from jackfield.core.worker.mixed_graphs import MixedInputs, MixedKey, _shape
+from jackfield.core.worker.parts import PerSlot, update_parts
 
 SLOTS, LENGTH, BLOCK = 5, 48, 4
 
@@ -124,3 +125,30 @@ def test_a_decode_step_takes_the_block_of_its_token_and_leaves_others_to_a_launc
     assert inputs.layout.slot_mapping.tolist() == [5 * BLOCK, 9 * BLOCK + 3, 0, 0]
     assert batch.table.block_table[:2, :2].tolist() == [[7, 5], [9, 0]]
     assert inputs.layout.block_table[:2, :2].tolist() == [[7, 5], [9, 0]]
+
+
+def test_every_part_hears_of_released_slots_before_those_that_start() -> None:
+    heard: list[tuple[str, str, int]] = []
+
+    class Part(PerSlot):
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def start(self, start: SlotStart, in_process: InProcess = NOTHING_IN_PROCESS) -> None:
+            assert in_process is beside
+            heard.append((self.name, "start", start.slot))
+
+        def release(self, slot: int) -> None:
+            heard.append((self.name, "release", slot))
+
+    beside = InProcess({})
+    plan = StepPlan(
+        step=0, slots=(), num_tokens=(), samples=(), released=(2, 1),
+        starts=(start(1, [5], 0), start(0, [6], 0)),
+    )  # fmt: skip
+    update_parts((Part("a"), Part("b")), plan, beside)
+    assert heard == [
+        (name, kind, slot)
+        for kind, slot in (("release", 2), ("release", 1), ("start", 1), ("start", 0))
+        for name in "ab"
+    ]

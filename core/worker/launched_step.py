@@ -1,0 +1,125 @@
+"""A launched step: what comes back from the device, and the result that becomes of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..step import StepPlan, StepResult, TokenLogprobs
+
+LOGPROB_FIELDS = ("top_ids", "top_logprobs", "logprob", "rank")
+"""As `sampling.sampler.Logprobs` has them."""
+
+
+@dataclass(frozen=True)
+class PromptScores:
+    """Log-probabilities of a step's prompt tokens, of requests with the same number of top tokens.
+
+    N positions, those of one row of the plan after those of another.
+    """
+
+    k: int
+    spans: list[tuple[int, int]]
+    """Row of the plan, and its number of positions."""
+    tables: Mapping[str, torch.Tensor]
+    """LOGPROB_FIELDS, and `targets` [N]: the tokens themselves."""
+
+    def by_row(self) -> Iterator[tuple[int, list[TokenLogprobs]]]:
+        """Yield each row of the plan with its positions. Call once the copies are done."""
+        lists = {name: table.tolist() for name, table in self.tables.items()}
+        targets, end = lists["targets"], 0
+        for row, count in self.spans:
+            begin, end = end, end + count
+            yield (
+                row,
+                [_position(lists, index, targets[index], self.k) for index in range(begin, end)],
+            )
+
+
+@dataclass
+class LaunchedStep:
+    """A step in flight on the device; `wait` turns it into a StepResult."""
+
+    plan: StepPlan
+    sample_rows: list[int]
+    wanted_logprobs: dict[int, int]
+    """Row of the plan → k."""
+    output: dict[str, torch.Tensor]
+    prompt_scores: list[PromptScores]
+    event: Any
+    launched: float
+    keep: list[Any] = field(default_factory=list)
+    """Device tensors that the copies read; held until they are done."""
+    failed: dict[int, str] = field(default_factory=dict)
+    """Row of the plan → why it failed before it was sampled."""
+    late_preparations: int = 0
+    """As in `StepResult`, as `launch_wait_seconds` is."""
+    launch_wait_seconds: float = 0.0
+
+    def chosen_tokens(self) -> list[int]:
+        """Block until the tokens are on the host: [num sampling rows], -1 where none could be
+        sampled."""
+        if self.event is not None:
+            self.event.synchronize()
+        return self._sampled()
+
+    def _sampled(self) -> list[int]:
+        tokens: list[int] = self.output["chosen"].tolist()
+        if len(tokens) != len(self.sample_rows):
+            # A recorded step samples for all of its rows.
+            tokens = [tokens[row] for row in self.sample_rows]
+        return tokens
+
+    def wait(self) -> StepResult:
+        """Block until the copies to the host are done."""
+        if self.event is not None:
+            self.event.synchronize()
+        self.keep.clear()
+        failed = dict(self.failed)
+        chosen = self._sampled() if self.sample_rows else []
+        for row, token in zip(self.sample_rows, chosen, strict=True):
+            if token < 0 and row not in failed:
+                failed[row] = "no token can be chosen: NaN logits, or every token is masked"
+        counts, token_ids = [0] * len(self.plan.slots), chosen
+        for row in self.sample_rows:
+            counts[row] = 1
+        if failed:
+            for row in failed:
+                counts[row] = 0
+            sampled = zip(self.sample_rows, chosen, strict=True)
+            token_ids = [token for row, token in sampled if row not in failed]
+        logprobs = {}
+        if self.wanted_logprobs:
+            tables = {name: self.output[name].tolist() for name in LOGPROB_FIELDS}
+            # A recorded step has results for all of its rows.
+            whole = len(tables["rank"]) != len(self.sample_rows)
+            for index, row in enumerate(self.sample_rows):
+                if (k := self.wanted_logprobs.get(row)) is not None and counts[row]:
+                    at = row if whole else index
+                    logprobs[row] = [_position(tables, at, chosen[index], k)]
+        prompts = dict(scored for scores in self.prompt_scores for scored in scores.by_row())
+        return StepResult(
+            step=self.plan.step,
+            counts=counts,
+            token_ids=token_ids,
+            logprobs=logprobs,
+            prompt_logprobs=prompts,
+            failed=failed,
+            device_seconds=time.monotonic() - self.launched,
+            late_preparations=self.late_preparations,
+            launch_wait_seconds=self.launch_wait_seconds,
+        )
+
+
+def _position(tables: dict[str, Any], index: int, token_id: int, k: int) -> TokenLogprobs:
+    return TokenLogprobs(
+        token_id=token_id,
+        logprob=tables["logprob"][index],
+        rank=tables["rank"][index],
+        top_ids=tables["top_ids"][index][:k],
+        top_logprobs=tables["top_logprobs"][index][:k],
+    )

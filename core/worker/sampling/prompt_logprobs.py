@@ -1,0 +1,92 @@
+"""Log-probabilities of prompt tokens: logits of every position of a prompt, for who asks for them.
+
+All such rows of a step are scored together, a chunk of positions at a time, so that the memory of a
+long prompt's logits is that of one chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from ...step import NOTHING_IN_PROCESS, InProcess, SlotStart
+from ..batch import LogitRows, StepRows
+from ..launched_step import LOGPROB_FIELDS, PromptScores
+from ..packing import PackedUpload
+from ..parts import PerSlot
+from ..slot_table import SlotTable
+from .sampler import SCORED_ROWS, Sampler
+
+
+class PromptLogprobs(PerSlot):
+    """Scores prompts in the slots whose requests ask for it."""
+
+    def __init__(
+        self,
+        table: SlotTable,
+        sampler: Sampler,
+        compute_logits: Callable[[torch.Tensor], torch.Tensor],
+        vocab_size: int,
+    ) -> None:
+        """`compute_logits`: from hidden states [N, hidden_size] to [N, vocab_size]."""
+        self._table = table
+        self._sampler = sampler
+        self._compute_logits = compute_logits
+        self._vocab_size = vocab_size
+        self._top_tokens: dict[int, int] = {}
+        """Slot → number of top tokens."""
+
+    def start(self, start: SlotStart, in_process: InProcess = NOTHING_IN_PROCESS) -> None:
+        """Remember how many top tokens the request asks for, if any."""
+        self.release(start.slot)
+        k = start.params.prompt_logprobs
+        if k is not None:
+            self._top_tokens[start.slot] = self._vocab_size if k < 0 else min(k, self._vocab_size)
+
+    def release(self, slot: int) -> None:
+        """Release the slot of a request that ended or was preempted."""
+        self._top_tokens.pop(slot, None)
+
+    def score(self, rows: StepRows, hidden: torch.Tensor) -> list[PromptScores]:
+        """Score the prompt tokens that follow the positions of a step's rows, where requested.
+
+        hidden: [T, hidden_size] or more.
+        """
+        if not self._top_tokens:
+            return []
+        # Of a row, the positions before the prompt's last token, whose successor is not of it.
+        counts = np.minimum(rows.query_lens, self._table.num_prompt[rows.slots] - 1
+                            - rows.first_positions)  # fmt: skip
+        spans: dict[int, list[tuple[int, int]]] = {}
+        for row, slot in enumerate(rows.slots.tolist()):
+            k = self._top_tokens.get(slot)
+            if k is not None and counts[row] > 0:
+                spans.setdefault(k, []).append((row, int(counts[row])))
+        return [self._score(rows, each, k, hidden) for k, each in spans.items()]
+
+    def _score(
+        self, rows: StepRows, spans: list[tuple[int, int]], k: int, hidden: torch.Tensor
+    ) -> PromptScores:
+        logits = LogitRows.leading(rows, *zip(*spans, strict=True))
+        first_tokens = rows.query_start[logits.rows]
+        following = rows.first_positions[logits.rows] + (logits.tokens - first_tokens) + 1
+        upload = PackedUpload(hidden.device)
+        upload.add(logits.tokens.astype(np.int64))
+        slots = rows.slots[logits.rows].astype(np.int64)
+        upload.add(self._table.history_places(slots, following))
+        tokens, places = upload.send()
+        targets = self._table.storage.take(places).long()
+        parts = [
+            self._sampler.prompt_logprobs(
+                self._compute_logits(hidden.index_select(0, tokens[at : at + SCORED_ROWS])),
+                targets[at : at + SCORED_ROWS],
+                k,
+            )
+            for at in range(0, len(targets), SCORED_ROWS)
+        ]
+        tables = {
+            name: torch.cat([getattr(part, name) for part in parts]) for name in LOGPROB_FIELDS
+        }
+        return PromptScores(k, spans, {**tables, "targets": targets})
