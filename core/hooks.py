@@ -10,7 +10,7 @@ group `jackfield`:
     # my_package/plugin.py
     from jackfield import hookimpl
 
-    jackfield_api = 1
+    jackfield_api = 2
 
     @hookimpl
     def register_tool_parsers(registry):
@@ -25,11 +25,12 @@ plugins`. Only the plugin itself, or the request that it was called for, fails.
 
 `jackfield_api` is the `API_VERSION` that the plugin was written for. It is raised when a hook or a
 protocol changes so that plugins must change, too; a new hook, or a new method that a plugin may
-have, does not raise it. A plugin for another version is skipped, with a message in the log. One
-without `jackfield_api` counts as written for version 1, so that no plugin runs against a contract
-that its author has not seen. The same message is logged for a plugin that states another version
-and fails to import here (it may use names of that version): the version is then read from its
-source.
+have, does not raise it. A plugin for an older version runs if it implements none of the hooks that
+have changed since (`CHANGED_HOOKS`); otherwise, and for a newer version, it is skipped, with a
+message in the log. One without `jackfield_api` counts as written for version 1, so that no plugin
+runs against a contract that its author has not seen. The same message is logged for a plugin that
+states another version and fails to import here (it may use names of that version): the version is
+then read from its source. docs/reference/api-versions.md says what each version has changed.
 """
 
 from __future__ import annotations
@@ -58,8 +59,12 @@ if TYPE_CHECKING:
     from .tenancy import ReceivedRequest, RequestHead, Tenant
 
 PROJECT = "jackfield"
-API_VERSION = 1
+API_VERSION = 2
 """The hook API version, which plugins state as `jackfield_api`."""
+CHANGED_HOOKS: dict[int, tuple[str, ...]] = {
+    2: ("register_executors", "register_kv_connectors", "step_finished"),
+}
+"""Version → the hooks that it has changed, themselves or the contract of what they register."""
 
 hookspec = pluggy.HookspecMarker(PROJECT)
 hookimpl = pluggy.HookimplMarker(PROJECT)

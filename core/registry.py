@@ -122,7 +122,7 @@ class Plugins:
         """
         timer = timer or _Began()
         own = provenance.distribution == hooks.PROJECT
-        refusal = api_refusal(getattr(plugin, API_ATTRIBUTE, None))
+        refusal = api_refusal(getattr(plugin, API_ATTRIBUTE, None), plugin)
         if refusal is not None and not own:
             raise PluginError(refusal)
         check_hooks(plugin)
@@ -363,9 +363,11 @@ def _add_found(
         message = (
             str(error) if isinstance(error, PluginError) else f"{type(error).__name__}: {error}"
         )
-        if provenance.distribution != hooks.PROJECT:
+        if provenance.distribution != hooks.PROJECT and not isinstance(error, PluginError):
             # A plugin for another version of the API often fails to import.
-            message = api_refusal(stated_api(entry_point)) or message
+            stated = stated_api(entry_point)
+            refusal = None if stated is None else api_refusal(stated)
+            message = message if refusal is None else f"{refusal} ({message})"
         if required:
             raise PluginError(f"plugin {provenance} failed: {message}") from error
         plugins.failed.append(FailedPlugin(provenance, message, traceback.format_exc()))

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from jackfield.core.hooks import hookimpl
+from jackfield.core.hooks import API_VERSION, hookimpl
 from jackfield.core.registry import KINDS
 from jackfield.plugins.conformance.kit import Kit
 
@@ -43,6 +43,7 @@ def plugin_of(kind: str, name: str, subject: Any) -> ModuleType:
         registry.add(name, subject, override=True)
 
     setattr(plugin, KINDS[kind], hookimpl(register))
+    plugin.jackfield_api = API_VERSION  # type: ignore[attr-defined]
     return plugin
 
 

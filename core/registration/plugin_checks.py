@@ -24,13 +24,9 @@ HOOKS = frozenset(name for name, value in vars(hooks).items() if hasattr(value, 
 
 def check_hooks(plugin: object) -> None:
     """Refuse marked functions that could never run as intended. Raises PluginError."""
-    for name, function in _functions(plugin):
-        options = getattr(function, MARK, None)
-        if options is None:
-            continue
-        hook = options.get("specname") or name
+    for name, hook, function in _implementations(plugin):
         if hook not in HOOKS:
-            if options.get("optionalhook"):
+            if getattr(function, MARK).get("optionalhook"):
                 continue
             raise PluginError(f"{name}: there is no such hook{near(hook, HOOKS)}")
         if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
@@ -40,6 +36,14 @@ def check_hooks(plugin: object) -> None:
                 f"{name}: it is `async def`, and this hook is called without an event loop: make "
                 "it `def`"
             )
+
+
+def _implementations(plugin: object) -> Iterator[tuple[str, str, Any]]:
+    """Return the marked functions of a plugin: name, hook, function."""
+    for name, function in _functions(plugin):
+        options = getattr(function, MARK, None)
+        if options is not None:
+            yield name, options.get("specname") or name, function
 
 
 def may_be_async(hook: str) -> bool:
@@ -83,8 +87,11 @@ def near(name: str, names: Any, cutoff: float = 0.6) -> str:
 # ---------------------------------------------------------------- hook API
 
 
-def api_refusal(stated: object) -> str | None:
-    """Return why a plugin that states this hook API cannot be used; None if it can."""
+def api_refusal(stated: object, plugin: object = None) -> str | None:
+    """Return why a plugin that states this hook API cannot be used; None if it can.
+
+    plugin: None if it cannot be imported; its hooks are then unknown.
+    """
     version = 1 if stated is None else stated
     if type(version) is not int:
         return f"{API_ATTRIBUTE}: {stated!r} is no hook API version, which is a whole number"
@@ -94,7 +101,17 @@ def api_refusal(stated: object) -> str | None:
     if version > hooks.API_VERSION:
         return f"it is built for hook API {version}, {has}: update Jackfield"
     silent = f" (it states no {API_ATTRIBUTE})" if stated is None else ""
-    return f"it is built for hook API {version}{silent}, {has}: update the plugin"
+    built = f"it is built for hook API {version}{silent}, {has}"
+    if plugin is None or version < 1:
+        return f"{built}: update the plugin"
+    since = {
+        hook: newer
+        for newer in range(version + 1, hooks.API_VERSION + 1)
+        for hook in hooks.CHANGED_HOOKS.get(newer, ())
+    }
+    used = {hook for _, hook, _ in _implementations(plugin)}
+    changed = [f"{hook} (in {since[hook]})" for hook in sorted(used & since.keys())]
+    return f"{built}, which changed {', '.join(changed)}: update the plugin" if changed else None
 
 
 def stated_api(entry_point: metadata.EntryPoint) -> object:

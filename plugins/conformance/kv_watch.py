@@ -11,7 +11,7 @@ import msgspec
 import torch
 
 from ...core.config import KVTransferConfig
-from ...core.hooks import hookimpl
+from ...core.hooks import API_VERSION, hookimpl
 from ...core.protocols.kv import (
     KVCodec,
     KVConnectorScheduler,
@@ -38,6 +38,7 @@ class Watch:
     """Registers a watched connector: pass it to an engine as a plugin, with `NAME` as its
     connector."""
 
+    jackfield_api = API_VERSION
     metadata_type = WatchMetadata
     payload_type = bytes
     """The connector's own payload, encoded."""

@@ -169,18 +169,58 @@ def test_a_plugin_for_another_hook_api_is_left_out_with_a_clear_line(
         load_plugins(only=["other"])
 
 
-def test_a_plugin_that_states_no_hook_api_counts_as_written_for_the_first(
+PARSER = GOOD.replace("\n    ", "\n")
+EXECUTOR = "@hookimpl\ndef register_executors(registry): registry.add('mine', 'os:getcwd')\n"
+
+
+@pytest.mark.parametrize(("stated", "told"), [("", " (it states no jackfield_api)"), ("1", "")])
+def test_a_plugin_for_the_first_hook_api_runs_where_nothing_that_it_uses_has_changed(
+    install: Install, stated: str, told: str
+) -> None:
+    api = f"jackfield_api = {stated}\n" if stated else ""
+    install("goods", api + PARSER)
+    install("executors", api + EXECUTOR)
+    plugins = load_plugins()
+    assert "good" in plugins["tool_parser"] and "mine" not in plugins["executor"]
+    assert [(failed.provenance.distribution, failed.error) for failed in plugins.failed] == [(
+        "executors",
+        f"it is built for hook API 1{told}, this Jackfield has {API_VERSION}, which changed "
+        "register_executors (in 2): update the plugin",
+    )]  # fmt: skip
+
+
+def test_a_plugin_that_has_skipped_versions_is_told_the_last_one_that_changed_its_hooks(
     install: Install, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    install("goods", GOOD)
+    install("both", "jackfield_api = 2\n" + EXECUTOR + PARSER)
+    monkeypatch.setattr(hooks, "API_VERSION", 4)
+    changed = {2: ("register_executors",), 3: ("register_models",), 4: ("register_tool_parsers",)}
+    monkeypatch.setattr(hooks, "CHANGED_HOOKS", changed)
+    (failed,) = load_plugins().failed
+    assert failed.error.endswith(
+        "has 4, which changed register_tool_parsers (in 4): update the plugin"
+    )
+    monkeypatch.setitem(changed, 4, ())
     assert load_plugins().failed == []
-    monkeypatch.setattr(hooks, "API_VERSION", 2)
-    plugins = load_plugins()
-    assert [failed.error for failed in plugins.failed] == [
-        "it is built for hook API 1 (it states no jackfield_api), this Jackfield has 2: "
-        "update the plugin"
-    ]
-    assert "hermes" in plugins["tool_parser"], "Jackfield's own are of its version"
+
+
+def test_an_old_plugin_that_fails_to_import_says_both(install: Install) -> None:
+    install("old", "jackfield_api = 1\nfrom jackfield import no_such_thing\n")
+    install("plain", "import no_such_module\n")
+    errors = {failed.provenance.distribution: failed.error for failed in load_plugins().failed}
+    assert errors["old"].startswith("it is built for hook API 1, this Jackfield has ")
+    assert "update the plugin (ImportError: " in errors["old"]
+    assert errors["plain"] == "ModuleNotFoundError: No module named 'no_such_module'"
+
+
+def test_the_page_on_versions_names_every_change() -> None:
+    page = Path(hooks.__file__).parents[1] / "docs" / "reference" / "api-versions.md"
+    sections = re.split(r"^## Version (\d+)$", page.read_text(), flags=re.M)
+    texts = dict(zip(map(int, sections[1::2]), sections[2::2], strict=True))
+    assert sorted(texts) == list(range(1, API_VERSION + 1))
+    assert set(hooks.CHANGED_HOOKS) == set(range(2, API_VERSION + 1))
+    for version, changed in hooks.CHANGED_HOOKS.items():
+        assert set(re.findall(r"`(register_\w+|step_finished)`", texts[version])) >= set(changed)
 
 
 FIFTY = """
@@ -244,7 +284,8 @@ def plugin_of(kind: str, reference: object) -> object:
         register(commands)
 
     implementation = register_command if kind == "command" else register
-    return type("Plugin", (), {KINDS[kind]: staticmethod(hookimpl(implementation))})()
+    marked = {KINDS[kind]: staticmethod(hookimpl(implementation))}
+    return type("Plugin", (), {"jackfield_api": API_VERSION, **marked})()
 
 
 class Options(msgspec.Struct):

@@ -23,6 +23,7 @@ from serving import engine_config, running, save_random
 from jackfield import AsyncEngine, EngineConfig, SamplingParams, hookimpl
 from jackfield.core.config import KVTransferConfig, StructuredOutputsConfig
 from jackfield.core.errors import JackfieldError, RequestFailed
+from jackfield.core.hooks import API_VERSION
 from jackfield.core.nn.operations import Operations
 from jackfield.core.nn.quantized import PRODUCTS
 from jackfield.core.registration.failing_plugin import failing_plugin
@@ -59,7 +60,7 @@ def bang(*_: Any, **__: Any) -> Any:
 
 def plugin_with(**hooks: Callable[..., Any]) -> object:
     marked = {name: staticmethod(hookimpl(function)) for name, function in hooks.items()}
-    return type("Bad", (), marked)()
+    return type("Bad", (), {"jackfield_api": API_VERSION, **marked})()
 
 
 def plugins_with(**hooks: Callable[..., Any]) -> Plugins:
@@ -93,7 +94,8 @@ def test_a_registration_that_raises_leaves_out_its_plugin_alone(
     install: Install, hook: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     argument = "commands" if hook == "register_commands" else "registry"
-    good = f"@hookimpl\ndef {hook}({argument}):\n    {argument}.add('%s', 'a:b')\n"
+    good = f"jackfield_api = {API_VERSION}\n@hookimpl\n"
+    good += f"def {hook}({argument}):\n    {argument}.add('%s', 'a:b')\n"
     install("good", good % "good")
     install("bad", good % "half" + "    raise RuntimeError('bang')\n")
     install("late", good % "late")

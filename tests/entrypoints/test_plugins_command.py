@@ -134,7 +134,7 @@ def test_every_kind_has_its_templates(kind: str, tmp_path: Path) -> None:
     }
     for path in folder.rglob("*.py"):
         compile(path.read_text(), str(path), "exec")
-    assert "jackfield_api = 1\n" in (folder / "src/jackfield_mine/__init__.py").read_text()
+    assert "jackfield_api = 2\n" in (folder / "src/jackfield_mine/__init__.py").read_text()
 
 
 def test_the_route_exists_only_on_request(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from jackfield import hookimpl
 from jackfield.core.errors import AuthenticationFailed, InvalidRequest, RateLimited
 from jackfield.core.tenancy import Tenant, TenantLimits
 
-jackfield_api = 1
+jackfield_api = 2
 seen = {}
 
 

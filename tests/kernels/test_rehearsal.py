@@ -190,6 +190,8 @@ class Executor(InProcessExecutor):
 
 
 class Plugin:
+    jackfield_api = 2
+
     @hookimpl
     def register_executors(self, registry):
         registry.add("launching", Executor)

@@ -297,6 +297,8 @@ async def test_event_hooks_are_called(checkpoint: Path) -> None:
         def request_finished(self, output: Any) -> None:
             self.seen.append(f"finished {output.outputs[0].finish_reason}")
 
+        jackfield_api = 2
+
         @hookimpl
         def step_finished(self, plan: Any, result: Any) -> None:
             assert plan.step == result.step

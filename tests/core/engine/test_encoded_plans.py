@@ -65,6 +65,8 @@ class Only(LogitsProcessor):
 
 
 class Plugin:
+    jackfield_api = 2
+
     @hookimpl
     def register_executors(self, registry: Any) -> None:
         registry.add("encoding", EncodingExecutor)
@@ -164,6 +166,8 @@ class Untyped:
     """A KV connector whose metadata are not what it declares."""
 
     metadata_type = dict[int, int]
+
+    jackfield_api = 2
 
     @hookimpl
     def register_kv_connectors(self, registry: Any) -> None:

@@ -53,6 +53,8 @@ class NotingExecutor(InProcessExecutor):
 
 def engine_of(**attributes: Any) -> AsyncEngine:
     class Plugin:
+        jackfield_api = 2
+
         @hookimpl
         def register_executors(self, registry: Any) -> None:
             registry.add("noting", type("Noting", (NotingExecutor,), attributes))

@@ -29,6 +29,8 @@ class Handover:
         self.started: list[dict[int, list[int]]] = []
         self.events: list[str] = []
 
+    jackfield_api = 2
+
     @hookimpl
     def register_kv_connectors(self, registry: Any) -> None:
         registry.add("handover", self)
@@ -209,6 +211,8 @@ async def test_an_executor_that_knows_no_connectors_is_refused() -> None:
         watch_transfers = None
 
     class Plugin:
+        jackfield_api = 2
+
         @hookimpl
         def register_executors(self, registry: Any) -> None:
             registry.add("older", Older)

@@ -467,6 +467,8 @@ class Giver:
 
     metadata_type = None
 
+    jackfield_api = 2
+
     @hookimpl
     def register_kv_connectors(self, registry: Any) -> None:
         registry.add("giver", self)

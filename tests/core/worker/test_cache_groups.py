@@ -109,6 +109,8 @@ class Plugin:
         registry.add("whole", WholeTorch)
         registry.add("static", StaticTorch)
 
+    jackfield_api = 2
+
     @hookimpl
     def register_executors(self, registry: Any) -> None:
         registry.add("recording", RecordingExecutor)

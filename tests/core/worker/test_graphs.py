@@ -61,6 +61,8 @@ class StaticExecutor(InProcessExecutor):
 
 
 class Plugin:
+    jackfield_api = 2
+
     @hookimpl
     def register_executors(self, registry: Any) -> None:
         registry.add("static", StaticExecutor)

@@ -75,6 +75,8 @@ class RecordingExecutor(InProcessExecutor):
 
 
 class Plugin:
+    jackfield_api = 2
+
     @hookimpl
     def register_executors(self, registry: Any) -> None:
         registry.add("recording", RecordingExecutor)

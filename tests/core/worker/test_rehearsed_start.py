@@ -77,6 +77,8 @@ class Executor(InProcessExecutor):
 
 
 class Plugin:
+    jackfield_api = 2
+
     @hookimpl
     def register_executors(self, registry: Any) -> None:
         registry.add("rehearsing", Executor)

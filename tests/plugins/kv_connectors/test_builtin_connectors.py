@@ -243,6 +243,8 @@ class Shelf:
     def close(self) -> None:
         pass
 
+    jackfield_api = 2
+
     @hookimpl
     def register_kv_connectors(self, registry: Any) -> None:
         class Connector(StoreConnector):

@@ -181,6 +181,8 @@ class Recording(InProcessExecutor):
 
 
 class Plugin:
+    jackfield_api = 2
+
     @hookimpl
     def register_executors(self, registry: Any) -> None:
         registry.add("recording", Recording)
