@@ -22,27 +22,27 @@ from jackfield.plugins.executors.inprocess import InProcessExecutor
 from helpers import make_checkpoint
 
 
-class Rehearsing(Operations):
+class Precompiling(Operations):
     """Leaves numbers that no step survives, as kernels do that are not launched."""
 
-    made: list[Rehearsing] = []
+    instances: list[Precompiling] = []
     fails = False
 
     def __init__(self) -> None:
-        self.made.append(self)
-        self.rehearsing = False
+        self.instances.append(self)
+        self.precompiling = False
         self.rows: list[int] = []
 
     @contextlib.contextmanager
-    def _rehearsal(self) -> Iterator[Rehearsing]:
-        self.rehearsing = True
+    def _precompile(self) -> Iterator[Precompiling]:
+        self.precompiling = True
         try:
             yield self
         finally:
-            self.rehearsing = False
+            self.precompiling = False
 
-    def precompile(self, device: torch.device) -> contextlib.AbstractContextManager[Rehearsing]:
-        return self._rehearsal()
+    def precompile(self, device: torch.device) -> contextlib.AbstractContextManager[Precompiling]:
+        return self._precompile()
 
     def compiles(self) -> bool:
         if self.fails:
@@ -51,11 +51,11 @@ class Rehearsing(Operations):
 
     def linear(self, x: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
         out = super().linear(x, *args, **options)
-        return out.fill_(float("nan")) if self.rehearsing else out
+        return out.fill_(float("nan")) if self.precompiling else out
 
     def decode_inputs(self, *args: Any) -> DecodeTensors:
         made = super().decode_inputs(*args)
-        if self.rehearsing:
+        if self.precompiling:
             self.rows.append(len(made.slots))
             for tensor in made:
                 tensor.fill_(-(1 << 30))
@@ -81,7 +81,7 @@ class Plugin:
 
     @hookimpl
     def register_executors(self, registry: Any) -> None:
-        registry.add("rehearsing", Executor)
+        registry.add("precompiling", Executor)
 
     @hookimpl
     def register_attention_backends(self, registry: Any) -> None:
@@ -89,7 +89,7 @@ class Plugin:
 
     @hookimpl
     def register_operations(self, registry: Any) -> None:
-        registry.add("rehearsing", Rehearsing)
+        registry.add("precompiling", Precompiling)
 
 
 @pytest.fixture(scope="module")
@@ -99,11 +99,11 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 async def answers(checkpoint: Path, operations: str, **options: Any) -> list[list[int]]:
     plugins = load_plugins()
-    plugins.add_plugin(Plugin(), Provenance("tests", "0", "rehearsing"))
+    plugins.add_plugin(Plugin(), Provenance("tests", "0", "precompiling"))
     config = EngineConfig(
         model=str(checkpoint), device="cpu", dtype="float32", skip_tokenizer_init=True,
         max_model_len=96, max_num_seqs=6, max_num_batched_tokens=48, operations=operations,
-        attention_backend="static", executor="rehearsing", **options,
+        attention_backend="static", executor="precompiling", **options,
     )  # fmt: skip
 
     async def one(engine: AsyncEngine, number: int) -> list[int]:
@@ -119,20 +119,20 @@ async def answers(checkpoint: Path, operations: str, **options: Any) -> list[lis
         return list(await asyncio.gather(*(one(engine, number) for number in range(6))))
 
 
-async def test_a_rehearsal_leaves_nothing_behind(checkpoint: Path) -> None:
-    rehearsed = await answers(checkpoint, "rehearsing")
-    assert Rehearsing.made[-1].rows == [1, 1, 2, 4, 6]
-    assert rehearsed == await answers(checkpoint, "torch")
+async def test_precompilation_leaves_no_state(checkpoint: Path) -> None:
+    precompiled = await answers(checkpoint, "precompiling")
+    assert Precompiling.instances[-1].rows == [1, 1, 2, 4, 6]
+    assert precompiled == await answers(checkpoint, "torch")
 
 
-async def test_a_rehearsal_that_fails_is_no_reason_not_to_start(
+async def test_failed_precompilation_does_not_prevent_the_start(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(Rehearsing, "fails", True)
+    monkeypatch.setattr(Precompiling, "fails", True)
     with caplog.at_level(logging.INFO, "jackfield.worker"):
-        rehearsed = await answers(checkpoint, "rehearsing")
+        precompiled = await answers(checkpoint, "precompiling")
     assert "no room for a compiler" in caplog.text
-    assert rehearsed == await answers(checkpoint, "torch")
+    assert precompiled == await answers(checkpoint, "torch")
 
 
 async def test_an_executor_may_get_ready_and_may_fail_to(checkpoint: Path) -> None:

@@ -1,0 +1,597 @@
+"""Compiles every kernel for a Hopper GPU, and prints its name."""
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from jackfield.kernels import activations, decode_inputs, rms_norm, step_inputs
+from jackfield.kernels.attention import (
+    fused_decode_attention,
+    paged_attention_decode,
+    paged_attention_prefill,
+    qk_norm_rope_cache,
+)
+from jackfield.kernels.linear import (
+    gemv,
+    int4_gemv,
+    quant_matmul,
+    small_m_matmul,
+    split_k_sum,
+)
+from jackfield.kernels.moe import combine, expert_gemv, expert_matmul, sort_tokens, topk_experts
+from jackfield.kernels.quant import dequantize, quantize_rows
+from jackfield.kernels.quant.quantized_weight import TileFormat
+from jackfield.kernels.sampling import (
+    choose_row,
+    edit_logits,
+    limits,
+    mask_tokens,
+    sample_gumbel,
+    sample_tokens,
+)
+
+COMMON = {
+    "HEAD_DIM": 128,
+    "BLOCK_SIZE": 16,
+    "WINDOW": 0,
+    "SOFT_CAP": 0.0,
+    "NUM_HEADS": 32,
+    "ALIBI": False,
+    "SINKS": False,
+    "MIXED": False,
+}
+# Gemma 2's.
+WIDE = {
+    **COMMON,
+    "HEAD_DIM": 256,
+    "BLOCK_D": 256,
+    "NUM_HEADS": 16,
+    "NUM_KV_HEADS": 8,
+    "WINDOW": 4096,
+    "SOFT_CAP": 50.0,
+    "GROUP": 2,
+}
+MORE = {"ALIBI": True, "SINKS": True}
+DECODE = {"MIN_TILES": 2, "BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_D": 128, "BLOCK_S": 8, "GROUP": 4}
+
+
+def dense(width):
+    return TileFormat(False, width, 1, 8, width, 1, False, False, 0)
+
+
+def words(width, zero, bits=4):
+    return TileFormat(True, width, 32 // bits, bits, 128, 1, True, zero, 1 << (bits - 1))
+
+
+FP8 = {
+    "FORMAT": TileFormat(True, 4096, 1, 8, 4096, 1, False, False, 0),
+    "N": 4096,
+    "BIAS": False,
+    "RESIDUAL": True,
+}
+INT4 = {**FP8, "FORMAT": words(512, True), "WIDTH": 512, "GROUP_SIZE": 128, "ZERO": True}
+GEMV = {"UNROLL": 2, "NORM": True, "GATED": False, "PDL": True, "EARLY": True, "BLOCK_N": 4}
+SLOT_TABLE = {"lengths_ptr": "*i32"}
+FP8_TYPES = {"weight_ptr": "*fp8e4nv", "scale_ptr": "*fp32"}
+FP8_CACHE = {"key_cache_ptr": "*fp8e4nv", "value_cache_ptr": "*fp8e4nv"}
+INT4_TYPES = {"weight_ptr": "*i32", "zero_ptr": "*u8"}
+# Qwen3-30B-A3B's experts: gate and up of [1536, 2048] each, down of [2048, 768].
+EXPERTS = {"E": 128, "BLOCK_E": 128, "PDL": True, "BIAS": False, "ALPHA": None, "LIMIT": None}
+GATE_UP = {**EXPERTS, "N": 768, "FORMAT": dense(2048), "GATED": True, "DIVIDE": 8}
+DOWN = {**EXPERTS, "N": 2048, "FORMAT": dense(768), "GATED": False, "DIVIDE": 1}
+BLOCKS = {"FORMAT": TileFormat(True, 768, 1, 8, 128, 128, True, False, 0)}
+EXPERT_GEMV = {
+    "COUNT": 8,
+    "FACTOR": True,
+    "RESIDUAL": True,
+    "CHUNKS": 8,
+    "BLOCK_COUNT": 8,
+    "UNROLL": 3,
+    "BLOCK_N": 1,
+    "BLOCK_K": 256,
+    "PREFETCH": "192",
+}
+SLOT_GEMV = {
+    **EXPERT_GEMV,
+    "COUNT": 1,
+    "FACTOR": False,
+    "RESIDUAL": False,
+    "BLOCK_COUNT": 1,
+    "UNROLL": 2,
+    "BLOCK_N": 4,
+    "BLOCK_K": 1024,
+    "PREFETCH": None,
+}
+SMALL_M = {"GATED": False, "STAGES": 3, "PDL": True, "EARLY": True, "PREFETCH": None}
+FEW = {"BLOCK_M": 16, "BLOCK_N": 128, "BLOCK_K": 128, "STAGES": 3}
+MANY = {"BLOCK_M": 128, "BLOCK_N": 256, "BLOCK_K": 64, "STAGES": 3}
+PIVOTS = {"PART_SIZE": 2048, "COUNT": 16, "CAPACITY": 8192}
+TABLES = {
+    "counts_ptr": "*i16",
+    "allowed_ptr": "*i32",
+    "grammar_ptr": "*i32",
+    "grammar_rows_ptr": "*i64",
+    "best_ptr": "*fp32",
+    "won_ptr": "*fp32",
+    "raw_ptr": "*fp32",
+    "found_ptr": "*i32",
+    "listed_ptr": "*i32",
+    "limits_ptr": "*fp32",
+    "sums_ptr": "*i64",
+    "values_ptr": "*fp32",
+    "ids_ptr": "*i32",
+    "likely_values_ptr": "*fp32",
+    "likely_ids_ptr": "*i32",
+    "top_ids_ptr": "*i32",
+    "top_logprobs_ptr": "*fp32",
+    "logprob_ptr": "*fp32",
+    "rank_ptr": "*i32",
+}
+KERNELS = [
+    (
+        topk_experts._topk_experts_kernel,
+        {
+            "E": 128,
+            "TOP_K": 8,
+            "SIGMOID": False,
+            "BIAS": False,
+            "RENORMALIZE": True,
+            "FACTOR": 1.0,
+            "ROWS": 4,
+            "BLOCK_E": 128,
+            "BLOCK_TOP": 8,
+            "PDL": True,
+        },
+        4,
+    ),
+    (
+        topk_experts._topk_experts_kernel,
+        {
+            "E": 160,
+            "TOP_K": 8,
+            "SIGMOID": True,
+            "BIAS": True,
+            "RENORMALIZE": True,
+            "FACTOR": 2.5,
+            "ROWS": 4,
+            "BLOCK_E": 256,
+            "BLOCK_TOP": 8,
+            "PDL": True,
+        },
+        4,
+    ),
+    (sort_tokens._sort_tokens_kernel, {"TOP_K": 8, "BLOCK_TOP": 8, "BLOCK": 1024, "PDL": True}, 8),
+    (combine._combine_kernel, {"SIZE": 2048, "TOP_K": 8, "BLOCK": 1024, "PDL": True}, 4),
+    (expert_gemv._expert_gemv_kernel, {**GATE_UP, **SLOT_GEMV}, 4),
+    (expert_gemv._expert_gemv_kernel, {**DOWN, **EXPERT_GEMV}, 2),
+    (
+        expert_gemv._expert_gemv_kernel,
+        {**DOWN, **EXPERT_GEMV, **BLOCKS, "BLOCK_K": 128, "PREFETCH": "96"},
+        2,
+        FP8_TYPES,
+    ),
+    (
+        expert_gemv._expert_gemv_kernel,
+        {**GATE_UP, **SLOT_GEMV, "FORMAT": words(256, True), "BLOCK_K": 128},
+        4,
+        INT4_TYPES,
+    ),
+    (expert_matmul._expert_matmul_kernel, {**GATE_UP, **FEW, "BLOCK_N": 64}, 4),
+    (expert_matmul._expert_matmul_kernel, {**DOWN, **FEW}, 4),
+    (expert_matmul._expert_matmul_kernel, {**GATE_UP, **MANY, "BLOCK_N": 128}, 8),
+    (expert_matmul._expert_matmul_kernel, {**DOWN, **MANY}, 8),
+    (expert_matmul._expert_matmul_kernel, {**DOWN, **BLOCKS, **FEW, "STAGES": 4}, 4, FP8_TYPES),
+    (
+        expert_matmul._expert_matmul_kernel,
+        {
+            **GATE_UP,
+            "FORMAT": words(256, True),
+            "BLOCK_M": 16,
+            "BLOCK_N": 64,
+            "BLOCK_K": 32,
+            "STAGES": 4,
+        },
+        4,
+        INT4_TYPES,
+    ),
+    (
+        expert_matmul._expert_matmul_kernel,
+        {
+            **DOWN,
+            "FORMAT": words(96, False),
+            "BLOCK_M": 64,
+            "BLOCK_N": 128,
+            "BLOCK_K": 32,
+            "STAGES": 3,
+        },
+        8,
+        INT4_TYPES,
+    ),
+    (
+        split_k_sum._split_k_sum_kernel,
+        {"N": 4096, "SPLIT_K": 4, "SCALED": False, "BIAS": True, "RESIDUAL": True, "BLOCK": 1024},
+        4,
+        {"partial_ptr": "*fp32"},
+    ),
+    (gemv._gemv_kernel, {**FP8, **GEMV, "BLOCK_K": 2048}, 4, FP8_TYPES),
+    (gemv._gemv_kernel, {**INT4, **GEMV, "BLOCK_K": 128}, 1, INT4_TYPES),
+    (
+        small_m_matmul._small_m_matmul_kernel,
+        {**FP8, **SMALL_M, "SPLIT_K": 1, "BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_K": 128},
+        4,
+        FP8_TYPES,
+    ),
+    (
+        small_m_matmul._small_m_matmul_kernel,
+        {
+            **INT4,
+            **SMALL_M,
+            "FORMAT": words(1024, True, 8),
+            "SPLIT_K": 4,
+            "BLOCK_M": 64,
+            "BLOCK_N": 64,
+            "BLOCK_K": 64,
+        },
+        4,
+        INT4_TYPES,
+    ),
+    (
+        quant_matmul._quant_matmul_kernel,
+        {**FP8, "SPLIT_K": 1, "BLOCK_M": 16, "BLOCK_N": 32, "BLOCK_K": 128},
+        4,
+        FP8_TYPES,
+    ),
+    (
+        quant_matmul._quant_matmul_kernel,
+        {**INT4, "SPLIT_K": 4, "BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 64},
+        4,
+        {**INT4_TYPES, "out_ptr": "*fp32"},
+    ),
+    (
+        int4_gemv._int4_gemv_kernel,
+        {**INT4, **GEMV, "BLOCK_K": 64, "WARPS": 4, "STAGES": 3},
+        4,
+        INT4_TYPES,
+    ),
+    (
+        small_m_matmul._small_m_matmul_kernel,
+        {**INT4, **SMALL_M, "SPLIT_K": 2, "BLOCK_M": 8, "BLOCK_N": 32, "BLOCK_K": 64},
+        2,
+        INT4_TYPES,
+    ),
+    (
+        small_m_matmul._small_m_matmul_kernel,
+        {
+            **INT4,
+            **SMALL_M,
+            "FORMAT": words(512, False),
+            "SPLIT_K": 1,
+            "BLOCK_M": 64,
+            "BLOCK_N": 128,
+            "BLOCK_K": 32,
+        },
+        8,
+        INT4_TYPES,
+    ),
+    (
+        quantize_rows._quantize_rows_kernel,
+        {"SIZE": 4096, "BLOCK": 4096, "LARGEST": 448.0, "NORM": True, "GIVEN": False, "PDL": True},
+        8,
+        {"out_ptr": "*fp8e4nv", "scale_ptr": "*fp32"},
+    ),
+    (dequantize._dequantize_weight_kernel, {**INT4, "BLOCK_N": 8, "BLOCK_K": 128}, 4, INT4_TYPES),
+    (sample_gumbel._part_kernel, {"PART_SIZE": 2048}, 4),
+    (sample_tokens._begin_kernel, {"PART_SIZE": 2048}, 4, TABLES),
+    (limits.limits_kernel, {"BLOCK": 128}, 8, TABLES),
+    (sample_tokens._pivots_kernel, PIVOTS, 8, TABLES),
+    (sample_tokens._gather_kernel, {**PIVOTS, "MOST_LIKELY": 1024}, 8, TABLES),
+    (
+        choose_row.choose_row_kernel,
+        {"CAPACITY": 8192, "MOST_LIKELY": 1024, "BLOCK": 128},
+        16,
+        TABLES,
+    ),
+    (edit_logits._edit_kernel, {"PART_SIZE": 2048}, 4, {**TABLES, "out_ptr": "*fp32"}),
+    (sample_gumbel._row_kernel, {"BLOCK": 128}, 1),
+    (decode_inputs._decode_inputs_kernel, {"BLOCK_SIZE": 16, "BLOCK": 1024}, 4, SLOT_TABLE),
+    (
+        fused_decode_attention._fused_decode_kernel,
+        {
+            **COMMON,
+            **DECODE,
+            "NUM_KV_HEADS": 8,
+            "ROTATE": True,
+            "NORM_QUERY": True,
+            "NORM_KEY": True,
+            "BLOCK_G": 4,
+            "FP8": False,
+            "PDL": True,
+            "EARLY": True,
+        },
+        4,
+    ),
+    (
+        gemv._gemv_kernel,
+        {
+            "N": 4096,
+            "FORMAT": dense(4096),
+            "NORM": True,
+            "GATED": False,
+            "BIAS": True,
+            "RESIDUAL": True,
+            "BLOCK_N": 4,
+            "BLOCK_K": 1024,
+            "UNROLL": 4,
+            "PDL": True,
+            "EARLY": False,
+        },
+        4,
+    ),
+    (
+        gemv._gemv_kernel,
+        {
+            "N": 6100,
+            "FORMAT": dense(1000),
+            "NORM": True,
+            "GATED": True,
+            "BIAS": False,
+            "RESIDUAL": False,
+            "BLOCK_N": 4,
+            "BLOCK_K": 1024,
+            "UNROLL": 1,
+            "PDL": True,
+            "EARLY": True,
+        },
+        4,
+    ),
+    (
+        qk_norm_rope_cache._qk_norm_rope_cache_kernel,
+        {
+            **COMMON,
+            "NUM_KV_HEADS": 8,
+            "HALF": 64,
+            "ROTATE": True,
+            "NORM_QUERY": True,
+            "NORM_KEY": True,
+            "CACHE": True,
+            "GROUP": 8,
+            "BLOCK_HALF": 64,
+            "BLOCK_REST": 1,
+            "FP8": True,
+            "PDL": True,
+        },
+        2,
+        FP8_CACHE,
+    ),
+    (mask_tokens._mask_tokens_kernel, {"INDEXED": True, "PART_SIZE": 4096}, 4),
+    (paged_attention_decode._decode_kernel, {**COMMON, **DECODE, "SPLIT": True, "PDL": True}, 4),
+    (
+        paged_attention_decode._decode_kernel,
+        {**COMMON, **DECODE, "SPLIT": True, "PDL": True},
+        4,
+        FP8_CACHE,
+    ),
+    (
+        paged_attention_decode._decode_kernel,
+        {**COMMON, **DECODE, **MORE, "SPLIT": False, "PDL": True},
+        4,
+    ),
+    (
+        fused_decode_attention._fused_decode_kernel,
+        {
+            **COMMON,
+            **DECODE,
+            "NUM_KV_HEADS": 8,
+            "ROTATE": True,
+            "NORM_QUERY": True,
+            "NORM_KEY": True,
+            "BLOCK_G": 4,
+            "FP8": True,
+            "PDL": True,
+            "EARLY": True,
+        },
+        4,
+        FP8_CACHE,
+    ),
+    (
+        paged_attention_prefill._prefill_kernel,
+        {**COMMON, "GROUP": 4, "BLOCK_M": 128, "BLOCK_N": 64, "BLOCK_D": 128},
+        4,
+        FP8_CACHE,
+    ),
+    (paged_attention_decode._join_kernel, {**COMMON, **DECODE, "PDL": True}, 4),
+    (paged_attention_decode._join_kernel, {**COMMON, **DECODE, **MORE, "PDL": True}, 4),
+    (
+        paged_attention_prefill._prefill_kernel,
+        {**COMMON, "GROUP": 4, "BLOCK_M": 128, "BLOCK_N": 64, "BLOCK_D": 128},
+        4,
+    ),
+    (
+        paged_attention_prefill._prefill_kernel,
+        {**COMMON, **MORE, "GROUP": 4, "BLOCK_M": 128, "BLOCK_N": 64, "BLOCK_D": 128},
+        4,
+    ),
+    (
+        paged_attention_decode._decode_kernel,
+        {**COMMON, **DECODE, "SPLIT": True, "MIXED": True, "PDL": True},
+        4,
+    ),
+    (paged_attention_decode._join_kernel, {**COMMON, **DECODE, "MIXED": True, "PDL": True}, 4),
+    (
+        paged_attention_prefill._prefill_kernel,
+        {**COMMON, "GROUP": 4, "MIXED": True, "BLOCK_M": 256, "BLOCK_N": 64, "BLOCK_D": 128},
+        8,
+    ),
+    (
+        step_inputs._step_inputs_kernel,
+        {"BLOCK_SIZE": 16, "TOKENS": 128, "COLUMNS": 1024},
+        4,
+        {**SLOT_TABLE, "slots_ptr": "*i32"},
+    ),
+    (step_inputs._slot_mappings_kernel, {"BLOCK_SIZE": 16, "TOKENS": 128}, 4, {"out_ptr": "*i64"}),
+    (step_inputs._scatter_kernel, {"WRITES": 1024}, 4),
+    (step_inputs._advance_kernel, {"ROWS": 512}, 4, {**SLOT_TABLE, "slots_ptr": "*i32"}),
+    (paged_attention_prefill._prefill_kernel, {**WIDE, "BLOCK_M": 64, "BLOCK_N": 32}, 4),
+    (
+        paged_attention_decode._decode_kernel,
+        {**DECODE, **WIDE, "BLOCK_N": 32, "SPLIT": True, "PDL": True},
+        4,
+    ),
+    (
+        fused_decode_attention._fused_decode_kernel,
+        {
+            **DECODE,
+            **WIDE,
+            "BLOCK_N": 32,
+            "ROTATE": True,
+            "NORM_QUERY": True,
+            "NORM_KEY": True,
+            "BLOCK_G": 2,
+            "FP8": False,
+            "PDL": True,
+            "EARLY": True,
+        },
+        4,
+        {"query_weight_ptr": "*fp32", "key_weight_ptr": "*fp32"},
+    ),
+    (
+        qk_norm_rope_cache._qk_norm_rope_cache_kernel,
+        {
+            **WIDE,
+            "HALF": 128,
+            "ROTATE": True,
+            "NORM_QUERY": True,
+            "NORM_KEY": True,
+            "CACHE": True,
+            "GROUP": 8,
+            "BLOCK_HALF": 128,
+            "BLOCK_REST": 1,
+            "FP8": False,
+            "PDL": True,
+        },
+        2,
+        {"query_weight_ptr": "*fp32", "key_weight_ptr": "*fp32"},
+    ),
+    (rms_norm._rms_norm_kernel, {"SIZE": 4096, "BLOCK": 4096, "RESIDUAL": False, "PDL": True}, 8),
+    (
+        rms_norm._rms_norm_kernel,
+        {"SIZE": 2304, "BLOCK": 4096, "RESIDUAL": True, "PDL": True},
+        8,
+        {"weight_ptr": "*fp32"},
+    ),
+    (
+        gemv._gemv_kernel,
+        {
+            "N": 4096,
+            "FORMAT": dense(2304),
+            "NORM": True,
+            "GATED": False,
+            "BIAS": False,
+            "RESIDUAL": False,
+            "BLOCK_N": 4,
+            "BLOCK_K": 1024,
+            "UNROLL": 3,
+            "PDL": True,
+            "EARLY": False,
+        },
+        4,
+        {"norm_ptr": "*fp32"},
+    ),
+    (activations._gated_activation_kernel, {"SIZE": 1000, "GELU": True, "BLOCK": 1024}, 4),
+    (activations._gated_activation_kernel, {"SIZE": 1000, "GELU": False, "BLOCK": 1024}, 4),
+    (
+        small_m_matmul._small_m_matmul_kernel,
+        {
+            **SMALL_M,
+            "N": 4096,
+            "FORMAT": dense(4096),
+            "SPLIT_K": 2,
+            "BIAS": False,
+            "RESIDUAL": True,
+            "BLOCK_M": 32,
+            "BLOCK_N": 64,
+            "BLOCK_K": 128,
+            "STAGES": 4,
+            "PREFETCH": "1024",
+        },
+        4,
+    ),
+    (
+        small_m_matmul._small_m_matmul_kernel,
+        {
+            **SMALL_M,
+            "N": 3000,
+            "FORMAT": dense(1000),
+            "SPLIT_K": 1,
+            "GATED": True,
+            "BIAS": True,
+            "RESIDUAL": False,
+            "BLOCK_M": 16,
+            "BLOCK_N": 64,
+            "BLOCK_K": 64,
+            "EARLY": False,
+        },
+        4,
+    ),
+]
+TYPES = {
+    "experts_ptr": "*i32",
+    "lists_ptr": "*i32",
+    "counts_ptr": "*i32",
+    "weights_ptr": "*fp32",
+    "factor_ptr": "*fp32",
+    "partial_ptr": "*fp32",
+    "lse_ptr": "*fp32",
+    "best_ptr": "*fp32",
+    "counter_ptr": "*i32",
+    "cos_sin_ptr": "*fp32",
+    "bits_ptr": "*i32",
+    "token_ptr": "*i32",
+    "settings_ptr": "*i32",
+    "slots_ptr": "*i64",
+    "lengths_ptr": "*i64",
+    "history_ptr": "*i32",
+    "chosen_ptr": "*i32",
+    "longs_ptr": "*i64",
+    "rows_table_ptr": "*i32",
+    "packed_ptr": "*i32",
+    "table_ptr": "*i32",
+    "block_table_ptr": "*i32",
+    "seq_lens_ptr": "*i32",
+    "query_start_ptr": "*i32",
+    "bounds_ptr": "*i32",
+    "storage_ptr": "*i32",
+    "sample_slots_ptr": "*i32",
+    "writes_ptr": "*i32",
+    "count_ptr": "*i32",
+    "token_longs_ptr": "*i64",
+    "row_longs_ptr": "*i64",
+    "slot_ptr": "*i64",
+    "positions_ptr": "*i64",
+    "slopes_ptr": "*fp32",
+    "sinks_ptr": "*bf16",
+    "eps": "fp32",
+    "query_eps": "fp32",
+    "key_eps": "fp32",
+    "scale": "fp32",
+    "value_scale": "fp32",
+    "key_factor": "fp32",
+    "value_factor": "fp32",
+}
+for kernel, constants, warps, *own in KERNELS:
+    types = {**TYPES, **(own[0] if own else {})}
+    names = kernel.arg_names
+    constants = {name: value for name, value in constants.items() if name in names}
+    signature = {
+        name: "constexpr"
+        if name in constants
+        else types.get(name, "*bf16" if name.endswith("_ptr") else "i32")
+        for name in names
+    }
+    places = {(names.index(name),): value for name, value in constants.items()}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=places)
+    options = {"num_warps": warps, "enable_fp_fusion": "slots_ptr" not in names}
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    assert compiled.metadata.shared < 227 * 1024, kernel
+    assert "ld.local" not in compiled.asm["ptx"], kernel
+    print(kernel.fn.__name__)

@@ -1,0 +1,96 @@
+"""Compiles the kernels of a mixture's layer, and prints the registers that each uses."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+from jackfield.core.nn.operations import ClampedSwiGLU
+from jackfield.core.nn.packed import PackedWeight
+from jackfield.core.nn.routing import RoutingRule
+from jackfield.kernels.compile import Precompiler
+from jackfield.plugins.operations.triton import TritonOperations
+
+
+class Driver:
+    class utils:
+        def get_device_properties(device):
+            return {"max_shared_mem": 227 * 1024}
+
+        def load_binary(name, kernel, shared, device):
+            return object(), name, 32, 0, 1024
+
+    def launcher_cls(self, source, metadata):
+        return lambda *arguments: None
+
+    def get_current_target(self):
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device):
+        return 0
+
+
+driver.set_active(Driver())
+more, E, TOP_K, HIDDEN, INNER = {}, 128, 8, 2048, 768
+kinds = {"bf16": (1, 64, 8192), "fp8": (64,), "words": (1, 64)}
+if sys.argv[2] == "gpt-oss-20b":
+    E, TOP_K, HIDDEN, INNER = 32, 4, 2880, 2880
+    kinds = {"bf16": (1, 64, 8192), "fp8 groups": (1, 64, 256, 2048)}
+    more["gate_up_bias"] = torch.empty(E * 2 * INNER, dtype=torch.bfloat16)
+    more["down_bias"] = torch.empty(E * HIDDEN, dtype=torch.bfloat16)
+    more["activation"] = ClampedSwiGLU(1.702, 7.0)
+
+
+def bank(kind, rows, size):
+    if kind == "bf16":
+        return torch.empty(rows, size, dtype=torch.bfloat16)
+    if kind == "fp8 groups":
+        values = torch.empty(rows, size, dtype=torch.float8_e4m3fn)
+        return PackedWeight(values, torch.empty(size // 32, rows, dtype=torch.bfloat16), 32)
+    if kind == "fp8":
+        values, scale = torch.empty(rows, size, dtype=torch.float8_e4m3fn), torch.empty(1, rows)
+        return PackedWeight(values, scale, size)
+    words = torch.empty(rows, size // 8, dtype=torch.int32)
+    scale = torch.empty(size // 128, rows, dtype=torch.bfloat16)
+    return PackedWeight(words, scale, 128, bits=4)
+
+
+def usage(kernel):
+    path = Path(sys.argv[1]) / "kernel"
+    path.write_bytes(kernel.asm["cubin"])
+    objdump = triton.knobs.nvidia.cuobjdump.path
+    found = subprocess.check_output([objdump, "-res-usage", str(path)], text=True)
+    return dict(re.findall(r"(REG|STACK):(\d+)", found))
+
+
+operations = TritonOperations()
+for kind, tokens in kinds.items():
+    gate_up, down = bank(kind, E * 2 * INNER, HIDDEN), bank(kind, E * HIDDEN, INNER)
+    for num_tokens in tokens:
+        x = torch.empty(num_tokens, HIDDEN, dtype=torch.bfloat16)
+        logits = torch.empty(num_tokens, E, dtype=torch.bfloat16)
+        with Precompiler(torch.device("cpu"), threads=1) as precompiler:
+            routing = operations.route(logits, RoutingRule(TOP_K, renormalize=True))
+            residual = torch.empty_like(x)
+            output = operations.experts(x, routing, gate_up, down, residual=residual, **more)
+            assert output.shape == x.shape
+            futures = list(precompiler._pool.futures)
+        for future in futures:
+            kernel = future.result()
+            used = usage(kernel)
+            name = f"{kind} {num_tokens} {kernel.metadata.name}"
+            print(kernel.metadata.name, kind, num_tokens, used, kernel.metadata.shared)
+            assert used["STACK"] == "0", f"{name} spills: {used}"
+            if "matmul" in name:
+                assert "wgmma" in kernel.asm["ptx"], f"{name} is not on the matrix unit"
+            if kernel.metadata.name == "_expert_gemv_kernel":
+                wide = re.findall(r"ld\.global\S*evict_first\S*\.v4", kernel.asm["ptx"])
+                assert wide, f"{name} does not read 16 bytes at once"

@@ -1,0 +1,63 @@
+"""Serves requests with an executor whose launches are only recorded."""
+
+import torch
+from launch_driver import compiled, launched
+from serve_requests import serve
+
+from jackfield.core.hooks import hookimpl
+from jackfield.core.registry import Provenance, load_plugins
+from jackfield.kernels.compile import Precompiler
+from jackfield.plugins.attention.triton import TritonAttention
+from jackfield.plugins.executors.inprocess import InProcessExecutor
+from jackfield.plugins.operations import triton as operations
+
+# Kernels do not run: what they would have written may at least be read.
+torch.empty, torch.empty_like = torch.zeros, torch.zeros_like
+operations.small_m_config = lambda product, rows, device: (
+    operations.SmallMConfig(16 if rows <= 16 else 32, 64, 64, 2, 4, 2) if rows < 4 else None
+)
+
+
+class Attention(TritonAttention):
+    supports = classmethod(lambda *_: None)
+
+
+class Kernels(operations.TritonOperations):
+    supports = classmethod(lambda *_: None)
+
+    def precompile(self, device):
+        return Precompiler(torch.device("cpu"))
+
+
+class Executor(InProcessExecutor):
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self._worker._recorder = lambda: lambda function: function
+
+
+class Plugin:
+    jackfield_api = 2
+
+    @hookimpl
+    def register_executors(self, registry):
+        registry.add("launching", Executor)
+
+    @hookimpl
+    def register_attention_backends(self, registry):
+        registry.add("launching", Attention)
+
+    @hookimpl
+    def register_operations(self, registry):
+        registry.add("launching", Kernels)
+
+
+OPTIONS = {
+    "device": "cpu",
+    "cpu_kvcache_space": 0.05,
+    "executor": "launching",
+    "operations": "launching",
+    "attention_backend": "launching",
+}
+plugins = load_plugins()
+plugins.add_plugin(Plugin(), Provenance("tests", "0", "launching"))
+serve(OPTIONS, plugins, compiled, launched)

@@ -1,0 +1,82 @@
+"""Serves requests of many lengths, and checks that nothing is compiled after the start."""
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+
+from jackfield import AsyncEngine, EngineConfig, SamplingParams
+
+
+def serve(options, plugins, compiled, launched):
+    """compiled: (kernel, thread) of each compilation; launched: kernels, None if not recorded."""
+    folder = Path(sys.argv[1])
+    folder.joinpath("config.json").write_text(
+        json.dumps(
+            {
+                "architectures": ["Qwen3ForCausalLM"],
+                "model_type": "qwen3",
+                "hidden_size": 64,
+                "intermediate_size": 128,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 2,
+                "head_dim": 32,
+                "vocab_size": 192,
+                "max_position_embeddings": 4096,
+                "rms_norm_eps": 1e-6,
+                "rope_theta": 10000.0,
+                "tie_word_embeddings": False,
+            }
+        )
+    )
+    config = EngineConfig(
+        model=str(folder),
+        load_format="dummy",
+        dtype="bfloat16",
+        max_model_len=1000,
+        skip_tokenizer_init=True,
+        max_num_seqs=12,
+        max_num_batched_tokens=600,
+        **options,
+    )
+
+    async def main():
+        async with AsyncEngine(config, plugins=plugins) as engine:
+            names = {name for name, _ in compiled}
+            assert {"_prefill_kernel", "_fused_decode_kernel"} <= names
+            ready = len(compiled)
+
+            async def generate(length, each=lambda: None, **params):
+                sampling = SamplingParams(
+                    max_tokens=40, ignore_eos=True, detokenize=False, **params
+                )
+                async for _ in engine.generate([n % 150 for n in range(length)], sampling):
+                    each()
+
+            while await engine.core.executor._thread.call(
+                engine.core.executor._worker.prepare_ahead
+            ):
+                pass
+            for length in (1, 3, 12, 100, 700):
+                await generate(length, temperature=0.0)
+            others = []
+
+            def one_more():
+                if len(others) < 11:
+                    others.append(
+                        asyncio.create_task(generate(17 * len(others) + 1, temperature=0.7))
+                    )
+
+            # Prompts that come while others decode.
+            await generate(9, one_more)
+            await asyncio.gather(*others)
+        for name, thread in compiled[:ready]:
+            assert thread.startswith("jackfield-compile"), f"{name} was compiled on {thread}"
+        assert not compiled[ready:], compiled[ready:]
+        if launched is not None:
+            assert names - {"_smallest_kernel"} <= set(launched), names - set(launched)
+            expected = {"_decode_kernel", "_small_m_matmul_kernel", "_row_kernel"}
+            assert expected <= names, expected - names
+
+    asyncio.run(main())

@@ -1,0 +1,116 @@
+"""Precompilation compiles what steps launch, on several threads; nothing is compiled after it.
+
+Triton compiles for a Hopper GPU wherever it runs. What stands in for its driver takes launches and
+does nothing, so these tests see which kernels are compiled when, and never what they compute.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import jackfield
+
+if importlib.util.find_spec("triton.runtime._async_compile") is None:
+    pytest.skip("Triton cannot compile aside", allow_module_level=True)
+
+PROGRAMS = Path(__file__).parent / "programs"
+
+
+def jitted(tree: ast.AST) -> set[str]:
+    """Names of the Triton kernels that a module defines; what they call is not launched."""
+    return {
+        node.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef)
+        and node.name.endswith("_kernel")
+        and any("triton.jit" in ast.unparse(decorator) for decorator in node.decorator_list)
+    }
+
+
+def test_every_kernel_of_ours_is_launched_so_that_precompilation_sees_it() -> None:
+    """One that ran for itself would read places that another did not write."""
+    root = Path(jackfield.__file__).parent
+    trees = [
+        ast.parse(path.read_text())
+        for folder in ("kernels", "plugins")
+        for path in (root / folder).rglob("*.py")
+    ]
+    kernels = set().union(*map(jitted, trees))
+    assert "_gemv_kernel" in kernels
+    launches = {
+        ast.unparse(node)
+        for tree in trees
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Subscript) and ast.unparse(node.value).split(".")[-1] in kernels
+    }
+    assert not launches, f"launch(kernel, grid) from jackfield.kernels.compile: {launches}"
+
+
+def run(program: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(folder / "cache")
+    command = [sys.executable, str(PROGRAMS / program), str(folder)]
+    return subprocess.run(command, env=environment, capture_output=True, text=True)
+
+
+def test_kernels_compile_aside_and_failures_come_at_the_launch(tmp_path: Path) -> None:
+    completed = run("precompile_kernels.py", tmp_path)
+    assert completed.returncode == 0, completed.stderr[-3000:]
+
+
+def test_after_a_precompiled_start_no_step_compiles_anything(tmp_path: Path) -> None:
+    completed = run("serve_launching.py", tmp_path)
+    assert completed.returncode == 0, completed.stderr[-3000:]
+
+
+@pytest.mark.gpu
+def test_after_a_start_on_a_device_no_step_compiles_anything(tmp_path: Path) -> None:
+    completed = run("serve_on_device.py", tmp_path)
+    assert completed.returncode == 0, completed.stderr[-3000:]
+
+
+def test_launchers_are_loaded_one_at_a_time() -> None:
+    """Triton's launchers share one module name: two loads at a time swap their functions."""
+    import threading
+    import types
+
+    from triton.runtime import build as triton_build
+
+    from jackfield.kernels.compile import load_one_at_a_time
+
+    assert getattr(triton_build._load_module_from_path, "one_at_a_time", False)
+    inside, most, entered = 0, 0, threading.Barrier(4)
+    counting = threading.Lock()
+
+    def load(name: str) -> str:
+        nonlocal inside, most
+        with counting:
+            inside += 1
+            most = max(most, inside)
+        threading.Event().wait(0.01)
+        with counting:
+            inside -= 1
+        return name
+
+    build = types.SimpleNamespace(_load_module_from_path=load)
+    load_one_at_a_time(build)
+    load_one_at_a_time(build)
+    loaded: list[str] = []
+
+    def run(name: str) -> None:
+        entered.wait()
+        loaded.append(build._load_module_from_path(name))
+
+    threads = [threading.Thread(target=run, args=(str(n),)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(loaded) == ["0", "1", "2", "3"] and most == 1
