@@ -12,6 +12,7 @@ from ..config import EngineConfig
 from ..errors import ConfigError, PluginError
 from ..nn.context import BuildContext
 from ..nn.operations import Operations
+from ..parallel.ranks import ONE_RANK, Ranks
 from ..registry import Plugins
 from .model_config import ModelConfig
 from .quantize import choose_method, place_layers
@@ -25,8 +26,10 @@ def build_model(
     model_config: ModelConfig,
     device: torch.device,
     operations: Operations,
+    ranks: Ranks = ONE_RANK,
 ) -> nn.Module:
-    """Build the architecture on `device` and fill it. Raises ConfigError, LoadError.
+    """Build the architecture on `device` and fill it, with several ranks the part of this one.
+    Raises ConfigError, LoadError.
 
     A quantization method's wish for the cache is the module's `kv_cache_dtype`.
     """
@@ -51,8 +54,14 @@ def build_model(
         dtype=model_config.dtype,
         operations=operations,
         defer_weights=method is not None,
+        ranks=ranks,
     )
     architecture = registry.load(model_config.architecture)
+    if ranks.tensor.size > 1 and not vars(architecture).get("tensor_parallel", False):
+        raise ConfigError(
+            f"tensor_parallel_size: {model_config.architecture} cannot be divided among ranks",
+            param="tensor_parallel_size",
+        )
     with registry.calling(model_config.architecture, "its constructor"):
         model: nn.Module = architecture(model_config, build)
     if method is not None:

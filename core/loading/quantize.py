@@ -91,6 +91,12 @@ def place_layers(
             num_plain += 1
             module.weight = nn.Parameter(build.empty(*module.weight.shape))
             continue
+        if module.shardings:
+            raise ConfigError(
+                f"tensor_parallel_size: ranks cannot divide layers of {method.name!r}, such as "
+                f"{prefix}",
+                param="tensor_parallel_size",
+            )
         num_quantized += 1
         if (bias := getattr(module, "bias", None)) is not None:
             layer.bias = bias

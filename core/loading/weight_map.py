@@ -30,6 +30,7 @@ from torch import nn
 from ..errors import LoadError, listed
 from ..nn.attention import Attention
 from ..nn.quantized import QuantizedLinear
+from ..parallel.sharding import Sharding
 from .staging import Staging
 
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
@@ -265,9 +266,14 @@ class ParameterFiller:
             if isinstance(module, QuantizedLinear)
         }
         self.shards: dict[str, Mapping[str, slice]] = {}
+        self.shardings: dict[str, Sharding] = {}
+        """Parameters of which this rank holds a part."""
         self.missing: set[tuple[str, str | None]] = set()
         for name in self.parameters:
-            shards = getattr(modules[name.rpartition(".")[0]], "shards", None)
+            prefix, _, leaf = name.rpartition(".")
+            shards = getattr(modules[prefix], "shards", None)
+            if sharding := getattr(modules[prefix], "shardings", {}).get(leaf):
+                self.shardings[name] = sharding
             if shards:
                 self.shards[name] = shards
                 self.missing |= {(name, shard) for shard in shards}
@@ -300,6 +306,11 @@ class ParameterFiller:
             if part is None:
                 raise LoadError(f"unexpected tensor {name!r}: {parameter_name} has no such part")
             into = into[part]
+        if sharding := self.shardings.get(parameter_name):
+            try:
+                tensor = sharding.part(shard, tensor)
+            except LoadError as error:
+                raise LoadError(f"tensor {name!r} {error.message}") from error
         if into.shape != tensor.shape:
             raise LoadError(
                 f"tensor {name!r} has shape {tuple(tensor.shape)}, the model's is "

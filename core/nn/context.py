@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from ..parallel.ranks import Ranks
 from ..protocols.attention import AttentionBackend
 from .operations import Operations
 
@@ -22,6 +23,8 @@ class BuildContext:
     operations: Operations
     defer_weights: bool = False
     """Allocate no memory for weights yet: a quantization method may replace the layer."""
+    ranks: Ranks = field(default_factory=Ranks)
+    """The ranks that compute the model together."""
 
     def empty(self, *shape: int) -> torch.Tensor:
         """Return an uninitialised parameter."""

@@ -2,30 +2,61 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ..parallel.sharding import Sharding
 from .context import BuildContext
 from .norm import before_product
 
 
 class Embedding(nn.Module):
-    """weight: [vocab_size, hidden_size]; bias: [vocab_size], of a head that has one."""
+    """weight: [vocab_size, hidden_size]; bias: [vocab_size], of a head that has one.
+
+    With several ranks and `shard`, each holds the rows of as many tokens, zeros after the last one.
+    """
+
+    shardings: dict[str, Sharding]
+    """As `Linear.shardings`."""
 
     def __init__(
-        self, vocab_size: int, hidden_size: int, build: BuildContext, *, bias: bool = False
+        self,
+        vocab_size: int,
+        hidden_size: int,
+        build: BuildContext,
+        *,
+        bias: bool = False,
+        shard: Literal["vocabulary"] | None = None,
     ) -> None:
         super().__init__()
-        self.weight = nn.Parameter(build.weight(vocab_size, hidden_size))
-        self.bias = nn.Parameter(build.empty(vocab_size)) if bias else None
-        self.operations = build.operations
+        self.group = build.ranks.tensor
+        self.operations, self.shardings, self.vocab_size = build.operations, {}, vocab_size
+        self.own: slice | None = None
+        """This rank's tokens; None: all of them."""
+        rows = vocab_size
+        if shard is not None and self.group.size > 1:
+            rows = -(-vocab_size // self.group.size)
+            start = min(self.group.rank * rows, vocab_size)
+            self.own = slice(start, min(start + rows, vocab_size))
+            padding = rows - (self.own.stop - self.own.start)
+            sharding = Sharding(0, {"": vocab_size}, {"": (self.own,)}, padding)
+            self.shardings = {"weight": sharding, "bias": sharding}
+        self.weight = nn.Parameter(build.weight(rows, hidden_size))
+        self.bias = nn.Parameter(build.empty(rows)) if bias else None
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         """[num_tokens] → [num_tokens, hidden_size]"""
-        return F.embedding(token_ids, self.weight)
+        if self.own is None:
+            return F.embedding(token_ids, self.weight)
+        others = (token_ids < self.own.start) | (token_ids >= self.own.stop)
+        rows = F.embedding((token_ids - self.own.start).masked_fill(others, 0), self.weight)
+        return self.group.all_reduce(rows.masked_fill_(others[:, None], 0.0))
 
     def logits(self, hidden: torch.Tensor, *, norm: nn.Module | None = None) -> torch.Tensor:
         """Compute logits, tied or not: [num_rows, hidden_size] → [num_rows, vocab_size]"""
         hidden, fused = before_product(hidden, norm)
-        return self.operations.linear(hidden, self.weight, self.bias, norm=fused)
+        logits = self.operations.linear(hidden, self.weight, self.bias, norm=fused)
+        return logits if self.own is None else self.group.all_gather(logits)[:, : self.vocab_size]

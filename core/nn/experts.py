@@ -10,7 +10,7 @@ from torch import nn
 
 from ..errors import ConfigError
 from .context import BuildContext
-from .linear import MergedLinear
+from .linear import Features, MergedLinear
 from .mlp import GatedMLP
 from .operations import ClampedSwiGLU, ExpertWeight, Operations
 from .quantized import QuantizedLinear
@@ -73,13 +73,14 @@ class ExpertLinear(MergedLinear):
         build: BuildContext,
         *,
         bias: bool = False,
+        shard: Features | None = None,
     ) -> None:
         shards = {
             f"{expert}.{name}" if name else str(expert): size
             for expert in range(num_experts)
             for name, size in sizes.items()
         }
-        super().__init__(in_features, shards, build, bias=bias)
+        super().__init__(in_features, shards, build, bias=bias, shard=shard)
 
     @property
     def bank(self) -> ExpertWeight:
@@ -110,9 +111,11 @@ class Experts(nn.Module):
     ) -> None:
         super().__init__()
         inner = {"gate": intermediate_size, "up": intermediate_size}
-        self.gate_up_proj = GatedExperts(num_experts, hidden_size, inner, build, bias=bias)
+        self.gate_up_proj = GatedExperts(
+            num_experts, hidden_size, inner, build, bias=bias, shard="out"
+        )
         self.down_proj = ExpertLinear(
-            num_experts, intermediate_size, {"": hidden_size}, build, bias=bias
+            num_experts, intermediate_size, {"": hidden_size}, build, bias=bias, shard="in"
         )
 
 
@@ -167,12 +170,24 @@ class SparseMLP(nn.Module):
         self.shared_expert_gate = Router(1, hidden_size, build) if shared_gate else None
         self.clamped = clamped
         self.rule = rule
-        self.operations = build.operations
+        self.operations, self.ranks = build.operations, build.ranks
 
     def forward(self, hidden: torch.Tensor, norm: nn.Module) -> torch.Tensor:
         """hidden + mlp(norm(hidden)): [num_tokens, hidden_size] → the same shape; `hidden` may be
         overwritten."""
         x = norm(hidden)
+        if self.shared_experts is None:
+            return self.ranks.add(hidden, (self._routed, x))
+        inner = self.shared_experts.inner(x)
+        if self.shared_expert_gate is not None:
+            # Before the product: it is linear, and so adds to the residual as any other.
+            inner = inner * torch.sigmoid(self.shared_expert_gate(x))
+        return self.ranks.add(hidden, (self._routed, x), (self.shared_experts.down_proj, inner))
+
+    def _routed(self, x: torch.Tensor, *, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """residual + the sum of the chosen experts' outputs: [num_tokens, hidden_size] → the same
+        shape"""
+        residual = torch.zeros_like(x) if residual is None else residual
         rule = self.rule._replace(bias=self.gate.e_score_correction_bias)
         routing = self.operations.route(self.gate(x), rule)
         gate_up, down = self.experts.gate_up_proj, self.experts.down_proj
@@ -180,17 +195,9 @@ class SparseMLP(nn.Module):
             "gate_up_bias": gate_up.bias, "down_bias": down.bias, "activation": self.clamped
         }  # fmt: skip
         more = {name: value for name, value in more.items() if value is not None}
-        hidden = self.operations.experts(
-            x, routing, gate_up.bank, down.bank, residual=hidden, **more
+        return self.operations.experts(
+            x, routing, gate_up.bank, down.bank, residual=residual, **more
         )
-        if self.shared_experts is None:
-            return hidden
-        inner = self.shared_experts.inner(x)
-        if self.shared_expert_gate is not None:
-            # Before the product: it is linear, and so adds to the residual as any other.
-            inner = inner * torch.sigmoid(self.shared_expert_gate(x))
-        out: torch.Tensor = self.shared_experts.down_proj(inner, residual=hidden)
-        return out
 
 
 def _check_groups(num_experts: int, rule: RoutingRule) -> None:

@@ -3,18 +3,25 @@
 A layer takes the norm before it and the residual after it as arguments, so that an implementation
 may compute all three in one pass over the weight. A quantization method replaces such a layer by a
 `QuantizedLinear` (`quantized.py`).
+
+With several ranks, a layer that says what they divide (`shard`) holds this rank's part: of its
+output features ("out"), or of its input features ("in"); then its result is one term of a sum
+(`Ranks.add`), and the first rank alone has the bias.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import ClassVar, Literal, TypeAlias
 
 import torch
 from torch import nn
 
+from ..parallel.sharding import Sharding, even_slice, length
 from .context import BuildContext
 from .norm import before_product
+
+Features: TypeAlias = Literal["out", "in"]
 
 
 class Linear(nn.Module):
@@ -22,14 +29,50 @@ class Linear(nn.Module):
 
     gated: ClassVar[bool] = False
     """The result is silu(first half) * second half of the product."""
+    shardings: dict[str, Sharding]
+    """Parameter → the part of it that this rank holds; without those that it holds whole."""
 
     def __init__(
-        self, in_features: int, out_features: int, build: BuildContext, *, bias: bool = False
+        self,
+        in_features: int,
+        out_features: int,
+        build: BuildContext,
+        *,
+        bias: bool = False,
+        shard: Features | None = None,
     ) -> None:
+        """Sizes are those of the whole layer. Raises ConfigError if ranks cannot divide it."""
         super().__init__()
+        group, sharding = build.ranks.tensor, None
+        if shard is not None and group.size > 1:
+            size = out_features if shard == "out" else in_features
+            held = (even_slice(size, group),)
+            sharding = Sharding(0 if shard == "out" else 1, {"": size}, {"": held})
+        self._create(in_features, out_features, build, bias, sharding)
+
+    def _create(
+        self,
+        in_features: int,
+        out_features: int,
+        build: BuildContext,
+        bias: bool,
+        sharding: Sharding | None,
+    ) -> None:
+        """Create the parameters of this rank's part."""
+        self.operations, self.shardings = build.operations, {}
+        if sharding is not None:
+            self.shardings["weight"] = self.shardings["bias"] = sharding
+            size = sum(map(length, sharding.slices.values()))
+            if sharding.dim == 0:
+                out_features = size
+            else:
+                in_features = size
+                first = build.ranks.tensor.rank == 0
+                self.shardings["bias"] = Sharding(0, {}, {}, kept=False)
+                if first:
+                    del self.shardings["bias"]
         self.weight = nn.Parameter(build.weight(out_features, in_features))
         self.bias = nn.Parameter(build.empty(out_features)) if bias else None
-        self.operations = build.operations
 
     def forward(
         self,
@@ -56,13 +99,38 @@ class MergedLinear(Linear):
         build: BuildContext,
         *,
         bias: bool = False,
+        shard: Features | None = None,
+        held: Mapping[str, slice] | None = None,
+        whole: bool = False,
     ) -> None:
-        super().__init__(in_features, sum(sizes.values()), build, bias=bias)
+        """`whole`: the checkpoint has all of them as one tensor. `shard`: "out" divides each of
+        `sizes`, evenly, or as `held` says: shard name → this rank's features."""
+        nn.Module.__init__(self)
+        group, sharding, own = build.ranks.tensor, None, dict(sizes)
+        if shard is not None and group.size > 1:
+            if shard == "in":
+                held_in = (even_slice(in_features, group),)
+                sharding = Sharding(1, {"": in_features}, {"": held_in})
+            else:
+                held = held or {name: even_slice(size, group) for name, size in sizes.items()}
+                sharding = _out_sharding(sizes, held, whole)
+                own = {name: length([held[name]]) for name in sizes}
+        self._create(in_features, sum(sizes.values()), build, bias, sharding)
         self.shards: dict[str, slice] = {}
         start = 0
-        for name, size in sizes.items():
+        for name, size in own.items() if not whole else ():
             self.shards[name] = slice(start, start + size)
             start += size
+
+
+def _out_sharding(sizes: Mapping[str, int], held: Mapping[str, slice], whole: bool) -> Sharding:
+    if not whole:
+        return Sharding(0, sizes, {name: (held[name],) for name in sizes})
+    pieces, start = [], 0
+    for name, size in sizes.items():
+        pieces.append(slice(start + held[name].start, start + held[name].stop))
+        start += size
+    return Sharding(0, {"": start}, {"": tuple(pieces)})
 
 
 class GatedLinear(MergedLinear):
@@ -81,10 +149,10 @@ class GatedLinear(MergedLinear):
         *,
         bias: bool = False,
         whole: bool = False,
+        shard: Features | None = None,
     ) -> None:
-        super().__init__(in_features, {"gate": out_features, "up": out_features}, build, bias=bias)
-        if whole:
-            self.shards = {}
+        sizes = {"gate": out_features, "up": out_features}
+        super().__init__(in_features, sizes, build, bias=bias, shard=shard, whole=whole)
 
     def forward(
         self,

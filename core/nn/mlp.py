@@ -28,24 +28,27 @@ class GatedMLP(nn.Module):
         """`whole`: the checkpoint has gate and up as one tensor; `field`: the configuration's field
         that names the activation."""
         super().__init__()
-        self.operations = build.operations
+        self.operations, self.ranks = build.operations, build.ranks
         self.gelu = activation == "gelu_pytorch_tanh"
         self.gate_up_proj: MergedLinear
         if activation in ("silu", "swish"):
             self.gate_up_proj = GatedLinear(
-                hidden_size, intermediate_size, build, bias=bias, whole=whole
+                hidden_size, intermediate_size, build, bias=bias, whole=whole, shard="out"
             )
         elif self.gelu and not whole:
             sizes = {"gate": intermediate_size, "up": intermediate_size}
-            self.gate_up_proj = MergedLinear(hidden_size, sizes, build, bias=bias)
+            self.gate_up_proj = MergedLinear(hidden_size, sizes, build, bias=bias, shard="out")
         else:
             raise ConfigError(f"{field}: {activation!r} is not supported", param=field)
-        self.down_proj = Linear(intermediate_size, hidden_size, build, bias=bias)
+        self.down_proj = Linear(intermediate_size, hidden_size, build, bias=bias, shard="in")
 
     def forward(self, hidden: torch.Tensor, norm: nn.Module | None = None) -> torch.Tensor:
         """hidden + mlp(norm(hidden)): [num_tokens, hidden_size] → the same shape."""
-        out: torch.Tensor = self.down_proj(self.inner(hidden, norm), residual=hidden)
-        return out
+        return self.project(self.inner(hidden, norm), hidden)
+
+    def project(self, inner: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """residual + down(inner): [num_tokens, intermediate_size] → [num_tokens, hidden_size]"""
+        return self.ranks.add(residual, (self.down_proj, inner))
 
     def inner(self, hidden: torch.Tensor, norm: nn.Module | None = None) -> torch.Tensor:
         """activation(gate) * up of norm(hidden): → [num_tokens, intermediate_size]"""
@@ -69,13 +72,17 @@ class PlainMLP(nn.Module):
         """`field`: the configuration's field that names the activation."""
         super().__init__()
         self.activation = activation_named(activation, field=field)
-        self.up_proj = Linear(hidden_size, intermediate_size, build, bias=bias)
-        self.down_proj = Linear(intermediate_size, hidden_size, build, bias=bias)
+        self.ranks = build.ranks
+        self.up_proj = Linear(hidden_size, intermediate_size, build, bias=bias, shard="out")
+        self.down_proj = Linear(intermediate_size, hidden_size, build, bias=bias, shard="in")
 
     def forward(self, hidden: torch.Tensor, norm: nn.Module | None = None) -> torch.Tensor:
         """hidden + mlp(norm(hidden)): [num_tokens, hidden_size] → the same shape."""
-        out: torch.Tensor = self.down_proj(self.inner(hidden, norm), residual=hidden)
-        return out
+        return self.project(self.inner(hidden, norm), hidden)
+
+    def project(self, inner: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """residual + down(inner): [num_tokens, intermediate_size] → [num_tokens, hidden_size]"""
+        return self.ranks.add(residual, (self.down_proj, inner))
 
     def inner(self, hidden: torch.Tensor, norm: nn.Module | None = None) -> torch.Tensor:
         """activation(up(norm(hidden))): → [num_tokens, intermediate_size]"""

@@ -16,7 +16,9 @@ class Model(Protocol):
     """An architecture, composed of `core.nn` blocks. Subclasses `torch.nn.Module`.
 
     `weight_map` is data: which checkpoint names stack into which parameter
-    (`core.loading.weight_map`).
+    (`core.loading.weight_map`). A class with `tensor_parallel = True` (which is not inherited) can
+    be divided among the ranks of `build.ranks`: its layers say what ranks divide, and sums are
+    added over ranks (`Ranks.add`).
     """
 
     weight_map: ClassVar[Any]

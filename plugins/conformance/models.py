@@ -35,12 +35,14 @@ from ...core.loading.model_config import resolve_model_config
 from ...core.nn.attention import Attention
 from ...core.nn.context import ForwardContext
 from ...core.nn.experts import Router
+from ...core.parallel.ranks import ONE_RANK, Ranks
 from ...core.registry import Plugins, load_plugins
 from ...core.sampling_params import SamplingParams
 from ...core.worker.kv_cache.memory import allocate_cache
 from ...core.worker.selection import attention_refusal, choose
 from .kit import Kit
 from .paged import make_layout
+from .rank_threads import run_ranks, thread_ranks
 
 VOCAB = 151
 TINY: dict[str, Any] = {
@@ -72,22 +74,30 @@ def _prompts() -> list[list[int]]:
 class PagedModel:
     """A built model over a small paged cache, run row by row as the worker would.
 
-    kernels: the name of both the attention backend and the operations.
+    kernels: the name of both the attention backend and the operations; ranks: whose part of the
+    model it is; options: more of the engine's.
     """
 
     def __init__(
-        self, folder: Path, dtype: str, *, kernels: str = "auto", plugins: Plugins | None = None
+        self,
+        folder: Path,
+        dtype: str,
+        *,
+        kernels: str = "auto",
+        plugins: Plugins | None = None,
+        ranks: Ranks = ONE_RANK,
+        **options: Any,
     ) -> None:
         plugins = load_plugins() if plugins is None else plugins
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        config = EngineConfig(model=str(folder), device=device.type, dtype=dtype)  # type: ignore[arg-type]
+        config = EngineConfig(model=str(folder), device=device.type, dtype=dtype, **options)  # type: ignore[arg-type]
         model_config = resolve_model_config(config, plugins)
         kind = model_config.dtype
         _, operations, _ = choose(
             plugins["operations"], "operations", kernels, lambda o: o.supports(device, kind)
         )
         self.device = device
-        self.model = build_model(plugins, config, model_config, device, operations())
+        self.model = build_model(plugins, config, model_config, device, operations(), ranks)
         layers = [m for m in self.model.modules() if isinstance(m, Attention)]
 
         def refusal(backend: Any) -> str | None:
@@ -145,6 +155,27 @@ class PagedModel:
             self.computed[slot] = length
         hidden: torch.Tensor = self.model(tokens, context)
         return hidden
+
+
+def check_ranks(folder: Path, name: str, size: int, plugins: Plugins, bound: float) -> None:
+    """Check that `size` ranks compute together what one does; a class that does not say
+    `tensor_parallel` must be refused. `bound`: allowed deviation of float32 log-probabilities."""
+    ranks = thread_ranks(size)
+    if not vars(plugins["model"].load(name)).get("tensor_parallel", False):
+        with pytest.raises(ConfigError, match="tensor_parallel_size"):
+            PagedModel(folder, "float32", plugins=plugins, ranks=ranks[0])
+        return
+    one = PagedModel(folder, "float32", plugins=plugins)
+    models = [PagedModel(folder, "float32", plugins=plugins, ranks=rank) for rank in ranks]
+    for step in (dict(enumerate(_prompts()[1:4])), {0: [7], 2: [9]}):
+        want = one.run(step)
+        results = run_ranks([functools.partial(model.run, step) for model in models])
+        for slot, logits in want.items():
+            ModelKit.near(results[0][slot], logits, bound)
+            for result in results[1:]:
+                assert torch.equal(result[slot], results[0][slot]), "ranks have unlike logits"
+    sizes = [sum(p.numel() for p in m.model.parameters()) for m in (one, *models)]
+    assert max(sizes[1:]) < sizes[0], "a rank holds all weights"
 
 
 class ModelKit(Kit):
@@ -276,6 +307,11 @@ class ModelKit(Kit):
                 self.near(model.logits(hidden[rows]), every[rows], self.invariance)
 
     # -------------------------------------------------------------- dtypes
+
+    @pytest.mark.parametrize("size", [2, 4])
+    def test_ranks_compute_together_what_one_does(self, folder: Path, size: int) -> None:
+        """A class that does not say `tensor_parallel` is refused with several ranks."""
+        check_ranks(folder, self.name, size, self.plugins(), self.invariance)
 
     @pytest.mark.parametrize("dtype", DTYPES)
     def test_builds_and_runs_in_every_dtype(

@@ -43,6 +43,7 @@ class XieluMLP(PlainMLP):
 
 
 class ApertusForCausalLM(CausalLM):
+    tensor_parallel = True
     attention = Qwen3Attention
     weight_map = WeightMap(
         stacked=QKV_SHARDS,

@@ -24,7 +24,8 @@ from .parts import LayerNormBlock, UnrotatedDecoder, alibi_slopes, grouped_rows
 class BloomAttention(Gpt2Attention):
     def spec(self, hf: Any, layer: int) -> AttentionSpec:
         spec = SelfAttention.spec(self, hf, layer)
-        return msgspec.structs.replace(spec, alibi_slopes=alibi_slopes(self.num_heads))
+        slopes = alibi_slopes(self.all_heads)[self.own.queries]
+        return msgspec.structs.replace(spec, alibi_slopes=slopes)
 
 
 class BloomDecoder(UnrotatedDecoder):
@@ -48,6 +49,7 @@ class BloomDecoder(UnrotatedDecoder):
 class BloomForCausalLM(CausalLM):
     """Checkpoints may lack the prefix `transformer.`"""
 
+    tensor_parallel = True
     attention = BloomAttention
     decoder = BloomDecoder
     weight_map = replace(

@@ -26,10 +26,11 @@ class CohereAttention(HeadNormAttention):
         hf = config.hf_config
         if hf.use_qk_norm:
             order = RowOrder.halves(self.head_dim)
-            sizes = (self.num_heads, self.head_dim), (self.num_kv_heads, self.head_dim)
+            queries = config.num_heads, self.head_dim, self.own.queries
+            keys = self.kv_heads(config), self.head_dim, self.own.keys
             self.q_norm, self.k_norm = None, None
-            self.q_layernorm = HeadsLayerNorm(*sizes[0], hf.layer_norm_eps, build, order)
-            self.k_layernorm = HeadsLayerNorm(*sizes[1], hf.layer_norm_eps, build, order)
+            self.q_layernorm = HeadsLayerNorm(*queries, hf.layer_norm_eps, build, order)
+            self.k_layernorm = HeadsLayerNorm(*keys, hf.layer_norm_eps, build, order)
 
 
 class CohereBlock(ParallelBlock):
@@ -41,6 +42,7 @@ class CohereDecoder(Decoder):
 
 
 class CohereForCausalLM(CausalLM):
+    tensor_parallel = True
     attention: ClassVar[type[SelfAttention]] = CohereAttention
     decoder = CohereDecoder
     weight_map = replace(
@@ -75,5 +77,6 @@ class Cohere2Decoder(CohereDecoder):
 
 
 class Cohere2ForCausalLM(CohereForCausalLM):
+    tensor_parallel = True
     attention = Cohere2Attention
     decoder = Cohere2Decoder

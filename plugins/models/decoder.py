@@ -24,6 +24,7 @@ from ...core.nn.linear import Linear, MergedLinear
 from ...core.nn.mlp import GatedMLP, PlainMLP
 from ...core.nn.norm import LayerNorm, RMSNorm, norm_eps
 from ...core.nn.rotary import Rotary
+from ...core.parallel.sharding import HeadShare, Sharding
 from ...core.protocols.attention import AttentionSpec
 from ...core.text.tokenizer import Tokenizer
 
@@ -31,22 +32,34 @@ from ...core.text.tokenizer import Tokenizer
 class SelfAttention(nn.Module):
     """Grouped-query attention with rotary positions. Families override the small methods."""
 
+    fused: ClassVar[bool] = False
+    """Queries, keys and values are one tensor of the checkpoint."""
+
     def __init__(self, config: ModelConfig, layer: int, build: BuildContext) -> None:
         super().__init__()
         hf = config.hf_config
-        self.num_heads, self.num_kv_heads = config.num_heads, self.kv_heads(config)
-        self.head_dim = config.head_dim
+        num_heads, num_kv_heads = config.num_heads, self.kv_heads(config)
+        self.ranks, self.head_dim = build.ranks, config.head_dim
+        self.all_heads = num_heads
+        self.own = HeadShare.of(num_heads, num_kv_heads, build.ranks.tensor)
+        """This rank's heads, of all."""
+        self.num_heads, self.num_kv_heads = self.own.num_heads, self.own.num_kv_heads
         sizes = {
-            "q": self.num_heads * self.head_dim,
-            "k": self.num_kv_heads * self.head_dim,
-            "v": self.num_kv_heads * self.head_dim,
+            "q": num_heads * self.head_dim,
+            "k": num_kv_heads * self.head_dim,
+            "v": num_kv_heads * self.head_dim,
         }
-        self.qkv_proj = self.projection(hf, sizes, build)
-        self.o_proj = Linear(sizes["q"], hf.hidden_size, build, bias=self.output_bias(hf))
+        self.qkv_proj = MergedLinear(
+            hf.hidden_size, sizes, build, bias=self.qkv_bias(hf), shard="out",
+            held=self.own.rows(self.head_dim), whole=self.fused,
+        )  # fmt: skip
+        bias = self.output_bias(hf)
+        self.o_proj = Linear(sizes["q"], hf.hidden_size, build, bias=bias, shard="in")
         self.attention = Attention(self.spec(hf, layer), build)
         self.q_norm: RMSNorm | None = None
         self.k_norm: RMSNorm | None = None
         self.sinks: nn.Parameter | None = None
+        self.shardings: dict[str, Sharding] = {}
 
     @staticmethod
     def kv_heads(config: ModelConfig) -> int:
@@ -63,10 +76,12 @@ class SelfAttention(nn.Module):
             sliding_window=self.sliding_window(hf, layer),
         )
 
-    def projection(self, hf: Any, sizes: dict[str, int], build: BuildContext) -> Linear:
-        """Create the projection to queries, keys and values, of `sizes`; by default from three
-        tensors of the checkpoint."""
-        return MergedLinear(hf.hidden_size, sizes, build, bias=self.qkv_bias(hf))
+    def add_sinks(self, build: BuildContext) -> None:
+        """Create a sink for each head."""
+        self.sinks = nn.Parameter(build.empty(self.num_heads))
+        if build.ranks.tensor.size > 1:
+            sharding = Sharding(0, {"": self.all_heads}, {"": (self.own.queries,)})
+            self.shardings["sinks"] = sharding
 
     @staticmethod
     def qkv_bias(hf: object) -> bool:
@@ -92,8 +107,12 @@ class SelfAttention(nn.Module):
         """hidden + attention(norm(hidden)), or with `add` False the second term alone:
         [num_tokens, hidden_size] → the same shape."""
         heads = self.inner(hidden, norm, rotary, context)
-        out: torch.Tensor = self.o_proj(heads, residual=hidden if add else None)
-        return out
+        return self.project(heads, hidden if add else None)
+
+    def project(self, heads: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """residual + output of `heads`, [num_tokens, num_heads * head_dim]: → [num_tokens,
+        hidden_size]"""
+        return self.ranks.add(residual, (self.o_proj, heads))
 
     def inner(
         self,
@@ -178,7 +197,7 @@ class NormedBlock(Block):
         before, behind, before_mlp, behind_mlp = norms
         answer = self.self_attn(hidden, before, rotary, context, add=False)
         hidden = behind.add(answer, hidden)
-        answer = self.mlp.down_proj(self.mlp.inner(hidden, before_mlp))
+        answer = self.mlp.project(self.mlp.inner(hidden, before_mlp))
         out: torch.Tensor = behind_mlp.add(answer, hidden)
         return out
 
@@ -199,9 +218,8 @@ class ParallelBlock(Block):
         normed = [getattr(self, name)(hidden) for name in self.norms]
         heads = self.self_attn.inner(normed[0], None, rotary, context)
         inner = self.mlp.inner(normed[-1])
-        hidden = self.self_attn.o_proj(heads, residual=hidden)
-        out: torch.Tensor = self.mlp.down_proj(inner, residual=hidden)
-        return out
+        products = (self.self_attn.o_proj, heads), (self.mlp.down_proj, inner)
+        return self.self_attn.ranks.add(hidden, *products)
 
 
 def _shapes(module: nn.Module) -> Iterator[Any]:
@@ -226,7 +244,7 @@ class Decoder(nn.Module):
     ) -> None:
         super().__init__()
         hf = config.hf_config
-        self.embed_tokens = Embedding(config.vocab_size, hf.hidden_size, build)
+        self.embed_tokens = Embedding(config.vocab_size, hf.hidden_size, build, shard="vocabulary")
         self.scale = self.embedding_scale(config, build)
         self.rotaries = nn.ModuleList(self.rotaries_of(config, build))  # type: ignore[arg-type]
         block = self.block_of(config)
@@ -354,8 +372,9 @@ class CausalLM(HeadlessLM):
         super().__init__(config, build)
         if config.pooling is None and not config.hf_config.tie_word_embeddings:
             self.lm_head = Embedding(
-                config.vocab_size, config.hidden_size, build, bias=self.head_bias
-            )
+                config.vocab_size, config.hidden_size, build, bias=self.head_bias,
+                shard="vocabulary",
+            )  # fmt: skip
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[num_rows, hidden_size] → [num_rows, vocab_size]"""

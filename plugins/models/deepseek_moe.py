@@ -24,6 +24,8 @@ class DeepseekMoeForCausalLM(CausalLM):
     """Decoder with such mixtures. Further layers of the checkpoint, which predict more than one
     token, are not loaded."""
 
+    tensor_parallel = True
+
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
         super().__init__(config, build)
         more: int = getattr(config.hf_config, "num_nextn_predict_layers", None) or 0
@@ -76,8 +78,10 @@ class Glm4MoeAttention(SelfAttention):
 
 
 class Glm4MoeForCausalLM(DeepseekMoeForCausalLM):
+    tensor_parallel = True
     attention = Glm4MoeAttention
 
 
 class Dots1ForCausalLM(DeepseekMoeForCausalLM):
+    tensor_parallel = True
     attention = Qwen3Attention

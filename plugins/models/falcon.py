@@ -47,8 +47,8 @@ class FalconAttention(FusedAttention):
         spec = super().spec(hf, layer)
         if not hf.alibi:
             return spec
-        slopes = tuple(slope * spec.scale for slope in alibi_slopes(self.num_heads))
-        return msgspec.structs.replace(spec, alibi_slopes=slopes)
+        slopes = tuple(slope * spec.scale for slope in alibi_slopes(self.all_heads))
+        return msgspec.structs.replace(spec, alibi_slopes=slopes[self.own.queries])
 
 
 class TwoNormFalconBlock(ParallelLayerNormBlock):
@@ -71,6 +71,7 @@ class FalconDecoder(Decoder):
 
 
 class FalconForCausalLM(CausalLM):
+    tensor_parallel = True
     attention = FalconAttention
     decoder = FalconDecoder
     weight_map = OldWeightMap(

@@ -47,6 +47,8 @@ class GemmaModel(HeadlessLM):
 class GemmaForCausalLM(GemmaModel, CausalLM):
     """Gemma with its head, which is the embedding, not scaled."""
 
+    tensor_parallel = True
+
 
 class GemmaForSequenceClassification(GemmaModel, DecoderClassifier):
     pass

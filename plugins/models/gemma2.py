@@ -69,6 +69,8 @@ class Gemma2Model(HeadlessLM):
 class Gemma2ForCausalLM(Gemma2Model, CausalLM):
     """With a soft cap on its logits."""
 
+    tensor_parallel = True
+
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
         super().__init__(config, build)
         self.soft_cap: float | None = config.hf_config.final_logit_softcapping

@@ -44,6 +44,8 @@ class Gemma3TextModel(Gemma2Model):
 class Gemma3ForCausalLM(Gemma3TextModel, Gemma2ForCausalLM):
     """Published ones have no cap on their logits."""
 
+    tensor_parallel = True
+
 
 class Gemma3TextForSequenceClassification(Gemma3TextModel, Gemma2ForSequenceClassification):
     pass

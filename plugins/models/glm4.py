@@ -68,7 +68,7 @@ class Glm4Model(HeadlessLM):
 
 
 class Glm4ForCausalLM(Glm4Model, CausalLM):
-    pass
+    tensor_parallel = True
 
 
 class Glm4ForSequenceClassification(Glm4Model, DecoderClassifier):

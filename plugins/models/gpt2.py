@@ -42,6 +42,7 @@ class Gpt2Decoder(PositionDecoder):
 
 
 class GPT2LMHeadModel(CausalLM):
+    tensor_parallel = True
     attention: ClassVar[type[Gpt2Attention]] = Gpt2Attention
     decoder = Gpt2Decoder
     weight_map = OldWeightMap(
@@ -68,6 +69,7 @@ class BigCodeAttention(Gpt2Attention):
 
 
 class GPTBigCodeForCausalLM(GPT2LMHeadModel):
+    tensor_parallel = True
     attention = BigCodeAttention
 
     weight_map = replace(GPT2LMHeadModel.weight_map, transposed=())

@@ -27,6 +27,7 @@ class GptNeoAttention(SelfAttention):
 
 
 class GPTNeoForCausalLM(CausalLM):
+    tensor_parallel = True
     attention = GptNeoAttention
     decoder = Gpt2Decoder
     weight_map = OldWeightMap(

@@ -22,6 +22,7 @@ class GptNeoxDecoder(Decoder):
 
 
 class GPTNeoXForCausalLM(CausalLM):
+    tensor_parallel = True
     attention = FusedAttention
     decoder = GptNeoxDecoder
     weight_map = OldWeightMap(

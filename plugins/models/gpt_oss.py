@@ -27,7 +27,7 @@ class GptOssAttention(SelfAttention):
 
     def __init__(self, config: ModelConfig, layer: int, build: BuildContext) -> None:
         super().__init__(config, layer, build)
-        self.sinks = nn.Parameter(build.empty(self.num_heads))
+        self.add_sinks(build)
 
     def spec(self, hf: Any, layer: int) -> AttentionSpec:
         """Return the spec, with sinks."""
@@ -39,6 +39,7 @@ class GptOssAttention(SelfAttention):
 
 
 class GptOssForCausalLM(CausalLM):
+    tensor_parallel = True
     attention = GptOssAttention
     weight_map = dataclasses.replace(
         CausalLM.weight_map,

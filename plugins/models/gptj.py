@@ -25,6 +25,7 @@ class GptjDecoder(ParallelLayerNormDecoder):
 
 
 class GPTJForCausalLM(CausalLM):
+    tensor_parallel = True
     decoder = GptjDecoder
     head_bias = True
     weight_map = OldWeightMap(
@@ -46,6 +47,7 @@ class GPTJForCausalLM(CausalLM):
 
 
 class CodeGenForCausalLM(GPTJForCausalLM):
+    tensor_parallel = True
     attention = FusedAttention
 
     @staticmethod

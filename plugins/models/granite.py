@@ -45,7 +45,7 @@ class GraniteBlock(Block):
     ) -> torch.Tensor:
         answer = self.self_attn(hidden, self.input_layernorm, rotary, context, add=False)
         hidden = torch.add(hidden, answer, alpha=self.multiplier)
-        answer = self.mlp.down_proj(self.mlp.inner(hidden, self.post_attention_layernorm))
+        answer = self.mlp.project(self.mlp.inner(hidden, self.post_attention_layernorm))
         return torch.add(hidden, answer, alpha=self.multiplier)
 
 
@@ -58,6 +58,7 @@ class GraniteDecoder(Decoder):
 
 
 class GraniteForCausalLM(CausalLM):
+    tensor_parallel = True
     attention = GraniteAttention
     decoder = GraniteDecoder
 

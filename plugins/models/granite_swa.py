@@ -22,7 +22,7 @@ from .qwen2 import window_of_layer
 class GraniteSwaAttention(GraniteAttention):
     def __init__(self, config: ModelConfig, layer: int, build: BuildContext) -> None:
         super().__init__(config, layer, build)
-        self.sinks = nn.Parameter(build.empty(self.num_heads))
+        self.add_sinks(build)
 
     def spec(self, hf: Any, layer: int) -> AttentionSpec:
         return msgspec.structs.replace(super().spec(hf, layer), sinks=True)
@@ -45,6 +45,7 @@ class GraniteSwaDecoder(GraniteDecoder):
 
 
 class GraniteSWAForCausalLM(GraniteForCausalLM):
+    tensor_parallel = True
     attention = GraniteSwaAttention
     decoder = GraniteSwaDecoder
 
@@ -59,7 +60,7 @@ class ClovaBlock(GraniteBlock):
     ) -> torch.Tensor:
         answer = self.self_attn(hidden, self.input_layernorm, rotary, context, add=False)
         hidden = torch.add(hidden, self.post_norm1(answer), alpha=self.multiplier)
-        answer = self.mlp.down_proj(self.mlp.inner(hidden, self.post_attention_layernorm))
+        answer = self.mlp.project(self.mlp.inner(hidden, self.post_attention_layernorm))
         return torch.add(hidden, self.post_norm2(answer), alpha=self.multiplier)
 
 
@@ -70,6 +71,7 @@ class ClovaDecoder(GraniteDecoder):
 
 
 class HyperCLOVAXForCausalLM(GraniteForCausalLM):
+    tensor_parallel = True
     decoder = ClovaDecoder
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -21,6 +21,7 @@ class HeliumAttention(SelfAttention):
 
 
 class HeliumForCausalLM(CausalLM):
+    tensor_parallel = True
     attention: ClassVar[type[SelfAttention]] = HeliumAttention
 
     @staticmethod
@@ -38,6 +39,7 @@ class ErnieAttention(SelfAttention):
 
 
 class Ernie4_5ForCausalLM(HeliumForCausalLM):
+    tensor_parallel = True
     attention = ErnieAttention
 
     @staticmethod
@@ -51,4 +53,5 @@ class Ernie4_5ForCausalLM(HeliumForCausalLM):
 class GlmForCausalLM(Glm4Model, CausalLM):
     """GLM-4's attention and MLP in Llama's block."""
 
+    tensor_parallel = True
     decoder = Decoder

@@ -33,6 +33,7 @@ class HunYuanDecoder(Decoder):
 
 
 class HunYuanDenseV1ForCausalLM(CausalLM):
+    tensor_parallel = True
     attention = HunYuanAttention
     decoder = HunYuanDecoder
     weight_map = WeightMap(

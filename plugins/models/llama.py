@@ -8,6 +8,8 @@ from .decoder import CausalLM, DecoderClassifier, HeadlessLM
 class LlamaForCausalLM(CausalLM):
     """Llama; biases, head size and rope variant come from the configuration."""
 
+    tensor_parallel = True
+
 
 class LlamaModel(HeadlessLM):
     """The same without a head, for embeddings."""

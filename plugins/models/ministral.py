@@ -22,6 +22,7 @@ class MinistralAttention(MistralAttention):
 
 
 class MinistralForCausalLM(CausalLM):
+    tensor_parallel = True
     attention = MinistralAttention
 
 
@@ -45,6 +46,7 @@ class GrowingAttention(MistralAttention):
 
 
 class Ministral3ForCausalLM(CausalLM):
+    tensor_parallel = True
     attention = GrowingAttention
 
 
@@ -55,8 +57,10 @@ class SeedOssAttention(SelfAttention):
 
 
 class SeedOssForCausalLM(CausalLM):
+    tensor_parallel = True
     attention = SeedOssAttention
 
 
 class CwmForCausalLM(CausalLM):
+    tensor_parallel = True
     attention = MinistralAttention

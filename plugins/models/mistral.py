@@ -25,6 +25,7 @@ class MistralAttention(SelfAttention):
 
 
 class MistralForCausalLM(CausalLM):
+    tensor_parallel = True
     attention = MistralAttention
 
 

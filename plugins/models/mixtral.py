@@ -16,6 +16,7 @@ from .mistral import MistralAttention
 
 
 class MixtralForCausalLM(CausalLM):
+    tensor_parallel = True
     attention = MistralAttention
     weight_map = dataclasses.replace(
         CausalLM.weight_map,

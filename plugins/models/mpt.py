@@ -35,7 +35,7 @@ class MptAttention(ClippedAttention, FusedAttention):
         return msgspec.structs.replace(
             spec,
             scale=options.softmax_scale or spec.scale,
-            alibi_slopes=alibi_slopes(self.num_heads, options.alibi_bias_max),
+            alibi_slopes=alibi_slopes(self.all_heads, options.alibi_bias_max)[self.own.queries],
         )
 
 
@@ -48,6 +48,7 @@ class MptDecoder(UnrotatedDecoder):
 
 
 class MptForCausalLM(CausalLM):
+    tensor_parallel = True
     attention = MptAttention
     decoder = MptDecoder
     weight_map = WeightMap(

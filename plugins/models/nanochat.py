@@ -50,6 +50,7 @@ class NanoChatDecoder(Decoder):
 
 
 class NanoChatForCausalLM(CausalLM):
+    tensor_parallel = True
     attention = NanoChatAttention
     decoder = NanoChatDecoder
     weight_map = WeightMap(

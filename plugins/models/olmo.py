@@ -29,5 +29,6 @@ class OlmoDecoder(Decoder):
 
 
 class OlmoForCausalLM(CausalLM):
+    tensor_parallel = True
     attention = OlmoAttention
     decoder = OlmoDecoder

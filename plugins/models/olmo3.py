@@ -22,6 +22,7 @@ class Olmo3Decoder(Olmo2Decoder):
 
 
 class Olmo3ForCausalLM(CausalLM):
+    tensor_parallel = True
     attention = Olmo3Attention
     decoder = Olmo3Decoder
 

@@ -42,6 +42,7 @@ class OptDecoder(PositionDecoder):
 
 
 class OPTForCausalLM(CausalLM):
+    tensor_parallel = True
     attention = OptAttention
     decoder: ClassVar[type[Decoder]] = OptDecoder
     weight_map = WeightMap(
@@ -78,6 +79,7 @@ class BioGptDecoder(OptDecoder):
 
 
 class BioGptForCausalLM(OPTForCausalLM):
+    tensor_parallel = True
     decoder = BioGptDecoder
     weight_map = WeightMap(
         stacked=QKV_SHARDS,

@@ -18,11 +18,11 @@ from ...core.loading.model_config import ModelConfig
 from ...core.loading.weight_map import RowOrder, WeightMap
 from ...core.nn.context import BuildContext, ForwardContext
 from ...core.nn.embedding import Embedding
-from ...core.nn.linear import Linear
 from ...core.nn.mlp import PlainMLP
 from ...core.nn.norm import LayerNorm, RMSNorm
 from ...core.nn.operations import rotate
 from ...core.nn.rotary import Rotary
+from ...core.parallel.sharding import Sharding
 from .decoder import Block, Decoder, MakeMLP, ParallelBlock, SelfAttention
 
 # ---------------------------------------------------------------- blocks
@@ -118,8 +118,7 @@ class FusedAttention(SelfAttention):
     """Queries, keys and values are one tensor of the checkpoint, which `grouped_rows` may have to
     put in order."""
 
-    def projection(self, hf: Any, sizes: dict[str, int], build: BuildContext) -> Linear:
-        return Linear(hf.hidden_size, sum(sizes.values()), build, bias=self.qkv_bias(hf))
+    fused = True
 
 
 class HeadNormAttention(SelfAttention):
@@ -232,13 +231,16 @@ class HeadsLayerNorm(nn.Module):
         self,
         num_heads: int,
         head_dim: int,
+        own: slice,
         eps: float,
         build: BuildContext,
         order: RowOrder | None = None,
     ) -> None:
-        """`order`: how the rows of the heads' projection are put in order."""
+        """`own`: this rank's heads; `order`: how the rows of the heads' projection are put in
+        order."""
         super().__init__()
-        self.weight = nn.Parameter(build.empty(num_heads, head_dim))
+        self.shardings = {"weight": Sharding(0, {"": num_heads}, {"": (own,)})}
+        self.weight = nn.Parameter(build.empty(own.stop - own.start, head_dim))
         self.eps, self.order = eps, order
 
     def after_loading(self) -> None:

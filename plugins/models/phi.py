@@ -36,6 +36,7 @@ class PhiAttention(HeadNormAttention):
 
 
 class PhiForCausalLM(CausalLM):
+    tensor_parallel = True
     attention: ClassVar[type[PhiAttention]] = PhiAttention
     decoder: ClassVar[type[Decoder]] = ParallelLayerNormDecoder
     head_bias = True
@@ -52,6 +53,7 @@ class PersimmonAttention(FusedAttention, PhiAttention):
 
 
 class PersimmonForCausalLM(PhiForCausalLM):
+    tensor_parallel = True
     attention = PersimmonAttention
     decoder = LayerNormDecoder
     head_bias = False

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import nn
 
 from ...core.loading.model_config import ModelConfig
 from ...core.loading.weight_map import WeightMap
 from ...core.nn.context import BuildContext
-from ...core.nn.linear import Linear
 from ...core.nn.mlp import GatedMLP
 from .decoder import CausalLM, DecoderClassifier, HeadlessLM
 from .mistral import MistralAttention
@@ -18,8 +15,11 @@ from .mistral import MistralAttention
 class Phi3Attention(MistralAttention):
     """Attention whose fused checkpoint tensor already has the row order used here."""
 
-    def projection(self, hf: Any, sizes: dict[str, int], build: BuildContext) -> Linear:
-        return Linear(hf.hidden_size, sum(sizes.values()), build)
+    fused = True
+
+    @staticmethod
+    def qkv_bias(hf: object) -> bool:
+        return False
 
 
 class Phi3Model(HeadlessLM):
@@ -35,7 +35,7 @@ class Phi3Model(HeadlessLM):
 
 
 class Phi3ForCausalLM(Phi3Model, CausalLM):
-    pass
+    tensor_parallel = True
 
 
 class Phi3ForSequenceClassification(Phi3Model, DecoderClassifier):

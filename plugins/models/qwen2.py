@@ -22,6 +22,7 @@ class Qwen2Attention(SelfAttention):
 
 
 class Qwen2ForCausalLM(CausalLM):
+    tensor_parallel = True
     attention = Qwen2Attention
 
 

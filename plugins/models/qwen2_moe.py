@@ -24,6 +24,7 @@ class Qwen2MoeAttention(Qwen2Attention):
 
 
 class Qwen2MoeForCausalLM(CausalLM):
+    tensor_parallel = True
     attention = Qwen2MoeAttention
     weight_map = dataclasses.replace(CausalLM.weight_map, names={"shared_experts": "shared_expert"})
 

@@ -24,6 +24,7 @@ class Qwen3Attention(SelfAttention):
 
 
 class Qwen3ForCausalLM(CausalLM):
+    tensor_parallel = True
     attention = Qwen3Attention
 
 

@@ -25,6 +25,7 @@ class Qwen3MoeAttention(Qwen3Attention):
 
 
 class Qwen3MoeForCausalLM(CausalLM):
+    tensor_parallel = True
     attention = Qwen3MoeAttention
 
     @staticmethod

@@ -27,5 +27,6 @@ class SmolLM3Decoder(Decoder):
 
 
 class SmolLM3ForCausalLM(CausalLM):
+    tensor_parallel = True
     attention = SmolLM3Attention
     decoder = SmolLM3Decoder

@@ -41,6 +41,7 @@ class XglmDecoder(UnrotatedDecoder):
 
 
 class XGLMForCausalLM(OPTForCausalLM):
+    tensor_parallel = True
     decoder = XglmDecoder
     weight_map = WeightMap(
         stacked=QKV_SHARDS,

@@ -19,7 +19,8 @@ import transformers
 from safetensors.torch import load_file
 
 from jackfield import AsyncEngine, EngineConfig, SamplingParams
-from jackfield.plugins.conformance.models import VOCAB, PagedModel, tiny
+from jackfield.core.registry import load_plugins
+from jackfield.plugins.conformance.models import VOCAB, PagedModel, check_ranks, tiny
 
 LEFT_OUT = ...
 """Of a field of the kit's tiny configuration that a family cannot take."""
@@ -241,4 +242,5 @@ async def test_a_family_equals_transformers(case: str, tmp_path: Path) -> None:
     reference = make_reference(case)
     folder = checkpoint(reference, case.partition(":")[0], tmp_path)
     check_logits(folder, reference)
+    check_ranks(folder, case.partition(":")[0], 2, load_plugins(), 2e-4)
     await check_engine(folder, lambda tokens: score(reference, tokens))

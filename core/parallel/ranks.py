@@ -1,0 +1,84 @@
+"""Ranks, and the groups in which they compute together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Group(Protocol):
+    """Ranks that compute each layer together. Every rank calls the same methods in the same order,
+    with tensors of the same shape and type."""
+
+    @property
+    def rank(self) -> int:
+        """Number of this rank, from 0."""
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the sum over all ranks, the same bits on each: [any] → the same shape. `x` may be
+        overwritten."""
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the tensors of all ranks, joined in the last dimension, by rank: [..., n] → [...,
+        size * n]"""
+
+
+@dataclass(frozen=True)
+class OneRank:
+    """The group of a rank that computes alone."""
+
+    rank: int = 0
+    size: int = 1
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """Return `x`."""
+        return x
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        """Return `x`."""
+        return x
+
+
+class Product(Protocol):
+    """A layer that is divided by its input features, so that each rank computes one term."""
+
+    def __call__(
+        self, x: torch.Tensor, *, residual: torch.Tensor | None = None
+    ) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The groups that this rank belongs to."""
+
+    tensor: Group = OneRank()
+    """Ranks that each hold a part of every layer (tensor parallelism)."""
+
+    def add(
+        self, residual: torch.Tensor | None, *products: tuple[Product, torch.Tensor]
+    ) -> torch.Tensor:
+        """Return residual + the sum of all products, each (layer, its input), over all ranks.
+
+        The residual is added once, after the sum, and may be overwritten. One rank passes it
+        through the layers, which may add it in their own kernels.
+        """
+        alone = self.tensor.size == 1
+        total = residual if alone else None
+        for layer, x in products:
+            total = layer(x, residual=total)
+        assert total is not None, "there is at least one product"
+        if alone:
+            return total
+        total = self.tensor.all_reduce(total)
+        return total if residual is None else residual.add_(total)
+
+
+ONE_RANK = Ranks()
+"""A rank that computes alone."""

@@ -1,0 +1,110 @@
+"""Which part of a parameter a rank holds, as data, and how features and heads are divided."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from ..errors import ConfigError, LoadError
+from .ranks import Group
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """The part of a checkpoint's tensors that one rank's parameter holds."""
+
+    dim: int
+    """Dimension that the ranks divide."""
+    sizes: Mapping[str, int]
+    """Shard name → size of that dimension in the checkpoint; "": of shards that are not named."""
+    slices: Mapping[str, tuple[slice, ...]]
+    """Shard name, as in `sizes` → what this rank holds of it, in the order of its parameter."""
+    padding: int = 0
+    """Zeros at the end of the part."""
+    kept: bool = True
+    """False: another rank holds the tensor, and this one zeros."""
+
+    def part(self, shard: str | None, tensor: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part of a tensor. Raises LoadError if it has another size."""
+        if not self.kept:
+            return tensor.new_zeros(tensor.shape)
+        name = shard if shard is not None and shard in self.sizes else ""
+        if tensor.dim() <= self.dim or tensor.shape[self.dim] != self.sizes[name]:
+            raise LoadError(
+                f"has shape {tuple(tensor.shape)}, and ranks divide {self.sizes[name]} in "
+                f"dimension {self.dim}"
+            )
+        parts = [tensor[(slice(None),) * self.dim + (piece,)] for piece in self.slices[name]]
+        if self.padding:
+            shape = list(tensor.shape)
+            shape[self.dim] = self.padding
+            parts.append(tensor.new_zeros(shape))
+        return parts[0] if len(parts) == 1 else _joined(parts, self.dim)
+
+
+def _joined(parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
+    import torch
+
+    return torch.cat(list(parts), dim=dim)
+
+
+def even_slice(size: int, group: Group, what: str = "features") -> slice:
+    """Return the rank's share of `size` equal things. Raises ConfigError if the ranks cannot share
+    them evenly."""
+    if size % group.size:
+        raise ConfigError(
+            f"tensor_parallel_size: {size} {what} of this model cannot be divided by {group.size}; "
+            f"{_below(size, group.size)} can",
+            param="tensor_parallel_size",
+        )
+    share = size // group.size
+    return slice(group.rank * share, (group.rank + 1) * share)
+
+
+def _below(size: int, ranks: int) -> int:
+    """Return the largest number of ranks below `ranks` that divides `size`."""
+    return next(count for count in range(ranks - 1, 0, -1) if size % count == 0)
+
+
+def length(pieces: Sequence[slice]) -> int:
+    """Return the number of elements of slices with both ends."""
+    return sum(piece.stop - piece.start for piece in pieces)
+
+
+class HeadShare(NamedTuple):
+    """A rank's heads of one attention layer."""
+
+    queries: slice
+    """Query heads."""
+    keys: slice
+    """Heads of keys and values; if there are fewer than ranks, several ranks have the same one."""
+
+    @classmethod
+    def of(cls, num_heads: int, num_kv_heads: int, group: Group) -> HeadShare:
+        """Divide an attention layer's heads. Raises ConfigError if that is not possible."""
+        queries = even_slice(num_heads, group, "attention heads")
+        if group.size <= num_kv_heads or math.gcd(group.size, num_kv_heads) != num_kv_heads:
+            return cls(queries, even_slice(num_kv_heads, group, "key-value heads"))
+        head = group.rank // (group.size // num_kv_heads)
+        return cls(queries, slice(head, head + 1))
+
+    @property
+    def num_heads(self) -> int:
+        return length([self.queries])
+
+    @property
+    def num_kv_heads(self) -> int:
+        return length([self.keys])
+
+    def rows(self, head_dim: int) -> dict[str, slice]:
+        """Return the rows of the projections to queries, keys and values."""
+        queries, keys = (
+            slice(heads.start * head_dim, heads.stop * head_dim)
+            for heads in (self.queries, self.keys)
+        )
+        return {"q": queries, "k": keys, "v": keys}
