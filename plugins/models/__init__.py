@@ -8,9 +8,12 @@ from ...core.hooks import hookimpl
 
 ARCHITECTURES = {
     "apertus": ("ApertusForCausalLM",),
+    "baichuan": ("BaichuanForCausalLM",),
     "bert": ("BertModel", "BertForSequenceClassification"),
     "bloom": ("BloomForCausalLM",),
+    "chatglm": ("ChatGLMModel",),
     "cohere": ("CohereForCausalLM", "Cohere2ForCausalLM"),
+    "exaone": ("ExaoneForCausalLM",),
     "exaone4": ("Exaone4ForCausalLM",),
     "falcon": ("FalconForCausalLM",),
     "deepseek_moe": ("Dots1ForCausalLM", "Glm4MoeForCausalLM"),
@@ -27,7 +30,9 @@ ARCHITECTURES = {
     "granite_swa": ("GraniteSWAForCausalLM", "HyperCLOVAXForCausalLM"),
     "helium": ("HeliumForCausalLM", "Ernie4_5ForCausalLM", "GlmForCausalLM"),
     "hunyuan": ("HunYuanDenseV1ForCausalLM",),
+    "internlm2": ("InternLM2ForCausalLM",),
     "llama": ("LlamaForCausalLM", "LlamaModel", "LlamaForSequenceClassification"),
+    "minicpm": ("MiniCPMForCausalLM",),
     "ministral": (
         "MinistralForCausalLM",
         "Ministral3ForCausalLM",
@@ -43,8 +48,10 @@ ARCHITECTURES = {
     "olmo2": ("Olmo2ForCausalLM", "Olmo2Model", "Olmo2ForSequenceClassification"),
     "olmo3": ("Olmo3ForCausalLM", "Olmo3Model", "Olmo3ForSequenceClassification"),
     "opt": ("OPTForCausalLM", "BioGptForCausalLM"),
+    "orion": ("OrionForCausalLM",),
     "phi": ("PhiForCausalLM", "PersimmonForCausalLM"),
     "phi3": ("Phi3ForCausalLM", "Phi3Model", "Phi3ForSequenceClassification"),
+    "qwen": ("QWenLMHeadModel",),
     "qwen2": ("Qwen2ForCausalLM", "Qwen2Model", "Qwen2ForSequenceClassification"),
     "qwen2_moe": ("Qwen2MoeForCausalLM",),
     "qwen3": ("Qwen3ForCausalLM", "Qwen3Model", "Qwen3ForSequenceClassification"),
@@ -54,9 +61,16 @@ ARCHITECTURES = {
     "starcoder2": ("Starcoder2ForCausalLM",),
     "vaultgemma": ("VaultGemmaForCausalLM",),
     "xglm": ("XGLMForCausalLM",),
-}
+}  # fmt: skip
 """Module → its architectures, by class name."""
+LLAMA = (
+    "AquilaForCausalLM", "AquilaModel", "IQuestCoderForCausalLM", "InternLMForCausalLM",
+    "InternLM3ForCausalLM", "LLaMAForCausalLM", "XverseForCausalLM",
+)  # fmt: skip
 SAME = {
+    **dict.fromkeys(LLAMA, "llama:LlamaForCausalLM"),
+    "BaiChuanForCausalLM": "baichuan:BaichuanForCausalLM",
+    "ChatGLMForConditionalGeneration": "chatglm:ChatGLMModel",
     "BertForMaskedLM": "bert:BertModel",
     "RobertaForMaskedLM": "roberta:RobertaModel",
     "XLMRobertaForMaskedLM": "roberta:RobertaModel",
@@ -64,6 +78,16 @@ SAME = {
     "XLMRobertaForSequenceClassification": "roberta:RobertaForSequenceClassification",
 }
 """Architectures served by the class of another one. Of a masked model only the encoder is used."""
+CONFIGS = {
+    **dict.fromkeys(("aquila", "internlm", "internlm2", "xverse"), "LlamaLikeConfig"),
+    "baichuan": "BaichuanConfig",
+    "chatglm": "ChatGLMConfig",
+    "exaone": "ExaoneConfig",
+    "minicpm": "MiniCPMConfig",
+    "orion": "OrionConfig",
+    "qwen": "QWenConfig",
+}
+"""Model types that `transformers` does not know."""
 
 
 @hookimpl
@@ -73,3 +97,9 @@ def register_models(registry: Any) -> None:
     }
     for name, place in (classes | SAME).items():
         registry.add(name, f"jackfield.plugins.models.{place}")
+
+
+@hookimpl
+def register_configs(registry: Any) -> None:
+    for model_type, name in CONFIGS.items():
+        registry.add(model_type, f"jackfield.plugins.models.configs:{name}")

@@ -38,7 +38,11 @@ class GraniteBlock(Block):
         mlp: MakeMLP,
     ) -> None:
         super().__init__(config, layer, build, attention, mlp)
-        self.multiplier = float(config.hf_config.residual_multiplier)
+        self.multiplier = self.multiplier_of(config)
+
+    @staticmethod
+    def multiplier_of(config: ModelConfig) -> float:
+        return float(config.hf_config.residual_multiplier)
 
     def forward(
         self, hidden: torch.Tensor, rotary: Rotary | None, context: ForwardContext

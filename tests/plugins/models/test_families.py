@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -163,10 +163,11 @@ PROMPTS = [[3 + (7 * i * n) % (VOCAB - 3) for i in range(1, n)] for n in (6, 42)
 OUTPUT = 3
 
 
-def make_reference(case: str) -> Any:
-    """A random model whose every parameter counts, float32, eager attention."""
+def make_reference(case: str, changes: Mapping[str, Any] | None = None) -> Any:
+    """A random model whose every parameter counts, float32, eager attention. `changes`: of its
+    tiny configuration, if not those of CASES."""
     kind = getattr(transformers, case.partition(":")[0])
-    fields = {**tiny(kind.config_class), **CASES[case]}
+    fields = {**tiny(kind.config_class), **(CASES[case] if changes is None else changes)}
     config = kind.config_class(**{k: v for k, v in fields.items() if v is not LEFT_OUT})
     config._attn_implementation = EAGER_IS_WRONG.get(case, "eager")
     torch.manual_seed(7)

@@ -1,0 +1,86 @@
+"""Configurations of families that `transformers` does not know: their fields by the usual names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from transformers import PreTrainedConfig
+
+
+class RenamedConfig:
+    """Reads config.json's fields by their names, and some of them also by the usual ones."""
+
+    usual: ClassVar[Mapping[str, str]] = {}
+    """Usual name → the family's own."""
+    defaults: ClassVar[Mapping[str, Any]] = {}
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any]) -> Any:
+        own = {"tie_word_embeddings": False} | dict(cls.defaults) | config_dict
+        own.pop("model_type", None)
+        renamed = {name: own[theirs] for name, theirs in cls.usual.items() if theirs in own}
+        return PreTrainedConfig(**(own | renamed))
+
+
+class LlamaLikeConfig(RenamedConfig):
+    """Aquila, InternLM 1 and 2, XVERSE: Llama's fields; `bias` may stand for `attention_bias`."""
+
+    usual = {"attention_bias": "bias"}
+    defaults = {"hidden_act": "silu"}
+
+
+class BaichuanConfig(RenamedConfig):
+    """Its 13B models have a `model_max_length` instead of positions."""
+
+    usual = {"max_position_embeddings": "model_max_length"}
+
+
+class ExaoneConfig(RenamedConfig):
+    usual = {
+        "num_hidden_layers": "num_layers", "hidden_act": "activation_function",
+        "rms_norm_eps": "layer_norm_epsilon",
+    }  # fmt: skip
+
+
+class MiniCPMConfig(RenamedConfig):
+    defaults = {"tie_word_embeddings": True, "hidden_act": "silu"}
+
+
+class OrionConfig(RenamedConfig):
+    usual = {"layer_norm_eps": "rms_norm_eps"}
+
+
+class QWenConfig(RenamedConfig):
+    """The first Qwen: an MLP has half of `intermediate_size`, and up to `seq_length` tokens are
+    attended to without changes."""
+
+    usual = {
+        "rms_norm_eps": "layer_norm_epsilon", "rope_theta": "rotary_emb_base",
+        "head_dim": "kv_channels", "max_position_embeddings": "seq_length",
+    }  # fmt: skip
+    defaults = {"hidden_act": "silu"}
+
+
+class ChatGLMConfig(RenamedConfig):
+    """ChatGLM 2 and 3, and GLM-4 9B of 2024."""
+
+    usual = {
+        "num_hidden_layers": "num_layers", "vocab_size": "padded_vocab_size",
+        "intermediate_size": "ffn_hidden_size", "head_dim": "kv_channels",
+        "max_position_embeddings": "seq_length", "rms_norm_eps": "layernorm_epsilon",
+        "attention_bias": "add_qkv_bias",
+    }  # fmt: skip
+    defaults = {"hidden_act": "silu"}
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any]) -> Any:
+        """Half of each head is rotated, with a base that `rope_ratio` raises."""
+        own = dict(config_dict)
+        if own.get("multi_query_attention"):
+            own["num_key_value_heads"] = own["multi_query_group_num"]
+        own["rope_parameters"] = {
+            "rope_type": "default", "partial_rotary_factor": 0.5,
+            "rope_theta": 10000.0 * (own.get("rope_ratio") or 1.0),
+        }  # fmt: skip
+        return super().from_dict(own)

@@ -1,0 +1,26 @@
+"""InternLM 2: Llama by other names, with queries beside their key and value."""
+
+from __future__ import annotations
+
+from ...core.loading.model_config import ModelConfig
+from ...core.loading.weight_map import RowOrder, Shard, WeightMap
+from .decoder import CausalLM
+from .parts import FusedAttention, grouped_rows
+
+
+class InternLM2ForCausalLM(CausalLM):
+    attention = FusedAttention
+    weight_map = WeightMap(
+        stacked={"w1": Shard("gate_up_proj", "gate"), "w3": Shard("gate_up_proj", "up")},
+        tied={"lm_head.weight": "model.embed_tokens.weight"},
+        prefixes={"output.": "lm_head."},
+        names={
+            "embed_tokens": "tok_embeddings", "self_attn": "attention", "qkv_proj": "wqkv",
+            "o_proj": "wo", "mlp": "feed_forward", "down_proj": "w2",
+            "input_layernorm": "attention_norm", "post_attention_layernorm": "ffn_norm",
+        },
+    )  # fmt: skip
+
+    @staticmethod
+    def row_orders(config: ModelConfig) -> dict[str, RowOrder]:
+        return {"qkv_proj": grouped_rows(config, config.num_kv_heads)}

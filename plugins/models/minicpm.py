@@ -1,0 +1,39 @@
+"""MiniCPM 1 and 2: Llama with Granite's multipliers by other names."""
+
+from __future__ import annotations
+
+import torch
+
+from ...core.errors import ConfigError
+from ...core.loading.model_config import ModelConfig
+from ...core.nn.context import BuildContext
+from .decoder import CausalLM, Decoder
+from .granite import GraniteBlock
+
+
+class MiniCPMBlock(GraniteBlock):
+    @staticmethod
+    def multiplier_of(config: ModelConfig) -> float:
+        return float(config.hf_config.scale_depth / config.num_layers**0.5)
+
+
+class MiniCPMDecoder(Decoder):
+    block = MiniCPMBlock
+
+    @staticmethod
+    def embedding_scale(config: ModelConfig, build: BuildContext) -> float:
+        return float(config.hf_config.scale_emb)
+
+
+class MiniCPMForCausalLM(CausalLM):
+    decoder = MiniCPMDecoder
+
+    def __init__(self, config: ModelConfig, build: BuildContext) -> None:
+        """Raises ConfigError for its mixtures of experts."""
+        if getattr(config.hf_config, "num_experts", 0):
+            raise ConfigError("num_experts: experts are not supported here", param="num_experts")
+        super().__init__(config, build)
+        self.width = config.hidden_size / float(config.hf_config.dim_model_base)
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return super().compute_logits(hidden).div_(self.width)

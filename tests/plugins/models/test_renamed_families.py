@@ -1,0 +1,256 @@
+"""Families that `transformers` does not have say what their equals there say.
+
+Each case takes a random model of a family that `transformers` has, and writes its weights and its
+configuration as the other family's checkpoints have them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from test_families import check_engine, checkpoint, make_reference
+
+from jackfield import AsyncEngine, EngineConfig
+from jackfield.core.errors import ConfigError
+from jackfield.plugins.conformance.models import EPSILON, TINY, VOCAB
+from jackfield.plugins.models import baichuan, configs
+
+HIDDEN, LAYERS, HEADS, KV_HEADS, SIZE = 64, 3, 4, 2, 16
+Tensors = dict[str, torch.Tensor]
+SIZES = {name: TINY[name] for name in ("vocab_size", "hidden_size", "num_attention_heads")}
+COMMON = SIZES | {
+    "num_hidden_layers": LAYERS, "intermediate_size": 96, "rms_norm_eps": EPSILON,
+    "max_position_embeddings": 256,
+}  # fmt: skip
+
+
+class Case(NamedTuple):
+    equal: str
+    """An architecture of `transformers`."""
+    fields: dict[str, Any]
+    """Of its configuration."""
+    config: dict[str, Any]
+    """What the family's config.json says, besides its architecture."""
+    write: Callable[[Tensors], Tensors] = lambda tensors: tensors
+    """By name in `transformers` → by the family's names."""
+
+
+def renamed(*names: tuple[str, str]) -> Callable[[Tensors], Tensors]:
+    """`(pattern, replacement)`, one after the other."""
+
+    def write(tensors: Tensors) -> Tensors:
+        found = {}
+        for name, tensor in tensors.items():
+            for pattern, new in names:
+                name = re.sub(pattern, new, name)
+            found[name] = tensor
+        return found
+
+    return write
+
+
+def together(tensors: Tensors, into: str, *, grouped: bool = False) -> Tensors:
+    """Queries, keys and values as one tensor; `grouped`: the queries of a key beside it."""
+    found = {name: t for name, t in tensors.items() if not re.search(r"\.[qkv]_proj\.", name)}
+    for name in tensors:
+        if ".q_proj." not in name:
+            continue
+        query, key, value = (tensors[name.replace(".q_proj.", f".{p}_proj.")] for p in "qkv")
+        rest = query.shape[1:]
+        if grouped:
+            parts = [t.reshape(KV_HEADS, -1, SIZE, *rest) for t in (query, key, value)]
+            whole = torch.cat(parts, dim=1).reshape(-1, *rest)
+        else:
+            whole = torch.cat([query, key, value])
+        found[name.replace("q_proj", into)] = whole
+    return found
+
+
+def internlm2(tensors: Tensors) -> Tensors:
+    return renamed(
+        ("lm_head", "output"), ("embed_tokens", "tok_embeddings"), ("self_attn", "attention"),
+        ("o_proj", "wo"), ("mlp.gate_proj", "feed_forward.w1"), ("mlp.up_proj", "feed_forward.w3"),
+        ("mlp.down_proj", "feed_forward.w2"), ("input_layernorm", "attention_norm"),
+        ("post_attention_layernorm", "ffn_norm"),
+    )(together(tensors, "wqkv", grouped=True))  # fmt: skip
+
+
+def qwen(tensors: Tensors) -> Tensors:
+    return renamed(
+        (r"model\.", "transformer."), ("embed_tokens", "wte"), (r"layers\.", "h."),
+        (r"transformer\.norm", "transformer.ln_f"), (r"self_attn\.o_proj", "attn.c_proj"),
+        ("self_attn", "attn"), ("gate_proj", "w2"), ("up_proj", "w1"), ("down_proj", "c_proj"),
+        ("input_layernorm", "ln_1"), ("post_attention_layernorm", "ln_2"),
+    )(together(tensors, "c_attn"))  # fmt: skip
+
+
+EXAONE = renamed(
+    (r"model\.", "transformer."), ("embed_tokens", "wte"), (r"layers\.", "h."),
+    (r"transformer\.norm", "transformer.ln_f"), ("self_attn", "attn.attention"),
+    ("o_proj", "out_proj"), ("gate_proj", "c_fc_0"), ("up_proj", "c_fc_1"),
+    ("down_proj", "c_proj"), ("input_layernorm", "ln_1"), ("post_attention_layernorm", "ln_2"),
+)  # fmt: skip
+
+
+def chatglm(tensors: Tensors) -> Tensors:
+    found = renamed(
+        (r"model\.embed_tokens", "transformer.embedding.word_embeddings"),
+        ("lm_head", "transformer.output_layer"), (r"model\.", "transformer.encoder."),
+        (r"encoder\.norm", "encoder.final_layernorm"), ("self_attn", "self_attention"),
+        ("o_proj", "dense"), ("gate_up_proj", "dense_h_to_4h"), ("down_proj", "dense_4h_to_h"),
+    )(together(tensors, "query_key_value"))  # fmt: skip
+    return found | {"transformer.rotary_pos_emb.inv_freq": torch.ones(4)}
+
+
+def longer_rows(tensors: Tensors) -> Tensors:
+    """A head whose rows have length 1, as Baichuan 2 stores it: before the division."""
+    lengths = torch.linspace(0.5, 2.0, VOCAB)[:, None]
+    return together(tensors, "W_pack") | {"lm_head.weight": tensors["lm_head.weight"] * lengths}
+
+
+LLAMA = {"tie_word_embeddings": False, "attention_bias": False}
+CASES = {
+    "AquilaForCausalLM": Case("LlamaForCausalLM", LLAMA, {
+        **COMMON, "model_type": "aquila", "num_key_value_heads": 2, "hidden_act": "silu",
+    }),
+    "InternLMForCausalLM": Case("LlamaForCausalLM", {
+        "tie_word_embeddings": False, "attention_bias": True, "num_key_value_heads": 4,
+    }, {**COMMON, "model_type": "internlm", "bias": True}),
+    "InternLM2ForCausalLM": Case("LlamaForCausalLM", LLAMA, {
+        **COMMON, "model_type": "internlm2", "num_key_value_heads": 2, "bias": False,
+    }, internlm2),
+    "InternLM3ForCausalLM": Case("LlamaForCausalLM", {"tie_word_embeddings": False}, {
+        **COMMON, "model_type": "internlm3", "num_key_value_heads": 2, "bias": False,
+        "qkv_bias": False, "head_dim": 16,
+    }),
+    "BaiChuanForCausalLM": Case("LlamaForCausalLM", LLAMA | {"num_key_value_heads": 4}, {
+        **COMMON, "model_type": "baichuan", "hidden_act": "silu",
+    }, lambda tensors: together(tensors, "W_pack")),
+    "QWenLMHeadModel": Case("Qwen2ForCausalLM", {
+        "tie_word_embeddings": False, "num_key_value_heads": 4, "head_dim": 16,
+    }, {
+        **SIZES, "model_type": "qwen", "num_hidden_layers": LAYERS, "intermediate_size": 192,
+        "layer_norm_epsilon": EPSILON, "kv_channels": 16, "seq_length": 256, "no_bias": True,
+        "rotary_emb_base": 10000, "max_position_embeddings": 512, "use_dynamic_ntk": True,
+    }, qwen),
+    "ExaoneForCausalLM": Case("LlamaForCausalLM", {"tie_word_embeddings": True}, {
+        **SIZES, "model_type": "exaone", "num_layers": LAYERS, "intermediate_size": 96,
+        "layer_norm_epsilon": EPSILON, "activation_function": "silu", "num_key_value_heads": 2,
+        "max_position_embeddings": 256, "tie_word_embeddings": True,
+    }, EXAONE),
+    "OrionForCausalLM": Case("StableLmForCausalLM", {
+        "partial_rotary_factor": 1.0, "use_qkv_bias": False, "tie_word_embeddings": False,
+    }, {**COMMON, "model_type": "orion", "num_key_value_heads": 2, "hidden_act": "silu"}),
+    "MiniCPMForCausalLM": Case("GraniteForCausalLM", {
+        "embedding_multiplier": 12.0, "residual_multiplier": 1.4 / math.sqrt(LAYERS),
+        "logits_scaling": HIDDEN / 16, "attention_multiplier": SIZE**-0.5,
+        "tie_word_embeddings": True,
+    }, {
+        **COMMON, "model_type": "minicpm", "num_key_value_heads": 2, "scale_emb": 12,
+        "scale_depth": 1.4, "dim_model_base": 16,
+    }),
+    "ChatGLMModel": Case("GlmForCausalLM", {
+        "tie_word_embeddings": False, "attention_bias": True,
+        "rope_parameters": {
+            "rope_type": "default", "rope_theta": 50000.0, "partial_rotary_factor": 0.5,
+        },
+    }, {
+        "model_type": "chatglm", "hidden_size": HIDDEN, "num_attention_heads": HEADS,
+        "num_layers": LAYERS, "padded_vocab_size": VOCAB, "ffn_hidden_size": 96, "kv_channels": 16,
+        "seq_length": 256, "layernorm_epsilon": EPSILON, "add_qkv_bias": True, "rope_ratio": 5,
+        "multi_query_attention": True, "multi_query_group_num": 2, "rmsnorm": True,
+        "original_rope": True,
+    }, chatglm),
+}  # fmt: skip
+
+
+def write(case: Case, architecture: str, folder: Path) -> Any:
+    """Write the checkpoint; return its equal."""
+    reference = make_reference(case.equal, case.fields)
+    checkpoint(reference, case.equal, folder)
+    rewrite(case, architecture, folder, reference)
+    return reference
+
+
+def rewrite(case: Case, architecture: str, folder: Path, reference: Any) -> None:
+    tensors = dict(reference.state_dict())
+    if reference.config.tie_word_embeddings:
+        del tensors["lm_head.weight"]
+    save_file({k: v.contiguous().clone() for k, v in case.write(tensors).items()},
+              folder / "model.safetensors")  # fmt: skip
+    config = case.config | {"architectures": [architecture]}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@torch.no_grad()
+def score(model: Any, tokens: list[int], **more: Any) -> torch.Tensor:
+    logits: torch.Tensor = model(torch.tensor([tokens]), use_cache=False, **more).logits[0]
+    return logits.float().log_softmax(-1)
+
+
+@pytest.mark.parametrize("architecture", CASES)
+async def test_a_family_equals_another_by_its_names(architecture: str, tmp_path: Path) -> None:
+    reference = write(CASES[architecture], architecture, tmp_path)
+    await check_engine(tmp_path, lambda tokens: score(reference, tokens))
+
+
+async def test_baichuan_2_has_a_head_of_rows_of_length_1(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(baichuan, "VOCAB_OF_2", VOCAB)
+    case = CASES["BaiChuanForCausalLM"]._replace(write=longer_rows)
+    reference = write(case, "BaichuanForCausalLM", tmp_path)
+    with torch.no_grad():
+        head = reference.lm_head.weight
+        head.copy_(F.normalize(head))
+    await check_engine(tmp_path, lambda tokens: score(reference, tokens))
+
+
+async def test_baichuan_13b_has_slopes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Llama that does not turn, with the slopes in its mask."""
+    monkeypatch.setattr(baichuan, "ROTATED_SIZE", 32)
+    case = CASES["BaiChuanForCausalLM"]
+    del (config := dict(case.config))["max_position_embeddings"]
+    reference = write(
+        case._replace(config=config | {"model_max_length": 256}), "BaichuanForCausalLM", tmp_path
+    )
+    reference.model.rotary_emb.inv_freq.zero_()
+
+    def expected(tokens: list[int]) -> torch.Tensor:
+        places = torch.arange(len(tokens))
+        distance = (places[None] - places[:, None]).float()
+        slopes = torch.tensor([0.25, 0.0625, 0.015625, 0.00390625])[:, None, None]
+        mask = (slopes * distance).masked_fill(distance > 0, float("-inf"))
+        return score(reference, tokens, attention_mask=mask[None])
+
+    await check_engine(tmp_path, expected)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "field", "value"),
+    [("MiniCPMForCausalLM", "num_experts", 8), ("ChatGLMModel", "rmsnorm", False)],
+)
+async def test_other_variants_are_refused_by_name(
+    architecture: str, field: str, value: Any, tmp_path: Path
+) -> None:
+    config = CASES[architecture].config | {"architectures": [architecture], field: value}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=field) as caught:
+        await AsyncEngine(
+            EngineConfig(model=str(tmp_path), load_format="dummy", skip_tokenizer_init=True)
+        ).start()
+    assert caught.value.param == field
+
+
+def test_a_configuration_has_both_names() -> None:
+    read = configs.ExaoneConfig.from_dict({"num_layers": 3, "vocab_size": 9})
+    assert (read.num_layers, read.num_hidden_layers, read.tie_word_embeddings) == (3, 3, False)
