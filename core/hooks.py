@@ -83,6 +83,9 @@ def register_models(registry: Registry[type[Model] | type[PoolingModel]]) -> Non
     Used by the worker when it builds the model, and before that to determine whether the class
     generates text, is pooled to vectors, or both. Contract: `protocols.Model`,
     `protocols.PoolingModel`.
+
+    `registry.refuse(name, reason)` says why an architecture is not served, for the error of who
+    tries.
     """
 
 

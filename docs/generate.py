@@ -44,6 +44,9 @@ from jackfield.entrypoints.server.frontends.metrics import FrontendMetrics
 from jackfield.entrypoints.struct_fields import described, type_text
 
 DOCS = Path(__file__).resolve().parent
+sys.path.insert(0, str(DOCS))
+from models_page import models  # noqa: E402
+
 NOTE = "<!-- Written by docs/generate.py from the code. Change the code, then run it. -->\n\n"
 FOLDERS = {
     "tutorials": "Tutorials: learn by doing",
@@ -590,6 +593,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "reference/hooks.md": hook_page,
     "reference/fields.md": fields,
     "reference/metrics.md": metrics,
+    "reference/models.md": lambda: models(table),
     "reference/parsers.md": parsers,
     "reference/public-api.md": public_api,
 }

@@ -36,11 +36,12 @@ def build_model(
     start = time.monotonic()
     registry = plugins["model"]
     if model_config.architecture not in registry:
+        reason = registry.refusal(model_config.architecture)
+        known = f" (there are: {', '.join(sorted(registry))})" if reason is None else f": {reason}"
         raise ConfigError(
             f"model: architecture {model_config.architecture!r} (model_type "
-            f"{getattr(model_config.hf_config, 'model_type', None)!r}) is not supported (there "
-            f"are: {', '.join(sorted(registry))}); Jackfield never runs code from a checkpoint: "
-            "install a plugin that registers it",
+            f"{getattr(model_config.hf_config, 'model_type', None)!r}) is not supported{known}; "
+            "Jackfield never runs code from a checkpoint: install a plugin that registers it",
             param="model",
         )
     load_format = "safetensors" if config.load_format == "auto" else config.load_format

@@ -58,6 +58,7 @@ class Registry(Generic[T]):
         self.kind = kind
         self._entries: dict[str, Entry] = {}
         self._loaded: dict[str, T] = {}
+        self._refusals: dict[str, str] = {}
         self._registering = Provenance("unknown", "", "")
 
     def add(
@@ -95,6 +96,20 @@ class Registry(Generic[T]):
             name, reference, self._registering, priority, help, final, override
         )
         self._loaded.pop(name, None)
+
+    def refuse(self, name: str, reason: str) -> None:
+        """Say in one clause why nothing is registered under a name, for the error of who asks for
+        it. A plugin may still register something there."""
+        self._refusals[name] = reason
+
+    def refusal(self, name: str) -> str | None:
+        """Return the reason of `refuse`; None where none was given, or the name is registered."""
+        return None if name in self._entries else self._refusals.get(name)
+
+    @property
+    def refused(self) -> tuple[str, ...]:
+        """Names that are not registered for a reason."""
+        return tuple(sorted(name for name in self._refusals if name not in self._entries))
 
     def load(self, name: str) -> T:
         """Import and return what is registered under `name`.

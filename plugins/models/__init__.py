@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ...core.hooks import hookimpl
+from .refused import REFUSED
 
 ARCHITECTURES = {
     "apertus": ("ApertusForCausalLM",),
@@ -97,6 +98,9 @@ def register_models(registry: Any) -> None:
     }
     for name, place in (classes | SAME).items():
         registry.add(name, f"jackfield.plugins.models.{place}")
+    for reason, names in REFUSED.items():
+        for name in names:
+            registry.refuse(name, reason)
 
 
 @hookimpl

@@ -132,7 +132,7 @@ CASES = {
         **COMMON, "model_type": "internlm3", "num_key_value_heads": 2, "bias": False,
         "qkv_bias": False, "head_dim": 16,
     }),
-    "BaiChuanForCausalLM": Case("LlamaForCausalLM", LLAMA | {"num_key_value_heads": 4}, {
+    "BaichuanForCausalLM": Case("LlamaForCausalLM", LLAMA | {"num_key_value_heads": 4}, {
         **COMMON, "model_type": "baichuan", "hidden_act": "silu",
     }, lambda tensors: together(tensors, "W_pack")),
     "QWenLMHeadModel": Case("Qwen2ForCausalLM", {
@@ -207,7 +207,7 @@ async def test_baichuan_2_has_a_head_of_rows_of_length_1(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(baichuan, "VOCAB_OF_2", VOCAB)
-    case = CASES["BaiChuanForCausalLM"]._replace(write=longer_rows)
+    case = CASES["BaichuanForCausalLM"]._replace(write=longer_rows)
     reference = write(case, "BaichuanForCausalLM", tmp_path)
     with torch.no_grad():
         head = reference.lm_head.weight
@@ -218,7 +218,7 @@ async def test_baichuan_2_has_a_head_of_rows_of_length_1(
 async def test_baichuan_13b_has_slopes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Llama that does not turn, with the slopes in its mask."""
     monkeypatch.setattr(baichuan, "ROTATED_SIZE", 32)
-    case = CASES["BaiChuanForCausalLM"]
+    case = CASES["BaichuanForCausalLM"]
     del (config := dict(case.config))["max_position_embeddings"]
     reference = write(
         case._replace(config=config | {"model_max_length": 256}), "BaichuanForCausalLM", tmp_path

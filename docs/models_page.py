@@ -1,0 +1,126 @@
+"""docs/reference/models.md: which architectures generate, and what shows that they do."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from jackfield.core import hooks
+from jackfield.core.registry import load_plugins
+from jackfield.plugins.models.decoder import CausalLM, HeadlessLM
+from jackfield.plugins.models.parts import OldWeightMap
+
+ROOT = Path(__file__).resolve().parent.parent
+TESTS = ROOT / "tests" / "plugins" / "models"
+RECORD = ROOT / "docs" / "benchmarks" / "conformance.jsonl"
+ABOUT = """\
+# Models
+
+Which architectures generate text, by the name in config.json's `architectures`. Each says what its
+class in `transformers` says, or, where that has none, what an equal family says by other names: on
+a tiny random checkpoint, through the whole engine, prompts in chunks and prefixes from the cache.
+Encoders and decoders for vectors and labels: [Embed, classify, score and
+rerank](../how-to/embeddings.md). To add one: [write a plugin](../how-to/write-a-plugin.md).
+
+- **family**: the module in `plugins/models/`.
+- **test**: a class of `tests/plugins/models/test_model_kit.py`, or a case of another file beside it.
+- **quantization**: *all*: every method, for stored weights and on loading. *on loading*: rows or
+  columns are put in another order on loading, so weights may be stored in 16 or 32 bits and rounded
+  on loading; packed ones are refused by name.
+  *experts*: all but `bitsandbytes`, which takes no experts; `mxfp4` takes nothing else.
+- **GPU**: the last run of that test there, from
+  [conformance.jsonl](../benchmarks/conformance.jsonl).
+
+"""
+
+
+def models(table: Callable[[list[str], list[list[str]]], str]) -> str:
+    """The page. Raises SystemExit for an architecture that no test names."""
+    registry = load_plugins()["model"]
+    rows = []
+    tests, runs = dict(_tests()), _runs()
+    own = [e for e in registry.entries() if e.provenance.distribution == hooks.PROJECT]
+    places: dict[Any, str] = {}
+    for entry in own:
+        if entry.reference.endswith(f":{entry.name}"):
+            places[entry.reference] = entry.name
+    for entry in sorted(own, key=lambda entry: entry.name.lower()):
+        kind = registry.load(entry.name)
+        if not issubclass(kind, CausalLM):
+            continue
+        name = entry.name if entry.name in tests else places[entry.reference]
+        if name not in tests:
+            raise SystemExit(f"tests/plugins/models names no test of {entry.name}")
+        file, test = tests[name]
+        ran = runs.get((file, test)) or "not yet"
+        family = entry.reference.partition(":")[0].rpartition(".")[2]
+        equal = "" if name == entry.name else f" (as {name})"
+        case = test.partition("[")[2][:-1]
+        where = f"{file}: `{case}`" if case else f"`{test}`"
+        rows.append([f"`{entry.name}`{equal}", f"`{family}`", where, _quantization(kind), ran])
+    reasons: dict[str, list[str]] = {}
+    for name in registry.refused:
+        reasons.setdefault(registry.refusal(name) or "", []).append(f"`{name}`")
+    refused = [[", ".join(names), reason] for reason, names in sorted(reasons.items())]
+    return (
+        f"{ABOUT}{table(['architecture', 'family', 'test', 'quantization', 'GPU'], rows)}\n"
+        "## Not served\n\nOf what `transformers` lists as models that generate; the error says the "
+        f"same.\n\n{table(['architectures', 'reason'], refused)}"
+    )
+
+
+def _quantization(kind: type[CausalLM]) -> str:
+    weights = kind.weight_map
+    if "SparseMLP" in kind.mlp.__code__.co_names:
+        return "experts"
+    moved = kind.row_orders is not HeadlessLM.row_orders or weights.rows
+    columns = isinstance(weights, OldWeightMap) and weights.transposed
+    return "on loading" if moved or columns else "all"
+
+
+def _tests() -> Iterator[tuple[str, tuple[str, str]]]:
+    """Architecture → file and test. What comes last counts: the kit, and of several the first."""
+    for path in sorted(TESTS.glob("test_*.py"), reverse=True):
+        for node in reversed(ast.parse(path.read_text()).body):
+            if isinstance(node, ast.ClassDef):
+                for part in node.body:
+                    if isinstance(part, ast.Assign) and ast.unparse(part.targets[0]) == "name":
+                        yield ast.literal_eval(part.value), (path.stem, node.name)
+            target = getattr(node, "target", None) or getattr(node, "targets", [None])[0]
+            value = getattr(node, "value", None)
+            if (
+                isinstance(target, ast.Name)
+                and target.id == "CASES"
+                and isinstance(value, ast.Dict)
+            ):
+                test = _parametrized(path)
+                for key in reversed(value.keys):
+                    assert isinstance(key, ast.Constant)
+                    yield key.value.partition(":")[0], (path.stem, f"{test}[{key.value}]")
+
+
+def _parametrized(path: Path) -> str:
+    """The test that a module runs with its CASES."""
+    found = re.search(r'parametrize\("\w+", CASES\)\n(?:async )?def (\w+)', path.read_text())
+    assert found is not None, f"{path} has no test of CASES"
+    return found[1]
+
+
+def _runs() -> dict[tuple[str, str], str]:
+    """(file, test) → day and device of the last run on a GPU, if it passed."""
+    runs: dict[tuple[str, str], str] = {}
+    for line in RECORD.read_text().splitlines():
+        row = json.loads(line)
+        if row["kind"] != "models" or row["device"] == "cpu":
+            continue
+        told = f"{row['date'][:10]}, {row['device'].removeprefix('NVIDIA ')}"
+        for case in row.get("cases", ()):
+            runs[row["name"], case] = told
+        if row["failed"]:
+            told = "failed " + told
+        runs["test_model_kit", row["name"]] = told
+    return runs

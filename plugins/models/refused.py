@@ -1,0 +1,90 @@
+"""Architectures of `transformers` that are not served, by the reason."""
+
+from __future__ import annotations
+
+STATE = "it keeps a state of each sequence instead of keys and values, or beside them"
+EXPERTS = "its mixture of experts is chosen or shared in a way that is not there yet"
+LATENT = "its attention keeps a latent vector instead of keys and values"
+ENCODER = "it is an encoder by training: Jackfield serves encoders for vectors and labels"
+CROSS = "it is the decoder of an encoder-decoder model, and attends to the encoder's states"
+IMAGES = "it takes images, sound or video beside text"
+REFUSED = {
+    STATE: (
+        "BailingHybridForCausalLM", "BambaForCausalLM", "FalconH1ForCausalLM",
+        "FalconMambaForCausalLM", "GraniteMoeHybridForCausalLM", "JambaForCausalLM",
+        "KimiLinearForCausalLM", "Lfm2ForCausalLM", "Lfm2MoeForCausalLM", "Lfm3ForCausalLM",
+        "Mamba2ForCausalLM", "MambaForCausalLM", "MiniMaxForCausalLM", "NemotronHForCausalLM",
+        "OlmoHybridForCausalLM", "Qwen3NextForCausalLM", "Qwen3_5ForCausalLM",
+        "Qwen3_5MoeForCausalLM", "RecurrentGemmaForCausalLM",
+        "RwkvForCausalLM", "Zamba2ForCausalLM", "ZambaForCausalLM", "ZayaForCausalLM",
+        "xLSTMForCausalLM",
+    ),
+    EXPERTS: (
+        "AfmoeForCausalLM", "AriaTextForCausalLM", "BeamForCausalLM", "Cohere2MoeForCausalLM",
+        "DbrxForCausalLM", "Ernie4_5_MoeForCausalLM", "ExaoneMoeForCausalLM",
+        "FlexOlmoForCausalLM", "FlintForCausalLM", "GraniteMoeForCausalLM",
+        "GraniteMoeSWAForCausalLM", "GraniteMoeSharedForCausalLM", "HYV3ForCausalLM",
+        "HunYuanMoEV1ForCausalLM", "JetMoeForCausalLM", "Kolibri1ForCausalLM", "LagunaForCausalLM",
+        "Llama4ForCausalLM", "MellumForCausalLM", "MiMoV2FlashForCausalLM",
+        "MiniMaxM2ForCausalLM", "OlmoeForCausalLM", "PhimoeForCausalLM",
+        "SolarOpenForCausalLM",
+    ),
+    LATENT: (
+        "AXK1ForCausalLM", "AXK2ForCausalLM", "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM",
+        "DeepseekV32ForCausalLM", "Dots3NoteForCausalLM",
+        "Glm4MoeLiteForCausalLM", "GlmMoeDsaForCausalLM", "HYV4ForCausalLM",
+        "LongcatFlashForCausalLM", "MiniCPM3ForCausalLM", "YoutuForCausalLM",
+    ),
+    ENCODER: (
+        "BertGenerationDecoder", "BertLMHeadModel", "BigBirdForCausalLM", "CamembertForCausalLM",
+        "Data2VecTextForCausalLM", "ElectraForCausalLM", "ErnieForCausalLM",
+        "MegatronBertForCausalLM", "RemBertForCausalLM", "RoCBertForCausalLM",
+        "RoFormerForCausalLM", "RobertaForCausalLM", "RobertaPreLayerNormForCausalLM",
+        "XLMRobertaForCausalLM", "XLMRobertaXLForCausalLM", "XLMWithLMHeadModel",
+        "XmodForCausalLM",
+    ),
+    CROSS: (
+        "BartForCausalLM", "BigBirdPegasusForCausalLM", "BlenderbotForCausalLM",
+        "BlenderbotSmallForCausalLM", "MBartForCausalLM", "MarianForCausalLM", "MvpForCausalLM",
+        "MusicgenForCausalLM", "MusicgenMelodyForCausalLM", "PLBartForCausalLM",
+        "PegasusForCausalLM", "ProphetNetForCausalLM", "TrOCRForCausalLM", "WhisperForCausalLM",
+    ),
+    IMAGES: (
+        "CohereCompassForCausalLM", "Emu3ForCausalLM", "FuyuForCausalLM",
+        "Gemma3ForConditionalGeneration", "Gemma3nForConditionalGeneration",
+        "Gemma4ForConditionalGeneration", "Gemma4UnifiedForConditionalGeneration",
+        "GitForCausalLM", "GotOcr2ForConditionalGeneration", "MiniMaxM3VLForCausalLM",
+        "MllamaForCausalLM", "MoshiForCausalLM",
+        "MossTranscribeDiarizeForConditionalGeneration", "Phi4MultimodalForCausalLM",
+    ),
+    "layers share keys and values, and add to embeddings of their own": (
+        "Gemma3nForCausalLM", "Gemma4ForCausalLM", "Gemma4UnifiedForCausalLM",
+    ),
+    "it drafts tokens for another model": (
+        "Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM",
+    ),
+    "its scores have a learned bias by distance, and its keys a convolution": (
+        "Inkling2ForCausalLM", "InklingForCausalLM",
+    ),
+    "its attention reads keys that an index chooses, over several residual streams": (
+        "DeepseekV4ForCausalLM", "Qwen4ExpForCausalLM",
+    ),
+    "its attention is the difference of two softmaxes": ("DiffLlamaForCausalLM",),
+    "its attention keeps only some of the keys, by a learned mask": ("DogeForCausalLM",),
+    "its layers run several times over a token": ("HrmTextForCausalLM",),
+    "it reads bytes, in patches of several": ("BltForCausalLM",),
+    "it attends by hashes of tokens": ("ReformerModelWithLMHead",),
+    "it predicts tokens in permuted orders": ("XLNetLMHeadModel",),
+    "a prompt attends to later tokens": ("CpmAntForCausalLM",),
+    "weights of three values, and norms inside attention and MLP, are not there": (
+        "BitNetForCausalLM",
+    ),
+    "its kind of block, older than the others, is not there": (
+        "CTRLLMHeadModel", "GPTNeoXJapaneseForCausalLM", "ModernBertDecoderForCausalLM",
+        "OpenAIGPTLMHeadModel",
+    ),
+    "the package jackfield-stablelm (examples/plugins/jackfield-stablelm) registers it": (
+        "StableLmForCausalLM",
+    ),
+}  # fmt: skip
+"""Reason, as one clause → names. Other architectures are refused without one."""

@@ -1,0 +1,62 @@
+"""Every model of `transformers` that generates is served, or refused for a reason that it names."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from jackfield import EngineConfig
+from jackfield.core.errors import ConfigError
+from jackfield.core.loading.build import build_model
+from jackfield.core.nn.operations import Operations
+from jackfield.core.registry import Registry, load_plugins
+from jackfield.plugins.models import ARCHITECTURES, SAME
+from jackfield.plugins.models.refused import REFUSED
+
+LISTED = sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()))
+
+
+def refusal_of(architecture: str) -> ConfigError:
+    model_config = cast(Any, SimpleNamespace(architecture=architecture, hf_config=None))
+    with pytest.raises(ConfigError) as caught:
+        build_model(load_plugins(), EngineConfig(), model_config, torch.device("cpu"), Operations())
+    return caught.value
+
+
+def test_each_model_of_transformers_is_served_or_refused_with_a_reason() -> None:
+    registry = load_plugins()["model"]
+    own = {name for names in ARCHITECTURES.values() for name in names} | set(SAME)
+    refused = {name: reason for reason, names in REFUSED.items() for name in names}
+    assert not own & set(refused), "what is served is not refused"
+    assert sum(len(names) for names in REFUSED.values()) == len(refused), "one reason for each"
+    for name in LISTED:
+        assert name in registry or registry.refusal(name) == refused[name]
+    assert set(refused) <= set(LISTED)
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_a_refusal_names_the_architecture_and_the_reason(reason: str) -> None:
+    for name in REFUSED[reason][:1]:
+        error = refusal_of(name)
+        assert repr(name) in error.message
+        assert reason in error.message
+        assert error.param == "model"
+
+
+def test_an_unknown_architecture_is_refused_with_what_there_is() -> None:
+    error = refusal_of("NobodyForCausalLM")
+    assert "LlamaForCausalLM, " in error.message
+
+
+def test_a_plugin_may_serve_what_was_refused() -> None:
+    registry: Registry[Any] = Registry("model")
+    registry.refuse("MineForCausalLM", "nobody wrote it")
+    assert registry.refusal("MineForCausalLM") == "nobody wrote it"
+    assert registry.refused == ("MineForCausalLM",)
+    registry.add("MineForCausalLM", "mine:MineForCausalLM")
+    assert registry.refusal("MineForCausalLM") is None
+    assert not registry.refused
