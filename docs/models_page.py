@@ -27,10 +27,10 @@ Encoders and decoders for vectors and labels: [Embed, classify, score and
 rerank](../how-to/embeddings.md). To add one: [write a plugin](../how-to/write-a-plugin.md).
 
 - **family**: the module in `plugins/models/`.
-- **test**: a class of `tests/plugins/models/test_model_kit.py`, or a case of another file beside it.
+- **test**: a class of `tests/plugins/models/test_model_kit.py`, or a case of another file there.
 - **quantization**: *all*: every method, for stored weights and on loading. *on loading*: rows or
-  columns are put in another order on loading, so weights may be stored in 16 or 32 bits and rounded
-  on loading; packed ones are refused by name.
+  columns are put in another order on loading, so weights may be stored in 16 or 32 bits and
+  rounded on loading; packed ones are refused by name.
   *experts*: all but `bitsandbytes`, which takes no experts; `mxfp4` takes nothing else.
 - **GPU**: the last run of that test there, from
   [conformance.jsonl](../benchmarks/conformance.jsonl).
