@@ -250,6 +250,17 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         dict[str, Any] | None, _doc("Values that replace those of the checkpoint's config.json.")
     ] = None
 
+    record_steps: Annotated[
+        str | None,
+        _doc(
+            "Write every plan and result to this new file, for `jackfield debug replay`. It holds "
+            "prompts and outputs as token ids."
+        ),
+    ] = None
+    record_steps_max_gb: Annotated[
+        float, _doc("GB (1e9 bytes) after which the recording ends; the engine goes on.", gt=0)
+    ] = 1.0
+
     def __post_init__(self) -> None:
         for name in ("served_model_name", "disable_plugins"):
             value = getattr(self, name)
@@ -300,6 +311,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
                 "kv_transfer_config: what a connector loads becomes part of the prefix cache, "
                 "which enable_prefix_caching turns off",
                 param="kv_transfer_config",
+            )
+        if self.record_steps is not None and self.kv_transfer_config is not None:
+            raise ConfigError(
+                "record_steps: what a KV connector loads (kv_transfer_config) is not in a "
+                "recording, so it could not be replayed",
+                param="record_steps",
             )
         if self.calculate_kv_scales and self.kv_transfer_config is not None:
             raise ConfigError(

@@ -38,9 +38,9 @@ PUBLIC: dict[str, dict[str, tuple[str, ...]]] = {
             "WeightLoader",
         ),
         "jackfield.core.types": (
-            "CompiledGrammar", "GrammarStart", "InProcess", "KVDetached", "KVReport", "Ping",
-            "PrepareAhead", "ReasoningGate", "Recover", "SlotStart", "StepPlan", "StepResult",
-            "TableWrite",
+            "CompiledGrammar", "GrammarStart", "InProcess", "KVDetached", "KVReport",
+            "ModelFingerprint", "Ping", "PrepareAhead", "ReasoningGate", "Recover", "SlotStart",
+            "StepPlan", "StepResult", "TableWrite",
         ),
         "jackfield.core.text.parsing": ("OutputParser", "ParsedMessage", "ParsedToolCall", "fold"),
     },

@@ -238,5 +238,10 @@ class PrepareAhead(msgspec.Struct, frozen=True, tag="prepare_ahead"):
     """
 
 
-WorkerJob: TypeAlias = Ping | Recover | PrepareAhead
+class ModelFingerprint(msgspec.Struct, frozen=True, tag="model_fingerprint"):
+    """Compute a digest of the model's names, shapes, dtypes and a sample of each weight.
+    → [32] bytes"""
+
+
+WorkerJob: TypeAlias = Ping | Recover | PrepareAhead | ModelFingerprint
 """What an engine asks of the worker apart from steps: see `Executor.ask`."""

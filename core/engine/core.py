@@ -22,6 +22,8 @@ from ..metrics.merge import Family, families
 from ..metrics.metrics import EngineMetrics
 from ..outputs import EngineStats
 from ..protocols.executors import Executor, ExecutorInfo, SchedulePolicy
+from ..recording.recorder import RecordingExecutor
+from ..recording.recording import Writer
 from ..registry import Plugins
 from ..request import Request, RequestSpec
 from ..scheduling.guarded_connector import GuardedConnector
@@ -91,17 +93,24 @@ class EngineCore:
             self.executor = executors.load(name)(self.config, self.model_config, self.plugins)
         if self.config.kv_transfer_config is not None:
             watch_transfers(self.executor, self._expect_transfer_report)
+        writer = None if self.config.record_steps is None else Writer(self.config.record_steps)
         with executors.calling(name, "start"):
             starting = asyncio.ensure_future(self.executor.start())
         try:
             await asyncio.to_thread(texts.load, self.config, self.model_config)
             with executors.calling(name, "start"):
                 self.info = await starting
+            if writer is not None:
+                self.executor = await RecordingExecutor.begin(
+                    self.executor, writer, self.config, self.info
+                )
             self._connector = connect(self.config, self.info, self.plugins, self._wake)
             self._build(texts, events)
         except BaseException:
             await asyncio.gather(starting, return_exceptions=True)
             await self.executor.stop()
+            if writer is not None:
+                writer.discard()
             raise
         logger.info(
             "ready in %.1f s: %s on %s (%s), attention %s (%s), %d KV blocks of %d tokens%s",

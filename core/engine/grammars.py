@@ -12,9 +12,9 @@ from ..grammars.reasoning_gate import gate_parser, make_reasoning_gate
 from ..grammars.spec import begins_free, field_of, grammar_spec
 from ..grammars.store import GrammarStore
 from ..grammars.vocabulary import make_vocabulary
-from ..protocols.grammars import Vocabulary
+from ..protocols.grammars import Grammar, GrammarSpec, Vocabulary
 from ..registry import Plugins
-from ..sampling_params import SamplingParams
+from ..sampling_params import SamplingParams, StructuredOutputsParams
 from ..step import CompiledGrammar, GrammarStart
 from ..text.tokenizer import Tokenizer
 
@@ -72,11 +72,7 @@ class Grammars:
                 f"structured_outputs: this engine has {missing}", param="structured_outputs"
             )
         spec = grammar_spec(structured, self._config)
-        try:
-            grammar = await self._store.compile(spec)
-        except ValueError as error:
-            field = field_of(structured)
-            raise InvalidRequest(f"{field}: {error}", param=field) from None
+        grammar = await self._compile(structured, spec)
         gate = None
         waits = chat if structured.after_reasoning is None else structured.after_reasoning
         if waits and self._parser is not None:
@@ -87,8 +83,35 @@ class Grammars:
                 prompt_end=self._prompt_end(template_arguments),
                 free=begins_free(spec),
             )
+        return self._compiled(GrammarStart(self._eos_token_ids, gate), grammar, tokenizer)
+
+    async def restore(self, params: SamplingParams, start: GrammarStart) -> CompiledGrammar:
+        """Compile the grammar of a slot of a plan, in another process than the one that made it.
+
+        Raises InvalidRequest with the field's name.
+        """
+        structured = params.structured_outputs
+        if structured is None or self._tokenizer is None:
+            missing = "parameters" if structured is None else "a tokenizer"
+            raise InvalidRequest(
+                f"structured_outputs: a grammar needs {missing}", param="structured_outputs"
+            )
+        grammar = await self._compile(structured, grammar_spec(structured, self._config))
+        return self._compiled(start, grammar, self._tokenizer)
+
+    async def _compile(self, structured: StructuredOutputsParams, spec: GrammarSpec) -> Grammar:
+        try:
+            return await self._store.compile(spec)
+        except ValueError as error:
+            field = field_of(structured)
+            raise InvalidRequest(f"{field}: {error}", param=field) from None
+
+    def _compiled(
+        self, start: GrammarStart, grammar: Grammar, tokenizer: Tokenizer
+    ) -> CompiledGrammar:
+        gate = start.reasoning_gate
         return CompiledGrammar(
-            GrammarStart(self._eos_token_ids, gate),
+            start,
             grammar,
             token_bytes=tokenizer.token_bytes,
             encode=functools.partial(tokenizer.encode, add_special_tokens=False),

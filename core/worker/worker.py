@@ -33,6 +33,7 @@ from ..registry import Plugins
 from ..step import (
     NOTHING_IN_PROCESS,
     InProcess,
+    ModelFingerprint,
     PrepareAhead,
     Recover,
     StepPlan,
@@ -41,7 +42,7 @@ from ..step import (
 from .batch import STEPS_IN_FLIGHT, PersistentBatch
 from .graphs import CudaRecorder, DecodeGraphs, Ending, Recorder
 from .guarded_half import EmptyStep, GuardedHalf, TransferringStep
-from .kv_cache.layout import kv_layout
+from .kv_cache.layout import kv_layout, model_fingerprint
 from .kv_cache.memory import allocate_cache, bytes_per_block, explain_oom, num_kv_blocks
 from .kv_cache.scales import finding_scales, to_be_scaled, unscaled
 from .launched_step import LaunchedStep
@@ -379,6 +380,9 @@ class Worker:
             return self.recover()
         if isinstance(job, PrepareAhead):
             return self.prepare_ahead()
+        if isinstance(job, ModelFingerprint):
+            assert self.runner is not None, "start() comes first"
+            return model_fingerprint(self.runner.model)
         raise NotImplementedError(f"the worker does no {type(job).__name__}")
 
     @torch.inference_mode()

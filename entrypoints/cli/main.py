@@ -54,6 +54,12 @@ def _bench(argv: list[str]) -> int:
     return run(argv)
 
 
+def _debug(argv: list[str]) -> int:
+    from .debug import run
+
+    return run(argv)
+
+
 COMMANDS: dict[str, tuple[Command, str]] = {
     "serve": (_serve, "serve a model over HTTP, as OpenAI does"),
     "chat": (_chat, "talk to a running server"),
@@ -61,6 +67,7 @@ COMMANDS: dict[str, tuple[Command, str]] = {
     "run-batch": (_run_batch, "answer a file of requests, without a server"),
     "keys": (_keys, "create API keys with names and limits for a server"),
     "bench": (_bench, "measure speed, here and against others"),
+    "debug": (_debug, "replay the steps that an engine has recorded, and compare"),
     "plugins": (_plugins, "list what is plugged in, and whether it works here"),
 }
 

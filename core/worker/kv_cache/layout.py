@@ -54,6 +54,13 @@ def kv_layout(
     )
 
 
+def model_fingerprint(model: nn.Module) -> bytes:
+    """Return a digest [32] of the names, shapes, dtypes and a sample of all weights."""
+    digest = blake2b(type(model).__name__.encode(), digest_size=32)
+    _hash_weights(model, digest)
+    return digest.digest()
+
+
 def _hash_weights(model: nn.Module, digest: blake2b) -> None:
     """Hash names, shapes and a sample of each tensor: this is cheap, and differs for a
     fine-tune."""

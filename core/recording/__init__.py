@@ -1,0 +1,1 @@
+"""Recordings of the steps of an engine, for `jackfield debug replay`."""

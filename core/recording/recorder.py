@@ -1,0 +1,156 @@
+"""An executor that writes down what goes through it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import platform
+from collections.abc import Callable
+from importlib import metadata
+from typing import Any
+
+from ..config import EngineConfig
+from ..protocols.executors import Executor, ExecutorInfo
+from ..step import (
+    InProcess,
+    ModelFingerprint,
+    Ping,
+    PrepareAhead,
+    StepPlan,
+    StepResult,
+    WorkerJob,
+)
+from .recording import FORMAT, Asked, Entry, Failed, Finished, Header, Planned, Writer
+
+logger = logging.getLogger("jackfield.engine")
+LIBRARIES = ("jackfield", "torch", "triton", "numpy", "xgrammar", "llguidance")
+"""Distributions whose versions results may depend on."""
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of Python and of the libraries that are installed."""
+    found = {"python": platform.python_version()}
+    for name in LIBRARIES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+async def model_fingerprint(executor: Executor) -> bytes | None:
+    """Return the fingerprint of an executor's model; None if the executor does not know it."""
+    try:
+        fingerprint: bytes = await executor.ask(ModelFingerprint())
+    except NotImplementedError:
+        return None
+    return fingerprint
+
+
+async def prepare_all(executor: Executor) -> None:
+    """Prepare all that can be prepared, so that which steps are recorded as graphs does not depend
+    on when the engine was idle."""
+    try:
+        while await executor.ask(PrepareAhead()):
+            pass
+    except NotImplementedError:
+        return
+
+
+class RecordingExecutor(Executor):
+    """Passes everything on to an executor that has started; all on the event loop.
+
+    The recording ends early, with a warning, when the file has reached its limit, when it cannot be
+    written, and at a plan that cannot be encoded. The engine goes on.
+    """
+
+    def __init__(
+        self, executor: Executor, info: ExecutorInfo, writer: Writer, max_bytes: int
+    ) -> None:
+        self.executor = executor
+        self._info = info
+        self._writer: Writer | None = writer
+        self._max_bytes = max_bytes
+        self._num_plans = 0
+
+    @classmethod
+    async def begin(
+        cls, executor: Executor, writer: Writer, config: EngineConfig, info: ExecutorInfo
+    ) -> RecordingExecutor:
+        """Write the header. `config`: resolved."""
+        await prepare_all(executor)
+        recording = cls(executor, info, writer, int(config.record_steps_max_gb * 1e9))
+        header = Header(
+            format=FORMAT,
+            versions=versions(),
+            config=config,
+            info=info,
+            fingerprint=await model_fingerprint(executor),
+        )
+        recording._write(header)
+        return recording
+
+    def submit(self, plan: StepPlan, in_process: InProcess) -> asyncio.Future[StepResult]:
+        """Queue one step. A plan that the executor does not take is not recorded."""
+        future = self.executor.submit(plan, in_process)
+        self._write(Planned(plan))
+        self._num_plans += 1
+        # Called before what the step loop adds: the result is written before the next plan is.
+        future.add_done_callback(lambda done: self._note_result(plan, done))
+        return future
+
+    def ask(self, job: WorkerJob) -> asyncio.Future[Any]:
+        """Queue one job."""
+        if not isinstance(job, Ping):
+            self._write(Asked(job))
+        return self.executor.ask(job)
+
+    def watch_transfers(self, callback: Callable[[], None]) -> None:
+        """Recordings are made without a KV connector: there is nothing to watch."""
+
+    async def start(self) -> ExecutorInfo:
+        """Return what the executor said at its start."""
+        return self._info
+
+    async def stop(self) -> None:
+        """Stop the executor, then finish the file."""
+        await self.executor.stop()
+        await asyncio.sleep(0)  # Let the last results be written.
+        self._end()
+
+    def _note_result(self, plan: StepPlan, future: asyncio.Future[StepResult]) -> None:
+        if future.cancelled():
+            return
+        error = future.exception()
+        if error is None:
+            self._write(Finished(future.result()))
+        else:
+            self._write(Failed(plan.step, f"{type(error).__name__}: {error}"))
+
+    def _write(self, item: Header | Entry) -> None:
+        writer = self._writer
+        if writer is None:
+            return
+        try:
+            writer.write(item)
+        except Exception as error:
+            logger.warning(
+                "the recording %s ends after %d steps: %s: %s",
+                writer.path, self._num_plans, type(error).__name__, error,
+            )  # fmt: skip
+            self._end()
+            return
+        if writer.num_bytes > self._max_bytes:
+            logger.warning(
+                "the recording %s ends after %d steps: it has reached record_steps_max_gb",
+                writer.path, self._num_plans,
+            )  # fmt: skip
+            self._end()
+
+    def _end(self) -> None:
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            try:
+                writer.close()
+            except OSError as error:
+                logger.warning("the recording %s could not be finished: %s", writer.path, error)

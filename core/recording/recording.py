@@ -1,0 +1,165 @@
+"""The file of a recording: a header, then plans, results and jobs in the order of the engine.
+
+Plain MessagePack: a stream of `bin 32` objects, each of which holds one encoded object. Nothing is
+ever unpickled.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO, TypeAlias, TypeVar
+
+import msgspec
+
+from ..config import EngineConfig
+from ..errors import ConfigError
+from ..protocols.executors import ExecutorInfo
+from ..step import StepPlan, StepResult, WorkerJob
+
+FORMAT = "jackfield steps 1"
+"""Increased if the meaning of a recording changes."""
+HEAD = struct.Struct(">BI")
+"""MessagePack's `bin 32`: its mark and the number of bytes."""
+BIN_32 = 0xC6
+MAX_OBJECT = 1 << 30
+"""Bytes of the largest object: a longer one is not a recording's."""
+
+
+class Header(msgspec.Struct, frozen=True, kw_only=True, tag="header"):
+    """What a recording was made with."""
+
+    format: str
+    versions: dict[str, str]
+    """Of Jackfield, Python and the libraries that compute."""
+    config: EngineConfig
+    """Resolved. Its seed is where the seeds in plans come from."""
+    info: ExecutorInfo
+    fingerprint: bytes | None
+    """Of the model (`ModelFingerprint`); None: the executor does not know it."""
+
+
+class Planned(msgspec.Struct, frozen=True, tag="plan"):
+    """The executor took a plan."""
+
+    plan: StepPlan
+
+
+class Finished(msgspec.Struct, frozen=True, tag="result"):
+    """The oldest plan without a result got one."""
+
+    result: StepResult
+
+
+class Failed(msgspec.Struct, frozen=True, tag="failure"):
+    """The oldest plan without a result failed."""
+
+    step: int
+    error: str
+
+
+class Asked(msgspec.Struct, frozen=True, tag="job"):
+    """The executor took a job."""
+
+    job: WorkerJob
+
+
+Entry: TypeAlias = Planned | Finished | Failed | Asked
+T = TypeVar("T")
+_HEADERS = msgspec.msgpack.Decoder(Header)
+_ENTRIES: msgspec.msgpack.Decoder[Entry] = msgspec.msgpack.Decoder(Entry)
+
+
+class Writer:
+    """Writes a recording."""
+
+    def __init__(self, path: str) -> None:
+        """Create the file, for its owner alone. Raises ConfigError if it exists, or cannot be
+        created."""
+        try:
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        except FileExistsError:
+            raise ConfigError(
+                f"record_steps: there is a file {path!r} already", param="record_steps"
+            ) from None
+        except OSError as error:
+            raise ConfigError(
+                f"record_steps: {path!r} cannot be created: {error.strerror}", param="record_steps"
+            ) from error
+        self.path = path
+        self.num_bytes = 0
+        self._file: BinaryIO = os.fdopen(descriptor, "wb")
+        self._encoder = msgspec.msgpack.Encoder()
+
+    def write(self, item: Header | Entry) -> None:
+        """Append one object. Raises OSError, and what msgspec raises for a value that cannot be
+        encoded; nothing of the object is then written."""
+        data = self._encoder.encode(item)
+        self._file.write(HEAD.pack(BIN_32, len(data)) + data)
+        self.num_bytes += HEAD.size + len(data)
+
+    def close(self) -> None:
+        """Finish the file. Safe to call twice."""
+        self._file.close()
+
+    def discard(self) -> None:
+        """Close and remove the file: the engine did not start."""
+        self._file.close()
+        os.unlink(self.path)
+
+
+class Recording:
+    """A recording that is read."""
+
+    def __init__(self, path: str) -> None:
+        """Read the header. Raises ConfigError for a file that is no recording."""
+        self.path = path
+        self.cut_off = False
+        """Whether the file ends within an object: set when all entries are read."""
+        try:
+            self._data = Path(path).read_bytes()
+        except OSError as error:
+            raise ConfigError(f"{path}: {error.strerror}") from error
+        self._objects = self._split()
+        data = next(self._objects, b"")
+        try:
+            header = msgspec.msgpack.decode(data)
+            found = header.get("format") if isinstance(header, dict) else None
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            found = None
+        if not isinstance(found, str) or not found.startswith(FORMAT.rpartition(" ")[0]):
+            raise ConfigError(f"{path}: it is not a recording of steps")
+        if found != FORMAT:
+            raise ConfigError(
+                f"{path}: its format is {found!r}, and this Jackfield reads {FORMAT!r}"
+            )
+        self.header: Header = self._decode(data, 0, _HEADERS)
+
+    def entries(self) -> Iterator[Entry]:
+        """Return the entries. Raises ConfigError for one that is damaged."""
+        for number, data in enumerate(self._objects, 1):
+            yield self._decode(data, number, _ENTRIES)
+
+    def _decode(self, data: bytes, number: int, decoder: msgspec.msgpack.Decoder[T]) -> T:
+        try:
+            return decoder.decode(data)
+        except (msgspec.DecodeError, ConfigError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{self.path}: object {number} is damaged: {error}") from error
+
+    def _split(self) -> Iterator[bytes]:
+        place, data = 0, self._data
+        while place < len(data):
+            if len(data) - place < HEAD.size:
+                self.cut_off = True
+                return
+            mark, size = HEAD.unpack_from(data, place)
+            if mark != BIN_32 or size > MAX_OBJECT:
+                raise ConfigError(f"{self.path}: byte {place} begins no object of a recording")
+            place += HEAD.size
+            if len(data) - place < size:
+                self.cut_off = True
+                return
+            yield data[place : place + size]
+            place += size
