@@ -1,7 +1,8 @@
 """Inputs of a decode step from two numbers per row, in one launch.
 
-Memory: one row of the block table per row is read and written; everything else is a few numbers per
-row. Replaces a dozen indexing operations of one launch each.
+Memory: one row of the block table is read and written per row that had another slot in the step
+before; everything else is a few numbers per row. Replaces a dozen indexing operations of one launch
+each.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ BLOCK = 1024
 def _decode_inputs_kernel(
     longs_ptr,
     seq_lens_ptr,
-    rows_table_ptr,
+    row_tables_ptr,
     packed_ptr,
     lengths_ptr,
     history_ptr,
@@ -34,25 +35,27 @@ def _decode_inputs_kernel(
 ):
     """One program per row."""
     row = tl.program_id(0)
-    slot = tl.load(packed_ptr + row).to(tl.int64)
+    word = tl.load(packed_ptr + row).to(tl.int64)
+    slot = tl.where(word < 0, -1 - word, word)
     new_block = tl.load(packed_ptr + num_rows + row)
     position = tl.load(lengths_ptr + slot)
     own = position // BLOCK_SIZE
     gets_block = new_block > 0
     token = tl.load(history_ptr + slot * stride_history + position)
     source = table_ptr + slot * stride_table
-    target = rows_table_ptr + row.to(tl.int64) * width
-    for start in range(0, width, BLOCK):
+    target = row_tables_ptr + row.to(tl.int64) * width
+    copied = tl.where(word < 0, 0, width)
+    for start in range(0, copied, BLOCK):
         at = start + tl.arange(0, BLOCK)
-        inside = at < width
+        inside = at < copied
         blocks = tl.load(source + at, mask=inside, other=0)
-        blocks = tl.where((at == own) & gets_block, new_block, blocks)
         tl.store(target + at, blocks, mask=inside)
     block = tl.load(source + own)
     block = tl.where(gets_block, new_block, block).to(tl.int64)
-    # All threads have read the length before one writes it.
+    # All threads have read the length, and copied the table, before one writes into them.
     tl.debug_barrier()
     tl.store(source + own, new_block, mask=gets_block)
+    tl.store(target + own, new_block, mask=gets_block)
     tl.store(lengths_ptr + slot, position + 1, mask=slot < last_slot)
     tl.store(longs_ptr + row, slot)
     tl.store(longs_ptr + num_rows + row, token.to(tl.int64))
@@ -67,13 +70,15 @@ def decode_inputs(
     lengths: torch.Tensor,
     token_history: torch.Tensor,
     block_table: torch.Tensor,
+    row_tables: torch.Tensor,
     block_size: int,
 ) -> tuple[torch.Tensor, ...]:
-    """packed: [2, R] int32, contiguous: each row's slot, and the block that it gets for its token
-    (0: it has one); lengths: [slots] int32: each row's position, and 1 more afterwards;
-    token_history: [slots, positions] int32; block_table: [slots, columns] int32, to which the new
-    blocks are written. All rows have different slots, except that padding rows share the last one,
-    whose length is 0 and stays so.
+    """packed: [2, R] int32, contiguous: each row's slot (-1 - slot: `row_tables` has its table but
+    for the new block), and the block that it gets for its token (0: it has one); lengths: [slots]
+    int32: each row's position, and 1 more afterwards; token_history: [slots, positions] int32;
+    block_table: [slots, columns] int32, to which new blocks are written; row_tables: [R,
+    columns] int32, contiguous, which is returned. All rows have different slots, except that
+    padding rows share the last one, whose length is 0 and stays so.
     → slots, input ids, positions, lengths (positions + 1), slot mapping: [R] int64 each; lengths
     again as int32; the rows' block tables [R, columns] int32.
     """
@@ -81,11 +86,10 @@ def decode_inputs(
     device = packed.device
     longs = torch.empty((5, num_rows), dtype=torch.int64, device=device)
     seq_lens = torch.empty(num_rows, dtype=torch.int32, device=device)
-    rows_table = torch.empty((num_rows, width), dtype=torch.int32, device=device)
     launch(_decode_inputs_kernel, (num_rows,))(
         longs,
         seq_lens,
-        rows_table,
+        row_tables,
         packed,
         lengths,
         token_history,
@@ -99,4 +103,4 @@ def decode_inputs(
         BLOCK=BLOCK,
         num_warps=4,
     )
-    return (*longs, seq_lens, rows_table)
+    return (*longs, seq_lens, row_tables)

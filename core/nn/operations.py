@@ -420,20 +420,27 @@ class Operations:
         lengths: torch.Tensor,
         token_history: torch.Tensor,
         block_table: torch.Tensor,
+        row_tables: torch.Tensor,
         block_size: int,
     ) -> DecodeTensors:
         """Compute the inputs of a decode step of R rows, each at its slot's length; write new
-        blocks to `block_table`, and add 1 to the lengths.
+        blocks to its table and to the row's, and add 1 to the lengths.
 
-        packed: [2, R] int32: each row's slot, and the block that it gets for its token (0: it has
-        one); lengths: [slots] int32; token_history: [slots, positions] int32; block_table: [slots,
-        columns] int32. Padding rows share the last slot, whose length stays 0.
+        packed: [2, R] int32: each row's slot (-1 - slot: `row_tables` has its table but for the new
+        block), and the block that it gets for its token (0: it has one); lengths: [slots] int32;
+        token_history: [slots, positions] int32; block_table: [slots, columns] int32; row_tables:
+        [R, columns] int32, contiguous, which the result has. Padding rows share the last slot,
+        whose length stays 0.
         """
-        slots, new_blocks = packed[0].long(), packed[1]
+        words, new_blocks = packed[0].long(), packed[1]
+        kept = words < 0
+        slots = torch.where(kept, -1 - words, words)
         positions = lengths[slots].long()
         own = (slots, positions // block_size)
         blocks = torch.where(new_blocks > 0, new_blocks, block_table[own])
         block_table.index_put_(own, blocks)
+        row_tables.copy_(torch.where(kept[:, None], row_tables, block_table[slots]))
+        row_tables.scatter_(1, own[1][:, None], blocks[:, None])
         lengths.index_add_(0, slots, (slots < lengths.shape[0] - 1).int())
         return DecodeTensors(
             slots=slots,
@@ -442,7 +449,7 @@ class Operations:
             lengths=positions + 1,
             slot_mapping=blocks.long() * block_size + positions % block_size,
             seq_lens=positions.int() + 1,
-            block_table=block_table[slots],
+            block_table=row_tables,
         )
 
     def step_inputs(

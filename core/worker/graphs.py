@@ -210,7 +210,8 @@ class DecodeInputs:
     def __init__(self, batch: PersistentBatch, operations: Operations, max_rows: int) -> None:
         self._batch = batch
         self._operations = operations
-        self._most_writes = batch.num_groups * max_rows if batch.num_groups > 1 else 0
+        # Each into the slot's table and the row's.
+        self._most_writes = 2 * batch.num_groups * max_rows if batch.num_groups > 1 else 0
         size = 2 * max_rows + (4 + 2 * self._most_writes if self._most_writes else 0)
         self._device_array = torch.zeros(size, dtype=torch.int32, device=batch.device)
         self._query_start = torch.arange(max_rows + 1, dtype=torch.int32, device=batch.device)
@@ -224,17 +225,17 @@ class DecodeInputs:
         ordinary one: a row gets a block other than that of its new token, or a slot outside the
         step gets any."""
         batch, table = self._batch, self._batch.table
-        slots = np.asarray(plan.slots, dtype=np.int32)
-        num_rows = len(slots)
+        slots = np.full(rows, batch.scratch_slot, dtype=np.int32)
+        num_rows = len(plan.slots)
+        slots[:num_rows] = plan.slots
         numbers = np.zeros(2 * rows, dtype=np.int32)
-        numbers[:num_rows], numbers[num_rows:rows] = slots, batch.scratch_slot
         writes = NO_WRITES
         if self._most_writes:
-            writes = table.table_writes(plan.table_writes)
+            writes = table.row_writes(plan.table_writes)
             if len(writes) > self._most_writes:
                 return False
         elif plan.table_writes:
-            self._row_of_slot[slots] = np.arange(num_rows, dtype=np.int32)
+            self._row_of_slot[slots[:num_rows]] = np.arange(num_rows, dtype=np.int32)
             for write in plan.table_writes:
                 row = self._row_of_slot[write.slot]
                 outside = row >= num_rows or plan.slots[row] != write.slot
@@ -243,7 +244,8 @@ class DecodeInputs:
                 if write.column != table.length_bounds[write.slot] // batch.block_size:
                     return False
                 numbers[rows + row] = write.block_ids[0]
-        table.length_bounds[slots] += 1
+        table.length_bounds[slots[:num_rows]] += 1
+        numbers[:rows] = table.take_rows(slots)
         self._send(rows, numbers, writes)
         return True
 
@@ -251,6 +253,8 @@ class DecodeInputs:
         """Set all rows to padding."""
         numbers = np.zeros(2 * rows, dtype=np.int32)
         numbers[:rows] = self._batch.scratch_slot
+        # A step that is only recorded copies none.
+        self._batch.table.forget_rows()
         self._send(rows, numbers)
 
     def _send(self, rows: int, numbers: np.ndarray, writes: np.ndarray = NO_WRITES) -> None:
@@ -272,6 +276,7 @@ class DecodeInputs:
             table.lengths,
             table.token_history,
             table.block_table,
+            table.row_tables[:rows],
             batch.block_size,
         )
         return StepInputs(

@@ -245,6 +245,7 @@ class ModelRunner:
         """Reset the state of all slots. Called between steps."""
         self.update_slots(releasing_all(self.batch.num_slots))
         self.masks.forget_steps()
+        self.batch.table.forget_rows()
 
     def _copy_back(
         self,

@@ -47,7 +47,9 @@ class SlotTable:
         self._history_start = _aligned(rows)
         self._table_start = self._history_start + _aligned(rows * positions)
         table_end = self._table_start + rows * num_groups * columns
-        self.storage = torch.zeros(table_end + 1, dtype=torch.int32, device=device)
+        self._row_start = _aligned(table_end)
+        end = self._row_start + num_slots * num_groups * columns
+        self.storage = torch.zeros(end + 1, dtype=torch.int32, device=device)
         """All columns in one; its last number belongs to no slot."""
         self.lengths = self.storage[:rows]
         """[num_slots + 1] int32: tokens in the cache, those of launched steps included. Each step
@@ -58,6 +60,14 @@ class SlotTable:
         self.block_table = self.storage[self._table_start : table_end].view(rows, -1)
         """[num_slots + 1, num_groups * columns] int32: the blocks of each group, and padding
         where there are several."""
+        self.row_tables = self.storage[self._row_start : end].view(num_slots, -1)
+        """[num_slots, num_groups * columns] int32: block tables by row, for recorded decode steps.
+        A row with the slot that it had in the last of them gets new blocks alone."""
+        self._row_of = np.full(num_slots + 1, -1, dtype=np.int32)
+        """Row of `row_tables` that has a slot's table, if `_slot_of` agrees; -1: none has."""
+        self._slot_of = np.full(num_slots, -1, dtype=np.int32)
+        self._settled = 0
+        """The first so many rows have the tables of the slots that `_slot_of` says."""
         self.length_bounds = np.zeros(num_slots, dtype=np.int32)
         """Upper bounds of `lengths`; equal to them while a step keeps all tokens of its rows."""
         self.num_prompt = np.zeros(num_slots, dtype=np.int32)
@@ -88,14 +98,45 @@ class SlotTable:
             slot = start.slot
             self.length_bounds[slot] = start.num_computed_tokens
             self.num_prompt[slot] = start.num_prompt_tokens
+            self._leave_row(slot)
             pieces.append((slot, (start.num_computed_tokens,)))
             pieces.append((self._history_start + slot * positions, start.token_ids))
-        pieces += self._table_pieces(plan.table_writes)
+        for write in plan.table_writes:
+            self._leave_row(write.slot)
+            pieces.append((self._place(self._table_start, write.slot, write), write.block_ids))
         return _scattered(pieces)
 
-    def table_writes(self, table_writes: Sequence[TableWrite]) -> np.ndarray:
-        """The same as `writes`, for block tables alone: [N, 2] int32."""
-        return _scattered(self._table_pieces(table_writes))
+    def row_writes(self, table_writes: Sequence[TableWrite]) -> np.ndarray:
+        """The same as `writes`, for block tables alone, those of `row_tables` included: [N, 2]
+        int32. Call `take_rows` after, if they are sent."""
+        pieces: list[tuple[int, Sequence[int]]] = []
+        for write in table_writes:
+            pieces.append((self._place(self._table_start, write.slot, write), write.block_ids))
+            row = self._row_of[write.slot]
+            if row >= 0 and self._slot_of[row] == write.slot:
+                pieces.append((self._place(self._row_start, int(row), write), write.block_ids))
+        return _scattered(pieces)
+
+    def take_rows(self, slots: np.ndarray) -> np.ndarray:
+        """Give the first rows of `row_tables` to these slots, [R] int32. Returns [R] int32: -1 -
+        slot where the row has the slot's table already, and the slot where a step must copy it."""
+        occupants = self._slot_of[: len(slots)]
+        if len(slots) <= self._settled and (occupants == slots).all():
+            return -1 - slots
+        self._settled = len(slots)
+        rows = np.arange(len(slots), dtype=np.int32)
+        kept = (occupants == slots) & ((self._row_of[slots] == rows) | (slots == self.scratch_slot))
+        occupants[:] = slots
+        self._row_of[slots] = rows
+        return np.where(kept, -1 - slots, slots)
+
+    def _leave_row(self, slot: int) -> None:
+        self._row_of[slot] = -1
+        self._settled = 0
+
+    def forget_rows(self) -> None:
+        """Take all rows of `row_tables` as unknown."""
+        self._slot_of[:] = -1
 
     def history_places(self, slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
         """Return where tokens are in `storage`. All [N] int."""
@@ -105,13 +146,9 @@ class SlotTable:
         """Return the writes that set the lengths of these slots to 0, [N, 2] int32."""
         return _scattered([(slot, (0,)) for slot in slots])
 
-    def _table_pieces(self, table_writes: Sequence[TableWrite]) -> list[tuple[int, Sequence[int]]]:
-        """Return (first place in `storage`, numbers) for each write."""
-        start, columns, groups = self._table_start, self.columns, self.num_groups
-        return [
-            (start + (write.slot * groups + write.group) * columns + write.column, write.block_ids)
-            for write in table_writes
-        ]
+    def _place(self, start: int, row: int, write: TableWrite) -> int:
+        """Return where the first block of a write goes in the tables that begin at `start`."""
+        return start + (row * self.num_groups + write.group) * self.columns + write.column
 
 
 def _aligned(size: int) -> int:

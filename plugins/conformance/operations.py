@@ -495,12 +495,14 @@ class OperationsKit(Kit):
         history = torch.randint(0, 999, (7, 90), generator=draw, dtype=torch.int32)
         table = torch.randint(1, 99, (7, 40), generator=draw, dtype=torch.int32)
         lengths = torch.tensor([16, 9, 9, 0, 9, 47, 0], dtype=torch.int32)
-        packed = torch.tensor([[3, 0, 5, 6, 6], [0, 77, 0, 0, 0]], dtype=torch.int32)
-        given = [part.to(self.device) for part in (packed, lengths, history, table)]
+        # The row of slot 0 has its table already.
+        packed = torch.tensor([[3, -1, 5, 6, 6], [0, 77, 0, 0, 0]], dtype=torch.int32)
+        row_tables = table[torch.tensor([6, 0, 1, 1, 1])]
+        given = [part.to(self.device) for part in (packed, lengths, history, table, row_tables)]
         results = []
         for each in (operations, REFERENCE):
-            packed, lengths, history, table = (part.clone() for part in given)
-            made = DecodeTensors(*each.decode_inputs(packed, lengths, history, table, 16))
+            packed, lengths, history, table, rows = (part.clone() for part in given)
+            made = DecodeTensors(*each.decode_inputs(packed, lengths, history, table, rows, 16))
             results.append((made, lengths, table))
         (got, *got_tables), (want, *want_tables) = results
         for name, one, other in zip(want._fields, got, want, strict=True):

@@ -263,11 +263,12 @@ class TritonOperations(Operations):
         lengths: torch.Tensor,
         token_history: torch.Tensor,
         block_table: torch.Tensor,
+        row_tables: torch.Tensor,
         block_size: int,
     ) -> DecodeTensors:
         """All of them in one launch."""
         return DecodeTensors(
-            *decode_inputs(packed, lengths, token_history, block_table, block_size)
+            *decode_inputs(packed, lengths, token_history, block_table, row_tables, block_size)
         )
 
     def step_inputs(

@@ -297,18 +297,26 @@ def test_decode_inputs_equal_those_of_torch():
     history = torch.randint(0, 999, (7, 90), generator=random, dtype=torch.int32).to(DEVICE)
     table = torch.randint(1, 99, (7, 1300), generator=random, dtype=torch.int32).to(DEVICE)
     lengths = torch.tensor([16, 9, 9, 0, 9, 47, 0], dtype=torch.int32, device=DEVICE)
-    # Slot 6 is the padding's.
-    packed = torch.tensor([[3, 0, 5, 6, 6], [0, 77, 0, 0, 0]], dtype=torch.int32, device=DEVICE)
+    # Slot 6 is the padding's; the rows of slots 0 and 2 have their tables.
+    packed = torch.tensor(
+        [[3, -1, 5, -3, 6, 6], [0, 77, 0, 0, 0, 0]], dtype=torch.int32, device=DEVICE
+    )
+    rows = torch.full((6, 1300), -5, dtype=torch.int32, device=DEVICE)
     want_table, got_table = table.clone(), table.clone()
     want_lengths, got_lengths = lengths.clone(), lengths.clone()
-    want = Operations().decode_inputs(packed, want_lengths, history, want_table, 16)
-    got = DecodeTensors(*decode_inputs(packed, got_lengths, history, got_table, 16))
+    want_rows, got_rows = rows.clone(), rows.clone()
+    want_rows[3, 0] = got_rows[3, 0] = table[2, 0]
+    want = Operations().decode_inputs(packed, want_lengths, history, want_table, want_rows, 16)
+    got = DecodeTensors(*decode_inputs(packed, got_lengths, history, got_table, got_rows, 16))
     for name, a, b in zip(want._fields, got, want, strict=True):
         assert a.dtype == b.dtype and torch.equal(a, b), name
     assert torch.equal(got_table, want_table)
-    assert got_lengths.tolist() == want_lengths.tolist() == [17, 9, 9, 1, 9, 48, 0]
+    assert got_lengths.tolist() == want_lengths.tolist() == [17, 9, 10, 1, 9, 48, 0]
     assert int(got.slot_mapping[1]) == 77 * 16
-    assert int(got_table[0, 1]) == int(got.block_table[1, 1]) == 77
+    assert int(got_table[0, 1]) == 77 and got.block_table.data_ptr() == got_rows.data_ptr()
+    assert torch.equal(got_rows[[0, 2, 4]], table[[3, 5, 6]])
+    # Of a row that has its table, the new block alone is written.
+    assert int(got_rows[1, 1]) == 77 and (got_rows[1] == -5).sum() == 1299
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

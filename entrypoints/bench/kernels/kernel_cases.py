@@ -340,7 +340,8 @@ class _Maker:
             lengths = torch.zeros(rows, dtype=torch.int32, device=self.device)[:1]
             history = torch.zeros(rows, 64, dtype=torch.int32, device=self.device)
             table = torch.zeros(rows, columns, dtype=torch.int32, device=self.device)
-            return lambda: decode_inputs(packed, lengths, history, table, BLOCK_SIZE)
+            rows_table = torch.zeros_like(table)
+            return lambda: decode_inputs(packed, lengths, history, table, rows_table, BLOCK_SIZE)
 
         moved = rows * (2 * columns * 4 + 4 * 4 + 5 * 8 + 8)
         return Case(kernel="decode_inputs", shape=f"{rows} rows", bytes=moved, make=make)

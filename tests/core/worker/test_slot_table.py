@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
+from typing import Any
 
 import numpy as np
 import pytest
@@ -35,48 +37,61 @@ def start(slot: int, tokens: list[int], computed: int) -> SlotStart:
 
 @pytest.mark.parametrize("num_groups", [1, 2])
 def test_rows_begin_where_earlier_steps_of_any_kind_ended(num_groups: int) -> None:
+    """With the blocks of their slots, whichever rows slots had before."""
     draw = random.Random(num_groups)
     batch = make_batch(num_groups)
     table, operations = batch.table, Operations()
     decode = DecodeInputs(batch, operations, SLOTS)
     mixed = MixedInputs(batch, SLOTS + 4)
-    blocks = np.arange(1, 1 + SLOTS * num_groups * table.columns).reshape(SLOTS, num_groups, -1)
     tokens: dict[int, list[int]] = {}
+    blocks: dict[int, Any] = {}
     computed: dict[int, int] = {}
-    kinds = set()
-    for step in range(60):
-        slots = sorted(draw.sample(range(SLOTS), draw.randrange(1, SLOTS + 1)))
+    num_blocks: dict[int, int] = {}
+    kinds: Counter[str] = Counter()
+    slots: list[int] = []
+    for step in range(120):
+        if not slots or draw.random() < 0.4:
+            slots = draw.sample(range(SLOTS), draw.randrange(1, SLOTS + 1))
         starts, writes, counts = [], [], []
         for slot in slots:
             if slot not in tokens or computed[slot] + 8 > LENGTH:
                 tokens[slot] = [draw.randrange(1, 999) for _ in range(LENGTH)]
+                blocks[slot] = np.array(
+                    [draw.sample(range(1, 500), LENGTH // BLOCK) for _ in range(num_groups)]
+                )
                 # Hits of the prefix cache.
-                computed[slot] = BLOCK * draw.randrange(3)
+                computed[slot], num_blocks[slot] = BLOCK * draw.randrange(3), 0
                 starts.append(start(slot, tokens[slot], computed[slot]))
-                writes += [
-                    TableWrite(slot, group, 0, tuple(blocks[slot, group].tolist()))
-                    for group in range(num_groups)
-                ]
-            counts.append(1 if step % 3 and not starts else draw.randrange(1, 7))
+            counts.append(draw.randrange(1, 7) if starts or step % 5 == 0 else 1)
+            have, need = num_blocks[slot], -(-(computed[slot] + counts[-1]) // BLOCK)
+            num_blocks[slot] = max(have, need)
+            writes += [
+                TableWrite(slot, group, have, tuple(blocks[slot][group, have:need].tolist()))
+                for group in range(num_groups)
+                if need > have
+            ]
         plan = StepPlan(
             step=step, slots=tuple(slots), num_tokens=tuple(counts), samples=(True,) * len(slots),
             starts=tuple(starts), table_writes=tuple(writes),
         )  # fmt: skip
         if not starts and set(counts) == {1} and decode.fill(plan, SLOTS):
-            kinds.add("decode")
+            kinds["decode"] += 1
+            kinds["copied rows"] += int((decode._device_array[: len(slots)] >= 0).sum())
+            kinds["kept rows"] += int((decode._device_array[: len(slots)] < 0).sum())
             inputs = decode.expand(SLOTS)
         elif step % 2:
-            kinds.add("mixed")
+            kinds["mixed"] += 1
             written = table.writes(plan)
             rows = batch.rows(plan)
             mixed.fill(rows, written, _shape(rows), MixedKey(SLOTS, 40))
             mixed.write(mixed.key)
             inputs = mixed.expand(mixed.key, SLOTS + 4)
         else:
-            kinds.add("launched")
+            kinds["launched"] += 1
             inputs = batch.apply(plan)
-        expected = [computed[s] + n for s, count in zip(slots, counts, strict=True)
-                    for n in range(count)]  # fmt: skip
+        expected = [
+            computed[s] + n for s, count in zip(slots, counts, strict=True) for n in range(count)
+        ]
         owners = [s for s, count in zip(slots, counts, strict=True) for _ in range(count)]
         assert inputs.positions[: len(expected)].tolist() == expected
         assert inputs.input_ids[: len(expected)].tolist() == [
@@ -84,16 +99,63 @@ def test_rows_begin_where_earlier_steps_of_any_kind_ended(num_groups: int) -> No
         ]
         for group, layout in enumerate(inputs.layouts):
             assert layout.slot_mapping[: len(expected)].tolist() == [
-                blocks[s, group, at // BLOCK] * BLOCK + at % BLOCK
+                blocks[s][group, at // BLOCK] * BLOCK + at % BLOCK
                 for s, at in zip(owners, expected, strict=True)
             ]
+            for row, slot in enumerate(slots):
+                needed = num_blocks[slot]
+                wanted = blocks[slot][group, :needed].tolist()
+                assert layout.block_table[row, :needed].tolist() == wanted
         for slot, count in zip(slots, counts, strict=True):
             computed[slot] += count
         assert inputs.layout.seq_lens[: len(slots)].tolist() == [computed[s] for s in slots]
         known = {slot: int(table.lengths[slot]) for slot in computed}
         assert known == computed == {slot: int(table.length_bounds[slot]) for slot in computed}
         assert int(table.lengths[batch.scratch_slot]) == 0
-    assert kinds == {"decode", "mixed", "launched"}
+    assert all(kinds[kind] > 4 for kind in ("decode", "mixed", "launched")), kinds
+    assert kinds["kept rows"] > 9 and kinds["copied rows"] > 9, kinds
+
+
+@pytest.mark.parametrize("num_groups", [1, 3])
+def test_a_steady_decode_step_copies_no_table(num_groups: int) -> None:
+    """What it writes to tables is the new blocks, into a slot's and into its row's."""
+    batch = make_batch(num_groups)
+    decode = DecodeInputs(batch, Operations(), SLOTS)
+    slots = (2, 0, 3)
+    batch.write(
+        StepPlan(
+            step=0, slots=(), num_tokens=(), samples=(),
+            starts=tuple(start(slot, [1] * 5, 5) for slot in slots),
+            table_writes=tuple(
+                TableWrite(slot, group, 0, (slot + 1, slot + 5))
+                for slot in slots for group in range(num_groups)
+            ),
+        )
+    )  # fmt: skip
+
+    def copied(*table_writes: TableWrite) -> list[bool]:
+        """Return which rows of a step of three rows, and two of padding, are copied."""
+        plan = StepPlan(
+            step=1, slots=slots, num_tokens=(1,) * 3, samples=(True,) * 3,
+            table_writes=table_writes,
+        )  # fmt: skip
+        assert decode.fill(plan, SLOTS)
+        layouts = decode.expand(SLOTS).layouts
+        for group, layout in enumerate(layouts):
+            columns = slice(group * batch.table.columns, (group + 1) * batch.table.columns)
+            for row, slot in enumerate(slots):
+                table = batch.table.block_table[slot, columns]
+                assert torch.equal(layout.block_table[row], table)
+        return (decode._device_array[:SLOTS] >= 0).tolist()
+
+    assert copied() == [True] * 5
+    assert copied() == copied() == [False] * 5
+    new = [TableWrite(0, group, 2, (30 + group,)) for group in range(num_groups)]
+    assert copied(*new) == [False] * 5
+    batch.write(StepPlan(2, (), (), (), table_writes=(TableWrite(3, 0, 2, (40,)),)))
+    assert copied() == [False, False, True, False, False]
+    decode.fill_scratch(2)
+    assert copied() == [True] * 5
 
 
 def test_a_decode_step_takes_the_block_of_its_token_and_leaves_others_to_a_launch() -> None:

@@ -554,6 +554,7 @@ TYPES = {
     "chosen_ptr": "*i32",
     "longs_ptr": "*i64",
     "rows_table_ptr": "*i32",
+    "row_tables_ptr": "*i32",
     "packed_ptr": "*i32",
     "table_ptr": "*i32",
     "block_table_ptr": "*i32",

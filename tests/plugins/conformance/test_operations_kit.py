@@ -124,8 +124,17 @@ def first_rows_masked(self: Any, logits: Any, bits: Any, rows: Any) -> None:
     Operations.mask_tokens(self, logits[: len(bits)], bits, None)
 
 
-def no_new_blocks(self: Any, packed: Any, lengths: Any, history: Any, table: Any, size: int) -> Any:
-    return Operations.decode_inputs(self, packed, lengths, history, table.clone(), size)
+def no_new_blocks(
+    self: Any, packed: Any, lengths: Any, history: Any, table: Any, *args: Any
+) -> Any:
+    return Operations.decode_inputs(self, packed, lengths, history, table.clone(), *args)
+
+
+def forgets_rows(
+    self: Any, packed: Any, lengths: Any, history: Any, table: Any, rows: Any, size: int
+) -> Any:
+    made = Operations.decode_inputs(self, packed, lengths, history, table, rows.clone(), size)
+    return made._replace(block_table=rows)
 
 
 def stays(self: Any, packed: Any, lengths: Any, *args: Any) -> Any:
@@ -217,6 +226,9 @@ MUTANTS = {
     ),
     "decode rows stay where they are": Mutant(
         planted(decode_inputs=stays), ("test_decode_inputs",)
+    ),
+    "rows keep the tables of others": Mutant(
+        planted(decode_inputs=forgets_rows), ("test_decode_inputs",)
     ),
     "padding is counted": Mutant(planted(advance=counts_padding), ("test_advance",)),
     "greedy whatever was asked": Mutant(planted(samples=True, sample=greedy), ("test_sampling",)),
