@@ -214,3 +214,13 @@ def test_after_a_slow_call_each_row_is_timed() -> None:
     assert not masks.failures(masks.rows([0, 1, 2]))
     step(masks, [0, 1, 2], 1)
     assert set(masks.failures(masks.rows([0, 1, 2]))) == {1}
+
+
+def test_a_slot_whose_grammar_is_missing_beside_the_plan_does_not_run_without_it() -> None:
+    masks = started([], threads=0)
+    start = SlotStart(
+        slot=4, request_id="r", token_ids=(1,), num_prompt_tokens=1, num_computed_tokens=0,
+        params=SamplingParams(), seed=0, grammar=GrammarStart((END,)),
+    )  # fmt: skip
+    with pytest.raises(RuntimeError, match="slot 4: its grammar is missing beside the plan"):
+        masks.start(start)
