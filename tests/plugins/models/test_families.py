@@ -19,6 +19,10 @@ import transformers
 from safetensors.torch import load_file
 
 from jackfield import AsyncEngine, EngineConfig, SamplingParams
+from jackfield.core.loading.build import build_model
+from jackfield.core.loading.model_config import resolve_model_config
+from jackfield.core.loading.quantize import quantized_layers
+from jackfield.core.nn.operations import Operations
 from jackfield.core.registry import load_plugins
 from jackfield.plugins.conformance.models import VOCAB, PagedModel, check_ranks, tiny
 
@@ -245,3 +249,21 @@ async def test_a_family_equals_transformers(case: str, tmp_path: Path) -> None:
     check_logits(folder, reference)
     check_ranks(folder, case.partition(":")[0], 2, load_plugins(), 2e-4)
     await check_engine(folder, lambda tokens: score(reference, tokens))
+
+
+@pytest.mark.parametrize("case", ["GPT2LMHeadModel", "GPTNeoXForCausalLM", "ApertusForCausalLM"])
+def test_weights_put_in_order_are_rounded_in_that_order(case: str, tmp_path: Path) -> None:
+    folder = checkpoint(make_reference(case), case, tmp_path)
+
+    def build(**options: Any) -> Any:
+        config = EngineConfig(model=str(folder), device="cpu", dtype="float32", **options)
+        model_config = resolve_model_config(config)
+        cpu = torch.device("cpu")
+        return build_model(load_plugins(), config, model_config, cpu, Operations())
+
+    plain, layers = build(), quantized_layers(build(quantization="fp8"))
+    assert len(layers) == 3 * 4, "two products of attention and two of the MLP, in each layer"
+    for name, layer in layers.items():
+        weight = plain.get_submodule(name).weight
+        rounded = layer.rows(torch.arange(len(weight)))
+        assert 0 < float((rounded - weight).norm() / weight.norm()) < 0.05
