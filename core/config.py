@@ -208,11 +208,17 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = 20
     reasoning_parser: Annotated[
         str | None,
-        _doc("Reasoning parser by name, or none; default: by the checkpoint's jackfield.json."),
+        _doc(
+            "Reasoning parser by name, none, or auto (by the checkpoint's chat template and model "
+            "type); default: by its jackfield.json."
+        ),
     ] = None
     tool_call_parser: Annotated[
         str | None,
-        _doc("Tool-call parser by name, or none; default: by the checkpoint's jackfield.json."),
+        _doc(
+            "Tool-call parser by name, none, or auto (by the checkpoint's chat template and model "
+            "type); default: by its jackfield.json."
+        ),
     ] = None
     structured_outputs_config: Annotated[
         StructuredOutputsConfig,

@@ -329,9 +329,11 @@ def parsers() -> str:
             if entry.provenance.distribution != hooks.PROJECT:
                 continue
             told = inspect.cleandoc(plugins[kind].load(entry.name).__doc__ or "").split("\n\n")[0]
-            rows.append([f"`{entry.name}`", entry.help, " ".join(told.split())])
+            known = " and ".join(f"`{mark}`" for mark in entry.marks) or "not chosen"
+            only = f" ({', '.join(entry.model_types)})" if entry.model_types else ""
+            rows.append([f"`{entry.name}`", entry.help, " ".join(told.split()), f"{known}{only}"])
         parts.append(f"\n## {flag}\n\n{about}\n\n")
-        parts.append(table(["name", "models", "what it reads"], rows))
+        parts.append(table(["name", "models", "what it reads", "auto"], rows))
     return "".join(parts)
 
 
@@ -342,9 +344,11 @@ A checkpoint may say which ones its model needs, in a file `jackfield.json` besi
 {"tool_call_parser": "hermes", "reasoning_parser": "think_tags"}
 ```
 
-A flag counts more than that, and `none` switches a parser off. With `"calls_without_tools": true`,
-calls that the model makes where a request offers no tools are calls in the answer, too, instead of
-text: the embedded model does so.
+A flag counts more than that, and `none` switches a parser off. With `auto`, a checkpoint that names
+none gets the parser whose marks its chat template has, for one of the model types in brackets if
+there are any (the column "auto"); the log says which. With `"calls_without_tools": true`, calls
+that the model makes where a request offers no tools are calls in the answer, too, instead of text:
+the embedded model does so.
 """
 
 _TOOL_PARSERS = """\

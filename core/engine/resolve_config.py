@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import logging
+
 import msgspec
 import torch
 
 from ..config import EngineConfig
 from ..errors import ConfigError, PluginError
 from ..grammars.store import check_backend
+from ..loading.dialects import recognized
 from ..loading.model_config import ModelConfig
 from ..loading.resolve_pooling import resolve_pooling
 from ..registry import Plugins
+from ..text.tokenizer import template_texts
 
+logger = logging.getLogger("jackfield.engine")
 NAMED = {
     "executor": "executor",
     "scheduling_policy": "schedule_policy",
@@ -21,6 +26,8 @@ NAMED = {
 """Options that name a plugin → its kind. The worker checks the others, which need a device."""
 NONE = "none"
 """The parser name that means no parser, even if the checkpoint names one."""
+AUTO = "auto"
+"""The parser name that means the checkpoint's, by what it names, or by its chat template."""
 PARSERS = ("reasoning_parser", "tool_call_parser")
 TOKEN_BUDGET = {"cuda": 8192, "cpu": 2048}
 
@@ -78,7 +85,8 @@ def resolve_runner(
 def resolve_parsers(
     config: EngineConfig, model_config: ModelConfig, plugins: Plugins
 ) -> EngineConfig:
-    """Fill in the parsers that the checkpoint names if the options name none; "none" becomes None.
+    """Fill in the parsers that the checkpoint names if the options name none; "none" becomes None,
+    and "auto" what the checkpoint names, else the parser that knows its chat template.
 
     Raises ConfigError if a checkpoint names one that is not installed.
     """
@@ -88,8 +96,11 @@ def resolve_parsers(
         ("reasoning_parser", model_config.dialects.reasoning_parser),
     ):
         option_value = getattr(config, option)
-        parsers[option] = declared if option_value is None else _parser_name(option_value)
-        if option_value is None and declared is not None:
+        asks = option_value in (None, AUTO)
+        parsers[option] = declared if asks else _parser_name(option_value)
+        if option_value == AUTO and declared is None:
+            parsers[option] = _recognize(option, config, model_config, plugins)
+        if asks and declared is not None:
             try:
                 plugins[NAMED[option]].load(declared)
             except PluginError as error:
@@ -99,6 +110,28 @@ def resolve_parsers(
                     param=option,
                 ) from error
     return msgspec.structs.replace(config, **parsers)
+
+
+def _recognize(
+    option: str, config: EngineConfig, model_config: ModelConfig, plugins: Plugins
+) -> str | None:
+    """Return the parser that knows the checkpoint's chat template, and say in the log which."""
+    model_type = getattr(model_config.hf_config, "model_type", None)
+    template = template_texts(model_config.path, config.chat_template)
+    registry = plugins[NAMED[option]]
+    name = recognized(registry, model_type, template)
+    if name is None:
+        logger.warning(
+            "%s: auto finds no marks of any parser in the chat template (model_type %r): there is "
+            "none; name one",
+            option, model_type,
+        )  # fmt: skip
+        return None
+    logger.info(
+        "%s: auto chose %r: the chat template has %s", option, name,
+        " and ".join(map(repr, registry.entry(name).marks)),
+    )  # fmt: skip
+    return name
 
 
 def _parser_name(name: str) -> str | None:
@@ -111,7 +144,7 @@ def check_names(config: EngineConfig, plugins: Plugins) -> None:
     if config.kv_transfer_config is not None:
         named.append(("kv_transfer_config", "kv_connector", config.kv_transfer_config.kv_connector))
     for option, kind, name in named:
-        if name is None or (name == NONE and option in PARSERS):
+        if name is None or (name in (NONE, AUTO) and option in PARSERS):
             continue
         try:
             plugins[kind].load(name)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from ..errors import ConfigError
+from ..registry import Registry
 from .json_file import read_object
 
 FILE = "jackfield.json"
@@ -35,3 +37,18 @@ def read_dialects(folder: Path) -> Dialects:
         return msgspec.convert(read_object(path), Dialects)
     except msgspec.ValidationError as error:
         raise ConfigError(f"model: {path}: {error}", param="model") from None
+
+
+def recognized(registry: Registry[Any], model_type: str | None, template: str) -> str | None:
+    """Return the name of the parser whose marks are all in a chat template; None if no one's are.
+
+    Of several, one for this model type counts most, then the one with the longest marks.
+    """
+    fitting = [
+        ((bool(entry.model_types), sum(map(len, entry.marks))), entry.name)
+        for entry in registry.entries()
+        if entry.marks
+        and all(mark in template for mark in entry.marks)
+        and (not entry.model_types or model_type in entry.model_types)
+    ]
+    return max(fitting)[1] if fitting else None

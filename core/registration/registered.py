@@ -45,6 +45,10 @@ class Entry(msgspec.Struct, frozen=True):
     """Whether overriding it is refused."""
     override: bool = False
     """Whether it was registered to replace an existing entry of the same name."""
+    marks: tuple[str, ...] = ()
+    """Of a parser: texts that a chat template has whose model writes what it reads."""
+    model_types: tuple[str, ...] = ()
+    """Of a parser: the only model types whose templates are recognized by `marks`; (): any."""
 
 
 class NameConflict(PluginError):
@@ -70,9 +74,11 @@ class Registry(Generic[T]):
         priority: int = 0,
         help: str = "",
         final: bool = False,
+        marks: tuple[str, ...] = (),
+        model_types: tuple[str, ...] = (),
     ) -> None:
         """Register `reference` ("module:attribute", or the object) under `name`; `final`: it cannot
-        be overridden.
+        be overridden; `marks` and `model_types`: for parsers that `auto` may choose (`Entry`).
 
         Raises NameConflict if the name is taken and `override` is not set, PluginError if it is
         final or `reference` is text of another form.
@@ -93,7 +99,7 @@ class Registry(Generic[T]):
                 "override=True"
             )
         self._entries[name] = Entry(
-            name, reference, self._registering, priority, help, final, override
+            name, reference, self._registering, priority, help, final, override, marks, model_types
         )
         self._loaded.pop(name, None)
 

@@ -406,6 +406,14 @@ def _token_strings(*files: dict[str, Any]) -> dict[str, str]:
     return tokens
 
 
+def template_texts(folder: Path, given: str | None) -> str:
+    """Return the chat templates of a checkpoint's folder, one after the other, or the one that is
+    given instead, as text or as a path. Raises LoadError."""
+    if given is not None:
+        return _template_text(given)
+    return "\n".join(_chat_templates(folder, _read_json(folder / "tokenizer_config.json")).values())
+
+
 def _chat_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
     templates: dict[str, str] = {}
     for source in (config, _read_json(folder / "chat_template.json")):

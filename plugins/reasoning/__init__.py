@@ -34,9 +34,41 @@ _PARSERS = {
     "think_tags": ("think_tags:ThinkTagsReasoning", "any model with optional reasoning"),
 }
 """name → (module and class, model family)"""
+_MARKS = {
+    "deepseek_r1": ("<｜Assistant｜><think>",),
+    "deepseek_v3": ("<｜Assistant｜>", "</think>", "thinking"),
+    "glm45": ("<think>", "enable_thinking"),
+    "glm47": ("<tool_call>{function-name}<arg_key>", "</think>"),
+    "gptoss": ("<|channel|>", "<|message|>"),
+    "granite": ("Here is my thought process:",),
+    "hunyuan_a13b": ("<think>", "<answer>"),
+    "kimi": ("◁think▷",),
+    "mimo": ("<think>", "enable_thinking"),
+    "minimax_m2": ("<think>",),
+    "mistral": ("[THINK]",),
+    "olmo3": ("<think>",),
+    "qwen3": ("<think>", "enable_thinking"),
+    "seed_oss": ("<seed:think>",),
+    "step3": ("<think>",),
+    "think_tags": ("<think>",),
+}
+"""name → what `auto` knows a model's chat template by"""
+_MODEL_TYPES = {
+    "deepseek_v3": ("deepseek_v3",),
+    "glm45": ("glm4_moe",),
+    "glm47": ("glm4_moe", "glm4_moe_lite", "glm_moe_dsa"),
+    "mimo": ("mimo_v2", "mimo_v2_flash"),
+    "minimax_m2": ("minimax_m2",),
+    "olmo3": ("olmo3",),
+    "step3": ("step3_text", "step3_vl"),
+}
+"""name → model types that share those marks with no others"""
 
 
 @hookimpl
 def register_reasoning_parsers(registry: Any) -> None:
     for name, (place, models) in _PARSERS.items():
-        registry.add(name, f"{_HERE}.{place}", help=models)
+        registry.add(
+            name, f"{_HERE}.{place}", help=models, marks=_MARKS.get(name, ()),
+            model_types=_MODEL_TYPES.get(name, ()),
+        )  # fmt: skip

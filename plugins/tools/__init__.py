@@ -42,9 +42,46 @@ _PARSERS = {
     "xlam": ("json_families:XlamToolParser", "xLAM 2"),
 }
 """name → (module and class, model family)"""
+_MARKS = {
+    "deepseek_v3": ("<｜tool▁call▁begin｜>", "```json"),
+    "deepseek_v31": ("<｜tool▁call▁begin｜>",),
+    "glm45": ("<tool_call>", "<arg_key>"),
+    "glm47": ("<tool_call>{function-name}<arg_key>",),
+    "granite": ("<|tool_call|>",),
+    "hermes": ("<tool_call>",),
+    "hunyuan_a13b": ("<tool_calls>",),
+    "internlm": ("<|action_start|>",),
+    "jamba": ("<tool_calls>",),
+    "kimi_k2": ("<|tool_call_begin|>", "<|tool_call_argument_begin|>"),
+    "llama3_json": ("<|python_tag|>",),
+    "llama4_pythonic": ("<|python_start|>",),
+    "longcat": ("<longcat_tool_call>",),
+    "mimo": ("<tool_call>", "<function="),
+    "minimax_m2": ("<minimax:tool_call>",),
+    "mistral": ("[TOOL_CALLS]",),
+    "olmo3": ("<function_calls>",),
+    "openai": ("<|channel|>", "<|message|>"),
+    "phi4_mini_json": ("<|tool_call|>",),
+    "qwen3_coder": ("<tool_call>", "<function="),
+    "seed_oss": ("<seed:tool_call>",),
+    "step3": ("<steptml:invoke",),
+}
+"""name → what `auto` knows a model's chat template by"""
+_MODEL_TYPES = {
+    "granite": ("granite", "granitemoe", "granitemoehybrid", "granitemoeshared"),
+    "hunyuan_a13b": ("hunyuan", "hunyuan_v1_moe"),
+    "jamba": ("jamba",),
+    "mimo": ("mimo_v2", "mimo_v2_flash"),
+    "olmo3": ("olmo3",),
+    "phi4_mini_json": ("phi3",),
+}
+"""name → model types that share those marks with no others"""
 
 
 @hookimpl
 def register_tool_parsers(registry: Any) -> None:
     for name, (place, models) in _PARSERS.items():
-        registry.add(name, f"{_HERE}.{place}", help=models)
+        registry.add(
+            name, f"{_HERE}.{place}", help=models, marks=_MARKS.get(name, ()),
+            model_types=_MODEL_TYPES.get(name, ()),
+        )  # fmt: skip
