@@ -19,6 +19,7 @@ from ..nn.quantized import LinearSpec, QuantizedEmbedding, QuantizedLinear, Role
 from ..protocols.quantization import QuantizationMethod
 from ..registry import Plugins
 from .model_config import ModelConfig
+from .staging import divided_axes
 from .weight_map import WeightMap
 
 logger = logging.getLogger("jackfield.loading")
@@ -92,11 +93,7 @@ def place_layers(
             module.weight = nn.Parameter(build.empty(*module.weight.shape))
             continue
         if module.shardings:
-            raise ConfigError(
-                f"tensor_parallel_size: ranks cannot divide layers of {method.name!r}, such as "
-                f"{prefix}",
-                param="tensor_parallel_size",
-            )
+            _divide(layer, module, method.name)
         num_quantized += 1
         if (bias := getattr(module, "bias", None)) is not None:
             layer.bias = bias
@@ -110,6 +107,30 @@ def place_layers(
     logger.info(
         "quantization: %s, %d layers; %d left as they are", method.name, num_quantized, num_plain
     )
+
+
+def _divide(layer: QuantizedLinear, module: Linear | Embedding, method: str) -> None:
+    """Give a layer the shardings of the module that it replaces. Raises ConfigError if ranks cannot
+    divide the tensors that it takes."""
+    prefix = layer.spec.prefix
+    specs = {
+        leaf: spec for rows in layer.spec.shards.values()
+        for leaf, spec in layer.tensors(rows).items()
+    }  # fmt: skip
+    lacking = [leaf for leaf, spec in specs.items() if spec.axes is None]
+    if isinstance(module, Embedding) or lacking:
+        what = f" ({lacking[0]})" if lacking else ""
+        raise ConfigError(
+            f"tensor_parallel_size: ranks cannot divide {prefix}, quantized by {method!r}{what}",
+            param="tensor_parallel_size",
+        )
+    layer.sharding = module.shardings["weight"]
+    layer.shardings = {leaf: s for leaf, s in module.shardings.items() if leaf == "bias"}
+    for spec in specs.values():
+        try:
+            list(divided_axes(layer.sharding, spec))
+        except ConfigError as error:
+            raise ConfigError(f"{error.message}: {prefix}", param=error.param) from error
 
 
 def _spec(

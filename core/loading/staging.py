@@ -3,12 +3,13 @@ complete."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 
 from ..errors import LoadError
 from ..nn.quantized import QuantizedLinear, TensorSpec
+from ..parallel.sharding import FEATURES, Sharding
 
 
 class Staging:
@@ -35,6 +36,7 @@ class Staging:
                 f"unexpected tensor {name!r}: its layer is quantized and takes "
                 f"{', '.join(sorted(self._wanted[next(iter(self._wanted))]))}"
             )
+        tensor = _own_part(self.module.sharding, name, shard, tensor, spec)
         self._got[shard or ""][leaf] = _checked(name, tensor, spec)
         self._needed.discard((shard or "", leaf))
         if not self._needed and not self.module.processed and self.module.ready(self._got):
@@ -68,6 +70,31 @@ class Staging:
             raise LoadError(f"{self.module.spec.prefix}: {error.message}") from error
         self.module.processed = True
         self._got = {shard: {} for shard in self._got}
+
+
+def divided_axes(sharding: Sharding, spec: TensorSpec) -> Iterator[Sharding]:
+    """Yield how ranks divide each dimension of a tensor. Raises ConfigError if they cannot."""
+    for dim, axis in enumerate(spec.axes or ()):
+        if axis is not None and axis[0] == FEATURES[sharding.dim]:
+            yield sharding.over(dim, axis[1])
+
+
+def _own_part(
+    sharding: Sharding | None,
+    name: str,
+    shard: str | None,
+    tensor: torch.Tensor,
+    spec: TensorSpec,
+) -> torch.Tensor:
+    """Return this rank's part of a checkpoint's tensor. Raises LoadError."""
+    if sharding is None or tensor.numel() == 1:
+        return tensor
+    try:
+        for divided in divided_axes(sharding, spec):
+            tensor = divided.part(shard, tensor)
+    except LoadError as error:
+        raise LoadError(f"tensor {name!r} {error.message}") from error
+    return tensor
 
 
 def _checked(name: str, tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:

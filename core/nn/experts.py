@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from ..errors import ConfigError
+from ..parallel.sharding import Features
 from .context import BuildContext
-from .linear import Features, MergedLinear
+from .linear import MergedLinear
 from .mlp import GatedMLP
 from .operations import ClampedSwiGLU, ExpertWeight, Operations
 from .quantized import QuantizedLinear

@@ -12,16 +12,14 @@ output features ("out"), or of its input features ("in"); then its result is one
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar, Literal, TypeAlias
+from typing import ClassVar
 
 import torch
 from torch import nn
 
-from ..parallel.sharding import Sharding, even_slice, length
+from ..parallel.sharding import Features, Sharding, even_slice, length
 from .context import BuildContext
 from .norm import before_product
-
-Features: TypeAlias = Literal["out", "in"]
 
 
 class Linear(nn.Module):

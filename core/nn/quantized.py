@@ -9,15 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import nn
 
+from ..parallel.sharding import Features, Sharding
 from .norm import before_product
 from .operations import DenseRows, ExpertWeight, Operations
 from .packed import PackedWeight, dequantize
 
+Axis: TypeAlias = tuple[Features, int]
+"""Features that a dimension of a tensor runs over, and how many an element is for."""
 Role = Literal["linear", "head", "embedding", "experts"]
 PRODUCTS: tuple[Role, ...] = ("linear", "experts")
 """Roles that most formats store; they differ in embeddings and heads."""
@@ -65,6 +68,10 @@ class TensorSpec:
     dummy: float | None = None
     """Value that `load_format=dummy` fills it with; None: small random numbers, or random bits for
     integers, and an optional tensor is left out."""
+    axes: tuple[Axis | None, ...] | None = None
+    """For its first dimensions, what each runs over: ("in", 8) has an element for every 8 input
+    features, ("in", 0) cannot be divided by them, None is not by features. A tensor of one element
+    is every rank's. None in place of all: ranks cannot divide such a layer."""
     alternative: TensorSpec | None = None
     """Alternative to this tensor: one that is already rounded, or not yet."""
 
@@ -82,6 +89,10 @@ class QuantizedLinear(nn.Module):
         super().__init__()
         self.spec = spec
         self.bias = None
+        self.sharding: Sharding | None = None
+        """What this rank holds of the layer's weight; None: all. `spec` is of that part."""
+        self.shardings: dict[str, Sharding] = {}
+        """As `Linear.shardings`, for the bias."""
         self.processed = False
         self.shards: dict[str, slice] = {}
         """Rows of each shard, if there are several: used to fill a merged bias."""

@@ -5,13 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 from ..errors import ConfigError, LoadError
 from .ranks import Group
 
 if TYPE_CHECKING:
     import torch
+
+
+Features: TypeAlias = Literal["out", "in"]
+"""Output or input features of a layer: dimension 0 or 1 of its weight."""
+FEATURES: tuple[Features, ...] = ("out", "in")
 
 
 @dataclass(frozen=True)
@@ -45,6 +50,27 @@ class Sharding:
             shape[self.dim] = self.padding
             parts.append(tensor.new_zeros(shape))
         return parts[0] if len(parts) == 1 else _joined(parts, self.dim)
+
+    def over(self, dim: int, unit: int) -> Sharding:
+        """Return the sharding of a tensor whose dimension `dim` has an element for every `unit`
+        features. Raises ConfigError if a part has a fraction of an element, or `unit` is 0."""
+        for name, pieces in self.slices.items():
+            whole = self.sizes[name]
+            ends = [end for piece in pieces for end in (piece.start, piece.stop) if end != whole]
+            if not unit or any(end % unit for end in ends):
+                raise ConfigError(
+                    f"tensor_parallel_size: {whole} features are divided at {ends}, and the "
+                    + (f"checkpoint stores {unit} together" if unit else "checkpoint mixes them"),
+                    param="tensor_parallel_size",
+                )
+        return Sharding(
+            dim,
+            {name: -(-size // unit) for name, size in self.sizes.items()},
+            {
+                name: tuple(slice(piece.start // unit, -(-piece.stop // unit)) for piece in pieces)
+                for name, pieces in self.slices.items()
+            },
+        )
 
 
 def _joined(parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:

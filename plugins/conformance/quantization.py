@@ -41,8 +41,10 @@ from ...core.loading.quantize import quantized_layers
 from ...core.nn.norm import RMSNorm
 from ...core.nn.operations import Operations
 from ...core.nn.quantized import LinearSpec, QuantizedLinear
+from ...core.parallel.ranks import ONE_RANK, Ranks
 from ...core.sampling_params import SamplingParams
 from .kit import Kit
+from .rank_threads import thread_ranks
 
 VOCAB = 160
 SIZES: dict[str, Any] = {
@@ -189,14 +191,15 @@ class QuantizationKit(Kit):
         }  # fmt: skip
         return EngineConfig(**{**settings, **options})
 
-    def build(self, folder: Path, **options: Any) -> nn.Module:
-        """Return the loaded model, without an engine."""
+    def build(self, folder: Path, ranks: Ranks = ONE_RANK, **options: Any) -> nn.Module:
+        """Return the loaded model, or this rank's part of it, without an engine."""
         config = self.engine_config(folder, **options)
         model_config = resolve_model_config(config)
         with torch.inference_mode():
             return build_model(
-                self.plugins(), config, model_config, torch.device(self.device), self.operations()
-            )
+                self.plugins(), config, model_config, torch.device(self.device), self.operations(),
+                ranks,
+            )  # fmt: skip
 
     # ------------------------------------------------------------ the tests
 
@@ -212,6 +215,31 @@ class QuantizationKit(Kit):
             assert (actual - expected).abs().max() <= self.exact * expected.abs().max(), (
                 layer.spec.prefix
             )
+
+    def test_ranks_hold_their_parts_of_the_weights(self, checkpoint: Any) -> None:
+        """Ranks that cannot divide the format's tensors are refused by name. Plain weights are
+        rounded part by part."""
+        folder, reference = checkpoint
+        weights = linear_weights(reference)
+        stored = load_file(folder / "model.safetensors")
+        for ranks in thread_ranks(2):
+            try:
+                layers = quantized_layers(self.build(folder, ranks))
+            except ConfigError as error:
+                assert error.param == "tensor_parallel_size"
+                pytest.skip(f"refused: {error.message}")
+            for layer in layers.values():
+                assert layer.sharding is not None, layer.spec.prefix
+                expected = torch.cat([
+                    layer.sharding.part(shard, weights[source])
+                    for shard, source in layer.spec.sources.items()
+                ])  # fmt: skip
+                deviation = self.dense(layer).cpu() - expected
+                plain = stored.get(f"{next(iter(layer.spec.sources.values()))}.weight")
+                if plain is not None and plain.dtype == torch.float32:
+                    assert deviation.norm() <= 2 * self.rounding * expected.norm()
+                else:
+                    assert deviation.abs().max() <= self.exact * expected.abs().max()
 
     def dense(self, layer: QuantizedLinear) -> torch.Tensor:
         """Return the matrix by which the layer multiplies, [out_features, in_features], determined

@@ -14,7 +14,7 @@ import torch
 from ...core.errors import ConfigError
 from ...core.loading.quantization_config import ConfigReader, is_ignored
 from ...core.nn.packed import PackedWeight
-from ...core.nn.quantized import PRODUCTS, LinearSpec, PackedLinear, TensorSpec
+from ...core.nn.quantized import PRODUCTS, Axis, LinearSpec, PackedLinear, TensorSpec
 from .grouped import Grouped, join, unpack_along
 from .rtn import read_group_size
 
@@ -69,7 +69,9 @@ class AwqLinear(PackedLinear):
 
     def __init__(self, spec: LinearSpec, group_size: int, zeros: bool) -> None:
         super().__init__(spec)
-        self.group_size = spec.in_features if group_size == -1 else group_size
+        self.one_group = group_size == -1
+        """Each row is one group."""
+        self.group_size = spec.in_features if self.one_group else group_size
         self.zeros = zeros
         if spec.in_features % 8 or any(rows % 8 for rows in spec.shards.values()):
             raise ConfigError(
@@ -82,13 +84,19 @@ class AwqLinear(PackedLinear):
         size = self.spec.in_features
         groups = -(-size // self.group_size)
         step = 2.0 / (1 << BITS) * (3.0 / size) ** 0.5
+        by_group: Axis | None = None if self.one_group else ("in", self.group_size)
         return {
-            "qweight": TensorSpec((size, out_features // 8), (torch.int32,)),
-            "qzeros": TensorSpec(
-                (groups, out_features // 8), (torch.int32,), optional=not self.zeros
+            "qweight": TensorSpec(
+                (size, out_features // 8), (torch.int32,), axes=(("in", 1), ("out", 8))
             ),
-            "scales": TensorSpec((groups, out_features), dummy=step),
-        }
+            "qzeros": TensorSpec(
+                (groups, out_features // 8), (torch.int32,), optional=not self.zeros,
+                axes=(by_group, ("out", 8)),
+            ),
+            "scales": TensorSpec(
+                (groups, out_features), dummy=step, axes=(by_group, ("out", 1))
+            ),
+        }  # fmt: skip
 
     def pack(self, shards: Mapping[str, Mapping[str, torch.Tensor]]) -> PackedWeight:
         """Unpack, and repack all shards as one."""

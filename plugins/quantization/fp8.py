@@ -8,6 +8,7 @@ inputs wide; large ones also round inputs, if the device multiplies fp8 by fp8.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -92,15 +93,18 @@ class Fp8Linear(PackedLinear):
         size = self.spec.in_features
         plain = (self.spec.dtype, torch.bfloat16, torch.float16, torch.float32)
         types = (*plain, FP8) if self.rounds else (FP8,)
-        specs = {"weight": TensorSpec((out_features, size), types)}
+        specs = {"weight": TensorSpec((out_features, size), types, axes=(("out", 1), ("in", 1)))}
         grid = (-(-out_features // BLOCK), -(-size // BLOCK)) if self.blocks else None
+        scale = TensorSpec(grid, optional=True, axes=(("out", 1),))
+        if self.blocks:
+            scale = replace(scale, axes=(("out", BLOCK), ("in", BLOCK)))
         for name in SCALE_NAMES:
-            specs[name] = TensorSpec(grid, optional=True)
+            specs[name] = scale
         for name in INPUT_SCALE_NAMES:
-            specs[name] = TensorSpec((), optional=True)
+            specs[name] = TensorSpec((), optional=True, axes=())
         if not self.rounds:
-            specs[SCALE_NAMES[0]] = TensorSpec(grid, optional=True, dummy=1.0)
-            specs[INPUT_SCALE_NAMES[0]] = TensorSpec((), optional=True, dummy=0.01)
+            specs[SCALE_NAMES[0]] = replace(scale, dummy=1.0)
+            specs[INPUT_SCALE_NAMES[0]] = TensorSpec((), optional=True, dummy=0.01, axes=())
         return specs
 
     def ready(self, shards: Mapping[str, Mapping[str, torch.Tensor]]) -> bool:

@@ -16,7 +16,7 @@ import torch
 from ...core.errors import ConfigError, LoadError, listed
 from ...core.loading.quantization_config import ConfigReader, is_ignored, name_matches
 from ...core.nn.packed import WORD_BITS, PackedWeight
-from ...core.nn.quantized import LinearSpec, PackedLinear, TensorSpec
+from ...core.nn.quantized import Axis, LinearSpec, PackedLinear, TensorSpec
 from .grouped import Grouped, join, unpack_along
 from .rtn import read_group_size
 
@@ -115,7 +115,9 @@ class GptqLinear(PackedLinear):
     ) -> None:
         super().__init__(spec)
         self.bits = bits
-        self.group_size = spec.in_features if group_size == -1 else group_size
+        self.one_group = group_size == -1
+        """Each row is one group."""
+        self.group_size = spec.in_features if self.one_group else group_size
         self.sorted = sorted and self.group_size < spec.in_features
         """Whether columns were rounded in an order that only g_idx gives."""
         self.zero_offset = zero_offset
@@ -133,17 +135,23 @@ class GptqLinear(PackedLinear):
         size, parts = self.spec.in_features, WORD_BITS // self.bits
         groups = -(-size // self.group_size)
         step = 2.0 / (1 << self.bits) * (3.0 / size) ** 0.5
+        by_group: Axis | None = None if self.one_group else ("in", self.group_size)
+        words = (torch.int32,)
         return {
-            "qweight": TensorSpec((size // parts, out_features), (torch.int32,)),
-            "qzeros": TensorSpec((groups, out_features // parts), (torch.int32,)),
-            "scales": TensorSpec((groups, out_features), dummy=step),
-            "g_idx": TensorSpec(
-                (size,),
-                (torch.int32, torch.int64),
-                optional=not self.sorted,
-                dummy=IN_ORDER if self.sorted else None,
+            "qweight": TensorSpec(
+                (size // parts, out_features), words, axes=(("in", parts), ("out", 1))
             ),
-        }
+            "qzeros": TensorSpec(
+                (groups, out_features // parts), words, axes=(by_group, ("out", parts))
+            ),
+            "scales": TensorSpec(
+                (groups, out_features), dummy=step, axes=(by_group, ("out", 1))
+            ),
+            "g_idx": TensorSpec(
+                (size,), (torch.int32, torch.int64), optional=not self.sorted,
+                dummy=IN_ORDER if self.sorted else None, axes=(("in", 0 if self.sorted else 1),),
+            ),
+        }  # fmt: skip
 
     def pack(self, shards: Mapping[str, Mapping[str, torch.Tensor]]) -> PackedWeight:
         """Unpack, and repack all shards as one."""
@@ -155,6 +163,8 @@ class GptqLinear(PackedLinear):
             groups = shard_tensors.get("g_idx")
             if groups is not None and int(groups.max()) == IN_ORDER:
                 groups = None
+            if groups is not None and self.sharding is not None and not self.sorted:
+                groups = groups - groups.min()  # A part starts at some group of the whole.
             if groups is not None and int(groups.max()) >= len(zeros):
                 raise LoadError(f"g_idx names group {int(groups.max())} of {len(zeros)}")
             values = unpack_along(shard_tensors["qweight"], self.bits, 0).t()

@@ -62,9 +62,15 @@ class Int8Linear(PackedLinear):
         step = (3.0 / self.spec.in_features) ** 0.5 / 127
         types = (*plain, torch.int8) if self.rounds else (torch.int8,)
         return {
-            "weight": TensorSpec((out_features, self.spec.in_features), types),
-            "weight_scale": TensorSpec(None, optional=True, dummy=None if self.rounds else step),
-            "input_scale": TensorSpec((), optional=True, dummy=None if self.rounds else 0.01),
+            "weight": TensorSpec(
+                (out_features, self.spec.in_features), types, axes=(("out", 1), ("in", 1))
+            ),
+            "weight_scale": TensorSpec(
+                None, optional=True, dummy=None if self.rounds else step, axes=(("out", 1),)
+            ),
+            "input_scale": TensorSpec(
+                (), optional=True, dummy=None if self.rounds else 0.01, axes=()
+            ),
         }
 
     def ready(self, shards: Mapping[str, Mapping[str, torch.Tensor]]) -> bool:

@@ -72,8 +72,9 @@ class RtnLinear(PackedLinear):
         self.group_size = spec.in_features if group_size == -1 else group_size
 
     def tensors(self, out_features: int) -> Mapping[str, TensorSpec]:
-        """The plain weight."""
-        return {"weight": TensorSpec((out_features, self.spec.in_features))}
+        """The plain weight; each rank rounds its part."""
+        size = self.spec.in_features
+        return {"weight": TensorSpec((out_features, size), axes=(("out", 1), ("in", 1)))}
 
     def pack(self, shards: Mapping[str, Mapping[str, torch.Tensor]]) -> PackedWeight:
         """Round each shard."""

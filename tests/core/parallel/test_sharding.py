@@ -15,10 +15,11 @@ from jackfield.core.nn.linear import Linear, MergedLinear
 from jackfield.core.nn.operations import Operations
 from jackfield.core.parallel.ranks import ONE_RANK, Ranks
 from jackfield.core.parallel.sharding import HeadShare, Sharding, even_slice
-from jackfield.plugins.conformance.models import PagedModel
+from jackfield.core.registry import load_plugins
+from jackfield.plugins.conformance.models import PagedModel, check_ranks
 from jackfield.plugins.conformance.rank_threads import run_ranks, thread_ranks
 
-from helpers import make_checkpoint
+from helpers import edit_json, make_checkpoint
 
 
 def context(ranks: Ranks = ONE_RANK) -> BuildContext:
@@ -134,8 +135,29 @@ def test_one_rank_adds_residuals_in_its_products(tmp_path: Path) -> None:
     assert (operations.products, operations.added) == (4 * layers + 1, 2 * layers)
 
 
-def test_layers_that_a_quantization_method_takes_are_refused(tmp_path: Path) -> None:
+def test_quantized_layers_are_divided_with_their_biases(tmp_path: Path) -> None:
+    """Ranks divide between groups, so that rounding is the same."""
     folder = make_checkpoint("llama", tmp_path)
-    with pytest.raises(ConfigError, match=r"'rtn'.*qkv_proj") as caught:
-        PagedModel(folder, "float32", ranks=thread_ranks(2)[0], quantization="rtn")
+    rounded = {"quant_method": "rtn", "bits": 8, "group_size": 8}
+    edit_json(folder / "config.json", quantization_config=rounded)
+    check_ranks(folder, "LlamaForCausalLM", 2, load_plugins(), 2e-4)
+
+
+def test_a_quantized_head_is_refused(tmp_path: Path) -> None:
+    folder = make_checkpoint("llama", tmp_path)
+    rounded = {"quant_method": "rtn", "bits": 8, "lm_head": True}
+    edit_json(folder / "config.json", quantization_config=rounded)
+    with pytest.raises(ConfigError, match="lm_head") as caught:
+        PagedModel(folder, "float32", ranks=thread_ranks(2)[0])
     assert caught.value.param == "tensor_parallel_size"
+
+
+def test_a_scale_of_a_block_goes_with_its_features() -> None:
+    """Of 300 features in blocks of 128, the last block is smaller."""
+    halves = Sharding(1, {"": 300}, {"": (slice(0, 256), slice(256, 300))})
+    scales = halves.over(0, 128)
+    assert scales.sizes == {"": 3} and scales.slices == {"": (slice(0, 2), slice(2, 3))}
+    with pytest.raises(ConfigError, match="stores 96 together"):
+        halves.over(0, 96)
+    with pytest.raises(ConfigError, match="mixes"):
+        halves.over(0, 0)
