@@ -37,6 +37,7 @@ _PARSERS = {
 _MARKS = {
     "deepseek_r1": ("<｜Assistant｜><think>",),
     "deepseek_v3": ("<｜Assistant｜>", "</think>", "thinking"),
+    "ernie45": ("<think>", "<response>"),
     "glm45": ("<think>", "enable_thinking"),
     "glm47": ("<tool_call>{function-name}<arg_key>", "</think>"),
     "gptoss": ("<|channel|>", "<|message|>"),

@@ -10,6 +10,7 @@ _HERE = "jackfield.plugins.tools"
 _PARSERS = {
     "deepseek_v3": ("named_families:DeepSeekV3ToolParser", "DeepSeek-V3-0324, DeepSeek-R1-0528"),
     "deepseek_v31": ("named_families:DeepSeekV31ToolParser", "DeepSeek-V3.1"),
+    "ernie45": ("hermes:HermesToolParser", "ERNIE 4.5 Thinking"),
     "glm45": ("tagged_families:Glm45ToolParser", "GLM-4.5, GLM-4.6"),
     "glm47": ("tagged_families:Glm47ToolParser", "GLM-4.7, GLM-5"),
     "granite": ("json_families:GraniteToolParser", "Granite 3"),
@@ -45,6 +46,7 @@ _PARSERS = {
 _MARKS = {
     "deepseek_v3": ("<｜tool▁call▁begin｜>", "```json"),
     "deepseek_v31": ("<｜tool▁call▁begin｜>",),
+    "ernie45": ("<tool_call>",),
     "glm45": ("<tool_call>", "<arg_key>"),
     "glm47": ("<tool_call>{function-name}<arg_key>",),
     "granite": ("<|tool_call|>",),
@@ -68,6 +70,7 @@ _MARKS = {
 }
 """name → what `auto` knows a model's chat template by"""
 _MODEL_TYPES = {
+    "ernie45": ("ernie4_5", "ernie4_5_moe"),
     "granite": ("granite", "granitemoe", "granitemoehybrid", "granitemoeshared"),
     "hunyuan_a13b": ("hunyuan", "hunyuan_v1_moe"),
     "jamba": ("jamba",),

@@ -34,6 +34,7 @@ GLM47 = "<tool_call>{function-name}<arg_key>{arg-key-1}</arg_key></tool_call><th
         ("granite", "<|tool_call|>", "granite", None),
         ("phi3", "<|tool_call|>", "phi4_mini_json", None),
         ("gpt_oss", "<|start|>assistant<|channel|>final<|message|>", "openai", "gptoss"),
+        ("ernie4_5_moe", HERMES + "<think>\n</think>\n<response>", "ernie45", "ernie45"),
         ("mistral", "[TOOL_CALLS][THINK]", "mistral", "mistral"),
         ("deepseek_v3", "<｜Assistant｜><think>\n' }}<｜tool▁call▁begin｜>f\n```json",
          "deepseek_v3", "deepseek_r1"),

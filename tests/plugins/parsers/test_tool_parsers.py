@@ -113,6 +113,20 @@ class TestQwen3Json(TestHermes):
     examples = 5
 
 
+class TestErnie45(Kit):
+    """Hermes' marks on lines."""
+
+    name = "ernie45"
+    examples = 5
+    samples = [
+        Sample(
+            '\n<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>\n'
+            '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>\n',
+            calls=[("get_weather", PARIS), ("now", {})],
+        ),
+    ]
+
+
 class TestLongCat(Kit):
     name = "longcat"
     close = "</longcat_tool_call>"
