@@ -368,13 +368,13 @@ What a client gets of output that keeps to no format is the same for all of them
   closing quote, and JSON after that (looked for within 512 characters).
 - What stands where a call begins and has no name is no call: it is content as it stands.
 - Where arguments stand in tags of their own, a forgotten tag costs at most its own argument.
-- Text in a thought that no reasoning parser takes out is read like any other, but for
+- Text in reasoning that no reasoning parser takes out is read like any other, but for
   `hunyuan_a13b`, `minimax` and `seed_oss`: calls in there are content."""
 _REASONING_PARSERS = """\
-Where the chat template writes the mark that opens the thought, or closes it, at the end of the
-prompt, the parsers whose thought stands between marks go by that.
+Where the chat template writes the mark that opens the reasoning, or closes it, at the end of the
+prompt, the parsers whose reasoning stands between marks go by that.
 
-Whether a request thinks is the chat template's matter: `chat_template_kwargs` with
+Whether a request reasons is the chat template's matter: `chat_template_kwargs` with
 `enable_thinking`, or `thinking` for `deepseek_v3` and `granite`, where it is off by default."""
 
 

@@ -101,7 +101,7 @@ def tool_call(client: OpenAI, model: str) -> bool:
 
 
 def reasoning(client: OpenAI, model: str) -> bool:
-    """A word problem: thought apart from the answer."""
+    """A word problem: reasoning apart from the answer."""
     question = "Tom has 5 apples and buys 3 more. Then he gives away 2. How many apples are left?"
     print(f"\n=== A reasoning answer\nuser:      {question}")
     response = client.chat.completions.create(
@@ -113,7 +113,7 @@ def reasoning(client: OpenAI, model: str) -> bool:
     )
     message = response.choices[0].message
     reasoning_text = getattr(message, "reasoning_content", None) or ""
-    print(f"thought:   {reasoning_text.strip()}\nassistant: {message.content}")
+    print(f"reasoning: {reasoning_text.strip()}\nassistant: {message.content}")
     return bool(reasoning_text.strip()) and "6" in (message.content or "")
 
 

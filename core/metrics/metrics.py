@@ -69,7 +69,7 @@ class EngineMetrics:
             ["model_name", "finished_reason"],
             registry=self.registry,
         )
-        self._iteration = histogram("iteration_tokens_total", "Tokens a step.", TOKENS)
+        self._iteration = histogram("iteration_tokens_total", "Tokens per step.", TOKENS)
         self._step_seconds = histogram("iteration_seconds", "Seconds a step took.", ITL_SECONDS)
         self._launch_wait = histogram(
             "launch_wait_seconds",
