@@ -62,7 +62,13 @@ PROJECT = "jackfield"
 API_VERSION = 2
 """The hook API version, which plugins state as `jackfield_api`."""
 CHANGED_HOOKS: dict[int, tuple[str, ...]] = {
-    2: ("register_executors", "register_kv_connectors", "step_finished"),
+    2: (
+        "register_models",
+        "register_operations",
+        "register_executors",
+        "register_kv_connectors",
+        "step_finished",
+    ),
 }
 """Version → the hooks that it has changed, themselves or the contract of what they register."""
 

@@ -56,8 +56,8 @@ def test_a_reference_is_imported_at_its_first_use_and_its_failure_reported(
         ("raise RuntimeError('bang')", "bang"),
         ("import no_such_module", "no_such_module"),
         ("def (", "SyntaxError"),
-        ("@hookimpl\ndef register_models(registry): registry.nonsense()", "nonsense"),
-        ("@hookimpl\ndef register_models(wrong_argument): pass", "wrong_argument"),
+        ("@hookimpl\ndef register_attention_backends(registry): registry.nonsense()", "nonsense"),
+        ("@hookimpl\ndef register_attention_backends(wrong_argument): pass", "wrong_argument"),
         ("@hookimpl\ndef register_unknown_things(registry): pass", "register_unknown_things"),
     ],
 )
@@ -127,7 +127,9 @@ def test_disabling_an_unknown_plugin_is_reported_with_the_nearest_name(
 
 
 def test_a_bad_reference_leaves_out_its_plugin_and_no_other(install: Install) -> None:
-    install("bad", "@hookimpl\ndef register_models(registry): registry.add('x', 'no colon')")
+    install(
+        "bad", "@hookimpl\ndef register_attention_backends(registry): registry.add('x', 'no colon')"
+    )
     install("goods", GOOD)
     plugins = load_plugins()
     assert [failed.provenance.distribution for failed in plugins.failed] == ["bad"]
@@ -194,7 +196,11 @@ def test_a_plugin_that_has_skipped_versions_is_told_the_last_one_that_changed_it
 ) -> None:
     install("both", "jackfield_api = 2\n" + EXECUTOR + PARSER)
     monkeypatch.setattr(hooks, "API_VERSION", 4)
-    changed = {2: ("register_executors",), 3: ("register_models",), 4: ("register_tool_parsers",)}
+    changed = {
+        2: ("register_executors",),
+        3: ("register_attention_backends",),
+        4: ("register_tool_parsers",),
+    }
     monkeypatch.setattr(hooks, "CHANGED_HOOKS", changed)
     (failed,) = load_plugins().failed
     assert failed.error.endswith(
@@ -430,8 +436,8 @@ def test_a_hook_that_could_not_run_leaves_out_its_plugin(
 
 REMARKS = [
     (
-        "def register_models(registry): registry.add('half', 'a:b')",
-        "register_models has no @hookimpl, so it is not called",
+        "def register_attention_backends(registry): registry.add('half', 'a:b')",
+        "register_attention_backends has no @hookimpl, so it is not called",
     ),
     (
         "def register_tool_parser(registry): pass",
@@ -440,7 +446,7 @@ REMARKS = [
     ),
     ("x = 1", "it has no hooks (functions marked @hookimpl), so it plugs in nothing"),
     (
-        "@hookimpl\ndef register_models(registry): pass",
+        "@hookimpl\ndef register_attention_backends(registry): pass",
         "it registers no name and listens to no event, so it plugs in nothing",
     ),
 ]

@@ -461,6 +461,8 @@ def test_unknown_model_type_is_refused_with_the_known_architectures(
 
 
 class Zebra:
+    jackfield_api = 2
+
     @hookimpl
     def register_models(self, registry: Any) -> None:
         registry.add("ZebraForCausalLM", "jackfield.plugins.models.llama:LlamaForCausalLM")
