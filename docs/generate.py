@@ -375,7 +375,9 @@ Where the chat template writes the mark that opens the reasoning, or closes it, 
 prompt, the parsers whose reasoning stands between marks go by that.
 
 Whether a request reasons is the chat template's matter: `chat_template_kwargs` with
-`enable_thinking`, or `thinking` for `deepseek_v3` and `granite`, where it is off by default."""
+`enable_thinking` (off by default for `poolside_v1`), or `thinking` for `deepseek_v3` and `granite`,
+where it is off by default, and for `deepseek_v4`, `deepseek_v41`, `holo2` and `kimi_k2`, where it
+is on."""
 
 
 def fields() -> str:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from .cursor import SPACES, Marks, Read
+from .cursor import SPACES, Marks, Read, Say
 from .schema_values import json_of, parameter_types
 from .tool_machine import ToolMachine
 
@@ -37,6 +37,13 @@ class TaggedCallsParser(ToolMachine):
     """Whether one newline right inside a value's tags belongs to the markup."""
     untyped: ClassVar[frozenset[str]] = frozenset({"string"})
     """Types of an argument without a schema; empty: inferred from its text."""
+    first_counts: ClassVar[bool] = False
+    """Whether an argument whose key has been there already is dropped."""
+    wrappers: ClassVar[tuple[str, ...]] = ()
+    """Keys under which a model may write all arguments as one object: it counts for them if the
+    tool has no such argument, and has all that are in there."""
+    last: ClassVar[str] = ""
+    """One of the marks around calls, after which nothing follows: text after it is dropped."""
 
     def __init__(self, *, tools: Sequence[Mapping[str, Any]] = ()) -> None:
         opaque = (self.opaque or ("",))[0]
@@ -53,6 +60,8 @@ class TaggedCallsParser(ToolMachine):
     def read(self) -> Read[None]:
         """Read content and calls in turn."""
         while mark := (yield from self.until_call(self._marks)):
+            if mark == self.last and self.answer.calls:
+                yield from self.text.until(Marks(), _drop)
             if mark == self.lead and (yield from self.text.until_within(self._open, _MAX_HEADER)):
                 mark = self.open
             if mark == self.open:
@@ -74,7 +83,7 @@ class TaggedCallsParser(ToolMachine):
             return
         answer.start(name)
         answer.arguments("{")
-        first = True
+        keys: set[str] = set()
         while mark == self.parameter:
             key = yield from text.until_within(self._key_end, _MAX_HEADER)
             if key is None:
@@ -83,14 +92,26 @@ class TaggedCallsParser(ToolMachine):
             if key[1] in self._next.texts:  # The key has no end, or no value.
                 mark = key[1]
                 continue
-            answer.arguments(f"{'' if first else ', '}{json.dumps(_unquoted(key[0]))}: ")
-            first = False
-            finished = yield from self._value(
-                name, _unquoted(key[0]), opened=key[1] != self.key_end
-            )
+            argument, types = self.argument(key[0])
+            types = parameter_types(self.schemas.get(name), argument) or types or self.untyped
+            say: Say = answer.arguments
+            wrapped: list[str] = []
+            wraps = not keys and argument in self.wrappers
+            if self.first_counts and argument in keys:
+                say = _drop
+            elif wraps:
+                say = wrapped.append
+            say(f"{', ' if keys else ''}{json.dumps(argument)}: ")
+            keys.add(argument)
+            finished = yield from self._value(types, say, opened=key[1] != self.key_end)
+            if finished:
+                mark = yield from text.until(self._next_or_over, _drop)
+            if wraps:
+                alone = finished and mark != self.parameter
+                inner = self._unwrapped(name, argument, "".join(wrapped[1:])) if alone else ""
+                answer.arguments(inner or "".join(wrapped))
             if not finished:
                 return
-            mark = yield from text.until(self._next_or_over, _drop)
         if not mark:
             return
         answer.arguments("}")
@@ -98,26 +119,46 @@ class TaggedCallsParser(ToolMachine):
         if mark != self.close:  # It is missing: all arguments are complete.
             text.back(mark)
 
-    def _value(self, name: str, key: str, *, opened: bool) -> Read[bool]:
+    def _unwrapped(self, name: str, key: str, value: str) -> str:
+        """Return the arguments in the value of a wrapper, without their braces; "" if it has
+        none."""
+        schema = self.schemas.get(name)
+        known = schema.get("properties") if isinstance(schema, Mapping) else None
+        if not isinstance(known, Mapping) or key in known:
+            return ""
+        try:
+            if value.startswith('"'):
+                text = json.loads(value).encode("utf-16", "surrogatepass")
+                value = json_of(text.decode("utf-16", "replace"), _OBJECT)
+            arguments = json.loads(value)
+        except RecursionError:
+            return ""
+        inner = isinstance(arguments, dict) and all(key in known for key in arguments)
+        return value.strip()[1:-1] if inner else ""
+
+    def argument(self, header: str) -> tuple[str, frozenset[str]]:
+        """Return an argument's key, and its types where the schema is silent (empty: `untyped`)."""
+        return _unquoted(header), frozenset()
+
+    def _value(self, types: frozenset[str], say: Say, *, opened: bool) -> Read[bool]:
         """Read a value; return whether it is complete. opened: after its opening mark."""
-        text, answer = self.text, self.answer
+        text = self.text
         if self.value_open and not opened:
             yield from text.run(SPACES)
             yield from text.accept(self._value_open)
         if self.newlines:
             yield from text.accept(_NEWLINE)
-        types = parameter_types(self.schemas.get(name), key) or self.untyped
         value = TrailingNewlineFilter(self.newlines)
         if types == _STRING:
-            answer.arguments('"')
-            value.say = lambda part: answer.arguments(json.dumps(part, ensure_ascii=False)[1:-1])
+            say('"')
+            value.say = lambda part: say(json.dumps(part, ensure_ascii=False)[1:-1])
         end = yield from text.until(self._value_end, value.add)
         if not end:
             return False
         if types == _STRING:
-            answer.arguments('"')
+            say('"')
         else:
-            answer.arguments(json_of("".join(value.parts), types))
+            say(json_of("".join(value.parts), types))
         if end.lstrip("\n") in self._next.texts:
             text.back(end.lstrip("\n"))
         return True
@@ -125,6 +166,7 @@ class TaggedCallsParser(ToolMachine):
 
 _NEWLINE = Marks("\n")
 _STRING = frozenset({"string"})
+_OBJECT = frozenset({"object"})
 
 
 def _drop(text: str) -> None:
@@ -136,7 +178,7 @@ class TrailingNewlineFilter:
 
     def __init__(self, enabled: bool) -> None:
         self.parts: list[str] = []
-        self.say = self.parts.append
+        self.say: Say = self.parts.append
         self._enabled = enabled
         self._pending = ""
 

@@ -63,6 +63,49 @@ class Holo2Reasoning(ThoughtParser):
     thinking_switch = ("thinking", True)
 
 
+class KimiK2Reasoning(ThoughtParser):
+    """`…</think>`: the template or the model opens the reasoning. Calls end it, too."""
+
+    call = ("<|tool_calls_section_begin|>",)
+    markers = ("<think>", "</think>", *call)
+    thinking_switch = ("thinking", True)
+
+
+class DeepSeekV4Reasoning(ThoughtParser):
+    """`…</think>`: the template opens or closes the reasoning. Calls end it, too."""
+
+    call = (
+        "<｜DSML｜tool_calls>", "<｜DSML｜toolcalls>", "<｜DSML｜tool>", "<｜DSML｜ calls>"
+    )  # fmt: skip
+    markers = ("<think>", "</think>", "｜DSML｜")
+    thinking_switch = ("thinking", True)
+
+
+class Step3p5Reasoning(ThoughtParser):
+    """`…</think>`: the template has opened the reasoning. A call ends it, too."""
+
+    call = ("<tool_call>",)
+    markers = ("<think>", "</think>")
+    always = True
+
+
+class PoolsideReasoning(ThoughtParser):
+    """`<think>…</think>`, opened by the model, if the request turns reasoning on."""
+
+    markers = ("<think>", "</think>")
+    begins_inside = False
+    thinking_switch = ("enable_thinking", False)
+
+
+class Plamo3Reasoning(ThoughtParser):
+    """`…<|plamo:end_think:plamo|>`: the template opens or closes the reasoning. Calls end it,
+    too."""
+
+    open, close = ("<|plamo:begin_think:plamo|>",), ("<|plamo:end_think:plamo|>",)
+    call = ("<|plamo:begin_tool_requests:plamo|>",)
+    markers = ("<|plamo:begin_", "<|plamo:end_", ":plamo|>")
+
+
 class KimiReasoning(ThoughtParser):
     """`◁think▷…◁/think▷`, in plain text."""
 

@@ -173,3 +173,11 @@ class MiMoToolParser(Qwen3CoderToolParser):
         ),
         never=("<function=",),
     )
+
+
+class PoolsideToolParser(Glm45ToolParser):
+    """`<tool_call>f`, then `<arg_key>a</arg_key><arg_value>…</arg_value>`, and `</tool_call>`. Of
+    an argument that is there twice, the first counts.
+    """
+
+    first_counts = True

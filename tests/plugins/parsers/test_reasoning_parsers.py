@@ -91,6 +91,21 @@ class TestGlm47(ReasoningParserKit):
     ]
 
 
+class TestNemotronV3(TestGlm47):
+    name = "nemotron_v3"
+    examples = 5
+
+
+class TestNemotron3(TestGlm47):
+    name = "nemotron_3"
+    examples = 5
+
+
+class TestGraniteThinking(TestGlm47):
+    name = "granite_thinking_parser"
+    examples = 5
+
+
 class TestLing3(TestGlm47):
     name = "ling3"
     examples = 5
@@ -199,6 +214,69 @@ class TestSeedOss(ReasoningParserKit):
         Sample("<seed:think>Let me", reasoning="Let me"),
         Sample("It is 4.", content="It is 4."),
         Sample("It is 4.", content="It is 4.", thinking=False),
+    ]
+
+
+class TestKimiK2(ReasoningParserKit):
+    name, thought_end = "kimi_k2", "</think>"
+    samples = [
+        *OPENED,
+        Sample(
+            "I call it.<|tool_calls_section_begin|>",
+            reasoning="I call it.",
+            content="<|tool_calls_section_begin|>",
+        ),
+    ]
+
+
+class TestDeepSeekV4(ReasoningParserKit):
+    name, thought_end = "deepseek_v4", "</think>"
+    samples = [
+        *OPENED,
+        Sample(
+            "I call it.\n\n<｜DSML｜tool_calls>",
+            reasoning="I call it.",
+            content="<｜DSML｜tool_calls>",
+        ),
+        Sample("It is 4.", content="It is 4.", thinking=False),
+    ]
+
+
+class TestDeepSeekV41(TestDeepSeekV4):
+    name = "deepseek_v41"
+    examples = 5
+
+
+class TestStep3p5(ReasoningParserKit):
+    name, thought_end = "step3p5", "</think>"
+    samples = [
+        *OPENED,
+        Sample("I call it.\n<tool_call>", reasoning="I call it.", content="<tool_call>"),
+    ]
+
+
+class TestPoolsideV1(ReasoningParserKit):
+    name, thought_end = "poolside_v1", "</think>"
+    samples = [*TAGGED, Sample("It is 4.", content="It is 4.", thinking=False)]
+
+    def test_it_is_off_by_default(self) -> None:
+        assert self.parser_class.thinking_switch == ("enable_thinking", False)
+
+
+class TestPlamo3(ReasoningParserKit):
+    name, thought_end = "plamo3", "<|plamo:end_think:plamo|>"
+    samples = [
+        Sample(
+            "<|plamo:begin_think:plamo|>We add.\n<|plamo:end_think:plamo|>\nIt is 4.",
+            content="It is 4.",
+            reasoning="We add.",
+        ),
+        Sample(
+            "We ask.<|plamo:begin_tool_requests:plamo|>",
+            content="<|plamo:begin_tool_requests:plamo|>",
+            reasoning="We ask.",
+        ),
+        Sample("We <|plamo:end", reasoning="We <|plamo:end"),
     ]
 
 

@@ -2,59 +2,23 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+import importlib
+from pathlib import Path
 
 import pytest
-
-from jackfield.core.output_parsing.output_parser import fold
-from jackfield.core.protocols.parsers import ToolCallEnd
-from jackfield.core.registry import load_plugins
-from jackfield.plugins.conformance.parsers import Sample, ToolParserKit, run, tool
-
-PARIS = {"city": "Paris"}
-TRICKY = {"text": 'a "quoted" } ] brace\n\\ and </tool_call> \u00e9\u4e2d\U0001f600', "n": -1.5e3}
-NESTED = {"filter": {"and": [{"a": [1, [2, {}]]}, None, True]}, "empty": {}}
-TRICKY_JSON = (
-    '{"text": "a \\"quoted\\" } ] brace\\n\\\\ and </tool_call> \\u00e9\u4e2d\\ud83d\\ude00", '
-    '"n": -1.5e3}'
+from tool_kit import (
+    NESTED,
+    NESTED_JSON,
+    PARIS,
+    PARIS_JSON,
+    TRICKY,
+    TRICKY_JSON,
+    WEATHER,
+    Kit,
 )
-NESTED_JSON = '{"filter": {"and": [{"a": [1, [2, {}]]}, null, true]}, "empty": {}}'
-PARIS_JSON = '{"city": "Paris"}'
-WEATHER = tool("get_weather", city="string", days="integer", hourly="boolean")
 
-
-class Kit(ToolParserKit):
-    """What the kit asks of everybody, and what the box asks of itself."""
-
-    close: ClassVar[str] = ""
-    """What ends a call of JSON arguments in a dialect that closes its calls."""
-
-    def test_arguments_stream_before_they_are_complete(self) -> None:
-        opening = self.opening()
-        events = run(self.make(self.samples[0]), [opening])
-        assert opening and not any(isinstance(event, ToolCallEnd) for event in events)
-
-    def test_a_call_that_breaks_off_shows_no_mark(self) -> None:
-        """Wherever in its arguments: it has no end, and neither text nor arguments show markup."""
-        if not self.close:
-            pytest.skip("nothing closes a call")
-        opening = self.opening()
-        text = next(sample.text for sample in self.samples if sample.text.startswith(opening))
-        sample = next(item for item in self.samples if item.text == text)
-        calls = fold(run(self.make(sample), [text])).tool_calls
-        arguments = calls[0].arguments
-        for end in range(len(opening), len(opening) + len(arguments) - 1):
-            for after in (self.close, f"{self.close}\nDone.", self.close + text):
-                events = run(self.make(sample), [text[:end] + after])
-                message = fold(events)
-                first = message.tool_calls[0].arguments
-                assert arguments.startswith(first), (first, end, after)
-                shown = (message.content or "") + first
-                assert not [mark for mark in self.marks() if mark in shown], (shown, end, after)
-                if self.close + text == after:
-                    assert message.tool_calls[1:] == calls, (end, message)
-                elif self.close != after:
-                    assert message.content == "Done.", (end, message)
+from jackfield.core.registry import load_plugins
+from jackfield.plugins.conformance.parsers import Sample, tool
 
 
 class TestHermes(Kit):
@@ -111,6 +75,19 @@ class TestHermes(Kit):
 class TestQwen3Json(TestHermes):
     name = "qwen3_json"
     examples = 5
+
+
+class TestGranite4(Kit):
+    name = "granite4"
+    examples = 5
+    samples = [
+        Sample(
+            'Right.<tool_call>{"name": "moon", "arguments": "{\\"day\\": 3}"}</tool_call>\n'
+            '<tool_call>{"name": "now", "arguments": {}}</tool_call>Done.',
+            content="Right.\nDone.",
+            calls=[("moon", {"day": 3}), ("now", {})],
+        ),
+    ]
 
 
 class TestErnie45(Kit):
@@ -565,6 +542,11 @@ class TestStep3p5(TestQwen3Coder):
     examples = 5
 
 
+class TestStep5(TestQwen3Coder):
+    name = "step5"
+    examples = 5
+
+
 class TestMiniMaxM2(Kit):
     name = "minimax_m2"
     samples = [
@@ -903,7 +885,10 @@ class TestOpenAI(Kit):
 
 def test_every_tool_parser_in_the_box_is_here() -> None:
     here = {
-        kit.name for kit in globals().values() if isinstance(kit, type) and hasattr(kit, "name")
+        kit.name
+        for file in Path(__file__).parent.glob("test_*tool_parsers.py")
+        for kit in vars(importlib.import_module(file.stem)).values()
+        if isinstance(kit, type) and issubclass(kit, Kit) and kit is not Kit
     }
     plugins = load_plugins()
     built_in = {
