@@ -158,7 +158,7 @@ class Precompiler:
 
     def __exit__(self, *raised: Any) -> None:
         compile_only.reset(self._token)
-        asked = time.monotonic()
+        start = time.monotonic()
         try:
             self._mode.__exit__(*raised)
         finally:
@@ -167,7 +167,7 @@ class Precompiler:
             "%d kernels ready in %.2f s, %.2f s of it spent waiting for compilers",
             len(self._pool.futures),
             time.monotonic() - self._began,
-            time.monotonic() - asked,
+            time.monotonic() - start,
         )
 
     def compiles(self) -> bool:

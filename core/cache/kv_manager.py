@@ -265,7 +265,7 @@ class KVCacheManager:
     def check(self, requests: Iterable[Request], others: Iterable[int] = ()) -> None:
         """Raise AssertionError unless the pool's state is exactly that of these requests and
         `others` (blocks held besides, one entry per reference)."""
-        held = list(others)
+        block_ids = list(others)
         for request in requests:
             columns = self.blocks_for(request.num_computed_tokens)
             assert len(request.tables) == len(self.groups), f"{request.request_id}: no table"
@@ -276,8 +276,8 @@ class KVCacheManager:
                 )
                 assert not any(table[:released]), f"{request.request_id}: holds what it released"
                 assert all(table[released:]), f"{request.request_id}: a null block in its window"
-                held += table[released:]
-        self.pool.check(held)
+                block_ids += table[released:]
+        self.pool.check(block_ids)
 
 
 def _key(block_hash: bytes, group: int) -> bytes:

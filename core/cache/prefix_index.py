@@ -43,6 +43,6 @@ class BlockHasher:
         )
 
     def _digest(self, data: bytes) -> bytes:
-        made = self._keyed.copy()
-        made.update(data)
-        return made.digest()
+        hasher = self._keyed.copy()
+        hasher.update(data)
+        return hasher.digest()

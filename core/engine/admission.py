@@ -112,11 +112,11 @@ class Admission:
     def token_limit(self, params: SamplingParams, param: str) -> TokenLimit:
         """Return how much of a prompt's text is tokenized."""
         context = self.model_config.max_model_len
-        keep = params.truncate_prompt_tokens
-        if keep is None:
+        num_kept = params.truncate_prompt_tokens
+        if num_kept is None:
             return TokenLimit(tokens=context - 1, context=context, param=param)
-        keep = context if keep == -1 else min(keep, context)
-        return TokenLimit(tokens=keep, context=context, cut=params.truncation_side, param=param)
+        num_kept = context if num_kept == -1 else min(num_kept, context)
+        return TokenLimit(tokens=num_kept, context=context, cut=params.truncation_side, param=param)
 
     async def prepare(self, prompt: Prompt, params: SamplingParams) -> PreparedPrompt:
         """Tokenize, truncate and check a caller's prompt.
@@ -134,12 +134,12 @@ class Admission:
         if not isinstance(prompt, list | tuple):
             raise InvalidRequest("prompt: must be text or a list of token ids", param="prompt")
         # Truncated and counted before every item is checked: it may be very long.
-        given = self._truncate(list(prompt), params)
-        self._check_num_tokens(given)
-        if not all_ints(given):
+        tokens = self._truncate(list(prompt), params)
+        self._check_num_tokens(tokens)
+        if not all_ints(tokens):
             raise InvalidRequest("prompt: must be text or a list of token ids", param="prompt")
-        check_vocabulary(given, self.model_config.vocab_size)
-        return PreparedPrompt(None, given)
+        check_vocabulary(tokens, self.model_config.vocab_size)
+        return PreparedPrompt(None, tokens)
 
     def prepare_tokens(
         self, token_ids: list[int], params: SamplingParams, text: str | None = None
@@ -188,20 +188,20 @@ class Admission:
         )
 
     def _truncate(self, token_ids: list[int], params: SamplingParams) -> list[int]:
-        keep = params.truncate_prompt_tokens
-        if keep is None:
+        num_kept = params.truncate_prompt_tokens
+        if num_kept is None:
             return token_ids
         limit = self.model_config.max_model_len - 1
-        if keep == -1:
+        if num_kept == -1:
             output = 1 if params.max_tokens_field is None else params.max_tokens or 1
-            keep = max(limit + 1 - output, 1)
-        elif keep > limit:
+            num_kept = max(limit + 1 - output, 1)
+        elif num_kept > limit:
             raise InvalidRequest(
-                f"truncate_prompt_tokens: {keep} leaves no room in a context of "
+                f"truncate_prompt_tokens: {num_kept} leaves no room in a context of "
                 f"{self.model_config.max_model_len} tokens",
                 param="truncate_prompt_tokens",
             )
-        return token_ids[:keep] if params.truncation_side == "right" else token_ids[-keep:]
+        return token_ids[:num_kept] if params.truncation_side == "right" else token_ids[-num_kept:]
 
     def _check_length(self, num_prompt_tokens: int, params: SamplingParams) -> None:
         field, max_tokens = params.max_tokens_field, params.max_tokens

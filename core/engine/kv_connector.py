@@ -56,8 +56,8 @@ def connect(
     with plugins["kv_connector"].calling(name, "its metadata_type"):
         codec = KVCodec(connector)
 
-    def who(error: BaseException) -> str:
+    def plugin_of(error: BaseException) -> str:
         # The connector may consist of others (`multi`).
         return failing_plugin(plugins, error) or plugins["kv_connector"].described(name)
 
-    return GuardedConnector(half, codec, who)
+    return GuardedConnector(half, codec, plugin_of)

@@ -103,15 +103,15 @@ class PoolingAdmission:
         )
 
     def _limit(self, params: PoolingParams) -> int | None:
-        keep, longest = params.truncate_prompt_tokens, self.model_config.max_model_len
-        if keep is None:
+        num_kept, longest = params.truncate_prompt_tokens, self.model_config.max_model_len
+        if num_kept is None:
             return None
-        if keep > longest:
+        if num_kept > longest:
             raise InvalidRequest(
-                f"truncate_prompt_tokens: {keep} is more than this model takes ({longest})",
+                f"truncate_prompt_tokens: {num_kept} is more than this model takes ({longest})",
                 param="truncate_prompt_tokens",
             )
-        return longest if keep == -1 else keep
+        return longest if num_kept == -1 else num_kept
 
     async def _tokenize(
         self, text: str, pair: str | None, limit: int | None, add_special_tokens: bool

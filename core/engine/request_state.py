@@ -190,10 +190,10 @@ class RequestState:
     def take_output(self) -> RequestOutput:
         """Return the caller's next output, and count it as taken."""
         delta = self.params.output_kind is OutputKind.DELTA
-        chosen = self.completions
-        if delta and len(chosen) > 1:
-            chosen = [c for c in chosen if c.has_new_output]
-        return self._output([c.take_output(delta) for c in chosen])
+        completions = self.completions
+        if delta and len(completions) > 1:
+            completions = [c for c in completions if c.has_new_output]
+        return self._output([c.take_output(delta) for c in completions])
 
     def peek_output(self) -> RequestOutput:
         """Return all output so far, without counting it as taken."""

@@ -49,7 +49,7 @@ def resolve_config(config: EngineConfig) -> EngineConfig:
 
 
 def resolve_runner(
-    given: EngineConfig, config: EngineConfig, model_config: ModelConfig, plugins: Plugins
+    requested: EngineConfig, config: EngineConfig, model_config: ModelConfig, plugins: Plugins
 ) -> tuple[EngineConfig, ModelConfig]:
     """Set `pooling` for a pooling model, and a token budget for whole prompts if they cannot be
     split. given: the options before they were resolved; config: after.
@@ -75,7 +75,7 @@ def resolve_runner(
             f"{name} is an encoder, whose attention is one of the operations; leave it on auto",
             param="attention_backend",
         )
-    if given.max_num_batched_tokens is None:
+    if requested.max_num_batched_tokens is None:
         assert config.max_num_batched_tokens is not None
         budget = max(config.max_num_batched_tokens, model_config.max_model_len)
         config = msgspec.structs.replace(config, max_num_batched_tokens=budget)
@@ -140,10 +140,12 @@ def _parser_name(name: str) -> str | None:
 
 def check_names(config: EngineConfig, plugins: Plugins) -> None:
     """Import the plugins that options name. Raises ConfigError with the option's name."""
-    named = [(option, kind, getattr(config, option)) for option, kind in NAMED.items()]
+    options = [(option, kind, getattr(config, option)) for option, kind in NAMED.items()]
     if config.kv_transfer_config is not None:
-        named.append(("kv_transfer_config", "kv_connector", config.kv_transfer_config.kv_connector))
-    for option, kind, name in named:
+        options.append(
+            ("kv_transfer_config", "kv_connector", config.kv_transfer_config.kv_connector)
+        )
+    for option, kind, name in options:
         if name is None or (name in (NONE, AUTO) and option in PARSERS):
             continue
         try:

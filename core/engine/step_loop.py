@@ -136,9 +136,9 @@ class StepLoop:
             await self.executor.ask(Recover())
         except NotImplementedError:
             raise error from None
-        except Exception as lost:
-            logger.error("the executor cannot go on after it", exc_info=lost)
-            raise error from lost
+        except Exception as cause:
+            logger.error("the executor cannot go on after it", exc_info=cause)
+            raise error from cause
         # A PluginError's message has the type and the plugin already.
         kind = "" if isinstance(error, PluginError) else f"{type(error).__name__}: "
         dropped = [result for result in behind if not isinstance(result, BaseException)]

@@ -62,8 +62,10 @@ class PackedWeight(NamedTuple):
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the fields that are tensors, by name."""
-        found = {name: getattr(self, name) for name in self._fields}
-        return {name: part for name, part in found.items() if isinstance(part, torch.Tensor)}
+        tensors_by_name = {name: getattr(self, name) for name in self._fields}
+        return {
+            name: part for name, part in tensors_by_name.items() if isinstance(part, torch.Tensor)
+        }
 
 
 def pack_words(values: torch.Tensor, bits: int) -> torch.Tensor:

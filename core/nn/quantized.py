@@ -181,10 +181,10 @@ class PackedLinear(QuantizedLinear):
     def process(self, shards: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
         """Keep the packed weight's tensors."""
         packed = self.pack(shards)
-        kept: dict[str, Any] = {
+        packed_tensors: dict[str, Any] = {
             name: self.keep(name, part) for name, part in packed.tensors().items()
         }
-        self.weight = packed._replace(**kept)
+        self.weight = packed._replace(**packed_tensors)
 
     def forward(
         self,

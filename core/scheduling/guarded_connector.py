@@ -42,12 +42,12 @@ class GuardedConnector:
     def num_external_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
         """Return 0 after a failure."""
 
-        def ask() -> int | None:
+        def look_up() -> int | None:
             count = self._connector.num_external_tokens(request, num_computed_tokens)
             return None if count is None else operator.index(count)
 
         without: int | None = 0
-        return self._call("num_external_tokens", ask, without)
+        return self._call("num_external_tokens", look_up, without)
 
     def start_load(
         self, transfer: int, request: Request, keys: Sequence[bytes], block_ids: Sequence[int]
@@ -64,36 +64,36 @@ class GuardedConnector:
     ) -> Sequence[int]:
         """Return no blocks after a failure."""
 
-        def ask() -> list[int]:
+        def start() -> list[int]:
             saved = list(self._connector.start_save(transfer, request, keys, block_ids))
             if not set(saved) <= set(block_ids):
                 raise ValueError("it asks for blocks that it was not offered")
             return saved
 
-        return self._call("start_save", ask, [])
+        return self._call("start_save", start, [])
 
     def request_finished(
         self, transfer: int, request: Request
     ) -> tuple[bool, dict[str, Any] | None]:
         """Hold nothing, and return no parameters, after a failure."""
 
-        def ask() -> tuple[bool, dict[str, Any] | None]:
-            held, params = self._connector.request_finished(transfer, request)
+        def finish() -> tuple[bool, dict[str, Any] | None]:
+            is_retained, params = self._connector.request_finished(transfer, request)
             if not isinstance(params, dict | None):
                 raise TypeError(f"kv_transfer_params must be a dict, got {type(params).__name__}")
-            return bool(held), params
+            return bool(is_retained), params
 
         without: tuple[bool, dict[str, Any] | None] = (False, None)
-        return self._call("request_finished", ask, without)
+        return self._call("request_finished", finish, without)
 
     def build_metadata(self) -> bytes | None:
         """Return the metadata encoded; None after a failure."""
 
-        def ask() -> bytes | None:
+        def build() -> bytes | None:
             return self._codec.encode_metadata(self._connector.build_metadata())
 
         without: bytes | None = None
-        return self._call("build_metadata", ask, without)
+        return self._call("build_metadata", build, without)
 
     def update(self, report: KVReport) -> None:
         """Pass on a report of a step result. Do nothing after a failure."""
@@ -105,14 +105,14 @@ class GuardedConnector:
         """Close the connector, also after a failure. Raises what the connector raises."""
         self._connector.close()
 
-    def _call(self, method: str, ask: Callable[[], T], without: T) -> T:
+    def _call(self, method: str, call: Callable[[], T], without: T) -> T:
         if self.failure is not None:
             return without
         try:
-            return ask()
+            return call()
         except (Exception, SystemExit) as error:
-            who = self._who(error)
-            self.failure = f"{who} failed in {method}: {type(error).__name__}: {error}"
+            plugin = self._who(error)
+            self.failure = f"{plugin} failed in {method}: {type(error).__name__}: {error}"
             logger.error(
                 "%s; it is detached until the engine is started anew, and requests go on without "
                 "it", self.failure, exc_info=error,

@@ -73,7 +73,7 @@ class KVTransfers:
         self.num_lost_blocks = 0
         """Blocks that are lost: held until the engine ends."""
         self._loads: dict[int, _Load] = {}
-        self._keys_under_way: set[bytes] = set()
+        self._pending_keys: set[bytes] = set()
         self._report_pending = False
         self.counts = {
             "external_prefix_cache_queries": 0,
@@ -109,7 +109,7 @@ class KVTransfers:
         if request.external_end <= computed:
             return LoadDecision.NOTHING
         keys = kv.block_keys(request, request.external_end // block_size)[hits.num_blocks :]
-        if not self._keys_under_way.isdisjoint(keys):
+        if not self._pending_keys.isdisjoint(keys):
             return LoadDecision.LATER
         kv.pool.hold(hits.block_ids)
         blocks = kv.pool.allocate(len(keys))
@@ -117,7 +117,7 @@ class KVTransfers:
         self._held[transfer] = [*hits.block_ids, *blocks]
         self._unsent.add(transfer)
         self._loads[transfer] = _Load(request, hits.num_blocks, blocks, keys)
-        self._keys_under_way.update(keys)
+        self._pending_keys.update(keys)
         request.status = Status.LOADING
         request.external_end = 0
         self.connector.start_load(transfer, request, keys, blocks)
@@ -142,8 +142,8 @@ class KVTransfers:
     def finish_request(self, request: Request) -> None:
         """Notify the connector that a request has ended; the request still has its blocks."""
         transfer = next(self._numbers)
-        held, request.kv_transfer_params = self.connector.request_finished(transfer, request)
-        if held and request.block_ids:
+        is_retained, request.kv_transfer_params = self.connector.request_finished(transfer, request)
+        if is_retained and request.block_ids:
             self._hold(transfer, list(request.block_ids))
 
     def _hold(self, transfer: int, block_ids: list[int]) -> None:
@@ -207,7 +207,7 @@ class KVTransfers:
 
     def _give_up(self, load: _Load) -> list[Request]:
         """Count a load as failed. Return its request, if that still waits."""
-        self._keys_under_way.difference_update(load.keys)
+        self._pending_keys.difference_update(load.keys)
         self.counts["num_kv_load_failures"] += 1
         return [load.request] if load.request.status is Status.LOADING else []
 
@@ -233,7 +233,7 @@ class KVTransfers:
         for transfer, failed in [*((t, ()) for t in report.finished), *report.failed.items()]:
             block_ids = self._held.pop(transfer, None)
             if block_ids is None:
-                logger.error("the KV connector ended transfer %d, which is not under way", transfer)
+                logger.error("the KV connector ended transfer %d, which is not pending", transfer)
                 continue
             self._unsent.discard(transfer)
             load = self._loads.pop(transfer, None)
@@ -247,7 +247,7 @@ class KVTransfers:
 
     def _loaded(self, load: _Load, failed: tuple[int, ...]) -> bool:
         """Register blocks up to the first unfilled one. Return whether all were filled."""
-        self._keys_under_way.difference_update(load.keys)
+        self._pending_keys.difference_update(load.keys)
         unfilled = set(failed)
         num_filled = 0
         for block_id, key in zip(load.block_ids, load.keys, strict=True):
@@ -267,7 +267,7 @@ class KVTransfers:
         self._release_all()
         self._unsent.clear()
         self._loads.clear()
-        self._keys_under_way.clear()
+        self._pending_keys.clear()
 
     def _release_all(self) -> None:
         for block_ids in self._held.values():
@@ -282,7 +282,7 @@ class KVTransfers:
     @property
     def held_blocks(self) -> Iterator[int]:
         """Held block ids, one entry per reference."""
-        return (block_id for held in self._held.values() for block_id in held)
+        return (block_id for block_ids in self._held.values() for block_id in block_ids)
 
     def metadata(self) -> bytes | None:
         """Return the metadata that the step being planned sends to the worker half, encoded."""
@@ -306,7 +306,7 @@ class KVTransfers:
         }
         assert waited == loading, f"loads and loading requests differ: {waited ^ loading}"
         keys = [key for load in self._loads.values() for key in load.keys]
-        assert set(keys) == self._keys_under_way, "keys under way differ from the loads'"
+        assert set(keys) == self._pending_keys, "pending keys differ from the loads'"
         for load in self._loads.values():
             for key in load.keys:
                 assert self.kv.pool.lookup(key) not in load.block_ids, (

@@ -165,8 +165,10 @@ class PersistentBatch:
         """Bring the slots up to date with a plan that has no rows."""
         writes = self.table.writes(plan)
         if len(writes):
-            count, sent = self.upload([np.asarray([len(writes)], np.int32), writes.reshape(-1)])
-            self.operations.scatter(self.table.storage, sent.view(-1, 2), count)
+            count, device_writes = self.upload(
+                [np.asarray([len(writes)], np.int32), writes.reshape(-1)]
+            )
+            self.operations.scatter(self.table.storage, device_writes.view(-1, 2), count)
 
     def rows(self, plan: StepPlan) -> StepRows:
         """Return the rows of the plan, and count their tokens in the host's bounds. Call
@@ -241,7 +243,7 @@ class PersistentBatch:
 
     def layouts(
         self,
-        made: DecodeTensors | StepTensors,
+        inputs: DecodeTensors | StepTensors,
         query_start: torch.Tensor,
         query_start_cpu: np.ndarray,
         seq_lens_cpu: np.ndarray,
@@ -250,16 +252,16 @@ class PersistentBatch:
         """Return the layout of each group, from tensors made on the device. `bounds`: see
         `BatchLayout.of`."""
         count, columns = self.num_groups, self.table.columns
-        places = [made.slot_mapping]
+        places = [inputs.slot_mapping]
         if count > 1:
             places += self.operations.slot_mappings(
-                made.block_table, columns, query_start, made.positions, self.block_size
+                inputs.block_table, columns, query_start, inputs.positions, self.block_size
             )
         return tuple(
             BatchLayout.of(
                 query_start=query_start,
-                seq_lens=made.seq_lens,
-                block_table=made.block_table[:, number * columns : (number + 1) * columns],
+                seq_lens=inputs.seq_lens,
+                block_table=inputs.block_table[:, number * columns : (number + 1) * columns],
                 slot_mapping=slot_mapping,
                 query_start_cpu=query_start_cpu,
                 seq_lens_cpu=seq_lens_cpu,

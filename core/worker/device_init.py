@@ -22,10 +22,10 @@ def initialize_device(config: EngineConfig, plugins: Plugins) -> None:
         return
     try:
         device = torch.device("cuda", torch.cuda.current_device())
-        aside = threading.Thread(target=_ready_operations, args=(config, plugins, device))
-        aside.start()
+        thread = threading.Thread(target=_ready_operations, args=(config, plugins, device))
+        thread.start()
         torch.empty(1, device=device)
-        aside.join()
+        thread.join()
     except Exception:
         logger.debug("the device does not wake up", exc_info=True)
 

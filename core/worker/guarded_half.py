@@ -21,8 +21,8 @@ logger = logging.getLogger("jackfield.worker")
 class GuardedHalf:
     """Calls a worker half until it raises, or returns what its contract does not allow.
 
-    From then on only `close` is called, at once and on a thread of its own: it may wait for saves
-    under way, while steps continue. Until it has returned the half may read and write the blocks of
+    From then on only `close` is called, at once and on a thread of its own: it may wait for pending
+    saves, while steps continue. Until it has returned the half may read and write the blocks of
     its transfers; when it raises, for good.
 
     Reports of the half are kept until a step has delivered them, so that a failed step loses none.
@@ -101,8 +101,8 @@ class GuardedHalf:
             operator.index(transfer): tuple(map(operator.index, block_ids))
             for transfer, block_ids in report.failed.items()
         }
-        taken = KVReport(finished=finished, failed=failed, payload=report.payload)
-        self._reports.put(self._codec.encode_report(taken))
+        checked_report = KVReport(finished=finished, failed=failed, payload=report.payload)
+        self._reports.put(self._codec.encode_report(checked_report))
 
     @torch.inference_mode()
     def _call(self, method: str, call: Callable[[], None]) -> None:

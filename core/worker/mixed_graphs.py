@@ -219,9 +219,9 @@ class MixedGraphs:
         order = halves[::-1] + [n for n in reversed(self._row_counts) if n not in halves]
         endings = [(rows, ending) for ending in kinds for rows in order]
         few = [each for each in endings if each[0] in halves]
-        wanted: list[MixedKey | tuple[int, Ending]] = [*few, *first, *endings, *rest]
+        graph_keys: list[MixedKey | tuple[int, Ending]] = [*few, *first, *endings, *rest]
         return [
-            each for each in dict.fromkeys(wanted)
+            each for each in dict.fromkeys(graph_keys)
             if each not in self._steps and each not in self._endings
         ]  # fmt: skip
 
@@ -243,7 +243,7 @@ class MixedGraphs:
             self.record(key)
             self.record_ending(1, Ending.PLAIN)
 
-    def rehearsed_keys(self) -> list[MixedKey]:
+    def precompiled_keys(self) -> list[MixedKey]:
         """Return steps that together launch every kernel."""
         short = [n for n in self._token_counts if n in (16, 64, 128, 256, 512, 1024)]
         keys = [MixedKey(0, tokens) for tokens in short or self._token_counts[:1]]
@@ -258,7 +258,7 @@ class MixedGraphs:
 
     def record(self, key: MixedKey) -> None:
         """Record a step of `key.tokens` tokens."""
-        began = time.monotonic()
+        start = time.monotonic()
         if not self._is_ready(key):
             self._run_once(key)
         try:
@@ -269,7 +269,7 @@ class MixedGraphs:
             replay = self._record(lambda: self._step(key))
         self._steps[key] = replay
         self.num_recorded += 1
-        logger.debug("recorded %s in %.3f s", key, time.monotonic() - began)
+        logger.debug("recorded %s in %.3f s", key, time.monotonic() - start)
 
     def _is_ready(self, key: MixedKey) -> bool:
         """Whether all that a step launches has been launched before: larger steps launch the same
@@ -384,8 +384,8 @@ class MixedInputs:
         batch = self._batch
         if len(writes) > MAX_WRITES:
             count = np.asarray([len(writes)], dtype=np.int32)
-            sent, many = batch.upload([writes.reshape(-1), count])
-            batch.operations.scatter(batch.table.storage, sent.view(-1, 2), many)
+            device_writes, many = batch.upload([writes.reshape(-1), count])
+            batch.operations.scatter(batch.table.storage, device_writes.view(-1, 2), many)
             writes = writes[:0]
         num_rows, stride = len(rows.slots), self._stride
         size = self._header + 2 * len(writes)

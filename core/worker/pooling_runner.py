@@ -159,12 +159,12 @@ class PoolingRunner(PerSlot):
                 results[row] = _embedding(vectors, self._params(plan.slots[row]))
         if whole:
             pooled = self._pooled(plan, inputs, hidden, whole)
-            done = [number for number, row in enumerate(whole) if plan.samples[row]]
-            if done:
-                rows = [whole[number] for number in done]
+            finished = [number for number, row in enumerate(whole) if plan.samples[row]]
+            if finished:
+                rows = [whole[number] for number in finished]
                 params = [self._params(plan.slots[row]) for row in rows]
-                if len(done) < len(whole):
-                    pooled = pooled[torch.tensor(done, device=self.device)]
+                if len(finished) < len(whole):
+                    pooled = pooled[torch.tensor(finished, device=self.device)]
                 results |= dict(zip(rows, self._finished(pooled, params), strict=True))
         return results
 
@@ -220,14 +220,19 @@ class PoolingRunner(PerSlot):
         """pooled: [num_rows, hidden_size] → each row's result, float32."""
         if self.pooling.task == "embed":
             pooled = self.projections(pooled)
-            if all(one == params[0] for one in params):
+            if all(row_params == params[0] for row_params in params):
                 return list(_embedding(pooled, params[0]))
-            return [_embedding(row, one) for row, one in zip(pooled, params, strict=True)]
+            return [
+                _embedding(row, row_params) for row, row_params in zip(pooled, params, strict=True)
+            ]
         dtype = next(self.model.parameters()).dtype
         logits = self.model.classify(pooled.to(dtype)).float()  # type: ignore[operator]
         sigmoid = self.pooling.activation == "sigmoid"
         active = logits.sigmoid() if sigmoid else logits.softmax(-1)
-        return [active[row] if one.activation else logits[row] for row, one in enumerate(params)]
+        return [
+            active[row] if row_params.activation else logits[row]
+            for row, row_params in enumerate(params)
+        ]
 
     def _states(self, hidden: torch.Tensor) -> torch.Tensor:
         states: torch.Tensor = self.model.pooling_states(hidden)  # type: ignore[operator]
@@ -242,13 +247,13 @@ class PoolingRunner(PerSlot):
         self, plan: StepPlan, results: dict[int, torch.Tensor], launched: float
     ) -> LaunchedPooling:
         """Start the copies to the host; no synchronisation."""
-        keep: list[Any] = [results]
+        references: list[Any] = [results]
         event = None
         if self.device.type == "cuda" and results:
             flat = torch.cat([result.reshape(-1) for result in results.values()])
             host = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True)
             host.copy_(flat, non_blocking=True)
-            keep.append(flat)
+            references.append(flat)
             pieces = host.split([result.numel() for result in results.values()])
             results = {
                 row: piece.view(result.shape)
@@ -256,7 +261,7 @@ class PoolingRunner(PerSlot):
             }
             event = torch.cuda.Event()
             event.record()
-        return LaunchedPooling(plan, results, event, launched, keep)
+        return LaunchedPooling(plan, results, event, launched, references)
 
 
 def _embedding(vectors: torch.Tensor, params: PoolingParams) -> torch.Tensor:

@@ -27,28 +27,28 @@ def choose(
     """
     if name != "auto":
         try:
-            chosen = registry.load(name)
+            backend_class = registry.load(name)
             with registry.calling(name, "supports"):
-                reason = refusal(chosen)
+                reason = refusal(backend_class)
         except PluginError as error:
             raise ConfigError(f"{field}: {error}", param=field) from error
         if reason is not None:
             raise ConfigError(
                 f"{field}: {name!r} cannot serve this model here: {reason}", param=field
             )
-        return name, chosen, "chosen by name"
+        return name, backend_class, "chosen by name"
     reasons: list[str] = []
     for entry in registry.entries():
         try:
-            chosen = registry.load(entry.name)
+            backend_class = registry.load(entry.name)
             with registry.calling(entry.name, "supports"):
-                reason = refusal(chosen)
+                reason = refusal(backend_class)
         except PluginError as error:
             reason = str(error)
         if reason is None:
             why = f"because {'; '.join(reasons)}" if reasons else "first by priority"
             logger.info("%s: %s, %s", field, entry.name, why)
-            return entry.name, chosen, why
+            return entry.name, backend_class, why
         reasons.append(f"{entry.name}: {reason}")
     raise ConfigError(f"{field}: none can serve this model here: {'; '.join(reasons)}", param=field)
 

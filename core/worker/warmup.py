@@ -34,7 +34,7 @@ class StepGraphs(NamedTuple):
 
 
 MIXED_ROWS = 64
-"""Decode rows, at most, that are rehearsed together with a prompt."""
+"""Most decode rows to precompile together with a prompt."""
 
 
 class Warmup:
@@ -62,12 +62,12 @@ class Warmup:
 
         Optional: a kernel that is not compiled here is compiled at its first launch.
         """
-        rehearsal = operations.precompile(self._device)
-        if rehearsal is None:
+        precompiler = operations.precompile(self._device)
+        if precompiler is None:
             return
         runner = self._runner
         try:
-            with rehearsal as kernels:
+            with precompiler as kernels:
                 if isinstance(runner, ModelRunner):
                     runner.precompiling = True
                 # These steps call libraries little or not at all, so compilers have work at once.
@@ -76,12 +76,14 @@ class Warmup:
                 if graphs is not None:
                     graphs.decode.precompile(1)
                     if graphs.mixed is not None:
-                        graphs.mixed.precompile(graphs.mixed.rehearsed_keys()[0])
+                        graphs.mixed.precompile(graphs.mixed.precompiled_keys()[0])
                 if kernels.compiles():
                     self._precompile_more(graphs)
         except Exception:
-            # An error that is not due to the rehearsal itself occurs again at a launch.
-            logger.info("kernels compile one by one: a rehearsal failed", exc_info=True)
+            # An error that is not due to precompilation itself occurs again at a launch.
+            logger.info(
+                "kernels compile at their first launch: precompilation failed", exc_info=True
+            )
         finally:
             if isinstance(runner, ModelRunner):
                 runner.precompiling = False
@@ -103,7 +105,7 @@ class Warmup:
                 if rows <= MIXED_ROWS and (graphs is None or graphs.mixed is None):
                     self.run([1] * rows + [self._long_prompt()], range(rows + 1))
         if graphs is not None and graphs.mixed is not None:
-            for key in graphs.mixed.rehearsed_keys():
+            for key in graphs.mixed.precompiled_keys():
                 graphs.mixed.precompile(key)
         # Libraries load their kernels for many tokens while the compilers work.
         self.run_largest()
@@ -150,7 +152,7 @@ class Warmup:
         writes = runner.batch.table.emptied(slots)
         inputs = runner.batch.lay_out(rows, LogitRows.sampled(rows, [True] * num_rows), writes)
         layout = inputs.layout
-        # In a rehearsal no kernel has filled them, and torch would dereference the values.
+        # During precompilation no kernel has filled them, and torch would dereference the values.
         for places in (inputs.input_ids, *(p for each in inputs.layouts for p in each.places)):
             places.zero_()
         device = self._device
@@ -191,7 +193,7 @@ class Warmup:
                 sampler.mask(table, mask)
                 sampler.mask(table, replace(mask, rows=None))
         sampler.sample_plain(logits, inputs.sample_slots, inputs.sample_lengths, out)
-        sampler.rehearse_processed(logits, inputs.sample_slots, inputs.sample_lengths, out)
+        sampler.precompile_processed(logits, inputs.sample_slots, inputs.sample_lengths, out)
         for slot in slots:
             runner.sampling.release(slot)
         runner.sampling.upload()

@@ -239,8 +239,8 @@ def expert_matmul_config(
 
 def most_tiles(num_slots: int, num_experts: int, block_m: int) -> int:
     """Return the most tiles of block_m slots that lists of experts can need, for any routing."""
-    chosen = min(num_slots, num_experts)
-    return chosen + (num_slots - chosen) // block_m
+    num_used = min(num_slots, num_experts)
+    return num_used + (num_slots - num_used) // block_m
 
 
 def expert_matmul(

@@ -357,11 +357,11 @@ class TritonAttention(AttentionBackend):
 
     def _slopes(self, slopes: tuple[float, ...]) -> torch.Tensor:
         """[num_heads] float32, made once: captured graphs hold its address."""
-        made = self._slope_tensors.get(slopes)
-        if made is None:
-            made = torch.tensor(slopes, dtype=torch.float32, device=self.device)
-            self._slope_tensors[slopes] = made
-        return made
+        slopes_tensor = self._slope_tensors.get(slopes)
+        if slopes_tensor is None:
+            slopes_tensor = torch.tensor(slopes, dtype=torch.float32, device=self.device)
+            self._slope_tensors[slopes] = slopes_tensor
+        return slopes_tensor
 
     def _num_splits(self, spec: AttentionSpec, rows: int, dtype: torch.dtype) -> int:
         longest = min(self.max_model_len, spec.sliding_window or self.max_model_len)

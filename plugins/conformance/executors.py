@@ -67,10 +67,10 @@ class ExecutorKit(Kit):
 
     def make(self, **options: Any) -> tuple[Executor, EngineConfig]:
         """Create the executor as an engine does; return it and the resolved configuration."""
-        asked = self.config(**options)
-        config, plugins = resolve_config(asked), self.plugins()
+        engine_config = self.config(**options)
+        config, plugins = resolve_config(engine_config), self.plugins()
         model_config = resolve_model_config(config)
-        config, model_config = resolve_runner(asked, config, model_config, plugins)
+        config, model_config = resolve_runner(engine_config, config, model_config, plugins)
         executor: Executor = self.registered()(config, model_config, plugins)
         return executor, config
 
@@ -78,9 +78,9 @@ class ExecutorKit(Kit):
         """Run a scenario to its end, with a time limit; check that none of its threads is left."""
         before = set(threading.enumerate())
         result = asyncio.run(asyncio.wait_for(scenario, STUCK_SECONDS))
-        left = [thread.name for thread in threading.enumerate() if thread not in before]
-        left = [name for name in left if not name.startswith("asyncio_")]
-        assert not left, f"threads are left: {', '.join(left)}"
+        remaining = [thread.name for thread in threading.enumerate() if thread not in before]
+        remaining = [name for name in remaining if not name.startswith("asyncio_")]
+        assert not remaining, f"threads are left: {', '.join(remaining)}"
         return result
 
     def scheduler(self, config: EngineConfig, info: ExecutorInfo) -> Scheduler:
@@ -158,15 +158,15 @@ class ExecutorKit(Kit):
                 output_kind=OutputKind.FINAL_ONLY,
             )  # fmt: skip
 
-            async def ask(prompt: list[int]) -> list[int]:
+            async def generate(prompt: list[int]) -> list[int]:
                 stream = engine.generate(prompt, params)
                 return [output.outputs[0].token_ids async for output in stream][-1]
 
             config = self.config(executor=executor)
             async with AsyncEngine(config, plugins=self.plugins()) as engine:
-                together = list(await asyncio.gather(*map(ask, prompts())))
+                together = list(await asyncio.gather(*map(generate, prompts())))
                 await engine.check_health()
-                return together + [await ask(prompt) for prompt in prompts()]
+                return together + [await generate(prompt) for prompt in prompts()]
 
         assert self.run(serve(self.name)) == self.run(serve("inprocess"))
 
@@ -354,13 +354,13 @@ class ExecutorKit(Kit):
         """Two executors run in one process, and one is stopped while the other runs."""
 
         async def scenario() -> None:
-            (one, config), (two, _) = self.make(), self.make()
-            schedulers = [self.scheduler(config, await each.start()) for each in (one, two)]
+            (first, config), (two, _) = self.make(), self.make()
+            schedulers = [self.scheduler(config, await each.start()) for each in (first, two)]
             requests = [self.request(1), self.request(1)]
             for scheduler, request in zip(schedulers, requests, strict=True):
                 scheduler.add_requests(request)
-            await self.drive(one, schedulers[0])
-            await one.stop()
+            await self.drive(first, schedulers[0])
+            await first.stop()
             await self.drive(two, schedulers[1])
             await two.stop()
             assert requests[0].output_token_ids == requests[1].output_token_ids

@@ -76,7 +76,7 @@ def assorted() -> list[Request]:
         {"eos_token_ids": frozenset({1, 2}), "bad_words_token_ids": ((3, 4),)},
         {"request_id": "üñï🙂", "reads_cache": False},
     ]
-    return [leader, *(make_request(number, **one) for number, one in enumerate(fields, 1))]
+    return [leader, *(make_request(number, **options) for number, options in enumerate(fields, 1))]
 
 
 class SchedulePolicyKit(Kit):
@@ -107,8 +107,10 @@ class SchedulePolicyKit(Kit):
 
     def test_keys_order_all_requests(self) -> None:
         """Keys have one shape, so that any two compare, and no three form a cycle."""
-        asked = PolicyKeys(self.make(), self.name)
-        keys = [asked.of(one, alone=number == 0) for number, one in enumerate(assorted())]
+        policy_keys = PolicyKeys(self.make(), self.name)
+        keys = [
+            policy_keys.of(request, alone=number == 0) for number, request in enumerate(assorted())
+        ]
         for a, b in itertools.product(keys, repeat=2):
             facts = (a < b, a == b, b < a)
             assert facts.count(True) == 1, f"{a!r} and {b!r}: neither before, nor equal"
@@ -212,12 +214,12 @@ class SchedulePolicyKit(Kit):
                 temperature=0.0, max_tokens=8, ignore_eos=True, output_kind=OutputKind.FINAL_ONLY
             )
 
-            async def ask(number: int) -> list[int]:
+            async def generate(number: int) -> list[int]:
                 stream = engine.generate(prompts[number], params, priority=number % 3 - 1)
                 return [output.outputs[0].token_ids async for output in stream][-1]
 
             async with AsyncEngine(config, plugins=self.plugins()) as engine:
-                return list(await asyncio.gather(*map(ask, range(len(prompts)))))
+                return list(await asyncio.gather(*map(generate, range(len(prompts)))))
 
         async def compare() -> None:
             alone = await serve("fcfs", 200)

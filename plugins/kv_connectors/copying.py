@@ -80,7 +80,7 @@ class BlockCopier:
         )
 
     def synchronize(self) -> None:
-        """Wait for the copies under way."""
+        """Wait for the pending copies."""
         if self._stream is not None:
             self._stream.synchronize()
 

@@ -107,20 +107,20 @@ class CpuOffloadScheduler:
         self, transfer: int, request: Request, keys: Sequence[bytes], block_ids: Sequence[int]
     ) -> Sequence[int]:
         """Queue saves of blocks that are not stored yet, as far as rows are available."""
-        chosen = []
+        selection = []
         for key, block_id in zip(keys, block_ids, strict=True):
             if key in self._rows or key in self._keys_being_saved:
                 continue
             row = self._take_row()
             if row is None:
                 break
-            chosen.append((key, row, block_id))
-        if chosen:
-            self._saving[transfer] = [(key, row) for key, row, _ in chosen]
-            self._keys_being_saved.update(key for key, _, _ in chosen)
-            blocks = tuple(block_id for _, _, block_id in chosen)
-            self._jobs.saves.append(Job(transfer, blocks, tuple(row for _, row, _ in chosen)))
-        return [block_id for _, _, block_id in chosen]
+            selection.append((key, row, block_id))
+        if selection:
+            self._saving[transfer] = [(key, row) for key, row, _ in selection]
+            self._keys_being_saved.update(key for key, _, _ in selection)
+            blocks = tuple(block_id for _, _, block_id in selection)
+            self._jobs.saves.append(Job(transfer, blocks, tuple(row for _, row, _ in selection)))
+        return [block_id for _, _, block_id in selection]
 
     def _take_row(self) -> int | None:
         if self._free:

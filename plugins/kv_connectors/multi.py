@@ -103,19 +103,19 @@ class MultiScheduler:
 
     def num_external_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
         """Return the first result that is not 0."""
-        asked = request.request_id
-        for number in range(self._asking.get(asked, 0), len(self._halves)):
+        request_id = request.request_id
+        for number in range(self._asking.get(request_id, 0), len(self._halves)):
             if not self._loading[number]:
                 continue
-            answer = self._halves[number].num_external_tokens(request, num_computed_tokens)
-            if answer is None:
-                self._asking[asked] = number
+            count = self._halves[number].num_external_tokens(request, num_computed_tokens)
+            if count is None:
+                self._asking[request_id] = number
                 return None
-            if answer:
-                self._asking.pop(asked, None)
-                self._chosen[asked] = number
-                return answer
-        self._asking.pop(asked, None)
+            if count:
+                self._asking.pop(request_id, None)
+                self._chosen[request_id] = number
+                return count
+        self._asking.pop(request_id, None)
         return 0
 
     def start_load(
@@ -123,22 +123,22 @@ class MultiScheduler:
     ) -> None:
         """Queue the load at the connector that promised it."""
         self._shares[transfer] = 1
-        chosen = self._halves[self._chosen.pop(request.request_id)]
-        chosen.start_load(transfer, request, keys, block_ids)
+        half = self._halves[self._chosen.pop(request.request_id)]
+        half.start_load(transfer, request, keys, block_ids)
 
     def start_save(
         self, transfer: int, request: Request, keys: Sequence[bytes], block_ids: Sequence[int]
     ) -> Sequence[int]:
         """Queue the saves at all connectors."""
-        wanted: dict[int, None] = {}
+        union: dict[int, None] = {}
         shares = 0
         for half, saving in zip(self._halves, self._saving, strict=True):
-            taken = half.start_save(transfer, request, keys, block_ids) if saving else ()
-            shares += bool(taken)
-            wanted.update(dict.fromkeys(taken))
+            accepted = half.start_save(transfer, request, keys, block_ids) if saving else ()
+            shares += bool(accepted)
+            union.update(dict.fromkeys(accepted))
         if shares:
             self._shares[transfer] = shares
-        return list(wanted)
+        return list(union)
 
     def request_finished(
         self, transfer: int, request: Request
@@ -146,11 +146,11 @@ class MultiScheduler:
         """Hold blocks if any connector does; the first parameters are used."""
         self._asking.pop(request.request_id, None)
         self._chosen.pop(request.request_id, None)
-        answers = [half.request_finished(transfer, request) for half in self._halves]
-        holders = sum(held for held, _ in answers) if request.block_ids else 0
+        results = [half.request_finished(transfer, request) for half in self._halves]
+        holders = sum(is_retained for is_retained, _ in results) if request.block_ids else 0
         if holders:
             self._shares[transfer] = holders
-        return holders > 0, next((params for _, params in answers if params), None)
+        return holders > 0, next((params for _, params in results if params), None)
 
     def build_metadata(self) -> MultiMetadata | None:
         """Return the metadata of all connectors."""
@@ -216,11 +216,11 @@ class MultiWorker:
                     failed[transfer] = self._failed.pop(transfer)
                 else:
                     finished.append(transfer)
-        sent = tuple(
+        payloads = tuple(
             None if part is None else codec.encode_report(part)
             for part, codec in zip(parts, self._codecs, strict=True)
         )
-        return KVReport(finished=tuple(finished), failed=failed, payload=sent)
+        return KVReport(finished=tuple(finished), failed=failed, payload=payloads)
 
     def close(self) -> None:
         """Close all, even if one raises."""

@@ -11,11 +11,11 @@ from ...core.errors import ConfigError
 T = TypeVar("T")
 
 
-def read_options(given: dict[str, Any], kind: type[T]) -> T:
+def read_options(options: dict[str, Any], kind: type[T]) -> T:
     """`kv_connector_extra_config` as a struct. Raises ConfigError naming the faulty option."""
     try:
-        return msgspec.convert(given, kind)
+        return msgspec.convert(options, kind)
     except msgspec.ValidationError as error:
         raise ConfigError(
-            f"kv_connector_extra_config: {error} (got {given!r})", param="kv_transfer_config"
+            f"kv_connector_extra_config: {error} (got {options!r})", param="kv_transfer_config"
         ) from None

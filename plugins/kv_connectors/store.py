@@ -126,15 +126,15 @@ class StoreScheduler:
     def num_external_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
         """Return None until a thread has asked the store."""
         block_size = self._setup.layout.block_size
-        wanted = num_computed_tokens // block_size
+        first_block = num_computed_tokens // block_size
         lookup = self._lookups.get(request.request_id)
         # Blocks that the request had at the lookup may have been evicted.
-        if lookup is None or wanted < lookup.first:
+        if lookup is None or first_block < lookup.first:
             if self._health.paused:
                 return 0
-            answer = self._threads.submit(self._look_up, request.block_hashes[wanted:])
-            lookup = self._lookups[request.request_id] = _Lookup(wanted, answer)
-            answer.add_done_callback(lambda _: self._setup.notify())
+            future = self._threads.submit(self._look_up, request.block_hashes[first_block:])
+            lookup = self._lookups[request.request_id] = _Lookup(first_block, future)
+            future.add_done_callback(lambda _: self._setup.notify())
             asyncio.get_running_loop().call_later(ANSWER_SECONDS, self._give_up, lookup)
             return None
         if not lookup.answer.done():
@@ -143,7 +143,7 @@ class StoreScheduler:
             self._health.failed("look up keys", TimeoutError(f"{ANSWER_SECONDS} s"))
             return 0
         del self._lookups[request.request_id]
-        return max(0, lookup.first + lookup.answer.result() - wanted) * block_size
+        return max(0, lookup.first + lookup.answer.result() - first_block) * block_size
 
     def _give_up(self, lookup: _Lookup) -> None:
         # Set by the timer instead of comparing clocks: if a clock lagged, no call would follow.
@@ -216,28 +216,30 @@ class StoreWorker(ThreadedWorker):
         keys = iter(job.places)
         reads = deque(self._readers.submit(self._read, key) for key in islice(keys, READ_AHEAD))
         rows = copier.new_rows(min(BLOCKS_AT_ONCE, len(job.places)))
-        done = 0
+        num_loaded = 0
         try:
             while reads:
-                got = 0
-                while reads and got < len(rows):
+                num_read = 0
+                while reads and num_read < len(rows):
                     block = reads[0].result(ANSWER_SECONDS)
                     if block is None:
                         break
-                    rows[got].numpy()[:] = block
-                    got += 1
+                    rows[num_read].numpy()[:] = block
+                    num_read += 1
                     reads.popleft()
                     reads.extend(self._readers.submit(self._read, key) for key in islice(keys, 1))
-                copier.write(job.block_ids[done : done + got], rows, range(got), after)
-                done += got
-                if reads and got < len(rows):
+                copier.write(
+                    job.block_ids[num_loaded : num_loaded + num_read], rows, range(num_read), after
+                )
+                num_loaded += num_read
+                if reads and num_read < len(rows):
                     break
         except TimeoutError as error:
             self._health.failed("read a block", error)
         finally:
             for read in reads:
                 read.cancel()
-        return job.block_ids[done:]
+        return job.block_ids[num_loaded:]
 
     def _read(self, key: bytes) -> memoryview | None:
         if self._health.paused:
@@ -267,16 +269,16 @@ class StoreWorker(ThreadedWorker):
         if self._health.paused:
             return
         try:
-            wanted = [
+            missing = [
                 (block_id, key)
                 for block_id, key in zip(job.block_ids, job.places, strict=True)
                 if not self._store.count_present([key])
             ]
-            if not wanted:
+            if not missing:
                 return
-            rows = copier.new_rows(min(BLOCKS_AT_ONCE, len(wanted)))
-            for first in range(0, len(wanted), len(rows)):
-                part = wanted[first : first + len(rows)]
+            rows = copier.new_rows(min(BLOCKS_AT_ONCE, len(missing)))
+            for first in range(0, len(missing), len(rows)):
+                part = missing[first : first + len(rows)]
                 copier.read([block_id for block_id, _ in part], rows, range(len(part)))
                 for row, (_, key) in zip(rows, part, strict=False):
                     data = self._format.encode(key, memoryview(row.numpy()))

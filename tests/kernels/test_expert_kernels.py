@@ -54,22 +54,22 @@ def dense(num_experts: int, rows: int, size: int, dtype: torch.dtype) -> torch.T
 
 def packed(kind: str, total: int, size: int, group: int, dtype: torch.dtype) -> PackedWeight:
     """A random bank of about unit rows."""
-    made = torch.Generator().manual_seed(total + size)
+    generator = torch.Generator().manual_seed(total + size)
     groups, bits, zero = -(-size // group), 8, None
     scale_rows = 16 if kind == "fp8" and groups > 1 else 1
     if kind == "fp8":
-        values, spread = (torch.randn(total, size, generator=made) * 64).to(FP8), 64.0
+        values, spread = (torch.randn(total, size, generator=generator) * 64).to(FP8), 64.0
     elif kind == "int8":
-        values = torch.randint(-127, 128, (total, size), generator=made, dtype=torch.int8)
+        values = torch.randint(-127, 128, (total, size), generator=generator, dtype=torch.int8)
         spread = 74.0
     else:
         bits = int(kind[-1])
         spread = 0.29 * (1 << bits)
-        values = pack_words(torch.randint(0, 1 << bits, (total, size), generator=made), bits)
+        values = pack_words(torch.randint(0, 1 << bits, (total, size), generator=generator), bits)
         if kind.startswith("zero"):
             most = (1 << bits) - bits // 8
-            zero = torch.randint(0, most + 1, (groups, total), generator=made).to(torch.uint8)
-    scale = torch.rand(groups, -(-total // scale_rows), generator=made) + 0.5
+            zero = torch.randint(0, most + 1, (groups, total), generator=generator).to(torch.uint8)
+    scale = torch.rand(groups, -(-total // scale_rows), generator=generator) + 0.5
     weight = PackedWeight(
         values, (scale / spread / size**0.5).to(dtype), group, zero, scale_rows, bits
     )
@@ -78,7 +78,7 @@ def packed(kind: str, total: int, size: int, group: int, dtype: torch.dtype) -> 
 
 
 def check(
-    x: torch.Tensor, chosen: Routing, gate_up: ExpertWeight, down: ExpertWeight, **more: Any
+    x: torch.Tensor, route: Routing, gate_up: ExpertWeight, down: ExpertWeight, **more: Any
 ) -> None:
     """Against the twin in float32: rounding is the kernels' alone."""
     residual = draw(*x.shape, dtype=x.dtype, seed=9)
@@ -87,13 +87,13 @@ def check(
         name: value.float() if isinstance(value, torch.Tensor) else value
         for name, value in more.items()
     }
-    want = REFERENCE.experts(x.float(), chosen, *wide, residual=residual.float(), **exact)
+    expected = REFERENCE.experts(x.float(), route, *wide, residual=residual.float(), **exact)
     assert experts_serve(gate_up, down)
-    got = KERNELS.experts(x, chosen, gate_up, down, residual=residual, **more)
-    assert got.dtype == x.dtype and got.shape == x.shape
+    actual = KERNELS.experts(x, route, gate_up, down, residual=residual, **more)
+    assert actual.dtype == x.dtype and actual.shape == x.shape
     tolerance = TOLERANCE[x.dtype]
-    size = max(float(want.std()), 1.0)
-    torch.testing.assert_close(got.float(), want, atol=tolerance * size, rtol=tolerance)
+    size = max(float(expected.std()), 1.0)
+    torch.testing.assert_close(actual.float(), expected, atol=tolerance * size, rtol=tolerance)
 
 
 @pytest.mark.parametrize("renormalize", [True, False])
@@ -108,18 +108,18 @@ def test_a_routing_equals_its_twin(
     logits[0, 1::2] = logits[0].max()
     logits[-1] = 1.0
     logits[-1, 0] = 300.0
-    got = KERNELS.route(logits, RoutingRule(top_k, renormalize=renormalize))
-    want = REFERENCE.route(logits, RoutingRule(top_k, renormalize=renormalize))
-    assert torch.equal(got.experts, want.experts)
-    torch.testing.assert_close(got.weights, want.weights)
+    actual = KERNELS.route(logits, RoutingRule(top_k, renormalize=renormalize))
+    expected = REFERENCE.route(logits, RoutingRule(top_k, renormalize=renormalize))
+    assert torch.equal(actual.experts, expected.experts)
+    torch.testing.assert_close(actual.weights, expected.weights)
 
 
 def test_a_routing_of_no_numbers_stays_among_the_experts() -> None:
     logits = torch.full((3, 37), float("nan"), device=DEVICE)
     logits[1] = float("-inf")
-    chosen = KERNELS.route(logits, RoutingRule(4, renormalize=True)).experts
-    assert ((chosen >= 0) & (chosen < 37)).all()
-    assert all(len(set(row)) == 4 for row in chosen.tolist())
+    expert_ids = KERNELS.route(logits, RoutingRule(4, renormalize=True)).experts
+    assert ((expert_ids >= 0) & (expert_ids < 37)).all()
+    assert all(len(set(row)) == 4 for row in expert_ids.tolist())
 
 
 @settings(max_examples=15, deadline=None)
@@ -134,24 +134,24 @@ def test_lists_hold_each_slot_at_its_expert(data: st.DataObject) -> None:
     slots, counts = sort_tokens(experts, num_experts)
     flat = experts.flatten()
     for expert in range(num_experts):
-        wanted = (flat == expert).nonzero()[:, 0]
-        assert slots[expert, : counts[expert]].tolist() == wanted.tolist()
+        expected = (flat == expert).nonzero()[:, 0]
+        assert slots[expert, : counts[expert]].tolist() == expected.tolist()
     block_m = data.draw(st.sampled_from([1, 4, 16]))
     needed = int((-(-counts // block_m)).sum())
     assert needed <= most_tiles(flat.numel(), num_experts, block_m)
 
 
 def test_lists_of_more_tokens_than_a_program_takes_at_once() -> None:
-    chosen = routing(2500, 3, 7).experts
-    slots, counts = sort_tokens(chosen, 7)
+    expert_ids = routing(2500, 3, 7).experts
+    slots, counts = sort_tokens(expert_ids, 7)
     for expert in range(7):
-        wanted = (chosen.flatten() == expert).nonzero()[:, 0]
-        assert torch.equal(slots[expert, : counts[expert]].long(), wanted)
+        expected = (expert_ids.flatten() == expert).nonzero()[:, 0]
+        assert torch.equal(slots[expert, : counts[expert]].long(), expected)
 
 
 def test_lists_of_a_broken_routing_do_not_overflow() -> None:
-    chosen = torch.tensor([[2, 2], [-7, 9], [2, 1 << 30]], dtype=torch.int32, device=DEVICE)
-    slots, counts = sort_tokens(chosen, 3)
+    expert_ids = torch.tensor([[2, 2], [-7, 9], [2, 1 << 30]], dtype=torch.int32, device=DEVICE)
+    slots, counts = sort_tokens(expert_ids, 3)
     assert counts.tolist() == [0, 0, 2]
     assert slots[2, :2].tolist() == [1, 4]
 
@@ -160,10 +160,12 @@ def test_lists_of_a_broken_routing_do_not_overflow() -> None:
 def test_sums_equal_torch(dtype: torch.dtype) -> None:
     parts, residual = draw(15, 1100, dtype=dtype), draw(5, 1100, dtype=dtype, seed=1)
     weights = draw(5, 3, seed=2)
-    want = residual.float() + (parts.view(5, 3, 1100).float() * weights[:, :, None]).sum(dim=1)
-    got = combine(parts, weights, residual, residual)
-    assert got is residual
-    torch.testing.assert_close(got, want.to(dtype), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    expected = residual.float() + (parts.view(5, 3, 1100).float() * weights[:, :, None]).sum(dim=1)
+    actual = combine(parts, weights, residual, residual)
+    assert actual is residual
+    torch.testing.assert_close(
+        actual, expected.to(dtype), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype]
+    )
 
 
 SHAPES = [  # tokens, experts, top_k, hidden, inner
@@ -245,34 +247,34 @@ def test_packed_experts_with_biases_equal_their_twin(kind: str, num_tokens: int)
 def test_experts_too_narrow_for_the_kernels_have_biases_too() -> None:
     gate_up = packed("words4", 3 * 64, 64, 8, torch.float32)
     down = packed("words4", 3 * 64, 32, 8, torch.float32)
-    x, chosen, more = draw(5, 64), routing(5, 2, 3), biases(3, 64, 32, torch.float32)
-    found = [
-        made.experts(x, chosen, gate_up, down, residual=x.clone(), **more, activation=CLAMPED)
-        for made in (REFERENCE, KERNELS)
+    x, route, more = draw(5, 64), routing(5, 2, 3), biases(3, 64, 32, torch.float32)
+    outputs = [
+        operations.experts(x, route, gate_up, down, residual=x.clone(), **more, activation=CLAMPED)
+        for operations in (REFERENCE, KERNELS)
     ]
-    torch.testing.assert_close(found[1], found[0], atol=2e-5, rtol=2e-5)
+    torch.testing.assert_close(outputs[1], outputs[0], atol=2e-5, rtol=2e-5)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 12])
 def test_a_clamp_keeps_what_is_no_number(num_tokens: int) -> None:
     """Else a broken activation would look like a large one."""
-    x, chosen = draw(num_tokens, 64), routing(num_tokens, 2, 3)
+    x, route = draw(num_tokens, 64), routing(num_tokens, 2, 3)
     x[0, 5] = float("nan")
     gate_up = dense(3, 64, 64, torch.float32)
     down = dense(3, 64, 32, torch.float32)
-    made = KERNELS.experts(x, chosen, gate_up, down, residual=draw(num_tokens, 64),
+    actual = KERNELS.experts(x, route, gate_up, down, residual=draw(num_tokens, 64),
                            activation=CLAMPED)  # fmt: skip
-    assert made[0].isnan().all() and made[1:].isfinite().all()
+    assert actual[0].isnan().all() and actual[1:].isfinite().all()
 
 
 def test_one_expert_may_have_all_tokens_and_others_none() -> None:
     num_tokens, num_experts = 40, 6
-    chosen = Routing(
+    route = Routing(
         torch.full((num_tokens, 1), 0.5, device=DEVICE),
         torch.full((num_tokens, 1), 4, dtype=torch.int32, device=DEVICE),
     )
     gate_up = dense(num_experts, 64, 32, torch.float32)
-    check(draw(num_tokens, 32), chosen, gate_up, dense(num_experts, 32, 32, torch.float32))
+    check(draw(num_tokens, 32), route, gate_up, dense(num_experts, 32, 32, torch.float32))
 
 
 def test_ids_that_are_no_experts_read_no_others_memory() -> None:
@@ -281,16 +283,16 @@ def test_ids_that_are_no_experts_read_no_others_memory() -> None:
     x, weights = draw(1, 32), torch.ones(1, 2, device=DEVICE)
     gate_up, down = dense(5, 64, 32, torch.float32), dense(5, 32, 32, torch.float32)
     clamped = Routing(weights, ids.clamp(0, 4))
-    want = REFERENCE.experts(x, clamped, gate_up, down, residual=x.clone())
-    got = KERNELS.experts(x, Routing(weights, ids), gate_up, down, residual=x.clone())
-    torch.testing.assert_close(got, want, atol=2e-5, rtol=2e-5)
+    expected = REFERENCE.experts(x, clamped, gate_up, down, residual=x.clone())
+    actual = KERNELS.experts(x, Routing(weights, ids), gate_up, down, residual=x.clone())
+    torch.testing.assert_close(actual, expected, atol=2e-5, rtol=2e-5)
 
 
 def test_tokens_do_not_depend_on_those_beside_them() -> None:
     gate_up, down = dense(6, 64, 32, torch.float16), dense(6, 32, 32, torch.float16)
-    x, chosen = draw(20, 32, dtype=torch.float16), routing(20, 2, 6)
-    whole = KERNELS.experts(x, chosen, gate_up, down, residual=x.clone())
-    half = Routing(chosen.weights[:9], chosen.experts[:9])
+    x, route = draw(20, 32, dtype=torch.float16), routing(20, 2, 6)
+    whole = KERNELS.experts(x, route, gate_up, down, residual=x.clone())
+    half = Routing(route.weights[:9], route.experts[:9])
     part = KERNELS.experts(x[:9], half, gate_up, down, residual=x[:9].clone())
     assert torch.equal(whole[:9], part)
 
@@ -321,8 +323,8 @@ def test_experts_of_packed_banks_equal_their_twin(
     num_experts, top_k = 3, 2
     gate_up = packed(kind, num_experts * 2 * inner, hidden, group, dtype)
     down = packed(kind, num_experts * hidden, inner, inner_group, dtype)
-    x, chosen = draw(num_tokens, hidden, dtype=dtype), routing(num_tokens, top_k, num_experts)
-    check(x, chosen, gate_up, down)
+    x, route = draw(num_tokens, hidden, dtype=dtype), routing(num_tokens, top_k, num_experts)
+    check(x, route, gate_up, down)
 
 
 def check_in_8_bits(kind: str, num_tokens: int, top_k: int, rows: int, size: int) -> None:
@@ -330,30 +332,30 @@ def check_in_8_bits(kind: str, num_tokens: int, top_k: int, rows: int, size: int
     as well."""
     num_experts = 8
     bank = packed(kind, num_experts * rows, size, size, torch.float32)
-    chosen = routing(num_tokens, top_k, num_experts)
-    lists = sort_tokens(chosen.experts, num_experts)
-    flat = chosen.experts.flatten().long()
+    route = routing(num_tokens, top_k, num_experts)
+    lists = sort_tokens(route.experts, num_experts)
+    flat = route.experts.flatten().long()
     for gated, each in ((True, top_k), (False, 1)):
         x = draw(num_tokens * top_k // each, size, dtype=DTYPES[-1], seed=7)
         values, scales = quantize_rows(x, bank.values.dtype)
         bias = draw(num_experts * rows, dtype=x.dtype, seed=8) if gated else None
-        got = expert_matmul(
+        actual = expert_matmul(
             values, *lists, QuantizedWeight(bank.values, bank.scale, None, size, 1, 8),
             top_k=top_k, gated=gated, x_scale=scales, bias=bias, dtype=x.dtype,
         )  # fmt: skip
         rounded = (values.float() * scales[:, None]).repeat_interleave(each, dim=0)
-        want = torch.empty(len(flat), rows // 2 if gated else rows, device=DEVICE)
+        expected = torch.empty(len(flat), rows // 2 if gated else rows, device=DEVICE)
         dense = dequantize(bank, torch.float32).view(num_experts, rows, size)
         for expert in range(num_experts):
-            made = rounded[flat == expert] @ dense[expert].t()
+            product = rounded[flat == expert] @ dense[expert].t()
             if bias is not None:
-                made = made + bias.view(num_experts, rows)[expert].float()
-                gate, up = made.chunk(2, dim=1)
-                made = torch.nn.functional.silu(gate) * up
-            want[flat == expert] = made
-        assert got.dtype == x.dtype
+                product = product + bias.view(num_experts, rows)[expert].float()
+                gate, up = product.chunk(2, dim=1)
+                product = torch.nn.functional.silu(gate) * up
+            expected[flat == expert] = product
+        assert actual.dtype == x.dtype
         tolerance = TOLERANCE[x.dtype]
-        torch.testing.assert_close(got.float(), want, atol=tolerance, rtol=tolerance)
+        torch.testing.assert_close(actual.float(), expected, atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.parametrize("kind", ["fp8", "int8"])
@@ -367,11 +369,11 @@ def test_a_product_in_8_bits_equals_that_of_rounded_inputs(
 
 @pytest.mark.parametrize("num_tokens", [1, 7])
 def test_inputs_are_taken_in_the_order_of_a_banks_columns(num_tokens: int) -> None:
-    made = torch.Generator().manual_seed(5)
+    generator = torch.Generator().manual_seed(5)
     gate_up = packed("words4", 3 * 128, 128, 32, torch.float32)
     down = packed("words4", 3 * 128, 64, 64, torch.float32)
-    gate_up = gate_up._replace(order=torch.randperm(128, generator=made).to(DEVICE))
-    down = down._replace(order=torch.randperm(64, generator=made).to(DEVICE))
+    gate_up = gate_up._replace(order=torch.randperm(128, generator=generator).to(DEVICE))
+    down = down._replace(order=torch.randperm(64, generator=generator).to(DEVICE))
     check(draw(num_tokens, 128), routing(num_tokens, 2, 3), gate_up, down)
 
 
@@ -379,10 +381,10 @@ def test_groups_too_narrow_for_the_kernels_go_to_the_reference() -> None:
     gate_up = packed("words4", 3 * 64, 64, 8, torch.float32)
     down = packed("words4", 3 * 64, 32, 8, torch.float32)
     assert not experts_serve(gate_up, down)
-    x, chosen = draw(5, 64), routing(5, 2, 3)
-    want = REFERENCE.experts(x, chosen, gate_up, down, residual=x)
-    got = KERNELS.experts(x, chosen, gate_up, down, residual=x.clone())
-    torch.testing.assert_close(got, want, atol=2e-5, rtol=2e-5)
+    x, route = draw(5, 64), routing(5, 2, 3)
+    expected = REFERENCE.experts(x, route, gate_up, down, residual=x)
+    actual = KERNELS.experts(x, route, gate_up, down, residual=x.clone())
+    torch.testing.assert_close(actual, expected, atol=2e-5, rtol=2e-5)
 
 
 def test_few_slots_are_at_most_half_as_many_as_experts() -> None:
@@ -396,8 +398,8 @@ E, TOP_K, HIDDEN, INNER = 128, 8, 2048, 768
 
 
 def big(*shape: int, seed: int) -> torch.Tensor:
-    made = torch.Generator(DEVICE).manual_seed(seed)
-    return torch.randn(*shape, generator=made, device=DEVICE, dtype=torch.bfloat16)
+    generator = torch.Generator(DEVICE).manual_seed(seed)
+    return torch.randn(*shape, generator=generator, device=DEVICE, dtype=torch.bfloat16)
 
 
 def big_layer() -> tuple[torch.Tensor, torch.Tensor]:
@@ -411,12 +413,12 @@ def big_layer() -> tuple[torch.Tensor, torch.Tensor]:
 def test_experts_of_a_real_size_equal_their_twin(num_tokens: int) -> None:
     gate_up, down = big_layer()
     logits, x = big(num_tokens, E, seed=3), big(num_tokens, HIDDEN, seed=4)
-    chosen = KERNELS.route(logits, RoutingRule(TOP_K, renormalize=True))
-    wanted = REFERENCE.route(logits, RoutingRule(TOP_K, renormalize=True))
-    torch.testing.assert_close(chosen.weights, wanted.weights)
+    route = KERNELS.route(logits, RoutingRule(TOP_K, renormalize=True))
+    expected = REFERENCE.route(logits, RoutingRule(TOP_K, renormalize=True))
+    torch.testing.assert_close(route.weights, expected.weights)
     # Logits of few digits are often equal: order decides, and must not differ.
-    assert torch.equal(chosen.experts, wanted.experts)
-    check(x, chosen, gate_up, down)
+    assert torch.equal(route.experts, expected.experts)
+    check(x, route, gate_up, down)
 
 
 @GPU
@@ -429,8 +431,8 @@ def test_packed_experts_of_a_real_size_equal_their_twin(num_tokens: int, kind: s
         return packed(kind.split()[0], total, size, group, torch.float32)
 
     gate_up, down = bank(16 * 2 * INNER, HIDDEN), bank(16 * HIDDEN, INNER)
-    chosen = KERNELS.route(big(num_tokens, 16, seed=3), RoutingRule(TOP_K, renormalize=True))
-    check(big(num_tokens, HIDDEN, seed=4), chosen, gate_up, down)
+    route = KERNELS.route(big(num_tokens, 16, seed=3), RoutingRule(TOP_K, renormalize=True))
+    check(big(num_tokens, HIDDEN, seed=4), route, gate_up, down)
 
 
 @GPU
@@ -449,12 +451,12 @@ def test_whole_layers_in_8_bits_stay_near_their_twin(num_tokens: int, kind: str)
     """As near as rounding inputs to 8 bits, twice, leaves them."""
     gate_up = packed(kind, 16 * 2 * INNER, HIDDEN, HIDDEN, torch.float32)
     down = packed(kind, 16 * HIDDEN, INNER, INNER, torch.float32)
-    chosen = KERNELS.route(big(num_tokens, 16, seed=3), RoutingRule(TOP_K, renormalize=True))
+    route = KERNELS.route(big(num_tokens, 16, seed=3), RoutingRule(TOP_K, renormalize=True))
     x, residual = big(num_tokens, HIDDEN, seed=4), big(num_tokens, HIDDEN, seed=9)
-    want = REFERENCE.experts(x.float(), chosen, gate_up, down, residual=residual.float())
+    expected = REFERENCE.experts(x.float(), route, gate_up, down, residual=residual.float())
     gate_up, down = (bank._replace(inputs="quantized") for bank in (gate_up, down))
-    got = KERNELS.experts(x, chosen, gate_up, down, residual=residual.clone())
-    off = (got.float() - want).norm() / (want - residual.float()).norm()
+    actual = KERNELS.experts(x, route, gate_up, down, residual=residual.clone())
+    off = (actual.float() - expected).norm() / (expected - residual.float()).norm()
     assert 1e-4 < off < 0.06
 
 
@@ -475,13 +477,13 @@ def test_experts_of_gpt_oss_equal_their_twin(num_tokens: int, mxfp4: bool) -> No
             )
             for bank in (gate_up, down)
         ]
-    chosen = KERNELS.route(big(num_tokens, experts, seed=3), RoutingRule(4, renormalize=True))
+    route = KERNELS.route(big(num_tokens, experts, seed=3), RoutingRule(4, renormalize=True))
     more = {
         "gate_up_bias": big(experts * 2 * size, seed=5),
         "down_bias": big(down.shape[0], seed=6),
     }
     x = big(num_tokens, size, seed=4)
-    check(x, chosen, banks[0], banks[1], **more, activation=ClampedSwiGLU(1.702, 7.0))
+    check(x, route, banks[0], banks[1], **more, activation=ClampedSwiGLU(1.702, 7.0))
 
 
 @GPU
@@ -492,8 +494,8 @@ def test_a_captured_layer_goes_where_other_inputs_send_it(num_tokens: int) -> No
     logits, x = big(num_tokens, E, seed=3), big(num_tokens, HIDDEN, seed=4)
 
     def layer() -> torch.Tensor:
-        chosen = KERNELS.route(logits, RoutingRule(TOP_K, renormalize=True))
-        return KERNELS.experts(x, chosen, gate_up, down, residual=x.clone())
+        route = KERNELS.route(logits, RoutingRule(TOP_K, renormalize=True))
+        return KERNELS.experts(x, route, gate_up, down, residual=x.clone())
 
     aside = torch.cuda.Stream()
     aside.wait_stream(torch.cuda.current_stream())

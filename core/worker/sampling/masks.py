@@ -121,11 +121,11 @@ class GrammarMasks(PerSlot):
 
     def _fill_rows(self, constraints: Sequence[Constraint], bits: np.ndarray) -> None:
         """bits: [len(constraints), words] int32"""
-        began = time.perf_counter()
+        start = time.perf_counter()
         fill_bitmasks = None if self._apart else batch_method(constraints, "fill_bitmasks")
         if fill_bitmasks is not None:
             fill_masks(fill_bitmasks, constraints, bits)
-            self._apart = time.perf_counter() - began > self._mask_timeout
+            self._apart = time.perf_counter() - start > self._mask_timeout
             return
         self._apart = False
         todo = iter(list(zip(constraints, bits, strict=True)))  # Shared by the threads.
@@ -141,7 +141,7 @@ class GrammarMasks(PerSlot):
                 share.result()
         else:
             _fill(todo)
-        self._last_seconds = (time.perf_counter() - began) * (1 + helpers)
+        self._last_seconds = (time.perf_counter() - start) * (1 + helpers)
 
     def _sent(self, host: torch.Tensor, index: torch.Tensor) -> TokenMask:
         """Copy masks to the device while earlier launches still run there."""
@@ -154,8 +154,8 @@ class GrammarMasks(PerSlot):
                 bits = host.to(self._device, non_blocking=True)
                 places = index.to(self._device, non_blocking=True)
             main.wait_stream(self._copies)
-            for sent in (bits, places):
-                sent.record_stream(main)
+            for tensor in (bits, places):
+                tensor.record_stream(main)
         all_of_them = 2 * count == index.shape[0]
         return TokenMask(bits, None if all_of_them else places[:count], places[count:])
 

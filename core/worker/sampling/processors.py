@@ -40,7 +40,7 @@ class Processors:
     ) -> None:
         """processors: (name and distribution for errors, processor), in the order of
         application."""
-        self._active = [_Active(who, processor) for who, processor in processors]
+        self._active = [_Active(plugin, processor) for plugin, processor in processors]
         self._device = device
         self._greedy: set[int] = set()
         self._failed: dict[int, str] = {}
@@ -51,13 +51,13 @@ class Processors:
         cls, plugins: Plugins, config: EngineConfig, setup: LogitsProcessorSetup
     ) -> Processors:
         """Create the active processors. A failure to create one stops the start, with its name."""
-        made: list[tuple[str, LogitsProcessor]] = []
+        processors: list[tuple[str, LogitsProcessor]] = []
         registry = plugins[KIND]
         for name in active_processors(plugins, config):
             processor = registry.load(name)
             with registry.calling(name, "__init__"):
-                made.append((registry.described(name), processor(setup)))
-        return cls(made, setup.device)
+                processors.append((registry.described(name), processor(setup)))
+        return cls(processors, setup.device)
 
     def __bool__(self) -> bool:
         return bool(self._active)
@@ -120,22 +120,24 @@ class Processors:
             index = torch.tensor(rows, dtype=torch.int64)
             if self._device.type == "cuda":
                 index = index.pin_memory().to(self._device, non_blocking=True)
-            given = ProcessedRows(served, slots[index], lengths[index].long())
+            processed_rows = ProcessedRows(served, slots[index], lengths[index].long())
             try:
                 if served != active.last_rows:
                     active.last_rows = served
                     active.processor.batch_changed(served)
                 part = logits.index_select(0, index)
-                made = active.processor.apply(part, given)
-                if not isinstance(made, torch.Tensor) or made.shape != part.shape:
-                    got = tuple(made.shape) if isinstance(made, torch.Tensor) else type(made)
-                    raise ValueError(f"apply gave {got}, not logits of {tuple(part.shape)}")
-                made = made.to(torch.float32)
+                changed = active.processor.apply(part, processed_rows)
+                if not isinstance(changed, torch.Tensor) or changed.shape != part.shape:
+                    shape = (
+                        tuple(changed.shape) if isinstance(changed, torch.Tensor) else type(changed)
+                    )
+                    raise ValueError(f"apply gave {shape}, not logits of {tuple(part.shape)}")
+                changed = changed.to(torch.float32)
             except Exception as error:
                 active.last_rows = ()
                 self._fail(active, served, error)
             else:
-                logits.index_copy_(0, index, made)
+                logits.index_copy_(0, index, changed)
 
     def _fail(self, active: _Active, slots: tuple[int, ...], error: Exception) -> None:
         logger.error("%s failed", active.who, exc_info=error)

@@ -269,21 +269,21 @@ class Sampler(PerSlot):
             sampled = self.sample(logits, slots, rows_host, lengths, mask)
             state.token_history[slots, lengths] = sampled.token_ids.int()
             return sampled.chosen, sampled.logprobs
-        asked = state.asked(rows_host)
+        flags = state.asked(rows_host)
         out = self.outputs.first(len(rows_host))
-        if mask is None and not asked:
+        if mask is None and not flags:
             self.sample_plain(logits, slots, lengths, out)
             return out.chosen, None
-        late = bool(asked & (Flag.WIDE | Flag.PROCESSED))
-        if asked & Flag.PROCESSED:
+        late = bool(flags & (Flag.WIDE | Flag.PROCESSED))
+        if flags & Flag.PROCESSED:
             self._launch_processed(logits, slots, rows_host, lengths, out, mask)
         else:
             self._launch(logits, slots, lengths, out, mask, Flag.LOGPROBS if late else None)
-        if not asked & (Flag.WIDE | Flag.LOGPROBS):
+        if not flags & (Flag.WIDE | Flag.LOGPROBS):
             return out.chosen, None
         if late:
             return out.chosen, self._late_logprobs(logits, rows_host, out.chosen)
-        return out.chosen, Logprobs(*out[1:]) if asked & Flag.LOGPROBS else None
+        return out.chosen, Logprobs(*out[1:]) if flags & Flag.LOGPROBS else None
 
     def _launch_processed(
         self,
@@ -308,7 +308,7 @@ class Sampler(PerSlot):
             skip |= first
         self._launch(work, slots, lengths, out, None, skip)
 
-    def rehearse_processed(
+    def precompile_processed(
         self, logits: torch.Tensor, slots: torch.Tensor, lengths: torch.Tensor, out: SampleOutputs
     ) -> None:
         """Launch the kernels of a step with processors, but no processor."""
@@ -351,9 +351,9 @@ class Sampler(PerSlot):
             rows = stages.penalties
             places = rows.table * state.vocab_size + _select(token_ids, rows)
             flat = state.counts.view(-1)
-            known = flat.take(places).int()
-            more = known.bitwise_and(MOST_COUNTED).add_(1).clamp_(max=MOST_COUNTED)
-            more.bitwise_or_(known.bitwise_and(~MOST_COUNTED))
+            old_counts = flat.take(places).int()
+            more = old_counts.bitwise_and(MOST_COUNTED).add_(1).clamp_(max=MOST_COUNTED)
+            more.bitwise_or_(old_counts.bitwise_and(~MOST_COUNTED))
             flat.index_copy_(0, places, more.to(torch.int16))
         return SamplerOutput(token_ids, bad_rows, self._logprobs(logits, token_ids, stages))
 
@@ -418,14 +418,14 @@ class Sampler(PerSlot):
         floats = packed.view(torch.float32)
         for rows, table in _table_chunks(batch, stages.penalties.table, work):
             part, settings = _take(work, rows), _take(floats, rows)
-            known = state.counts.index_select(0, table)
-            times = known.bitwise_and(MOST_COUNTED)
+            counts = state.counts.index_select(0, table)
+            times = counts.bitwise_and(MOST_COUNTED)
             factor = torch.where(
                 part > 0,
                 settings[:, Column.INVERSE_REPETITION, None],
                 settings[:, Column.REPETITION, None],
             )
-            part.mul_(factor.masked_fill_(known == 0, 1.0))
+            part.mul_(factor.masked_fill_(counts == 0, 1.0))
             part.sub_(times * settings[:, Column.FREQUENCY, None])
             part.sub_((times > 0) * settings[:, Column.PRESENCE, None])
             _put(work, rows, part)

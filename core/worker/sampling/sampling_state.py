@@ -341,13 +341,13 @@ class SamplingState:
         """Return the rows that request log-probabilities, and their largest number of top
         tokens."""
         slots = np.asarray(rows_host, dtype=np.int64)
-        found = np.flatnonzero(self._stages[slots] & int(Stage.LOGPROBS))
+        rows = np.flatnonzero(self._stages[slots] & int(Stage.LOGPROBS))
         batch = None
-        if found.size < slots.size:
+        if rows.size < slots.size:
             pack = PackedUpload(self.device)
-            pack.add(found.astype(np.int64))
+            pack.add(rows.astype(np.int64))
             batch = pack.send()[0]
-        return Rows(int(found.size), batch), self._most_logprobs(slots)
+        return Rows(int(rows.size), batch), self._most_logprobs(slots)
 
     def _most_logprobs(self, slots: np.ndarray) -> int:
         return max(self.num_logprobs.get(slot, 0) for slot in slots.tolist())
@@ -375,22 +375,22 @@ class SamplingState:
         pack = PackedUpload(self.device)
         for array in arrays:
             pack.add(array)
-        sent = iter(pack.send())
-        self.packed.index_copy_(0, next(sent), next(sent))
+        tensors = iter(pack.send())
+        self.packed.index_copy_(0, next(tensors), next(tensors))
         if biased:
             for start in biased:
                 row = int(self._bias_row[start.slot])
                 self._bias.reserve(row)
                 allowed = self._lists[start.slot].allowed
                 self.bias[row].fill_(0.0 if allowed is None else float("-inf"))
-            self.bias.view(-1).index_copy_(0, next(sent), next(sent))
+            self.bias.view(-1).index_copy_(0, next(tensors), next(tensors))
         if penalized:
             flat = self.counts.view(-1)
-            self.counts.index_fill_(0, next(sent), 0)
-            flat.index_fill_(0, next(sent), _IN_PROMPT)
-            flat.index_copy_(0, next(sent), next(sent).to(torch.int16))
+            self.counts.index_fill_(0, next(tensors), 0)
+            flat.index_fill_(0, next(tensors), _IN_PROMPT)
+            flat.index_copy_(0, next(tensors), next(tensors).to(torch.int16))
         if barred:
-            self.allowed.index_copy_(0, next(sent), next(sent))
+            self.allowed.index_copy_(0, next(tensors), next(tensors))
         self._dirty.clear()
 
     def _send_records(self, slots: list[int]) -> None:
@@ -431,9 +431,9 @@ class SamplingState:
             prompt.append(before + base)
             if after.size:
                 ids, count = np.unique(after, return_counts=True)
-                known = np.minimum(count, MOST_COUNTED)
+                num_counted = np.minimum(count, MOST_COUNTED)
                 output.append(ids + base)
-                counts.append(np.where(np.isin(ids, before), known | _IN_PROMPT, known))
+                counts.append(np.where(np.isin(ids, before), num_counted | _IN_PROMPT, num_counted))
         slots = np.array([start.slot for start in starts], dtype=np.int64)
         nothing = np.zeros(0, dtype=np.int64)
         return (
@@ -466,10 +466,12 @@ class SamplingState:
         pack = PackedUpload(self.device)
 
         def select(mask: np.ndarray) -> tuple[np.ndarray, int | None] | None:
-            found = np.flatnonzero(mask)
-            if not found.size:
+            indices = np.flatnonzero(mask)
+            if not indices.size:
                 return None
-            return found, None if found.size == slots.size else pack.add(found.astype(np.int64))
+            return indices, None if indices.size == slots.size else pack.add(
+                indices.astype(np.int64)
+            )
 
         def having(stage: Stage) -> tuple[np.ndarray, int | None] | None:
             return select(bits & int(stage) != 0) if union & stage else None
@@ -483,10 +485,10 @@ class SamplingState:
         penalty_place = pack.add(slots[penalties[0]]) if penalties else -1
         words_place = pack.add(self._padded_words(slots[bad_words[0]])) if bad_words else -1
         stop_place = pack.add(self._padded_stops(slots[min_tokens[0]])) if min_tokens else -1
-        sent = pack.send()
+        tensors = pack.send()
 
         def batch(rows: tuple[np.ndarray, int | None]) -> torch.Tensor | None:
-            return None if rows[1] is None else sent[rows[1]]
+            return None if rows[1] is None else tensors[rows[1]]
 
         def plain_rows(rows: tuple[np.ndarray, int | None] | None) -> Rows | None:
             return Rows(rows[0].size, batch(rows)) if rows else None
@@ -499,19 +501,19 @@ class SamplingState:
             top_k=plain_rows(top_k),
             max_top_k=int(self._host[slots[top_k[0]], Column.TOP_K].max()) if top_k else 0,
             sort=plain_rows(sort),
-            bias=TableRows(bias[0].size, batch(bias), sent[bias_place]) if bias else None,
+            bias=TableRows(bias[0].size, batch(bias), tensors[bias_place]) if bias else None,
             bad_words=(
-                BadWordRows(bad_words[0].size, batch(bad_words), sent[words_place])
+                BadWordRows(bad_words[0].size, batch(bad_words), tensors[words_place])
                 if bad_words
                 else None
             ),
             min_tokens=(
-                StopRows(min_tokens[0].size, batch(min_tokens), sent[stop_place])
+                StopRows(min_tokens[0].size, batch(min_tokens), tensors[stop_place])
                 if min_tokens
                 else None
             ),
             penalties=(
-                TableRows(penalties[0].size, batch(penalties), sent[penalty_place])
+                TableRows(penalties[0].size, batch(penalties), tensors[penalty_place])
                 if penalties
                 else None
             ),

@@ -89,24 +89,24 @@ async def test_an_idle_engine_prepares_until_nothing_is_left_and_again_after_ste
 
 
 async def test_preparing_that_fails_is_given_up_and_serving_goes_on() -> None:
-    asked = []
+    jobs = []
 
-    def ask(self: Any, job: Any) -> Any:
-        asked.append(job)
+    def record_job(self: Any, job: Any) -> Any:
+        jobs.append(job)
         raise RuntimeError("no memory for graphs")
 
-    async with engine_of(ask=ask) as engine:
-        await until(lambda: asked)
+    async with engine_of(ask=record_job) as engine:
+        await until(lambda: jobs)
         first = await tokens_of(engine)
-        assert first == await tokens_of(engine) and len(asked) == 1
+        assert first == await tokens_of(engine) and len(jobs) == 1
 
 
 @pytest.mark.parametrize("depth", [1, 3])
 async def test_the_executor_says_how_many_steps_are_in_flight(depth: int) -> None:
     async with engine_of() as engine:
-        wanted = await tokens_of(engine)
+        expected = await tokens_of(engine)
     async with engine_of(steps_in_flight=depth) as engine:
-        assert await tokens_of(engine) == wanted
+        assert await tokens_of(engine) == expected
         executor: Any = engine.core.executor
         assert executor.most_flying == depth
 

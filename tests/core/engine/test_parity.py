@@ -22,9 +22,9 @@ OUTPUT = 12
 def prompts(seed: int = 3) -> list[list[int]]:
     """Prompts of assorted lengths; two share a prefix of several blocks."""
     rng = random.Random(seed)
-    made = [[rng.randrange(3, VOCAB) for _ in range(n)] for n in (1, 5, 17, 40, 63)]
-    made.append(made[3][:35] + [rng.randrange(3, VOCAB) for _ in range(6)])
-    return made
+    token_lists = [[rng.randrange(3, VOCAB) for _ in range(n)] for n in (1, 5, 17, 40, 63)]
+    token_lists.append(token_lists[3][:35] + [rng.randrange(3, VOCAB) for _ in range(6)])
+    return token_lists
 
 
 @pytest.fixture(scope="module")
@@ -60,8 +60,8 @@ async def fewest_blocks(config: EngineConfig) -> int:
 async def run(engine: AsyncEngine, prompt: list[int], **params: Any) -> Any:
     last = None
     params = {"max_tokens": OUTPUT, **params}
-    wanted = SamplingParams(temperature=0.0, ignore_eos=True, **params)
-    async for output in engine.generate(prompt, wanted):
+    sampling_params = SamplingParams(temperature=0.0, ignore_eos=True, **params)
+    async for output in engine.generate(prompt, sampling_params):
         last = output
     return last
 
@@ -111,11 +111,11 @@ async def test_greedy_tokens_and_logprobs_equal_transformers(
 
 
 @pytest.mark.parametrize(
-    ("name", "chosen", "count"),
+    ("name", "selection", "count"),
     [("qwen3", (0, 2, 5), 4), ("qwen3-moe", (0, 5), 3), ("gpt-oss", (2,), 2)],
 )
 async def test_triton_backend_equals_transformers(
-    name: str, chosen: tuple[int, ...], count: int, references: Any, device: str
+    name: str, selection: tuple[int, ...], count: int, references: Any, device: str
 ) -> None:
     folder, expected = references(name)
     config = EngineConfig(
@@ -130,8 +130,8 @@ async def test_triton_backend_equals_transformers(
         max_num_batched_tokens=24,
     )
     async with AsyncEngine(config) as engine:
-        asked = [run(engine, prompts()[i], logprobs=2, max_tokens=count) for i in chosen]
-        for output, index in zip(await asyncio.gather(*asked), chosen, strict=True):
+        requests = [run(engine, prompts()[i], logprobs=2, max_tokens=count) for i in selection]
+        for output, index in zip(await asyncio.gather(*requests), selection, strict=True):
             tokens, logprobs = expected[index]
             check(output, tokens[:count], logprobs, 1e-3)
 
@@ -198,8 +198,8 @@ async def test_bfloat16_on_a_gpu_stays_near_float32_transformers(
         for step, position in enumerate(output.outputs[0].logprobs):
             for token, logprob in position.items():
                 assert logprob.logprob == pytest.approx(float(expected[step, token]), abs=tolerance)
-            chosen = float(expected[step, output.outputs[0].token_ids[step]])
-            assert chosen >= float(expected[step].max()) - tolerance
+            expected_logprob = float(expected[step, output.outputs[0].token_ids[step]])
+            assert expected_logprob >= float(expected[step].max()) - tolerance
 
 
 @torch.no_grad()

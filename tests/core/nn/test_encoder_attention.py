@@ -29,8 +29,8 @@ def test_rows_do_not_see_each_other(lengths: list[int]) -> None:
     out = Operations().bidirectional_attention(query, key, value, rows, 0.3)
     for first, end in itertools.pairwise(starts):
         q, k, v = (part[first:end].transpose(0, 1) for part in (query, key, value))
-        wanted = torch.softmax(q @ k.transpose(1, 2) * 0.3, -1) @ v
-        torch.testing.assert_close(out[first:end], wanted.transpose(0, 1), atol=1e-5, rtol=1e-5)
+        expected = torch.softmax(q @ k.transpose(1, 2) * 0.3, -1) @ v
+        torch.testing.assert_close(out[first:end], expected.transpose(0, 1), atol=1e-5, rtol=1e-5)
 
 
 @settings(max_examples=60, deadline=None)

@@ -64,13 +64,13 @@ def test_a_tensor_of_all_experts_comes_apart_into_their_shards() -> None:
     """Gates and ups take turns, and weights (not what is packed) are stored the other way round."""
     weights = GptOssForCausalLM.weight_map
     block = "model.layers.5.mlp.experts"
-    made = torch.arange(2 * 3 * 8).view(2, 3, 8)
+    stacked = torch.arange(2 * 3 * 8).view(2, 3, 8)
     for stored, parameter, rows in (
-        ("gate_up_proj", "gate_up_proj.weight", made.transpose(1, 2)),
-        ("gate_up_proj_blocks", "gate_up_proj.blocks", made),
-        ("gate_up_proj_bias", "gate_up_proj.bias", made[:, 0]),
+        ("gate_up_proj", "gate_up_proj.weight", stacked.transpose(1, 2)),
+        ("gate_up_proj_blocks", "gate_up_proj.blocks", stacked),
+        ("gate_up_proj_bias", "gate_up_proj.bias", stacked[:, 0]),
     ):
-        tensor = made[:, 0] if stored.endswith("bias") else made
+        tensor = stacked[:, 0] if stored.endswith("bias") else stacked
         pieces = list(weights.pieces(f"{block}.{stored}", tensor))
         names = {(name, shard) for name, shard, _ in pieces}
         shards = ("0.gate", "0.up", "1.gate", "1.up")
@@ -97,12 +97,12 @@ def test_routing_is_a_softmax_and_the_largest_of_it(tokens: int, count: int, dat
     weights, experts = OPERATIONS.route(logits, RoutingRule(top_k, renormalize=renormalize))
     assert weights.shape == experts.shape == (tokens, top_k)
     assert weights.dtype == torch.float32 and experts.dtype == torch.int32
-    for row, chosen, found in zip(logits, experts.tolist(), weights, strict=True):
+    for row, expert_ids, actual in zip(logits, experts.tolist(), weights, strict=True):
         order = sorted(range(count), key=lambda e: (-float(row[e]), e))
-        assert chosen == order[:top_k], "of equal ones the lower number"
-        wanted = torch.softmax(row, -1)[chosen]
-        wanted = wanted / wanted.sum() if renormalize else wanted
-        torch.testing.assert_close(found, wanted)
+        assert expert_ids == order[:top_k], "of equal ones the lower number"
+        expected = torch.softmax(row, -1)[expert_ids]
+        expected = expected / expected.sum() if renormalize else expected
+        torch.testing.assert_close(actual, expected)
 
 
 def by_hand(
@@ -132,11 +132,11 @@ def test_the_reference_sums_what_each_expert_says(packed: bool, tokens: int) -> 
         rounded = [round_to_fp8(bank) for bank in banks]
         banks = [PackedWeight(values, scale[None], values.shape[1]) for values, scale in rounded]
     dense = [dequantize(bank, x.dtype) if packed else bank for bank in banks]
-    found = OPERATIONS.experts(x, routing, *banks, residual=residual.clone())
-    wanted = residual + by_hand(
+    actual = OPERATIONS.experts(x, routing, *banks, residual=residual.clone())
+    expected = residual + by_hand(
         x, routing, dense[0].view(experts, -1, hidden), dense[1].view(experts, hidden, inner)
     )
-    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.parametrize("tokens", [1, 11])
@@ -147,20 +147,20 @@ def test_the_reference_adds_biases_and_clamps(tokens: int) -> None:
     gate_up_bias, down_bias = torch.randn(count, 2 * inner), torch.randn(count, hidden)
     x = torch.randn(tokens, hidden)
     routing = OPERATIONS.route(torch.randn(tokens, count), RoutingRule(3, renormalize=True))
-    wanted = x.clone()
+    expected = x.clone()
     for token in range(tokens):
         for weight, e in zip(routing.weights[token], routing.experts[token], strict=True):
             both = gate_up[e] @ x[token] + gate_up_bias[e]
             gate = torch.minimum(both[:inner], torch.tensor(2.0))
             up = torch.maximum(torch.minimum(both[inner:], torch.tensor(2.0)), torch.tensor(-2.0))
             made = (up + 1) * gate / (1 + torch.exp(-1.5 * gate))
-            wanted[token] += weight * (down[e] @ made + down_bias[e])
-    found = OPERATIONS.experts(
+            expected[token] += weight * (down[e] @ made + down_bias[e])
+    actual = OPERATIONS.experts(
         x, routing, gate_up.flatten(0, 1), down.flatten(0, 1), residual=x.clone(),
         gate_up_bias=gate_up_bias.flatten(), down_bias=down_bias.flatten(),
         activation=ClampedSwiGLU(alpha=1.5, limit=2.0),
     )  # fmt: skip
-    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-3)
 
 
 class OlderOperations(Operations):
@@ -180,18 +180,18 @@ def test_older_operations_serve_mixtures_that_need_no_more(tmp_path: Path) -> No
         model=str(tmp_path), device="cpu", dtype="float32", skip_tokenizer_init=True
     )
 
-    def made() -> Any:
+    def build_layer() -> Any:
         resolved = resolve_model_config(config)
         return build_model(load_plugins(), config, resolved, torch.device("cpu"), OlderOperations())
 
     make_checkpoint("mixtral", tmp_path)
-    layer = made().model.layers[0]
+    layer = build_layer().model.layers[0]
     x = torch.randn(4, 64)
     assert layer.mlp(x.clone(), layer.post_attention_layernorm).isfinite().all()
     make_checkpoint("gpt-oss", tmp_path)
-    with pytest.raises(ConfigError, match=r"'older' .* experts.activation, experts.bias") as got:
-        made()
-    assert got.value.param == "operations"
+    with pytest.raises(ConfigError, match=r"'older' .* experts.activation, experts.bias") as actual:
+        build_layer()
+    assert actual.value.param == "operations"
 
 
 def build(folder: Path, **options: Any) -> Any:
@@ -255,8 +255,8 @@ def test_experts_in_one_tensor_can_be_rounded_at_load(tmp_path: Path) -> None:
     plain = tensors[name].transpose(1, 2)
     rows = torch.cat([plain[:, 0::2], plain[:, 1::2]], dim=1).flatten(0, 1)
     words, scale = round_to_words(rows, 8, 64)
-    wanted = dequantize(PackedWeight(words, scale, 64), torch.float32)
-    assert torch.equal(dequantize(layer.bank, torch.float32), wanted)
+    expected = dequantize(PackedWeight(words, scale, 64), torch.float32)
+    assert torch.equal(dequantize(layer.bank, torch.float32), expected)
     bias = tensors[f"{name}_bias"]
     assert torch.equal(layer.bias, torch.cat([bias[:, 0::2], bias[:, 1::2]], dim=1).flatten())
 
@@ -288,7 +288,9 @@ def test_routing_by_sigmoids_of_groups_is_what_it_says(data: Any) -> None:
     bias = torch.randn(groups * size, generator=generator)
     rule = RoutingRule(top_k, "sigmoid", True, bias, groups, top_groups, factor=2.5)
     weights, experts = OPERATIONS.route(logits, rule)
-    for row, found, chosen in zip(logits.tolist(), weights.tolist(), experts.tolist(), strict=True):
+    for row, actual, expert_ids in zip(
+        logits.tolist(), weights.tolist(), experts.tolist(), strict=True
+    ):
         scores = [1 / (1 + math.exp(-logit)) for logit in row]
         biased = [score + float(more) for score, more in zip(scores, bias, strict=True)]
         members = [range(first, first + size) for first in range(0, len(row), size)]
@@ -296,9 +298,9 @@ def test_routing_by_sigmoids_of_groups_is_what_it_says(data: Any) -> None:
             members, key=lambda group: -sum(sorted((biased[e] for e in group), reverse=True)[:2])
         )
         within = [expert for group in best[:top_groups] for expert in group]
-        assert chosen == sorted(within, key=lambda e: -biased[e])[:top_k]
-        total = sum(scores[e] for e in chosen)
-        assert found == pytest.approx([2.5 * scores[e] / total for e in chosen], rel=1e-5)
+        assert expert_ids == sorted(within, key=lambda e: -biased[e])[:top_k]
+        total = sum(scores[e] for e in expert_ids)
+        assert actual == pytest.approx([2.5 * scores[e] / total for e in expert_ids], rel=1e-5)
 
 
 @pytest.mark.parametrize(

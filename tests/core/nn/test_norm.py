@@ -26,18 +26,18 @@ def test_a_configuration_without_an_eps_is_refused() -> None:
 @pytest.mark.parametrize("norm", [LayerNorm, BiaslessLayerNorm, RMSNorm])
 def test_products_take_any_norm(norm: Any) -> None:
     build = BuildContext(torch.device("cpu"), torch.float32, Operations())
-    made = norm(8, 1e-5, build)
+    layer_norm = norm(8, 1e-5, build)
     x, residual = torch.randn(3, 8), torch.randn(3, 4)
     linear = Linear(8, 4, build)
     gated = GatedLinear(8, 4, build)
     head = Embedding(9, 8, build)
-    for parameter in [*made.parameters(), *linear.parameters(), *gated.parameters(),
+    for parameter in [*layer_norm.parameters(), *linear.parameters(), *gated.parameters(),
                       *head.parameters()]:  # fmt: skip
         nn.init.uniform_(parameter)
     with torch.inference_mode():
-        normed = made(x)
-        assert torch.equal(linear(x, norm=made, residual=residual.clone()),
+        normed = layer_norm(x)
+        assert torch.equal(linear(x, norm=layer_norm, residual=residual.clone()),
                            linear(normed, residual=residual.clone()))  # fmt: skip
-        assert torch.equal(gated(x, norm=made), gated(normed))
-        assert torch.equal(head.logits(x, norm=made), head.logits(normed))
-        assert torch.equal(made.add(x, x.clone()), x + normed)
+        assert torch.equal(gated(x, norm=layer_norm), gated(normed))
+        assert torch.equal(head.logits(x, norm=layer_norm), head.logits(normed))
+        assert torch.equal(layer_norm.add(x, x.clone()), x + normed)

@@ -141,7 +141,7 @@ def test_a_longrope_that_makes_no_sense_is_refused_by_name(tmp_path: Path) -> No
     rope = LONGROPE | {"factor": 2.0, "original_max_position_embeddings": ORIGINAL}
     build = BuildContext(device=torch.device("cpu"), dtype=torch.float32, operations=Operations())
     original = "original_max_position_embeddings"
-    for length, name, wrong, said in (
+    for length, name, wrong, text in (
         (40, "short_factor", [1.0] * 5, "must be a list of 6 numbers"),
         (512, "long_factor", [1.0] * 5 + [0.0], "must be a list of 6 numbers"),
         (512, original, 1, "1 is no context"),
@@ -149,5 +149,5 @@ def test_a_longrope_that_makes_no_sense_is_refused_by_name(tmp_path: Path) -> No
         edited = hf | {"rope_parameters": rope | {name: wrong}}
         (tmp_path / "config.json").write_text(json.dumps(edited))
         config = EngineConfig(model=str(tmp_path), device="cpu", max_model_len=length)
-        with pytest.raises(ConfigError, match=f"{name}: {said}"):
+        with pytest.raises(ConfigError, match=f"{name}: {text}"):
             Rotary(resolve_model_config(config), build)

@@ -101,12 +101,12 @@ def test_numbers_of_any_size_are_keys() -> None:
 
 
 def test_siblings_are_added_together_or_not_at_all() -> None:
-    asked: list[str] = []
+    names: list[str] = []
 
     class Third:
         def key(self, request: Request) -> Any:
-            asked.append(request.request_id)
-            if len(asked) == 3:
+            names.append(request.request_id)
+            if len(names) == 3:
                 raise KeyError("on purpose")
             return (1,)
 
@@ -116,14 +116,14 @@ def test_siblings_are_added_together_or_not_at_all() -> None:
     siblings = [leader, *(request(name, 1, leader) for name in "bc")]
     with pytest.raises(RequestFailed, match="KeyError"):
         scheduler.add_requests(*siblings)
-    assert asked == ["a", "b", "c"]
+    assert names == ["a", "b", "c"]
     assert not scheduler.requests and not scheduler.has_work and len(scheduler.waiting) == 0
 
 
 def ordered(name: str, order: tuple[Any, ...]) -> Request:
-    made = request(name, 1)
-    made.order = order
-    return made
+    queued = request(name, 1)
+    queued.order = order
+    return queued
 
 
 orders = st.lists(st.tuples(st.integers(0, 3)), min_size=0, max_size=8)

@@ -132,16 +132,16 @@ def test_without_a_cache_prompts_run_whole_and_hold_no_block(
     for number, length in enumerate(lengths):
         scheduler.add_requests(make_request(str(number), length))
     assert scheduler.stats.kv_blocks_total == 0
-    ended: list[str] = []
+    complete: list[str] = []
     while (plan := scheduler.schedule()) is not None:
         assert all(plan.samples) and plan.total_tokens <= 64
         assert plan.table_writes == ()
         assert len(plan.starts) == len(plan.slots), "every row begins and ends in one step"
         for number in aborted:
             scheduler.finish_request(str(number), "abort")
-        ended += [update.request.request_id for update in run(scheduler, plan)]
+        complete += [update.request.request_id for update in run(scheduler, plan)]
         scheduler.check_invariants()
-    assert set(ended) | {str(n) for n in aborted} >= {str(n) for n in range(len(lengths))}
+    assert set(complete) | {str(n) for n in aborted} >= {str(n) for n in range(len(lengths))}
     assert not scheduler.has_work and scheduler.stats.kv_cache_usage == 0.0
     assert scheduler.reset_prefix_cache()
 

@@ -366,7 +366,7 @@ def test_without_prefix_caching_strangers_share_nothing():
 
 
 @pytest.mark.parametrize(
-    ("options", "request_of", "said"),
+    ("options", "request_of", "reason"),
     [
         ({"num_blocks": 4}, {"prompt_len": 40, "max_tokens": 10}, "4 KV-cache blocks; there are 3"),
         ({"max_model_len": 32}, {"prompt_len": 32}, "max_model_len 32"),
@@ -377,15 +377,15 @@ def test_without_prefix_caching_strangers_share_nothing():
         ),
     ],
 )
-def test_what_can_never_fit_is_refused_with_the_reason(options, request_of, said):
+def test_what_can_never_fit_is_refused_with_the_reason(options, request_of, reason):
     scheduler = make_scheduler(**options)
     unfit, fine = make_request(**request_of), make_request(4, max_tokens=1)
     reasons = [
         scheduler.limits.rejection_reason(request.num_prompt_tokens, request.max_total_tokens)
         for request in (unfit, fine)
     ]
-    assert said in reasons[0] and reasons[1] is None
-    with pytest.raises(AssertionError, match=said):
+    assert reason in reasons[0] and reasons[1] is None
+    with pytest.raises(AssertionError, match=reason):
         add(scheduler, unfit)
     assert not scheduler.has_work
     add(scheduler, fine)
@@ -439,23 +439,23 @@ def test_prompt_logprobs_are_passed_on_once_though_the_prompt_is_computed_twice(
     add(scheduler, a, b)
     computed: dict[int, int] = {}
     ids: dict[int, str] = {}
-    got: list[int] = []
+    actual: list[int] = []
     while (plan := scheduler.schedule()) is not None:
         for start in plan.starts:
             computed[start.slot], ids[start.slot] = start.num_computed_tokens, start.request_id
-        found = {}
+        entries = {}
         for row, (slot, count) in enumerate(zip(plan.slots, plan.num_tokens, strict=True)):
             first, computed[slot] = computed[slot], computed[slot] + count
             if ids[slot] == b.request_id and first < 19:
                 # Stands for prompt token p + 1, as position p tells it.
-                found[row] = [
+                entries[row] = [
                     TokenLogprobs(p + 1, -1.0, 1, [], [])
                     for p in range(first, min(first + count, 19))
                 ]
-        for update in run(scheduler, plan, prompt_logprobs=found):
-            got += [entry.token_id for entry in update.prompt_logprobs or []]
+        for update in run(scheduler, plan, prompt_logprobs=entries):
+            actual += [entry.token_id for entry in update.prompt_logprobs or []]
     assert b.num_preemptions > 0, "the case is not the one meant"
-    assert got == list(range(1, 20))
+    assert actual == list(range(1, 20))
 
 
 def test_a_row_may_bring_several_tokens_and_those_after_a_stop_are_dropped():

@@ -55,11 +55,11 @@ class ReplayingWorker:
         """Slot → of each group: column → block."""
         self.salts: dict[int, str | None] = {}
 
-    def forget(self, kept: set[int]) -> None:
+    def forget(self, slots: set[int]) -> None:
         """What the executor's `recover` does; all blocks but `kept` may hold anything by now."""
         for state in (self.tokens, self.computed, self.tables, self.salts):
             state.clear()
-        self.kv = {place: what for place, what in self.kv.items() if place[0] in kept}
+        self.kv = {place: what for place, what in self.kv.items() if place[0] in slots}
 
     def run(
         self,
@@ -532,9 +532,9 @@ class ConnectorMachine(SchedulerMachine):
         loads, saves, holds = plan.kv_metadata or ([], [], [])
         for job in [*loads, *saves, *holds]:
             self.begin("load" if job in loads else "save" if job.keys else "hold", job)
-        asked, self.asked = self.asked, False
+        was_asked, self.asked = self.asked, False
         if not self.finished and not self.failures:
-            return KVReport() if asked else None
+            return KVReport() if was_asked else None
         report = KVReport(finished=tuple(self.finished), failed=self.failures)
         self.finished, self.failures = [], {}
         return report

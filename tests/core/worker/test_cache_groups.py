@@ -121,9 +121,9 @@ class Plugin:
 
 
 def plugins() -> Any:
-    made = load_plugins()
-    made.add_plugin(Plugin(), Provenance("tests", "0", "groups"))
-    return made
+    outputs = load_plugins()
+    outputs.add_plugin(Plugin(), Provenance("tests", "0", "groups"))
+    return outputs
 
 
 class Folders(dict[str, Path]):
@@ -153,7 +153,7 @@ def requests() -> list[tuple[list[int], SamplingParams]]:
     """Of many lengths, some with a beginning in common, some with several answers."""
     draw = random.Random(4)
     shared = [draw.randrange(3, VOCAB) for _ in range(70)]
-    made = []
+    outputs = []
     for number in range(9):
         prompt = [draw.randrange(3, VOCAB) for _ in range(draw.randrange(1, 90))]
         if number % 3 == 0:
@@ -162,34 +162,34 @@ def requests() -> list[tuple[list[int], SamplingParams]]:
             max_tokens=draw.randrange(2, 36), ignore_eos=True, detokenize=False,
             temperature=0.0 if number % 4 else 0.8, seed=number, n=2 if number % 5 == 0 else 1,
         )  # fmt: skip
-        made.append((prompt, params))
+        outputs.append((prompt, params))
     for number in range(4):
         # They begin small and grow.
         params = SamplingParams(max_tokens=70, temperature=0.0, ignore_eos=True, detokenize=False)
-        made.append(([5 + number, 6], params))
-    return made
+        outputs.append(([5 + number, 6], params))
+    return outputs
 
 
 async def answers(config: EngineConfig, *, at_once: bool) -> tuple[list[Any], Any, Any]:
     """→ tokens of each request, twice; statistics; what the executor said"""
 
-    async def one(engine: AsyncEngine, prompt: list[int], params: SamplingParams) -> Any:
+    async def run_one(engine: AsyncEngine, prompt: list[int], params: SamplingParams) -> Any:
         async for out in engine.generate(prompt, params):
             last = out
         assert last.error is None
         return sorted(choice.token_ids for choice in last.outputs)
 
     async with AsyncEngine(config, plugins=plugins()) as engine:
-        made = []
+        outputs = []
         for _ in range(2):
             if at_once:
-                made += await asyncio.gather(*(one(engine, *each) for each in requests()))
+                outputs += await asyncio.gather(*(run_one(engine, *each) for each in requests()))
             else:
-                made += [await one(engine, *each) for each in requests()]
+                outputs += [await run_one(engine, *each) for each in requests()]
         engine.core.scheduler.check_invariants()
         while engine.stats().kv_blocks_used:  # A connector's saves come to their end.
             await asyncio.sleep(0.01)
-        return made, engine.stats(), engine.info
+        return outputs, engine.stats(), engine.info
 
 
 _expected: dict[Path, list[Any]] = {}
@@ -212,9 +212,9 @@ async def test_tokens_are_the_same(name: str, folders: Folders) -> None:
     config = EngineConfig(
         **COMMON, model=str(folders[name]), attention_backend="torch", num_gpu_blocks_override=74,
     )  # fmt: skip
-    made, stats, info = await answers(config, at_once=True)
+    outputs, stats, info = await answers(config, at_once=True)
     assert {group.window for group in info.cache_groups} - {None} == {WINDOWS[name]}
-    assert made == await expected(folders[name])
+    assert outputs == await expected(folders[name])
     assert stats.prefix_cache_hits > 0
     if len(info.cache_groups) > 1:
         assert stats.num_preemptions > 0
@@ -228,8 +228,8 @@ async def test_a_cache_smaller_than_a_sequence_serves_it_where_all_layers_have_w
         model=str(folders["mistral-window"]), attention_backend="torch",
         num_gpu_blocks_override=20,
     )  # fmt: skip
-    made, stats, _ = await answers(config, at_once=True)
-    assert made == await expected(folders["mistral-window"])
+    outputs, stats, _ = await answers(config, at_once=True)
+    assert outputs == await expected(folders["mistral-window"])
     assert stats.kv_blocks_total == 19 < 88 // 4
 
 
@@ -239,10 +239,10 @@ async def test_replayed_steps_give_the_same(name: str, folders: Folders) -> None
     config = EngineConfig(
         **COMMON, model=str(folders[name]), attention_backend="static", executor="recording"
     )
-    made, _, info = await answers(config, at_once=True)
+    outputs, _, info = await answers(config, at_once=True)
     assert any(group.window for group in info.cache_groups)
     assert RecordingExecutor.recorders[-1].replays > 20
-    assert made == await expected(folders[name])
+    assert outputs == await expected(folders[name])
 
 
 async def test_kernels_give_the_same_with_recorded_prompts(folders: Folders) -> None:
@@ -253,7 +253,7 @@ async def test_kernels_give_the_same_with_recorded_prompts(folders: Folders) -> 
         config = EngineConfig(**{**COMMON, **more}, model=str(folders["gemma3"]))
         async with AsyncEngine(config, plugins=plugins()) as engine:
 
-            async def one(prompt: list[int], params: SamplingParams) -> list[int]:
+            async def run_one(prompt: list[int], params: SamplingParams) -> list[int]:
                 stream = engine.generate(prompt, SamplingParams(
                     max_tokens=min(params.max_tokens or 4, 4), temperature=0.0, ignore_eos=True,
                     detokenize=False,
@@ -262,7 +262,7 @@ async def test_kernels_give_the_same_with_recorded_prompts(folders: Folders) -> 
                     last = out
                 return list(last.outputs[0].token_ids)
 
-            return await asyncio.gather(*(one(*each) for each in short))
+            return await asyncio.gather(*(run_one(*each) for each in short))
 
     launched = await tokens(attention_backend="whole")
     assert await tokens(attention_backend="triton") == launched
@@ -305,9 +305,9 @@ async def test_a_connector_keeps_whole_prompts(folders: Folders, tmp_path: Path)
             "kv_connector": "file_store", "kv_connector_extra_config": {"path": str(tmp_path)},
         },
     )  # fmt: skip
-    made, _, info = await answers(config, at_once=True)
+    outputs, _, info = await answers(config, at_once=True)
     assert [group.window for group in info.cache_groups] == [None]
-    assert made == await expected(folders["gemma3"])
+    assert outputs == await expected(folders["gemma3"])
 
 
 async def test_32768_tokens_hold_a_third_of_what_whole_layers_hold(

@@ -161,11 +161,11 @@ class Each(Together):
         Together.calls += 1
         if cls.fails:
             raise OSError("nothing works")
-        answers = []
+        outputs = []
         for matcher, token_id in zip(matchers, token_ids, strict=True):
-            answer = matcher.accept([token_id])
-            answers.append(RuntimeError("past its limits") if matcher.fails_at == -8 else answer)
-        return answers
+            output = matcher.accept([token_id])
+            outputs.append(RuntimeError("past its limits") if matcher.fails_at == -8 else output)
+        return outputs
 
 
 def test_a_backend_may_take_all_tokens_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,7 +90,7 @@ def requests() -> list[tuple[list[int], SamplingParams]]:
         {"temperature": 0.0, "prompt_logprobs": 1},
         {"temperature": 0.0, "logit_bias": {5: 3.0}},
     ]
-    made = []
+    pairs = []
     for number in range(20):
         prompt = [draw.randrange(3, VOCAB) for _ in range(draw.randrange(1, 60))]
         params = SamplingParams(
@@ -100,12 +100,12 @@ def requests() -> list[tuple[list[int], SamplingParams]]:
             detokenize=False,
             **extras[number % len(extras)],
         )
-        made.append((prompt, params))
-    return made
+        pairs.append((prompt, params))
+    return pairs
 
 
 async def answers(config: EngineConfig, plugins: Any) -> list[Any]:
-    async def one(engine: AsyncEngine, number: int) -> Any:
+    async def run_one(engine: AsyncEngine, number: int) -> Any:
         prompt, params = requests()[number]
         await asyncio.sleep(0.004 * number)
         async for out in engine.generate(prompt, params):
@@ -120,9 +120,9 @@ async def answers(config: EngineConfig, plugins: Any) -> list[Any]:
         executor: Any = engine.core.executor
         while await executor._thread.call(executor._worker.prepare_ahead):
             pass
-        made = await asyncio.gather(*(one(engine, n) for n in range(len(requests()))))
+        results = await asyncio.gather(*(run_one(engine, n) for n in range(len(requests()))))
         assert engine.stats().kv_blocks_used == 0
-    return list(made)
+    return list(results)
 
 
 async def test_replayed_steps_equal_launched_ones(checkpoint: Path) -> None:
@@ -243,9 +243,9 @@ async def test_what_a_step_chose_is_not_changed_by_the_next(checkpoint: Path) ->
         executor: Any = engine.core.executor
         runner = executor._worker.runner
         with torch.inference_mode():
-            chosen = runner.sampler.outputs.chosen[:1]
+            token_ids = runner.sampler.outputs.chosen[:1]
             steps = []
             for token in (7, 9):
-                chosen[:] = token
-                steps.append(runner._copy_back(None, [0], {}, {"chosen": chosen}, [], 0.0))
+                token_ids[:] = token
+                steps.append(runner._copy_back(None, [0], {}, {"chosen": token_ids}, [], 0.0))
         assert [step.chosen_tokens() for step in steps] == [[7], [9]]

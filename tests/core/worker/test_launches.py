@@ -97,7 +97,7 @@ async def test_recorded_steps_launch_these_kernels_and_no_more(
             )
 
         decode, mixed = await executor._thread.call(steps)
-        sent = await executor._thread.call(lambda: numbers_sent(worker.runner.batch))
+        num_sent = await executor._thread.call(lambda: numbers_sent(worker.runner.batch))
     assert decode == {**MODEL, "_decode_inputs_kernel": 1, "_part_kernel": 1, "_row_kernel": 1}
     assert mixed == {
         **{name: count for name, count in MODEL.items() if name != "_fused_decode_kernel"},
@@ -107,18 +107,18 @@ async def test_recorded_steps_launch_these_kernels_and_no_more(
         "_scatter_kernel": 1, "_step_inputs_kernel": 1, "_advance_kernel": 1,
         "index_select": 1, "copy": 1, "foreach_copy": 1,
     }  # fmt: skip
-    assert sent == [2 * 4, 2 * 4]
+    assert num_sent == [2 * 4, 2 * 4]
 
 
 def numbers_sent(batch: Any) -> list[int]:
     """Count the numbers of decode steps of three rows in a graph of four: without a new block, and
     with one."""
     inputs = DecodeInputs(batch, Operations(), batch.num_slots)
-    sent: list[int] = []
+    sizes: list[int] = []
     copy_into = batch.copy_into
 
     def counting(target: torch.Tensor, numbers: Any) -> None:
-        sent.append(len(numbers))
+        sizes.append(len(numbers))
         copy_into(target, numbers)
 
     batch.copy_into = counting
@@ -129,4 +129,4 @@ def numbers_sent(batch: Any) -> list[int]:
         )  # fmt: skip
         assert inputs.fill(plan, 4)
     batch.copy_into = copy_into
-    return sent
+    return sizes

@@ -70,11 +70,11 @@ async def test_prompts_of_a_step_are_scored_together_in_bounded_chunks(
         max_logprobs=-1,
     )  # fmt: skip
     prompts = [[3 + (7 * n + at * at) % (VOCAB - 3) for at in range(5 + 9 * n)] for n in range(6)]
-    asked = [None, 0, 3, 3, -1, 3]
+    num_logprobs = [None, 0, 3, 3, -1, 3]
 
-    async def one(engine: AsyncEngine, number: int) -> Any:
+    async def run_one(engine: AsyncEngine, number: int) -> Any:
         params = SamplingParams(
-            max_tokens=2, temperature=0.0, prompt_logprobs=asked[number], ignore_eos=True,
+            max_tokens=2, temperature=0.0, prompt_logprobs=num_logprobs[number], ignore_eos=True,
             detokenize=False,
         )  # fmt: skip
         async for out in engine.generate(prompts[number], params):
@@ -91,13 +91,13 @@ async def test_prompts_of_a_step_are_scored_together_in_bounded_chunks(
         groups: list[Any] = []
         score = scoring.score
 
-        def scored(*given: Any) -> Any:
-            made = score(*given)
-            groups.extend(made)
-            return made
+        def scored(*arguments: Any) -> Any:
+            result = score(*arguments)
+            groups.extend(result)
+            return result
 
         scoring.score = scored
-        scores = await asyncio.gather(*(one(engine, number) for number in range(6)))
+        scores = await asyncio.gather(*(run_one(engine, number) for number in range(6)))
     model = reference_model(folder)
     assert scores[0] is None
     assert sum(calls) == sum(len(prompts[n]) - 1 for n in range(1, 6))
@@ -109,12 +109,12 @@ async def test_prompts_of_a_step_are_scored_together_in_bounded_chunks(
     for number in range(1, 6):
         assert scores[number][0] is None and len(scores[number]) == len(prompts[number])
         with torch.no_grad():
-            wanted = model(torch.tensor([prompts[number]])).logits[0].log_softmax(-1)
+            expected = model(torch.tensor([prompts[number]])).logits[0].log_softmax(-1)
         for at, position in enumerate(scores[number][1:]):
             own = prompts[number][at + 1]
-            k = VOCAB if asked[number] == -1 else asked[number]
-            top = wanted[at].topk(k).indices.tolist()
+            k = VOCAB if num_logprobs[number] == -1 else num_logprobs[number]
+            top = expected[at].topk(k).indices.tolist()
             assert set(position) == {own, *top}
             for token, scored in position.items():
-                assert scored.logprob == pytest.approx(float(wanted[at, token]), abs=2e-4)
-            assert position[own].rank == 1 + int((wanted[at] > wanted[at, own]).sum())
+                assert scored.logprob == pytest.approx(float(expected[at, token]), abs=2e-4)
+            assert position[own].rank == 1 + int((expected[at] > expected[at, own]).sum())

@@ -65,8 +65,8 @@ class RecordingExecutor(InProcessExecutor):
         await self._thread.call(record)
         plain = graphs.launch
 
-        def launch(*given: Any) -> bool:
-            served = bool(plain(*given))
+        def launch(*arguments: Any) -> bool:
+            served = bool(plain(*arguments))
             self.counts["replayed" if served else "launched"] += 1
             return served
 
@@ -100,7 +100,7 @@ def requests(count: int) -> list[tuple[list[int], SamplingParams]]:
         {"temperature": 0.0, "logit_bias": {5: 3.0}},
     ]
     shared = [draw.randrange(3, VOCAB) for _ in range(12)]
-    made = []
+    pairs = []
     for number in range(count):
         prompt = [draw.randrange(3, VOCAB) for _ in range(draw.randrange(1, 26))]
         if number % 3 == 0:
@@ -109,12 +109,12 @@ def requests(count: int) -> list[tuple[list[int], SamplingParams]]:
             max_tokens=draw.randrange(2, 6), seed=number, ignore_eos=True, detokenize=False,
             **extras[number % len(extras)],
         )  # fmt: skip
-        made.append((prompt, params))
-    return made
+        pairs.append((prompt, params))
+    return pairs
 
 
 async def answers(config: EngineConfig, plugins: Any, count: int) -> list[Any]:
-    async def one(engine: AsyncEngine, number: int) -> Any:
+    async def run_one(engine: AsyncEngine, number: int) -> Any:
         prompt, params = requests(count)[number]
         await asyncio.sleep(0.002 * number)
         async for out in engine.generate(prompt, params):
@@ -125,9 +125,9 @@ async def answers(config: EngineConfig, plugins: Any, count: int) -> list[Any]:
         return choice.token_ids, choice.finish_reason, scores
 
     async with AsyncEngine(config, plugins=plugins) as engine:
-        made = await asyncio.gather(*(one(engine, n) for n in range(count)))
+        results = await asyncio.gather(*(run_one(engine, n) for n in range(count)))
         assert engine.stats().kv_blocks_used == 0
-    return list(made)
+    return list(results)
 
 
 async def test_recorded_steps_with_prompts_equal_launched_ones(checkpoint: Path) -> None:
@@ -160,15 +160,15 @@ async def test_many_prompts_of_a_few_tokens_are_replayed_together(checkpoint: Pa
     )  # fmt: skip
     params = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True, detokenize=False)
 
-    async def one(engine: AsyncEngine, number: int) -> list[int]:
+    async def run_one(engine: AsyncEngine, number: int) -> list[int]:
         async for out in engine.generate([5 + number] * (2 + number % 2), params):
             last = out
         return list(last.outputs[0].token_ids)
 
     async with AsyncEngine(config, plugins=plugins) as engine:
-        together = await asyncio.gather(*(one(engine, n) for n in range(8)))
+        together = await asyncio.gather(*(run_one(engine, n) for n in range(8)))
         counts = dict(RecordingExecutor.counts)
-        alone = [await one(engine, n) for n in (0, 5)]
+        alone = [await run_one(engine, n) for n in (0, 5)]
     assert counts["replayed"] and not counts["launched"], counts
     assert [together[0], together[5]] == alone
 

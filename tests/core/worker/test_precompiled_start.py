@@ -54,12 +54,12 @@ class Precompiling(Operations):
         return out.fill_(float("nan")) if self.precompiling else out
 
     def decode_inputs(self, *args: Any) -> DecodeTensors:
-        made = super().decode_inputs(*args)
+        inputs = super().decode_inputs(*args)
         if self.precompiling:
-            self.rows.append(len(made.slots))
-            for tensor in made:
+            self.rows.append(len(inputs.slots))
+            for tensor in inputs:
                 tensor.fill_(-(1 << 30))
-        return made
+        return inputs
 
 
 class Executor(InProcessExecutor):
@@ -106,7 +106,7 @@ async def answers(checkpoint: Path, operations: str, **options: Any) -> list[lis
         attention_backend="static", executor="precompiling", **options,
     )  # fmt: skip
 
-    async def one(engine: AsyncEngine, number: int) -> list[int]:
+    async def run_one(engine: AsyncEngine, number: int) -> list[int]:
         params = SamplingParams(
             max_tokens=12, seed=number, temperature=0.5 * (number % 3), ignore_eos=True,
             detokenize=False, repetition_penalty=1.2 if number == 4 else 1.0,
@@ -116,7 +116,7 @@ async def answers(checkpoint: Path, operations: str, **options: Any) -> list[lis
         return list(last.outputs[0].token_ids)
 
     async with AsyncEngine(config, plugins=plugins) as engine:
-        return list(await asyncio.gather(*(one(engine, number) for number in range(6))))
+        return list(await asyncio.gather(*(run_one(engine, number) for number in range(6))))
 
 
 async def test_precompilation_leaves_no_state(checkpoint: Path) -> None:

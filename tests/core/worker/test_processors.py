@@ -61,12 +61,12 @@ class Only(LogitsProcessor):
 
     def apply(self, logits: torch.Tensor, rows: ProcessedRows) -> torch.Tensor:
         self.shown.append(rows.slots)
-        wanted = [self.tokens[slot] for slot in rows.slots]
-        if "raise" in wanted:
+        expected = [self.tokens[slot] for slot in rows.slots]
+        if "raise" in expected:
             raise RuntimeError("boom")
-        kept = torch.zeros_like(logits, dtype=torch.bool)
-        kept[range(len(wanted)), wanted] = True
-        return logits.masked_fill(~kept, -torch.inf)
+        mask = torch.zeros_like(logits, dtype=torch.bool)
+        mask[range(len(expected)), expected] = True
+        return logits.masked_fill(~mask, -torch.inf)
 
 
 class Bow(LogitsProcessor):
@@ -99,9 +99,9 @@ class Plugin:
 
 
 def plugins() -> Any:
-    made = load_plugins()
-    made.add_plugin(Plugin(), Provenance("my-processors", "1.0", "mine"))
-    return made
+    loaded = load_plugins()
+    loaded.add_plugin(Plugin(), Provenance("my-processors", "1.0", "mine"))
+    return loaded
 
 
 @pytest.fixture(scope="module")
@@ -128,16 +128,19 @@ async def test_an_error_costs_its_own_requests_and_names_the_distribution(
 ) -> None:
     async with AsyncEngine(config(checkpoint), plugins=plugins()) as engine:
         free = (await ask(engine, temperature=0.0)).outputs[0].token_ids
-        made = await asyncio.gather(
+        results = await asyncio.gather(
             ask(engine, temperature=0.0),
             ask(engine, extra_args={"only": 9}, seed=1),
             ask(engine, extra_args={"only": "refuse"}),
             ask(engine, extra_args={"only": 11, "bow": 1.0}, logprobs=2, seed=1),
         )
-        assert made[0].outputs[0].token_ids == free
-        assert made[1].outputs[0].token_ids == [9] * 6 and made[3].outputs[0].token_ids == [11] * 6
-        assert len(made[3].outputs[0].logprobs) == 6
-        assert "my-processors" in made[2].error and "not today" in made[2].error
+        assert results[0].outputs[0].token_ids == free
+        assert (
+            results[1].outputs[0].token_ids == [9] * 6
+            and results[3].outputs[0].token_ids == [11] * 6
+        )
+        assert len(results[3].outputs[0].logprobs) == 6
+        assert "my-processors" in results[2].error and "not today" in results[2].error
         failed, spared = await asyncio.gather(
             ask(engine, extra_args={"only": "raise"}), ask(engine, temperature=0.0)
         )
@@ -163,8 +166,8 @@ async def test_what_nobody_reads_or_a_processor_refuses_is_named(checkpoint: Pat
 
 
 async def test_the_configuration_says_which_are_active(checkpoint: Path) -> None:
-    chosen = config(checkpoint, logits_processors=("bow",))
-    async with AsyncEngine(chosen, plugins=plugins()) as engine:
+    engine_config = config(checkpoint, logits_processors=("bow",))
+    async with AsyncEngine(engine_config, plugins=plugins()) as engine:
         with pytest.raises(InvalidRequest, match=r"'only'.*there are: bow"):
             await ask(engine, extra_args={"only": 9})
     with pytest.raises(ConfigError, match=r"logits_processors.*'gone'"):
@@ -189,8 +192,8 @@ class Direct(Bench):
             vocab_size=vocab_size, num_slots=4, max_model_len=64, device=self.device,
             history=self.history,
         )  # fmt: skip
-        made = [("only of tests", Only(setup)), ("bow of tests", Bow(setup))]
-        self.processors = Processors(made, self.device)
+        processors = [("only of tests", Only(setup)), ("bow of tests", Bow(setup))]
+        self.processors = Processors(processors, self.device)
         self.sampler = Sampler(self.state, self.processors, operations)
 
     def begin(self, slot: int, **more: Any) -> None:
@@ -201,8 +204,8 @@ class Direct(Bench):
         slots = torch.tensor(rows)
         lengths = torch.tensor([len(self.tokens[slot]) for slot in rows])
         self.state.upload()
-        chosen, _ = self.sampler.sample_eagerly(logits, slots, rows, lengths)
-        tokens: list[int] = chosen.tolist()
+        token_ids, _ = self.sampler.sample_eagerly(logits, slots, rows, lengths)
+        tokens: list[int] = token_ids.tolist()
         for slot, token in zip(rows, tokens, strict=True):
             self.tokens[slot].append(token)
         return tokens
@@ -236,14 +239,14 @@ def test_processors_stand_where_they_should(kernels: bool) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the bench is on the CPU")
 def test_kernels_and_torch_agree_around_processors() -> None:
     benches = Direct(60, False), Direct(60, True)
-    asked: list[dict[str, Any]] = [
+    options: list[dict[str, Any]] = [
         {"extra_args": {"bow": 0.5}, "top_p": 0.8, "temperature": 0.7, "repetition_penalty": 1.4},
         {"extra_args": {"only": 8}, "logit_bias": {8: -2.0}, "logprobs": 2},
         {"top_k": 5, "frequency_penalty": 0.5, "allowed_token_ids": tuple(range(30))},
         {"temperature": 0.0, "extra_args": {"bow": 1.0}},
     ]
     for bench in benches:
-        for slot, more in enumerate(asked):
+        for slot, more in enumerate(options):
             bench.begin(slot, **more)
     for step in range(4):
         logits = torch.randn((4, 60), generator=torch.Generator().manual_seed(step)) * 2

@@ -86,11 +86,13 @@ def test_any_mix_of_rows_matches_the_oracle(
             oracle_token(row, bench.starts[slot], bench.tokens[slot])
             for row, slot in zip(logits.double().numpy(), rows, strict=True)
         ]
-        got = bench.step(rows, logits)
-        assert not got.bad_rows.any()
-        for slot, token, (want, close) in zip(rows, got.token_ids.tolist(), expected, strict=True):
+        actual = bench.step(rows, logits)
+        assert not actual.bad_rows.any()
+        for slot, token, (target, close) in zip(
+            rows, actual.token_ids.tolist(), expected, strict=True
+        ):
             checked, skipped = checked + 1, skipped + close
-            assert close or token == want, bench.starts[slot]
+            assert close or token == target, bench.starts[slot]
     assert checked > 250
     assert skipped < checked * 0.05
 
@@ -140,7 +142,7 @@ def logs(*probs: float) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    ("params", "logits", "kept"),
+    ("params", "logits", "expected"),
     [
         (dict(top_k=2), logs(0.2, 0.5, 0.3), {1, 2}),
         (dict(top_k=3), logs(0.2, 0.5, 0.3), {0, 1, 2}),
@@ -164,9 +166,9 @@ def logs(*probs: float) -> list[float]:
     ],
 )
 def test_filters_keep_exactly_these_tokens(
-    params: dict[str, Any], logits: list[float], kept: set[int]
+    params: dict[str, Any], logits: list[float], expected: set[int]
 ) -> None:
-    assert kept_tokens(SamplingParams(**params), logits) == kept
+    assert kept_tokens(SamplingParams(**params), logits) == expected
 
 
 @pytest.mark.parametrize("k", [1, 3, 7, 64])
@@ -174,10 +176,10 @@ def test_top_tokens_orders_equals_by_id(k: int) -> None:
     values = torch.randint(-2, 3, (20, 64), generator=torch.Generator().manual_seed(k)).float()
     values[0, 5:9] = -math.inf
     values[values == 0] *= torch.tensor([1.0, -1.0]).repeat(500)[: int((values == 0).sum())]
-    got, ids = sampler_module.top_tokens(values, k)
-    want = torch.sort(values, dim=-1, descending=True, stable=True)
-    assert torch.equal(got, want.values[:, :k])
-    assert torch.equal(ids, want.indices[:, :k])
+    actual, ids = sampler_module.top_tokens(values, k)
+    expected = torch.sort(values, dim=-1, descending=True, stable=True)
+    assert torch.equal(actual, expected.values[:, :k])
+    assert torch.equal(ids, expected.indices[:, :k])
 
 
 # ---------------------------------------------------------------- distributions
@@ -247,11 +249,11 @@ def test_tokens_that_share_a_row_are_drawn_independently() -> None:
     bench = Bench(60)
     noise = bench.sampler._noise
     lanes = torch.from_numpy(state_module.seed_lanes(9)).expand(20_000, -1)
-    drawn = noise.exponential(noise.row_keys(lanes, torch.arange(20_000)))
-    correlation = np.corrcoef(drawn.numpy().T)
+    values = noise.exponential(noise.row_keys(lanes, torch.arange(20_000)))
+    correlation = np.corrcoef(values.numpy().T)
     np.fill_diagonal(correlation, 0)
     assert np.abs(correlation).max() < 5.5 / math.sqrt(20_000)
-    uniform = np.exp(-drawn.double().numpy()).ravel()
+    uniform = np.exp(-values.double().numpy()).ravel()
     counts, _ = np.histogram(uniform, bins=500, range=(0, 1))
     assert chi_square_is_plausible(counts.astype(np.float64), np.full(500, 1 / 500))
 
@@ -368,23 +370,23 @@ def test_no_rows_give_no_tokens() -> None:
 # ---------------------------------------------------------------- log-probabilities
 
 
-def check_logprobs(row: np.ndarray, token: int, k: int, got: tuple[Any, ...]) -> None:
+def check_logprobs(row: np.ndarray, token: int, k: int, actual: tuple[Any, ...]) -> None:
     """row: [V] float64 raw logits; got: one row of each tensor of `Logprobs`."""
-    top_ids, top_logprobs, logprob, rank = got
-    want = row - row.max() - math.log(np.exp(row - row.max()).sum())
+    top_ids, top_logprobs, logprob, rank = actual
+    expected = row - row.max() - math.log(np.exp(row - row.max()).sum())
     order = np.lexsort((np.arange(len(row)), -row))[:k]
     assert top_ids[:k].tolist() == order.tolist()
-    np.testing.assert_allclose(top_logprobs[:k].numpy(), want[order], atol=2e-5)
-    assert float(logprob) == pytest.approx(want[token], abs=2e-5)
+    np.testing.assert_allclose(top_logprobs[:k].numpy(), expected[order], atol=2e-5)
+    assert float(logprob) == pytest.approx(expected[token], abs=2e-5)
     assert int(rank) == 1 + int((row > row[token]).sum())
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_logprobs_are_those_of_the_untouched_logits(dtype: torch.dtype, device: str) -> None:
-    wanted = {0: None, 1: 3, 2: 0, 3: -1, 4: 5}
+    expected = {0: None, 1: 3, 2: 0, 3: -1, 4: 5}
     bench = Bench(12, device=device)
-    for slot, k in wanted.items():
+    for slot, k in expected.items():
         bench.start(
             slot,
             SamplingParams(
@@ -409,7 +411,7 @@ def test_logprobs_are_those_of_the_untouched_logits(dtype: torch.dtype, device: 
     assert parts[0].shape == (5, 12)
     assert out.token_ids.tolist() == [2] * 5
     for row, slot in enumerate([4, 3, 2, 1]):
-        k = wanted[slot]
+        k = expected[slot]
         k = 12 if k == -1 else k
         check_logprobs(logits[row].double().numpy(), 2, k, tuple(part[row] for part in parts))
 
@@ -432,8 +434,8 @@ def test_prompt_logprobs_match_the_log_softmax(
     bench = Bench(30, device=device)
     device_logits, device_targets = logits.to(device), targets.to(device)
     with no_sync(device):
-        got = bench.sampler.prompt_logprobs(device_logits, device_targets, k)
-    parts = [p.cpu() for p in (got.top_ids, got.top_logprobs, got.logprob, got.rank)]
+        actual = bench.sampler.prompt_logprobs(device_logits, device_targets, k)
+    parts = [p.cpu() for p in (actual.top_ids, actual.top_logprobs, actual.logprob, actual.rank)]
     width = 30 if k < 0 else k
     assert parts[0].shape == (17, width)
     for row in range(17):

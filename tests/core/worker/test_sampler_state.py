@@ -48,22 +48,22 @@ def test_packed_upload_returns_every_array_as_it_was() -> None:
     ]
     pack = PackedUpload(CPU)
     assert [pack.add(array) for array in arrays] == [0, 1, 2, 3, 4]
-    sent = pack.send()
-    for array, tensor in zip(arrays, sent, strict=True):
+    tensors = pack.send()
+    for array, tensor in zip(arrays, tensors, strict=True):
         assert tuple(tensor.shape) == array.shape
         np.testing.assert_array_equal(tensor.numpy(), array)
         assert tensor.numpy().dtype == array.dtype
     arrays[0][:] = -5
-    assert sent[0].tolist() == [0, 1, 2, 3, 4]
+    assert tensors[0].tolist() == [0, 1, 2, 3, 4]
 
 
 def test_two_uploads_in_flight_share_no_memory() -> None:
-    sent = []
+    tensors = []
     for value in (1, 2):
         pack = PackedUpload(CPU)
         pack.add(np.full(4, value, dtype=np.int64))
-        sent.append(pack.send()[0])
-    assert [t.tolist() for t in sent] == [[1] * 4, [2] * 4]
+        tensors.append(pack.send()[0])
+    assert [t.tolist() for t in tensors] == [[1] * 4, [2] * 4]
 
 
 def test_bias_rows_exist_only_once_somebody_needs_them() -> None:
@@ -124,12 +124,12 @@ def test_sampled_tokens_are_counted_for_penalised_slots_alone() -> None:
 
 
 def test_only_dirty_rows_travel(monkeypatch: pytest.MonkeyPatch) -> None:
-    sent: list[list[tuple[int, ...]]] = []
+    shapes: list[list[tuple[int, ...]]] = []
 
     class Recording(PackedUpload):
         def send(self) -> list[torch.Tensor]:
             tensors = super().send()
-            sent.append([tuple(t.shape) for t in tensors])
+            shapes.append([tuple(t.shape) for t in tensors])
             return tensors
 
     monkeypatch.setattr(state_module, "PackedUpload", Recording)
@@ -141,10 +141,10 @@ def test_only_dirty_rows_travel(monkeypatch: pytest.MonkeyPatch) -> None:
     state.start(slot_start(4))
     state.release(4)
     state.upload()
-    assert sent == [[(2,), (2, NUM_COLUMNS)]]
+    assert shapes == [[(2,), (2, NUM_COLUMNS)]]
     state.plan([0, 3])
     state.plan([0, 3])
-    assert sent[1:] == [[]]
+    assert shapes[1:] == [[]]
 
 
 @pytest.mark.parametrize(

@@ -55,9 +55,9 @@ class KernelBench(Bench):
         lengths = torch.tensor([len(self.tokens.get(s, [])) for s in rows], device=self.device)
         self.state.upload()
         before = logits.clone()
-        chosen, logprobs = self.sampler.sample_eagerly(logits, slots, rows, lengths, mask)
+        token_ids, logprobs = self.sampler.sample_eagerly(logits, slots, rows, lengths, mask)
         assert torch.equal(logits, before) or logits.isnan().any()
-        tokens = chosen.tolist()
+        tokens = token_ids.tolist()
         for slot, token in zip(rows, tokens, strict=True):
             if slot in self.tokens:
                 assert int(self.history[slot, len(self.tokens[slot])]) == max(token, 0)
@@ -116,12 +116,12 @@ def test_any_mix_of_rows_gets_the_tokens_of_torch(
             oracle_token(row, bench.starts[slot], bench.tokens[slot])[1]
             for row, slot in zip(logits.double().numpy(), rows, strict=True)
         ]
-        want = torch_bench.step(rows, logits)
+        expected = torch_bench.step(rows, logits)
         # A padding row stands in between: it changes nothing.
         padded = torch.cat([logits[:1], logits[:1], logits[1:]])
         tokens, logprobs = bench.choose([rows[0], SLOTS, *rows[1:]], padded)
         tokens = [tokens[0], *tokens[2:]]
-        for index, (slot, token) in enumerate(zip(rows, want.token_ids.tolist(), strict=True)):
+        for index, (slot, token) in enumerate(zip(rows, expected.token_ids.tolist(), strict=True)):
             checked, skipped = checked + 1, skipped + near[index]
             if near[index] and tokens[index] != token:
                 # Go on from the same tokens.
@@ -137,15 +137,17 @@ def test_any_mix_of_rows_gets_the_tokens_of_torch(
             assert tokens[index] == token, bench.starts[slot]
             if (k := bench.starts[slot].params.logprobs) is None:
                 continue
-            assert want.logprobs is not None and logprobs is not None
+            assert expected.logprobs is not None and logprobs is not None
             at = index + (index > 0)
-            assert logprobs.rank[at] == want.logprobs.rank[index]
+            assert logprobs.rank[at] == expected.logprobs.rank[index]
             assert float(logprobs.logprob[at]) == pytest.approx(
-                float(want.logprobs.logprob[index]), abs=2e-5
+                float(expected.logprobs.logprob[index]), abs=2e-5
             )
-            assert logprobs.top_ids[at, :k].tolist() == want.logprobs.top_ids[index, :k].tolist()
+            assert (
+                logprobs.top_ids[at, :k].tolist() == expected.logprobs.top_ids[index, :k].tolist()
+            )
             torch.testing.assert_close(
-                logprobs.top_logprobs[at, :k], want.logprobs.top_logprobs[index, :k],
+                logprobs.top_logprobs[at, :k], expected.logprobs.top_logprobs[index, :k],
                 atol=2e-5, rtol=0,
             )  # fmt: skip
         for slot, start in bench.starts.items():
@@ -190,11 +192,11 @@ def test_a_row_that_cannot_be_sampled_fails_alone(
     for slot in range(3):
         start_both(benches, slot, SamplingParams(**params), [1], seed=slot)
     logits = torch.randn((3, 40), generator=torch.Generator().manual_seed(1))
-    want = torch_bench.step([0, 1, 2], logits).token_ids.tolist()
+    expected = torch_bench.step([0, 1, 2], logits).token_ids.tolist()
     logits[1, 17] = poison or 0.0
     if poison is None:
         logits[1] = -math.inf
-    assert bench.choose([0, 1, 2], logits)[0] == [want[0], -1, want[2]]
+    assert bench.choose([0, 1, 2], logits)[0] == [expected[0], -1, expected[2]]
     if params.get("repetition_penalty"):
         assert int((bench.state.counts[1] > 0).sum()) == 0, "no token, nothing to count"
 
@@ -209,15 +211,15 @@ def test_equal_logits_beyond_the_candidates_are_kept_by_id(
         [{"top_k": 7}, {"top_p": 0.25}, {"top_k": 90, "top_p": 0.5}, {"min_p": 1.0}]
     ):
         start_both(benches, slot, SamplingParams(**params), [1], seed=slot)
-    drawn: dict[int, set[int]] = {slot: set() for slot in range(4)}
+    tokens: dict[int, set[int]] = {slot: set() for slot in range(4)}
     logits = torch.zeros(4, 200)
     for _ in range(3):
-        want = torch_bench.step([0, 1, 2, 3], logits).token_ids.tolist()
-        assert bench.choose([0, 1, 2, 3], logits)[0] == want
-        for slot, token in enumerate(want):
-            drawn[slot].add(token)
-    assert max(drawn[0]) < 7 and max(drawn[1]) < 50 and max(drawn[2]) < 45
-    assert max(drawn[3]) >= 90
+        expected = torch_bench.step([0, 1, 2, 3], logits).token_ids.tolist()
+        assert bench.choose([0, 1, 2, 3], logits)[0] == expected
+        for slot, token in enumerate(expected):
+            tokens[slot].add(token)
+    assert max(tokens[0]) < 7 and max(tokens[1]) < 50 and max(tokens[2]) < 45
+    assert max(tokens[3]) >= 90
 
 
 def test_a_grammar_masks_its_rows_and_leaves_log_probabilities_alone() -> None:
@@ -237,9 +239,9 @@ def test_a_grammar_masks_its_rows_and_leaves_log_probabilities_alone() -> None:
     )  # fmt: skip
     tokens, logprobs = bench.choose([0, 1, 2], logits, mask)
     assert tokens == [9, int(logits[1].argmax()), 67]
-    want = token_logprobs(logits.to(DEVICE), torch.tensor(tokens, device=DEVICE), 3)
-    torch.testing.assert_close(logprobs.logprob, want.logprob, atol=2e-5, rtol=0)
-    assert torch.equal(logprobs.top_ids[:, :3].long(), want.top_ids)
+    expected = token_logprobs(logits.to(DEVICE), torch.tensor(tokens, device=DEVICE), 3)
+    torch.testing.assert_close(logprobs.logprob, expected.logprob, atol=2e-5, rtol=0)
+    assert torch.equal(logprobs.top_ids[:, :3].long(), expected.top_ids)
 
 
 @pytest.mark.parametrize("k", [0, 4, 20, 25, -1])
@@ -248,12 +250,12 @@ def test_prompt_log_probabilities_equal_those_of_torch(k: int) -> None:
     logits = (torch.randn((5, 301), generator=torch.Generator().manual_seed(3)) * 3).bfloat16()
     logits[1] = 0.5  # All equal: more top tokens than there is room for.
     targets = torch.tensor([3, 300, 0, 17, 150], device=DEVICE)
-    got = bench.sampler.prompt_logprobs(logits.to(DEVICE), targets, k)
-    want = token_logprobs(logits.to(DEVICE), targets, 301 if k < 0 else k)
-    assert torch.equal(got.top_ids.long(), want.top_ids)
-    assert torch.equal(got.rank.long(), want.rank)
-    torch.testing.assert_close(got.logprob, want.logprob, atol=2e-5, rtol=0)
-    torch.testing.assert_close(got.top_logprobs, want.top_logprobs, atol=2e-5, rtol=0)
+    actual = bench.sampler.prompt_logprobs(logits.to(DEVICE), targets, k)
+    expected = token_logprobs(logits.to(DEVICE), targets, 301 if k < 0 else k)
+    assert torch.equal(actual.top_ids.long(), expected.top_ids)
+    assert torch.equal(actual.rank.long(), expected.rank)
+    torch.testing.assert_close(actual.logprob, expected.logprob, atol=2e-5, rtol=0)
+    torch.testing.assert_close(actual.top_logprobs, expected.top_logprobs, atol=2e-5, rtol=0)
 
 
 def test_top_tokens_among_more_equals_than_fit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -345,7 +347,7 @@ def test_any_parameters_give_the_tokens_of_torch(
         oracle_token(row, bench.starts[slot], bench.tokens[slot])[1]
         for slot, row in enumerate(logits.double().numpy())
     ]
-    want = torch_bench.step([0, 1], logits).token_ids.tolist()
-    got, _ = bench.choose([0, 1], logits)
+    expected = torch_bench.step([0, 1], logits).token_ids.tolist()
+    actual, _ = bench.choose([0, 1], logits)
     for slot in range(2):
-        assert got[slot] == want[slot] or near[slot], bench.starts[slot]
+        assert actual[slot] == expected[slot] or near[slot], bench.starts[slot]

@@ -66,10 +66,10 @@ def structured(seed: int = 0, **options: Any) -> SamplingParams:
 
 def check(completion: Any) -> None:
     assert completion.finish_reason == "stop", completion
-    made = json.loads(completion.text)
-    assert list(made) == ["title", "values"] and len(made["title"]) <= 20
-    assert 2 <= len(made["values"]) <= 12
-    assert all(type(v) is int and 0 <= v <= 999 for v in made["values"])
+    value = json.loads(completion.text)
+    assert list(value) == ["title", "values"] and len(value["title"]) <= 20
+    assert 2 <= len(value["values"]) <= 12
+    assert all(type(v) is int and 0 <= v <= 999 for v in value["values"])
 
 
 MIXED: list[SamplingParams] = [
@@ -120,16 +120,16 @@ async def test_recorded_steps_give_what_launched_ones_give() -> None:
 
 async def test_preemption_and_prefix_hits_do_not_change_a_structured_output() -> None:
     prompt = "The history of numbers, told at length. " * 6
-    asked = [
+    sampling = [
         SamplingParams(structured_outputs=LINES, max_tokens=160, seed=seed) for seed in range(6)
     ]
     async with AsyncEngine(config()) as engine:
-        alone = [await ask(engine, params, prompt) for params in asked]
+        alone = [await ask(engine, params, prompt) for params in sampling]
         assert engine.stats().prefix_cache_hits > 0
     async with AsyncEngine(
         config(num_gpu_blocks_override=40, enable_prefix_caching=False)
     ) as engine:
-        crowded = await asyncio.gather(*(ask(engine, params, prompt) for params in asked))
+        crowded = await asyncio.gather(*(ask(engine, params, prompt) for params in sampling))
         assert engine.stats().num_preemptions > 0
     assert [tokens(output) for output in crowded] == [tokens(output) for output in alone]
     for output in crowded:
@@ -215,9 +215,9 @@ async def test_the_grammar_begins_where_the_thought_ends() -> None:
             stream = engine.chat(messages, params, chat_template_kwargs=thinking)
             (completion,) = (await final(stream)).outputs
             assert completion.finish_reason == "stop", completion
-            found = re.fullmatch(r"(?s)(<think>.*?</think>)?([0-9]{1,3})", completion.text)
-            assert found is not None, completion.text
-            seen.add(found[1] is not None)
+            match = re.fullmatch(r"(?s)(<think>.*?</think>)?([0-9]{1,3})", completion.text)
+            assert match is not None, completion.text
+            seen.add(match[1] is not None)
         assert seen == {True, False}
         unasked = SamplingParams(
             structured_outputs=number, max_tokens=60, seed=1, logit_bias={opened: 40.0}

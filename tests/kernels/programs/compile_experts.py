@@ -67,8 +67,8 @@ def usage(kernel):
     path = Path(sys.argv[1]) / "kernel"
     path.write_bytes(kernel.asm["cubin"])
     objdump = triton.knobs.nvidia.cuobjdump.path
-    found = subprocess.check_output([objdump, "-res-usage", str(path)], text=True)
-    return dict(re.findall(r"(REG|STACK):(\d+)", found))
+    actual = subprocess.check_output([objdump, "-res-usage", str(path)], text=True)
+    return dict(re.findall(r"(REG|STACK):(\d+)", actual))
 
 
 operations = TritonOperations()

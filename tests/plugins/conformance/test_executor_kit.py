@@ -88,14 +88,14 @@ def swallows(self: Any, plan: Any, in_process: Any) -> Any:
 def doing_nothing_for(kind: type, value: Any = None) -> Any:
     """Replies to jobs of this kind at once, as if all were well."""
 
-    def ask(self: Any, job: Any) -> Any:
+    def generate(self: Any, job: Any) -> Any:
         if not isinstance(job, kind):
             return InProcessExecutor.ask(self, job)
         future = asyncio.get_running_loop().create_future()
         future.set_result(value)
         return future
 
-    return ask
+    return generate
 
 
 def takes_any_job(self: Any, job: Any) -> Any:

@@ -76,23 +76,23 @@ def test_embeddings_are_scaled_as_transformers_rounds_it(
     ours = PagedModel(tmp_path, str(dtype).removeprefix("torch."), kernels="torch").model
     tokens = torch.arange(50)
     with torch.no_grad():
-        want = theirs.model.embed_tokens(tokens)
+        expected = theirs.model.embed_tokens(tokens)
         here = tokens.to(ours.model.embed_tokens.weight.device)  # type: ignore[union-attr]
-        got = ours.model.embed(here, here)  # type: ignore[union-attr, operator]
-    assert torch.equal(got.cpu(), want)
+        actual = ours.model.embed(here, here)  # type: ignore[union-attr, operator]
+    assert torch.equal(actual.cpu(), expected)
 
 
 def test_layers_ask_for_windows_caps_and_scales(folders: dict[str, Path]) -> None:
-    asked = {
+    specs = {
         name: [m.spec for m in load(folders[name]).modules() if isinstance(m, Attention)]
         for name in NAMES
     }
-    assert [spec.features for spec in asked["gemma"]] == [frozenset()] * 3
-    assert [spec.sliding_window for spec in asked["gemma2"]] == [24, None, 24]
-    assert {spec.soft_cap for spec in asked["gemma2"]} == {2.0}
-    assert [spec.sliding_window for spec in asked["gemma3"]] == [24, None, 24]
-    assert {spec.soft_cap for spec in asked["gemma3"]} == {None}
-    for spec in asked["gemma2"] + asked["gemma3"]:
+    assert [spec.features for spec in specs["gemma"]] == [frozenset()] * 3
+    assert [spec.sliding_window for spec in specs["gemma2"]] == [24, None, 24]
+    assert {spec.soft_cap for spec in specs["gemma2"]} == {2.0}
+    assert [spec.sliding_window for spec in specs["gemma3"]] == [24, None, 24]
+    assert {spec.soft_cap for spec in specs["gemma3"]} == {None}
+    for spec in specs["gemma2"] + specs["gemma3"]:
         assert spec.scale == pytest.approx(40**-0.5)
 
 
@@ -120,10 +120,10 @@ def test_configurations_before_rope_parameters_are_read(folders: dict[str, Path]
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(old))
     new = resolve_model_config(config)
-    found = resolve_model_config(EngineConfig(model=str(folder), device="cpu"))
-    assert found.hf_config.rope_parameters == new.hf_config.rope_parameters
-    assert found.hf_config.layer_types == new.hf_config.layer_types
-    assert found.max_model_len == 512
+    actual = resolve_model_config(EngineConfig(model=str(folder), device="cpu"))
+    assert actual.hf_config.rope_parameters == new.hf_config.rope_parameters
+    assert actual.hf_config.layer_types == new.hf_config.layer_types
+    assert actual.max_model_len == 512
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -159,10 +159,10 @@ def test_kernels_equal_transformers(name: str, folders: dict[str, Path]) -> None
     second = model.run({0: tokens[29:30], 1: other[4:]})
     third = model.run({0: tokens[30:]})
     reference = reference_model(folders[name])
-    got = torch.cat([first[0], second[0], third[0]]).log_softmax(-1).cpu()
-    torch.testing.assert_close(got, score(reference, tokens), atol=1e-3, rtol=0)
-    got = torch.cat([first[1], second[1]]).log_softmax(-1).cpu()
-    torch.testing.assert_close(got, score(reference, other), atol=1e-3, rtol=0)
+    actual = torch.cat([first[0], second[0], third[0]]).log_softmax(-1).cpu()
+    torch.testing.assert_close(actual, score(reference, tokens), atol=1e-3, rtol=0)
+    actual = torch.cat([first[1], second[1]]).log_softmax(-1).cpu()
+    torch.testing.assert_close(actual, score(reference, other), atol=1e-3, rtol=0)
 
 
 @pytest.mark.parametrize(
@@ -186,14 +186,14 @@ async def test_an_engine_that_rounds_weights_says_what_the_rounded_model_says(
         skip_tokenizer_init=True, max_model_len=40, max_num_seqs=2, max_num_batched_tokens=16,
         attention_backend="torch", operations="torch",
     )  # fmt: skip
-    wanted = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True, prompt_logprobs=2)
+    expected = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True, prompt_logprobs=2)
     async with AsyncEngine(config) as engine:
-        async for output in engine.generate(prompt, wanted):
+        async for output in engine.generate(prompt, expected):
             last = output
     scores = score(rounded, prompt)
     for position, table in enumerate(last.prompt_logprobs[1:]):
-        for token, found in table.items():
-            assert found.logprob == pytest.approx(float(scores[position, token]), abs=1e-3)
+        for token, logprob in table.items():
+            assert logprob.logprob == pytest.approx(float(scores[position, token]), abs=1e-3)
     plain = score(reference_model(folders[name]), prompt)
     assert (scores - plain).abs().max() > 1e-2, "rounding is seen"
 
@@ -211,12 +211,12 @@ async def test_gemma3_is_pooled_without_a_head(kind: str, tmp_path: Path) -> Non
         max_num_seqs=2, max_num_batched_tokens=16, attention_backend="torch",
     )  # fmt: skip
     async with AsyncEngine(config) as engine:
-        found = (await engine.encode(tokens)).outputs.data
+        actual = (await engine.encode(tokens)).outputs.data
     if kind == "Model":
-        wanted = F.normalize(reference_states(folder, tokens)[-1], dim=0)
+        expected = F.normalize(reference_states(folder, tokens)[-1], dim=0)
     else:
-        wanted = reference_logits(folder, tokens).softmax(0)
-    torch.testing.assert_close(torch.tensor(found), wanted, atol=1e-4, rtol=0)
+        expected = reference_logits(folder, tokens).softmax(0)
+    torch.testing.assert_close(torch.tensor(actual), expected, atol=1e-4, rtol=0)
 
 
 async def test_capped_logits_are_no_classifier_unless_the_cap_is_taken_off(tmp_path: Path) -> None:
@@ -237,11 +237,11 @@ async def test_capped_logits_are_no_classifier_unless_the_cap_is_taken_off(tmp_p
     async with AsyncEngine(
         EngineConfig(model=str(folder), hf_overrides=overrides, **options)
     ) as engine:
-        found = (await engine.encode(tokens)).outputs.data
+        actual = (await engine.encode(tokens)).outputs.data
     vocab = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]
     model = reference_model(folder)
     model.config.final_logit_softcapping = None
     with torch.no_grad():
         logits = model(torch.tensor([tokens])).logits[0, -1]
-    wanted = logits[[vocab["cat"], vocab["dog"]]].softmax(0)[1:]
-    torch.testing.assert_close(torch.tensor(found), wanted, atol=1e-5, rtol=0)
+    expected = logits[[vocab["cat"], vocab["dog"]]].softmax(0)[1:]
+    torch.testing.assert_close(torch.tensor(actual), expected, atol=1e-5, rtol=0)

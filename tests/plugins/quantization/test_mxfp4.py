@@ -109,21 +109,21 @@ def build(folder: Path, dtype: str = "float32", **options: Any) -> Any:
 def test_what_is_read_is_what_the_layout_says(checkpoint: Any, tmp_path: Path) -> None:
     """Bit for bit, with all bytes and the smallest and largest scales among them."""
     folder, _ = checkpoint
-    made = torch.Generator().manual_seed(2)
+    generator = torch.Generator().manual_seed(2)
     tensors = load_file(folder / "model.safetensors")
-    blocks = torch.randint(0, 256, tensors[BLOCKS].shape, generator=made).to(torch.uint8)
-    scales = torch.randint(0, 252, blocks.shape[:-1], generator=made).to(torch.uint8)
+    blocks = torch.randint(0, 256, tensors[BLOCKS].shape, generator=generator).to(torch.uint8)
+    scales = torch.randint(0, 252, blocks.shape[:-1], generator=generator).to(torch.uint8)
     scales[0, 0, :2] = torch.tensor([0, 251])
     tensors |= {BLOCKS: blocks, BLOCKS.replace("blocks", "scales"): scales}
     layers = quantized_layers(build(changed(checkpoint, tmp_path, **tensors)))
     for layer in (0, 1, 2):
         for part in ("gate_up_proj", "down_proj"):
             name = f"model.layers.{layer}.mlp.experts.{part}"
-            want = decode(tensors[f"{name}_blocks"], tensors[f"{name}_scales"])
+            expected = decode(tensors[f"{name}_blocks"], tensors[f"{name}_scales"])
             if part == "gate_up_proj":
-                want = torch.cat([want[:, 0::2], want[:, 1::2]], dim=1)
-            got = dequantize(layers[name].bank, torch.float32)
-            assert torch.equal(got.double(), want.flatten(0, 1))
+                expected = torch.cat([expected[:, 0::2], expected[:, 1::2]], dim=1)
+            actual = dequantize(layers[name].bank, torch.float32)
+            assert torch.equal(actual.double(), expected.flatten(0, 1))
     assert len(layers) == 6, "only experts are taken"
 
 
@@ -135,8 +135,8 @@ def test_transformers_reads_the_same(checkpoint: Any) -> None:
     tensors = load_file(folder / "model.safetensors")
     bank = quantized_layers(build(folder))[BLOCKS.removesuffix("_blocks")].bank
     scales = tensors[BLOCKS.replace("blocks", "scales")]
-    want = convert_moe_packed_tensors(tensors[BLOCKS], scales, dtype=torch.float32)
-    assert torch.equal(dequantize(bank, torch.float32), want.transpose(1, 2).flatten(0, 1))
+    expected = convert_moe_packed_tensors(tensors[BLOCKS], scales, dtype=torch.float32)
+    assert torch.equal(dequantize(bank, torch.float32), expected.transpose(1, 2).flatten(0, 1))
 
 
 async def test_engine_gives_the_dequantised_models_log_probabilities(checkpoint: Any) -> None:
@@ -148,21 +148,21 @@ async def test_engine_gives_the_dequantised_models_log_probabilities(checkpoint:
     )  # fmt: skip
     params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, logprobs=2)
 
-    async def ask(prompt: list[int]) -> Any:
+    async def generate(prompt: list[int]) -> Any:
         async for output in engine.generate(prompt, params):
             last = output
         return last.outputs[0]
 
     async with AsyncEngine(config) as engine:
-        answers = await asyncio.gather(*map(ask, prompts))
-    for prompt, answer in zip(prompts, answers, strict=True):
+        responses = await asyncio.gather(*map(generate, prompts))
+    for prompt, answer in zip(prompts, responses, strict=True):
         with torch.no_grad():
             logits = reference(torch.tensor([prompt + answer.token_ids])).logits[0]
-        wanted = logits.log_softmax(-1)[len(prompt) - 1 : -1]
-        for row, table in zip(wanted, answer.logprobs, strict=True):
+        expected = logits.log_softmax(-1)[len(prompt) - 1 : -1]
+        for row, table in zip(expected, answer.logprobs, strict=True):
             assert len(table) >= 2
-            for token, found in table.items():
-                assert found.logprob == pytest.approx(float(row[token]), abs=1e-3)
+            for token, logprob in table.items():
+                assert logprob.logprob == pytest.approx(float(row[token]), abs=1e-3)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 7, 40])
@@ -173,9 +173,9 @@ def test_kernels_read_the_bank(checkpoint: Any, num_tokens: int) -> None:
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     experts = build(checkpoint[0], "float16").to(device).model.layers[1].mlp.experts
-    made = torch.Generator().manual_seed(num_tokens)
-    x = torch.randn(num_tokens, HIDDEN, generator=made).to(device, torch.float16)
-    logits = torch.randn(num_tokens, EXPERTS, generator=made).to(device)
+    generator = torch.Generator().manual_seed(num_tokens)
+    x = torch.randn(num_tokens, HIDDEN, generator=generator).to(device, torch.float16)
+    logits = torch.randn(num_tokens, EXPERTS, generator=generator).to(device)
     routing = Operations().route(logits, RoutingRule(3, renormalize=True))
     banks = []
     for layer in (experts.gate_up_proj, experts.down_proj):
@@ -189,9 +189,9 @@ def test_kernels_read_the_bank(checkpoint: Any, num_tokens: int) -> None:
         "activation": ClampedSwiGLU(1.702, 0.75),
     }
     wide = {k: v.float() if isinstance(v, torch.Tensor) else v for k, v in more.items()}
-    want = Operations().experts(x.float(), routing, *banks, residual=x.float(), **wide)
-    got = TritonOperations().experts(x, routing, *banks, residual=x.clone(), **more)
-    torch.testing.assert_close(got.float(), want, atol=4e-3, rtol=4e-3)
+    expected = Operations().experts(x.float(), routing, *banks, residual=x.float(), **wide)
+    actual = TritonOperations().experts(x, routing, *banks, residual=x.clone(), **more)
+    torch.testing.assert_close(actual.float(), expected, atol=4e-3, rtol=4e-3)
 
 
 @pytest.mark.parametrize(
@@ -229,8 +229,8 @@ def test_experts_of_the_list_stay_as_they_are(tmp_path: Path) -> None:
     edit_json(tmp_path / "config.json", quantization_config=spared)
     model = build(tmp_path)
     assert plain not in quantized_layers(model) and len(quantized_layers(model)) == 5
-    kept = model.get_submodule(plain).weight
-    assert torch.equal(kept, tensors[plain].transpose(1, 2).reshape(-1, INNER))
+    parameter = model.get_submodule(plain).weight
+    assert torch.equal(parameter, tensors[plain].transpose(1, 2).reshape(-1, INNER))
 
 
 def test_a_missing_odd_or_impossible_tensor_is_named(checkpoint: Any, tmp_path: Path) -> None:
@@ -263,5 +263,5 @@ def test_dummy_weights_can_be_made(checkpoint: Any) -> None:
     layers = quantized_layers(build(checkpoint[0], load_format="dummy")).values()
     assert layers
     for layer in layers:
-        made = dequantize(layer.bank, torch.float32)
-        assert made.isfinite().all() and 0.001 < made.std() < 1.0
+        weights = dequantize(layer.bank, torch.float32)
+        assert weights.isfinite().all() and 0.001 < weights.std() < 1.0
