@@ -105,7 +105,9 @@ class StepLoop:
         more = True
         while more and self._prepares:
             try:
-                await asyncio.wait_for(self._wake.wait(), IDLE_SECONDS)
+                # Python 3.11's wait_for loses a cancellation that comes together with the event.
+                async with asyncio.timeout(IDLE_SECONDS):
+                    await self._wake.wait()
             except TimeoutError:
                 more = await self._prepare_ahead()
             else:
