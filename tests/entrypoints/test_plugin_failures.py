@@ -476,6 +476,8 @@ async def test_what_is_ours_is_not_said_to_be_a_plugins(
 def test_the_plugin_that_was_called_last_is_named(install: Install) -> None:
     for name, kind in (("one", "models"), ("two", "attention_backends"), ("three", "operations")):
         code = f"""
+            jackfield_api = {API_VERSION}
+
             @hookimpl
             def register_{kind}(registry):
                 registry.add("{name}", Call)
