@@ -187,6 +187,21 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             "kv_load_failure_policy; default: none."
         ),
     ] = None
+    kv_compression: Annotated[
+        Name | None,
+        _doc(
+            "KV compressor by name: once a prompt is computed, it drops tokens from the request's "
+            "cache, and their blocks become free; default: none."
+        ),
+    ] = None
+    kv_compression_ratio: Annotated[
+        float,
+        _doc(
+            "Share of a request's tokens that kv_compression keeps, but at least 16 tokens.",
+            gt=0.0,
+            le=1.0,
+        ),
+    ] = 0.5
     attention_backend: Annotated[str, _doc("Attention backend by name, or auto.")] = "auto"
     operations: Annotated[
         str, _doc("Implementation of norms, products and activations by name, or auto.")
@@ -323,6 +338,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
                 "record_steps: what a KV connector loads (kv_transfer_config) is not in a "
                 "recording, so it could not be replayed",
                 param="record_steps",
+            )
+        if self.kv_compression is not None and self.kv_transfer_config is not None:
+            raise ConfigError(
+                "kv_compression: KV connectors (kv_transfer_config) move whole caches; leave one "
+                "of them out",
+                param="kv_compression",
             )
         if self.calculate_kv_scales and self.kv_transfer_config is not None:
             raise ConfigError(

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from .protocols.executors import Executor, SchedulePolicy
     from .protocols.grammars import GrammarBackend
     from .protocols.kv import KVConnector
+    from .protocols.kv_compressors import KVCompressor
     from .protocols.loaders import WeightLoader
     from .protocols.logits_processors import LogitsProcessor
     from .protocols.models import CheckpointConfig, Model, PoolingModel
@@ -190,6 +191,18 @@ def register_kv_connectors(registry: Registry[type[KVConnector]]) -> None:
     Contract: `protocols.KVConnector`, `protocols.KVConnectorScheduler`,
     `protocols.KVConnectorWorker`, made from a `protocols.KVConnectorSetup` with a
     `protocols.KVLayout`.
+    """
+
+
+@hookspec
+def register_kv_compressors(registry: Registry[type[KVCompressor]]) -> None:
+    """KV compressors, which choose the tokens that stay in a request's cache.
+
+        registry.add("my_scores", "my_package.scores:MyScores")
+
+    Used by the worker (`EngineConfig.kv_compression`), once per request, when its prompt is
+    computed.
+    Contract: `protocols.KVCompressor`.
     """
 
 

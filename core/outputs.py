@@ -131,6 +131,10 @@ class EngineStats(msgspec.Struct, kw_only=True):
     num_kv_load_failures: int = 0
     """Loads of the KV connector that delivered fewer blocks than promised, since the start."""
     num_preemptions: int = 0
+    kv_compactions: int = 0
+    """Requests whose cache was compacted, since the start; again after a preemption."""
+    kv_blocks_returned: int = 0
+    """Blocks that compactions have made free, less those that they took, since the start."""
     late_preparations: int = 0
     """Kernels compiled or loaded, and graphs recorded, in steps that waited for it, since the
     start."""

@@ -51,6 +51,7 @@ KINDS = {
     "reasoning_parser": "register_reasoning_parsers",
     "tool_parser": "register_tool_parsers",
     "kv_connector": "register_kv_connectors",
+    "kv_compressor": "register_kv_compressors",
     "structured_backend": "register_structured_backends",
     "logits_processor": "register_logits_processors",
     "weight_loader": "register_weight_loaders",

@@ -81,6 +81,13 @@ class Request:
     """Chained hash of each full block of known tokens, made as needed."""
     num_registered_blocks: int = 0
     """Columns of `tables` that prefix hits can find."""
+    compression_due: bool = False
+    """Whether its cache is to be compacted once the prompt is computed."""
+    compacted: bool = False
+    """Whether its cache was compacted: neither its blocks nor later ones, which were computed from
+    them, are what their tokens' hashes stand for."""
+    num_dropped_tokens: int = 0
+    """Computed tokens that the cache does not hold any more."""
     external_end: int | None = None
     """Number of leading tokens whose blocks a KV connector has; 0: it has none, None: not known
     yet."""
@@ -116,6 +123,11 @@ class Request:
     def num_known_tokens(self) -> int:
         """Number of prompt tokens and received output tokens."""
         return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    @property
+    def num_kv_tokens(self) -> int:
+        """Number of tokens in the cache, those that steps in flight write included."""
+        return self.num_computed_tokens - self.num_dropped_tokens
 
     @property
     def num_pending_tokens(self) -> int:

@@ -103,11 +103,30 @@ class TableWrite(msgspec.Struct, frozen=True, gc=False):
     block_ids: tuple[int, ...]
 
 
+class Compaction(msgspec.Struct, frozen=True):
+    """A slot's cache moves to fresh blocks, and loses tokens on the way.
+
+    The plan says how many tokens stay; the device chooses which, as many in each layer and KV head,
+    by the KV compressor (`EngineConfig.kv_compression`). Positions do not change: the slot's length
+    and that of its cache differ from then on. The source blocks are only read; other slots of the
+    same plan may already write to them, since compactions run before any row.
+    """
+
+    slot: int
+    num_tokens: int
+    """Tokens in the slot's cache until now."""
+    kept: int
+    """Tokens that stay, 1 .. num_tokens, in the order that they had."""
+    block_ids: tuple[int, ...]
+    """[ceil(kept / block_size)] The slot's table from then on, of its only group of layers."""
+
+
 class StepPlan(msgspec.Struct, frozen=True):
     """One step of work: the whole contract between the event loop and the worker.
 
     It carries differences: a slot's tokens, blocks and parameters travel once. Applied in order:
-    `released`, `starts`, `table_writes`; then rows run as given by `slots`/`num_tokens`.
+    `released`, `compactions`, `starts`, `table_writes`; then rows run as given by
+    `slots`/`num_tokens`.
     """
 
     step: int
@@ -123,6 +142,8 @@ class StepPlan(msgspec.Struct, frozen=True):
     starts: tuple[SlotStart, ...] = ()
     table_writes: tuple[TableWrite, ...] = ()
     """Tables of the slots that start, and new blocks of the others."""
+    compactions: tuple[Compaction, ...] = ()
+    """One after another: blocks that one has read may be those that a later one writes."""
     kv_metadata: bytes | None = None
     """Data from the KV connector's scheduler half to its worker half, encoded as the connector's
     `metadata_type`. A plan may have only this."""

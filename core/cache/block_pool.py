@@ -37,6 +37,10 @@ class BlockPool:
     def is_free(self, block_id: int) -> bool:
         return self._ref_counts[block_id] == 0
 
+    def is_private(self, block_id: int) -> bool:
+        """Whether it has one holder."""
+        return self._ref_counts[block_id] == 1
+
     def allocate(self, count: int) -> list[int]:
         """Return `count` blocks, and remove their hashes. The caller has checked `num_free`."""
         blocks = [self._free.popitem(last=False)[0] for _ in range(count)]

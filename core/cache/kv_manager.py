@@ -7,7 +7,7 @@ from itertools import chain
 from typing import NamedTuple
 
 from ..request import Request
-from ..step import TableWrite
+from ..step import Compaction, TableWrite
 from .block_pool import NULL_BLOCK, BlockPool
 from .groups import ONE_GROUP, CacheGroup
 from .prefix_index import BlockHasher
@@ -153,7 +153,7 @@ class KVCacheManager:
             request.num_released_blocks = [0] * len(tables)
         elif self._windowed:
             self._release_behind_windows(request)
-        computed, column, revived = request.num_computed_tokens, len(tables[0]), 0
+        computed, column, revived = request.num_kv_tokens, len(tables[0]), 0
         if hits.num_blocks:
             computed += hits.num_blocks * self.block_size
             column += hits.num_blocks
@@ -167,7 +167,7 @@ class KVCacheManager:
                 request.num_released_blocks[number] = hits.num_blocks - len(ids)
                 table.extend([NULL_BLOCK] * (hits.num_blocks - len(ids)))
                 table.extend(ids)
-            request.num_computed_tokens = computed
+            request.num_computed_tokens = computed + request.num_dropped_tokens
         writes: list[TableWrite] = []
         if count <= 0:
             return writes
@@ -207,6 +207,35 @@ class KVCacheManager:
         request.tables = []
         request.num_released_blocks = []
         request.num_registered_blocks = 0
+        request.compacted = False
+        request.num_dropped_tokens = 0
+
+    # ------------------------------------------------------------ compaction
+
+    def compaction_gain(self, request: Request, kept: int) -> int:
+        """Return how many more blocks would be free if the request's cache had `kept` tokens.
+
+        Blocks that others hold, too, stay in use, so this may be negative.
+        """
+        own = sum(map(self.pool.is_private, request.tables[0]))
+        return own - self.blocks_for(kept)
+
+    def compact(self, request: Request, kept: int) -> Compaction | None:
+        """Give the request fresh blocks for `kept` of its tokens, and release all that it had.
+
+        For one group of layers without a window. Returns None, with no change, if too few blocks
+        are free. The released blocks may be reused by the plan that carries the compaction.
+        """
+        count = self.blocks_for(kept)
+        if count > self.pool.num_free:
+            return None
+        self.register(request)
+        new, num_tokens = self.pool.allocate(count), request.num_kv_tokens
+        self.pool.release(request.tables[0])
+        request.tables = [new]
+        request.compacted = True
+        request.num_dropped_tokens += num_tokens - kept
+        return Compaction(request.slot, num_tokens, kept, tuple(new))
 
     # ------------------------------------------------------------ names
 
@@ -217,8 +246,9 @@ class KVCacheManager:
             self.num_hit_tokens += num_hit_tokens
 
     def register(self, request: Request) -> None:
-        """Let hits find the request's full blocks whose tokens are known and planned."""
-        if not self.enable_prefix_caching and request.private_salt is None:
+        """Let hits find the request's full blocks whose tokens are known and planned; none of a
+        request that was compacted."""
+        if request.compacted or (not self.enable_prefix_caching and request.private_salt is None):
             return
         num_full = min(request.num_computed_tokens, request.num_known_tokens) // self.block_size
         first = request.num_registered_blocks
@@ -240,6 +270,12 @@ class KVCacheManager:
     def invalidate(self, request: Request) -> None:
         """Remove a failed request's blocks from the prefix cache."""
         num_named = request.num_registered_blocks
+        if request.compacted:
+            # Released since: invalidate the blocks that have their content now.
+            for block_hash in request.block_hashes[:num_named]:
+                if (cached := self._cached(block_hash, 0)) is not None:
+                    self.pool.forget(cached)
+            return
         for number, table in enumerate(request.tables):
             for i, block_id in enumerate(table):
                 if block_id == NULL_BLOCK and i < num_named:
@@ -267,12 +303,11 @@ class KVCacheManager:
         `others` (blocks held besides, one entry per reference)."""
         block_ids = list(others)
         for request in requests:
-            columns = self.blocks_for(request.num_computed_tokens)
+            columns = self.blocks_for(request.num_kv_tokens)
             assert len(request.tables) == len(self.groups), f"{request.request_id}: no table"
             for table, released in zip(request.tables, request.num_released_blocks, strict=True):
                 assert len(table) == columns, (
-                    f"{request.request_id}: {len(table)} blocks for "
-                    f"{request.num_computed_tokens} tokens"
+                    f"{request.request_id}: {len(table)} blocks for {request.num_kv_tokens} tokens"
                 )
                 assert not any(table[:released]), f"{request.request_id}: holds what it released"
                 assert all(table[released:]), f"{request.request_id}: a null block in its window"

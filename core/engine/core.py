@@ -15,7 +15,7 @@ import prometheus_client as prometheus
 
 from ..cache.groups import sequence_blocks
 from ..config import EngineConfig
-from ..errors import EngineOverloaded, EngineStopped, PluginError
+from ..errors import ConfigError, EngineOverloaded, EngineStopped, PluginError
 from ..loading.generation_config import NO_DEFAULTS
 from ..loading.model_config import ModelConfig, resolve_model_config
 from ..metrics.merge import Family, families
@@ -162,6 +162,11 @@ class EngineCore:
         if self.info.steps_in_flight < 1:
             name = self.plugins["executor"].described(config.executor)
             raise PluginError(f"{name}: its steps_in_flight must be at least 1")
+        if config.kv_compression is not None and not self.info.kv_compression:
+            raise ConfigError(
+                f"kv_compression: executor {config.executor!r} does not compact caches",
+                param="kv_compression",
+            )
         limits = request_limits(config, model_config, self.info)
         self.events = events
         self.metrics = EngineMetrics(config.served_names[0])
@@ -195,6 +200,9 @@ class EngineCore:
             transfer=config.kv_transfer_config,
             hash_key=None if self.info.kv_layout is None else self.info.kv_layout.fingerprint,
             groups=self.info.cache_groups,
+            kv_compression_ratio=(
+                None if config.kv_compression is None else config.kv_compression_ratio
+            ),
         )
         self._limits = self.scheduler.limits
         self.outputs = OutputProcessor(self.requests, self.scheduler, self.metrics, events)

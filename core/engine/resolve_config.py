@@ -20,6 +20,7 @@ logger = logging.getLogger("jackfield.engine")
 NAMED = {
     "executor": "executor",
     "scheduling_policy": "schedule_policy",
+    "kv_compression": "kv_compressor",
     "reasoning_parser": "reasoning_parser",
     "tool_call_parser": "tool_parser",
 }
@@ -66,6 +67,12 @@ def resolve_runner(
             f"kv_transfer_config: {name} is pooled to vectors here, and KV connectors serve models "
             "that generate; leave it out",
             param="kv_transfer_config",
+        )
+    if pooling is not None and config.kv_compression is not None:
+        raise ConfigError(
+            f"kv_compression: {name} is pooled to vectors here, and reads no cache after the "
+            "prompt; leave it out",
+            param="kv_compression",
         )
     if pooling is None or pooling.causal:
         return config, model_config

@@ -56,6 +56,10 @@ class EngineMetrics:
                 "kv_load_failures", "Loads of fewer tokens than the KV connector had announced."
             ),
             "num_preemptions": counter("num_preemptions", "Preemptions."),
+            "kv_compactions": counter("kv_compactions", "Compactions of a request's cache."),
+            "kv_blocks_returned": counter(
+                "kv_blocks_returned", "KV blocks that compactions made free."
+            ),
             "late_preparations": counter(
                 "late_preparations",
                 "Kernels compiled or loaded, and graphs recorded, in steps that waited for it.",

@@ -10,6 +10,7 @@ from .attention import AttentionBackend, AttentionSpec
 from .executors import Executor, ExecutorInfo, SchedulePolicy
 from .grammars import Grammar, GrammarBackend, GrammarMatcher, GrammarSpec, Vocabulary
 from .kv import KVConnector, KVConnectorScheduler, KVConnectorSetup, KVConnectorWorker, KVLayout
+from .kv_compressors import KVCompressor
 from .loaders import WeightLoader
 from .logits_processors import LogitsProcessor, LogitsProcessorSetup, ProcessedRows
 from .models import CheckpointConfig, Model, PoolingModel
@@ -42,6 +43,7 @@ __all__ = [
     "GrammarBackend",
     "GrammarMatcher",
     "GrammarSpec",
+    "KVCompressor",
     "KVConnector",
     "KVConnectorScheduler",
     "KVConnectorSetup",

@@ -86,6 +86,11 @@ class AttentionBackend(ABC):
     blocks before windows are kept."""
     fp8_cache: ClassVar[bool] = False
     """Whether it can read a float8_e4m3fn or float8_e5m2 cache, with the spec's scales."""
+    compacted_cache: ClassVar[bool] = False
+    """Whether `forward` serves rows whose cache was compacted (`EngineConfig.kv_compression`): it
+    has fewer tokens than the sequence, chosen anew for each KV head. Such a row computes one token,
+    which attends to all that `seq_lens` counts. Needs `standard_cache`. `forward_projection` is not
+    called then, as positions do not follow from lengths."""
 
     @classmethod
     @abstractmethod
@@ -155,6 +160,7 @@ class AttentionBackend(ABC):
 
         qkv: [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]; the rest as for
         `Operations.heads`. → as `forward`, or None, with nothing done (the default): the step is
-        then computed by the operations and `forward`. Not called for layers with sinks.
+        then computed by the operations and `forward`. Not called for layers with sinks, nor with KV
+        compression.
         """
         return None

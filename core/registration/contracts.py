@@ -45,6 +45,9 @@ CONTRACTS = {
     "kv_connector": Contract(
         "protocols.KVConnector", ("make_scheduler", "make_worker", "metadata_type")
     ),
+    "kv_compressor": Contract(
+        "protocols.KVCompressor", base="jackfield.core.protocols:KVCompressor"
+    ),
     "structured_backend": Contract(
         "protocols.GrammarBackend", ("bounded", "unavailable", "refusal", "compile")
     ),

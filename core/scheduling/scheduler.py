@@ -11,6 +11,7 @@ from itertools import count
 
 import msgspec
 
+from ..cache.compression import kept_tokens
 from ..cache.groups import ONE_GROUP, CacheGroup
 from ..cache.kv_manager import KVCacheManager, NoKVCache, PrefixHits
 from ..config import KVTransferConfig
@@ -19,6 +20,7 @@ from ..protocols.executors import SchedulePolicy
 from ..request import Request, Status, Update
 from ..step import (
     NOTHING_IN_PROCESS,
+    Compaction,
     InProcess,
     SlotStart,
     StepPlan,
@@ -44,6 +46,7 @@ class _PlanBuilder:
     """[len(prefills)] tokens of each prefill row"""
     starts: list[SlotStart] = field(default_factory=list)
     table_writes: list[TableWrite] = field(default_factory=list)
+    compactions: list[Compaction] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -71,6 +74,9 @@ class Scheduler:
     slot and is computed again later, so the first one always progresses.
     """
 
+    min_compaction_gain = 1
+    """Blocks that must come back for a cache to be compacted."""
+
     def __init__(
         self,
         *,
@@ -88,13 +94,16 @@ class Scheduler:
         transfer: KVTransferConfig | None = None,
         hash_key: bytes | None = None,
         groups: Sequence[CacheGroup] = ONE_GROUP,
+        kv_compression_ratio: float | None = None,
     ) -> None:
         """transfer: the role of `connector`. hash_key: see `BlockHasher`. groups: layers that share
-        a block table."""
+        a block table. kv_compression_ratio: see `EngineConfig`; None: caches stay whole. Not None
+        only with one group without a window, and without a connector."""
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.enable_chunked_prefill = enable_chunked_prefill
         self.long_prefill_token_threshold = long_prefill_token_threshold
+        self._kv_compression_ratio = kv_compression_ratio
         self._keys = PolicyKeys(policy, policy_name)
         self.kv = (
             KVCacheManager(
@@ -269,7 +278,10 @@ class Scheduler:
             if num_tokens - computed == 1:
                 if num_tokens >= request.max_total_tokens:
                     continue  # its last token is in flight
-                if computed % block_size == 0 and not self._extend_blocks(request, 1, builder):
+                if request.compression_due:
+                    self._compact(request, builder)
+                in_cache = computed - request.num_dropped_tokens
+                if in_cache % block_size == 0 and not self._extend_blocks(request, 1, builder):
                     break
                 request.num_computed_tokens = num_tokens
                 request.num_tokens = num_tokens + 1
@@ -297,6 +309,30 @@ class Scheduler:
                 return False
         builder.table_writes += writes
         return True
+
+    def _compact(self, request: Request, builder: _PlanBuilder) -> None:
+        """Compact a request's cache, if its prompt is computed and blocks come back by it.
+
+        Once, or again after a preemption. At least one block is free then, for the token that
+        follows, so that the request is not preempted in the plan that compacts it. Where too few
+        blocks are free for the tokens that stay, it is tried again with the next token.
+        """
+        computed = request.num_computed_tokens
+        if computed < request.num_prompt_tokens:
+            return
+        assert self._kv_compression_ratio is not None, "no request is due"
+        kept = kept_tokens(computed, self._kv_compression_ratio)
+        gain = self.kv.compaction_gain(request, kept)
+        if gain < self.min_compaction_gain:
+            request.compression_due = False
+            return
+        compaction = self.kv.compact(request, kept)
+        if compaction is None:
+            return
+        request.compression_due = False
+        builder.compactions.append(compaction)
+        self._stats.kv_compactions += 1
+        self._stats.kv_blocks_returned += gain
 
     def _chunk(self, num_tokens: int, budget: int) -> int:
         """Return how many of a prompt's tokens this step computes."""
@@ -354,6 +390,7 @@ class Scheduler:
                 request, max(0, request.num_cached_tokens - request.num_loaded_tokens)
             )
         request.status = Status.RUNNING
+        request.compression_due = self._kv_compression_ratio is not None
         self.running.add(request)
         builder.starts.append(_slot_start(request))
         self._add_prefill(builder, request, chunk)
@@ -389,6 +426,7 @@ class Scheduler:
             released=tuple(released),
             starts=tuple(builder.starts),
             table_writes=tuple(builder.table_writes),
+            compactions=tuple(builder.compactions),
             kv_metadata=metadata,
         )
 

@@ -136,8 +136,10 @@ class PersistentBatch:
         device: torch.device,
         operations: Operations | None = None,
         num_groups: int = 1,
+        compacts: bool = False,
     ) -> None:
-        """`num_groups`: groups of layers; each has a block table in every slot."""
+        """`num_groups`: groups of layers; each has a block table in every slot. `compacts`: plans
+        may have compactions."""
         self.device = device
         self.operations = operations or Operations()
         self.num_slots = max_num_seqs
@@ -150,6 +152,7 @@ class PersistentBatch:
             block_size=block_size,
             device=device,
             num_groups=num_groups,
+            compacts=compacts,
         )
         self._staging: list[torch.Tensor] = []
         self._next_buffer = 0
@@ -212,11 +215,12 @@ class PersistentBatch:
             logit_tokens = sent[5].long()
             sample_slots = sample_slots.index_select(0, sent[4])
             lengths = tensors.positions.index_select(0, logit_tokens) + 1
+        seq_lens = rows.seq_lens - self.table.num_dropped[rows.slots]
         return StepInputs(
             input_ids=tensors.input_ids,
             positions=tensors.positions,
             layouts=self.layouts(
-                tensors, query_start, rows.query_start, rows.seq_lens, block_size=self.block_size
+                tensors, query_start, rows.query_start, seq_lens, block_size=self.block_size
             ),
             logit_tokens=logit_tokens,
             sample_slots=sample_slots,
@@ -239,7 +243,26 @@ class PersistentBatch:
             table.token_history, table.block_table, self.block_size,
         )  # fmt: skip
         self.operations.advance(table.lengths, slots, query_start)
+        if table.dropped is not None:
+            return self._in_cache(tensors, query_start, table.dropped[slots.long()])
         return tensors
+
+    def _in_cache(
+        self, tensors: StepTensors, query_start: torch.Tensor, dropped: torch.Tensor
+    ) -> StepTensors:
+        """Return the tensors with rows that begin where their caches end: `dropped` tokens earlier,
+        [R] int32. Positions and lengths stay those of the sequences."""
+        counts = query_start[1:] - query_start[:-1]
+        rows = torch.arange(counts.shape[0], device=counts.device)
+        rows = rows.repeat_interleave(counts, output_size=tensors.positions.shape[0])
+        places = tensors.positions - dropped[rows]
+        # In a rehearsal the positions are not computed.
+        columns = (places // self.block_size).clamp_(0, self.table.columns - 1)
+        blocks = tensors.block_table[rows, columns].long()
+        return tensors._replace(
+            slot_mapping=blocks * self.block_size + places % self.block_size,
+            seq_lens=tensors.seq_lens - dropped,
+        )
 
     def layouts(
         self,

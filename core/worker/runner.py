@@ -17,6 +17,7 @@ from ..protocols.attention import AttentionBackend
 from ..step import NOTHING_IN_PROCESS, InProcess, StepPlan
 from .batch import LogitRows, PersistentBatch, StepInputs, StepRows, releasing_all
 from .graphs import DecodeGraphs, Ending
+from .kv_cache.compaction import Compactor
 from .launched_step import LOGPROB_FIELDS, LaunchedStep, PromptScores
 from .mixed_graphs import MixedGraphs
 from .parts import PerSlot, update_parts
@@ -56,6 +57,8 @@ class ModelRunner:
         """All that the runner remembers of slots."""
         self.graphs: DecodeGraphs | None = None
         self.mixed_graphs: MixedGraphs | None = None
+        self.compactor: Compactor | None = None
+        """Set with KV compression."""
         self.precompiling = False
         """Whether kernels are only compiled, not run."""
 
@@ -64,6 +67,9 @@ class ModelRunner:
         """Queue one step on the device and return at once."""
         launched = time.monotonic()
         self.update_slots(plan, in_process)
+        if plan.compactions:
+            assert self.compactor is not None, "a compaction, without KV compression"
+            self.compactor.run(plan.compactions)
         if self.graphs is not None and self.graphs.is_decode_step(plan):
             step = self._replay(plan, self.graphs, launched)
             if step is not None:

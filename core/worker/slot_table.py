@@ -31,8 +31,10 @@ class SlotTable:
         block_size: int,
         device: torch.device,
         num_groups: int = 1,
+        compacts: bool = False,
     ) -> None:
-        """`num_groups`: groups of layers; each has a block table in every slot."""
+        """`num_groups`: groups of layers; each has a block table in every slot. `compacts`: plans
+        may have compactions."""
         self.num_slots = num_slots
         self.num_groups = num_groups
         # One row more than slots, for padding, and one position more than a sequence has, for the
@@ -49,11 +51,18 @@ class SlotTable:
         table_end = self._table_start + rows * num_groups * columns
         self._row_start = _aligned(table_end)
         end = self._row_start + num_slots * num_groups * columns
-        self.storage = torch.zeros(end + 1, dtype=torch.int32, device=device)
+        self._dropped_start = _aligned(end)
+        size = self._dropped_start + rows if compacts else end
+        self.storage = torch.zeros(size + 1, dtype=torch.int32, device=device)
         """All columns in one; its last number belongs to no slot."""
         self.lengths = self.storage[:rows]
-        """[num_slots + 1] int32: tokens in the cache, those of launched steps included. Each step
+        """[num_slots + 1] int32: computed tokens, those of launched steps included. Each step
         reads where its rows begin, and counts their tokens. 0 in the scratch slot."""
+        self.dropped = self.storage[self._dropped_start : size] if compacts else None
+        """[num_slots + 1] int32: computed tokens that compactions have dropped from the cache; None
+        where there are none, so that the cache has `lengths` tokens."""
+        self.num_dropped = np.zeros(rows, dtype=np.int32)
+        """[num_slots + 1] The same on the host, where it is always known."""
         history = self.storage[self._history_start : self._history_start + rows * positions]
         self.token_history = history.view(rows, positions)
         """[num_slots + 1, max_model_len + 1] int32"""
@@ -90,7 +99,7 @@ class SlotTable:
 
         Updates the host's counters of the slots that start.
         """
-        if not plan.starts and not plan.table_writes:
+        if not plan.starts and not plan.table_writes and not plan.compactions:
             return NO_WRITES
         pieces: list[tuple[int, Sequence[int]]] = []
         positions = self.token_history.shape[1]
@@ -101,6 +110,17 @@ class SlotTable:
             self._leave_row(slot)
             pieces.append((slot, (start.num_computed_tokens,)))
             pieces.append((self._history_start + slot * positions, start.token_ids))
+            if self.dropped is not None:
+                self.num_dropped[slot] = 0
+                pieces.append((self._dropped_start + slot, (0,)))
+        for compaction in plan.compactions:
+            slot = compaction.slot
+            assert self.dropped is not None, "a compaction, without KV compression"
+            self._leave_row(slot)
+            self.num_dropped[slot] += compaction.num_tokens - compaction.kept
+            pieces.append((self._dropped_start + slot, (int(self.num_dropped[slot]),)))
+            whole = TableWrite(slot, 0, 0, compaction.block_ids)
+            pieces.append((self._place(self._table_start, slot, whole), whole.block_ids))
         for write in plan.table_writes:
             self._leave_row(write.slot)
             pieces.append((self._place(self._table_start, write.slot, write), write.block_ids))

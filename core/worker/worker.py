@@ -42,6 +42,7 @@ from ..step import (
 from .batch import STEPS_IN_FLIGHT, PersistentBatch
 from .graphs import CudaRecorder, DecodeGraphs, Ending, Recorder
 from .guarded_half import EmptyStep, GuardedHalf, TransferringStep
+from .kv_cache.compaction import Compactor, load_compressor
 from .kv_cache.layout import kv_layout, model_fingerprint
 from .kv_cache.memory import allocate_cache, bytes_per_block, explain_oom, num_kv_blocks
 from .kv_cache.scales import finding_scales, to_be_scaled, unscaled
@@ -171,11 +172,17 @@ class Worker:
         specs = [
             to_be_scaled(layer.spec) if layer in self._unscaled else layer.spec for layer in layers
         ]
+        compressor = load_compressor(self.plugins, config, layers, kv_dtype)
+        compacts = compressor is not None
+        for layer in layers:
+            layer.length_is_position = not compacts
         name, backend_class, reason = choose(
             self.plugins["attention_backend"],
             "attention_backend",
             config.attention_backend,
-            lambda candidate: _refusal(candidate, specs, device, model_config.dtype, fp8_cache),
+            lambda candidate: _refusal(
+                candidate, specs, device, model_config.dtype, fp8_cache, compacts
+            ),
         )
         max_model_len = model_config.max_model_len
         groups = self._form_groups(layers, kv_dtype, backend_class)
@@ -195,6 +202,7 @@ class Worker:
             device=device,
             operations=operations,
             num_groups=len(groups),
+            compacts=compacts,
         )
         if model_config.pooling is not None:
             self.runner = PoolingRunner(
@@ -223,6 +231,11 @@ class Worker:
                     mask_timeout=config.structured_outputs_config.mask_timeout,
                 ),
             )
+            if compressor is not None:
+                described = self.plugins["kv_compressor"].described(config.kv_compression or "")
+                self.runner.compactor = Compactor(
+                    compressor, described, layers, batch.table, config.block_size
+                )
         graphs = self._graphs = self._step_graphs(operations)
         trials = self._trials = self._trial_steps(self.runner)
         self._bind_cache(layers, groups, 2, kv_dtype)
@@ -258,6 +271,7 @@ class Worker:
             steps_in_flight=STEPS_IN_FLIGHT,
             kv_layout=self._connect(model, cache_specs, caches),
             cache_groups=groups,
+            kv_compression=compacts,
         )
 
     def _processors(self, batch: PersistentBatch) -> Processors:
@@ -509,6 +523,9 @@ class Worker:
         """Return how decode steps are recorded on this device; None: they are not recorded."""
         if self.device.type != "cuda" or self.config.enforce_eager:
             return None
+        if self.config.kv_compression is not None:
+            # Recorded steps take positions and places in the cache from the same lengths.
+            return None
         return CudaRecorder(self.device)
 
     def stop(self) -> None:
@@ -598,7 +615,10 @@ def _refusal(
     device: torch.device,
     dtype: torch.dtype,
     fp8_cache: bool,
+    compacts: bool,
 ) -> str | None:
+    if compacts and not (backend.compacted_cache and backend.standard_cache):
+        return "it reads no compacted cache (kv_compression)"
     if fp8_cache and not backend.fp8_cache:
         return "it reads no fp8 cache (kv_cache_dtype)"
     reasons = (attention_refusal(backend, spec, device, dtype) for spec in specs)

@@ -79,6 +79,7 @@ class TorchAttention(AttentionBackend):
     name: ClassVar[str] = "torch"
     fp8_cache: ClassVar[bool] = True
     cache_groups: ClassVar[bool] = True
+    compacted_cache: ClassVar[bool] = True
     features: ClassVar[frozenset[str]] = frozenset(
         {"sliding_window", "soft_cap", "alibi_slopes", "sinks", "key_scale", "value_scale"}
     )

@@ -100,6 +100,7 @@ class TritonAttention(AttentionBackend):
     mixed_graph_safe: ClassVar[bool] = True
     fp8_cache: ClassVar[bool] = True
     cache_groups: ClassVar[bool] = True
+    compacted_cache: ClassVar[bool] = True
 
     @classmethod
     def supports(cls, spec: AttentionSpec, device: torch.device, dtype: torch.dtype) -> str | None:

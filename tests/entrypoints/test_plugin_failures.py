@@ -33,6 +33,7 @@ from jackfield.core.sampling_params import StructuredOutputsParams
 from jackfield.core.step import KVReport
 from jackfield.plugins.attention.torch import TorchAttention
 from jackfield.plugins.executors.inprocess import InProcessExecutor
+from jackfield.plugins.kv_compressors.builtin import Window
 from jackfield.plugins.kv_connectors.cpu_offload import CpuOffloadConnector
 from jackfield.plugins.models.qwen3 import Qwen3ForCausalLM
 from jackfield.plugins.operations.triton import TritonOperations
@@ -143,6 +144,7 @@ class Options(msgspec.Struct):
 BadAttention = type("BadAttention", (TorchAttention,), {"supports": staticmethod(bang)})
 BadOperations = type("BadOperations", (TritonOperations,), {"supports": staticmethod(bang)})
 BadExecutor = type("BadExecutor", (InProcessExecutor,), {"start": bang})
+BadCompressor = type("BadCompressor", (Window,), {"__init__": bang})
 BadPolicy = type("BadPolicy", (), {"__init__": bang, "key": bang})
 
 STARTS: dict[str, tuple[str, object, dict[str, Any]]] = {
@@ -158,6 +160,7 @@ STARTS: dict[str, tuple[str, object, dict[str, Any]]] = {
     "register_weight_loaders": ("weight_loader", BadLoader, {"load_format": "bad"}),
     "register_executors": ("executor", BadExecutor, {"executor": "bad"}),
     "register_schedule_policies": ("schedule_policy", BadPolicy, {"scheduling_policy": "bad"}),
+    "register_kv_compressors": ("kv_compressor", BadCompressor, {"kv_compression": "bad"}),
     "register_kv_connectors": (
         "kv_connector",
         BadConnector,

@@ -554,3 +554,65 @@ def test_invariants_notice_a_leaked_block():
     scheduler.running.requests[0].block_ids.pop()
     with pytest.raises(AssertionError, match="blocks for 40 tokens"):
         scheduler.check_invariants()
+
+
+# ---------------------------------------------------------------- KV compression
+
+
+def test_a_compaction_frees_its_blocks_in_the_plan_that_carries_it():
+    scheduler = make_scheduler(kv_compression_ratio=0.25)
+    request = make_request(160, max_tokens=40)
+    add(scheduler, request)
+    run(scheduler, scheduler.schedule())
+    used, old = scheduler.kv.num_used_blocks, request.block_ids
+    plan = scheduler.schedule()
+    (compaction,) = plan.compactions
+    assert (compaction.slot, compaction.num_tokens, compaction.kept) == (0, 160, 40)
+    assert compaction.block_ids == tuple(request.block_ids) and len(request.block_ids) == 3
+    assert not set(old) & set(request.block_ids)
+    assert used == 10 and scheduler.kv.num_used_blocks == 3 and plan.table_writes == ()
+    assert (request.num_computed_tokens, request.num_kv_tokens) == (161, 41)
+    scheduler.check_invariants()
+    run(scheduler, plan)
+    drain(scheduler)
+    assert len(request.output_token_ids) == 40 and scheduler.kv.num_used_blocks == 0
+    assert scheduler.stats.kv_compactions == 1 and scheduler.stats.kv_blocks_returned == 7
+
+
+def test_what_others_hold_is_not_counted_as_freed():
+    """Their prompt is shared but for its last block, and a compaction would only take more."""
+    scheduler = make_scheduler(kv_compression_ratio=0.5)
+    first, second = make_request(161, token=7), make_request(161, token=7)
+    add(scheduler, first)
+    run(scheduler, scheduler.schedule())
+    add(scheduler, second)
+    scheduler.requests[first.request_id].compression_due = False
+    drain(scheduler)
+    assert second.num_cached_tokens == 160
+    assert scheduler.stats.kv_compactions == 0
+    assert not (first.compacted or second.compacted)
+
+
+def test_a_preempted_request_has_its_whole_cache_again():
+    scheduler = make_scheduler(kv_compression_ratio=0.25, num_blocks=14)
+    first, second = make_request(64, max_tokens=100), make_request(64, max_tokens=100)
+    add(scheduler, first, second)
+    while not second.num_preemptions:
+        run(scheduler, scheduler.schedule())
+        scheduler.check_invariants()
+    assert second.status is Status.PREEMPTED
+    assert (second.compacted, second.num_dropped_tokens, second.num_kv_tokens) == (False, 0, 0)
+    drain(scheduler)
+    assert [len(r.output_token_ids) for r in (first, second)] == [100, 100]
+    assert scheduler.stats.kv_compactions == 3
+
+
+def test_a_failed_request_takes_its_names_back_though_its_blocks_are_released():
+    scheduler = make_scheduler(kv_compression_ratio=0.25)
+    request = make_request(160, token=9)
+    add(scheduler, request)
+    run(scheduler, scheduler.schedule())
+    plan = scheduler.schedule()
+    assert plan.compactions
+    run(scheduler, plan, failed={0: "on purpose"})
+    assert not scheduler.kv.find_hits(make_request(160, token=9)).num_blocks

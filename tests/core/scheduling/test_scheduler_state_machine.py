@@ -32,9 +32,10 @@ def next_token(prefix: tuple[int, ...], salt: str | None) -> int:
 class ReplayingWorker:
     """Applies plans as a worker does, in order, and refuses any that break the contract.
 
-    The KV of a position is (tokens up to and including it, salt, group of layers): what real KV
-    depends on, who may read it, and with which layers. A column that a slot was not told of is not
-    there, and a group's layers read the positions in its window alone.
+    The KV of a position is (tokens up to and including it, salt, group of layers, owner): what real
+    KV depends on, who may read it, and with which layers. A column that a slot was not told of is
+    not there, and a group's layers read the positions in its window alone. The owner is set once a
+    cache is compacted: what remains, and all that is computed from it, is for that request alone.
     """
 
     def __init__(
@@ -54,12 +55,39 @@ class ReplayingWorker:
         self.tables: dict[int, list[dict[int, int]]] = {}
         """Slot → of each group: column → block."""
         self.salts: dict[int, str | None] = {}
+        self.held: dict[int, list[int]] = {}
+        """Compacted slot → the positions that its cache holds, in order."""
+        self.num_compactions = 0
+        self.owners: dict[int, int | None] = {}
+        """Slot → the number of its compaction."""
 
     def forget(self, slots: set[int]) -> None:
         """What the executor's `recover` does; all blocks but `kept` may hold anything by now."""
-        for state in (self.tokens, self.computed, self.tables, self.salts):
+        for state in self._states:
             state.clear()
         self.kv = {place: what for place, what in self.kv.items() if place[0] in slots}
+
+    @property
+    def _states(self) -> tuple[dict[int, Any], ...]:
+        return self.tokens, self.computed, self.tables, self.salts, self.held, self.owners
+
+    def compact(self, slot: int, num_tokens: int, kept: int, block_ids: tuple[int, ...]) -> None:
+        """Keep some tokens, in fresh blocks; which ones is not the plan's business."""
+        held = self._held(slot)
+        assert num_tokens == len(held) and 0 < kept <= num_tokens
+        assert len(block_ids) == -(-kept // self.block_size)
+        content = [self.kv[self._place(slot, 0, index)] for index in range(num_tokens)]
+        chosen = sorted(range(num_tokens), key=lambda index: (index * 7919) % 101)[:kept]
+        self.num_compactions += 1
+        self.owners[slot] = self.num_compactions
+        self.tables[slot] = [dict(enumerate(block_ids))]
+        self.held[slot] = [held[index] for index in sorted(chosen)]
+        for place, index in enumerate(sorted(chosen)):
+            what = (*content[index][:3], self.num_compactions)
+            self.kv[self._place(slot, 0, place)] = what
+
+    def _held(self, slot: int) -> list[int]:
+        return self.held.get(slot) or list(range(self.computed[slot]))
 
     def run(
         self,
@@ -70,8 +98,10 @@ class ReplayingWorker:
     ) -> StepResult:
         """`look`: a plan may have nothing in it, so that news come."""
         for slot in plan.released:
-            for state in (self.tokens, self.computed, self.tables, self.salts):
-                del state[slot]
+            for state in self._states:
+                state.pop(slot, None)
+        for each in plan.compactions:
+            self.compact(each.slot, each.num_tokens, each.kept, each.block_ids)
         for start in plan.starts:
             assert start.slot not in self.tables, "a slot is used twice"
             assert 0 <= start.slot < self.max_num_seqs
@@ -103,11 +133,15 @@ class ReplayingWorker:
             for position in range(self.computed[slot], self.computed[slot] + count):
                 prefix = tuple(self.tokens[slot][: position + 1])
                 assert len(prefix) == position + 1, "computes a token that does not exist"
+                index = position
+                if slot in self.held:
+                    index = len(self.held[slot])
+                    self.held[slot].append(position)
                 for number in range(len(self.groups)):
-                    place = self._place(slot, number, position)
+                    place = self._place(slot, number, index)
                     assert place not in written, "two rows write one place"
                     written.add(place)
-                    self.kv[place] = (prefix, self.salts[slot], number)
+                    self.kv[place] = (prefix, self.salts[slot], number, self.owners.get(slot))
         sampled_ids = []
         rows = zip(plan.slots, plan.num_tokens, plan.samples, strict=True)
         for slot, count, sampled in rows:
@@ -117,13 +151,15 @@ class ReplayingWorker:
             assert sampled == (end == len(self.tokens[slot])), "samples off the end"
             for number, group in enumerate(self.groups):
                 seen = 0 if group.window is None else max(0, first - group.window + 1)
-                for position in range(seen, end):
-                    prefix, salt, owner = self.kv[self._place(slot, number, position)]
+                for index, position in list(enumerate(self._held(slot)))[seen:]:
+                    prefix, salt, owner, only = self.kv[self._place(slot, number, index)]
+                    assert only in (None, self.owners.get(slot)), "another's compacted KV"
                     assert prefix == tuple(self.tokens[slot][: position + 1]), "another's KV"
                     assert salt == self.salts[slot], "another tenant's KV"
                     assert owner == number, "another layer's KV"
             if sampled:
-                prefix, salt, _ = self.kv[self._place(slot, 0, end - 1)]
+                place = self._place(slot, 0, len(self._held(slot)) - 1)
+                prefix, salt, _, _ = self.kv[place]
                 token = next_token(prefix, salt)
                 self.tokens[slot].append(token)
                 sampled_ids.append(token)
@@ -160,6 +196,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     enable_chunked_prefill = True
     policy: type = FirstComeFirstServed
     groups: tuple[CacheGroup, ...] = ONE_GROUP
+    kv_compression_ratio: float | None = None
     max_num_seqs, budget, max_model_len, num_blocks, block_size = 4, 16, 40, 14, 4
 
     def __init__(self) -> None:
@@ -178,6 +215,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             else GuardedConnector(self.connector, AsTheyAre()),
             hash_key=b"the same for all",
             groups=self.groups,
+            kv_compression_ratio=self.kv_compression_ratio,
         )
         self.worker = ReplayingWorker(
             self.num_blocks, self.block_size, self.max_num_seqs, self.budget, self.groups
@@ -634,6 +672,13 @@ class NoCacheNoChunkMachine(SchedulerMachine):
     budget = 24
 
 
+class CompactingMachine(PriorityMachine):
+    """Prompts of 17 tokens and more are cut to 16, or to little more."""
+
+    kv_compression_ratio = 0.3
+    num_blocks = 20
+
+
 class OneTokenBlocksMachine(SchedulerMachine):
     block_size = 1
     num_blocks = 42
@@ -777,6 +822,7 @@ for machine in (
     SchedulerMachine,
     PriorityMachine,
     NoCacheNoChunkMachine,
+    CompactingMachine,
     OneTokenBlocksMachine,
     ConnectorMachine,
     ConnectorPriorityMachine,
@@ -794,6 +840,7 @@ for machine in (
 TestScheduler = SchedulerMachine.TestCase
 TestPriority = PriorityMachine.TestCase
 TestNoCacheNoChunk = NoCacheNoChunkMachine.TestCase
+TestCompacting = CompactingMachine.TestCase
 TestOneTokenBlocks = OneTokenBlocksMachine.TestCase
 TestWindows = WindowsMachine.TestCase
 TestOneWindow = OneWindowMachine.TestCase

@@ -1,0 +1,35 @@
+"""Policies that need no queries: by position, and by the norm of keys."""
+
+from __future__ import annotations
+
+import torch
+
+from ...core.protocols.attention import AttentionSpec
+from ...core.protocols.kv_compressors import KVCompressor
+
+SINKS = 4
+"""First tokens that always stay: models put much of their attention there (arXiv 2309.17453)."""
+RECENT = 8
+"""Last tokens that always stay: what the next token continues."""
+
+
+class Window(KVCompressor):
+    """Keep the first tokens and the most recent ones, as StreamingLLM (arXiv 2309.17453) does."""
+
+    def scores(self, spec: AttentionSpec, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """[num_tokens, num_kv_heads, head_dim] each → [num_tokens, num_kv_heads]"""
+        scores = torch.arange(keys.shape[0], dtype=torch.float32, device=keys.device)
+        scores[:SINKS] = torch.inf
+        return scores[:, None].expand(-1, keys.shape[1])
+
+
+class KeyNorm(KVCompressor):
+    """Keep the keys with the smallest norms, which get the most attention (arXiv 2406.11430), and
+    the first and last tokens. Rotation does not change norms."""
+
+    def scores(self, spec: AttentionSpec, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """[num_tokens, num_kv_heads, head_dim] each → [num_tokens, num_kv_heads]"""
+        scores = keys.float().norm(dim=2).neg()
+        scores[:SINKS] = torch.inf
+        scores[-RECENT:] = torch.inf
+        return scores

@@ -1,0 +1,274 @@
+"""KV compression through the whole engine: what stays was computed so, and blocks come back."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from jackfield import AsyncEngine, EngineConfig, SamplingParams
+from jackfield.core.errors import ConfigError
+from jackfield.core.hooks import hookimpl
+from jackfield.core.protocols import AttentionSpec, KVCompressor
+from jackfield.core.registry import load_plugins
+from jackfield.core.scheduling.scheduler import Scheduler
+from jackfield.core.worker.kv_cache.compaction import best
+from jackfield.plugins.executors.inprocess import InProcessExecutor
+from jackfield.plugins.kv_compressors.builtin import RECENT, SINKS, KeyNorm, Window
+
+from helpers import VOCAB, greedy_reference, make_checkpoint, reference_model
+
+BLOCK = 4
+OUTPUT = 10
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint("qwen3", tmp_path_factory.mktemp("qwen3"))
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    draw = random.Random(seed)
+    return [draw.randrange(3, VOCAB) for _ in range(length)]
+
+
+def config(folder: Path, **options: Any) -> EngineConfig:
+    return EngineConfig(**{
+        "model": str(folder), "device": "cpu", "dtype": "float32", "skip_tokenizer_init": True,
+        "attention_backend": "torch", "max_model_len": 96, "max_num_seqs": 8, "block_size": BLOCK,
+        "num_gpu_blocks_override": 200, **options,
+    })  # fmt: skip
+
+
+async def run(engine: AsyncEngine, tokens: list[int], **params: Any) -> list[list[int]]:
+    wanted = SamplingParams(
+        **{"temperature": 0.0, "ignore_eos": True, "max_tokens": OUTPUT, **params}
+    )
+    last: Any = None
+    async for output in engine.generate(tokens, wanted):
+        last = output
+    return [completion.token_ids for completion in last.outputs]
+
+
+async def outputs(folder: Path, prompts: list[list[int]], **options: Any) -> Any:
+    """Run prompts together → their tokens, and the engine's statistics."""
+    plugins = options.pop("plugins", None)
+    params = options.pop("params", {})
+    async with AsyncEngine(config(folder, **options), plugins=plugins) as engine:
+        results = await asyncio.gather(*(run(engine, one, **params) for one in prompts))
+        stats = engine.stats()
+        engine.core.scheduler.check_invariants()
+    assert stats.kv_blocks_used == 0
+    return [tokens for (tokens,) in results], stats
+
+
+@pytest.mark.parametrize("length", [16, 17, 19, 20])
+async def test_keeping_all_in_fresh_blocks_changes_no_token(
+    folder: Path, length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At every place of a block: its last token, its first, the one before the last."""
+    monkeypatch.setattr(Scheduler, "min_compaction_gain", 0)
+    plain, _ = await outputs(folder, [prompt(length)])
+    kept, stats = await outputs(
+        folder, [prompt(length)], kv_compression="key_norm", kv_compression_ratio=1.0
+    )
+    assert stats.kv_compactions == 1 and stats.kv_blocks_returned == 0
+    assert kept == plain
+
+
+async def test_a_budget_above_the_length_compacts_nothing(folder: Path) -> None:
+    prompts = [prompt(n, n) for n in (1, 15, 40)]
+    plain, _ = await outputs(folder, prompts)
+    kept, stats = await outputs(folder, prompts, kv_compression="window", kv_compression_ratio=1.0)
+    assert kept == plain and stats.kv_compactions == 0
+
+
+@torch.no_grad()
+def pruned_reference(
+    folder: Path, tokens: list[int], compressor: KVCompressor, kept: int, count: int
+) -> list[int]:
+    """Greedy tokens of the `transformers` model, whose cache loses tokens after the prompt: each KV
+    head attends densely to those that are left."""
+    model = reference_model(folder)
+    output = model(torch.tensor([tokens]), use_cache=True)
+    cache, chosen = output.past_key_values, [int(output.logits[0, -1].argmax())]
+    for layer in cache.layers:
+        keys, values = (each[0].transpose(0, 1) for each in (layer.keys, layer.values))
+        scores = compressor.scores(AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=32, scale=1),
+                                   keys, values)  # fmt: skip
+        index = torch.topk(scores, kept, dim=0).indices[:, :, None].expand(-1, -1, keys.shape[2])
+        layer.keys = keys.gather(0, index).transpose(0, 1)[None].contiguous()
+        layer.values = values.gather(0, index).transpose(0, 1)[None].contiguous()
+    while len(chosen) < count:
+        position = torch.tensor([[len(tokens) + len(chosen) - 1]])
+        output = model(
+            torch.tensor([[chosen[-1]]]), past_key_values=cache, position_ids=position,
+            use_cache=True,
+        )  # fmt: skip
+        chosen.append(int(output.logits[0, -1].argmax()))
+    return chosen
+
+
+@pytest.mark.parametrize(
+    ("name", "policy", "count"),
+    [("torch", KeyNorm, OUTPUT), ("torch", Window, OUTPUT), ("triton", KeyNorm, 3)],
+)
+async def test_tokens_are_those_of_dense_attention_to_what_is_left(
+    folder: Path, name: str, policy: type[KVCompressor], count: int
+) -> None:
+    """With a prompt in chunks, and two others in the batch that are too short to be compacted."""
+    tokens = prompt(45)
+    expected = pruned_reference(folder, tokens, policy(), 18, count)
+    whole = greedy_reference(reference_model(folder), tokens, count)[0]
+    assert name == "triton" or expected != whole, "nothing of importance was dropped"
+    results, stats = await outputs(
+        folder, [prompt(5, 1), tokens, prompt(9, 2)], attention_backend=name,
+        kv_compression="window" if policy is Window else "key_norm", kv_compression_ratio=0.4,
+        max_num_batched_tokens=16, params={"max_tokens": count},
+    )  # fmt: skip
+    assert results[1] == expected
+    assert stats.kv_compactions == 1 and stats.kv_blocks_returned == 12 - 5
+
+
+async def test_a_sibling_of_a_prefix_is_unchanged(folder: Path) -> None:
+    """The longer request is compacted while the shorter one holds blocks of both; what was computed
+    after the compaction is no hit for a third."""
+    short, long = prompt(15), prompt(15) + prompt(45, 1)
+    plain, _ = await outputs(folder, [short, long])
+    options = {"kv_compression": "key_norm", "kv_compression_ratio": 0.3}
+    async with AsyncEngine(config(folder, **options)) as engine:
+        first = asyncio.ensure_future(run(engine, short, max_tokens=30))
+        while engine.stats().generation_tokens < 2:
+            await asyncio.sleep(0)
+        (compacted,) = await run(engine, long)
+        assert engine.stats().kv_compactions == 1 and engine.stats().prefix_cache_hits == 12
+        ((sibling),) = (await first)[:1]
+        again = await run(engine, [*long, *compacted])
+        assert engine.stats().prefix_cache_hits == 12 + 60, "only the prompt may be hit"
+    expected, _ = await outputs(folder, [[*long, *compacted], short], params={"max_tokens": 1})
+    assert compacted != plain[1], "the compaction had no effect"
+    assert compacted[0] == plain[1][0] and sibling[:OUTPUT] == plain[0]
+    assert again[0][0] == expected[0][0]
+
+
+async def test_preempted_requests_and_siblings_finish(folder: Path) -> None:
+    """In a cache that holds less than the prompts at once; one is aborted on the way."""
+    options = {
+        "kv_compression": "window", "kv_compression_ratio": 0.5, "num_gpu_blocks_override": 26,
+        "max_num_batched_tokens": 16,
+    }  # fmt: skip
+    async with AsyncEngine(config(folder, **options)) as engine:
+        jobs = [
+            asyncio.ensure_future(run(engine, prompt(n, n), max_tokens=40, n=many))
+            for n, many in ((40, 1), (36, 2), (33, 1), (50, 1))
+        ]
+        while engine.stats().kv_compactions < 1:
+            await asyncio.sleep(0)
+            engine.core.scheduler.check_invariants()
+        jobs[0].cancel()
+        while not all(job.done() for job in jobs):
+            await asyncio.sleep(0)
+            engine.core.scheduler.check_invariants()
+        stats = engine.stats()
+        results = [job.result() for job in jobs[1:]]
+    assert [len(tokens) for result in results for tokens in result] == [40] * 4
+    assert stats.num_preemptions and stats.kv_compactions > 2 and stats.kv_blocks_used == 0
+
+
+# ---------------------------------------------------------------- parts
+
+
+def test_the_best_tokens_stay_in_order_and_the_earlier_of_equals() -> None:
+    scores = torch.tensor([[1.0, 5.0], [3.0, 5.0], [1.0, 5.0], [2.0, 9.0]])
+    assert best(scores, 3).tolist() == [[0, 0], [1, 1], [3, 3]]
+    assert best(scores, 4).tolist() == [[n, n] for n in range(4)]
+
+
+def test_policies_keep_first_and_last_tokens() -> None:
+    draw = torch.Generator().manual_seed(0)
+    spec = AttentionSpec(num_heads=4, num_kv_heads=3, head_dim=8, scale=1.0)
+    keys, values = torch.randn(2, 40, 3, 8, generator=draw)
+    kept = best(Window().scores(spec, keys, values), 16)
+    assert kept.T.tolist() == [[*range(SINKS), *range(28, 40)]] * 3
+    kept = best(KeyNorm().scores(spec, keys, values), 16)
+    for head, chosen in enumerate(kept.T.tolist()):
+        assert chosen[:SINKS] == list(range(SINKS)) and chosen[-RECENT:] == list(range(32, 40))
+        middle = sorted(range(SINKS, 32), key=lambda i: float(keys[i, head].norm()))[:4]
+        assert chosen[SINKS:-RECENT] == sorted(middle)
+
+
+# ---------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kv_compression": "no_such"}, "kv_compression: .*no_such"),
+        ({"kv_compression": "window", "kv_compression_ratio": 0.0}, "kv_compression_ratio"),
+        ({"kv_compression": "window", "kv_cache_dtype": "fp8"}, "kv_compression: .*fp8"),
+        ({"kv_compression": "window", "attention_backend": "flex"}, "reads no compacted cache"),
+        ({"kv_compression": "window", "runner": "pooling"}, "kv_compression: .* is pooled"),
+        ({"kv_compression": "window", "kv_transfer_config": {"kv_connector": "cpu_offload"}},
+         "kv_compression: KV connectors"),
+    ],
+)  # fmt: skip
+async def test_what_does_not_go_together_is_refused(
+    folder: Path, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        await outputs(folder, [prompt(5)], **options)
+
+
+async def test_sliding_windows_are_refused(tmp_path: Path) -> None:
+    folder = make_checkpoint("mistral-window", tmp_path)
+    with pytest.raises(ConfigError, match=r"kv_compression: .*sliding window"):
+        await outputs(folder, [prompt(5)], kv_compression="window")
+
+
+class OlderExecutor(InProcessExecutor):
+    """An executor whose worker knows of no compactions."""
+
+    async def start(self) -> Any:
+        return msgspec.structs.replace(await super().start(), kv_compression=False)
+
+
+class OneScore(KVCompressor):
+    """Its scores are not those of each head."""
+
+    def scores(self, spec: AttentionSpec, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        return keys[:, 0, 0]
+
+
+class Outside:
+    jackfield_api = 2
+
+    @hookimpl
+    def register_executors(self, registry: Any) -> None:
+        registry.add("older", f"{__name__}:OlderExecutor")
+
+    @hookimpl
+    def register_kv_compressors(self, registry: Any) -> None:
+        registry.add("one_score", f"{__name__}:OneScore")
+
+
+async def test_an_executor_that_compacts_nothing_is_refused(folder: Path) -> None:
+    plugins = load_plugins(extra=[Outside()])
+    with pytest.raises(ConfigError, match="kv_compression: executor 'older'"):
+        await outputs(
+            folder, [prompt(5)], plugins=plugins, kv_compression="window", executor="older"
+        )
+
+
+async def test_scores_of_a_wrong_shape_name_the_plugin(folder: Path) -> None:
+    plugins = load_plugins(extra=[Outside()])
+    async with AsyncEngine(config(folder, kv_compression="one_score"), plugins=plugins) as engine:
+        async for output in engine.generate(prompt(40), SamplingParams(ignore_eos=True)):
+            last = output
+        assert last.error is not None
+        assert "one_score" in last.error and "its scores are [40]" in last.error
+        assert await run(engine, prompt(10)), "others go on"
