@@ -27,8 +27,8 @@ class Attention(nn.Module):
     """The checkpoint's scales of keys and values. With an fp8 cache, `spec` has these or calculated
     ones."""
     length_is_position: bool
-    """Whether a row's cache has as many tokens as its sequence, so that a backend may take positions
-    from it (`AttentionBackend.forward_projection`). Not so with KV compression."""
+    """Whether a row's cache has as many tokens as its sequence, so that a backend may take
+    positions from it (`AttentionBackend.forward_projection`). Not so with KV compression."""
 
     def __init__(self, spec: AttentionSpec, build: BuildContext) -> None:
         super().__init__()

@@ -86,7 +86,8 @@ class ExecutorInfo(msgspec.Struct, frozen=True, kw_only=True):
     cache_groups: tuple[CacheGroup, ...] = ONE_GROUP
     """Layers that share a block table."""
     kv_compression: bool = False
-    """Whether it does `StepPlan.compactions`; otherwise `EngineConfig.kv_compression` is refused."""
+    """Whether it does `StepPlan.compactions`: otherwise `EngineConfig.kv_compression` is
+    refused."""
     steps_in_flight: int = 2
     """Plans that are submitted before the result of the first one is there, at most."""
 

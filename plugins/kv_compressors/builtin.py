@@ -29,7 +29,7 @@ class KeyNorm(KVCompressor):
 
     def scores(self, spec: AttentionSpec, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """[num_tokens, num_kv_heads, head_dim] each → [num_tokens, num_kv_heads]"""
-        scores = keys.float().norm(dim=2).neg()
+        scores: torch.Tensor = -keys.float().norm(dim=2)
         scores[:SINKS] = torch.inf
         scores[-RECENT:] = torch.inf
         return scores
