@@ -93,7 +93,7 @@ def unpack(packed: bytes, window: int, max_bytes: int) -> bytes:
     if packed and not unpacker.eof:
         raise InvalidRequest("the body cannot be unpacked: it ends too early")
     if unpacker.unused_data:
-        raise InvalidRequest("the body cannot be decompressed: there is data after its end")
+        raise InvalidRequest("the body cannot be unpacked: there is data after its end")
     return b"".join(parts)
 
 

@@ -443,7 +443,7 @@ def test_answers_have_the_documented_shape(server: Server, pooler: Server) -> No
         assert answered[path] >= 5, answered
     answered = guided(pooler, 12, POOLING)
     for path in set(POOLING) - {"/classify"}:
-        assert answered[path] >= 3, answered
+        assert answered[path] >= 1, answered
 
 
 @pytest.mark.slow

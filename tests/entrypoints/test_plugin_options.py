@@ -169,7 +169,7 @@ async def test_a_configuration_class_is_there_before_the_model_and_lazily(
     install("newer", CONFIGS.format(model_type="newer", override=""))
     (tmp_path / "config_of_newer.py").write_text(CONFIG.format(model_type="newer"))
     plugins = load_plugins()
-    (entry,) = plugins["config"].entries()
+    entry = plugins["config"].entry("newer")
     assert isinstance(entry.reference, str)
     config = engine_config(checkpoint_of("newer", tmp_path / "model"))
     async with AsyncEngine(config, plugins=plugins) as engine:

@@ -245,8 +245,8 @@ def test_a_killed_run_goes_on_with_what_is_missing(checkpoint: Path, tmp_path: P
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("precious notes\n", "line 1 is no result of a batch"),
-        ("precious notes", "line 1 is no result of a batch"),
+        ("precious notes\n", "line 1 is not a result of a batch"),
+        ("precious notes", "line 1 is not a result of a batch"),
         ('{"id":"batch_req_1_0000000000000000"}\n', "not of this input"),
     ],
 )

@@ -13,6 +13,7 @@ from test_graphs import Plugin, StaticExecutor  # type: ignore[import-not-found]
 from jackfield import AsyncEngine, EngineConfig, SamplingParams, StructuredOutputsParams
 from jackfield.core.errors import InvalidRequest
 from jackfield.core.registry import Provenance, load_plugins
+from jackfield.core.step import PrepareAhead
 from jackfield.core.worker.graphs import Ending
 
 NUMBERS = {
@@ -109,8 +110,7 @@ async def test_recorded_steps_give_what_launched_ones_give() -> None:
         assert StaticExecutor.recorders[0].replays > 50
         executor: Any = engine.core.executor
         graphs = executor._worker.runner.graphs
-        assert executor._thread._spare is not None or not graphs.missing(), "nobody told it"
-        while await executor._thread.call(executor._worker.prepare_ahead):
+        while await executor.ask(PrepareAhead()):
             pass
         assert not graphs.missing() and (8, Ending.LOGITS) in graphs._replays
     async with AsyncEngine(config()) as engine:
