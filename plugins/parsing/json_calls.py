@@ -43,10 +43,18 @@ class JsonCallsParser(ToolMachine):
     """Whether a section continues at the next `{` after text that is not a call."""
     name_keys: ClassVar[tuple[str, ...]] = ("name",)
     argument_keys: ClassVar[tuple[str, ...]] = ("arguments",)
+    id_keys: ClassVar[tuple[str, ...]] = ()
+    """Keys of the model's own id of a call; it counts where it precedes name and arguments."""
+    keyed: ClassVar[bool] = False
+    """Whether a call is `{name: arguments}`."""
+    around: ClassVar[tuple[str, ...]] = ()
+    """Other marks, which are dropped."""
 
     def __init__(self, *, tools: Sequence[Mapping[str, Any]] = ()) -> None:
         opaque = self.opaque or ("", "")
-        self._open = Marks(*self.open, *self.weak, *self.inline, *self.bare_after, opaque[0])
+        self._open = Marks(
+            *self.open, *self.weak, *self.inline, *self.bare_after, *self.around, opaque[0]
+        )
         self._language = Marks(self.language)
         self.close_or_open = Marks(*self.close, *self.open)
         """Texts that end a call, even if its JSON is incomplete."""
@@ -64,7 +72,7 @@ class JsonCallsParser(ToolMachine):
             elif mark in self.inline:
                 text.back(mark)
                 yield from self.section([], weak=True)
-            else:
+            elif mark not in self.around:
                 yield from self.section([mark], weak=mark in self.weak)
 
     def _bare_section(self) -> Read[None]:
@@ -88,7 +96,7 @@ class JsonCallsParser(ToolMachine):
         calls = answer.calls
         while True:
             call = JsonCall(self, source, weak=weak)
-            done = yield from call.read()
+            done = yield from (call.read_keyed() if self.keyed else call.read())
             if not done:
                 answer.say("".join(source))
                 if call.started and (self.ends_turn or (marked and self.close)):
@@ -123,6 +131,7 @@ class JsonCall:
     def __init__(self, parser: JsonCallsParser, source: list[str], *, weak: bool) -> None:
         self._text, self._answer = parser.text, parser.answer
         self._name_keys, self._argument_keys = parser.name_keys, parser.argument_keys
+        self._id_keys, self._id = parser.id_keys, ""
         self._ends = parser.close_or_open
         self._known: Callable[[str], bool] = parser.known if weak else bool
         self._weak = weak
@@ -174,6 +183,14 @@ class JsonCall:
                 status = yield from text.json(self._source.append, mended, self._ends)
                 if status != "done":
                     return False
+            elif (
+                key in self._id_keys
+                and not self.started
+                and (yield from glance(text, self._source)) == '"'
+            ):
+                self._id = yield from string(text, self._source)
+                if not self._id:
+                    return False
             else:
                 yield from glance(text, self._source)
                 if (yield from text.json(self._source.append)) != "done":
@@ -186,11 +203,36 @@ class JsonCall:
         answer.end()
         return True
 
+    def read_keyed(self) -> Read[bool]:
+        """Read a call whose only key is its name; return whether it is complete. Of more keys, the
+        first counts."""
+        text, source = self._text, self._source
+        if not (yield from sign(text, source, "{")):
+            return False
+        name = yield from string(text, source)
+        if not name or not self._known(name) or not (yield from sign(text, source, ":")):
+            return False
+        if (yield from glance(text, source)) != "{":
+            return False
+        self._start(name)
+        if (yield from text.json(_nowhere, self._answer.arguments, self._ends)) != "done":
+            return False
+        rest: MutableSequence[str] = deque(maxlen=0)
+        while not (yield from sign(text, rest, "}")):
+            key = (yield from sign(text, rest, ",")) and (yield from string(text, rest))
+            if not key or not (yield from sign(text, rest, ":")):
+                return False
+            yield from glance(text, rest)
+            if (yield from text.json(_nowhere, None, self._ends)) != "done":
+                return False
+        self._answer.end()
+        return True
+
     def _start(self, name: str) -> None:
         self.started = True
         self._source.clear()
         self._source = deque(maxlen=0)
-        self._answer.start(name)
+        self._answer.start(name, self._id)
 
 
 def glance(text: Cursor, source: MutableSequence[str]) -> Read[str]:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from typing import ClassVar
 
 from ...core.protocols.parsers import Content, Reasoning
-from .cursor import Marks, Read, StreamingParser
+from .cursor import Marks, Read, Say, StreamingParser
 
 
 class ThoughtParser(StreamingParser):
@@ -33,8 +32,8 @@ class ThoughtParser(StreamingParser):
     newlines; closing marks without an opening one are dropped."""
     space: ClassVar[str] = "\n"
     """Characters that are markup next to a mark."""
-    answer_open: ClassVar[str] = ""
-    answer_close: ClassVar[str] = ""
+    answer_open: ClassVar[tuple[str, ...]] = ()
+    answer_close: ClassVar[tuple[str, ...]] = ()
     """Marks around the content, dropped with the newlines right inside; they may be missing."""
 
     thinking_switch: ClassVar[tuple[str, bool]] = ("enable_thinking", True)
@@ -72,22 +71,24 @@ class ThoughtParser(StreamingParser):
                 yield from text.run(space)
             gap = ""
         self.reasoning_ended = True
-        if (yield from text.accept(Marks(self.answer_open))):
+        if (yield from text.accept(Marks(*self.answer_open))):
             yield from text.run(space)
             gap = ""
         self.say(gap)
-        if self.answer_close and (yield from self.until(Marks(self.answer_close), self.say)):
+        if self.answer_close and (yield from self.until(Marks(*self.answer_close), self.say)):
             yield from text.run(space)
         marks = Marks(*self.open, *self.close) if self.anywhere else Marks()
         while mark := (yield from text.until(marks, self.say)):
             if mark in self.open:
                 yield from text.run(space)
                 self._another = self._thought
-                yield from self.until(Marks(*self.close), self.think)
-                if not self._answered:
+                mark = yield from self.until(Marks(*self.close, *self.call), self.think)
+                if mark in self.call:
+                    self.say(mark)
+                elif not self._answered:
                     yield from text.run(space)
 
-    def until(self, close: Marks, say: Callable[[str], None]) -> Read[str]:
+    def until(self, close: Marks, say: Say) -> Read[str]:
         """Pass text to `say` up to a closing mark, without the space right before it."""
         space: list[str] = []
 

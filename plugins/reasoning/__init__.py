@@ -8,11 +8,15 @@ from ...core.hooks import hookimpl
 
 _HERE = "jackfield.plugins.reasoning"
 _PARSERS = {
+    "apertus2509": ("think_tags:ApertusReasoning", "Apertus 2509"),
+    "cohere_command3": ("cohere:CohereCommand3Reasoning", "Command A"),
+    "cohere_command4": ("cohere:CohereCommand4Reasoning", "Cohere's models after Command A"),
     "deepseek_r1": ("think_tags:DeepSeekR1Reasoning", "DeepSeek-R1, QwQ"),
     "deepseek_v3": ("think_tags:DeepSeekV3Reasoning", "DeepSeek-V3.1"),
     "deepseek_v4": ("think_tags:DeepSeekV4Reasoning", "DeepSeek-V4"),
     "deepseek_v41": ("think_tags:DeepSeekV4Reasoning", "DeepSeek-V4.1"),
     "ernie45": ("think_tags:Ernie45Reasoning", "ERNIE 4.5 Thinking"),
+    "gemma4": ("think_tags:Gemma4Reasoning", "Gemma 4"),
     "glm45": ("think_tags:Glm45Reasoning", "GLM-4.5, GLM-4.6"),
     "glm47": ("think_tags:Glm47Reasoning", "GLM-4.7, GLM-5"),
     "gptoss": ("harmony:HarmonyReasoning", "gpt-oss"),
@@ -28,6 +32,7 @@ _PARSERS = {
     "mimo": ("think_tags:Qwen3Reasoning", "MiMo-V2"),
     "minimax_m2": ("think_tags:MiniMaxM2Reasoning", "MiniMax-M2"),
     "minimax_m2_append_think": ("think_tags:MiniMaxM2AppendThinkReasoning", "MiniMax-M2"),
+    "minimax_m3": ("think_tags:MiniMaxM3Reasoning", "MiniMax-M3"),
     "mistral": ("think_tags:MistralReasoning", "Magistral"),
     "nemotron_3": ("think_tags:Glm47Reasoning", "Nemotron 3"),
     "nemotron_v3": ("think_tags:Glm47Reasoning", "Nemotron 3"),
@@ -44,9 +49,13 @@ _PARSERS = {
 }
 """name → (module and class, model family)"""
 _MARKS = {
+    "apertus2509": ("<|inner_prefix|>",),
+    "cohere_command3": ("<|START_THINKING|>", "<|START_RESPONSE|>"),
+    "cohere_command4": ("<|START_THINKING|>", "<|START_TEXT|>"),
     "deepseek_r1": ("<｜Assistant｜><think>",),
     "deepseek_v3": ("<｜Assistant｜>", "</think>", "thinking"),
     "ernie45": ("<think>", "<response>"),
+    "gemma4": ("<|channel>", "<channel|>"),
     "glm45": ("<think>", "enable_thinking"),
     "glm47": ("<tool_call>{function-name}<arg_key>", "</think>"),
     "gptoss": ("<|channel|>", "<|message|>"),
@@ -56,6 +65,7 @@ _MARKS = {
     "kimi_k2": ("<|tool_calls_section_begin|>", "</think>"),
     "mimo": ("<think>", "enable_thinking"),
     "minimax_m2": ("<think>",),
+    "minimax_m3": ("<mm:think>",),
     "mistral": ("[THINK]",),
     "olmo3": ("<think>",),
     "qwen3": ("<think>", "enable_thinking"),

@@ -119,7 +119,7 @@ class Ernie45Reasoning(ThoughtParser):
 
     markers = ("<think>", "</think>", "<response>", "</response>")
     always = True
-    answer_open, answer_close = "<response>", "</response>"
+    answer_open, answer_close = ("<response>",), ("</response>",)
 
 
 class MiniMaxM2Reasoning(ThoughtParser):
@@ -178,6 +178,58 @@ class MistralReasoning(ThoughtParser):
     anywhere = True
 
 
+class MiniMaxM3Reasoning(ThoughtParser):
+    """`<mm:think>…</mm:think>` anywhere, unless the template opens or closes the reasoning."""
+
+    open, close = ("<mm:think>",), ("</mm:think>",)
+    markers = (*open, *close)
+    begins_inside = False
+    always = True
+    anywhere = True
+
+
+class Gemma4Reasoning(ThoughtParser):
+    """`<|channel>thought`, a newline, `…<channel|>`, opened by the model, also after content. A
+    call ends it, too."""
+
+    open, close = ("<|channel>thought",), ("<channel|>",)
+    call = ("<|tool_call>",)
+    markers = ("<|channel>", *close, *call)
+    begins_inside = False
+    anywhere = True
+    thinking_switch = ("enable_thinking", False)
+
+
+class ApertusReasoning(ThoughtParser):
+    """`<|inner_prefix|>…<|inner_suffix|>` anywhere, without the calls inside, which the tool parser
+    gets."""
+
+    open, close = ("<|inner_prefix|>",), ("<|inner_suffix|>",)
+    call = ("<|tools_prefix|>",)
+    call_end = "<|tools_suffix|>"
+    markers = (*open, *close, *call, call_end)
+    begins_inside = False
+    always = True
+
+    def read(self) -> Read[None]:
+        """Read reasoning and content in turn."""
+        text, begin = self.text, Marks(*self.open, *self.close)
+        mark = self.open[0] if self._inside else (yield from text.accept(begin))
+        ends = Marks(*self.close, *self.call)
+        while True:
+            if mark in self.open:
+                while (end := (yield from text.until(ends, self.think))) in self.call:
+                    self.reasoning_ended = True
+                    self.say(end)
+                    self.say((yield from text.until(Marks(self.call_end), self.say)))
+                if not end:
+                    return
+            self.reasoning_ended = True
+            mark = yield from text.until(begin, self.say)
+            if not mark:
+                return
+
+
 class GraniteReasoning(ThoughtParser):
     """`Here is my thought process: … Here is my response: …`."""
 
@@ -192,7 +244,7 @@ class HunyuanA13bReasoning(ThoughtParser):
     """`<think>…</think>`, then `<answer>…</answer>`, in plain text."""
 
     begins_inside = False
-    answer_open, answer_close = "<answer>", "</answer>"
+    answer_open, answer_close = ("<answer>",), ("</answer>",)
 
 
 class IdentityReasoning(ThoughtParser):

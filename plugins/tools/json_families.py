@@ -167,3 +167,41 @@ class HunyuanA13bToolParser(JsonCallsParser):
         between=", ",
         close="]</tool_calls>",
     )
+
+
+class ApertusToolParser(JsonCallsParser):
+    """`<|tools_prefix|>[{"f": {…}}, {"g": {…}}]<|tools_suffix|>`: the key is the name."""
+
+    open, close = ("<|tools_prefix|>",), ("<|tools_suffix|>",)
+    markers = (*open, *close)
+    keyed = True
+    call_form = CallForm(
+        trigger="<|tools_prefix|>",
+        open="<|tools_prefix|>[",
+        begin='{"{name}": ',
+        end="}",
+        between=", ",
+        close="]<|tools_suffix|>",
+    )
+
+
+class GigaChat3ToolParser(JsonCallsParser):
+    """`<|message_sep|>`, `function call<|role_sep|>`, then `{"name": "f", "arguments": {…}}`; or
+    `<|function_call|>{…}`. One call.
+    """
+
+    open = ("function call<|role_sep|>", "<|function_call|>")
+    close = ("<|message_sep|>", "</s>")
+    around = ("<|message_sep|>",)
+    markers = ("<|message_sep|>", "<|role_sep|>", "<|function_call|>")
+    ends_turn = True
+
+
+class CohereToolParser(JsonCallsParser):
+    """`<|START_ACTION|>[{"tool_call_id": "0", "tool_name": "f", "parameters": {…}}]`, then
+    `<|END_ACTION|>`.
+    """
+
+    open, close = ("<|START_ACTION|>",), ("<|END_ACTION|>",)
+    markers = (*open, *close)
+    id_keys, name_keys, argument_keys = ("tool_call_id",), ("tool_name",), ("parameters",)

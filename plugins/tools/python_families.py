@@ -52,3 +52,11 @@ class Olmo3ToolParser(PythonCallsParser):
         arguments=_LIST.arguments,
         never_first=_LIST.never_first,
     )
+
+
+class Lfm2ToolParser(PythonCallsParser):
+    """`<|tool_call_start|>[f(a="x"), g()]<|tool_call_end|>`."""
+
+    open, close = ("<|tool_call_start|>",), ("<|tool_call_end|>",)
+    bare = False
+    markers = (*open, *close)

@@ -280,6 +280,105 @@ class TestPlamo3(ReasoningParserKit):
     ]
 
 
+class TestGemma4(ReasoningParserKit):
+    name, thought_end = "gemma4", "<channel|>"
+    samples = [
+        Sample(
+            "<|channel>thought\nWe add.\n<channel|>It is 4.",
+            content="It is 4.",
+            reasoning="We add.",
+        ),
+        Sample(
+            "<|channel>thought\n<channel|>thought is hard.",
+            content="thought is hard.",
+            thinking=False,
+        ),
+        Sample(
+            "<|channel>thought\nNight?<|tool_call>call:now{}",
+            content="<|tool_call>call:now{}",
+            reasoning="Night?",
+        ),
+        Sample("<|channel>thou", content="<|channel>thou"),
+        Sample("It is<channel|> 4.", content="It is 4.", thinking=False),
+    ]
+
+    def test_it_is_off_by_default(self) -> None:
+        assert self.parser_class.thinking_switch == ("enable_thinking", False)
+
+    def test_it_reasons_again_after_content(self) -> None:
+        text = "A<|channel>thought\nb<|tool_call>c<channel|>d"
+        for pieces in ([text], list(text)):
+            message = fold(run(self.make(), pieces))
+            assert (message.reasoning, message.content) == ("b", "A<|tool_call>cd")
+
+
+class TestMiniMaxM3(ReasoningParserKit):
+    name, thought_end = "minimax_m3", "</mm:think>"
+    samples = [
+        Sample("<mm:think>We add.</mm:think>4", content="4", reasoning="We add."),
+        Sample("It is 4.", content="It is 4."),
+    ]
+
+    def test_reasoning_may_stand_in_the_content(self) -> None:
+        text = "Hi <mm:think>wait</mm:think>there"
+        for pieces in ([text], list(text)):
+            message = fold(run(self.make(), pieces))
+            assert (message.reasoning, message.content) == ("wait", "Hi there")
+
+
+class TestApertus2509(ReasoningParserKit):
+    name, thought_end = "apertus2509", "<|inner_suffix|>"
+    samples = [
+        Sample(
+            "<|inner_prefix|>A<|inner_suffix|>B<|inner_prefix|>C<|inner_suffix|>"
+            '<|tools_prefix|>[{"now": {}}]',
+            content='B<|tools_prefix|>[{"now": {}}]',
+            reasoning="AC",
+        ),
+        Sample("<|inner_prefix|>We add", reasoning="We add"),
+        Sample("It is 4.<|inner_suffix|>", content="It is 4."),
+    ]
+
+    def test_calls_inside_go_to_the_tool_parser(self) -> None:
+        text = '<|inner_prefix|>A<|tools_prefix|>[{"f": {}}]<|tools_suffix|>B<|inner_suffix|>C'
+        tools = self.plugins()["tool_parser"].load("apertus2509")
+        for pieces in ([text], list(text)):
+            message = fold(run(OutputParser(self.make(), tools()), pieces))
+            assert (message.reasoning, message.content) == ("AB", "C")
+            assert [call.name for call in message.tool_calls] == ["f"]
+
+
+class TestCohereCommand3(ReasoningParserKit):
+    name, thought_end = "cohere_command3", "<|END_THINKING|>"
+    samples = [
+        Sample(
+            "<|START_THINKING|>We <co>add</co: 0:[1,2],1:[0]>.<|END_THINKING|>"
+            "<|START_RESPONSE|>It is <co>4</co: 0:[1]>: <c</co.<|END_RESPONSE|>",
+            content="It is 4: <c</co.",
+            reasoning="We add.",
+        ),
+        Sample(
+            "<|START_THINKING|>I call.<|END_THINKING|><|START_ACTION|>[\n<co>]<|END_ACTION|>",
+            content="<|START_ACTION|>[\n<co>]<|END_ACTION|>",
+            reasoning="I call.",
+        ),
+        Sample("It is <c<co>o>4.", content="It is <co>4."),
+        Sample("<|START_RESPONSE|>It is", content="It is", thinking=False),
+    ]
+
+
+class TestCohereCommand4(ReasoningParserKit):
+    name, thought_end = "cohere_command4", "<|END_THINKING|>"
+    samples = [
+        Sample(
+            "Plan <|END_THINKING|><|START_TEXT|>At <co>noon</co: 0:[0]>.<|END_TEXT|>",
+            content="At noon.",
+            reasoning="Plan ",
+        ),
+        Sample("Plan", reasoning="Plan"),
+    ]
+
+
 class TestGranite(ReasoningParserKit):
     name, thought_end = "granite", "Here is my response:"
     samples = [

@@ -1,0 +1,76 @@
+"""Reasoning of Cohere's models, whose text cites documents."""
+
+from __future__ import annotations
+
+import re
+from typing import ClassVar
+
+from ..parsing.cursor import Marks, Read, Say
+from ..parsing.thought import ThoughtParser
+
+_CITATION = re.compile(r"<co>|</co:[^<>]{0,256}>")
+_BEGINNING = re.compile(r"<(c|co|/|/c|/co|/co:[^<>]{0,256})?\Z")
+
+
+class CohereCommand3Reasoning(ThoughtParser):
+    """`<|START_THINKING|>…<|END_THINKING|>`, then `<|START_RESPONSE|>…<|END_RESPONSE|>`. Marks of
+    citations, `<co>…</co: 0:[1]>`, are taken out. Calls end the reasoning, too.
+    """
+
+    open, close = ("<|START_THINKING|>",), ("<|END_THINKING|>",)
+    call = ("<|START_ACTION|>",)
+    answer_open: ClassVar[tuple[str, ...]] = ("<|START_RESPONSE|>",)
+    answer_close: ClassVar[tuple[str, ...]] = ("<|END_RESPONSE|>",)
+    markers: ClassVar[tuple[str, ...]] = (*open, *close, *call, *answer_open, *answer_close)
+    begins_inside = False
+    thinking_switch = ("reasoning", True)
+
+    def until(self, close: Marks, say: Say) -> Read[str]:
+        """Pass text to `say` up to a closing mark, without citations; calls as they are."""
+        citations = CitationFilter(say)
+        mark = yield from super().until(Marks(*close.texts, *self.call), citations.add)
+        citations.finish()
+        if mark in self.call and mark not in close.texts:
+            say(mark)
+            mark = yield from super().until(close, say)
+        return mark
+
+
+class CohereCommand4Reasoning(CohereCommand3Reasoning):
+    """`…<|END_THINKING|>`, then `<|START_TEXT|>…<|END_TEXT|>`: the template opens the reasoning.
+    Marks of citations, `<co>…</co: 0:[1]>`, are taken out. Calls end the reasoning, too.
+    """
+
+    answer_open = ("<|START_TEXT|>", "<|START_RESPONSE|>")
+    answer_close = ("<|END_TEXT|>", "<|END_RESPONSE|>")
+    markers = (*CohereCommand3Reasoning.markers, answer_open[0], answer_close[0])
+    begins_inside = True
+
+
+class CitationFilter:
+    """Passes text on without the marks of citations."""
+
+    def __init__(self, say: Say) -> None:
+        self._say = say
+        self._pending = ""
+
+    def add(self, text: str) -> None:
+        """Add the next piece of text."""
+        text = self._pending + text
+        at = 0
+        for match in _CITATION.finditer(text):
+            self._pass_on(text[at : match.start()])
+            at = match.end()
+        beginning = _BEGINNING.search(text, at)
+        end = beginning.start() if beginning else len(text)
+        self._pass_on(text[at:end])
+        self._pending = text[end:]
+
+    def finish(self) -> None:
+        """End the text."""
+        self._pass_on(self._pending)
+        self._pending = ""
+
+    def _pass_on(self, text: str) -> None:
+        if text:
+            self._say(text)
