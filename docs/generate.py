@@ -376,8 +376,8 @@ prompt, the parsers whose reasoning stands between marks go by that.
 
 Whether a request reasons is the chat template's matter: `chat_template_kwargs` with
 `enable_thinking` (off by default for `gemma4` and `poolside_v1`); `thinking` for `deepseek_v3` and
-`granite`, where it is off by default, and for `deepseek_v4`, `deepseek_v41`, `holo2` and `kimi_k2`,
-where it is on; `reasoning` for `cohere_command3` and `cohere_command4`."""
+`granite`, where it is off by default, and for `deepseek_v4`, `deepseek_v41`, `holo2`, `kimi_k2` and
+`kimi_k3`, where it is on; `reasoning` for `cohere_command3` and `cohere_command4`."""
 
 
 def fields() -> str:

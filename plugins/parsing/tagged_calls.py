@@ -42,6 +42,8 @@ class TaggedCallsParser(ToolMachine):
     wrappers: ClassVar[tuple[str, ...]] = ()
     """Keys under which a model may write all arguments as one object: it counts for them if the
     tool has no such argument, and has all that are in there."""
+    all_open: ClassVar[str] = ""
+    """A mark before all arguments as one JSON object, in place of one by one."""
     last: ClassVar[str] = ""
     """One of the marks around calls, after which nothing follows: text after it is dropped."""
 
@@ -53,6 +55,7 @@ class TaggedCallsParser(ToolMachine):
         self._key_end = Marks(self.key_end, self.value_open, self.parameter, self.close)
         self._value_open = Marks(self.value_open)
         self._value_end = Marks(*self.value_end)
+        self._all_open = Marks(self.all_open)
         self._next = Marks(self.parameter, self.close)
         self._next_or_over = Marks(self.parameter, self.close, self.open, self.lead, *self.around)
         super().__init__(tools=tools)
@@ -72,11 +75,14 @@ class TaggedCallsParser(ToolMachine):
         header = yield from text.until_within(self._name_end, _MAX_HEADER)
         name = ""
         if header is not None:
-            name = _unquoted(header[0])
+            name = self.name_of(header[0])
             source += header
             if header[1] in self._next.texts:
                 text.back(source.pop())
         source.append((yield from text.run(SPACES)))
+        if _is_name(name) and (yield from text.accept(self._all_open)):
+            yield from self._all_arguments(name)
+            return
         mark = (yield from text.accept(self._next)) if _is_name(name) else ""
         if not mark:
             answer.say("".join(source))
@@ -92,8 +98,7 @@ class TaggedCallsParser(ToolMachine):
             if key[1] in self._next.texts:  # The key has no end, or no value.
                 mark = key[1]
                 continue
-            argument, types = self.argument(key[0])
-            types = parameter_types(self.schemas.get(name), argument) or types or self.untyped
+            argument, types = self.argument(name, key[0])
             say: Say = answer.arguments
             wrapped: list[str] = []
             wraps = not keys and argument in self.wrappers
@@ -119,6 +124,20 @@ class TaggedCallsParser(ToolMachine):
         if mark != self.close:  # It is missing: all arguments are complete.
             text.back(mark)
 
+    def _all_arguments(self, name: str) -> Read[None]:
+        """Read a call's arguments as one object, up to the end of the call."""
+        text, answer = self.text, self.answer
+        answer.start(name)
+        yield from text.run(SPACES)
+        status = "bad"
+        if (yield from text.peek()) == "{":
+            status = yield from text.json(_drop, answer.arguments, self._next_or_over)
+        if status == "done":
+            answer.end()
+        mark = yield from text.until(self._next_or_over, _drop)
+        if mark != self.close:
+            text.back(mark)
+
     def _unwrapped(self, name: str, key: str, value: str) -> str:
         """Return the arguments in the value of a wrapper, without their braces; "" if it has
         none."""
@@ -136,9 +155,14 @@ class TaggedCallsParser(ToolMachine):
         inner = isinstance(arguments, dict) and all(key in known for key in arguments)
         return value.strip()[1:-1] if inner else ""
 
-    def argument(self, header: str) -> tuple[str, frozenset[str]]:
-        """Return an argument's key, and its types where the schema is silent (empty: `untyped`)."""
-        return _unquoted(header), frozenset()
+    def name_of(self, header: str) -> str:
+        """Return the name in the text before `name_end`."""
+        return _unquoted(header)
+
+    def argument(self, name: str, header: str) -> tuple[str, frozenset[str]]:
+        """Return an argument's key, and its types (empty: inferred from its text)."""
+        key = _unquoted(header)
+        return key, parameter_types(self.schemas.get(name), key) or self.untyped
 
     def _value(self, types: frozenset[str], say: Say, *, opened: bool) -> Read[bool]:
         """Read a value; return whether it is complete. opened: after its opening mark."""

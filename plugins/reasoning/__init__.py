@@ -28,6 +28,7 @@ _PARSERS = {
     "interns1": ("think_tags:Qwen3Reasoning", "Intern-S1"),
     "kimi": ("think_tags:KimiReasoning", "Kimi-VL, Kimi k1.5"),
     "kimi_k2": ("think_tags:KimiK2Reasoning", "Kimi K2 Thinking"),
+    "kimi_k3": ("kimi_k3:KimiK3Reasoning", "Kimi K3"),
     "ling3": ("think_tags:Glm47Reasoning", "Ling 3"),
     "mimo": ("think_tags:Qwen3Reasoning", "MiMo-V2"),
     "minimax_m2": ("think_tags:MiniMaxM2Reasoning", "MiniMax-M2"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import ClassVar
 
+from ..parsing.schema_values import parameter_types
 from ..parsing.tagged_calls import TaggedCallsParser
 
 _HEADER = re.compile(r"""\s*"([^"]*)"\s+string="(true|false)"\s*""")
@@ -20,12 +21,13 @@ class _DsmlToolParser(TaggedCallsParser):
     untyped: ClassVar[frozenset[str]] = frozenset()
     wrappers = ("arguments", "input")
 
-    def argument(self, header: str) -> tuple[str, frozenset[str]]:
-        """Return an argument's key, and what its attribute `string` says."""
+    def argument(self, name: str, header: str) -> tuple[str, frozenset[str]]:
+        """Return an argument's key and types."""
         match = _HEADER.fullmatch(header)
         if match is None:
-            return super().argument(header)
-        return match[1], _STRING if match[2] == "true" else frozenset()
+            return super().argument(name, header)
+        declared = parameter_types(self.schemas.get(name), match[1])
+        return match[1], declared or (_STRING if match[2] == "true" else self.untyped)
 
 
 class DeepSeekV32ToolParser(_DsmlToolParser):

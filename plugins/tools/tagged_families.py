@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from functools import lru_cache
 from typing import ClassVar
 
 from ...core.protocols.parsers import ArgumentForm, CallForm
+from ..parsing.cursor import Marks, Read
 from ..parsing.tagged_calls import TaggedCallsParser
+from ..parsing.tool_machine import ToolMachine
 
 
 def _functions(around: tuple[str, str], never: tuple[str, ...]) -> CallForm:
@@ -181,3 +185,56 @@ class PoolsideToolParser(Glm45ToolParser):
     """
 
     first_counts = True
+
+
+_BEGIN, _END = Marks("<tool_calls"), Marks(">")
+_SUFFIX = re.compile(r"(:[\w.\-]+)?")
+_MAX_SUFFIX = 32
+
+
+class Hy3ToolParser(ToolMachine):
+    """`<tool_calls>`, then `<tool_call>f<tool_sep><arg_key>a</arg_key><arg_value>…</arg_value>
+    </tool_call>` on lines, then `</tool_calls>`. Every tag may have the same suffix, as in
+    `<tool_calls:opensource>`. Text after the calls is dropped.
+    """
+
+    def read(self) -> Read[None]:
+        """Read content up to a block, then its calls."""
+        text, say = self.text, self.answer.say
+        while mark := (yield from text.until(_BEGIN, say)):
+            suffix = yield from text.until_within(_END, _MAX_SUFFIX)
+            if suffix is not None and _SUFFIX.fullmatch(suffix[0]):
+                block = _suffixed(suffix[0])()
+                block.text, block.answer, block.schemas = text, self.answer, self.schemas
+                yield from block.read()
+                return
+            if suffix is not None:
+                text.back("".join(suffix))
+            say(mark)
+
+
+class Hy4ToolParser(Hy3ToolParser):
+    """`<tool_calls:SUF><tool_call:SUF>f<arg_key:SUF>a</arg_key:SUF><arg_value:SUF>…` and closing
+    tags, with a suffix that the checkpoint sets, or none. Text after the calls is dropped.
+    """
+
+
+@lru_cache(maxsize=64)
+def _suffixed(suffix: str) -> type[TaggedCallsParser]:
+    """Return the parser of a block's calls whose tags have this suffix."""
+
+    def tag(name: str) -> str:
+        return f"<{name}{suffix}>"
+
+    class Block(TaggedCallsParser):
+        around = (tag("tool_calls"), tag("/tool_calls"))
+        last = around[1]
+        open, close = tag("tool_call"), tag("/tool_call")
+        parameter, key_end = tag("arg_key"), tag("/arg_key")
+        name_end = (tag("tool_sep"), parameter, close)
+        value_open = tag("arg_value")
+        value_end = (tag("/arg_value"), f"\n{parameter}", f"\n{close}")
+        newlines = False
+        untyped = frozenset()
+
+    return Block

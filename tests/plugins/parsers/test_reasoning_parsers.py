@@ -229,6 +229,29 @@ class TestKimiK2(ReasoningParserKit):
     ]
 
 
+class TestKimiK3(ReasoningParserKit):
+    name, thought_end = "kimi_k3", "<|close|>think<|sep|>"
+    samples = [
+        Sample(
+            "We add.<|close|>think<|sep|><|open|>response<|sep|>It is 4.<|close|>response<|sep|>"
+            "<|open|>tools<|sep|>calls<|close|>tools<|sep|><|close|>message<|sep|><|end_of_msg|>",
+            content="It is 4.<|open|>tools<|sep|>calls<|close|>tools<|sep|>",
+            reasoning="We add.",
+        ),
+        Sample("We add.<|open|>response<|sep|>4", content="4", reasoning="We add."),
+        Sample("We <|close|>thi", reasoning="We <|close|>thi"),
+        Sample("Hi<|close|>response<|sep|>", content="Hi", thinking=False),
+    ]
+
+    def test_the_prompt_says_which_channel_is_open(self) -> None:
+        for end, expected in (("think", ("Hi", None)), ("response", (None, "Hi"))):
+            parser = self.parser_class(thinking=end != "think")
+            parser.see_prompt_end(f"a<|open|>{end}<|sep|>")
+            assert parser.reasoning_ended is (end == "response")
+            message = fold(run(parser, ["Hi"]))
+            assert (message.reasoning, message.content) == expected
+
+
 class TestDeepSeekV4(ReasoningParserKit):
     name, thought_end = "deepseek_v4", "</think>"
     samples = [

@@ -150,3 +150,92 @@ class TestPoolsideV1(Kit):
             calls=[("now", {}), ("moon", {"day": 3})],
         ),
     ]
+
+
+HY3 = (
+    "Well.<tool_calls>\n<tool_call>ferry<tool_sep>\n<arg_key>quay</arg_key>\n<arg_value> 7 "
+    "\u00e9\U0001f600\n</arg_value>\n<arg_key>seats</arg_key>\n<arg_value>[2]</arg_value>\n"
+    "</tool_call>\n<tool_call>now<tool_sep>\n</tool_call>\n</tool_calls>rest"
+)
+HY_CALLS = [("ferry", {"quay": " 7 \u00e9\U0001f600\n", "seats": [2]}), ("now", {})]
+
+
+def suffixed(text: str, suffix: str) -> str:
+    return re.sub(r"(</?\w+)>", rf"\1{suffix}>", text)
+
+
+class TestHyV3(Kit):
+    name = "hy_v3"
+    examples = 40
+    markers = ("<tool_calls>", "<tool_call>", "</tool_call>", "<arg_key>", "<tool_calls:")
+    samples = [
+        Sample(HY3.removeprefix("Well."), calls=HY_CALLS, tools=ALL),
+        Sample(suffixed(HY3, ":opensource"), content="Well.", calls=HY_CALLS, tools=ALL),
+        Sample(
+            "<tool_calls>\n<tool_call>ferry<tool_sep>\n<arg_key>quay</arg_key>\n<arg_value>nor",
+            calls=[("ferry", '{"quay": "nor')],
+            tools=ALL,
+        ),
+        Sample("<tool_call>now</tool_call>", content="<tool_call>now</tool_call>"),
+        Sample("<tool_calls a>", content="<tool_calls a>"),
+    ]
+
+
+class TestHyV4(Kit):
+    name = "hy_v4"
+    examples = 5
+    samples = [
+        Sample(
+            "<tool_calls:9f2c><tool_call:9f2c>log<arg_key:9f2c>text</arg_key:9f2c>"
+            "<arg_value:9f2c>see <tool_call></arg_value:9f2c></tool_call:9f2c></tool_calls:9f2c>",
+            calls=[("log", {"text": "see <tool_call>"})],
+        ),
+    ]
+
+
+def k3_call(name: str, *arguments: tuple[str, str, str]) -> str:
+    elements = (
+        f'<|open|>argument key="{key}" type="{kind}"<|sep|>{value}<|close|>argument<|sep|>'
+        for key, kind, value in arguments
+    )
+    body = "".join(elements)
+    return f'<|open|>call tool="{name}" index="1"<|sep|>{body}<|close|>call<|sep|>'
+
+
+class TestKimiK3(Kit):
+    name = "kimi_k3"
+    examples = 40
+    samples = [
+        Sample(
+            "<|open|>tools<|sep|>"
+            + k3_call(
+                "ferry", ("quay", "string", "007 \u00e9\n\U0001f600"), ("row", "number", "-1.5")
+            )
+            + k3_call("moon", ("day", "string", "3"), ("a&quot;b", "array", "[null]"))
+            + k3_call("now")
+            + "<|close|>tools<|sep|><|close|>message<|sep|><|end_of_msg|>",
+            calls=[
+                ("ferry", {"quay": "007 \u00e9\n\U0001f600", "row": -1.5}),
+                ("moon", {"day": "3", 'a"b': [None]}),
+                ("now", {}),
+            ],
+            tools=ALL,
+        ),
+        Sample(
+            "Hi<|close|>response<|sep|><|open|>tools<|sep|>"
+            + k3_call("ferry", ("seats", "array", "[1, x"))
+            + '<|open|>call tool="moon" index="2"<|sep|><|open|>json type="object"<|sep|>{"day": 3}'
+            "<|close|>json<|sep|><|close|>call<|sep|><|close|>tools<|sep|>",
+            content="Hi",
+            calls=[("ferry", {"seats": "[1, x"}), ("moon", {"day": 3})],
+        ),
+        Sample(
+            '<|open|>call tool="f" index="1"<|sep|><|open|>json type="object"<|sep|>{"a": "b',
+            calls=[("f", '{"a": "b')],
+        ),
+        Sample(
+            k3_call("f", ("a", "string", "b")).split("<|close|>")[0],
+            calls=[("f", '{"a": "b')],
+        ),
+        Sample("<|open|>call f<|sep|>", content="<|open|>call f<|sep|>"),
+    ]
