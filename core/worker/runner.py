@@ -67,9 +67,18 @@ class ModelRunner:
         """Queue one step on the device and return at once."""
         launched = time.monotonic()
         self.update_slots(plan, in_process)
-        if plan.compactions:
-            assert self.compactor is not None, "a compaction, without KV compression"
-            self.compactor.run(plan.compactions)
+        if not plan.compactions:
+            return self._launch(plan, launched)
+        assert self.compactor is not None, "a compaction, without KV compression"
+        failures = self.compactor.run(plan.compactions)
+        step = self._launch(plan, launched)
+        for row, slot in enumerate(plan.slots):
+            if slot in failures:
+                step.failed[row] = failures[slot]
+        return step
+
+    def _launch(self, plan: StepPlan, launched: float) -> LaunchedStep:
+        """Queue the rows of a step."""
         if self.graphs is not None and self.graphs.is_decode_step(plan):
             step = self._replay(plan, self.graphs, launched)
             if step is not None:

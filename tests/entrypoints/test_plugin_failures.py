@@ -17,6 +17,7 @@ import httpx
 import msgspec
 import prometheus_client
 import pytest
+import torch
 from installing import Install
 from serving import engine_config, running, save_random
 
@@ -844,6 +845,37 @@ async def test_the_worker_half_among_several_that_raises_is_the_one_that_is_name
     assert "kv connector 'bad' of bad-dist 2.0 failed in close" in caplog.text
     remaining = {thread.name for thread in set(threading.enumerate()) - before}
     assert not remaining & {"jackfield-kv-load", "jackfield-kv-save"}, "the other one is not closed"
+
+
+# ---------------------------------------------------------------- compression
+
+
+async def test_a_compressor_that_raises_costs_the_request_that_it_was_to_score(
+    checkpoint: Path,
+) -> None:
+    class Scores(Window):
+        def scores(self, spec: Any, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+            if len(keys) == 50:
+                bang()
+            scores = super().scores(spec, keys, values)
+            return scores[1:] if len(keys) == 60 else scores
+
+    config = engine_config(checkpoint, kv_compression="bad", kv_compression_ratio=0.5)
+    async with AsyncEngine(config, plugins=registering("kv_compressor", Scores)) as engine:
+
+        async def error_of(length: int) -> str | None:
+            params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+            prompt = list(range(length, 2 * length))
+            *_, last = [output async for output in engine.generate(prompt, params)]
+            return last.error
+
+        first, second, *others = await asyncio.gather(*map(error_of, (50, 60, 52, 70, 8)))
+        named = "kv compressor 'bad' of bad-dist 2.0 failed: "
+        assert first == f"{named}RuntimeError: bang"
+        assert second is not None and second.startswith(f"{named}ValueError: its scores are [59, ")
+        assert others == [None, None, None]
+        assert engine.stats().kv_compactions >= 2
+        await settled(engine)
 
 
 # ---------------------------------------------------------------- events

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 import torch
 
 from ...config import EngineConfig
-from ...errors import ConfigError, PluginError
+from ...errors import ConfigError
 from ...nn.attention import Attention
 from ...protocols.kv_compressors import KVCompressor
 from ...registry import Plugins
 from ...step import Compaction
 from ..slot_table import SlotTable
+
+logger = logging.getLogger("jackfield.worker")
 
 
 class Compactor:
@@ -35,13 +38,21 @@ class Compactor:
         self._table = table
         self._block_size = block_size
 
-    def run(self, compactions: Sequence[Compaction]) -> None:
+    def run(self, compactions: Sequence[Compaction]) -> dict[int, str]:
         """Move caches to their new blocks, one after another; `table` still has the old ones.
 
-        Raises PluginError for scores of a wrong shape.
+        Return the slots whose compaction failed, with the reason: their new blocks hold nothing of
+        use, and their requests must end.
         """
+        failures = {}
         for compaction in compactions:
-            self._run_one(compaction)
+            try:
+                self._run_one(compaction)
+            except (Exception, SystemExit) as error:
+                logger.error("%s failed", self._described, exc_info=error)
+                reason = f"{self._described} failed: {type(error).__name__}: {error}"
+                failures[compaction.slot] = reason
+        return failures
 
     def _run_one(self, compaction: Compaction) -> None:
         device, size = self._table.storage.device, self._block_size
@@ -58,9 +69,9 @@ class Compactor:
             keys, values = cache[:, sources]
             scores = self._compressor.scores(layer.spec, keys, values)
             if scores.shape != keys.shape[:2]:
-                raise PluginError(
-                    f"{self._described}: its scores are {list(scores.shape)}, not [num_tokens, "
-                    f"num_kv_heads], which is {list(keys.shape[:2])}"
+                raise ValueError(
+                    f"its scores are {list(scores.shape)}, not [num_tokens, num_kv_heads], which "
+                    f"is {list(keys.shape[:2])}"
                 )
             chosen = best(scores, compaction.kept)[:, :, None].expand(-1, -1, keys.shape[2])
             cache[0].index_copy_(0, targets, keys.gather(0, chosen))
