@@ -90,6 +90,7 @@ PUBLIC: dict[str, dict[str, tuple[str, ...]]] = {
         "jackfield.plugins.conformance.executors": ("ExecutorKit",),
         "jackfield.plugins.conformance.grammars": ("GrammarBackendKit",),
         "jackfield.plugins.conformance.kit": ("Kit",),
+        "jackfield.plugins.conformance.kv_compressors": ("KVCompressorKit",),
         "jackfield.plugins.conformance.kv_connectors": ("KVConnectorKit",),
         "jackfield.plugins.conformance.kv_halves": ("Halves", "random_cache"),
         "jackfield.plugins.conformance.loaders": ("WeightLoaderKit",),

@@ -15,7 +15,8 @@ class KVCompressor(ABC):
     """Says which cached tokens matter most, so that the others can be dropped. Subclass it.
 
     A request's cache is compacted once, when its prompt is computed: the tokens with the highest
-    scores stay, the same number in every layer and KV head, but each head keeps its own.
+    scores stay, the same number in every layer and KV head, but each head keeps its own. To test a
+    compressor: `jackfield.plugins.conformance.kv_compressors`.
     """
 
     @classmethod
@@ -29,6 +30,6 @@ class KVCompressor(ABC):
 
         keys, values: [num_tokens, num_kv_heads, head_dim] as cached (keys normed and rotated),
         token i at position i of the sequence; not to be changed. → [num_tokens, num_kv_heads], any
-        real type, finite or +-inf. Among equal scores, earlier tokens stay. Runs between steps on
-        the device: no copies to the host, which would wait for it.
+        real type, finite or +-inf; they depend on nothing else. Among equal scores, earlier tokens
+        stay. Runs between steps on the device: no copies to the host, which would wait for it.
         """

@@ -35,6 +35,7 @@ KITS = {
     "reasoning_parser": Kit("--reasoning-parser", "parsers", "ReasoningParserKit"),
     "tool_parser": Kit("--tool-parser", "parsers", "ToolParserKit"),
     "kv_connector": Kit("--kv-connector", "kv_connectors", "KVConnectorKit"),
+    "kv_compressor": Kit("--kv-compressor", "kv_compressors", "KVCompressorKit"),
     "logits_processor": Kit("--logits-processor", "logits_processors", "LogitsProcessorKit"),
     "structured_backend": Kit("--grammar-backend", "grammars", "GrammarBackendKit"),
     "executor": Kit("--executor", "executors", "ExecutorKit"),

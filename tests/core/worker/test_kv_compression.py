@@ -14,10 +14,15 @@ import torch
 from jackfield import AsyncEngine, EngineConfig, SamplingParams
 from jackfield.core.errors import ConfigError
 from jackfield.core.hooks import hookimpl
+from jackfield.core.nn.attention import Attention
+from jackfield.core.nn.context import BuildContext
+from jackfield.core.nn.operations import Operations
 from jackfield.core.protocols import AttentionSpec, KVCompressor
+from jackfield.core.recording.recording import Planned, Recording
 from jackfield.core.registry import load_plugins
 from jackfield.core.scheduling.scheduler import Scheduler
-from jackfield.core.worker.kv_cache.compaction import best
+from jackfield.core.worker.kv_cache.compaction import best, load_compressor
+from jackfield.entrypoints.replay import replay, replay_config
 from jackfield.plugins.executors.inprocess import InProcessExecutor
 from jackfield.plugins.kv_compressors.builtin import RECENT, SINKS, KeyNorm, Window
 
@@ -230,6 +235,16 @@ async def test_sliding_windows_are_refused(tmp_path: Path) -> None:
         await outputs(folder, [prompt(5)], kv_compression="window")
 
 
+def test_alibi_is_refused() -> None:
+    build = BuildContext(torch.device("cpu"), torch.float32, Operations())
+    slopes = AttentionSpec(
+        num_heads=2, num_kv_heads=2, head_dim=8, scale=1.0, alibi_slopes=(0.5, 0.25)
+    )
+    named = config(Path(), kv_compression="window")
+    with pytest.raises(ConfigError, match=r"kv_compression: .*ALiBi"):
+        load_compressor(load_plugins(), named, [Attention(slopes, build)], torch.float32)
+
+
 class OlderExecutor(InProcessExecutor):
     """An executor whose worker knows of no compactions."""
 
@@ -272,3 +287,15 @@ async def test_scores_of_a_wrong_shape_name_the_plugin(folder: Path) -> None:
         assert last.error is not None
         assert "one_score" in last.error and "its scores are [40]" in last.error
         assert await run(engine, prompt(10)), "others go on"
+
+
+async def test_a_recording_with_compactions_replays(folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "steps"
+    await outputs(
+        folder, [prompt(40), prompt(20, 1)], kv_compression="key_norm", record_steps=str(file)
+    )
+    recording = Recording(str(file))
+    plans = [each.plan for each in recording.entries() if isinstance(each, Planned)]
+    assert sum(len(plan.compactions) for plan in plans) == 2
+    settings = replay_config(recording.header.config, recording.header.info)
+    assert (await replay(Recording(str(file)), settings, load_plugins())).num_steps == len(plans)

@@ -1,0 +1,100 @@
+"""`KVCompressorKit`: whether a KV compressor scores every token of every head.
+
+    class TestMine(KVCompressorKit):
+        name = "mine"                               # as registered
+
+The kit does not judge which tokens it keeps: that is the policy's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+import torch
+
+from ...core.config import EngineConfig
+from ...core.engine.async_engine import AsyncEngine
+from ...core.protocols.attention import AttentionSpec
+from ...core.protocols.kv_compressors import KVCompressor
+from ...core.sampling_params import OutputKind, SamplingParams
+from .kit import Kit
+
+HEAD_DIM = 16
+
+
+class KVCompressorKit(Kit):
+    """Subclass it, and set the name."""
+
+    kind = "kv_compressor"
+
+    def make(self) -> KVCompressor:
+        """Create the compressor as the worker does."""
+        compressor: KVCompressor = self.registered()()
+        return compressor
+
+    def spec(self, num_kv_heads: int) -> AttentionSpec:
+        """Return a layer that it serves."""
+        spec = AttentionSpec(
+            num_heads=2 * num_kv_heads, num_kv_heads=num_kv_heads, head_dim=HEAD_DIM, scale=0.25
+        )
+        reason = self.registered().refusal(spec)
+        assert reason is None or isinstance(reason, str), f"refusal() gives {reason!r}"
+        if reason is not None:
+            pytest.skip(f"it refuses plain attention: {reason}")
+        return spec
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    @pytest.mark.parametrize(("num_tokens", "num_kv_heads"), [(17, 1), (18, 3), (300, 2)])
+    def test_every_token_of_every_head_has_a_score(
+        self, num_tokens: int, num_kv_heads: int, dtype: torch.dtype
+    ) -> None:
+        """Also where all keys and values are equal or 0. None is NaN, which no order has."""
+        spec, compressor = self.spec(num_kv_heads), self.make()
+        shape = (2, num_tokens, num_kv_heads, HEAD_DIM)
+        draw = torch.Generator().manual_seed(num_tokens)
+        for cache in (torch.randn(shape, generator=draw), torch.ones(shape), torch.zeros(shape)):
+            scores = compressor.scores(spec, *cache.to(dtype))
+            assert scores.shape == (num_tokens, num_kv_heads)
+            assert not scores.isnan().any()
+
+    def test_keys_and_values_are_read_and_not_changed(self) -> None:
+        spec, compressor = self.spec(2), self.make()
+        cache = torch.randn(2, 40, 2, HEAD_DIM, generator=torch.Generator().manual_seed(1))
+        before = cache.clone()
+        first = compressor.scores(spec, *cache).clone()
+        assert torch.equal(cache, before)
+        compressor.scores(spec, *torch.ones(2, 20, 2, HEAD_DIM))
+        assert torch.equal(compressor.scores(spec, *cache), first), "others' tokens matter"
+
+    def test_an_engine_serves_with_it(self) -> None:
+        """A long prompt is compacted, and the requests beside it are what they are alone."""
+        draw = random.Random(5)
+        prompts = [[draw.randrange(10, 1000) for _ in range(n)] for n in (60, 5, 14)]
+        params = SamplingParams(
+            temperature=0.0, max_tokens=8, ignore_eos=True, output_kind=OutputKind.FINAL_ONLY
+        )
+
+        async def serve(name: str | None) -> list[list[int]]:
+            config = EngineConfig(
+                device="cpu", dtype="float32", kv_compression=name, kv_compression_ratio=0.4,
+                block_size=4, max_model_len=80, max_num_seqs=3, num_gpu_blocks_override=80,
+            )  # fmt: skip
+
+            async def generate(prompt: list[int]) -> list[int]:
+                outputs = [output async for output in engine.generate(prompt, params)]
+                assert outputs[-1].error is None, outputs[-1].error
+                return outputs[-1].outputs[0].token_ids
+
+            async with AsyncEngine(config, plugins=self.plugins()) as engine:
+                results = list(await asyncio.gather(*map(generate, prompts)))
+                assert engine.stats().kv_compactions == (0 if name is None else 1)
+            return results
+
+        async def compare() -> None:
+            plain, compacted = await serve(None), await serve(self.name)
+            assert compacted[1:] == plain[1:]
+            assert compacted[0][0] == plain[0][0], "the first token follows the whole prompt"
+
+        asyncio.run(compare())

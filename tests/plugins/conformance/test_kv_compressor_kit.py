@@ -1,0 +1,92 @@
+"""The kit of KV compressors: those in the box pass it, and planted bugs do not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from mutants import Mutant, mutant_tests, plugin_of, subclass
+
+from jackfield.plugins.conformance.kv_compressors import KVCompressorKit
+from jackfield.plugins.kv_compressors.builtin import KeyNorm
+
+
+class TestWindow(KVCompressorKit):
+    name = "window"
+
+
+class TestKeyNorm(KVCompressorKit):
+    name = "key_norm"
+
+
+class Kit(KVCompressorKit):
+    name = "subject"
+    plugin = plugin_of("kv_compressor", "subject", KeyNorm)
+
+
+SCORES = "test_every_token_of_every_head_has_a_score"
+UNCHANGED = "test_keys_and_values_are_read_and_not_changed"
+ENGINE = "test_an_engine_serves_with_it"
+
+
+def one_for_all_heads(self: Any, spec: Any, keys: Any, values: Any) -> torch.Tensor:
+    return keys.float().mean(dim=(1, 2))
+
+
+def of_directions(self: Any, spec: Any, keys: Any, values: Any) -> torch.Tensor:
+    return (keys / keys.norm(dim=2, keepdim=True)).sum(dim=2)
+
+
+def in_place(self: Any, spec: Any, keys: Any, values: Any) -> torch.Tensor:
+    return keys.mul_(0.5).sum(dim=2)
+
+
+def in_place_values(self: Any, spec: Any, keys: Any, values: Any) -> torch.Tensor:
+    return values.neg_().sum(dim=2)
+
+
+def by_chance(self: Any, spec: Any, keys: Any, values: Any) -> torch.Tensor:
+    return torch.rand(keys.shape[:2])
+
+
+def heads_first(self: Any, spec: Any, keys: Any, values: Any) -> torch.Tensor:
+    return keys.float().norm(dim=2).T
+
+
+def short_alone(self: Any, spec: Any, keys: Any, values: Any) -> torch.Tensor:
+    return torch.arange(128)[: keys.shape[0], None].expand(keys.shape[:2])
+
+
+class Remembers(KeyNorm):
+    """Adds up what it has seen of all requests."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def scores(self, spec: Any, keys: Any, values: Any) -> torch.Tensor:
+        self.calls += 1
+        return super().scores(spec, keys, values) * self.calls
+
+
+class NeedsArguments(KeyNorm):
+    def __init__(self, ratio: float) -> None:
+        self.ratio = ratio
+
+
+def scored(scores: Any) -> type:
+    return subclass(KeyNorm, scores=scores)
+
+
+MUTANTS = {
+    "one score for all heads": Mutant(scored(one_for_all_heads), (SCORES, ENGINE)),
+    "divides by zero": Mutant(scored(of_directions), (SCORES,)),
+    "writes to the keys": Mutant(scored(in_place), (UNCHANGED,)),
+    "writes to the values": Mutant(scored(in_place_values), (UNCHANGED,)),
+    "by chance": Mutant(scored(by_chance), (UNCHANGED,)),
+    "heads first": Mutant(scored(heads_first), (SCORES, ENGINE)),
+    "fails for long prompts": Mutant(scored(short_alone), (SCORES,)),
+    "remembers": Mutant(Remembers, (UNCHANGED,)),
+    "cannot be made": Mutant(NeedsArguments, (SCORES, UNCHANGED, ENGINE)),
+}
+
+TestMutants = mutant_tests(Kit, MUTANTS)
