@@ -58,6 +58,7 @@ _PARSERS = {
     "step3": ("tagged_families:Step3ToolParser", "Step-3"),
     "step3p5": ("tagged_families:Qwen3CoderToolParser", "Step-3.5"),
     "step5": ("tagged_families:Qwen3CoderToolParser", "Step-5"),
+    "trinity": ("hermes:TrinityToolParser", "Trinity"),
     "xlam": ("json_families:XlamToolParser", "xLAM 2"),
 }
 """name → (module and class, model family)"""

@@ -36,3 +36,11 @@ class LongCatToolParser(HermesToolParser):
         between='\n</longcat_tool_call>\n<longcat_tool_call>\n{"name": "',
         close="\n</longcat_tool_call>",
     )
+
+
+class TrinityToolParser(HermesToolParser):
+    """`<tool_call>{"name": "f", "arguments": {…}}</tool_call>`, also in reasoning, whose marks are
+    dropped.
+    """
+
+    around = ("<think>", "</think>")

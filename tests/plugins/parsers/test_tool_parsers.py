@@ -90,6 +90,25 @@ class TestGranite4(Kit):
     ]
 
 
+class TestTrinity(Kit):
+    name = "trinity"
+    close = "</tool_call>"
+    markers = ("<think>", "</think>")
+    examples = 25
+    samples = [
+        Sample(
+            '<tool_call>{"name": "get_weather", "arguments": {"city": "Paris"}}</tool_call>',
+            calls=[("get_weather", PARIS)],
+        ),
+        Sample(
+            f'<think>Two: <tool_call>\n{{"name": "say", "arguments": {TRICKY_JSON}}}\n</tool_call>'
+            '</think><tool_call>{"name": "now", "arguments": {}}</tool_call>',
+            content="Two:",
+            calls=[("say", TRICKY), ("now", {})],
+        ),
+    ]
+
+
 class TestErnie45(Kit):
     """Hermes' marks on lines."""
 
