@@ -105,9 +105,9 @@ def _tests() -> Iterator[tuple[str, tuple[str, str]]]:
 
 def _parametrized(path: Path) -> str:
     """The test that a module runs with its CASES."""
-    found = re.search(r'parametrize\("\w+", CASES\)\n(?:async )?def (\w+)', path.read_text())
-    assert found is not None, f"{path} has no test of CASES"
-    return found[1]
+    match = re.search(r'parametrize\("\w+", CASES\)\n(?:async )?def (\w+)', path.read_text())
+    assert match is not None, f"{path} has no test of CASES"
+    return match[1]
 
 
 def _runs() -> dict[tuple[str, str], str]:
@@ -117,10 +117,10 @@ def _runs() -> dict[tuple[str, str], str]:
         row = json.loads(line)
         if row["kind"] != "models" or row["device"] == "cpu":
             continue
-        told = f"{row['date'][:10]}, {row['device'].removeprefix('NVIDIA ')}"
+        run = f"{row['date'][:10]}, {row['device'].removeprefix('NVIDIA ')}"
         for case in row.get("cases", ()):
-            runs[row["name"], case] = told
+            runs[row["name"], case] = run
         if row["failed"]:
-            told = "failed " + told
-        runs["test_model_kit", row["name"]] = told
+            run = "failed " + run
+        runs["test_model_kit", row["name"]] = run
     return runs

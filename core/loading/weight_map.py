@@ -238,12 +238,12 @@ class WeightMap:
 
     def _stored(self, parts: list[str]) -> str:
         """Return the parts of a name here by their names in checkpoints."""
-        found = []
+        stored = []
         while parts:
             count = 2 if ".".join(parts[:2]) in self.names else 1
             name, parts = ".".join(parts[:count]), parts[count:]
-            found.append(self.names.get(name, name))
-        return ".".join(found)
+            stored.append(self.names.get(name, name))
+        return ".".join(stored)
 
 
 class ParameterFiller:

@@ -44,8 +44,8 @@ class Linear(nn.Module):
         group, sharding = build.ranks.tensor, None
         if shard is not None and group.size > 1:
             size = out_features if shard == "out" else in_features
-            held = (even_slice(size, group),)
-            sharding = Sharding(0 if shard == "out" else 1, {"": size}, {"": held})
+            rank_slices = (even_slice(size, group),)
+            sharding = Sharding(0 if shard == "out" else 1, {"": size}, {"": rank_slices})
         self._create(in_features, out_features, build, bias, sharding)
 
     def _create(
@@ -98,21 +98,21 @@ class MergedLinear(Linear):
         *,
         bias: bool = False,
         shard: Features | None = None,
-        held: Mapping[str, slice] | None = None,
+        shares: Mapping[str, slice] | None = None,
         whole: bool = False,
     ) -> None:
         """`whole`: the checkpoint has all of them as one tensor. `shard`: "out" divides each of
-        `sizes`, evenly, or as `held` says: shard name → this rank's features."""
+        `sizes`, evenly, or as `shares` says: shard name → this rank's features."""
         nn.Module.__init__(self)
         group, sharding, own = build.ranks.tensor, None, dict(sizes)
         if shard is not None and group.size > 1:
             if shard == "in":
-                held_in = (even_slice(in_features, group),)
-                sharding = Sharding(1, {"": in_features}, {"": held_in})
+                rank_slices = (even_slice(in_features, group),)
+                sharding = Sharding(1, {"": in_features}, {"": rank_slices})
             else:
-                held = held or {name: even_slice(size, group) for name, size in sizes.items()}
-                sharding = _out_sharding(sizes, held, whole)
-                own = {name: length([held[name]]) for name in sizes}
+                shares = shares or {name: even_slice(size, group) for name, size in sizes.items()}
+                sharding = _out_sharding(sizes, shares, whole)
+                own = {name: length([shares[name]]) for name in sizes}
         self._create(in_features, sum(sizes.values()), build, bias, sharding)
         self.shards: dict[str, slice] = {}
         start = 0
@@ -121,12 +121,12 @@ class MergedLinear(Linear):
             start += size
 
 
-def _out_sharding(sizes: Mapping[str, int], held: Mapping[str, slice], whole: bool) -> Sharding:
+def _out_sharding(sizes: Mapping[str, int], shares: Mapping[str, slice], whole: bool) -> Sharding:
     if not whole:
-        return Sharding(0, sizes, {name: (held[name],) for name in sizes})
+        return Sharding(0, sizes, {name: (shares[name],) for name in sizes})
     pieces, start = [], 0
     for name, size in sizes.items():
-        pieces.append(slice(start + held[name].start, start + held[name].stop))
+        pieces.append(slice(start + shares[name].start, start + shares[name].stop))
         start += size
     return Sharding(0, {"": start}, {"": tuple(pieces)})
 

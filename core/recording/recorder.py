@@ -29,13 +29,13 @@ LIBRARIES = ("jackfield", "torch", "triton", "numpy", "xgrammar", "llguidance")
 
 def versions() -> dict[str, str]:
     """Return the versions of Python and of the libraries that are installed."""
-    found = {"python": platform.python_version()}
+    numbers = {"python": platform.python_version()}
     for name in LIBRARIES:
         try:
-            found[name] = metadata.version(name)
+            numbers[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return numbers
 
 
 async def model_fingerprint(executor: Executor) -> bytes | None:

@@ -126,14 +126,16 @@ class Recording:
         data = next(self._objects, b"")
         try:
             header = msgspec.msgpack.decode(data)
-            found = header.get("format") if isinstance(header, dict) else None
+            file_format = header.get("format") if isinstance(header, dict) else None
         except (msgspec.DecodeError, UnicodeDecodeError):
-            found = None
-        if not isinstance(found, str) or not found.startswith(FORMAT.rpartition(" ")[0]):
+            file_format = None
+        if not isinstance(file_format, str) or not file_format.startswith(
+            FORMAT.rpartition(" ")[0]
+        ):
             raise ConfigError(f"{path}: it is not a recording of steps")
-        if found != FORMAT:
+        if file_format != FORMAT:
             raise ConfigError(
-                f"{path}: its format is {found!r}, and this Jackfield reads {FORMAT!r}"
+                f"{path}: its format is {file_format!r}, and this Jackfield reads {FORMAT!r}"
             )
         self.header: Header = self._decode(data, 0, _HEADERS)
 

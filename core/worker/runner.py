@@ -138,8 +138,8 @@ class ModelRunner:
         num_rows = sample_rows[-1] + 1
         graphs.finish(num_rows, ending)
         if ending is not Ending.LOGITS:
-            made, wanted = self._recorded(graphs.outputs, num_rows, sample_rows, rows_host)
-            return self._copy_back(plan, sample_rows, wanted, made, scores, launched)
+            tensors, logprob_rows = self._recorded(graphs.outputs, num_rows, sample_rows, rows_host)
+            return self._copy_back(plan, sample_rows, logprob_rows, tensors, scores, launched)
         slots, lengths = graphs.sampling_inputs(num_rows)
         logits = graphs.logits[:num_rows]
         if len(sample_rows) < num_rows:
@@ -160,8 +160,8 @@ class ModelRunner:
             self.graphs = None
             return None
         if ending is not Ending.LOGITS:
-            made, wanted = self._recorded(graphs.outputs, len(rows), rows, rows_host)
-            return self._copy_back(plan, rows, wanted, made, [], launched)
+            tensors, logprob_rows = self._recorded(graphs.outputs, len(rows), rows, rows_host)
+            return self._copy_back(plan, rows, logprob_rows, tensors, [], launched)
         slots, lengths = graphs.sampling_inputs(len(rows))
         logits = graphs.logits[: len(rows)]
         return self._sample(plan, logits, rows, rows_host, slots, lengths, [], launched)
@@ -179,9 +179,9 @@ class ModelRunner:
     ) -> tuple[dict[str, torch.Tensor], dict[int, int]]:
         """Collect results of a recorded step of `num_rows` rows → tensors for the host; row →
         logprobs."""
-        out, wanted = outputs.first(num_rows), self._wanted(rows, rows_host)
-        scored = _tensors(Logprobs(*out[1:])) if wanted else {}
-        return {"chosen": out.chosen, **scored}, wanted
+        out, logprob_rows = outputs.first(num_rows), self._logprob_rows(rows, rows_host)
+        scored = _tensors(Logprobs(*out[1:])) if logprob_rows else {}
+        return {"chosen": out.chosen, **scored}, logprob_rows
 
     def _sample(
         self,
@@ -200,8 +200,8 @@ class ModelRunner:
         """
         structured = self.masks.rows(rows_host)
         mask = self.masks.fill(structured, len(rows)) if structured else None
-        output, wanted = self._choose(logits, rows, rows_host, slots, lengths, mask)
-        step = self._copy_back(plan, rows, wanted, output, scores, launched)
+        output, logprob_rows = self._choose(logits, rows, rows_host, slots, lengths, mask)
+        step = self._copy_back(plan, rows, logprob_rows, output, scores, launched)
         if structured:
             self.masks.sampled(step, structured)
         failures = self.sampler.processors.failures(rows_host) | self.masks.failures(structured)
@@ -223,16 +223,18 @@ class ModelRunner:
             self.sampler.mask(logits, mask)
             mask = None
         chosen, logprobs = self.sampler.sample_eagerly(logits, slots, rows_host, lengths, mask)
-        wanted = self._wanted(rows, rows_host)
-        return {"chosen": chosen, **_tensors(logprobs if wanted else None)}, wanted
+        logprob_rows = self._logprob_rows(rows, rows_host)
+        return {"chosen": chosen, **_tensors(logprobs if logprob_rows else None)}, logprob_rows
 
-    def _wanted(self, rows: list[int], rows_host: list[int]) -> dict[int, int]:
+    def _logprob_rows(self, rows: list[int], rows_host: list[int]) -> dict[int, int]:
         """Row of the plan → k, for rows with log-probabilities."""
-        wanted = self.sampling.num_logprobs
-        if not wanted:
+        num_logprobs = self.sampling.num_logprobs
+        if not num_logprobs:
             return {}
         return {
-            row: wanted[slot] for row, slot in zip(rows, rows_host, strict=True) if slot in wanted
+            row: num_logprobs[slot]
+            for row, slot in zip(rows, rows_host, strict=True)
+            if slot in num_logprobs
         }
 
     def forward(self, inputs: StepInputs) -> torch.Tensor:
@@ -266,7 +268,7 @@ class ModelRunner:
         self,
         plan: StepPlan,
         sample_rows: list[int],
-        wanted: dict[int, int],
+        logprob_rows: dict[int, int],
         output: dict[str, torch.Tensor],
         scores: list[PromptScores],
         launched: float,
@@ -285,7 +287,7 @@ class ModelRunner:
         else:
             # The next step overwrites these buffers.
             output = {name: tensor.clone() for name, tensor in output.items()}
-        return LaunchedStep(plan, sample_rows, wanted, output, scores, event, launched, keep)
+        return LaunchedStep(plan, sample_rows, logprob_rows, output, scores, event, launched, keep)
 
 
 def _tensors(logprobs: Logprobs | None) -> dict[str, torch.Tensor]:

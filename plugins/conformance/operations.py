@@ -502,8 +502,8 @@ class OperationsKit(Kit):
         results = []
         for each in (operations, REFERENCE):
             packed, lengths, history, table, rows = (part.clone() for part in given)
-            made = DecodeTensors(*each.decode_inputs(packed, lengths, history, table, rows, 16))
-            results.append((made, lengths, table))
+            inputs = DecodeTensors(*each.decode_inputs(packed, lengths, history, table, rows, 16))
+            results.append((inputs, lengths, table))
         (got, *got_tables), (want, *want_tables) = results
         for name, one, other in zip(want._fields, got, want, strict=True):
             assert one.dtype == other.dtype and torch.equal(one, other), name

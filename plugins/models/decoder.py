@@ -51,7 +51,7 @@ class SelfAttention(nn.Module):
         }
         self.qkv_proj = MergedLinear(
             hf.hidden_size, sizes, build, bias=self.qkv_bias(hf), shard="out",
-            held=self.own.rows(self.head_dim), whole=self.fused,
+            shares=self.own.rows(self.head_dim), whole=self.fused,
         )  # fmt: skip
         bias = self.output_bias(hf)
         self.o_proj = Linear(sizes["q"], hf.hidden_size, build, bias=bias, shard="in")
@@ -297,8 +297,8 @@ def rotaries_by_type(config: ModelConfig, build: BuildContext) -> list[Rotary]:
     """`Decoder.rotaries_of` where the configuration has rope parameters for each layer type."""
     hf = config.hf_config
     kinds = sorted(set(hf.layer_types))
-    made = {kind: Rotary(config, build, hf.rope_parameters[kind]) for kind in kinds}
-    return [made[kind] for kind in hf.layer_types]
+    rotaries = {kind: Rotary(config, build, hf.rope_parameters[kind]) for kind in kinds}
+    return [rotaries[kind] for kind in hf.layer_types]
 
 
 QKV_SHARDS = {

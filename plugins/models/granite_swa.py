@@ -40,8 +40,8 @@ class GraniteSwaDecoder(GraniteDecoder):
         if bases is None:
             return [Rotary(config, build)] * config.num_layers
         rope = config.rope_parameters
-        made = {b: Rotary(config, build, rope | {"rope_theta": b}) for b in set(bases) if b}
-        return [made.get(base) for base in bases]
+        rotaries = {b: Rotary(config, build, rope | {"rope_theta": b}) for b in set(bases) if b}
+        return [rotaries.get(base) for base in bases]
 
 
 class GraniteSWAForCausalLM(GraniteForCausalLM):

@@ -261,7 +261,7 @@ class OldWeightMap(WeightMap):
     """For checkpoints that hold attention masks, or matrices as [in_features, out_features]."""
 
     masks: tuple[str, ...] = ()
-    """Ends of names of what is no weight."""
+    """Ends of names of tensors that are not weights."""
     transposed: tuple[str, ...] = ()
     """Ends of names of matrices whose rows are the columns here."""
 

@@ -60,7 +60,7 @@ def test_one_tensor_of_several_layers_is_divided_in_each() -> None:
     held = {"q": slice(4, 8), "k": slice(2, 4)}
     ranks = thread_ranks(2)[1]
     sizes = {"q": 8, "k": 4}
-    layer = MergedLinear(3, sizes, context(ranks), shard="out", held=held, whole=True)
+    layer = MergedLinear(3, sizes, context(ranks), shard="out", shares=held, whole=True)
     tensor = torch.arange(36.0).view(12, 3)
     got = layer.shardings["weight"].part(None, tensor)
     assert layer.shards == {} and layer.weight.shape == got.shape
