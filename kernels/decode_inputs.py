@@ -23,6 +23,7 @@ def _decode_inputs_kernel(
     row_tables_ptr,
     packed_ptr,
     lengths_ptr,
+    dropped_ptr,
     history_ptr,
     table_ptr,
     num_rows,
@@ -30,16 +31,20 @@ def _decode_inputs_kernel(
     stride_history,
     stride_table,
     width,
+    DROPPED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program per row."""
+    """One program per row. `place`: where the row's token goes in its cache."""
     row = tl.program_id(0)
     word = tl.load(packed_ptr + row).to(tl.int64)
     slot = tl.where(word < 0, -1 - word, word)
     new_block = tl.load(packed_ptr + num_rows + row)
     position = tl.load(lengths_ptr + slot)
-    own = position // BLOCK_SIZE
+    place = position
+    if DROPPED:
+        place -= tl.load(dropped_ptr + slot)
+    own = place // BLOCK_SIZE
     gets_block = new_block > 0
     token = tl.load(history_ptr + slot * stride_history + position)
     source = table_ptr + slot * stride_table
@@ -61,8 +66,8 @@ def _decode_inputs_kernel(
     tl.store(longs_ptr + num_rows + row, token.to(tl.int64))
     tl.store(longs_ptr + 2 * num_rows + row, position.to(tl.int64))
     tl.store(longs_ptr + 3 * num_rows + row, position.to(tl.int64) + 1)
-    tl.store(longs_ptr + 4 * num_rows + row, block * BLOCK_SIZE + position % BLOCK_SIZE)
-    tl.store(seq_lens_ptr + row, position + 1)
+    tl.store(longs_ptr + 4 * num_rows + row, block * BLOCK_SIZE + place % BLOCK_SIZE)
+    tl.store(seq_lens_ptr + row, place + 1)
 
 
 def decode_inputs(
@@ -72,15 +77,17 @@ def decode_inputs(
     block_table: torch.Tensor,
     row_tables: torch.Tensor,
     block_size: int,
+    dropped: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """packed: [2, R] int32, contiguous: each row's slot (-1 - slot: `row_tables` has its table but
     for the new block), and the block that it gets for its token (0: it has one); lengths: [slots]
     int32: each row's position, and 1 more afterwards; token_history: [slots, positions] int32;
     block_table: [slots, columns] int32, to which new blocks are written; row_tables: [R,
-    columns] int32, contiguous, which is returned. All rows have different slots, except that
-    padding rows share the last one, whose length is 0 and stays so.
-    → slots, input ids, positions, lengths (positions + 1), slot mapping: [R] int64 each; lengths
-    again as int32; the rows' block tables [R, columns] int32.
+    columns] int32, contiguous, which is returned; dropped: [slots] int32, tokens that the slots'
+    caches have lost (None: none has). All rows have different slots, except that padding rows share
+    the last one, whose length is 0 and stays so.
+    → slots, input ids, positions, lengths (positions + 1), slot mapping: [R] int64 each; lengths of
+    the caches as int32; the rows' block tables [R, columns] int32.
     """
     num_rows, width = packed.shape[1], block_table.shape[1]
     device = packed.device
@@ -92,6 +99,7 @@ def decode_inputs(
         row_tables,
         packed,
         lengths,
+        dropped,
         token_history,
         block_table,
         num_rows,
@@ -99,6 +107,7 @@ def decode_inputs(
         token_history.stride(0),
         block_table.stride(0),
         width,
+        DROPPED=dropped is not None,
         BLOCK_SIZE=block_size,
         BLOCK=BLOCK,
         num_warps=4,

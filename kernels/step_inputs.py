@@ -63,6 +63,7 @@ def _step_inputs_kernel(
     slots_ptr,
     sample_slots_ptr,
     lengths_ptr,
+    dropped_ptr,
     history_ptr,
     table_ptr,
     num_rows,
@@ -73,6 +74,7 @@ def _step_inputs_kernel(
     stride_history,
     stride_table,
     width,
+    DROPPED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TOKENS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -86,12 +88,15 @@ def _step_inputs_kernel(
         slot = tl.load(slots_ptr + low).to(tl.int64)
         position = tl.load(lengths_ptr + slot) + token - tl.load(query_start_ptr + low)
         ids = tl.load(history_ptr + slot * stride_history + position, mask=inside, other=0)
+        in_cache = position
+        if DROPPED:
+            in_cache -= tl.load(dropped_ptr + slot)
         block = tl.load(
-            table_ptr + slot * stride_table + position // BLOCK_SIZE, mask=inside, other=0
+            table_ptr + slot * stride_table + in_cache // BLOCK_SIZE, mask=inside, other=0
         )
         tl.store(token_longs_ptr + token, ids.to(tl.int64), mask=inside)
         tl.store(token_longs_ptr + stride_tokens + token, position.to(tl.int64), mask=inside)
-        place = block.to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE
+        place = block.to(tl.int64) * BLOCK_SIZE + in_cache % BLOCK_SIZE
         tl.store(token_longs_ptr + 2 * stride_tokens + token, place, mask=inside)
     else:
         row = program - token_programs
@@ -105,7 +110,10 @@ def _step_inputs_kernel(
             in_table = column < width
             blocks = tl.load(source + column, mask=in_table, other=0)
             tl.store(target + column, blocks, mask=in_table)
-        tl.store(seq_lens_ptr + row, length)
+        kv_length = length
+        if DROPPED:
+            kv_length -= tl.load(dropped_ptr + row_slot)
+        tl.store(seq_lens_ptr + row, kv_length)
         tl.store(row_longs_ptr + row, tl.load(sample_slots_ptr + row).to(tl.int64))
         tl.store(row_longs_ptr + stride_rows + row, length.to(tl.int64))
         tl.store(row_longs_ptr + 2 * stride_rows + row, tl.maximum(end - 1, 0).to(tl.int64))
@@ -120,11 +128,12 @@ def step_inputs(
     token_history: torch.Tensor,
     block_table: torch.Tensor,
     block_size: int,
+    dropped: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """See `core.nn.operations.Operations.step_inputs`, whose arguments these are.
 
     → [3, T] int64: input ids, positions, slot mapping; [3, R] int64: slots to sample for, lengths,
-    last tokens; lengths again as int32; the rows' block tables [R, columns] int32.
+    last tokens; lengths of the caches as int32; the rows' block tables [R, columns] int32.
     """
     num_rows, width = slots.shape[0], block_table.shape[1]
     device = slots.device
@@ -143,6 +152,7 @@ def step_inputs(
         slots,
         sample_slots,
         lengths,
+        dropped,
         token_history,
         block_table,
         num_rows,
@@ -153,6 +163,7 @@ def step_inputs(
         token_history.stride(0),
         block_table.stride(0),
         width,
+        DROPPED=dropped is not None,
         BLOCK_SIZE=block_size,
         TOKENS=TOKENS,
         COLUMNS=COLUMNS,

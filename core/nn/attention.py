@@ -26,9 +26,6 @@ class Attention(nn.Module):
     cache_scales: tuple[float, float]
     """The checkpoint's scales of keys and values. With an fp8 cache, `spec` has these or calculated
     ones."""
-    length_is_position: bool
-    """Whether a row's cache has as many tokens as its sequence, so that a backend may take
-    positions from it (`AttentionBackend.forward_projection`). Not so with KV compression."""
 
     def __init__(self, spec: AttentionSpec, build: BuildContext) -> None:
         super().__init__()
@@ -38,7 +35,6 @@ class Attention(nn.Module):
         self.kv_cache = None
         self.group = 0
         self.cache_scales = (1.0, 1.0)
-        self.length_is_position = True
 
     def cache_spec(self, dtype: torch.dtype) -> TokenCache:
         """Return the layer's cache contents, for a cache of this type."""
@@ -70,7 +66,7 @@ class Attention(nn.Module):
         backend, layout, metadata, kv_cache = self._bound(context)
         cos_sin = rotary.cos_sin if rotary else None
         norms = (query_norm.norm if query_norm else None, key_norm.norm if key_norm else None)
-        if sinks is None and self.length_is_position:
+        if sinks is None:
             out = backend.forward_projection(self.spec, qkv, cos_sin, *norms, kv_cache, metadata)
             if out is not None:
                 return out.reshape(out.shape[0], -1)

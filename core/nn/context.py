@@ -74,6 +74,9 @@ class BatchLayout:
     """As `query_start`. With `mixed`: as if no row had tokens."""
     seq_lens_cpu: np.ndarray
     """As `seq_lens`. With `mixed`, and in recorded decode steps: upper bounds."""
+    positions: torch.Tensor | None = None
+    """[T] int64: each token's position in its sequence, where caches may have lost tokens (KV
+    compression); None: token i of a cache is at position i."""
     mixed: MixedRows | None = None
     """Set for a recorded step that may hold prompts: lengths and starts are only in device memory.
     Only backends that are `mixed_graph_safe` get it. Rows without tokens come last."""
@@ -94,6 +97,7 @@ class BatchLayout:
         block_size: int | None = None,
         group: int = 0,
         mixed: MixedRows | None = None,
+        positions: torch.Tensor | None = None,
     ) -> BatchLayout:
         """Create a layout from the tensors and their twins. The only place that does.
 
@@ -116,6 +120,7 @@ class BatchLayout:
             slot_mapping=slot_mapping,
             query_start_cpu=query_start_cpu,
             seq_lens_cpu=seq_lens_cpu,
+            positions=positions,
             mixed=mixed,
             group=group,
         )

@@ -76,7 +76,7 @@ class DecodeTensors(NamedTuple):
     slot_mapping: torch.Tensor
     """[R] int64"""
     seq_lens: torch.Tensor
-    """[R] int32: the same as lengths"""
+    """[R] int32: tokens in the cache once the step has written its own"""
     block_table: torch.Tensor
     """[R, columns] int32"""
 
@@ -93,11 +93,11 @@ class StepTensors(NamedTuple):
     sample_slots: torch.Tensor
     """[R] int64"""
     lengths: torch.Tensor
-    """[R] int64: tokens in the cache once the step has written its own"""
+    """[R] int64: tokens of the sequence once the step has computed its own"""
     last_tokens: torch.Tensor
     """[R] int64: index into T; 0 for a row without tokens at the front"""
     seq_lens: torch.Tensor
-    """[R] int32: the same as lengths"""
+    """[R] int32: tokens in the cache once the step has written its own"""
     block_table: torch.Tensor
     """[R, columns] int32"""
 
@@ -162,12 +162,14 @@ class Operations:
 
     name: ClassVar[str] = "torch"
     features: ClassVar[frozenset[str]] = frozenset({
+        "decode_inputs.dropped", "step_inputs.dropped",
         "experts.activation", "experts.bias",
         "route.bias", "route.factor", "route.groups", "route.sigmoid",
     })  # fmt: skip
-    """Options of methods that these operations support, as "method.option"; a model that needs
-    another one is refused. A subclass that overrides such a method sets it; without that, it
-    supports none of the method's options, so that an override never ignores one that is newer."""
+    """Options of methods that these operations support, as "method.option"; a model or an engine
+    that needs another one is refused. A subclass that overrides such a method sets it; without
+    that, it supports none of the method's options, so that an override never ignores one that is
+    newer."""
 
     def __init_subclass__(cls, **more: Any) -> None:
         super().__init_subclass__(**more)
@@ -422,6 +424,7 @@ class Operations:
         block_table: torch.Tensor,
         row_tables: torch.Tensor,
         block_size: int,
+        dropped: torch.Tensor | None = None,
     ) -> DecodeTensors:
         """Compute the inputs of a decode step of R rows, each at its slot's length; write new
         blocks to its table and to the row's, and add 1 to the lengths.
@@ -429,14 +432,16 @@ class Operations:
         packed: [2, R] int32: each row's slot (-1 - slot: `row_tables` has its table but for the new
         block), and the block that it gets for its token (0: it has one); lengths: [slots] int32;
         token_history: [slots, positions] int32; block_table: [slots, columns] int32; row_tables:
-        [R, columns] int32, contiguous, which the result has. Padding rows share the last slot,
-        whose length stays 0.
+        [R, columns] int32, contiguous, which the result has; dropped: [slots] int32, how many
+        tokens fewer a slot's cache has than its length says (given with KV compression; None:
+        none). Padding rows share the last slot, whose length stays 0.
         """
         words, new_blocks = packed[0].long(), packed[1]
         kept = words < 0
         slots = torch.where(kept, -1 - words, words)
         positions = lengths[slots].long()
-        own = (slots, positions // block_size)
+        places = positions if dropped is None else positions - dropped[slots]
+        own = (slots, places // block_size)
         blocks = torch.where(new_blocks > 0, new_blocks, block_table[own])
         block_table.index_put_(own, blocks)
         row_tables.copy_(torch.where(kept[:, None], row_tables, block_table[slots]))
@@ -447,8 +452,8 @@ class Operations:
             input_ids=token_history[slots, positions].long(),
             positions=positions,
             lengths=positions + 1,
-            slot_mapping=blocks.long() * block_size + positions % block_size,
-            seq_lens=positions.int() + 1,
+            slot_mapping=blocks.long() * block_size + places % block_size,
+            seq_lens=places.int() + 1,
             block_table=row_tables,
         )
 
@@ -462,13 +467,15 @@ class Operations:
         token_history: torch.Tensor,
         block_table: torch.Tensor,
         block_size: int,
+        dropped: torch.Tensor | None = None,
     ) -> StepTensors:
         """Compute the inputs of a step of R ragged rows, each from its slot's length on.
 
         query_start: [R + 1] int32, row r's tokens are query_start[r] .. query_start[r + 1], and
         rows without tokens come last; slots: [R] int32, each row's slot; sample_slots: [R] int32,
         returned as int64; num_tokens: T, the last of query_start; lengths: [slots] int32;
-        token_history: [slots, positions] int32; block_table: [slots, columns] int32.
+        token_history: [slots, positions] int32; block_table: [slots, columns] int32; dropped:
+        [slots] int32, as for `decode_inputs`.
         """
         tokens = torch.arange(num_tokens, dtype=torch.int32, device=slots.device)
         rows = torch.searchsorted(query_start[1:].contiguous(), tokens, right=True)
@@ -476,15 +483,19 @@ class Operations:
         slot_of_token = slot_of_row[rows]
         first_positions = lengths[slot_of_row]
         positions = (first_positions[rows] + tokens - query_start[rows]).long()
-        blocks = block_table[slot_of_token, positions // block_size].long()
         ends = query_start[1:]
-        seq_lens = first_positions + ends - query_start[:-1]
+        all_lengths = first_positions + ends - query_start[:-1]
+        places, seq_lens = positions, all_lengths
+        if dropped is not None:
+            places = positions - dropped[slot_of_token]
+            seq_lens = all_lengths - dropped[slot_of_row]
+        blocks = block_table[slot_of_token, places // block_size].long()
         return StepTensors(
             input_ids=token_history[slot_of_token, positions].long(),
             positions=positions,
-            slot_mapping=blocks * block_size + positions % block_size,
+            slot_mapping=blocks * block_size + places % block_size,
             sample_slots=sample_slots.long(),
-            lengths=seq_lens.long(),
+            lengths=all_lengths.long(),
             last_tokens=(ends - 1).clamp(min=0).long(),
             seq_lens=seq_lens,
             block_table=block_table[slot_of_row],

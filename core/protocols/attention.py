@@ -89,8 +89,8 @@ class AttentionBackend(ABC):
     compacted_cache: ClassVar[bool] = False
     """Whether `forward` serves rows whose cache was compacted (`EngineConfig.kv_compression`): it
     has fewer tokens than the sequence, chosen anew for each KV head. Such a row computes one token,
-    which attends to all that `seq_lens` counts. Needs `standard_cache`. `forward_projection` is not
-    called then, as positions do not follow from lengths."""
+    which attends to all that `seq_lens` counts. Needs `standard_cache`. `forward_projection` then
+    takes positions from `BatchLayout.positions`, as they do not follow from lengths."""
 
     @classmethod
     @abstractmethod
@@ -160,7 +160,6 @@ class AttentionBackend(ABC):
 
         qkv: [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]; the rest as for
         `Operations.heads`. → as `forward`, or None, with nothing done (the default): the step is
-        then computed by the operations and `forward`. Not called for layers with sinks, nor with KV
-        compression.
+        then computed by the operations and `forward`. Not called for layers with sinks.
         """
         return None

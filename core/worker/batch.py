@@ -165,7 +165,7 @@ class PersistentBatch:
     # ------------------------------------------------------------ from a plan to rows
 
     def write(self, plan: StepPlan) -> None:
-        """Bring the slots up to date with a plan that has no rows."""
+        """Bring the slots up to date with a plan, without its rows."""
         writes = self.table.writes(plan)
         if len(writes):
             count, device_writes = self.upload(
@@ -240,29 +240,10 @@ class PersistentBatch:
         table = self.table
         tensors = self.operations.step_inputs(
             query_start, slots, sample_slots, num_tokens, table.lengths,
-            table.token_history, table.block_table, self.block_size,
+            table.token_history, table.block_table, self.block_size, **table.compression,
         )  # fmt: skip
         self.operations.advance(table.lengths, slots, query_start)
-        if table.dropped is not None:
-            return self._in_cache(tensors, query_start, table.dropped[slots.long()])
         return tensors
-
-    def _in_cache(
-        self, tensors: StepTensors, query_start: torch.Tensor, dropped: torch.Tensor
-    ) -> StepTensors:
-        """Return the tensors with rows that begin where their caches end: `dropped` tokens earlier,
-        [R] int32. Positions and lengths stay those of the sequences."""
-        counts = query_start[1:] - query_start[:-1]
-        rows = torch.arange(counts.shape[0], device=counts.device)
-        rows = rows.repeat_interleave(counts, output_size=tensors.positions.shape[0])
-        places = tensors.positions - dropped[rows]
-        # In a rehearsal the positions are not computed.
-        columns = (places // self.block_size).clamp_(0, self.table.columns - 1)
-        blocks = tensors.block_table[rows, columns].long()
-        return tensors._replace(
-            slot_mapping=blocks * self.block_size + places % self.block_size,
-            seq_lens=tensors.seq_lens - dropped,
-        )
 
     def layouts(
         self,
@@ -276,6 +257,8 @@ class PersistentBatch:
         `BatchLayout.of`."""
         count, columns = self.num_groups, self.table.columns
         places = [inputs.slot_mapping]
+        if self.table.dropped is not None:
+            bounds["positions"] = inputs.positions
         if count > 1:
             places += self.operations.slot_mappings(
                 inputs.block_table, columns, query_start, inputs.positions, self.block_size

@@ -241,7 +241,7 @@ class DecodeInputs:
                 outside = row >= num_rows or plan.slots[row] != write.slot
                 if outside or len(write.block_ids) != 1:
                     return False
-                if write.column != table.length_bounds[write.slot] // batch.block_size:
+                if write.column != table.next_column(write.slot):
                     return False
                 numbers[rows + row] = write.block_ids[0]
         table.length_bounds[slots[:num_rows]] += 1
@@ -278,6 +278,7 @@ class DecodeInputs:
             table.block_table,
             table.row_tables[:rows],
             batch.block_size,
+            **table.compression,
         )
         return StepInputs(
             input_ids=made.input_ids,

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from msgspec.structs import replace as replace_fields
 from torch import nn
 
 from ..nn.context import ForwardContext
@@ -71,7 +72,9 @@ class ModelRunner:
             return self._launch(plan, launched)
         assert self.compactor is not None, "a compaction, without KV compression"
         failures = self.compactor.run(plan.compactions)
-        step = self._launch(plan, launched)
+        # Apart from the other writes of the plan, so that its rows may be replayed as any others.
+        self.batch.write(replace_fields(plan, starts=(), table_writes=()))
+        step = self._launch(replace_fields(plan, compactions=()), launched)
         for row, slot in enumerate(plan.slots):
             if slot in failures:
                 step.failed[row] = failures[slot]

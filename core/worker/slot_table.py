@@ -53,6 +53,7 @@ class SlotTable:
         end = self._row_start + num_slots * num_groups * columns
         self._dropped_start = _aligned(end)
         size = self._dropped_start + rows if compacts else end
+        self._block_size = block_size
         self.storage = torch.zeros(size + 1, dtype=torch.int32, device=device)
         """All columns in one; its last number belongs to no slot."""
         self.lengths = self.storage[:rows]
@@ -91,6 +92,16 @@ class SlotTable:
     def nbytes(self) -> int:
         """Return the bytes of device memory in use."""
         return self.storage.nbytes
+
+    @property
+    def compression(self) -> dict[str, torch.Tensor]:
+        """Return the option that `Operations.decode_inputs` and `step_inputs` get with KV
+        compression."""
+        return {} if self.dropped is None else {"dropped": self.dropped}
+
+    def next_column(self, slot: int) -> int:
+        """Return the column of the block that the slot's next token goes to."""
+        return int(self.length_bounds[slot] - self.num_dropped[slot]) // self._block_size
 
     # ------------------------------------------------------------ writes
 

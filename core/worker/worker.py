@@ -70,6 +70,8 @@ KV_DTYPES = {
 }
 
 
+COMPACTED_INPUTS = frozenset({"decode_inputs.dropped", "step_inputs.dropped"})
+"""Options of `Operations` that rows with compacted caches need."""
 FIRST_PROMPT = 128
 """Tokens of the prompt whose step is recorded before all others."""
 MIXED_TOGETHER = 2
@@ -174,8 +176,11 @@ class Worker:
         ]
         compressor = load_compressor(self.plugins, config, layers, kv_dtype)
         compacts = compressor is not None
-        for layer in layers:
-            layer.length_is_position = not compacts
+        if compacts and (lacking := COMPACTED_INPUTS - operations.features):
+            raise ConfigError(
+                f"kv_compression: operations {name!r} do not support {', '.join(sorted(lacking))}",
+                param="kv_compression",
+            )
         name, backend_class, reason = choose(
             self.plugins["attention_backend"],
             "attention_backend",
@@ -522,9 +527,6 @@ class Worker:
     def _recorder(self) -> Recorder | None:
         """Return how decode steps are recorded on this device; None: they are not recorded."""
         if self.device.type != "cuda" or self.config.enforce_eager:
-            return None
-        if self.config.kv_compression is not None:
-            # Recorded steps take positions and places in the cache from the same lengths.
             return None
         return CudaRecorder(self.device)
 

@@ -77,6 +77,7 @@ def _fused_decode_kernel(
     block_table_ptr,
     seq_lens_ptr,
     slot_ptr,
+    positions_ptr,
     cos_sin_ptr,
     query_weight_ptr,
     key_weight_ptr,
@@ -100,6 +101,7 @@ def _fused_decode_kernel(
     WINDOW: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     ROTATE: tl.constexpr,
+    POSITIONS: tl.constexpr,
     NORM_QUERY: tl.constexpr,
     NORM_KEY: tl.constexpr,
     MIN_TILES: tl.constexpr,
@@ -142,7 +144,10 @@ def _fused_decode_kernel(
     cos = tl.zeros([BLOCK_D], tl.float32)
     sin = tl.zeros([BLOCK_D], tl.float32)
     if ROTATE:
-        angles = cos_sin_ptr + newest.to(tl.int64) * stride_cos_sin + dim % HALF
+        turn = newest.to(tl.int64)
+        if POSITIONS:
+            turn = tl.load(positions_ptr + row)
+        angles = cos_sin_ptr + turn * stride_cos_sin + dim % HALF
         cos = tl.load(angles, mask=in_head, other=0.0)
         sin = tl.load(angles + HALF, mask=in_head, other=0.0)
         sin = tl.where(dim < HALF, -sin, sin)
@@ -325,6 +330,7 @@ def fused_decode_attention(
     soft_cap: float | None = None,
     config: DecodeConfig | None = None,
     cache_scales: tuple[float, float] = (1.0, 1.0),
+    positions: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """qkv: [num_rows, (num_heads + 2 * num_kv_heads) * head_dim], one new token per row, not
     changed → [num_rows, num_heads, head_dim]
@@ -332,7 +338,8 @@ def fused_decode_attention(
     kv_cache: [2, num_blocks, block_size, num_kv_heads, head_dim] of qkv's type, or fp8 that is
     multiplied by `cache_scales` (keys, values), last stride 1: the new key and value are written to
     slot_mapping [num_rows] int64. block_table: [num_rows, max_blocks] int32; seq_lens: [num_rows]
-    int32, at least 1, including the new token. cos_sin: [max_positions, head_dim] float32: the
+    int32, at least 1, including the new token. positions: [num_rows] int64 of the new tokens; None:
+    each is that of the last token in the cache. cos_sin: [max_positions, head_dim] float32: the
     whole head is rotated; norms: (weight [head_dim], eps). counters: [at least num_rows *
     num_kv_heads] int32, zeros before and after; workspace: float32, `workspace_elements(...)`.
     No host synchronisation; safe to capture.
@@ -362,6 +369,7 @@ def fused_decode_attention(
         block_table,
         seq_lens,
         slot_mapping,
+        positions,
         cos_sin,
         None if query_norm is None else query_norm[0],
         None if key_norm is None else key_norm[0],
@@ -385,6 +393,7 @@ def fused_decode_attention(
         WINDOW=sliding_window or 0,
         SOFT_CAP=soft_cap or 0.0,
         ROTATE=cos_sin is not None,
+        POSITIONS=positions is not None,
         NORM_QUERY=query_norm is not None,
         NORM_KEY=key_norm is not None,
         MIN_TILES=MIN_SPLIT_TILES,

@@ -354,6 +354,7 @@ class TritonAttention(AttentionBackend):
             sliding_window=spec.sliding_window,
             soft_cap=spec.soft_cap,
             cache_scales=(spec.key_scale, spec.value_scale),
+            positions=layout.positions,
         )
 
     def _slopes(self, slopes: tuple[float, ...]) -> torch.Tensor:

@@ -487,10 +487,12 @@ class OperationsKit(Kit):
 
     # -------------------------------------------------------------- decode steps
 
-    def test_decode_inputs(self) -> None:
+    @pytest.mark.parametrize("compacted", [False, True])
+    def test_decode_inputs(self, compacted: bool) -> None:
         """New blocks are written to the table, and slots are counted on; padding rows share the
-        last slot."""
+        last slot. Caches may have lost tokens."""
         operations = self.make(torch.float32)
+        more = self.compacted("decode_inputs", [0, 0, 3, 0, 0, 20, 0], compacted)
         draw = torch.Generator().manual_seed(2)
         history = torch.randint(0, 999, (7, 90), generator=draw, dtype=torch.int32)
         table = torch.randint(1, 99, (7, 40), generator=draw, dtype=torch.int32)
@@ -502,7 +504,9 @@ class OperationsKit(Kit):
         results = []
         for each in (operations, REFERENCE):
             packed, lengths, history, table, rows = (part.clone() for part in given)
-            inputs = DecodeTensors(*each.decode_inputs(packed, lengths, history, table, rows, 16))
+            inputs = DecodeTensors(
+                *each.decode_inputs(packed, lengths, history, table, rows, 16, **more)
+            )
             results.append((inputs, lengths, table))
         (got, *got_tables), (want, *want_tables) = results
         for name, one, other in zip(want._fields, got, want, strict=True):
@@ -510,23 +514,32 @@ class OperationsKit(Kit):
         for name, one, other in zip(("lengths", "table"), got_tables, want_tables, strict=True):
             assert torch.equal(one, other), name
 
+    def compacted(self, method: str, dropped: list[int], used: bool) -> dict[str, Any]:
+        """Return the option of caches that have lost tokens, if it is used and supported."""
+        if used and f"{method}.dropped" not in self.make(torch.float32).features:
+            pytest.skip("these operations do not support KV compression")
+        lost = torch.tensor(dropped, dtype=torch.int32, device=self.device)
+        return {"dropped": lost} if used else {}
+
+    @pytest.mark.parametrize("compacted", [False, True])
     @pytest.mark.parametrize("counts", [[1], [1, 1, 7, 40, 1, 0, 0], [70, 1]], ids=str)
-    def test_step_inputs(self, counts: list[int]) -> None:
-        """Check ragged rows; those without tokens come last."""
+    def test_step_inputs(self, counts: list[int], compacted: bool) -> None:
+        """Check ragged rows; those without tokens come last. Caches may have lost tokens."""
+        more = self.compacted("step_inputs", [0, 9, 0, 5, 0, 30, 1, 2, 3], compacted)
         draw = torch.Generator().manual_seed(len(counts))
         rows = len(counts)
         history = torch.randint(0, 999, (9, 401), generator=draw, dtype=torch.int32)
         table = torch.randint(0, 99, (9, 27), generator=draw, dtype=torch.int32)
         start = torch.tensor([0, *counts]).cumsum(0).to(torch.int32)
         slots = torch.randperm(9, generator=draw)[:rows].to(torch.int32)
-        lengths = torch.randint(0, 90, (9,), generator=draw, dtype=torch.int32)
+        lengths = torch.randint(30, 90, (9,), generator=draw, dtype=torch.int32)
         sampled = torch.randint(0, 9, (rows,), generator=draw, dtype=torch.int32)
         start, slots, sampled, lengths, history, table = (
             part.to(self.device) for part in (start, slots, sampled, lengths, history, table)
         )
         given: list[Any] = [start, slots, sampled, sum(counts), lengths, history, table, 16]
-        want = REFERENCE.step_inputs(*given)
-        got = self.make(torch.float32).step_inputs(*given)
+        want = REFERENCE.step_inputs(*given, **more)
+        got = self.make(torch.float32).step_inputs(*given, **more)
         for name, one, other in zip(want._fields, got, want, strict=True):
             # The place of a row without tokens is not read.
             kept = slice(None) if name in ("input_ids", "positions", "slot_mapping") else slice(

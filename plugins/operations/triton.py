@@ -265,10 +265,13 @@ class TritonOperations(Operations):
         block_table: torch.Tensor,
         row_tables: torch.Tensor,
         block_size: int,
+        dropped: torch.Tensor | None = None,
     ) -> DecodeTensors:
         """All of them in one launch."""
         return DecodeTensors(
-            *decode_inputs(packed, lengths, token_history, block_table, row_tables, block_size)
+            *decode_inputs(
+                packed, lengths, token_history, block_table, row_tables, block_size, dropped
+            )
         )
 
     def step_inputs(
@@ -281,11 +284,12 @@ class TritonOperations(Operations):
         token_history: torch.Tensor,
         block_table: torch.Tensor,
         block_size: int,
+        dropped: torch.Tensor | None = None,
     ) -> StepTensors:
         """All of them in one launch."""
         tokens, rows, seq_lens, tables = step_inputs(
             query_start, slots, sample_slots, num_tokens, lengths, token_history, block_table,
-            block_size,
+            block_size, dropped,
         )  # fmt: skip
         (ids, positions, places), (sampled, ends, last) = tokens, rows
         return StepTensors(ids, positions, places, sampled, ends, last, seq_lens, tables)

@@ -112,6 +112,34 @@ def test_it_equals_its_parts(dtype, splits, sizes):
         assert not counters.any()
 
 
+def test_positions_may_be_ahead_of_the_cache():
+    """Rows whose caches have lost tokens: the angles are those of the positions, all else follows
+    from the lengths."""
+    heads, kv_heads, dim = 4, 2, 32
+    case = Case(heads, kv_heads, dim, torch.float32)
+    positions = torch.tensor(
+        [length - 1 + 7 * row for row, length in enumerate(LENGTHS)], device=DEVICE
+    )
+    qkv, want_cache, cache = case.qkv.clone(), case.cache.clone(), case.cache.clone()
+    reference.qk_norm_rope_cache(
+        qkv, heads, kv_heads, positions, case.cos_sin, *case.norms, want_cache, case.slots
+    )
+    query = qkv[:, : heads * dim].view(-1, heads, dim)
+    expected = reference.paged_attention_decode(
+        query, want_cache, case.table, case.seq_lens, scale=dim**-0.5
+    )
+    rows = len(LENGTHS)
+    actual = fused_decode_attention(
+        case.qkv, heads, kv_heads, cache, case.table, case.seq_lens, case.slots,
+        scale=dim**-0.5, num_splits=3, cos_sin=case.cos_sin, positions=positions,
+        counters=torch.zeros(rows * kv_heads, dtype=torch.int32, device=DEVICE),
+        workspace=torch.empty(workspace_elements(rows, heads, dim, 3), device=DEVICE),
+        query_norm=case.norms[0], key_norm=case.norms[1],
+    )  # fmt: skip
+    torch.testing.assert_close(actual, expected, atol=2e-5, rtol=2e-5)
+    torch.testing.assert_close(cache, want_cache, atol=2e-5, rtol=2e-5, equal_nan=True)
+
+
 def test_it_refuses_a_partial_rotation_and_a_small_workspace():
     case = Case(4, 2, 64, torch.float32)
     arguments = (case.qkv, 4, 2, case.cache, case.table, case.seq_lens, case.slots)

@@ -221,8 +221,9 @@ def test_noise_of_the_kernel_is_the_samplers_noise():
     assert choose(logits, rows, lengths)[0].tolist() == expected(logits, rows, lengths).tolist()
 
 
+@pytest.mark.parametrize("dropped", [None, [0, 12, 0, 3, 31, 0, 0, 40, 7]], ids=["", "dropped"])
 @pytest.mark.parametrize("counts", [[1], [1, 1, 7, 300, 1, 0, 0], [130, 1], [1, 1, 1, 1, 0]])
-def test_step_inputs_equal_those_of_torch(counts):
+def test_step_inputs_equal_those_of_torch(counts, dropped):
     from jackfield.core.nn.operations import Operations, StepTensors
     from jackfield.kernels.step_inputs import step_inputs
 
@@ -232,9 +233,10 @@ def test_step_inputs_equal_those_of_torch(counts):
     table = torch.randint(0, 99, (9, 27), generator=random, dtype=torch.int32).to(DEVICE)
     start = torch.tensor([0, *counts]).cumsum(0).to(torch.int32).to(DEVICE)
     slots = torch.randperm(9, generator=random)[:rows].to(torch.int32).to(DEVICE)
-    lengths = torch.randint(0, 90, (9,), generator=random, dtype=torch.int32).to(DEVICE)
+    lengths = torch.randint(41, 90, (9,), generator=random, dtype=torch.int32).to(DEVICE)
     sampled = torch.randint(0, 9, (rows,), generator=random, dtype=torch.int32).to(DEVICE)
-    given = (start, slots, sampled, int(start[-1]), lengths, history, table, 16)
+    lost = None if dropped is None else torch.tensor(dropped, dtype=torch.int32, device=DEVICE)
+    given = (start, slots, sampled, int(start[-1]), lengths, history, table, 16, lost)
     want = Operations().step_inputs(*given)
     tokens, per_row, seq_lens, tables = step_inputs(*given)
     (ids, positions, places), (passed_on, ends, last) = tokens, per_row
@@ -246,6 +248,11 @@ def test_step_inputs_equal_those_of_torch(counts):
     assert positions.tolist() == [
         first + offset for first, n in zip(firsts, counts, strict=True) for offset in range(n)
     ]
+    gone = [0 if dropped is None else dropped[slot] for slot in slots.tolist()]
+    assert seq_lens.tolist() == [
+        first + n - less for first, n, less in zip(firsts, counts, gone, strict=True)
+    ]
+    assert int(places[0]) % 16 == (firsts[0] - gone[0]) % 16
 
 
 @pytest.mark.parametrize("rows", [1, 6, 700])
@@ -317,6 +324,32 @@ def test_decode_inputs_equal_those_of_torch():
     assert torch.equal(got_rows[[0, 2, 4]], table[[3, 5, 6]])
     # Of a row that has its table, the new block alone is written.
     assert int(got_rows[1, 1]) == 77 and (got_rows[1] == -5).sum() == 1299
+
+
+def test_decode_inputs_of_compacted_caches_equal_those_of_torch():
+    """Slot 0 goes on at position 40 with 9 tokens left; slot 1 has lost nothing; slot 2 begins a
+    block, which it gets."""
+    from jackfield.core.nn.operations import DecodeTensors, Operations
+    from jackfield.kernels.decode_inputs import decode_inputs
+
+    history = torch.arange(4 * 90, dtype=torch.int32, device=DEVICE).view(4, 90)
+    table = torch.arange(1, 4 * 6 + 1, dtype=torch.int32, device=DEVICE).view(4, 6)
+    lengths = torch.tensor([40, 21, 60, 0], dtype=torch.int32, device=DEVICE)
+    dropped = torch.tensor([31, 0, 28, 0], dtype=torch.int32, device=DEVICE)
+    packed = torch.tensor([[0, 2, 1, 3], [0, 99, 0, 0]], dtype=torch.int32, device=DEVICE)
+    results = []
+    for function in (decode_inputs, Operations().decode_inputs):
+        own_lengths, own_table = lengths.clone(), table.clone()
+        rows = torch.zeros(4, 6, dtype=torch.int32, device=DEVICE)
+        made = function(packed, own_lengths, history, own_table, rows, 16, dropped)
+        results.append((*DecodeTensors(*made), own_lengths, own_table))
+    for got, want in zip(*results, strict=True):
+        assert got.dtype == want.dtype and torch.equal(got, want)
+    made = DecodeTensors(*results[0][:7])
+    assert made.positions.tolist() == [40, 60, 21, 0] and made.seq_lens.tolist() == [10, 33, 22, 1]
+    assert made.lengths.tolist() == [41, 61, 22, 1]
+    assert made.slot_mapping.tolist() == [1 * 16 + 9, 99 * 16, 8 * 16 + 5, 19 * 16]
+    assert made.input_ids.tolist() == [40, 180 + 60, 90 + 21, 270]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

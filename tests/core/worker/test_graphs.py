@@ -104,6 +104,14 @@ def requests() -> list[tuple[list[int], SamplingParams]]:
     return pairs
 
 
+COMPRESSION = pytest.mark.parametrize(
+    "compression",
+    [{}, {"kv_compression": "key_norm", "kv_compression_ratio": 0.4}],
+    ids=["whole", "compressed"],
+)
+"""The requests' caches, and so the positions of their steps."""
+
+
 async def answers(config: EngineConfig, plugins: Any) -> list[Any]:
     async def run_one(engine: AsyncEngine, number: int) -> Any:
         prompt, params = requests()[number]
@@ -122,10 +130,14 @@ async def answers(config: EngineConfig, plugins: Any) -> list[Any]:
             pass
         results = await asyncio.gather(*(run_one(engine, n) for n in range(len(requests()))))
         assert engine.stats().kv_blocks_used == 0
+        assert (engine.stats().kv_compactions > 8) == (config.kv_compression is not None)
     return list(results)
 
 
-async def test_replayed_steps_equal_launched_ones(checkpoint: Path) -> None:
+@COMPRESSION
+async def test_replayed_steps_equal_launched_ones(
+    checkpoint: Path, compression: dict[str, Any]
+) -> None:
     plugins = load_plugins()
     plugins.add_plugin(Plugin(), Provenance("tests", "0", "graphs"))
     common: dict[str, Any] = {
@@ -138,6 +150,7 @@ async def test_replayed_steps_equal_launched_ones(checkpoint: Path) -> None:
         "max_num_batched_tokens": 48,
         "block_size": 8,
         "operations": "torch",
+        **compression,
     }
     launched = await answers(EngineConfig(**common, attention_backend="torch"), plugins)
     static = EngineConfig(**common, attention_backend="static", executor="static")
@@ -157,8 +170,11 @@ def test_row_counts_end_with_the_most_that_can_run() -> None:
 
 
 @pytest.mark.gpu
+@COMPRESSION
 @pytest.mark.parametrize("operations", ["torch", "triton"])
-async def test_cuda_graphs_equal_launched_steps(checkpoint: Path, operations: str) -> None:
+async def test_cuda_graphs_equal_launched_steps(
+    checkpoint: Path, operations: str, compression: dict[str, Any]
+) -> None:
     common: dict[str, Any] = {
         "model": str(checkpoint),
         "device": "cuda",
@@ -170,6 +186,8 @@ async def test_cuda_graphs_equal_launched_steps(checkpoint: Path, operations: st
         "num_gpu_blocks_override": 100,
         "attention_backend": "triton",
         "operations": operations,
+        "block_size": 8,
+        **compression,
     }
     # A row's products differ in the last place with the number of rows: only near ties may differ.
     launched = await answers(EngineConfig(**common, enforce_eager=True), None)

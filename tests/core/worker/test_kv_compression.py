@@ -259,8 +259,21 @@ class OneScore(KVCompressor):
         return keys[:, 0, 0]
 
 
+class OwnInputs(Operations):
+    """Operations that lay out steps themselves, and know nothing of compacted caches."""
+
+    name = "own_inputs"
+
+    def step_inputs(self, *args: Any) -> Any:
+        return super().step_inputs(*args)
+
+
 class Outside:
     jackfield_api = 2
+
+    @hookimpl
+    def register_operations(self, registry: Any) -> None:
+        registry.add("own_inputs", f"{__name__}:OwnInputs")
 
     @hookimpl
     def register_executors(self, registry: Any) -> None:
@@ -277,6 +290,16 @@ async def test_an_executor_that_compacts_nothing_is_refused(folder: Path) -> Non
         await outputs(
             folder, [prompt(5)], plugins=plugins, kv_compression="window", executor="older"
         )
+
+
+async def test_operations_without_the_option_are_refused(folder: Path) -> None:
+    plugins = load_plugins(extra=[Outside()])
+    message = r"kv_compression: operations 'own_inputs' .* step_inputs\.dropped"
+    with pytest.raises(ConfigError, match=message):
+        await outputs(
+            folder, [prompt(5)], plugins=plugins, kv_compression="window", operations="own_inputs"
+        )
+    assert await outputs(folder, [prompt(5)], plugins=plugins, operations="own_inputs")
 
 
 async def test_scores_of_a_wrong_shape_name_the_plugin(folder: Path) -> None:

@@ -61,9 +61,11 @@ class Launches(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.parametrize("compression", [None, "window"])
 async def test_recorded_steps_launch_these_kernels_and_no_more(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compression: str | None
 ) -> None:
+    """KV compression adds none to a step."""
     monkeypatch.setattr(Warmup, "warm_up", lambda warmup: None)  # It takes the interpreter long.
     folder = make_checkpoint("qwen3", tmp_path)
     edit_json(
@@ -73,6 +75,7 @@ async def test_recorded_steps_launch_these_kernels_and_no_more(
         model=str(folder), load_format="dummy", device="cpu", dtype="float32",
         skip_tokenizer_init=True, max_model_len=64, max_num_seqs=4, max_num_batched_tokens=8,
         block_size=8, operations="triton", attention_backend="triton", num_gpu_blocks_override=40,
+        kv_compression=compression,
     )  # fmt: skip
     async with AsyncEngine(config) as engine:
         executor: Any = engine.core.executor

@@ -127,16 +127,30 @@ async def answers(config: EngineConfig, plugins: Any, count: int) -> list[Any]:
     async with AsyncEngine(config, plugins=plugins) as engine:
         results = await asyncio.gather(*(run_one(engine, n) for n in range(count)))
         assert engine.stats().kv_blocks_used == 0
+        assert (engine.stats().kv_compactions > 1) == (config.kv_compression is not None)
     return list(results)
 
 
-async def test_recorded_steps_with_prompts_equal_launched_ones(checkpoint: Path) -> None:
+@pytest.mark.parametrize(
+    "compression",
+    [
+        {},
+        pytest.param(
+            {"kv_compression": "key_norm", "kv_compression_ratio": 0.4}, marks=pytest.mark.slow
+        ),
+    ],
+    ids=["whole", "compressed"],
+)
+async def test_recorded_steps_with_prompts_equal_launched_ones(
+    checkpoint: Path, compression: dict[str, Any]
+) -> None:
     plugins = load_plugins()
     plugins.add_plugin(Plugin(), Provenance("tests", "0", "graphs"))
     common: dict[str, Any] = {
         "model": str(checkpoint), "device": "cpu", "dtype": "float32", "skip_tokenizer_init": True,
         "max_model_len": 64, "max_num_seqs": 5, "max_num_batched_tokens": 34, "block_size": 8,
         "operations": "torch", "attention_backend": "triton", "num_gpu_blocks_override": 60,
+        **compression,
     }  # fmt: skip
     launched = await answers(EngineConfig(**common), plugins, COUNT)
     config = EngineConfig(**common, executor="recording")
