@@ -212,11 +212,17 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = None
     executor: Annotated[str, _doc("Where ranks run: inprocess, or a plugin's.")] = "inprocess"
     tensor_parallel_size: Annotated[
-        int, _doc("GPUs that share each layer. More than 1 is refused for now.", ge=1)
+        int, _doc("GPUs that share each layer; more than 1 needs an executor with ranks.", ge=1)
     ] = 1
     pipeline_parallel_size: Annotated[
         int, _doc("GPUs that share the layers. More than 1 is refused for now.", ge=1)
     ] = 1
+    collectives: Annotated[
+        str, _doc("How ranks exchange tensors: nccl, gloo, a plugin's, or auto, by the device.")
+    ] = "auto"
+    distributed_timeout_seconds: Annotated[
+        float, _doc("Seconds that a rank waits for the others.", gt=0.0, le=1e6)
+    ] = 600.0
     enforce_eager: Annotated[bool, _doc("Never record CUDA graphs of decode steps.")] = False
     max_logprobs: Annotated[
         int, _doc("Largest logprobs that a request may have; -1: no limit.", ge=-1)
@@ -322,11 +328,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
                 "plugin instead (docs/how-to)",
                 param="trust_remote_code",
             )
-        for name in ("tensor_parallel_size", "pipeline_parallel_size"):
-            if getattr(self, name) > 1:
-                raise ConfigError(
-                    f"{name}: more than one GPU is not supported yet, set it to 1", param=name
-                )
+        if self.pipeline_parallel_size > 1:
+            raise ConfigError(
+                "pipeline_parallel_size: more than one stage is not supported yet, set it to 1",
+                param="pipeline_parallel_size",
+            )
         if self.kv_transfer_config is not None and not self.enable_prefix_caching:
             raise ConfigError(
                 "kv_transfer_config: what a connector loads becomes part of the prefix cache, "

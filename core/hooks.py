@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from .nn.operations import Operations
     from .outputs import PoolingRequestOutput, RequestOutput
     from .protocols.attention import AttentionBackend
+    from .protocols.collectives import Collectives
     from .protocols.executors import Executor, SchedulePolicy
     from .protocols.grammars import GrammarBackend
     from .protocols.kv import KVConnector
@@ -247,6 +248,18 @@ def register_executors(registry: Registry[type[Executor]]) -> None:
         registry.add("inprocess", "jackfield.plugins.executors.inprocess:InProcessExecutor")
 
     Used by the engine at start (`EngineConfig.executor`). Contract: `protocols.Executor`.
+    """
+
+
+@hookspec
+def register_collectives(registry: Registry[type[Collectives]]) -> None:
+    """Collectives, by which the ranks of an engine exchange tensors.
+
+        registry.add("nccl", "jackfield.plugins.collectives.builtin:Nccl", priority=10)
+
+    Used by executors with several ranks at start (`EngineConfig.collectives`); `auto` takes the
+    highest priority that supports the device. Contract: `protocols.Collectives`, made from a
+    `protocols.CollectivesSetup`.
     """
 
 

@@ -56,6 +56,7 @@ KINDS = {
     "logits_processor": "register_logits_processors",
     "weight_loader": "register_weight_loaders",
     "executor": "register_executors",
+    "collectives": "register_collectives",
     "schedule_policy": "register_schedule_policies",
     "command": "register_commands",
 }

@@ -159,4 +159,10 @@ def check_names(config: EngineConfig, plugins: Plugins) -> None:
             plugins[kind].load(name)
         except PluginError as error:
             raise ConfigError(f"{option}: {error}", param=option) from error
+    executor = plugins["executor"].load(config.executor)
+    if config.tensor_parallel_size > 1 and not getattr(executor, "tensor_parallel", False):
+        raise ConfigError(
+            f"tensor_parallel_size: executor {config.executor!r} runs one rank, set it to 1",
+            param="tensor_parallel_size",
+        )
     check_backend(plugins["structured_backend"], config.structured_outputs_config.backend)

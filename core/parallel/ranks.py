@@ -60,6 +60,17 @@ class Ranks:
 
     tensor: Group = OneRank()
     """Ranks that each hold a part of every layer (tensor parallelism)."""
+    local_rank: int = 0
+    """Number of this rank among those of its host, and of its device."""
+
+    def minimum(self, value: int, device: torch.device) -> int:
+        """Return the smallest `value` of all ranks. `device`: that of their tensors."""
+        if self.tensor.size == 1:
+            return value
+        import torch
+
+        values = self.tensor.all_gather(torch.tensor([value], device=device))
+        return int(values.min())
 
     def add(
         self, residual: torch.Tensor | None, *products: tuple[Product, torch.Tensor]

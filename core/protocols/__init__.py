@@ -7,6 +7,7 @@ docstrings name shapes, units and errors.
 from __future__ import annotations
 
 from .attention import AttentionBackend, AttentionSpec
+from .collectives import Collectives, CollectivesSetup
 from .executors import Executor, ExecutorInfo, SchedulePolicy
 from .grammars import Grammar, GrammarBackend, GrammarMatcher, GrammarSpec, Vocabulary
 from .kv import KVConnector, KVConnectorScheduler, KVConnectorSetup, KVConnectorWorker, KVLayout
@@ -36,6 +37,8 @@ __all__ = [
     "CallForm",
     "CallText",
     "CheckpointConfig",
+    "Collectives",
+    "CollectivesSetup",
     "Content",
     "Executor",
     "ExecutorInfo",

@@ -21,7 +21,11 @@ from .kv import KVLayout
 
 
 class Executor(Protocol):
-    """Runs the worker's ranks. The event loop accesses the worker only through it."""
+    """Runs the worker's ranks. The event loop accesses the worker only through it.
+
+    A class with `tensor_parallel = True` starts `EngineConfig.tensor_parallel_size` of them
+    (`core.parallel.join`); for others, more than 1 is refused.
+    """
 
     def __init__(
         self, config: EngineConfig, model_config: ModelConfig, plugins: Plugins

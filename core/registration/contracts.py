@@ -56,6 +56,9 @@ CONTRACTS = {
     ),
     "weight_loader": Contract("protocols.WeightLoader", ("load",)),
     "executor": Contract("protocols.Executor", ("start", "submit", "ask", "stop")),
+    "collectives": Contract(
+        "protocols.Collectives", ("supports", "all_reduce", "all_gather", "close")
+    ),
     "schedule_policy": Contract("protocols.SchedulePolicy", ("key",)),
     "command": Contract("a function of (argv: list[str])", ("__call__",)),
 }

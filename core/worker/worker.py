@@ -24,10 +24,13 @@ from ..loading.build import build_model
 from ..loading.model_config import ModelConfig
 from ..nn.attention import Attention
 from ..nn.operations import Operations
+from ..parallel.join import rank_device
+from ..parallel.ranks import ONE_RANK, Ranks
 from ..protocols.attention import AttentionBackend, AttentionSpec
 from ..protocols.executors import ExecutorInfo
 from ..protocols.kv import KVCodec, KVConnectorSetup, KVLayout
 from ..protocols.logits_processors import LogitsProcessorSetup
+from ..registration.choice import choose
 from ..registration.failing_plugin import failing_plugin, plugin_failure
 from ..registry import Plugins
 from ..step import (
@@ -54,7 +57,7 @@ from .sampling.masks import GrammarMasks
 from .sampling.processors import Processors
 from .sampling.sampler import Sampler
 from .sampling.sampling_state import SamplingState
-from .selection import attention_refusal, choose
+from .selection import attention_refusal
 from .threads import PendingStep
 from .warmup import StepGraphs, Warmup
 
@@ -88,16 +91,19 @@ class Worker:
         config: EngineConfig,
         model_config: ModelConfig,
         plugins: Plugins,
+        ranks: Ranks = ONE_RANK,
     ) -> None:
-        """`config` is resolved: `device` and `max_num_batched_tokens` are concrete."""
+        """`config` is resolved: `device` and `max_num_batched_tokens` are concrete. `ranks`: those
+        that compute the model together; each gets the same plans and jobs, in the same order."""
         assert config.max_num_batched_tokens is not None
         self.config = config
         self.model_config = model_config
         self.plugins = plugins
+        self.ranks = ranks
         self.device = (
             torch.device("cuda", torch.cuda.current_device())
-            if config.device == "cuda"
-            else torch.device(config.device)
+            if config.device == "cuda" and ranks.tensor.size == 1
+            else rank_device(config, ranks.local_rank)
         )
         self.max_num_batched_tokens = config.max_num_batched_tokens
         self.runner: ModelRunner | PoolingRunner | None = None
@@ -146,7 +152,7 @@ class Worker:
         )
         with self.plugins["operations"].calling(name, "its constructor"):
             operations = self._operations = operations_class()
-        model = build_model(self.plugins, config, model_config, device, operations)
+        model = build_model(self.plugins, config, model_config, device, operations, self.ranks)
         if device.type == "cuda":
             # Memory needed only during loading (rounding, repacking) does not count for a step.
             torch.cuda.reset_peak_memory_stats(device)
@@ -256,6 +262,7 @@ class Worker:
             groups=groups,
             max_chunk=self.max_num_batched_tokens,
         )
+        num_blocks = self.ranks.minimum(num_blocks, device)
         caches = self._bind_cache(layers, groups, num_blocks, kv_dtype)
         trials.warm_up()
         if graphs is not None:
@@ -394,8 +401,9 @@ class Worker:
 
     def run_job(self, job: WorkerJob) -> Any:
         """Return what the job's class says. Raises NotImplementedError for one that is not done
-        here."""
-        if isinstance(job, Recover):
+        here: with several ranks `Recover`, since the others may still wait for a rank that
+        failed."""
+        if isinstance(job, Recover) and self.ranks.tensor.size == 1:
             return self.recover()
         if isinstance(job, PrepareAhead):
             return self.prepare_ahead()

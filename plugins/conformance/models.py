@@ -36,10 +36,11 @@ from ...core.nn.attention import Attention
 from ...core.nn.context import ForwardContext
 from ...core.nn.experts import Router
 from ...core.parallel.ranks import ONE_RANK, Ranks
+from ...core.registration.choice import choose
 from ...core.registry import Plugins, load_plugins
 from ...core.sampling_params import SamplingParams
 from ...core.worker.kv_cache.memory import allocate_cache
-from ...core.worker.selection import attention_refusal, choose
+from ...core.worker.selection import attention_refusal
 from .kit import Kit
 from .paged import make_layout
 from .rank_threads import run_ranks, thread_ranks

@@ -77,7 +77,7 @@ def test_nonsense_is_refused_by_name(name: str, value: Any) -> None:
         ({"kv_cache_dtype": "int4"}, "kv_cache_dtype"),
         ({"device": "tpu"}, "device"),
         ({"dtype": "float8"}, "dtype"),
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size"),
+        ({"tensor_parallel_size": 0}, "tensor_parallel_size"),
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size"),
         ({"trust_remote_code": True}, "trust_remote_code"),
         (

@@ -14,8 +14,9 @@ from jackfield import AsyncEngine, EngineConfig
 from jackfield.core.errors import ConfigError
 from jackfield.core.hooks import hookimpl
 from jackfield.core.protocols.attention import AttentionBackend, AttentionSpec
+from jackfield.core.registration.choice import choose
 from jackfield.core.registry import Plugins, load_plugins
-from jackfield.core.worker.selection import attention_refusal, choose
+from jackfield.core.worker.selection import attention_refusal
 from jackfield.plugins.attention import flashinfer
 from jackfield.plugins.attention.flashinfer import FlashInferAttention, make_pages
 from jackfield.plugins.attention.torch import TorchAttention

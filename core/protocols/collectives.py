@@ -1,0 +1,60 @@
+"""The contract of collectives: how ranks exchange tensors."""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class CollectivesSetup:
+    """What a rank knows of its group before it joins."""
+
+    rank: int
+    """From 0."""
+    size: int
+    """Number of ranks."""
+    address: tuple[str, int]
+    """Host and port where rank 0 listens; the others connect to it."""
+    listener: socket.socket | None
+    """Rank 0's listening socket at `address`, which it may take over; None: it opens one."""
+    device: torch.device
+    """Where this rank's tensors are."""
+    timeout: float
+    """Seconds that a rank waits for the others, when they join and in each call."""
+
+
+class Collectives(Protocol):
+    """A rank's end of a group (`core.parallel.ranks.Group`). It takes all that it needs as
+    arguments, so that a process can have several groups and never sets environment variables for
+    them."""
+
+    rank: int
+    size: int
+
+    @staticmethod
+    def supports(device: torch.device) -> str | None:
+        """Return why it cannot exchange tensors of this device here, in one clause; None if it
+        can."""
+
+    def __init__(self, setup: CollectivesSetup) -> None:
+        """Join; returns when all ranks have. Raises ConfigError (`tensor_parallel_size`) if they do
+        not within the timeout."""
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the sum over all ranks, the same bits on each: [any] → the same shape. `x`, which
+        is contiguous, may be overwritten.
+
+        On a device with streams: queued on the current stream, and recordable in a graph of it.
+        """
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the tensors of all ranks, joined in the last dimension, by rank: [..., n] → [...,
+        size * n]. As `all_reduce` otherwise."""
+
+    def close(self) -> None:
+        """Leave. Waits for no other rank; graphs that use the group are gone. Called once."""

@@ -1,0 +1,13 @@
+"""Collectives that ship in the box."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...core.hooks import hookimpl
+
+
+@hookimpl
+def register_collectives(registry: Any) -> None:
+    registry.add("nccl", "jackfield.plugins.collectives.builtin:Nccl", priority=10)
+    registry.add("gloo", "jackfield.plugins.collectives.builtin:Gloo")
