@@ -9,12 +9,13 @@ import msgspec
 
 
 class CachePart(msgspec.Struct, frozen=True):
-    """One tensor of a layer's cache: [count, num_blocks, block_size, *shape]."""
+    """One tensor of a layer's cache: [count, num_blocks, block_size, *shape] for tokens,
+    [num_states, *shape] for states."""
 
     name: str
-    """"kv", …"""
+    """"kv", "conv", "ssm", …"""
     shape: tuple[int, ...]
-    """Shape for one token."""
+    """Shape for one token, or for one sequence."""
     dtype: str
     """Torch's name: "bfloat16", …"""
     count: int = 1
@@ -27,6 +28,13 @@ class TokenCache(msgspec.Struct, frozen=True, tag="tokens"):
     parts: tuple[CachePart, ...]
     window: int | None = None
     """A token sees itself and the `window - 1` before it; None: all before it."""
+
+
+class StateCache(msgspec.Struct, frozen=True, tag="state"):
+    """State of each sequence, of the same size whatever its length. It is not in blocks: a slot has
+    one, and a request's first token begins from zeros."""
+
+    parts: tuple[CachePart, ...]
 
 
 class CacheGroup(msgspec.Struct, frozen=True):
@@ -73,8 +81,11 @@ def form_groups(
 
     Layers of one window are spread over as few groups as possible such that all groups have
     (nearly) equal numbers of layers. If layers differ in both tensor sizes and windows, one group
-    without a window has all layers.
+    without a window has all layers. Without layers there is one group of none: its blocks have no
+    bytes, and count tokens alone.
     """
+    if not specs:
+        return ONE_GROUP
     windows = [
         None if spec.window is None or spec.window >= max_model_len else spec.window
         for spec in specs

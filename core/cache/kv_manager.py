@@ -49,8 +49,12 @@ class KVCacheManager:
         *,
         groups: Sequence[CacheGroup] = ONE_GROUP,
         max_chunk: int = 1 << 30,
+        shares_prefixes: bool = True,
     ) -> None:
-        """`hash_key`: see `BlockHasher`; `max_chunk`: most tokens of one request in a step."""
+        """`hash_key`: see `BlockHasher`; `max_chunk`: most tokens of one request in a step;
+        `shares_prefixes`: False if blocks do not hold all that a prefix leaves in the layers, so
+        that each request computes all of its tokens."""
+        self.shares_prefixes = shares_prefixes
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.groups = tuple(groups)
@@ -90,7 +94,7 @@ class KVCacheManager:
         logprobs, mean pooling).
         """
         caches = self.enable_prefix_caching or request.private_salt is not None
-        if not caches or not request.reads_cache:
+        if not caches or not request.reads_cache or not self.shares_prefixes:
             return NO_HITS
         limit = (request.num_known_tokens - 1) // self.block_size
         self._hasher.extend(request, limit)
@@ -249,6 +253,8 @@ class KVCacheManager:
         """Let hits find the request's full blocks whose tokens are known and planned; none of a
         request that was compacted."""
         if request.compacted or (not self.enable_prefix_caching and request.private_salt is None):
+            return
+        if not self.shares_prefixes:
             return
         num_full = min(request.num_computed_tokens, request.num_known_tokens) // self.block_size
         first = request.num_registered_blocks

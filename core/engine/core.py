@@ -167,6 +167,8 @@ class EngineCore:
                 f"kv_compression: executor {config.executor!r} does not compact caches",
                 param="kv_compression",
             )
+        if self.info.keeps_states and config.enable_prefix_caching:
+            logger.info("prefix caching is off: this model keeps states of sequences")
         limits = request_limits(config, model_config, self.info)
         self.events = events
         self.metrics = EngineMetrics(config.served_names[0])
@@ -200,6 +202,7 @@ class EngineCore:
             transfer=config.kv_transfer_config,
             hash_key=None if self.info.kv_layout is None else self.info.kv_layout.fingerprint,
             groups=self.info.cache_groups,
+            keeps_states=self.info.keeps_states,
             kv_compression_ratio=(
                 None if config.kv_compression is None else config.kv_compression_ratio
             ),

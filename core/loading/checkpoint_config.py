@@ -271,7 +271,7 @@ def _whole(folder: Path, raw: dict[str, Any]) -> Any:
     what config.json says, for a plugin's architecture."""
     from transformers import CONFIG_MAPPING, PreTrainedConfig
 
-    raw = copy.deepcopy(raw)
+    raw = _with_floats(copy.deepcopy(raw))
     model_type = raw.pop("model_type", None)
     try:
         supported = model_type in CONFIG_MAPPING
@@ -284,6 +284,18 @@ def _whole(folder: Path, raw: dict[str, Any]) -> Any:
         ) from error
     config.model_type = model_type
     return config
+
+
+def _with_floats(value: Any) -> Any:
+    """Return a JSON value with the numbers that `transformers` writes as objects: infinity as
+    {"__float__": "Infinity"}. Others of such a form are left as they are."""
+    if isinstance(value, list):
+        return [_with_floats(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if value.keys() == {"__float__"} and value["__float__"] in ("Infinity", "-Infinity", "NaN"):
+        return float(value["__float__"])
+    return {name: _with_floats(item) for name, item in value.items()}
 
 
 def _answers(raw: dict[str, Any]) -> dict[str, Any] | None:

@@ -201,8 +201,10 @@ def _resolve_length(config: EngineConfig, hf_config: Any) -> int:
     changes what the model says about short texts too.
     """
     lengths = (getattr(hf_config, name, None) for name in LENGTHS)
-    own = next((int(length) for length in lengths if length), 2048)
-    reach = own
+    stated = next((int(length) for length in lengths if length), None)
+    own = stated or 2048
+    # A model that states no length keeps a state, which has none.
+    reach = stated or LARGEST_SIZE
     rope = rope_parameters(hf_config)
     factor = float(rope.get("factor") or 1.0)
     if rope["rope_type"] == "yarn":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 from ..parallel.ranks import Ranks
 from ..protocols.attention import AttentionBackend
 from .operations import Operations
+from .state.rows import StateRows
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,8 @@ class BatchLayout:
     Only backends that are `mixed_graph_safe` get it. Rows without tokens come last."""
     group: int = 0
     """Number of the cache group whose block table this is."""
+    slots: torch.Tensor | None = None
+    """[R] int32 or int64: each row's slot, padding rows' the last; for layers that keep states."""
 
     @classmethod
     def of(
@@ -98,6 +102,7 @@ class BatchLayout:
         group: int = 0,
         mixed: MixedRows | None = None,
         positions: torch.Tensor | None = None,
+        slots: torch.Tensor | None = None,
     ) -> BatchLayout:
         """Create a layout from the tensors and their twins. The only place that does.
 
@@ -123,12 +128,28 @@ class BatchLayout:
             positions=positions,
             mixed=mixed,
             group=group,
+            slots=slots,
         )
 
     @property
     def places(self) -> tuple[torch.Tensor, ...]:
         """Return the tensors that kernels use as memory locations or as lengths."""
-        return self.seq_lens, self.block_table, self.slot_mapping
+        own = () if self.slots is None else (self.slots,)
+        return self.seq_lens, self.block_table, self.slot_mapping, *own
+
+    @cached_property
+    def state_rows(self) -> StateRows:
+        """The rows, for layers that keep states."""
+        assert self.slots is not None, "layers with states get the slots of rows"
+        return StateRows(
+            num_tokens=self.num_tokens,
+            slots=self.slots,
+            query_start=self.query_start,
+            seq_lens=self.seq_lens,
+            query_start_cpu=self.query_start_cpu,
+            max_query_len=self.max_query_len,
+            mixed=self.mixed is not None,
+        )
 
     @property
     def decode_only(self) -> bool:

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from .packed import PackedWeight, dequantize
 from .ragged import RaggedRows
 from .routing import Routing, RoutingRule, choose_experts
+from .state.operations import StateOperations
 
 
 class Norm(NamedTuple):
@@ -152,7 +153,7 @@ class Precompiler(Protocol):
         """Whether any kernel requested so far has to be compiled."""
 
 
-class Operations:
+class Operations(StateOperations):
     """T = num_tokens. Weights are [out_features, in_features].
 
     Results are of the input's type. An argument is overwritten only if its method says so, and a

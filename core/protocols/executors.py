@@ -92,6 +92,8 @@ class ExecutorInfo(msgspec.Struct, frozen=True, kw_only=True):
     kv_compression: bool = False
     """Whether it does `StepPlan.compactions`: otherwise `EngineConfig.kv_compression` is
     refused."""
+    keeps_states: bool = False
+    """Whether layers keep states of sequences, so that blocks alone do not hold a prefix."""
     steps_in_flight: int = 2
     """Plans that are submitted before the result of the first one is there, at most."""
 

@@ -95,10 +95,12 @@ class Scheduler:
         hash_key: bytes | None = None,
         groups: Sequence[CacheGroup] = ONE_GROUP,
         kv_compression_ratio: float | None = None,
+        keeps_states: bool = False,
     ) -> None:
         """transfer: the role of `connector`. hash_key: see `BlockHasher`. groups: layers that share
         a block table. kv_compression_ratio: see `EngineConfig`; None: caches stay whole. Not None
-        only with one group without a window, and without a connector."""
+        only with one group without a window, and without a connector. keeps_states: see
+        `ExecutorInfo`."""
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.enable_chunked_prefill = enable_chunked_prefill
@@ -113,6 +115,7 @@ class Scheduler:
                 hash_key,
                 groups=groups,
                 max_chunk=self._chunk(max_num_batched_tokens, max_num_batched_tokens),
+                shares_prefixes=not keeps_states,
             )
             if num_blocks
             else NoKVCache(block_size)

@@ -220,7 +220,12 @@ class PersistentBatch:
             input_ids=tensors.input_ids,
             positions=tensors.positions,
             layouts=self.layouts(
-                tensors, query_start, rows.query_start, seq_lens, block_size=self.block_size
+                tensors,
+                query_start,
+                rows.query_start,
+                seq_lens,
+                slots=slots,
+                block_size=self.block_size,
             ),
             logit_tokens=logit_tokens,
             sample_slots=sample_slots,

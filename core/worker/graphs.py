@@ -288,6 +288,7 @@ class DecodeInputs:
                 self._query_start[: rows + 1],
                 self._query_start_cpu[: rows + 1],
                 np.full(rows, batch.max_model_len, dtype=np.int32),
+                slots=made.slots,
             ),
             logit_tokens=self._query_start[:rows],
             sample_slots=made.slots,

@@ -436,6 +436,7 @@ class MixedInputs:
                 np.zeros(num_rows + 1, dtype=np.int32),
                 np.full(num_rows, batch.max_model_len, dtype=np.int32),
                 max_query_len=key.tokens,
+                slots=self._slots[:num_rows],
                 mixed=MixedRows(self._bounds, key.decode_rows, key.prompt_rows),
             ),
             logit_tokens=tensors.last_tokens,

@@ -161,6 +161,8 @@ class Warmup:
         inputs.positions.copy_(torch.from_numpy(positions))
         layout.seq_lens.copy_(torch.from_numpy(rows.seq_lens))
         inputs.sample_slots.copy_(torch.from_numpy(host_slots))
+        assert layout.slots is not None, "the batch lays out slots"
+        layout.slots.copy_(torch.from_numpy(host_slots))
         inputs.sample_lengths.fill_(1)
         index = torch.arange(num_rows, device=device)
         if isinstance(runner, PoolingRunner):

@@ -49,6 +49,7 @@ from .kv_cache.compaction import Compactor, load_compressor
 from .kv_cache.layout import kv_layout, model_fingerprint
 from .kv_cache.memory import allocate_cache, bytes_per_block, explain_oom, num_kv_blocks
 from .kv_cache.scales import finding_scales, to_be_scaled, unscaled
+from .kv_cache.states import NoAttention, make_states
 from .launched_step import LaunchedStep
 from .mixed_graphs import MixedGraphs
 from .pooling_runner import PoolingRunner
@@ -75,6 +76,12 @@ KV_DTYPES = {
 
 COMPACTED_INPUTS = frozenset({"decode_inputs.dropped", "step_inputs.dropped"})
 """Options of `Operations` that rows with compacted caches need."""
+NO_ATTENTION: tuple[str, type[AttentionBackend], str] = (
+    NoAttention.name,
+    NoAttention,
+    "no layer attends",
+)
+"""The backend of a model whose layers only keep states: name, class, reason."""
 FIRST_PROMPT = 128
 """Tokens of the prompt whose step is recorded before all others."""
 MIXED_TOGETHER = 2
@@ -113,6 +120,8 @@ class Worker:
         self._trials: Warmup | None = None
         self._operations = Operations()
         self._graphs: StepGraphs | None = None
+        self._keeps_states = False
+        """Whether layers keep states of sequences."""
         self._unscaled: list[Attention] = []
         """Layers whose cache scales the first step will compute."""
         self._step_failed = False
@@ -160,6 +169,9 @@ class Worker:
         if model_config.pooling is not None and not model_config.pooling.causal:
             return self._start_encoder(model, operations, weight_bytes, began)
         layers = [m for m in model.modules() if isinstance(m, Attention)]
+        states = make_states(model, config, device)
+        self._keeps_states = states is not None
+        state_bytes = 0 if states is None else states.nbytes
         kv_name = config.kv_cache_dtype
         if kv_name == "auto":
             kv_name = getattr(model, "kv_cache_dtype", None) or kv_name
@@ -187,14 +199,16 @@ class Worker:
                 f"kv_compression: operations {name!r} do not support {', '.join(sorted(lacking))}",
                 param="kv_compression",
             )
-        name, backend_class, reason = choose(
-            self.plugins["attention_backend"],
-            "attention_backend",
-            config.attention_backend,
-            lambda candidate: _refusal(
-                candidate, specs, device, model_config.dtype, fp8_cache, compacts
-            ),
-        )
+        name, backend_class, reason = NO_ATTENTION
+        if layers:
+            name, backend_class, reason = choose(
+                self.plugins["attention_backend"],
+                "attention_backend",
+                config.attention_backend,
+                lambda candidate: _refusal(
+                    candidate, specs, device, model_config.dtype, fp8_cache, compacts
+                ),
+            )
         max_model_len = model_config.max_model_len
         groups = self._form_groups(layers, kv_dtype, backend_class)
         with self.plugins["attention_backend"].calling(name, "its constructor"):
@@ -255,7 +269,7 @@ class Worker:
         block_bytes = bytes_per_block(cache_specs, groups, config.block_size)
         num_blocks = num_kv_blocks(
             config,
-            available=self._available(held_before, trials),
+            available=self._available(held_before, trials, state_bytes),
             block_bytes=block_bytes,
             block_size=config.block_size,
             max_model_len=max_model_len,
@@ -278,12 +292,13 @@ class Worker:
             attention_backend=name,
             attention_reason=reason,
             weight_bytes=weight_bytes,
-            kv_cache_bytes=num_blocks * block_bytes,
+            kv_cache_bytes=num_blocks * block_bytes + state_bytes,
             load_seconds=time.monotonic() - began,
             steps_in_flight=STEPS_IN_FLIGHT,
             kv_layout=self._connect(model, cache_specs, caches),
             cache_groups=groups,
             kv_compression=compacts,
+            keeps_states=self._keeps_states,
         )
 
     def _processors(self, batch: PersistentBatch) -> Processors:
@@ -520,7 +535,7 @@ class Worker:
             record=recorder,
         )
         mixed = None
-        if runner.backend.mixed_graph_safe:
+        if runner.backend.mixed_graph_safe and (operations.mixed_states or not self._keeps_states):
             mixed = MixedGraphs(
                 forward=runner.forward,
                 logits=runner.logits,
@@ -594,10 +609,11 @@ class Worker:
     def _trial_steps(self, runner: ModelRunner | PoolingRunner) -> Warmup:
         return Warmup(runner, self.config, self.model_config.max_model_len, self.device)
 
-    def _available(self, held_before: int, trials: Warmup) -> int:
-        """Bytes left for the KV cache, after one step at full budget has been measured."""
+    def _available(self, held_before: int, trials: Warmup, state_bytes: int) -> int:
+        """Bytes left for blocks, after one step at full budget has been measured. state_bytes: of
+        states, which are allocated already."""
         if self.device.type == "cpu":
-            return int(self.config.cpu_kvcache_space * (1 << 30))
+            return max(0, int(self.config.cpu_kvcache_space * (1 << 30)) - state_bytes)
         if self.config.num_gpu_blocks_override is not None:
             return 0
         resting = torch.cuda.memory_allocated(self.device)

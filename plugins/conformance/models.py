@@ -40,6 +40,7 @@ from ...core.registration.choice import choose
 from ...core.registry import Plugins, load_plugins
 from ...core.sampling_params import SamplingParams
 from ...core.worker.kv_cache.memory import allocate_cache
+from ...core.worker.kv_cache.states import NoAttention, make_states
 from ...core.worker.selection import attention_refusal
 from .kit import Kit
 from .paged import make_layout
@@ -105,7 +106,11 @@ class PagedModel:
             reasons = [attention_refusal(backend, layer.spec, device, kind) for layer in layers]
             return next((reason for reason in reasons if reason is not None), None)
 
-        _, backend, _ = choose(plugins["attention_backend"], "attention_backend", kernels, refusal)
+        backend: Any = NoAttention
+        if layers:
+            _, backend, _ = choose(
+                plugins["attention_backend"], "attention_backend", kernels, refusal
+            )
         self.backend = backend(
             device=device, dtype=kind, block_size=BLOCK, max_num_seqs=8,
             max_num_batched_tokens=512, max_model_len=LONGEST,
@@ -114,6 +119,7 @@ class PagedModel:
         for layer in layers:
             spec, num_blocks = layer.cache_spec(kind), 1 + 8 * self.blocks_per_row
             layer.bind(allocate_cache(spec, num_blocks, BLOCK, device))
+        self.keeps_states = make_states(self.model, config, device) is not None
         self.computed = [0] * 8
 
     def run(self, rows: Mapping[int, Sequence[int]]) -> dict[int, torch.Tensor]:
@@ -144,7 +150,7 @@ class PagedModel:
         slot_mapping = [
             table[row, at // BLOCK].long() * BLOCK + at % BLOCK for row, at in enumerate(positions)
         ]
-        layout = make_layout(sizes, table, torch.cat(slot_mapping), self.device)
+        layout = make_layout(sizes, table, torch.cat(slot_mapping), self.device, slots)
         context = ForwardContext(
             backend=self.backend,
             metadata=self.backend.build_metadata(layout),

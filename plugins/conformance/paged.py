@@ -91,9 +91,14 @@ def make_batch(
 
 
 def make_layout(
-    sizes: Sizes, table: torch.Tensor, slot_mapping: torch.Tensor, device: torch.device
+    sizes: Sizes,
+    table: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    device: torch.device,
+    slots: Sequence[int] | None = None,
 ) -> BatchLayout:
-    """Return the layout of rows whose blocks and slots are given."""
+    """Return the layout of rows whose blocks and places are given. slots: of rows, for layers with
+    states."""
     starts = np.cumsum([0, *(queries for _, queries in sizes)]).astype(np.int32)
     lengths = np.array([length for length, _ in sizes], dtype=np.int32)
     return BatchLayout.of(
@@ -103,6 +108,7 @@ def make_layout(
         slot_mapping=slot_mapping.to(device),
         query_start_cpu=starts,
         seq_lens_cpu=lengths,
+        slots=None if slots is None else torch.tensor(slots, dtype=torch.int32, device=device),
     )
 
 

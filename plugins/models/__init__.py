@@ -33,6 +33,7 @@ ARCHITECTURES = {
     "hunyuan": ("HunYuanDenseV1ForCausalLM",),
     "internlm2": ("InternLM2ForCausalLM",),
     "llama": ("LlamaForCausalLM", "LlamaModel", "LlamaForSequenceClassification"),
+    "mamba": ("MambaForCausalLM", "FalconMambaForCausalLM", "Mamba2ForCausalLM"),
     "minicpm": ("MiniCPMForCausalLM",),
     "ministral": (
         "MinistralForCausalLM",

@@ -11,9 +11,9 @@ IMAGES = "it takes images, sound or video beside text"
 REFUSED = {
     STATE: (
         "BailingHybridForCausalLM", "BambaForCausalLM", "FalconH1ForCausalLM",
-        "FalconMambaForCausalLM", "GraniteMoeHybridForCausalLM", "JambaForCausalLM",
+        "GraniteMoeHybridForCausalLM", "JambaForCausalLM",
         "KimiLinearForCausalLM", "Lfm2ForCausalLM", "Lfm2MoeForCausalLM", "Lfm3ForCausalLM",
-        "Mamba2ForCausalLM", "MambaForCausalLM", "MiniMaxForCausalLM", "NemotronHForCausalLM",
+        "MiniMaxForCausalLM", "NemotronHForCausalLM",
         "OlmoHybridForCausalLM", "Qwen3NextForCausalLM", "Qwen3_5ForCausalLM",
         "Qwen3_5MoeForCausalLM", "RecurrentGemmaForCausalLM",
         "RwkvForCausalLM", "Zamba2ForCausalLM", "ZambaForCausalLM", "ZayaForCausalLM",

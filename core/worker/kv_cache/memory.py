@@ -12,6 +12,8 @@ from ...config import EngineConfig
 from ...errors import OutOfMemory
 
 GIB = 1 << 30
+MOST_EMPTY_BLOCKS = 1 << 18
+"""Blocks without bytes: enough for any use, and few enough for lists on the host."""
 
 
 def bytes_per_token(spec: TokenCache) -> int:
@@ -66,6 +68,8 @@ def num_kv_blocks(
         return config.num_gpu_blocks_override
     per_sequence = sequence_blocks(groups, max_model_len, block_size, max_chunk)
     useful = config.max_num_seqs * per_sequence + 1
+    if not block_bytes:  # Layers keep states alone: blocks only count tokens.
+        return min(useful, max(MOST_EMPTY_BLOCKS, per_sequence + 1))
     blocks = min(available // block_bytes, useful)
     if blocks < per_sequence + 1:
         fits = longest_sequence(groups, blocks - 1, block_size, max_chunk, max_model_len)

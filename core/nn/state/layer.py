@@ -1,0 +1,51 @@
+"""Layers that keep a state of each sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from ...cache.groups import CachePart, StateCache
+from ..context import BuildContext
+
+
+class StateLayer(nn.Module):
+    """A layer with a state of each sequence, in the tensors that the worker binds."""
+
+    cache: StateCache
+    """What it keeps of each sequence."""
+
+    def __init__(self, **parts: tuple[tuple[int, ...], torch.dtype]) -> None:
+        """parts: name → shape for one sequence, dtype."""
+        super().__init__()
+        self.cache = StateCache(tuple(
+            CachePart(name, shape, str(dtype).removeprefix("torch."))
+            for name, (shape, dtype) in parts.items()
+        ))  # fmt: skip
+        self._states: Mapping[str, torch.Tensor] = {}
+
+    def bind(self, states: Mapping[str, torch.Tensor]) -> None:
+        """Use these states: the parts of `cache` by name, each [num_states, *shape]."""
+        self._states = states
+
+    def state(self, name: str) -> torch.Tensor:
+        """Return a part, [num_states, *shape]."""
+        assert self._states, "the worker binds the states before the first step"
+        return self._states[name]
+
+
+class CausalConv(nn.Module):
+    """Weights of a convolution of each channel over a sequence's tokens."""
+
+    def __init__(self, channels: int, size: int, build: BuildContext, *, bias: bool) -> None:
+        """size: inputs that an output sees"""
+        super().__init__()
+        self.weight = nn.Parameter(build.empty(channels, 1, size))
+        self.bias = nn.Parameter(build.empty(channels)) if bias else None
+
+    @property
+    def kernel(self) -> torch.Tensor:
+        """[channels, size]"""
+        return self.weight[:, 0]

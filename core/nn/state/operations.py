@@ -1,0 +1,223 @@
+"""Operations on states, in plain torch: a part of `Operations`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import ClassVar, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from .rows import StateRows
+from .scan import (
+    delta_step,
+    delta_tokens,
+    selective_step,
+    selective_tokens,
+    ssd_step,
+    ssd_tokens,
+)
+
+
+class ScanWeights(NamedTuple):
+    """Parameters of a state-space layer, all float32. Mamba 2 has one of each per head: [H]; Mamba
+    has them per channel, `a` also per state: [I, N]."""
+
+    a: torch.Tensor
+    """Rate of decay, negative."""
+    d: torch.Tensor
+    """Factor of the input in the output."""
+    dt_bias: torch.Tensor
+    """Added to the step size, before softplus."""
+    dt_limit: tuple[float, float] = (0.0, float("inf"))
+    """Range of the step size, after softplus."""
+
+    def step_size(self, dt: torch.Tensor) -> torch.Tensor:
+        """Return clamp(softplus(dt + bias)), float32."""
+        return F.softplus(dt.float() + self.dt_bias).clamp(*self.dt_limit)
+
+
+class StateOperations:
+    """T tokens in R rows (`StateRows`). Every row's tokens continue its slot's state, and leave it
+    as it is after the last of them; sums are float32."""
+
+    mixed_states: ClassVar[bool] = False
+    """Whether these operations read a step's rows on the device alone (`StateRows.mixed`), so that
+    steps with prompts can be recorded. A step in which every row has one token always can."""
+
+    def causal_conv(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        state: torch.Tensor,
+        rows: StateRows,
+        *,
+        silu: bool,
+    ) -> torch.Tensor:
+        """Convolve each channel over a row's tokens: y[t] = Σ weight[k] x[t - K + 1 + k] + bias.
+
+        x: [T, C], may be a view of a wider tensor; weight: [C, K]; bias: [C]; state: [num_states,
+        K - 1, C], the inputs before the row's first; silu: apply it → [T, C]
+        """
+        last = weight.shape[1] - 1
+        old = rows.states(state)
+        num_rows, device = len(old), x.device
+        inputs = torch.cat([old.flatten(0, 1).to(x.dtype), x])
+        lags = torch.arange(last, -1, -1, device=device)
+        tokens = torch.arange(len(x), device=device)
+        row = rows.token_rows
+        place = (tokens - rows.query_start[row])[:, None] - lags
+        index = torch.where(
+            place < 0,
+            (row * last)[:, None] + last + place,
+            num_rows * last + tokens[:, None] - lags,
+        )
+        wide = (inputs[index].float() * weight.t().float()).sum(1)
+        if bias is not None:
+            wide = wide + bias.float()
+        every = torch.arange(num_rows, device=device)[:, None]
+        place = rows.counts[:, None] - lags[:-1]
+        index = torch.where(
+            place < 0, every * last + last + place,
+            num_rows * last + rows.query_start[:-1, None] + place,
+        )  # fmt: skip
+        state[rows.slots.long()] = inputs[index].to(state.dtype)
+        return (F.silu(wide) if silu else wide).to(x.dtype)
+
+    def ssd_scan(
+        self,
+        x: torch.Tensor,
+        dt: torch.Tensor,
+        b: torch.Tensor,
+        c: torch.Tensor,
+        weights: ScanWeights,
+        state: torch.Tensor,
+        rows: StateRows,
+    ) -> torch.Tensor:
+        """Mamba 2's recurrence: S = exp(dt a) S + dt x bᵀ, y = S c + d x, with dt the step size of
+        `weights`.
+
+        x: [T, H, P]; dt: [T, H]; b, c: [T, G, N], each for H / G heads; state: [num_states, H, P,
+        N]; all but state may be views of wider tensors → [T, H, P]
+        """
+        each = x.shape[1] // b.shape[1]
+        keys, queries = (part.float().repeat_interleave(each, dim=1) for part in (b, c))
+        values = x.float()
+        y = _scan(
+            ssd_step, ssd_tokens, (values, weights.step_size(dt)), (weights.a,), (keys, queries),
+            state, rows,
+        )  # fmt: skip
+        return (y + weights.d[:, None] * values).to(x.dtype)
+
+    def selective_scan(
+        self,
+        x: torch.Tensor,
+        dt: torch.Tensor,
+        b: torch.Tensor,
+        c: torch.Tensor,
+        gate: torch.Tensor,
+        weights: ScanWeights,
+        state: torch.Tensor,
+        rows: StateRows,
+    ) -> torch.Tensor:
+        """Mamba's recurrence: S[i, n] = exp(dt[i] a[i, n]) S[i, n] + dt[i] x[i] b[n],
+        y = (S c + d x) silu(gate), with dt the step size of `weights`.
+
+        x, dt, gate: [T, I]; b, c: [T, N]; state: [num_states, I, N]; all but state may be views of
+        wider tensors → [T, I]
+        """
+        values = x.float()
+        y = _scan(
+            selective_step, selective_tokens, (values, weights.step_size(dt)), (weights.a,),
+            (b.float(), c.float()), state, rows,
+        )  # fmt: skip
+        return ((y + weights.d * values) * F.silu(gate.float())).to(x.dtype)
+
+    def delta_rule(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        decay: torch.Tensor,
+        beta: torch.Tensor,
+        state: torch.Tensor,
+        rows: StateRows,
+    ) -> torch.Tensor:
+        """Gated delta rule: S = exp(decay) S, S += k (beta (v - Sᵀ k))ᵀ, y = Sᵀ q / sqrt(K), with
+        queries and keys first divided by their lengths.
+
+        q, k: [T, G, K], each for H / G heads; v: [T, H, V]; decay, beta: [T, H] float32; state:
+        [num_states, H, K, V]; q, k, v may be views of wider tensors → [T, H, V]
+        """
+        each = v.shape[1] // q.shape[1]
+        queries, keys = (unit(part).repeat_interleave(each, dim=1) for part in (q, k))
+        y = _scan(
+            delta_step, delta_tokens, (queries * q.shape[2] ** -0.5, keys, v.float(), decay, beta),
+            (), (), state, rows,
+        )  # fmt: skip
+        return y.to(v.dtype)
+
+    def gated_rms_norm(
+        self,
+        x: torch.Tensor,
+        gate: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        *,
+        group_size: int,
+        gate_first: bool,
+    ) -> torch.Tensor:
+        """x / rms(x) * weight over each group of channels, times silu(gate) before or after.
+
+        x, gate: [T, size]; weight: [size], or [group_size] for all groups alike; group_size:
+        divides size → [T, size]
+        """
+        factor = F.silu(gate.float())
+        wide = x.float() * factor if gate_first else x.float()
+        groups = wide.unflatten(-1, (-1, group_size))
+        groups = groups * torch.rsqrt(groups.square().mean(-1, keepdim=True) + eps)
+        # Rounded before the weight, as models were trained.
+        normed = weight.view(-1, group_size) * groups.to(x.dtype)
+        out = normed.flatten(-2)
+        return (out if gate_first else out.float() * factor).to(x.dtype)
+
+
+def unit(x: torch.Tensor) -> torch.Tensor:
+    """[..., size] → x / |x|, float32"""
+    wide = x.float()
+    return wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + 1e-6)
+
+
+def _scan(
+    step: Callable[..., tuple[torch.Tensor, torch.Tensor]],
+    tokens: Callable[..., tuple[torch.Tensor, torch.Tensor]],
+    first: tuple[torch.Tensor, ...],
+    weights: tuple[torch.Tensor, ...],
+    last: tuple[torch.Tensor, ...],
+    state: torch.Tensor,
+    rows: StateRows,
+) -> torch.Tensor:
+    """Compute a recurrence: rows of one token together by `step`, each of the others by `tokens`.
+
+    first, last: [T, ...] the recurrence's inputs, before and after `weights` in its arguments
+    """
+    alone, at = rows.single()
+    y, states = step(
+        *(part[at] for part in first), *weights, *(part[at] for part in last),
+        rows.states(state, alone).float(),
+    )  # fmt: skip
+    state[rows.slots[alone].long()] = states.to(state.dtype)
+    if isinstance(at, slice):
+        return y
+    out = y.new_empty(rows.num_tokens, *y.shape[1:])
+    out[at] = y
+    for row, start, end in rows.longer():
+        part, each = slice(start, end), slice(row, row + 1)
+        y, after = tokens(
+            *(value[part] for value in first), *weights, *(value[part] for value in last),
+            rows.states(state, each)[0].float(),
+        )  # fmt: skip
+        out[part] = y
+        state[rows.slots[each].long()] = after[None].to(state.dtype)
+    return out

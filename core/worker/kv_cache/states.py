@@ -1,0 +1,102 @@
+"""States of sequences on the device: a row for each slot, in tensors of all layers alike."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...cache.groups import CachePart
+from ...config import EngineConfig
+from ...errors import ConfigError, OutOfMemory
+from ...nn.context import BatchLayout
+from ...nn.state.layer import StateLayer
+from ...protocols.attention import AttentionBackend, AttentionSpec
+from .memory import GIB
+
+
+class States:
+    """The states of all layers; rows: one for each slot, and the last one for padding."""
+
+    def __init__(
+        self, layers: Sequence[StateLayer], num_slots: int, device: torch.device, available: int
+    ) -> None:
+        """Allocate the states and bind them to their layers. Raises OutOfMemory if they need more
+        than `available` bytes."""
+        places: dict[CachePart, list[StateLayer]] = {}
+        for layer in layers:
+            for part in layer.cache.parts:
+                places.setdefault(part, []).append(layer)
+        self.bytes_per_slot = sum(
+            math.prod(part.shape) * getattr(torch, part.dtype).itemsize * len(sharers)
+            for part, sharers in places.items()
+        )
+        """Bytes of one sequence's states in all layers."""
+        self.nbytes = self.bytes_per_slot * (num_slots + 1)
+        if self.nbytes > available:
+            raise OutOfMemory(
+                f"the states of {num_slots} requests (max_num_seqs) need {self.nbytes / GIB:.2f} "
+                f"GiB, and {available / GIB:.2f} GiB are free: lower max_num_seqs (at most "
+                f"{max(0, available // self.bytes_per_slot - 1)} fit)",
+                param="max_num_seqs",
+            )
+        self.storage: dict[CachePart, torch.Tensor] = {}
+        """Part → [layers that have it, num_slots + 1, *shape]."""
+        bound: dict[StateLayer, dict[str, torch.Tensor]] = {layer: {} for layer in layers}
+        for part, sharers in places.items():
+            shape = (len(sharers), num_slots + 1, *part.shape)
+            tensor = torch.zeros(shape, dtype=getattr(torch, part.dtype), device=device)
+            self.storage[part] = tensor
+            for number, layer in enumerate(sharers):
+                bound[layer][part.name] = tensor[number]
+        for layer, states in bound.items():
+            layer.bind(states)
+
+
+def make_states(model: nn.Module, config: EngineConfig, device: torch.device) -> States | None:
+    """Return the states of a model's layers; None: it has none.
+
+    Raises ConfigError for an option that such a model cannot be served with, and OutOfMemory.
+    """
+    layers = [module for module in model.modules() if isinstance(module, StateLayer)]
+    if not layers:
+        return None
+    refused = {
+        "kv_transfer_config": (config.kv_transfer_config, "KV connectors move blocks alone"),
+        "kv_compression": (config.kv_compression, "only keys and values are compacted"),
+    }
+    for name, (value, reason) in refused.items():
+        if value is not None:
+            raise ConfigError(
+                f"{name}: this model keeps states of sequences, and {reason}", param=name
+            )
+    if device.type == "cuda":
+        available, _ = torch.cuda.mem_get_info(device)
+    else:
+        available = int(config.cpu_kvcache_space * GIB)
+    return States(layers, config.max_num_seqs, device, available)
+
+
+class NoAttention(AttentionBackend):
+    """The backend of a model none of whose layers attends."""
+
+    name = "none"
+    graph_safe = mixed_graph_safe = cache_groups = True
+
+    @classmethod
+    def supports(cls, spec: AttentionSpec, device: torch.device, dtype: torch.dtype) -> str:
+        """Return why: it computes nothing."""
+        return "it serves models without attention"
+
+    def __init__(self, **sizes: Any) -> None:
+        """Sizes are those of every backend, and not used."""
+
+    def build_metadata(self, layout: BatchLayout) -> None:
+        """Do nothing."""
+
+    def forward(self, *arguments: Any, **more: Any) -> torch.Tensor:
+        """Never called."""
+        raise NotImplementedError("a layer attends, in a model chosen to have none that does")

@@ -1,0 +1,107 @@
+"""Mamba, Falcon Mamba and Mamba 2: layers that keep states, and nothing else."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from ...core.errors import ConfigError
+from ...core.loading.model_config import ModelConfig
+from ...core.loading.weight_map import WeightMap
+from ...core.nn.context import BuildContext
+from ...core.nn.state.mamba import MambaMixer, MambaSizes
+from ...core.nn.state.mamba2 import Mamba2Mixer, Mamba2Sizes
+from .decoder import CausalLM, SelfAttention
+from .mixer import MixerBlock, MixerDecoder
+
+BACKBONE = WeightMap(
+    prefixes={"backbone.": "model."},
+    names={"embed_tokens": "embeddings", "model.norm": "model.norm_f"},
+    tied={"lm_head.weight": "model.embed_tokens.weight"},
+)
+"""Names of checkpoints whose decoder is called a backbone."""
+
+
+def check_activation(hf: Any) -> None:
+    """Raise ConfigError unless the convolution is followed by silu."""
+    if hf.hidden_act not in ("silu", "swish"):
+        raise ConfigError(f"hidden_act: {hf.hidden_act!r} is not supported", param="hidden_act")
+
+
+class MambaBlock(MixerBlock):
+    def make_mixer(
+        self, config: ModelConfig, layer: int, build: BuildContext, attention: type[SelfAttention]
+    ) -> MambaMixer:
+        hf = config.hf_config
+        check_activation(hf)
+        sizes = MambaSizes(
+            hf.hidden_size, hf.intermediate_size, hf.state_size, int(hf.time_step_rank),
+            hf.conv_kernel,
+        )  # fmt: skip
+        return MambaMixer(
+            sizes, build, bias=hf.use_bias, conv_bias=hf.use_conv_bias, norms=self.norms_of(hf)
+        )
+
+    @staticmethod
+    def norms_of(hf: Any) -> tuple[Any, ...]:
+        """Return the norms of step sizes, keys and queries."""
+        return ()
+
+
+class MambaDecoder(MixerDecoder):
+    mixer_block = MambaBlock
+
+
+class MambaForCausalLM(CausalLM):
+    weight_map = BACKBONE
+    decoder = MambaDecoder
+
+
+def _normed(x: torch.Tensor, eps: float) -> torch.Tensor:
+    """[any, size] → x / rms(x)"""
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+class FalconMambaBlock(MambaBlock):
+    """Norms without weights on step sizes, keys and queries."""
+
+    @staticmethod
+    def norms_of(hf: Any) -> tuple[Any, ...]:
+        return (partial(_normed, eps=float(hf.mixer_rms_eps)),) * 3
+
+
+class FalconMambaDecoder(MixerDecoder):
+    mixer_block = FalconMambaBlock
+
+
+class FalconMambaForCausalLM(CausalLM):
+    weight_map = BACKBONE
+    decoder = FalconMambaDecoder
+
+
+class Mamba2Block(MixerBlock):
+    def make_mixer(
+        self, config: ModelConfig, layer: int, build: BuildContext, attention: type[SelfAttention]
+    ) -> Mamba2Mixer:
+        hf = config.hf_config
+        check_activation(hf)
+        sizes = Mamba2Sizes(
+            hf.hidden_size, hf.num_heads, hf.head_dim, hf.state_size, hf.n_groups, hf.conv_kernel
+        )
+        low, high = hf.time_step_limit
+        return Mamba2Mixer(
+            sizes, build, eps=float(hf.layer_norm_epsilon), bias=hf.use_bias,
+            conv_bias=hf.use_conv_bias, dt_limit=(float(low), float(high)),
+        )  # fmt: skip
+
+
+class Mamba2Decoder(MixerDecoder):
+    mixer_block = Mamba2Block
+
+
+class Mamba2ForCausalLM(CausalLM):
+    weight_map = BACKBONE
+    decoder = Mamba2Decoder

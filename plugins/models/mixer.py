@@ -1,0 +1,110 @@
+"""Common parts of models whose layers keep states: alone, or beside layers of attention."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from ...core.loading.model_config import ModelConfig
+from ...core.nn.context import BuildContext, ForwardContext
+from ...core.nn.norm import RMSNorm
+from ...core.nn.rotary import Rotary
+from .decoder import Block, Decoder, MakeMLP, SelfAttention
+
+
+class MixerBlock(nn.Module):
+    """hidden + mixer(norm(hidden)): a block of one part."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer: int,
+        build: BuildContext,
+        attention: type[SelfAttention],
+        mlp: MakeMLP,
+    ) -> None:
+        super().__init__()
+        self.norm = self.make_norm(config.hf_config, build)
+        self.mixer = self.make_mixer(config, layer, build, attention)
+
+    @classmethod
+    def make_norm(cls, hf: Any, build: BuildContext) -> nn.Module:
+        """Create the block's norm, or the decoder's last one."""
+        return RMSNorm(hf.hidden_size, float(hf.layer_norm_epsilon), build)
+
+    @abstractmethod
+    def make_mixer(
+        self, config: ModelConfig, layer: int, build: BuildContext, attention: type[SelfAttention]
+    ) -> nn.Module:
+        """Create the layer's mixer, which is called as `SelfAttention` is."""
+
+    def forward(
+        self, hidden: torch.Tensor, rotary: Rotary | None, context: ForwardContext
+    ) -> torch.Tensor:
+        """[num_tokens, hidden_size] → the same shape; `hidden` may be overwritten."""
+        out: torch.Tensor = self.mixer(hidden, self.norm, rotary, context)
+        return out
+
+
+class MixerDecoder(Decoder):
+    """A decoder of `MixerBlock`s, without rotation."""
+
+    mixer_block: ClassVar[type[MixerBlock]]
+
+    @classmethod
+    def block_of(cls, config: ModelConfig) -> Any:
+        return cls.mixer_block
+
+    @staticmethod
+    def rotaries_of(config: ModelConfig, build: BuildContext) -> list[Rotary | None]:
+        return [None] * config.num_layers
+
+
+class HybridBlock(Block):
+    """A mixer, which is attention or keeps a state, and an MLP, each after a norm."""
+
+    state_name: ClassVar[str] = "mamba"
+    """What checkpoints call a mixer that keeps a state."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer: int,
+        build: BuildContext,
+        attention: type[SelfAttention],
+        mlp: MakeMLP,
+    ) -> None:
+        nn.Module.__init__(self)
+        for name in self.norms:
+            setattr(self, name, self.make_norm(config.hf_config, build))
+        if self.attends(config.hf_config, layer):
+            self.self_attn = attention(config, layer, build)
+        else:
+            setattr(self, self.state_name, self.make_mixer(config, layer, build))
+        self.mlp = mlp(config, layer, build)
+
+    @staticmethod
+    def attends(hf: Any, layer: int) -> bool:
+        """Return whether a layer is of attention."""
+        return bool(hf.layer_types[layer] == "full_attention")
+
+    @abstractmethod
+    def make_mixer(self, config: ModelConfig, layer: int, build: BuildContext) -> nn.Module:
+        """Create a mixer that keeps a state, which is called as `SelfAttention` is."""
+
+    @property
+    def mixer(self) -> nn.Module:
+        """The attention, or the mixer that keeps a state."""
+        mixer: nn.Module = getattr(self, self.state_name, None) or self.self_attn
+        return mixer
+
+    def forward(
+        self, hidden: torch.Tensor, rotary: Rotary | None, context: ForwardContext
+    ) -> torch.Tensor:
+        """[num_tokens, hidden_size] → the same shape; `hidden` may be overwritten."""
+        hidden = self.mixer(hidden, getattr(self, self.norms[0]), rotary, context)
+        out: torch.Tensor = self.mlp(hidden, getattr(self, self.norms[1]))
+        return out

@@ -1,0 +1,110 @@
+"""Families whose layers keep states say what `transformers` says, through the engine: in chunks,
+beside others, after preemption, and several times from one prompt."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_families import check_logits, checkpoint, make_reference, score
+
+from jackfield import AsyncEngine, EngineConfig, SamplingParams
+from jackfield.core.errors import ConfigError, OutOfMemory
+from jackfield.plugins.conformance.models import VOCAB
+
+MAMBA2 = {"num_heads": 8, "head_dim": 16, "state_size": 12, "n_groups": 2, "chunk_size": 16}
+CASES: dict[str, dict[str, Any]] = {
+    "FalconMambaForCausalLM": {"state_size": 6, "mixer_rms_eps": 0.1},
+    "Mamba2ForCausalLM": {**MAMBA2, "time_step_limit": (0.3, 2.0)},
+    "MambaForCausalLM": {"state_size": 6, "use_bias": True},
+}
+PROMPTS = [[3 + (7 * i * n) % (VOCAB - 3) for i in range(1, n)] for n in (3, 6, 42)]
+OUTPUT = 6
+
+
+def reference_and_folder(case: str, folder: Path) -> tuple[Any, Path]:
+    reference = make_reference(case, CASES[case])
+    return reference, checkpoint(reference, case.partition(":")[0], folder)
+
+
+def config(folder: Path, **options: Any) -> EngineConfig:
+    settings: dict[str, Any] = {
+        "dtype": "float32", "skip_tokenizer_init": True, "max_model_len": 64, "max_num_seqs": 3,
+        "max_num_batched_tokens": 16, "block_size": 4, **options,
+    }  # fmt: skip
+    return EngineConfig(model=str(folder), **settings)
+
+
+async def answer(engine: AsyncEngine, prompt: list[int], **params: Any) -> Any:
+    sampling = SamplingParams(
+        temperature=0.0, max_tokens=OUTPUT, ignore_eos=True, logprobs=1, **params
+    )
+    *_, last = [output async for output in engine.generate(prompt, sampling)]
+    return last
+
+
+def check(prompt: list[int], output: Any, expected: Callable[[list[int]], torch.Tensor]) -> None:
+    for chosen in output.outputs:
+        wanted = expected(prompt + chosen.token_ids)[len(prompt) - 1 : -1]
+        assert len(chosen.token_ids) == OUTPUT
+        for row, token, told in zip(wanted, chosen.token_ids, chosen.logprobs, strict=True):
+            assert float(row.max() - row[token]) <= 1e-3
+            assert told[token].logprob == pytest.approx(float(row[token]), abs=1e-3)
+
+
+@pytest.mark.parametrize("case", CASES)
+async def test_a_family_equals_transformers(case: str, tmp_path: Path) -> None:
+    """Four requests for three slots, a prompt longer than a step, and a slot that is used again."""
+    reference, folder = reference_and_folder(case, tmp_path)
+    check_logits(folder, reference)
+    async with AsyncEngine(config(folder, num_gpu_blocks_override=96)) as engine:
+        prompts = [*PROMPTS, PROMPTS[1]]
+        answers = await asyncio.gather(*(answer(engine, prompt) for prompt in prompts))
+        engine.core.check_idle()
+    for prompt, output in zip(prompts, answers, strict=True):
+        check(prompt, output, lambda tokens: score(reference, tokens))
+
+
+async def test_preempted_requests_begin_again_from_no_state(tmp_path: Path) -> None:
+    """Blocks for 48 tokens, which the second prompt and the answers outgrow."""
+    reference, folder = reference_and_folder("Mamba2ForCausalLM", tmp_path)
+    prompts = [PROMPTS[2][:n] for n in (16, 14, 15)]
+    async with AsyncEngine(config(folder, num_gpu_blocks_override=14)) as engine:
+        answers = await asyncio.gather(*(answer(engine, prompt) for prompt in prompts))
+        assert engine.core.stats().num_preemptions > 0
+    for prompt, output in zip(prompts, answers, strict=True):
+        check(prompt, output, lambda tokens: score(reference, tokens))
+
+
+async def test_completions_of_one_prompt_each_have_a_state(tmp_path: Path) -> None:
+    reference, folder = reference_and_folder("Mamba2ForCausalLM", tmp_path)
+    async with AsyncEngine(config(folder)) as engine:
+        output = await answer(engine, PROMPTS[2], n=3)
+    assert len(output.outputs) == 3
+    check(PROMPTS[2], output, lambda tokens: score(reference, tokens))
+
+
+@pytest.mark.parametrize(
+    ("options", "param"),
+    [
+        ({"kv_compression": "key_norm", "enable_prefix_caching": False}, "kv_compression"),
+        (
+            {"kv_transfer_config": {"kv_connector": "cpu_offload", "kv_role": "kv_both"}},
+            "kv_transfer_config",
+        ),
+        ({"max_num_seqs": 8, "cpu_kvcache_space": 0.0001}, "max_num_seqs"),
+    ],
+    ids=["compression", "connector", "too many states"],
+)
+async def test_what_states_do_not_allow_is_refused_by_name(
+    options: dict[str, Any], param: str, tmp_path: Path
+) -> None:
+    _, folder = reference_and_folder("Mamba2ForCausalLM", tmp_path)
+    with pytest.raises((ConfigError, OutOfMemory)) as caught:
+        async with AsyncEngine(config(folder, **options)):
+            pass
+    assert caught.value.param == param
