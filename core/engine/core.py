@@ -271,7 +271,8 @@ class EngineCore:
         seed = self._seeds.getrandbits(62) if spec.params.seed is None else spec.params.seed
         state = make_state(spec.requests(seed=seed, grammar=grammar))
         self.outputs.enter_request(state)
-        self._wake()
+        if self.steps is not None:
+            self.steps.arrived()
         return state
 
     def abort_request(self, state: State) -> None:

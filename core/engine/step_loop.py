@@ -11,6 +11,7 @@ from typing import TypeAlias
 from ..errors import PluginError
 from ..protocols.executors import Executor
 from ..request import Update
+from ..scheduling.plan_timing import PlanTiming
 from ..scheduling.scheduler import Scheduler
 from ..step import PrepareAhead, Recover, StepPlan, StepResult
 
@@ -49,6 +50,7 @@ class StepLoop:
         """Steps that have failed since the last one with rows that ended well."""
         self._prepares = True
         """Whether the executor prepares for later steps (`PrepareAhead`)."""
+        self._timing = PlanTiming()
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -63,6 +65,11 @@ class StepLoop:
 
     def wake(self) -> None:
         """Make the loop check for work."""
+        self._wake.set()
+
+    def arrived(self) -> None:
+        """Note that a request has arrived, and make the loop check for it."""
+        self._timing.arrived()
         self._wake.set()
 
     async def stop(self) -> None:
@@ -82,6 +89,10 @@ class StepLoop:
                     self.publish(self.scheduler.take_failures())
                     await self._idle()
                     continue
+                if delay := self._delay(in_flight):
+                    await asyncio.wait([in_flight[0][1]], timeout=delay)
+                    if not in_flight[0][1].done():
+                        continue
                 plan, future = in_flight.popleft()
                 try:
                     # Shielded: cancelling this task must not lose the step's second half.
@@ -89,6 +100,7 @@ class StepLoop:
                 except Exception as error:
                     await self._recover(plan, error, in_flight)
                     continue
+                self._timing.ended(plan, result)
                 if plan.slots:
                     self._num_failed = 0
                 self.publish(self.scheduler.update(plan, result))
@@ -133,6 +145,7 @@ class StepLoop:
         # Steps planned after it are not run (`Recover`).
         behind = await asyncio.gather(*(future for _, future in in_flight), return_exceptions=True)
         in_flight.clear()
+        self._timing.failed()
         logger.error("a step failed; its requests end, others go on", exc_info=error)
         try:
             await self.executor.ask(Recover())
@@ -146,8 +159,14 @@ class StepLoop:
         dropped = [result for result in behind if not isinstance(result, BaseException)]
         self.publish(self.scheduler.fail_step(plan, f"the step failed: {kind}{error}", dropped))
 
+    def _delay(self, in_flight: InFlight) -> float:
+        """Return the seconds until the last free place in flight is to be filled; 0: not later."""
+        last_place = len(in_flight) == self.steps_in_flight - 1
+        return self._timing.delay() if last_place and in_flight else 0.0
+
     def _fill(self, in_flight: InFlight) -> None:
-        while len(in_flight) < self.steps_in_flight:
+        while len(in_flight) < self.steps_in_flight and not self._delay(in_flight):
+            begun = self._timing.now()
             plan = self.scheduler.schedule()
             if plan is None:
                 return
@@ -157,4 +176,5 @@ class StepLoop:
                 self.scheduler.not_taken(plan)
                 future = asyncio.get_running_loop().create_future()
                 future.set_exception(error)
+            self._timing.submitted(plan, begun)
             in_flight.append((plan, future))

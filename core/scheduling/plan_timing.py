@@ -1,0 +1,120 @@
+"""When to make the next plan: late, so that requests that arrive meanwhile are in it."""
+
+from __future__ import annotations
+
+import collections
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ..step import StepPlan, StepResult
+
+ARRIVAL_SECONDS = 1.0
+"""Without an arrival for this long, plans are made at once: nobody would gain."""
+MARGIN_SECONDS = 0.0015
+MARGIN_SHARE = 0.1
+"""A plan is launched this long, and this share of the running step, before the device needs it."""
+CLASSES_PER_DOUBLING = 2
+"""Classes of steps by number of tokens, whose durations are kept apart."""
+FORGET = 0.02
+"""Weight of the newest step where it is slower than expected, and of a host that got faster."""
+
+
+@dataclass
+class _Class:
+    """Durations of steps of similar size."""
+
+    seconds: float
+    tokens: float
+
+
+class StepDurations:
+    """How long steps take on the device, by number of tokens. Its estimates are rather too short
+    than too long: a fast step counts half at once, a slow one little."""
+
+    def __init__(self) -> None:
+        self._classes: dict[tuple[bool, int], _Class] = {}
+
+    def add(self, plan: StepPlan, seconds: float) -> None:
+        """Record the duration of one step."""
+        tokens = plan.total_tokens
+        known = self._classes.get(_class(plan))
+        if known is None:
+            self._classes[_class(plan)] = _Class(seconds, tokens)
+            return
+        weight = 0.5 if seconds < known.seconds else FORGET
+        known.seconds += weight * (seconds - known.seconds)
+        known.tokens += weight * (tokens - known.tokens)
+
+    def expected(self, plan: StepPlan) -> float:
+        """Return the seconds that a step will take; 0 if no step of its class is known."""
+        known = self._classes.get(_class(plan))
+        if known is None:
+            return 0.0
+        return known.seconds * min(1.0, plan.total_tokens / max(known.tokens, 1.0))
+
+
+def _class(plan: StepPlan) -> tuple[bool, int]:
+    tokens = plan.total_tokens
+    return tokens == len(plan.slots), int(CLASSES_PER_DOUBLING * math.log2(max(tokens, 1)))
+
+
+class PlanTiming:
+    """Tells how long the next plan may wait while the device works on those before it.
+
+    A plan made at once would run behind the whole step that has just begun, without the requests
+    that arrive during that step. It is made instead as late as the device allows: a margin before
+    the step in flight is expected to end, and the host's own time before that.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        """`clock`: seconds."""
+        self._clock = clock
+        self._durations = StepDurations()
+        self._in_flight: collections.deque[tuple[StepPlan, float]] = collections.deque()
+        """Plans, and when each was begun."""
+        self._last_end = -math.inf
+        self._last_arrival = -math.inf
+        self._host_seconds = 0.0
+        """From the beginning of a plan to the end of its launch; falls slowly."""
+
+    def arrived(self) -> None:
+        """Note that a request has arrived."""
+        self._last_arrival = self._clock()
+
+    def submitted(self, plan: StepPlan, begun: float) -> None:
+        """Note a plan that is in flight now; `begun`: when its planning began."""
+        self._in_flight.append((plan, begun))
+
+    def ended(self, plan: StepPlan, result: StepResult) -> None:
+        """Note the result of the first plan in flight."""
+        now = self._clock()
+        _, begun = self._in_flight.popleft()
+        launched = now - result.device_seconds
+        self._durations.add(plan, now - max(self._last_end, launched))
+        host = max(launched - begun, 0.0)
+        self._host_seconds = max(host, self._host_seconds + FORGET * (host - self._host_seconds))
+        self._last_end = now
+
+    def failed(self) -> None:
+        """Note that no plan is in flight any more, after one that failed."""
+        self._in_flight.clear()
+
+    def now(self) -> float:
+        """Return the clock's seconds."""
+        return self._clock()
+
+    def delay(self) -> float:
+        """Return the seconds that the next plan may wait: 0 to make it now."""
+        now = self._clock()
+        if not self._in_flight or now - self._last_arrival > ARRIVAL_SECONDS:
+            return 0.0
+        end, seconds = self._last_end, 0.0
+        for plan, begun in self._in_flight:
+            seconds = self._durations.expected(plan)
+            if not seconds:
+                return 0.0
+            end = max(end, begun + self._host_seconds) + seconds
+        lead = self._host_seconds + MARGIN_SECONDS + MARGIN_SHARE * seconds
+        return max(end - lead - now, 0.0)

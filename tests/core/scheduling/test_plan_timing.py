@@ -1,0 +1,195 @@
+"""Plans are made as late as the device allows, and at once where that is not known."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from jackfield.core.engine import step_loop
+from jackfield.core.engine.step_loop import StepLoop
+from jackfield.core.scheduling.plan_timing import MARGIN_SECONDS, MARGIN_SHARE, PlanTiming
+from jackfield.core.step import StepPlan, StepResult
+
+
+class Clock:
+    """Seconds that pass when they are told to."""
+
+    def __init__(self) -> None:
+        self.seconds = 100.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+
+def plan_of(tokens: int, step: int = 0) -> StepPlan:
+    """Return a plan of one row."""
+    return StepPlan(step=step, slots=[0], num_tokens=[tokens], samples=[True])
+
+
+def run_step(timing: PlanTiming, clock: Clock, plan: StepPlan, host: float, device: float) -> None:
+    """Plan, launch and finish a step with nothing else in flight."""
+    timing.submitted(plan, timing.now())
+    clock.seconds += host + device
+    timing.ended(plan, StepResult(0, [1], [5], device_seconds=device))
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def known(clock: Clock, *, device: float = 0.020, host: float = 0.002) -> PlanTiming:
+    """Return a timing that knows steps of 512 tokens, after an arrival."""
+    timing = PlanTiming(clock)
+    timing.arrived()
+    run_step(timing, clock, plan_of(512), host, device)
+    return timing
+
+
+def test_a_plan_waits_until_the_device_nearly_needs_it(clock: Clock) -> None:
+    timing = known(clock)
+    timing.submitted(plan_of(512), timing.now())
+    lead = 0.002 + MARGIN_SECONDS + MARGIN_SHARE * 0.020
+    assert timing.delay() == pytest.approx(0.002 + 0.020 - lead)
+    clock.seconds += 0.016
+    assert 0 < timing.delay() < 0.002
+    clock.seconds += 0.002
+    assert timing.delay() == 0
+
+
+def test_the_step_in_flight_begins_when_the_one_before_it_ends(clock: Clock) -> None:
+    timing = known(clock)
+    first, second = plan_of(512), plan_of(512)
+    timing.submitted(first, timing.now())
+    timing.submitted(second, timing.now())
+    clock.seconds += 0.022
+    # Launched together: the second has been on the device for none of these seconds.
+    timing.ended(first, StepResult(0, [1], [5], device_seconds=0.020))
+    lead = 0.002 + MARGIN_SECONDS + MARGIN_SHARE * 0.020
+    assert timing.delay() == pytest.approx(0.020 - lead)
+    clock.seconds += 0.020
+    timing.ended(second, StepResult(1, [1], [5], device_seconds=0.040))
+    # Its duration counts from the end of the first: it is no slower than that.
+    timing.submitted(plan_of(512), timing.now())
+    assert timing.delay() == pytest.approx(0.022 - lead)
+
+
+@pytest.mark.parametrize("case", ["nothing in flight", "unknown size", "no arrival", "failed"])
+def test_plans_are_made_at_once_where_waiting_gains_nothing(clock: Clock, case: str) -> None:
+    timing = known(clock)
+    if case != "nothing in flight":
+        timing.submitted(plan_of(64 if case == "unknown size" else 512), timing.now())
+    if case == "no arrival":
+        clock.seconds += 2.0
+        timing.submitted(plan_of(512), timing.now())
+    if case == "failed":
+        timing.failed()
+    assert timing.delay() == 0
+
+
+def test_steps_that_were_fast_once_are_expected_to_be_fast(clock: Clock) -> None:
+    timing = known(clock, device=0.040)
+    run_step(timing, clock, plan_of(512), 0.002, 0.010)
+    timing.submitted(plan_of(512), timing.now())
+    fast = timing.delay()
+    timing.failed()
+    run_step(timing, clock, plan_of(512), 0.002, 0.040)
+    timing.submitted(plan_of(512), timing.now())
+    assert 0 < fast < 0.022
+    assert timing.delay() < fast + 0.001
+
+
+def test_a_slow_host_is_given_its_time(clock: Clock) -> None:
+    timing = known(clock, host=0.002)
+    timing.submitted(plan_of(512), timing.now())
+    quick = timing.delay()
+    timing.failed()
+    run_step(timing, clock, plan_of(512), 0.012, 0.020)
+    timing.submitted(plan_of(512), timing.now())
+    # The expected end moves too: what is left is the device's time but for the margins.
+    assert timing.delay() == pytest.approx(quick)
+    timing.submitted(plan_of(512), timing.now())
+    clock.seconds += 0.032
+    timing.ended(plan_of(512), StepResult(0, [1], [5], device_seconds=0.020))
+    assert timing.delay() == pytest.approx(quick - 0.012)
+
+
+class StubScheduler:
+    """Always has a step of 512 tokens to plan."""
+
+    def __init__(self) -> None:
+        self.num_planned = 0
+
+    def schedule(self) -> StepPlan:
+        self.num_planned += 1
+        return plan_of(512, self.num_planned)
+
+    def in_process(self, plan: StepPlan) -> None:
+        return None
+
+    def update(self, plan: StepPlan, result: StepResult) -> list[Any]:
+        return []
+
+    def take_failures(self) -> list[Any]:
+        return []
+
+
+class HandExecutor:
+    """Ends a step when it is told to."""
+
+    def __init__(self) -> None:
+        self.futures: list[asyncio.Future[StepResult]] = []
+        self.finished = False
+        """Steps end at once."""
+
+    def submit(self, plan: StepPlan, in_process: object) -> asyncio.Future[StepResult]:
+        self.futures.append(asyncio.get_running_loop().create_future())
+        if self.finished:
+            self.futures[-1].set_result(StepResult(0, [1], [5]))
+        return self.futures[-1]
+
+
+@pytest.mark.parametrize(("arrived", "planned_during"), [(True, 1), (False, 2)])
+async def test_the_loop_plans_late_while_requests_arrive(
+    monkeypatch: pytest.MonkeyPatch, arrived: bool, planned_during: int
+) -> None:
+    """By the timing's clock, which moves only here: the second step is planned when the first ends,
+    or at once where nobody arrives."""
+    clock = Clock()
+    monkeypatch.setattr(step_loop, "PlanTiming", lambda: PlanTiming(clock))
+    scheduler, executor = StubScheduler(), HandExecutor()
+    steps = StepLoop(
+        scheduler, executor, steps_in_flight=2, publish=lambda updates: None,
+        stepped=lambda plan, result: None, died=lambda error: None,
+    )  # fmt: skip
+    steps.start()
+
+    async def let_run() -> None:
+        for _ in range(5):
+            await asyncio.sleep(0)
+
+    async def end(index: int) -> None:
+        await let_run()
+        clock.seconds += 0.1
+        # Launched when it was planned, at the beginning of the step before it.
+        result = StepResult(0, [1], [5], device_seconds=0.2 if index > 1 else 0.1 * (index + 1))
+        executor.futures[index].set_result(result)
+        await let_run()
+
+    try:
+        for index in range(2):  # Nothing is known at first, so two are in flight.
+            await end(index)
+        if arrived:
+            steps.arrived()
+        await end(2)
+        await end(3)
+        in_flight = sum(not future.done() for future in executor.futures)
+    finally:
+        executor.finished = True
+        for future in executor.futures:
+            if not future.done():
+                future.set_result(StepResult(0, [1], [5]))
+        await steps.stop()
+    assert in_flight == planned_during
