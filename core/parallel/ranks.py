@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -46,6 +48,25 @@ class OneRank:
         return x
 
 
+class PausableGroup:
+    """A group whose calls can be left out for a while: what is computed meanwhile is of no use."""
+
+    def __init__(self, group: Group) -> None:
+        self.rank, self.size = group.rank, group.size
+        self.paused = False
+        self._group = group
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """While paused, return `x`."""
+        return x if self.paused else self._group.all_reduce(x)
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        """While paused, return `x` as the part of every rank."""
+        if self.paused:
+            return x.repeat(*[1] * (x.dim() - 1), self.size)
+        return self._group.all_gather(x)
+
+
 class Product(Protocol):
     """A layer that is divided by its input features, so that each rank computes one term."""
 
@@ -62,6 +83,27 @@ class Ranks:
     """Ranks that each hold a part of every layer (tensor parallelism)."""
     local_rank: int = 0
     """Number of this rank among those of its host, and of its device."""
+
+    def pausable(self) -> Ranks:
+        """Return the same ranks, whose calls `pause` leaves out."""
+        return self if self.tensor.size == 1 else replace(self, tensor=PausableGroup(self.tensor))
+
+    @contextlib.contextmanager
+    def pause(self) -> Iterator[None]:
+        """Context in which this rank computes without the others, and may do so more or less often
+        than they."""
+        group = self.tensor
+        if isinstance(group, PausableGroup):
+            group.paused = True
+        try:
+            yield
+        finally:
+            if isinstance(group, PausableGroup):
+                group.paused = False
+
+    def all(self, done: bool, device: torch.device) -> bool:
+        """Return whether `done` is true on all ranks. `device`: that of their tensors."""
+        return bool(self.minimum(int(done), device))
 
     def minimum(self, value: int, device: torch.device) -> int:
         """Return the smallest `value` of all ranks. `device`: that of their tensors."""

@@ -14,10 +14,11 @@ from torch import nn
 
 from ..nn.context import ForwardContext
 from ..nn.operations import SampleOutputs
+from ..parallel.ranks import ONE_RANK, Ranks
 from ..protocols.attention import AttentionBackend
 from ..step import NOTHING_IN_PROCESS, InProcess, StepPlan
 from .batch import LogitRows, PersistentBatch, StepInputs, StepRows, releasing_all
-from .graphs import DecodeGraphs, Ending
+from .graphs import DecodeGraphs, Ending, NotRecorded
 from .kv_cache.compaction import Compactor
 from .launched_step import LOGPROB_FIELDS, LaunchedStep, PromptScores
 from .mixed_graphs import MixedGraphs
@@ -44,6 +45,7 @@ class ModelRunner:
         vocab_size: int,
         device: torch.device,
         masks: GrammarMasks,
+        ranks: Ranks = ONE_RANK,
     ) -> None:
         self.model = model
         self.backend = backend
@@ -60,6 +62,9 @@ class ModelRunner:
         self.mixed_graphs: MixedGraphs | None = None
         self.compactor: Compactor | None = None
         """Set with KV compression."""
+        self.record_errors = RuntimeError if ranks.tensor.size == 1 else NotRecorded
+        """What a failed recording raises. Another error may be that of one rank alone, while the
+        others wait for it."""
         self.precompiling = False
         """Whether kernels are only compiled, not run."""
 
@@ -125,7 +130,7 @@ class ModelRunner:
         try:
             if not graphs.launch(rows, writes):
                 return None
-        except RuntimeError:
+        except self.record_errors:
             logger.exception("a step with prompts cannot be recorded; such steps are launched")
             self.mixed_graphs = None
             return None
@@ -158,7 +163,7 @@ class ModelRunner:
         try:
             if not graphs.launch(plan, ending):
                 return None
-        except RuntimeError:
+        except self.record_errors:
             logger.exception("a decode graph cannot be recorded; going on without graphs")
             self.graphs = None
             return None

@@ -54,7 +54,7 @@ from .launched_step import LaunchedStep
 from .mixed_graphs import MixedGraphs
 from .pooling_runner import PoolingRunner
 from .runner import ModelRunner
-from .sampling.masks import GrammarMasks
+from .sampling.masks import grammar_masks
 from .sampling.processors import Processors
 from .sampling.sampler import Sampler
 from .sampling.sampling_state import SamplingState
@@ -106,7 +106,7 @@ class Worker:
         self.config = config
         self.model_config = model_config
         self.plugins = plugins
-        self.ranks = ranks
+        self.ranks = ranks.pausable()
         self.device = (
             torch.device("cuda", torch.cuda.current_device())
             if config.device == "cuda" and ranks.tensor.size == 1
@@ -250,11 +250,8 @@ class Worker:
                 sampler=Sampler(sampling, self._processors(batch), operations),
                 vocab_size=model_config.vocab_size,
                 device=device,
-                masks=GrammarMasks(
-                    vocab_size=model_config.vocab_size,
-                    device=device,
-                    mask_timeout=config.structured_outputs_config.mask_timeout,
-                ),
+                masks=grammar_masks(self.ranks.tensor, config, model_config.vocab_size, device),
+                ranks=self.ranks,
             )
             if compressor is not None:
                 described = self.plugins["kv_compressor"].described(config.kv_compression or "")
@@ -264,19 +261,21 @@ class Worker:
         graphs = self._graphs = self._step_graphs(operations)
         trials = self._trials = self._trial_steps(self.runner)
         self._bind_cache(layers, groups, 2, kv_dtype)
-        trials.precompile(operations, graphs)
+        with self.ranks.pause():
+            # How much there is to compile depends on this host's files.
+            trials.precompile(operations, graphs)
         cache_specs = [layer.cache_spec(kv_dtype) for layer in layers]
         block_bytes = bytes_per_block(cache_specs, groups, config.block_size)
+        available = self._available(held_before, trials, state_bytes)
         num_blocks = num_kv_blocks(
             config,
-            available=self._available(held_before, trials, state_bytes),
+            available=self.ranks.minimum(available, device),
             block_bytes=block_bytes,
             block_size=config.block_size,
             max_model_len=max_model_len,
             groups=groups,
             max_chunk=self.max_num_batched_tokens,
         )
-        num_blocks = self.ranks.minimum(num_blocks, device)
         caches = self._bind_cache(layers, groups, num_blocks, kv_dtype)
         trials.warm_up()
         if graphs is not None:
@@ -320,9 +319,10 @@ class Worker:
                 graphs.mixed.record_for(FIRST_PROMPT)
                 runner.mixed_graphs = graphs.mixed
             end = time.monotonic() + RECORDING_SECONDS
-            while time.monotonic() < end and self._record_next(graphs):
-                pass
-        except RuntimeError:
+            while self.ranks.all(time.monotonic() < end, self.device):
+                if not self._record_next(graphs):
+                    break
+        except runner.record_errors:
             logger.exception("steps cannot be recorded here; going on without graphs")
 
     def _record_next(self, graphs: StepGraphs) -> bool:
@@ -356,7 +356,8 @@ class Worker:
             device=self.device,
         )
         trials = self._trial_steps(self.runner)
-        trials.precompile(operations)
+        with self.ranks.pause():
+            trials.precompile(operations)
         if self.device.type == "cuda":
             # Run the largest possible step: memory that does not suffice fails the start, not a
             # request.
@@ -453,7 +454,7 @@ class Worker:
         self, plan: StepPlan, in_process: InProcess, runner: ModelRunner | PoolingRunner
     ) -> PendingStep:
         """Run the step that computes the scales of the cache. Nothing has been cached before it."""
-        with finding_scales(self._unscaled):
+        with finding_scales(self._unscaled, self.ranks):
             step = runner.launch(plan, in_process)
         self._unscaled = []
         if self._graphs_later is not None and isinstance(runner, ModelRunner):
@@ -484,7 +485,9 @@ class Worker:
         if transfer is None:
             return None
         parts = [part for cache in caches for part in cache.values()]
-        layout = kv_layout(self.config, self.model_config, model, specs, parts[0].shape[1])
+        layout = kv_layout(
+            self.config, self.model_config, model, specs, parts[0].shape[1], self.ranks
+        )
         setup = KVConnectorSetup(
             transfer=transfer,
             layout=layout,
@@ -551,7 +554,7 @@ class Worker:
         """Return how decode steps are recorded on this device; None: they are not recorded."""
         if self.device.type != "cuda" or self.config.enforce_eager:
             return None
-        return CudaRecorder(self.device)
+        return CudaRecorder(self.device, self.ranks)
 
     def stop(self) -> None:
         """Release the device memory."""

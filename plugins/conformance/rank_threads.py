@@ -36,7 +36,7 @@ class ThreadGroup:
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Return the sum, in the order of ranks; `x` is destroyed, as a real group may do."""
         parts = self._exchange(x)
-        x.fill_(float("nan"))
+        x.fill_(float("nan") if x.is_floating_point() else -1)
         total = parts[0].clone()
         for part in parts[1:]:
             total += part

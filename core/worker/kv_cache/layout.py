@@ -13,6 +13,7 @@ from torch import nn
 from ...cache.groups import TokenCache
 from ...config import EngineConfig
 from ...loading.model_config import ModelConfig
+from ...parallel.ranks import ONE_RANK, Ranks
 from ...protocols.kv import KVLayout
 from .memory import bytes_per_token
 
@@ -28,8 +29,10 @@ def kv_layout(
     model: nn.Module,
     specs: Sequence[TokenCache],
     num_blocks: int,
+    ranks: Ranks = ONE_RANK,
 ) -> KVLayout:
-    """Return the layout of caches for `specs`, [num_layers]."""
+    """Return the layout of caches for `specs`, [num_layers]. What a rank caches is of use to the
+    same rank of as many alone."""
     layers = tuple(spec.parts for spec in specs)
     hf_config = dict(model_config.hf_config.to_dict())
     for name in ("_name_or_path", "transformers_version"):
@@ -42,6 +45,8 @@ def kv_layout(
         "layers": msgspec.to_builtins(layers),
         "block_size": config.block_size,
     }
+    if ranks.tensor.size > 1:
+        facts["rank"] = (ranks.tensor.rank, ranks.tensor.size)
     digest = blake2b(FORMAT, digest_size=32)
     digest.update(json.dumps(facts, sort_keys=True, default=str).encode())
     _hash_weights(model, digest)

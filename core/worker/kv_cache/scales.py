@@ -9,6 +9,7 @@ on, also of decode graphs, which are recorded afterwards.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -22,6 +23,7 @@ from ...nn.attention import Attention
 from ...nn.context import ForwardContext
 from ...nn.norm import RMSNorm
 from ...nn.rotary import Rotary
+from ...parallel.ranks import ONE_RANK, Ranks
 from ...protocols.attention import AttentionSpec
 
 logger = logging.getLogger("jackfield.worker")
@@ -54,9 +56,11 @@ def to_be_scaled(spec: AttentionSpec) -> AttentionSpec:
 
 
 @contextlib.contextmanager
-def finding_scales(layers: Sequence[Attention]) -> Iterator[None]:
-    """Context in which a forward pass sets the scales of these layers, each before it caches."""
-    handles = [layer.register_forward_pre_hook(_fix, with_kwargs=True) for layer in layers]
+def finding_scales(layers: Sequence[Attention], ranks: Ranks = ONE_RANK) -> Iterator[None]:
+    """Context in which a forward pass sets the scales of these layers, each before it caches; on
+    all ranks those of the largest values of any."""
+    fix = functools.partial(_fix, ranks)
+    handles = [layer.register_forward_pre_hook(fix, with_kwargs=True) for layer in layers]
     try:
         yield
     finally:
@@ -71,11 +75,15 @@ def finding_scales(layers: Sequence[Attention]) -> Iterator[None]:
     )  # fmt: skip
 
 
-def _fix(layer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _fix(
+    ranks: Ranks, layer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
     assert isinstance(layer, Attention)
     key, value = _keys_and_values(layer, *args, **kwargs)
     layer.spec = msgspec.structs.replace(
-        layer.spec, key_scale=_scale(key, KEY_RANGE), value_scale=_scale(value, VALUE_RANGE)
+        layer.spec,
+        key_scale=_scale(ranks, key, KEY_RANGE),
+        value_scale=_scale(ranks, value, VALUE_RANGE),
     )
 
 
@@ -101,8 +109,9 @@ def _keys_and_values(
     return key, value
 
 
-def _scale(part: torch.Tensor, reach: float) -> float:
+def _scale(ranks: Ranks, part: torch.Tensor, reach: float) -> float:
     """Return the divisor. Values of a request that overflow are ignored, so that they do not set it
     for all others."""
-    largest = float(part.float().abs().nan_to_num(nan=0.0, posinf=0.0).amax())
+    own = part.float().abs().nan_to_num(nan=0.0, posinf=0.0).amax()
+    largest = float(ranks.tensor.all_gather(own[None]).amax())
     return largest / reach if largest > 0 else 1.0

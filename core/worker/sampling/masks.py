@@ -12,14 +12,16 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
+from ...config import EngineConfig
 from ...grammars.batch_masks import advance_all, batch_method, fill_masks
 from ...grammars.constraint import Constraint
+from ...parallel.ranks import Group
 from ...step import NOTHING_IN_PROCESS, InProcess, SlotStart
 from ..parts import PerSlot
 
@@ -172,6 +174,59 @@ class GrammarMasks(PerSlot):
             step, rows = self._unseen.popleft()
             tokens = step.chosen_tokens()
             advance_all([constraint for _, constraint in rows], [tokens[row] for row, _ in rows])
+
+
+class SharedMasks(GrammarMasks):
+    """The masks of several ranks. The first rank advances the grammars, and the others get its
+    masks: what a mask is may depend on a time limit."""
+
+    def __init__(
+        self, group: Group, *, vocab_size: int, device: torch.device, mask_timeout: float
+    ) -> None:
+        super().__init__(vocab_size=vocab_size, device=device, mask_timeout=mask_timeout)
+        self._group = group
+
+    def start(self, start: SlotStart, in_process: InProcess = NOTHING_IN_PROCESS) -> None:
+        """Start a request in a slot; only the first rank needs its grammar."""
+        if self._group.rank == 0:
+            super().start(start, in_process)
+            return
+        self.release(start.slot)
+        if start.grammar is not None:
+            placeholder: Any = _Elsewhere()
+            self._constraints[start.slot] = placeholder
+
+    def fill(self, rows: list[tuple[int, Constraint]], num_rows: int) -> TokenMask:
+        """Return the same masks on each rank."""
+        mask = super().fill(rows, num_rows)
+        return replace(mask, bits=self._group.all_reduce(mask.bits))
+
+    def sampled(self, step: Sampled, rows: list[tuple[int, Constraint]]) -> None:
+        """Only the first rank waits for tokens."""
+        if self._group.rank == 0:
+            super().sampled(step, rows)
+
+    def _fill_rows(self, constraints: Sequence[Constraint], bits: np.ndarray) -> None:
+        if self._group.rank == 0:
+            super()._fill_rows(constraints, bits)
+        else:
+            bits.fill(0)
+
+
+def grammar_masks(
+    group: Group, config: EngineConfig, vocab_size: int, device: torch.device
+) -> GrammarMasks:
+    """Create the masks of this rank's slots."""
+    timeout = config.structured_outputs_config.mask_timeout
+    if group.size == 1:
+        return GrammarMasks(vocab_size=vocab_size, device=device, mask_timeout=timeout)
+    return SharedMasks(group, vocab_size=vocab_size, device=device, mask_timeout=timeout)
+
+
+class _Elsewhere:
+    """Stands for a constraint that another rank has."""
+
+    failure = None
 
 
 def _fill(todo: Iterator[tuple[Constraint, np.ndarray]]) -> None:
