@@ -166,7 +166,9 @@ def _read_config(folder: Path, overrides: dict[str, Any] | None, plugins: Plugin
 def _check_sizes(folder: Path, hf_config: Any) -> None:
     sizes = {name: getattr(hf_config, name, None) for name in SIZES}
     for name, value in sizes.items():
-        if isinstance(value, int) and not 1 <= value <= LARGEST_SIZE:
+        # Hybrid models say of an MLP that it has no experts.
+        least = 0 if name == "num_local_experts" else 1
+        if isinstance(value, int) and not least <= value <= LARGEST_SIZE:
             raise ConfigError(
                 f"model: {folder}/config.json has {name} {value}, which is no size of a model",
                 param="model",

@@ -57,9 +57,11 @@ class Together:
     parameter: str
     """What stands for its name's last part: a layer of all experts, and a parameter of it."""
     names: tuple[str, ...] = ("",)
-    """An expert's shards, whose rows take turns."""
+    """An expert's shards."""
     transposed: bool = False
     """Its rows are the columns here."""
+    joined: bool = False
+    """The rows of one shard follow all of another's; otherwise rows of all shards take turns."""
 
     def shards(self, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         """→ shard name, and a view of its part. Raises LoadError where there are no experts."""
@@ -69,7 +71,8 @@ class Together:
             rows = part.t() if self.transposed and part.dim() == 2 else part
             for index, name in enumerate(self.names):
                 shard = f"{expert}.{name}" if name else str(expert)
-                yield shard, rows[index :: len(self.names)]
+                count = len(self.names)
+                yield shard, rows.chunk(count)[index] if self.joined else rows[index::count]
 
 
 @dataclass(frozen=True)
@@ -222,7 +225,7 @@ class WeightMap:
         for last, together in self.together.items():
             prefix, _, rest = parameter.partition(f".{EXPERTS}.")
             if rest in (together.parameter, together.parameter.partition(".")[0]):
-                return f"{self._stored(prefix.split('.'))}.{EXPERTS}.{last}"
+                return self._stored([*prefix.split("."), EXPERTS, last])
         parts = parameter.split(".")
         expert, _, inner = (shard or "").partition(".") if EXPERTS in parts else ("", "", shard)
         if expert:

@@ -173,17 +173,20 @@ class SparseMLP(nn.Module):
         self.rule = rule
         self.operations, self.ranks = build.operations, build.ranks
 
-    def forward(self, hidden: torch.Tensor, norm: nn.Module) -> torch.Tensor:
-        """hidden + mlp(norm(hidden)): [num_tokens, hidden_size] → the same shape; `hidden` may be
-        overwritten."""
-        x = norm(hidden)
+    def forward(
+        self, hidden: torch.Tensor, norm: nn.Module | None, *, add: bool = True
+    ) -> torch.Tensor:
+        """hidden + mlp(norm(hidden)), or with `add` False the second term alone: [num_tokens,
+        hidden_size] → the same shape; `hidden` may be overwritten."""
+        x = hidden if norm is None else norm(hidden)
+        residual = hidden if add else None
         if self.shared_experts is None:
-            return self.ranks.add(hidden, (self._routed, x))
+            return self.ranks.add(residual, (self._routed, x))
         inner = self.shared_experts.inner(x)
         if self.shared_expert_gate is not None:
             # Before the product: it is linear, and so adds to the residual as any other.
             inner = inner * torch.sigmoid(self.shared_expert_gate(x))
-        return self.ranks.add(hidden, (self._routed, x), (self.shared_experts.down_proj, inner))
+        return self.ranks.add(residual, (self._routed, x), (self.shared_experts.down_proj, inner))
 
     def _routed(self, x: torch.Tensor, *, residual: torch.Tensor | None = None) -> torch.Tensor:
         """residual + the sum of the chosen experts' outputs: [num_tokens, hidden_size] → the same

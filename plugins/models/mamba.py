@@ -94,7 +94,7 @@ class Mamba2Block(MixerBlock):
         low, high = hf.time_step_limit
         return Mamba2Mixer(
             sizes, build, eps=float(hf.layer_norm_epsilon), bias=hf.use_bias,
-            conv_bias=hf.use_conv_bias, dt_limit=(float(low), float(high)),
+            out_bias=hf.use_bias, conv_bias=hf.use_conv_bias, dt_limit=(float(low), float(high)),
         )  # fmt: skip
 
 

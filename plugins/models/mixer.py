@@ -68,6 +68,8 @@ class HybridBlock(Block):
 
     state_name: ClassVar[str] = "mamba"
     """What checkpoints call a mixer that keeps a state."""
+    mlp_name: ClassVar[str] = "mlp"
+    """What the MLP is called here."""
 
     def __init__(
         self,
@@ -84,7 +86,7 @@ class HybridBlock(Block):
             self.self_attn = attention(config, layer, build)
         else:
             setattr(self, self.state_name, self.make_mixer(config, layer, build))
-        self.mlp = mlp(config, layer, build)
+        setattr(self, self.mlp_name, mlp(config, layer, build))
 
     @staticmethod
     def attends(hf: Any, layer: int) -> bool:

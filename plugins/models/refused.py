@@ -10,12 +10,9 @@ CROSS = "it is the decoder of an encoder-decoder model, and attends to the encod
 IMAGES = "it takes images, sound or video beside text"
 REFUSED = {
     STATE: (
-        "BailingHybridForCausalLM", "BambaForCausalLM", "FalconH1ForCausalLM",
-        "GraniteMoeHybridForCausalLM", "JambaForCausalLM",
-        "KimiLinearForCausalLM", "Lfm2ForCausalLM", "Lfm2MoeForCausalLM", "Lfm3ForCausalLM",
-        "MiniMaxForCausalLM", "NemotronHForCausalLM",
-        "OlmoHybridForCausalLM", "Qwen3NextForCausalLM", "Qwen3_5ForCausalLM",
-        "Qwen3_5MoeForCausalLM", "RecurrentGemmaForCausalLM",
+        "BailingHybridForCausalLM", "KimiLinearForCausalLM", "Lfm2MoeForCausalLM",
+        "Lfm3ForCausalLM", "MiniMaxForCausalLM", "OlmoHybridForCausalLM", "Qwen3NextForCausalLM",
+        "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", "RecurrentGemmaForCausalLM",
         "RwkvForCausalLM", "Zamba2ForCausalLM", "ZambaForCausalLM", "ZayaForCausalLM",
         "xLSTMForCausalLM",
     ),

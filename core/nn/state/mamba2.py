@@ -58,13 +58,14 @@ class Mamba2Mixer(StateLayer):
         *,
         eps: float,
         bias: bool = False,
+        out_bias: bool = False,
         conv_bias: bool = True,
         dt_limit: tuple[float, float] = (0.0, float("inf")),
         gate_first: bool = True,
         normed: bool = True,
     ) -> None:
-        """bias: of both projections; dt_limit: range of the step size; gate_first: the gate comes
-        before the norm; normed: there is a norm."""
+        """bias: of the first projection; out_bias: of the last one; dt_limit: range of the step
+        size; gate_first: the gate comes before the norm; normed: there is a norm."""
         channels = sizes.inner + 2 * sizes.keys
         super().__init__(
             conv=((sizes.kernel - 1, channels), build.dtype),
@@ -80,7 +81,7 @@ class Mamba2Mixer(StateLayer):
         self.A_log = nn.Parameter(build.empty(sizes.num_heads))
         self.D = nn.Parameter(build.empty(sizes.num_heads))
         self.norm = GatedNorm(sizes.inner, build) if normed else None
-        self.out_proj = Linear(sizes.inner, sizes.hidden_size, build, bias=bias)
+        self.out_proj = Linear(sizes.inner, sizes.hidden_size, build, bias=out_bias)
         self.weights: ScanWeights
 
     def after_loading(self) -> None:

@@ -10,18 +10,56 @@ from typing import Any
 
 import pytest
 import torch
-from test_families import check_logits, checkpoint, make_reference, score
+from test_families import LEFT_OUT, check_logits, checkpoint, make_reference, score
 
 from jackfield import AsyncEngine, EngineConfig, SamplingParams
 from jackfield.core.errors import ConfigError, OutOfMemory
 from jackfield.plugins.conformance.models import VOCAB
 
 MAMBA2 = {"num_heads": 8, "head_dim": 16, "state_size": 12, "n_groups": 2, "chunk_size": 16}
+HYBRID = {
+    "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 12, "mamba_n_groups": 2,
+    "mamba_chunk_size": 16,
+}  # fmt: skip
+GRANITE = {
+    **HYBRID, "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.6,
+    "logits_scaling": 2.5, "shared_intermediate_size": 48, "mamba_proj_bias": True,
+}  # fmt: skip
+FALCON = {
+    **HYBRID, "mamba_d_ssm": 128, "embedding_multiplier": 3.0, "lm_head_multiplier": 0.5,
+    "mlp_multipliers": [0.7, 1.3], "key_multiplier": 0.6, "attention_out_multiplier": 0.8,
+    "attention_in_multiplier": 1.2, "ssm_multipliers": [0.5, 1.5, 0.7, 1.2, 0.9],
+    "ssm_in_multiplier": 1.1, "ssm_out_multiplier": 0.9,
+}  # fmt: skip
 CASES: dict[str, dict[str, Any]] = {
+    "BambaForCausalLM": {**HYBRID, "attn_layer_indices": [1]},
+    "FalconH1ForCausalLM": {**FALCON, "mamba_rms_norm": False, "projectors_bias": True},
+    "FalconH1ForCausalLM:norm first": {
+        **FALCON, "mamba_rms_norm": True, "mamba_norm_before_gate": True,
+    },
     "FalconMambaForCausalLM": {"state_size": 6, "mixer_rms_eps": 0.1},
+    "GraniteMoeHybridForCausalLM": {**GRANITE, "num_local_experts": 0},
+    "GraniteMoeHybridForCausalLM:experts": {
+        **GRANITE, "num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 48,
+        "position_embedding_type": "rope",
+    },
+    "JambaForCausalLM": {
+        "num_experts": 4, "num_experts_per_tok": 2, "attn_layer_period": 3, "attn_layer_offset": 1,
+        "mamba_d_state": 6,
+    },
+    "Lfm2ForCausalLM": {
+        "layer_types": ["conv", "full_attention", "conv"], "conv_bias": True,
+        "block_multiple_of": 16, "head_dim": LEFT_OUT,
+    },
     "Mamba2ForCausalLM": {**MAMBA2, "time_step_limit": (0.3, 2.0)},
     "MambaForCausalLM": {"state_size": 6, "use_bias": True},
-}
+    "NemotronHForCausalLM": {
+        "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention"],
+        "mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 12, "n_groups": 2,
+        "chunk_size": 16, "num_hidden_layers": LEFT_OUT,
+    },
+}  # fmt: skip
 PROMPTS = [[3 + (7 * i * n) % (VOCAB - 3) for i in range(1, n)] for n in (3, 6, 42)]
 OUTPUT = 6
 

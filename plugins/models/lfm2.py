@@ -1,0 +1,67 @@
+"""LFM2: short convolutions in most layers, attention in some."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from torch import nn
+
+from ...core.loading.model_config import ModelConfig
+from ...core.loading.weight_map import Shard
+from ...core.nn.context import BuildContext
+from ...core.nn.mlp import GatedMLP
+from ...core.nn.norm import RMSNorm
+from ...core.nn.state.short_conv import ShortConv
+from .decoder import QKV_SHARDS, CausalLM, Decoder, SelfAttention
+from .mixer import HybridBlock
+
+
+class Lfm2Attention(SelfAttention):
+    """A norm on each head's queries and keys."""
+
+    def __init__(self, config: ModelConfig, layer: int, build: BuildContext) -> None:
+        super().__init__(config, layer, build)
+        eps = float(config.hf_config.norm_eps)
+        self.q_norm = RMSNorm(self.head_dim, eps, build)
+        self.k_norm = RMSNorm(self.head_dim, eps, build)
+
+
+class Lfm2Block(HybridBlock):
+    norms = ("operator_norm", "ffn_norm")
+    state_name = "conv"
+
+    def make_mixer(self, config: ModelConfig, layer: int, build: BuildContext) -> nn.Module:
+        hf = config.hf_config
+        return ShortConv(hf.hidden_size, hf.conv_L_cache, build, bias=hf.conv_bias)
+
+
+class Lfm2Decoder(Decoder):
+    block = Lfm2Block
+
+
+class Lfm2ForCausalLM(CausalLM):
+    attention = Lfm2Attention
+    decoder = Lfm2Decoder
+    weight_map = dataclasses.replace(
+        CausalLM.weight_map,
+        stacked={
+            **QKV_SHARDS, "w1": Shard("gate_up_proj", "gate"), "w3": Shard("gate_up_proj", "up"),
+        },
+        names={
+            "mlp": "feed_forward", "down_proj": "w2", "o_proj": "out_proj",
+            "q_norm": "q_layernorm", "k_norm": "k_layernorm",
+            "model.norm": "model.embedding_norm",
+        },
+    )  # fmt: skip
+
+    @staticmethod
+    def mlp(config: ModelConfig, layer: int, build: BuildContext) -> nn.Module:
+        """Create the MLP, of two thirds of the configured size if the configuration says so."""
+        hf = config.hf_config
+        size = hf.intermediate_size
+        if hf.block_auto_adjust_ff_dim:
+            size = int(2 * size / 3)
+            if hf.block_ffn_dim_multiplier is not None:
+                multiple = hf.block_multiple_of
+                size = -(-int(hf.block_ffn_dim_multiplier * size) // multiple) * multiple
+        return GatedMLP(hf.hidden_size, size, "silu", build)
