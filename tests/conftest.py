@@ -11,6 +11,7 @@ import httpx
 import pytest
 import torch
 from installing import install as install
+from interpreter import quicken
 
 # httpx's default of 5 s is too short for a busy machine; only a hang should fail.
 _timeout = httpx.post.__kwdefaults__["timeout"]  # One object, shared by all of httpx's defaults.
@@ -20,6 +21,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    quicken()
 
 
 @pytest.fixture(scope="session")
