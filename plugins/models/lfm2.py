@@ -1,4 +1,4 @@
-"""LFM2: short convolutions in most layers, attention in some."""
+"""LFM2: short convolutions in most layers, attention in some; its mixtures of experts."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from torch import nn
 from ...core.loading.model_config import ModelConfig
 from ...core.loading.weight_map import Shard
 from ...core.nn.context import BuildContext
+from ...core.nn.experts import SparseMLP
 from ...core.nn.mlp import GatedMLP
 from ...core.nn.norm import RMSNorm
+from ...core.nn.routing import RoutingRule
 from ...core.nn.state.short_conv import ShortConv
 from .decoder import QKV_SHARDS, CausalLM, Decoder, SelfAttention
 from .mixer import HybridBlock
@@ -65,3 +67,30 @@ class Lfm2ForCausalLM(CausalLM):
                 multiple = hf.block_multiple_of
                 size = -(-int(hf.block_ffn_dim_multiplier * size) // multiple) * multiple
         return GatedMLP(hf.hidden_size, size, "silu", build)
+
+
+class Lfm2MoeForCausalLM(Lfm2ForCausalLM):
+    """Experts in all but the first layers, chosen by the sigmoid of their logits."""
+
+    weight_map = dataclasses.replace(
+        Lfm2ForCausalLM.weight_map,
+        names={
+            **Lfm2ForCausalLM.weight_map.names, "gate.e_score_correction_bias": "expert_bias",
+        },
+    )  # fmt: skip
+
+    @staticmethod
+    def mlp(config: ModelConfig, layer: int, build: BuildContext) -> nn.Module:
+        hf = config.hf_config
+        if layer < hf.num_dense_layers:
+            return GatedMLP(hf.hidden_size, hf.intermediate_size, "silu", build)
+        rule = RoutingRule(
+            hf.num_experts_per_tok,
+            scoring="sigmoid",
+            renormalize=bool(hf.norm_topk_prob),
+            factor=float(hf.routed_scaling_factor),
+        )
+        return SparseMLP(
+            hf.num_experts, rule, hf.hidden_size, hf.moe_intermediate_size, "silu", build,
+            score_bias=bool(hf.use_expert_bias),
+        )  # fmt: skip

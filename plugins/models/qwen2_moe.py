@@ -33,15 +33,19 @@ class Qwen2MoeForCausalLM(CausalLM):
         hf = config.hf_config
         if not is_sparse(hf, layer):
             return CausalLM.mlp(config, layer, build)
-        return SparseMLP(
-            hf.num_experts,
-            RoutingRule(hf.num_experts_per_tok, renormalize=hf.norm_topk_prob),
-            hf.hidden_size,
-            hf.moe_intermediate_size,
-            hf.hidden_act,
-            build,
-            shared=GatedMLP(
-                hf.hidden_size, hf.shared_expert_intermediate_size, hf.hidden_act, build
-            ),
-            shared_gate=True,
-        )
+        return shared_mixture(hf, build, renormalize=hf.norm_topk_prob)
+
+
+def shared_mixture(hf: Any, build: BuildContext, *, renormalize: bool) -> SparseMLP:
+    """Create a mixture with an expert for all tokens, times a gate. renormalize: the weights of a
+    token's other experts sum to 1."""
+    return SparseMLP(
+        hf.num_experts,
+        RoutingRule(hf.num_experts_per_tok, renormalize=renormalize),
+        hf.hidden_size,
+        hf.moe_intermediate_size,
+        hf.hidden_act,
+        build,
+        shared=GatedMLP(hf.hidden_size, hf.shared_expert_intermediate_size, hf.hidden_act, build),
+        shared_gate=True,
+    )

@@ -10,9 +10,8 @@ CROSS = "it is the decoder of an encoder-decoder model, and attends to the encod
 IMAGES = "it takes images, sound or video beside text"
 REFUSED = {
     STATE: (
-        "BailingHybridForCausalLM", "KimiLinearForCausalLM", "Lfm2MoeForCausalLM",
-        "Lfm3ForCausalLM", "MiniMaxForCausalLM", "OlmoHybridForCausalLM", "Qwen3NextForCausalLM",
-        "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", "RecurrentGemmaForCausalLM",
+        "BailingHybridForCausalLM", "KimiLinearForCausalLM", "Lfm3ForCausalLM",
+        "MiniMaxForCausalLM", "OlmoHybridForCausalLM", "RecurrentGemmaForCausalLM",
         "RwkvForCausalLM", "Zamba2ForCausalLM", "ZambaForCausalLM", "ZayaForCausalLM",
         "xLSTMForCausalLM",
     ),

@@ -49,3 +49,11 @@ class CausalConv(nn.Module):
     def kernel(self) -> torch.Tensor:
         """[channels, size]"""
         return self.weight[:, 0]
+
+
+class GateNorm(nn.Module):
+    """The weight of `Operations.gated_rms_norm`."""
+
+    def __init__(self, size: int, build: BuildContext) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(build.empty(size))

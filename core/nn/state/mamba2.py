@@ -9,7 +9,7 @@ from torch import nn
 
 from ..context import BuildContext, ForwardContext
 from ..linear import Linear
-from .layer import CausalConv, StateLayer
+from .layer import CausalConv, GateNorm, StateLayer
 from .operations import ScanWeights
 
 
@@ -37,19 +37,11 @@ class Mamba2Sizes(NamedTuple):
         return self.num_groups * self.state_size
 
 
-class GatedNorm(nn.Module):
-    """The weight of `Operations.gated_rms_norm`."""
-
-    def __init__(self, size: int, build: BuildContext) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(build.empty(size))
-
-
 class Mamba2Mixer(StateLayer):
     """Projection to gate, inputs, keys, queries and step sizes; convolution; recurrence; gated
     norm; projection. Takes the place of a block's attention."""
 
-    norm: GatedNorm | None
+    norm: GateNorm | None
 
     def __init__(
         self,
@@ -80,7 +72,7 @@ class Mamba2Mixer(StateLayer):
         self.dt_bias = nn.Parameter(build.empty(sizes.num_heads))
         self.A_log = nn.Parameter(build.empty(sizes.num_heads))
         self.D = nn.Parameter(build.empty(sizes.num_heads))
-        self.norm = GatedNorm(sizes.inner, build) if normed else None
+        self.norm = GateNorm(sizes.inner, build) if normed else None
         self.out_proj = Linear(sizes.inner, sizes.hidden_size, build, bias=out_bias)
         self.weights: ScanWeights
 

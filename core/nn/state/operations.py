@@ -37,6 +37,15 @@ class ScanWeights(NamedTuple):
         return F.softplus(dt.float() + self.dt_bias).clamp(*self.dt_limit)
 
 
+class DeltaWeights(NamedTuple):
+    """Parameters of a gated delta net, [H] float32."""
+
+    rate: torch.Tensor
+    """Rate of decay, negative."""
+    dt_bias: torch.Tensor
+    """Added to the step size, before softplus."""
+
+
 class StateOperations:
     """T tokens in R rows (`StateRows`). Every row's tokens continue its slot's state, and leave it
     as it is after the last of them; sums are float32."""
@@ -139,21 +148,24 @@ class StateOperations:
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        decay: torch.Tensor,
+        step: torch.Tensor,
         beta: torch.Tensor,
+        weights: DeltaWeights,
         state: torch.Tensor,
         rows: StateRows,
     ) -> torch.Tensor:
-        """Gated delta rule: S = exp(decay) S, S += k (beta (v - Sᵀ k))ᵀ, y = Sᵀ q / sqrt(K), with
-        queries and keys first divided by their lengths.
+        """Gated delta rule: S = exp(rate softplus(step + bias)) S, S += k (sigmoid(beta) (v -
+        Sᵀ k))ᵀ, y = Sᵀ q / sqrt(K), with queries and keys first divided by their lengths.
 
-        q, k: [T, G, K], each for H / G heads; v: [T, H, V]; decay, beta: [T, H] float32; state:
-        [num_states, H, K, V]; q, k, v may be views of wider tensors → [T, H, V]
+        q, k: [T, G, K], each for H / G heads; v: [T, H, V]; step, beta: [T, H]; state: [num_states,
+        H, K, V]; all but state may be views of wider tensors → [T, H, V]
         """
         each = v.shape[1] // q.shape[1]
+        decay = weights.rate * F.softplus(step.float() + weights.dt_bias)
         queries, keys = (unit(part).repeat_interleave(each, dim=1) for part in (q, k))
         y = _scan(
-            delta_step, delta_tokens, (queries * q.shape[2] ** -0.5, keys, v.float(), decay, beta),
+            delta_step, delta_tokens,
+            (queries * q.shape[2] ** -0.5, keys, v.float(), decay, torch.sigmoid(beta.float())),
             (), (), state, rows,
         )  # fmt: skip
         return y.to(v.dtype)

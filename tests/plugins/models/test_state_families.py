@@ -32,6 +32,11 @@ FALCON = {
     "attention_in_multiplier": 1.2, "ssm_multipliers": [0.5, 1.5, 0.7, 1.2, 0.9],
     "ssm_in_multiplier": 1.1, "ssm_out_multiplier": 0.9,
 }  # fmt: skip
+DELTA = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_key_head_dim": 12, "linear_value_head_dim": 10, "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4, "partial_rotary_factor": 0.5,
+}  # fmt: skip
 CASES: dict[str, dict[str, Any]] = {
     "BambaForCausalLM": {**HYBRID, "attn_layer_indices": [1]},
     "FalconH1ForCausalLM": {**FALCON, "mamba_rms_norm": False, "projectors_bias": True},
@@ -52,12 +57,27 @@ CASES: dict[str, dict[str, Any]] = {
         "layer_types": ["conv", "full_attention", "conv"], "conv_bias": True,
         "block_multiple_of": 16, "head_dim": LEFT_OUT,
     },
+    "Lfm2MoeForCausalLM": {
+        "layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1,
+        "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48,
+        "head_dim": LEFT_OUT, "routed_scaling_factor": 1.5,
+    },
     "Mamba2ForCausalLM": {**MAMBA2, "time_step_limit": (0.3, 2.0)},
     "MambaForCausalLM": {"state_size": 6, "use_bias": True},
     "NemotronHForCausalLM": {
         "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention"],
         "mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 12, "n_groups": 2,
         "chunk_size": 16, "num_hidden_layers": LEFT_OUT,
+    },
+    "Qwen3NextForCausalLM": {
+        **DELTA, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48,
+        "shared_expert_intermediate_size": 32, "decoder_sparse_step": 2,
+    },
+    "Qwen3_5ForCausalLM": DELTA,
+    "Qwen3_5MoeForCausalLM": {
+        # All experts of a token: rounded to bfloat16, a near tie would choose others.
+        **DELTA, "num_experts": 4, "num_experts_per_tok": 4, "moe_intermediate_size": 48,
+        "shared_expert_intermediate_size": 32,
     },
 }  # fmt: skip
 PROMPTS = [[3 + (7 * i * n) % (VOCAB - 3) for i in range(1, n)] for n in (3, 6, 42)]

@@ -1,0 +1,102 @@
+"""Gated delta net: linear attention whose state is corrected by what it misses (arXiv
+2412.06464)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ..context import BuildContext, ForwardContext
+from ..linear import Linear, MergedLinear
+from .layer import CausalConv, GateNorm, StateLayer
+from .operations import DeltaWeights
+
+
+class DeltaSizes(NamedTuple):
+    """Sizes of a layer."""
+
+    hidden_size: int
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    kernel: int
+    """Inputs that the convolution sees."""
+
+    @property
+    def keys(self) -> int:
+        """Channels of all keys, and of all queries."""
+        return self.num_key_heads * self.key_dim
+
+    @property
+    def values(self) -> int:
+        """Channels of all values, and of the gate."""
+        return self.num_value_heads * self.value_dim
+
+    @property
+    def projection(self) -> tuple[int, int, int, int]:
+        """Widths: queries, keys and values; gate; logits of beta; step sizes."""
+        heads = self.num_value_heads
+        return 2 * self.keys + self.values, self.values, heads, heads
+
+
+class GatedDeltaNet(StateLayer):
+    """Projection; convolution of queries, keys and values; delta rule; gated norm of each head;
+    projection. Takes the place of a block's attention."""
+
+    def __init__(
+        self, sizes: DeltaSizes, build: BuildContext, *, eps: float, shards: Mapping[str, int]
+    ) -> None:
+        """shards: the tensors of the first projection in checkpoints → widths, in the order of
+        `DeltaSizes.projection`, of which each has one or several"""
+        convolved = sizes.projection[0]
+        super().__init__(
+            conv=((sizes.kernel - 1, convolved), build.dtype),
+            delta=((sizes.num_value_heads, sizes.key_dim, sizes.value_dim), torch.float32),
+        )
+        self.sizes, self.operations, self.ranks = sizes, build.operations, build.ranks
+        self.eps = eps
+        self.in_proj = MergedLinear(sizes.hidden_size, shards, build)
+        self.conv1d = CausalConv(convolved, sizes.kernel, build, bias=False)
+        self.dt_bias = nn.Parameter(build.empty(sizes.num_value_heads))
+        self.A_log = nn.Parameter(build.empty(sizes.num_value_heads))
+        self.norm = GateNorm(sizes.value_dim, build)
+        self.out_proj = Linear(sizes.values, sizes.hidden_size, build)
+        self.weights: DeltaWeights
+
+    def after_loading(self) -> None:
+        """Derive the recurrence's weights, in float32."""
+        rate = -self.A_log.detach().float().exp()
+        self.weights = DeltaWeights(rate, self.dt_bias.detach().float())
+
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        norm: nn.Module | None,
+        rotary: Any,
+        context: ForwardContext,
+        *,
+        add: bool = True,
+    ) -> torch.Tensor:
+        """hidden + mixer(norm(hidden)), or with `add` False the second term alone: [num_tokens,
+        hidden_size] → the same shape. `rotary` is not used."""
+        sizes, rows = self.sizes, context.layout.state_rows
+        projected = self.in_proj(hidden, norm=norm)
+        qkv, gate, beta, step = projected.split(sizes.projection, dim=-1)
+        qkv = self.operations.causal_conv(
+            qkv, self.conv1d.kernel, None, self.state("conv"), rows, silu=True
+        )
+        query, key, value = qkv.split([sizes.keys, sizes.keys, sizes.values], dim=-1)
+        by_key = (sizes.num_key_heads, sizes.key_dim)
+        y = self.operations.delta_rule(
+            query.unflatten(-1, by_key), key.unflatten(-1, by_key),
+            value.unflatten(-1, (sizes.num_value_heads, sizes.value_dim)), step, beta,
+            self.weights, self.state("delta"), rows,
+        ).flatten(-2)  # fmt: skip
+        y = self.operations.gated_rms_norm(
+            y, gate, self.norm.weight, self.eps, group_size=sizes.value_dim, gate_first=False
+        )
+        return self.ranks.add(hidden if add else None, (self.out_proj, y))

@@ -1,0 +1,155 @@
+"""Qwen3-Next and Qwen3.5 (text): gated delta nets in most layers, gated attention in some."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...core.loading.model_config import ModelConfig
+from ...core.loading.weight_map import RowOrder, Shard
+from ...core.nn.context import BuildContext, ForwardContext
+from ...core.nn.linear import MergedLinear
+from ...core.nn.norm import OffsetRMSNorm
+from ...core.nn.rotary import Rotary
+from ...core.nn.state.delta_net import DeltaSizes, GatedDeltaNet
+from .decoder import CausalLM, Decoder, SelfAttention
+from .mixer import HybridBlock
+from .qwen2_moe import Qwen2MoeForCausalLM, shared_mixture
+
+
+class GatedAttention(SelfAttention):
+    """A norm on each head's queries and keys; outputs times the sigmoid of a gate, which the
+    projection of queries has, too."""
+
+    def __init__(self, config: ModelConfig, layer: int, build: BuildContext) -> None:
+        super().__init__(config, layer, build)
+        hf = config.hf_config
+        self.width = self.num_heads * self.head_dim
+        sizes = {
+            "q": 2 * self.width,
+            "k": self.num_kv_heads * self.head_dim,
+            "v": self.num_kv_heads * self.head_dim,
+        }
+        self.qkv_proj = MergedLinear(hf.hidden_size, sizes, build, bias=self.qkv_bias(hf))
+        self.q_norm = OffsetRMSNorm(self.head_dim, hf.rms_norm_eps, build)
+        self.k_norm = OffsetRMSNorm(self.head_dim, hf.rms_norm_eps, build)
+
+    def heads(
+        self, qkv: torch.Tensor, rotary: Rotary | None, context: ForwardContext
+    ) -> torch.Tensor:
+        queries, gate, rest = qkv.tensor_split((self.width, 2 * self.width), dim=-1)
+        heads = super().heads(torch.cat([queries, rest], dim=-1), rotary, context)
+        return heads * torch.sigmoid(gate)
+
+
+def delta_sizes(hf: Any) -> DeltaSizes:
+    """Return the sizes of the layers with a state."""
+    return DeltaSizes(
+        hf.hidden_size, hf.linear_num_key_heads, hf.linear_num_value_heads, hf.linear_key_head_dim,
+        hf.linear_value_head_dim, hf.linear_conv_kernel_dim,
+    )  # fmt: skip
+
+
+class Qwen3NextBlock(HybridBlock):
+    norm = OffsetRMSNorm
+    state_name = "linear_attn"
+
+    def make_mixer(self, config: ModelConfig, layer: int, build: BuildContext) -> nn.Module:
+        sizes = delta_sizes(config.hf_config)
+        return GatedDeltaNet(
+            sizes, build, eps=float(config.hf_config.rms_norm_eps), shards=self.shards(sizes)
+        )
+
+    @staticmethod
+    def shards(sizes: DeltaSizes) -> Mapping[str, int]:
+        """Return the tensors that a checkpoint has for the projection, with their widths."""
+        qkv, gate, beta, step = sizes.projection
+        return {"qkvz": qkv + gate, "ba": beta + step}
+
+
+class Qwen3NextDecoder(Decoder):
+    block = Qwen3NextBlock
+
+
+def by_kind(num_groups: int, *widths: int) -> RowOrder:
+    """Of groups that each have rows of several kinds, `widths` of each: all rows of the first kind,
+    then of the second, …"""
+    group, start = sum(widths), 0
+    order: list[int] = []
+    for width in widths:
+        for first in range(start, num_groups * group, group):
+            order += range(first, first + width)
+        start += width
+    return RowOrder(tuple(order))
+
+
+class Qwen3NextForCausalLM(CausalLM):
+    attention = GatedAttention
+    decoder = Qwen3NextDecoder
+    weight_map = dataclasses.replace(
+        Qwen2MoeForCausalLM.weight_map,
+        stacked={
+            **CausalLM.weight_map.stacked,
+            "in_proj_qkvz": Shard("in_proj", "qkvz"),
+            "in_proj_ba": Shard("in_proj", "ba"),
+        },
+        ignored=("mtp.",),
+    )
+
+    @staticmethod
+    def row_orders(config: ModelConfig) -> dict[str, RowOrder]:
+        """Queries and gates take turns by head, and a key's head has all that belongs to it."""
+        sizes = delta_sizes(config.hf_config)
+        each = sizes.num_value_heads // sizes.num_key_heads
+        values = each * sizes.value_dim
+        groups = sizes.num_key_heads
+        return {
+            "q_proj": RowOrder.by_part(config.num_heads, 2, config.head_dim),
+            "in_proj_qkvz": by_kind(groups, sizes.key_dim, sizes.key_dim, values, values),
+            "in_proj_ba": by_kind(groups, each, each),
+        }
+
+    mlp = staticmethod(Qwen2MoeForCausalLM.mlp)
+
+
+class Qwen3_5Block(Qwen3NextBlock):
+    @staticmethod
+    def shards(sizes: DeltaSizes) -> Mapping[str, int]:
+        return dict(zip(("qkv", "z", "b", "a"), sizes.projection, strict=True))
+
+
+class Qwen3_5Decoder(Decoder):
+    block = Qwen3_5Block
+
+
+class Qwen3_5ForCausalLM(CausalLM):
+    attention = GatedAttention
+    decoder = Qwen3_5Decoder
+    weight_map = dataclasses.replace(
+        CausalLM.weight_map,
+        stacked={
+            **CausalLM.weight_map.stacked,
+            **{f"in_proj_{part}": Shard("in_proj", part) for part in ("qkv", "z", "b", "a")},
+        },
+        ignored=("mtp.", "model.visual."),
+    )
+
+    @staticmethod
+    def row_orders(config: ModelConfig) -> dict[str, RowOrder]:
+        """Queries and gates take turns by head."""
+        return {"q_proj": RowOrder.by_part(config.num_heads, 2, config.head_dim)}
+
+
+class Qwen3_5MoeForCausalLM(Qwen3_5ForCausalLM):
+    weight_map = dataclasses.replace(
+        Qwen3_5ForCausalLM.weight_map, names=Qwen2MoeForCausalLM.weight_map.names
+    )
+
+    @staticmethod
+    def mlp(config: ModelConfig, layer: int, build: BuildContext) -> nn.Module:
+        """Create the mixture; the weights of a token's experts sum to 1."""
+        return shared_mixture(config.hf_config, build, renormalize=True)
