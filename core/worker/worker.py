@@ -417,9 +417,8 @@ class Worker:
 
     def run_job(self, job: WorkerJob) -> Any:
         """Return what the job's class says. Raises NotImplementedError for one that is not done
-        here: with several ranks `Recover`, since the others may still wait for a rank that
-        failed."""
-        if isinstance(job, Recover) and self.ranks.tensor.size == 1:
+        here. With several ranks, `Recover` is for a step that has failed on all of them."""
+        if isinstance(job, Recover):
             return self.recover()
         if isinstance(job, PrepareAhead):
             return self.prepare_ahead()

@@ -29,7 +29,7 @@ def rotates(hf: Any) -> bool:
 
 class BaichuanAttention(FusedAttention):
     def spec(self, hf: Any, layer: int) -> AttentionSpec:
-        slopes = None if rotates(hf) else alibi_slopes(self.num_heads)
+        slopes = None if rotates(hf) else alibi_slopes(self.all_heads)[self.own.queries]
         return msgspec.structs.replace(super().spec(hf, layer), alibi_slopes=slopes)
 
 
@@ -41,6 +41,7 @@ class BaichuanDecoder(Decoder):
 
 
 class BaichuanForCausalLM(CausalLM):
+    tensor_parallel = True
     attention = BaichuanAttention
     decoder = BaichuanDecoder
     weight_map = replace(HeadlessLM.weight_map, names={"qkv_proj": "W_pack"})

@@ -17,6 +17,7 @@ from ...core.nn.linear import Linear, MergedLinear
 from ...core.nn.mlp import PlainMLP
 from ...core.nn.norm import LayerNorm
 from ...core.nn.ragged import RaggedRows
+from ...core.parallel.sharding import HeadShare
 
 ENCODER_PARTS = {
     "gamma": "weight",
@@ -43,7 +44,9 @@ class Embeddings(nn.Module):
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
         super().__init__()
         hf = config.hf_config
-        self.word_embeddings = Embedding(config.vocab_size, hf.hidden_size, build)
+        self.word_embeddings = Embedding(
+            config.vocab_size, hf.hidden_size, build, shard="vocabulary"
+        )
         self.position_embeddings = Embedding(hf.max_position_embeddings, hf.hidden_size, build)
         self.token_type_embeddings = Embedding(hf.type_vocab_size, hf.hidden_size, build)
         self.norm = LayerNorm(hf.hidden_size, hf.layer_norm_eps, build)
@@ -65,16 +68,20 @@ class SelfAttention(nn.Module):
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
         super().__init__()
         hf = config.hf_config
-        size = hf.hidden_size
-        self.qkv_proj = MergedLinear(size, {"q": size, "k": size, "v": size}, build, bias=True)
-        self.attention = BidirectionalAttention(config.num_heads, size // config.num_heads, build)
-        self.dense = Linear(size, size, build, bias=True)
+        size, heads, self.ranks = hf.hidden_size, config.num_heads, build.ranks
+        own = HeadShare.of(heads, heads, build.ranks.tensor)
+        sizes = {"q": size, "k": size, "v": size}
+        self.qkv_proj = MergedLinear(
+            size, sizes, build, bias=True, shard="out", shares=own.rows(size // heads)
+        )
+        self.attention = BidirectionalAttention(own.num_heads, size // heads, build)
+        self.dense = Linear(size, size, build, bias=True, shard="in")
         self.norm = LayerNorm(size, hf.layer_norm_eps, build)
 
     def forward(self, hidden: torch.Tensor, rows: RaggedRows) -> torch.Tensor:
         """[num_tokens, hidden_size] → the same shape"""
         heads = self.attention(self.qkv_proj(hidden), rows)
-        out: torch.Tensor = self.norm(self.dense(heads, residual=hidden))
+        out: torch.Tensor = self.norm(self.ranks.add(hidden, (self.dense, heads)))
         return out
 
 
@@ -98,6 +105,7 @@ class Layer(nn.Module):
 class BertModel(nn.Module):
     """The encoder alone, for embeddings."""
 
+    tensor_parallel = True
     causal: ClassVar[bool] = False
     pooling_type: ClassVar[Literal["CLS", "LAST", "MEAN"]] = "CLS"
     weight_map: ClassVar[WeightMap] = WeightMap(
@@ -150,6 +158,8 @@ class Pooler(nn.Module):
 
 class BertForSequenceClassification(BertModel):
     """The encoder, its pooler, and a linear classifier."""
+
+    tensor_parallel = True
 
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
         super().__init__(config, build)

@@ -404,7 +404,8 @@ class DecoderClassifier(HeadlessLM):
         if self.tokens is None:
             return
         head: Embedding = getattr(self, "lm_head", self.model.embed_tokens)
-        rows = head.weight[self._token_ids(self.tokens.tokens)].float()
+        token_ids = torch.tensor(self._token_ids(self.tokens.tokens), device=head.weight.device)
+        rows = head(token_ids).float()
         rows = rows[1:] - rows[:1] if self.tokens.difference else rows
         self.rows = rows.to(head.weight.dtype)
         if hasattr(self, "lm_head"):

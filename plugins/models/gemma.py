@@ -40,6 +40,7 @@ class GemmaDecoder(Decoder):
 
 
 class GemmaModel(HeadlessLM):
+    tensor_parallel = True
     attention = GemmaAttention
     decoder = GemmaDecoder
 
@@ -51,4 +52,4 @@ class GemmaForCausalLM(GemmaModel, CausalLM):
 
 
 class GemmaForSequenceClassification(GemmaModel, DecoderClassifier):
-    pass
+    tensor_parallel = True

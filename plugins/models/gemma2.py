@@ -51,6 +51,7 @@ class Gemma2Decoder(GemmaDecoder):
 
 
 class Gemma2Model(HeadlessLM):
+    tensor_parallel = True
     attention = Gemma2Attention
     decoder: ClassVar[type[GemmaDecoder]] = Gemma2Decoder
 
@@ -85,6 +86,8 @@ class Gemma2ForCausalLM(Gemma2Model, CausalLM):
 
 
 class Gemma2ForSequenceClassification(Gemma2Model, DecoderClassifier):
+    tensor_parallel = True
+
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
         super().__init__(config, build)
         if self.tokens is not None and config.hf_config.final_logit_softcapping is not None:

@@ -37,6 +37,7 @@ class Gemma3Decoder(Gemma2Decoder):
 
 
 class Gemma3TextModel(Gemma2Model):
+    tensor_parallel = True
     attention = Gemma3Attention
     decoder = Gemma3Decoder
 
@@ -48,4 +49,4 @@ class Gemma3ForCausalLM(Gemma3TextModel, Gemma2ForCausalLM):
 
 
 class Gemma3TextForSequenceClassification(Gemma3TextModel, Gemma2ForSequenceClassification):
-    pass
+    tensor_parallel = True

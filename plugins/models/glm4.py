@@ -53,6 +53,7 @@ class Glm4Decoder(Decoder):
 
 
 class Glm4Model(HeadlessLM):
+    tensor_parallel = True
     attention = Glm4Attention
     decoder: ClassVar[type[Decoder]] = Glm4Decoder
     weight_map = WeightMap(
@@ -72,4 +73,4 @@ class Glm4ForCausalLM(Glm4Model, CausalLM):
 
 
 class Glm4ForSequenceClassification(Glm4Model, DecoderClassifier):
-    pass
+    tensor_parallel = True

@@ -75,5 +75,6 @@ class GraniteForCausalLM(CausalLM):
 
 
 class GraniteModel(HeadlessLM):
+    tensor_parallel = True
     attention = GraniteAttention
     decoder = GraniteDecoder

@@ -26,6 +26,7 @@ class MiniCPMDecoder(Decoder):
 
 
 class MiniCPMForCausalLM(CausalLM):
+    tensor_parallel = True
     decoder = MiniCPMDecoder
 
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:

@@ -30,8 +30,10 @@ class MistralForCausalLM(CausalLM):
 
 
 class MistralModel(HeadlessLM):
+    tensor_parallel = True
     attention = MistralAttention
 
 
 class MistralForSequenceClassification(DecoderClassifier):
+    tensor_parallel = True
     attention = MistralAttention

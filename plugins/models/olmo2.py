@@ -81,10 +81,12 @@ class Olmo2ForCausalLM(CausalLM):
 
 
 class Olmo2Model(HeadlessLM):
+    tensor_parallel = True
     attention = Olmo2Attention
     decoder = Olmo2Decoder
 
 
 class Olmo2ForSequenceClassification(DecoderClassifier):
+    tensor_parallel = True
     attention = Olmo2Attention
     decoder = Olmo2Decoder

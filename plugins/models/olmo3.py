@@ -28,10 +28,12 @@ class Olmo3ForCausalLM(CausalLM):
 
 
 class Olmo3Model(HeadlessLM):
+    tensor_parallel = True
     attention = Olmo3Attention
     decoder = Olmo3Decoder
 
 
 class Olmo3ForSequenceClassification(DecoderClassifier):
+    tensor_parallel = True
     attention = Olmo3Attention
     decoder = Olmo3Decoder

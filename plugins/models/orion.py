@@ -7,4 +7,5 @@ from .parts import LayerNormDecoder
 
 
 class OrionForCausalLM(CausalLM):
+    tensor_parallel = True
     decoder = LayerNormDecoder

@@ -25,6 +25,7 @@ class Phi3Attention(MistralAttention):
 class Phi3Model(HeadlessLM):
     """Merges nothing on loading: a quantized layer has the scales of the whole tensor."""
 
+    tensor_parallel = True
     attention = Phi3Attention
     weight_map = WeightMap(tied=HeadlessLM.weight_map.tied, prefixes=HeadlessLM.weight_map.prefixes)
 
@@ -39,4 +40,4 @@ class Phi3ForCausalLM(Phi3Model, CausalLM):
 
 
 class Phi3ForSequenceClassification(Phi3Model, DecoderClassifier):
-    pass
+    tensor_parallel = True

@@ -27,10 +27,12 @@ class Qwen2ForCausalLM(CausalLM):
 
 
 class Qwen2Model(HeadlessLM):
+    tensor_parallel = True
     attention = Qwen2Attention
 
 
 class Qwen2ForSequenceClassification(DecoderClassifier):
+    tensor_parallel = True
     attention = Qwen2Attention
 
 

@@ -29,8 +29,10 @@ class Qwen3ForCausalLM(CausalLM):
 
 
 class Qwen3Model(HeadlessLM):
+    tensor_parallel = True
     attention = Qwen3Attention
 
 
 class Qwen3ForSequenceClassification(DecoderClassifier):
+    tensor_parallel = True
     attention = Qwen3Attention

@@ -17,6 +17,7 @@ from .bert import ENCODER_PARTS, ENCODER_SHARDS, BertModel
 class RobertaModel(BertModel):
     """The encoder alone, for embeddings."""
 
+    tensor_parallel = True
     weight_map: ClassVar[WeightMap] = WeightMap(
         stacked=ENCODER_SHARDS,
         prefixes={"roberta.": ""},
@@ -52,6 +53,8 @@ class ClassificationHead(nn.Module):
 
 class RobertaForSequenceClassification(RobertaModel):
     """The encoder and its classification head."""
+
+    tensor_parallel = True
 
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
         super().__init__(config, build)

@@ -11,9 +11,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
+from encoders import save_decoder, save_encoder
 from rank_executor import Plugin, RankThreads
 
 import jackfield
@@ -21,12 +23,11 @@ from jackfield import AsyncEngine, EngineConfig, SamplingParams, StructuredOutpu
 from jackfield.core.errors import ConfigError
 from jackfield.core.hooks import hookimpl
 from jackfield.core.registry import load_plugins
-from jackfield.core.step import Recover
 from jackfield.core.worker.graphs import CudaRecorder, NotRecorded
 from jackfield.plugins.attention.torch import TorchAttention
 from jackfield.plugins.conformance.rank_threads import run_ranks, thread_ranks
 
-from helpers import VOCAB, make_checkpoint
+from helpers import VOCAB, edit_json, make_checkpoint
 
 EMBEDDED = Path(jackfield.__file__).resolve().parent / "plugins/models/embedded"
 EXTRAS: list[dict[str, Any]] = [
@@ -88,6 +89,46 @@ async def test_two_ranks_serve_the_tokens_of_one(family: str, tmp_path: Path) ->
     folder = make_checkpoint(family, tmp_path)
     want = await tokens(config(folder, 1), requests())
     assert await tokens(config(folder, 2), requests()) == want
+
+
+async def pooled(folder: Path, size: int, **options: Any) -> list[np.ndarray]:
+    prompts = [[4 + (7 * at) % 50 for at in range(length)] for length in (1, 17, 40)]
+    settings = config(
+        folder, size, runner="pooling", skip_tokenizer_init=False, num_gpu_blocks_override=None,
+        max_num_batched_tokens=130, **options,
+    )  # fmt: skip
+    async with AsyncEngine(settings, plugins=load_plugins(extra=[Plugin()])) as engine:
+        outputs = await asyncio.gather(*(engine.encode(prompt) for prompt in prompts))
+    return [np.asarray(output.outputs.data) for output in outputs]
+
+
+@pytest.mark.parametrize(
+    ("save", "family", "kind"),
+    [
+        (save_encoder, "Bert", "ForSequenceClassification"),
+        (save_encoder, "XLMRoberta", "Model"),
+        (save_decoder, "Qwen3", "Model"),
+        (save_decoder, "Llama", "ForSequenceClassification"),
+    ],
+)
+async def test_two_ranks_pool_as_one(save: Any, family: str, kind: str, tmp_path: Path) -> None:
+    folder = save(tmp_path, family, kind)
+    for got, want in zip(await pooled(folder, 2), await pooled(folder, 1), strict=True):
+        np.testing.assert_allclose(got, want, atol=1e-5)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+async def test_ranks_classify_by_rows_of_a_head(tied: bool, tmp_path: Path) -> None:
+    """The tokens belong to different ranks."""
+    folder = save_decoder(tmp_path, "Qwen3", "ForCausalLM", tie_word_embeddings=tied)
+    edit_json(folder / "tokenizer_config.json", unk_token="[UNK]")
+    overrides = {
+        "architectures": ["Qwen3ForSequenceClassification"],
+        "classifier_from_token": ["cat", "dog"], "is_original_qwen3_reranker": True,
+    }  # fmt: skip
+    want = await pooled(folder, 1, hf_overrides=overrides)
+    for got, one in zip(await pooled(folder, 2, hf_overrides=overrides), want, strict=True):
+        np.testing.assert_allclose(got, one, atol=1e-5)
 
 
 def with_tokenizer(folder: Path) -> Path:
@@ -212,15 +253,6 @@ def test_what_one_rank_cannot_record_none_records(refused: int) -> None:
         raise RuntimeError("capture failed")
 
     run_ranks([functools.partial(run, rank) for rank in range(2)])
-
-
-async def test_a_failed_step_ends_the_engine(tmp_path: Path) -> None:
-    """The other ranks may wait for the one that failed, so nothing goes on."""
-    folder = make_checkpoint("qwen3", tmp_path)
-    async with AsyncEngine(config(folder, 2), plugins=load_plugins(extra=[Plugin()])) as engine:
-        executor: Any = engine.core.executor
-        with pytest.raises(NotImplementedError, match="Recover"):
-            await executor.ask(Recover())
 
 
 async def test_an_executor_of_one_rank_refuses_more(tmp_path: Path) -> None:
