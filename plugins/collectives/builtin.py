@@ -56,18 +56,24 @@ class _Collectives:
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Add in place."""
-        self._group.allreduce([x], self._sum).wait()
+        _wait(self._group.allreduce([x], self._sum))
         return x
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """The library joins in the first dimension: with several rows, their parts are moved."""
         parts = x.new_empty((self.size, *x.shape))
-        self._group._allgather_base(parts.view(-1), x.flatten(), self._gather).wait()
+        _wait(self._group._allgather_base(parts.view(-1), x.flatten(), self._gather))
         return parts.movedim(0, -2).flatten(-2)
 
     def close(self) -> None:
         """End the connections."""
         del self._group, self._store
+
+
+def _wait(work: Any) -> None:
+    """Wait on the host for gloo. NCCL returns nothing to wait for: it uses the current stream."""
+    if work is not None:
+        work.wait()
 
 
 class Gloo(_Collectives):
