@@ -190,8 +190,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     kv_compression: Annotated[
         Name | None,
         _doc(
-            "KV compressor by name: once a prompt is computed, it drops tokens from the request's "
-            "cache, and their blocks become free; default: none."
+            "KV compressor by name: it drops tokens from requests' caches, and their blocks become "
+            "free; default: none."
         ),
     ] = None
     kv_compression_ratio: Annotated[
@@ -202,6 +202,28 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             le=1.0,
         ),
     ] = 0.5
+    kv_compression_budget: Annotated[
+        AtLeastOne | None,
+        _doc(
+            "Tokens of a request that kv_compression keeps, instead of a share, but at least 16; "
+            "default: kv_compression_ratio decides."
+        ),
+    ] = None
+    kv_compression_interval: Annotated[
+        int,
+        _doc(
+            "Generated tokens between two compactions of a request's cache; 0: its cache is "
+            "compacted only once, after the prompt.",
+            ge=0,
+        ),
+    ] = 0
+    kv_compression_on_pressure: Annotated[
+        bool,
+        _doc(
+            "Compact caches only when KV blocks run out, before a request is preempted or another "
+            "one has to wait, instead of after each prompt."
+        ),
+    ] = False
     attention_backend: Annotated[str, _doc("Attention backend by name, or auto.")] = "auto"
     operations: Annotated[
         str, _doc("Implementation of norms, products and activations by name, or auto.")
@@ -350,6 +372,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
                 "kv_compression: KV connectors (kv_transfer_config) move whole caches; leave one "
                 "of them out",
                 param="kv_compression",
+            )
+        if self.kv_compression_on_pressure and self.kv_compression_interval:
+            raise ConfigError(
+                "kv_compression_interval: caches are compacted only when blocks run out "
+                "(kv_compression_on_pressure); leave one of them out",
+                param="kv_compression_interval",
             )
         if self.calculate_kv_scales and self.kv_transfer_config is not None:
             raise ConfigError(

@@ -135,6 +135,10 @@ class EngineStats(msgspec.Struct, kw_only=True):
     """Requests whose cache was compacted, since the start; again after a preemption."""
     kv_blocks_returned: int = 0
     """Blocks that compactions have made free, less those that they took, since the start."""
+    kv_tokens_compacted: int = 0
+    """Tokens in the caches that were compacted, before that, since the start."""
+    kv_tokens_dropped: int = 0
+    """Of `kv_tokens_compacted`, those that compactions have dropped."""
     late_preparations: int = 0
     """Kernels compiled or loaded, and graphs recorded, in steps that waited for it, since the
     start."""

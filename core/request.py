@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import sys
 import time
 import uuid
 from dataclasses import dataclass, field
@@ -81,8 +82,10 @@ class Request:
     """Chained hash of each full block of known tokens, made as needed."""
     num_registered_blocks: int = 0
     """Columns of `tables` that prefix hits can find."""
-    compression_due: bool = False
-    """Whether its cache is to be compacted once the prompt is computed."""
+    compact_at: int = sys.maxsize
+    """Computed tokens with which its cache is compacted; without KV compression, never."""
+    num_compactions: int = 0
+    """How often its cache was compacted, those before a preemption included."""
     compacted: bool = False
     """Whether its cache was compacted: neither its blocks nor later ones, which were computed from
     them, are what their tokens' hashes stand for."""

@@ -114,6 +114,37 @@ _SWITCHES = (
 )  # fmt: skip
 
 
+class KVCompressionParams(msgspec.Struct, frozen=True):
+    """How much of one request's cache stays. Raises InvalidRequest with the field's name."""
+
+    ratio: float | None = None
+    """Share of the sequence's tokens that stays, in (0, 1]."""
+    budget: int | None = None
+    """Tokens that stay, at least 1."""
+    enabled: bool = True
+    """False: the whole cache stays."""
+
+    def __post_init__(self) -> None:
+        def refuse(name: str, expected: str) -> None:
+            value = shown(getattr(self, name))
+            raise InvalidRequest(
+                f"kv_compression.{name} must be {expected}, got {value}",
+                param=f"kv_compression.{name}",
+            )
+
+        ratio, budget = self.ratio, self.budget
+        if ratio is not None and (
+            isinstance(ratio, bool) or not isinstance(ratio, int | float) or not 0.0 < ratio <= 1.0
+        ):
+            refuse("ratio", "a number in (0, 1]")
+        if budget is not None and (
+            isinstance(budget, bool) or not isinstance(budget, int) or not 1 <= budget < 2**31
+        ):
+            refuse("budget", "a positive integer")
+        if ratio is not None and budget is not None:
+            refuse("budget", "left out beside a ratio")
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """Parameters for choosing tokens of one request. Names and defaults are vLLM's.
 
@@ -182,6 +213,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """Content of each output of the stream: see `OutputKind`."""
     kv_transfer_params: dict[str, Any] | None = None
     """Parameters for the KV connector, which defines their meaning."""
+    kv_compression: KVCompressionParams | None = None
+    """How much of the request's cache stays, with an engine that compresses caches; None: as the
+    engine says. "off" and objects with its fields are converted."""
     extra_args: dict[str, Any] | None = None
     """Parameters of plugged-in logits processors, by name. Over HTTP: `vllm_xargs`."""
 
@@ -198,6 +232,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         if isinstance(self.structured_outputs, dict):
             params = structured_outputs_from(self.structured_outputs)
             msgspec.structs.force_setattr(self, "structured_outputs", params)
+        if isinstance(self.kv_compression, str | dict | bool):
+            compression = kv_compression_from(self.kv_compression)
+            msgspec.structs.force_setattr(self, "kv_compression", compression)
         self._check()
 
     def _check(self) -> None:
@@ -255,6 +292,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
                 refuse(name, "-1 (whole vocabulary), 0 or positive")
         if self.kv_transfer_params is not None and not isinstance(self.kv_transfer_params, dict):
             refuse("kv_transfer_params", "an object")
+        if not isinstance(self.kv_compression, KVCompressionParams | None):
+            refuse("kv_compression", '"off" or an object with ratio or budget')
         if self.extra_args is not None and (
             not isinstance(self.extra_args, dict)
             or not all(isinstance(key, str) for key in self.extra_args)
@@ -327,6 +366,24 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             or self.frequency_penalty != 0.0
             or self.repetition_penalty != 1.0
         )
+
+
+def kv_compression_from(value: str | bool | dict[str, Any]) -> KVCompressionParams:
+    """Build from a decoded JSON value: "off", or an object with ratio or budget. Raises
+    InvalidRequest with the field's name."""
+    if value == "off" or value is False:
+        return KVCompressionParams(enabled=False)
+    if not isinstance(value, dict):
+        raise InvalidRequest(
+            f'kv_compression must be "off" or an object with ratio or budget, got {shown(value)}',
+            param="kv_compression",
+        )
+    for name in value:
+        if name not in ("ratio", "budget"):
+            raise InvalidRequest(
+                f"kv_compression: {shown(name)} is neither ratio nor budget", param="kv_compression"
+            )
+    return KVCompressionParams(**value)
 
 
 def structured_outputs_from(fields: dict[str, Any]) -> StructuredOutputsParams:

@@ -104,12 +104,13 @@ class TableWrite(msgspec.Struct, frozen=True, gc=False):
 
 
 class Compaction(msgspec.Struct, frozen=True):
-    """A slot's cache moves to fresh blocks, and loses tokens on the way.
+    """A slot's cache moves to other blocks, and loses tokens on the way.
 
     The plan says how many tokens stay; the device chooses which, as many in each layer and KV head,
     by the KV compressor (`EngineConfig.kv_compression`). Positions do not change: the slot's length
-    and that of its cache differ from then on. The source blocks are only read; other slots of the
-    same plan may already write to them, since compactions run before any row.
+    and that of its cache differ from then on. The source blocks are only read, unless `block_ids`
+    has them, in the order that they had: then the cache is compacted in place. Rows of the same
+    plan may already write to them, since compactions run before any row.
     """
 
     slot: int
@@ -143,7 +144,7 @@ class StepPlan(msgspec.Struct, frozen=True):
     table_writes: tuple[TableWrite, ...] = ()
     """Tables of the slots that start, and new blocks of the others."""
     compactions: tuple[Compaction, ...] = ()
-    """One after another: blocks that one has read may be those that a later one writes."""
+    """In any order, or all at once: none writes a block that another one reads."""
     kv_metadata: bytes | None = None
     """Data from the KV connector's scheduler half to its worker half, encoded as the connector's
     `metadata_type`. A plan may have only this."""

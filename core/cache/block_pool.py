@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from itertools import islice
 
 NULL_BLOCK = 0
 """Padding rows write here; never allocated."""
@@ -40,6 +41,10 @@ class BlockPool:
     def is_private(self, block_id: int) -> bool:
         """Whether it has one holder."""
         return self._ref_counts[block_id] == 1
+
+    def next_free(self, count: int) -> list[int]:
+        """Return the blocks that `allocate` would return, or fewer if fewer are free."""
+        return list(islice(self._free, count))
 
     def allocate(self, count: int) -> list[int]:
         """Return `count` blocks, and remove their hashes. The caller has checked `num_free`."""

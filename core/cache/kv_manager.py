@@ -224,18 +224,32 @@ class KVCacheManager:
         own = sum(map(self.pool.is_private, request.tables[0]))
         return own - self.blocks_for(kept)
 
-    def compact(self, request: Request, kept: int) -> Compaction | None:
-        """Give the request fresh blocks for `kept` of its tokens, and release all that it had.
+    def compact(self, request: Request, kept: int, read: set[int]) -> Compaction | None:
+        """Give the request blocks for `kept` of its tokens, and release the others.
 
-        For one group of layers without a window. Returns None, with no change, if too few blocks
-        are free. The released blocks may be reused by the plan that carries the compaction.
+        Fresh blocks, so that the prompt's keep their content and names; if too few are free, the
+        first of its own, if no other request holds them. For one group of layers without a window.
+        Returns None, with no change, if neither is possible. The released blocks may be reused by
+        rows of the plan that carries the compaction.
+
+        read: blocks that compactions of the same plan read, which this one must not write; those
+        that it reads are added.
         """
+        pool, table, num_tokens = self.pool, request.tables[0], request.num_kv_tokens
         count = self.blocks_for(kept)
-        if count > self.pool.num_free:
-            return None
         self.register(request)
-        new, num_tokens = self.pool.allocate(count), request.num_kv_tokens
-        self.pool.release(request.tables[0])
+        fresh = pool.next_free(count)
+        if len(fresh) == count and read.isdisjoint(fresh):
+            new = pool.allocate(count)
+            pool.release(table)
+        elif all(map(pool.is_private, table[:count])) and read.isdisjoint(table[:count]):
+            new = table[:count]
+            for block_id in new:
+                pool.forget(block_id)
+            pool.release(table[count:])
+        else:
+            return None
+        read.update(table)
         request.tables = [new]
         request.compacted = True
         request.num_dropped_tokens += num_tokens - kept

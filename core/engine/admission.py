@@ -101,13 +101,16 @@ class Admission:
         *,
         max_logprobs: int,
         extra_args: ExtraArgs,
+        compresses: bool = False,
     ) -> None:
+        """compresses: caches are compressed, so that requests may say how much."""
         self.model_config = model_config
         self.texts = texts
         self.limits = limits
         self.max_logprobs = max_logprobs
         self._longest = limits.longest_sequence()
         self._extra_args = extra_args
+        self._compresses = compresses
 
     def token_limit(self, params: SamplingParams, param: str) -> TokenLimit:
         """Return how much of a prompt's text is tokenized."""
@@ -233,6 +236,13 @@ class Admission:
 
     def _check_params(self, params: SamplingParams) -> None:
         self._extra_args.check(params)
+        compression = params.kv_compression
+        if compression is not None and compression.enabled and not self._compresses:
+            raise InvalidRequest(
+                "kv_compression: this engine compresses no caches (its option kv_compression "
+                "names no compressor)",
+                param="kv_compression",
+            )
         vocab = self.model_config.vocab_size
         for name in ("logprobs", "prompt_logprobs"):
             count = getattr(params, name)

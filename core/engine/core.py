@@ -26,6 +26,7 @@ from ..recording.recorder import RecordingExecutor
 from ..recording.recording import Writer
 from ..registry import Plugins
 from ..request import Request, RequestSpec
+from ..scheduling.compression import CompressionRule
 from ..scheduling.guarded_connector import GuardedConnector
 from ..scheduling.scheduler import Scheduler
 from ..step import CompiledGrammar, Ping, StepPlan, StepResult
@@ -203,9 +204,7 @@ class EngineCore:
             hash_key=None if self.info.kv_layout is None else self.info.kv_layout.fingerprint,
             groups=self.info.cache_groups,
             keeps_states=self.info.keeps_states,
-            kv_compression_ratio=(
-                None if config.kv_compression is None else config.kv_compression_ratio
-            ),
+            kv_compression=_compression_rule(config),
         )
         self._limits = self.scheduler.limits
         self.outputs = OutputProcessor(self.requests, self.scheduler, self.metrics, events)
@@ -365,3 +364,15 @@ class EngineCore:
         self.requests.accepting = False
         logger.error("the engine died", exc_info=error)
         self.outputs.publish(self.scheduler.fail_all(f"the engine died: {reason}"))
+
+
+def _compression_rule(config: EngineConfig) -> CompressionRule | None:
+    """Return how much of caches stays, and when; None: they stay whole."""
+    if config.kv_compression is None:
+        return None
+    return CompressionRule(
+        ratio=config.kv_compression_ratio,
+        budget=config.kv_compression_budget,
+        interval=config.kv_compression_interval,
+        on_pressure=config.kv_compression_on_pressure,
+    )

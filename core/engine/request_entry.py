@@ -47,6 +47,7 @@ class RequestEntry:
             limits,
             max_logprobs=config.max_logprobs,
             extra_args=ExtraArgs(plugins, config),
+            compresses=config.kv_compression is not None,
         )
 
     async def complete(

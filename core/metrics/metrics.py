@@ -60,6 +60,12 @@ class EngineMetrics:
             "kv_blocks_returned": counter(
                 "kv_blocks_returned", "KV blocks that compactions made free."
             ),
+            "kv_tokens_compacted": counter(
+                "kv_tokens_compacted", "Tokens in caches that were compacted, before that."
+            ),
+            "kv_tokens_dropped": counter(
+                "kv_tokens_dropped", "Tokens that compactions have dropped from caches."
+            ),
             "late_preparations": counter(
                 "late_preparations",
                 "Kernels compiled or loaded, and graphs recorded, in steps that waited for it.",

@@ -23,6 +23,9 @@ class Attention(nn.Module):
     """[2 (key, value), num_blocks, block_size, num_kv_heads, head_dim]"""
     group: int
     """Number of the cache group whose block table the layer reads; set by the worker."""
+    query_ring: torch.Tensor | None
+    """[places, num_heads, head_dim] Where queries are kept, for KV compressors that need them; set
+    by the worker."""
     cache_scales: tuple[float, float]
     """The checkpoint's scales of keys and values. With an fp8 cache, `spec` has these or calculated
     ones."""
@@ -34,6 +37,7 @@ class Attention(nn.Module):
         self.operations = build.operations
         self.kv_cache = None
         self.group = 0
+        self.query_ring = None
         self.cache_scales = (1.0, 1.0)
 
     def cache_spec(self, dtype: torch.dtype) -> TokenCache:
@@ -66,7 +70,7 @@ class Attention(nn.Module):
         backend, layout, metadata, kv_cache = self._bound(context)
         cos_sin = rotary.cos_sin if rotary else None
         norms = (query_norm.norm if query_norm else None, key_norm.norm if key_norm else None)
-        if sinks is None:
+        if sinks is None and self.query_ring is None:
             out = backend.forward_projection(self.spec, qkv, cos_sin, *norms, kv_cache, metadata)
             if out is not None:
                 return out.reshape(out.shape[0], -1)
@@ -100,6 +104,9 @@ class Attention(nn.Module):
             self.operations.write_cache(
                 key, value, kv_cache, layout.slot_mapping, self._cache_scales
             )
+        if self.query_ring is not None and context.query_places is not None:
+            tokens, places = context.query_places
+            self.query_ring.index_copy_(0, places, query if tokens is None else query[tokens])
         more = {} if sinks is None else {"sinks": sinks}
         out = backend.forward(self.spec, query, key, value, kv_cache, metadata, **more)
         return out.reshape(out.shape[0], -1)

@@ -157,6 +157,15 @@ class BatchLayout:
         return self.max_query_len == 1
 
 
+class QueryPlaces(NamedTuple):
+    """Which queries of a step are kept, K of them: see `Attention.query_ring`."""
+
+    tokens: torch.Tensor | None
+    """[K] int64: the step's token of each; None: all tokens, in order."""
+    places: torch.Tensor
+    """[K] int64: index into a layer's ring. Those that are not kept share a place."""
+
+
 class GroupContext(NamedTuple):
     """Data that the layers of one cache group share in a step."""
 
@@ -183,6 +192,8 @@ class ForwardContext:
     """Kernels are only compiled: a layer with an earlier one's launches may be skipped."""
     more_groups: tuple[GroupContext, ...] = ()
     """Contexts of the cache groups after the first."""
+    query_places: QueryPlaces | None = None
+    """Where the step's queries are kept; None: nowhere."""
 
     @classmethod
     def of(
@@ -193,6 +204,7 @@ class ForwardContext:
         token_type_ids: torch.Tensor | None = None,
         *,
         precompiling: bool = False,
+        query_places: QueryPlaces | None = None,
     ) -> ForwardContext:
         """Create the context of a step, from one layout per cache group."""
         first, *more = (
@@ -207,6 +219,7 @@ class ForwardContext:
             token_type_ids,
             precompiling=precompiling,
             more_groups=tuple(more),
+            query_places=query_places,
         )
 
     def of_group(self, number: int) -> GroupContext:

@@ -6,13 +6,14 @@ Blocks call these through `BuildContext.operations`. A plugin that registers a s
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
 
 import torch
 import torch.nn.functional as F
 
+from .cache_moves import CacheMoves, move_tokens
 from .packed import PackedWeight, dequantize
 from .ragged import RaggedRows
 from .routing import Routing, RoutingRule, choose_experts
@@ -532,6 +533,13 @@ class Operations(StateOperations):
         tables = block_table.view(block_table.shape[0], -1, columns)[:, 1:].transpose(0, 1)
         blocks = tables[:, rows, positions // block_size].long()
         return blocks * block_size + positions % block_size
+
+    def compact_caches(self, caches: Sequence[torch.Tensor], moves: CacheMoves) -> None:
+        """Move the tokens that stay in each layer's cache.
+
+        caches: [L] of [2 (key, value), num_blocks, block_size, num_kv_heads, head_dim]
+        """
+        move_tokens(caches, moves)
 
     def scatter(self, storage: torch.Tensor, writes: torch.Tensor, count: torch.Tensor) -> None:
         """Set storage[writes[i, 0]] = writes[i, 1] for i < count; `storage`'s last may change.

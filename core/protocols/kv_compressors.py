@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
 
 if TYPE_CHECKING:
-    import torch
-
     from .attention import AttentionSpec
 
 
 class KVCompressor(ABC):
     """Says which cached tokens matter most, so that the others can be dropped. Subclass it.
 
-    A request's cache is compacted once, when its prompt is computed: the tokens with the highest
-    scores stay, the same number in every layer and KV head, but each head keeps its own. To test a
-    compressor: `jackfield.plugins.conformance.kv_compressors`.
+    When a request's cache is compacted, the tokens with the highest scores stay, the same number in
+    every layer and KV head, but each head keeps its own. It may happen again and again: see
+    `EngineConfig.kv_compression_interval`. To test a compressor:
+    `jackfield.plugins.conformance.kv_compressors`.
     """
+
+    num_queries: ClassVar[int] = 0
+    """How many of a request's last queries `scores` needs: they are kept for each slot and layer,
+    and decode attention is not fused with their computation. 0: none, and `scores` needs no such
+    argument."""
 
     @classmethod
     def refusal(cls, spec: AttentionSpec) -> str | None:
@@ -25,11 +31,36 @@ class KVCompressor(ABC):
         return None
 
     @abstractmethod
-    def scores(self, spec: AttentionSpec, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    def scores(
+        self,
+        spec: AttentionSpec,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        *,
+        queries: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Return the scores of one request's tokens in one layer.
 
-        keys, values: [num_tokens, num_kv_heads, head_dim] as cached (keys normed and rotated),
-        token i at position i of the sequence; not to be changed. → [num_tokens, num_kv_heads], any
-        real type, finite or +-inf; they depend on nothing else. Among equal scores, earlier tokens
-        stay. Runs between steps on the device: no copies to the host, which would wait for it.
+        keys, values: [num_tokens, num_kv_heads, head_dim] as cached (keys normed and rotated), each
+        head's in the order of their positions, which are 0, 1, 2, … until the first compaction; not
+        to be changed. queries: [1 .. num_queries, num_heads, head_dim], those of the last tokens,
+        normed and rotated, oldest first; given if `num_queries` is not 0 (fewer of them only after
+        a prefix hit). → [num_tokens, num_kv_heads], any real type, finite or +-inf; they depend on
+        nothing else. Among equal scores, earlier tokens stay. Runs between steps on the device: no
+        copies to the host, which would wait for it.
         """
+
+    def merged_values(
+        self,
+        spec: AttentionSpec,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        chosen: torch.Tensor,
+    ) -> torch.Tensor:
+        """Return the values of the tokens that stay, if they take in something of the others.
+
+        Overridden only by compressors that merge. keys, values as for `scores`; chosen: [num_kept,
+        num_kv_heads] int64, ascending per head → [num_kept, num_kv_heads, head_dim]
+        """
+        heads = torch.arange(values.shape[1], device=values.device)
+        return values[chosen, heads]

@@ -11,7 +11,6 @@ from itertools import count
 
 import msgspec
 
-from ..cache.compression import kept_tokens
 from ..cache.groups import ONE_GROUP, CacheGroup
 from ..cache.kv_manager import KVCacheManager, NoKVCache, PrefixHits
 from ..config import KVTransferConfig
@@ -20,7 +19,6 @@ from ..protocols.executors import SchedulePolicy
 from ..request import Request, Status, Update
 from ..step import (
     NOTHING_IN_PROCESS,
-    Compaction,
     InProcess,
     SlotStart,
     StepPlan,
@@ -28,6 +26,7 @@ from ..step import (
     TableWrite,
     TokenLogprobs,
 )
+from .compression import CacheCompression, CompressionRule
 from .guarded_connector import GuardedConnector
 from .kv_transfers import KVTransfers, LoadDecision
 from .limits import RequestLimits
@@ -46,7 +45,6 @@ class _PlanBuilder:
     """[len(prefills)] tokens of each prefill row"""
     starts: list[SlotStart] = field(default_factory=list)
     table_writes: list[TableWrite] = field(default_factory=list)
-    compactions: list[Compaction] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -74,9 +72,6 @@ class Scheduler:
     slot and is computed again later, so the first one always progresses.
     """
 
-    min_compaction_gain = 1
-    """Blocks that must come back for a cache to be compacted."""
-
     def __init__(
         self,
         *,
@@ -94,18 +89,16 @@ class Scheduler:
         transfer: KVTransferConfig | None = None,
         hash_key: bytes | None = None,
         groups: Sequence[CacheGroup] = ONE_GROUP,
-        kv_compression_ratio: float | None = None,
+        kv_compression: CompressionRule | None = None,
         keeps_states: bool = False,
     ) -> None:
         """transfer: the role of `connector`. hash_key: see `BlockHasher`. groups: layers that share
-        a block table. kv_compression_ratio: see `EngineConfig`; None: caches stay whole. Not None
-        only with one group without a window, and without a connector. keeps_states: see
-        `ExecutorInfo`."""
+        a block table. kv_compression: None: caches stay whole. Not None only with one group
+        without a window, and without a connector. keeps_states: see `ExecutorInfo`."""
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.enable_chunked_prefill = enable_chunked_prefill
         self.long_prefill_token_threshold = long_prefill_token_threshold
-        self._kv_compression_ratio = kv_compression_ratio
         self._keys = PolicyKeys(policy, policy_name)
         self.kv = (
             KVCacheManager(
@@ -155,6 +148,11 @@ class Scheduler:
         self._failures: list[Update] = []
         self._stats = EngineStats(num_slots=max_num_seqs, kv_blocks_total=self.kv.num_usable_blocks)
         self._admission_reserve = num_blocks // 100
+        self._compression: CacheCompression | None = None
+        if kv_compression is not None:
+            self._compression = CacheCompression(kv_compression, self.kv, self._stats)
+        self._blocks_wanted = 0
+        """Blocks that the first waiting request lacked when the last plan was made."""
 
     # ------------------------------------------------------------ requests in and out
 
@@ -273,6 +271,10 @@ class Scheduler:
         decodes = builder.decodes
         budget = builder.budget
         num_running = len(self.running)
+        if self._blocks_wanted:
+            assert self._compression is not None, "set with KV compression"
+            self._compression.relieve_admission(self.running.requests, self._blocks_wanted)
+            self._blocks_wanted = 0
         for request in self.running.requests:
             if budget <= 0:
                 break
@@ -281,8 +283,8 @@ class Scheduler:
             if num_tokens - computed == 1:
                 if num_tokens >= request.max_total_tokens:
                     continue  # its last token is in flight
-                if request.compression_due:
-                    self._compact(request, builder)
+                if computed >= request.compact_at:
+                    self._compress(request)
                 in_cache = computed - request.num_dropped_tokens
                 if in_cache % block_size == 0 and not self._extend_blocks(request, 1, builder):
                     break
@@ -306,6 +308,8 @@ class Scheduler:
         """
         self.kv.register(request)
         while (writes := self.kv.allocate(request, num_new_tokens)) is None:
+            if self._relieve(request):
+                continue
             victim = self.running.requests[-1]
             self._preempt(victim)
             if victim is request:
@@ -313,29 +317,18 @@ class Scheduler:
         builder.table_writes += writes
         return True
 
-    def _compact(self, request: Request, builder: _PlanBuilder) -> None:
-        """Compact a request's cache, if its prompt is computed and blocks come back by it.
+    def _compress(self, request: Request) -> None:
+        """Compact a request's cache, which is due, before its row is planned."""
+        assert self._compression is not None, "no request is due"
+        self._compression.compact_due(request)
 
-        Once, or again after a preemption. At least one block is free then, for the token that
-        follows, so that the request is not preempted in the plan that compacts it. Where too few
-        blocks are free for the tokens that stay, it is tried again with the next token.
-        """
-        computed = request.num_computed_tokens
-        if computed < request.num_prompt_tokens:
-            return
-        assert self._kv_compression_ratio is not None, "no request is due"
-        kept = kept_tokens(computed, self._kv_compression_ratio)
-        gain = self.kv.compaction_gain(request, kept)
-        if gain < self.min_compaction_gain:
-            request.compression_due = False
-            return
-        compaction = self.kv.compact(request, kept)
-        if compaction is None:
-            return
-        request.compression_due = False
-        builder.compactions.append(compaction)
-        self._stats.kv_compactions += 1
-        self._stats.kv_blocks_returned += gain
+    def _relieve(self, request: Request) -> bool:
+        """Compact one cache because blocks have run out for this request's tokens. Return False if
+        none can be."""
+        if self._compression is None:
+            return False
+        running = self.running.requests
+        return self._compression.relieve(running[running.index(request) :])
 
     def _chunk(self, num_tokens: int, budget: int) -> int:
         """Return how many of a prompt's tokens this step computes."""
@@ -380,6 +373,9 @@ class Scheduler:
         # running requests: admitting a request that is soon preempted wastes work.
         reserve = self._admission_reserve if len(self.running) else 0
         if not self.kv.can_hold(request.num_tokens, hits, reserve):
+            if self._compression is not None:
+                missing = self.kv.blocks_for(request.num_tokens) - hits.num_blocks
+                self._blocks_wanted = missing + reserve
             return False
         chunk = self._chunk(num_left, builder.budget)
         request.slot = heapq.heappop(self._free_slots)
@@ -393,7 +389,8 @@ class Scheduler:
                 request, max(0, request.num_cached_tokens - request.num_loaded_tokens)
             )
         request.status = Status.RUNNING
-        request.compression_due = self._kv_compression_ratio is not None
+        if self._compression is not None:
+            self._compression.admit(request)
         self.running.add(request)
         builder.starts.append(_slot_start(request))
         self._add_prefill(builder, request, chunk)
@@ -429,7 +426,7 @@ class Scheduler:
             released=tuple(released),
             starts=tuple(builder.starts),
             table_writes=tuple(builder.table_writes),
-            compactions=tuple(builder.compactions),
+            compactions=() if self._compression is None else self._compression.take(),
             kv_metadata=metadata,
         )
 
@@ -600,6 +597,8 @@ class Scheduler:
 
     def _leave_slot(self, request: Request) -> None:
         self.running.remove(request)
+        if self._compression is not None:
+            self._compression.withdraw(request.slot)
         heapq.heappush(self._free_slots, request.slot)
         self._released.append(request.slot)
         request.slot = -1

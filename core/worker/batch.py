@@ -37,6 +37,8 @@ class StepInputs:
     """[T] int64"""
     positions: torch.Tensor
     """[T] int64"""
+    slots: torch.Tensor
+    """[R] Each row's slot."""
     layouts: tuple[BatchLayout, ...]
     """Layout per group of layers; only the block tables differ."""
     logit_tokens: torch.Tensor
@@ -219,6 +221,7 @@ class PersistentBatch:
         return StepInputs(
             input_ids=tensors.input_ids,
             positions=tensors.positions,
+            slots=slots,
             layouts=self.layouts(
                 tensors,
                 query_start,

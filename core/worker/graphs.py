@@ -284,6 +284,7 @@ class DecodeInputs:
         return StepInputs(
             input_ids=made.input_ids,
             positions=made.positions,
+            slots=made.slots,
             layouts=batch.layouts(
                 made,
                 self._query_start[: rows + 1],

@@ -430,6 +430,7 @@ class MixedInputs:
         return StepInputs(
             input_ids=tensors.input_ids,
             positions=tensors.positions,
+            slots=self._slots[:num_rows],
             layouts=batch.layouts(
                 tensors,
                 query_start,

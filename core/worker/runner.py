@@ -20,6 +20,7 @@ from ..step import NOTHING_IN_PROCESS, InProcess, StepPlan
 from .batch import LogitRows, PersistentBatch, StepInputs, StepRows, releasing_all
 from .graphs import DecodeGraphs, Ending, NotRecorded
 from .kv_cache.compaction import Compactor
+from .kv_cache.query_ring import QueryRing
 from .launched_step import LOGPROB_FIELDS, LaunchedStep, PromptScores
 from .mixed_graphs import MixedGraphs
 from .parts import PerSlot, update_parts
@@ -65,6 +66,10 @@ class ModelRunner:
         self.record_errors = RuntimeError if ranks.tensor.size == 1 else NotRecorded
         """What a failed recording raises. Another error may be that of one rank alone, while the
         others wait for it."""
+        self.query_ring: QueryRing | None = None
+        """Set with a KV compressor that needs queries."""
+        self._uncompacted: dict[int, str] = {}
+        """Slot → why its compaction failed, until a step has its row."""
         self.precompiling = False
         """Whether kernels are only compiled, not run."""
 
@@ -74,15 +79,20 @@ class ModelRunner:
         launched = time.monotonic()
         self.update_slots(plan, in_process)
         if not plan.compactions:
-            return self._launch(plan, launched)
+            step = self._launch(plan, launched)
+            return self._fail_uncompacted(step) if self._uncompacted else step
         assert self.compactor is not None, "a compaction, without KV compression"
-        failures = self.compactor.run(plan.compactions)
+        self._uncompacted |= self.compactor.run(plan.compactions)
         # Apart from the other writes of the plan, so that its rows may be replayed as any others.
         self.batch.write(replace_fields(plan, starts=(), table_writes=()))
         step = self._launch(replace_fields(plan, compactions=()), launched)
-        for row, slot in enumerate(plan.slots):
-            if slot in failures:
-                step.failed[row] = failures[slot]
+        return self._fail_uncompacted(step)
+
+    def _fail_uncompacted(self, step: LaunchedStep) -> LaunchedStep:
+        """Fail the rows whose cache holds nothing of use since a compaction failed."""
+        for row, slot in enumerate(step.plan.slots):
+            if slot in self._uncompacted:
+                step.failed[row] = self._uncompacted.pop(slot)
         return step
 
     def _launch(self, plan: StepPlan, launched: float) -> LaunchedStep:
@@ -247,9 +257,11 @@ class ModelRunner:
 
     def forward(self, inputs: StepInputs) -> torch.Tensor:
         """→ hidden states [num_tokens, hidden_size]"""
+        places = None if self.query_ring is None else self.query_ring.places(inputs)
         context = ForwardContext.of(
-            self.backend, inputs.layouts, inputs.positions, precompiling=self.precompiling
-        )
+            self.backend, inputs.layouts, inputs.positions, precompiling=self.precompiling,
+            query_places=places,
+        )  # fmt: skip
         hidden: torch.Tensor = self.model(inputs.input_ids, context)
         return hidden
 
@@ -260,6 +272,8 @@ class ModelRunner:
 
     def update_slots(self, plan: StepPlan, in_process: InProcess = NOTHING_IN_PROCESS) -> None:
         """Update what is remembered of the slots that the plan releases and starts."""
+        for slot in plan.released if self._uncompacted else ():
+            self._uncompacted.pop(slot, None)
         update_parts(self.parts, plan, in_process)
 
     def _upload(self) -> None:

@@ -29,6 +29,7 @@ from ..parallel.ranks import ONE_RANK, Ranks
 from ..protocols.attention import AttentionBackend, AttentionSpec
 from ..protocols.executors import ExecutorInfo
 from ..protocols.kv import KVCodec, KVConnectorSetup, KVLayout
+from ..protocols.kv_compressors import KVCompressor
 from ..protocols.logits_processors import LogitsProcessorSetup
 from ..registration.choice import choose
 from ..registration.failing_plugin import failing_plugin, plugin_failure
@@ -48,6 +49,7 @@ from .guarded_half import EmptyStep, GuardedHalf, TransferringStep
 from .kv_cache.compaction import Compactor, load_compressor
 from .kv_cache.layout import kv_layout, model_fingerprint
 from .kv_cache.memory import allocate_cache, bytes_per_block, explain_oom, num_kv_blocks
+from .kv_cache.query_ring import QueryRing
 from .kv_cache.scales import finding_scales, to_be_scaled, unscaled
 from .kv_cache.states import NoAttention, make_states
 from .launched_step import LaunchedStep
@@ -254,10 +256,7 @@ class Worker:
                 ranks=self.ranks,
             )
             if compressor is not None:
-                described = self.plugins["kv_compressor"].described(config.kv_compression or "")
-                self.runner.compactor = Compactor(
-                    compressor, described, layers, batch.table, config.block_size
-                )
+                self._compress(self.runner, compressor, layers, operations)
         graphs = self._graphs = self._step_graphs(operations)
         trials = self._trials = self._trial_steps(self.runner)
         self._bind_cache(layers, groups, 2, kv_dtype)
@@ -278,6 +277,8 @@ class Worker:
         )
         caches = self._bind_cache(layers, groups, num_blocks, kv_dtype)
         trials.warm_up()
+        if isinstance(self.runner, ModelRunner) and self.runner.compactor is not None:
+            self.runner.compactor.warm_up()
         if graphs is not None:
             assert isinstance(self.runner, ModelRunner)
             if self._unscaled:
@@ -298,6 +299,27 @@ class Worker:
             cache_groups=groups,
             kv_compression=compacts,
             keeps_states=self._keeps_states,
+        )
+
+    def _compress(
+        self,
+        runner: ModelRunner,
+        compressor: KVCompressor,
+        layers: Sequence[Attention],
+        operations: Operations,
+    ) -> None:
+        """Let plans compact caches, and keep the queries that the compressor needs."""
+        config, ring = self.config, None
+        described = self.plugins["kv_compressor"].described(config.kv_compression or "")
+        if compressor.num_queries:
+            ring = QueryRing(
+                layers, config.max_num_seqs, compressor.num_queries, self.device,
+                self.model_config.dtype,
+            )  # fmt: skip
+            runner.query_ring = ring
+            runner.parts = (*runner.parts, ring)
+        runner.compactor = Compactor(
+            compressor, described, layers, runner.batch.table, config.block_size, operations, ring
         )
 
     def _processors(self, batch: PersistentBatch) -> Processors:

@@ -16,7 +16,14 @@ RECENT = 8
 class Window(KVCompressor):
     """Keep the first tokens and the most recent ones, as StreamingLLM (arXiv 2309.17453) does."""
 
-    def scores(self, spec: AttentionSpec, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    def scores(
+        self,
+        spec: AttentionSpec,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        *,
+        queries: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """[num_tokens, num_kv_heads, head_dim] each → [num_tokens, num_kv_heads]"""
         scores = torch.arange(keys.shape[0], dtype=torch.float32, device=keys.device)
         scores[:SINKS] = torch.inf
@@ -27,7 +34,14 @@ class KeyNorm(KVCompressor):
     """Keep the keys with the smallest norms, which get the most attention (arXiv 2406.11430), and
     the first and last tokens. Rotation does not change norms."""
 
-    def scores(self, spec: AttentionSpec, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    def scores(
+        self,
+        spec: AttentionSpec,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        *,
+        queries: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """[num_tokens, num_kv_heads, head_dim] each → [num_tokens, num_kv_heads]"""
         scores: torch.Tensor = -keys.float().norm(dim=2)
         scores[:SINKS] = torch.inf

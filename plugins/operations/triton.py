@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
 
+from ...core.nn.cache_moves import CacheMoves
 from ...core.nn.operations import (
     ClampedSwiGLU,
     DecodeTensors,
@@ -26,6 +28,7 @@ from ...core.nn.routing import Routing, RoutingRule
 try:
     from ...kernels.activations import gelu_mul, silu_mul
     from ...kernels.attention.qk_norm_rope_cache import qk_norm_rope_cache
+    from ...kernels.compact_caches import compact_caches
     from ...kernels.compile import Precompiler, can_precompile, load_compiler, num_loaded
     from ...kernels.decode_inputs import decode_inputs
     from ...kernels.linear.gemv import gemv
@@ -76,6 +79,7 @@ class TritonOperations(Operations):
 
     def __init__(self) -> None:
         self._workspaces: dict[torch.device, SplitKWorkspace] = {}
+        self._cache_addresses: dict[tuple[int, ...], torch.Tensor] = {}
 
     @classmethod
     def initialize_device(cls, device: torch.device) -> None:
@@ -299,6 +303,25 @@ class TritonOperations(Operations):
     ) -> None:
         """In one launch."""
         advance(lengths, slots, query_start)
+
+    def compact_caches(self, caches: Sequence[torch.Tensor], moves: CacheMoves) -> None:
+        """All layers in one launch, where they have one shape."""
+        first = caches[0]
+        alike = (first.shape, first.stride(), first.dtype)
+        if any((cache.shape, cache.stride(), cache.dtype) != alike for cache in caches):
+            for number, cache in enumerate(caches):
+                chosen = moves.chosen[number : number + 1]
+                self.compact_caches([cache], moves._replace(chosen=chosen))
+            return
+        places = tuple(cache.data_ptr() for cache in caches)
+        addresses = self._cache_addresses.get(places)
+        if addresses is None:
+            addresses = torch.tensor(places, dtype=torch.int64, device=first.device)
+            self._cache_addresses[places] = addresses
+        compact_caches(
+            caches, addresses, moves.slots, moves.starts, moves.chosen, moves.block_table,
+            moves.targets,
+        )  # fmt: skip
 
     def slot_mappings(
         self,

@@ -1,19 +1,23 @@
-"""Compaction: chooses the tokens of a slot that stay, and moves their keys and values."""
+"""Compaction: chooses the tokens of slots that stay, and moves their keys and values."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 
 from ...config import EngineConfig
 from ...errors import ConfigError
 from ...nn.attention import Attention
+from ...nn.cache_moves import CacheMoves
+from ...nn.operations import Operations
 from ...protocols.kv_compressors import KVCompressor
 from ...registry import Plugins
 from ...step import Compaction
 from ..slot_table import SlotTable
+from .query_ring import QueryRing
 
 logger = logging.getLogger("jackfield.worker")
 
@@ -29,58 +33,137 @@ class Compactor:
         layers: Sequence[Attention],
         table: SlotTable,
         block_size: int,
+        operations: Operations,
+        ring: QueryRing | None = None,
     ) -> None:
         """described: what errors call the compressor. layers: all of the model's, with their caches
-        bound."""
+        bound. ring: the last queries, for a compressor that needs them."""
         self._compressor = compressor
         self._described = described
         self._layers = tuple(layers)
         self._table = table
         self._block_size = block_size
+        self._operations = operations
+        self._ring = ring
+        self._merges = type(compressor).merged_values is not KVCompressor.merged_values
 
     def run(self, compactions: Sequence[Compaction]) -> dict[int, str]:
-        """Move caches to their new blocks, one after another; `table` still has the old ones.
+        """Move caches to their new blocks, all requests of the plan together; `table` still has the
+        old ones.
 
         Return the slots whose compaction failed, with the reason: their new blocks hold nothing of
         use, and their requests must end.
         """
-        failures = {}
+        failures: dict[int, str] = {}
+        moves = self._moves(compactions)
+        # With merging, each layer at once: merged values of all layers take too much memory.
+        if self._merges:
+            for number, cache in enumerate(self._caches()):
+                merged = self._choose(number, compactions, moves, failures)
+                chosen = moves.chosen[number : number + 1]
+                self._operations.compact_caches([cache], moves._replace(chosen=chosen))
+                self._write_merged(cache[1], moves, merged)
+            return failures
+        for number in range(len(self._layers)):
+            self._choose(number, compactions, moves, failures)
+        self._operations.compact_caches(self._caches(), moves)
+        return failures
+
+    def warm_up(self) -> None:
+        """Compact the null block, in the scratch slot, so that kernels are compiled."""
+        count = min(2, self._block_size)
+        self.run([Compaction(self._table.scratch_slot, count, count, (0,))])
+
+    def _caches(self) -> list[torch.Tensor]:
+        caches = [layer.kv_cache for layer in self._layers]
+        assert None not in caches, "the worker binds the caches before the first step"
+        return [cache for cache in caches if cache is not None]
+
+    def _moves(self, compactions: Sequence[Compaction]) -> CacheMoves:
+        """Return the moves with no token chosen yet: the first of each cache stands for all."""
+        device = self._table.storage.device
+        counts = tuple(compaction.kept for compaction in compactions)
+        columns = max(len(compaction.block_ids) for compaction in compactions)
+        numbers = [compaction.slot for compaction in compactions] + [*accumulate(counts, initial=0)]
         for compaction in compactions:
+            numbers += [*compaction.block_ids, *[0] * (columns - len(compaction.block_ids))]
+        sent = torch.tensor(numbers, dtype=torch.int32, pin_memory=device.type == "cuda")
+        count = len(compactions)
+        slots, starts, targets = sent.to(device, non_blocking=True).split(
+            (count, count + 1, count * columns)
+        )
+        heads = self._layers[0].spec.num_kv_heads
+        shape = len(self._layers), sum(counts), heads
+        chosen = torch.zeros(shape, dtype=torch.int32, device=device)
+        table = self._table.block_table
+        return CacheMoves(slots, starts, chosen, table, targets.view(count, columns), counts)
+
+    def _choose(
+        self,
+        number: int,
+        compactions: Sequence[Compaction],
+        moves: CacheMoves,
+        failures: dict[int, str],
+    ) -> list[torch.Tensor | None]:
+        """Choose the tokens of one layer → per compaction, merged values
+        [kept, num_kv_heads, head_dim]; None: the tokens keep their own."""
+        merged: list[torch.Tensor | None] = []
+        end = 0
+        for compaction in compactions:
+            begin, end = end, end + compaction.kept
+            merged.append(None)
+            if compaction.slot in failures:
+                continue
             try:
-                self._run_one(compaction)
+                chosen, merged[-1] = self._choose_one(number, compaction)
+                moves.chosen[number, begin:end] = chosen
             except (Exception, SystemExit) as error:
                 logger.error("%s failed", self._described, exc_info=error)
                 reason = f"{self._described} failed: {type(error).__name__}: {error}"
                 failures[compaction.slot] = reason
-        return failures
+        return merged
 
-    def _run_one(self, compaction: Compaction) -> None:
-        device, size = self._table.storage.device, self._block_size
-        num_columns = -(-compaction.num_tokens // size)
-        old = self._table.block_table[compaction.slot, :num_columns]
-        new = torch.tensor(
-            compaction.block_ids, dtype=torch.int32, pin_memory=device.type == "cuda"
-        ).to(device, non_blocking=True)
-        sources = self._places(old, compaction.num_tokens)
-        targets = self._places(new, compaction.kept)
-        for layer in self._layers:
-            assert layer.kv_cache is not None, "the worker binds the cache before the first step"
-            cache = layer.kv_cache.flatten(1, 2)
-            keys, values = cache[:, sources]
-            scores = self._compressor.scores(layer.spec, keys, values)
-            if scores.shape != keys.shape[:2]:
-                raise ValueError(
-                    f"its scores are {list(scores.shape)}, not [num_tokens, num_kv_heads], which "
-                    f"is {list(keys.shape[:2])}"
-                )
-            chosen = best(scores, compaction.kept)[:, :, None].expand(-1, -1, keys.shape[2])
-            cache[0].index_copy_(0, targets, keys.gather(0, chosen))
-            cache[1].index_copy_(0, targets, values.gather(0, chosen))
+    def _choose_one(
+        self, number: int, compaction: Compaction
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """→ the tokens of one layer and request that stay, [kept, num_kv_heads] int64; and their
+        values, where others were merged into them."""
+        layer, size, count = self._layers[number], self._block_size, compaction.num_tokens
+        assert layer.kv_cache is not None, "the worker binds the cache before the first step"
+        table = self._table.block_table[compaction.slot, : -(-count // size)]
+        keys, values = layer.kv_cache[:, table.long()].flatten(1, 2)[:, :count]
+        more = {}
+        if self._ring is not None:
+            dropped = int(self._table.num_dropped[compaction.slot])
+            more["queries"] = self._ring.queries(number, compaction.slot, count + dropped)
+        scores = self._compressor.scores(layer.spec, keys, values, **more)
+        if scores.shape != keys.shape[:2]:
+            raise ValueError(
+                f"its scores are {list(scores.shape)}, not [num_tokens, num_kv_heads], which is "
+                f"{list(keys.shape[:2])}"
+            )
+        chosen = best(scores, compaction.kept)
+        if not self._merges:
+            return chosen, None
+        merged = self._compressor.merged_values(layer.spec, keys, values, chosen)
+        if merged.shape != (compaction.kept, *values.shape[1:]):
+            raise ValueError(
+                f"its merged values are {list(merged.shape)}, not [num_kept, num_kv_heads, "
+                f"head_dim], which is {[compaction.kept, *values.shape[1:]]}"
+            )
+        return chosen, merged
 
-    def _places(self, block_ids: torch.Tensor, count: int) -> torch.Tensor:
-        """Return where the first `count` tokens of a table are in a cache, [count] int64."""
-        offsets = torch.arange(self._block_size, device=block_ids.device)
-        return (block_ids.long()[:, None] * self._block_size + offsets).flatten()[:count]
+    def _write_merged(
+        self, values: torch.Tensor, moves: CacheMoves, merged: Sequence[torch.Tensor | None]
+    ) -> None:
+        """Replace the values of tokens that have moved. values: a layer's,
+        [num_blocks, block_size, num_kv_heads, head_dim]"""
+        size = self._block_size
+        for request, new in enumerate(merged):
+            if new is not None:
+                order = torch.arange(len(new), device=new.device)
+                places = moves.targets[request][order // size].long() * size + order % size
+                values.flatten(0, 1).index_copy_(0, places, new.to(values.dtype))
 
 
 def best(scores: torch.Tensor, kept: int) -> torch.Tensor:

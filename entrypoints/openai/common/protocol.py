@@ -15,7 +15,7 @@ import msgspec
 
 from ....core.errors import InvalidRequest, shown
 from ....core.loading.generation_config import SamplingDefaults
-from ....core.sampling_params import OutputKind, SamplingParams, all_ints
+from ....core.sampling_params import OutputKind, SamplingParams, all_ints, kv_compression_from
 from ...http.whole_numbers import integers_of, with_integers
 from .response_format import requested
 
@@ -113,6 +113,8 @@ class SamplingRequest(msgspec.Struct, kw_only=True, dict=True):
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
     kv_transfer_params: dict[str, Any] | None = None
+    kv_compression: str | bool | dict[str, Any] | None = None
+    """How much of the request's cache stays: "off", {"ratio": …} or {"budget": …}."""
     vllm_xargs: dict[str, Any] | None = None
     """Arguments of logits processor plugins."""
     request_id: str | None = None
@@ -172,6 +174,9 @@ class SamplingRequest(msgspec.Struct, kw_only=True, dict=True):
             truncation_side=self.truncation_side or "left",
             output_kind=OutputKind.DELTA if self.stream else OutputKind.FINAL_ONLY,
             kv_transfer_params=self.kv_transfer_params,
+            kv_compression=(
+                None if self.kv_compression is None else kv_compression_from(self.kv_compression)
+            ),
             extra_args=self.vllm_xargs,
         )
 

@@ -22,7 +22,7 @@ PASSED = (
     "logit_bias", "structured_outputs", "top_k", "min_p", "repetition_penalty", "min_tokens",
     "ignore_eos", "stop_token_ids", "include_stop_str_in_output", "skip_special_tokens",
     "bad_words", "allowed_token_ids", "priority", "cache_salt", "parallel_tool_calls",
-    "kv_transfer_params",
+    "kv_transfer_params", "kv_compression",
 )  # fmt: skip
 """Fields with the same meaning in a response and in a chat."""
 RENAMED = {
@@ -120,6 +120,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True, dict=True):
     cache_salt: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     kv_transfer_params: dict[str, Any] | None = None
+    kv_compression: str | bool | dict[str, Any] | None = None
 
     def check(self) -> None:
         """Raise InvalidRequest for what a text model does not support, and for values out of

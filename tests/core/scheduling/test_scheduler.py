@@ -6,6 +6,7 @@ import pytest
 
 from jackfield.core.request import Request, Status, Update
 from jackfield.core.sampling_params import SamplingParams
+from jackfield.core.scheduling.compression import NEVER, CompressionRule
 from jackfield.core.scheduling.scheduler import Scheduler
 from jackfield.core.step import StepPlan, StepResult, TokenLogprobs
 from jackfield.plugins.policies.builtin import FirstComeFirstServed, Priority
@@ -560,7 +561,7 @@ def test_invariants_notice_a_leaked_block():
 
 
 def test_a_compaction_frees_its_blocks_in_the_plan_that_carries_it():
-    scheduler = make_scheduler(kv_compression_ratio=0.25)
+    scheduler = make_scheduler(kv_compression=CompressionRule(ratio=0.25))
     request = make_request(160, max_tokens=40)
     add(scheduler, request)
     run(scheduler, scheduler.schedule())
@@ -581,12 +582,12 @@ def test_a_compaction_frees_its_blocks_in_the_plan_that_carries_it():
 
 def test_what_others_hold_is_not_counted_as_freed():
     """Their prompt is shared but for its last block, and a compaction would only take more."""
-    scheduler = make_scheduler(kv_compression_ratio=0.5)
+    scheduler = make_scheduler(kv_compression=CompressionRule(ratio=0.5))
     first, second = make_request(161, token=7), make_request(161, token=7)
     add(scheduler, first)
     run(scheduler, scheduler.schedule())
     add(scheduler, second)
-    scheduler.requests[first.request_id].compression_due = False
+    first.compact_at = NEVER
     drain(scheduler)
     assert second.num_cached_tokens == 160
     assert scheduler.stats.kv_compactions == 0
@@ -594,7 +595,7 @@ def test_what_others_hold_is_not_counted_as_freed():
 
 
 def test_a_preempted_request_has_its_whole_cache_again():
-    scheduler = make_scheduler(kv_compression_ratio=0.25, num_blocks=14)
+    scheduler = make_scheduler(kv_compression=CompressionRule(ratio=0.25), num_blocks=14)
     first, second = make_request(64, max_tokens=100), make_request(64, max_tokens=100)
     add(scheduler, first, second)
     while not second.num_preemptions:
@@ -608,7 +609,7 @@ def test_a_preempted_request_has_its_whole_cache_again():
 
 
 def test_a_failed_request_takes_its_names_back_though_its_blocks_are_released():
-    scheduler = make_scheduler(kv_compression_ratio=0.25)
+    scheduler = make_scheduler(kv_compression=CompressionRule(ratio=0.25))
     request = make_request(160, token=9)
     add(scheduler, request)
     run(scheduler, scheduler.schedule())
@@ -616,3 +617,103 @@ def test_a_failed_request_takes_its_names_back_though_its_blocks_are_released():
     assert plan.compactions
     run(scheduler, plan, failed={0: "on purpose"})
     assert not scheduler.kv.find_hits(make_request(160, token=9)).num_blocks
+
+
+def compressing(num_blocks: int = 101, **rule) -> Scheduler:
+    return make_scheduler(kv_compression=CompressionRule(**rule), num_blocks=num_blocks)
+
+
+def test_a_budget_and_an_interval_bound_a_long_generation():
+    """32 tokens stay, and 32 more come until the next compaction: 4 blocks of 16, and a copy."""
+    scheduler = compressing(budget=32, interval=32)
+    request = make_request(20, max_tokens=300)
+    add(scheduler, request)
+    most = 0
+    while scheduler.has_work:
+        run(scheduler, scheduler.schedule())
+        scheduler.check_invariants()
+        most = max(most, scheduler.kv.num_used_blocks)
+    assert len(request.output_token_ids) == 300 and most <= 5
+    stats = scheduler.stats
+    # 20 prompt tokens and 300 generated, of which the last is not computed.
+    assert stats.kv_tokens_dropped == request.num_compactions * 32 - (32 - 20)
+    assert stats.kv_compactions == request.num_compactions >= 8
+
+
+def test_a_request_may_have_a_rule_of_its_own():
+    params = ({"ratio": 0.25}, {"budget": 48}, "off", None)
+    kept = []
+    for value in params:
+        scheduler = compressing(ratio=0.5)
+        sampling = SamplingParams(max_tokens=5, kv_compression=value)  # type: ignore[arg-type]
+        request = make_request(160, params=sampling)
+        add(scheduler, request)
+        run(scheduler, scheduler.schedule())
+        kept += [each.kept for each in scheduler.schedule().compactions] or [160]
+    assert kept == [40, 48, 160, 80]
+
+
+def test_under_pressure_caches_are_compacted_before_a_request_is_preempted():
+    requests = [make_request(64, max_tokens=40, token=n) for n in range(2)]
+    pressed = compressing(num_blocks=10, ratio=0.25, on_pressure=True)
+    whole = make_scheduler(num_blocks=10)
+    for scheduler, own in ((pressed, requests), (whole, [make_request(64, max_tokens=40, token=n)
+                                                         for n in range(2)])):  # fmt: skip
+        add(scheduler, *own)
+        drain(scheduler)
+        assert [len(request.output_token_ids) for request in own] == [40, 40]
+    assert whole.stats.num_preemptions > 0 and pressed.stats.num_preemptions == 0
+    assert pressed.stats.kv_compactions >= 1
+    relaxed = compressing(ratio=0.25, on_pressure=True)
+    add(relaxed, make_request(64, max_tokens=40))
+    drain(relaxed)
+    assert relaxed.stats.kv_compactions == 0, "there was no pressure"
+
+
+def test_under_pressure_caches_are_compacted_to_admit_a_request():
+    scheduler = compressing(num_blocks=12, ratio=0.25, on_pressure=True)
+    first, second = make_request(128, max_tokens=20, token=1), make_request(64, token=2)
+    add(scheduler, first)
+    run(scheduler, scheduler.schedule())
+    add(scheduler, second)
+    plans = [scheduler.schedule()]
+    run(scheduler, plans[0])
+    assert second.status is Status.WAITING and not plans[0].compactions
+    plan = scheduler.schedule()
+    assert [each.slot for each in plan.compactions] == [first.slot]
+    assert [start.request_id for start in plan.starts] == [second.request_id]
+    run(scheduler, plan)
+    drain(scheduler)
+
+
+def test_a_starved_pool_compacts_in_place_and_takes_the_names():
+    """9 blocks of 9 are taken: the 3 that stay are the first of the request's own."""
+    scheduler = compressing(num_blocks=10, ratio=0.3)
+    request = make_request(130, max_tokens=8, token=3)
+    add(scheduler, request)
+    run(scheduler, scheduler.schedule())
+    assert scheduler.kv.pool.num_free == 0
+    old = request.block_ids[:]
+    plan = scheduler.schedule()
+    (compaction,) = plan.compactions
+    assert compaction.block_ids == tuple(old[:3]) and scheduler.kv.num_used_blocks == 3
+    assert not scheduler.kv.find_hits(make_request(130, token=3)).num_blocks
+    run(scheduler, plan)
+    scheduler.check_invariants()
+    drain(scheduler)
+
+
+def test_no_compaction_writes_what_another_of_its_plan_reads():
+    """The second one's fresh blocks would be those that the first has just released."""
+    scheduler = compressing(num_blocks=19, ratio=0.3)
+    requests = [make_request(128, max_tokens=8, token=n) for n in range(2)]
+    add(scheduler, *requests)
+    run(scheduler, scheduler.schedule())
+    old = [request.block_ids[:] for request in requests]
+    plan = scheduler.schedule()
+    assert len(plan.compactions) == 2
+    for number, compaction in enumerate(plan.compactions):
+        assert not set(compaction.block_ids) & set(old[1 - number])
+    run(scheduler, plan)
+    scheduler.check_invariants()
+    drain(scheduler)

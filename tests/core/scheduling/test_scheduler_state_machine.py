@@ -15,9 +15,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from jackfield.core.cache.groups import ONE_GROUP, CacheGroup
 from jackfield.core.request import Request, Status
 from jackfield.core.sampling_params import SamplingParams
+from jackfield.core.scheduling.compression import CompressionRule
 from jackfield.core.scheduling.guarded_connector import GuardedConnector
 from jackfield.core.scheduling.scheduler import Scheduler
-from jackfield.core.step import KVDetached, KVReport, StepPlan, StepResult
+from jackfield.core.step import Compaction, KVDetached, KVReport, StepPlan, StepResult
 from jackfield.plugins.policies.builtin import FirstComeFirstServed, Priority
 
 EOS = 9
@@ -71,20 +72,32 @@ class ReplayingWorker:
     def _states(self) -> tuple[dict[int, Any], ...]:
         return self.tokens, self.computed, self.tables, self.salts, self.held, self.owners
 
-    def compact(self, slot: int, num_tokens: int, kept: int, block_ids: tuple[int, ...]) -> None:
-        """Keep some tokens, in fresh blocks; which ones is not the plan's business."""
-        held = self._held(slot)
-        assert num_tokens == len(held) and 0 < kept <= num_tokens
-        assert len(block_ids) == -(-kept // self.block_size)
-        content = [self.kv[self._place(slot, 0, index)] for index in range(num_tokens)]
-        chosen = sorted(range(num_tokens), key=lambda index: (index * 7919) % 101)[:kept]
-        self.num_compactions += 1
-        self.owners[slot] = self.num_compactions
-        self.tables[slot] = [dict(enumerate(block_ids))]
-        self.held[slot] = [held[index] for index in sorted(chosen)]
-        for place, index in enumerate(sorted(chosen)):
-            what = (*content[index][:3], self.num_compactions)
-            self.kv[self._place(slot, 0, place)] = what
+    def compact(self, compactions: tuple[Compaction, ...]) -> None:
+        """Keep some tokens of each, in any order; which ones is not the plan's business."""
+        assert len({each.slot for each in compactions}) == len(compactions)
+        contents = {}
+        for each in compactions:
+            table = [self.tables[each.slot][0][n] for n in sorted(self.tables[each.slot][0])]
+            if set(each.block_ids) & set(table):
+                assert list(each.block_ids) == table[: len(each.block_ids)], "not in place"
+            for other in compactions:
+                if other is not each:
+                    assert not set(other.block_ids) & set(table), "written and read"
+            places = [self._place(each.slot, 0, index) for index in range(each.num_tokens)]
+            contents[each.slot] = [self.kv[place] for place in places]
+        for each in reversed(compactions):
+            slot, held = each.slot, self._held(each.slot)
+            assert each.num_tokens == len(held) and 0 < each.kept <= each.num_tokens
+            assert len(each.block_ids) == -(-each.kept // self.block_size)
+            order = sorted(range(len(held)), key=lambda index: (index * 7919) % 101)
+            chosen = sorted(order[: each.kept])
+            self.num_compactions += 1
+            self.owners[slot] = self.num_compactions
+            self.tables[slot] = [dict(enumerate(each.block_ids))]
+            self.held[slot] = [held[index] for index in chosen]
+            for place, index in enumerate(chosen):
+                what = (*contents[slot][index][:3], self.num_compactions)
+                self.kv[self._place(slot, 0, place)] = what
 
     def _held(self, slot: int) -> list[int]:
         return self.held.get(slot) or list(range(self.computed[slot]))
@@ -100,8 +113,7 @@ class ReplayingWorker:
         for slot in plan.released:
             for state in self._states:
                 state.pop(slot, None)
-        for each in plan.compactions:
-            self.compact(each.slot, each.num_tokens, each.kept, each.block_ids)
+        self.compact(plan.compactions)
         for start in plan.starts:
             assert start.slot not in self.tables, "a slot is used twice"
             assert 0 <= start.slot < self.max_num_seqs
@@ -196,7 +208,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     enable_chunked_prefill = True
     policy: type = FirstComeFirstServed
     groups: tuple[CacheGroup, ...] = ONE_GROUP
-    kv_compression_ratio: float | None = None
+    kv_compression: CompressionRule | None = None
     max_num_seqs, budget, max_model_len, num_blocks, block_size = 4, 16, 40, 14, 4
 
     def __init__(self) -> None:
@@ -215,7 +227,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             else GuardedConnector(self.connector, AsTheyAre()),
             hash_key=b"the same for all",
             groups=self.groups,
-            kv_compression_ratio=self.kv_compression_ratio,
+            kv_compression=self.kv_compression,
         )
         self.worker = ReplayingWorker(
             self.num_blocks, self.block_size, self.max_num_seqs, self.budget, self.groups
@@ -243,6 +255,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         salt=st.sampled_from([None, None, "tenant"]),
         siblings=st.sampled_from([0, 0, 0, 2]),
         prompt_logprobs=st.sampled_from([None, None, None, 0]),
+        compression=st.sampled_from([None, None, {"budget": 20}, {"ratio": 0.6}, "off"]),
         stop_ids=st.sampled_from([(), (), (3,)]),
     )
     def add(
@@ -256,6 +269,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         salt,
         siblings,
         prompt_logprobs,
+        compression,
         stop_ids,
     ):
         self.add_one(
@@ -264,6 +278,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 max_tokens=max_tokens,
                 min_tokens=min(min_tokens, max_tokens),
                 prompt_logprobs=prompt_logprobs,
+                kv_compression=compression,
                 stop_token_ids=stop_ids,
             ),
             priority,
@@ -672,13 +687,6 @@ class NoCacheNoChunkMachine(SchedulerMachine):
     budget = 24
 
 
-class CompactingMachine(PriorityMachine):
-    """Prompts of 17 tokens and more are cut to 16, or to little more."""
-
-    kv_compression_ratio = 0.3
-    num_blocks = 20
-
-
 class OneTokenBlocksMachine(SchedulerMachine):
     block_size = 1
     num_blocks = 42
@@ -822,7 +830,6 @@ for machine in (
     SchedulerMachine,
     PriorityMachine,
     NoCacheNoChunkMachine,
-    CompactingMachine,
     OneTokenBlocksMachine,
     ConnectorMachine,
     ConnectorPriorityMachine,
@@ -840,7 +847,6 @@ for machine in (
 TestScheduler = SchedulerMachine.TestCase
 TestPriority = PriorityMachine.TestCase
 TestNoCacheNoChunk = NoCacheNoChunkMachine.TestCase
-TestCompacting = CompactingMachine.TestCase
 TestOneTokenBlocks = OneTokenBlocksMachine.TestCase
 TestWindows = WindowsMachine.TestCase
 TestOneWindow = OneWindowMachine.TestCase

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from jackfield import AsyncEngine, EngineConfig, SamplingParams
-from jackfield.core.errors import ConfigError
+from jackfield.core.errors import ConfigError, InvalidRequest
 from jackfield.core.hooks import hookimpl
 from jackfield.core.nn.attention import Attention
 from jackfield.core.nn.context import BuildContext
@@ -20,7 +20,7 @@ from jackfield.core.nn.operations import Operations
 from jackfield.core.protocols import AttentionSpec, KVCompressor
 from jackfield.core.recording.recording import Planned, Recording
 from jackfield.core.registry import load_plugins
-from jackfield.core.scheduling.scheduler import Scheduler
+from jackfield.core.scheduling.compression import CacheCompression
 from jackfield.core.worker.kv_cache.compaction import best, load_compressor
 from jackfield.entrypoints.replay import replay, replay_config
 from jackfield.plugins.executors.inprocess import InProcessExecutor
@@ -77,7 +77,7 @@ async def test_keeping_all_in_fresh_blocks_changes_no_token(
     folder: Path, length: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At every place of a block: its last token, its first, the one before the last."""
-    monkeypatch.setattr(Scheduler, "min_compaction_gain", 0)
+    monkeypatch.setattr(CacheCompression, "min_gain", 0)
     plain, _ = await outputs(folder, [prompt(length)])
     kept, stats = await outputs(
         folder, [prompt(length)], kv_compression="key_norm", kv_compression_ratio=1.0
@@ -185,6 +185,81 @@ async def test_preempted_requests_and_siblings_finish(folder: Path) -> None:
     assert stats.num_preemptions and stats.kv_compactions > 2 and stats.kv_blocks_used == 0
 
 
+async def test_several_requests_are_compacted_in_one_plan(folder: Path, tmp_path: Path) -> None:
+    """Together, they get the tokens that each gets alone."""
+    prompts = [prompt(n, n) for n in (40, 45, 33)]
+    options = {"kv_compression": "key_norm", "kv_compression_ratio": 0.4}
+    alone = [(await outputs(folder, [each], **options))[0][0] for each in prompts]
+    file = tmp_path / "steps"
+    together, stats = await outputs(folder, prompts, record_steps=str(file), **options)
+    assert together == alone and stats.kv_compactions == 3
+    plans = [each.plan for each in Recording(str(file)).entries() if isinstance(each, Planned)]
+    assert max(len(plan.compactions) for plan in plans) > 1
+
+
+async def test_a_cache_is_compacted_again_and_again(folder: Path) -> None:
+    """With 20, 32, 44 and 56 tokens computed, 16 are left; the first 12 tokens see all."""
+    plain, _ = await outputs(folder, [prompt(8)], params={"max_tokens": 60})
+    results, stats = await outputs(
+        folder, [prompt(8)], kv_compression="window", kv_compression_budget=16,
+        kv_compression_interval=12, params={"max_tokens": 60},
+    )  # fmt: skip
+    assert len(results[0]) == 60 and results[0][:12] == plain[0][:12]
+    assert stats.kv_compactions == 4 and stats.kv_tokens_dropped == 4 + 3 * 12
+
+
+async def test_in_place_and_in_fresh_blocks_give_the_same_tokens(folder: Path) -> None:
+    options = {"kv_compression": "key_norm", "kv_compression_ratio": 0.4}
+    fresh, _ = await outputs(folder, [prompt(45)], **options)
+    starved, stats = await outputs(
+        folder, [prompt(45)], **options, num_gpu_blocks_override=15, max_model_len=56
+    )
+    assert starved == fresh and stats.kv_compactions == 1
+
+
+async def test_under_pressure_nothing_is_preempted(folder: Path) -> None:
+    options: dict[str, Any] = {"num_gpu_blocks_override": 26, "params": {"max_tokens": 30}}
+    prompts = [prompt(n, n) for n in (36, 40)]
+    _, whole = await outputs(folder, prompts, **options)
+    results, pressed = await outputs(
+        folder, prompts, **options, kv_compression="window", kv_compression_ratio=0.5,
+        kv_compression_on_pressure=True,
+    )  # fmt: skip
+    assert whole.num_preemptions and not pressed.num_preemptions
+    assert pressed.kv_compactions and [len(tokens) for tokens in results] == [30, 30]
+
+
+async def test_requests_say_how_much_of_their_cache_stays(folder: Path) -> None:
+    options = {"kv_compression": "key_norm", "kv_compression_ratio": 0.4}
+    plain, _ = await outputs(folder, [prompt(45)])
+    off, stats = await outputs(folder, [prompt(45)], **options, params={"kv_compression": "off"})
+    assert off == plain and stats.kv_compactions == 0
+    half, _ = await outputs(folder, [prompt(45)], **{**options, "kv_compression_ratio": 0.5})
+    own, stats = await outputs(
+        folder, [prompt(45)], **options, params={"kv_compression": {"budget": 23}}
+    )
+    assert own == half and stats.kv_tokens_dropped == 22
+    with pytest.raises(InvalidRequest, match="kv_compression: this engine compresses no caches"):
+        await outputs(folder, [prompt(45)], params={"kv_compression": {"ratio": 0.5}})
+
+
+@pytest.mark.parametrize(
+    ("value", "field"),
+    [
+        ("half", "kv_compression"),
+        ({"share": 0.5}, "kv_compression"),
+        ({"ratio": 0}, "kv_compression.ratio"),
+        ({"ratio": float("nan")}, "kv_compression.ratio"),
+        ({"budget": True}, "kv_compression.budget"),
+        ({"budget": 5, "ratio": 0.5}, "kv_compression.budget"),
+    ],
+)
+def test_a_request_with_a_wrong_value_is_refused(value: Any, field: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        SamplingParams(kv_compression=value)
+    assert caught.value.param == field
+
+
 # ---------------------------------------------------------------- parts
 
 
@@ -215,6 +290,9 @@ def test_policies_keep_first_and_last_tokens() -> None:
     [
         ({"kv_compression": "no_such"}, "kv_compression: .*no_such"),
         ({"kv_compression": "window", "kv_compression_ratio": 0.0}, "kv_compression_ratio"),
+        ({"kv_compression": "window", "kv_compression_budget": 0}, "kv_compression_budget"),
+        ({"kv_compression": "window", "kv_compression_interval": 8,
+          "kv_compression_on_pressure": True}, "kv_compression_interval"),
         ({"kv_compression": "window", "kv_cache_dtype": "fp8"}, "kv_compression: .*fp8"),
         ({"kv_compression": "window", "attention_backend": "flex"}, "reads no compacted cache"),
         ({"kv_compression": "window", "runner": "pooling"}, "kv_compression: .* is pooled"),

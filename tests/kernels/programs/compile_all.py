@@ -4,7 +4,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from jackfield.kernels import activations, decode_inputs, rms_norm, step_inputs
+from jackfield.kernels import activations, compact_caches, decode_inputs, rms_norm, step_inputs
 from jackfield.kernels.attention import (
     fused_decode_attention,
     paged_attention_decode,
@@ -298,6 +298,12 @@ KERNELS = [
         {"DROPPED": True, "BLOCK_SIZE": 16, "BLOCK": 1024},
         4,
         SLOT_TABLE,
+    ),
+    (
+        compact_caches._compact_kernel,
+        {"NUM_KV_HEADS": 8, "HEAD_DIM": 128, "BLOCK_SIZE": 16, "BLOCK_N": 32, "BLOCK_D": 128},
+        4,
+        {"layers_ptr": "*i64", "slots_ptr": "*i32", "starts_ptr": "*i32", "targets_ptr": "*i32"},
     ),
     (
         fused_decode_attention._fused_decode_kernel,

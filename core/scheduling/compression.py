@@ -1,0 +1,155 @@
+"""Decides when the caches of running requests are compacted, and how much of them stays."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterable
+
+import msgspec
+
+from ..cache.kv_manager import KVCacheManager
+from ..outputs import EngineStats
+from ..request import Request
+from ..sampling_params import KVCompressionParams
+from ..step import Compaction
+
+MIN_KEPT = 16
+"""Fewest tokens that stay: below this, even the first and the last tokens would be dropped."""
+NEVER = sys.maxsize
+PAUSE = 32
+"""Plans without a look for blocks for waiting requests, after none came back."""
+
+
+class CompressionRule(msgspec.Struct, frozen=True):
+    """How much of a cache stays, and when it is compacted."""
+
+    ratio: float = 0.5
+    """Share of the sequence's tokens that stays, 0 (excluded) to 1, unless there is a budget."""
+    budget: int | None = None
+    """Tokens that stay."""
+    interval: int = 0
+    """Tokens generated between two compactions; 0: only once, after the prompt."""
+    on_pressure: bool = False
+    """Compact only when blocks run out, instead of after the prompt and at intervals."""
+
+    def kept_tokens(self, length: int) -> int:
+        """Return how many tokens of a sequence of `length` stay."""
+        wanted = math.ceil(self.ratio * length) if self.budget is None else self.budget
+        return min(length, max(MIN_KEPT, wanted))
+
+    def of(self, params: KVCompressionParams | None) -> CompressionRule | None:
+        """Return the rule of a request, which may have a ratio or a budget of its own; None: its
+        cache stays whole."""
+        if params is None:
+            return self
+        if not params.enabled:
+            return None
+        if params.ratio is not None:
+            return msgspec.structs.replace(self, ratio=params.ratio, budget=None)
+        if params.budget is not None:
+            return msgspec.structs.replace(self, budget=params.budget)
+        return self
+
+
+class CacheCompression:
+    """The compactions of each plan."""
+
+    min_gain = 1
+    """Blocks that must come back for a cache to be compacted."""
+
+    def __init__(self, rule: CompressionRule, kv: KVCacheManager, stats: EngineStats) -> None:
+        self._rule = rule
+        self._kv = kv
+        self._stats = stats
+        self._read: set[int] = set()
+        """Blocks that the compactions of this plan read: none of them may write there."""
+        self._planned: dict[int, tuple[Request, Compaction, int]] = {}
+        """Slot → request, compaction and blocks that come back, in the plan that is being built."""
+        self._pause = 0
+
+    def take(self) -> tuple[Compaction, ...]:
+        """Return the compactions of the plan, and begin the next one."""
+        if not self._planned:
+            return ()
+        stats = self._stats
+        for request, compaction, gain in self._planned.values():
+            request.num_compactions += 1
+            stats.kv_compactions += 1
+            stats.kv_blocks_returned += gain
+            stats.kv_tokens_compacted += compaction.num_tokens
+            stats.kv_tokens_dropped += compaction.num_tokens - compaction.kept
+        compactions = tuple(compaction for _, compaction, _ in self._planned.values())
+        self._planned.clear()
+        self._read.clear()
+        return compactions
+
+    # ------------------------------------------------------------ requests
+
+    def admit(self, request: Request) -> None:
+        """Set when the request's cache is first compacted: once its prompt is computed."""
+        rule = self._rule.of(request.params.kv_compression)
+        request.compact_at = NEVER
+        if rule is not None and not rule.on_pressure:
+            request.compact_at = request.num_prompt_tokens
+
+    def withdraw(self, slot: int) -> None:
+        """Leave a slot out of the plan, as its request leaves it."""
+        self._planned.pop(slot, None)
+
+    def compact_due(self, request: Request) -> None:
+        """Compact the cache of a request whose `compact_at` is reached, if blocks come back by it.
+
+        If no blocks are free for the tokens that stay, and its own cannot be written, it is tried
+        again with the next token.
+        """
+        rule = self._rule.of(request.params.kv_compression)
+        assert rule is not None, "no compaction is due"
+        gain, kept = self._gain(request, rule)
+        if gain < self.min_gain or self._compact(request, kept, gain):
+            interval = rule.interval
+            request.compact_at = request.num_computed_tokens + interval if interval else NEVER
+
+    def relieve(self, requests: Iterable[Request]) -> bool:
+        """Compact the cache, of those that wait for pressure, from which most blocks come back.
+
+        requests: running ones that have no row in this plan yet. Return False if none of them can
+        give a block back.
+        """
+        if not self._rule.on_pressure:
+            return False
+        best: tuple[int, int, Request] | None = None
+        for request in requests:
+            rule = self._rule.of(request.params.kv_compression)
+            decodes = request.num_tokens - request.num_computed_tokens == 1
+            ends = request.num_tokens >= request.max_total_tokens
+            if rule is None or not decodes or ends or not request.prompt_computed:
+                continue
+            if request.slot in self._planned:
+                continue
+            gain, kept = self._gain(request, rule)
+            if gain > 0 and (best is None or gain > best[0]):
+                best = gain, kept, request
+        return best is not None and self._compact(best[2], best[1], best[0])
+
+    def relieve_admission(self, requests: Iterable[Request], num_blocks: int) -> None:
+        """Compact caches until `num_blocks` are free, before any row of the plan."""
+        if self._pause:
+            self._pause -= 1
+            return
+        while self._kv.pool.num_free < num_blocks:
+            if not self.relieve(requests):
+                self._pause = PAUSE
+                break
+
+    def _gain(self, request: Request, rule: CompressionRule) -> tuple[int, int]:
+        """Return how many blocks a compaction would give back, and how many tokens would stay."""
+        kept = min(rule.kept_tokens(request.num_computed_tokens), request.num_kv_tokens)
+        return self._kv.compaction_gain(request, kept), kept
+
+    def _compact(self, request: Request, kept: int, gain: int) -> bool:
+        compaction = self._kv.compact(request, kept, self._read)
+        if compaction is None:
+            return False
+        self._planned[request.slot] = request, compaction, gain
+        return True

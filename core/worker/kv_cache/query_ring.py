@@ -1,0 +1,71 @@
+"""The last queries of each slot, for KV compressors that score tokens by them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ...nn.attention import Attention
+from ...nn.context import QueryPlaces
+from ...step import NOTHING_IN_PROCESS, InProcess, SlotStart
+from ..batch import StepInputs
+from ..parts import PerSlot
+
+
+class QueryRing(PerSlot):
+    """A ring of queries per slot and layer: that of position p is at p modulo its size."""
+
+    def __init__(
+        self,
+        layers: Sequence[Attention],
+        num_slots: int,
+        num_queries: int,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        self.num_queries = num_queries
+        self._num_slots = num_slots
+        self._rings: list[torch.Tensor] = []
+        """[num_layers] of [(num_slots + 1) * num_queries, num_heads, head_dim]"""
+        self._first_positions = [0] * (num_slots + 1)
+        """Slot → the first position that was computed in it; those before were prefix hits."""
+        for layer in layers:
+            shape = (num_slots + 1) * num_queries, layer.spec.num_heads, layer.spec.head_dim
+            layer.query_ring = torch.zeros(shape, dtype=dtype, device=device)
+            self._rings.append(layer.query_ring)
+
+    def start(self, start: SlotStart, in_process: InProcess = NOTHING_IN_PROCESS) -> None:
+        """Forget the queries of the request before."""
+        self._first_positions[start.slot] = start.num_computed_tokens
+
+    def release(self, slot: int) -> None:
+        """Nothing: the next request's queries replace them."""
+
+    def places(self, inputs: StepInputs) -> QueryPlaces:
+        """Return where the step's queries go; the sizes depend on its sizes alone."""
+        count, layout, slots = self.num_queries, inputs.layout, inputs.slots.long()
+        positions = inputs.positions
+        if layout.decode_only and layout.num_tokens == layout.num_rows:
+            return QueryPlaces(None, slots * count + positions % count)
+        starts, ends = layout.query_start[:-1].long(), layout.query_start[1:].long()
+        scratch = self._num_slots * count
+        if layout.num_rows * count <= layout.num_tokens:
+            tokens = ends[:, None] - 1 - torch.arange(count, device=ends.device)
+            kept = tokens >= starts[:, None]
+            tokens = tokens.clamp_(min=0)
+            places = slots[:, None] * count + positions[tokens] % count
+            return QueryPlaces(tokens.flatten(), torch.where(kept, places, scratch).flatten())
+        tokens = torch.arange(layout.num_tokens, device=ends.device)
+        rows = torch.searchsorted(ends, tokens, right=True).clamp_(max=layout.num_rows - 1)
+        places = slots[rows] * count + positions % count
+        return QueryPlaces(None, torch.where(tokens >= ends[rows] - count, places, scratch))
+
+    def queries(self, layer: int, slot: int, length: int) -> torch.Tensor:
+        """Return the last queries of a slot's sequence of `length` computed tokens, oldest first:
+        [at most num_queries, num_heads, head_dim], rotated. Only prefix hits leave fewer."""
+        count = min(self.num_queries, length - self._first_positions[slot])
+        ring, size = self._rings[layer], self.num_queries
+        whole = ring[slot * size : (slot + 1) * size]
+        first = (length - count) % size
+        return torch.cat((whole[first:], whole[:first]))[:count]

@@ -1,0 +1,112 @@
+"""Compaction of KV caches: the tokens that stay move to their new places, in one launch.
+
+Memory: keys and values that stay are read and written once; one index per token, layer and head.
+A program moves all tokens of one request, layer and head, in order: a token never moves behind
+another one that is still to be read, so sources and targets may share blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+
+from .launch import launch
+
+TOKENS = 32
+"""Tokens that a program moves at a time."""
+
+
+@triton.jit(do_not_specialize=["num_tokens", "stride_targets"])
+def _compact_kernel(
+    layers_ptr,
+    like_ptr,
+    slots_ptr,
+    starts_ptr,
+    chosen_ptr,
+    table_ptr,
+    targets_ptr,
+    num_tokens,
+    stride_kv,
+    stride_block,
+    stride_slot,
+    stride_head,
+    stride_table,
+    stride_targets,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """One program per (request, layer, kv head). `layers`: the address of each layer's cache."""
+    request = tl.program_id(0)
+    layer = tl.program_id(1).to(tl.int64)
+    head = tl.program_id(2)
+    keys = tl.load(layers_ptr + layer).to(tl.pointer_type(like_ptr.dtype.element_ty))
+    values = keys + stride_kv
+    slot = tl.load(slots_ptr + request).to(tl.int64)
+    begin = tl.load(starts_ptr + request)
+    count = tl.load(starts_ptr + request + 1) - begin
+    table = table_ptr + slot * stride_table
+    targets = targets_ptr + request.to(tl.int64) * stride_targets
+    offs_n = tl.arange(0, BLOCK_N)
+    dim = tl.arange(0, BLOCK_D)
+    for first in range(0, count, BLOCK_N):
+        place = first + offs_n
+        inside = place < count
+        at = ((layer * num_tokens + begin + place) * NUM_KV_HEADS) + head
+        index = tl.load(chosen_ptr + at, mask=inside, other=0)
+        source = tl.load(table + index // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
+        source = source * stride_block + (index % BLOCK_SIZE) * stride_slot + head * stride_head
+        target = tl.load(targets + place // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
+        target = target * stride_block + (place % BLOCK_SIZE) * stride_slot + head * stride_head
+        mask = inside[:, None] & (dim < HEAD_DIM)[None, :]
+        key = tl.load(keys + source[:, None] + dim[None, :], mask=mask)
+        value = tl.load(values + source[:, None] + dim[None, :], mask=mask)
+        # All threads have read before one writes: a tile's targets may be its sources.
+        tl.debug_barrier()
+        tl.store(keys + target[:, None] + dim[None, :], key, mask=mask)
+        tl.store(values + target[:, None] + dim[None, :], value, mask=mask)
+
+
+def compact_caches(
+    caches: Sequence[torch.Tensor],
+    addresses: torch.Tensor,
+    slots: torch.Tensor,
+    starts: torch.Tensor,
+    chosen: torch.Tensor,
+    block_table: torch.Tensor,
+    targets: torch.Tensor,
+) -> None:
+    """See `core.nn.cache_moves.CacheMoves`, whose tensors these are.
+
+    caches: [2, num_blocks, block_size, num_kv_heads, head_dim] each, all of one shape, strides and
+    type; addresses: [len(caches)] int64, where they are.
+    """
+    cache = caches[0]
+    _, _, block_size, num_kv_heads, head_dim = cache.shape
+    launch(_compact_kernel, (slots.shape[0], len(caches), num_kv_heads))(
+        addresses,
+        cache,
+        slots,
+        starts,
+        chosen,
+        block_table,
+        targets,
+        chosen.shape[1],
+        cache.stride(0),
+        cache.stride(1),
+        cache.stride(2),
+        cache.stride(3),
+        block_table.stride(0),
+        targets.stride(0),
+        NUM_KV_HEADS=num_kv_heads,
+        HEAD_DIM=head_dim,
+        BLOCK_SIZE=block_size,
+        BLOCK_N=TOKENS,
+        BLOCK_D=triton.next_power_of_2(head_dim),
+        num_warps=4,
+    )
