@@ -13,7 +13,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
 import torch
 import torch.nn.functional as F
 
-from .cache_moves import CacheMoves, move_tokens
+from ..cache.moves import CacheMoves, move_tokens
 from .packed import PackedWeight, dequantize
 from .ragged import RaggedRows
 from .routing import Routing, RoutingRule, choose_experts

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import torch
 
-from ...core.nn.cache_moves import CacheMoves
+from ...core.cache.moves import CacheMoves
 from ...core.nn.operations import (
     ClampedSwiGLU,
     DecodeTensors,

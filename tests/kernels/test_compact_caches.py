@@ -12,7 +12,7 @@ if not torch.cuda.is_available():
 
 pytest.importorskip("triton")
 
-from jackfield.core.nn.cache_moves import CacheMoves
+from jackfield.core.cache.moves import CacheMoves
 from jackfield.core.nn.operations import Operations
 from jackfield.plugins.operations.triton import TritonOperations
 
