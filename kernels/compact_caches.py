@@ -81,7 +81,7 @@ def compact_caches(
     block_table: torch.Tensor,
     targets: torch.Tensor,
 ) -> None:
-    """See `core.cache.moves.CacheMoves`, whose tensors these are.
+    """See `core.nn.operations.CacheMoves`, whose tensors these are.
 
     caches: [2, num_blocks, block_size, num_kv_heads, head_dim] each, all of one shape, strides and
     type; addresses: [len(caches)] int64, where they are.

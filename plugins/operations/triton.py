@@ -8,8 +8,8 @@ from typing import ClassVar
 
 import torch
 
-from ...core.cache.moves import CacheMoves
 from ...core.nn.operations import (
+    CacheMoves,
     ClampedSwiGLU,
     DecodeTensors,
     ExpertWeight,

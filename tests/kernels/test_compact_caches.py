@@ -12,8 +12,7 @@ if not torch.cuda.is_available():
 
 pytest.importorskip("triton")
 
-from jackfield.core.cache.moves import CacheMoves
-from jackfield.core.nn.operations import Operations
+from jackfield.core.nn.operations import CacheMoves, Operations
 from jackfield.plugins.operations.triton import TritonOperations
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -8,11 +8,10 @@ from itertools import accumulate
 
 import torch
 
-from ...cache.moves import CacheMoves
 from ...config import EngineConfig
 from ...errors import ConfigError
 from ...nn.attention import Attention
-from ...nn.operations import Operations
+from ...nn.operations import CacheMoves, Operations
 from ...protocols.kv_compressors import KVCompressor
 from ...registry import Plugins
 from ...step import Compaction
