@@ -92,11 +92,12 @@ def place_layers(
             num_plain += 1
             module.weight = nn.Parameter(build.empty(*module.weight.shape))
             continue
-        if module.shardings:
+        if module.shardings and not isinstance(module, Embedding):
             _divide(layer, module, method.name)
         num_quantized += 1
         if (bias := getattr(module, "bias", None)) is not None:
-            layer.bias = bias
+            rows = layer.spec.out_features
+            layer.bias = bias if len(bias) == rows else nn.Parameter(build.empty(rows))
         parent, _, name = prefix.rpartition(".")
         placed = QuantizedEmbedding(layer) if role == "embedding" else layer
         setattr(model.get_submodule(parent), name, placed)
@@ -109,7 +110,7 @@ def place_layers(
     )
 
 
-def _divide(layer: QuantizedLinear, module: Linear | Embedding, method: str) -> None:
+def _divide(layer: QuantizedLinear, module: Linear, method: str) -> None:
     """Give a layer the shardings of the module that it replaces. Raises ConfigError if ranks cannot
     divide the tensors that it takes."""
     prefix = layer.spec.prefix
@@ -118,10 +119,10 @@ def _divide(layer: QuantizedLinear, module: Linear | Embedding, method: str) -> 
         for leaf, spec in layer.tensors(rows).items()
     }  # fmt: skip
     lacking = [leaf for leaf, spec in specs.items() if spec.axes is None]
-    if isinstance(module, Embedding) or lacking:
-        what = f" ({lacking[0]})" if lacking else ""
+    if lacking:
         raise ConfigError(
-            f"tensor_parallel_size: ranks cannot divide {prefix}, quantized by {method!r}{what}",
+            f"tensor_parallel_size: ranks cannot divide {prefix}, quantized by {method!r} "
+            f"({lacking[0]})",
             param="tensor_parallel_size",
         )
     layer.sharding = module.shardings["weight"]
@@ -141,6 +142,9 @@ def _spec(
     build: BuildContext,
 ) -> LinearSpec:
     rows, size = module.weight.shape
+    if isinstance(module, Embedding):
+        # Every rank has all of it, so that rows of any format can be looked up.
+        rows = module.vocab_size
     cuts: Mapping[str, slice] = getattr(module, "shards", None) or {"": slice(0, rows)}
     shards = {name: cut.stop - cut.start for name, cut in cuts.items()}
     return LinearSpec(

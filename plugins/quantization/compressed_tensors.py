@@ -18,9 +18,9 @@ import torch
 from ...core.errors import ConfigError, LoadError, listed
 from ...core.loading.quantization_config import ConfigReader, is_ignored, name_matches
 from ...core.nn.packed import WORD_BITS, PackedWeight
-from ...core.nn.quantized import LinearSpec, PackedLinear, QuantizedLinear, TensorSpec
+from ...core.nn.quantized import Axis, LinearSpec, PackedLinear, QuantizedLinear, TensorSpec
 from .fp8 import BLOCK, Fp8Linear
-from .grouped import Grouped, join, unpack_along
+from .grouped import Grouped, join, own_groups, unpack_along
 from .int8 import Int8Linear
 from .rtn import read_group_size
 
@@ -40,6 +40,8 @@ class Scheme:
     symmetric: bool
     blocks: bool
     inputs: Literal["wide", "dynamic", "static"]
+    sorted: bool = False
+    """Of packed weights: columns were rounded in an order that only g_idx gives."""
 
 
 class CompressedTensors:
@@ -159,6 +161,7 @@ def _scheme(group: ConfigReader, layout: str | None) -> Scheme | None:
         symmetric=symmetric,
         blocks=strategy == "block",
         inputs=_inputs(inputs, kind, weights),
+        sorted=weights.values.get("actorder") in (True, "group"),
     )
 
 
@@ -195,17 +198,26 @@ class PackQuantizedLinear(PackedLinear):
         """weight_packed, weight_scale, weight_shape, weight_zero_point, weight_g_idx."""
         size, parts = self.spec.in_features, WORD_BITS // self.scheme.bits
         groups = -(-size // self.group_size)
+        by_group: Axis | None = None if self.scheme.group_size == -1 else ("in", self.group_size)
         step = 2.0 / (1 << self.scheme.bits) * (3.0 / size) ** 0.5
         specs = {
-            "weight_packed": TensorSpec((out_features, size // parts), (torch.int32,)),
-            "weight_scale": TensorSpec((out_features, groups), dummy=step),
-            "weight_shape": TensorSpec((2,), (torch.int64, torch.int32), optional=True),
-            "weight_g_idx": TensorSpec((size,), (torch.int32, torch.int64), optional=True),
-        }
+            "weight_packed": TensorSpec(
+                (out_features, size // parts), (torch.int32,), axes=(("out", 1), ("in", parts))
+            ),
+            "weight_scale": TensorSpec(
+                (out_features, groups), dummy=step, axes=(("out", 1), by_group)
+            ),
+            "weight_shape": TensorSpec((2,), (torch.int64, torch.int32), optional=True, axes=()),
+            "weight_g_idx": TensorSpec(
+                (size,), (torch.int32, torch.int64), optional=True,
+                axes=(("in", 0 if self.scheme.sorted else 1),),
+            ),
+        }  # fmt: skip
         if not self.scheme.symmetric:
             specs["weight_zero_point"] = TensorSpec(
-                (-(-out_features // parts), groups), (torch.int32,)
-            )
+                (-(-out_features // parts), groups), (torch.int32,),
+                axes=(("out", parts), by_group),
+            )  # fmt: skip
         return specs
 
     def pack(self, shards: Mapping[str, Mapping[str, torch.Tensor]]) -> PackedWeight:
@@ -214,7 +226,8 @@ class PackQuantizedLinear(PackedLinear):
         for shard, rows in self.spec.shards.items():
             shard_tensors = shards[shard]
             shape = shard_tensors.get("weight_shape")
-            if shape is not None and shape.tolist() != [rows, self.spec.in_features]:
+            whole = self.sharding is None
+            if whole and shape is not None and shape.tolist() != [rows, self.spec.in_features]:
                 raise LoadError(
                     f"weight_shape of {self.spec.sources[shard]} is {shape.tolist()}, not "
                     f"{[rows, self.spec.in_features]}"
@@ -226,5 +239,6 @@ class PackQuantizedLinear(PackedLinear):
                 ].t()
             values = unpack_along(shard_tensors["weight_packed"], self.scheme.bits, 1)
             scales = shard_tensors["weight_scale"].t()
-            parts.append(Grouped(values, scales, zeros, shard_tensors.get("weight_g_idx")))
+            groups = own_groups(shard_tensors.get("weight_g_idx"), self.sharding)
+            parts.append(Grouped(values, scales, zeros, groups))
         return join(parts, self.scheme.bits, self.group_size)

@@ -17,7 +17,7 @@ from ...core.errors import ConfigError, LoadError, listed
 from ...core.loading.quantization_config import ConfigReader, is_ignored, name_matches
 from ...core.nn.packed import WORD_BITS, PackedWeight
 from ...core.nn.quantized import Axis, LinearSpec, PackedLinear, TensorSpec
-from .grouped import Grouped, join, unpack_along
+from .grouped import Grouped, join, own_groups, unpack_along
 from .rtn import read_group_size
 
 IN_ORDER = -1
@@ -160,11 +160,9 @@ class GptqLinear(PackedLinear):
         for shard in self.spec.shards:
             shard_tensors = shards[shard]
             zeros = (unpack_along(shard_tensors["qzeros"], self.bits, 1) + self.zero_offset) & mask
-            groups = shard_tensors.get("g_idx")
+            groups = own_groups(shard_tensors.get("g_idx"), self.sharding)
             if groups is not None and int(groups.max()) == IN_ORDER:
                 groups = None
-            if groups is not None and self.sharding is not None and not self.sorted:
-                groups = groups - groups.min()  # A part starts at some group of the whole.
             if groups is not None and int(groups.max()) >= len(zeros):
                 raise LoadError(f"g_idx names group {int(groups.max())} of {len(zeros)}")
             values = unpack_along(shard_tensors["qweight"], self.bits, 0).t()

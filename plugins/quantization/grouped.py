@@ -12,6 +12,7 @@ import torch
 
 from ...core.errors import LoadError
 from ...core.nn.packed import WORD_BITS, PackedWeight, pack_words
+from ...core.parallel.sharding import FEATURES, Sharding
 
 
 class Grouped(NamedTuple):
@@ -34,6 +35,14 @@ def unpack_along(packed: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
     words = packed.movedim(dim, -1)
     numbers = (words[..., None] >> shifts) & ((1 << bits) - 1)
     return numbers.flatten(-2).movedim(-1, dim)
+
+
+def own_groups(groups: torch.Tensor | None, sharding: Sharding | None) -> torch.Tensor | None:
+    """Return the groups of a rank's columns, of which the first is its group 0: [K]. They stay as
+    they are where ranks divide rows."""
+    if groups is None or sharding is None or FEATURES[sharding.dim] == "out":
+        return groups
+    return groups - groups.min()
 
 
 def join(shards: list[Grouped], bits: int, group_size: int) -> PackedWeight:

@@ -20,7 +20,7 @@ import torch
 from ...core.errors import ConfigError, LoadError
 from ...core.loading.quantization_config import ConfigReader, is_ignored
 from ...core.nn.packed import PackedWeight
-from ...core.nn.quantized import LinearSpec, PackedLinear, TensorSpec
+from ...core.nn.quantized import Axis, LinearSpec, PackedLinear, TensorSpec
 
 logger = logging.getLogger("jackfield.loading")
 
@@ -82,9 +82,10 @@ class Mxfp4Linear(PackedLinear):
     def tensors(self, out_features: int) -> Mapping[str, TensorSpec]:
         """Numbers and scales."""
         groups = self.spec.in_features // GROUP
+        axes: tuple[Axis | None, ...] = (("out", 1), ("in", GROUP))
         return {
-            "blocks": TensorSpec((out_features, groups, GROUP // 2), (torch.uint8,)),
-            "scales": TensorSpec((out_features, groups), (torch.uint8,), dummy=120),
+            "blocks": TensorSpec((out_features, groups, GROUP // 2), (torch.uint8,), axes=axes),
+            "scales": TensorSpec((out_features, groups), (torch.uint8,), dummy=120, axes=axes),
         }
 
     def pack(self, shards: Mapping[str, Mapping[str, torch.Tensor]]) -> PackedWeight:

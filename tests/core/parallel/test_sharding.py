@@ -143,13 +143,13 @@ def test_quantized_layers_are_divided_with_their_biases(tmp_path: Path) -> None:
     check_ranks(folder, "LlamaForCausalLM", 2, load_plugins(), 2e-4)
 
 
-def test_a_quantized_head_is_refused(tmp_path: Path) -> None:
-    folder = make_checkpoint("llama", tmp_path)
-    rounded = {"quant_method": "rtn", "bits": 8, "lm_head": True}
-    edit_json(folder / "config.json", quantization_config=rounded)
-    with pytest.raises(ConfigError, match="lm_head") as caught:
-        PagedModel(folder, "float32", ranks=thread_ranks(2)[0])
-    assert caught.value.param == "tensor_parallel_size"
+@pytest.mark.parametrize("tied", [False, True])
+def test_quantized_heads_and_embeddings_are_whole_on_each_rank(tied: bool, tmp_path: Path) -> None:
+    folder = make_checkpoint("qwen2" if tied else "llama", tmp_path)
+    rounded = {"quant_method": "rtn", "bits": 8, "group_size": 8, "lm_head": True}
+    edit_json(folder / "config.json", quantization_config={**rounded, "embeddings": tied})
+    name = "Qwen2ForCausalLM" if tied else "LlamaForCausalLM"
+    check_ranks(folder, name, 2, load_plugins(), 2e-4)
 
 
 def test_a_scale_of_a_block_goes_with_its_features() -> None:
