@@ -56,6 +56,7 @@ def build_model(
         operations=operations,
         defer_weights=method is not None,
         ranks=ranks,
+        unit=getattr(method, "unit", 1),
     )
     architecture = registry.load(model_config.architecture)
     if ranks.tensor.size > 1 and not vars(architecture).get("tensor_parallel", False):

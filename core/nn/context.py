@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from ..parallel.ranks import Ranks
+from ..parallel.sharding import even_slice
 from ..protocols.attention import AttentionBackend
 from .operations import Operations
 from .state.rows import StateRows
@@ -27,6 +28,12 @@ class BuildContext:
     """Allocate no memory for weights yet: a quantization method may replace the layer."""
     ranks: Ranks = field(default_factory=Ranks)
     """The ranks that compute the model together."""
+    unit: int = 1
+    """Inner features of an MLP that a quantization method stores together: ranks get whole ones."""
+
+    def inner_share(self, size: int) -> slice:
+        """Return this rank's inner features of an MLP that has `size`. Raises ConfigError."""
+        return even_slice(size, self.ranks.tensor, unit=self.unit)
 
     def empty(self, *shape: int) -> torch.Tensor:
         """Return an uninitialised parameter."""

@@ -75,13 +75,17 @@ class ExpertLinear(MergedLinear):
         *,
         bias: bool = False,
         shard: Features | None = None,
+        share: slice | None = None,
     ) -> None:
+        """`share`: this rank's features of each expert, of those that ranks divide."""
         shards = {
             f"{expert}.{name}" if name else str(expert): size
             for expert in range(num_experts)
             for name, size in sizes.items()
         }
-        super().__init__(in_features, shards, build, bias=bias, shard=shard)
+        names = ("",) if shard == "in" else shards
+        shares = None if share is None else dict.fromkeys(names, share)
+        super().__init__(in_features, shards, build, bias=bias, shard=shard, shares=shares)
 
     @property
     def bank(self) -> ExpertWeight:
@@ -112,12 +116,14 @@ class Experts(nn.Module):
     ) -> None:
         super().__init__()
         inner = {"gate": intermediate_size, "up": intermediate_size}
+        own = build.inner_share(intermediate_size)
         self.gate_up_proj = GatedExperts(
-            num_experts, hidden_size, inner, build, bias=bias, shard="out"
+            num_experts, hidden_size, inner, build, bias=bias, shard="out", share=own
         )
         self.down_proj = ExpertLinear(
-            num_experts, intermediate_size, {"": hidden_size}, build, bias=bias, shard="in"
-        )
+            num_experts, intermediate_size, {"": hidden_size}, build, bias=bias, shard="in",
+            share=own,
+        )  # fmt: skip
 
 
 class SparseMLP(nn.Module):

@@ -38,13 +38,15 @@ class Linear(nn.Module):
         *,
         bias: bool = False,
         shard: Features | None = None,
+        share: slice | None = None,
     ) -> None:
-        """Sizes are those of the whole layer. Raises ConfigError if ranks cannot divide it."""
+        """Sizes are those of the whole layer; `share`: this rank's features, of those that ranks
+        divide. Raises ConfigError if ranks cannot divide it."""
         super().__init__()
         group, sharding = build.ranks.tensor, None
         if shard is not None and group.size > 1:
             size = out_features if shard == "out" else in_features
-            rank_slices = (even_slice(size, group),)
+            rank_slices = (share or even_slice(size, group),)
             sharding = Sharding(0 if shard == "out" else 1, {"": size}, {"": rank_slices})
         self._create(in_features, out_features, build, bias, sharding)
 
@@ -102,12 +104,14 @@ class MergedLinear(Linear):
         whole: bool = False,
     ) -> None:
         """`whole`: the checkpoint has all of them as one tensor. `shard`: "out" divides each of
-        `sizes`, evenly, or as `shares` says: shard name → this rank's features."""
+        `sizes`, evenly, or as `shares` says: shard name → this rank's features; for "in" they are
+        named ""."""
         nn.Module.__init__(self)
         group, sharding, own = build.ranks.tensor, None, dict(sizes)
         if shard is not None and group.size > 1:
             if shard == "in":
-                rank_slices = (even_slice(in_features, group),)
+                share = (shares or {}).get("")
+                rank_slices = (share or even_slice(in_features, group),)
                 sharding = Sharding(1, {"": in_features}, {"": rank_slices})
             else:
                 shares = shares or {name: even_slice(size, group) for name, size in sizes.items()}
@@ -148,9 +152,14 @@ class GatedLinear(MergedLinear):
         bias: bool = False,
         whole: bool = False,
         shard: Features | None = None,
+        share: slice | None = None,
     ) -> None:
+        """`share`: this rank's features, of gate and of up."""
         sizes = {"gate": out_features, "up": out_features}
-        super().__init__(in_features, sizes, build, bias=bias, shard=shard, whole=whole)
+        shares = None if share is None else dict.fromkeys(sizes, share)
+        super().__init__(
+            in_features, sizes, build, bias=bias, shard=shard, shares=shares, whole=whole
+        )
 
     def forward(
         self,

@@ -31,16 +31,22 @@ class GatedMLP(nn.Module):
         self.operations, self.ranks = build.operations, build.ranks
         self.gelu = activation == "gelu_pytorch_tanh"
         self.gate_up_proj: MergedLinear
+        own = build.inner_share(intermediate_size)
         if activation in ("silu", "swish"):
             self.gate_up_proj = GatedLinear(
-                hidden_size, intermediate_size, build, bias=bias, whole=whole, shard="out"
-            )
+                hidden_size, intermediate_size, build, bias=bias, whole=whole, shard="out",
+                share=own,
+            )  # fmt: skip
         elif self.gelu and not whole:
             sizes = {"gate": intermediate_size, "up": intermediate_size}
-            self.gate_up_proj = MergedLinear(hidden_size, sizes, build, bias=bias, shard="out")
+            self.gate_up_proj = MergedLinear(
+                hidden_size, sizes, build, bias=bias, shard="out", shares=dict.fromkeys(sizes, own)
+            )
         else:
             raise ConfigError(f"{field}: {activation!r} is not supported", param=field)
-        self.down_proj = Linear(intermediate_size, hidden_size, build, bias=bias, shard="in")
+        self.down_proj = Linear(
+            intermediate_size, hidden_size, build, bias=bias, shard="in", share=own
+        )
 
     def forward(self, hidden: torch.Tensor, norm: nn.Module | None = None) -> torch.Tensor:
         """hidden + mlp(norm(hidden)): [num_tokens, hidden_size] → the same shape."""
@@ -73,8 +79,13 @@ class PlainMLP(nn.Module):
         super().__init__()
         self.activation = activation_named(activation, field=field)
         self.ranks = build.ranks
-        self.up_proj = Linear(hidden_size, intermediate_size, build, bias=bias, shard="out")
-        self.down_proj = Linear(intermediate_size, hidden_size, build, bias=bias, shard="in")
+        own = build.inner_share(intermediate_size)
+        self.up_proj = Linear(
+            hidden_size, intermediate_size, build, bias=bias, shard="out", share=own
+        )
+        self.down_proj = Linear(
+            intermediate_size, hidden_size, build, bias=bias, shard="in", share=own
+        )
 
     def forward(self, hidden: torch.Tensor, norm: nn.Module | None = None) -> torch.Tensor:
         """hidden + mlp(norm(hidden)): [num_tokens, hidden_size] → the same shape."""

@@ -79,9 +79,14 @@ def _joined(parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
     return torch.cat(list(parts), dim=dim)
 
 
-def even_slice(size: int, group: Group, what: str = "features") -> slice:
+def even_slice(size: int, group: Group, what: str = "features", unit: int = 1) -> slice:
     """Return the rank's share of `size` equal things. Raises ConfigError if the ranks cannot share
-    them evenly."""
+    them evenly: up to whole units, where a format stores `unit` things together."""
+    units = -(-size // unit)
+    if unit > 1 and size % (unit * group.size) and units >= group.size:
+        each, more = divmod(units, group.size)
+        ends = [(each * rank + min(rank, more)) * unit for rank in (group.rank, group.rank + 1)]
+        return slice(ends[0], min(ends[1], size))
     if size % group.size:
         raise ConfigError(
             f"tensor_parallel_size: {size} {what} of this model cannot be divided by {group.size}; "

@@ -26,6 +26,9 @@ class QuantizationMethod(Protocol):
     kv_cache_dtype: str | None
     """The value of `EngineConfig.kv_cache_dtype` "auto", if the checkpoint requires another type
     than the model's. Optional."""
+    unit: int
+    """Features that it stores together: ranks divide an MLP's inner ones at multiples of it.
+    Optional."""
 
     @classmethod
     def supports(cls, device: torch.device, dtype: torch.dtype) -> str | None:

@@ -32,6 +32,7 @@ class Awq:
 
     def __init__(self, group_size: int, zeros: bool, ignored: tuple[str, ...]) -> None:
         self.group_size = group_size
+        self.unit = max(group_size, len(PLACES))
         self.zeros = zeros
         self.ignored = ignored
 

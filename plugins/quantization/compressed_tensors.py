@@ -43,6 +43,13 @@ class Scheme:
     sorted: bool = False
     """Of packed weights: columns were rounded in an order that only g_idx gives."""
 
+    @property
+    def unit(self) -> int:
+        """Features that are stored together."""
+        if self.kind == "packed":
+            return max(self.group_size, WORD_BITS // self.bits)
+        return BLOCK if self.blocks else 1
+
 
 class CompressedTensors:
     """See the package's documentation for `quantization_config`."""
@@ -55,6 +62,7 @@ class CompressedTensors:
         self.schemes = schemes
         self.ignored = ignored
         self.kv_cache_dtype = kv_cache_dtype
+        self.unit = max((scheme.unit for scheme in schemes), default=1)
 
     @classmethod
     def supports(cls, device: torch.device, dtype: torch.dtype) -> str | None:

@@ -39,6 +39,7 @@ class Fp8:
         ignored: tuple[str, ...] = (),
     ) -> None:  # fmt: skip
         self.static = static
+        self.unit = BLOCK if blocks else 1
         self.blocks = blocks
         self.head = head
         self.ignored = ignored

@@ -37,6 +37,7 @@ class Gptq:
         if self.bits is None:
             raise read.refuse("bits", "4 or 8")
         self.group_size = read_group_size(read, 128)
+        self.unit = max(self.group_size, WORD_BITS // self.bits)
         read.flag("sym", True)
         self.sorted = read.flag("desc_act", False)
         layout = read.choice("checkpoint_format", ("gptq", "gptq_v2"), "gptq")

@@ -38,6 +38,7 @@ class Mxfp4:
     """
 
     name: ClassVar[str] = "mxfp4"
+    unit: ClassVar[int] = GROUP
 
     def __init__(self, ignored: tuple[str, ...]) -> None:
         self.ignored = ignored

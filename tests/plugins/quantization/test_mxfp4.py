@@ -25,6 +25,7 @@ from jackfield.core.nn.operations import ClampedSwiGLU, Operations
 from jackfield.core.nn.packed import PackedWeight, dequantize
 from jackfield.core.nn.routing import RoutingRule
 from jackfield.core.registry import load_plugins
+from jackfield.plugins.conformance.models import check_ranks
 
 from helpers import edit_json, make_checkpoint, reference_model
 
@@ -265,3 +266,9 @@ def test_dummy_weights_can_be_made(checkpoint: Any) -> None:
     for layer in layers:
         weights = dequantize(layer.bank, torch.float32)
         assert weights.isfinite().all() and 0.001 < weights.std() < 1.0
+
+
+def test_ranks_have_whole_groups(checkpoint: Any) -> None:
+    """Of three groups of inner features, one rank has two."""
+    folder, _ = checkpoint
+    check_ranks(folder, "GptOssForCausalLM", 2, load_plugins(), 2e-4)
