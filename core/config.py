@@ -24,6 +24,10 @@ Bits64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Name = Annotated[str, Meta(min_length=1)]
 
 
+SYNONYMS = {"distributed_executor_backend": "executor"}
+"""vLLM's names of options that have another one here."""
+
+
 def _doc(text: str, **bounds: Any) -> Any:
     return Meta(description=text, **bounds)
 
@@ -232,9 +236,15 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         str | None,
         _doc("Quantization method by name; default: what the checkpoint says, or none."),
     ] = None
-    executor: Annotated[str, _doc("Where ranks run: inprocess, or a plugin's.")] = "inprocess"
+    executor: Annotated[
+        str,
+        _doc(
+            "Where ranks run: inprocess (one), processes (one or several; mp is the same), a "
+            "plugin's, or auto, by their number."
+        ),
+    ] = "auto"
     tensor_parallel_size: Annotated[
-        int, _doc("GPUs that share each layer; more than 1 needs an executor with ranks.", ge=1)
+        int, _doc("GPUs that share each layer: ranks, each with a process of its own.", ge=1)
     ] = 1
     pipeline_parallel_size: Annotated[
         int, _doc("GPUs that share the layers. More than 1 is refused for now.", ge=1)
@@ -245,6 +255,16 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     distributed_timeout_seconds: Annotated[
         float, _doc("Seconds that a rank waits for the others.", gt=0.0, le=1e6)
     ] = 600.0
+    rank_timeout: Annotated[
+        float,
+        _doc(
+            "Seconds without a sign of life of a rank, or without progress of any rank in a step, "
+            "after which an engine of several ranks ends; to compile kernels is progress. 0: "
+            "never.",
+            ge=0.0,
+            le=1e6,
+        ),
+    ] = 8.0
     enforce_eager: Annotated[bool, _doc("Never record CUDA graphs of decode steps.")] = False
     max_logprobs: Annotated[
         int, _doc("Largest logprobs that a request may have; -1: no limit.", ge=-1)
@@ -355,6 +375,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
                 "pipeline_parallel_size: more than one stage is not supported yet, set it to 1",
                 param="pipeline_parallel_size",
             )
+        if self.kv_transfer_config is not None and self.tensor_parallel_size > 1:
+            raise ConfigError(
+                "kv_transfer_config: KV connectors serve one rank (tensor_parallel_size 1)",
+                param="kv_transfer_config",
+            )
         if self.kv_transfer_config is not None and not self.enable_prefix_caching:
             raise ConfigError(
                 "kv_transfer_config: what a connector loads becomes part of the prefix cache, "
@@ -402,6 +427,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     def from_options(cls, options: dict[str, Any]) -> EngineConfig:
         """Build from a plain dict. The error for an unknown name suggests the nearest valid one."""
         field_names = set(cls.__struct_fields__)
+        options = {SYNONYMS.get(name, name): value for name, value in options.items()}
         for name in options:
             if name not in field_names:
                 near = difflib.get_close_matches(name, field_names, n=1)

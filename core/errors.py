@@ -143,6 +143,10 @@ class EngineStopped(JackfieldError):
     retry_after = 5
 
 
+class RankFailed(EngineStopped):
+    """A rank of several has died, hangs, or failed where the others did not: the engine ends."""
+
+
 class RequestFailed(JackfieldError):
     """One request failed inside the engine; the others go on."""
 
@@ -164,3 +168,10 @@ class OutOfMemory(JackfieldError):
 
 class PluginError(JackfieldError):
     """A plugin failed to import, clashes with another one, or does not exist."""
+
+
+def error_named(name: str) -> type[JackfieldError] | None:
+    """Return the class of this name, for an error that another process has sent; None if it is not
+    one of these."""
+    kind = globals().get(name)
+    return kind if isinstance(kind, type) and issubclass(kind, JackfieldError) else None

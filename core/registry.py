@@ -41,6 +41,8 @@ __all__ = [
 logger = logging.getLogger("jackfield.plugins")
 S = TypeVar("S", bound=msgspec.Struct)
 
+GIVEN = "(given by the caller)"
+"""In place of the distribution of a plugin object that was not installed."""
 KINDS = {
     "model": "register_models",
     "config": "register_configs",
@@ -343,7 +345,7 @@ def load_plugins(
             near(name, known_names),
         )
     for number, plugin in enumerate(extra):
-        provenance = Provenance("(given by the caller)", "", f"extra-{number}")
+        provenance = Provenance(GIVEN, "", f"extra-{number}")
         plugins.add_plugin(plugin, provenance)
         plugins.required.add(provenance.plugin)
     return plugins

@@ -53,6 +53,10 @@ def logged(action: str) -> Iterator[None]:
         logger.exception("%s failed", action)
 
 
+def _unwatched(callback: Callable[[Exception], None]) -> None:
+    """Do nothing: in place of `Executor.watch_failure`, which is optional."""
+
+
 class EngineCore:
     """Schedules requests onto an executor of this process. A `CoreClient`."""
 
@@ -74,6 +78,8 @@ class EngineCore:
         """None before the start."""
         self._connector: GuardedConnector | None = None
         self._seeds = random.Random(config.seed)
+        self._executor_error: Exception | None = None
+        """Why the executor cannot go on, once it has said so."""
         self._ping: asyncio.Future[Any] | None = None
         """Shared by concurrent health checks, so that they do not queue up after a hung step."""
         self._loads: list[Callable[[], int]] = []
@@ -92,6 +98,7 @@ class EngineCore:
         executors, name = self.plugins["executor"], self.config.executor
         with executors.calling(name, "its constructor"):
             self.executor = executors.load(name)(self.config, self.model_config, self.plugins)
+        getattr(self.executor, "watch_failure", _unwatched)(self._executor_failed)
         if self.config.kv_transfer_config is not None:
             watch_transfers(self.executor, self._expect_transfer_report)
         writer = None if self.config.record_steps is None else Writer(self.config.record_steps)
@@ -217,6 +224,8 @@ class EngineCore:
             died=self._die,
         )
         self.steps.start()
+        if self._executor_error is not None:
+            self.steps.fail(self._executor_error)
 
     def _policy(self) -> SchedulePolicy:
         """Return a new schedule policy. Raises PluginError if it cannot be made."""
@@ -349,6 +358,11 @@ class EngineCore:
         if self.steps is not None and self.scheduler.transfers is not None:
             self.scheduler.transfers.expect_report()
             self.steps.wake()
+
+    def _executor_failed(self, error: Exception) -> None:
+        self._executor_error = error
+        if self.steps is not None:
+            self.steps.fail(error)
 
     def _step_finished(self, plan: StepPlan, result: StepResult) -> None:
         self.metrics.observe_step(

@@ -18,7 +18,6 @@ from ..text.tokenizer import template_texts
 
 logger = logging.getLogger("jackfield.engine")
 NAMED = {
-    "executor": "executor",
     "scheduling_policy": "schedule_policy",
     "kv_compression": "kv_compressor",
     "reasoning_parser": "reasoning_parser",
@@ -30,11 +29,13 @@ NONE = "none"
 AUTO = "auto"
 """The parser name that means the checkpoint's, by what it names, or by its chat template."""
 PARSERS = ("reasoning_parser", "tool_call_parser")
+EXECUTORS = {"mp": "processes", "uni": "inprocess"}
+"""vLLM's names of executors that have another one here."""
 TOKEN_BUDGET = {"cuda": 8192, "cpu": 2048}
 
 
 def resolve_config(config: EngineConfig) -> EngineConfig:
-    """Fill in `device` and `max_num_batched_tokens`. Raises ConfigError."""
+    """Fill in `device`, `max_num_batched_tokens` and `executor`. Raises ConfigError."""
     device: str = config.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -46,7 +47,16 @@ def resolve_config(config: EngineConfig) -> EngineConfig:
     budget = config.max_num_batched_tokens or max(TOKEN_BUDGET[device], config.max_num_seqs)
     if budget < config.max_num_seqs:
         config = msgspec.structs.replace(config, max_num_seqs=budget)
-    return msgspec.structs.replace(config, device=device, max_num_batched_tokens=budget)
+    return msgspec.structs.replace(
+        config, device=device, max_num_batched_tokens=budget, executor=executor_name(config)
+    )
+
+
+def executor_name(config: EngineConfig) -> str:
+    """Return the executor's registered name: for auto, by the number of ranks."""
+    if config.executor == AUTO:
+        return "inprocess" if config.tensor_parallel_size == 1 else "processes"
+    return EXECUTORS.get(config.executor, config.executor)
 
 
 def resolve_runner(
@@ -148,6 +158,7 @@ def _parser_name(name: str) -> str | None:
 def check_names(config: EngineConfig, plugins: Plugins) -> None:
     """Import the plugins that options name. Raises ConfigError with the option's name."""
     options = [(option, kind, getattr(config, option)) for option, kind in NAMED.items()]
+    options.append(("executor", "executor", executor_name(config)))
     if config.kv_transfer_config is not None:
         options.append(
             ("kv_transfer_config", "kv_connector", config.kv_transfer_config.kv_connector)
@@ -159,10 +170,11 @@ def check_names(config: EngineConfig, plugins: Plugins) -> None:
             plugins[kind].load(name)
         except PluginError as error:
             raise ConfigError(f"{option}: {error}", param=option) from error
-    executor = plugins["executor"].load(config.executor)
+    executor = plugins["executor"].load(executor_name(config))
     if config.tensor_parallel_size > 1 and not getattr(executor, "tensor_parallel", False):
         raise ConfigError(
-            f"tensor_parallel_size: executor {config.executor!r} runs one rank, set it to 1",
+            f"tensor_parallel_size: executor {executor_name(config)!r} runs one rank; set it to 1, "
+            "or use executor processes",
             param="tensor_parallel_size",
         )
     check_backend(plugins["structured_backend"], config.structured_outputs_config.backend)

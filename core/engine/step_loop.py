@@ -51,6 +51,8 @@ class StepLoop:
         self._prepares = True
         """Whether the executor prepares for later steps (`PrepareAhead`)."""
         self._timing = PlanTiming()
+        self._failure: Exception | None = None
+        """Why the executor cannot go on, once it has said so."""
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -72,6 +74,11 @@ class StepLoop:
         self._timing.arrived()
         self._wake.set()
 
+    def fail(self, error: Exception) -> None:
+        """End the loop: the executor cannot go on."""
+        self._failure = error
+        self._wake.set()
+
     async def stop(self) -> None:
         """End after the steps in flight."""
         if self._task is not None:
@@ -83,6 +90,8 @@ class StepLoop:
         in_flight: InFlight = collections.deque()
         try:
             while True:
+                if self._failure is not None:
+                    raise self._failure
                 self._wake.clear()
                 self._fill(in_flight)
                 if not in_flight:
@@ -133,12 +142,15 @@ class StepLoop:
         except NotImplementedError:
             self._prepares = False
         except Exception:
-            logger.exception("preparing for later steps failed; it is given up")
+            if self._failure is None:
+                logger.exception("preparing for later steps failed; it is given up")
             self._prepares = False
         return False
 
     async def _recover(self, plan: StepPlan, error: Exception, in_flight: InFlight) -> None:
         """End the requests of a failed step. Raises its error if the loop cannot continue."""
+        if self._failure is not None:
+            raise self._failure
         self._num_failed += 1
         if self._num_failed >= MAX_FAILED_STEPS:
             raise error

@@ -63,6 +63,13 @@ class Executor(Protocol):
     async def stop(self) -> None:
         """Finish what is queued, free the device. Safe to call twice."""
 
+    def watch_failure(self, callback: Callable[[Exception], None]) -> None:
+        """Call `callback` on the event loop, once, if the executor cannot go on, also when nothing
+        is queued: the engine ends with that error.
+
+        Called once, before `start`. Optional: without it, the engine learns of it by the next step.
+        """
+
     def watch_transfers(self, callback: Callable[[], None]) -> None:
         """Call `callback` on the event loop when a KV connector's worker half has something to
         report.

@@ -11,9 +11,8 @@ from typing import Any, Generic, TypeAlias, TypeVar
 
 import msgspec
 
-from .. import errors
 from ..config import EngineConfig
-from ..errors import JackfieldError
+from ..errors import JackfieldError, error_named
 from ..metrics.merge import Family
 from ..outputs import EngineStats, FinishReason
 from ..pooling_params import PooledRow
@@ -26,13 +25,6 @@ MAX_FRAME = 256 << 20
 HEAD = 4
 """Bytes of a frame's length."""
 T = TypeVar("T")
-
-
-_ERRORS: dict[str, type[JackfieldError]] = {
-    name: kind
-    for name, kind in vars(errors).items()
-    if isinstance(kind, type) and issubclass(kind, JackfieldError)
-}
 
 
 class BadFrame(Exception):
@@ -131,13 +123,13 @@ class ErrorReply(msgspec.Struct, frozen=True, tag="error"):
     @classmethod
     def because(cls, number: int, error: JackfieldError) -> ErrorReply:
         """Encode an error as the nearest class that the other side knows."""
-        kind = next(base.__name__ for base in type(error).__mro__ if base.__name__ in _ERRORS)
+        kind = next(base.__name__ for base in type(error).__mro__ if error_named(base.__name__))
         message = error.message.encode("utf-8", "replace").decode()
         return cls(number, kind, message, error.param, error.code)
 
     def error(self) -> JackfieldError:
         """Decode the error."""
-        error = _ERRORS.get(self.kind, JackfieldError)(self.message, param=self.param)
+        error = (error_named(self.kind) or JackfieldError)(self.message, param=self.param)
         error.code = self.code
         return error
 
@@ -197,13 +189,13 @@ ToFront: TypeAlias = Welcome | Reply | ErrorReply | Tokens | ReportRequest | Sta
 _encoder = msgspec.msgpack.Encoder()
 
 
-def encode(message: ToEngine | ToFront) -> bytes:
+def encode(message: msgspec.Struct) -> bytes:
     """Return the frame. Raises TooLarge, and ValueError for values that MessagePack lacks."""
     frame = bytearray(HEAD)
     try:
         _encoder.encode_into(message, frame, HEAD)
     except (OverflowError, RecursionError, TypeError, UnicodeEncodeError) as error:
-        raise ValueError(f"cannot be sent to the engine: {error}") from None
+        raise ValueError(f"cannot be sent: {error}") from None
     size = len(frame) - HEAD
     if size > MAX_FRAME:
         raise TooLarge(f"a message of {size} bytes; at most {MAX_FRAME} go through a socket")

@@ -44,6 +44,11 @@ class WorkerThread:
         for thread in self._threads:
             thread.start()
 
+    @property
+    def launch_thread(self) -> int:
+        """Identifier of the launch thread."""
+        return self._threads[0].ident or 0
+
     def call(self, function: Callable[[], T]) -> asyncio.Future[T]:
         """Run a function on the launch thread, after the queued ones."""
         future: asyncio.Future[T] = self._loop.create_future()

@@ -150,7 +150,7 @@ class Worker:
         config, model_config, device = self.config, self.model_config, self.device
         began = time.monotonic()
         if device.type == "cpu":
-            _leave_a_core_for_the_loop()
+            _leave_a_core_for_the_loop(self.ranks.tensor.size)
         held_before = _allocated(device)
         if device.type == "cuda":
             torch.cuda.set_device(device)
@@ -675,14 +675,14 @@ def _refusal(
     return next((reason for reason in reasons if reason is not None), None)
 
 
-def _leave_a_core_for_the_loop() -> None:
+def _leave_a_core_for_the_loop(num_ranks: int) -> None:
     """Leave a core to the event loop: torch's CPU threads wait busily, so one per core would starve
-    it.
+    it. `num_ranks`: those that share the cores.
 
     The setting belongs to the calling (launch) thread; OMP_NUM_THREADS overrules it.
     """
     if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, (os.cpu_count() or 2) - 1))
+        torch.set_num_threads(max(1, ((os.cpu_count() or 2) - 1) // num_ranks))
 
 
 def _allocated(device: torch.device) -> int:

@@ -45,6 +45,7 @@ class Parser(argparse.ArgumentParser):
 
 
 ALIASES = {
+    "executor": "--distributed-executor-backend",
     "pipeline_parallel_size": "-pp",
     "quantization": "-q",
     "structured_outputs_config.backend": "--guided-decoding-backend",

@@ -9,7 +9,6 @@ import argparse
 from collections.abc import Iterable
 from typing import Any
 
-_ONE_PROCESS = "engine and worker share a process"
 _NO_COMPILER = "no graph is compiled for its shapes; --enforce-eager turns CUDA graphs off"
 _STEPS = "two steps are always in flight"
 _LOADS = "loading shows no bar"
@@ -22,9 +21,8 @@ NO_EFFECT: dict[str, tuple[int | str, str]] = {
     "-O": ("?", _NO_COMPILER),
     "--max-seq-len-to-capture": (1, "graphs hold sequences of any length"),
     "--cuda-graph-sizes": ("+", "a graph is recorded for a number of rows when it is needed"),
-    "--disable-custom-all-reduce": (0, "there is one GPU"),
-    "--disable-frontend-multiprocessing": (0, _ONE_PROCESS),
-    "--distributed-executor-backend": (1, _ONE_PROCESS),
+    "--disable-custom-all-reduce": (0, "collectives are chosen by --collectives"),
+    "--disable-frontend-multiprocessing": (0, "engine and worker share a process"),
     "--disable-log-stats": (0, "nothing is logged of them; they are at /metrics"),
     "--enable-prompt-tokens-details": (0, "usage always has them"),
     "--enable-reasoning": (0, "--reasoning-parser is enough"),

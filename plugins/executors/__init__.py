@@ -10,3 +10,4 @@ from ...core.hooks import hookimpl
 @hookimpl
 def register_executors(registry: Any) -> None:
     registry.add("inprocess", "jackfield.plugins.executors.inprocess:InProcessExecutor")
+    registry.add("processes", "jackfield.plugins.executors.processes:ProcessesExecutor")

@@ -1,0 +1,189 @@
+"""A rank other than 0: a process that runs the same plans and jobs as rank 0, in the same order.
+
+Run by `processes` as `python -m jackfield.plugins.executors.follower CONNECTION TABLE RANK RANKS
+PARENT`: descriptors of its socket and of the progress table, its number, their number, and the
+process that started it. It ends with that process, however that ends, and leaves all signals to it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import logging
+import os
+import queue
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from ...core.remote.frames import encode
+from .messages import Done, End, Failed, Inbox, Job, Log, Ready, Setup, Step, ToFollower
+from .progress import BEAT_SECONDS, Progress, ProgressTable
+
+if TYPE_CHECKING:
+    from ...core.worker.threads import PendingStep
+    from .rank import RankWorker
+
+PARENT_DEATH = 1
+"""PR_SET_PDEATHSIG of Linux."""
+
+
+def main() -> int:
+    """Return the exit status."""
+    connection_number, table_number, rank, num_ranks, parent = map(int, sys.argv[1:])
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PARENT_DEATH, signal.SIGKILL)
+    if os.getppid() != parent:
+        return 1
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    connection = socket.socket(fileno=connection_number)
+    threading.Thread(target=_end_with, args=(connection,), daemon=True).start()
+    with os.fdopen(table_number, "r+b") as file:
+        progress = ProgressTable(file, num_ranks).writer(rank)
+    return Follower(connection, progress).run()
+
+
+def _end_with(connection: socket.socket) -> None:
+    """End this process as soon as the other side of the connection is closed."""
+    poll = select.poll()
+    poll.register(connection, getattr(select, "POLLRDHUP", 0))  # And POLLHUP, which is always on.
+    poll.poll()
+    os._exit(1)
+
+
+class Follower:
+    """Runs one rank. The main thread launches; a second one waits for the device."""
+
+    def __init__(self, connection: socket.socket, progress: Progress) -> None:
+        self._connection = connection
+        self._progress = progress
+        self._inbox: Inbox[ToFollower] = Inbox(connection, ToFollower)
+        self._sending = threading.Lock()
+        self._launched: queue.SimpleQueue[tuple[int, PendingStep]] = queue.SimpleQueue()
+        self._flying = 0
+        """Most steps in flight: as many as of rank 0."""
+        self._free = threading.Semaphore(0)
+
+    def run(self) -> int:
+        """Start, run what comes until the end, and return the exit status."""
+        setup = self._inbox.take()
+        if not isinstance(setup, Setup):
+            return 1
+        logging.basicConfig(handlers=[_Forwarding(self)], level=setup.log_level)
+        try:
+            from .rank import start_rank
+
+            threading.Thread(target=self._beat, args=(threading.get_ident(),), daemon=True).start()
+            joined, info = start_rank(
+                setup.config, setup.plugins, setup.rank, setup.address, self._progress
+            )
+        except BaseException as error:
+            self.send(Failed.because(0, error))
+            self._wait_for_end()
+            return 1
+        self._flying = info.steps_in_flight
+        self._free.release(self._flying)
+        threading.Thread(target=self._complete, daemon=True).start()
+        self.send(Ready(info))
+        while not isinstance(message := self._inbox.take(), End):
+            if isinstance(message, Step):
+                self._step(joined, message)
+            elif isinstance(message, Job):
+                self._do(joined, message)
+            else:
+                return 1
+        self._settle()
+        joined.stop()
+        return 0
+
+    def send(self, message: msgspec.Struct) -> None:
+        """Send a message to rank 0, from any thread."""
+        frame = encode(message)
+        with self._sending:
+            self._connection.sendall(frame)
+
+    def _wait_for_end(self) -> None:
+        """The other ranks may still use connections to this process; rank 0 says when it may
+        end."""
+        while not isinstance(self._inbox.take(), End | None):
+            pass
+
+    def _step(self, joined: RankWorker, step: Step) -> None:
+        self._free.acquire()
+        self._progress.start(step.number)
+        try:
+            pending = joined.worker.step(step.plan)
+        except BaseException as error:
+            self._end_step(step.number, error)
+        else:
+            self._launched.put((step.number, pending))
+
+    def _complete(self) -> None:
+        while True:
+            number, pending = self._launched.get()
+            try:
+                pending.wait()
+            except BaseException as error:
+                self._end_step(number, error)
+            else:
+                self._end_step(number, None)
+            del pending
+
+    def _end_step(self, number: int, error: BaseException | None) -> None:
+        self._progress.finish(number)
+        if error is not None:
+            self.send(Failed.because(number, error))
+        self._free.release()
+
+    def _settle(self) -> None:
+        """Wait until no step is in flight."""
+        for _ in range(self._flying):
+            self._free.acquire()
+        self._free.release(self._flying)
+
+    def _do(self, joined: RankWorker, job: Job) -> None:
+        self._settle()
+        self._progress.start(job.number)
+        try:
+            joined.run_job(job.job)
+        except BaseException as error:
+            self.send(Failed.because(job.number, error))
+        else:
+            self.send(Done(job.number))
+        self._progress.finish(job.number)
+
+    def _beat(self, launch_thread: int) -> None:
+        while True:
+            self._progress.beat(launch_thread)
+            time.sleep(BEAT_SECONDS)
+
+
+class _Forwarding(logging.Handler):
+    """Sends log records to rank 0."""
+
+    def __init__(self, follower: Follower) -> None:
+        super().__init__()
+        self._follower = follower
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Errors of the connection are those of rank 0, with which this process ends."""
+        try:
+            text = self.format(record)
+            self._follower.send(Log(record.levelno, record.name, text))
+        except Exception:
+            self.handleError(record)
+
+
+if __name__ == "__main__":
+    status = main()
+    sys.stderr.flush()
+    os._exit(status)  # Libraries take long to unload, and nothing of this process is left to keep.

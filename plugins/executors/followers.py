@@ -1,0 +1,184 @@
+"""The processes of ranks other than 0, as rank 0's process sees them."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+from ...core.hooks import PROJECT
+from ...core.registry import GIVEN, Plugins
+from ...core.remote.frames import BadFrame, FrameReader
+from .messages import Log, ToLeader
+from .progress import ProgressTable
+
+MODULE = "jackfield.plugins.executors.follower"
+PART = 1 << 16
+"""Bytes read at once."""
+REAP_SECONDS = 2.0
+"""A process whose connection has closed is gone after this long."""
+POLL_SECONDS = 0.02
+
+
+class FollowerProcess:
+    """One rank's process and the connection to it. All methods belong to the event loop."""
+
+    def __init__(
+        self,
+        rank: int,
+        table: ProgressTable,
+        *,
+        received: Callable[[int, ToLeader], None],
+        lost: Callable[[int, str], None],
+    ) -> None:
+        """Start the process. received: rank, message; lost: rank, how it ended, called once unless
+        `close` was called before."""
+        self.rank = rank
+        self._received = received
+        self._lost = lost
+        self._loop = asyncio.get_running_loop()
+        self._reader: FrameReader[ToLeader] = FrameReader(ToLeader)
+        self._unsent: collections.deque[memoryview] = collections.deque()
+        self._closed = False
+        self._socket, other = socket.socketpair()
+        with other:
+            self.process = _start(rank, table, other)
+        self._socket.setblocking(False)
+        self._loop.add_reader(self._socket.fileno(), self._read)
+
+    def send(self, frame: bytes) -> None:
+        """Send without waiting; what the socket does not take is sent later, in order."""
+        if self._closed:
+            return
+        if self._unsent:
+            self._unsent.append(memoryview(frame))
+            return
+        sent = self._write(frame)
+        if sent < len(frame):
+            self._unsent.append(memoryview(frame)[sent:])
+            self._loop.add_writer(self._socket.fileno(), self._flush)
+
+    def _write(self, data: bytes | memoryview) -> int:
+        """Return how many bytes the socket has taken. A lost connection takes all: `_read` finds
+        it."""
+        try:
+            return self._socket.send(data)
+        except BlockingIOError:
+            return 0
+        except OSError:
+            return len(data)
+
+    def _flush(self) -> None:
+        while self._unsent:
+            data = self._unsent[0]
+            if (sent := self._write(data)) < len(data):
+                self._unsent[0] = data[sent:]
+                return
+            self._unsent.popleft()
+        self._loop.remove_writer(self._socket.fileno())
+
+    def _read(self) -> None:
+        try:
+            data = self._socket.recv(PART)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self._disconnect()
+            self._report_end(time.monotonic() + REAP_SECONDS)
+            return
+        try:
+            for message in self._reader.read_frames(data):
+                if isinstance(message, Log):
+                    logging.getLogger(message.name).log(
+                        message.level, "rank %d: %s", self.rank, message.text
+                    )
+                else:
+                    self._received(self.rank, message)
+        except BadFrame as error:
+            self._disconnect()
+            self._lost(self.rank, f"sent an invalid frame: {error}")
+
+    def _report_end(self, deadline: float) -> None:
+        if self.process.poll() is None and time.monotonic() < deadline:
+            self._loop.call_later(POLL_SECONDS, self._report_end, deadline)
+            return
+        self._lost(self.rank, _ending(self.process.poll()))
+
+    def _disconnect(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._loop.remove_reader(self._socket.fileno())
+            self._loop.remove_writer(self._socket.fileno())
+
+    def kill(self) -> None:
+        """End the process now."""
+        self._disconnect()
+        with contextlib.suppress(ProcessLookupError):
+            self.process.kill()
+
+    def dump_stacks(self) -> None:
+        """Make the process write the stacks of its threads to standard error."""
+        with contextlib.suppress(ProcessLookupError):
+            self.process.send_signal(signal.SIGUSR1)
+
+    async def close(self, seconds: float) -> None:
+        """Wait for the process to end, and kill it after `seconds`."""
+        deadline = time.monotonic() + seconds
+        while self.process.poll() is None and time.monotonic() < deadline:
+            await asyncio.sleep(POLL_SECONDS)
+        self.kill()
+        while self.process.poll() is None:
+            await asyncio.sleep(POLL_SECONDS)
+        self._socket.close()
+
+
+def outside_plugins(plugins: Plugins) -> tuple[str, ...]:
+    """Return the entry points of installed plugins that are not Jackfield's own, and are loaded.
+
+    Objects that the caller has given cannot be loaded elsewhere."""
+    own = (PROJECT, GIVEN)
+    return tuple(
+        provenance.entry_point
+        for provenance in plugins.provenance.values()
+        if provenance.distribution not in own
+    )
+
+
+def _start(rank: int, table: ProgressTable, connection: socket.socket) -> subprocess.Popen[bytes]:
+    """Start a rank's process with what this one imports from, and with its environment.
+
+    Not by multiprocessing, which would import the user's script again."""
+    numbers = (connection.fileno(), table.file.fileno())
+    arguments = [*map(str, numbers), str(rank), str(table.num_ranks), str(os.getpid())]
+    paths = [os.path.abspath(path) for path in sys.path]
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", MODULE, *arguments],
+        stdin=subprocess.DEVNULL,
+        stdout=2,
+        pass_fds=numbers,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+    )
+
+
+def _ending(status: int | None) -> str:
+    """Return how a process ended, as the rest of a sentence about it."""
+    if status is None:
+        return "closed its connection"
+    if status >= 0:
+        return f"ended with status {status}"
+    try:
+        name = signal.Signals(-status).name
+    except ValueError:
+        name = f"signal {-status}"
+    memory = "; the system does that when it is out of memory" if name == "SIGKILL" else ""
+    return f"was ended by {name}{memory}"

@@ -1,0 +1,130 @@
+"""Messages between rank 0 and the other ranks of an engine: msgspec Structs in frames.
+
+Frames are those of `core.remote.frames`. Nothing is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import collections
+import socket
+from typing import Generic, TypeAlias, TypeVar
+
+import msgspec
+
+from ...core.config import EngineConfig
+from ...core.errors import JackfieldError, error_named
+from ...core.protocols.executors import ExecutorInfo
+from ...core.remote.frames import FrameReader
+from ...core.step import StepPlan, WorkerJob
+
+PART = 1 << 16
+"""Bytes read at once."""
+T = TypeVar("T")
+
+
+# ---------------------------------------------------------------- rank 0 → the others
+
+
+class Setup(msgspec.Struct, frozen=True, kw_only=True, tag="setup"):
+    """How to start a rank: the first frame."""
+
+    config: EngineConfig
+    """Resolved."""
+    rank: int
+    address: tuple[str, int]
+    """Host and port where rank 0 listens for the others (`core.parallel.join`)."""
+    plugins: tuple[str, ...]
+    """Entry points of the plugins from outside that rank 0 has loaded: those, and no others."""
+    log_level: int
+    """Of the log records that are sent to rank 0."""
+
+
+class Step(msgspec.Struct, frozen=True, tag="step"):
+    """Run a plan. Nothing comes back, unless it fails."""
+
+    number: int
+    """Number of this step or job, from 1 and without gaps."""
+    plan: StepPlan
+
+
+class Job(msgspec.Struct, frozen=True, tag="job"):
+    """Do a job after what came before; a Done or Failed comes back."""
+
+    number: int
+    job: WorkerJob
+
+
+class End(msgspec.Struct, frozen=True, tag="end"):
+    """Finish what came before, free the device, and end the process."""
+
+
+ToFollower: TypeAlias = Setup | Step | Job | End
+
+
+# ---------------------------------------------------------------- the others → rank 0
+
+
+class Ready(msgspec.Struct, frozen=True, tag="ready"):
+    """The rank has started."""
+
+    info: ExecutorInfo
+
+
+class Done(msgspec.Struct, frozen=True, tag="done"):
+    """A job is done."""
+
+    number: int
+
+
+class Failed(msgspec.Struct, frozen=True, tag="failed"):
+    """The start (number 0), a step or a job raised."""
+
+    number: int
+    kind: str
+    """Name of the exception's class, or of its nearest base among Jackfield's errors."""
+    message: str
+    param: str | None = None
+
+    @classmethod
+    def because(cls, number: int, error: BaseException) -> Failed:
+        """Encode an exception."""
+        known = (base.__name__ for base in type(error).__mro__ if error_named(base.__name__))
+        kind = next(known, type(error).__name__)
+        message = error.message if isinstance(error, JackfieldError) else str(error)
+        text = message.encode("utf-8", "replace").decode()
+        return cls(number, kind, text, getattr(error, "param", None))
+
+    def error(self, rank: int) -> Exception:
+        """Return the exception, with the rank in its message."""
+        if (known := error_named(self.kind)) is not None:
+            return known(f"rank {rank}: {self.message}", param=self.param)
+        return RuntimeError(f"rank {rank}: {self.kind}: {self.message}")
+
+
+class Log(msgspec.Struct, frozen=True, tag="log"):
+    """A log record, for the handlers of rank 0's process."""
+
+    level: int
+    name: str
+    text: str
+
+
+ToLeader: TypeAlias = Ready | Done | Failed | Log
+
+
+class Inbox(Generic[T]):
+    """The messages of one type that come through a blocking socket."""
+
+    def __init__(self, connection: socket.socket, kind: object) -> None:
+        self._connection = connection
+        self._reader: FrameReader[T] = FrameReader(kind)
+        self._messages: collections.deque[T] = collections.deque()
+
+    def take(self) -> T | None:
+        """Block until a message is there; None: the other side has closed the connection."""
+        while not self._messages:
+            data = self._connection.recv(PART)
+            if not data:
+                return None
+            self._messages.extend(self._reader.read_frames(data))
+        return self._messages.popleft()

@@ -1,0 +1,408 @@
+"""Several ranks of one host: rank 0 in this process, each other one in a process of its own.
+
+Rank 0 decides everything: plans and jobs are encoded once and sent to the other ranks, which run
+them in the same order, and whose results are dropped. If ranks do not come to the same end, the
+engine ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import faulthandler
+import logging
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, get_args
+
+from ...core.config import EngineConfig
+from ...core.errors import JackfieldError, RankFailed
+from ...core.loading.model_config import ModelConfig
+from ...core.parallel.join import leave, listen
+from ...core.protocols.executors import ExecutorInfo
+from ...core.registry import Plugins
+from ...core.remote.frames import encode
+from ...core.step import InProcess, Ping, StepPlan, StepResult, WorkerJob
+from ...core.worker.device_init import initialize_device
+from ...core.worker.threads import WorkerThread
+from .followers import FollowerProcess, outside_plugins
+from .messages import Done, End, Failed, Job, Ready, Setup, Step, ToLeader
+from .progress import ProgressTable, StallDetector
+from .rank import RankWorker
+
+logger = logging.getLogger("jackfield.worker")
+TICK_SECONDS = 0.5
+AGREE_SECONDS = 3.0
+"""After a step has failed on one rank, it must have failed on all within this time."""
+END_SECONDS = 5.0
+"""Time for a rank to end; then it is killed."""
+STACK_SECONDS = 0.2
+"""Time for ranks to write their stacks before they are killed."""
+START_TICKS = 120
+"""Without a sign of life of a rank that starts: libraries that load hold the interpreter."""
+
+
+ALIKE = ("num_blocks", "cache_groups", "dtype", "attention_backend", "steps_in_flight")
+"""Fields of ExecutorInfo that are the same for all ranks."""
+
+
+@dataclass
+class Awaited:
+    """A step or job whose end is not known."""
+
+    future: asyncio.Future[Any]
+    waits_for: set[int]
+    """Other ranks that have not said that they have done it: only of a job."""
+    own_done: bool = False
+    result: Any = None
+    """Rank 0's, once `own_done`."""
+    failures: dict[int, BaseException] = field(default_factory=dict)
+    """By rank."""
+    disputed: bool = False
+    """Whether it has failed on some ranks, and a time is set for the others."""
+
+
+class ProcessesExecutor:
+    """Runs plans on all ranks. Everything but the worker belongs to the event loop."""
+
+    tensor_parallel = True
+
+    def __init__(self, config: EngineConfig, model_config: ModelConfig, plugins: Plugins) -> None:
+        self.config = config
+        self.model_config = model_config
+        self.plugins = plugins
+        self.size = config.tensor_parallel_size
+        self.followers: list[FollowerProcess] = []
+        self.failure: Exception | None = None
+        """Why no more plans are taken."""
+        self.num_encoded = 0
+        """Frames encoded; each goes to all other ranks."""
+        self._thread: WorkerThread | None = None
+        self._joined: RankWorker | None = None
+        self._table = ProgressTable.create(self.size)
+        self._progress = self._table.writer(0)
+        self._number = 0
+        self._awaited: dict[int, Awaited] = {}
+        """Steps and jobs whose end is not known, by number."""
+        self._starting: dict[int, asyncio.Future[ExecutorInfo]] = {}
+        """By rank, other than 0."""
+        self._stopping = False
+        self._watch: asyncio.Task[None] | None = None
+        self._failed: Callable[[Exception], None] = _nobody
+
+    @staticmethod
+    def initialize_device(config: EngineConfig, plugins: Plugins) -> None:
+        """Initialize rank 0's device."""
+        initialize_device(config, plugins)
+
+    def watch_failure(self, callback: Callable[[Exception], None]) -> None:
+        """Call `callback` on the event loop if a rank fails and the engine cannot go on."""
+        self._failed = callback
+
+    # ------------------------------------------------------------ start
+
+    async def start(self) -> ExecutorInfo:
+        """Start all ranks at once. Raises what the start of a rank raises."""
+        loop = asyncio.get_running_loop()
+        thread = self._thread = WorkerThread(loop)
+        listener = listen()
+        address = listener.getsockname()[:2]
+        self._starting = {rank: loop.create_future() for rank in range(1, self.size)}
+        for rank in self._starting:
+            follower = FollowerProcess(rank, self._table, received=self._receive, lost=self._lose)
+            self.followers.append(follower)
+            follower.send(
+                encode(
+                    Setup(
+                        config=self.config,
+                        rank=rank,
+                        address=address,
+                        plugins=outside_plugins(self.plugins),
+                        log_level=_follower_log_level(),
+                    )
+                )
+            )
+        self._table.file.close()  # The memory stays.
+        self._watch = asyncio.create_task(self._watch_ranks(), name="jackfield-ranks")
+
+        def start() -> ExecutorInfo:
+            self._joined = RankWorker.join(
+                self.config, self.model_config, self.plugins, 0, address, self._progress, listener
+            )
+            return self._joined.worker.start()
+
+        own = thread.call(start)
+        try:
+            await self._all_started(own)
+            info = own.result()
+            for rank, future in self._starting.items():
+                _check_alike(rank, future.result(), info)
+        except BaseException as error:
+            self._fail(error if isinstance(error, Exception) else RankFailed("not started"))
+            raise
+        finally:
+            own.add_done_callback(_retrieve)
+            for future in self._starting.values():
+                future.add_done_callback(_retrieve)
+        return info
+
+    async def _all_started(self, own: asyncio.Future[ExecutorInfo]) -> None:
+        """Raise the cause if a rank does not start. What the others then report may be only that it
+        is gone."""
+        starts = [own, *self._starting.values()]
+        done, _ = await asyncio.wait(starts, return_when=asyncio.FIRST_EXCEPTION)
+        if not any(future.exception() for future in done):
+            return
+        done, _ = await asyncio.wait(starts, timeout=AGREE_SECONDS)
+        errors = [error for future in starts if future in done and (error := future.exception())]
+        raise min(errors, key=_remoteness)
+
+    # ------------------------------------------------------------ steps and jobs
+
+    def submit(self, plan: StepPlan, in_process: InProcess) -> asyncio.Future[StepResult]:
+        """Queue one step on all ranks. Raises RankFailed after one was lost."""
+        thread, number = self._next()
+        self._send(Step(number, plan))
+
+        def launch() -> Any:
+            assert self._joined is not None
+            self._progress.start(number)
+            return self._joined.worker.step(plan, in_process)
+
+        return self._await(number, thread.step(launch), job=False)
+
+    def ask(self, job: WorkerJob) -> asyncio.Future[Any]:
+        """Queue one job on all ranks; done once all have done it. The reply is rank 0's."""
+        if not isinstance(job, get_args(WorkerJob)):
+            refused = asyncio.get_running_loop().create_future()
+            name = type(job).__name__
+            refused.set_exception(NotImplementedError(f"the worker does no {name}"))
+            return refused
+        thread, number = self._next()
+        self._send(Job(number, job))
+        if isinstance(job, Ping):
+            return self._await(number, thread.step(_Nothing), job=True)
+
+        def run() -> Any:
+            assert self._joined is not None
+            self._progress.start(number)
+            return self._joined.run_job(job)
+
+        return self._await(number, thread.call(run), job=True)
+
+    def _next(self) -> tuple[WorkerThread, int]:
+        if self.failure is not None:
+            raise self.failure
+        assert self._thread is not None, "start() must be called first"
+        self._number += 1
+        return self._thread, self._number
+
+    def _send(self, message: Step | Job | End) -> None:
+        if not self.followers:
+            return
+        frame = encode(message)
+        self.num_encoded += 1
+        for follower in self.followers:
+            follower.send(frame)
+
+    def _await(self, number: int, own: asyncio.Future[Any], job: bool) -> asyncio.Future[Any]:
+        if not self.followers:
+            return own
+        waits_for = {follower.rank for follower in self.followers} if job else set()
+        awaited = self._awaited[number] = Awaited(own.get_loop().create_future(), waits_for)
+        own.add_done_callback(lambda done: self._finish_own(number, done))
+        return awaited.future
+
+    def _finish_own(self, number: int, own: asyncio.Future[Any]) -> None:
+        """Note that rank 0 has come to the end of a step or job."""
+        error = None if own.cancelled() else own.exception()
+        self._progress.finish(number)
+        if (awaited := self._awaited.get(number)) is None:
+            return  # The engine has failed meanwhile.
+        if error is None:
+            awaited.result, awaited.own_done = own.result(), True
+        else:
+            awaited.failures[0] = error
+        self._settle(number, awaited)
+
+    def _receive(self, rank: int, message: ToLeader) -> None:
+        if isinstance(message, Ready):
+            self._starting[rank].set_result(message.info)
+        elif isinstance(message, Failed):
+            error = message.error(rank)
+            if message.number == 0:
+                self._starting[rank].set_exception(error)
+            elif (awaited := self._awaited.get(message.number)) is not None:
+                awaited.failures[rank] = error
+                self._settle(message.number, awaited)
+            else:
+                self._fail(RankFailed(f"{error}; the other ranks have done step {message.number}"))
+        elif isinstance(message, Done) and (awaited := self._awaited.get(message.number)):
+            awaited.waits_for.discard(rank)
+            self._settle(message.number, awaited)
+
+    def _settle(self, number: int, awaited: Awaited) -> None:
+        """End the wait for a step or job if all ranks came to the same end."""
+        if not awaited.failures:
+            if awaited.own_done and not awaited.waits_for:
+                del self._awaited[number]
+                _set(awaited.future, awaited.result)
+        elif len(awaited.failures) == self.size:
+            del self._awaited[number]
+            _set(awaited.future, awaited.failures[0])
+        elif not awaited.disputed:
+            awaited.disputed = True
+            asyncio.get_running_loop().call_later(AGREE_SECONDS, self._disagree, number)
+
+    def _disagree(self, number: int) -> None:
+        if (awaited := self._awaited.get(number)) is None or self.failure is not None:
+            return
+        rank, error = min(awaited.failures.items())
+        reason = str(error) if rank else f"rank 0: {type(error).__name__}: {error}"
+        others = ", ".join(str(r) for r in range(self.size) if r not in awaited.failures)
+        self._fail(RankFailed(f"{reason}; not so on rank {others}"))
+
+    # ------------------------------------------------------------ failure and end
+
+    def _lose(self, rank: int, ending: str) -> None:
+        """A rank's process has ended."""
+        if self._stopping:
+            return
+        error = RankFailed(f"rank {rank} of {self.size} {ending}")
+        if not self._starting[rank].done():
+            self._starting[rank].set_exception(error)
+        else:
+            self._fail(error)
+
+    async def _watch_ranks(self) -> None:
+        """Look for ranks that hang."""
+        seconds = self.config.rank_timeout
+        ticks = max(1, round(seconds / TICK_SECONDS))
+        detector = StallDetector(self._table, max(ticks, START_TICKS))
+        started = False
+        while seconds and self.followers and self.failure is None:
+            await asyncio.sleep(TICK_SECONDS)
+            if not started and all(future.done() for future in self._starting.values()):
+                started, detector = True, StallDetector(self._table, ticks)
+            if self._thread is not None:
+                self._progress.beat(self._thread.launch_thread)
+            if (stall := detector.tick(bool(self._awaited))) is None:
+                continue
+            faulthandler.dump_traceback(all_threads=True)
+            for follower in self.followers:
+                follower.dump_stacks()
+            await asyncio.sleep(STACK_SECONDS)
+            self._fail(RankFailed(f"{stall} for {seconds:g} seconds"))
+
+    def _fail(self, error: Exception) -> None:
+        """End all ranks but this one, and everything that is awaited."""
+        if self.failure is not None:
+            return
+        self.failure = error
+        for follower in self.followers:
+            follower.kill()
+        for future in self._starting.values():
+            _set(future, error)
+        for awaited in self._awaited.values():
+            _set(awaited.future, error)
+        self._awaited.clear()
+        self._failed(error)
+
+    async def stop(self) -> None:
+        """Finish what is queued on all ranks, and end their processes."""
+        thread, self._thread = self._thread, None
+        if thread is None:
+            return
+        awaited = [each.future for each in self._awaited.values()]
+        await asyncio.gather(*awaited, return_exceptions=True)
+        self._stopping = True
+        if self._watch is not None:
+            self._watch.cancel()
+            await asyncio.gather(self._watch, return_exceptions=True)
+        if self.failure is None:
+            self._send(End())
+        ended = thread.call(self._stop_worker)
+        if not self.followers:
+            await ended
+            await thread.close()
+        elif not await self._unwind(thread, ended):
+            logger.error("rank 0 waits for other ranks for ever: the process ends with status 1")
+            atexit.register(_leave_now)
+        await asyncio.gather(*(follower.close(END_SECONDS) for follower in self.followers))
+        if self._joined is None:
+            self._table.close()
+
+    async def _unwind(self, thread: WorkerThread, ended: asyncio.Future[None]) -> bool:
+        """End the worker thread, which may wait for ranks that are gone; return whether it did."""
+        ended.add_done_callback(_retrieve)
+        await asyncio.wait([ended], timeout=END_SECONDS)
+        if not ended.done() and (joined := self._joined) is not None:  # It has not begun to stop.
+            # That ends calls of the group, where the library can.
+            threading.Thread(target=leave, args=(joined.ranks,), daemon=True).start()
+            await asyncio.wait([ended], timeout=END_SECONDS)
+        if not ended.done():
+            return False
+        await thread.close()
+        if (error := ended.exception()) is not None:
+            logger.warning("rank 0 did not end well: %s: %s", type(error).__name__, error)
+        return True
+
+    def _stop_worker(self) -> None:
+        joined, self._joined = self._joined, None
+        if joined is not None:
+            joined.stop()
+
+
+class _Nothing:
+    """A step without work."""
+
+    def wait(self) -> None:
+        return None
+
+
+def _nobody(error: Exception) -> None:
+    """Do nothing: default before a listener is set."""
+
+
+def _leave_now() -> None:
+    """End the process: a thread is in a call of a library that does not return."""
+    logging.shutdown()
+    os._exit(1)
+
+
+def _set(future: asyncio.Future[Any], value: Any) -> None:
+    """Set a future's result or exception, unless it has one."""
+    if future.done():
+        return
+    if isinstance(value, BaseException):
+        future.set_exception(value)
+    else:
+        future.set_result(value)
+
+
+def _retrieve(future: asyncio.Future[Any]) -> None:
+    """Look at a future's exception, which is reported elsewhere."""
+    if not future.cancelled():
+        future.exception()
+
+
+def _remoteness(error: BaseException) -> int:
+    """Return how far an error at the start may be from its cause."""
+    if isinstance(error, RankFailed):
+        return 0
+    return 1 if isinstance(error, JackfieldError) else 2
+
+
+def _check_alike(rank: int, info: ExecutorInfo, own: ExecutorInfo) -> None:
+    """Raise RankFailed if a rank came to other decisions than rank 0."""
+    for name in ALIKE:
+        if (there := getattr(info, name)) != (here := getattr(own, name)):
+            raise RankFailed(f"rank {rank} has {name} {there!r}, and rank 0 {here!r}")
+
+
+def _follower_log_level() -> int:
+    """Return the level of records that other ranks send: mostly they would repeat rank 0's."""
+    level = logger.getEffectiveLevel()
+    return level if level <= logging.DEBUG else max(level, logging.WARNING)

@@ -1,0 +1,177 @@
+"""How far each rank has come, in memory that all ranks of an engine share."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, BinaryIO
+
+from ...core.parallel.ranks import Group
+
+CELL = 8
+"""Bytes of a number, which is written whole."""
+COLUMNS = ("beats", "started", "finished", "collectives", "compiling")
+"""Of a rank: signs of life; the number of the last step or job that it started, and that it
+finished; calls to other ranks; signs of life while it compiled."""
+BEAT_SECONDS = 0.25
+COMPILERS = (
+    "/triton/compiler/", "/triton/backends/", "/triton/runtime/build", "/kernels/compile.py",
+    "/flashinfer/jit/", "/torch/utils/cpp_extension", "/torch/_inductor/", "/cutlass/",
+)  # fmt: skip
+"""Parts of the names of files that are on the stack of a thread that compiles, or that waits for a
+compiler."""
+
+
+class ProgressTable:
+    """Numbers of all ranks, [num_ranks, COLUMNS]; each rank writes its own row alone.
+
+    The memory has no name in the file system: it is freed with the last process that has it open.
+    """
+
+    def __init__(self, file: BinaryIO, num_ranks: int) -> None:
+        self.file = file
+        self.num_ranks = num_ranks
+        self._memory = mmap.mmap(file.fileno(), num_ranks * len(COLUMNS) * CELL)
+        self._views = [memoryview(self._memory).cast("Q")]
+
+    @classmethod
+    def create(cls, num_ranks: int) -> ProgressTable:
+        """Return a table of zeros."""
+        file: BinaryIO
+        if hasattr(os, "memfd_create"):
+            file = os.fdopen(os.memfd_create("jackfield-progress"), "r+b")
+        else:
+            file = tempfile.TemporaryFile()
+        file.truncate(num_ranks * len(COLUMNS) * CELL)
+        return cls(file, num_ranks)
+
+    def close(self) -> None:
+        """Free the memory, which no writer may use any more."""
+        for view in self._views:
+            view.release()
+        self._memory.close()
+        self.file.close()
+
+    def row(self, rank: int) -> dict[str, int]:
+        """Return what a rank has written."""
+        begin = rank * len(COLUMNS)
+        cells = self._views[0][begin : begin + len(COLUMNS)]
+        return dict(zip(COLUMNS, cells, strict=True))
+
+    def writer(self, rank: int) -> Progress:
+        """Return the writer of one row."""
+        begin = rank * len(COLUMNS)
+        self._views.append(self._views[0][begin : begin + len(COLUMNS)])
+        return Progress(self._views[-1])
+
+
+class Progress:
+    """Writes a rank's row."""
+
+    def __init__(self, cells: memoryview) -> None:
+        self._cells = cells
+
+    def beat(self, thread: int) -> None:
+        """Give a sign of life. `thread`: identifier of the one that launches steps."""
+        self._cells[0] += 1
+        if is_compiling(sys._current_frames().get(thread)):
+            self._cells[4] += 1
+
+    def start(self, number: int) -> None:
+        """Note the step or job that begins."""
+        self._cells[1] = number
+
+    def finish(self, number: int) -> None:
+        """Note the step or job that has ended, well or not."""
+        self._cells[2] = number
+
+    def counted(self, group: Group) -> Group:
+        """Return the group, with its calls counted."""
+        return CountedGroup(group, self.counted_call)
+
+    def counted_call(self) -> None:
+        """Note a call to other ranks."""
+        self._cells[3] += 1
+
+
+class CountedGroup:
+    """A group that counts calls. Of a recorded graph, only the recording is one."""
+
+    def __init__(self, group: Group, count: Callable[[], None]) -> None:
+        self.rank, self.size = group.rank, group.size
+        self._group = group
+        self._count = count
+
+    def all_reduce(self, x: Any) -> Any:
+        """As the group's."""
+        self._count()
+        return self._group.all_reduce(x)
+
+    def all_gather(self, x: Any) -> Any:
+        """As the group's."""
+        self._count()
+        return self._group.all_gather(x)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._group, name)
+
+
+def is_compiling(frame: FrameType | None) -> bool:
+    """Return whether a thread compiles, by its innermost frame."""
+    while frame is not None:
+        name = frame.f_code.co_filename.replace(os.sep, "/")
+        if any(part in name for part in COMPILERS):
+            return True
+        frame = frame.f_back
+    return False
+
+
+class StallDetector:
+    """Finds ranks that are frozen, and steps in which no rank makes progress.
+
+    Time is counted in ticks of the process that watches, so that it does not pass while all
+    processes are suspended together.
+    """
+
+    def __init__(self, table: ProgressTable, ticks: int) -> None:
+        """ticks: without a sign of life, or without progress, after which a rank counts as
+        stalled."""
+        self._table = table
+        self._ticks = ticks
+        self._beats = [0] * table.num_ranks
+        self._silent = [0] * table.num_ranks
+        """Ticks since each rank's last sign of life."""
+        self._last: list[dict[str, int]] = []
+        self._still = 0
+        """Ticks since any rank's last progress."""
+
+    def tick(self, awaited: bool) -> str | None:
+        """Return what is wrong, as the end of a sentence that begins with a duration; None:
+        nothing. `awaited`: whether a step or job is awaited, so that there should be progress.
+        """
+        rows = [self._table.row(rank) for rank in range(self._table.num_ranks)]
+        for rank, row in enumerate(rows[1:], 1):
+            silent = row["beats"] == self._beats[rank] and row["beats"] > 0
+            self._silent[rank] = self._silent[rank] + 1 if silent else 0
+            self._beats[rank] = row["beats"]
+            if self._silent[rank] >= self._ticks:
+                return f"rank {rank} has given no sign of life"
+        progress = [{name: row[name] for name in COLUMNS[1:]} for row in rows]
+        self._still = self._still + 1 if awaited and progress == self._last else 0
+        self._last = progress
+        return self._blame(rows) if self._still >= self._ticks else None
+
+    def _blame(self, rows: list[dict[str, int]]) -> str:
+        reached = [(row["finished"], row["started"], row["collectives"]) for row in rows]
+        behind = [str(rank) for rank, place in enumerate(reached) if place == min(reached)]
+        if len(behind) == len(rows):
+            return f"no rank has made progress in step or job {rows[0]['started']}"
+        ranks = f"rank {behind[0]} has" if len(behind) == 1 else f"ranks {', '.join(behind)} have"
+        return (
+            f"{ranks} made no progress in step or job {max(1, min(reached)[1])}, and the others "
+            "wait"
+        )

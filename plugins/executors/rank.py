@@ -1,0 +1,87 @@
+"""What one rank of several does on its launch thread: rank 0 in its engine's process, the others
+in processes of their own."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Sequence
+from socket import socket
+from typing import Any, NamedTuple
+
+import torch
+
+from ...core.config import EngineConfig
+from ...core.engine.resolve_config import resolve_runner
+from ...core.loading.model_config import ModelConfig, resolve_model_config
+from ...core.parallel.join import join, leave, rank_device
+from ...core.parallel.ranks import ONE_RANK, Ranks
+from ...core.protocols.executors import ExecutorInfo
+from ...core.registry import Plugins, load_plugins
+from ...core.step import Ping, WorkerJob
+from ...core.worker.device_init import initialize_device
+from ...core.worker.worker import Worker
+from .progress import Progress
+
+
+def start_rank(
+    config: EngineConfig,
+    plugin_names: Sequence[str],
+    rank: int,
+    address: tuple[str, int],
+    progress: Progress,
+) -> tuple[RankWorker, ExecutorInfo]:
+    """Start a rank in a process of its own. `config`: resolved; `plugin_names`: the plugins from
+    outside to load. Raises what the start of an engine raises."""
+    device = rank_device(config, rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    plugins = load_plugins(disable=config.disable_plugins, only=plugin_names)
+    plugins.configure(config.plugin_options)
+    initializing = threading.Thread(target=_initialize, args=(config, plugins, device))
+    initializing.start()
+    model_config = resolve_model_config(config, plugins)
+    config, model_config = resolve_runner(config, config, model_config, plugins)
+    initializing.join()
+    joined = RankWorker.join(config, model_config, plugins, rank, address, progress)
+    return joined, joined.worker.start()
+
+
+def _initialize(config: EngineConfig, plugins: Plugins, device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # Of this thread: another one's would be the first device.
+    initialize_device(config, plugins)
+
+
+class RankWorker(NamedTuple):
+    """A worker and the group in which it computes."""
+
+    worker: Worker
+    ranks: Ranks
+
+    @classmethod
+    def join(
+        cls,
+        config: EngineConfig,
+        model_config: ModelConfig,
+        plugins: Plugins,
+        rank: int,
+        address: tuple[str, int],
+        progress: Progress,
+        listener: socket | None = None,
+    ) -> RankWorker:
+        """Join the other ranks, if there are any, and create the worker, which has not started."""
+        ranks = ONE_RANK
+        if config.tensor_parallel_size > 1:
+            ranks = join(config, plugins, rank=rank, address=address, listener=listener)
+        counted = dataclasses.replace(ranks, tensor=progress.counted(ranks.tensor))
+        return cls(Worker(config, model_config, plugins, counted), ranks)
+
+    def run_job(self, job: WorkerJob) -> Any:
+        """Do a job, with no step in flight."""
+        return None if isinstance(job, Ping) else self.worker.run_job(job)
+
+    def stop(self) -> None:
+        """Release the device, then leave the group, which recorded graphs may use until then."""
+        self.worker.stop()
+        leave(self.ranks)

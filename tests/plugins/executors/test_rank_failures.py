@@ -1,0 +1,227 @@
+"""A rank that dies, hangs or fails alone ends the engine with its number and cause, and leaves no
+process behind."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jackfield import AsyncEngine, EngineConfig, SamplingParams
+from jackfield.core.errors import EngineStopped, RankFailed
+from jackfield.plugins.executors.followers import FollowerProcess
+from jackfield.plugins.executors.progress import COMPILERS, ProgressTable, StallDetector
+
+from helpers import make_checkpoint
+
+PROMPT = [5 + (i * i) % 150 for i in range(80)]
+DETECTED = 10.0
+"""Seconds within which an engine has ended after a rank was lost."""
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint("qwen3", tmp_path_factory.mktemp("qwen3"))
+
+
+def config(checkpoint: Path, **options: Any) -> EngineConfig:
+    settings = {
+        "model": str(checkpoint), "device": "cpu", "dtype": "float32", "skip_tokenizer_init": True,
+        "block_size": 4, "max_model_len": 128, "max_num_seqs": 4, "max_num_batched_tokens": 8,
+        "num_gpu_blocks_override": 60, "tensor_parallel_size": 2, **options,
+    }  # fmt: skip
+    return EngineConfig(**settings)
+
+
+def descriptors() -> list[str]:
+    """Return what kinds of connections and shared memory this process has open."""
+    gc.collect()
+    names = []
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            names.append(os.readlink(f"/proc/self/fd/{number}"))
+    return sorted(name for name in names if name.startswith(("socket", "/memfd")))
+
+
+def children() -> set[int]:
+    own = Path(f"/proc/self/task/{os.getpid()}/children").read_text()
+    return {int(pid) for pid in own.split()}
+
+
+async def lose(checkpoint: Path, act: Any, at: int, requests: int = 1, **options: Any) -> str:
+    """Serve requests, and call `act` with the other rank's process at plan number `at`. Return why
+    the engine ended."""
+    engine = AsyncEngine(config(checkpoint, **options))
+    await engine.start()
+    executor: Any = engine.core.executor  # type: ignore[attr-defined]
+    process = executor.followers[0].process
+    submit, plans = executor.submit, 0
+
+    def submitting(*args: Any) -> Any:
+        nonlocal plans
+        plans += 1
+        if plans == at:
+            act(process)
+        return submit(*args)
+
+    executor.submit = submitting
+    began = time.monotonic()
+    if at == 0:
+        act(process)
+        while engine.dead_reason is None and time.monotonic() < began + DETECTED:
+            await asyncio.sleep(0.01)
+    else:
+        params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+
+        async def serve(number: int) -> str:
+            stream = engine.generate([5 + number, *PROMPT], params)
+            return [output async for output in stream][-1].outputs[0].finish_reason or ""
+
+        assert set(await asyncio.gather(*map(serve, range(requests)))) == {"error"}
+    assert engine.dead_reason is not None and time.monotonic() < began + DETECTED
+    with pytest.raises(EngineStopped):
+        await engine.check_health()
+    await engine.stop()
+    assert process.poll() is not None
+    return engine.dead_reason
+
+
+def kill(process: Any) -> None:
+    process.send_signal(signal.SIGKILL)
+
+
+IDLE, PREFILL, DECODE = 0, 3, 20
+
+
+@pytest.mark.parametrize("at", [IDLE, PREFILL, DECODE], ids=["idle", "prefill", "decode"])
+def test_a_rank_that_is_killed_ends_the_engine(checkpoint: Path, at: int) -> None:
+    before = descriptors(), children()
+    reason = asyncio.run(lose(checkpoint, kill, at))
+    assert "rank 1 of 2 was ended by SIGKILL" in reason
+    assert (descriptors(), children()) == before
+
+
+def test_a_rank_that_is_stopped_ends_the_engine(checkpoint: Path) -> None:
+    reason = asyncio.run(
+        lose(checkpoint, lambda process: process.send_signal(signal.SIGSTOP), DECODE,
+             rank_timeout=2.0)
+    )  # fmt: skip
+    assert "rank 1 has given no sign of life for 2 seconds" in reason
+
+
+def test_a_rank_without_memory_ends_the_engine(checkpoint: Path) -> None:
+    """Only one rank fails; the other one waits for it."""
+
+    def starve(process: Any) -> None:
+        resource.prlimit(process.pid, resource.RLIMIT_AS, (1 << 20, 1 << 20))
+
+    reason = asyncio.run(
+        lose(checkpoint, starve, 1, 48, max_num_seqs=48, max_num_batched_tokens=4096,
+             num_gpu_blocks_override=2000)
+    )  # fmt: skip
+    assert "rank 1" in reason and "memory" in reason
+
+
+def test_a_rank_that_is_killed_while_it_starts(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    send = FollowerProcess.send
+
+    def killing(self: FollowerProcess, frame: bytes) -> None:
+        send(self, frame)
+        self.process.send_signal(signal.SIGKILL)
+
+    monkeypatch.setattr(FollowerProcess, "send", killing)
+
+    async def start() -> None:
+        engine = AsyncEngine(config(checkpoint, distributed_timeout_seconds=2.0))
+        with pytest.raises(RankFailed, match="rank 1 of 2 was ended by SIGKILL"):
+            await engine.start()
+        await engine.stop()
+
+    before = descriptors(), children()
+    asyncio.run(start())
+    assert (descriptors(), children()) == before
+
+
+SCRIPT = """
+import os, signal, sys
+from jackfield import LLM, SamplingParams
+
+llm = LLM(sys.argv[1], device="cpu", dtype="float32", skip_tokenizer_init=True, max_model_len=128,
+          num_gpu_blocks_override=60, tensor_parallel_size=2)
+output = llm.generate([[5, 6, 7]], SamplingParams(max_tokens=4, ignore_eos=True), use_tqdm=False)
+assert len(output[0].outputs[0].token_ids) == 4
+print(llm.engine.core.executor.followers[0].process.pid, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_ranks_end_with_a_script_that_is_killed(checkpoint: Path, tmp_path: Path) -> None:
+    """The script has no `if __name__ == "__main__"`, and must not be imported by other ranks."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    run = subprocess.run(
+        [sys.executable, str(script), str(checkpoint)], capture_output=True, text=True, timeout=120
+    )
+    assert run.returncode == -signal.SIGKILL, run.stderr
+    pid, end = int(run.stdout.split()[-1]), time.monotonic() + DETECTED
+    while _alive(pid):
+        assert time.monotonic() < end, "the other rank is still there"
+        time.sleep(0.02)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+# ---------------------------------------------------------------- progress
+
+
+def test_compiling_is_progress_and_waiting_is_not() -> None:
+    table = ProgressTable.create(2)
+    detector = StallDetector(table, ticks=3)
+    own, other = table.writer(0), table.writer(1)
+    own.start(4)
+    other.start(4)
+    own.counted_call()
+
+    def beat() -> str | None:
+        other.beat(_ident())
+        return detector.tick(awaited=True)
+
+    compiling = compile("def run(function): return function()", f"/x{COMPILERS[0]}x.py", "exec")
+    scope: dict[str, Any] = {}
+    exec(compiling, scope)
+    assert [scope["run"](beat) for _ in range(9)] == [None] * 9
+    assert [beat() for _ in range(2)] == [None] * 2
+    assert "rank 1 has made no progress in step or job 4" in (beat() or "")
+
+
+def test_time_passes_only_while_something_is_awaited() -> None:
+    table = ProgressTable.create(2)
+    detector, other = StallDetector(table, ticks=2), table.writer(1)
+    for _ in range(5):
+        other.beat(_ident())
+        assert detector.tick(awaited=False) is None
+    assert detector.tick(awaited=False) is None
+    assert "rank 1 has given no sign of life" in (detector.tick(awaited=False) or "")
+
+
+def _ident() -> int:
+    import threading
+
+    return threading.get_ident()

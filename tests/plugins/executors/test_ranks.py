@@ -1,0 +1,273 @@
+"""Two ranks give what one gives, through the whole engine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+import transformers
+
+import jackfield
+from jackfield import AsyncEngine, EngineConfig, SamplingParams
+from jackfield.core.errors import ConfigError
+from jackfield.core.remote.frames import encode
+from jackfield.core.sampling_params import OutputKind, StructuredOutputsParams
+from jackfield.plugins.executors import processes
+from jackfield.plugins.executors.messages import Step
+from jackfield.plugins.executors.processes import ProcessesExecutor
+
+EMBEDDED = Path(jackfield.__file__).parent / "plugins" / "models" / "embedded"
+SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+LONG = [10 + (i * i) % 190 for i in range(60)]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Qwen 3 with two key-value heads, and the embedded model's tokenizer."""
+    folder = tmp_path_factory.mktemp("ranks")
+    sizes = json.loads((EMBEDDED / "config.json").read_text())
+    config = transformers.Qwen3Config(
+        vocab_size=sizes["vocab_size"], hidden_size=64, intermediate_size=96, head_dim=16,
+        num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        max_position_embeddings=512, eos_token_id=sizes["eos_token_id"], pad_token_id=0,
+        bos_token_id=None, initializer_range=0.2,
+    )  # fmt: skip
+    transformers.set_seed(3)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:  # Else all keys have the same norm.
+                parameter.add_(0.3 * torch.randn_like(parameter))
+    model.save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(EMBEDDED / name, folder)
+    return folder
+
+
+def config(checkpoint: Path, **options: Any) -> EngineConfig:
+    settings = {
+        "model": str(checkpoint), "device": "cpu", "dtype": "float32", "block_size": 4,
+        "max_model_len": 160, "max_num_seqs": 6, "max_num_batched_tokens": 24,
+        "num_gpu_blocks_override": 48, **options,
+    }  # fmt: skip
+    return EngineConfig(**settings)
+
+
+class Running:
+    """An engine on a loop of its own."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.engine = AsyncEngine(config)
+        self.run(self.engine.start())
+
+    def run(self, work: Any) -> Any:
+        return self.loop.run_until_complete(asyncio.wait_for(work, 60))
+
+    def close(self) -> None:
+        self.run(self.engine.stop())
+        self.loop.close()
+
+
+@pytest.fixture(scope="module")
+def one(checkpoint: Path) -> Iterator[Running]:
+    running = Running(config(checkpoint))
+    yield running
+    running.close()
+
+
+@pytest.fixture(scope="module")
+def two(checkpoint: Path) -> Iterator[Running]:
+    running = Running(config(checkpoint, tensor_parallel_size=2))
+    yield running
+    running.close()
+
+
+async def outputs(engine: AsyncEngine, prompt: Any, **params: Any) -> list[Any]:
+    settings = {"ignore_eos": True, "max_tokens": 24, "temperature": 0.0, **params}
+    sampling = SamplingParams(output_kind=OutputKind.FINAL_ONLY, **settings)
+    final = [output async for output in engine.generate(prompt, sampling)][-1]
+    return [(out.token_ids, out.finish_reason) for out in final.outputs]
+
+
+async def mixed(engine: AsyncEngine) -> list[Any]:
+    """Serve requests of all kinds at once: chunked prompts, too few blocks for all of them, several
+    completions, seeds, penalties, a grammar."""
+    grammar = StructuredOutputsParams(json=SCHEMA)
+    return await asyncio.gather(
+        outputs(engine, LONG),
+        outputs(engine, LONG[:50], temperature=0.9, seed=7, top_p=0.9, top_k=40),
+        outputs(engine, LONG[5:30], temperature=1.0, seed=11, n=2),
+        outputs(engine, LONG[7:13], repetition_penalty=1.3, presence_penalty=0.5),
+        outputs(engine, "A number:", structured_outputs=grammar, ignore_eos=False, seed=5,
+                temperature=1.0, max_tokens=40),
+    )  # fmt: skip
+
+
+def test_tokens_are_those_of_one_rank(one: Running, two: Running) -> None:
+    expected, preempted = one.run(mixed(one.engine)), one.engine.stats().num_preemptions
+    assert preempted, "the requests of this test need more blocks than there are"
+    assert two.run(mixed(two.engine)) == expected
+    executor = two.engine.core.executor  # type: ignore[attr-defined]
+    assert isinstance(executor, ProcessesExecutor)
+    assert [follower.rank for follower in executor.followers] == [1]
+
+
+def test_a_prefix_hit_gives_the_same_tokens(one: Running, two: Running) -> None:
+    async def twice(engine: AsyncEngine) -> tuple[list[Any], int]:
+        await engine.reset_prefix_cache()
+        first = await outputs(engine, LONG)
+        before = engine.stats().prefix_cache_hits
+        second = await outputs(engine, LONG)
+        assert first == second
+        return first, engine.stats().prefix_cache_hits - before
+
+    expected = one.run(twice(one.engine))
+    assert expected[1] and two.run(twice(two.engine)) == expected
+
+
+def test_log_probabilities_and_health(one: Running, two: Running) -> None:
+    async def scored(engine: AsyncEngine) -> list[dict[int, float]]:
+        await engine.check_health()
+        params = SamplingParams(
+            temperature=0.0, max_tokens=3, ignore_eos=True, logprobs=2,
+            output_kind=OutputKind.FINAL_ONLY,
+        )  # fmt: skip
+        final = [output async for output in engine.generate(LONG[:9], params)][-1]
+        return [
+            {token_id: each.logprob for token_id, each in position.items()}
+            for position in final.outputs[0].logprobs
+        ]
+
+    for there, here in zip(two.run(scored(two.engine)), one.run(scored(one.engine)), strict=True):
+        assert there == pytest.approx(here, abs=1e-4)
+
+
+def test_an_abort_in_mid_stream_leaves_the_ranks_alike(one: Running, two: Running) -> None:
+    async def aborted(engine: AsyncEngine) -> list[Any]:
+        params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+        other = asyncio.create_task(outputs(engine, LONG[3:20]))
+        async for output in engine.generate(LONG[:30], params):
+            if len(output.outputs[0].token_ids) >= 5:
+                break
+        tokens = await other
+        return [tokens, await outputs(engine, LONG[2:40])]
+
+    assert two.run(aborted(two.engine)) == one.run(aborted(one.engine))
+
+
+def test_a_plan_is_encoded_once_for_all_ranks(
+    two: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executor: Any = two.engine.core.executor  # type: ignore[attr-defined]
+    sent: list[list[bytes]] = [[], []]
+    encoded = []
+
+    def count(message: Any) -> bytes:
+        encoded.append(message)
+        return encode(message)
+
+    class Elsewhere:
+        """Two more ranks, which only look."""
+
+        def __init__(self, frames: list[bytes]) -> None:
+            self.rank, self.send = 1, frames.append
+
+    monkeypatch.setattr(processes, "encode", count)
+    with monkeypatch.context() as more:
+        more.setattr(executor, "followers", [*executor.followers, *map(Elsewhere, sent)])
+        two.run(outputs(two.engine, LONG[:5]))
+    steps = [message.plan.step for message in encoded if isinstance(message, Step)]
+    assert steps == sorted(set(steps)) and len(steps) >= 24
+    assert len(sent[0]) == len(encoded)
+    assert all(left is right for left, right in zip(*sent, strict=True))
+
+
+def test_a_step_that_fails_on_all_ranks_ends_its_requests_alone(one: Running, two: Running) -> None:
+    """Other requests go on, on all ranks."""
+
+    async def fail(engine: AsyncEngine) -> list[Any]:
+        executor: Any = engine.core.executor  # type: ignore[attr-defined]
+        submit = executor.submit
+
+        def broken(plan: Any, in_process: Any) -> Any:
+            if len(plan.slots) and not plan.starts:
+                executor.submit = submit
+                plan = msgspec.structs.replace(plan, slots=(10_000,) * len(plan.slots))
+            return submit(plan, in_process)
+
+        executor.submit = broken
+        [(_, reason)] = await outputs(engine, LONG[:7])
+        assert reason == "error" and engine.dead_reason is None
+        return await outputs(engine, LONG[:9])
+
+    assert two.run(fail(two.engine)) == one.run(fail(one.engine))
+
+
+def test_kv_compression_drops_the_same_tokens(checkpoint: Path) -> None:
+    """Each rank chooses for its own heads, by the plan's numbers."""
+
+    async def serve(ranks: int) -> tuple[list[Any], int]:
+        made = config(
+            checkpoint, tensor_parallel_size=ranks, kv_compression="key_norm",
+            kv_compression_ratio=0.5, skip_tokenizer_init=True,
+        )  # fmt: skip
+        async with AsyncEngine(made) as engine:
+            return await outputs(engine, LONG), engine.stats().kv_compactions
+
+    expected = asyncio.run(serve(1))
+    assert expected[1] and asyncio.run(serve(2)) == expected
+
+
+# ---------------------------------------------------------------- options
+
+
+@pytest.mark.parametrize(
+    ("options", "executor"),
+    [
+        ({}, "inprocess"),
+        ({"tensor_parallel_size": 2}, "processes"),
+        ({"executor": "mp"}, "processes"),
+        ({"distributed_executor_backend": "uni"}, "inprocess"),
+    ],
+)
+def test_the_number_of_ranks_chooses_the_executor(options: Any, executor: str) -> None:
+    from jackfield.core.engine.resolve_config import resolve_config
+
+    made = EngineConfig.from_options({"device": "cpu", **options})
+    assert resolve_config(made).executor == executor
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"executor": "inprocess"}, "tensor_parallel_size"),
+        ({"executor": "uni"}, "tensor_parallel_size"),
+        ({"executor": "ray"}, "executor"),
+        ({"tensor_parallel_size": 3}, "tensor_parallel_size"),
+    ],
+)
+def test_ranks_that_cannot_be_are_refused_by_name(
+    checkpoint: Path, options: Any, field: str
+) -> None:
+    async def start() -> None:
+        made = config(checkpoint, **{"tensor_parallel_size": 2, **options})
+        async with AsyncEngine(made):
+            pass
+
+    with pytest.raises(ConfigError) as refusal:
+        asyncio.run(start())
+    assert refusal.value.param == field
+
+
+def test_kv_connectors_are_refused() -> None:
+    with pytest.raises(ConfigError, match="tensor_parallel_size") as refusal:
+        EngineConfig(tensor_parallel_size=2, kv_transfer_config={"kv_connector": "memory"})
+    assert refusal.value.param == "kv_transfer_config"
