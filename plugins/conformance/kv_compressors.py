@@ -45,6 +45,18 @@ class KVCompressorKit(Kit):
             pytest.skip(f"it refuses plain attention: {reason}")
         return spec
 
+    def scores(
+        self, compressor: KVCompressor, spec: AttentionSpec, cache: torch.Tensor, seed: int = 0
+    ) -> torch.Tensor:
+        """Score as the worker does. cache: [2 (key, value), num_tokens, num_kv_heads, head_dim]"""
+        if not compressor.num_queries:
+            return compressor.scores(spec, *cache)
+        draw = torch.Generator().manual_seed(seed)
+        # After a prefix hit there may be fewer than it needs.
+        count = min(compressor.num_queries, cache.shape[1] - seed % 2)
+        queries = torch.randn(count, spec.num_heads, HEAD_DIM, generator=draw).to(cache.dtype)
+        return compressor.scores(spec, *cache, queries=queries)
+
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     @pytest.mark.parametrize(("num_tokens", "num_kv_heads"), [(17, 1), (18, 3), (300, 2)])
     def test_every_token_of_every_head_has_a_score(
@@ -55,7 +67,7 @@ class KVCompressorKit(Kit):
         shape = (2, num_tokens, num_kv_heads, HEAD_DIM)
         draw = torch.Generator().manual_seed(num_tokens)
         for cache in (torch.randn(shape, generator=draw), torch.ones(shape), torch.zeros(shape)):
-            scores = compressor.scores(spec, *cache.to(dtype))
+            scores = self.scores(compressor, spec, cache.to(dtype), num_tokens)
             assert scores.shape == (num_tokens, num_kv_heads)
             assert not scores.isnan().any()
 
@@ -63,10 +75,24 @@ class KVCompressorKit(Kit):
         spec, compressor = self.spec(2), self.make()
         cache = torch.randn(2, 40, 2, HEAD_DIM, generator=torch.Generator().manual_seed(1))
         before = cache.clone()
-        first = compressor.scores(spec, *cache).clone()
+        first = self.scores(compressor, spec, cache).clone()
         assert torch.equal(cache, before)
-        compressor.scores(spec, *torch.ones(2, 20, 2, HEAD_DIM))
-        assert torch.equal(compressor.scores(spec, *cache), first), "others' tokens matter"
+        self.scores(compressor, spec, torch.ones(2, 20, 2, HEAD_DIM))
+        assert torch.equal(self.scores(compressor, spec, cache), first), "others' tokens matter"
+
+    @pytest.mark.parametrize("kept", [1, 16, 40])
+    def test_merged_values_are_those_of_tokens_that_stay(self, kept: int) -> None:
+        """As many, finite, and unchanged where nothing was dropped."""
+        spec, compressor = self.spec(2), self.make()
+        cache = torch.randn(2, 40, 2, HEAD_DIM, generator=torch.Generator().manual_seed(2))
+        before = cache.clone()
+        scores = self.scores(compressor, spec, cache)
+        chosen = scores.float().argsort(0, descending=True)[:kept].sort(0)[0]
+        merged = compressor.merged_values(spec, *cache, chosen)
+        assert torch.equal(cache, before)
+        assert merged.shape == (kept, 2, HEAD_DIM) and merged.isfinite().all()
+        if kept == 40:
+            torch.testing.assert_close(merged, cache[1])
 
     def test_an_engine_serves_with_it(self) -> None:
         """A long prompt is compacted, and the requests beside it are what they are alone."""

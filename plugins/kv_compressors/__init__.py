@@ -9,5 +9,12 @@ from ...core.hooks import hookimpl
 
 @hookimpl
 def register_kv_compressors(registry: Any) -> None:
-    registry.add("window", "jackfield.plugins.kv_compressors.builtin:Window")
-    registry.add("key_norm", "jackfield.plugins.kv_compressors.builtin:KeyNorm")
+    registry.add("window", "jackfield.plugins.kv_compressors.by_keys:Window")
+    registry.add("key_norm", "jackfield.plugins.kv_compressors.by_keys:KeyNorm")
+    registry.add("key_diff", "jackfield.plugins.kv_compressors.by_keys:KeyDiff")
+    registry.add("snap_kv", "jackfield.plugins.kv_compressors.by_queries:SnapKV")
+    registry.add("snap_kv_merge", "jackfield.plugins.kv_compressors.by_queries:MergingSnapKV")
+    registry.add(
+        "expected_attention", "jackfield.plugins.kv_compressors.by_queries:ExpectedAttention"
+    )
+    registry.add("r_kv", "jackfield.plugins.kv_compressors.by_queries:RKV")

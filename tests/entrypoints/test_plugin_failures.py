@@ -34,7 +34,7 @@ from jackfield.core.sampling_params import StructuredOutputsParams
 from jackfield.core.step import KVReport
 from jackfield.plugins.attention.torch import TorchAttention
 from jackfield.plugins.executors.inprocess import InProcessExecutor
-from jackfield.plugins.kv_compressors.builtin import Window
+from jackfield.plugins.kv_compressors.by_keys import Window
 from jackfield.plugins.kv_connectors.cpu_offload import CpuOffloadConnector
 from jackfield.plugins.models.qwen3 import Qwen3ForCausalLM
 from jackfield.plugins.operations.triton import TritonOperations

@@ -106,8 +106,16 @@ def requests() -> list[tuple[list[int], SamplingParams]]:
 
 COMPRESSION = pytest.mark.parametrize(
     "compression",
-    [{}, {"kv_compression": "key_norm", "kv_compression_ratio": 0.4}],
-    ids=["whole", "compressed"],
+    [
+        {},
+        {"kv_compression": "key_norm", "kv_compression_ratio": 0.4},
+        {
+            "kv_compression": "snap_kv",
+            "kv_compression_budget": 16,
+            "kv_compression_interval": 8,
+        },
+    ],
+    ids=["whole", "compressed", "by queries"],
 )
 """The requests' caches, and so the positions of their steps."""
 

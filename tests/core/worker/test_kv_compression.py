@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
 
 from jackfield import AsyncEngine, EngineConfig, SamplingParams
 from jackfield.core.errors import ConfigError, InvalidRequest
@@ -24,11 +25,13 @@ from jackfield.core.scheduling.compression import CacheCompression
 from jackfield.core.worker.kv_cache.compaction import best, load_compressor
 from jackfield.entrypoints.replay import replay, replay_config
 from jackfield.plugins.executors.inprocess import InProcessExecutor
-from jackfield.plugins.kv_compressors.builtin import RECENT, SINKS, KeyNorm, Window
+from jackfield.plugins.kv_compressors.by_keys import RECENT, SINKS, KeyNorm, Window
+from jackfield.plugins.kv_compressors.by_queries import RKV, SnapKV
 
 from helpers import VOCAB, greedy_reference, make_checkpoint, reference_model
 
 BLOCK = 4
+NAMES = {KeyNorm: "key_norm", Window: "window", SnapKV: "snap_kv", RKV: "r_kv"}
 OUTPUT = 10
 
 
@@ -100,12 +103,24 @@ def pruned_reference(
     """Greedy tokens of the `transformers` model, whose cache loses tokens after the prompt: each KV
     head attends densely to those that are left."""
     model = reference_model(folder)
+    normed: list[torch.Tensor] = []
+    hooks = [
+        layer.self_attn.q_norm.register_forward_hook(lambda *args: normed.append(args[2]))
+        for layer in model.model.layers
+    ]
     output = model(torch.tensor([tokens]), use_cache=True)
+    for hook in hooks:
+        hook.remove()
+    angles = model.model.rotary_emb(normed[0], torch.arange(len(tokens))[None])
     cache, chosen = output.past_key_values, [int(output.logits[0, -1].argmax())]
-    for layer in cache.layers:
+    for layer, heads in zip(cache.layers, normed, strict=True):
+        more = {}
+        if compressor.num_queries:
+            turned, _ = apply_rotary_pos_emb(heads.transpose(1, 2), heads.transpose(1, 2), *angles)
+            more["queries"] = turned[0].transpose(0, 1)[-compressor.num_queries :]
         keys, values = (each[0].transpose(0, 1) for each in (layer.keys, layer.values))
-        scores = compressor.scores(AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=32, scale=1),
-                                   keys, values)  # fmt: skip
+        spec = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=32, scale=32**-0.5)
+        scores = compressor.scores(spec, keys, values, **more)
         index = torch.topk(scores, kept, dim=0).indices[:, :, None].expand(-1, -1, keys.shape[2])
         layer.keys = keys.gather(0, index).transpose(0, 1)[None].contiguous()
         layer.values = values.gather(0, index).transpose(0, 1)[None].contiguous()
@@ -121,8 +136,11 @@ def pruned_reference(
 
 @pytest.mark.parametrize(
     ("name", "policy", "count"),
-    [("torch", KeyNorm, OUTPUT), ("torch", Window, OUTPUT), ("triton", KeyNorm, 3)],
-)
+    [
+        ("torch", KeyNorm, OUTPUT), ("torch", Window, OUTPUT), ("triton", KeyNorm, 3),
+        ("torch", SnapKV, OUTPUT), ("torch", RKV, OUTPUT), ("triton", SnapKV, 3),
+    ],
+)  # fmt: skip
 async def test_tokens_are_those_of_dense_attention_to_what_is_left(
     folder: Path, name: str, policy: type[KVCompressor], count: int
 ) -> None:
@@ -133,7 +151,7 @@ async def test_tokens_are_those_of_dense_attention_to_what_is_left(
     assert name == "triton" or expected != whole, "nothing of importance was dropped"
     results, stats = await outputs(
         folder, [prompt(5, 1), tokens, prompt(9, 2)], attention_backend=name,
-        kv_compression="window" if policy is Window else "key_norm", kv_compression_ratio=0.4,
+        kv_compression=NAMES[policy], kv_compression_ratio=0.4,
         max_num_batched_tokens=16, params={"max_tokens": count},
     )  # fmt: skip
     assert results[1] == expected

@@ -8,7 +8,7 @@ import torch
 from mutants import Mutant, mutant_tests, plugin_of, subclass
 
 from jackfield.plugins.conformance.kv_compressors import KVCompressorKit
-from jackfield.plugins.kv_compressors.builtin import KeyNorm
+from jackfield.plugins.kv_compressors.by_keys import KeyNorm
 
 
 class TestWindow(KVCompressorKit):
@@ -19,6 +19,26 @@ class TestKeyNorm(KVCompressorKit):
     name = "key_norm"
 
 
+class TestKeyDiff(KVCompressorKit):
+    name = "key_diff"
+
+
+class TestSnapKV(KVCompressorKit):
+    name = "snap_kv"
+
+
+class TestMergingSnapKV(KVCompressorKit):
+    name = "snap_kv_merge"
+
+
+class TestExpectedAttention(KVCompressorKit):
+    name = "expected_attention"
+
+
+class TestRKV(KVCompressorKit):
+    name = "r_kv"
+
+
 class Kit(KVCompressorKit):
     name = "subject"
     plugin = plugin_of("kv_compressor", "subject", KeyNorm)
@@ -26,6 +46,7 @@ class Kit(KVCompressorKit):
 
 SCORES = "test_every_token_of_every_head_has_a_score"
 UNCHANGED = "test_keys_and_values_are_read_and_not_changed"
+MERGED = "test_merged_values_are_those_of_tokens_that_stay"
 ENGINE = "test_an_engine_serves_with_it"
 
 
@@ -73,6 +94,14 @@ class NeedsArguments(KeyNorm):
         self.ratio = ratio
 
 
+def all_values(self: Any, spec: Any, keys: Any, values: Any, chosen: Any) -> torch.Tensor:
+    return values
+
+
+def dropped_alone(self: Any, spec: Any, keys: Any, values: Any, chosen: Any) -> torch.Tensor:
+    return values[: len(chosen)].flip(0)
+
+
 def scored(scores: Any) -> type:
     return subclass(KeyNorm, scores=scores)
 
@@ -86,7 +115,9 @@ MUTANTS = {
     "heads first": Mutant(scored(heads_first), (SCORES, ENGINE)),
     "fails for long prompts": Mutant(scored(short_alone), (SCORES,)),
     "remembers": Mutant(Remembers, (UNCHANGED,)),
-    "cannot be made": Mutant(NeedsArguments, (SCORES, UNCHANGED, ENGINE)),
+    "cannot be made": Mutant(NeedsArguments, (SCORES, UNCHANGED, MERGED, ENGINE)),
+    "merges into all tokens": Mutant(subclass(KeyNorm, merged_values=all_values), (MERGED, ENGINE)),
+    "values of other tokens": Mutant(subclass(KeyNorm, merged_values=dropped_alone), (MERGED,)),
 }
 
 TestMutants = mutant_tests(Kit, MUTANTS)

@@ -1,8 +1,9 @@
-"""Policies that need no queries: by position, and by the norm of keys."""
+"""Policies that need no queries: by position, and by keys."""
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
 from ...core.protocols.attention import AttentionSpec
 from ...core.protocols.kv_compressors import KVCompressor
@@ -44,6 +45,27 @@ class KeyNorm(KVCompressor):
     ) -> torch.Tensor:
         """[num_tokens, num_kv_heads, head_dim] each → [num_tokens, num_kv_heads]"""
         scores: torch.Tensor = -keys.float().norm(dim=2)
+        scores[:SINKS] = torch.inf
+        scores[-RECENT:] = torch.inf
+        return scores
+
+
+class KeyDiff(KVCompressor):
+    """Keep the keys that differ most from the mean direction of all, as KeyDiff (arXiv 2504.15364)
+    does, and the first and last tokens."""
+
+    def scores(
+        self,
+        spec: AttentionSpec,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        *,
+        queries: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """[num_tokens, num_kv_heads, head_dim] each → [num_tokens, num_kv_heads]"""
+        directions = F.normalize(keys.float(), dim=2)
+        mean = F.normalize(directions.mean(0), dim=1)
+        scores = -(directions * mean).sum(2)
         scores[:SINKS] = torch.inf
         scores[-RECENT:] = torch.inf
         return scores

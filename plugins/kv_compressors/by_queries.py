@@ -1,0 +1,181 @@
+"""Policies that look at the last queries of a request, which stand for those to come."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+
+from ...core.protocols.attention import AttentionSpec
+from ...core.protocols.kv_compressors import KVCompressor
+from .by_keys import RECENT, SINKS
+
+ROWS = 128
+"""Rows of a similarity matrix that are computed at a time."""
+
+
+def attention_logits(
+    spec: AttentionSpec, keys: torch.Tensor, queries: torch.Tensor
+) -> torch.Tensor:
+    """Return the logits of each query for each key, seen or not.
+
+    keys: [num_tokens, num_kv_heads, head_dim]; queries: [Q, num_heads, head_dim]
+    → [num_kv_heads, group, Q, num_tokens] float32
+    """
+    grouped = queries.float().unflatten(1, (spec.num_kv_heads, -1))
+    logits = torch.einsum("qhgd,nhd->hgqn", grouped, keys.float()) * spec.scale
+    if spec.soft_cap is not None:
+        logits = spec.soft_cap * (logits / spec.soft_cap).tanh()
+    return logits
+
+
+def visible(num_queries: int, num_tokens: int, device: torch.device) -> torch.Tensor:
+    """Return which keys the last queries see, [num_queries, num_tokens] bool."""
+    key = torch.arange(num_tokens, device=device)
+    last = torch.arange(num_tokens - num_queries, num_tokens, device=device)
+    return key <= last[:, None]
+
+
+class SnapKV(KVCompressor):
+    """Keep what the last queries attend to, and its neighbours, as SnapKV (arXiv 2404.14469) does:
+    a question at the end of the prompt is answered well, a later one about something else not."""
+
+    num_queries: ClassVar[int] = 16
+    width: ClassVar[int] = 5
+    """Neighbouring tokens whose scores are averaged."""
+
+    def scores(
+        self,
+        spec: AttentionSpec,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        *,
+        queries: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The mean probability that the queries which see a token give it, pooled."""
+        assert queries is not None, "num_queries is not 0"
+        seen = visible(len(queries), len(keys), keys.device)
+        logits = attention_logits(spec, keys, queries).masked_fill(~seen, -torch.inf)
+        weights = logits.softmax(-1).sum(2) / seen.sum(0)
+        pooled = F.avg_pool1d(
+            weights, self.width, stride=1, padding=self.width // 2, count_include_pad=False
+        )
+        scores = pooled.mean(1).T.contiguous()
+        scores[-RECENT:] = torch.inf
+        return scores
+
+
+class ExpectedAttention(KVCompressor):
+    """Keep what queries like the last ones are expected to attend to, weighted by the size of its
+    value (after Expected Attention, arXiv 2510.00636).
+
+    The logits of future queries are taken as normally distributed with the mean and variance of
+    those of the last queries, so the expectation of their exponentials is exp(mean + variance / 2).
+    The paper takes the moments of all of the prompt's queries, without rotation.
+    """
+
+    num_queries: ClassVar[int] = 32
+
+    def scores(
+        self,
+        spec: AttentionSpec,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        *,
+        queries: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The expected probability of a token times the norm of its value."""
+        assert queries is not None, "num_queries is not 0"
+        logits = attention_logits(spec, keys, queries)
+        expected = logits.mean(2) + logits.var(2, correction=0) / 2
+        weights = expected.softmax(-1).mean(1).T
+        scores = weights * values.float().norm(dim=2)
+        scores[:SINKS] = torch.inf
+        scores[-RECENT:] = torch.inf
+        return scores
+
+
+class RKV(KVCompressor):
+    """Keep what the last queries attend to and no later token repeats, as R-KV (arXiv 2505.24133)
+    does: made for long reasoning, with `kv_compression_interval`."""
+
+    num_queries: ClassVar[int] = 8
+    width: ClassVar[int] = 7
+    """Neighbouring tokens of which the highest importance counts."""
+    importance: ClassVar[float] = 0.1
+    """Weight of importance; that of redundancy is 1 - importance."""
+    similar: ClassVar[float] = 0.5
+    """Cosine of two keys from which one counts as a repetition."""
+
+    def scores(
+        self,
+        spec: AttentionSpec,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        *,
+        queries: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """importance - redundancy, weighted, both softmaxes over the tokens."""
+        assert queries is not None, "num_queries is not 0"
+        seen = visible(len(queries), len(keys), keys.device)
+        logits = attention_logits(spec, keys, queries).amax(1).masked_fill(~seen, -torch.inf)
+        weights = logits.softmax(-1).mean(1)
+        importance = F.max_pool1d(weights, self.width, stride=1, padding=self.width // 2)
+        redundancy = self.repetition(keys).softmax(-1)
+        scores = (self.importance * importance - (1 - self.importance) * redundancy).T.contiguous()
+        scores[:SINKS] = torch.inf
+        scores[-RECENT:] = torch.inf
+        return scores
+
+    def repetition(self, keys: torch.Tensor) -> torch.Tensor:
+        """Return the mean cosine of each key with all others, [num_kv_heads, num_tokens]: of tokens
+        that repeat each other, the newest is spared."""
+        directions = F.normalize(keys.float(), dim=2).transpose(0, 1)
+        count = directions.shape[1]
+        order = torch.arange(count, device=keys.device)
+        total = torch.zeros(directions.shape[:2], device=keys.device)
+        for start in range(0, count, ROWS):
+            rows = order[start : start + ROWS]
+            cosines = directions[:, rows] @ directions.transpose(1, 2)
+            cosines.masked_fill_(rows[:, None] == order, 0.0)
+            newest = torch.where(cosines > self.similar, order, -1).amax(-1, keepdim=True)
+            cosines.masked_fill_(newest == order, 0.0)
+            total += cosines.sum(1)
+        return total / count
+
+
+class MergingSnapKV(SnapKV):
+    """As SnapKV, but what is dropped leaves its value with the most similar token that stays."""
+
+    similar: ClassVar[float] = 0.75
+    """Cosine of two keys from which the value of one goes into the other's."""
+
+    def merged_values(
+        self,
+        spec: AttentionSpec,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        chosen: torch.Tensor,
+    ) -> torch.Tensor:
+        """v <- (v + sum of w_i v_i) / (1 + sum of w_i), over the dropped tokens whose key is most
+        similar to this one's: w_i = cosine * |v_i| / (|v_i| + |v|), 0 below `similar`."""
+        directions = F.normalize(keys.float(), dim=2).transpose(0, 1)
+        own = values.float().transpose(0, 1)
+        norms = own.norm(dim=2)
+        index = chosen.T
+        kept = directions.gather(1, index[:, :, None].expand(-1, -1, keys.shape[2]))
+        kept_norms = norms.gather(1, index)
+        merged = own.gather(1, index[:, :, None].expand(-1, -1, values.shape[2]))
+        weights = torch.ones_like(kept_norms)
+        stays = torch.zeros_like(norms, dtype=torch.bool).scatter_(1, index, True)
+        for start in range(0, keys.shape[0], ROWS):
+            rows = slice(start, start + ROWS)
+            cosine, target = (directions[:, rows] @ kept.transpose(1, 2)).max(2)
+            both = norms[:, rows] + kept_norms.gather(1, target)
+            share = cosine * norms[:, rows] / both.clamp(min=1e-12)
+            share = share.masked_fill(stays[:, rows] | (cosine < self.similar), 0.0)
+            weights.scatter_add_(1, target, share)
+            taken = target[:, :, None].expand(-1, -1, values.shape[2])
+            merged.scatter_add_(1, taken, share[:, :, None] * own[:, rows])
+        return (merged / weights[:, :, None]).transpose(0, 1).to(values.dtype)

@@ -1,0 +1,168 @@
+"""The policies against their formulas, token by token in float64; and what they are for."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from jackfield.core.protocols.attention import AttentionSpec
+from jackfield.core.worker.kv_cache.compaction import best
+from jackfield.plugins.kv_compressors.by_keys import RECENT, SINKS, KeyDiff
+from jackfield.plugins.kv_compressors.by_queries import (
+    RKV,
+    ExpectedAttention,
+    MergingSnapKV,
+    SnapKV,
+)
+
+COUNT, HEADS, GROUP, DIM = 45, 2, 3, 8
+SPEC = AttentionSpec(num_heads=HEADS * GROUP, num_kv_heads=HEADS, head_dim=DIM, scale=0.4)
+
+
+def case(num_queries: int, peak: float = 1.0) -> tuple[torch.Tensor, ...]:
+    """Random keys and values [COUNT, HEADS, DIM], and queries; `peak`: size of the queries."""
+    draw = torch.Generator().manual_seed(num_queries)
+    keys, values = torch.randn(2, COUNT, HEADS, DIM, generator=draw)
+    return keys, values, torch.randn(num_queries, HEADS * GROUP, DIM, generator=draw) * peak
+
+
+def softmax(numbers: list[float]) -> list[float]:
+    top = max(numbers)
+    powers = [math.exp(number - top) for number in numbers]
+    return [power / sum(powers) for power in powers]
+
+
+def logit(queries: torch.Tensor, keys: torch.Tensor, query: int, head: int, token: int) -> float:
+    kv_head = head // GROUP
+    return float(queries[query, head].double() @ keys[token, kv_head].double()) * SPEC.scale
+
+
+def middle(scores: torch.Tensor, sinks: int = SINKS) -> torch.Tensor:
+    assert scores[:sinks].isinf().all() and scores[-RECENT:].isinf().all()
+    assert scores[sinks:-RECENT].isfinite().all()
+    return scores[sinks:-RECENT].double()
+
+
+@pytest.mark.parametrize("peak", [1.0, 8.0])
+def test_snap_kv(peak: float) -> None:
+    keys, values, queries = case(6, peak)
+    total = torch.zeros(COUNT, HEADS * GROUP, dtype=torch.float64)
+    for query in range(6):
+        last = COUNT - 6 + query
+        for head in range(HEADS * GROUP):
+            row = softmax([logit(queries, keys, query, head, t) for t in range(last + 1)])
+            total[: last + 1, head] += torch.tensor(row, dtype=torch.float64)
+    mean = total / torch.tensor([sum(t <= COUNT - 6 + q for q in range(6)) for t in range(COUNT)])[
+        :, None
+    ]  # fmt: skip
+    pooled = torch.stack([mean[max(0, t - 2) : t + 3].mean(0) for t in range(COUNT)])
+    expected = pooled.unflatten(1, (HEADS, GROUP)).mean(2)
+    scores = SnapKV().scores(SPEC, keys, values, queries=queries)
+    torch.testing.assert_close(middle(scores, 0), expected[:-RECENT], atol=1e-6, rtol=1e-4)
+
+
+def test_expected_attention_is_the_expectation_over_normal_queries() -> None:
+    """With the explicit mean and covariance of the queries."""
+    keys, values, queries = case(9)
+    expected = torch.zeros(COUNT, HEADS, dtype=torch.float64)
+    for head in range(HEADS * GROUP):
+        own = queries[:, head].double()
+        mean = own.mean(0)
+        covariance = (own - mean).T @ (own - mean) / 9
+        numbers = []
+        for token in range(COUNT):
+            key = keys[token, head // GROUP].double()
+            spread = float(key @ covariance @ key) * SPEC.scale**2
+            numbers.append(float(mean @ key) * SPEC.scale + spread / 2)
+        expected[:, head // GROUP] += torch.tensor(softmax(numbers), dtype=torch.float64) / GROUP
+    expected *= values.double().norm(dim=2)
+    scores = ExpectedAttention().scores(SPEC, keys, values, queries=queries)
+    torch.testing.assert_close(middle(scores), expected[SINKS:-RECENT], atol=1e-6, rtol=1e-4)
+
+
+def test_r_kv() -> None:
+    keys, values, queries = case(8)
+    keys[20:30] = keys[10:11] * 2 + keys[20:30] * 0.1  # Repetitions.
+    expected = torch.zeros(COUNT, HEADS, dtype=torch.float64)
+    for kv_head in range(HEADS):
+        weights = torch.zeros(COUNT, dtype=torch.float64)
+        for query in range(8):
+            heads = range(kv_head * GROUP, (kv_head + 1) * GROUP)
+            row = softmax([
+                max(logit(queries, keys, query, head, token) for head in heads)
+                for token in range(COUNT - 8 + query + 1)
+            ])  # fmt: skip
+            weights[: len(row)] += torch.tensor(row, dtype=torch.float64) / 8
+        important = [float(weights[max(0, t - 3) : t + 4].max()) for t in range(COUNT)]
+        unit = keys[:, kv_head].double()
+        unit /= unit.norm(dim=1, keepdim=True)
+        mean = [0.0] * COUNT
+        for row_number in range(COUNT):
+            cosines = [float(unit[row_number] @ unit[t]) for t in range(COUNT)]
+            cosines[row_number] = 0.0
+            similar = [t for t in range(COUNT) if cosines[t] > 0.5]
+            if similar:
+                cosines[similar[-1]] = 0.0
+            mean = [old + new / COUNT for old, new in zip(mean, cosines, strict=True)]
+        pairs = zip(important, softmax(mean), strict=True)
+        expected[:, kv_head] = torch.tensor([0.1 * i - 0.9 * r for i, r in pairs])
+    scores = RKV().scores(SPEC, keys, values, queries=queries)
+    torch.testing.assert_close(middle(scores), expected[SINKS:-RECENT], atol=1e-6, rtol=1e-4)
+
+
+def test_r_kv_drops_repetitions_but_the_newest() -> None:
+    keys, values, queries = case(8, peak=0.0)
+    keys[10:30] = keys[9:10]
+    kept = best(RKV().scores(SPEC, keys, values, queries=queries), COUNT - 19)
+    for head in range(HEADS):
+        repeats = [token for token in kept[:, head].tolist() if 9 <= token < 30]
+        assert 29 in repeats and len(repeats) <= 3
+
+
+def test_key_diff_keeps_what_is_unlike_the_rest() -> None:
+    keys, values, _ = case(1)
+    keys = torch.ones(COUNT, HEADS, DIM) + 0.05 * keys
+    keys[17, 0], keys[23, 1] = -keys[17, 0], torch.arange(DIM) - 3.0
+    mean = (keys.double() / keys.double().norm(dim=2, keepdim=True)).mean(0)
+    expected = -torch.cosine_similarity(keys.double(), mean[None].expand_as(keys), dim=2)
+    scores = KeyDiff().scores(SPEC, keys, values)
+    torch.testing.assert_close(middle(scores), expected[SINKS:-RECENT], atol=1e-5, rtol=1e-4)
+    assert (scores[SINKS:-RECENT].argmax(0) + SINKS).tolist() == [17, 23]
+
+
+def test_the_last_queries_find_a_needle_in_each_head() -> None:
+    """A key that the queries of a head's group look for, between many others."""
+    keys, values, _ = case(1)
+    keys[12, 0] *= 3
+    keys[31, 1] *= 3
+    for policy in (SnapKV(), ExpectedAttention()):
+        queries = torch.zeros(policy.num_queries, HEADS * GROUP, DIM)
+        queries[:, :GROUP], queries[:, GROUP:] = keys[12, 0], keys[31, 1]
+        kept = best(policy.scores(SPEC, keys, values, queries=queries), 16)
+        assert 12 in kept[:, 0] and 31 in kept[:, 1]
+
+
+def test_merged_values() -> None:
+    keys, values, _ = case(1)
+    keys[20:26] = keys[5:6] + 0.1 * keys[20:26]  # Dropped, and like the 5th; its value takes them.
+    chosen = torch.tensor([[t, t] for t in range(20)])
+    merged = MergingSnapKV().merged_values(SPEC, keys, values, chosen)
+    for head in range(HEADS):
+        unit = keys[:, head].double()
+        unit /= unit.norm(dim=1, keepdim=True)
+        own = values[:, head].double()
+        sums, weights = own[:20].clone(), torch.ones(20, dtype=torch.float64)
+        for token in range(20, COUNT):
+            cosines = unit[:20] @ unit[token]
+            target = int(cosines.argmax())
+            if cosines[target] >= 0.75:
+                norm, other = own[token].norm(), own[target].norm()
+                weight = cosines[target] * norm / (norm + other)
+                sums[target] += weight * own[token]
+                weights[target] += weight
+        expected = sums / weights[:, None]
+        torch.testing.assert_close(merged[:, head].double(), expected, atol=1e-5, rtol=1e-4)
+        changed = (merged[:, head] - values[:20, head]).abs().amax(1) > 1e-4
+        assert changed[5] and not changed.all()
