@@ -88,7 +88,7 @@ class KVCompressorKit(Kit):
         before = cache.clone()
         scores = self.scores(compressor, spec, cache)
         chosen = scores.float().argsort(0, descending=True)[:kept].sort(0)[0]
-        merged = compressor.merged_values(spec, *cache, chosen)
+        merged = compressor.merged_values(spec, cache[0], cache[1], chosen)
         assert torch.equal(cache, before)
         assert merged.shape == (kept, 2, HEAD_DIM) and merged.isfinite().all()
         if kept == 40:

@@ -23,7 +23,7 @@ def attention_logits(
     keys: [num_tokens, num_kv_heads, head_dim]; queries: [Q, num_heads, head_dim]
     → [num_kv_heads, group, Q, num_tokens] float32
     """
-    grouped = queries.float().unflatten(1, (spec.num_kv_heads, -1))
+    grouped = queries.float().view(len(queries), spec.num_kv_heads, -1, spec.head_dim)
     logits = torch.einsum("qhgd,nhd->hgqn", grouped, keys.float()) * spec.scale
     if spec.soft_cap is not None:
         logits = spec.soft_cap * (logits / spec.soft_cap).tanh()
@@ -90,7 +90,7 @@ class ExpectedAttention(KVCompressor):
         logits = attention_logits(spec, keys, queries)
         expected = logits.mean(2) + logits.var(2, correction=0) / 2
         weights = expected.softmax(-1).mean(1).T
-        scores = weights * values.float().norm(dim=2)
+        scores: torch.Tensor = weights * values.float().norm(dim=2)
         scores[:SINKS] = torch.inf
         scores[-RECENT:] = torch.inf
         return scores
