@@ -27,7 +27,7 @@ _PLACES = ["query_start_ptr", "slots_ptr", "sample_slots_ptr"]
 
 
 @triton.jit
-def _rows_of(query_start_ptr, token, num_rows, TOKENS: tl.constexpr):
+def rows_of(query_start_ptr, token, num_rows, TOKENS: tl.constexpr):
     """Return the last row that begins at or before each token; rows without tokens come last."""
     low = tl.zeros([TOKENS], tl.int32)
     high = tl.zeros([TOKENS], tl.int32) + num_rows
@@ -84,7 +84,7 @@ def _step_inputs_kernel(
     if program < token_programs:
         token = program * TOKENS + tl.arange(0, TOKENS)
         inside = token < num_tokens
-        low = _rows_of(query_start_ptr, token, num_rows, TOKENS)
+        low = rows_of(query_start_ptr, token, num_rows, TOKENS)
         slot = tl.load(slots_ptr + low).to(tl.int64)
         position = tl.load(lengths_ptr + slot) + token - tl.load(query_start_ptr + low)
         ids = tl.load(history_ptr + slot * stride_history + position, mask=inside, other=0)
@@ -227,7 +227,7 @@ def _slot_mappings_kernel(
     table = tl.program_id(1)
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     inside = token < num_tokens
-    row = _rows_of(query_start_ptr, token, num_rows, TOKENS).to(tl.int64)
+    row = rows_of(query_start_ptr, token, num_rows, TOKENS).to(tl.int64)
     position = tl.load(positions_ptr + token, mask=inside, other=0)
     at = row * stride_rows + (table + 1) * columns + position // BLOCK_SIZE
     block = tl.load(table_ptr + at, mask=inside, other=0)

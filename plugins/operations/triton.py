@@ -24,6 +24,7 @@ from ...core.nn.operations import (
 )
 from ...core.nn.packed import PackedWeight
 from ...core.nn.routing import Routing, RoutingRule
+from ...core.nn.state.operations import StateOperations
 
 try:
     from ...kernels.activations import gelu_mul, silu_mul
@@ -49,17 +50,19 @@ try:
     from ...kernels.tuning import Product, small_m_config
     from .experts import experts_product, experts_serve
     from .packed import packed_product
+    from .states import TritonStates
 
     _MISSING = None
 except ImportError as error:
     _MISSING = f"triton cannot be imported ({error})"
+    TritonStates = StateOperations  # type: ignore[assignment,misc]
 
 
 WORKSPACE_FLOATS = 4 << 20
 """Floats for the partial sums of products that are split over K."""
 
 
-class TritonOperations(Operations):
+class TritonOperations(TritonStates, Operations):
     """Multiplies one token by fused matrix-vector products, a few by `small_m_matmul` where that
     was measured to be faster, more by cuBLAS with kernels around it."""
 

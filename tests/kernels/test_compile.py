@@ -16,13 +16,14 @@ import pytest
 if importlib.util.find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)
 
-PROGRAM = Path(__file__).parent / "programs" / "compile_all.py"
+PROGRAMS = Path(__file__).parent / "programs"
 
 
-def test_every_kernel_compiles_for_a_hopper_gpu() -> None:
+@pytest.mark.parametrize(("program", "count"), [("compile_all.py", 69), ("compile_states.py", 8)])
+def test_every_kernel_compiles_for_a_hopper_gpu(program: str, count: int) -> None:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     completed = subprocess.run(
-        [sys.executable, str(PROGRAM)], env=environment, capture_output=True, text=True
+        [sys.executable, str(PROGRAMS / program)], env=environment, capture_output=True, text=True
     )
     assert completed.returncode == 0, completed.stderr[-3000:]
-    assert len(completed.stdout.split()) == 69
+    assert len(completed.stdout.split()) == count

@@ -1,0 +1,1 @@
+"""Kernels over states of sequences: convolution, recurrences, the norm behind them."""

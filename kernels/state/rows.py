@@ -1,0 +1,41 @@
+"""The rows of a step, as kernels over states get them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+PLACES = ["query_start_ptr", "seq_lens_ptr", "slots_ptr"]
+"""Arguments that may begin anywhere in an array of int32: kernels are not compiled for it."""
+
+
+class Rows(NamedTuple):
+    """R rows; a row continues the state of its slot, or begins from zeros if its first token is its
+    sequence's first. Rows without tokens come last."""
+
+    query_start: torch.Tensor
+    """[R + 1] int32: row r's tokens are query_start[r] .. query_start[r + 1]."""
+    seq_lens: torch.Tensor
+    """[R] int32: tokens of each sequence, those of this step included."""
+    slots: torch.Tensor
+    """[R] int32 or int64: index of each row's state."""
+    single: bool
+    """Whether every row has one token."""
+
+
+@triton.jit
+def row_of(row, query_start_ptr, seq_lens_ptr, slots_ptr):
+    """Return a row's first token, number of tokens, slot, and whether its sequence begins."""
+    start = tl.load(query_start_ptr + row)
+    count = tl.load(query_start_ptr + row + 1) - start
+    slot = tl.load(slots_ptr + row).to(tl.int64)
+    return start.to(tl.int64), count, slot, tl.load(seq_lens_ptr + row) == count
+
+
+@triton.jit
+def softplus(x):
+    """Return log(1 + exp(x)), float32; x where that is all that is left of it."""
+    return tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(x)))

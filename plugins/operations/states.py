@@ -1,0 +1,100 @@
+"""Operations on states of sequences by Triton kernels: one or two launches each, prompts or not."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+
+from ...core.nn.state.operations import DeltaWeights, ScanWeights, StateOperations
+from ...core.nn.state.rows import StateRows
+from ...kernels.state.causal_conv import causal_conv
+from ...kernels.state.delta_rule import delta_rule
+from ...kernels.state.gated_rms_norm import gated_rms_norm
+from ...kernels.state.rows import Rows
+from ...kernels.state.selective_scan import selective_scan
+from ...kernels.state.ssd_scan import ssd_scan
+
+
+def _rows(rows: StateRows) -> Rows:
+    single = rows.max_query_len == 1
+    return Rows(rows.query_start, rows.seq_lens, rows.slots, single)
+
+
+class TritonStates(StateOperations):
+    """The kernels read a step's rows on the device."""
+
+    mixed_states: ClassVar[bool] = True
+
+    def causal_conv(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        state: torch.Tensor,
+        rows: StateRows,
+        *,
+        silu: bool,
+    ) -> torch.Tensor:
+        """[T, C] → [T, C]"""
+        return causal_conv(x, weight, bias, state, _rows(rows), silu=silu)
+
+    def ssd_scan(
+        self,
+        x: torch.Tensor,
+        dt: torch.Tensor,
+        b: torch.Tensor,
+        c: torch.Tensor,
+        weights: ScanWeights,
+        state: torch.Tensor,
+        rows: StateRows,
+    ) -> torch.Tensor:
+        """[T, H, P] → [T, H, P]"""
+        return ssd_scan(
+            x, dt, b, c, weights.a, weights.d, weights.dt_bias, weights.dt_limit, state,
+            _rows(rows),
+        )  # fmt: skip
+
+    def selective_scan(
+        self,
+        x: torch.Tensor,
+        dt: torch.Tensor,
+        b: torch.Tensor,
+        c: torch.Tensor,
+        gate: torch.Tensor,
+        weights: ScanWeights,
+        state: torch.Tensor,
+        rows: StateRows,
+    ) -> torch.Tensor:
+        """[T, I] → [T, I]"""
+        return selective_scan(
+            x, dt, b, c, gate, weights.a, weights.d, weights.dt_bias, weights.dt_limit, state,
+            _rows(rows),
+        )  # fmt: skip
+
+    def delta_rule(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        step: torch.Tensor,
+        beta: torch.Tensor,
+        weights: DeltaWeights,
+        state: torch.Tensor,
+        rows: StateRows,
+    ) -> torch.Tensor:
+        """[T, H, V] → [T, H, V]"""
+        return delta_rule(q, k, v, step, beta, *weights, state, _rows(rows))
+
+    def gated_rms_norm(
+        self,
+        x: torch.Tensor,
+        gate: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        *,
+        group_size: int,
+        gate_first: bool,
+    ) -> torch.Tensor:
+        """[T, size] → [T, size]"""
+        return gated_rms_norm(x, gate, weight, eps, group_size=group_size, gate_first=gate_first)

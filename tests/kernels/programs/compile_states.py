@@ -1,0 +1,57 @@
+"""Compiles every kernel over states for a Hopper GPU, and prints its name."""
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from jackfield.kernels.state import (
+    causal_conv,
+    delta_rule,
+    gated_rms_norm,
+    selective_scan,
+    ssd_scan,
+)
+
+CONV = {"K": 4, "BIAS": True, "SILU": True, "TOKENS": 16, "CHANNELS": 128}
+# Mamba 2 of 2.7 billion parameters; Bamba has states of 128, Falcon-H1 of 256.
+SSD = {
+    "HEADS": 80, "GROUPS": 1, "P": 64, "N": 128, "BLOCK_P": 32, "BLOCK_N": 128, "CHUNK": 32,
+    "SINGLE": False, "PRECISION": "tf32",
+}  # fmt: skip
+LARGE = {**SSD, "N": 256, "BLOCK_N": 256, "BLOCK_P": 16}
+DELTA = {"HEADS": 32, "GROUPS": 16, "K": 128, "V": 128, "BLOCK_K": 128, "VALUES": 16}
+NORM = {"GROUP": 8192, "SHARED": False, "GATE_FIRST": True, "BLOCK": 8192}
+KERNELS = [
+    (causal_conv._conv_kernel, CONV, 4),
+    (causal_conv._conv_state_kernel, {**CONV, "SINGLE": False}, 1),
+    (ssd_scan._ssd_scan_kernel, SSD, 4),
+    (ssd_scan._ssd_scan_kernel, {**SSD, "SINGLE": True}, 4),
+    (ssd_scan._ssd_scan_kernel, LARGE, 8),
+    (selective_scan._selective_scan_kernel, {"N": 16, "BLOCK_N": 16, "CHANNELS": 32}, 1),
+    (delta_rule._delta_rule_kernel, DELTA, 2),
+    (gated_rms_norm._gated_rms_norm_kernel, NORM, 16),
+]
+FLOATS = ("a_ptr", "d_ptr", "bias_ptr", "rate_ptr")
+TYPES = {
+    "query_start_ptr": "*i32", "seq_lens_ptr": "*i32", "slots_ptr": "*i64",
+    "low": "fp32", "high": "fp32", "scale": "fp32", "eps": "fp32",
+}  # fmt: skip
+for kernel, constants, warps in KERNELS:
+    names = kernel.arg_names
+    constants = {name: value for name, value in constants.items() if name in names}
+    convolution = "weight_ptr" in names
+    wide = {} if convolution else dict.fromkeys((*FLOATS, "state_ptr"), "*fp32")
+    types = {**TYPES, **wide}
+    signature = {
+        name: "constexpr"
+        if name in constants
+        else types.get(name, "*bf16" if name.endswith("_ptr") else "i32")
+        for name in names
+    }
+    places = {(names.index(name),): value for name, value in constants.items()}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=places)
+    options = {"num_warps": warps, "num_stages": 1}
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    assert compiled.metadata.shared < 227 * 1024, kernel
+    assert "ld.local" not in compiled.asm["ptx"], kernel
+    print(kernel.fn.__name__)
