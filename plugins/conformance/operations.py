@@ -40,6 +40,7 @@ from ...core.step import SlotStart
 from ...core.worker.sampling.sampler import Sampler
 from ...core.worker.sampling.sampling_state import SamplingState
 from .kit import Kit
+from .states import StateChecks
 
 REFERENCE = Operations()
 SAMPLING: tuple[dict[str, Any], ...] = (
@@ -96,7 +97,7 @@ def tensors(value: Any) -> list[torch.Tensor]:
     return [value.weight] if isinstance(value, Norm) else []
 
 
-class OperationsKit(Kit):
+class OperationsKit(StateChecks, Kit):
     """Subclass it in your tests, and set the class variables."""
 
     kind = "operations"

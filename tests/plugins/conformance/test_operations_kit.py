@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -174,6 +175,17 @@ def forgets_residual(self: Any, x: Any, routing: Any, gate_up: Any, down: Any, *
     return Operations.experts(self, x, routing, gate_up, down, **more) - more["residual"]
 
 
+def begins_from_leftovers(self: Any, *args: Any) -> Any:
+    rows = args[-1]
+    continued = dataclasses.replace(rows, seq_lens=rows.seq_lens + 1)
+    return Operations.ssd_scan(self, *args[:-1], continued)
+
+
+def forgets_state(self: Any, *args: Any) -> Any:
+    *inputs, state, rows = args
+    return Operations.delta_rule(self, *inputs, state.clone(), rows)
+
+
 NORMS = ("test_rms_norm", "test_rms_norm_of_part_of_a_tensor")
 NORMED = ("test_add_rms_norm", "test_linear", "test_gated_linear", "test_packed_linear",
           "test_heads", "test_cached_heads")  # fmt: skip
@@ -239,6 +251,12 @@ MUTANTS = {
     "all writes, however many count": Mutant(planted(scatter=writes_all), ("test_scatter",)),
     "another type comes out": Mutant(planted(layer_norm=float64), ("test_layer_norm",)),
     "experts without the residual": Mutant(planted(experts=forgets_residual), ("test_experts",)),
+    "a sequence begins from what is left": Mutant(
+        planted(ssd_scan=begins_from_leftovers), ("test_ssd_scans_continue_states",)
+    ),
+    "states are forgotten": Mutant(
+        planted(delta_rule=forgets_state), ("test_delta_rules_continue_states",)
+    ),
     "a refusal without words": Mutant(
         planted(
             supports=classmethod(lambda cls, device, dtype: "" if device.type == "meta" else None)

@@ -1,0 +1,153 @@
+"""Checks of operations on states, for `OperationsKit`: results, and the states that they leave.
+
+Steps have rows of one token and of many, some of which continue a state. States of other slots must
+stay as they are, and what is left in the slot of a row that begins must not matter: it is NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ...core.nn.operations import Operations
+from ...core.nn.state.operations import DeltaWeights, ScanWeights
+from ...core.nn.state.rows import StateRows
+
+REFERENCE = Operations()
+NUM_STATES = 8
+SLOTS = (5, 0, 3, 6, 1, 2)
+STEPS = {
+    "decode": ((5, 1), (1, 1), (9, 1)),
+    "prompts": ((1, 1), (6, 1), (2, 2), (71, 71), (40, 21), (9, 4)),
+}
+"""(tokens of the sequence, those of the step) of each row."""
+EMPTY = 2
+"""Rows without tokens that a recorded step has at its end, of the last slot."""
+
+
+def make_rows(
+    sizes: Sequence[tuple[int, int]], device: torch.device, *, mixed: bool = False
+) -> StateRows:
+    """Return the rows of a step; mixed: as a recorded step has them, with room for more."""
+    slots = list(SLOTS[: len(sizes)])
+    if mixed:
+        sizes = [*sizes, *[(0, 0)] * EMPTY]
+        slots += [NUM_STATES - 1] * EMPTY
+    starts = np.cumsum([0, *(count for _, count in sizes)]).astype(np.int32)
+    return StateRows(
+        num_tokens=int(starts[-1]),
+        slots=torch.tensor(slots, dtype=torch.int32, device=device),
+        query_start=torch.from_numpy(starts.copy()).to(device),
+        seq_lens=torch.tensor([length for length, _ in sizes], dtype=torch.int32, device=device),
+        query_start_cpu=np.zeros_like(starts) if mixed else starts,
+        max_query_len=int(starts[-1]) if mixed else int(np.diff(starts).max()),
+        mixed=mixed,
+    )
+
+
+class StateChecks:
+    """Part of `OperationsKit`."""
+
+    device: Any
+    draw: Any
+    make: Any
+    near: Any
+
+    def _sliced(self, tokens: int, *shape: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
+        """[tokens, *shape]: a part of a wider tensor, as projections give it."""
+        size = int(np.prod(shape))
+        wider: torch.Tensor = self.draw(tokens, size + 6, dtype=dtype, seed=seed, scale=0.5)
+        return wider[:, 3 : 3 + size].view(tokens, *shape)
+
+    def _check_states(
+        self,
+        name: str,
+        dtype: torch.dtype,
+        step: str,
+        shapes: Sequence[tuple[int, ...]],
+        weights: Sequence[Any],
+        state: torch.Tensor,
+        **more: Any,
+    ) -> None:
+        """Compare an operation with the reference, on inputs of these shapes for one token."""
+        operations = self.make(dtype)
+        rows = make_rows(STEPS[step], self.device)
+        inputs = [
+            self._sliced(rows.num_tokens, *shape, dtype=dtype, seed=seed)
+            for seed, shape in enumerate(shapes)
+        ]
+        begins = rows.slots[rows.begins].long()
+        state[begins] = float("nan")
+        want_state = state.clone()
+        want = getattr(REFERENCE, name)(*inputs, *weights, want_state, rows, **more)
+        kinds = [rows]
+        if operations.mixed_states and step != "decode":
+            kinds.append(make_rows(STEPS[step], self.device, mixed=True))
+        for each in kinds:
+            got_state = state.clone()
+            got = getattr(operations, name)(*inputs, *weights, got_state, each, **more)
+            assert got.dtype == dtype
+            self.near(got, want, dtype)
+            used = rows.slots.long()
+            self.near(got_state[used], want_state[used], dtype)
+            others = [slot for slot in range(NUM_STATES - 1) if slot not in rows.slots.tolist()]
+            assert torch.equal(got_state[others], state[others]), "another slot's state changed"
+
+    @pytest.mark.parametrize("step", STEPS)
+    def test_convolutions_continue_states(self, dtype: torch.dtype, step: str) -> None:
+        channels = 150
+        for kernel, bias, silu in ((4, True, True), (3, False, False)):
+            weights = [
+                self.draw(channels, kernel, dtype=dtype, scale=0.5),
+                self.draw(channels, dtype=dtype, seed=1) if bias else None,
+            ]
+            state = self.draw(NUM_STATES, kernel - 1, channels, dtype=dtype, seed=2)
+            self._check_states("causal_conv", dtype, step, [(channels,)], weights, state, silu=silu)
+
+    def _rates(self, *shape: int) -> torch.Tensor:
+        rates: torch.Tensor = -self.draw(*shape, dtype=torch.float32).abs()
+        return rates
+
+    @pytest.mark.parametrize("step", STEPS)
+    def test_ssd_scans_continue_states(self, dtype: torch.dtype, step: str) -> None:
+        heads, groups, width, size = 4, 2, 24, 20
+        skip, bias = (self.draw(heads, dtype=torch.float32, seed=seed) for seed in (1, 2))
+        weights = ScanWeights(self._rates(heads), skip, bias, (0.1, 1.5))
+        shapes = [(heads, width), (heads,), (groups, size), (groups, size)]
+        state = self.draw(NUM_STATES, heads, width, size, dtype=torch.float32)
+        self._check_states("ssd_scan", dtype, step, shapes, [weights], state)
+
+    @pytest.mark.parametrize("step", STEPS)
+    def test_selective_scans_continue_states(self, dtype: torch.dtype, step: str) -> None:
+        channels, size = 40, 6
+        skip, bias = (self.draw(channels, dtype=torch.float32, seed=seed) for seed in (1, 2))
+        weights = ScanWeights(self._rates(channels, size), skip, bias)
+        shapes = [(channels,), (channels,), (size,), (size,), (channels,)]
+        state = self.draw(NUM_STATES, channels, size, dtype=torch.float32)
+        self._check_states("selective_scan", dtype, step, shapes, [weights], state)
+
+    @pytest.mark.parametrize("step", STEPS)
+    def test_delta_rules_continue_states(self, dtype: torch.dtype, step: str) -> None:
+        heads, groups, keys, values = 4, 2, 12, 20
+        weights = DeltaWeights(self._rates(heads), self.draw(heads, dtype=torch.float32, seed=1))
+        shapes = [(groups, keys), (groups, keys), (heads, values), (heads,), (heads,)]
+        state = self.draw(NUM_STATES, heads, keys, values, dtype=torch.float32)
+        self._check_states("delta_rule", dtype, step, shapes, [weights], state)
+
+    @pytest.mark.parametrize("gate_first", [True, False])
+    def test_gated_norms(self, dtype: torch.dtype, gate_first: bool) -> None:
+        operations = self.make(dtype)
+        x, gate = (self._sliced(5, 96, dtype=dtype, seed=seed) for seed in (1, 2))
+        for group_size, size in ((96, 96), (24, 96), (12, 12)):
+            weight = self.draw(size, dtype=dtype, seed=3)
+            both = [
+                each.gated_rms_norm(
+                    x, gate, weight, 0.1, group_size=group_size, gate_first=gate_first
+                )
+                for each in (operations, REFERENCE)
+            ]
+            self.near(*both, dtype)
