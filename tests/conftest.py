@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 # More threads than idle cores make every small operation wait for the slowest; set before torch.
@@ -29,3 +30,11 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 def device() -> str:
     """Device on which engine tests run."""
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def settled() -> None:
+    """Leave what is imported and collected so far out of garbage collections: each engine that
+    stops makes one, which would otherwise look at all of torch and `transformers`."""
+    gc.collect()
+    gc.freeze()
