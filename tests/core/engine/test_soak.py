@@ -1,4 +1,4 @@
-"""A thousand requests that end in every way there is leave nothing behind."""
+"""Hundreds of requests that end in every way there is leave nothing behind."""
 
 from __future__ import annotations
 
@@ -17,11 +17,9 @@ from jackfield.core.request import Request
 
 from helpers import VOCAB
 
-REQUESTS = 1000
 AT_ONCE = 40
-MEBIBYTE = 1 << 20
-GROWTH = 6 * MEBIBYTE
-"""What the second half may add to the resident memory: 12 KiB a request. Measured: 0.1 MiB."""
+GROWTH = 12 << 10
+"""Bytes that each request of the second half may add to the resident memory. Measured: 0.2 KiB."""
 
 
 def resident_bytes() -> int:
@@ -82,7 +80,8 @@ async def one(engine: AsyncEngine, number: int, draw: random.Random) -> str:
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="memory is read from /proc")
-async def test_a_thousand_requests_leave_nothing_behind() -> None:
+@pytest.mark.parametrize("count", [400, pytest.param(2000, marks=pytest.mark.slow)])
+async def test_many_requests_leave_nothing_behind(count: int) -> None:
     config = EngineConfig(
         device="cpu",
         dtype="float32",
@@ -104,8 +103,8 @@ async def test_a_thousand_requests_leave_nothing_behind() -> None:
 
         memory = []
         for half in range(2):
-            first = half * REQUESTS // 2
-            await asyncio.gather(*(gated(first + n) for n in range(REQUESTS // 2)))
+            first = half * count // 2
+            await asyncio.gather(*(gated(first + n) for n in range(count // 2)))
             assert await engine.reset_prefix_cache(), "a block is held though nothing runs"
             stats = engine.stats()
             assert stats.kv_blocks_used == 0
@@ -115,7 +114,7 @@ async def test_a_thousand_requests_leave_nothing_behind() -> None:
         assert engine.stats().num_preemptions > 0, "the cache is small enough to force some"
         assert ends == {"whole", "cancel", "break", "abort", "two", "stop"}
         assert set(stats.requests_finished) == {"length", "stop", "abort"}
-        assert memory[1] - memory[0] < GROWTH
+        assert memory[1] - memory[0] < GROWTH * count // 2
         # What one more request computes is right after all that.
         again = [
             [o.outputs[0].token_ids async for o in engine.generate([5, 6, 7], params)][-1]
