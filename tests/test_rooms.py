@@ -7,6 +7,7 @@ to its folder.
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -75,9 +76,15 @@ def _imports(name: str, path: Path) -> set[str]:
     return {file for file in files if file is not None} - {name}
 
 
-IMPORTS = {name: _imports(name, path) for name, path in FILES.items() if name not in FACES}
-INNER = {name: targets - set(FACES) for name, targets in IMPORTS.items()}
-"""As IMPORTS, without the faces."""
+@functools.cache
+def _all_imports() -> dict[str, set[str]]:
+    """Return the imports of each file, the faces' excepted."""
+    return {name: _imports(name, path) for name, path in FILES.items() if name not in FACES}
+
+
+def _inner_imports() -> dict[str, set[str]]:
+    """Return the imports of each file from files that are no faces."""
+    return {name: targets - set(FACES) for name, targets in _all_imports().items()}
 
 
 def _cycle(graph: dict[str, set[str]]) -> list[str]:
@@ -89,7 +96,7 @@ def _cycle(graph: dict[str, set[str]]) -> list[str]:
 
 
 def test_no_circle_of_files() -> None:
-    assert not _cycle(INNER)
+    assert not _cycle(_inner_imports())
 
 
 @pytest.mark.parametrize("room", sorted({str(Path(name).parent) for name in FILES} | {"."}))
@@ -97,7 +104,7 @@ def test_no_circle_of_folders(room: str) -> None:
     """Folders beside each other import in one direction."""
     depth = 0 if room == "." else len(Path(room).parts)
     folders: dict[str, set[str]] = {}
-    for name, targets in INNER.items():
+    for name, targets in _inner_imports().items():
         for target in targets:
             both = [Path(file).parts for file in (name, target)]
             if any(len(parts) < depth + 2 for parts in both):
@@ -117,7 +124,7 @@ def test_entrypoints_import_from_the_floors_below() -> None:
         return next((room for room in floor_of if file.startswith(f"{room}/")), None)
 
     assert floor_of.keys() <= {str(parent) for name in FILES for parent in Path(name).parents}
-    for name, targets in INNER.items():
+    for name, targets in _inner_imports().items():
         room = room_of(name)
         for target in targets:
             other = room_of(target)
@@ -140,4 +147,4 @@ def test_faces_only_re_export(name: str) -> None:
         docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
         names = isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
         assert docstring or names or isinstance(node, ast.ImportFrom), ast.unparse(node)
-    assert [file for file, targets in IMPORTS.items() if name in targets] == []
+    assert [file for file, targets in _all_imports().items() if name in targets] == []
