@@ -27,7 +27,7 @@ from jackfield.plugins.attention.torch import TorchAttention
 from jackfield.plugins.executors.inprocess import InProcessExecutor
 from jackfield.plugins.policies.builtin import FirstComeFirstServed
 
-from helpers import VOCAB, edit_json, make_checkpoint
+from helpers import VOCAB, edit_json, interpreted, make_checkpoint
 
 MODELS = ("gemma2", "gemma3", "gpt-oss", "mistral-window", "olmo3", "phi3")
 WINDOWS = {"gemma2": 24, "gemma3": 24, "gpt-oss": 12, "mistral-window": 24, "olmo3": 24, "phi3": 24}
@@ -246,6 +246,7 @@ async def test_replayed_steps_give_the_same(name: str, folders: Folders) -> None
     assert outputs == await expected(folders[name])
 
 
+@interpreted
 async def test_kernels_give_the_same_with_recorded_prompts(folders: Folders) -> None:
     pytest.importorskip("triton")
     short = requests()[:3]

@@ -16,7 +16,7 @@ from jackfield.core.step import StepPlan, TableWrite
 from jackfield.core.worker.graphs import DecodeInputs, Ending
 from jackfield.core.worker.warmup import Warmup
 
-from helpers import edit_json, make_checkpoint
+from helpers import edit_json, interpreted, make_checkpoint
 
 pytest.importorskip("triton")
 
@@ -61,6 +61,7 @@ class Launches(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@interpreted
 @pytest.mark.parametrize("compression", [None, "window"])
 async def test_recorded_steps_launch_these_kernels_and_no_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compression: str | None

@@ -18,7 +18,7 @@ from jackfield.core.registry import Provenance, load_plugins
 from jackfield.core.worker.mixed_graphs import MAX_TOKENS, decode_row_counts, token_counts
 from jackfield.plugins.executors.inprocess import InProcessExecutor
 
-from helpers import VOCAB, make_checkpoint
+from helpers import VOCAB, interpreted, make_checkpoint
 
 pytest.importorskip("triton")
 
@@ -131,6 +131,7 @@ async def answers(config: EngineConfig, plugins: Any, count: int) -> list[Any]:
     return list(results)
 
 
+@interpreted
 @pytest.mark.parametrize(
     "compression",
     [
@@ -162,6 +163,7 @@ async def test_recorded_steps_with_prompts_equal_launched_ones(
     assert same >= len(launched) - 1
 
 
+@interpreted
 async def test_many_prompts_of_a_few_tokens_are_replayed_together(checkpoint: Path) -> None:
     """More of them than the smallest graph of so many tokens has room for."""
     plugins = load_plugins()

@@ -110,8 +110,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def config(checkpoint: Path, **more: Any) -> EngineConfig:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     return EngineConfig(
-        model=str(checkpoint), device="cpu", dtype="float32", skip_tokenizer_init=True,
+        model=str(checkpoint), device=device, dtype="float32", skip_tokenizer_init=True,
         max_model_len=64, max_num_seqs=6, max_num_batched_tokens=48, operations="torch", **more,
     )  # fmt: skip
 

@@ -7,6 +7,8 @@ from typing import Any, cast
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from jackfield import EngineConfig
@@ -35,7 +37,8 @@ def test_each_model_of_transformers_is_served_or_refused_with_a_reason() -> None
     assert sum(len(names) for names in REFUSED.values()) == len(refused), "one reason for each"
     for name in LISTED:
         assert name in registry or registry.refusal(name) == refused[name]
-    assert set(refused) <= set(LISTED)
+    if Version(transformers.__version__) >= Version("5.23"):  # Older ones lack some.
+        assert set(refused) <= set(LISTED)
 
 
 @pytest.mark.parametrize("reason", REFUSED)

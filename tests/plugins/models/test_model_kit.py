@@ -11,6 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from jackfield.plugins.conformance.models import TINY, ModelKit
 
+from helpers import SWIGLU_LIMIT
+
 
 class TestGlm4(ModelKit):
     name = "Glm4ForCausalLM"
@@ -193,7 +195,7 @@ class TestGptOss(ModelKit):
     name = "GptOssForCausalLM"
     config = {
         "num_local_experts": 6, "num_experts_per_tok": 3, "sliding_window": 12,
-        "swiglu_limit": 0.75, "initializer_range": 0.1,
+        **SWIGLU_LIMIT, "initializer_range": 0.1,
         "rope_parameters": {
             "rope_type": "yarn", "rope_theta": 150000.0, "factor": 8.0, "beta_fast": 32.0,
             "beta_slow": 1.0, "truncate": False, "original_max_position_embeddings": 32,

@@ -131,6 +131,7 @@ CASES = {
     }, internlm2),
     "InternLM3ForCausalLM": Case("LlamaForCausalLM", {"tie_word_embeddings": False}, {
         **COMMON, "model_type": "internlm3", "num_key_value_heads": 2, "bias": False,
+        "hidden_act": "silu", "tie_word_embeddings": False,
         "qkv_bias": False, "head_dim": 16,
     }),
     "BaichuanForCausalLM": Case("LlamaForCausalLM", LLAMA | {"num_key_value_heads": 4}, {
