@@ -152,6 +152,7 @@ class EngineCore:
         check_names(given, plugins)
         config = resolve_config(given)
         executor_class = plugins["executor"].load(config.executor)
+        getattr(executor_class, "start_ahead", lambda config: None)(config)
         initialize = getattr(executor_class, "initialize_device", lambda config, plugins: None)
         ready = asyncio.ensure_future(asyncio.to_thread(initialize, config, plugins))
         try:

@@ -29,8 +29,6 @@ NONE = "none"
 AUTO = "auto"
 """The parser name that means the checkpoint's, by what it names, or by its chat template."""
 PARSERS = ("reasoning_parser", "tool_call_parser")
-EXECUTORS = {"mp": "processes", "uni": "inprocess"}
-"""vLLM's names of executors that have another one here."""
 TOKEN_BUDGET = {"cuda": 8192, "cpu": 2048}
 
 
@@ -48,15 +46,8 @@ def resolve_config(config: EngineConfig) -> EngineConfig:
     if budget < config.max_num_seqs:
         config = msgspec.structs.replace(config, max_num_seqs=budget)
     return msgspec.structs.replace(
-        config, device=device, max_num_batched_tokens=budget, executor=executor_name(config)
+        config, device=device, max_num_batched_tokens=budget, executor=config.executor_name
     )
-
-
-def executor_name(config: EngineConfig) -> str:
-    """Return the executor's registered name: for auto, by the number of ranks."""
-    if config.executor == AUTO:
-        return "inprocess" if config.tensor_parallel_size == 1 else "processes"
-    return EXECUTORS.get(config.executor, config.executor)
 
 
 def resolve_runner(
@@ -158,7 +149,7 @@ def _parser_name(name: str) -> str | None:
 def check_names(config: EngineConfig, plugins: Plugins) -> None:
     """Import the plugins that options name. Raises ConfigError with the option's name."""
     options = [(option, kind, getattr(config, option)) for option, kind in NAMED.items()]
-    options.append(("executor", "executor", executor_name(config)))
+    options.append(("executor", "executor", config.executor_name))
     if config.kv_transfer_config is not None:
         options.append(
             ("kv_transfer_config", "kv_connector", config.kv_transfer_config.kv_connector)
@@ -170,10 +161,10 @@ def check_names(config: EngineConfig, plugins: Plugins) -> None:
             plugins[kind].load(name)
         except PluginError as error:
             raise ConfigError(f"{option}: {error}", param=option) from error
-    executor = plugins["executor"].load(executor_name(config))
+    executor = plugins["executor"].load(config.executor_name)
     if config.tensor_parallel_size > 1 and not getattr(executor, "tensor_parallel", False):
         raise ConfigError(
-            f"tensor_parallel_size: executor {executor_name(config)!r} runs one rank; set it to 1, "
+            f"tensor_parallel_size: executor {config.executor_name!r} runs one rank; set it to 1, "
             "or use executor processes",
             param="tensor_parallel_size",
         )

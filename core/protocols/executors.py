@@ -32,6 +32,14 @@ class Executor(Protocol):
     ) -> None: ...
 
     @staticmethod
+    def start_ahead(config: EngineConfig) -> None:
+        """Begin what takes long and needs neither a model nor a device, such as starting processes.
+
+        Called before `initialize_device`, perhaps more than once for one engine, and perhaps for
+        one that does not start. Optional.
+        """
+
+    @staticmethod
     def initialize_device(config: EngineConfig, plugins: Plugins) -> None:
         """Do the parts of a start that do not depend on the model.
 

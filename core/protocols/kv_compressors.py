@@ -5,9 +5,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, ClassVar
 
-import torch
-
 if TYPE_CHECKING:
+    import torch
+
     from .attention import AttentionSpec
 
 
@@ -62,5 +62,7 @@ class KVCompressor(ABC):
         Overridden only by compressors that merge. keys, values as for `scores`; chosen: [num_kept,
         num_kv_heads] int64, ascending per head → [num_kept, num_kv_heads, head_dim]
         """
+        import torch
+
         heads = torch.arange(values.shape[1], device=values.device)
         return values[chosen, heads]

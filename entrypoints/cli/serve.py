@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import socket
 from pathlib import Path
@@ -13,6 +14,8 @@ from ..server.event_loop import run_on_loop
 from ..server.serve_settings import settings
 
 if TYPE_CHECKING:
+    from ...core.config import EngineConfig
+    from ...core.registry import Plugins
     from ..server.listen import Listen
 
 
@@ -20,6 +23,7 @@ def run(argv: list[str]) -> int:
     """Return the exit status."""
     try:
         options = settings(argv)
+        _start_ahead(options.config, options.plugins)
         if options.fronts > 1:
             from ..server.frontends.supervisor import serve_fronts
 
@@ -30,6 +34,14 @@ def run(argv: list[str]) -> int:
         return run_on_loop(serve(options.config, options.plugins, options.listen, options.options))
     except (JackfieldError, OSError) as error:
         return fail(error)
+
+
+def _start_ahead(config: EngineConfig, plugins: Plugins) -> None:
+    """Let other ranks' processes start while this one imports the engine, which reports errors."""
+    if config.tensor_parallel_size > 1:
+        with contextlib.suppress(JackfieldError):
+            executor = plugins["executor"].load(config.executor_name)
+            getattr(executor, "start_ahead", lambda config: None)(config)
 
 
 def _check_address(listen: Listen) -> None:

@@ -1,8 +1,8 @@
 """A rank other than 0: a process that runs the same plans and jobs as rank 0, in the same order.
 
-Run by `processes` as `python -m jackfield.plugins.executors.follower CONNECTION TABLE RANK RANKS
-PARENT`: descriptors of its socket and of the progress table, its number, their number, and the
-process that started it. It ends with that process, however that ends, and leaves all signals to it.
+Run as `python -m jackfield.plugins.executors.follower CONNECTION PROGRESS PARENT`: descriptors of
+its socket and of the memory for its progress, and the process that started it. It ends with that
+process, however that ends, and leaves all signals to it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import msgspec
 
 from ...core.remote.frames import encode
 from .messages import Done, End, Failed, Inbox, Job, Log, Ready, Setup, Step, ToFollower
-from .progress import BEAT_SECONDS, Progress, ProgressTable
+from .progress import BEAT_SECONDS, Progress
 
 if TYPE_CHECKING:
     from ...core.worker.threads import PendingStep
@@ -36,7 +36,7 @@ PARENT_DEATH = 1
 
 def main() -> int:
     """Return the exit status."""
-    connection_number, table_number, rank, num_ranks, parent = map(int, sys.argv[1:])
+    connection_number, progress_number, parent = map(int, sys.argv[1:])
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     if sys.platform == "linux":
@@ -47,9 +47,7 @@ def main() -> int:
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     connection = socket.socket(fileno=connection_number)
     threading.Thread(target=_end_with, args=(connection,), daemon=True).start()
-    with os.fdopen(table_number, "r+b") as file:
-        progress = ProgressTable(file, num_ranks).writer(rank)
-    return Follower(connection, progress).run()
+    return Follower(connection, Progress(os.fdopen(progress_number, "r+b"))).run()
 
 
 def _end_with(connection: socket.socket) -> None:
@@ -75,14 +73,14 @@ class Follower:
 
     def run(self) -> int:
         """Start, run what comes until the end, and return the exit status."""
+        from .rank import start_rank  # Torch, while the first message is on its way.
+
         setup = self._inbox.take()
         if not isinstance(setup, Setup):
             return 1
         logging.basicConfig(handlers=[_Forwarding(self)], level=setup.log_level)
+        threading.Thread(target=self._beat, args=(threading.get_ident(),), daemon=True).start()
         try:
-            from .rank import start_rank
-
-            threading.Thread(target=self._beat, args=(threading.get_ident(),), daemon=True).start()
             joined, info = start_rank(
                 setup.config, setup.plugins, setup.rank, setup.address, self._progress
             )

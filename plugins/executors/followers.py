@@ -6,11 +6,7 @@ import asyncio
 import collections
 import contextlib
 import logging
-import os
 import signal
-import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 
@@ -18,9 +14,8 @@ from ...core.hooks import PROJECT
 from ...core.registry import GIVEN, Plugins
 from ...core.remote.frames import BadFrame, FrameReader
 from .messages import Log, ToLeader
-from .progress import ProgressTable
+from .spawn import take
 
-MODULE = "jackfield.plugins.executors.follower"
 PART = 1 << 16
 """Bytes read at once."""
 REAP_SECONDS = 2.0
@@ -34,13 +29,12 @@ class FollowerProcess:
     def __init__(
         self,
         rank: int,
-        table: ProgressTable,
         *,
         received: Callable[[int, ToLeader], None],
         lost: Callable[[int, str], None],
     ) -> None:
-        """Start the process. received: rank, message; lost: rank, how it ended, called once unless
-        `close` was called before."""
+        """Start the process, or take one that was started ahead. received: rank, message; lost:
+        rank, how it ended, called once unless `kill` was called before."""
         self.rank = rank
         self._received = received
         self._lost = lost
@@ -48,9 +42,7 @@ class FollowerProcess:
         self._reader: FrameReader[ToLeader] = FrameReader(ToLeader)
         self._unsent: collections.deque[memoryview] = collections.deque()
         self._closed = False
-        self._socket, other = socket.socketpair()
-        with other:
-            self.process = _start(rank, table, other)
+        self.process, self._socket, self.progress = take()
         self._socket.setblocking(False)
         self._loop.add_reader(self._socket.fileno(), self._read)
 
@@ -140,6 +132,7 @@ class FollowerProcess:
         while self.process.poll() is None:
             await asyncio.sleep(POLL_SECONDS)
         self._socket.close()
+        self.progress.close()
 
 
 def outside_plugins(plugins: Plugins) -> tuple[str, ...]:
@@ -151,22 +144,6 @@ def outside_plugins(plugins: Plugins) -> tuple[str, ...]:
         provenance.entry_point
         for provenance in plugins.provenance.values()
         if provenance.distribution not in own
-    )
-
-
-def _start(rank: int, table: ProgressTable, connection: socket.socket) -> subprocess.Popen[bytes]:
-    """Start a rank's process with what this one imports from, and with its environment.
-
-    Not by multiprocessing, which would import the user's script again."""
-    numbers = (connection.fileno(), table.file.fileno())
-    arguments = [*map(str, numbers), str(rank), str(table.num_ranks), str(os.getpid())]
-    paths = [os.path.abspath(path) for path in sys.path]
-    return subprocess.Popen(
-        [sys.executable, "-P", "-m", MODULE, *arguments],
-        stdin=subprocess.DEVNULL,
-        stdout=2,
-        pass_fds=numbers,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
     )
 
 

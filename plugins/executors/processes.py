@@ -1,5 +1,7 @@
 """Several ranks of one host: rank 0 in this process, each other one in a process of its own.
 
+Imports nothing large, as `spawn`.
+
 Rank 0 decides everything: plans and jobs are encoded once and sent to the other ranks, which run
 them in the same order, and whose results are dropped. If ranks do not come to the same end, the
 engine ends.
@@ -15,22 +17,23 @@ import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from ...core.config import EngineConfig
 from ...core.errors import JackfieldError, RankFailed
-from ...core.loading.model_config import ModelConfig
-from ...core.parallel.join import leave, listen
 from ...core.protocols.executors import ExecutorInfo
 from ...core.registry import Plugins
 from ...core.remote.frames import encode
 from ...core.step import InProcess, Ping, StepPlan, StepResult, WorkerJob
-from ...core.worker.device_init import initialize_device
 from ...core.worker.threads import WorkerThread
 from .followers import FollowerProcess, outside_plugins
 from .messages import Done, End, Failed, Job, Ready, Setup, Step, ToLeader
-from .progress import ProgressTable, StallDetector
-from .rank import RankWorker
+from .progress import Progress, StallDetector
+from .spawn import start_ahead
+
+if TYPE_CHECKING:
+    from ...core.loading.model_config import ModelConfig
+    from .rank import RankWorker
 
 logger = logging.getLogger("jackfield.worker")
 TICK_SECONDS = 0.5
@@ -81,8 +84,7 @@ class ProcessesExecutor:
         """Frames encoded; each goes to all other ranks."""
         self._thread: WorkerThread | None = None
         self._joined: RankWorker | None = None
-        self._table = ProgressTable.create(self.size)
-        self._progress = self._table.writer(0)
+        self._progress = Progress.create()
         self._number = 0
         self._awaited: dict[int, Awaited] = {}
         """Steps and jobs whose end is not known, by number."""
@@ -93,8 +95,15 @@ class ProcessesExecutor:
         self._failed: Callable[[Exception], None] = _nobody
 
     @staticmethod
+    def start_ahead(config: EngineConfig) -> None:
+        """Start the other ranks' processes, which import what they need."""
+        start_ahead(config.tensor_parallel_size - 1)
+
+    @staticmethod
     def initialize_device(config: EngineConfig, plugins: Plugins) -> None:
         """Initialize rank 0's device."""
+        from ...core.worker.device_init import initialize_device
+
         initialize_device(config, plugins)
 
     def watch_failure(self, callback: Callable[[Exception], None]) -> None:
@@ -105,13 +114,15 @@ class ProcessesExecutor:
 
     async def start(self) -> ExecutorInfo:
         """Start all ranks at once. Raises what the start of a rank raises."""
+        from ...core.parallel.join import listen
+
         loop = asyncio.get_running_loop()
         thread = self._thread = WorkerThread(loop)
         listener = listen()
         address = listener.getsockname()[:2]
         self._starting = {rank: loop.create_future() for rank in range(1, self.size)}
         for rank in self._starting:
-            follower = FollowerProcess(rank, self._table, received=self._receive, lost=self._lose)
+            follower = FollowerProcess(rank, received=self._receive, lost=self._lose)
             self.followers.append(follower)
             follower.send(
                 encode(
@@ -124,10 +135,11 @@ class ProcessesExecutor:
                     )
                 )
             )
-        self._table.file.close()  # The memory stays.
         self._watch = asyncio.create_task(self._watch_ranks(), name="jackfield-ranks")
 
         def start() -> ExecutorInfo:
+            from .rank import RankWorker
+
             self._joined = RankWorker.join(
                 self.config, self.model_config, self.plugins, 0, address, self._progress, listener
             )
@@ -280,12 +292,13 @@ class ProcessesExecutor:
         """Look for ranks that hang."""
         seconds = self.config.rank_timeout
         ticks = max(1, round(seconds / TICK_SECONDS))
-        detector = StallDetector(self._table, max(ticks, START_TICKS))
+        ranks = [self._progress, *(follower.progress for follower in self.followers)]
+        detector = StallDetector(ranks, max(ticks, START_TICKS))
         started = False
         while seconds and self.followers and self.failure is None:
             await asyncio.sleep(TICK_SECONDS)
             if not started and all(future.done() for future in self._starting.values()):
-                started, detector = True, StallDetector(self._table, ticks)
+                started, detector = True, StallDetector(ranks, ticks)
             if self._thread is not None:
                 self._progress.beat(self._thread.launch_thread)
             if (stall := detector.tick(bool(self._awaited))) is None:
@@ -332,7 +345,7 @@ class ProcessesExecutor:
             atexit.register(_leave_now)
         await asyncio.gather(*(follower.close(END_SECONDS) for follower in self.followers))
         if self._joined is None:
-            self._table.close()
+            self._progress.close()
 
     async def _unwind(self, thread: WorkerThread, ended: asyncio.Future[None]) -> bool:
         """End the worker thread, which may wait for ranks that are gone; return whether it did."""
@@ -340,6 +353,8 @@ class ProcessesExecutor:
         await asyncio.wait([ended], timeout=END_SECONDS)
         if not ended.done() and (joined := self._joined) is not None:  # It has not begun to stop.
             # That ends calls of the group, where the library can.
+            from ...core.parallel.join import leave
+
             threading.Thread(target=leave, args=(joined.ranks,), daemon=True).start()
             await asyncio.wait([ended], timeout=END_SECONDS)
         if not ended.done():

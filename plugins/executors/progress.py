@@ -6,7 +6,7 @@ import mmap
 import os
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any, BinaryIO
 
@@ -26,54 +26,37 @@ COMPILERS = (
 compiler."""
 
 
-class ProgressTable:
-    """Numbers of all ranks, [num_ranks, COLUMNS]; each rank writes its own row alone.
+class Progress:
+    """The numbers of one rank, which it alone writes, and other processes read.
 
     The memory has no name in the file system: it is freed with the last process that has it open.
     """
 
-    def __init__(self, file: BinaryIO, num_ranks: int) -> None:
+    def __init__(self, file: BinaryIO) -> None:
         self.file = file
-        self.num_ranks = num_ranks
-        self._memory = mmap.mmap(file.fileno(), num_ranks * len(COLUMNS) * CELL)
-        self._views = [memoryview(self._memory).cast("Q")]
+        self._memory = mmap.mmap(file.fileno(), len(COLUMNS) * CELL)
+        self._cells = memoryview(self._memory).cast("Q")
 
     @classmethod
-    def create(cls, num_ranks: int) -> ProgressTable:
-        """Return a table of zeros."""
+    def create(cls) -> Progress:
+        """Return a row of zeros in new memory."""
         file: BinaryIO
         if hasattr(os, "memfd_create"):
             file = os.fdopen(os.memfd_create("jackfield-progress"), "r+b")
         else:
             file = tempfile.TemporaryFile()
-        file.truncate(num_ranks * len(COLUMNS) * CELL)
-        return cls(file, num_ranks)
+        file.truncate(len(COLUMNS) * CELL)
+        return cls(file)
 
     def close(self) -> None:
-        """Free the memory, which no writer may use any more."""
-        for view in self._views:
-            view.release()
+        """Free the memory, which nothing uses here any more."""
+        self._cells.release()
         self._memory.close()
         self.file.close()
 
-    def row(self, rank: int) -> dict[str, int]:
-        """Return what a rank has written."""
-        begin = rank * len(COLUMNS)
-        cells = self._views[0][begin : begin + len(COLUMNS)]
-        return dict(zip(COLUMNS, cells, strict=True))
-
-    def writer(self, rank: int) -> Progress:
-        """Return the writer of one row."""
-        begin = rank * len(COLUMNS)
-        self._views.append(self._views[0][begin : begin + len(COLUMNS)])
-        return Progress(self._views[-1])
-
-
-class Progress:
-    """Writes a rank's row."""
-
-    def __init__(self, cells: memoryview) -> None:
-        self._cells = cells
+    def read(self) -> dict[str, int]:
+        """Return what the rank has written, by the names of COLUMNS."""
+        return dict(zip(COLUMNS, self._cells, strict=True))
 
     def beat(self, thread: int) -> None:
         """Give a sign of life. `thread`: identifier of the one that launches steps."""
@@ -89,13 +72,13 @@ class Progress:
         """Note the step or job that has ended, well or not."""
         self._cells[2] = number
 
-    def counted(self, group: Group) -> Group:
-        """Return the group, with its calls counted."""
-        return CountedGroup(group, self.counted_call)
-
     def counted_call(self) -> None:
         """Note a call to other ranks."""
         self._cells[3] += 1
+
+    def counted(self, group: Group) -> Group:
+        """Return the group, with its calls counted."""
+        return CountedGroup(group, self.counted_call)
 
 
 class CountedGroup:
@@ -137,13 +120,13 @@ class StallDetector:
     processes are suspended together.
     """
 
-    def __init__(self, table: ProgressTable, ticks: int) -> None:
-        """ticks: without a sign of life, or without progress, after which a rank counts as
-        stalled."""
-        self._table = table
+    def __init__(self, ranks: Sequence[Progress], ticks: int) -> None:
+        """ranks: all, from 0. ticks: without a sign of life, or without progress, after which a
+        rank counts as stalled."""
+        self._ranks = ranks
         self._ticks = ticks
-        self._beats = [0] * table.num_ranks
-        self._silent = [0] * table.num_ranks
+        self._beats = [0] * len(ranks)
+        self._silent = [0] * len(ranks)
         """Ticks since each rank's last sign of life."""
         self._last: list[dict[str, int]] = []
         self._still = 0
@@ -153,7 +136,7 @@ class StallDetector:
         """Return what is wrong, as the end of a sentence that begins with a duration; None:
         nothing. `awaited`: whether a step or job is awaited, so that there should be progress.
         """
-        rows = [self._table.row(rank) for rank in range(self._table.num_ranks)]
+        rows = [rank.read() for rank in self._ranks]
         for rank, row in enumerate(rows[1:], 1):
             silent = row["beats"] == self._beats[rank] and row["beats"] > 0
             self._silent[rank] = self._silent[rank] + 1 if silent else 0

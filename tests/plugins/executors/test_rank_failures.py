@@ -20,7 +20,7 @@ import pytest
 from jackfield import AsyncEngine, EngineConfig, SamplingParams
 from jackfield.core.errors import EngineStopped, RankFailed
 from jackfield.plugins.executors.followers import FollowerProcess
-from jackfield.plugins.executors.progress import COMPILERS, ProgressTable, StallDetector
+from jackfield.plugins.executors.progress import COMPILERS, Progress, StallDetector
 
 from helpers import make_checkpoint
 
@@ -188,13 +188,37 @@ def _alive(pid: int) -> bool:
         return False
 
 
+@pytest.mark.parametrize("lost", [True, False], ids=["a rank is killed", "Ctrl-C"])
+def test_a_server_ends_with_its_ranks(checkpoint: Path, lost: bool) -> None:
+    """With status 1 where a rank was lost; Ctrl-C, which reaches all ranks, drains as ever."""
+    flags = {"device": "cpu", "dtype": "float32", "max-model-len": "128", "port": "0",
+             "num-gpu-blocks-override": "60", "tensor-parallel-size": "2"}  # fmt: skip
+    server = subprocess.Popen(
+        [sys.executable, "-m", "jackfield", "serve", str(checkpoint), "--skip-tokenizer-init",
+         *(part for name, value in flags.items() for part in (f"--{name}", value))],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, process_group=0,
+    )  # fmt: skip
+    with server:
+        assert server.stdout is not None
+        assert "Serving" in server.stdout.readline()
+        ranks = Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split()
+        assert len(ranks) == 1
+        if lost:
+            os.kill(int(ranks[0]), signal.SIGKILL)
+        else:
+            os.killpg(server.pid, signal.SIGINT)
+        _, errors = server.communicate(timeout=DETECTED)
+    assert server.returncode == int(lost), errors
+    assert ("rank 1 of 2 was ended by SIGKILL" in errors) == lost
+    assert not _alive(int(ranks[0]))
+
+
 # ---------------------------------------------------------------- progress
 
 
 def test_compiling_is_progress_and_waiting_is_not() -> None:
-    table = ProgressTable.create(2)
-    detector = StallDetector(table, ticks=3)
-    own, other = table.writer(0), table.writer(1)
+    own, other = Progress.create(), Progress.create()
+    detector = StallDetector([own, other], ticks=3)
     own.start(4)
     other.start(4)
     own.counted_call()
@@ -212,8 +236,8 @@ def test_compiling_is_progress_and_waiting_is_not() -> None:
 
 
 def test_time_passes_only_while_something_is_awaited() -> None:
-    table = ProgressTable.create(2)
-    detector, other = StallDetector(table, ticks=2), table.writer(1)
+    other = Progress.create()
+    detector = StallDetector([Progress.create(), other], ticks=2)
     for _ in range(5):
         other.beat(_ident())
         assert detector.tick(awaited=False) is None

@@ -19,6 +19,7 @@ from jackfield import AsyncEngine, EngineConfig, SamplingParams
 from jackfield.core.errors import ConfigError
 from jackfield.core.remote.frames import encode
 from jackfield.core.sampling_params import OutputKind, StructuredOutputsParams
+from jackfield.core.step import PrepareAhead
 from jackfield.plugins.executors import processes
 from jackfield.plugins.executors.messages import Step
 from jackfield.plugins.executors.processes import ProcessesExecutor
@@ -224,6 +225,32 @@ def test_kv_compression_drops_the_same_tokens(checkpoint: Path) -> None:
 
     expected = asyncio.run(serve(1))
     assert expected[1] and asyncio.run(serve(2)) == expected
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_gpus_give_the_tokens_of_one(checkpoint: Path) -> None:
+    """In float32, with recorded steps; then a rank is lost while it replays."""
+
+    async def serve(ranks: int) -> list[Any]:
+        made = config(checkpoint, device="cuda", tensor_parallel_size=ranks)
+        async with AsyncEngine(made) as engine:
+            first = await mixed(engine)
+            while await engine.core.executor.ask(PrepareAhead()):  # type: ignore[attr-defined]
+                pass
+            return [first, await mixed(engine)]
+
+    async def lose() -> str:
+        engine = AsyncEngine(config(checkpoint, device="cuda", tensor_parallel_size=2))
+        await engine.start()
+        params = SamplingParams(max_tokens=100, ignore_eos=True)
+        async for _ in engine.generate(LONG[:5], params):
+            engine.core.executor.followers[0].process.kill()  # type: ignore[attr-defined]
+        await asyncio.wait_for(engine.stop(), 20)
+        return engine.dead_reason or ""
+
+    assert asyncio.run(serve(2)) == asyncio.run(serve(1))
+    assert "rank 1 of 2 was ended by SIGKILL" in asyncio.run(lose())
 
 
 # ---------------------------------------------------------------- options
