@@ -15,6 +15,8 @@ ARRIVAL_SECONDS = 1.0
 MARGIN_SECONDS = 0.0015
 MARGIN_SHARE = 0.1
 """A plan is launched this long, and this share of the running step, before the device needs it."""
+SHORTEST_DELAY = 0.001
+"""Less is not waited for: the event loop's timers are no finer."""
 CLASSES_PER_DOUBLING = 2
 """Classes of steps by number of tokens, whose durations are kept apart."""
 FORGET = 0.02
@@ -117,4 +119,5 @@ class PlanTiming:
                 return 0.0
             end = max(end, begun + self._host_seconds) + seconds
         lead = self._host_seconds + MARGIN_SECONDS + MARGIN_SHARE * seconds
-        return max(end - lead - now, 0.0)
+        delay = end - lead - now
+        return delay if delay >= SHORTEST_DELAY else 0.0
