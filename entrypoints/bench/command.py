@@ -12,6 +12,7 @@ BENCHMARKS = {
     "startup": "process start to ready to first token, cold and warm (W6)",
     "kernels": "each kernel against what its bytes and products cost",
     "frontend": "what a streamed token costs the server, without a model",
+    "kv-compression": "what each KV compressor costs in recall, by the share that it keeps",
     "tune": "the best tiles for products of few tokens here, written where engines read them",
     "compare": "the same workloads through every engine that is installed",
     "run": "any in-process workloads, with any engine",
@@ -23,6 +24,7 @@ MODULES = {
     "startup": "engine.startup",
     "kernels": "kernels.command",
     "frontend": "frontend.command",
+    "kv-compression": "compression.command",
     "tune": "kernels.tune",
     "compare": "engine.compare",
     "run": "engine.session",
@@ -46,6 +48,6 @@ def run(argv: list[str]) -> int:
 
 def _usage() -> str:
     lines = ["usage: jackfield bench WHAT [options]", "", "benchmarks:"]
-    lines += [f"  {name:10} {text}" for name, text in BENCHMARKS.items()]
+    lines += [f"  {name:15} {text}" for name, text in BENCHMARKS.items()]
     lines += ["", "`jackfield bench WHAT --help` lists its options."]
     return "\n".join(lines)

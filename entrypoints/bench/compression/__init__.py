@@ -1,0 +1,1 @@
+"""What KV compression costs in quality: tiny models that must find what a long prompt says."""
