@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
+import ssl
+from typing import Any
 
 # More threads than idle cores make every small operation wait for the slowest; set before torch.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -17,6 +20,23 @@ from interpreter import quicken
 # httpx's default of 5 s is too short for a busy machine; only a hang should fail.
 _timeout = httpx.post.__kwdefaults__["timeout"]  # One object, shared by all of httpx's defaults.
 _timeout.connect = _timeout.read = _timeout.write = _timeout.pool = 300.0
+_create_context = ssl.create_default_context
+
+
+@functools.cache
+def _context_of(cafile: str, changed: int) -> ssl.SSLContext:
+    return _create_context(cafile=cafile)
+
+
+def _shared_context(*arguments: Any, **options: Any) -> ssl.SSLContext:
+    """As ssl's own, but with one context for each file of authorities: each client of httpx, and
+    each request without one, would read it again, which takes longer than most requests here."""
+    if not arguments and options.keys() == {"cafile"} and options["cafile"] is not None:
+        return _context_of(options["cafile"], os.stat(options["cafile"]).st_mtime_ns)
+    return _create_context(*arguments, **options)
+
+
+ssl.create_default_context = _shared_context
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
