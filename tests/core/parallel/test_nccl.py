@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+
+from jackfield import AsyncEngine, EngineConfig, SamplingParams
+from jackfield.core.step import PrepareAhead
+
+from helpers import make_checkpoint
 
 PROGRAM = Path(__file__).resolve().parent / "programs" / "nccl_rank.py"
 SECONDS = 240.0
@@ -45,3 +52,37 @@ def test_sums_are_alike_and_can_be_recorded() -> None:
         part for value in first.values() for part in (value if isinstance(value, list) else [value])
     ]
     assert all(part is not False for part in flat), first
+
+
+async def tokens(folder: Path, size: int, **options: Any) -> list[list[int]]:
+    """Requests of several lengths, greedy and drawn, with steps recorded and not."""
+    config = EngineConfig(
+        model=str(folder), device="cuda", dtype="float32", max_model_len=256, max_num_seqs=8,
+        num_gpu_blocks_override=200, skip_tokenizer_init=True, tensor_parallel_size=size,
+        **options,
+    )  # fmt: skip
+
+    async def generate(engine: AsyncEngine, number: int) -> list[int]:
+        prompt = [3 + (number * 7 + 11 * at) % 190 for at in range(5 + 23 * number)]
+        params = SamplingParams(
+            temperature=0.8 * (number % 2), seed=number, max_tokens=24, ignore_eos=True,
+            detokenize=False, **({"top_k": 5} if number == 3 else {}),
+        )  # fmt: skip
+        async for output in engine.generate(prompt, params):
+            last = output
+        assert last.error is None, last.error
+        return list(last.outputs[0].token_ids)
+
+    async with AsyncEngine(config) as engine:
+        for _ in range(40):
+            if not await engine.core.executor.ask(PrepareAhead()):  # type: ignore[attr-defined]
+                break
+        return list(await asyncio.gather(*(generate(engine, number) for number in range(6))))
+
+
+@pytest.mark.parametrize("eager", [True, False])
+@pytest.mark.parametrize("family", ["qwen3", "gpt-oss"])
+async def test_two_gpus_serve_the_tokens_of_one(family: str, eager: bool, tmp_path: Path) -> None:
+    folder = make_checkpoint(family, tmp_path)
+    one = await tokens(folder, 1, enforce_eager=eager)
+    assert await tokens(folder, 2, enforce_eager=eager) == one
