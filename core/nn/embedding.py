@@ -36,6 +36,8 @@ class Embedding(nn.Module):
         self.operations, self.shardings, self.vocab_size = build.operations, {}, vocab_size
         self.own: slice | None = None
         """This rank's tokens; None: all of them."""
+        self.gathers = True
+        """Whether `logits` are those of all ranks' tokens, or of this rank's alone."""
         rows = vocab_size
         if shard is not None and self.group.size > 1:
             rows = -(-vocab_size // self.group.size)
@@ -56,7 +58,10 @@ class Embedding(nn.Module):
         return self.group.all_reduce(rows.masked_fill_(others[:, None], 0.0))
 
     def logits(self, hidden: torch.Tensor, *, norm: nn.Module | None = None) -> torch.Tensor:
-        """Compute logits, tied or not: [num_rows, hidden_size] → [num_rows, vocab_size]"""
+        """Compute logits, tied or not: [num_rows, hidden_size] → [num_rows, vocab_size]; without
+        `gathers`, those of this rank's rows, padding included."""
         hidden, fused = before_product(hidden, norm)
         logits = self.operations.linear(hidden, self.weight, self.bias, norm=fused)
-        return logits if self.own is None else self.group.all_gather(logits)[:, : self.vocab_size]
+        if self.own is None or not self.gathers:
+            return logits
+        return self.group.all_gather(logits)[:, : self.vocab_size]

@@ -607,6 +607,36 @@ class Operations(StateOperations):
         """
         raise NotImplementedError(f"operations {self.name!r} have no sampling (`samples`)")
 
+    def sample_parts(
+        self,
+        logits: torch.Tensor,
+        slots: torch.Tensor,
+        lengths: torch.Tensor,
+        tables: SlotTables,
+        first: int,
+    ) -> torch.Tensor:
+        """The first half of a plain `sample`, for the tokens from `first` on: the best scores of
+        parts of them.
+
+        logits: [R, tokens], not changed; slots, lengths: [R] int64 → [R, 2, parts] int32: the bits
+        of each part's best score in float32, +inf for NaN, and its token. Feature:
+        "sample_parts.tokens".
+        """
+        raise NotImplementedError(f"operations {self.name!r} have no sampling (`samples`)")
+
+    def sample_best(
+        self,
+        best: torch.Tensor,
+        token: torch.Tensor,
+        slots: torch.Tensor,
+        lengths: torch.Tensor,
+        tables: SlotTables,
+        out: SampleOutputs,
+    ) -> None:
+        """The second half: choose the token with the best score, the lowest among equals, as
+        `sample` does. best: [R, parts] float32; token: [R, parts] int32, both contiguous."""
+        raise NotImplementedError(f"operations {self.name!r} have no sampling (`samples`)")
+
     def edit_logits(
         self,
         logits: torch.Tensor,

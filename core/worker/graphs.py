@@ -53,15 +53,17 @@ class DecodeGraphs:
     def __init__(
         self,
         *,
-        compute: Callable[[StepInputs], torch.Tensor],
+        forward: Callable[[StepInputs], torch.Tensor],
+        logits: Callable[[torch.Tensor, Ending], torch.Tensor],
         batch: PersistentBatch,
         sampler: Sampler,
         operations: Operations,
         record: Recorder,
     ) -> None:
-        """`compute`: from a step's inputs, R rows of one token each, to logits [R, vocab_size]."""
+        """`forward`: from a step's inputs, R rows of one token each, to hidden states; `logits`:
+        from these to those that an ending samples from."""
         max_num_seqs = batch.num_slots
-        self._compute = compute
+        self._forward, self._logits = forward, logits
         self._sampler = sampler
         self._record = record
         self._counts = row_counts(max_num_seqs)
@@ -165,15 +167,16 @@ class DecodeGraphs:
             *(part for layout in inputs.layouts for part in layout.places),
         ):  # fmt: skip
             places.zero_()
-        logits = self._compute(inputs)
+        hidden = self._forward(inputs)
         for ending in sampling_endings(self._sampler):
+            logits = self._logits(hidden, ending)
             sample_rows(self._sampler, ending, logits, inputs.sample_slots, inputs.sample_lengths)
 
     def _step(self, rows: int, ending: Ending) -> None:
         self._finish(self._inputs.expand(rows), rows, ending)
 
     def _finish(self, inputs: StepInputs, rows: int, ending: Ending) -> None:
-        logits = self._compute(inputs)
+        logits = self._logits(self._forward(inputs), ending)
         if ending is not Ending.LOGITS:
             sample_rows(self._sampler, ending, logits, inputs.sample_slots, inputs.sample_lengths)
             return
@@ -194,7 +197,7 @@ def sample_rows(
     `sampler.outputs`."""
     out = sampler.outputs.first(logits.shape[0])
     if ending is Ending.PLAIN:
-        sampler.sample_plain(logits, slots, lengths, out)
+        (sampler.shard or sampler).sample_plain(logits, slots, lengths, out)
     else:
         sampler.sample_step(logits, slots, lengths, out)
 

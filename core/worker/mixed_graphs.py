@@ -81,7 +81,7 @@ class MixedGraphs:
         self,
         *,
         forward: Callable[[StepInputs], torch.Tensor],
-        logits: Callable[[torch.Tensor], torch.Tensor],
+        logits: Callable[[torch.Tensor, Ending], torch.Tensor],
         batch: PersistentBatch,
         backend: AttentionBackend,
         sampler: Sampler,
@@ -89,7 +89,7 @@ class MixedGraphs:
         max_tokens: int,
     ) -> None:
         """`forward`: maps a step's inputs to hidden states [T, hidden_size]; `logits`: from those
-        of R rows to [R, vocab_size]; `max_tokens`: of any step."""
+        of R rows to those that an ending samples from; `max_tokens`: of any step."""
         self._forward = forward
         self._logits = logits
         self._batch = batch
@@ -329,7 +329,7 @@ class MixedGraphs:
         )
 
     def _end(self, rows: int, ending: Ending) -> None:
-        logits = self._logits(self._last_states[:rows])
+        logits = self._logits(self._last_states[:rows], ending)
         slots, lengths = self._slots[:rows], self._lengths[:rows]
         if ending is not Ending.LOGITS:
             sample_rows(self._sampler, ending, logits, slots, lengths)

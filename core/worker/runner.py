@@ -63,6 +63,7 @@ class ModelRunner:
         self.mixed_graphs: MixedGraphs | None = None
         self.compactor: Compactor | None = None
         """Set with KV compression."""
+        sampler.divide(model, ranks)
         self.record_errors = RuntimeError if ranks.tensor.size == 1 else NotRecorded
         """What a failed recording raises. Another error may be that of one rank alone, while the
         others wait for it."""
@@ -113,16 +114,23 @@ class ModelRunner:
         if not inputs.logit_rows:
             scores = self.prompt_logprobs.score(rows, hidden)
             return self._copy_back(plan, [], {}, {}, scores, launched)
-        logits = self.logits(hidden[inputs.logit_tokens])
         scores = self.prompt_logprobs.score(rows, hidden)
         rows_host = [plan.slots[row] for row in inputs.logit_rows]
+        slots, lengths = inputs.sample_slots, inputs.sample_lengths
+        if self.sampler.shard is not None and self._ending(rows_host) is Ending.PLAIN:
+            logits = self.logits(hidden[inputs.logit_tokens], Ending.PLAIN)
+            out = self.sampler.outputs.first(len(rows_host))
+            self.sampler.shard.sample_plain(logits, slots, lengths, out)
+            chosen = {"chosen": out.chosen}
+            return self._copy_back(plan, inputs.logit_rows, {}, chosen, scores, launched)
+        logits = self.logits(hidden[inputs.logit_tokens])
         return self._sample(
             plan,
             logits,
             inputs.logit_rows,
             rows_host,
-            inputs.sample_slots,
-            inputs.sample_lengths,
+            slots,
+            lengths,
             scores,
             launched,
         )
@@ -265,8 +273,11 @@ class ModelRunner:
         hidden: torch.Tensor = self.model(inputs.input_ids, context)
         return hidden
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[num_rows, hidden_size] → [num_rows, vocab_size]"""
+    def logits(self, hidden: torch.Tensor, ending: Ending = Ending.LOGITS) -> torch.Tensor:
+        """[num_rows, hidden_size] → [num_rows, vocab_size], or the part of it that this rank
+        samples plain rows from."""
+        if ending is Ending.PLAIN and self.sampler.shard is not None:
+            return self.sampler.shard.logits(self.model.compute_logits, hidden)  # type: ignore
         logits: torch.Tensor = self.model.compute_logits(hidden)  # type: ignore[operator]
         return logits[:, : self.vocab_size]
 

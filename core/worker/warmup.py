@@ -15,7 +15,7 @@ from ..nn.operations import Operations
 from ..sampling_params import SamplingParams
 from ..step import SlotStart
 from .batch import LogitRows, StepRows
-from .graphs import DecodeGraphs, row_counts
+from .graphs import DecodeGraphs, Ending, row_counts
 from .mixed_graphs import MixedGraphs
 from .pooling_runner import PoolingRunner
 from .runner import ModelRunner
@@ -182,7 +182,8 @@ class Warmup:
                 )
             )
         runner.sampling.upload()
-        logits = runner.logits(runner.forward(inputs)[index])
+        hidden = runner.forward(inputs)[index]
+        logits = runner.logits(hidden)
         words = -(-runner.vocab_size // 32)
         mask = TokenMask(
             torch.full((num_rows, words), -1, dtype=torch.int32, device=device), index, index
@@ -195,6 +196,9 @@ class Warmup:
                 sampler.mask(table, mask)
                 sampler.mask(table, replace(mask, rows=None))
         sampler.sample_plain(logits, inputs.sample_slots, inputs.sample_lengths, out)
+        if sampler.shard is not None:
+            own = runner.logits(hidden, Ending.PLAIN)
+            sampler.shard.sample_plain(own, inputs.sample_slots, inputs.sample_lengths, out)
         sampler.precompile_processed(logits, inputs.sample_slots, inputs.sample_lengths, out)
         for slot in slots:
             runner.sampling.release(slot)

@@ -552,7 +552,8 @@ class Worker:
         if (recorder := self._recorder()) is None:
             return None
         decode = DecodeGraphs(
-            compute=lambda inputs: runner.logits(runner.forward(inputs)),
+            forward=runner.forward,
+            logits=runner.logits,
             batch=runner.batch,
             sampler=runner.sampler,
             operations=operations,

@@ -21,10 +21,12 @@ PART = 2048
 """Logits of a row per program."""
 SHARING = 4
 """Rows per program if there are many."""
+NO_TOKEN = tl.constexpr(0x7FFFFFFF)
+"""More than any token id."""
 
 
 @triton.jit(
-    do_not_specialize=["num_rows", "sharing"],
+    do_not_specialize=["num_rows", "sharing", "first_token"],
     do_not_specialize_on_alignment=["slots_ptr", "lengths_ptr"],
 )
 def _part_kernel(
@@ -36,22 +38,24 @@ def _part_kernel(
     lengths_ptr,
     stride_logits,
     stride_settings,
+    stride_best,
     num_rows,
-    vocab_size,
-    num_parts,
+    num_tokens,
+    first_token,
     sharing,
     PART_SIZE: tl.constexpr,
 ):
     """One program: one part of several rows; stores the parts' winners, +inf if a logit is NaN."""
     part = tl.program_id(0)
     first = tl.program_id(1) * sharing
-    token = part * PART_SIZE + tl.arange(0, PART_SIZE)
-    inside = token < vocab_size
+    column = part * PART_SIZE + tl.arange(0, PART_SIZE)
+    inside = column < num_tokens
+    token = first_token + column
     hashes = token_hashes(token)
     for row in range(first, tl.minimum(first + sharing, num_rows)):
         row64 = first.to(tl.int64) + (row - first)
         settings = settings_ptr + tl.load(slots_ptr + row64) * stride_settings
-        place = logits_ptr + row64 * stride_logits + token
+        place = logits_ptr + row64 * stride_logits + column
         logits = tl.load(place, mask=inside, other=-float("inf")).to(tl.float32)
         inverse_temperature = float_of(settings, INVERSE_TEMPERATURE)
         if tl.load(settings + NOISE) != 0:
@@ -62,9 +66,9 @@ def _part_kernel(
         else:
             logits = logits * inverse_temperature
         best = largest(logits)
-        winner = tl.min(tl.where(logits == best, token, vocab_size), axis=0)
-        tl.store(best_ptr + row64 * num_parts + part, best)
-        tl.store(token_ptr + row64 * num_parts + part, winner)
+        winner = tl.min(tl.where(logits == best, token, first_token + num_tokens), axis=0)
+        tl.store(best_ptr + row64 * stride_best + part, best)
+        tl.store(token_ptr + row64 * stride_best + part, winner)
 
 
 @triton.jit(do_not_specialize_on_alignment=["slots_ptr", "lengths_ptr"])
@@ -76,18 +80,18 @@ def _row_kernel(
     best_ptr,
     token_ptr,
     stride_history,
+    stride_best,
     num_parts,
-    vocab_size,
     BLOCK: tl.constexpr,
 ):
     """One program per row: the winner of its parts, the lowest id among equal scores."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, BLOCK)
     inside = part < num_parts
-    best = tl.load(best_ptr + row * num_parts + part, mask=inside, other=-float("inf"))
-    token = tl.load(token_ptr + row * num_parts + part, mask=inside, other=vocab_size)
+    best = tl.load(best_ptr + row * stride_best + part, mask=inside, other=-float("inf"))
+    token = tl.load(token_ptr + row * stride_best + part, mask=inside, other=NO_TOKEN)
     highest = tl.max(best, axis=0)
-    winner = tl.min(tl.where(best == highest, token, vocab_size), axis=0)
+    winner = tl.min(tl.where(best == highest, token, NO_TOKEN), axis=0)
     bad = (highest == float("inf")) | (highest == -float("inf"))
     place = history_ptr + tl.load(slots_ptr + row) * stride_history + tl.load(lengths_ptr + row)
     tl.store(place, tl.where(bad, 0, winner))
@@ -109,30 +113,63 @@ def sample_gumbel(
     int64; lengths: [num_rows] int64, tokens before the new one; token_history: [slots, positions]
     int32; chosen: [num_rows] int32: -1 if NaN or an infinity won (the history then gets 0).
     """
-    num_rows, vocab_size = logits.shape
+    parts = best_of_parts(logits, settings, slots, lengths)
+    choose_best(parts[:, 0].view(torch.float32), parts[:, 1], slots, lengths, token_history, chosen)
+
+
+def best_of_parts(
+    logits: torch.Tensor,
+    settings: torch.Tensor,
+    slots: torch.Tensor,
+    lengths: torch.Tensor,
+    first_token: int = 0,
+) -> torch.Tensor:
+    """Find the best token of each part of each row. Arguments as for `sample_gumbel`; `logits` are
+    those of the tokens from `first_token` on.
+
+    → [num_rows, 2, parts] int32: the bits of the best scores, float32, and their tokens; parts
+    without tokens have -inf.
+    """
+    num_rows, num_tokens = logits.shape
+    num_parts = max(1, triton.cdiv(num_tokens, PART))
+    best = torch.empty((num_rows, 2, num_parts), dtype=torch.int32, device=logits.device)
     if num_rows == 0:
-        return
-    num_parts = triton.cdiv(vocab_size, PART)
-    best = torch.empty((num_rows, num_parts), dtype=torch.float32, device=logits.device)
-    token = torch.empty((num_rows, num_parts), dtype=torch.int32, device=logits.device)
+        return best
     sharing = SHARING if num_rows >= 2 * SHARING else 1
     launch(_part_kernel, (num_parts, triton.cdiv(num_rows, sharing)))(
-        best,
-        token,
+        best.view(torch.float32),
+        best[:, 1],
         logits,
         settings,
         slots,
         lengths,
         logits.stride(0),
         settings.stride(0),
+        best.stride(0),
         num_rows,
-        vocab_size,
-        num_parts,
+        num_tokens,
+        first_token,
         sharing,
         PART_SIZE=PART,
         num_warps=4,
         enable_fp_fusion=False,
     )
+    return best
+
+
+def choose_best(
+    best: torch.Tensor,
+    token: torch.Tensor,
+    slots: torch.Tensor,
+    lengths: torch.Tensor,
+    token_history: torch.Tensor,
+    chosen: torch.Tensor,
+) -> None:
+    """Choose among the winners of parts, [num_rows, parts] float32 and int32, of the same strides
+    and the last stride 1; other arguments as for `sample_gumbel`."""
+    num_rows, num_parts = best.shape
+    if num_rows == 0:
+        return
     launch(_row_kernel, (num_rows,))(
         chosen,
         token_history,
@@ -141,8 +178,8 @@ def sample_gumbel(
         best,
         token,
         token_history.stride(0),
+        best.stride(0),
         num_parts,
-        vocab_size,
         BLOCK=triton.next_power_of_2(num_parts),
         num_warps=1,
     )

@@ -44,7 +44,7 @@ try:
     from ...kernels.rms_norm import rms_norm
     from ...kernels.sampling.edit_logits import edit_logits
     from ...kernels.sampling.mask_tokens import mask_tokens
-    from ...kernels.sampling.sample_gumbel import sample_gumbel
+    from ...kernels.sampling.sample_gumbel import best_of_parts, choose_best, sample_gumbel
     from ...kernels.sampling.sample_tokens import sample_tokens
     from ...kernels.step_inputs import advance, scatter, slot_mappings, step_inputs
     from ...kernels.tuning import Product, small_m_config
@@ -67,7 +67,7 @@ class TritonOperations(TritonStates, Operations):
     was measured to be faster, more by cuBLAS with kernels around it."""
 
     name: ClassVar[str] = "triton"
-    features: ClassVar[frozenset[str]] = Operations.features
+    features: ClassVar[frozenset[str]] = Operations.features | {"sample_parts.tokens"}
 
     @classmethod
     def supports(cls, device: torch.device, dtype: torch.dtype) -> str | None:
@@ -360,6 +360,29 @@ class TritonOperations(TritonStates, Operations):
             sample_gumbel(logits, tables.settings, slots, lengths, tables.history, out.chosen)
         else:
             sample_tokens(logits, slots, lengths, tables, out, grammar=grammar, skip=skip)
+
+    def sample_parts(
+        self,
+        logits: torch.Tensor,
+        slots: torch.Tensor,
+        lengths: torch.Tensor,
+        tables: SlotTables,
+        first: int,
+    ) -> torch.Tensor:
+        """In one launch."""
+        return best_of_parts(logits, tables.settings, slots, lengths, first)
+
+    def sample_best(
+        self,
+        best: torch.Tensor,
+        token: torch.Tensor,
+        slots: torch.Tensor,
+        lengths: torch.Tensor,
+        tables: SlotTables,
+        out: SampleOutputs,
+    ) -> None:
+        """In one launch."""
+        choose_best(best, token, slots, lengths, tables.history, out.chosen)
 
     def edit_logits(
         self,

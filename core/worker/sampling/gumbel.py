@@ -84,13 +84,17 @@ class TokenNoise:
         return keys.bitwise_or_(self._odd)
 
     def exponential(
-        self, keys: torch.Tensor, token_ids: torch.Tensor | None = None
+        self,
+        keys: torch.Tensor,
+        token_ids: torch.Tensor | None = None,
+        *,
+        own: slice = slice(None),
     ) -> torch.Tensor:
-        """keys: [R, NUM_LANES]; token_ids: [R, K] int64, or None for the whole vocabulary → [R, K
-        or vocab_size] float32 in [2^-32, 16]. Makes seven passes over the result.
+        """keys: [R, NUM_LANES]; token_ids: [R, K] int64, or None for the whole vocabulary, or those
+        of `own` → [R, K] float32 in [2^-32, 16]. Makes seven passes over the result.
         """
         if token_ids is None:
-            hashes = self._token_hashes.unsqueeze(0)
+            hashes = self._token_hashes[own].unsqueeze(0)
         else:
             hashes = self._token_hashes.take(token_ids)
         x = torch.addcmul(keys[:, 0:1], hashes, keys[:, 1:2])

@@ -30,8 +30,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import nn
 
 from ...nn.operations import GrammarBits, Operations, SampleOutputs, SlotTables
+from ...parallel.ranks import Ranks
 from ...step import NOTHING_IN_PROCESS, InProcess, SlotStart
 from ..parts import PerSlot
 from .gumbel import TokenNoise
@@ -47,6 +49,7 @@ from .sampling_state import (
     StopRows,
     plain_stages,
 )
+from .vocabulary_shard import VocabularyShard
 
 CHUNK_ELEMENTS = 1 << 24
 """Numbers that one wide temporary may hold."""
@@ -118,6 +121,12 @@ class Sampler(PerSlot):
         self._scoring: torch.Tensor | None = None
         self.processors = processors or Processors((), state.device)
         self._noise = TokenNoise(state.vocab_size, state.device)
+        self.shard: VocabularyShard | None = None
+        """Samples plain rows from logits that ranks keep where they are."""
+
+    def divide(self, model: nn.Module, ranks: Ranks) -> None:
+        """Sample plain rows of this model without exchanging logits, if ranks divide its head."""
+        self.shard = VocabularyShard.of(model, ranks, self._state, self._noise, self._operations)
 
     # ------------------------------------------------------------ slots
 

@@ -23,7 +23,7 @@ from jackfield import AsyncEngine, EngineConfig, SamplingParams, StructuredOutpu
 from jackfield.core.errors import ConfigError
 from jackfield.core.hooks import hookimpl
 from jackfield.core.registry import load_plugins
-from jackfield.core.worker.graphs import CudaRecorder, NotRecorded
+from jackfield.core.worker.graphs import CudaRecorder, Ending, NotRecorded
 from jackfield.plugins.attention.torch import TorchAttention
 from jackfield.plugins.conformance.rank_threads import run_ranks, thread_ranks
 
@@ -129,6 +129,32 @@ async def test_ranks_classify_by_rows_of_a_head(tied: bool, tmp_path: Path) -> N
     want = await pooled(folder, 1, hf_overrides=overrides)
     for got, one in zip(await pooled(folder, 2, hf_overrides=overrides), want, strict=True):
         np.testing.assert_allclose(got, one, atol=1e-5)
+
+
+async def test_plain_rows_are_sampled_without_whole_logits(tmp_path: Path) -> None:
+    folder = make_checkpoint("gemma2", tmp_path)  # Its logits are capped.
+    params = [
+        SamplingParams(max_tokens=9, seed=n, temperature=0.5 * n, ignore_eos=True, detokenize=False)
+        for n in range(4)
+    ]
+
+    class Watching(RankThreads):
+        async def start(self) -> Any:
+            info = await super().start()
+            for worker in self.workers:
+                worker.runner.logits = functools.partial(watched, worker.runner.logits)  # type: ignore
+            return info
+
+    def watched(logits: Any, hidden: torch.Tensor, *ending: Any) -> torch.Tensor:
+        seen.add(tuple(ending))
+        result: torch.Tensor = logits(hidden, *ending)
+        assert result.shape[1] == 100 - (result.shape[1] < 100)
+        return result
+
+    seen: set[Any] = set()
+    want = await tokens(config(folder, 1), params)
+    assert await tokens(config(folder, 2), params, Watching) == want
+    assert seen == {(Ending.PLAIN,)}
 
 
 def with_tokenizer(folder: Path) -> Path:
