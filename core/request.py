@@ -82,6 +82,9 @@ class Request:
     """Chained hash of each full block of known tokens, made as needed."""
     num_registered_blocks: int = 0
     """Columns of `tables` that prefix hits can find."""
+    state_boundary: int = 0
+    """Tokens of a prefix that others have computed, but whose states are not there: this request
+    keeps them when it comes to them."""
     compact_at: int = sys.maxsize
     """Computed tokens with which its cache is compacted; without KV compression, never."""
     num_compactions: int = 0

@@ -122,12 +122,19 @@ class Compaction(msgspec.Struct, frozen=True):
     """[ceil(kept / block_size)] The slot's table from then on, of its only group of layers."""
 
 
+class StateCopy(msgspec.Struct, frozen=True, gc=False):
+    """A slot's state is copied from a snapshot, or to one."""
+
+    slot: int
+    snapshot: int
+
+
 class StepPlan(msgspec.Struct, frozen=True):
     """One step of work: the whole contract between the event loop and the worker.
 
     It carries differences: a slot's tokens, blocks and parameters travel once. Applied in order:
-    `released`, `compactions`, `starts`, `table_writes`; then rows run as given by
-    `slots`/`num_tokens`.
+    `released`, `compactions`, `starts`, `table_writes`, `state_loads`; then rows run as given by
+    `slots`/`num_tokens`; then `state_saves`.
     """
 
     step: int
@@ -145,6 +152,10 @@ class StepPlan(msgspec.Struct, frozen=True):
     """Tables of the slots that start, and new blocks of the others."""
     compactions: tuple[Compaction, ...] = ()
     """In any order, or all at once: none writes a block that another one reads."""
+    state_loads: tuple[StateCopy, ...] = ()
+    """Snapshots that slots start from: before any row."""
+    state_saves: tuple[StateCopy, ...] = ()
+    """Snapshots of what the step's rows leave: after all rows."""
     kv_metadata: bytes | None = None
     """Data from the KV connector's scheduler half to its worker half, encoded as the connector's
     `metadata_type`. A plan may have only this."""

@@ -11,6 +11,7 @@ from ..step import Compaction, TableWrite
 from .block_pool import NULL_BLOCK, BlockPool
 from .groups import ONE_GROUP, CacheGroup
 from .prefix_index import BlockHasher
+from .snapshots import StateSnapshots
 
 
 class PrefixHits(NamedTuple):
@@ -20,6 +21,10 @@ class PrefixHits(NamedTuple):
     """Number of blocks whose tokens need not be computed."""
     tables: tuple[list[int], ...] = ()
     """For each group, its blocks of the last of these columns: those that will be read."""
+    state: bytes | None = None
+    """Hash of the last of these blocks, if layers keep states: `StateSnapshots` has them."""
+    num_seen: int = 0
+    """Number of blocks that are there, with or without the states after them."""
 
     @property
     def block_ids(self) -> Iterable[int]:
@@ -49,12 +54,14 @@ class KVCacheManager:
         *,
         groups: Sequence[CacheGroup] = ONE_GROUP,
         max_chunk: int = 1 << 30,
-        shares_prefixes: bool = True,
+        num_snapshots: int | None = None,
     ) -> None:
         """`hash_key`: see `BlockHasher`; `max_chunk`: most tokens of one request in a step;
-        `shares_prefixes`: False if blocks do not hold all that a prefix leaves in the layers, so
-        that each request computes all of its tokens."""
-        self.shares_prefixes = shares_prefixes
+        `num_snapshots`: of states, if layers keep them: with 0, each request computes all of its
+        tokens; None: blocks hold all that a prefix leaves in the layers."""
+        self.shares_prefixes = num_snapshots != 0
+        self.snapshots = StateSnapshots(num_snapshots) if num_snapshots else None
+        """None: no layer keeps states, or none of them is shared."""
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.groups = tuple(groups)
@@ -103,19 +110,22 @@ class KVCacheManager:
         for number in self._whole:
             end = next((i for i in range(end) if self._cached(hashes[i], number) is None), end)
         # A shorter prefix needs different blocks within each window.
-        before = -1
+        before, seen = -1, end
         while end != before:
             before = end
             for number in self._windowed:
                 end = self._window_hit(hashes, number, end)
+            if self.snapshots is not None:
+                end = next((i for i in range(end, 0, -1) if hashes[i - 1] in self.snapshots), 0)
         if not end:
-            return NO_HITS
+            return NO_HITS if self.snapshots is None else NO_HITS._replace(num_seen=seen)
+        state = None if self.snapshots is None else hashes[end - 1]
         tables = []
         for number, group in enumerate(self.groups):
             first = group.first_block(end * self.block_size, self.block_size)
             ids = [self._cached(block_hash, number) for block_hash in hashes[first:end]]
             tables.append([block_id for block_id in ids if block_id is not None])
-        return PrefixHits(end, tuple(tables))
+        return PrefixHits(end, tuple(tables), state, seen)
 
     def _window_hit(self, hashes: Sequence[bytes], number: int, end: int) -> int:
         """Return the longest prefix, up to `end` blocks, whose window's blocks the group has."""
@@ -282,6 +292,16 @@ class KVCacheManager:
                         register(block_id, _key(hashes[i], number) if number else hashes[i])
             request.num_registered_blocks = num_full
 
+    def snapshot(self, request: Request) -> int | None:
+        """Return a row for the states after the request's computed tokens, which fill blocks and
+        are known; None: they are not to be kept."""
+        caches = self.enable_prefix_caching or request.private_salt is not None
+        if self.snapshots is None or not caches:
+            return None
+        num_blocks = request.num_computed_tokens // self.block_size
+        self._hasher.extend(request, num_blocks)
+        return self.snapshots.save(request.block_hashes[num_blocks - 1])
+
     def block_keys(self, request: Request, num_blocks: int) -> list[bytes]:
         """Return the hashes of the request's first blocks, whose tokens must be known."""
         self._hasher.extend(request, num_blocks)
@@ -289,6 +309,9 @@ class KVCacheManager:
 
     def invalidate(self, request: Request) -> None:
         """Remove a failed request's blocks from the prefix cache."""
+        if self.snapshots is not None:
+            for block_hash in request.block_hashes:
+                self.snapshots.forget(block_hash)
         num_named = request.num_registered_blocks
         if request.compacted:
             # Released since: invalidate the blocks that have their content now.
@@ -315,6 +338,8 @@ class KVCacheManager:
     def forget_all(self) -> None:
         """Remove all blocks from the prefix cache, held or not. No request may hold one."""
         self.pool.forget_all()
+        if self.snapshots is not None:
+            self.snapshots.forget_all()
 
     # ------------------------------------------------------------ looking in
 

@@ -177,7 +177,7 @@ class EngineCore:
                 param="kv_compression",
             )
         if self.info.keeps_states and config.enable_prefix_caching:
-            logger.info("prefix caching is off: this model keeps states of sequences")
+            logger.info("prefix caching: room for %d states", self.info.num_snapshots)
         limits = request_limits(config, model_config, self.info)
         self.events = events
         self.metrics = EngineMetrics(config.served_names[0])
@@ -211,7 +211,7 @@ class EngineCore:
             transfer=config.kv_transfer_config,
             hash_key=None if self.info.kv_layout is None else self.info.kv_layout.fingerprint,
             groups=self.info.cache_groups,
-            keeps_states=self.info.keeps_states,
+            num_snapshots=self.info.num_snapshots if self.info.keeps_states else None,
             kv_compression=_compression_rule(config),
         )
         self._limits = self.scheduler.limits

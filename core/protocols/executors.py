@@ -109,6 +109,9 @@ class ExecutorInfo(msgspec.Struct, frozen=True, kw_only=True):
     refused."""
     keeps_states: bool = False
     """Whether layers keep states of sequences, so that blocks alone do not hold a prefix."""
+    num_snapshots: int = 0
+    """Snapshots of states that there is room for (`StepPlan.state_saves`); 0: prefixes of models
+    with states are not shared."""
     steps_in_flight: int = 2
     """Plans that are submitted before the result of the first one is there, at most."""
 

@@ -21,6 +21,7 @@ from ..step import (
     NOTHING_IN_PROCESS,
     InProcess,
     SlotStart,
+    StateCopy,
     StepPlan,
     StepResult,
     TableWrite,
@@ -45,6 +46,8 @@ class _PlanBuilder:
     """[len(prefills)] tokens of each prefill row"""
     starts: list[SlotStart] = field(default_factory=list)
     table_writes: list[TableWrite] = field(default_factory=list)
+    state_loads: list[StateCopy] = field(default_factory=list)
+    state_saves: list[StateCopy] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -90,11 +93,12 @@ class Scheduler:
         hash_key: bytes | None = None,
         groups: Sequence[CacheGroup] = ONE_GROUP,
         kv_compression: CompressionRule | None = None,
-        keeps_states: bool = False,
+        num_snapshots: int | None = None,
     ) -> None:
         """transfer: the role of `connector`. hash_key: see `BlockHasher`. groups: layers that share
         a block table. kv_compression: None: caches stay whole. Not None only with one group
-        without a window, and without a connector. keeps_states: see `ExecutorInfo`."""
+        without a window, and without a connector. num_snapshots: of states, if
+        layers keep them; None: they keep none."""
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.enable_chunked_prefill = enable_chunked_prefill
@@ -108,7 +112,7 @@ class Scheduler:
                 hash_key,
                 groups=groups,
                 max_chunk=self._chunk(max_num_batched_tokens, max_num_batched_tokens),
-                shares_prefixes=not keeps_states,
+                num_snapshots=num_snapshots,
             )
             if num_blocks
             else NoKVCache(block_size)
@@ -294,6 +298,8 @@ class Scheduler:
                 budget -= 1
             else:
                 chunk = self._chunk(num_tokens - computed, budget)
+                if self.kv.snapshots is not None:
+                    chunk = self._to_boundary(request, computed, chunk)
                 if not self._extend_blocks(request, chunk, builder):
                     break
                 self._add_prefill(builder, request, chunk)
@@ -335,6 +341,29 @@ class Scheduler:
         if self.long_prefill_token_threshold and self.enable_chunked_prefill:
             num_tokens = min(num_tokens, self.long_prefill_token_threshold)
         return min(num_tokens, budget)
+
+    def _to_boundary(self, request: Request, computed: int, chunk: int) -> int:
+        """Return how many of a chunk's tokens lead to the next states that are worth keeping: those
+        that a request with the same tokens would start from, and those after what the request has
+        in common with earlier ones."""
+        if self.enable_chunked_prefill:
+            for boundary in sorted((self._last_boundary(request), request.state_boundary)):
+                if computed < boundary < computed + chunk:
+                    return boundary - computed
+        return chunk
+
+    def _last_boundary(self, request: Request) -> int:
+        """Return the tokens of the blocks that a request with the same tokens would not compute."""
+        size = self.kv.block_size
+        return (request.num_known_tokens - 1) // size * size
+
+    def _save_states(self, builder: _PlanBuilder, request: Request) -> None:
+        """Keep the states after a chunk that ends where `_to_boundary` says."""
+        computed = request.num_computed_tokens
+        if computed and computed in (self._last_boundary(request), request.state_boundary):
+            row = self.kv.snapshot(request)
+            if row is not None:
+                builder.state_saves.append(StateCopy(request.slot, row))
 
     def _admit_waiting(self, builder: _PlanBuilder) -> None:
         """Admit waiting requests in order, until one finds no budget, slot or blocks."""
@@ -378,6 +407,10 @@ class Scheduler:
                 self._blocks_wanted = missing + reserve
             return False
         chunk = self._chunk(num_left, builder.budget)
+        snapshots = self.kv.snapshots
+        if snapshots is not None:
+            request.state_boundary = hits.num_seen * self.kv.block_size
+            chunk = self._to_boundary(request, request.num_tokens - num_left, chunk)
         request.slot = heapq.heappop(self._free_slots)
         self.kv.allocate(request, chunk, hits)
         builder.table_writes += self.kv.whole_tables(request)
@@ -393,6 +426,8 @@ class Scheduler:
             self._compression.admit(request)
         self.running.add(request)
         builder.starts.append(_slot_start(request))
+        if snapshots is not None and hits.state is not None:
+            builder.state_loads.append(StateCopy(request.slot, snapshots.use(hits.state)))
         self._add_prefill(builder, request, chunk)
         builder.budget -= chunk
         return True
@@ -402,6 +437,8 @@ class Scheduler:
         builder.chunks.append(chunk)
         request.num_computed_tokens += chunk
         self.kv.register(request)
+        if self.kv.snapshots is not None:
+            self._save_states(builder, request)
         if request.num_computed_tokens == request.num_tokens:
             request.num_tokens += 1
 
@@ -417,6 +454,8 @@ class Scheduler:
         ends = [] if self.transfers is None else [r.num_computed_tokens for r in rows]
         self._in_flight[step] = _Step(rows, [r.epoch for r in rows], first_positions, ends)
         released, self._released = self._released, []
+        if self.kv.snapshots is not None:
+            self.kv.snapshots.commit()
         return StepPlan(
             step=step,
             slots=tuple([r.slot for r in rows]),
@@ -427,6 +466,8 @@ class Scheduler:
             starts=tuple(builder.starts),
             table_writes=tuple(builder.table_writes),
             compactions=() if self._compression is None else self._compression.take(),
+            state_loads=tuple(builder.state_loads),
+            state_saves=tuple(builder.state_saves),
             kv_metadata=metadata,
         )
 

@@ -21,6 +21,7 @@ from .batch import LogitRows, PersistentBatch, StepInputs, StepRows, releasing_a
 from .graphs import DecodeGraphs, Ending, NotRecorded
 from .kv_cache.compaction import Compactor
 from .kv_cache.query_ring import QueryRing
+from .kv_cache.states import States
 from .launched_step import LOGPROB_FIELDS, LaunchedStep, PromptScores
 from .mixed_graphs import MixedGraphs
 from .parts import PerSlot, update_parts
@@ -71,6 +72,8 @@ class ModelRunner:
         """Set with a KV compressor that needs queries."""
         self._uncompacted: dict[int, str] = {}
         """Slot → why its compaction failed, until a step has its row."""
+        self.states: States | None = None
+        """Set if layers keep states."""
         self.precompiling = False
         """Whether kernels are only compiled, not run."""
 
@@ -79,8 +82,14 @@ class ModelRunner:
         """Queue one step on the device and return at once."""
         launched = time.monotonic()
         self.update_slots(plan, in_process)
+        if plan.state_loads:
+            assert self.states is not None, "a copy of states, without states"
+            self.states.load(plan.state_loads)
         if not plan.compactions:
             step = self._launch(plan, launched)
+            if plan.state_saves:
+                assert self.states is not None, "a copy of states, without states"
+                self.states.save(plan.state_saves)
             return self._fail_uncompacted(step) if self._uncompacted else step
         assert self.compactor is not None, "a compaction, without KV compression"
         self._uncompacted |= self.compactor.run(plan.compactions)

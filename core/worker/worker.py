@@ -255,6 +255,7 @@ class Worker:
                 masks=grammar_masks(self.ranks.tensor, config, model_config.vocab_size, device),
                 ranks=self.ranks,
             )
+            self.runner.states = states
             if compressor is not None:
                 self._compress(self.runner, compressor, layers, operations)
         graphs = self._graphs = self._step_graphs(operations)
@@ -298,7 +299,8 @@ class Worker:
             kv_layout=self._connect(model, cache_specs, caches),
             cache_groups=groups,
             kv_compression=compacts,
-            keeps_states=self._keeps_states,
+            keeps_states=states is not None,
+            num_snapshots=0 if states is None else states.num_snapshots,
         )
 
     def _compress(

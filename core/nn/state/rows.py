@@ -15,7 +15,7 @@ class StateRows:
 
     States are tensors [num_states, ...]: a slot's number is that of its state. A row that begins at
     its sequence's first token takes zeros for its state, whatever an earlier request left there.
-    Padding rows share the last slot, which no request has.
+    Padding rows share the slot after those of requests.
     """
 
     num_tokens: int

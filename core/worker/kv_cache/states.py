@@ -15,17 +15,28 @@ from ...errors import ConfigError, OutOfMemory
 from ...nn.context import BatchLayout
 from ...nn.state.layer import StateLayer
 from ...protocols.attention import AttentionBackend, AttentionSpec
+from ...step import StateCopy
 from .memory import GIB
+
+SNAPSHOT_SHARE = 1 / 10
+"""Share that snapshots get of the memory that is free beside the slots' states."""
+MOST_SNAPSHOTS = 256
 
 
 class States:
-    """The states of all layers; rows: one for each slot, and the last one for padding."""
+    """The states of all layers; rows: one for each slot, one for padding, then snapshots."""
 
     def __init__(
-        self, layers: Sequence[StateLayer], num_slots: int, device: torch.device, available: int
+        self,
+        layers: Sequence[StateLayer],
+        num_slots: int,
+        device: torch.device,
+        available: int,
+        *,
+        shares: bool,
     ) -> None:
         """Allocate the states and bind them to their layers. Raises OutOfMemory if they need more
-        than `available` bytes."""
+        than `available` bytes. shares: there are snapshots, in some of what is left."""
         places: dict[CachePart, list[StateLayer]] = {}
         for layer in layers:
             for part in layer.cache.parts:
@@ -43,17 +54,41 @@ class States:
                 f"{max(0, available // self.bytes_per_slot - 1)} fit)",
                 param="max_num_seqs",
             )
+        self.num_snapshots = 0
+        if shares:
+            room = int((available - self.nbytes) * SNAPSHOT_SHARE) // self.bytes_per_slot
+            self.num_snapshots = min(room, MOST_SNAPSHOTS)
+        self._first_snapshot = num_slots + 1
+        num_states = num_slots + 1 + self.num_snapshots
+        self.nbytes = self.bytes_per_slot * num_states
         self.storage: dict[CachePart, torch.Tensor] = {}
-        """Part → [layers that have it, num_slots + 1, *shape]."""
+        """Part → [layers that have it, num_states, *shape]."""
         bound: dict[StateLayer, dict[str, torch.Tensor]] = {layer: {} for layer in layers}
         for part, sharers in places.items():
-            shape = (len(sharers), num_slots + 1, *part.shape)
+            shape = (len(sharers), num_states, *part.shape)
             tensor = torch.zeros(shape, dtype=getattr(torch, part.dtype), device=device)
             self.storage[part] = tensor
             for number, layer in enumerate(sharers):
                 bound[layer][part.name] = tensor[number]
         for layer, states in bound.items():
             layer.bind(states)
+
+    def load(self, copies: Sequence[StateCopy]) -> None:
+        """Copy snapshots to slots, all at once."""
+        snapshots = [self._first_snapshot + copy.snapshot for copy in copies]
+        self._copy(snapshots, [copy.slot for copy in copies])
+
+    def save(self, copies: Sequence[StateCopy]) -> None:
+        """Copy slots to snapshots, all at once."""
+        snapshots = [self._first_snapshot + copy.snapshot for copy in copies]
+        self._copy([copy.slot for copy in copies], snapshots)
+
+    def _copy(self, sources: list[int], targets: list[int]) -> None:
+        device = next(iter(self.storage.values())).device
+        rows = torch.tensor([sources, targets], pin_memory=device.type == "cuda")
+        rows = rows.to(device, non_blocking=True)
+        for tensor in self.storage.values():
+            tensor.index_copy_(1, rows[1], tensor.index_select(1, rows[0]))
 
 
 def make_states(model: nn.Module, config: EngineConfig, device: torch.device) -> States | None:
@@ -77,7 +112,9 @@ def make_states(model: nn.Module, config: EngineConfig, device: torch.device) ->
         available, _ = torch.cuda.mem_get_info(device)
     else:
         available = int(config.cpu_kvcache_space * GIB)
-    return States(layers, config.max_num_seqs, device, available)
+    return States(
+        layers, config.max_num_seqs, device, available, shares=config.enable_prefix_caching
+    )
 
 
 class NoAttention(AttentionBackend):

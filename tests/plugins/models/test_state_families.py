@@ -133,23 +133,59 @@ async def test_a_family_equals_transformers(case: str, tmp_path: Path) -> None:
         check(prompt, output, lambda tokens: score(reference, tokens))
 
 
-async def test_preempted_requests_begin_again_from_no_state(tmp_path: Path) -> None:
-    """Blocks for 48 tokens, which the second prompt and the answers outgrow."""
+@pytest.mark.parametrize("caching", [True, False])
+async def test_preempted_requests_are_computed_again(caching: bool, tmp_path: Path) -> None:
+    """Blocks for 52 tokens, which prompts and answers outgrow."""
     reference, folder = reference_and_folder("Mamba2ForCausalLM", tmp_path)
-    prompts = [PROMPTS[2][:n] for n in (16, 14, 15)]
-    async with AsyncEngine(config(folder, num_gpu_blocks_override=14)) as engine:
+    prompts = [PROMPTS[2][n : 2 * n] for n in (16, 14, 15)]
+    options = {"num_gpu_blocks_override": 14, "enable_prefix_caching": caching}
+    async with AsyncEngine(config(folder, **options)) as engine:
         answers = await asyncio.gather(*(answer(engine, prompt) for prompt in prompts))
         assert engine.core.stats().num_preemptions > 0
     for prompt, output in zip(prompts, answers, strict=True):
         check(prompt, output, lambda tokens: score(reference, tokens))
 
 
-async def test_completions_of_one_prompt_each_have_a_state(tmp_path: Path) -> None:
+@pytest.mark.parametrize("caching", [True, False])
+async def test_completions_of_one_prompt_each_have_a_state(caching: bool, tmp_path: Path) -> None:
+    """With prefix caching, all but the first start from its states."""
     reference, folder = reference_and_folder("Mamba2ForCausalLM", tmp_path)
-    async with AsyncEngine(config(folder)) as engine:
+    async with AsyncEngine(config(folder, enable_prefix_caching=caching)) as engine:
         output = await answer(engine, PROMPTS[2], n=3)
+        steps = engine.core.stats().steps
     assert len(output.outputs) == 3
+    assert (steps < 12) == caching
     check(PROMPTS[2], output, lambda tokens: score(reference, tokens))
+
+
+@pytest.mark.parametrize("case", ["Mamba2ForCausalLM", "BambaForCausalLM"])
+async def test_a_prefix_hit_starts_from_the_states_after_it(case: str, tmp_path: Path) -> None:
+    """States are kept at the end of a prompt, and after what two prompts have in common."""
+    reference, folder = reference_and_folder(case, tmp_path)
+    first = PROMPTS[2]
+    longer = [*first, *PROMPTS[1]]
+    others = [[*first[:22], last, 7, 8, 9, last] for last in (11, 12, 13)]
+    async with AsyncEngine(config(folder, num_gpu_blocks_override=96)) as engine:
+        answers = [await answer(engine, prompt) for prompt in (first, first, longer, *others)]
+        assert await engine.reset_prefix_cache()
+        forgotten = await answer(engine, first)
+    # 41 tokens: 10 blocks of 4. Of 22 tokens in common, 5 blocks.
+    assert [output.num_cached_tokens for output in answers] == [0, 40, 40, 0, 20, 20]
+    assert forgotten.num_cached_tokens == 0
+    for prompt, output in zip((first, first, longer, *others), answers, strict=True):
+        check(prompt, output, lambda tokens: score(reference, tokens))
+
+
+async def test_few_snapshots_are_those_used_last(tmp_path: Path) -> None:
+    """Room for one: the states of an earlier prompt are lost, and answers stay the same."""
+    reference, folder = reference_and_folder("Mamba2ForCausalLM", tmp_path)
+    prompts = [PROMPTS[2], PROMPTS[2][7:], PROMPTS[2]]
+    async with AsyncEngine(config(folder, cpu_kvcache_space=0.0004)) as engine:
+        assert engine.core.info.num_snapshots == 1
+        answers = [await answer(engine, prompt) for prompt in prompts]
+    assert [output.num_cached_tokens for output in answers] == [0, 0, 0]
+    for prompt, output in zip(prompts, answers, strict=True):
+        check(prompt, output, lambda tokens: score(reference, tokens))
 
 
 @pytest.mark.parametrize(
