@@ -124,7 +124,7 @@ class EngineCore:
             "ready in %.1f s: %s on %s (%s), attention %s (%s), %d KV blocks of %d tokens%s",
             time.monotonic() - began,
             self.model_config.architecture,
-            self.info.device,
+            self.info.where,
             self.info.dtype,
             self.info.attention_backend,
             self.info.attention_reason,

@@ -112,8 +112,15 @@ class ExecutorInfo(msgspec.Struct, frozen=True, kw_only=True):
     num_snapshots: int = 0
     """Snapshots of states that there is room for (`StepPlan.state_saves`); 0: prefixes of models
     with states are not shared."""
+    num_ranks: int = 1
+    """Ranks that compute the model together; bytes are those of one."""
     steps_in_flight: int = 2
     """Plans that are submitted before the result of the first one is there, at most."""
+
+    @property
+    def where(self) -> str:
+        """The device, and how many ranks there are, for messages."""
+        return self.device if self.num_ranks == 1 else f"{self.device}, {self.num_ranks} ranks"
 
 
 class SchedulePolicy(Protocol):

@@ -165,7 +165,7 @@ def ready_line(engine: AsyncEngine, where: str, start: float) -> str:
     `time.monotonic`."""
     info = engine.info
     return (
-        f"Serving {engine.served_model_names[0]} on {where} ({info.device}, "
+        f"Serving {engine.served_model_names[0]} on {where} ({info.where}, "
         f"attention: {info.attention_backend}, {info.attention_reason}; "
         f"{info.num_blocks} KV blocks), ready in {time.monotonic() - start:.1f} s"
     )

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from ...core.remote.frames import encode
-from .messages import Done, End, Failed, Inbox, Job, Log, Ready, Setup, Step, ToFollower
+from .messages import Done, End, Failed, Inbox, Job, Joining, Log, Ready, Setup, Step, ToFollower
 from .progress import BEAT_SECONDS, Progress
 
 if TYPE_CHECKING:
@@ -82,7 +82,12 @@ class Follower:
         threading.Thread(target=self._beat, args=(threading.get_ident(),), daemon=True).start()
         try:
             joined, info = start_rank(
-                setup.config, setup.plugins, setup.rank, setup.address, self._progress
+                setup.config,
+                setup.plugins,
+                setup.rank,
+                setup.address,
+                self._progress,
+                lambda: self.send(Joining()),
             )
         except BaseException as error:
             self.send(Failed.because(0, error))

@@ -64,6 +64,11 @@ ToFollower: TypeAlias = Setup | Step | Job | End
 # ---------------------------------------------------------------- the others → rank 0
 
 
+class Joining(msgspec.Struct, frozen=True, tag="joining"):
+    """The rank is about to join the others: rank 0, which waits for that without an end, may do so,
+    too."""
+
+
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
     """The rank has started."""
 
@@ -109,7 +114,7 @@ class Log(msgspec.Struct, frozen=True, tag="log"):
     text: str
 
 
-ToLeader: TypeAlias = Ready | Done | Failed | Log
+ToLeader: TypeAlias = Joining | Ready | Done | Failed | Log
 
 
 class Inbox(Generic[T]):

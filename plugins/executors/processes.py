@@ -19,6 +19,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, get_args
 
+import msgspec
+
 from ...core.config import EngineConfig
 from ...core.errors import JackfieldError, RankFailed
 from ...core.protocols.executors import ExecutorInfo
@@ -27,7 +29,7 @@ from ...core.remote.frames import encode
 from ...core.step import InProcess, Ping, StepPlan, StepResult, WorkerJob
 from ...core.worker.threads import WorkerThread
 from .followers import FollowerProcess, outside_plugins
-from .messages import Done, End, Failed, Job, Ready, Setup, Step, ToLeader
+from .messages import Done, End, Failed, Job, Joining, Ready, Setup, Step, ToLeader
 from .progress import Progress, StallDetector
 from .spawn import start_ahead
 
@@ -41,13 +43,24 @@ AGREE_SECONDS = 3.0
 """After a step has failed on one rank, it must have failed on all within this time."""
 END_SECONDS = 5.0
 """Time for a rank to end; then it is killed."""
+STOP_SECONDS = 60.0
+"""Time for rank 0 to finish and to free its device."""
+ABORT_SECONDS = 1.0
+"""After a failure, time for rank 0 to end its calls to other ranks by itself."""
 STACK_SECONDS = 0.2
 """Time for ranks to write their stacks before they are killed."""
 START_TICKS = 120
 """Without a sign of life of a rank that starts: libraries that load hold the interpreter."""
 
 
-ALIKE = ("num_blocks", "cache_groups", "dtype", "attention_backend", "steps_in_flight")
+ALIKE = (
+    "num_blocks",
+    "num_snapshots",
+    "cache_groups",
+    "dtype",
+    "attention_backend",
+    "steps_in_flight",
+)
 """Fields of ExecutorInfo that are the same for all ranks."""
 
 
@@ -89,7 +102,8 @@ class ProcessesExecutor:
         self._awaited: dict[int, Awaited] = {}
         """Steps and jobs whose end is not known, by number."""
         self._starting: dict[int, asyncio.Future[ExecutorInfo]] = {}
-        """By rank, other than 0."""
+        """By rank, other than 0; `_joining` as well."""
+        self._joining: dict[int, asyncio.Future[None]] = {}
         self._stopping = False
         self._watch: asyncio.Task[None] | None = None
         self._failed: Callable[[Exception], None] = _nobody
@@ -121,6 +135,7 @@ class ProcessesExecutor:
         listener = listen()
         address = listener.getsockname()[:2]
         self._starting = {rank: loop.create_future() for rank in range(1, self.size)}
+        self._joining = {rank: loop.create_future() for rank in self._starting}
         for rank in self._starting:
             follower = FollowerProcess(rank, received=self._receive, lost=self._lose)
             self.followers.append(follower)
@@ -145,8 +160,10 @@ class ProcessesExecutor:
             )
             return self._joined.worker.start()
 
-        own = thread.call(start)
+        own: asyncio.Future[ExecutorInfo] = loop.create_future()
         try:
+            await self._all_joining()
+            own = thread.call(start)
             await self._all_started(own)
             info = own.result()
             for rank, future in self._starting.items():
@@ -158,7 +175,16 @@ class ProcessesExecutor:
             own.add_done_callback(_retrieve)
             for future in self._starting.values():
                 future.add_done_callback(_retrieve)
-        return info
+        return msgspec.structs.replace(info, num_ranks=self.size)
+
+    async def _all_joining(self) -> None:
+        """Wait until every other rank is about to join. Raises its error if one has failed before
+        that: rank 0 would wait for it."""
+        for rank, start in self._starting.items():
+            waits: list[asyncio.Future[Any]] = [start, self._joining[rank]]
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            if start.done():
+                start.result()
 
     async def _all_started(self, own: asyncio.Future[ExecutorInfo]) -> None:
         """Raise the cause if a rank does not start. What the others then report may be only that it
@@ -240,7 +266,9 @@ class ProcessesExecutor:
         self._settle(number, awaited)
 
     def _receive(self, rank: int, message: ToLeader) -> None:
-        if isinstance(message, Ready):
+        if isinstance(message, Joining):
+            _set(self._joining[rank], None)
+        elif isinstance(message, Ready):
             self._starting[rank].set_result(message.info)
         elif isinstance(message, Failed):
             error = message.error(rank)
@@ -350,12 +378,10 @@ class ProcessesExecutor:
     async def _unwind(self, thread: WorkerThread, ended: asyncio.Future[None]) -> bool:
         """End the worker thread, which may wait for ranks that are gone; return whether it did."""
         ended.add_done_callback(_retrieve)
-        await asyncio.wait([ended], timeout=END_SECONDS)
-        if not ended.done() and (joined := self._joined) is not None:  # It has not begun to stop.
-            # That ends calls of the group, where the library can.
-            from ...core.parallel.join import leave
-
-            threading.Thread(target=leave, args=(joined.ranks,), daemon=True).start()
+        joined = self._joined
+        await asyncio.wait([ended], timeout=STOP_SECONDS if self.failure is None else ABORT_SECONDS)
+        if not ended.done() and joined is not None:
+            threading.Thread(target=joined.leave, daemon=True).start()
             await asyncio.wait([ended], timeout=END_SECONDS)
         if not ended.done():
             return False
@@ -365,9 +391,9 @@ class ProcessesExecutor:
         return True
 
     def _stop_worker(self) -> None:
-        joined, self._joined = self._joined, None
-        if joined is not None:
-            joined.stop()
+        if self._joined is not None:
+            self._joined.stop()
+            self._joined = None
 
 
 class _Nothing:

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from socket import socket
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -30,9 +30,11 @@ def start_rank(
     rank: int,
     address: tuple[str, int],
     progress: Progress,
+    joining: Callable[[], None],
 ) -> tuple[RankWorker, ExecutorInfo]:
     """Start a rank in a process of its own. `config`: resolved; `plugin_names`: the plugins from
-    outside to load. Raises what the start of an engine raises."""
+    outside to load; `joining`: called right before it joins the others. Raises what the start of an
+    engine raises."""
     device = rank_device(config, rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -43,6 +45,7 @@ def start_rank(
     model_config = resolve_model_config(config, plugins)
     config, model_config = resolve_runner(config, config, model_config, plugins)
     initializing.join()
+    joining()
     joined = RankWorker.join(config, model_config, plugins, rank, address, progress)
     return joined, joined.worker.start()
 
@@ -53,11 +56,13 @@ def _initialize(config: EngineConfig, plugins: Plugins, device: torch.device) ->
     initialize_device(config, plugins)
 
 
-class RankWorker(NamedTuple):
+class RankWorker:
     """A worker and the group in which it computes."""
 
-    worker: Worker
-    ranks: Ranks
+    def __init__(self, worker: Worker, ranks: Ranks) -> None:
+        self.worker = worker
+        self._ranks: Ranks | None = ranks
+        """None: it has left."""
 
     @classmethod
     def join(
@@ -84,4 +89,11 @@ class RankWorker(NamedTuple):
     def stop(self) -> None:
         """Release the device, then leave the group, which recorded graphs may use until then."""
         self.worker.stop()
-        leave(self.ranks)
+        self.leave()
+
+    def leave(self) -> None:
+        """Leave the group, once. From another thread, that ends calls that wait for other ranks,
+        where the library can."""
+        ranks, self._ranks = self._ranks, None
+        if ranks is not None:
+            leave(ranks)
