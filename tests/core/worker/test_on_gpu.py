@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from jackfield import AsyncEngine, EngineConfig, SamplingParams
 
@@ -72,6 +73,47 @@ async def test_groups_of_windows(tmp_path: Path, name: str) -> None:
         folder, late=False, attention_backend="torch", operations="torch", enforce_eager=True
     )
     recorded, _ = await tokens(folder, late=True, attention_backend="triton", operations="triton")
+    similar(plain, recorded)
+
+
+SIZES = {
+    "vocab_size": VOCAB, "hidden_size": 64, "num_hidden_layers": 3, "initializer_range": 0.2,
+    "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
+ATTENTION = {
+    **SIZES, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+}  # fmt: skip
+STATES: dict[str, dict[str, Any]] = {
+    "Mamba": {**SIZES, "state_size": 16},
+    "Mamba2": {**SIZES, "num_heads": 8, "head_dim": 16, "state_size": 32, "n_groups": 2},
+    "Bamba": {
+        **ATTENTION, "attn_layer_indices": [1], "mamba_n_heads": 8, "mamba_d_head": 16,
+        "mamba_d_state": 24, "mamba_n_groups": 2,
+    },
+    "Qwen3Next": {
+        **ATTENTION, "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48, "shared_expert_intermediate_size": 32,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "linear_key_head_dim": 16, "linear_value_head_dim": 24, "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", STATES)
+async def test_states_of_sequences(tmp_path: Path, name: str) -> None:
+    config = getattr(transformers, f"{name}Config")(**STATES[name])
+    torch.manual_seed(7)
+    getattr(transformers, f"{name}ForCausalLM")(config).float().save_pretrained(tmp_path)
+    plain, _ = await tokens(
+        tmp_path, late=False, attention_backend="torch", operations="torch", enforce_eager=True,
+        enable_prefix_caching=False,
+    )  # fmt: skip
+    recorded, stats = await tokens(
+        tmp_path, late=True, attention_backend="triton", operations="triton"
+    )
+    assert stats.prefix_cache_hits > 0
     similar(plain, recorded)
 
 
