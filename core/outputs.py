@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Literal, TypeAlias
 
 import msgspec
@@ -89,6 +90,32 @@ class RequestOutput(msgspec.Struct, kw_only=True):
     """Why, when a finish_reason is "error"."""
     kv_transfer_params: dict[str, Any] | None = None
     """Parameters that the KV connector returned when the request ended."""
+    kv_compression: KVCompressionUsage | None = None
+    """What compactions have left of the caches of the completions that have ended, in sum; None:
+    none of them was compacted."""
+
+
+class KVCompressionUsage(msgspec.Struct, frozen=True):
+    """What compactions have left of the cache of a request, at its end."""
+
+    kept_tokens: int
+    """Tokens in the cache."""
+    dropped_tokens: int
+    """Computed tokens that are not in it any more."""
+    compactions: int
+    """Compactions of the request, those before a preemption included."""
+
+    @classmethod
+    def total(cls, parts: Iterable[KVCompressionUsage | None]) -> KVCompressionUsage | None:
+        """Return the sum of several requests; None: none of them was compacted."""
+        used = [part for part in parts if part is not None]
+        if not used:
+            return None
+        return cls(
+            sum(part.kept_tokens for part in used),
+            sum(part.dropped_tokens for part in used),
+            sum(part.compactions for part in used),
+        )
 
 
 class PoolingRequestOutput(msgspec.Struct, kw_only=True):
@@ -139,6 +166,8 @@ class EngineStats(msgspec.Struct, kw_only=True):
     """Tokens in the caches that were compacted, before that, since the start."""
     kv_tokens_dropped: int = 0
     """Of `kv_tokens_compacted`, those that compactions have dropped."""
+    kv_compaction_seconds: float = 0.0
+    """Time that compactions took on the device, since the start."""
     late_preparations: int = 0
     """Kernels compiled or loaded, and graphs recorded, in steps that waited for it, since the
     start."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from .outputs import FinishReason
+from .outputs import FinishReason, KVCompressionUsage
 from .pooling_params import PooledRow, PoolingParams
 from .sampling_params import SamplingParams
 from .step import CompiledGrammar, TokenLogprobs
@@ -92,6 +92,8 @@ class Request:
     compacted: bool = False
     """Whether its cache was compacted: neither its blocks nor later ones, which were computed from
     them, are what their tokens' hashes stand for."""
+    compression_usage: KVCompressionUsage | None = None
+    """What compactions have left of its cache, set at its end; None: it was not compacted."""
     num_dropped_tokens: int = 0
     """Computed tokens that the cache does not hold any more."""
     external_end: int | None = None

@@ -229,6 +229,8 @@ class StepResult(msgspec.Struct, frozen=True):
     delivered."""
     late_preparations: int = 0
     """Kernels compiled or loaded, and graphs recorded, while this step was launched."""
+    compaction_seconds: float = 0.0
+    """Time that the step's compactions took on the device."""
     launch_wait_seconds: float = 0.0
     """Seconds of the launch in which the thread could not run, mostly waiting for the interpreter
     lock."""

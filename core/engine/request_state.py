@@ -11,6 +11,7 @@ from ..output_parsing.output_text import OutputText
 from ..outputs import (
     CompletionOutput,
     FinishReason,
+    KVCompressionUsage,
     Logprob,
     PositionLogprobs,
     RequestOutput,
@@ -211,7 +212,11 @@ class RequestState:
             timings=self.timings,
             error=self.error,
             kv_transfer_params=self._kv_transfer_params(),
+            kv_compression=self._kv_compression(),
         )
+
+    def _kv_compression(self) -> KVCompressionUsage | None:
+        return KVCompressionUsage.total(request.compression_usage for request in self.requests)
 
     def _kv_transfer_params(self) -> dict[str, Any] | None:
         for request in self.requests:

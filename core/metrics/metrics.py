@@ -66,6 +66,9 @@ class EngineMetrics:
             "kv_tokens_dropped": counter(
                 "kv_tokens_dropped", "Tokens that compactions have dropped from caches."
             ),
+            "kv_compaction_seconds": counter(
+                "kv_compaction_seconds", "Seconds that compactions took on the device."
+            ),
             "late_preparations": counter(
                 "late_preparations",
                 "Kernels compiled or loaded, and graphs recorded, in steps that waited for it.",

@@ -300,6 +300,7 @@ class RemoteCore:
             request.finish_reason = change.finish_reason
             request.stop_reason = change.stop_reason
             request.kv_transfer_params = change.kv_transfer_params
+            request.compression_usage = change.compression_usage
             state.error = change.error or state.error
         if change.prompt_logprobs:
             state.add_prompt_logprobs(change.prompt_logprobs)

@@ -14,7 +14,7 @@ import msgspec
 from ..config import EngineConfig
 from ..errors import JackfieldError, error_named
 from ..metrics.merge import Family
-from ..outputs import EngineStats, FinishReason
+from ..outputs import EngineStats, FinishReason, KVCompressionUsage
 from ..pooling_params import PooledRow
 from ..protocols.executors import ExecutorInfo
 from ..request import RequestSpec
@@ -153,6 +153,7 @@ class Change(msgspec.Struct, omit_defaults=True, kw_only=True):
     error: str | None = None
     num_preemptions: int = 0
     kv_transfer_params: dict[str, Any] | None = None
+    compression_usage: KVCompressionUsage | None = None
 
 
 class Tokens(msgspec.Struct, frozen=True, tag="tokens"):

@@ -140,6 +140,7 @@ class ForwardedCompletion(Completion):
             change = _end(self.state, self.request, self.number, reason)
             change.stop_reason = stop_reason
             change.kv_transfer_params = self.request.kv_transfer_params
+            change.compression_usage = self.request.compression_usage
 
 
 class ForwardedState(RequestState):

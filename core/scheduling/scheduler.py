@@ -14,7 +14,7 @@ import msgspec
 from ..cache.groups import ONE_GROUP, CacheGroup
 from ..cache.kv_manager import KVCacheManager, NoKVCache, PrefixHits
 from ..config import KVTransferConfig
-from ..outputs import EngineStats, FinishReason
+from ..outputs import EngineStats, FinishReason, KVCompressionUsage
 from ..protocols.executors import SchedulePolicy
 from ..request import Request, Status, Update
 from ..step import (
@@ -533,6 +533,7 @@ class Scheduler:
         self._stats.steps += 1
         self._stats.generation_tokens += num_new
         self._stats.late_preparations += result.late_preparations
+        self._stats.kv_compaction_seconds += result.compaction_seconds
         return updates
 
     def _take_all_but_last(self, request: Request, new: list[int]) -> int:
@@ -624,6 +625,10 @@ class Scheduler:
             self.waiting.remove(request)
         request.finish_reason = reason
         request.stop_reason = stop_reason
+        if request.compacted:
+            request.compression_usage = KVCompressionUsage(
+                request.num_kv_tokens, request.num_dropped_tokens, request.num_compactions
+            )
         if self.transfers is not None:
             self.transfers.finish_request(request)
         self.kv.free(request)

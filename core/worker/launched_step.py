@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,6 +56,8 @@ class LaunchedStep:
     """Device tensors that the copies read; held until they are done."""
     failed: dict[int, str] = field(default_factory=dict)
     """Row of the plan → why it failed before it was sampled."""
+    compaction_seconds: Callable[[], float] | None = None
+    """Returns the time that compactions took, once the step is done; None: there were none."""
     late_preparations: int = 0
     """As in `StepResult`, as `launch_wait_seconds` is."""
     launch_wait_seconds: float = 0.0
@@ -110,6 +112,9 @@ class LaunchedStep:
             prompt_logprobs=prompts,
             failed=failed,
             device_seconds=time.monotonic() - self.launched,
+            compaction_seconds=0.0
+            if self.compaction_seconds is None
+            else self.compaction_seconds(),
             late_preparations=self.late_preparations,
             launch_wait_seconds=self.launch_wait_seconds,
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -91,12 +92,29 @@ class ModelRunner:
                 assert self.states is not None, "a copy of states, without states"
                 self.states.save(plan.state_saves)
             return self._fail_uncompacted(step) if self._uncompacted else step
+        seconds = self._timed(lambda: self._compact(plan))
+        step = self._launch(replace_fields(plan, compactions=()), launched)
+        step.compaction_seconds = seconds
+        return self._fail_uncompacted(step)
+
+    def _compact(self, plan: StepPlan) -> None:
         assert self.compactor is not None, "a compaction, without KV compression"
         self._uncompacted |= self.compactor.run(plan.compactions)
         # Apart from the other writes of the plan, so that its rows may be replayed as any others.
         self.batch.write(replace_fields(plan, starts=(), table_writes=()))
-        step = self._launch(replace_fields(plan, compactions=()), launched)
-        return self._fail_uncompacted(step)
+
+    def _timed(self, work: Callable[[], None]) -> Callable[[], float]:
+        """Queue work; return a function that gives its seconds once the device has done it."""
+        if self.device.type != "cuda":
+            began = time.perf_counter()
+            work()
+            seconds = time.perf_counter() - began
+            return lambda: seconds
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        first.record()
+        work()
+        last.record()
+        return lambda: first.elapsed_time(last) / 1e3
 
     def _fail_uncompacted(self, step: LaunchedStep) -> LaunchedStep:
         """Fail the rows whose cache holds nothing of use since a compaction failed."""

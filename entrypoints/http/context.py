@@ -11,6 +11,7 @@ from aiohttp import web
 
 from ...core.engine.async_engine import AsyncEngine
 from ...core.errors import InvalidRequest, JackfieldError, ModelNotFound
+from ...core.outputs import KVCompressionUsage
 from ...core.text.tokenizer import Tokenizer
 from .options import ServerOptions
 
@@ -110,9 +111,13 @@ def part_id(whole: str, index: int) -> str:
 
 
 def usage(
-    prompt: int, completion: int, cached: int, reasoning: int | None = None
+    prompt: int,
+    completion: int,
+    cached: int,
+    reasoning: int | None = None,
+    compression: KVCompressionUsage | None = None,
 ) -> dict[str, Any]:
-    """Return OpenAI's usage object, in tokens."""
+    """Return OpenAI's usage object, in tokens, and `kv_cache_details` if caches were compacted."""
     fields: dict[str, Any] = {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
@@ -121,4 +126,6 @@ def usage(
     }
     if reasoning is not None:
         fields["completion_tokens_details"] = {"reasoning_tokens": reasoning}
+    if compression is not None:
+        fields["kv_cache_details"] = msgspec.structs.asdict(compression)
     return fields

@@ -212,6 +212,7 @@ class ChatCompletion:
             sum(parser.num_tokens for parser in parsers),
             output.num_cached_tokens,
             reasoning if self.reasoning_parser is not None else None,
+            output.kv_compression,
         )
 
     def finish_reason(self, completion: CompletionOutput, choice: Choice) -> str | None:

@@ -40,6 +40,14 @@ class CompletionTokensDetails(Struct):
     reasoning_tokens: int
 
 
+class KVCacheDetails(Struct):
+    """What KV compression has left of the caches, at the end."""
+
+    kept_tokens: int
+    dropped_tokens: int
+    compactions: int
+
+
 class Usage(Struct, kw_only=True):
     """Token counts."""
 
@@ -48,6 +56,7 @@ class Usage(Struct, kw_only=True):
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
     completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
+    kv_cache_details: KVCacheDetails | UnsetType = UNSET
 
 
 class PromptLogprob(Struct):

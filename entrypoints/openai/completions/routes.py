@@ -12,7 +12,7 @@ from aiohttp import web
 from ....core.engine.async_engine import AsyncEngine
 from ....core.engine.output_stream import OutputStream
 from ....core.errors import InvalidRequest, RequestFailed
-from ....core.outputs import CompletionOutput, PositionLogprobs, RequestOutput
+from ....core.outputs import CompletionOutput, KVCompressionUsage, PositionLogprobs, RequestOutput
 from ....core.sampling_params import SamplingParams
 from ...http.context import (
     ENGINE,
@@ -143,6 +143,7 @@ class TextCompletion:
             sum(len(o.prompt_token_ids) for o in outputs),
             0 if self.only_echo else generated,
             sum(o.num_cached_tokens for o in outputs),
+            compression=KVCompressionUsage.total(o.kv_compression for o in outputs),
         )
         # As in vLLM, those of the first prompt.
         if outputs[0].kv_transfer_params is not None:
@@ -231,6 +232,7 @@ class CompletionStream:
             [0] * len(text_completion.token_ids),
             [0] * len(text_completion.token_ids),
         )
+        self._compression: list[KVCompressionUsage | None] = [None] * len(text_completion.token_ids)
         self._generated = 0
         request = text_completion.request
         self._plain = (
@@ -257,6 +259,7 @@ class CompletionStream:
         text_completion = self._completion
         self._prompts[number] = len(output.prompt_token_ids)
         self._cached[number] = output.num_cached_tokens
+        self._compression[number] = output.kv_compression
         frames: list[bytes] = []
         for completion in output.outputs:
             self._generated += 0 if text_completion.only_echo else len(completion.token_ids)
@@ -281,7 +284,10 @@ class CompletionStream:
         return frame(self._completion._body([self._completion._choice(0, output, completion)]))
 
     def _usage(self) -> dict[str, Any]:
-        return usage(sum(self._prompts), self._generated, sum(self._cached))
+        return usage(
+            sum(self._prompts), self._generated, sum(self._cached),
+            compression=KVCompressionUsage.total(self._compression),
+        )  # fmt: skip
 
 
 async def _all(streams: list[Any]) -> list[RequestOutput]:

@@ -29,6 +29,7 @@ from jackfield.core.errors import (
     InvalidRequest,
 )
 from jackfield.core.inputs import ChatMessage
+from jackfield.core.outputs import KVCompressionUsage
 from jackfield.core.registry import load_plugins
 from jackfield.core.remote import server as remote_server
 from jackfield.core.remote.client import RemoteCore, remote_engine
@@ -513,6 +514,14 @@ async def test_the_connectors_parameters_go_in_and_out(tmp_path: Path) -> None:
         output = await final(there.chat(CHAT, params))
         assert (output.outputs[0].finish_reason, output.outputs[0].stop_reason) == ("stop", "=")
         assert output.kv_transfer_params == {"given": request, "why": "stop"}
+
+
+async def test_what_is_left_of_a_compacted_cache_is_reported(tmp_path: Path) -> None:
+    options = {"kv_compression": "window", "kv_compression_ratio": 0.1}
+    async with fronted(tmp_path, **options) as (_, (there,)):
+        params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+        output = await final(there.generate([5, 6, 7] * 40, params))
+        assert output.kv_compression == KVCompressionUsage(16 + 3, 120 - 16, 1)
 
 
 @pytest.mark.parametrize("kind", [EngineCore, RemoteCore])

@@ -18,6 +18,7 @@ from jackfield.core.hooks import hookimpl
 from jackfield.core.nn.attention import Attention
 from jackfield.core.nn.context import BuildContext
 from jackfield.core.nn.operations import Operations
+from jackfield.core.outputs import KVCompressionUsage
 from jackfield.core.protocols import AttentionSpec, KVCompressor
 from jackfield.core.recording.recording import Planned, Recording
 from jackfield.core.registry import load_plugins
@@ -158,6 +159,8 @@ async def test_tokens_are_those_of_dense_attention_to_what_is_left(
     )  # fmt: skip
     assert results[1] == expected
     assert stats.kv_compactions == 1 and stats.kv_blocks_returned == 12 - 5
+    assert stats.kv_tokens_compacted == 45 and stats.kv_tokens_dropped == 45 - 18
+    assert stats.kv_compaction_seconds > 0
 
 
 async def test_a_sibling_of_a_prefix_is_unchanged(folder: Path) -> None:
@@ -235,6 +238,23 @@ async def test_in_place_and_in_fresh_blocks_give_the_same_tokens(folder: Path) -
         folder, [prompt(45)], **options, num_gpu_blocks_override=15, max_model_len=56
     )
     assert starved == fresh and stats.kv_compactions == 1
+
+
+async def test_a_response_says_what_is_left_of_the_cache(folder: Path) -> None:
+    """18 of 45 prompt tokens, and the generated ones but the last."""
+    async with AsyncEngine(
+        config(folder, kv_compression="key_norm", kv_compression_ratio=0.4)
+    ) as engine:
+        params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=OUTPUT)
+        async for output in engine.generate(prompt(45), params):
+            last = output
+        assert last.kv_compression == KVCompressionUsage(18 + OUTPUT - 1, 45 - 18, 1)
+        async for output in engine.generate(prompt(5), params):
+            last = output
+        assert last.kv_compression is None
+    one, other = KVCompressionUsage(27, 27, 1), KVCompressionUsage(16, 40, 2)
+    assert KVCompressionUsage.total([one, None, other]) == KVCompressionUsage(43, 67, 3)
+    assert KVCompressionUsage.total([None]) is None
 
 
 async def test_under_pressure_nothing_is_preempted(folder: Path) -> None:

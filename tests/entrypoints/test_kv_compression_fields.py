@@ -1,0 +1,72 @@
+"""`kv_compression` over HTTP: requests say how much stays, and responses what is left."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from serving import running, save_random
+
+from jackfield import EngineConfig
+
+BODY = {"prompt": [5, 6, 7, 8] * 25, "max_tokens": 3, "temperature": 0, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
+    folder = save_random(tmp_path_factory.mktemp("random"))
+    config = EngineConfig(
+        model=str(folder), device="cpu", dtype="float32", max_model_len=160,
+        kv_compression="window", kv_compression_ratio=0.2,
+    )  # fmt: skip
+    with running(config) as server, httpx.Client(base_url=server.url, timeout=60) as client:
+        yield client
+
+
+def model(client: httpx.Client) -> str:
+    return str(client.get("/v1/models").json()["data"][0]["id"])
+
+
+def complete(client: httpx.Client, status: int = 200, **fields: Any) -> dict[str, Any]:
+    body = {**BODY, "model": model(client), **fields}
+    response = client.post("/v1/completions", json=body)
+    assert response.status_code == status, response.text
+    return dict(response.json())
+
+
+def test_usage_has_the_tokens_that_are_left(client: httpx.Client) -> None:
+    details = {
+        name: complete(client, kv_compression=value)["usage"].get("kv_cache_details")
+        for name, value in {
+            "engine": None, "ratio": {"ratio": 0.5}, "budget": {"budget": 30}, "off": "off",
+        }.items()
+    }  # fmt: skip
+    assert details == {
+        "engine": {"kept_tokens": 22, "dropped_tokens": 80, "compactions": 1},
+        "ratio": {"kept_tokens": 52, "dropped_tokens": 50, "compactions": 1},
+        "budget": {"kept_tokens": 32, "dropped_tokens": 70, "compactions": 1},
+        "off": None,
+    }
+
+
+def test_a_stream_has_them_in_its_last_chunk(client: httpx.Client) -> None:
+    body = {
+        **BODY,
+        "model": model(client),
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    text = client.post("/v1/completions", json=body).text
+    assert text.count("kv_cache_details") == 1
+    assert '"kept_tokens":22,"dropped_tokens":80' in text.replace(" ", "")
+
+
+def test_wrong_values_are_refused_by_name(client: httpx.Client) -> None:
+    for value, field in (
+        ("half", "kv_compression"),
+        ({"ratio": 2}, "kv_compression.ratio"),
+        ({"budget": 0}, "kv_compression.budget"),
+    ):
+        assert complete(client, 400, kv_compression=value)["error"]["param"] == field
