@@ -10,13 +10,8 @@ from __future__ import annotations
 
 import argparse
 import ast
-import contextlib
-import importlib
 import inspect
-import io
-import itertools
 import json
-import os
 import re
 import sys
 import textwrap
@@ -24,7 +19,6 @@ import typing
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import msgspec
 
@@ -34,9 +28,6 @@ from jackfield.core.config import EngineConfig, StructuredOutputsConfig
 from jackfield.core.engine import core as engine_core
 from jackfield.core.metrics.metrics import EngineMetrics
 from jackfield.core.registry import KINDS, load_plugins
-from jackfield.entrypoints.cli.main import COMMANDS
-from jackfield.entrypoints.flags import engine_flags
-from jackfield.entrypoints.flags.vllm_flags import MISSING, NO_EFFECT
 from jackfield.entrypoints.openai.common import protocol
 from jackfield.entrypoints.openai.pooling import protocol as pooling_protocol
 from jackfield.entrypoints.openai.responses import protocol as responses_protocol
@@ -45,7 +36,11 @@ from jackfield.entrypoints.struct_fields import described, type_text
 
 DOCS = Path(__file__).resolve().parent
 sys.path.insert(0, str(DOCS))
+from api_page import public_api  # noqa: E402
+from cli_page import cli  # noqa: E402
+from markdown_table import table  # noqa: E402
 from models_page import models  # noqa: E402
+from parsers_page import parsers  # noqa: E402
 
 NOTE = "<!-- Written by docs/generate.py from the code. Change the code, then run it. -->\n\n"
 FOLDERS = {
@@ -95,14 +90,6 @@ def _default(field: Any) -> str:
     if isinstance(value, msgspec.Struct):
         return f"`{type(value).__name__}()`"
     return f"`{str(value) if isinstance(value, str) and value else repr(value)}`"
-
-
-def table(head: list[str], rows: list[list[str]]) -> str:
-    """A Markdown table."""
-    lines = [head, ["---"] * len(head), *rows]
-    return "".join(
-        "| " + " | ".join(c.replace("|", "\\|") for c in line) + " |\n" for line in lines
-    )
 
 
 # ---------------------------------------------------------------- pages
@@ -171,94 +158,6 @@ def _enum_docs(cls: Any) -> list[tuple[str, str]]:
     ]
 
 
-class _Caught(Exception):
-    def __init__(self, parser: argparse.ArgumentParser) -> None:
-        self.parser = parser
-
-
-def command_parser(command: Callable[[list[str]], int]) -> argparse.ArgumentParser | str:
-    """The parser that a command makes; what it prints, if it makes none."""
-
-    def catch(self: argparse.ArgumentParser, *_: Any, **__: Any) -> None:
-        raise _Caught(self)
-
-    clean = {k: v for k, v in os.environ.items() if not k.startswith("JACKFIELD_")}
-    printed = io.StringIO()
-    try:
-        with (
-            mock.patch.object(engine_flags.Parser, "parse_args", catch),
-            mock.patch.dict(os.environ, clean, clear=True),
-            contextlib.redirect_stdout(printed),
-        ):
-            command(["--help"])
-    except _Caught as caught:
-        return caught.parser
-    return printed.getvalue()
-
-
-def cli() -> str:
-    """Every command and flag."""
-    parts = [
-        "# Command line\n\n",
-        "Every command and flag. `jackfield COMMAND [options]`; "
-        "`python -m jackfield` is the same. "
-        "Plugins may add commands (`register_commands`, see [hooks](hooks.md)). "
-        "Exit status: 0 done, 1 failed, 2 wrong usage or configuration.\n\n",
-        table(["command", "does"], [[f"`jackfield {n}`", t] for n, (_, t) in COMMANDS.items()]),
-    ]
-    for name, (command, _) in COMMANDS.items():
-        parser = command_parser(command)
-        parts.append(f"\n## jackfield {name}\n\n")
-        if isinstance(parser, str):
-            parts.append(f"```text\n{parser.strip()}\n```\n")
-            continue
-        parts.append(f"{parser.description}\n")
-        for group in parser._action_groups:
-            actions = [a for a in group._group_actions if a.help is not argparse.SUPPRESS]
-            actions = [a for a in actions if a.dest != "help"]
-            if not actions:
-                continue
-            title = group.title or ""
-            parts.append(f"\n{title[:1].upper()}{title[1:]}:\n\n")
-            parts.append(table(["argument", "meaning"], [_flag_row(a) for a in actions]))
-    parts += [
-        "\n## vLLM's flags\n\n",
-        "`serve` knows most of them, by their names. These are taken and have no effect:\n\n",
-        table(["flag", "why"], [[f"`{flag}`", why] for flag, (_, why) in NO_EFFECT.items()]),
-        "\nThese are refused:\n\n",
-        table(["flag", "why, or what there is"], [[f"`{f}`", why] for f, why in MISSING.items()]),
-    ]
-    parts.append(
-        "\n## Environment\n\n"
-        + table(
-            ["variable", "meaning"],
-            [
-                ["`JACKFIELD_API_KEY`", "`serve`: keys that clients must send, separated by "
-                 "commas; `VLLM_API_KEY` as well. `chat`, `complete`: the key to send."],
-                ["`JACKFIELD_PLUGINS`", "Load only these third-party plugins (entry points or "
-                 "distributions, separated by commas), and stop if one of them fails."],
-            ],
-        )
-    )  # fmt: skip
-    return "".join(parts)
-
-
-def _flag_row(action: argparse.Action) -> list[str]:
-    names = [n for n in action.option_strings if "_" not in n] or [action.dest.upper()]
-    told = ", ".join(f"`{name}`" for name in names)
-    if action.choices is not None:
-        told += " " + " or ".join(f"`{choice}`" for choice in action.choices)
-    elif action.option_strings and action.nargs != 0:
-        value = action.metavar or action.dest.upper()
-        told += f" `{value}{' …' if action.nargs == '+' else ''}`"
-    text = re.sub(r" \(default: (None|\(\))\)$", "", (action.help or "").replace("%%", "%"))
-    if not text:
-        raise SystemExit(f"{told} has no help text")
-    if "default:" not in text and action.default not in (None, "", [], argparse.SUPPRESS, False):
-        text = f"{text} (default: {action.default})".strip()
-    return [told, text]
-
-
 def hook_page() -> str:
     """Every hook with its contract."""
     plugins = load_plugins()
@@ -308,76 +207,6 @@ def _when(about: str) -> str:
     if found is None:
         raise SystemExit(f"a hook's docstring does not say what it is called by: {about!r}")
     return found[1].strip()
-
-
-def parsers() -> str:
-    """Every parser of model output in the box."""
-    plugins = load_plugins()
-    parts = [
-        "# Parsers of model output\n\n",
-        "Which tool-call and reasoning parsers are in the box, and for which models. Where vLLM "
-        "has the format too, the name is vLLM's. `jackfield plugins` lists these and what plugins "
-        "add; how to write one: [write a plugin](../how-to/write-a-plugin.md).\n\n",
-        _CHOICE,
-    ]
-    for kind, flag, about in (
-        ("tool_parser", "--tool-call-parser", _TOOL_PARSERS),
-        ("reasoning_parser", "--reasoning-parser", _REASONING_PARSERS),
-    ):
-        rows = []
-        for entry in sorted(plugins[kind].entries(), key=lambda entry: entry.name):
-            if entry.provenance.distribution != hooks.PROJECT:
-                continue
-            told = inspect.cleandoc(plugins[kind].load(entry.name).__doc__ or "").split("\n\n")[0]
-            known = " and ".join(f"`{mark}`" for mark in entry.marks) or "not chosen"
-            only = f" ({', '.join(entry.model_types)})" if entry.model_types else ""
-            rows.append([f"`{entry.name}`", entry.help, " ".join(told.split()), f"{known}{only}"])
-        parts.append(f"\n## {flag}\n\n{about}\n\n")
-        parts.append(table(["name", "models", "what it reads", "auto"], rows))
-    return "".join(parts)
-
-
-_CHOICE = """\
-A checkpoint may say which ones its model needs, in a file `jackfield.json` beside its config.json:
-
-```json
-{"tool_call_parser": "hermes", "reasoning_parser": "think_tags"}
-```
-
-A flag counts more than that, and `none` switches a parser off. With `auto`, a checkpoint that names
-none gets the parser whose marks its chat template has, for one of the model types in brackets if
-there are any (the column "auto"); the log says which. With `"calls_without_tools": true`, calls
-that the model makes where a request offers no tools are calls in the answer, too, instead of text:
-the embedded model does so.
-"""
-
-_TOOL_PARSERS = """\
-Calls stream as they are written: first the name, then the arguments, piece by piece. Where a format
-writes arguments as plain text, the request's schema says what type each one has.
-
-What a client gets of output that keeps to no format is the same for all of them, whole or streamed:
-
-- The arguments of a call that is complete are valid JSON.
-- A call that breaks off, or that `max_tokens` cuts off, is in the answer with its name and the
-  arguments up to there: the beginning of a JSON object, which may be empty. `json.loads` refuses
-  it; tell the model so, as with any wrong call.
-- What is left of a call that broke off is dropped: up to its closing mark, the mark that opens the
-  next call, or the end. In a format without closing marks it is content.
-- Once a call has begun, none of its format's marks is shown, neither in the content nor in
-  arguments. A string may still quote a mark: it ends the call unless the string goes on to its
-  closing quote, and JSON after that (looked for within 512 characters).
-- What stands where a call begins and has no name is no call: it is content as it stands.
-- Where arguments stand in tags of their own, a forgotten tag costs at most its own argument.
-- Text in reasoning that no reasoning parser takes out is read like any other, but for
-  `hunyuan_a13b`, `minimax` and `seed_oss`: calls in there are content."""
-_REASONING_PARSERS = """\
-Where the chat template writes the mark that opens the reasoning, or closes it, at the end of the
-prompt, the parsers whose reasoning stands between marks go by that.
-
-Whether a request reasons is the chat template's matter: `chat_template_kwargs` with
-`enable_thinking` (off by default for `gemma4` and `poolside_v1`); `thinking` for `deepseek_v3` and
-`granite`, where it is off by default, and for `deepseek_v4`, `deepseek_v41`, `holo2`, `kimi_k2` and
-`kimi_k3`, where it is on; `reasoning` for `cohere_command3` and `cohere_command4`."""
 
 
 def fields() -> str:
@@ -495,56 +324,6 @@ def index(pages: dict[str, str]) -> str:
     begin, end = "<!-- pages -->\n", "<!-- end of pages -->"
     head, _, rest = text.partition(begin)
     return head + begin + "\n" + "".join(parts) + end + rest.partition(end)[2]
-
-
-def public_api() -> str:
-    """What code outside may import."""
-    from jackfield.core.public import PUBLIC
-
-    parts = [
-        "# Public modules\n\n",
-        "What of Jackfield code outside may import. These names stay and keep their meaning; what "
-        "changes so that a plugin must change raises the hook API version "
-        f"(now {hooks.API_VERSION}, see [hooks](hooks.md)), and what is added to them does not. "
-        "Everything else may move or go with any version, whatever its name. "
-        "Source: [core/public.py](../../core/public.py); a test holds the packages in "
-        "[examples](../../examples/plugins), what `jackfield plugins new` writes and the programs "
-        "of this documentation to it.\n",
-    ]
-    for title, modules in PUBLIC.items():
-        parts.append(f"\n## {title}\n")
-        for module, names in modules.items():
-            found = importlib.import_module(module)
-            rows = [[f"`{name}`", _about(found, name)] for name in names]
-            parts.append(f"\n### {module}\n\n" + table(["name", "what it is"], rows))
-    return "".join(parts)
-
-
-def _about(module: Any, name: str) -> str:
-    """The first sentence of a docstring. Raises SystemExit where there is none."""
-    value = getattr(module, name)
-    text = inspect.getdoc(value) if inspect.isclass(value) or inspect.isfunction(value) else None
-    inside = module.__name__ + "."
-    parts = [v for k, v in sys.modules.items() if k.startswith(inside)]
-    for source in () if text else (module, *parts, hooks):
-        text = text or _constant_docs(source).get(name)
-    if not text:
-        raise SystemExit(f"{module.__name__}.{name} is public and has no docstring")
-    paragraph = " ".join(text.split("\n\n")[0].split())
-    found = re.match(r".*?[.:](?=\s|$)", paragraph)
-    return (found[0] if found else paragraph).rstrip(":")
-
-
-def _constant_docs(module: Any) -> dict[str, str]:
-    """Name of a module's constant → the docstring under it."""
-    found = {}
-    for node, after in itertools.pairwise(ast.parse(inspect.getsource(module)).body):
-        if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(after, ast.Expr):
-            if isinstance(after.value, ast.Constant) and isinstance(after.value.value, str):
-                target = node.targets[0] if isinstance(node, ast.Assign) else node.target
-                if isinstance(target, ast.Name):
-                    found[target.id] = after.value.value
-    return found
 
 
 # ---------------------------------------------------------------- the README

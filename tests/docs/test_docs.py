@@ -166,10 +166,11 @@ def test_every_room_has_its_line() -> None:
 
 
 def known_flags() -> set[str]:
-    namespace = generator()
+    generator()  # From now on its folder is searched for modules.
+    command_parser = importlib.import_module("cli_page").command_parser
     flags = set()
     for command, _ in COMMANDS.values():
-        parser = namespace.command_parser(command)
+        parser = command_parser(command)
         if isinstance(parser, argparse.ArgumentParser):
             flags |= set(parser._option_string_actions)
     bench = make_parser("run", IN_PROCESS, ("W1",))

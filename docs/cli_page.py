@@ -1,0 +1,106 @@
+"""docs/reference/cli.md: every command and flag, from the parsers that read them."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import os
+import re
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+from markdown_table import table
+
+from jackfield.entrypoints.cli.main import COMMANDS
+from jackfield.entrypoints.flags import engine_flags
+from jackfield.entrypoints.flags.vllm_flags import MISSING, NO_EFFECT
+
+
+class _Caught(Exception):
+    def __init__(self, parser: argparse.ArgumentParser) -> None:
+        self.parser = parser
+
+
+def command_parser(command: Callable[[list[str]], int]) -> argparse.ArgumentParser | str:
+    """The parser that a command makes; what it prints, if it makes none."""
+
+    def catch(self: argparse.ArgumentParser, *_: Any, **__: Any) -> None:
+        raise _Caught(self)
+
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("JACKFIELD_")}
+    printed = io.StringIO()
+    try:
+        with (
+            mock.patch.object(engine_flags.Parser, "parse_args", catch),
+            mock.patch.dict(os.environ, clean, clear=True),
+            contextlib.redirect_stdout(printed),
+        ):
+            command(["--help"])
+    except _Caught as caught:
+        return caught.parser
+    return printed.getvalue()
+
+
+def cli() -> str:
+    """Every command and flag."""
+    parts = [
+        "# Command line\n\n",
+        "Every command and flag. `jackfield COMMAND [options]`; "
+        "`python -m jackfield` is the same. "
+        "Plugins may add commands (`register_commands`, see [hooks](hooks.md)). "
+        "Exit status: 0 done, 1 failed, 2 wrong usage or configuration.\n\n",
+        table(["command", "does"], [[f"`jackfield {n}`", t] for n, (_, t) in COMMANDS.items()]),
+    ]
+    for name, (command, _) in COMMANDS.items():
+        parser = command_parser(command)
+        parts.append(f"\n## jackfield {name}\n\n")
+        if isinstance(parser, str):
+            parts.append(f"```text\n{parser.strip()}\n```\n")
+            continue
+        parts.append(f"{parser.description}\n")
+        for group in parser._action_groups:
+            actions = [a for a in group._group_actions if a.help is not argparse.SUPPRESS]
+            actions = [a for a in actions if a.dest != "help"]
+            if not actions:
+                continue
+            title = group.title or ""
+            parts.append(f"\n{title[:1].upper()}{title[1:]}:\n\n")
+            parts.append(table(["argument", "meaning"], [_flag_row(a) for a in actions]))
+    parts += [
+        "\n## vLLM's flags\n\n",
+        "`serve` knows most of them, by their names. These are taken and have no effect:\n\n",
+        table(["flag", "why"], [[f"`{flag}`", why] for flag, (_, why) in NO_EFFECT.items()]),
+        "\nThese are refused:\n\n",
+        table(["flag", "why, or what there is"], [[f"`{f}`", why] for f, why in MISSING.items()]),
+    ]
+    parts.append(
+        "\n## Environment\n\n"
+        + table(
+            ["variable", "meaning"],
+            [
+                ["`JACKFIELD_API_KEY`", "`serve`: keys that clients must send, separated by "
+                 "commas; `VLLM_API_KEY` as well. `chat`, `complete`: the key to send."],
+                ["`JACKFIELD_PLUGINS`", "Load only these third-party plugins (entry points or "
+                 "distributions, separated by commas), and stop if one of them fails."],
+            ],
+        )
+    )  # fmt: skip
+    return "".join(parts)
+
+
+def _flag_row(action: argparse.Action) -> list[str]:
+    names = [n for n in action.option_strings if "_" not in n] or [action.dest.upper()]
+    told = ", ".join(f"`{name}`" for name in names)
+    if action.choices is not None:
+        told += " " + " or ".join(f"`{choice}`" for choice in action.choices)
+    elif action.option_strings and action.nargs != 0:
+        value = action.metavar or action.dest.upper()
+        told += f" `{value}{' …' if action.nargs == '+' else ''}`"
+    text = re.sub(r" \(default: (None|\(\))\)$", "", (action.help or "").replace("%%", "%"))
+    if not text:
+        raise SystemExit(f"{told} has no help text")
+    if "default:" not in text and action.default not in (None, "", [], argparse.SUPPRESS, False):
+        text = f"{text} (default: {action.default})".strip()
+    return [told, text]

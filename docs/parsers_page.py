@@ -1,0 +1,80 @@
+"""docs/reference/parsers.md: the parsers of model output in the box."""
+
+from __future__ import annotations
+
+import inspect
+
+from markdown_table import table
+
+from jackfield.core import hooks
+from jackfield.core.registry import load_plugins
+
+_CHOICE = """\
+A checkpoint may say which ones its model needs, in a file `jackfield.json` beside its config.json:
+
+```json
+{"tool_call_parser": "hermes", "reasoning_parser": "think_tags"}
+```
+
+A flag counts more than that, and `none` switches a parser off. With `auto`, a checkpoint that names
+none gets the parser whose marks its chat template has, for one of the model types in brackets if
+there are any (the column "auto"); the log says which. With `"calls_without_tools": true`, calls
+that the model makes where a request offers no tools are calls in the answer, too, instead of text:
+the embedded model does so.
+"""
+
+_TOOL_PARSERS = """\
+Calls stream as they are written: first the name, then the arguments, piece by piece. Where a format
+writes arguments as plain text, the request's schema says what type each one has.
+
+What a client gets of output that keeps to no format is the same for all of them, whole or streamed:
+
+- The arguments of a call that is complete are valid JSON.
+- A call that breaks off, or that `max_tokens` cuts off, is in the answer with its name and the
+  arguments up to there: the beginning of a JSON object, which may be empty. `json.loads` refuses
+  it; tell the model so, as with any wrong call.
+- What is left of a call that broke off is dropped: up to its closing mark, the mark that opens the
+  next call, or the end. In a format without closing marks it is content.
+- Once a call has begun, none of its format's marks is shown, neither in the content nor in
+  arguments. A string may still quote a mark: it ends the call unless the string goes on to its
+  closing quote, and JSON after that (looked for within 512 characters).
+- What stands where a call begins and has no name is no call: it is content as it stands.
+- Where arguments stand in tags of their own, a forgotten tag costs at most its own argument.
+- Text in reasoning that no reasoning parser takes out is read like any other, but for
+  `hunyuan_a13b`, `minimax` and `seed_oss`: calls in there are content."""
+
+_REASONING_PARSERS = """\
+Where the chat template writes the mark that opens the reasoning, or closes it, at the end of the
+prompt, the parsers whose reasoning stands between marks go by that.
+
+Whether a request reasons is the chat template's matter: `chat_template_kwargs` with
+`enable_thinking` (off by default for `gemma4` and `poolside_v1`); `thinking` for `deepseek_v3` and
+`granite`, where it is off by default, and for `deepseek_v4`, `deepseek_v41`, `holo2`, `kimi_k2` and
+`kimi_k3`, where it is on; `reasoning` for `cohere_command3` and `cohere_command4`."""
+
+
+def parsers() -> str:
+    """Every parser of model output in the box."""
+    plugins = load_plugins()
+    parts = [
+        "# Parsers of model output\n\n",
+        "Which tool-call and reasoning parsers are in the box, and for which models. Where vLLM "
+        "has the format too, the name is vLLM's. `jackfield plugins` lists these and what plugins "
+        "add; how to write one: [write a plugin](../how-to/write-a-plugin.md).\n\n",
+        _CHOICE,
+    ]
+    for kind, flag, about in (
+        ("tool_parser", "--tool-call-parser", _TOOL_PARSERS),
+        ("reasoning_parser", "--reasoning-parser", _REASONING_PARSERS),
+    ):
+        rows = []
+        for entry in sorted(plugins[kind].entries(), key=lambda entry: entry.name):
+            if entry.provenance.distribution != hooks.PROJECT:
+                continue
+            told = inspect.cleandoc(plugins[kind].load(entry.name).__doc__ or "").split("\n\n")[0]
+            known = " and ".join(f"`{mark}`" for mark in entry.marks) or "not chosen"
+            only = f" ({', '.join(entry.model_types)})" if entry.model_types else ""
+            rows.append([f"`{entry.name}`", entry.help, " ".join(told.split()), f"{known}{only}"])
+        parts.append(f"\n## {flag}\n\n{about}\n\n")
+        parts.append(table(["name", "models", "what it reads", "auto"], rows))
+    return "".join(parts)
