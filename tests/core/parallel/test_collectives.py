@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from jackfield.core.config import EngineConfig
-from jackfield.core.errors import ConfigError
+from jackfield.core.errors import ConfigError, PluginError
+from jackfield.core.hooks import API_VERSION, hookimpl
 from jackfield.core.parallel.join import join, leave, listen
 from jackfield.core.parallel.ranks import Ranks
-from jackfield.core.registry import load_plugins
+from jackfield.core.registry import Provenance, load_plugins
 from jackfield.plugins.conformance.rank_threads import run_ranks
 
 
@@ -87,3 +88,25 @@ def test_collectives_of_another_device_are_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="nccl") as caught:
         join(config, load_plugins(), rank=0, address=("127.0.0.1", 0))
     assert caught.value.param == "collectives"
+
+
+class BadCollectives:
+    supports = staticmethod(lambda device: None)
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        raise RuntimeError("bang")
+
+
+def test_collectives_that_raise_are_named_with_their_distribution() -> None:
+    def register_collectives(registry: Any) -> None:
+        registry.add("bad", BadCollectives)
+
+    plugins = load_plugins()
+    plugin = type("Bad", (), {
+        "jackfield_api": API_VERSION,
+        "register_collectives": staticmethod(hookimpl(register_collectives)),
+    })()  # fmt: skip
+    plugins.add_plugin(plugin, Provenance("bad-dist", "2.0", "bad"))
+    config = EngineConfig(device="cpu", tensor_parallel_size=2, collectives="bad")
+    with pytest.raises(PluginError, match=r"bad.* of bad-dist 2\.0 .*RuntimeError: bang"):
+        join(config, plugins, rank=0, address=("127.0.0.1", 0))

@@ -78,7 +78,7 @@ class Bow(LogitsProcessor):
     shown: list[tuple[int, ...]] = []
 
     def __init__(self, setup: LogitsProcessorSetup) -> None:
-        self.amounts = torch.zeros(setup.num_slots)
+        self.amounts = torch.zeros(setup.num_slots, device=setup.device)
 
     def start(self, slot: int, request: SlotStart) -> bool:
         amount = (request.params.extra_args or {}).get("bow")
