@@ -379,11 +379,13 @@ class ModelKit(Kit):
 
         async def ask() -> list[Any]:
             async with self.engine(folder, block_size=4) as engine:
-                return [await _answer(engine, p) for p in (first, second, first)]
+                answers = [await _answer(engine, p) for p in (first, second, first)]
+                return [*answers, engine.core.info.keeps_states]
 
-        fresh, shared, again = asyncio.run(ask())
+        fresh, shared, again, keeps_states = asyncio.run(ask())
         assert fresh.num_cached_tokens == 0
-        assert shared.num_cached_tokens >= 32, "35 tokens of its prompt were computed before"
+        # The first prompt to share a beginning with another keeps the states after it.
+        assert shared.num_cached_tokens >= 32 or keeps_states, "35 tokens were computed before"
         assert again.num_cached_tokens >= 36, "all of its prompt was computed before"
         assert again.outputs[0].token_ids == fresh.outputs[0].token_ids
         for prompt, answer in ((first, fresh), (second, shared), (first, again)):

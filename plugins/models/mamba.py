@@ -17,8 +17,11 @@ from .decoder import CausalLM, SelfAttention
 from .mixer import MixerBlock, MixerDecoder
 
 BACKBONE = WeightMap(
-    prefixes={"backbone.": "model."},
-    names={"embed_tokens": "embeddings", "model.norm": "model.norm_f"},
+    names={
+        "model.embed_tokens": "backbone.embeddings",
+        "model.layers": "backbone.layers",
+        "model.norm": "backbone.norm_f",
+    },
     tied={"lm_head.weight": "model.embed_tokens.weight"},
 )
 """Names of checkpoints whose decoder is called a backbone."""

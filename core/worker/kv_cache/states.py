@@ -109,7 +109,9 @@ def make_states(model: nn.Module, config: EngineConfig, device: torch.device) ->
                 f"{name}: this model keeps states of sequences, and {reason}", param=name
             )
     if device.type == "cuda":
-        available, _ = torch.cuda.mem_get_info(device)
+        free, total = torch.cuda.mem_get_info(device)
+        budget = int(total * config.gpu_memory_utilization) - torch.cuda.memory_allocated(device)
+        available = max(0, min(free, budget))
     else:
         available = int(config.cpu_kvcache_space * GIB)
     return States(
