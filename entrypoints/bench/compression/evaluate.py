@@ -23,6 +23,10 @@ PAIRS = 16
 """Pairs in a context."""
 ASKED = 8
 """Questions that are asked one after another."""
+DICTATED = 160
+"""Tokens of the context that is dictated as output."""
+INTERVAL = 48
+"""Tokens of output between two compactions."""
 WHOLE = "none"
 """The policy that keeps everything."""
 
@@ -47,21 +51,26 @@ TASKS = {
     "second question": "another question than the one at the end of the prompt",
     "many questions": f"{ASKED} questions after the compaction, one after another",
     "copy": "a passage goes on whose beginning is at the end of the prompt",
+    "long output": f"{ASKED} questions about the output, compacted every {INTERVAL} tokens",
 }
 
 
-def trials_of(sample: Sample, passage: Sample) -> list[Trial]:
-    """Return one trial per task. sample: of `recall`; passage: of `copy`."""
+def asked(sample: Sample, output: list[int]) -> tuple[list[int], dict[int, int]]:
+    """Return an output with many questions at its end, and where each answer is."""
+    output, answers = list(output), {}
+    pairs = zip(sample.questions[:ASKED], sample.answers[:ASKED], strict=True)
+    for question, (answer,) in pairs:
+        output += question
+        answers[len(output)] = answer
+        output.append(FREE)
+    return output, answers
+
+
+def trials_of(sample: Sample, passage: Sample, dictated: Sample) -> list[Trial]:
+    """Return one trial per task. sample, dictated: of `recall`; passage: of `copy`."""
     ((ask, key), (_, second)), (value,) = sample.questions[:2], sample.answers[0]
     seen = [*sample.context, ask, key]
     depth, second_depth = sample.depths[:2]
-    many: list[int] = []
-    answers = {}
-    pairs = zip(sample.questions[:ASKED], sample.answers[:ASKED], strict=True)
-    for question, (answer,) in pairs:
-        many += question
-        answers[len(many)] = answer
-        many.append(FREE)
     (rest,) = passage.answers
     return [
         Trial("question before", seen, [ask, key, FREE], {2: value}, depth),
@@ -70,11 +79,15 @@ def trials_of(sample: Sample, passage: Sample) -> list[Trial]:
             "second question", seen, [value, ask, second, FREE],
             {3: sample.answers[1][0]}, second_depth,
         ),
-        Trial("many questions", sample.context, many, answers, depth),
+        Trial("many questions", sample.context, *asked(sample, []), depth),
         # The first token comes from the whole cache.
         Trial(
             "copy", [*passage.context, *passage.questions[0]], [FREE] * len(rest),
             dict(list(enumerate(rest))[1:]), passage.depths[0],
+        ),
+        Trial(
+            "long output", dictated.context[:1], *asked(dictated, dictated.context[1:]),
+            dictated.depths[0],
         ),
     ]  # fmt: skip
 
@@ -85,7 +98,9 @@ def draw(length: int, count: int, seed: int) -> list[Trial]:
     return [
         trial
         for _ in range(count)
-        for trial in trials_of(recall(random, length, PAIRS), copy(random, length))
+        for trial in trials_of(
+            recall(random, length, PAIRS), copy(random, length), recall(random, DICTATED, PAIRS)
+        )
     ]
 
 
@@ -96,7 +111,8 @@ async def evaluate(
     config = EngineConfig(
         model=str(model), device="cpu", dtype="float32", skip_tokenizer_init=True,
         max_model_len=POSITIONS, max_num_seqs=16, max_num_batched_tokens=POSITIONS,
-        enable_prefix_caching=False, kv_compression=None if policy == WHOLE else policy,
+        enable_prefix_caching=False, kv_compression_interval=INTERVAL,
+        kv_compression=None if policy == WHOLE else policy,
         logits_processors=("forced_tokens",),
     )  # fmt: skip
     results = []

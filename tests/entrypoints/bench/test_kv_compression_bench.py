@@ -22,14 +22,15 @@ LENGTH = 256
 async def recalls(policy: str, ratio: float = 0.2, count: int = 10) -> dict[str, Any]:
     results = await evaluate(MODEL, policy, [ratio], draw(LENGTH, count, 0))
     if policy != WHOLE:
-        assert all(each["kv_compactions"] == count * len(TASKS) for each in results)
+        # The long output is compacted three times, every other cache once.
+        assert all(each["kv_compactions"] == count * (len(TASKS) - 1 + 3) for each in results)
     return {each["task"]: each for each in results}
 
 
 async def test_with_its_whole_cache_the_model_answers_everything() -> None:
     """Otherwise, what a policy loses could not be told from what the model does not know."""
     for task, result in (await recalls(WHOLE, 1.0)).items():
-        assert result["recall"] >= 0.95, task
+        assert result["recall"] >= (0.9 if task == "long output" else 0.95), task
 
 
 async def test_a_window_forgets_in_a_step() -> None:
