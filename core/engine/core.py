@@ -15,7 +15,7 @@ import prometheus_client as prometheus
 
 from ..cache.groups import sequence_blocks
 from ..config import EngineConfig
-from ..errors import ConfigError, EngineOverloaded, EngineStopped, PluginError
+from ..errors import ConfigError, EngineOverloaded, EngineStopped, InvalidRequest, PluginError
 from ..loading.generation_config import NO_DEFAULTS
 from ..loading.model_config import ModelConfig, resolve_model_config
 from ..metrics.merge import Family, families
@@ -51,6 +51,16 @@ def logged(action: str) -> Iterator[None]:
         yield
     except Exception:
         logger.exception("%s failed", action)
+
+
+def _check_encodable(spec: RequestSpec, grammar: CompiledGrammar | None) -> None:
+    """Raise InvalidRequest for values that cannot be sent to other ranks, such as integers of more
+    than 64 bits in a schema: a step with them would fail for all of its requests."""
+    start = None if grammar is None else grammar.start
+    try:
+        msgspec.msgpack.encode((spec.params, spec.pooling, start))
+    except (OverflowError, RecursionError, TypeError, UnicodeEncodeError) as error:
+        raise InvalidRequest(f"a value cannot be sent to the other ranks: {error}") from None
 
 
 def _unwatched(callback: Callable[[Exception], None]) -> None:
@@ -274,6 +284,8 @@ class EngineCore:
                 chat=spec.grammar.chat,
                 template_arguments=spec.grammar.template_arguments,
             )
+        if self.info.num_ranks > 1:
+            _check_encodable(spec, grammar)
         self.check_open(spec.request_id)
         if self.scheduler.limits != self._limits:  # Blocks were lost since admission's were made.
             check_limits(self.scheduler.limits, len(spec.prompt_token_ids), spec.max_tokens)

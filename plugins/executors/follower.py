@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import gc
 import logging
 import os
 import queue
@@ -96,6 +97,8 @@ class Follower:
         self._flying = info.steps_in_flight
         self._free.release(self._flying)
         threading.Thread(target=self._complete, daemon=True).start()
+        gc.collect()
+        gc.freeze()  # A collection of all that the start has made would hold up every rank.
         self.send(Ready(info))
         while not isinstance(message := self._inbox.take(), End):
             if isinstance(message, Step):

@@ -43,7 +43,7 @@ class Step(msgspec.Struct, frozen=True, tag="step"):
     """Run a plan. Nothing comes back, unless it fails."""
 
     number: int
-    """Number of this step or job, from 1 and without gaps."""
+    """Number of this step or job, from 1."""
     plan: StepPlan
 
 

@@ -331,7 +331,7 @@ class ProcessesExecutor:
                 self._progress.beat(self._thread.launch_thread)
             if (stall := detector.tick(bool(self._awaited))) is None:
                 continue
-            faulthandler.dump_traceback(all_threads=True)
+            faulthandler.dump_traceback(file=2)  # A notebook's sys.stderr is no file.
             for follower in self.followers:
                 follower.dump_stacks()
             await asyncio.sleep(STACK_SECONDS)

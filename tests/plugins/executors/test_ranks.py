@@ -16,7 +16,7 @@ import transformers
 
 import jackfield
 from jackfield import AsyncEngine, EngineConfig, SamplingParams
-from jackfield.core.errors import ConfigError
+from jackfield.core.errors import ConfigError, InvalidRequest
 from jackfield.core.remote.frames import encode
 from jackfield.core.sampling_params import OutputKind, StructuredOutputsParams
 from jackfield.core.step import PrepareAhead
@@ -210,6 +210,18 @@ def test_a_step_that_fails_on_all_ranks_ends_its_requests_alone(one: Running, tw
         return await outputs(engine, LONG[:9])
 
     assert two.run(fail(two.engine)) == one.run(fail(one.engine))
+
+
+def test_a_request_that_cannot_be_sent_is_refused_alone(two: Running) -> None:
+    huge = StructuredOutputsParams(json={"type": "integer", "maximum": 2**70})
+
+    async def serve() -> None:
+        other = asyncio.create_task(outputs(two.engine, LONG[:8]))
+        with pytest.raises(InvalidRequest, match="other ranks"):
+            await outputs(two.engine, "A number:", structured_outputs=huge)
+        assert (await other)[0][1] == "length"
+
+    two.run(serve())
 
 
 def test_kv_compression_drops_the_same_tokens(checkpoint: Path) -> None:
