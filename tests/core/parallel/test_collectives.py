@@ -16,6 +16,7 @@ from jackfield.core.hooks import API_VERSION, hookimpl
 from jackfield.core.parallel.join import join, leave, listen
 from jackfield.core.parallel.ranks import Ranks
 from jackfield.core.registry import Provenance, load_plugins
+from jackfield.plugins.collectives.builtin import Gloo
 from jackfield.plugins.conformance.rank_threads import run_ranks
 
 
@@ -90,9 +91,7 @@ def test_collectives_of_another_device_are_refused_by_name() -> None:
     assert caught.value.param == "collectives"
 
 
-class BadCollectives:
-    supports = staticmethod(lambda device: None)
-
+class BadCollectives(Gloo):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         raise RuntimeError("bang")
 
