@@ -69,6 +69,7 @@ ARCHITECTURES = {
     "starcoder2": ("Starcoder2ForCausalLM",),
     "vaultgemma": ("VaultGemmaForCausalLM",),
     "xglm": ("XGLMForCausalLM",),
+    "zamba2": ("Zamba2ForCausalLM",),
 }  # fmt: skip
 """Module → its architectures, by class name."""
 LLAMA = (

@@ -12,7 +12,7 @@ REFUSED = {
     STATE: (
         "BailingHybridForCausalLM", "KimiLinearForCausalLM", "Lfm3ForCausalLM",
         "MiniMaxForCausalLM", "OlmoHybridForCausalLM", "RecurrentGemmaForCausalLM",
-        "RwkvForCausalLM", "Zamba2ForCausalLM", "ZambaForCausalLM", "ZayaForCausalLM",
+        "RwkvForCausalLM", "ZambaForCausalLM", "ZayaForCausalLM",
         "xLSTMForCausalLM",
     ),
     EXPERTS: (

@@ -85,6 +85,13 @@ CASES: dict[str, dict[str, Any]] = {
         **DELTA, "num_experts": 4, "num_experts_per_tok": 4, "moe_intermediate_size": 48,
         "shared_expert_intermediate_size": 32,
     },
+    "Zamba2ForCausalLM": {
+        "layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid", "hybrid"],
+        "num_hidden_layers": 5, "mamba_d_state": 12, "mamba_ngroups": 2, "n_mamba_heads": 8,
+        "num_mem_blocks": 2, "adapter_rank": 6, "use_shared_attention_adapter": True,
+        "use_mem_rope": True, "head_dim": LEFT_OUT, "num_key_value_heads": 4,
+        "time_step_min": 0.3,
+    },
 }  # fmt: skip
 PROMPTS = [[3 + (7 * i * n) % (VOCAB - 3) for i in range(1, n)] for n in (3, 6, 42)]
 OUTPUT = 6
