@@ -87,6 +87,7 @@ PUBLIC: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "Test a plugin": {
         "jackfield.plugins.conformance.attention": ("AttentionBackendKit",),
+        "jackfield.plugins.conformance.collectives": ("CollectivesKit",),
         "jackfield.plugins.conformance.executors": ("ExecutorKit",),
         "jackfield.plugins.conformance.grammars": ("GrammarBackendKit",),
         "jackfield.plugins.conformance.kit": ("Kit",),

@@ -31,7 +31,7 @@ class CollectivesSetup:
 class Collectives(Protocol):
     """A rank's end of a group (`core.parallel.ranks.Group`). It takes all that it needs as
     arguments, so that a process can have several groups and never sets environment variables for
-    them."""
+    them. To test collectives: `jackfield.plugins.conformance.collectives`."""
 
     rank: int
     size: int

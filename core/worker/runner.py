@@ -99,7 +99,11 @@ class ModelRunner:
 
     def _compact(self, plan: StepPlan) -> None:
         assert self.compactor is not None, "a compaction, without KV compression"
-        self._uncompacted |= self.compactor.run(plan.compactions)
+        failures = self.compactor.run(plan.compactions)
+        if failures and self.record_errors is NotRecorded:
+            # It may have failed on this rank alone, whose results are not those that are served.
+            raise RuntimeError(next(iter(failures.values())))
+        self._uncompacted |= failures
         # Apart from the other writes of the plan, so that its rows may be replayed as any others.
         self.batch.write(replace_fields(plan, starts=(), table_writes=()))
 

@@ -38,6 +38,7 @@ KITS = {
     "kv_compressor": Kit("--kv-compressor", "kv_compressors", "KVCompressorKit"),
     "logits_processor": Kit("--logits-processor", "logits_processors", "LogitsProcessorKit"),
     "structured_backend": Kit("--grammar-backend", "grammars", "GrammarBackendKit"),
+    "collectives": Kit("--collectives", "collectives", "CollectivesKit"),
     "executor": Kit("--executor", "executors", "ExecutorKit"),
     "operations": Kit("--operations", "operations", "OperationsKit"),
     "schedule_policy": Kit("--schedule-policy", "policies", "SchedulePolicyKit"),

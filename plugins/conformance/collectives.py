@@ -1,0 +1,134 @@
+"""`CollectivesKit`: whether collectives add and join what ranks have.
+
+    class TestMine(CollectivesKit):
+        name = "mine"                               # as registered
+
+Ranks are threads of this process, on devices that the collectives support: a CPU, or several GPUs.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import socket
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from ...core.errors import ConfigError
+from ...core.parallel.join import listen
+from ...core.protocols.collectives import CollectivesSetup
+from .kit import Kit
+from .rank_threads import run_ranks
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int32, torch.int64)
+
+
+class CollectivesKit(Kit):
+    """Subclass it, and set the name."""
+
+    kind = "collectives"
+    seconds: ClassVar[float] = 30.0
+    """Longest wait for the other ranks."""
+
+    def devices(self, size: int) -> list[torch.device]:
+        """Return a device for each of `size` ranks; skips the test if there are none."""
+        reason = self.registered().supports(torch.device("cpu"))
+        assert reason is None or isinstance(reason, str), f"supports() gives {reason!r}"
+        if reason is None:
+            return [torch.device("cpu")] * size
+        if torch.cuda.device_count() < size:
+            pytest.skip(f"not on a CPU ({reason}), and there are not {size} GPUs")
+        return [torch.device("cuda", rank) for rank in range(size)]
+
+    def exchange(self, size: int, work: Callable[[Any, torch.device], Any]) -> list[Any]:
+        """Return what `work` returns on each rank, given its end of the group and its device."""
+        devices = self.devices(size)
+        listener = listen()
+        address = listener.getsockname()[:2]
+
+        def run(rank: int) -> Any:
+            group = self.registered()(
+                CollectivesSetup(
+                    rank=rank, size=size, address=address, listener=None if rank else listener,
+                    device=devices[rank], timeout=self.seconds,
+                )
+            )  # fmt: skip
+            try:
+                assert (group.rank, group.size) == (rank, size)
+                result = work(group, devices[rank])
+                return result.cpu() if isinstance(result, torch.Tensor) else result
+            finally:
+                group.close()
+
+        return run_ranks([functools.partial(run, rank) for rank in range(size)])
+
+    @pytest.mark.parametrize("size", [2, 3])
+    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    def test_sums_are_the_same_bits_on_each_rank(self, dtype: torch.dtype, size: int) -> None:
+        draw = torch.Generator().manual_seed(3)
+        terms = (10 * torch.randn(size, 7, 33, generator=draw)).to(dtype)
+
+        def add(group: Any, device: torch.device) -> torch.Tensor:
+            total: torch.Tensor = group.all_reduce(terms[group.rank].to(device, copy=True))
+            return total
+
+        first, *others = self.exchange(size, add)
+        assert all(torch.equal(total, first) for total in others)
+        assert first.dtype == dtype
+        bound = 0.0 if not dtype.is_floating_point else 100 * torch.finfo(dtype).eps
+        torch.testing.assert_close(first.double(), terms.double().sum(0), atol=bound, rtol=0)
+
+    @pytest.mark.parametrize("shape", [(4,), (3, 4), (2, 3, 4), (3, 0)], ids=str)
+    def test_parts_are_joined_in_the_last_dimension_by_rank(self, shape: tuple[int, ...]) -> None:
+        draw = torch.Generator().manual_seed(5)
+        parts = torch.randn(2, *shape, generator=draw)
+        want = torch.cat(list(parts), dim=-1)
+        for got in self.exchange(2, lambda group, on: group.all_gather(parts[group.rank].to(on))):
+            assert torch.equal(got, want)
+
+    def test_many_calls_stay_in_order(self) -> None:
+        """One after another without waiting, of unlike sizes, and what is given to a join stays."""
+
+        def work(group: Any, device: torch.device) -> torch.Tensor:
+            values = []
+            for number in range(1, 60):
+                x = torch.full((number % 7 + 1,), float(number), device=device)
+                values.append(group.all_gather(x)[-1:])
+                values.append(group.all_reduce(x)[:1])
+            return torch.cat(values)
+
+        want = torch.tensor([[n, 2.0 * n] for n in range(1, 60)]).flatten()
+        assert all(torch.equal(got, want) for got in self.exchange(2, work))
+
+    def test_two_groups_of_one_process_do_not_meet(self) -> None:
+        def work(group: Any, device: torch.device) -> float:
+            if group.rank == 0:
+                inner = self.exchange(
+                    2, lambda other, on: float(other.all_reduce(torch.full((1,), 5.0, device=on)))
+                )
+                assert inner == [10.0, 10.0]
+            return float(group.all_reduce(torch.ones(1, device=device)))
+
+        assert self.exchange(2, work) == [2.0, 2.0]
+
+    def test_the_environment_configures_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Variables of torch's launchers may be there for something else."""
+        for name, value in (("RANK", "7"), ("WORLD_SIZE", "9"), ("MASTER_PORT", "1")):
+            monkeypatch.setenv(name, value)
+        ranks = {name: os.environ[name] for name in ("RANK", "WORLD_SIZE", "MASTER_PORT")}
+        self.test_two_groups_of_one_process_do_not_meet()
+        assert ranks == {name: os.environ[name] for name in ranks}
+
+    def test_a_group_that_nobody_leads_is_refused_in_time(self) -> None:
+        with socket.socket() as silent:
+            silent.bind(("127.0.0.1", 0))
+            setup = CollectivesSetup(
+                rank=1, size=2, address=silent.getsockname(), listener=None,
+                device=self.devices(2)[1], timeout=0.3,
+            )  # fmt: skip
+            with pytest.raises(ConfigError) as caught:
+                self.registered()(setup)
+        assert caught.value.param == "tensor_parallel_size"
