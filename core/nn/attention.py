@@ -70,8 +70,11 @@ class Attention(nn.Module):
         backend, layout, metadata, kv_cache = self._bound(context)
         cos_sin = rotary.cos_sin if rotary else None
         norms = (query_norm.norm if query_norm else None, key_norm.norm if key_norm else None)
-        if sinks is None and self.query_ring is None:
-            out = backend.forward_projection(self.spec, qkv, cos_sin, *norms, kv_cache, metadata)
+        more = self._kept_queries(backend, context)
+        if sinks is None and more is not None:
+            out = backend.forward_projection(
+                self.spec, qkv, cos_sin, *norms, kv_cache, metadata, **more
+            )
             if out is not None:
                 return out.reshape(out.shape[0], -1)
         cut = (qkv, self.layout, context.positions, cos_sin, *norms)
@@ -110,6 +113,18 @@ class Attention(nn.Module):
         more = {} if sinks is None else {"sinks": sinks}
         out = backend.forward(self.spec, query, key, value, kv_cache, metadata, **more)
         return out.reshape(out.shape[0], -1)
+
+    def _kept_queries(
+        self, backend: AttentionBackend, context: ForwardContext
+    ) -> dict[str, Any] | None:
+        """Return the option of `forward_projection` that keeps the step's queries; None: it cannot
+        keep them."""
+        kept = context.query_places
+        if self.query_ring is None or kept is None:
+            return {}
+        if not backend.keeps_queries or kept.tokens is not None:
+            return None
+        return {"query_ring": (self.query_ring, kept.places)}
 
     @property
     def _cache_scales(self) -> tuple[float, float]:

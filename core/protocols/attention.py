@@ -92,6 +92,10 @@ class AttentionBackend(ABC):
     which attends to all that `seq_lens` counts. Needs `standard_cache`. `forward_projection` then
     takes positions from `BatchLayout.positions`, as they do not follow from lengths."""
 
+    keeps_queries: ClassVar[bool] = False
+    """Whether `forward_projection` can write the queries of its rows to a ring, for KV compressors
+    that need them. Otherwise it is not called for layers whose queries are kept."""
+
     @classmethod
     @abstractmethod
     def supports(cls, spec: AttentionSpec, device: torch.device, dtype: torch.dtype) -> str | None:
@@ -154,12 +158,16 @@ class AttentionBackend(ABC):
         key_norm: Norm | None,
         kv_cache: torch.Tensor,
         metadata: Any,
+        *,
+        query_ring: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> torch.Tensor | None:
         """Compute the layer from its fused projection: split into heads, norm, rotate, write,
         attend.
 
         qkv: [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]; the rest as for
         `Operations.heads`. → as `forward`, or None, with nothing done (the default): the step is
-        then computed by the operations and `forward`. Not called for layers with sinks.
+        then computed by the operations and `forward`. Not called for layers with sinks. query_ring:
+        given if `keeps_queries`, for a layer and step whose queries are kept: write each token's,
+        normed and rotated, to [places, num_heads, head_dim] at its place, [num_tokens] int64.
         """
         return None

@@ -21,9 +21,8 @@ class KVCompressor(ABC):
     """
 
     num_queries: ClassVar[int] = 0
-    """How many of a request's last queries `scores` needs: they are kept for each slot and layer,
-    and decode attention is not fused with their computation. 0: none, and `scores` needs no such
-    argument."""
+    """How many of a request's last queries `scores` needs: they are kept for each slot and layer.
+    0: none, and `scores` needs no such argument."""
 
     @classmethod
     def refusal(cls, spec: AttentionSpec) -> str | None:

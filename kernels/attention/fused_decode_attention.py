@@ -78,6 +78,8 @@ def _fused_decode_kernel(
     seq_lens_ptr,
     slot_ptr,
     positions_ptr,
+    ring_ptr,
+    places_ptr,
     cos_sin_ptr,
     query_weight_ptr,
     key_weight_ptr,
@@ -102,6 +104,7 @@ def _fused_decode_kernel(
     SOFT_CAP: tl.constexpr,
     ROTATE: tl.constexpr,
     POSITIONS: tl.constexpr,
+    RING: tl.constexpr,
     NORM_QUERY: tl.constexpr,
     NORM_KEY: tl.constexpr,
     MIN_TILES: tl.constexpr,
@@ -168,6 +171,11 @@ def _fused_decode_kernel(
         HEAD_DIM,
         BLOCK_D,
     ).to(dtype)
+    if RING:
+        if split == 0:
+            place = tl.load(places_ptr + row) * (NUM_HEADS * HEAD_DIM)
+            kept_query = ring_ptr + place + head[:, None] * HEAD_DIM + dim[None, :]
+            tl.store(kept_query, query, mask=mask_q)
     m = tl.full([BLOCK_M], -float("inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
@@ -331,6 +339,7 @@ def fused_decode_attention(
     config: DecodeConfig | None = None,
     cache_scales: tuple[float, float] = (1.0, 1.0),
     positions: torch.Tensor | None = None,
+    query_ring: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """qkv: [num_rows, (num_heads + 2 * num_kv_heads) * head_dim], one new token per row, not
     changed → [num_rows, num_heads, head_dim]
@@ -339,7 +348,9 @@ def fused_decode_attention(
     multiplied by `cache_scales` (keys, values), last stride 1: the new key and value are written to
     slot_mapping [num_rows] int64. block_table: [num_rows, max_blocks] int32; seq_lens: [num_rows]
     int32, at least 1, including the new token. positions: [num_rows] int64 of the new tokens; None:
-    each is that of the last token in the cache. cos_sin: [max_positions, head_dim] float32: the
+    each is that of the last token in the cache. query_ring: where queries are written, normed and
+    rotated: [places, num_heads, head_dim], contiguous, of qkv's type, and the place of each row,
+    [num_rows] int64. cos_sin: [max_positions, head_dim] float32: the
     whole head is rotated; norms: (weight [head_dim], eps). counters: [at least num_rows *
     num_kv_heads] int32, zeros before and after; workspace: float32, `workspace_elements(...)`.
     No host synchronisation; safe to capture.
@@ -370,6 +381,8 @@ def fused_decode_attention(
         seq_lens,
         slot_mapping,
         positions,
+        None if query_ring is None else query_ring[0],
+        None if query_ring is None else query_ring[1],
         cos_sin,
         None if query_norm is None else query_norm[0],
         None if key_norm is None else key_norm[0],
@@ -394,6 +407,7 @@ def fused_decode_attention(
         SOFT_CAP=soft_cap or 0.0,
         ROTATE=cos_sin is not None,
         POSITIONS=positions is not None,
+        RING=query_ring is not None,
         NORM_QUERY=query_norm is not None,
         NORM_KEY=key_norm is not None,
         MIN_TILES=MIN_SPLIT_TILES,

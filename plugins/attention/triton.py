@@ -101,6 +101,7 @@ class TritonAttention(AttentionBackend):
     fp8_cache: ClassVar[bool] = True
     cache_groups: ClassVar[bool] = True
     compacted_cache: ClassVar[bool] = True
+    keeps_queries: ClassVar[bool] = True
 
     @classmethod
     def supports(cls, spec: AttentionSpec, device: torch.device, dtype: torch.dtype) -> str | None:
@@ -323,6 +324,8 @@ class TritonAttention(AttentionBackend):
         key_norm: Norm | None,
         kv_cache: torch.Tensor,
         metadata: TritonMetadata,
+        *,
+        query_ring: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> torch.Tensor | None:
         """Run a decode step of few rows in one launch; None for others, for partial rotations and
         for ALiBi."""
@@ -355,6 +358,7 @@ class TritonAttention(AttentionBackend):
             soft_cap=spec.soft_cap,
             cache_scales=(spec.key_scale, spec.value_scale),
             positions=layout.positions,
+            query_ring=query_ring,
         )
 
     def _slopes(self, slopes: tuple[float, ...]) -> torch.Tensor:

@@ -140,6 +140,30 @@ def test_positions_may_be_ahead_of_the_cache():
     torch.testing.assert_close(cache, want_cache, atol=2e-5, rtol=2e-5, equal_nan=True)
 
 
+def test_queries_are_kept_at_their_places():
+    """Normed and rotated, as attention uses them; nothing else of the ring is written."""
+    heads, kv_heads, dim = 3, 1, 80
+    case = Case(heads, kv_heads, dim, torch.float32)
+    rows = len(LENGTHS)
+    qkv = case.qkv.clone()
+    reference.qk_norm_rope_cache(
+        qkv, heads, kv_heads, case.seq_lens.long() - 1, case.cos_sin, *case.norms,
+        case.cache.clone(), case.slots,
+    )  # fmt: skip
+    expected = torch.full((40, heads, dim), -7.0, device=DEVICE)
+    places = torch.arange(rows, device=DEVICE) * 3 + 2
+    expected[places] = qkv[:, : heads * dim].view(rows, heads, dim)
+    ring = torch.full_like(expected, -7.0)
+    fused_decode_attention(
+        case.qkv, heads, kv_heads, case.cache.clone(), case.table, case.seq_lens, case.slots,
+        scale=dim**-0.5, num_splits=3, cos_sin=case.cos_sin, query_ring=(ring, places),
+        counters=torch.zeros(rows * kv_heads, dtype=torch.int32, device=DEVICE),
+        workspace=torch.empty(workspace_elements(rows, heads, dim, 3), device=DEVICE),
+        query_norm=case.norms[0], key_norm=case.norms[1],
+    )  # fmt: skip
+    torch.testing.assert_close(ring, expected, atol=2e-5, rtol=2e-5)
+
+
 def test_it_refuses_a_partial_rotation_and_a_small_workspace():
     case = Case(4, 2, 64, torch.float32)
     arguments = (case.qkv, 4, 2, case.cache, case.table, case.seq_lens, case.slots)

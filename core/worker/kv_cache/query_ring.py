@@ -44,7 +44,7 @@ class QueryRing(PerSlot):
 
     def places(self, inputs: StepInputs) -> QueryPlaces:
         """Return where the step's queries go; the sizes depend on its sizes alone."""
-        count, layout, slots = self.num_queries, inputs.layout, inputs.slots.long()
+        count, layout, slots = self.num_queries, inputs.layout, inputs.slots
         positions = inputs.positions
         if layout.decode_only and layout.num_tokens == layout.num_rows:
             return QueryPlaces(None, slots * count + positions % count)
