@@ -149,7 +149,7 @@ class Worker:
     def _start(self) -> ExecutorInfo:
         config, model_config, device = self.config, self.model_config, self.device
         began = time.monotonic()
-        if device.type == "cpu":
+        if device.type == "cpu" or self.ranks.tensor.size > 1:
             _leave_a_core_for_the_loop(self.ranks.tensor.size)
         held_before = _allocated(device)
         if device.type == "cuda":

@@ -1,0 +1,117 @@
+"""Frames between rank 0 and a follower: in order and whole, however slowly they are read."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import threading
+from typing import Any
+
+import pytest
+
+from jackfield.core.errors import ConfigError, OutOfMemory
+from jackfield.core.remote.frames import encode
+from jackfield.core.sampling_params import SamplingParams
+from jackfield.core.step import PrepareAhead, SlotStart, StepPlan
+from jackfield.plugins.executors import followers
+from jackfield.plugins.executors.followers import FollowerProcess
+from jackfield.plugins.executors.messages import (
+    Done,
+    Failed,
+    Inbox,
+    Job,
+    Log,
+    Step,
+    ToFollower,
+)
+from jackfield.plugins.executors.progress import Progress
+from jackfield.plugins.executors.spawn import Spawned
+
+
+class Gone:
+    """A process that has ended."""
+
+    status = -9
+
+    def poll(self) -> int:
+        return self.status
+
+    def kill(self) -> None:
+        raise ProcessLookupError
+
+
+@pytest.fixture
+def other(monkeypatch: pytest.MonkeyPatch) -> socket.socket:
+    """The follower's end of the connection."""
+    own, other = socket.socketpair()
+    process: Any = Gone()
+    monkeypatch.setattr(followers, "take", lambda: Spawned(process, own, Progress.create()))
+    return other
+
+
+def plan(number: int, num_tokens: int) -> StepPlan:
+    tokens = tuple(range(number, number + num_tokens))
+    start = SlotStart(0, f"r{number}", tokens, num_tokens, 0, SamplingParams(), 0)
+    return StepPlan(number, (0,), (num_tokens,), (True,), starts=(start,))
+
+
+async def test_frames_arrive_whole_and_in_order(other: socket.socket) -> None:
+    """More than a socket takes at once, before the other side reads the first byte."""
+    sent = [Step(number, plan(number, 90_000)) for number in range(1, 6)]
+    sent += [Job(6, PrepareAhead())]  # type: ignore[list-item]
+    received: list[Any] = []
+    follower = FollowerProcess(1, received=lambda *_: None, lost=lambda *_: None)
+    for message in sent:
+        follower.send(encode(message))
+
+    def read() -> None:
+        inbox: Inbox[ToFollower] = Inbox(other, ToFollower)
+        received.extend(inbox.take() for _ in sent)
+
+    await asyncio.to_thread(read)
+    assert received == sent
+    await follower.close(0)
+    other.close()
+
+
+async def test_replies_logs_and_the_end(
+    other: socket.socket, caplog: pytest.LogCaptureFixture
+) -> None:
+    received: list[Any] = []
+    lost: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+    follower = FollowerProcess(
+        3,
+        received=lambda rank, message: received.append((rank, message)),
+        lost=lambda rank, ending: lost.set_result((rank, ending)),
+    )
+    log = Log(logging.WARNING, "jackfield.worker", "no luck")
+    frames = b"".join(encode(message) for message in (Done(4), log, Done(5)))
+    for part in (frames[:7], frames[7:40], frames[40:]):
+        await asyncio.to_thread(other.sendall, part)
+        await asyncio.sleep(0)
+    other.close()
+    rank, ending = await lost
+    assert received == [(3, Done(4)), (3, Done(5))]
+    assert "rank 3: no luck" in caplog.text
+    assert rank == 3 and "SIGKILL" in ending
+    await follower.close(0)
+
+
+def test_errors_keep_their_class_and_field() -> None:
+    error = Failed.because(2, ConfigError("block_size: too small", param="block_size")).error(1)
+    assert isinstance(error, ConfigError) and error.param == "block_size"
+    assert str(error) == "rank 1: block_size: too small"
+    assert isinstance(Failed.because(2, OutOfMemory("no room")).error(1), OutOfMemory)
+    other = Failed.because(2, ZeroDivisionError("by zero")).error(1)
+    assert str(other) == "rank 1: ZeroDivisionError: by zero"
+
+
+def test_an_inbox_ends_with_its_connection() -> None:
+    own, other = socket.socketpair()
+    inbox: Inbox[ToFollower] = Inbox(own, ToFollower)
+    thread = threading.Thread(target=other.close)
+    thread.start()
+    assert inbox.take() is None
+    thread.join()
+    own.close()
