@@ -36,7 +36,7 @@ NO_EFFECT: dict[str, tuple[int | str, str]] = {
 
 _ADAPTERS = "adapters (LoRA) are not supported yet"
 _PICTURES = "models that see or hear are not supported yet"
-_GPUS = "more than one GPU is not supported yet"
+_GPUS = "ranks divide layers (--tensor-parallel-size), of one host; nothing else is supported yet"
 _TRACES = "traces are not exported; plugins hear of each request and step (request_finished)"
 MISSING: dict[str, str] = {
     **dict.fromkeys(
