@@ -74,21 +74,19 @@ class States:
             layer.bind(states)
 
     def load(self, copies: Sequence[StateCopy]) -> None:
-        """Copy snapshots to slots, all at once."""
-        snapshots = [self._first_snapshot + copy.snapshot for copy in copies]
-        self._copy(snapshots, [copy.slot for copy in copies])
+        """Copy snapshots to slots."""
+        for copy in copies:
+            self._copy(self._first_snapshot + copy.snapshot, copy.slot)
 
     def save(self, copies: Sequence[StateCopy]) -> None:
-        """Copy slots to snapshots, all at once."""
-        snapshots = [self._first_snapshot + copy.snapshot for copy in copies]
-        self._copy([copy.slot for copy in copies], snapshots)
+        """Copy slots to snapshots."""
+        for copy in copies:
+            self._copy(copy.slot, self._first_snapshot + copy.snapshot)
 
-    def _copy(self, sources: list[int], targets: list[int]) -> None:
-        device = next(iter(self.storage.values())).device
-        rows = torch.tensor([sources, targets], pin_memory=device.type == "cuda")
-        rows = rows.to(device, non_blocking=True)
+    def _copy(self, source: int, target: int) -> None:
+        """Copy all layers' states of a row, one row at a time: a row may have 100 MB and more."""
         for tensor in self.storage.values():
-            tensor.index_copy_(1, rows[1], tensor.index_select(1, rows[0]))
+            tensor[:, target].copy_(tensor[:, source])
 
 
 def make_states(model: nn.Module, config: EngineConfig, device: torch.device) -> States | None:
