@@ -201,8 +201,8 @@ def register_kv_compressors(registry: Registry[type[KVCompressor]]) -> None:
 
         registry.add("my_scores", "my_package.scores:MyScores")
 
-    Used by the worker (`EngineConfig.kv_compression`), once per request, when its prompt is
-    computed.
+    Used by the worker (`EngineConfig.kv_compression`) whenever a request's cache is compacted:
+    after its prompt, at intervals, or when blocks run out.
     Contract: `protocols.KVCompressor`.
     """
 

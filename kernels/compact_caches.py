@@ -19,7 +19,10 @@ TOKENS = 32
 """Tokens that a program moves at a time."""
 
 
-@triton.jit(do_not_specialize=["num_tokens", "stride_targets"])
+@triton.jit(
+    do_not_specialize=["num_tokens", "stride_targets"],
+    do_not_specialize_on_alignment=["slots_ptr", "starts_ptr", "chosen_ptr", "targets_ptr"],
+)
 def _compact_kernel(
     layers_ptr,
     like_ptr,

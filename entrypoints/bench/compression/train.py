@@ -123,8 +123,8 @@ def train(folder: Path, seed: int = 0, stages: tuple[Stage, ...] = STAGES) -> fl
 
 @torch.no_grad()
 def look_back(model: Qwen2ForCausalLM) -> None:
-    """Begin with a head that attends to the previous token, by its biases: it would form by itself,
-    but in hours. What it passes on, and the head that looks for it, are learned.
+    """Begin with a head that attends to the previous token, by its biases: by itself, it
+    forms much later. What it passes on, and the head that looks for it, are learned.
 
     Each pair of channels adds cos(frequency * (distance - 1)) to the logits.
     """
