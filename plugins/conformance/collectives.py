@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import os
 import socket
+import threading
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -45,7 +46,7 @@ class CollectivesKit(Kit):
 
     def exchange(self, size: int, work: Callable[[Any, torch.device], Any]) -> list[Any]:
         """Return what `work` returns on each rank, given its end of the group and its device."""
-        devices = self.devices(size)
+        devices, together = self.devices(size), threading.Barrier(size)
         listener = listen()
         address = listener.getsockname()[:2]
 
@@ -59,7 +60,12 @@ class CollectivesKit(Kit):
             try:
                 assert (group.rank, group.size) == (rank, size)
                 result = work(group, devices[rank])
-                return result.cpu() if isinstance(result, torch.Tensor) else result
+                result = result.cpu() if isinstance(result, torch.Tensor) else result
+                together.wait(self.seconds)
+                return result
+            except BaseException:
+                together.abort()
+                raise
             finally:
                 group.close()
 
@@ -104,15 +110,22 @@ class CollectivesKit(Kit):
         assert all(torch.equal(got, want) for got in self.exchange(2, work))
 
     def test_two_groups_of_one_process_do_not_meet(self) -> None:
+        ended = threading.Event()
+
         def work(group: Any, device: torch.device) -> float:
+            first = float(group.all_reduce(torch.ones(1, device=device)))
             if group.rank == 0:
                 inner = self.exchange(
                     2, lambda other, on: float(other.all_reduce(torch.full((1,), 5.0, device=on)))
                 )
                 assert inner == [10.0, 10.0]
-            return float(group.all_reduce(torch.ones(1, device=device)))
+                ended.set()
+            else:
+                # A call that waits on a GPU would hold up those of the other group.
+                assert ended.wait(self.seconds)
+            return first + float(group.all_reduce(torch.ones(1, device=device)))
 
-        assert self.exchange(2, work) == [2.0, 2.0]
+        assert self.exchange(2, work) == [4.0, 4.0]
 
     def test_the_environment_configures_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Variables of torch's launchers may be there for something else."""
