@@ -100,7 +100,7 @@ class MergedLinear(Linear):
         *,
         bias: bool = False,
         shard: Features | None = None,
-        shares: Mapping[str, slice] | None = None,
+        shares: Mapping[str, slice | tuple[slice, ...]] | None = None,
         whole: bool = False,
     ) -> None:
         """`whole`: the checkpoint has all of them as one tensor. `shard`: "out" divides each of
@@ -110,13 +110,12 @@ class MergedLinear(Linear):
         group, sharding, own = build.ranks.tensor, None, dict(sizes)
         if shard is not None and group.size > 1:
             if shard == "in":
-                share = (shares or {}).get("")
-                rank_slices = (share or even_slice(in_features, group),)
-                sharding = Sharding(1, {"": in_features}, {"": rank_slices})
+                share = (shares or {}).get("") or even_slice(in_features, group)
+                sharding = Sharding(1, {"": in_features}, {"": _slices(share)})
             else:
                 shares = shares or {name: even_slice(size, group) for name, size in sizes.items()}
                 sharding = _out_sharding(sizes, shares, whole)
-                own = {name: length([shares[name]]) for name in sizes}
+                own = {name: length(_slices(shares[name])) for name in sizes}
         self._create(in_features, sum(sizes.values()), build, bias, sharding)
         self.shards: dict[str, slice] = {}
         start = 0
@@ -125,12 +124,18 @@ class MergedLinear(Linear):
             start += size
 
 
-def _out_sharding(sizes: Mapping[str, int], shares: Mapping[str, slice], whole: bool) -> Sharding:
+def _slices(share: slice | tuple[slice, ...]) -> tuple[slice, ...]:
+    return share if isinstance(share, tuple) else (share,)
+
+
+def _out_sharding(
+    sizes: Mapping[str, int], shares: Mapping[str, slice | tuple[slice, ...]], whole: bool
+) -> Sharding:
     if not whole:
-        return Sharding(0, sizes, {name: (shares[name],) for name in sizes})
+        return Sharding(0, sizes, {name: _slices(shares[name]) for name in sizes})
     pieces, start = [], 0
     for name, size in sizes.items():
-        pieces.append(slice(start + shares[name].start, start + shares[name].stop))
+        pieces += [slice(start + s.start, start + s.stop) for s in _slices(shares[name])]
         start += size
     return Sharding(0, {"": start}, {"": tuple(pieces)})
 

@@ -50,6 +50,7 @@ class BambaDecoder(Decoder):
 
 
 class BambaForCausalLM(CausalLM):
+    tensor_parallel = True
     decoder = BambaDecoder
     weight_map = dataclasses.replace(
         CausalLM.weight_map, names={"mlp": "feed_forward", "model.norm": "model.final_layernorm"}
@@ -108,6 +109,7 @@ class GraniteHybridDecoder(Decoder):
 
 
 class GraniteMoeHybridForCausalLM(CausalLM):
+    tensor_parallel = True
     attention = GraniteAttention
     decoder = GraniteHybridDecoder
     weight_map = WeightMap(

@@ -100,6 +100,7 @@ class FalconH1Decoder(Decoder):
 
 
 class FalconH1ForCausalLM(CausalLM):
+    tensor_parallel = True
     weight_map = BambaForCausalLM.weight_map
     attention = FalconH1Attention
     decoder = FalconH1Decoder

@@ -45,6 +45,7 @@ class JambaDecoder(Decoder):
 
 
 class JambaForCausalLM(CausalLM):
+    tensor_parallel = True
     decoder = JambaDecoder
     weight_map = dataclasses.replace(
         CausalLM.weight_map,

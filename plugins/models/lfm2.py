@@ -42,6 +42,7 @@ class Lfm2Decoder(Decoder):
 
 
 class Lfm2ForCausalLM(CausalLM):
+    tensor_parallel = True
     attention = Lfm2Attention
     decoder = Lfm2Decoder
     weight_map = dataclasses.replace(
@@ -72,6 +73,7 @@ class Lfm2ForCausalLM(CausalLM):
 class Lfm2MoeForCausalLM(Lfm2ForCausalLM):
     """Experts in all but the first layers, chosen by the sigmoid of their logits."""
 
+    tensor_parallel = True
     weight_map = dataclasses.replace(
         Lfm2ForCausalLM.weight_map,
         names={

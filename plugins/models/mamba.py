@@ -58,6 +58,7 @@ class MambaDecoder(MixerDecoder):
 
 
 class MambaForCausalLM(CausalLM):
+    tensor_parallel = True
     weight_map = BACKBONE
     decoder = MambaDecoder
 
@@ -81,6 +82,7 @@ class FalconMambaDecoder(MixerDecoder):
 
 
 class FalconMambaForCausalLM(CausalLM):
+    tensor_parallel = True
     weight_map = BACKBONE
     decoder = FalconMambaDecoder
 
@@ -106,5 +108,6 @@ class Mamba2Decoder(MixerDecoder):
 
 
 class Mamba2ForCausalLM(CausalLM):
+    tensor_parallel = True
     weight_map = BACKBONE
     decoder = Mamba2Decoder

@@ -61,5 +61,6 @@ class NemotronHDecoder(MixerDecoder):
 
 
 class NemotronHForCausalLM(CausalLM):
+    tensor_parallel = True
     decoder = NemotronHDecoder
     weight_map = dataclasses.replace(BACKBONE, stacked=QKV_SHARDS)

@@ -29,12 +29,14 @@ class GatedAttention(SelfAttention):
         super().__init__(config, layer, build)
         hf = config.hf_config
         self.width = self.num_heads * self.head_dim
-        sizes = {
-            "q": 2 * self.width,
-            "k": self.num_kv_heads * self.head_dim,
-            "v": self.num_kv_heads * self.head_dim,
-        }
-        self.qkv_proj = MergedLinear(hf.hidden_size, sizes, build, bias=self.qkv_bias(hf))
+        width = self.all_heads * self.head_dim
+        keys = self.kv_heads(config) * self.head_dim
+        own = self.own.rows(self.head_dim)
+        gates = slice(width + own["q"].start, width + own["q"].stop)
+        self.qkv_proj = MergedLinear(
+            hf.hidden_size, {"q": 2 * width, "k": keys, "v": keys}, build, bias=self.qkv_bias(hf),
+            shard="out", shares={**own, "q": (own["q"], gates)},
+        )  # fmt: skip
         self.q_norm = OffsetRMSNorm(self.head_dim, hf.rms_norm_eps, build)
         self.k_norm = OffsetRMSNorm(self.head_dim, hf.rms_norm_eps, build)
 
@@ -88,6 +90,7 @@ def by_kind(num_groups: int, *widths: int) -> RowOrder:
 
 
 class Qwen3NextForCausalLM(CausalLM):
+    tensor_parallel = True
     attention = GatedAttention
     decoder = Qwen3NextDecoder
     weight_map = dataclasses.replace(
@@ -127,6 +130,7 @@ class Qwen3_5Decoder(Decoder):
 
 
 class Qwen3_5ForCausalLM(CausalLM):
+    tensor_parallel = True
     attention = GatedAttention
     decoder = Qwen3_5Decoder
     weight_map = dataclasses.replace(
@@ -145,6 +149,7 @@ class Qwen3_5ForCausalLM(CausalLM):
 
 
 class Qwen3_5MoeForCausalLM(Qwen3_5ForCausalLM):
+    tensor_parallel = True
     weight_map = dataclasses.replace(
         Qwen3_5ForCausalLM.weight_map, names=Qwen2MoeForCausalLM.weight_map.names
     )

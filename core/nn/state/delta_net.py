@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from ...parallel.ranks import ONE_RANK
 from ..context import BuildContext, ForwardContext
 from ..linear import Linear, MergedLinear
 from .layer import CausalConv, GateNorm, StateLayer
@@ -57,7 +58,7 @@ class GatedDeltaNet(StateLayer):
             conv=((sizes.kernel - 1, convolved), build.dtype),
             delta=((sizes.num_value_heads, sizes.key_dim, sizes.value_dim), torch.float32),
         )
-        self.sizes, self.operations, self.ranks = sizes, build.operations, build.ranks
+        self.sizes, self.operations, self.ranks = sizes, build.operations, ONE_RANK
         self.eps = eps
         self.in_proj = MergedLinear(sizes.hidden_size, shards, build)
         self.conv1d = CausalConv(convolved, sizes.kernel, build, bias=False)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from ...parallel.ranks import ONE_RANK
 from ..context import BuildContext, ForwardContext
 from ..linear import Linear
 from .layer import CausalConv, StateLayer
@@ -48,7 +49,7 @@ class MambaMixer(StateLayer):
             conv=((sizes.kernel - 1, sizes.inner), build.dtype),
             ssm=((sizes.inner, sizes.state_size), torch.float32),
         )
-        self.sizes, self.operations, self.ranks = sizes, build.operations, build.ranks
+        self.sizes, self.operations, self.ranks = sizes, build.operations, ONE_RANK
         self.in_proj = Linear(sizes.hidden_size, 2 * sizes.inner, build, bias=bias)
         self.conv1d = CausalConv(sizes.inner, sizes.kernel, build, bias=conv_bias)
         self.x_proj = Linear(sizes.inner, sizes.rank + 2 * sizes.state_size, build)

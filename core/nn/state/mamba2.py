@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from ...parallel.ranks import ONE_RANK
 from ..context import BuildContext, ForwardContext
 from ..linear import Linear
 from .layer import CausalConv, GateNorm, StateLayer
@@ -63,7 +64,7 @@ class Mamba2Mixer(StateLayer):
             conv=((sizes.kernel - 1, channels), build.dtype),
             ssm=((sizes.num_heads, sizes.head_dim, sizes.state_size), torch.float32),
         )
-        self.sizes, self.operations, self.ranks = sizes, build.operations, build.ranks
+        self.sizes, self.operations, self.ranks = sizes, build.operations, ONE_RANK
         self.eps, self.gate_first, self.dt_limit = eps, gate_first, dt_limit
         self.in_proj = Linear(
             sizes.hidden_size, sizes.inner + channels + sizes.num_heads, build, bias=bias

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...parallel.ranks import ONE_RANK
 from ..context import BuildContext, ForwardContext
 from ..linear import Linear
 from .layer import CausalConv, StateLayer
@@ -19,7 +20,7 @@ class ShortConv(StateLayer):
     def __init__(self, hidden_size: int, kernel: int, build: BuildContext, *, bias: bool) -> None:
         """kernel: inputs that the convolution sees; bias: of all three parts"""
         super().__init__(conv=((kernel - 1, hidden_size), build.dtype))
-        self.operations, self.ranks = build.operations, build.ranks
+        self.operations, self.ranks = build.operations, ONE_RANK
         self.in_proj = Linear(hidden_size, 3 * hidden_size, build, bias=bias)
         self.conv = CausalConv(hidden_size, kernel, build, bias=bias)
         self.o_proj = Linear(hidden_size, hidden_size, build, bias=bias)

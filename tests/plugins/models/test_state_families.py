@@ -16,7 +16,8 @@ from transformers.models.mamba2.modeling_mamba2 import MambaRMSNormGated
 
 from jackfield import AsyncEngine, EngineConfig, SamplingParams
 from jackfield.core.errors import ConfigError, OutOfMemory
-from jackfield.plugins.conformance.models import VOCAB
+from jackfield.core.registry import load_plugins
+from jackfield.plugins.conformance.models import VOCAB, check_ranks
 
 GROUPS = 2 if "group_size" in inspect.signature(MambaRMSNormGated).parameters else 1
 """Older versions of transformers normalise all groups together."""
@@ -132,6 +133,7 @@ async def test_a_family_equals_transformers(case: str, tmp_path: Path) -> None:
     """Four requests for three slots, a prompt longer than a step, and a slot that is used again."""
     reference, folder = reference_and_folder(case, tmp_path)
     check_logits(folder, reference)
+    check_ranks(folder, case.partition(":")[0], 2, load_plugins(), 2e-4)
     async with AsyncEngine(config(folder, num_gpu_blocks_override=96)) as engine:
         prompts = [*PROMPTS, PROMPTS[1]]
         answers = await asyncio.gather(*(answer(engine, prompt) for prompt in prompts))
