@@ -197,6 +197,9 @@ class SmallMConfig(NamedTuple):
     """Bytes of each of its weight's rows that a program prefetches; 0: none."""
     early: bool = True
     """Whether the next kernel may start at once, not only when this one has read its weight."""
+    max_registers: int | None = None
+    """Most registers per thread, so that programs of the next kernel find room beside these; None:
+    as many as the compiler likes."""
 
 
 class SplitKWorkspace(NamedTuple):
@@ -260,8 +263,11 @@ def small_m_matmul(
     if num_rows == 0:
         return out
     options = pdl_options(x.device)
+    dependent = bool(options)
     split_width = triton.cdiv(triton.cdiv(width, split_k), block_k) * block_k
     prefetch = min(config.prefetch, split_width * values.element_size()) // 16 * 16
+    if config.max_registers is not None:
+        options = {**options, "maxnreg": config.max_registers}
     arguments = weight_arguments(weight)
     launch(_small_m_matmul_kernel, (*tiles, split_k))(
         out,
@@ -286,8 +292,8 @@ def small_m_matmul(
         BLOCK_N=config.block_n,
         BLOCK_K=block_k,
         STAGES=config.num_stages,
-        PREFETCH=str(prefetch) if prefetch and options else None,
-        PDL=bool(options),
+        PREFETCH=str(prefetch) if prefetch and dependent else None,
+        PDL=dependent,
         EARLY=config.early,
         num_warps=config.num_warps,
         **options,

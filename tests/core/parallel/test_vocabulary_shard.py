@@ -20,6 +20,8 @@ from jackfield.core.worker.sampling.sampler import Sampler
 from jackfield.core.worker.sampling.sampling_state import SamplingState
 from jackfield.plugins.conformance.rank_threads import run_ranks, thread_ranks
 
+from helpers import interpreted
+
 TEMPERATURES = (0.0, 0.7, 1.5, 0.0, 1.0)
 LENGTH = 3
 
@@ -94,7 +96,7 @@ def both(name: str, size: int, table: torch.Tensor, hidden: torch.Tensor) -> lis
 
 
 @pytest.mark.parametrize(("vocab", "size"), [(9, 4), (7, 2), (4500, 2), (5, 4)])
-@pytest.mark.parametrize("name", ["torch", "triton"])
+@pytest.mark.parametrize("name", ["torch", pytest.param("triton", marks=interpreted)])
 def test_the_choice_is_that_of_the_whole_vocabulary(name: str, vocab: int, size: int) -> None:
     """With NaN in one rank's logits, and with ranks that have no token."""
     draw = torch.Generator().manual_seed(vocab)
@@ -107,7 +109,7 @@ def test_the_choice_is_that_of_the_whole_vocabulary(name: str, vocab: int, size:
         assert got == want and torch.equal(written, history)
 
 
-@pytest.mark.parametrize("name", ["torch", "triton"])
+@pytest.mark.parametrize("name", ["torch", pytest.param("triton", marks=interpreted)])
 def test_of_equal_logits_the_first_token_wins(name: str) -> None:
     table = torch.zeros(10, 2)
     table[[3, 4, 7], 0] = 1.0

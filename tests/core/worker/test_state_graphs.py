@@ -17,6 +17,8 @@ from jackfield.core.nn.operations import Operations
 from jackfield.core.registry import Provenance, load_plugins
 from jackfield.plugins.executors.inprocess import InProcessExecutor
 
+from helpers import interpreted
+
 pytest.importorskip("triton")
 
 VOCAB = 61
@@ -104,6 +106,7 @@ async def tokens(config: EngineConfig, plugins: Any) -> list[list[int]]:
         return list(await asyncio.gather(*(run_one(engine, number) for number in range(5))))
 
 
+@interpreted
 async def test_recorded_steps_equal_launched_ones(checkpoint: Path) -> None:
     plugins = load_plugins()
     plugins.add_plugin(Plugin(), Provenance("tests", "0", "graphs"))

@@ -189,7 +189,7 @@ async def test_few_snapshots_are_those_used_last(tmp_path: Path) -> None:
     """Room for one: the states of an earlier prompt are lost, and answers stay the same."""
     reference, folder = reference_and_folder("Mamba2ForCausalLM", tmp_path)
     prompts = [PROMPTS[2], PROMPTS[2][7:], PROMPTS[2]]
-    async with AsyncEngine(config(folder, cpu_kvcache_space=0.0004)) as engine:
+    async with AsyncEngine(config(folder, device="cpu", cpu_kvcache_space=0.0004)) as engine:
         assert engine.core.info.num_snapshots == 1
         answers = [await answer(engine, prompt) for prompt in prompts]
     assert [output.num_cached_tokens for output in answers] == [0, 0, 0]
