@@ -423,7 +423,8 @@ def test_wrong_flags_are_named(capsys: pytest.CaptureFixture[str], tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    "way", ["killed", "drained", pytest.param("cut off", marks=pytest.mark.slow)]
+    "way",
+    ["killed", *(pytest.param(way, marks=pytest.mark.slow) for way in ("drained", "cut off"))],
 )
 def test_a_restarted_server_goes_on_with_its_batches(
     way: str, checkpoint: Path, tmp_path: Path

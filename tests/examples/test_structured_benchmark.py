@@ -8,11 +8,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import jackfield
 
 SCRIPT = Path(jackfield.__file__).parent / "examples" / "benchmarks" / "structured_outputs.py"
 
 
+@pytest.mark.slow
 def test_it_compares_a_batch_with_and_without_a_schema(tmp_path: Path) -> None:
     out = tmp_path / "results.jsonl"
     options = ["--model", "tiny", "--batch", "4", "--output", "16", "--repeats", "1"]

@@ -104,7 +104,14 @@ def kill(process: Any) -> None:
 IDLE, PREFILL, DECODE = 0, 3, 20
 
 
-@pytest.mark.parametrize("at", [IDLE, PREFILL, DECODE], ids=["idle", "prefill", "decode"])
+@pytest.mark.parametrize(
+    "at",
+    [
+        pytest.param(IDLE, marks=pytest.mark.slow, id="idle"),
+        pytest.param(PREFILL, marks=pytest.mark.slow, id="prefill"),
+        pytest.param(DECODE, id="decode"),
+    ],
+)
 def test_a_rank_that_is_killed_ends_the_engine(checkpoint: Path, at: int) -> None:
     before = descriptors(), children()
     reason = asyncio.run(lose(checkpoint, kill, at))
