@@ -92,15 +92,15 @@ def cli() -> str:
 
 def _flag_row(action: argparse.Action) -> list[str]:
     names = [n for n in action.option_strings if "_" not in n] or [action.dest.upper()]
-    told = ", ".join(f"`{name}`" for name in names)
+    option = ", ".join(f"`{name}`" for name in names)
     if action.choices is not None:
-        told += " " + " or ".join(f"`{choice}`" for choice in action.choices)
+        option += " " + " or ".join(f"`{choice}`" for choice in action.choices)
     elif action.option_strings and action.nargs != 0:
         value = action.metavar or action.dest.upper()
-        told += f" `{value}{' …' if action.nargs == '+' else ''}`"
+        option += f" `{value}{' …' if action.nargs == '+' else ''}`"
     text = re.sub(r" \(default: (None|\(\))\)$", "", (action.help or "").replace("%%", "%"))
     if not text:
-        raise SystemExit(f"{told} has no help text")
+        raise SystemExit(f"{option} has no help text")
     if "default:" not in text and action.default not in (None, "", [], argparse.SUPPRESS, False):
         text = f"{text} (default: {action.default})".strip()
-    return [told, text]
+    return [option, text]

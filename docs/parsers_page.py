@@ -71,10 +71,14 @@ def parsers() -> str:
         for entry in sorted(plugins[kind].entries(), key=lambda entry: entry.name):
             if entry.provenance.distribution != hooks.PROJECT:
                 continue
-            told = inspect.cleandoc(plugins[kind].load(entry.name).__doc__ or "").split("\n\n")[0]
+            summary = inspect.cleandoc(plugins[kind].load(entry.name).__doc__ or "").split("\n\n")[
+                0
+            ]
             known = " and ".join(f"`{mark}`" for mark in entry.marks) or "not chosen"
             only = f" ({', '.join(entry.model_types)})" if entry.model_types else ""
-            rows.append([f"`{entry.name}`", entry.help, " ".join(told.split()), f"{known}{only}"])
+            rows.append(
+                [f"`{entry.name}`", entry.help, " ".join(summary.split()), f"{known}{only}"]
+            )
         parts.append(f"\n## {flag}\n\n{about}\n\n")
         parts.append(table(["name", "models", "what it reads", "auto"], rows))
     return "".join(parts)

@@ -35,8 +35,8 @@ class CompressionRule(msgspec.Struct, frozen=True):
 
     def kept_tokens(self, length: int) -> int:
         """Return how many tokens of a sequence of `length` stay."""
-        wanted = math.ceil(self.ratio * length) if self.budget is None else self.budget
-        return min(length, max(MIN_KEPT, wanted))
+        count = math.ceil(self.ratio * length) if self.budget is None else self.budget
+        return min(length, max(MIN_KEPT, count))
 
     def of(self, params: KVCompressionParams | None) -> CompressionRule | None:
         """Return the rule of a request, which may have a ratio or a budget of its own; None: its

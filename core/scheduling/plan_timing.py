@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from ..step import StepPlan, StepResult
 
 ARRIVAL_SECONDS = 1.0
-"""Without an arrival for this long, plans are made at once: nobody would gain."""
+"""Without an arrival for this long, plans are made at once: no request would gain."""
 MARGIN_SECONDS = 0.0015
 MARGIN_SHARE = 0.1
 """A plan is launched this long, and this share of the running step, before the device needs it."""
@@ -65,7 +65,7 @@ def _class(plan: StepPlan) -> tuple[bool, int]:
 class PlanTiming:
     """Tells how long the next plan may wait while the device works on those before it.
 
-    A plan made at once would run behind the whole step that has just begun, without the requests
+    A plan made at once would run after the whole step that has just begun, without the requests
     that arrive during that step. It is made instead as late as the device allows: a margin before
     the step in flight is expected to end, and the host's own time before that.
     """
