@@ -11,7 +11,7 @@ from ..config import EngineConfig
 from ..errors import ConfigError, PluginError
 from ..grammars.store import check_backend
 from ..loading.dialects import recognized
-from ..loading.model_config import ModelConfig
+from ..loading.model_config import ModelConfig, resolve_model_config
 from ..loading.resolve_pooling import resolve_pooling
 from ..registry import Plugins
 from ..text.tokenizer import template_texts
@@ -88,6 +88,13 @@ def resolve_runner(
         budget = max(config.max_num_batched_tokens, model_config.max_model_len)
         config = msgspec.structs.replace(config, max_num_batched_tokens=budget)
     return config, model_config
+
+
+def resolve_models(config: EngineConfig, plugins: Plugins) -> ModelConfig:
+    """Return the model's configuration, of an engine that runs in another process and has resolved
+    `config`. Blocks."""
+    model_config = resolve_model_config(config, plugins)
+    return resolve_runner(config, config, model_config, plugins)[1]
 
 
 def resolve_parsers(

@@ -9,7 +9,8 @@ from typing import Any, TypedDict, TypeVar, Unpack
 from ..config import EngineConfig
 from ..errors import InvalidRequest
 from ..inputs import ChatMessage
-from ..loading.model_config import ModelConfig
+from ..loading.model_config import ModelConfig, resolve_model_config
+from ..registry import Plugins
 from ..sampling_params import SamplingParams
 from ..text.chat_template import ChatTemplate
 from ..text.text_threads import TextThreads, rough_size
@@ -62,6 +63,10 @@ class TextProcessor:
         if self.tokenizer.chat_templates:
             self._chat_template = self._template(self.tokenizer.chat_templates)
             self.chat_template_variables = self._chat_template.variables
+
+    def load_alone(self, config: EngineConfig, plugins: Plugins) -> None:
+        """Load what `load` does, where the engine's core is in another process. Blocks."""
+        self.load(config, resolve_model_config(config, plugins))
 
     def close(self) -> None:
         """End the threads for texts."""

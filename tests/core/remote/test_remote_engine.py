@@ -220,7 +220,7 @@ async def test_refusals_are_those_of_an_engine_in_process(tmp_path: Path) -> Non
         with pytest.raises(InvalidRequest, match="pooled"):
             await there.encode("x")
         assert (
-            not there.core._open
+            not there.core.remote._open
             and not there.core.requests.states
             and not server.core.requests.states
         )
@@ -261,7 +261,7 @@ async def test_leaving_a_stream_frees_its_blocks(tmp_path: Path) -> None:
         await asyncio.sleep(0)
         waiting.cancel()
         await asyncio.wait([waiting])
-        assert not there.core._open and not there.core.requests.states
+        assert not there.core.remote._open and not there.core.requests.states
         await becomes(lambda: idle(server.core) and not server.core.requests.states)
         output = there.generate([5], LONG, request_id="mine")
         await anext(output)

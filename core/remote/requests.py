@@ -1,0 +1,199 @@
+"""Requests that run at the other end of a connection: their states here, fed by its frames."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any
+
+from ..engine.core_client import S
+from ..engine.output_processor import RequestTracker, State
+from ..engine.plugin_events import PluginEvents
+from ..engine.pooling import PoolingState
+from ..engine.request_state import Completion, RequestState
+from ..request import Request, RequestSpec, Update
+from .channel import Channel
+from .frames import Abort, AddRequest, Change, Stop, ToFront, Tokens
+from .pending_calls import PendingCalls
+
+
+def _unheard(state: State) -> None:
+    """Do nothing: in place of a listener."""
+
+
+class RemoteRequests:
+    """Requests of one connection. The tracker may have those of other connections, too."""
+
+    events: PluginEvents
+    """Set before the first request."""
+
+    def __init__(
+        self,
+        tracker: RequestTracker,
+        channel: Channel[ToFront],
+        calls: PendingCalls,
+        *,
+        ended: Callable[[State], None] = _unheard,
+        where: str = "",
+    ) -> None:
+        """ended: called with each request that is forgotten. where: precedes the errors that the
+        other end reports of running requests."""
+        self._tracker = tracker
+        self._channel = channel
+        self._calls = calls
+        self._ended = ended
+        self._where = where
+        self._open: dict[int, tuple[State, Any]] = {}
+        """Number → request and completion, until the completion has ended."""
+        self._numbers: dict[str, int] = {}
+        """Request id → the number of its first completion."""
+        self._stops: dict[int, str] = {}
+        """Completions that a stop string has ended here and the other end has not ended yet."""
+
+    async def add(self, spec: RequestSpec, make_state: Callable[[list[Request]], S]) -> S:
+        """Send a request, and wait until it is scheduled.
+
+        Raises the other end's error, EngineStopped, and InvalidRequest if its id is in use.
+        """
+        state = make_state(spec.requests())
+        # Registered before it is sent: its tokens may come with the engine's reply.
+        self._tracker.add_state(state)
+        number = self._calls.numbers(len(state.requests))
+        self._numbers[state.request_id] = number
+        for index, completion in enumerate(state.completions):
+            self._open[number + index] = (state, completion)
+        try:
+            await self._calls.call(number, AddRequest(number, spec))
+        except asyncio.CancelledError:
+            self.abort(state)
+            raise
+        except BaseException:
+            self._forget(state)
+            raise
+        return state
+
+    def abort(self, state: State) -> None:
+        """End what is left of a request at once, and notify the other end."""
+        first = self._numbers.get(state.request_id)
+        if first is None or state.finished:
+            return
+        numbers = range(first, first + len(state.completions))
+        self._channel.send(Abort([number for number in numbers if number in self._open]))
+        for completion in state.completions:
+            completion.set_finished("abort", None)
+        self._end(state)
+
+    def fail(self, error: str) -> None:
+        """End all of them with an error."""
+        for request_id in list(self._numbers):
+            state = self._tracker.states[request_id]
+            state.error = state.error or error
+            for completion in state.completions:
+                completion.set_finished("error", None)
+            self._end(state)
+
+    def check_idle(self) -> None:
+        """Raise AssertionError if anything is left of a request."""
+        assert not self._numbers, f"live requests: {list(self._numbers)}"
+        assert not self._open and not self._stops, "completions without a request"
+
+    def _forget(self, state: State) -> None:
+        first = self._numbers.pop(state.request_id, None)
+        if first is None:
+            return
+        for number in range(first, first + len(state.completions)):
+            self._open.pop(number, None)
+            self._stops.pop(number, None)
+        self._tracker.remove_state(state)
+        self._ended(state)
+
+    def _end(self, state: State) -> None:
+        """Finish a request whose completions have all ended."""
+        self._forget(state)
+        state.mark_finished()
+        if self.events.wants_requests:
+            if isinstance(state, RequestState):
+                self.events.request_finished(state.peek_output())
+            elif state.pooled.row is not None:
+                self.events.request_finished(state.output())
+        self._tracker.notify(state)
+
+    # ------------------------------------------------------------ received frames
+
+    def take_tokens(self, tokens: Tokens) -> None:
+        """Apply a step's tokens, and notify the streams."""
+        now = time.monotonic()
+        streams = self._open
+        for number, token_id in zip(tokens.numbers, tokens.token_ids, strict=True):
+            entry = streams.get(number)
+            if entry is None or number in self._stops:
+                continue  # It has ended here, and the engine is being notified.
+            state, completion = entry
+            state.timings.last_token = now
+            stop = completion.apply_tokens((token_id,))
+            if stop is not None:
+                self._stop(number, stop)
+            self._tracker.notify(state)
+        for change in tokens.changes:
+            entry = streams.get(change.number)
+            if entry is None:
+                continue
+            state, completion = entry
+            if change.error is not None:
+                change.error = f"{self._where}{change.error}"
+            if isinstance(state, PoolingState):
+                self._take_pooled(state, change)
+            else:
+                self._change(state, completion, change, now)
+
+    def _stop(self, number: int, stop: str) -> None:
+        """Make the engine end a completion at a stop string."""
+        self._stops[number] = stop
+        self._channel.send(Stop(number, stop))
+
+    def _change(
+        self, state: RequestState, completion: Completion, change: Change, now: float
+    ) -> None:
+        number, request = change.number, completion.request
+        finished = change.finish_reason is not None
+        if change.num_cached_tokens is not None:
+            request.num_cached_tokens = change.num_cached_tokens
+            request.first_scheduled = change.first_scheduled
+            request.num_preemptions = change.num_preemptions
+        if finished:
+            request.finish_reason = change.finish_reason
+            request.stop_reason = change.stop_reason
+            request.kv_transfer_params = change.kv_transfer_params
+            request.compression_usage = change.compression_usage
+            state.error = change.error or state.error
+        if change.prompt_logprobs:
+            state.add_prompt_logprobs(change.prompt_logprobs)
+        stop = self._stops.get(number)
+        if change.token_ids and stop is None:
+            state.mark_tokens(now)
+            stop = completion.apply(
+                Update(request, change.token_ids, change.logprobs or None, finished=finished)
+            )
+            if stop is not None and not finished:
+                self._stop(number, stop)
+        if finished:
+            if stop is not None and change.finish_reason != "error":
+                completion.set_finished("stop", stop)
+            else:
+                completion.set_finished(change.finish_reason or "abort", change.stop_reason)
+            del self._open[number]
+            self._stops.pop(number, None)
+        if state.finished:
+            self._end(state)
+        else:
+            self._tracker.notify(state)
+
+    def _take_pooled(self, state: PoolingState, change: Change) -> None:
+        request = state.requests[0]
+        request.num_cached_tokens = change.num_cached_tokens or 0
+        request.first_scheduled = change.first_scheduled
+        request.num_preemptions = change.num_preemptions
+        state.pooled.row, state.error = change.pooled, change.error
+        state.pooled.set_finished(change.finish_reason or "abort")
+        self._end(state)
