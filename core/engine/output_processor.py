@@ -215,5 +215,6 @@ class OutputProcessor:
         assert not self.requests.states, f"live requests: {list(self.requests.states)}"
         assert self.requests.idle.is_set(), "no request is live, but the tracker is not idle"
         assert not self._owners, f"scheduler requests without an end: {list(self._owners)}"
-        assert not self.scheduler.requests, f"still scheduled: {list(self.scheduler.requests)}"
+        scheduled = list(self.scheduler.requests.by_id)
+        assert not scheduled, f"still scheduled: {scheduled}"
         self.scheduler.check_invariants()

@@ -177,15 +177,15 @@ class SchedulePolicyKit(Kit):
             for number in range(40)
         ]
         aborted, ended, steps = set(), set(), 0
-        while waiting or scheduler.requests:
+        while waiting or scheduler.requests.by_id:
             steps += 1
             assert steps < 5000, "requests are left over that are never scheduled"
             for _ in range(min(len(waiting), draw.randint(0, 3))):
                 scheduler.add_requests(waiting.pop())
-            if scheduler.requests and draw.random() < 0.05:
-                victim = draw.choice(sorted(scheduler.requests))
+            if scheduler.requests.by_id and draw.random() < 0.05:
+                victim = draw.choice(sorted(scheduler.requests.by_id))
                 assert scheduler.finish_request(victim, "abort") is not None
-                assert victim not in scheduler.requests, "another one was removed"
+                assert victim not in scheduler.requests.by_id, "another one was removed"
                 aborted.add(victim)
             plan = scheduler.schedule()
             if plan is None:

@@ -113,7 +113,7 @@ def test_any_traffic_under_colliding_names_ends_and_leaves_nothing_in_use(
             output = await final(stream)
             assert output.finished and output.request_id == name
         assert engine.core.requests.idle.is_set() and not engine.core.requests.states
-        assert not engine.core.outputs._owners and not engine.core.scheduler.requests
+        assert not engine.core.outputs._owners and not engine.core.scheduler.requests.by_id
         assert engine.stats().kv_blocks_used == 0
         engine.core.scheduler.check_invariants()
 

@@ -73,10 +73,10 @@ def test_a_policy_that_fails_refuses_its_request_by_name_and_leaves_nothing(wron
     scheduler.add_requests(request("first", 1))
     with pytest.raises(RequestFailed, match=r"'shortest' of acme 1\.0"):
         scheduler.add_requests(request("second", 2))
-    assert set(scheduler.requests) == {"first"}
+    assert set(scheduler.requests.by_id) == {"first"}
     assert scheduler.finish_request("second", "abort") is None
     scheduler.check_invariants()
-    assert [r.request_id for r in scheduler.waiting] == ["first"]
+    assert [r.request_id for r in scheduler.requests.waiting] == ["first"]
 
 
 @pytest.mark.parametrize("wrong", [("a",), (1, 2), (), ((1,),), (b"a",)], ids=repr)
@@ -97,7 +97,7 @@ def test_numbers_of_any_size_are_keys() -> None:
     for token in (1, 2, 3, 4):
         scheduler.add_requests(request(f"r{token}", token))
     scheduler.check_invariants()
-    assert [r.request_id for r in scheduler.waiting] == ["r3", "r4", "r1", "r2"]
+    assert [r.request_id for r in scheduler.requests.waiting] == ["r3", "r4", "r1", "r2"]
 
 
 def test_siblings_are_added_together_or_not_at_all() -> None:
@@ -117,7 +117,11 @@ def test_siblings_are_added_together_or_not_at_all() -> None:
     with pytest.raises(RequestFailed, match="KeyError"):
         scheduler.add_requests(*siblings)
     assert names == ["a", "b", "c"]
-    assert not scheduler.requests and not scheduler.has_work and len(scheduler.waiting) == 0
+    assert (
+        not scheduler.requests.by_id
+        and not scheduler.has_work
+        and len(scheduler.requests.waiting) == 0
+    )
 
 
 def ordered(name: str, order: tuple[Any, ...]) -> Request:
@@ -172,7 +176,7 @@ def test_abort_touches_only_the_request_it_names_whatever_the_policy_says(
             ended = scheduler.finish_request(name, "abort")
             assert (ended is not None) == (name in live)
             live.discard(name)
-        assert set(scheduler.requests) == live
+        assert set(scheduler.requests.by_id) == live
         scheduler.check_invariants()
     for name in sorted(live):
         assert scheduler.finish_request(name, "abort") is not None

@@ -552,7 +552,7 @@ def test_invariants_notice_a_leaked_block():
     scheduler = make_scheduler()
     add(scheduler, make_request(40))
     scheduler.schedule()
-    scheduler.running.requests[0].block_ids.pop()
+    scheduler.requests.running.requests[0].block_ids.pop()
     with pytest.raises(AssertionError, match="blocks for 40 tokens"):
         scheduler.check_invariants()
 

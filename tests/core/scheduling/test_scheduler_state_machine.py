@@ -401,7 +401,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def abort(self, data):
-        live = sorted(self.scheduler.requests)
+        live = sorted(self.scheduler.requests.by_id)
         if live:
             self.abort_one(data.draw(st.sampled_from(live)))
 
@@ -432,7 +432,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler.check_invariants()
         assert self.scheduler.in_flight == len(self.flying)
         assert self.scheduler.num_running <= self.max_num_seqs
-        for request in self.scheduler.running.requests:
+        for request in self.scheduler.requests.running.requests:
             for table, group in zip(request.tables, self.groups, strict=True):
                 most = group.most_blocks(request.num_computed_tokens, self.block_size, self.budget)
                 assert sum(map(bool, table)) <= most
@@ -661,7 +661,7 @@ class ConnectorMachine(SchedulerMachine):
 
     @rule(number=st.integers(0, 100))
     def abort_a_load(self, number):
-        loading = self.scheduler.loading.requests
+        loading = self.scheduler.requests.loading.requests
         if loading:
             self.abort_one(loading[number % len(loading)].request_id)
 

@@ -41,7 +41,7 @@ def test_two_thousand_requests_are_all_served_in_a_tight_cache():
     report = simulate(traffic, scheduler)
     scheduler.check_invariants()
     assert report.requests == 2000
-    assert not scheduler.requests
+    assert not scheduler.requests.by_id
     assert scheduler.stats.generation_tokens == sum(min(a.output_len, 2047) for a in traffic)
     assert report.preemptions > 0
     assert 0 < report.kv_use_mean <= report.kv_use_peak <= 1
@@ -57,7 +57,7 @@ def test_windows_serve_the_same_traffic_from_fewer_blocks():
     grouped = make_scheduler(num_blocks=6 * 400, groups=windows)
     before, after = (simulate(traffic, scheduler) for scheduler in (whole, grouped))
     grouped.check_invariants()
-    assert not grouped.requests and not whole.requests
+    assert not grouped.requests.by_id and not whole.requests.by_id
     assert grouped.stats.generation_tokens == whole.stats.generation_tokens
     assert grouped.kv.usage == 0.0
     assert after.preemptions < before.preemptions

@@ -1,0 +1,192 @@
+"""Chooses the rows of a step: tokens for running requests, and waiting requests that begin."""
+
+from __future__ import annotations
+
+import time
+
+from ..cache.kv_manager import KVCacheManager, PrefixHits
+from ..request import Request
+from ..step import StateCopy
+from .compression import CacheCompression
+from .kv_transfers import KVTransfers, LoadDecision
+from .live_requests import LiveRequests
+from .plan_builder import PlanBuilder
+from .prefill_chunks import PrefillChunks
+
+
+class RowPlanner:
+    """Gives running requests their tokens and blocks in policy order, then admits waiting ones."""
+
+    def __init__(
+        self,
+        requests: LiveRequests,
+        kv: KVCacheManager,
+        chunks: PrefillChunks,
+        *,
+        max_num_batched_tokens: int,
+        admission_reserve: int,
+        transfers: KVTransfers | None,
+        compression: CacheCompression | None,
+    ) -> None:
+        """admission_reserve: blocks that stay free for running requests when another is
+        admitted."""
+        self._requests = requests
+        self._kv = kv
+        self._chunks = chunks
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self._admission_reserve = admission_reserve
+        self._transfers = transfers
+        self._compression = compression
+        self._blocks_wanted = 0
+        """Blocks that the first waiting request lacked when the last plan was made."""
+
+    def schedule_running(self, builder: PlanBuilder) -> bool:
+        """Schedule tokens for running requests. Return False if one had to be preempted.
+
+        A victim is taken from the end of the list that is being walked, so it is never in this
+        plan already.
+        """
+        block_size = self._kv.block_size
+        decodes = builder.decodes
+        budget = builder.budget
+        num_running = len(self._requests.running)
+        if self._blocks_wanted:
+            assert self._compression is not None, "set with KV compression"
+            self._compression.relieve_admission(
+                self._requests.running.requests, self._blocks_wanted
+            )
+            self._blocks_wanted = 0
+        for request in self._requests.running.requests:
+            if budget <= 0:
+                break
+            computed = request.num_computed_tokens
+            num_tokens = request.num_tokens
+            if num_tokens - computed == 1:
+                if num_tokens >= request.max_total_tokens:
+                    continue  # its last token is in flight
+                if computed >= request.compact_at:
+                    self._compress(request)
+                in_cache = computed - request.num_dropped_tokens
+                if in_cache % block_size == 0 and not self._extend_blocks(request, 1, builder):
+                    break
+                request.num_computed_tokens = num_tokens
+                request.num_tokens = num_tokens + 1
+                decodes.append(request)
+                budget -= 1
+            else:
+                chunk = self._chunks.length(request, computed, budget)
+                if not self._extend_blocks(request, chunk, builder):
+                    break
+                self._add_prefill(builder, request, chunk)
+                budget -= chunk
+        builder.budget = budget
+        return len(self._requests.running) == num_running
+
+    def _extend_blocks(self, request: Request, num_new_tokens: int, builder: PlanBuilder) -> bool:
+        """Allocate blocks for a request's next tokens, preempting the last requests if needed.
+
+        Return False if the request itself was preempted.
+        """
+        self._kv.register(request)
+        while (writes := self._kv.allocate(request, num_new_tokens)) is None:
+            if self._relieve(request):
+                continue
+            victim = self._requests.running.requests[-1]
+            self._requests.preempt(victim)
+            if victim is request:
+                return False
+        builder.table_writes += writes
+        return True
+
+    def _compress(self, request: Request) -> None:
+        """Compact a request's cache, which is due, before its row is planned."""
+        assert self._compression is not None, "no request is due"
+        self._compression.compact_due(request)
+
+    def _relieve(self, request: Request) -> bool:
+        """Compact one cache because blocks have run out for this request's tokens. Return False if
+        none can be."""
+        if self._compression is None:
+            return False
+        running = self._requests.running.requests
+        return self._compression.relieve(running[running.index(request) :])
+
+    def admit_waiting(self, builder: PlanBuilder) -> None:
+        """Admit waiting requests in order, until one finds no budget, slot or blocks."""
+        admitted = []
+        for request in self._requests.waiting.requests:
+            if builder.budget <= 0 or not self._requests.has_free_slot:
+                break
+            if _waits_for_leader(request):
+                continue
+            hits = self._kv.find_hits(request)
+            if self._transfers is not None:
+                reserve = self._admission_reserve if len(self._requests.running) else 0
+                decision = self._transfers.try_load(request, hits, reserve)
+                if decision is LoadDecision.NO_ROOM:
+                    break
+                if decision is LoadDecision.STARTED:
+                    self._requests.loading.add(request)
+                    admitted.append(request)
+                if decision is not LoadDecision.NOTHING:
+                    continue
+            if not self._admit(request, hits, builder):
+                break
+            admitted.append(request)
+        for request in admitted:
+            self._requests.waiting.remove(request)
+
+    def _admit(self, request: Request, hits: PrefixHits, builder: PlanBuilder) -> bool:
+        num_left = request.num_tokens - hits.num_blocks * self._kv.block_size
+        # A preempted request may have outgrown one step's budget; it is chunked all the same.
+        must_be_whole = (
+            not self._chunks.chunked and request.num_tokens <= self._max_num_batched_tokens
+        )
+        if must_be_whole and num_left > builder.budget:
+            return False
+        # Room for all its tokens, though only a chunk's blocks are taken now, and a reserve for
+        # running requests: admitting a request that is soon preempted wastes work.
+        reserve = self._admission_reserve if len(self._requests.running) else 0
+        if not self._kv.can_hold(request.num_tokens, hits, reserve):
+            if self._compression is not None:
+                missing = self._kv.blocks_for(request.num_tokens) - hits.num_blocks
+                self._blocks_wanted = missing + reserve
+            return False
+        snapshots = self._kv.snapshots
+        if snapshots is not None:
+            request.state_boundary = hits.num_seen * self._kv.block_size
+        chunk = self._chunks.length(request, request.num_tokens - num_left, builder.budget)
+        self._requests.run(request)
+        self._kv.allocate(request, chunk, hits)
+        builder.table_writes += self._kv.whole_tables(request)
+        request.num_offered_blocks = hits.num_blocks
+        if request.first_scheduled is None:
+            request.first_scheduled = time.monotonic()
+            request.num_cached_tokens = request.num_computed_tokens
+            self._kv.count_lookup(
+                request, max(0, request.num_cached_tokens - request.num_loaded_tokens)
+            )
+        if self._compression is not None:
+            self._compression.admit(request)
+        builder.start(request)
+        if snapshots is not None and hits.state is not None:
+            builder.state_loads.append(StateCopy(request.slot, snapshots.use(hits.state)))
+        self._add_prefill(builder, request, chunk)
+        builder.budget -= chunk
+        return True
+
+    def _add_prefill(self, builder: PlanBuilder, request: Request, chunk: int) -> None:
+        builder.add_prefill(request, chunk)
+        request.num_computed_tokens += chunk
+        self._kv.register(request)
+        if self._kv.snapshots is not None and self._chunks.ends_at_boundary(request):
+            row = self._kv.snapshot(request)
+            if row is not None:
+                builder.state_saves.append(StateCopy(request.slot, row))
+        if request.num_computed_tokens == request.num_tokens:
+            request.num_tokens += 1
+
+
+def _waits_for_leader(request: Request) -> bool:
+    leader = request.leader
+    return leader is not None and not leader.finished and not leader.prompt_computed
