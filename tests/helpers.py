@@ -210,6 +210,16 @@ def edit_json(path: Path, **changes: Any) -> None:
     path.write_text(json.dumps(data))
 
 
+def kept_tokens(scores: torch.Tensor, kept: int) -> torch.Tensor:
+    """Return the tokens that stay by a compressor's scores, [num_tokens, num_kv_heads]: [kept,
+    num_kv_heads], ascending."""
+    from jackfield.core.nn.operations import Operations
+
+    chosen = torch.empty(1, kept, scores.shape[1], dtype=torch.int32)
+    Operations().best_tokens(scores.T.float()[None], chosen)
+    return chosen[0]
+
+
 def few_interpreted(cases: Iterable[tuple[Any, ...]], few: Iterable[tuple[Any, ...]]) -> list[Any]:
     """Parametrize a kernel's cases: in the interpreter, all but these few are marked slow; on a
     GPU, none.

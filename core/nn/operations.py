@@ -553,6 +553,16 @@ class Operations(StateOperations):
         blocks = tables[:, rows, positions // block_size].long()
         return blocks * block_size + positions % block_size
 
+    def best_tokens(self, scores: torch.Tensor, out: torch.Tensor) -> None:
+        """Write the tokens with the highest scores of each layer and head, ascending; among equal
+        scores, the earlier ones.
+
+        scores: [L, num_kv_heads, num_tokens] float32, contiguous, none NaN → out: [L, num_kept,
+        num_kv_heads] int32, contiguous within a layer
+        """
+        order = scores.argsort(dim=2, descending=True, stable=True)[..., : out.shape[1]]
+        out.copy_(order.sort(dim=2).values.transpose(1, 2))
+
     def compact_caches(self, caches: Sequence[torch.Tensor], moves: CacheMoves) -> None:
         """Move the tokens that stay in each layer's cache.
 

@@ -24,6 +24,10 @@ class KVCompressor(ABC):
     """How many of a request's last queries `scores` needs: they are kept for each slot and layer.
     0: none, and `scores` needs no such argument."""
 
+    reads_values: ClassVar[bool] = True
+    """Whether `scores` reads the values. If not, it may get [0, num_kv_heads, head_dim] instead,
+    which spares copying them."""
+
     @classmethod
     def refusal(cls, spec: AttentionSpec) -> str | None:
         """Return why it cannot serve a layer, in one clause; None (the default) if it can."""
@@ -44,9 +48,9 @@ class KVCompressor(ABC):
         head's in the order of their positions, which are 0, 1, 2, … until the first compaction; not
         to be changed. queries: [1 .. num_queries, num_heads, head_dim], those of the last tokens,
         normed and rotated, oldest first; given if `num_queries` is not 0 (fewer of them only after
-        a prefix hit). → [num_tokens, num_kv_heads], any real type, finite or +-inf; they depend on
-        nothing else. Among equal scores, earlier tokens stay. Runs between steps on the device: no
-        copies to the host, which would wait for it.
+        a prefix hit). → [num_tokens, num_kv_heads], any real type, finite or +-inf, compared as
+        float32; they depend on nothing else. Among equal scores, earlier tokens stay. Runs between
+        steps on the device: no copies to the host, which would wait for it.
         """
 
     def merged_values(

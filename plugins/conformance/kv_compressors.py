@@ -49,13 +49,16 @@ class KVCompressorKit(Kit):
         self, compressor: KVCompressor, spec: AttentionSpec, cache: torch.Tensor, seed: int = 0
     ) -> torch.Tensor:
         """Score as the worker does. cache: [2 (key, value), num_tokens, num_kv_heads, head_dim]"""
+        keys, values = cache
+        if not compressor.reads_values:
+            values = values[:0]
         if not compressor.num_queries:
-            return compressor.scores(spec, *cache)
+            return compressor.scores(spec, keys, values)
         draw = torch.Generator().manual_seed(seed)
         # After a prefix hit there may be fewer than it needs.
         count = min(compressor.num_queries, cache.shape[1] - seed % 2)
         queries = torch.randn(count, spec.num_heads, HEAD_DIM, generator=draw).to(cache.dtype)
-        return compressor.scores(spec, *cache, queries=queries)
+        return compressor.scores(spec, keys, values, queries=queries)
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     @pytest.mark.parametrize(("num_tokens", "num_kv_heads"), [(17, 1), (18, 3), (300, 2)])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 import torch.nn.functional as F
 
@@ -14,8 +16,21 @@ RECENT = 8
 """Last tokens that always stay: what the next token continues."""
 
 
+def product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Return the product of two matrices, or of two batches of them, in float32.
+
+    On a GPU, 16-bit numbers are not copied to float32 first.
+    """
+    if left.is_cuda and left.dtype == right.dtype and left.itemsize == 2:
+        multiply = torch.mm if left.dim() == 2 else torch.bmm
+        return multiply(left, right, out_dtype=torch.float32)
+    return left.float() @ right.float()
+
+
 class Window(KVCompressor):
     """Keep the first tokens and the most recent ones, as StreamingLLM (arXiv 2309.17453) does."""
+
+    reads_values: ClassVar[bool] = False
 
     def scores(
         self,
@@ -35,6 +50,8 @@ class KeyNorm(KVCompressor):
     """Keep the keys with the smallest norms, which get the most attention (arXiv 2406.11430), and
     the first and last tokens. Rotation does not change norms."""
 
+    reads_values: ClassVar[bool] = False
+
     def scores(
         self,
         spec: AttentionSpec,
@@ -44,7 +61,7 @@ class KeyNorm(KVCompressor):
         queries: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """[num_tokens, num_kv_heads, head_dim] each → [num_tokens, num_kv_heads]"""
-        scores: torch.Tensor = -keys.float().norm(dim=2)
+        scores: torch.Tensor = -torch.linalg.vector_norm(keys, dim=2, dtype=torch.float32)
         scores[:SINKS] = torch.inf
         scores[-RECENT:] = torch.inf
         return scores
@@ -54,6 +71,8 @@ class KeyDiff(KVCompressor):
     """Keep the keys that differ most from the mean direction of all, as KeyDiff (arXiv 2504.15364)
     does, and the first and last tokens."""
 
+    reads_values: ClassVar[bool] = False
+
     def scores(
         self,
         spec: AttentionSpec,
@@ -63,9 +82,15 @@ class KeyDiff(KVCompressor):
         queries: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """[num_tokens, num_kv_heads, head_dim] each → [num_tokens, num_kv_heads]"""
-        directions = F.normalize(keys.float(), dim=2)
-        mean = F.normalize(directions.mean(0), dim=1)
-        scores = -(directions * mean).sum(2)
+        count, heads, dim = keys.shape
+        # Keys of no length have no direction; the inverse must not overflow in float16.
+        norms = torch.linalg.vector_norm(keys, dim=2, dtype=torch.float32).clamp_(min=1e-4)
+        flat = keys.reshape(count, heads * dim)
+        # All heads in one product, of which the blocks on the diagonal count.
+        sums = product((1 / norms).to(keys.dtype).T, flat).view(heads, heads, dim)
+        mean = F.normalize(sums.diagonal(), dim=0).to(keys.dtype)
+        blocks = torch.diag_embed(mean).transpose(0, 1).reshape(heads * dim, heads)
+        scores: torch.Tensor = -product(flat, blocks) / norms
         scores[:SINKS] = torch.inf
         scores[-RECENT:] = torch.inf
         return scores

@@ -9,24 +9,38 @@ import torch.nn.functional as F
 
 from ...core.protocols.attention import AttentionSpec
 from ...core.protocols.kv_compressors import KVCompressor
-from .by_keys import RECENT, SINKS
+from .by_keys import RECENT, SINKS, product
 
 ROWS = 128
 """Rows of a similarity matrix that are computed at a time."""
 
 
-def attention_logits(
-    spec: AttentionSpec, keys: torch.Tensor, queries: torch.Tensor
-) -> torch.Tensor:
-    """Return the logits of each query for each key, seen or not.
+def key_products(spec: AttentionSpec, keys: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
+    """Return the product of each query and each key, seen or not.
 
     keys: [num_tokens, num_kv_heads, head_dim]; queries: [Q, num_heads, head_dim]
     → [num_kv_heads, group, Q, num_tokens] float32
     """
-    grouped = queries.float().view(len(queries), spec.num_kv_heads, -1, spec.head_dim)
-    logits = torch.einsum("qhgd,nhd->hgqn", grouped, keys.float()) * spec.scale
+    grouped = queries.view(len(queries), spec.num_kv_heads, -1, spec.head_dim).permute(1, 2, 0, 3)
+    products = product(grouped.flatten(1, 2), keys.permute(1, 2, 0))
+    return products.view(*grouped.shape[:3], -1)
+
+
+def attention_logits(
+    spec: AttentionSpec, keys: torch.Tensor, queries: torch.Tensor
+) -> torch.Tensor:
+    """Return the logits of each query for each key, seen or not. Shapes as of `key_products`."""
+    logits = key_products(spec, keys, queries).mul_(spec.scale)
     if spec.soft_cap is not None:
         logits = spec.soft_cap * (logits / spec.soft_cap).tanh()
+    return logits
+
+
+def hide_later_tokens(logits: torch.Tensor) -> torch.Tensor:
+    """Set the logits of the last queries, [..., Q, num_tokens], for tokens after them to -inf."""
+    count = logits.shape[-2]
+    last = logits[..., -count:]
+    last.masked_fill_(~visible(count, last.shape[-1], logits.device), -torch.inf)
     return logits
 
 
@@ -42,6 +56,7 @@ class SnapKV(KVCompressor):
     a question at the end of the prompt is answered well, a later one about something else not."""
 
     num_queries: ClassVar[int] = 16
+    reads_values: ClassVar[bool] = False
     width: ClassVar[int] = 5
     """Neighbouring tokens whose scores are averaged."""
 
@@ -55,13 +70,14 @@ class SnapKV(KVCompressor):
     ) -> torch.Tensor:
         """The mean probability that the queries which see a token give it, pooled."""
         assert queries is not None, "num_queries is not 0"
-        seen = visible(len(queries), len(keys), keys.device)
-        logits = attention_logits(spec, keys, queries).masked_fill(~seen, -torch.inf)
-        weights = logits.softmax(-1).sum(2) / seen.sum(0)
+        logits = hide_later_tokens(attention_logits(spec, keys, queries))
+        weights = logits.softmax(-1).sum((1, 2)) / logits.shape[1]
+        until_end = torch.arange(len(keys), 0, -1, device=keys.device)
+        weights /= until_end.clamp_(max=len(queries))  # How many of the queries see a token.
         pooled = F.avg_pool1d(
             weights, self.width, stride=1, padding=self.width // 2, count_include_pad=False
         )
-        scores = pooled.mean(1).T.contiguous()
+        scores = pooled.T.contiguous()
         scores[-RECENT:] = torch.inf
         return scores
 
@@ -87,10 +103,15 @@ class ExpectedAttention(KVCompressor):
     ) -> torch.Tensor:
         """The expected probability of a token times the norm of its value."""
         assert queries is not None, "num_queries is not 0"
-        logits = attention_logits(spec, keys, queries)
-        expected = logits.mean(2) + logits.var(2, correction=0) / 2
+        if spec.soft_cap is None:
+            variance, mean = torch.var_mean(key_products(spec, keys, queries), 2, correction=0)
+            expected = spec.scale * mean + spec.scale**2 / 2 * variance
+        else:
+            variance, mean = torch.var_mean(attention_logits(spec, keys, queries), 2, correction=0)
+            expected = mean + variance / 2
         weights = expected.softmax(-1).mean(1).T
-        scores: torch.Tensor = weights * values.float().norm(dim=2)
+        norms = torch.linalg.vector_norm(values, dim=2, dtype=torch.float32)
+        scores: torch.Tensor = weights * norms
         scores[:SINKS] = torch.inf
         scores[-RECENT:] = torch.inf
         return scores
@@ -101,6 +122,7 @@ class RKV(KVCompressor):
     does: made for long reasoning, with `kv_compression_interval`."""
 
     num_queries: ClassVar[int] = 8
+    reads_values: ClassVar[bool] = False
     width: ClassVar[int] = 7
     """Neighbouring tokens of which the highest importance counts."""
     importance: ClassVar[float] = 0.1
@@ -118,8 +140,7 @@ class RKV(KVCompressor):
     ) -> torch.Tensor:
         """importance - redundancy, weighted, both softmaxes over the tokens."""
         assert queries is not None, "num_queries is not 0"
-        seen = visible(len(queries), len(keys), keys.device)
-        logits = attention_logits(spec, keys, queries).amax(1).masked_fill(~seen, -torch.inf)
+        logits = hide_later_tokens(attention_logits(spec, keys, queries).amax(1))
         weights = logits.softmax(-1).mean(1)
         importance = F.max_pool1d(weights, self.width, stride=1, padding=self.width // 2)
         redundancy = self.repetition(keys).softmax(-1)
@@ -148,6 +169,7 @@ class RKV(KVCompressor):
 class MergingSnapKV(SnapKV):
     """As SnapKV, but what is dropped leaves its value with the most similar token that stays."""
 
+    reads_values: ClassVar[bool] = True
     similar: ClassVar[float] = 0.75
     """Cosine of two keys from which the value of one goes into the other's."""
 

@@ -29,6 +29,7 @@ from ...core.nn.state.operations import StateOperations
 try:
     from ...kernels.activations import gelu_mul, silu_mul
     from ...kernels.attention.qk_norm_rope_cache import qk_norm_rope_cache
+    from ...kernels.best_tokens import best_tokens
     from ...kernels.compact_caches import compact_caches
     from ...kernels.compile import Precompiler, can_precompile, load_compiler, num_loaded
     from ...kernels.decode_inputs import decode_inputs
@@ -306,6 +307,10 @@ class TritonOperations(TritonStates, Operations):
     ) -> None:
         """In one launch."""
         advance(lengths, slots, query_start)
+
+    def best_tokens(self, scores: torch.Tensor, out: torch.Tensor) -> None:
+        """In one launch, without sorting."""
+        best_tokens(scores, out)
 
     def compact_caches(self, caches: Sequence[torch.Tensor], moves: CacheMoves) -> None:
         """All layers in one launch, where they have one shape."""

@@ -56,16 +56,15 @@ class Compactor:
         failures: dict[int, str] = {}
         moves = self._moves(compactions)
         # With merging, each layer at once: merged values of all layers take too much memory.
-        if self._merges:
-            for number, cache in enumerate(self._caches()):
-                merged = self._choose(number, compactions, moves, failures)
-                chosen = moves.chosen[number : number + 1]
-                self._operations.compact_caches([cache], moves._replace(chosen=chosen))
-                self._write_merged(cache[1], moves, merged)
-            return failures
-        for number in range(len(self._layers)):
-            self._choose(number, compactions, moves, failures)
-        self._operations.compact_caches(self._caches(), moves)
+        step = 1 if self._merges else len(self._layers)
+        for first in range(0, len(self._layers), step):
+            layers = slice(first, first + step)
+            chosen = moves.chosen[layers]
+            merged = self._choose(layers, compactions, chosen, failures)
+            caches = self._caches()[layers]
+            self._operations.compact_caches(caches, moves._replace(chosen=chosen))
+            if self._merges:
+                self._write_merged(caches[0][1], moves, merged)
         return failures
 
     def warm_up(self) -> None:
@@ -99,13 +98,16 @@ class Compactor:
 
     def _choose(
         self,
-        number: int,
+        layers: slice,
         compactions: Sequence[Compaction],
-        moves: CacheMoves,
+        chosen: torch.Tensor,
         failures: dict[int, str],
     ) -> list[torch.Tensor | None]:
-        """Choose the tokens of one layer → per compaction, merged values
-        [kept, num_kv_heads, head_dim]; None: the tokens keep their own."""
+        """Choose the tokens of these layers. chosen: their part of `CacheMoves.chosen`.
+
+        Return, per compaction, merged values [kept, num_kv_heads, head_dim]; None: the tokens keep
+        their own.
+        """
         merged: list[torch.Tensor | None] = []
         end = 0
         for compaction in compactions:
@@ -114,8 +116,7 @@ class Compactor:
             if compaction.slot in failures:
                 continue
             try:
-                chosen, merged[-1] = self._choose_one(number, compaction)
-                moves.chosen[number, begin:end] = chosen
+                merged[-1] = self._choose_one(layers, compaction, chosen[:, begin:end])
             except (Exception, SystemExit) as error:
                 logger.error("%s failed", self._described, exc_info=error)
                 reason = f"{self._described} failed: {type(error).__name__}: {error}"
@@ -123,34 +124,43 @@ class Compactor:
         return merged
 
     def _choose_one(
-        self, number: int, compaction: Compaction
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """→ the tokens of one layer and request that stay, [kept, num_kv_heads] int64; and their
-        values, where others were merged into them."""
-        layer, size, count = self._layers[number], self._block_size, compaction.num_tokens
-        assert layer.kv_cache is not None, "the worker binds the cache before the first step"
-        table = self._table.block_table[compaction.slot, : -(-count // size)]
-        keys, values = layer.kv_cache[:, table.long()].flatten(1, 2)[:, :count]
-        more = {}
-        if self._ring is not None:
-            dropped = int(self._table.num_dropped[compaction.slot])
-            more["queries"] = self._ring.queries(number, compaction.slot, count + dropped)
-        scores = self._compressor.scores(layer.spec, keys, values, **more)
-        if scores.shape != keys.shape[:2]:
-            raise ValueError(
-                f"its scores are {list(scores.shape)}, not [num_tokens, num_kv_heads], which is "
-                f"{list(keys.shape[:2])}"
-            )
-        chosen = best(scores, compaction.kept)
+        self, layers: slice, compaction: Compaction, chosen: torch.Tensor
+    ) -> torch.Tensor | None:
+        """Choose the tokens of one request that stay. Return their values, where others were
+        merged into them, of the last of these layers."""
+        compressor, size, count = self._compressor, self._block_size, compaction.num_tokens
+        table = self._table.block_table[compaction.slot, : -(-count // size)].long()
+        length = count + int(self._table.num_dropped[compaction.slot])
+        shape = (len(chosen), chosen.shape[2], count)
+        all_scores = torch.empty(shape, dtype=torch.float32, device=table.device)
+        for place, number in enumerate(range(len(self._layers))[layers]):
+            layer = self._layers[number]
+            assert layer.kv_cache is not None, "the worker binds the cache before the first step"
+            keys = layer.kv_cache[0][table].flatten(0, 1)[:count]
+            if compressor.reads_values or self._merges:
+                values = layer.kv_cache[1][table].flatten(0, 1)[:count]
+            else:
+                values = keys[:0]
+            more = {}
+            if self._ring is not None:
+                more["queries"] = self._ring.queries(number, compaction.slot, length)
+            scores = compressor.scores(layer.spec, keys, values, **more)
+            if scores.shape != keys.shape[:2]:
+                raise ValueError(
+                    f"its scores are {list(scores.shape)}, not [num_tokens, num_kv_heads], which "
+                    f"is {list(keys.shape[:2])}"
+                )
+            all_scores[place] = scores.T
+        self._operations.best_tokens(all_scores, chosen)
         if not self._merges:
-            return chosen, None
-        merged = self._compressor.merged_values(layer.spec, keys, values, chosen)
+            return None
+        merged = compressor.merged_values(layer.spec, keys, values, chosen[-1].long())
         if merged.shape != (compaction.kept, *values.shape[1:]):
             raise ValueError(
                 f"its merged values are {list(merged.shape)}, not [num_kept, num_kv_heads, "
                 f"head_dim], which is {[compaction.kept, *values.shape[1:]]}"
             )
-        return chosen, merged
+        return merged
 
     def _write_merged(
         self, values: torch.Tensor, moves: CacheMoves, merged: Sequence[torch.Tensor | None]
@@ -163,15 +173,6 @@ class Compactor:
                 order = torch.arange(len(new), device=new.device)
                 places = moves.targets[request][order // size].long() * size + order % size
                 values.flatten(0, 1).index_copy_(0, places, new.to(values.dtype))
-
-
-def best(scores: torch.Tensor, kept: int) -> torch.Tensor:
-    """Return the tokens with the highest scores of each head, the earlier among equals.
-
-    scores: [num_tokens, num_kv_heads] → [kept, num_kv_heads] int64, ascending
-    """
-    order = scores.argsort(dim=0, descending=True, stable=True)
-    return order[:kept].sort(dim=0).values
 
 
 def load_compressor(

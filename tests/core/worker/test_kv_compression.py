@@ -23,13 +23,20 @@ from jackfield.core.protocols import AttentionSpec, KVCompressor
 from jackfield.core.recording.recording import Planned, Recording
 from jackfield.core.registry import load_plugins
 from jackfield.core.scheduling.compression import CacheCompression
-from jackfield.core.worker.kv_cache.compaction import best, load_compressor
+from jackfield.core.worker.kv_cache.compaction import load_compressor
 from jackfield.entrypoints.replay import replay, replay_config
 from jackfield.plugins.executors.inprocess import InProcessExecutor
 from jackfield.plugins.kv_compressors.by_keys import RECENT, SINKS, KeyNorm, Window
 from jackfield.plugins.kv_compressors.by_queries import RKV, SnapKV
 
-from helpers import VOCAB, greedy_reference, interpreted, make_checkpoint, reference_model
+from helpers import (
+    VOCAB,
+    greedy_reference,
+    interpreted,
+    kept_tokens,
+    make_checkpoint,
+    reference_model,
+)
 
 BLOCK = 4
 NAMES = {KeyNorm: "key_norm", Window: "window", SnapKV: "snap_kv", RKV: "r_kv"}
@@ -303,19 +310,13 @@ def test_a_request_with_a_wrong_value_is_refused(value: Any, field: str) -> None
 # ---------------------------------------------------------------- parts
 
 
-def test_the_best_tokens_stay_in_order_and_the_earlier_of_equals() -> None:
-    scores = torch.tensor([[1.0, 5.0], [3.0, 5.0], [1.0, 5.0], [2.0, 9.0]])
-    assert best(scores, 3).tolist() == [[0, 0], [1, 1], [3, 3]]
-    assert best(scores, 4).tolist() == [[n, n] for n in range(4)]
-
-
 def test_policies_keep_first_and_last_tokens() -> None:
     draw = torch.Generator().manual_seed(0)
     spec = AttentionSpec(num_heads=4, num_kv_heads=3, head_dim=8, scale=1.0)
     keys, values = torch.randn(2, 40, 3, 8, generator=draw)
-    kept = best(Window().scores(spec, keys, values), 16)
+    kept = kept_tokens(Window().scores(spec, keys, values), 16)
     assert kept.T.tolist() == [[*range(SINKS), *range(28, 40)]] * 3
-    kept = best(KeyNorm().scores(spec, keys, values), 16)
+    kept = kept_tokens(KeyNorm().scores(spec, keys, values), 16)
     for head, chosen in enumerate(kept.T.tolist()):
         assert chosen[:SINKS] == list(range(SINKS)) and chosen[-RECENT:] == list(range(32, 40))
         middle = sorted(range(SINKS, 32), key=lambda i: float(keys[i, head].norm()))[:4]

@@ -4,7 +4,14 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from jackfield.kernels import activations, compact_caches, decode_inputs, rms_norm, step_inputs
+from jackfield.kernels import (
+    activations,
+    best_tokens,
+    compact_caches,
+    decode_inputs,
+    rms_norm,
+    step_inputs,
+)
 from jackfield.kernels.attention import (
     fused_decode_attention,
     paged_attention_decode,
@@ -298,6 +305,12 @@ KERNELS = [
         {"DROPPED": True, "BLOCK_SIZE": 16, "BLOCK": 1024},
         4,
         SLOT_TABLE,
+    ),
+    (
+        best_tokens._best_tokens_kernel,
+        {"NUM_HEADS": 8, "BLOCK": 4096},
+        8,
+        {"scores_ptr": "*fp32", "out_ptr": "*i32"},
     ),
     (
         compact_caches._compact_kernel,

@@ -102,8 +102,12 @@ def dropped_alone(self: Any, spec: Any, keys: Any, values: Any, chosen: Any) -> 
     return values[: len(chosen)].flip(0)
 
 
-def scored(scores: Any) -> type:
-    return subclass(KeyNorm, scores=scores)
+def of_values(self: Any, spec: Any, keys: Any, values: Any) -> torch.Tensor:
+    return values.float().norm(dim=2)
+
+
+def scored(scores: Any, *, reads_values: bool = True) -> type:
+    return subclass(KeyNorm, scores=scores, reads_values=reads_values)
 
 
 MUTANTS = {
@@ -111,6 +115,7 @@ MUTANTS = {
     "divides by zero": Mutant(scored(of_directions), (SCORES,)),
     "writes to the keys": Mutant(scored(in_place), (UNCHANGED,)),
     "writes to the values": Mutant(scored(in_place_values), (UNCHANGED,)),
+    "reads values in secret": Mutant(scored(of_values, reads_values=False), (SCORES, ENGINE)),
     "by chance": Mutant(scored(by_chance), (UNCHANGED,)),
     "heads first": Mutant(scored(heads_first), (SCORES, ENGINE)),
     "fails for long prompts": Mutant(scored(short_alone), (SCORES,)),

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from jackfield.core.protocols.attention import AttentionSpec
-from jackfield.core.worker.kv_cache.compaction import best
 from jackfield.plugins.kv_compressors.by_keys import RECENT, SINKS, KeyDiff
 from jackfield.plugins.kv_compressors.by_queries import (
     RKV,
@@ -16,6 +15,8 @@ from jackfield.plugins.kv_compressors.by_queries import (
     MergingSnapKV,
     SnapKV,
 )
+
+from helpers import kept_tokens
 
 COUNT, HEADS, GROUP, DIM = 45, 2, 3, 8
 SPEC = AttentionSpec(num_heads=HEADS * GROUP, num_kv_heads=HEADS, head_dim=DIM, scale=0.4)
@@ -115,7 +116,7 @@ def test_r_kv() -> None:
 def test_r_kv_drops_repetitions_but_the_newest() -> None:
     keys, values, queries = case(8, peak=0.0)
     keys[10:30] = keys[9:10]
-    kept = best(RKV().scores(SPEC, keys, values, queries=queries), COUNT - 19)
+    kept = kept_tokens(RKV().scores(SPEC, keys, values, queries=queries), COUNT - 19)
     for head in range(HEADS):
         repeats = [token for token in kept[:, head].tolist() if 9 <= token < 30]
         assert 29 in repeats and len(repeats) <= 3
@@ -140,7 +141,7 @@ def test_the_last_queries_find_a_needle_in_each_head() -> None:
     for policy in (SnapKV(), ExpectedAttention()):
         queries = torch.zeros(policy.num_queries, HEADS * GROUP, DIM)
         queries[:, :GROUP], queries[:, GROUP:] = keys[12, 0], keys[31, 1]
-        kept = best(policy.scores(SPEC, keys, values, queries=queries), 16)
+        kept = kept_tokens(policy.scores(SPEC, keys, values, queries=queries), 16)
         assert 12 in kept[:, 0] and 31 in kept[:, 1]
 
 
