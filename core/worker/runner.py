@@ -19,12 +19,14 @@ from ..parallel.ranks import ONE_RANK, Ranks
 from ..protocols.attention import AttentionBackend
 from ..step import NOTHING_IN_PROCESS, InProcess, StepPlan
 from .batch import LogitRows, PersistentBatch, StepInputs, StepRows, releasing_all
-from .graphs import DecodeGraphs, Ending, NotRecorded
+from .graphs.decode_graphs import DecodeGraphs
+from .graphs.endings import Ending
+from .graphs.mixed_graphs import MixedGraphs
+from .graphs.recorder import NotRecorded
 from .kv_cache.compaction import Compactor
 from .kv_cache.query_ring import QueryRing
 from .kv_cache.states import States
 from .launched_step import LOGPROB_FIELDS, LaunchedStep, PromptScores
-from .mixed_graphs import MixedGraphs
 from .parts import PerSlot, update_parts
 from .sampling.masks import GrammarMasks, TokenMask
 from .sampling.prompt_logprobs import PromptLogprobs

@@ -12,7 +12,7 @@ from ...core.loading.model_config import ModelConfig
 from ...core.protocols.executors import ExecutorInfo
 from ...core.registry import Plugins
 from ...core.step import InProcess, Ping, StepPlan, StepResult, WorkerJob
-from ...core.worker.device_init import initialize_device
+from ...core.worker.start.device_init import initialize_device
 from ...core.worker.threads import WorkerThread
 from ...core.worker.worker import Worker
 

@@ -116,7 +116,7 @@ class ProcessesExecutor:
     @staticmethod
     def initialize_device(config: EngineConfig, plugins: Plugins) -> None:
         """Initialize rank 0's device."""
-        from ...core.worker.device_init import initialize_device
+        from ...core.worker.start.device_init import initialize_device
 
         initialize_device(config, plugins)
 

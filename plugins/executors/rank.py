@@ -19,7 +19,7 @@ from ...core.parallel.ranks import ONE_RANK, Ranks
 from ...core.protocols.executors import ExecutorInfo
 from ...core.registry import Plugins, load_plugins
 from ...core.step import Ping, WorkerJob
-from ...core.worker.device_init import initialize_device
+from ...core.worker.start.device_init import initialize_device
 from ...core.worker.worker import Worker
 from .progress import Progress
 

@@ -23,7 +23,9 @@ from jackfield import AsyncEngine, EngineConfig, SamplingParams, StructuredOutpu
 from jackfield.core.errors import ConfigError
 from jackfield.core.hooks import hookimpl
 from jackfield.core.registry import load_plugins
-from jackfield.core.worker.graphs import CudaRecorder, Ending, NotRecorded
+from jackfield.core.worker.graphs.endings import Ending
+from jackfield.core.worker.graphs.recorder import CudaRecorder, NotRecorded
+from jackfield.core.worker.start.worker_start import WorkerStart
 from jackfield.plugins.attention.torch import TorchAttention
 from jackfield.plugins.conformance.rank_threads import run_ranks, thread_ranks
 
@@ -249,18 +251,16 @@ async def test_ranks_record_the_same_steps(tmp_path: Path) -> None:
     assert first == second > 10
 
 
-class LessMemory(RankThreads):
-    """The second rank has less than the first."""
+async def test_the_smallest_cache_of_all_ranks_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def available(start: WorkerStart, *_: Any) -> int:
+        return 150_000 if start.ranks.tensor.rank else 1_000_000
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.workers[1]._available = lambda *_: 150_000  # type: ignore[method-assign]
-
-
-async def test_the_smallest_cache_of_all_ranks_counts(tmp_path: Path) -> None:
+    monkeypatch.setattr(WorkerStart, "_available", available)
     folder = make_checkpoint("qwen3", tmp_path)
     settings = config(folder, 2, num_gpu_blocks_override=None)
-    async with AsyncEngine(settings, plugins=load_plugins(extra=[Plugin(LessMemory)])) as engine:
+    async with AsyncEngine(settings, plugins=load_plugins(extra=[Plugin()])) as engine:
         assert engine.stats().kv_blocks_total == 150_000 // (8 * 3 * 2 * 32 * 4) - 1
 
 

@@ -22,7 +22,7 @@ from jackfield.core.registry import Provenance, load_plugins
 from jackfield.core.request import Request
 from jackfield.core.scheduling.scheduler import Scheduler
 from jackfield.core.step import StepResult
-from jackfield.core.worker.graphs import Ending
+from jackfield.core.worker.graphs.endings import Ending
 from jackfield.plugins.attention.torch import TorchAttention
 from jackfield.plugins.executors.inprocess import InProcessExecutor
 from jackfield.plugins.policies.builtin import FirstComeFirstServed

@@ -16,7 +16,7 @@ from jackfield import AsyncEngine, EngineConfig, SamplingParams
 from jackfield.core.hooks import hookimpl
 from jackfield.core.registry import Provenance, load_plugins
 from jackfield.core.step import Ping
-from jackfield.core.worker.graphs import Ending, row_counts
+from jackfield.core.worker.graphs.endings import Ending, row_counts
 from jackfield.core.worker.worker import Worker
 from jackfield.plugins.attention.torch import TorchAttention
 from jackfield.plugins.executors.inprocess import InProcessExecutor

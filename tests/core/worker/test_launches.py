@@ -13,8 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from jackfield import AsyncEngine, EngineConfig
 from jackfield.core.nn.operations import Operations
 from jackfield.core.step import StepPlan, TableWrite
-from jackfield.core.worker.graphs import DecodeInputs, Ending
-from jackfield.core.worker.warmup import Warmup
+from jackfield.core.worker.graphs.decode_graphs import DecodeInputs
+from jackfield.core.worker.graphs.endings import Ending
+from jackfield.core.worker.graphs.step_graphs import StepGraphs
+from jackfield.core.worker.start.warmup import Warmup
 
 from helpers import edit_json, interpreted, make_checkpoint
 
@@ -85,7 +87,6 @@ async def test_recorded_steps_launch_these_kernels_and_no_more(
     async with AsyncEngine(config) as engine:
         executor: Any = engine.core.executor
         worker = executor._worker
-        worker._recorder = lambda: lambda function: function
 
         def counted(step: Any) -> dict[str, int]:
             launches = Launches(monkeypatch)
@@ -95,7 +96,7 @@ async def test_recorded_steps_launch_these_kernels_and_no_more(
 
         @torch.inference_mode()
         def steps() -> tuple[dict[str, int], ...]:
-            graphs = worker._step_graphs(worker._operations)
+            graphs: Any = StepGraphs(worker.runner, lambda function: function, 8, worker.ranks)
             graphs.decode.record(4, Ending.PLAIN)
             smallest = graphs.mixed._smallest()
             graphs.mixed._run_once(smallest)

@@ -15,7 +15,7 @@ import torch
 from jackfield import AsyncEngine, EngineConfig, SamplingParams
 from jackfield.core.hooks import hookimpl
 from jackfield.core.registry import Provenance, load_plugins
-from jackfield.core.worker.mixed_graphs import MAX_TOKENS, decode_row_counts, token_counts
+from jackfield.core.worker.graphs.mixed_graphs import MAX_TOKENS, decode_row_counts, token_counts
 from jackfield.plugins.executors.inprocess import InProcessExecutor
 
 from helpers import VOCAB, interpreted, make_checkpoint

@@ -14,8 +14,8 @@ from jackfield import SamplingParams
 from jackfield.core.nn.operations import Operations
 from jackfield.core.step import NOTHING_IN_PROCESS, InProcess, SlotStart, StepPlan, TableWrite
 from jackfield.core.worker.batch import PersistentBatch
-from jackfield.core.worker.graphs import DecodeInputs
-from jackfield.core.worker.mixed_graphs import MixedInputs, MixedKey, _shape
+from jackfield.core.worker.graphs.decode_graphs import DecodeInputs
+from jackfield.core.worker.graphs.mixed_graphs import MixedInputs, MixedKey, _shape
 from jackfield.core.worker.parts import PerSlot, update_parts
 
 SLOTS, LENGTH, BLOCK = 5, 48, 4

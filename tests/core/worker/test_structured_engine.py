@@ -14,7 +14,7 @@ from jackfield import AsyncEngine, EngineConfig, SamplingParams, StructuredOutpu
 from jackfield.core.errors import InvalidRequest
 from jackfield.core.registry import Provenance, load_plugins
 from jackfield.core.step import PrepareAhead
-from jackfield.core.worker.graphs import Ending
+from jackfield.core.worker.graphs.endings import Ending
 
 NUMBERS = {
     "type": "object",

@@ -17,7 +17,7 @@ from jackfield import AsyncEngine, EngineConfig, SamplingParams, hookimpl
 from jackfield.core.errors import ConfigError
 from jackfield.core.nn.attention import Attention
 from jackfield.core.registry import load_plugins
-from jackfield.core.worker.graphs import DecodeGraphs
+from jackfield.core.worker.graphs.decode_graphs import DecodeGraphs
 from jackfield.core.worker.kv_cache.scales import KEY_RANGE, VALUE_RANGE
 from jackfield.plugins.executors.inprocess import InProcessExecutor
 

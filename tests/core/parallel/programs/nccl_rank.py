@@ -10,7 +10,7 @@ import torch
 from jackfield.core.config import EngineConfig
 from jackfield.core.parallel.join import join, leave, rank_device
 from jackfield.core.registry import load_plugins
-from jackfield.core.worker.graphs import CudaRecorder
+from jackfield.core.worker.graphs.recorder import CudaRecorder
 
 rank, size, port = map(int, sys.argv[1:])
 config = EngineConfig(device="cuda", tensor_parallel_size=size, distributed_timeout_seconds=60)

@@ -7,8 +7,8 @@ import threading
 
 import torch
 
-from ..config import EngineConfig
-from ..registry import Plugins
+from ...config import EngineConfig
+from ...registry import Plugins
 
 logger = logging.getLogger("jackfield.worker")
 

@@ -5,33 +5,23 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from ..config import EngineConfig
-from ..nn.operations import Operations
-from ..sampling_params import SamplingParams
-from ..step import SlotStart
-from .batch import LogitRows, StepRows
-from .graphs import DecodeGraphs, Ending, row_counts
-from .mixed_graphs import MixedGraphs
-from .pooling_runner import PoolingRunner
-from .runner import ModelRunner
-from .sampling.masks import TokenMask
-from .sampling.sampler import sample_outputs
+from ...config import EngineConfig
+from ...nn.operations import Operations
+from ...sampling_params import SamplingParams
+from ...step import SlotStart
+from ..batch import LogitRows, StepRows
+from ..graphs.endings import Ending, row_counts
+from ..graphs.step_graphs import StepGraphs
+from ..pooling_runner import PoolingRunner
+from ..runner import ModelRunner
+from ..sampling.masks import TokenMask
+from ..sampling.sampler import sample_outputs
 
 logger = logging.getLogger("jackfield.worker")
-
-
-class StepGraphs(NamedTuple):
-    """What records steps."""
-
-    decode: DecodeGraphs
-    mixed: MixedGraphs | None
-    """None: the attention backend does not support recording steps with prompts."""
-
 
 MIXED_ROWS = 64
 """Most decode rows to precompile together with a prompt."""

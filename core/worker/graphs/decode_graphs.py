@@ -8,7 +8,6 @@ while the device has nothing else to do. Padding rows live in a scratch slot and
 
 from __future__ import annotations
 
-import enum
 import logging
 import time
 from collections.abc import Callable
@@ -16,35 +15,15 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from ..nn.operations import Operations
-from ..parallel.ranks import ONE_RANK, Ranks
-from ..step import StepPlan
-from .batch import PersistentBatch, StepInputs
-from .sampling.sampler import Sampler
-from .slot_table import NO_WRITES
+from ...nn.operations import Operations
+from ...step import StepPlan
+from ..batch import PersistentBatch, StepInputs
+from ..sampling.sampler import Sampler
+from ..slot_table import NO_WRITES
+from .endings import Ending, row_counts, sample_rows, sampling_endings
+from .recorder import Recorder, Replay
 
 logger = logging.getLogger("jackfield.worker")
-
-Replay = Callable[[], object]
-Recorder = Callable[[Callable[[], None]], Replay]
-"""Records the work that a function enqueues; returns a function that enqueues it again."""
-
-
-class Ending(enum.StrEnum):
-    """The work of a recorded step after the forward pass."""
-
-    PLAIN = "plain"
-    """Sample rows that ask for a temperature at most."""
-    FULL = "full"
-    """Sample rows that ask for anything that the kernels do (`Sampler.recordable`)."""
-    LOGITS = "logits"
-    """Sampling by separately launched kernels, for example if a grammar's mask is awaited."""
-
-
-def row_counts(max_num_seqs: int) -> list[int]:
-    """Numbers of rows to record: fine where steps are short, within 1/8 elsewhere."""
-    counts = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, max_num_seqs, 64)]
-    return [n for n in counts if n < max_num_seqs] + [max_num_seqs]
 
 
 class DecodeGraphs:
@@ -186,27 +165,6 @@ class DecodeGraphs:
         self._sampling_inputs[rows] = inputs.sample_slots, inputs.sample_lengths
 
 
-def sample_rows(
-    sampler: Sampler,
-    ending: Ending,
-    logits: torch.Tensor,
-    slots: torch.Tensor,
-    lengths: torch.Tensor,
-) -> None:
-    """Do what this ending of a recorded step does with the logits; results go to
-    `sampler.outputs`."""
-    out = sampler.outputs.first(logits.shape[0])
-    if ending is Ending.PLAIN:
-        (sampler.shard or sampler).sample_plain(logits, slots, lengths, out)
-    else:
-        sampler.sample_step(logits, slots, lengths, out)
-
-
-def sampling_endings(sampler: Sampler) -> list[Ending]:
-    """Return the endings that sample, on the device of this sampler."""
-    return [Ending.PLAIN, Ending.FULL] if sampler.recordable([]) else [Ending.PLAIN]
-
-
 class DecodeInputs:
     """The static input of decode graphs: each row's slot, and the block that it gets; with several
     groups of layers, writes to block tables instead of the blocks."""
@@ -300,43 +258,3 @@ class DecodeInputs:
             sample_lengths=made.lengths,
             logit_rows=[],
         )
-
-
-class NotRecorded(RuntimeError):
-    """Work could not be recorded on some rank, and so counts as not recorded on all."""
-
-
-class CudaRecorder:
-    """Records CUDA graphs that share one pool of memory. All ranks record the same."""
-
-    def __init__(self, device: torch.device, ranks: Ranks = ONE_RANK) -> None:
-        self._device, self._ranks = device, ranks
-        self._stream = torch.cuda.Stream(device)
-        self._pool = torch.cuda.graph_pool_handle()
-
-    def __call__(self, function: Callable[[], None]) -> Replay:
-        """Record `function` without running its kernels. Other threads may go on using the
-        device. Raises RuntimeError, with several ranks NotRecorded on all of them."""
-        if self._ranks.tensor.size == 1:
-            return self._record(function)
-        replay, failure = None, None
-        try:
-            replay = self._record(function)
-        except RuntimeError as error:
-            failure = error
-        if not self._ranks.all(failure is None, self._device) or replay is None:
-            raise NotRecorded(str(failure or "another rank could not record it")) from failure
-        return replay
-
-    def _record(self, function: Callable[[], None]) -> Replay:
-        graph = torch.cuda.CUDAGraph()
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            try:
-                function()
-            finally:
-                graph.capture_end()
-        torch.cuda.current_stream().wait_stream(self._stream)
-        replay: Replay = graph.replay
-        return replay

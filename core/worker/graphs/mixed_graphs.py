@@ -18,18 +18,12 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from ..nn.context import MixedRows
-from ..protocols.attention import AttentionBackend
-from .batch import PersistentBatch, StepInputs, StepRows
-from .graphs import (
-    Ending,
-    Recorder,
-    Replay,
-    row_counts,
-    sample_rows,
-    sampling_endings,
-)
-from .sampling.sampler import Sampler
+from ...nn.context import MixedRows
+from ...protocols.attention import AttentionBackend
+from ..batch import PersistentBatch, StepInputs, StepRows
+from ..sampling.sampler import Sampler
+from .endings import Ending, row_counts, sample_rows, sampling_endings
+from .recorder import Recorder, Replay
 
 logger = logging.getLogger("jackfield.worker")
 

@@ -1,0 +1,53 @@
+"""Records CUDA graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from ...parallel.ranks import ONE_RANK, Ranks
+
+Replay = Callable[[], object]
+Recorder = Callable[[Callable[[], None]], Replay]
+"""Records the work that a function enqueues; returns a function that enqueues it again."""
+
+
+class NotRecorded(RuntimeError):
+    """Work could not be recorded on some rank, and so counts as not recorded on all."""
+
+
+class CudaRecorder:
+    """Records CUDA graphs that share one pool of memory. All ranks record the same."""
+
+    def __init__(self, device: torch.device, ranks: Ranks = ONE_RANK) -> None:
+        self._device, self._ranks = device, ranks
+        self._stream = torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, function: Callable[[], None]) -> Replay:
+        """Record `function` without running its kernels. Other threads may go on using the
+        device. Raises RuntimeError, with several ranks NotRecorded on all of them."""
+        if self._ranks.tensor.size == 1:
+            return self._record(function)
+        replay, failure = None, None
+        try:
+            replay = self._record(function)
+        except RuntimeError as error:
+            failure = error
+        if not self._ranks.all(failure is None, self._device) or replay is None:
+            raise NotRecorded(str(failure or "another rank could not record it")) from failure
+        return replay
+
+    def _record(self, function: Callable[[], None]) -> Replay:
+        graph = torch.cuda.CUDAGraph()
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                function()
+            finally:
+                graph.capture_end()
+        torch.cuda.current_stream().wait_stream(self._stream)
+        replay: Replay = graph.replay
+        return replay

@@ -1,0 +1,94 @@
+"""The recorded steps of one runner, and what is recorded when."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+import torch
+
+from ...parallel.ranks import Ranks
+from ..runner import ModelRunner
+from .decode_graphs import DecodeGraphs
+from .endings import Ending
+from .mixed_graphs import MixedGraphs
+from .recorder import Recorder
+
+logger = logging.getLogger("jackfield.worker")
+
+FIRST_PROMPT = 128
+"""Tokens of the prompt whose step is recorded before all others."""
+MIXED_TOGETHER = 2
+"""Mixed-step items recorded per decode step: there are more of them."""
+RECORDING_SECONDS = 1.7
+"""Spent on recording more before the engine is ready; the rest is recorded in spare time."""
+
+
+class StepGraphs:
+    """Records the steps of a runner, a few at the start and the others in spare time."""
+
+    def __init__(
+        self, runner: ModelRunner, record: Recorder, max_tokens: int, ranks: Ranks
+    ) -> None:
+        """max_tokens: of any step. Nothing is recorded yet."""
+        self._runner = runner
+        self._ranks = ranks
+        operations = runner.batch.operations
+        self.decode = DecodeGraphs(
+            forward=runner.forward,
+            logits=runner.logits,
+            batch=runner.batch,
+            sampler=runner.sampler,
+            operations=operations,
+            record=record,
+        )
+        self.mixed: MixedGraphs | None = None
+        """None: the attention backend, or layers that keep states, do not support recording steps
+        with prompts."""
+        mixes_states = operations.mixed_states or runner.states is None
+        if runner.backend.mixed_graph_safe and mixes_states:
+            self.mixed = MixedGraphs(
+                forward=runner.forward,
+                logits=runner.logits,
+                batch=runner.batch,
+                backend=runner.backend,
+                sampler=runner.sampler,
+                record=record,
+                max_tokens=max_tokens,
+            )
+
+    @property
+    def num_recorded(self) -> int:
+        """Number of graphs recorded so far."""
+        mixed = 0 if self.mixed is None else self.mixed.num_recorded
+        return self.decode.num_recorded + mixed
+
+    def record_first(self, device: torch.device) -> None:
+        """Record what the first requests need, and then more for up to `RECORDING_SECONDS`. The
+        runner uses the graphs from here on."""
+        runner = self._runner
+        try:
+            self.decode.record(1, Ending.PLAIN)
+            runner.graphs = self.decode
+            if self.mixed is not None:
+                self.mixed.record_for(FIRST_PROMPT)
+                runner.mixed_graphs = self.mixed
+            end = time.monotonic() + RECORDING_SECONDS
+            while self._ranks.all(time.monotonic() < end, device):
+                if not self.record_next():
+                    break
+        except runner.record_errors:
+            logger.exception("steps cannot be recorded here; going on without graphs")
+
+    def record_next(self) -> bool:
+        """Record one more of each kind of step that the runner uses; False: nothing is left."""
+        decode, mixed = self._runner.graphs, self._runner.mixed_graphs
+        if decode is None:
+            return False
+        missing = decode.missing()
+        if missing:
+            decode.record(*missing[0])
+        more = False
+        for _ in range(MIXED_TOGETHER):
+            more = mixed is not None and mixed.record_next()
+        return more or len(missing) > 1

@@ -1,0 +1,1 @@
+"""What a worker does once, before its first step."""

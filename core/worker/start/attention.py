@@ -1,0 +1,57 @@
+"""Chooses the attention backend for a model's layers."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from ...config import EngineConfig
+from ...protocols.attention import AttentionBackend, AttentionSpec
+from ...registration.choice import choose
+from ...registry import Plugins
+from ..kv_cache.states import NoAttention
+from ..selection import attention_refusal
+
+
+class ChosenBackend(NamedTuple):
+    """An attention backend, and why it was chosen."""
+
+    name: str
+    backend_class: type[AttentionBackend]
+    reason: str
+
+
+NO_ATTENTION = ChosenBackend(NoAttention.name, NoAttention, "no layer attends")
+"""The backend of a model whose layers only keep states."""
+
+
+def choose_attention(
+    plugins: Plugins,
+    config: EngineConfig,
+    specs: list[AttentionSpec],
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    fp8_cache: bool,
+    compacts: bool,
+) -> ChosenBackend:
+    """Return the backend that the configuration names, or the first that serves all layers.
+
+    specs: [num_layers]. compacts: with KV compression. Raises ConfigError if none can.
+    """
+    if not specs:
+        return NO_ATTENTION
+
+    def refusal(backend: type[AttentionBackend]) -> str | None:
+        if compacts and not (backend.compacted_cache and backend.standard_cache):
+            return "it reads no compacted cache (kv_compression)"
+        if fp8_cache and not backend.fp8_cache:
+            return "it reads no fp8 cache (kv_cache_dtype)"
+        reasons = (attention_refusal(backend, spec, device, dtype) for spec in specs)
+        return next((reason for reason in reasons if reason is not None), None)
+
+    chosen = choose(
+        plugins["attention_backend"], "attention_backend", config.attention_backend, refusal
+    )
+    return ChosenBackend(*chosen)

@@ -1,0 +1,375 @@
+"""Starts a worker: loads the model, chooses what serves it, sizes the cache, and warms up."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from ...config import EngineConfig
+from ...errors import ConfigError
+from ...loading.build import build_model
+from ...loading.model_config import ModelConfig
+from ...nn.attention import Attention
+from ...nn.operations import Operations
+from ...parallel.ranks import Ranks
+from ...protocols.attention import AttentionBackend
+from ...protocols.executors import ExecutorInfo
+from ...protocols.kv_compressors import KVCompressor
+from ...protocols.logits_processors import LogitsProcessorSetup
+from ...registration.choice import choose
+from ...registry import Plugins
+from ..batch import STEPS_IN_FLIGHT, PersistentBatch
+from ..graphs.recorder import Recorder
+from ..graphs.step_graphs import StepGraphs
+from ..guarded_half import GuardedHalf
+from ..kv_cache.allocation import (
+    bind_cache,
+    form_cache_groups,
+    is_fp8,
+    kv_cache_dtype,
+    set_checkpoint_scales,
+)
+from ..kv_cache.compaction import Compactor, load_compressor
+from ..kv_cache.layout import kv_layout
+from ..kv_cache.memory import bytes_per_block, num_kv_blocks
+from ..kv_cache.query_ring import QueryRing
+from ..kv_cache.scales import to_be_scaled, unscaled
+from ..kv_cache.states import States, make_states
+from ..pooling_runner import PoolingRunner
+from ..runner import ModelRunner
+from ..sampling.masks import grammar_masks
+from ..sampling.processors import Processors
+from ..sampling.sampler import Sampler
+from ..sampling.sampling_state import SamplingState
+from .attention import choose_attention
+from .connector import connect_half
+from .warmup import Warmup
+
+COMPACTED_INPUTS = frozenset({"decode_inputs.dropped", "step_inputs.dropped"})
+"""Options of `Operations` that rows with compacted caches need."""
+
+
+@dataclass
+class StartedWorker:
+    """What steps need."""
+
+    info: ExecutorInfo
+    runner: ModelRunner | PoolingRunner
+    operations: Operations
+    warmup: Warmup
+    graphs: StepGraphs | None = None
+    """None: steps are not recorded."""
+    unscaled: list[Attention] = field(default_factory=list)
+    """Layers whose cache scales the first step will compute; steps are recorded after it."""
+    connector: GuardedHalf | None = None
+
+
+class WorkerStart:
+    """One start of a worker, on the launch thread."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model_config: ModelConfig,
+        plugins: Plugins,
+        ranks: Ranks,
+        device: torch.device,
+        recorder: Callable[[], Recorder | None],
+        notify: Callable[[], None],
+    ) -> None:
+        """`config` is resolved. recorder: makes what records steps; None: they are not recorded.
+        notify: the KV connector has something to report; called from any thread."""
+        assert config.max_num_batched_tokens is not None
+        self.config = config
+        self.model_config = model_config
+        self.plugins = plugins
+        self.ranks = ranks
+        self.device = device
+        self._max_num_batched_tokens: int = config.max_num_batched_tokens
+        self._recorder = recorder
+        self._notify = notify
+        self._began = time.monotonic()
+        self._held_before = 0
+        """Bytes that were allocated on the device before the start."""
+
+    @torch.inference_mode()
+    def run(self) -> StartedWorker:
+        """Load the model and make everything ready for the first step."""
+        device, model_config = self.device, self.model_config
+        if device.type == "cpu" or self.ranks.tensor.size > 1:
+            _leave_a_core_for_the_loop(self.ranks.tensor.size)
+        if device.type == "cuda":
+            self._held_before = torch.cuda.memory_allocated(device)
+            torch.cuda.set_device(device)
+            torch.cuda.reset_peak_memory_stats(device)
+        name, operations_class, _ = choose(
+            self.plugins["operations"],
+            "operations",
+            self.config.operations,
+            lambda candidate: candidate.supports(device, model_config.dtype),
+        )
+        with self.plugins["operations"].calling(name, "its constructor"):
+            operations = operations_class()
+        model = build_model(self.plugins, self.config, model_config, device, operations, self.ranks)
+        if device.type == "cuda":
+            # Memory needed only during loading (rounding, repacking) does not count for a step.
+            torch.cuda.reset_peak_memory_stats(device)
+        if model_config.pooling is not None and not model_config.pooling.causal:
+            return self._start_encoder(model, operations)
+        return self._start_decoder(model, operations, name)
+
+    def _start_encoder(self, model: nn.Module, operations: Operations) -> StartedWorker:
+        """Complete the start of a model without a KV cache."""
+        unscaled((), self.config, fp8_cache=False)
+        runner = self._pooling_runner(model, None, self._batch(operations))
+        warmup = self._warmup(runner)
+        with self.ranks.pause():
+            warmup.precompile(operations)
+        if self.device.type == "cuda":
+            # Run the largest possible step: memory that does not suffice fails the start, not a
+            # request.
+            warmup.run_largest()
+        warmup.warm_up()
+        info = ExecutorInfo(
+            num_blocks=0,
+            device=str(self.device),
+            dtype=str(self.model_config.dtype).removeprefix("torch."),
+            attention_backend="encoder",
+            attention_reason="whole prompts, no KV cache",
+            weight_bytes=_weight_bytes(model),
+            kv_cache_bytes=0,
+            load_seconds=time.monotonic() - self._began,
+            steps_in_flight=STEPS_IN_FLIGHT,
+        )
+        return StartedWorker(info, runner, operations, warmup)
+
+    def _start_decoder(
+        self, model: nn.Module, operations: Operations, operations_name: str
+    ) -> StartedWorker:
+        """Complete the start of a model whose layers cache what they have computed."""
+        config, device = self.config, self.device
+        weight_bytes = _weight_bytes(model)
+        layers = [m for m in model.modules() if isinstance(m, Attention)]
+        states = make_states(model, config, device)
+        kv_dtype = kv_cache_dtype(model, config, self.model_config.dtype)
+        fp8_cache = is_fp8(kv_dtype)
+        if fp8_cache:
+            set_checkpoint_scales(layers)
+        first_scaled = unscaled(layers, config, fp8_cache)
+        compressor = load_compressor(self.plugins, config, layers, kv_dtype)
+        compacts = compressor is not None
+        if compacts and (lacking := COMPACTED_INPUTS - operations.features):
+            raise ConfigError(
+                f"kv_compression: operations {operations_name!r} do not support "
+                f"{', '.join(sorted(lacking))}",
+                param="kv_compression",
+            )
+        chosen = choose_attention(
+            self.plugins,
+            config,
+            [to_be_scaled(layer.spec) if layer in first_scaled else layer.spec for layer in layers],
+            device,
+            self.model_config.dtype,
+            fp8_cache=fp8_cache,
+            compacts=compacts,
+        )
+        max_model_len = self.model_config.max_model_len
+        groups = form_cache_groups(layers, kv_dtype, chosen.backend_class, config, max_model_len)
+        with self.plugins["attention_backend"].calling(chosen.name, "its constructor"):
+            backend = chosen.backend_class(
+                device=device,
+                dtype=self.model_config.dtype,
+                block_size=config.block_size,
+                max_num_seqs=config.max_num_seqs,
+                max_num_batched_tokens=self._max_num_batched_tokens,
+                max_model_len=max_model_len,
+            )
+        batch = self._batch(operations, num_groups=len(groups), compacts=compacts)
+        runner: ModelRunner | PoolingRunner
+        if self.model_config.pooling is not None:
+            runner = self._pooling_runner(model, backend, batch)
+        else:
+            runner = self._model_runner(model, backend, batch, states)
+            if compressor is not None:
+                self._compress(runner, compressor, layers, operations)
+        graphs = self._graphs(runner)
+        warmup = self._warmup(runner)
+        bind_cache(layers, groups, 2, config.block_size, kv_dtype, device)
+        with self.ranks.pause():
+            # How much there is to compile depends on this host's files.
+            warmup.precompile(operations, graphs)
+        cache_specs = [layer.cache_spec(kv_dtype) for layer in layers]
+        block_bytes = bytes_per_block(cache_specs, groups, config.block_size)
+        state_bytes = 0 if states is None else states.nbytes
+        num_blocks = num_kv_blocks(
+            config,
+            available=self.ranks.minimum(self._available(warmup, state_bytes), device),
+            block_bytes=block_bytes,
+            block_size=config.block_size,
+            max_model_len=max_model_len,
+            groups=groups,
+            max_chunk=self._max_num_batched_tokens,
+        )
+        caches = bind_cache(layers, groups, num_blocks, config.block_size, kv_dtype, device)
+        warmup.warm_up()
+        if isinstance(runner, ModelRunner) and runner.compactor is not None:
+            runner.compactor.warm_up()
+        if graphs is not None and not first_scaled:
+            graphs.record_first(device)
+        load_seconds = time.monotonic() - self._began
+        layout, connector = None, None
+        if config.kv_transfer_config is not None:
+            layout = kv_layout(
+                config, self.model_config, model, cache_specs, num_blocks, self.ranks
+            )
+            connector = connect_half(
+                config.kv_transfer_config, self.plugins, layout, caches, device, self._notify
+            )
+        info = ExecutorInfo(
+            num_blocks=num_blocks,
+            device=str(device),
+            dtype=str(self.model_config.dtype).removeprefix("torch."),
+            attention_backend=chosen.name,
+            attention_reason=chosen.reason,
+            weight_bytes=weight_bytes,
+            kv_cache_bytes=num_blocks * block_bytes + state_bytes,
+            load_seconds=load_seconds,
+            steps_in_flight=STEPS_IN_FLIGHT,
+            kv_layout=layout,
+            cache_groups=groups,
+            kv_compression=compacts,
+            keeps_states=states is not None,
+            num_snapshots=0 if states is None else states.num_snapshots,
+        )
+        return StartedWorker(info, runner, operations, warmup, graphs, first_scaled, connector)
+
+    # ------------------------------------------------------------ parts
+
+    def _batch(
+        self, operations: Operations, *, num_groups: int = 1, compacts: bool = False
+    ) -> PersistentBatch:
+        return PersistentBatch(
+            max_num_seqs=self.config.max_num_seqs,
+            max_model_len=self.model_config.max_model_len,
+            block_size=self.config.block_size,
+            device=self.device,
+            operations=operations,
+            num_groups=num_groups,
+            compacts=compacts,
+        )
+
+    def _pooling_runner(
+        self, model: nn.Module, backend: AttentionBackend | None, batch: PersistentBatch
+    ) -> PoolingRunner:
+        pooling = self.model_config.pooling
+        assert pooling is not None, "the model generates text"
+        return PoolingRunner(
+            model=model, pooling=pooling, backend=backend, batch=batch, device=self.device
+        )
+
+    def _model_runner(
+        self,
+        model: nn.Module,
+        backend: AttentionBackend,
+        batch: PersistentBatch,
+        states: States | None,
+    ) -> ModelRunner:
+        config, vocab_size, device = self.config, self.model_config.vocab_size, self.device
+        history = batch.table.token_history
+        setup = LogitsProcessorSetup(
+            vocab_size=vocab_size,
+            num_slots=config.max_num_seqs,
+            max_model_len=self.model_config.max_model_len,
+            device=device,
+            history=history,
+        )
+        operations = batch.operations
+        sampling = SamplingState(
+            config.max_num_seqs + 1, vocab_size, device, history, kernels=operations.samples
+        )
+        processors = Processors.load(self.plugins, config, setup)
+        runner = ModelRunner(
+            model=model,
+            backend=backend,
+            batch=batch,
+            sampling=sampling,
+            sampler=Sampler(sampling, processors, operations),
+            vocab_size=vocab_size,
+            device=device,
+            masks=grammar_masks(self.ranks.tensor, config, vocab_size, device),
+            ranks=self.ranks,
+        )
+        runner.states = states
+        return runner
+
+    def _compress(
+        self,
+        runner: ModelRunner,
+        compressor: KVCompressor,
+        layers: Sequence[Attention],
+        operations: Operations,
+    ) -> None:
+        """Let plans compact caches, and keep the queries that the compressor needs."""
+        config, ring = self.config, None
+        described = self.plugins["kv_compressor"].described(config.kv_compression or "")
+        if compressor.num_queries:
+            ring = QueryRing(
+                layers, config.max_num_seqs, compressor.num_queries, self.device,
+                self.model_config.dtype,
+            )  # fmt: skip
+            runner.query_ring = ring
+            runner.parts = (*runner.parts, ring)
+        runner.compactor = Compactor(
+            compressor, described, layers, runner.batch.table, config.block_size, operations, ring
+        )
+
+    def _graphs(self, runner: ModelRunner | PoolingRunner) -> StepGraphs | None:
+        """Return what records the runner's steps; None: they are not recorded."""
+        if not isinstance(runner, ModelRunner) or not runner.backend.graph_safe:
+            return None
+        if (recorder := self._recorder()) is None:
+            return None
+        return StepGraphs(runner, recorder, self._max_num_batched_tokens, self.ranks)
+
+    def _warmup(self, runner: ModelRunner | PoolingRunner) -> Warmup:
+        return Warmup(runner, self.config, self.model_config.max_model_len, self.device)
+
+    def _available(self, warmup: Warmup, state_bytes: int) -> int:
+        """Return the bytes left for blocks, after one step at full budget has been measured.
+        state_bytes: of states, which are allocated already."""
+        if self.device.type == "cpu":
+            return max(0, int(self.config.cpu_kvcache_space * (1 << 30)) - state_bytes)
+        if self.config.num_gpu_blocks_override is not None:
+            return 0
+        resting = torch.cuda.memory_allocated(self.device)
+        warmup.run_largest()
+        torch.cuda.synchronize(self.device)
+        largest = torch.cuda.max_memory_allocated(self.device)
+        peak = largest - self._held_before
+        if not self.config.enforce_eager:
+            # Graphs need as much memory of their own as the largest step.
+            peak += largest - resting
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(self.device)
+        held = torch.cuda.memory_allocated(self.device) - self._held_before
+        budget = int(total * self.config.gpu_memory_utilization) - peak
+        return max(0, min(budget, free - (peak - held)))
+
+
+def _weight_bytes(model: nn.Module) -> int:
+    return sum(p.nbytes for p in model.parameters())
+
+
+def _leave_a_core_for_the_loop(num_ranks: int) -> None:
+    """Leave a core to the event loop: torch's CPU threads wait busily, so one per core would starve
+    it. `num_ranks`: those that share the cores.
+
+    The setting belongs to the calling (launch) thread; OMP_NUM_THREADS overrules it.
+    """
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, ((os.cpu_count() or 2) - 1) // num_ranks))
