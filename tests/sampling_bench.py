@@ -13,8 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from jackfield.core.sampling_params import SamplingParams
 from jackfield.core.step import SlotStart
-from jackfield.core.worker.sampling.sampler import Sampler, SamplerOutput
+from jackfield.core.worker.sampling.sampler import Sampler
 from jackfield.core.worker.sampling.sampling_state import SamplingState
+from jackfield.core.worker.sampling.torch_sampler import SamplerOutput
 
 MAX_LEN = 64
 U32 = np.uint32
@@ -206,7 +207,7 @@ class Bench:
         lengths = torch.tensor([len(self.tokens[s]) for s in rows]).to(self.device)
         with no_sync(self.device.type):
             self.state.upload()
-            out = self.sampler.sample(logits, slots, rows, lengths)
+            out = self.sampler.in_torch.sample(logits, slots, rows, lengths)
         for slot, token in zip(rows, out.token_ids.tolist(), strict=True):
             self.history[slot, len(self.tokens[slot])] = token
             self.tokens[slot].append(token)

@@ -12,7 +12,7 @@ import torch
 from ..step import StepPlan, StepResult, TokenLogprobs
 
 LOGPROB_FIELDS = ("top_ids", "top_logprobs", "logprob", "rank")
-"""As `sampling.sampler.Logprobs` has them."""
+"""As `sampling.logprobs.Logprobs` has them."""
 
 
 @dataclass(frozen=True)

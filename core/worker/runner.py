@@ -28,9 +28,10 @@ from .kv_cache.query_ring import QueryRing
 from .kv_cache.states import States
 from .launched_step import LOGPROB_FIELDS, LaunchedStep, PromptScores
 from .parts import PerSlot, update_parts
+from .sampling.logprobs import Logprobs
 from .sampling.masks import GrammarMasks, TokenMask
 from .sampling.prompt_logprobs import PromptLogprobs
-from .sampling.sampler import Logprobs, Sampler
+from .sampling.sampler import Sampler
 from .sampling.sampling_state import SamplingState
 
 logger = logging.getLogger("jackfield.worker")

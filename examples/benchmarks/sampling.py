@@ -27,7 +27,8 @@ import torch
 from jackfield import SamplingParams
 from jackfield.core.nn.operations import Operations
 from jackfield.core.step import SlotStart
-from jackfield.core.worker.sampling.sampler import Sampler, token_logprobs
+from jackfield.core.worker.sampling.logprobs import token_logprobs
+from jackfield.core.worker.sampling.sampler import Sampler
 from jackfield.core.worker.sampling.sampling_state import SamplingState
 from jackfield.plugins.operations.triton import TritonOperations
 
@@ -140,7 +141,7 @@ def check(name: str, starts: list[SlotStart], logits: torch.Tensor) -> dict[str,
     bench.step(logits)
     out = bench.sampler.outputs.first(len(starts))
     twin = Bench(starts, vocab, device, Operations())
-    expected = twin.sampler.sample(logits, twin.slots, twin.rows_host, twin.lengths)
+    expected = twin.sampler.in_torch.sample(logits, twin.slots, twin.rows_host, twin.lengths)
     different = int((out.chosen.long() != expected.token_ids).sum())
     failed = different > max(1, len(starts) // 50)
     scored = [row.slot for row in starts if row.params.logprobs is not None]
@@ -186,7 +187,7 @@ def torch_microseconds(bench: Bench, logits: torch.Tensor) -> float:
     for _ in range(4):
         torch.cuda.synchronize()
         begin = time.perf_counter()
-        bench.sampler.sample(logits, bench.slots, bench.rows_host, bench.lengths)
+        bench.sampler.in_torch.sample(logits, bench.slots, bench.rows_host, bench.lengths)
         torch.cuda.synchronize()
         times.append((time.perf_counter() - begin) * 1e6)
     return min(times[1:])

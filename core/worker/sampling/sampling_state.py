@@ -6,9 +6,7 @@ The host writes numpy twins (`start`, `release`), `upload` sends what changed in
 
 from __future__ import annotations
 
-import enum
 import struct
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -18,6 +16,7 @@ from ..packing import PackedUpload
 from .gumbel import seed_lanes
 from .sampling_columns import MOST_TOP_TOKENS, NUM_COLUMNS, Column, Flag
 from .slot_lists import SlotLists, within
+from .step_stages import Rows, Stage, StepStages, make_stages
 
 SMALL_TOP_K = 1024
 """Rows with a top_k up to this are filtered by `topk`, others by a full sort."""
@@ -28,113 +27,6 @@ _IN_PROMPT = -32768
 MOST_COUNTED = 32767
 _SETTINGS = struct.Struct("=8f5i")
 """The columns in front of RECORD."""
-
-
-class Stage(enum.IntFlag):
-    """Work that a slot requests."""
-
-    RANDOM = enum.auto()
-    """Not greedy."""
-    TOP_K = enum.auto()
-    """A top_k of at most SMALL_TOP_K: candidates by `topk`."""
-    SORT = enum.auto()
-    """A top_p, or a larger top_k, without a small top_k: candidates by a full sort."""
-    MIN_P = enum.auto()
-    """A min_p without top_k or top_p."""
-    BIAS = enum.auto()
-    """logit_bias or allowed_token_ids."""
-    BAD_WORDS = enum.auto()
-    MIN_TOKENS = enum.auto()
-    PENALTIES = enum.auto()
-    LOGPROBS = enum.auto()
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Some rows of a step. Indices are device tensors; `batch` None means every row, in order."""
-
-    count: int
-    batch: torch.Tensor | None
-    """[count] int64"""
-
-
-@dataclass(frozen=True)
-class TableRows(Rows):
-    """Rows with one entry each in a side table."""
-
-    table: torch.Tensor
-    """[count] int64"""
-
-
-@dataclass(frozen=True)
-class StopRows(Rows):
-    """Rows that may have to mask their stop ids."""
-
-    stop_ids: torch.Tensor
-    """[count, S] int64, padded with -1"""
-
-
-@dataclass(frozen=True)
-class BadWordRows(Rows):
-    """Rows with bad words."""
-
-    words: torch.Tensor
-    """[count, W, L] int64, aligned right, padded with -1"""
-
-
-@dataclass(frozen=True)
-class StepStages:
-    """Which stages the rows of one step need, and for which of them."""
-
-    num_rows: int
-    all_greedy: bool
-    plain: Rows | None
-    """Rows without top-k and top-p, greedy ones included; None when there are none."""
-    any_min_p: bool
-    """Whether some plain row has a min_p."""
-    top_k: Rows | None
-    max_top_k: int
-    sort: Rows | None
-    bias: TableRows | None
-    bad_words: BadWordRows | None
-    min_tokens: StopRows | None
-    penalties: TableRows | None
-    logprobs: Rows | None
-    max_logprobs: int
-    """Largest number of top tokens that a row requests (the vocabulary size for -1); 0 without
-    logprobs."""
-
-    @property
-    def processes_logits(self) -> bool:
-        """Whether some stage changes logits before a token is chosen."""
-        return any(
-            rows is not None
-            for rows in (self.bias, self.bad_words, self.min_tokens, self.penalties)
-        )
-
-    @property
-    def graph_safe(self) -> bool:
-        """Whether no stage holds indices of this particular step: fixed shapes and addresses."""
-        return not (self.processes_logits or self.top_k or self.sort or self.logprobs)
-
-
-def plain_stages(num_rows: int) -> StepStages:
-    """Stages of rows with at most a temperature."""
-    return StepStages(
-        num_rows=num_rows,
-        all_greedy=False,
-        plain=Rows(num_rows, None),
-        any_min_p=False,
-        top_k=None,
-        max_top_k=0,
-        sort=None,
-        bias=None,
-        bad_words=None,
-        min_tokens=None,
-        penalties=None,
-        logprobs=None,
-        max_logprobs=0,
-    )
 
 
 class _RowTable:
@@ -347,10 +239,9 @@ class SamplingState:
             pack = PackedUpload(self.device)
             pack.add(rows.astype(np.int64))
             batch = pack.send()[0]
-        return Rows(int(rows.size), batch), self._most_logprobs(slots)
-
-    def _most_logprobs(self, slots: np.ndarray) -> int:
-        return max(self.num_logprobs.get(slot, 0) for slot in slots.tolist())
+        return Rows(int(rows.size), batch), max(
+            self.num_logprobs.get(slot, 0) for slot in slots.tolist()
+        )
 
     def upload(self) -> None:
         """Enqueue what changed since the last call: one copy, two with lists, none without
@@ -455,88 +346,17 @@ class SamplingState:
             version, rows, stages = self._planned
             if version == self._version and rows == rows_host:
                 return stages
-        stages = self._make_plan(np.asarray(rows_host, dtype=np.int64))
+        stages = make_stages(
+            np.asarray(rows_host, dtype=np.int64),
+            self.device,
+            stages=self._stages,
+            bias_rows=self._bias_row,
+            top_ks=self._host[:, Column.TOP_K],
+            lists=self._lists,
+            num_logprobs=self.num_logprobs,
+        )
         self._planned = (self._version, list(rows_host), stages)
         return stages
-
-    def _make_plan(self, slots: np.ndarray) -> StepStages:
-        bits = self._stages[slots]
-        union = Stage(int(np.bitwise_or.reduce(bits))) if bits.size else Stage(0)
-        filtered = int(Stage.TOP_K | Stage.SORT)
-        pack = PackedUpload(self.device)
-
-        def select(mask: np.ndarray) -> tuple[np.ndarray, int | None] | None:
-            indices = np.flatnonzero(mask)
-            if not indices.size:
-                return None
-            return indices, None if indices.size == slots.size else pack.add(
-                indices.astype(np.int64)
-            )
-
-        def having(stage: Stage) -> tuple[np.ndarray, int | None] | None:
-            return select(bits & int(stage) != 0) if union & stage else None
-
-        plain = select(bits & filtered == 0) if union & filtered else (np.arange(slots.size), None)
-        top_k, sort = having(Stage.TOP_K), having(Stage.SORT)
-        bias, penalties = having(Stage.BIAS), having(Stage.PENALTIES)
-        bad_words, min_tokens = having(Stage.BAD_WORDS), having(Stage.MIN_TOKENS)
-        logprobs = having(Stage.LOGPROBS)
-        bias_place = pack.add(self._bias_row[slots[bias[0]]]) if bias else -1
-        penalty_place = pack.add(slots[penalties[0]]) if penalties else -1
-        words_place = pack.add(self._padded_words(slots[bad_words[0]])) if bad_words else -1
-        stop_place = pack.add(self._padded_stops(slots[min_tokens[0]])) if min_tokens else -1
-        tensors = pack.send()
-
-        def batch(rows: tuple[np.ndarray, int | None]) -> torch.Tensor | None:
-            return None if rows[1] is None else tensors[rows[1]]
-
-        def plain_rows(rows: tuple[np.ndarray, int | None] | None) -> Rows | None:
-            return Rows(rows[0].size, batch(rows)) if rows else None
-
-        return StepStages(
-            num_rows=int(slots.size),
-            all_greedy=not union & Stage.RANDOM,
-            plain=plain_rows(plain),
-            any_min_p=bool(union & Stage.MIN_P),
-            top_k=plain_rows(top_k),
-            max_top_k=int(self._host[slots[top_k[0]], Column.TOP_K].max()) if top_k else 0,
-            sort=plain_rows(sort),
-            bias=TableRows(bias[0].size, batch(bias), tensors[bias_place]) if bias else None,
-            bad_words=(
-                BadWordRows(bad_words[0].size, batch(bad_words), tensors[words_place])
-                if bad_words
-                else None
-            ),
-            min_tokens=(
-                StopRows(min_tokens[0].size, batch(min_tokens), tensors[stop_place])
-                if min_tokens
-                else None
-            ),
-            penalties=(
-                TableRows(penalties[0].size, batch(penalties), tensors[penalty_place])
-                if penalties
-                else None
-            ),
-            logprobs=plain_rows(logprobs),
-            max_logprobs=self._most_logprobs(slots) if logprobs else 0,
-        )
-
-    def _padded_stops(self, slots: np.ndarray) -> np.ndarray:
-        lists = [self._lists[slot].stops for slot in slots.tolist()]
-        padded = np.full((len(lists), max(map(len, lists))), -1, dtype=np.int64)
-        for row, ids in zip(padded, lists, strict=True):
-            row[: len(ids)] = ids
-        return padded
-
-    def _padded_words(self, slots: np.ndarray) -> np.ndarray:
-        lists = [self._lists[slot].words for slot in slots.tolist()]
-        most = max(map(len, lists))
-        longest = max(len(word) for words in lists for word in words)
-        padded = np.full((len(lists), most, longest), -1, dtype=np.int64)
-        for row, words in zip(padded, lists, strict=True):
-            for target, word in zip(row, words, strict=False):
-                target[longest - len(word) :] = word
-        return padded
 
 
 def _lists_anything(start: SlotStart) -> bool:

@@ -181,7 +181,7 @@ class Warmup:
         sampler = runner.sampler
         out = sample_outputs(num_rows, device)
         if not sampler.sample_step(logits, inputs.sample_slots, inputs.sample_lengths, out, mask):
-            sampler.sample(logits, inputs.sample_slots, slots, inputs.sample_lengths)
+            sampler.in_torch.sample(logits, inputs.sample_slots, slots, inputs.sample_lengths)
             for table in (logits, logits.float()):
                 sampler.mask(table, mask)
                 sampler.mask(table, replace(mask, rows=None))

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from jackfield.core.sampling_params import SamplingParams
-from jackfield.core.worker.sampling import sampler as sampler_module
+from jackfield.core.worker.sampling import row_chunks
 from jackfield.core.worker.sampling import sampling_state as state_module
+from jackfield.core.worker.sampling.logprobs import top_tokens
 
 from sampling_bench import (
     Bench,
@@ -62,7 +63,7 @@ def test_any_mix_of_rows_matches_the_oracle(
     device: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(sampler_module, "CHUNK_ELEMENTS", chunk)
+    monkeypatch.setattr(row_chunks, "CHUNK_ELEMENTS", chunk)
     monkeypatch.setattr(state_module, "SMALL_TOP_K", small_top_k)
     rng = np.random.default_rng(vocab_size + chunk)
     bench = Bench(vocab_size, slots=12, device=device)
@@ -131,7 +132,7 @@ def draw(params: SamplingParams, logits: torch.Tensor, draws: int, seed: int = 5
     bench = Bench(len(logits))
     bench.start(3, params, [0], seed=seed)
     bench.state.upload()
-    out = bench.sampler.sample(
+    out = bench.sampler.in_torch.sample(
         logits.expand(draws, -1), torch.full((draws,), 3), [3] * draws, torch.arange(draws)
     )
     return out.token_ids
@@ -176,7 +177,7 @@ def test_top_tokens_orders_equals_by_id(k: int) -> None:
     values = torch.randint(-2, 3, (20, 64), generator=torch.Generator().manual_seed(k)).float()
     values[0, 5:9] = -math.inf
     values[values == 0] *= torch.tensor([1.0, -1.0]).repeat(500)[: int((values == 0).sum())]
-    actual, ids = sampler_module.top_tokens(values, k)
+    actual, ids = top_tokens(values, k)
     expected = torch.sort(values, dim=-1, descending=True, stable=True)
     assert torch.equal(actual, expected.values[:, :k])
     assert torch.equal(ids, expected.indices[:, :k])
@@ -247,7 +248,7 @@ def test_neighbouring_seeds_and_positions_draw_independently(apart: str) -> None
 
 def test_tokens_that_share_a_row_are_drawn_independently() -> None:
     bench = Bench(60)
-    noise = bench.sampler._noise
+    noise = bench.sampler.in_torch.noise
     lanes = torch.from_numpy(state_module.seed_lanes(9)).expand(20_000, -1)
     values = noise.exponential(noise.row_keys(lanes, torch.arange(20_000)))
     correlation = np.corrcoef(values.numpy().T)
@@ -260,7 +261,7 @@ def test_tokens_that_share_a_row_are_drawn_independently() -> None:
 
 def test_the_smallest_noise_has_full_resolution() -> None:
     bench = Bench(50_000)
-    noise = bench.sampler._noise
+    noise = bench.sampler.in_torch.noise
     lanes = torch.from_numpy(state_module.seed_lanes(1)).expand(40, -1)
     least = noise.exponential(noise.row_keys(lanes, torch.arange(40))).amin(dim=-1)
     scaled = least.double() * 50_000  # exponential with mean 1 again
@@ -427,7 +428,7 @@ def test_without_logprobs_asked_there_are_none() -> None:
 def test_prompt_logprobs_match_the_log_softmax(
     k: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sampler_module, "CHUNK_ELEMENTS", 100)
+    monkeypatch.setattr(row_chunks, "CHUNK_ELEMENTS", 100)
     generator = torch.Generator().manual_seed(3)
     logits = (torch.randn((17, 30), generator=generator) * 3).to(torch.bfloat16)
     targets = torch.randint(0, 30, (17,), generator=generator)

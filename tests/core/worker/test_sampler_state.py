@@ -12,6 +12,7 @@ from jackfield.core.sampling_params import SamplingParams
 from jackfield.core.step import SlotStart
 from jackfield.core.worker.packing import PackedUpload
 from jackfield.core.worker.sampling import sampling_state as state_module
+from jackfield.core.worker.sampling import step_stages
 from jackfield.core.worker.sampling.sampler import Sampler
 from jackfield.core.worker.sampling.sampling_columns import NUM_COLUMNS
 from jackfield.core.worker.sampling.sampling_state import SamplingState
@@ -117,7 +118,7 @@ def test_sampled_tokens_are_counted_for_penalised_slots_alone() -> None:
     state.counts[0, 13] = 32766
     for length in (2, 3):
         lengths = torch.full((3,), length)
-        sampler.sample(logits, torch.tensor([2, 1, 0]), [2, 1, 0], lengths)
+        sampler.in_torch.sample(logits, torch.tensor([2, 1, 0]), [2, 1, 0], lengths)
     assert {i: int(n) for i, n in enumerate(state.counts[2]) if n} == {1: -32768, 2: 2 - 32768}
     assert int(state.counts[0, 13]) == 32767, "it stays there"
     assert not state.counts[1].any()
@@ -132,7 +133,8 @@ def test_only_dirty_rows_travel(monkeypatch: pytest.MonkeyPatch) -> None:
             shapes.append([tuple(t.shape) for t in tensors])
             return tensors
 
-    monkeypatch.setattr(state_module, "PackedUpload", Recording)
+    for module in (state_module, step_stages):
+        monkeypatch.setattr(module, "PackedUpload", Recording)
     state = make_state()
     state.start(slot_start(0))
     state.start(slot_start(3))

@@ -16,8 +16,9 @@ from hypothesis import strategies
 from jackfield.core.sampling_params import SamplingParams
 from jackfield.core.step import GrammarStart
 from jackfield.core.worker.sampling import slot_lists
+from jackfield.core.worker.sampling.logprobs import token_logprobs
 from jackfield.core.worker.sampling.masks import TokenMask
-from jackfield.core.worker.sampling.sampler import Sampler, token_logprobs
+from jackfield.core.worker.sampling.sampler import Sampler
 from jackfield.core.worker.sampling.sampling_columns import Column, Flag
 from jackfield.core.worker.sampling.sampling_state import SamplingState
 
