@@ -15,6 +15,10 @@ from .errors import ConfigError
 
 Device = Literal["auto", "cuda", "cpu"]
 DType = Literal["auto", "bfloat16", "float16", "float32"]
+KVCacheDType = Literal[
+    "auto", "bfloat16", "float16", "float32", "fp8", "fp8_e4m3", "fp8_e5m2",
+    "int8", "int8_int4", "int4", "int8_per_token_head",
+]  # fmt: skip
 LoadFormat = str
 
 
@@ -173,12 +177,22 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         float, _doc("GiB for the KV cache when the device is a CPU.", gt=0.0, le=1e6)
     ] = 1.0
     kv_cache_dtype: Annotated[
-        Literal["auto", "bfloat16", "float16", "float32", "fp8", "fp8_e4m3", "fp8_e5m2"],
+        KVCacheDType,
         _doc(
             "Type of cached keys and values; auto: the model's. fp8 (which is fp8_e4m3) takes "
-            "half the room of bfloat16; of the others, the model's alone."
+            "half the room of bfloat16. int8 (vLLM's int8_per_token_head) and int4 have a scale "
+            "and a zero for each token and head, int8_int4 has keys in 8 bits and values in 4. Of "
+            "the others, the model's alone."
         ),
     ] = "auto"
+    kv_cache_dtype_skip_layers: Annotated[
+        tuple[Name, ...],
+        _doc(
+            "Layers that cache in the model's type, whatever kv_cache_dtype is: numbers of layers "
+            "with attention from 0, or from the end with -1, or sliding_window for all with a "
+            "window."
+        ),
+    ] = ()
     calculate_kv_scales: Annotated[
         bool,
         _doc(
@@ -333,7 +347,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = 1.0
 
     def __post_init__(self) -> None:
-        for name in ("served_model_name", "disable_plugins"):
+        for name in ("served_model_name", "disable_plugins", "kv_cache_dtype_skip_layers"):
             value = getattr(self, name)
             if value is None:
                 value = ()
@@ -341,6 +355,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
                 value = (value,)
             if isinstance(value, list):
                 value = tuple(value)
+            if name == "kv_cache_dtype_skip_layers" and isinstance(value, tuple):
+                value = tuple(str(word) if isinstance(word, int) else word for word in value)
             msgspec.structs.force_setattr(self, name, value)
         if isinstance(self.kv_transfer_config, dict | KVTransferConfig):
             msgspec.structs.force_setattr(

@@ -38,6 +38,7 @@ def _compact_kernel(
     stride_head,
     stride_table,
     stride_targets,
+    COUNT: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -49,7 +50,8 @@ def _compact_kernel(
     layer = tl.program_id(1).to(tl.int64)
     head = tl.program_id(2)
     keys = tl.load(layers_ptr + layer).to(tl.pointer_type(like_ptr.dtype.element_ty))
-    values = keys + stride_kv
+    if COUNT == 2:
+        values = keys + stride_kv
     slot = tl.load(slots_ptr + request).to(tl.int64)
     begin = tl.load(starts_ptr + request)
     count = tl.load(starts_ptr + request + 1) - begin
@@ -68,11 +70,13 @@ def _compact_kernel(
         target = target * stride_block + (place % BLOCK_SIZE) * stride_slot + head * stride_head
         mask = inside[:, None] & (dim < HEAD_DIM)[None, :]
         key = tl.load(keys + source[:, None] + dim[None, :], mask=mask)
-        value = tl.load(values + source[:, None] + dim[None, :], mask=mask)
+        if COUNT == 2:
+            value = tl.load(values + source[:, None] + dim[None, :], mask=mask)
         # All threads have read before one writes: a tile's targets may be its sources.
         tl.debug_barrier()
         tl.store(keys + target[:, None] + dim[None, :], key, mask=mask)
-        tl.store(values + target[:, None] + dim[None, :], value, mask=mask)
+        if COUNT == 2:
+            tl.store(values + target[:, None] + dim[None, :], value, mask=mask)
 
 
 def compact_caches(
@@ -86,8 +90,8 @@ def compact_caches(
 ) -> None:
     """See `core.nn.operations.CacheMoves`, whose tensors these are.
 
-    caches: [2, num_blocks, block_size, num_kv_heads, head_dim] each, all of one shape, strides and
-    type; addresses: [len(caches)] int64, where they are.
+    caches: [1 or 2, num_blocks, block_size, num_kv_heads, width] each, the last stride 1, all of
+    one shape, strides and type (fp8 as bytes); addresses: [len(caches)] int64, where they are.
     """
     cache = caches[0]
     _, _, block_size, num_kv_heads, head_dim = cache.shape
@@ -106,6 +110,7 @@ def compact_caches(
         cache.stride(3),
         block_table.stride(0),
         targets.stride(0),
+        COUNT=cache.shape[0],
         NUM_KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
         BLOCK_SIZE=block_size,

@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..cache.formats import QuantizedFormat
 from ..cache.groups import CachePart, TokenCache
 from ..protocols.attention import AttentionBackend, AttentionSpec
 from .context import BatchLayout, BuildContext, ForwardContext
+from .kv_cache.quantized_cache import KVCache, QuantizedCache
 from .norm import RMSNorm
 from .operations import HeadLayout
 from .rotary import Rotary
@@ -19,8 +21,11 @@ from .rotary import Rotary
 class Attention(nn.Module):
     """Causal attention over the paged cache that the worker binds."""
 
-    kv_cache: torch.Tensor | None
-    """[2 (key, value), num_blocks, block_size, num_kv_heads, head_dim]"""
+    kv_cache: KVCache | None
+    """[2 (key, value), num_blocks, block_size, num_kv_heads, head_dim]; or quantized"""
+    cache_format: QuantizedFormat | torch.dtype | None
+    """How the layer's keys and values are stored, set by the worker; None: in the type that
+    `cache_spec` is given."""
     group: int
     """Number of the cache group whose block table the layer reads; set by the worker."""
     query_ring: torch.Tensor | None
@@ -36,20 +41,25 @@ class Attention(nn.Module):
         self.layout = HeadLayout(spec.num_heads, spec.num_kv_heads, spec.head_dim)
         self.operations = build.operations
         self.kv_cache = None
+        self.cache_format = None
         self.group = 0
         self.query_ring = None
         self.cache_scales = (1.0, 1.0)
 
     def cache_spec(self, dtype: torch.dtype) -> TokenCache:
-        """Return the layer's cache contents, for a cache of this type."""
-        spec = self.spec
-        shape, name = (spec.num_kv_heads, spec.head_dim), str(dtype).removeprefix("torch.")
-        return TokenCache((CachePart("kv", shape, name, count=2),), spec.sliding_window)
+        """Return the layer's cache contents, for a cache of this type; its own format precedes."""
+        spec, own = self.spec, self.cache_format
+        if isinstance(own, QuantizedFormat):
+            return TokenCache(own.parts(spec.num_kv_heads, spec.head_dim), spec.sliding_window)
+        name = str(own or dtype).removeprefix("torch.")
+        part = CachePart("kv", (spec.num_kv_heads, spec.head_dim), name, count=2)
+        return TokenCache((part,), spec.sliding_window)
 
     def bind(self, parts: Mapping[str, torch.Tensor]) -> None:
         """Use this cache: the parts of `cache_spec` by name, each [count, num_blocks, block_size,
         *shape]."""
-        self.kv_cache = parts["kv"]
+        quantized = "scales" in parts
+        self.kv_cache = QuantizedCache.of(parts) if quantized else parts["kv"]
 
     def forward(
         self,
@@ -130,9 +140,7 @@ class Attention(nn.Module):
     def _cache_scales(self) -> tuple[float, float]:
         return self.spec.key_scale, self.spec.value_scale
 
-    def _bound(
-        self, context: ForwardContext
-    ) -> tuple[AttentionBackend, BatchLayout, Any, torch.Tensor]:
+    def _bound(self, context: ForwardContext) -> tuple[AttentionBackend, BatchLayout, Any, KVCache]:
         """Return the backend, the layer's layout and metadata in this step, and its cache."""
         assert self.kv_cache is not None, "the worker binds the cache before the first step"
         assert context.backend is not None, "a model with a cache runs with a backend"

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
 import torch
 import torch.nn.functional as F
 
+from .kv_cache.quantized_cache import QuantizedCache, write_blocks
 from .packed import PackedWeight, dequantize
 from .ragged import RaggedRows
 from .routing import Routing, RoutingRule, choose_experts
@@ -183,6 +184,7 @@ class Operations(StateOperations):
 
     name: ClassVar[str] = "torch"
     features: ClassVar[frozenset[str]] = frozenset({
+        "cached_heads.quantized", "write_cache.quantized",
         "decode_inputs.dropped", "step_inputs.dropped",
         "experts.activation", "experts.bias",
         "route.bias", "route.factor", "route.groups", "route.sigmoid",
@@ -407,7 +409,7 @@ class Operations(StateOperations):
         cos_sin: torch.Tensor | None,
         query_norm: Norm | None,
         key_norm: Norm | None,
-        kv_cache: torch.Tensor,
+        kv_cache: Any,
         slot_mapping: torch.Tensor,
         cache_scales: tuple[float, float] = (1.0, 1.0),
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -420,15 +422,19 @@ class Operations(StateOperations):
         self,
         key: torch.Tensor,
         value: torch.Tensor,
-        kv_cache: torch.Tensor,
+        kv_cache: Any,
         slot_mapping: torch.Tensor,
         cache_scales: tuple[float, float] = (1.0, 1.0),
     ) -> None:
         """Write keys and values, [T, num_kv_heads, head_dim] each, to the cache.
 
         kv_cache: [2, num_blocks, block_size, num_kv_heads, head_dim]; slot_mapping: [T] int64. An
-        fp8 cache gets keys and values divided by `cache_scales`, and clamped to the type's range.
+        fp8 cache gets keys and values divided by `cache_scales`, and clamped to the type's range; a
+        quantized one computes scales of its own. Only operations with the feature `quantized` get
+        one.
         """
+        if isinstance(kv_cache, QuantizedCache):
+            return write_blocks(key, value, kv_cache, slot_mapping)
         for cache, part, scale in zip(kv_cache, (key, value), cache_scales, strict=True):
             if cache.dtype.itemsize == 1:
                 largest = torch.finfo(cache.dtype).max
@@ -566,22 +572,20 @@ class Operations(StateOperations):
     def compact_caches(self, caches: Sequence[torch.Tensor], moves: CacheMoves) -> None:
         """Move the tokens that stay in each layer's cache.
 
-        caches: [L] of [2 (key, value), num_blocks, block_size, num_kv_heads, head_dim]
+        caches: [L] of [count, num_blocks, block_size, num_kv_heads, width], which may be views with
+        any strides: keys and values, or a part of a quantized cache
         """
         for layer, cache in enumerate(caches):
             size, num_kv_heads = cache.shape[2:4]
-            places = cache.flatten(1, 2)
             heads = torch.arange(num_kv_heads, device=cache.device)
             end = 0
             for request, count in enumerate(moves.counts):
                 begin, end = end, end + count
                 index = moves.chosen[layer, begin:end].long()
                 table = moves.block_table.index_select(0, moves.slots[request : request + 1])[0]
-                sources = table[index // size].long() * size + index % size
-                kept = places[:, sources, heads]
+                kept = cache[:, table[index // size].long(), index % size, heads]
                 order = torch.arange(count, device=cache.device)
-                targets = moves.targets[request][order // size].long() * size + order % size
-                places[:, targets] = kept
+                cache[:, moves.targets[request][order // size].long(), order % size] = kept
 
     def scatter(self, storage: torch.Tensor, writes: torch.Tensor, count: torch.Tensor) -> None:
         """Set storage[writes[i, 0]] = writes[i, 1] for i < count; `storage`'s last may change.

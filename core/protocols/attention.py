@@ -86,6 +86,9 @@ class AttentionBackend(ABC):
     blocks before windows are kept."""
     fp8_cache: ClassVar[bool] = False
     """Whether it can read a float8_e4m3fn or float8_e5m2 cache, with the spec's scales."""
+    cache_formats: ClassVar[frozenset[str]] = frozenset()
+    """Quantized formats that it can read (`core.cache.formats`): `forward` then gets a
+    `QuantizedCache` for layers that store one. Without this, it gets tensors alone."""
     compacted_cache: ClassVar[bool] = False
     """Whether `forward` serves rows whose cache was compacted (`EngineConfig.kv_compression`): it
     has fewer tokens than the sequence, chosen anew for each KV head. Such a row computes one token,
@@ -136,7 +139,7 @@ class AttentionBackend(ABC):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        kv_cache: torch.Tensor,
+        kv_cache: Any,
         metadata: Any,
         *,
         sinks: torch.Tensor | None = None,
@@ -144,8 +147,9 @@ class AttentionBackend(ABC):
         """Attend to the cache. If `standard_cache` is false, write key and value to it first.
 
         query: [num_tokens, num_heads, head_dim]; key, value: [num_tokens, num_kv_heads, head_dim];
-        sinks: [num_heads], given only for layers whose spec has them (a backend without that
-        feature needs no such argument)
+        kv_cache: the tensor above, or, for `cache_formats`, a `QuantizedCache`
+        (`core.nn.kv_cache.quantized_cache`); sinks: [num_heads], given only for layers whose spec
+        has them (a backend without that feature needs no such argument)
         → [num_tokens, num_heads, head_dim]
         """
 
@@ -156,7 +160,7 @@ class AttentionBackend(ABC):
         cos_sin: torch.Tensor | None,
         query_norm: Norm | None,
         key_norm: Norm | None,
-        kv_cache: torch.Tensor,
+        kv_cache: Any,
         metadata: Any,
         *,
         query_ring: tuple[torch.Tensor, torch.Tensor] | None = None,

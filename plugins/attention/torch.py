@@ -14,7 +14,9 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from ...core.cache.formats import QUANTIZED_FORMATS
 from ...core.nn.context import BatchLayout
+from ...core.nn.kv_cache.quantized_cache import KVCache, read_keys, read_values
 from ...core.protocols.attention import AttentionBackend, AttentionSpec
 
 GATHER_ELEMENTS = 1 << 24
@@ -78,6 +80,7 @@ class TorchAttention(AttentionBackend):
 
     name: ClassVar[str] = "torch"
     fp8_cache: ClassVar[bool] = True
+    cache_formats: ClassVar[frozenset[str]] = frozenset(QUANTIZED_FORMATS)
     cache_groups: ClassVar[bool] = True
     compacted_cache: ClassVar[bool] = True
     features: ClassVar[frozenset[str]] = frozenset(
@@ -122,7 +125,7 @@ class TorchAttention(AttentionBackend):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        kv_cache: torch.Tensor,
+        kv_cache: KVCache,
         metadata: TorchMetadata,
         *,
         sinks: torch.Tensor | None = None,
@@ -190,7 +193,7 @@ class TorchAttention(AttentionBackend):
         self,
         spec: AttentionSpec,
         query: torch.Tensor,
-        kv_cache: torch.Tensor,
+        kv_cache: KVCache,
         metadata: TorchMetadata,
         chunk: DecodeChunk,
         extras: _Extras,
@@ -237,7 +240,7 @@ class TorchAttention(AttentionBackend):
         self,
         spec: AttentionSpec,
         query: torch.Tensor,
-        kv_cache: torch.Tensor,
+        kv_cache: KVCache,
         metadata: TorchMetadata,
         row: int,
         extras: _Extras,
@@ -290,15 +293,11 @@ class TorchAttention(AttentionBackend):
 
 
 def _gather(
-    spec: AttentionSpec, kv_cache: torch.Tensor, blocks: torch.Tensor, dtype: torch.dtype
+    spec: AttentionSpec, kv_cache: KVCache, blocks: torch.Tensor, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values of these blocks, each [blocks, block_size, num_kv_heads, head_dim]."""
-    if kv_cache.dtype.itemsize > 1:
-        return kv_cache[0].index_select(0, blocks), kv_cache[1].index_select(0, blocks)
-    # Bytes: torch gathers no fp8.
-    gathered = kv_cache.view(torch.uint8).index_select(1, blocks).view(kv_cache.dtype)
-    keys, values = gathered.to(dtype)
-    return keys * spec.key_scale, values * spec.value_scale
+    keys = read_keys(kv_cache, blocks, dtype, spec.key_scale)
+    return keys, read_values(kv_cache, blocks, dtype, spec.value_scale)
 
 
 def _attend(

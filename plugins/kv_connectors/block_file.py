@@ -11,9 +11,10 @@ from ...core.protocols.kv import KVLayout
 DTYPES = {
     "float32": "F32", "float16": "F16", "bfloat16": "BF16",
     "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "uint8": "U8", "int8": "I8",
+    "int32": "I32",
 }  # fmt: skip
 """torch's names → safetensors'."""
-ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
+ITEM_BYTES = {"F32": 4, "I32": 4, "F16": 2, "BF16": 2}
 MAX_HEADER = 1 << 20
 
 

@@ -8,6 +8,7 @@ from typing import ClassVar
 
 import torch
 
+from ...core.nn.kv_cache.quantized_cache import KVCache, QuantizedCache
 from ...core.nn.operations import (
     CacheMoves,
     ClampedSwiGLU,
@@ -246,11 +247,15 @@ class TritonOperations(TritonStates, Operations):
         cos_sin: torch.Tensor | None,
         query_norm: Norm | None,
         key_norm: Norm | None,
-        kv_cache: torch.Tensor,
+        kv_cache: KVCache,
         slot_mapping: torch.Tensor,
         cache_scales: tuple[float, float] = (1.0, 1.0),
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """As `heads`; keys and values are in the cache, too."""
+        if isinstance(kv_cache, QuantizedCache):
+            return super().cached_heads(
+                qkv, layout, positions, cos_sin, query_norm, key_norm, kv_cache, slot_mapping
+            )
         qk_norm_rope_cache(
             qkv,
             layout.num_heads,

@@ -1,63 +1,19 @@
-"""The layers' caches: their type, which layers share a block table, and their memory."""
+"""The layers' caches: which layers share a block table, and their memory."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
 
-import msgspec
 import torch
-from torch import nn
 
 from ...cache.groups import CacheGroup, form_groups
 from ...config import EngineConfig
-from ...errors import ConfigError
 from ...nn.attention import Attention
 from ...protocols.attention import AttentionBackend
 from .memory import allocate_cache
 
 logger = logging.getLogger("jackfield.worker")
-
-KV_DTYPES = {
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float32": torch.float32,
-    "fp8": torch.float8_e4m3fn,
-    "fp8_e4m3": torch.float8_e4m3fn,
-    "fp8_e5m2": torch.float8_e5m2,
-}
-
-
-def kv_cache_dtype(model: nn.Module, config: EngineConfig, model_dtype: torch.dtype) -> torch.dtype:
-    """Return the type of cached keys and values: the model's, or fp8 where that is chosen.
-
-    Raises ConfigError for any other type.
-    """
-    name = config.kv_cache_dtype
-    if name == "auto":
-        name = getattr(model, "kv_cache_dtype", None) or name
-    dtype = KV_DTYPES.get(name, model_dtype)
-    if dtype != model_dtype and not is_fp8(dtype):
-        raise ConfigError(
-            f"kv_cache_dtype: {config.kv_cache_dtype} differs from the model's "
-            f"{model_dtype}, which is not supported",
-            param="kv_cache_dtype",
-        )
-    return dtype
-
-
-def is_fp8(dtype: torch.dtype) -> bool:
-    """Return whether a cache of this type has scales."""
-    return dtype.itemsize == 1
-
-
-def set_checkpoint_scales(layers: Sequence[Attention]) -> None:
-    """Give each layer of an fp8 cache the scales that its checkpoint has, else 1."""
-    for layer in layers:
-        key_scale, value_scale = layer.cache_scales
-        layer.spec = msgspec.structs.replace(
-            layer.spec, key_scale=key_scale, value_scale=value_scale
-        )
 
 
 def form_cache_groups(
@@ -68,12 +24,18 @@ def form_cache_groups(
     max_model_len: int,
 ) -> tuple[CacheGroup, ...]:
     """Return the groups of layers that share a block table: one for all layers if a backend or
-    a KV connector supports no other grouping."""
+    a KV connector supports no other grouping, or if layers store different things."""
+    specs = [layer.cache_spec(dtype) for layer in layers]
     groups = form_groups(
-        [layer.cache_spec(dtype) for layer in layers],
+        specs,
         max_model_len=max_model_len,
         block_size=config.block_size,
     )
+    windows = {spec.window for spec in specs}
+    if len(groups) == 1 and len(windows) > 1 and len({spec.parts for spec in specs}) > 1:
+        logger.info(
+            "blocks behind sliding windows stay in the cache: layers store different things"
+        )
     if any(group.window is not None for group in groups):
         reason = None
         if not backend_class.cache_groups:

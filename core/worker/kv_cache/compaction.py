@@ -11,6 +11,13 @@ import torch
 from ...config import EngineConfig
 from ...errors import ConfigError
 from ...nn.attention import Attention
+from ...nn.kv_cache.quantized_cache import (
+    KVCache,
+    read_keys,
+    read_values,
+    token_parts,
+    write_values,
+)
 from ...nn.operations import CacheMoves, Operations
 from ...protocols.kv_compressors import KVCompressor
 from ...registry import Plugins
@@ -33,16 +40,19 @@ class Compactor:
         table: SlotTable,
         block_size: int,
         operations: Operations,
+        dtype: torch.dtype,
         ring: QueryRing | None = None,
     ) -> None:
         """described: what errors call the compressor. layers: all of the model's, with their caches
-        bound. ring: the last queries, for a compressor that needs them."""
+        bound. dtype: in which the compressor gets keys and values. ring: the last queries, for a
+        compressor that needs them."""
         self._compressor = compressor
         self._described = described
         self._layers = tuple(layers)
         self._table = table
         self._block_size = block_size
         self._operations = operations
+        self._dtype = dtype
         self._ring = ring
         self._merges = type(compressor).merged_values is not KVCompressor.merged_values
 
@@ -61,10 +71,9 @@ class Compactor:
             layers = slice(first, first + step)
             chosen = moves.chosen[layers]
             merged = self._choose(layers, compactions, chosen, failures)
-            caches = self._caches()[layers]
-            self._operations.compact_caches(caches, moves._replace(chosen=chosen))
+            self._move(layers, moves._replace(chosen=chosen))
             if self._merges:
-                self._write_merged(caches[0][1], moves, merged)
+                self._write_merged(first, moves, merged)
         return failures
 
     def warm_up(self) -> None:
@@ -72,10 +81,24 @@ class Compactor:
         count = min(2, self._block_size)
         self.run([Compaction(self._table.scratch_slot, count, count, (0,))])
 
-    def _caches(self) -> list[torch.Tensor]:
-        caches = [layer.kv_cache for layer in self._layers]
-        assert None not in caches, "the worker binds the caches before the first step"
-        return [cache for cache in caches if cache is not None]
+    def _cache(self, number: int) -> KVCache:
+        cache = self._layers[number].kv_cache
+        assert cache is not None, "the worker binds the caches before the first step"
+        return cache
+
+    def _move(self, layers: slice, moves: CacheMoves) -> None:
+        """Move what these layers store, as it is: parts of one kind together."""
+        kinds: dict[object, list[tuple[int, torch.Tensor]]] = {}
+        for place, number in enumerate(range(len(self._layers))[layers]):
+            for name, part in token_parts(self._cache(number)).items():
+                kind = (name, part.shape, part.stride(), part.dtype)
+                kinds.setdefault(kind, []).append((place, part))
+        for members in kinds.values():
+            places, parts = zip(*members, strict=True)
+            chosen = moves.chosen
+            if len(places) < len(chosen):
+                chosen = torch.stack([chosen[place] for place in places])
+            self._operations.compact_caches(parts, moves._replace(chosen=chosen))
 
     def _moves(self, compactions: Sequence[Compaction]) -> CacheMoves:
         """Return the moves with no token chosen yet: the first of each cache stands for all."""
@@ -135,12 +158,12 @@ class Compactor:
         all_scores = torch.empty(shape, dtype=torch.float32, device=table.device)
         for place, number in enumerate(range(len(self._layers))[layers]):
             layer = self._layers[number]
-            assert layer.kv_cache is not None, "the worker binds the cache before the first step"
-            keys = layer.kv_cache[0][table].flatten(0, 1)[:count]
+            cache, spec = self._cache(number), layer.spec
+            keys = read_keys(cache, table, self._dtype, spec.key_scale).flatten(0, 1)[:count]
+            values = keys[:0]
             if compressor.reads_values or self._merges:
-                values = layer.kv_cache[1][table].flatten(0, 1)[:count]
-            else:
-                values = keys[:0]
+                values = read_values(cache, table, self._dtype, spec.value_scale)
+                values = values.flatten(0, 1)[:count]
             more = {}
             if self._ring is not None:
                 more["queries"] = self._ring.queries(number, compaction.slot, length)
@@ -163,16 +186,16 @@ class Compactor:
         return merged
 
     def _write_merged(
-        self, values: torch.Tensor, moves: CacheMoves, merged: Sequence[torch.Tensor | None]
+        self, number: int, moves: CacheMoves, merged: Sequence[torch.Tensor | None]
     ) -> None:
-        """Replace the values of tokens that have moved. values: a layer's,
-        [num_blocks, block_size, num_kv_heads, head_dim]"""
-        size = self._block_size
+        """Replace the values of a layer's tokens that have moved."""
+        size, cache = self._block_size, self._cache(number)
+        scale = self._layers[number].spec.value_scale
         for request, new in enumerate(merged):
             if new is not None:
                 order = torch.arange(len(new), device=new.device)
                 places = moves.targets[request][order // size].long() * size + order % size
-                values.flatten(0, 1).index_copy_(0, places, new.to(values.dtype))
+                write_values(new, cache, places, scale)
 
 
 def load_compressor(
@@ -204,13 +227,10 @@ def load_compressor(
 
 def _refusal(layer: Attention, cache_dtype: torch.dtype) -> str | None:
     """Return why a layer's cache cannot be compacted; None if it can."""
-    if cache_dtype.itemsize == 1:
-        return "an fp8 cache is not compacted (kv_cache_dtype)"
     if layer.spec.sliding_window is not None:
         return "a layer has a sliding window, which counts the tokens in the cache"
     if layer.spec.alibi_slopes is not None:
         return "a layer has ALiBi slopes, which count the tokens in the cache"
-    parts = [(part.name, part.count) for part in layer.cache_spec(cache_dtype).parts]
-    if parts != [("kv", 2)]:
+    if layer.cache_spec(cache_dtype).parts != Attention.cache_spec(layer, cache_dtype).parts:
         return "a layer caches other things than keys and values"
     return None

@@ -10,6 +10,7 @@ from ...config import EngineConfig
 from ...protocols.attention import AttentionBackend, AttentionSpec
 from ...registration.choice import choose
 from ...registry import Plugins
+from ..kv_cache.formats import CacheFormats
 from ..kv_cache.states import NoAttention
 from ..selection import attention_refusal
 
@@ -33,7 +34,7 @@ def choose_attention(
     device: torch.device,
     dtype: torch.dtype,
     *,
-    fp8_cache: bool,
+    formats: CacheFormats,
     compacts: bool,
 ) -> ChosenBackend:
     """Return the backend that the configuration names, or the first that serves all layers.
@@ -46,8 +47,10 @@ def choose_attention(
     def refusal(backend: type[AttentionBackend]) -> str | None:
         if compacts and not (backend.compacted_cache and backend.standard_cache):
             return "it reads no compacted cache (kv_compression)"
-        if fp8_cache and not backend.fp8_cache:
+        if formats.fp8_cache and not backend.fp8_cache:
             return "it reads no fp8 cache (kv_cache_dtype)"
+        if formats.quantized and formats.quantized not in backend.cache_formats:
+            return f"it reads no {formats.quantized} cache (kv_cache_dtype)"
         reasons = (attention_refusal(backend, spec, device, dtype) for spec in specs)
         return next((reason for reason in reasons if reason is not None), None)
 

@@ -30,11 +30,9 @@ from ..guarded_half import GuardedHalf
 from ..kv_cache.allocation import (
     bind_cache,
     form_cache_groups,
-    is_fp8,
-    kv_cache_dtype,
-    set_checkpoint_scales,
 )
 from ..kv_cache.compaction import Compactor, load_compressor
+from ..kv_cache.formats import QUANTIZED_WRITES, choose_formats
 from ..kv_cache.layout import kv_layout
 from ..kv_cache.memory import bytes_per_block, num_kv_blocks
 from ..kv_cache.query_ring import QueryRing
@@ -156,11 +154,16 @@ class WorkerStart:
         weight_bytes = _weight_bytes(model)
         layers = [m for m in model.modules() if isinstance(m, Attention)]
         states = make_states(model, config, device)
-        kv_dtype = kv_cache_dtype(model, config, self.model_config.dtype)
-        fp8_cache = is_fp8(kv_dtype)
-        if fp8_cache:
-            set_checkpoint_scales(layers)
-        first_scaled = unscaled(layers, config, fp8_cache)
+        wish = getattr(model, "kv_cache_dtype", None)
+        formats = choose_formats(layers, config, wish, self.model_config.dtype)
+        kv_dtype = formats.dtype
+        if formats.quantized and (lacking := QUANTIZED_WRITES - operations.features):
+            raise ConfigError(
+                f"kv_cache_dtype: operations {operations_name!r} do not support "
+                f"{', '.join(sorted(lacking))}",
+                param="kv_cache_dtype",
+            )
+        first_scaled = unscaled(formats.fp8_layers, config, formats.fp8_cache)
         compressor = load_compressor(self.plugins, config, layers, kv_dtype)
         compacts = compressor is not None
         if compacts and (lacking := COMPACTED_INPUTS - operations.features):
@@ -175,7 +178,7 @@ class WorkerStart:
             [to_be_scaled(layer.spec) if layer in first_scaled else layer.spec for layer in layers],
             device,
             self.model_config.dtype,
-            fp8_cache=fp8_cache,
+            formats=formats,
             compacts=compacts,
         )
         max_model_len = self.model_config.max_model_len
@@ -325,8 +328,9 @@ class WorkerStart:
             runner.query_ring = ring
             runner.parts = (*runner.parts, ring)
         runner.compactor = Compactor(
-            compressor, described, layers, runner.batch.table, config.block_size, operations, ring
-        )
+            compressor, described, layers, runner.batch.table, config.block_size, operations,
+            self.model_config.dtype, ring,
+        )  # fmt: skip
 
     def _graphs(self, runner: ModelRunner | PoolingRunner) -> StepGraphs | None:
         """Return what records the runner's steps; None: they are not recorded."""

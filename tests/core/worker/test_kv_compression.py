@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from rounded_cache import RoundedCache
 from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
 
 from jackfield import AsyncEngine, EngineConfig, SamplingParams
@@ -106,7 +107,12 @@ async def test_a_budget_above_the_length_compacts_nothing(folder: Path) -> None:
 
 @torch.no_grad()
 def pruned_reference(
-    folder: Path, tokens: list[int], compressor: KVCompressor, kept: int, count: int
+    folder: Path,
+    tokens: list[int],
+    compressor: KVCompressor,
+    kept: int,
+    count: int,
+    cache: RoundedCache | None = None,
 ) -> list[int]:
     """Greedy tokens of the `transformers` model, whose cache loses tokens after the prompt: each KV
     head attends densely to those that are left."""
@@ -116,7 +122,7 @@ def pruned_reference(
         layer.self_attn.q_norm.register_forward_hook(lambda *args: normed.append(args[2]))
         for layer in model.model.layers
     ]
-    output = model(torch.tensor([tokens]), use_cache=True)
+    output = model(torch.tensor([tokens]), use_cache=True, past_key_values=cache)
     for hook in hooks:
         hook.remove()
     angles = model.model.rotary_emb(normed[0], torch.arange(len(tokens))[None])
@@ -143,25 +149,29 @@ def pruned_reference(
 
 
 @pytest.mark.parametrize(
-    ("name", "policy", "count"),
+    ("name", "policy", "count", "stored"),
     [
-        ("torch", KeyNorm, OUTPUT), ("torch", Window, OUTPUT),
-        ("torch", SnapKV, OUTPUT), ("torch", RKV, OUTPUT),
-        pytest.param("triton", KeyNorm, 3, marks=interpreted),
-        pytest.param("triton", SnapKV, 3, marks=interpreted),
+        ("torch", KeyNorm, OUTPUT, "auto"), ("torch", Window, OUTPUT, "auto"),
+        ("torch", SnapKV, OUTPUT, "auto"), ("torch", RKV, OUTPUT, "auto"),
+        ("torch", KeyNorm, OUTPUT, "fp8"), ("torch", SnapKV, OUTPUT, "int8"),
+        ("torch", RKV, OUTPUT, "int8_int4"), ("torch", KeyNorm, OUTPUT, "int4"),
+        pytest.param("triton", SnapKV, 3, "auto", marks=interpreted),
+        pytest.param("triton", KeyNorm, 3, "auto", marks=interpreted),
     ],
 )  # fmt: skip
 async def test_tokens_are_those_of_dense_attention_to_what_is_left(
-    folder: Path, name: str, policy: type[KVCompressor], count: int
+    folder: Path, name: str, policy: type[KVCompressor], count: int, stored: str
 ) -> None:
-    """With a prompt in chunks, and two others in the batch that are too short to be compacted."""
+    """With a prompt in chunks, and two others in the batch that are too short to be compacted; what
+    is stored in fewer bits is moved as it is, and scored as attention sees it."""
     tokens = prompt(45)
-    expected = pruned_reference(folder, tokens, policy(), 18, count)
+    rounds = None if stored == "auto" else RoundedCache(stored)
+    expected = pruned_reference(folder, tokens, policy(), 18, count, rounds)
     whole = greedy_reference(reference_model(folder), tokens, count)[0]
     assert name == "triton" or expected != whole, "nothing of importance was dropped"
     results, stats = await outputs(
         folder, [prompt(5, 1), tokens, prompt(9, 2)], attention_backend=name,
-        kv_compression=NAMES[policy], kv_compression_ratio=0.4,
+        kv_compression=NAMES[policy], kv_compression_ratio=0.4, kv_cache_dtype=stored,
         max_num_batched_tokens=16, params={"max_tokens": count},
     )  # fmt: skip
     assert results[1] == expected
@@ -334,7 +344,6 @@ def test_policies_keep_first_and_last_tokens() -> None:
         ({"kv_compression": "window", "kv_compression_budget": 0}, "kv_compression_budget"),
         ({"kv_compression": "window", "kv_compression_interval": 8,
           "kv_compression_on_pressure": True}, "kv_compression_interval"),
-        ({"kv_compression": "window", "kv_cache_dtype": "fp8"}, "kv_compression: .*fp8"),
         ({"kv_compression": "window", "attention_backend": "flex"}, "reads no compacted cache"),
         ({"kv_compression": "window", "runner": "pooling"}, "kv_compression: .* is pooled"),
         ({"kv_compression": "window", "kv_transfer_config": {"kv_connector": "cpu_offload"}},
