@@ -78,6 +78,11 @@ class RequestOutput(msgspec.Struct, kw_only=True):
     """The prompt as the model saw it."""
     prompt_logprobs: list[PositionLogprobs | None] | None = None
     """[num_prompt_tokens]; the first is None, for nothing precedes it."""
+    encoder_prompt: str | None = None
+    """Of an encoder-decoder model: the encoder's text, where text was given; `prompt` is the
+    decoder's."""
+    encoder_prompt_token_ids: list[int] | None = None
+    """What the encoder read; None: the model has none."""
     outputs: list[CompletionOutput]
     """All `n` completions; in delta mode those with something new."""
     finished: bool
@@ -93,6 +98,11 @@ class RequestOutput(msgspec.Struct, kw_only=True):
     kv_compression: KVCompressionUsage | None = None
     """What compactions have left of the caches of the completions that have ended, in sum; None:
     none of them was compacted."""
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Number of prompt tokens, those of an encoder included."""
+        return len(self.prompt_token_ids) + len(self.encoder_prompt_token_ids or ())
 
 
 class KVCompressionUsage(msgspec.Struct, frozen=True):

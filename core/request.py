@@ -6,7 +6,9 @@ import enum
 import sys
 import time
 import uuid
+from array import array
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import Any
 
 import msgspec
@@ -56,6 +58,8 @@ class Request:
     """[num_prompt_tokens] or empty; see `SlotStart`."""
     reads_cache: bool = True
     """False: every position must be computed here, so prefix hits are not used."""
+    source_token_ids: list[int] = field(default_factory=list)
+    """What the encoder of an encoder-decoder model reads; `cache_extra` has its digest."""
     arrival: float = field(default_factory=time.monotonic)
     leader: Request | None = None
     """Wait until this sibling's prompt is computed, then share its blocks."""
@@ -182,6 +186,11 @@ def new_scheduler_id() -> str:
     return uuid.uuid4().hex
 
 
+def source_digest(token_ids: list[int]) -> str:
+    """Return what stands for a source in the hashes of all blocks that depend on it."""
+    return blake2b(array("q", token_ids).tobytes(), digest_size=32).hexdigest()
+
+
 class GrammarRequest(msgspec.Struct, frozen=True):
     """What compiling `SamplingParams.structured_outputs` depends on besides the parameters."""
 
@@ -213,6 +222,8 @@ class RequestSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Completed."""
     token_type_ids: tuple[int, ...] = ()
     reads_cache: bool = True
+    source_token_ids: list[int] = []
+    """Of an encoder-decoder model, whose prompt is the decoder's."""
 
     def requests(self, *, seed: int = 0, grammar: CompiledGrammar | None = None) -> list[Request]:
         """Return `params.n` scheduler requests, the first one leading.
@@ -220,6 +231,7 @@ class RequestSpec(msgspec.Struct, frozen=True, kw_only=True):
         Their ids are drawn here: none that a caller may choose can equal one of them.
         """
         eos = self.eos_token_ids if grammar is None else frozenset(grammar.start.eos_token_ids)
+        extra = () if not self.source_token_ids else (source_digest(self.source_token_ids),)
         name, count = new_scheduler_id(), self.params.n
         requests: list[Request] = []
         for index in range(count):
@@ -239,6 +251,8 @@ class RequestSpec(msgspec.Struct, frozen=True, kw_only=True):
                     pooling=self.pooling,
                     token_type_ids=self.token_type_ids,
                     reads_cache=self.reads_cache,
+                    source_token_ids=self.source_token_ids,
+                    cache_extra=extra,
                     leader=requests[0] if requests else None,
                 )
             )

@@ -63,6 +63,8 @@ class SlotStart(msgspec.Struct, frozen=True):
     tokens."""
     token_type_ids: tuple[int, ...] = ()
     """[len(token_ids)] Which of two texts each token belongs to, for encoders; empty: all 0."""
+    num_source_tokens: int = 0
+    """Tokens of the source, of an encoder-decoder model; its blocks are in `table_writes`."""
 
 
 class CompiledGrammar(NamedTuple):
@@ -97,7 +99,8 @@ class TableWrite(msgspec.Struct, frozen=True, gc=False):
 
     slot: int
     group: int
-    """Group of layers (`core.cache.groups`); a slot has one table per group."""
+    """Group of layers (`core.cache.groups`); a slot has one table per group, and one more for its
+    source in an encoder-decoder model."""
     column: int
     """Column of the first block; block c of a table holds the tokens from c * block_size on."""
     block_ids: tuple[int, ...]
@@ -122,6 +125,14 @@ class Compaction(msgspec.Struct, frozen=True):
     """[ceil(kept / block_size)] The slot's table from then on, of its only group of layers."""
 
 
+class EncodeItem(msgspec.Struct, frozen=True, gc=False):
+    """A source to encode: its keys and values go to blocks that slots have from this plan on."""
+
+    token_ids: tuple[int, ...]
+    block_ids: tuple[int, ...]
+    """[ceil(len(token_ids) / block_size)]"""
+
+
 class StateCopy(msgspec.Struct, frozen=True, gc=False):
     """A slot's state is copied from a snapshot, or to one."""
 
@@ -133,8 +144,8 @@ class StepPlan(msgspec.Struct, frozen=True):
     """One step of work: the whole contract between the event loop and the worker.
 
     It carries differences: a slot's tokens, blocks and parameters travel once. Applied in order:
-    `released`, `compactions`, `starts`, `table_writes`, `state_loads`; then rows run as given by
-    `slots`/`num_tokens`; then `state_saves`.
+    `released`, `compactions`, `starts`, `table_writes`, `state_loads`, `encode`; then rows run as
+    given by `slots`/`num_tokens`; then `state_saves`.
     """
 
     step: int
@@ -156,13 +167,15 @@ class StepPlan(msgspec.Struct, frozen=True):
     """Snapshots that slots start from: before any row."""
     state_saves: tuple[StateCopy, ...] = ()
     """Snapshots of what the step's rows leave: after all rows."""
+    encode: tuple[EncodeItem, ...] = ()
+    """Sources of rows of this plan or later ones: before any row."""
     kv_metadata: bytes | None = None
     """Data from the KV connector's scheduler half to its worker half, encoded as the connector's
     `metadata_type`. A plan may have only this."""
 
     @property
     def total_tokens(self) -> int:
-        """Tokens computed in this step."""
+        """Tokens computed in this step, without those of sources."""
         return sum(self.num_tokens)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from jackfield.core import hooks
 from jackfield.core.registry import load_plugins
 from jackfield.plugins.models.decoder import CausalLM, HeadlessLM
+from jackfield.plugins.models.encoder_decoder import EncoderDecoderLM
 from jackfield.plugins.models.parts import OldWeightMap
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -50,7 +51,7 @@ def models(table: Callable[[list[str], list[list[str]]], str]) -> str:
             places[entry.reference] = entry.name
     for entry in sorted(own, key=lambda entry: entry.name.lower()):
         kind = registry.load(entry.name)
-        if not issubclass(kind, CausalLM):
+        if not issubclass(kind, CausalLM | EncoderDecoderLM):
             continue
         name = entry.name if entry.name in tests else places[entry.reference]
         if name not in tests:
@@ -73,7 +74,9 @@ def models(table: Callable[[list[str], list[list[str]]], str]) -> str:
     )
 
 
-def _quantization(kind: type[CausalLM]) -> str:
+def _quantization(kind: type[CausalLM | EncoderDecoderLM]) -> str:
+    if issubclass(kind, EncoderDecoderLM):
+        return "all"
     weights = kind.weight_map
     if "SparseMLP" in kind.mlp.__code__.co_names:
         return "experts"

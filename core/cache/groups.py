@@ -37,6 +37,13 @@ class StateCache(msgspec.Struct, frozen=True, tag="state"):
     parts: tuple[CachePart, ...]
 
 
+class SourceCache(msgspec.Struct, frozen=True, tag="source"):
+    """Cache with an entry for every token of a sequence's source, which the encoder of an
+    encoder-decoder model reads: written once, in blocks of a table of its own, never longer."""
+
+    parts: tuple[CachePart, ...]
+
+
 class CacheGroup(msgspec.Struct, frozen=True):
     """Layers that share a block table.
 

@@ -302,6 +302,15 @@ class KVCacheManager:
         self._hasher.extend(request, num_blocks)
         return self.snapshots.save(request.block_hashes[num_blocks - 1])
 
+    def source_keys(self, request: Request, num_blocks: int) -> list[bytes]:
+        """Return the names under which the blocks of a request's source are found again; [] if they
+        are not to be."""
+        if not self.enable_prefix_caching and request.private_salt is None:
+            return []
+        # The root holds the source's digest, and the salts. No other key has this length.
+        root = self._hasher.root(request)
+        return [root + block.to_bytes(4, "big") for block in range(num_blocks)]
+
     def block_keys(self, request: Request, num_blocks: int) -> list[bytes]:
         """Return the hashes of the request's first blocks, whose tokens must be known."""
         self._hasher.extend(request, num_blocks)

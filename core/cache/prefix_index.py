@@ -33,11 +33,12 @@ class BlockHasher:
         size = self.block_size
         while len(hashes) < num_blocks:
             start = len(hashes) * size
-            parent = hashes[-1] if hashes else self._root(request)
+            parent = hashes[-1] if hashes else self.root(request)
             tokens = request.known_tokens(start, start + size)
             hashes.append(self._digest(parent + array("q", tokens).tobytes()))
 
-    def _root(self, request: Request) -> bytes:
+    def root(self, request: Request) -> bytes:
+        """Return the hash of what all blocks of a request depend on besides tokens."""
         return self._digest(
             repr((request.cache_salt, request.cache_extra, request.private_salt)).encode()
         )

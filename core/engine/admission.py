@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import msgspec
 
 from ..config import EngineConfig
 from ..errors import ContextLengthExceeded, InvalidRequest
 from ..inputs import Prompt
-from ..loading.model_config import ModelConfig
+from ..loading.model_config import ModelConfig, SourceConfig
 from ..protocols.executors import ExecutorInfo
 from ..registration.extra_args import ExtraArgs
 from ..request import GrammarRequest, RequestSpec
@@ -22,6 +23,9 @@ from .text_processor import TextProcessor
 
 BadWords: TypeAlias = tuple[tuple[int, ...], ...]
 """Token sequences whose last token may not follow the others."""
+PROMPTS = frozenset({"encoder_prompt", "decoder_prompt"})
+"""Fields of `EncoderDecoderPrompt`."""
+NOT_TRUNCATED = SamplingParams()
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,10 @@ class PreparedPrompt:
     token_ids: list[int]
     token_type_ids: tuple[int, ...] = ()
     """[len(token_ids)] or empty: all 0."""
+    source_text: str | None = None
+    """Text of an encoder's prompt, as passed."""
+    source_token_ids: list[int] = dataclasses.field(default_factory=list)
+    """What the encoder of an encoder-decoder model reads; the others are the decoder's."""
 
 
 def request_limits(
@@ -54,13 +62,13 @@ def request_limits(
     )
 
 
-def check_vocabulary(token_ids: list[int], vocab_size: int) -> None:
+def check_vocabulary(token_ids: list[int], vocab_size: int, field: str = "prompt") -> None:
     """Raise InvalidRequest for a token id that the model does not have."""
     if min(token_ids) < 0 or max(token_ids) >= vocab_size:
         token = next(t for t in token_ids if not 0 <= t < vocab_size)
         raise InvalidRequest(
-            f"prompt: token id {token} is not in the vocabulary (0 to {vocab_size - 1})",
-            param="prompt",
+            f"{field}: token id {token} is not in the vocabulary (0 to {vocab_size - 1})",
+            param=field,
         )
 
 
@@ -111,13 +119,15 @@ class Admission:
         self._longest = limits.longest_sequence()
         self._extra_args = extra_args
         self._compresses = compresses
+        # Outputs follow a decoder's prompt, not an encoder's.
+        self._longest_prompt = model_config.max_model_len - (model_config.source is None)
 
     def token_limit(self, params: SamplingParams, param: str) -> TokenLimit:
         """Return how much of a prompt's text is tokenized."""
         context = self.model_config.max_model_len
         num_kept = params.truncate_prompt_tokens
         if num_kept is None:
-            return TokenLimit(tokens=context - 1, context=context, param=param)
+            return TokenLimit(tokens=self._longest_prompt, context=context, param=param)
         num_kept = context if num_kept == -1 else min(num_kept, context)
         return TokenLimit(tokens=num_kept, context=context, cut=params.truncation_side, param=param)
 
@@ -126,32 +136,92 @@ class Admission:
 
         Raises InvalidRequest, ContextLengthExceeded, EngineOverloaded.
         """
+        source = self.model_config.source
+        if isinstance(prompt, Mapping) and "prompt_token_ids" not in prompt:
+            if source is None or "encoder_prompt" not in prompt or set(prompt) - PROMPTS:
+                both = "" if source is None else ", or encoder_prompt and perhaps decoder_prompt"
+                raise InvalidRequest(f"prompt: a dict needs prompt_token_ids{both}", param="prompt")
+            return await self._prepare_both(prompt, params, source)
+        text, token_ids = await self._read(prompt, params, "prompt")
+        return self.prepare_tokens(token_ids, params, text)
+
+    async def _prepare_both(
+        self, prompts: Mapping[str, Any], params: SamplingParams, source: SourceConfig
+    ) -> PreparedPrompt:
+        """Prepare the prompts of an encoder and its decoder."""
+        text, token_ids = await self._read(prompts["encoder_prompt"], params, "encoder_prompt")
+        prompt = self._prepare_source(token_ids, params, text, source, "encoder_prompt")
+        if (decoder_prompt := prompts.get("decoder_prompt")) is None:
+            return prompt
+        field, start = "decoder_prompt", source.decoder_start_token_id
+        # It is continued, so no token may end it.
+        text, token_ids = await self._read(
+            decoder_prompt, NOT_TRUNCATED, field, add_special_tokens=False
+        )
+        token_ids = token_ids if token_ids[:1] == [start] else [start, *token_ids]
+        self._check_num_tokens(token_ids, field)
+        check_vocabulary(token_ids, self.model_config.vocab_size, field)
+        return dataclasses.replace(prompt, text=text, token_ids=token_ids)
+
+    async def _read(
+        self, prompt: Any, params: SamplingParams, field: str, *, add_special_tokens: bool = True
+    ) -> tuple[str | None, list[int]]:
+        """Return the text, if it is one, and the token ids of a caller's prompt; tokens that the
+        caller gives are truncated, and are integers, if there are not too many."""
         if isinstance(prompt, str):
-            limit = self.token_limit(params, "prompt")
-            [token_ids] = await self.texts.tokenize([prompt], limit)
-            return self.prepare_tokens(token_ids, params, prompt)
-        if isinstance(prompt, Mapping):
-            if "prompt_token_ids" not in prompt:
-                raise InvalidRequest("prompt: a dict needs prompt_token_ids", param="prompt")
+            limit = self.token_limit(params, field)
+            [token_ids] = await self.texts.tokenize(
+                [prompt], limit, add_special_tokens=add_special_tokens
+            )
+            return prompt, token_ids
+        if isinstance(prompt, Mapping) and "prompt_token_ids" in prompt:
             prompt = prompt["prompt_token_ids"]
         if not isinstance(prompt, list | tuple):
-            raise InvalidRequest("prompt: must be text or a list of token ids", param="prompt")
+            raise InvalidRequest(f"{field}: must be text or a list of token ids", param=field)
         # Truncated and counted before every item is checked: it may be very long.
         tokens = self._truncate(list(prompt), params)
-        self._check_num_tokens(tokens)
-        if not all_ints(tokens):
-            raise InvalidRequest("prompt: must be text or a list of token ids", param="prompt")
-        check_vocabulary(tokens, self.model_config.vocab_size)
-        return PreparedPrompt(None, tokens)
+        if len(tokens) <= self._longest_prompt and not all_ints(tokens):
+            raise InvalidRequest(f"{field}: must be text or a list of token ids", param=field)
+        return None, tokens
 
     def prepare_tokens(
         self, token_ids: list[int], params: SamplingParams, text: str | None = None
     ) -> PreparedPrompt:
         """Truncate and check the token ids of a tokenized prompt."""
+        source = self.model_config.source
+        if source is not None:
+            return self._prepare_source(token_ids, params, text, source, "prompt")
         token_ids = self._truncate(token_ids, params)
         self._check_num_tokens(token_ids)
         check_vocabulary(token_ids, self.model_config.vocab_size)
         return PreparedPrompt(text, token_ids)
+
+    def _prepare_source(
+        self,
+        token_ids: list[int],
+        params: SamplingParams,
+        text: str | None,
+        source: SourceConfig,
+        field: str,
+    ) -> PreparedPrompt:
+        """Truncate and check an encoder's prompt, whose decoder begins as the model says."""
+        token_ids = self._truncate(token_ids, params)
+        if not token_ids:
+            raise InvalidRequest(f"{field}: must have at least one token", param=field)
+        limit = self.model_config.max_model_len
+        if len(token_ids) > limit:
+            raise ContextLengthExceeded.of(
+                limit,
+                len(token_ids),
+                f"your {field} has {len(token_ids)} tokens. Shorten it or set "
+                "truncate_prompt_tokens.",
+                param=field,
+            )
+        check_vocabulary(token_ids, self.model_config.vocab_size, field)
+        begin = [source.decoder_start_token_id]
+        if source.forced_bos_token_id is not None:
+            begin.append(source.forced_bos_token_id)
+        return PreparedPrompt(None, begin, source_text=text, source_token_ids=token_ids)
 
     async def admit(
         self,
@@ -170,9 +240,14 @@ class Admission:
         self._check_params(params)
         self._check_length(num_prompt, params)
         bad_words = await self.texts.tokenize_bad_words(params)
-        room = max(self._longest - num_prompt, 1)
+        limits, longest = self.limits, self._longest
+        if (source := self.model_config.source) is not None:
+            bad_words += source.bad_words_token_ids
+            limits = limits.beside_source(len(prompt.source_token_ids))
+            longest = limits.longest_sequence()
+        room = max(longest - num_prompt, 1)
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
-        check_limits(self.limits, num_prompt, max_tokens)
+        check_limits(limits, num_prompt, max_tokens)
         if params.min_tokens > max_tokens:
             params = msgspec.structs.replace(params, min_tokens=max_tokens)
         eos = frozenset() if params.ignore_eos else self.model_config.eos_token_ids
@@ -188,6 +263,7 @@ class Admission:
             grammar=grammar,
             priority=priority,
             cache_salt=cache_salt,
+            source_token_ids=prompt.source_token_ids,
         )
 
     def _truncate(self, token_ids: list[int], params: SamplingParams) -> list[int]:
@@ -221,17 +297,17 @@ class Admission:
                 param=field,
             )
 
-    def _check_num_tokens(self, token_ids: list[int]) -> None:
+    def _check_num_tokens(self, token_ids: list[int], field: str = "prompt") -> None:
         if not token_ids:
-            raise InvalidRequest("prompt: must have at least one token", param="prompt")
+            raise InvalidRequest(f"{field}: must have at least one token", param=field)
         limit = self.model_config.max_model_len
         if len(token_ids) >= limit:
             raise ContextLengthExceeded.of(
                 limit,
                 len(token_ids),
-                f"your prompt has {len(token_ids)} tokens, and at least one token of output must "
-                "fit as well. Shorten the prompt or set truncate_prompt_tokens.",
-                param="prompt",
+                f"your {field} has {len(token_ids)} tokens, and at least one token of output must "
+                "fit as well. Shorten it or set truncate_prompt_tokens.",
+                param=field,
             )
 
     def _check_params(self, params: SamplingParams) -> None:

@@ -222,6 +222,7 @@ class EngineCore:
             hash_key=None if self.info.kv_layout is None else self.info.kv_layout.fingerprint,
             groups=self.info.cache_groups,
             num_snapshots=self.info.num_snapshots if self.info.keeps_states else None,
+            max_source_tokens=self.info.max_source_tokens,
             kv_compression=_compression_rule(config),
         )
         self._limits = self.scheduler.limits

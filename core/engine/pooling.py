@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Generator, Mapping
 from typing import Any, TypeAlias
 
 from ..errors import ContextLengthExceeded, InvalidRequest, RequestFailed
-from ..inputs import Prompt
+from ..inputs import SinglePrompt
 from ..loading.model_config import ModelConfig
 from ..loading.pooling_config import PoolingConfig
 from ..outputs import FinishReason, PoolingRequestOutput, RequestTimings
@@ -23,7 +23,7 @@ from ..text.token_limit import TokenLimit
 from .admission import PreparedPrompt, check_limits, check_vocabulary
 from .text_processor import TextProcessor
 
-PoolingPrompt: TypeAlias = Prompt | TextPair
+PoolingPrompt: TypeAlias = SinglePrompt | TextPair
 _NO_SAMPLING = SamplingParams(max_tokens=1, temperature=0.0)
 
 

@@ -109,7 +109,10 @@ class RequestEntry:
     ) -> RequestState:
         spec = await self.admission.admit(prompt, params, grammar, *envelope)
         return await self.core.add_request(
-            spec, lambda requests: RequestState(prompt.text, requests, self.texts.tokenizer)
+            spec,
+            lambda requests: RequestState(
+                prompt.text, requests, self.texts.tokenizer, source=prompt.source_text
+            ),
         )
 
     def _open(self, envelope: Envelope) -> Envelope:

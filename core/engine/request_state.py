@@ -128,12 +128,18 @@ class RequestState:
     """Plugins in this process are notified of its end."""
 
     def __init__(
-        self, prompt: str | None, requests: list[Request], tokenizer: Tokenizer | None
+        self,
+        prompt: str | None,
+        requests: list[Request],
+        tokenizer: Tokenizer | None,
+        *,
+        source: str | None = None,
     ) -> None:
-        """requests: one per completion."""
+        """requests: one per completion; source: text of an encoder's prompt."""
         params = requests[0].params
         self.request_id = requests[0].external_id
         self.prompt = prompt
+        self.source = source
         self.params = params
         self.requests = requests
         self.tokenizer = tokenizer
@@ -206,6 +212,8 @@ class RequestState:
             prompt=self.prompt,
             prompt_token_ids=self.requests[0].prompt_token_ids,
             prompt_logprobs=self.prompt_logprobs,
+            encoder_prompt=self.source,
+            encoder_prompt_token_ids=self.requests[0].source_token_ids or None,
             outputs=outputs,
             finished=self.finished,
             num_cached_tokens=self.requests[0].num_cached_tokens,

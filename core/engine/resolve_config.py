@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
+from typing import Any
 
 import msgspec
 import torch
@@ -11,7 +13,8 @@ from ..config import EngineConfig
 from ..errors import ConfigError, PluginError
 from ..grammars.store import check_backend
 from ..loading.dialects import recognized
-from ..loading.model_config import ModelConfig, resolve_model_config
+from ..loading.generation_config import read_generation_config
+from ..loading.model_config import ModelConfig, SourceConfig, resolve_model_config
 from ..loading.resolve_pooling import resolve_pooling
 from ..registry import Plugins
 from ..text.tokenizer import template_texts
@@ -30,6 +33,13 @@ AUTO = "auto"
 """The parser name that means the checkpoint's, by what it names, or by its chat template."""
 PARSERS = ("reasoning_parser", "tool_call_parser")
 TOKEN_BUDGET = {"cuda": 8192, "cpu": 2048}
+
+
+NOT_WITH_SOURCES = {
+    "kv_transfer_config": "KV connectors move the decoder's blocks alone",
+    "kv_compression": "only the decoder's keys and values are compacted",
+}
+"""Options that serve decoders alone → why."""
 
 
 def resolve_config(config: EngineConfig) -> EngineConfig:
@@ -53,15 +63,16 @@ def resolve_config(config: EngineConfig) -> EngineConfig:
 def resolve_runner(
     requested: EngineConfig, config: EngineConfig, model_config: ModelConfig, plugins: Plugins
 ) -> tuple[EngineConfig, ModelConfig]:
-    """Set `pooling` for a pooling model, and a token budget for whole prompts if they cannot be
-    split. given: the options before they were resolved; config: after.
+    """Set `pooling` for a pooling model, `source` for an encoder-decoder model, and a token budget
+    for whole prompts if they cannot be split. given: the options before they were resolved; config:
+    after.
 
     Raises ConfigError, LoadError.
     """
     registry = plugins["model"]
     name = model_config.architecture
     model = registry.load(name) if name in registry else None
-    model_config = resolve_pooling(config, model_config, model)
+    model_config = resolve_source(config, resolve_pooling(config, model_config, model), model)
     pooling = model_config.pooling
     if pooling is not None and config.kv_transfer_config is not None:
         raise ConfigError(
@@ -95,6 +106,66 @@ def resolve_models(config: EngineConfig, plugins: Plugins) -> ModelConfig:
     `config`. Blocks."""
     model_config = resolve_model_config(config, plugins)
     return resolve_runner(config, config, model_config, plugins)[1]
+
+
+def resolve_source(config: EngineConfig, model_config: ModelConfig, model: Any) -> ModelConfig:
+    """Return the configuration with `source` set, if the model has an encoder and generates.
+
+    `model`: the architecture's class; None where no plugin has it. Raises ConfigError with the
+    field's name.
+    """
+    if not hasattr(model, "encode") or model_config.pooling is not None:
+        return model_config
+    name = model_config.architecture
+    for option, reason in NOT_WITH_SOURCES.items():
+        if getattr(config, option) is not None:
+            raise ConfigError(
+                f"{option}: {name} is an encoder-decoder model, and {reason}; leave it out",
+                param=option,
+            )
+    if config.kv_cache_dtype.startswith("fp8") or config.calculate_kv_scales:
+        raise ConfigError(
+            f"kv_cache_dtype: {name} is an encoder-decoder model, whose cache of the encoder's "
+            "states has no scales; leave it on auto",
+            param="kv_cache_dtype",
+        )
+    generation = read_generation_config(model_config.path, config)
+
+    def token(field: str) -> int | None:
+        value = generation.get(field, getattr(model_config.hf_config, field, None))
+        if value is None:
+            return None
+        if not isinstance(value, int) or not 0 <= value < model_config.vocab_size:
+            raise ConfigError(
+                f"model: {field} {value!r} is no token of this model (0 to "
+                f"{model_config.vocab_size - 1})",
+                param="model",
+            )
+        return value
+
+    start = token("decoder_start_token_id")
+    start = token("bos_token_id") if start is None else start
+    if start is None:
+        raise ConfigError(
+            "model: neither config.json nor generation_config.json has decoder_start_token_id, "
+            "which the decoder of an encoder-decoder model begins with",
+            param="model",
+        )
+    bad_words = generation.get("bad_words_ids", getattr(model_config.hf_config, "bad_words_ids", 0))
+    return dataclasses.replace(
+        model_config,
+        source=SourceConfig(start, token("forced_bos_token_id"), _sequences(bad_words)),
+    )
+
+
+def _sequences(value: Any) -> tuple[tuple[int, ...], ...]:
+    """Return token sequences of a configuration; others than lists of lists of ids are left out."""
+    lists = value if isinstance(value, list) else []
+    return tuple(
+        tuple(item)
+        for item in lists
+        if isinstance(item, list) and item and all(isinstance(token, int) for token in item)
+    )
 
 
 def resolve_parsers(

@@ -45,6 +45,18 @@ HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "*.txt"
 
 
 @dataclass(frozen=True)
+class SourceConfig:
+    """How the decoder of an encoder-decoder model begins."""
+
+    decoder_start_token_id: int
+    """The first token of each sequence."""
+    forced_bos_token_id: int | None = None
+    """The second one, unless a request gives the decoder's prompt."""
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
+    """Token sequences that are never generated, besides those of a request."""
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """A checkpoint's model, as the worker and the engine need to know it."""
 
@@ -65,6 +77,9 @@ class ModelConfig:
     """What the checkpoint says of its model's tool calls and reasoning."""
     pooling: PoolingConfig | None = None
     """How states become vectors; None: the model generates text (`resolve_pooling` decides)."""
+    source: SourceConfig | None = None
+    """Set for an encoder-decoder model (`resolve_source`): requests have a source, of at most
+    `max_model_len` tokens, besides the decoder's prompt."""
 
     @property
     def num_layers(self) -> int:

@@ -163,6 +163,8 @@ class WeightMap:
     rows: Mapping[str, RowOrder] = field(default_factory=dict)
     """Dotted part of a checkpoint name, as `renamed` gives it → how the rows of its tensors are put
     in order."""
+    zeros: tuple[str, ...] = ()
+    """Parameters that are zeros if a checkpoint does not have them."""
     ignored: tuple[str, ...] = ()
     """Starts of names (after `prefixes`) that may be left over where the model has no place."""
 
@@ -369,6 +371,10 @@ class ParameterFiller:
 
     def finish(self) -> None:
         """Raise LoadError with the names of tensors that the checkpoint does not have."""
+        for name in self.weight_map.zeros:
+            if (name, None) in self.missing:
+                self.parameters[name].data.zero_()
+                self.missing.discard((name, None))
         missing = self.wanted()
         if missing:
             raise LoadError(f"missing tensors: {listed(missing)}")

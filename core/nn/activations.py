@@ -17,6 +17,7 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "relu": F.relu,
     "relu2": lambda x: F.relu(x).square(),
     "silu": F.silu,
+    "swish": F.silu,
     "tanh": torch.tanh,
 }
 

@@ -14,6 +14,7 @@ from ..parallel.ranks import Ranks
 from ..parallel.sharding import even_slice
 from ..protocols.attention import AttentionBackend
 from .operations import Operations
+from .ragged import RaggedRows
 from .state.rows import StateRows
 
 
@@ -181,6 +182,25 @@ class GroupContext(NamedTuple):
     """The attention backend's metadata, made from the layout."""
 
 
+class SourceContext(NamedTuple):
+    """Data that the layers that attend to sources share in a step."""
+
+    backend: AttentionBackend
+    """One of its own: its rows are tokens."""
+    metadata: Any
+    """The backend's metadata, made from `PersistentBatch.source_layout`."""
+
+
+class EncodeContext(NamedTuple):
+    """The sources that an encoder-decoder model encodes together, S tokens."""
+
+    positions: torch.Tensor
+    """[S] int64: of each token in its source"""
+    rows: RaggedRows
+    slot_mapping: torch.Tensor
+    """[S] int64: block * block_size + offset, where each token's keys and values go."""
+
+
 @dataclass(frozen=True)
 class ForwardContext:
     """Passed down through a forward call: no globals."""
@@ -201,6 +221,8 @@ class ForwardContext:
     """Contexts of the cache groups after the first."""
     query_places: QueryPlaces | None = None
     """Where the step's queries are kept; None: nowhere."""
+    source: SourceContext | None = None
+    """Set for an encoder-decoder model."""
 
     @classmethod
     def of(
@@ -212,6 +234,7 @@ class ForwardContext:
         *,
         precompiling: bool = False,
         query_places: QueryPlaces | None = None,
+        source: SourceContext | None = None,
     ) -> ForwardContext:
         """Create the context of a step, from one layout per cache group."""
         first, *more = (
@@ -227,6 +250,7 @@ class ForwardContext:
             precompiling=precompiling,
             more_groups=tuple(more),
             query_places=query_places,
+            source=source,
         )
 
     def of_group(self, number: int) -> GroupContext:

@@ -112,6 +112,9 @@ class ExecutorInfo(msgspec.Struct, frozen=True, kw_only=True):
     num_snapshots: int = 0
     """Snapshots of states that there is room for (`StepPlan.state_saves`); 0: prefixes of models
     with states are not shared."""
+    max_source_tokens: int = 0
+    """Longest source of an encoder-decoder model (`StepPlan.encode`); 0: the model has no
+    encoder."""
     num_ranks: int = 1
     """Ranks that compute the model together; bytes are those of one."""
     steps_in_flight: int = 2

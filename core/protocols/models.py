@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     import torch
 
     from ..loading.model_config import ModelConfig
-    from ..nn.context import BuildContext, ForwardContext
+    from ..nn.context import BuildContext, EncodeContext, ForwardContext
 
 
 @runtime_checkable
@@ -39,6 +39,20 @@ class Model(Protocol):
     def after_loading(self) -> None:
         """Derive weights from others; called once, when every parameter is filled. Optional;
         modules inside the model may have one, too, and are called before their parents."""
+
+
+class EncoderDecoderModel(Model, Protocol):
+    """A `Model` whose decoder attends to what an encoder has read, the request's source.
+
+    A class with `encode` is one. The decoder's layers attend to the source by
+    `core.nn.encoder.SourceAttention`, one for each `Attention`, of the same head sizes.
+    """
+
+    def encode(self, token_ids: torch.Tensor, context: EncodeContext) -> None:
+        """Encode sources, and write their keys and values (`SourceAttention.write`).
+
+        token_ids: [num_source_tokens] int64, several sources one after the other
+        (`context.rows`)."""
 
 
 class PoolingModel(Protocol):

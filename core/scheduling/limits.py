@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..cache.groups import ONE_GROUP, CacheGroup, longest_sequence, sequence_blocks
 
@@ -32,6 +32,12 @@ class RequestLimits:
         )
         # The last token is sampled but never computed: it needs no KV.
         return min(self.max_model_len, cached + 1)
+
+    def beside_source(self, num_tokens: int) -> RequestLimits:
+        """Return the limits of a request whose source (of an encoder-decoder model) has blocks."""
+        if self.num_blocks is None:
+            return self
+        return replace(self, num_blocks=self.num_blocks - -(-num_tokens // self.block_size))
 
     def rejection_reason(self, num_prompt_tokens: int, max_total_tokens: int) -> str | None:
         """Return why such a request could never finish, or None if it can.

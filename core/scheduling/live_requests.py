@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Sequence
 from itertools import count
 from typing import Any
 
 from ..cache.kv_manager import KVCacheManager
 from ..outputs import EngineStats, FinishReason, KVCompressionUsage
 from ..request import Request, Status, Update
+from .allowances import Allowance
 from .compression import CacheCompression
 from .kv_transfers import KVTransfers
 from .queue import RequestQueue
@@ -25,7 +27,9 @@ class LiveRequests:
         *,
         transfers: KVTransfers | None,
         compression: CacheCompression | None,
+        allowances: Sequence[Allowance] = (),
     ) -> None:
+        """allowances: what a request has while it runs, besides slot and blocks."""
         self.by_id: dict[str, Request] = {}
         self.running = RequestQueue()
         self.waiting = RequestQueue()
@@ -36,6 +40,7 @@ class LiveRequests:
         self._stats = stats
         self._transfers = transfers
         self._compression = compression
+        self._allowances = allowances
         self._arrivals = count()
         self._free_slots = list(range(num_slots))
         self._released: list[int] = []
@@ -103,6 +108,8 @@ class LiveRequests:
     def fail(self, request: Request, error: str) -> Update:
         """End a request whose blocks may not hold what their tokens say."""
         self._kv.invalidate(request)
+        for allowance in self._allowances:
+            allowance.invalidate(request)
         self.end(request, "error")
         return Update(request, [], finished=True, error=error)
 
@@ -110,6 +117,8 @@ class LiveRequests:
         self.running.remove(request)
         if self._compression is not None:
             self._compression.withdraw(request.slot)
+        for allowance in self._allowances:
+            allowance.give_back(request)
         heapq.heappush(self._free_slots, request.slot)
         self._released.append(request.slot)
         request.slot = -1
@@ -152,8 +161,8 @@ class LiveRequests:
             assert r.num_computed_tokens == 0 and r.num_pending_tokens == 0, (
                 f"{r.request_id} waits, but counts computed tokens"
             )
-        if self._transfers is None:
-            self._kv.check(running)
-        else:
+        held = [block for each in self._allowances for block in each.held_blocks(running)]
+        if self._transfers is not None:
             self._transfers.check({r.request_id for r in loading})
-            self._kv.check(running, self._transfers.held_blocks)
+            held += self._transfers.held_blocks
+        self._kv.check(running, held)

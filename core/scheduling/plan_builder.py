@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from ..request import Request
-from ..step import Compaction, SlotStart, StateCopy, StepPlan, TableWrite
+from ..step import Compaction, EncodeItem, SlotStart, StateCopy, StepPlan, TableWrite
 
 
 @dataclass(slots=True)
@@ -36,6 +36,7 @@ class PlanBuilder:
     table_writes: list[TableWrite] = field(default_factory=list)
     state_loads: list[StateCopy] = field(default_factory=list)
     state_saves: list[StateCopy] = field(default_factory=list)
+    encode: list[EncodeItem] = field(default_factory=list)
 
     @property
     def has_rows(self) -> bool:
@@ -86,6 +87,7 @@ class PlanBuilder:
             compactions=compactions,
             state_loads=tuple(self.state_loads),
             state_saves=tuple(self.state_saves),
+            encode=tuple(self.encode),
             kv_metadata=kv_metadata,
         )
 
@@ -104,4 +106,5 @@ def _slot_start(request: Request) -> SlotStart:
         grammar=None if request.grammar is None else request.grammar.start,
         pooling=request.pooling,
         token_type_ids=request.token_type_ids,
+        num_source_tokens=len(request.source_token_ids),
     )

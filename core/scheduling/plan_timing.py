@@ -39,7 +39,10 @@ class StepDurations:
         self._classes: dict[tuple[bool, int], _Class] = {}
 
     def add(self, plan: StepPlan, seconds: float) -> None:
-        """Record the duration of one step."""
+        """Record the duration of one step; not of one that encodes sources, whose size is more than
+        its tokens."""
+        if plan.encode:
+            return
         tokens = plan.total_tokens
         known = self._classes.get(_class(plan))
         if known is None:

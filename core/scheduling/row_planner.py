@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 from ..cache.kv_manager import KVCacheManager, PrefixHits
 from ..request import Request
 from ..step import StateCopy
+from .allowances import Allowance
 from .compression import CacheCompression
 from .kv_transfers import KVTransfers, LoadDecision
 from .live_requests import LiveRequests
@@ -27,9 +29,10 @@ class RowPlanner:
         admission_reserve: int,
         transfers: KVTransfers | None,
         compression: CacheCompression | None,
+        allowances: Sequence[Allowance] = (),
     ) -> None:
         """admission_reserve: blocks that stay free for running requests when another is
-        admitted."""
+        admitted. allowances: what a request must have, besides slot and blocks."""
         self._requests = requests
         self._kv = kv
         self._chunks = chunks
@@ -37,6 +40,7 @@ class RowPlanner:
         self._admission_reserve = admission_reserve
         self._transfers = transfers
         self._compression = compression
+        self._allowances = allowances
         self._blocks_wanted = 0
         """Blocks that the first waiting request lacked when the last plan was made."""
 
@@ -114,6 +118,8 @@ class RowPlanner:
     def admit_waiting(self, builder: PlanBuilder) -> None:
         """Admit waiting requests in order, until one finds no budget, slot or blocks."""
         admitted = []
+        for allowance in self._allowances:
+            allowance.begin_plan()
         for request in self._requests.waiting.requests:
             if builder.budget <= 0 or not self._requests.has_free_slot:
                 break
@@ -147,6 +153,10 @@ class RowPlanner:
         # Room for all its tokens, though only a chunk's blocks are taken now, and a reserve for
         # running requests: admitting a request that is soon preempted wastes work.
         reserve = self._admission_reserve if len(self._requests.running) else 0
+        for allowance in self._allowances:
+            if (cost := allowance.cost(request)) is None:
+                return False
+            reserve += cost
         if not self._kv.can_hold(request.num_tokens, hits, reserve):
             if self._compression is not None:
                 missing = self._kv.blocks_for(request.num_tokens) - hits.num_blocks
@@ -159,6 +169,10 @@ class RowPlanner:
         self._requests.run(request)
         self._kv.allocate(request, chunk, hits)
         builder.table_writes += self._kv.whole_tables(request)
+        for allowance in self._allowances:
+            granted = allowance.take(request)
+            builder.table_writes += granted.table_writes
+            builder.encode += granted.encode
         request.num_offered_blocks = hits.num_blocks
         if request.first_scheduled is None:
             request.first_scheduled = time.monotonic()

@@ -15,6 +15,7 @@ from ..outputs import EngineStats, FinishReason
 from ..protocols.executors import SchedulePolicy
 from ..request import Request, Update
 from ..step import NOTHING_IN_PROCESS, InProcess, StepPlan, StepResult
+from .allowances import Allowance
 from .compression import CacheCompression, CompressionRule
 from .guarded_connector import GuardedConnector
 from .kv_transfers import KVTransfers
@@ -25,6 +26,7 @@ from .policy_keys import PolicyKeys
 from .prefill_chunks import PrefillChunks
 from .row_planner import RowPlanner
 from .row_results import append_all_but_last, new_prompt_logprobs
+from .source_allowance import SourceAllowance
 
 
 class Scheduler:
@@ -58,11 +60,13 @@ class Scheduler:
         groups: Sequence[CacheGroup] = ONE_GROUP,
         kv_compression: CompressionRule | None = None,
         num_snapshots: int | None = None,
+        max_source_tokens: int = 0,
     ) -> None:
         """transfer: the role of `connector`. hash_key: see `BlockHasher`. groups: layers that share
         a block table. kv_compression: None: caches stay whole. Not None only with one group
         without a window, and without a connector. num_snapshots: of states, if
-        layers keep them; None: they keep none."""
+        layers keep them; None: they keep none. max_source_tokens: of an encoder-decoder model,
+        without a connector and KV compression; 0: the model has no encoder."""
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self._keys = PolicyKeys(policy, policy_name)
@@ -112,12 +116,17 @@ class Scheduler:
         self._compression: CacheCompression | None = None
         if kv_compression is not None:
             self._compression = CacheCompression(kv_compression, self.kv, self._stats)
+        allowances: list[Allowance] = []
+        if max_source_tokens:
+            most = max(max_source_tokens, max_num_batched_tokens)
+            allowances.append(SourceAllowance(self.kv, len(groups), most))
         self.requests = LiveRequests(
             max_num_seqs,
             self.kv,
             self._stats,
             transfers=self.transfers,
             compression=self._compression,
+            allowances=allowances,
         )
         self._rows = RowPlanner(
             self.requests,
@@ -127,6 +136,7 @@ class Scheduler:
             admission_reserve=num_blocks // 100,
             transfers=self.transfers,
             compression=self._compression,
+            allowances=allowances,
         )
         self._steps = count()
         self._in_flight: dict[int, PlannedStep] = {}

@@ -41,6 +41,8 @@ class StepInputs:
     """[R] Each row's slot."""
     layouts: tuple[BatchLayout, ...]
     """Layout per group of layers; only the block tables differ."""
+    source: BatchLayout | None
+    """Layout of attention to sources, in which each token is a row; None: there are none."""
     logit_tokens: torch.Tensor
     """[L] int64: index into T of each position whose logits are computed."""
     sample_slots: torch.Tensor
@@ -139,15 +141,17 @@ class PersistentBatch:
         operations: Operations | None = None,
         num_groups: int = 1,
         compacts: bool = False,
+        has_sources: bool = False,
     ) -> None:
         """`num_groups`: groups of layers; each has a block table in every slot. `compacts`: plans
-        may have compactions."""
+        may have compactions. `has_sources`: requests have a source, which layers attend to."""
         self.device = device
         self.operations = operations or Operations()
         self.num_slots = max_num_seqs
         self.block_size = block_size
         self.max_model_len = max_model_len
         self.num_groups = num_groups
+        self.has_sources = has_sources
         self.table = SlotTable(
             num_slots=max_num_seqs,
             max_model_len=max_model_len,
@@ -155,6 +159,7 @@ class PersistentBatch:
             device=device,
             num_groups=num_groups,
             compacts=compacts,
+            has_sources=has_sources,
         )
         self._staging: list[torch.Tensor] = []
         self._next_buffer = 0
@@ -230,6 +235,9 @@ class PersistentBatch:
                 slots=slots,
                 block_size=self.block_size,
             ),
+            source=self.source_layout(
+                slots, query_start, np.repeat(self.table.num_source[rows.slots], rows.query_lens)
+            ),
             logit_tokens=logit_tokens,
             sample_slots=sample_slots,
             sample_lengths=lengths,
@@ -284,6 +292,40 @@ class PersistentBatch:
             )
             for number, slot_mapping in enumerate(places)
         )
+
+    def source_layout(
+        self, slots: torch.Tensor, query_start: torch.Tensor, bounds: np.ndarray
+    ) -> BatchLayout | None:
+        """Return the layout of attention to sources; None: there are none.
+
+        Each of T tokens attends to all of its slot's source, as the one token of a row whose
+        sequence is the source. slots: [R] int; query_start: [R + 1] int32; bounds: [T] upper bounds
+        of the sources' lengths.
+        """
+        table = self.table
+        if table.source_lengths is None:
+            return None
+        num_tokens, first = len(bounds), self.num_groups * table.columns
+        starts = torch.arange(num_tokens + 1, dtype=torch.int32, device=self.device)
+        if len(slots) != num_tokens:
+            rows = torch.searchsorted(query_start[1:].contiguous(), starts[:-1], right=True)
+            slots = slots[rows.clamp_(max=len(slots) - 1)]
+        sources = table.block_table[:, first : first + table.columns]
+        return BatchLayout.of(
+            query_start=starts,
+            # Padding has no source: it reads one place of the null block.
+            seq_lens=table.source_lengths.index_select(0, slots).clamp_(min=1),
+            block_table=sources.index_select(0, slots),
+            # Nothing is written where it reads.
+            slot_mapping=torch.zeros(num_tokens, dtype=torch.int64, device=self.device),
+            query_start_cpu=np.arange(num_tokens + 1, dtype=np.int32),
+            seq_lens_cpu=np.maximum(bounds, 1),
+            slots=slots,
+        )
+
+    def source_bounds(self, num_tokens: int) -> np.ndarray:
+        """Return the bounds of `source_layout` where the host does not know better: [num_tokens]"""
+        return np.full(num_tokens, self.max_model_len, dtype=np.int32)
 
     # ------------------------------------------------------------ to the device
 

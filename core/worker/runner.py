@@ -25,6 +25,7 @@ from .graphs.mixed_graphs import MixedGraphs
 from .graphs.recorder import NotRecorded
 from .kv_cache.compaction import Compactor
 from .kv_cache.query_ring import QueryRing
+from .kv_cache.sources import Sources
 from .kv_cache.states import States
 from .launched_step import LOGPROB_FIELDS, LaunchedStep, PromptScores
 from .parts import PerSlot, update_parts
@@ -78,6 +79,8 @@ class ModelRunner:
         """Slot → why its compaction failed, until a step has its row."""
         self.states: States | None = None
         """Set if layers keep states."""
+        self.sources: Sources | None = None
+        """Set if layers attend to sources."""
         self.precompiling = False
         """Whether kernels are only compiled, not run."""
 
@@ -89,6 +92,9 @@ class ModelRunner:
         if plan.state_loads:
             assert self.states is not None, "a copy of states, without states"
             self.states.load(plan.state_loads)
+        if plan.encode:
+            assert self.sources is not None, "a source to encode, without an encoder"
+            self.sources.encode(plan.encode)
         if not plan.compactions:
             step = self._launch(plan, launched)
             if plan.state_saves:
@@ -303,6 +309,7 @@ class ModelRunner:
         context = ForwardContext.of(
             self.backend, inputs.layouts, inputs.positions, precompiling=self.precompiling,
             query_places=places,
+            source=None if self.sources is None else self.sources.context(inputs),
         )  # fmt: skip
         hidden: torch.Tensor = self.model(inputs.input_ids, context)
         return hidden

@@ -32,46 +32,54 @@ class SlotTable:
         device: torch.device,
         num_groups: int = 1,
         compacts: bool = False,
+        has_sources: bool = False,
     ) -> None:
         """`num_groups`: groups of layers; each has a block table in every slot. `compacts`: plans
-        may have compactions."""
+        may have compactions. `has_sources`: slots have a source, in one more table."""
         self.num_slots = num_slots
-        self.num_groups = num_groups
+        num_tables = self.num_tables = num_groups + has_sources
         # One row more than slots, for padding, and one position more than a sequence has, for the
         # token that is sampled after the last.
         rows, positions = num_slots + 1, max_model_len + 1
         columns = -(-max_model_len // block_size)
-        if num_groups > 1:
-            # Each group's part of a slot's table is aligned.
+        if num_tables > 1:
+            # Each part of a slot's table is aligned.
             columns = _aligned(columns)
         self.columns = columns
-        """Columns per group in `block_table`."""
+        """Columns per table in `block_table`."""
         self._history_start = _aligned(rows)
         self._table_start = self._history_start + _aligned(rows * positions)
-        table_end = self._table_start + rows * num_groups * columns
+        table_end = self._table_start + rows * num_tables * columns
         self._row_start = _aligned(table_end)
-        end = self._row_start + num_slots * num_groups * columns
+        end = self._row_start + num_slots * num_tables * columns
         self._dropped_start = _aligned(end)
         size = self._dropped_start + rows if compacts else end
+        self._source_start = _aligned(size)
+        size = self._source_start + rows if has_sources else size
         self._block_size = block_size
         self.storage = torch.zeros(size + 1, dtype=torch.int32, device=device)
         """All columns in one; its last number belongs to no slot."""
         self.lengths = self.storage[:rows]
         """[num_slots + 1] int32: computed tokens, those of launched steps included. Each step
         reads where its rows begin, and counts their tokens. 0 in the scratch slot."""
-        self.dropped = self.storage[self._dropped_start : size] if compacts else None
+        dropped = self.storage[self._dropped_start : self._dropped_start + rows]
+        self.dropped = dropped if compacts else None
         """[num_slots + 1] int32: computed tokens that compactions have dropped from the cache; None
         where there are none, so that the cache has `lengths` tokens."""
+        self.source_lengths = self.storage[self._source_start : size] if has_sources else None
+        """[num_slots + 1] int32: tokens of each slot's source; None: there are no sources."""
+        self.num_source = np.zeros(rows, dtype=np.int32)
+        """[num_slots + 1] The same on the host."""
         self.num_dropped = np.zeros(rows, dtype=np.int32)
         """[num_slots + 1] The same on the host, where it is always known."""
         history = self.storage[self._history_start : self._history_start + rows * positions]
         self.token_history = history.view(rows, positions)
         """[num_slots + 1, max_model_len + 1] int32"""
         self.block_table = self.storage[self._table_start : table_end].view(rows, -1)
-        """[num_slots + 1, num_groups * columns] int32: the blocks of each group, and padding
-        where there are several."""
+        """[num_slots + 1, num_tables * columns] int32: the blocks of each group, then those of the
+        source, and padding where there are several."""
         self.row_tables = self.storage[self._row_start : end].view(num_slots, -1)
-        """[num_slots, num_groups * columns] int32: block tables by row, for recorded decode steps.
+        """[num_slots, num_tables * columns] int32: block tables by row, for recorded decode steps.
         A row with the slot that it had in the last of them gets new blocks alone."""
         self._row_of = np.full(num_slots + 1, -1, dtype=np.int32)
         """Row of `row_tables` that has a slot's table, if `_slot_of` agrees; -1: none has."""
@@ -121,6 +129,9 @@ class SlotTable:
             self._leave_row(slot)
             pieces.append((slot, (start.num_computed_tokens,)))
             pieces.append((self._history_start + slot * positions, start.token_ids))
+            if self.source_lengths is not None:
+                self.num_source[slot] = start.num_source_tokens
+                pieces.append((self._source_start + slot, (start.num_source_tokens,)))
             if self.dropped is not None:
                 self.num_dropped[slot] = 0
                 pieces.append((self._dropped_start + slot, (0,)))
@@ -179,7 +190,7 @@ class SlotTable:
 
     def _place(self, start: int, row: int, write: TableWrite) -> int:
         """Return where the first block of a write goes in the tables that begin at `start`."""
-        return start + (row * self.num_groups + write.group) * self.columns + write.column
+        return start + (row * self.num_tables + write.group) * self.columns + write.column
 
 
 def _aligned(size: int) -> int:

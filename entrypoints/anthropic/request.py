@@ -136,7 +136,7 @@ class MessageCompletion(ChatCompletion):
         """Return token counts; `input_tokens` excludes those read from the cache."""
         cached = output.num_cached_tokens
         usage: dict[str, Any] = {
-            "input_tokens": len(output.prompt_token_ids) - cached,
+            "input_tokens": output.num_prompt_tokens - cached,
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": cached,
             "output_tokens": self._choice.parser.num_tokens,

@@ -11,6 +11,7 @@ ARCHITECTURES = {
     "apertus": ("ApertusForCausalLM",),
     "baichuan": ("BaichuanForCausalLM",),
     "bamba": ("BambaForCausalLM", "GraniteMoeHybridForCausalLM"),
+    "bart": ("BartForConditionalGeneration", "MBartForConditionalGeneration"),
     "bert": ("BertModel", "BertForSequenceClassification"),
     "bloom": ("BloomForCausalLM",),
     "chatglm": ("ChatGLMModel",),

@@ -242,6 +242,9 @@ class DecodeInputs:
             batch.block_size,
             **table.compression,
         )
+        # Torch reads these, and those of `made` are undefined while kernels are only compiled.
+        words = self._device_array[:rows]
+        slots = made.slots if not batch.has_sources else torch.where(words < 0, -1 - words, words)
         return StepInputs(
             input_ids=made.input_ids,
             positions=made.positions,
@@ -253,6 +256,7 @@ class DecodeInputs:
                 np.full(rows, batch.max_model_len, dtype=np.int32),
                 slots=made.slots,
             ),
+            source=batch.source_layout(slots, self._query_start, batch.source_bounds(rows)),
             logit_tokens=self._query_start[:rows],
             sample_slots=made.slots,
             sample_lengths=made.lengths,

@@ -434,6 +434,9 @@ class MixedInputs:
                 slots=self._slots[:num_rows],
                 mixed=MixedRows(self._bounds, key.decode_rows, key.prompt_rows),
             ),
+            source=batch.source_layout(
+                self._slots[:num_rows], query_start, batch.source_bounds(key.tokens)
+            ),
             logit_tokens=tensors.last_tokens,
             sample_slots=tensors.sample_slots,
             sample_lengths=tensors.lengths,

@@ -116,6 +116,9 @@ class Warmup:
         """Run a step of the whole token budget, in as many rows as possible."""
         num_rows = min(self._config.max_num_seqs, self._budget)
         each, more = divmod(self._budget, num_rows)
+        if isinstance(self._runner, ModelRunner) and self._runner.sources is not None:
+            most = max(self._budget, self._max_model_len)
+            self._runner.sources.run_largest(most, self._max_model_len)
         self.run([each + 1] * more + [each] * (num_rows - more), range(num_rows))
 
     def _alone(self, num_tokens: int) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from ...cache.groups import CacheGroup
 from ...config import EngineConfig
 from ...errors import ConfigError
 from ...loading.build import build_model
@@ -37,6 +38,7 @@ from ..kv_cache.layout import kv_layout
 from ..kv_cache.memory import bytes_per_block, num_kv_blocks
 from ..kv_cache.query_ring import QueryRing
 from ..kv_cache.scales import to_be_scaled, unscaled
+from ..kv_cache.sources import Sources, bind_sources, source_layers
 from ..kv_cache.states import States, make_states
 from ..pooling_runner import PoolingRunner
 from ..runner import ModelRunner
@@ -172,10 +174,14 @@ class WorkerStart:
                 f"{', '.join(sorted(lacking))}",
                 param="kv_compression",
             )
+        specs = [
+            to_be_scaled(layer.spec) if layer in first_scaled else layer.spec for layer in layers
+        ]
+        sources = source_layers(model, layers, kv_dtype)
         chosen = choose_attention(
             self.plugins,
             config,
-            [to_be_scaled(layer.spec) if layer in first_scaled else layer.spec for layer in layers],
+            [*specs, *(layer.spec for layer in sources)],
             device,
             self.model_config.dtype,
             formats=formats,
@@ -192,17 +198,32 @@ class WorkerStart:
                 max_num_batched_tokens=self._max_num_batched_tokens,
                 max_model_len=max_model_len,
             )
-        batch = self._batch(operations, num_groups=len(groups), compacts=compacts)
+            source_backend = None
+            if sources:
+                # Its rows are all tokens of a step.
+                source_backend = chosen.backend_class(
+                    device=device,
+                    dtype=self.model_config.dtype,
+                    block_size=config.block_size,
+                    max_num_seqs=self._max_num_batched_tokens,
+                    max_num_batched_tokens=self._max_num_batched_tokens,
+                    max_model_len=max_model_len,
+                )
+        batch = self._batch(
+            operations, num_groups=len(groups), compacts=compacts, has_sources=bool(sources)
+        )
         runner: ModelRunner | PoolingRunner
         if self.model_config.pooling is not None:
             runner = self._pooling_runner(model, backend, batch)
         else:
             runner = self._model_runner(model, backend, batch, states)
+            if source_backend is not None:
+                runner.sources = Sources(model, source_backend, batch)
             if compressor is not None:
                 self._compress(runner, compressor, layers, operations)
         graphs = self._graphs(runner)
         warmup = self._warmup(runner)
-        bind_cache(layers, groups, 2, config.block_size, kv_dtype, device)
+        bind_sources(sources, bind_cache(layers, groups, 2, config.block_size, kv_dtype, device))
         with self.ranks.pause():
             # How much there is to compile depends on this host's files.
             warmup.precompile(operations, graphs)
@@ -215,10 +236,12 @@ class WorkerStart:
             block_bytes=block_bytes,
             block_size=config.block_size,
             max_model_len=max_model_len,
-            groups=groups,
+            # A source, of at most the same length, has a table like one more group's.
+            groups=(*groups, CacheGroup()) if sources else groups,
             max_chunk=self._max_num_batched_tokens,
         )
         caches = bind_cache(layers, groups, num_blocks, config.block_size, kv_dtype, device)
+        bind_sources(sources, caches)
         warmup.warm_up()
         if isinstance(runner, ModelRunner) and runner.compactor is not None:
             runner.compactor.warm_up()
@@ -248,13 +271,19 @@ class WorkerStart:
             kv_compression=compacts,
             keeps_states=states is not None,
             num_snapshots=0 if states is None else states.num_snapshots,
+            max_source_tokens=max_model_len if sources else 0,
         )
         return StartedWorker(info, runner, operations, warmup, graphs, first_scaled, connector)
 
     # ------------------------------------------------------------ parts
 
     def _batch(
-        self, operations: Operations, *, num_groups: int = 1, compacts: bool = False
+        self,
+        operations: Operations,
+        *,
+        num_groups: int = 1,
+        compacts: bool = False,
+        has_sources: bool = False,
     ) -> PersistentBatch:
         return PersistentBatch(
             max_num_seqs=self.config.max_num_seqs,
@@ -264,6 +293,7 @@ class WorkerStart:
             operations=operations,
             num_groups=num_groups,
             compacts=compacts,
+            has_sources=has_sources,
         )
 
     def _pooling_runner(

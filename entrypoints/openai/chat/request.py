@@ -208,7 +208,7 @@ class ChatCompletion:
         parsers = [choice.parser for choice in choices]
         reasoning = sum(parser.num_reasoning_tokens for parser in parsers)
         return usage(
-            len(output.prompt_token_ids),
+            output.num_prompt_tokens,
             sum(parser.num_tokens for parser in parsers),
             output.num_cached_tokens,
             reasoning if self.reasoning_parser is not None else None,

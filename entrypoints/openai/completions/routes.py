@@ -89,6 +89,12 @@ class TextCompletion:
         self.created = int(time.time())
         if request.best_of is not None and request.best_of != (request.n or 1):
             raise InvalidRequest("best_of: is not supported; use n", param="best_of")
+        if request.echo and engine.model_config.source is not None:
+            raise InvalidRequest(
+                "echo: is not supported for an encoder-decoder model, whose output does not "
+                "continue the prompt",
+                param="echo",
+            )
         self.params = self._params()
         self.offsets: dict[int, int] = {}
         """Choice → offset of its next token in its text."""
@@ -140,7 +146,7 @@ class TextCompletion:
         generated = sum(len(c.token_ids) for o in outputs for c in o.outputs)
         body = self._body(choices)
         body["usage"] = usage(
-            sum(len(o.prompt_token_ids) for o in outputs),
+            sum(o.num_prompt_tokens for o in outputs),
             0 if self.only_echo else generated,
             sum(o.num_cached_tokens for o in outputs),
             compression=KVCompressionUsage.total(o.kv_compression for o in outputs),
@@ -257,7 +263,7 @@ class CompletionStream:
     def frames(self, output: RequestOutput, number: int) -> list[bytes]:
         """Return the chunks of an output of prompt `number` as a list."""
         text_completion = self._completion
-        self._prompts[number] = len(output.prompt_token_ids)
+        self._prompts[number] = output.num_prompt_tokens
         self._cached[number] = output.num_cached_tokens
         self._compression[number] = output.kv_compression
         frames: list[bytes] = []

@@ -216,7 +216,7 @@ class ResponseCompletion(ChatCompletion):
         if output is None or not self.ended:
             return None
         parser = self._choice.parser
-        prompt, completion = len(output.prompt_token_ids), parser.num_tokens
+        prompt, completion = output.num_prompt_tokens, parser.num_tokens
         return {
             "input_tokens": prompt,
             "input_tokens_details": {

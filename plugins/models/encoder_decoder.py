@@ -1,0 +1,319 @@
+"""Common parts of encoder-decoder models: an encoder in both directions, and a decoder whose blocks
+also attend to what the encoder has read. Families of BART's kind set a few attributes."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from ...core.errors import ConfigError
+from ...core.loading.model_config import ModelConfig
+from ...core.loading.weight_map import Shard, WeightMap
+from ...core.nn.attention import Attention
+from ...core.nn.context import BuildContext, EncodeContext, ForwardContext
+from ...core.nn.embedding import Embedding
+from ...core.nn.encoder import BidirectionalAttention, SourceAttention
+from ...core.nn.linear import Linear, MergedLinear
+from ...core.nn.mlp import PlainMLP
+from ...core.nn.norm import LayerNorm
+from ...core.protocols.attention import AttentionSpec
+from .decoder import QKV_SHARDS
+
+EPS = 1e-5
+"""Of all layer norms; configurations do not state it."""
+
+
+class Layer(nn.Module):
+    """Attention and MLP, each added to the stream: after a norm of its input, or before one of the
+    sum (`norm_first` False)."""
+
+    def __init__(self, size: int, build: BuildContext, *, norm_first: bool) -> None:
+        super().__init__()
+        self.norm_first = norm_first
+        self.self_attn_layer_norm = LayerNorm(size, EPS, build)
+        self.final_layer_norm = LayerNorm(size, EPS, build)
+
+    def add(
+        self, hidden: torch.Tensor, part: nn.Module, norm: nn.Module, *context: Any
+    ) -> torch.Tensor:
+        """[num_tokens, hidden_size] → the same shape"""
+        if self.norm_first:
+            out: torch.Tensor = part(hidden, norm, *context)
+            return out
+        out = norm(part(hidden, None, *context))
+        return out
+
+
+class EncoderAttention(nn.Module):
+    """hidden + attention(norm(hidden)) in both directions."""
+
+    def __init__(self, size: int, heads: int, build: BuildContext) -> None:
+        super().__init__()
+        self.qkv_proj = MergedLinear(size, {"q": size, "k": size, "v": size}, build, bias=True)
+        self.attention = BidirectionalAttention(heads, size // heads, build)
+        self.out_proj = Linear(size, size, build, bias=True)
+
+    def forward(
+        self, hidden: torch.Tensor, norm: nn.Module | None, context: EncodeContext
+    ) -> torch.Tensor:
+        """[num_tokens, hidden_size] → the same shape"""
+        heads = self.attention(self.qkv_proj(hidden, norm=norm), context.rows)
+        out: torch.Tensor = self.out_proj(heads, residual=hidden)
+        return out
+
+
+class DecoderAttention(nn.Module):
+    """hidden + attention(norm(hidden)) to the tokens before."""
+
+    def __init__(self, size: int, heads: int, build: BuildContext) -> None:
+        super().__init__()
+        self.qkv_proj = MergedLinear(size, {"q": size, "k": size, "v": size}, build, bias=True)
+        self.attention = Attention(_spec(size, heads), build)
+        self.out_proj = Linear(size, size, build, bias=True)
+
+    def forward(
+        self, hidden: torch.Tensor, norm: nn.Module | None, context: ForwardContext
+    ) -> torch.Tensor:
+        """[num_tokens, hidden_size] → the same shape"""
+        heads = self.attention(self.qkv_proj(hidden, norm=norm), context)
+        out: torch.Tensor = self.out_proj(heads, residual=hidden)
+        return out
+
+
+class CrossAttention(nn.Module):
+    """hidden + attention(norm(hidden)) to the encoder's states."""
+
+    def __init__(self, size: int, heads: int, build: BuildContext) -> None:
+        super().__init__()
+        self.query = Linear(size, size, build, bias=True)
+        self.kv_proj = MergedLinear(size, {"k": size, "v": size}, build, bias=True)
+        self.attention = SourceAttention(_spec(size, heads), build)
+        self.out_proj = Linear(size, size, build, bias=True)
+
+    def write(self, states: torch.Tensor, context: EncodeContext) -> None:
+        """Keep the keys and values of encoded sources, [num_source_tokens, hidden_size]."""
+        self.attention.write(self.kv_proj(states), context)
+
+    def forward(
+        self, hidden: torch.Tensor, norm: nn.Module | None, context: ForwardContext
+    ) -> torch.Tensor:
+        """[num_tokens, hidden_size] → the same shape"""
+        heads = self.attention(self.query(hidden, norm=norm), context)
+        out: torch.Tensor = self.out_proj(heads, residual=hidden)
+        return out
+
+
+def _spec(size: int, heads: int) -> AttentionSpec:
+    head_dim = size // heads
+    return AttentionSpec(
+        num_heads=heads, num_kv_heads=heads, head_dim=head_dim, scale=head_dim**-0.5
+    )
+
+
+class EncoderLayer(Layer):
+    def __init__(self, hf: Any, build: BuildContext, *, norm_first: bool) -> None:
+        super().__init__(hf.d_model, build, norm_first=norm_first)
+        self.self_attn = EncoderAttention(hf.d_model, hf.encoder_attention_heads, build)
+        self.mlp = _mlp(hf, hf.encoder_ffn_dim, build)
+
+    def forward(self, hidden: torch.Tensor, context: EncodeContext) -> torch.Tensor:
+        """[num_source_tokens, hidden_size] → the same shape"""
+        hidden = self.add(hidden, self.self_attn, self.self_attn_layer_norm, context)
+        return self.add(hidden, self.mlp, self.final_layer_norm)
+
+
+class DecoderLayer(Layer):
+    def __init__(self, hf: Any, build: BuildContext, *, norm_first: bool) -> None:
+        super().__init__(hf.d_model, build, norm_first=norm_first)
+        heads = hf.decoder_attention_heads
+        self.self_attn = DecoderAttention(hf.d_model, heads, build)
+        self.encoder_attn = CrossAttention(hf.d_model, heads, build)
+        self.encoder_attn_layer_norm = LayerNorm(hf.d_model, EPS, build)
+        self.mlp = _mlp(hf, hf.decoder_ffn_dim, build)
+
+    def forward(self, hidden: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        """[num_tokens, hidden_size] → the same shape"""
+        hidden = self.add(hidden, self.self_attn, self.self_attn_layer_norm, context)
+        hidden = self.add(hidden, self.encoder_attn, self.encoder_attn_layer_norm, context)
+        return self.add(hidden, self.mlp, self.final_layer_norm)
+
+
+def _mlp(hf: Any, inner: int, build: BuildContext) -> PlainMLP:
+    return PlainMLP(hf.d_model, inner, hf.activation_function, build, field="activation_function")
+
+
+class LearnedPositions(Embedding):
+    """Position → a learned vector."""
+
+    offset: ClassVar[int] = 0
+    """Row of position 0."""
+
+    def __init__(self, hf: Any, build: BuildContext) -> None:
+        super().__init__(hf.max_position_embeddings + self.offset, hf.d_model, build)
+
+    def forward(self, positions: torch.Tensor) -> torch.Tensor:
+        """[num_tokens] → [num_tokens, hidden_size]"""
+        return super().forward(positions + self.offset)
+
+
+class LearnedFromTwo(LearnedPositions):
+    """The first two rows are for no position."""
+
+    offset = 2
+
+
+class SinusoidalPositions(nn.Module):
+    """Position → sines of all frequencies, then their cosines (arXiv 1706.03762). Computed:
+    checkpoints may have them, or not."""
+
+    def __init__(self, hf: Any, build: BuildContext) -> None:
+        super().__init__()
+        self.table: torch.Tensor
+        positions = torch.arange(hf.max_position_embeddings, dtype=torch.float64)
+        rates = 10000.0 ** (torch.arange(0, hf.d_model, 2, dtype=torch.float64) / -hf.d_model)
+        angles = positions[:, None] * rates
+        table = torch.cat((angles.sin(), angles[:, : hf.d_model // 2].cos()), dim=-1)
+        table = table.to(build.dtype).to(build.device)
+        self.register_buffer("table", table, persistent=False)
+
+    def forward(self, positions: torch.Tensor) -> torch.Tensor:
+        """[num_tokens] → [num_tokens, hidden_size]"""
+        return self.table[positions]
+
+
+class Half(nn.Module):
+    """The encoder, or the decoder."""
+
+    layer: ClassVar[type[EncoderLayer | DecoderLayer]]
+
+    def __init__(self, owner: type[EncoderDecoderLM], hf: Any, layers: int, build: BuildContext):
+        super().__init__()
+        self.scale = math.sqrt(hf.d_model) if hf.scale_embedding else None
+        self.embed_positions = owner.positions(hf, build)
+        self.layernorm_embedding = None
+        if owner.norms_embeddings:
+            self.layernorm_embedding = LayerNorm(hf.d_model, EPS, build)
+        self.layers = nn.ModuleList(
+            self.layer(hf, build, norm_first=owner.norm_first) for _ in range(layers)
+        )
+        self.layer_norm = LayerNorm(hf.d_model, EPS, build) if owner.norm_first else None
+
+    def forward(
+        self, embeddings: torch.Tensor, context: EncodeContext | ForwardContext
+    ) -> torch.Tensor:
+        """Embeddings of tokens → states before the last norm, both [num_tokens, hidden_size]."""
+        hidden = embeddings if self.scale is None else embeddings * self.scale
+        hidden = hidden + self.embed_positions(context.positions)
+        if self.layernorm_embedding is not None:
+            hidden = self.layernorm_embedding(hidden)
+        for layer in self.layers:
+            hidden = layer(hidden, context)
+        out: torch.Tensor = hidden
+        return out
+
+    def normed(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Apply the last norm, if there is one: [any, hidden_size] → the same shape."""
+        if self.layer_norm is None:
+            return hidden
+        out: torch.Tensor = self.layer_norm(hidden)
+        return out
+
+
+class Encoder(Half):
+    layer = EncoderLayer
+
+
+class Decoder(Half):
+    layer = DecoderLayer
+
+
+class EncoderDecoder(nn.Module):
+    """Both halves, over one table of embeddings."""
+
+    def __init__(self, owner: type[EncoderDecoderLM], hf: Any, build: BuildContext) -> None:
+        super().__init__()
+        self.shared = Embedding(hf.vocab_size, hf.d_model, build, bias=True)
+        """Its bias is that of the logits."""
+        self.encoder = Encoder(owner, hf, hf.encoder_layers, build)
+        self.decoder = Decoder(owner, hf, hf.decoder_layers, build)
+
+
+class LogitsBiasMap(WeightMap):
+    """For checkpoints with the logits' bias as [1, vocab_size]."""
+
+    def pieces(self, name: str, tensor: torch.Tensor) -> Any:
+        bias = name.endswith("final_logits_bias")
+        yield from super().pieces(name, tensor.flatten() if bias else tensor)
+
+
+class EncoderDecoderLM(nn.Module):
+    """An encoder-decoder model of BART's kind. Families set the attributes."""
+
+    norm_first: ClassVar[bool] = False
+    """Norms come before attention and MLP, and one after all layers; otherwise after each sum."""
+    norms_embeddings: ClassVar[bool] = True
+    positions: ClassVar[type[LearnedPositions | SinusoidalPositions]] = LearnedFromTwo
+    weight_map: WeightMap = LogitsBiasMap(
+        stacked={
+            **QKV_SHARDS, "source_k": Shard("kv_proj", "k"), "source_v": Shard("kv_proj", "v"),
+        },
+        prefixes={
+            "final_logits_bias": "model.shared.bias",
+            "lm_head.": "model.shared.",
+            **{
+                f"{start}{half}.embed_tokens.": "model.shared."
+                for start in ("model.", "") for half in ("encoder", "decoder")
+            },
+            **{f"{part}.": f"model.{part}." for part in ("shared", "encoder", "decoder")},
+        },
+        parts={
+            "encoder_attn.q_proj": "encoder_attn.query",
+            "encoder_attn.k_proj": "encoder_attn.source_k",
+            "encoder_attn.v_proj": "encoder_attn.source_v",
+        },
+        names={"mlp.up_proj": "fc1", "mlp.down_proj": "fc2"},
+        zeros=("model.shared.bias",),
+    )  # fmt: skip
+    """All names of the embeddings are those of one table."""
+
+    def __init__(self, config: ModelConfig, build: BuildContext) -> None:
+        """Raises ConfigError for a variant that is not there."""
+        super().__init__()
+        hf: Any = config.hf_config
+        self.check(hf)
+        self.model = EncoderDecoder(type(self), hf, build)
+
+    @classmethod
+    def check(cls, hf: Any) -> None:
+        """Raise ConfigError for a variant that is not there."""
+        if not hf.tie_word_embeddings:
+            raise ConfigError(
+                "tie_word_embeddings: False is not supported for encoder-decoder models",
+                param="tie_word_embeddings",
+            )
+        for half in ("encoder", "decoder"):
+            heads = getattr(hf, f"{half}_attention_heads")
+            if hf.d_model % heads:
+                raise ConfigError(
+                    f"{half}_attention_heads: {heads} does not divide d_model {hf.d_model}",
+                    param=f"{half}_attention_heads",
+                )
+
+    def encode(self, token_ids: torch.Tensor, context: EncodeContext) -> None:
+        """Encode sources, [num_source_tokens], and keep their keys and values."""
+        encoder = self.model.encoder
+        states = encoder.normed(encoder(self.model.shared(token_ids), context))
+        for layer in self.model.decoder.layers:
+            layer.encoder_attn.write(states, context)  # type: ignore[union-attr, operator]
+
+    def forward(self, input_ids: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        """[num_tokens] → [num_tokens, hidden_size]"""
+        hidden: torch.Tensor = self.model.decoder(self.model.shared(input_ids), context)
+        return hidden
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[num_rows, hidden_size] → [num_rows, vocab_size]"""
+        return self.model.shared.logits(hidden, norm=self.model.decoder.layer_norm)
